@@ -348,7 +348,7 @@ def planned() -> None:
         name = f"layers.{number}.w"
         arrays.append(ArrayEntry(name, ("params", name), shape, torch.float32, layout, (0, 0), shape))
     index = Index(mesh.size, arrays, {}, [])
-    print(f"index: {len(sealed(index.body())) / 1e6:.2f} MB")
+    print(f"index: {len(sealed(index.text)) / 1e6:.2f} MB")
     half = fs.make_mesh({"data": 256, "model": 16}, runtime="abstract")
     for device in (0, 2000):
         began = time.perf_counter()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from math import prod
 from pathlib import Path
 
-from fshard.checkpoint.files import BLOCK, BlockReader
+from fshard.checkpoint.files import BlockReader
 from fshard.checkpoint.foreign.export import Content, convert
 from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.index import read_manifest
 from fshard.checkpoint.restore import RenamedSource
 from fshard.checkpoint.source import SavedFolder, Source
 from fshard.errors import CheckpointError
-from fshard.mesh.layout.layout import dtype_name
+from fshard.mesh.layout import dtype_name
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,31 +49,28 @@ def run(words: Sequence[str]) -> int:
 def _verify(path: Path) -> int:
     """Compare all bytes with their digests; of files without digests, the headers with the sizes."""
     text, errors = "it has no digests; headers and sizes agree", list[str]()
-    try:
+    with _collected(errors):
         source = open_source(path)
-        if isinstance(source, SavedFolder):
-            text = f"{sum(writer.size for writer in source.index.writers):,} bytes are as they were written"
-            errors = [*_damages(source)]
-    except CheckpointError as error:
-        errors = [str(error)]
+        writers = source.index.writers if isinstance(source, SavedFolder) else ()
+        if writers:
+            text = f"{sum(writer.size for writer in writers):,} bytes are as they were written"
+        for writer in writers:
+            with _collected(errors):
+                digests = read_manifest(path, writer)
+                with closing(BlockReader(path / writer.data, writer.size, digests)) as reader:
+                    for number in range(len(digests)):
+                        with _collected(errors):
+                            reader.verify(number)
     sys.stdout.writelines(f"{line}\n" for line in errors or [f"{path}: {text}"])
     return 1 if errors else 0
 
 
-def _damages(source: SavedFolder) -> Iterator[str]:
-    """Yield the files and ranges of bytes that are not as they were written."""
-    for writer in source.index.writers:
-        try:
-            reader = BlockReader(source.folder / writer.data, writer.size, read_manifest(source.folder, writer))
-        except CheckpointError as error:
-            yield str(error)
-            continue
-        with closing(reader):
-            for number in range(-(-writer.size // BLOCK)):
-                try:
-                    reader.verify(number)
-                except CheckpointError as error:
-                    yield str(error)
+@contextmanager
+def _collected(errors: list[str]) -> Generator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        errors.append(str(error))
 
 
 def _table(path: Path, source: Source) -> Iterator[str]:

@@ -23,9 +23,8 @@ import numpy as np
 import torch
 
 from fshard.checkpoint.copying import Block, Span, overlap
-from fshard.mesh.layout import Layout
+from fshard.mesh.layout import Layout, Mesh
 from fshard.mesh.layout.arithmetic import chunk, flat_range, ravel, unravel
-from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.reshard.regions import Numbers
 
 

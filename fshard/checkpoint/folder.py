@@ -119,7 +119,7 @@ class Checkpoints:
         else:
             if self._thread is None:
                 atexit.register(self._join)  # prints its errors
-            self._thread = threading.Thread(target=self._in_background, args=arguments, name="fshard checkpoint")
+            self._thread = threading.Thread(target=self._write_in_background, args=arguments, name="fshard checkpoint")
             self._thread.start()
         if is_last:
             if run_token() and 0 in content.shares:  # all have read the marker, since all have written
@@ -140,7 +140,7 @@ class Checkpoints:
             error, self._error = self._error, None
             raise error
 
-    def _in_background(self, *arguments: Any) -> None:
+    def _write_in_background(self, *arguments: Any) -> None:
         with suppress(OSError, AttributeError):  # training is to have the processor
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
@@ -161,18 +161,15 @@ class Checkpoints:
         steps = [step for step in self.steps if step <= latest]
         retained = {*steps[-self.keep :], *(step for step in steps if self.keep_every and step % self.keep_every == 0)}
         if self.best is not None:
-            retained |= {*self._best_step(steps, self.best)}
+            name, sign = self.best.removeprefix("-"), -1 if self.best.startswith("-") else 1
+            for step in steps:
+                if step not in self._metrics:
+                    self._metrics[step] = read_index(self.path / str(step)).metrics
+            values = [(sign * self._metrics[step].get(name, nan), step) for step in steps]
+            retained |= {step for _, step in sorted(pair for pair in values if not isnan(pair[0]))[:1]}
         for name in sorted(os.listdir(self.path)):
             if _is_step(name) and int(name) not in retained and int(name) < latest and (self.path / name).is_dir():
                 remove(self.path / name)
-
-    def _best_step(self, steps: list[int], best: str) -> list[int]:
-        name, sign = best.removeprefix("-"), -1 if best.startswith("-") else 1
-        for step in steps:
-            if step not in self._metrics:
-                self._metrics[step] = read_index(self.path / str(step)).metrics
-        values = [(sign * self._metrics[step].get(name, nan), step) for step in steps]
-        return [step for _, step in sorted(pair for pair in values if not isnan(pair[0]))[:1]]
 
     def _ends_at(self, step: int) -> bool:
         """Return True if this save is the last one: all processes read the marker that a process has left a step before."""

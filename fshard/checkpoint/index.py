@@ -14,19 +14,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fshard.checkpoint.division import ArrayEntry, Division
 from fshard.checkpoint.files import BLOCK, DTYPES, digest
-from fshard.checkpoint.names import PLAIN, NamedLeaf, is_array, name_of, stored_parts
-from fshard.checkpoint.names import Path as TreePath
+from fshard.checkpoint.names import PLAIN, NamedLeaf, TreePath, is_array, name_of, stored_parts
 from fshard.errors import CheckpointError
-from fshard.mesh.layout import Layout, P
-from fshard.mesh.layout.layout import is_dense, no_dense
-from fshard.mesh.layout.mesh import Mesh
+from fshard.mesh.layout import Layout, Mesh, P, is_dense, no_dense
 from fshard.mesh.layout.sharded import Sharded
 
 VERSION = 1
@@ -70,8 +67,9 @@ class Index:
     def division(self) -> Division:
         return Division(self.arrays)
 
-    def body(self) -> str:
-        """Return the part that all writers must have in common, as text."""
+    @cached_property
+    def text(self) -> str:
+        """The part that all writers must have in common, as JSON."""
         layouts: dict[Layout, int] = {}
         arrays = list[Any]()
         for path, shape, dtype, layout, offset, full in (entry[1:] for entry in self.arrays):
@@ -179,16 +177,12 @@ def _are_joined(parts: Sequence[ArrayEntry]) -> bool:
         return False
     if not (full and prod(full)):
         return {x.full_shape for x in parts} == {full} and sum(prod(x.shape) for x in parts) == prod(full)
-    end = 0
-    for x in parts:
-        shape, offset = (
-            (*full[:dim], x.shape[dim], *full[dim + 1 :]),
-            tuple([end * (i == dim) for i in range(len(full))]),
-        )
-        if (x.shape, x.offset, x.full_shape) != (shape, offset, full):
-            return False
-        end += x.shape[dim]
-    return end == full[dim]
+    ends = [*accumulate([x.shape[dim] for x in parts], initial=0)]
+    expected = [
+        ((*full[:dim], x.shape[dim], *full[dim + 1 :]), tuple([end * (i == dim) for i in range(len(full))]), full)
+        for x, end in zip(parts, ends, strict=False)
+    ]
+    return ends[-1] == full[dim] and [(x.shape, x.offset, x.full_shape) for x in parts] == expected
 
 
 def read_manifest(folder: Path, writer: WriterFiles) -> list[str]:

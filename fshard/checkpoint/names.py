@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import PyTree, flatten
-from fshard.mesh.layout.sharded import Sharded, stack
+from fshard.mesh.layout.sharded import Sharded, key_of, stack
 from fshard.mesh.layout.tree import NAMESPACE
 
 _optree: Any = optree
@@ -32,7 +32,7 @@ _optree.register_pytree_node(
     lambda keys, x: Counter(dict(zip(keys, x, strict=True))),
     namespace=NAMESPACE,
 )
-Path = tuple[Any, ...]
+TreePath = tuple[Any, ...]
 PLAIN = (int, float, str, bool, type(None))
 
 
@@ -40,7 +40,7 @@ PLAIN = (int, float, str, bool, type(None))
 class NamedLeaf:
     """A leaf of a tree and its path; `value` is an array, a value of JSON, or an object with a `state_dict`."""
 
-    path: Path
+    path: TreePath
     value: Any
 
     @cached_property
@@ -48,7 +48,7 @@ class NamedLeaf:
         return name_of(self.path)
 
 
-def name_of(path: Path) -> str:
+def name_of(path: TreePath) -> str:
     """Return the name of a path.
 
     >>> name_of(("state", "exp_avg", "blocks.3.w")), name_of(("groups", 0, [1]))
@@ -84,6 +84,11 @@ def stored_parts(x: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
     for array in x.parts:
         yield tuple([start * (dim == x.dim) for dim in range(array.ndim)]), array
         start += array.shape[x.dim]
+
+
+def tie_key(x: Any) -> tuple[Any, ...]:
+    """Return a key that is equal for tied arrays."""
+    return tuple([key_of(array) for _, array in stored_parts(x)])
 
 
 def as_leaf(x: Any) -> Any:
@@ -179,7 +184,7 @@ def flattened(tree: PyTree) -> tuple[list[NamedLeaf], Callable[[Sequence[Any]], 
     return leaves, lambda values: _optree.tree_unflatten(structure, [*map(as_node, nodes, values)])
 
 
-def _walk(node: Any, path: Path) -> Iterator[NamedLeaf]:
+def _walk(node: Any, path: TreePath) -> Iterator[NamedLeaf]:
     leaf = as_leaf(node)
     if leaf is not node or is_array(node) or isinstance(node, PLAIN) or is_object(node):
         yield NamedLeaf(path, leaf)
@@ -210,7 +215,7 @@ def _are_stages(node: Sequence[Any]) -> bool:
     return differ and any("." in key for key in keys)
 
 
-def build(items: Sequence[tuple[Path, Any]]) -> PyTree:
+def build(items: Sequence[tuple[TreePath, Any]]) -> PyTree:
     """Return the tree of some paths and values: dicts and lists.
 
     >>> build([(("a", 0), 1), (("a", 1), 2), (("b", [3]), 4)])
@@ -218,7 +223,7 @@ def build(items: Sequence[tuple[Path, Any]]) -> PyTree:
     """
     if len(items) == 1 and items[0][0] == ():
         return items[0][1]
-    children: dict[Any, list[tuple[Path, Any]]] = {}
+    children: dict[Any, list[tuple[TreePath, Any]]] = {}
     for path, value in items:
         if not path:
             raise CheckpointError("a leaf of the checkpoint is a container of others. Give a target to restore into.")

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fshard.checkpoint.snapshot import calling_device
 from fshard.errors import CheckpointError
-from fshard.mesh.layout import Layout, P
-from fshard.mesh.layout.mesh import Mesh
+from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.sharded import Sharded
 from fshard.transforms.reproducible.randomness import folded
 

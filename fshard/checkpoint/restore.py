@@ -27,6 +27,7 @@ from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.names import (
     NamedLeaf,
     SummandArray,
+    TreePath,
     build,
     flattened,
     is_array,
@@ -36,13 +37,12 @@ from fshard.checkpoint.names import (
     opened,
     shaped,
     stored_parts,
+    tie_key,
 )
-from fshard.checkpoint.names import Path as TreePath
 from fshard.checkpoint.source import Source, StoredArray, Target
 from fshard.errors import CheckpointError
-from fshard.mesh.layout import Mesh, P, PyTree
-from fshard.mesh.layout.layout import dtype_name
-from fshard.mesh.layout.sharded import Sharded, key_of
+from fshard.mesh.layout import Mesh, P, PyTree, dtype_name
+from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices
 from fshard.transforms.module.lazy import reserved
 from fshard.transforms.patterns import matches, parts_of
@@ -105,7 +105,7 @@ def restore(
     if strict and differences:
         raise CheckpointError(f"restore {path}: {_explained(differences)}")
     arrays = [x for x in wanted if x.name not in unfit and x.name in source.arrays and is_array(x.value)]
-    untied, finish = {_key(leaf.value): leaf for leaf in arrays}, list[Callable[[], object]]()
+    untied, finish = {tie_key(leaf.value): leaf for leaf in arrays}, list[Callable[[], object]]()
     source.read([x for leaf in untied.values() for x in _targets(leaf, source.arrays[leaf.name].shape, finish)])
     for action in finish:
         action()
@@ -131,7 +131,7 @@ class RenamedSource(Source):
         self.patterns = None if subtree is not None else patterns or source.partial
         self.arrays, self.values = dict[str, StoredArray](), dict[str, tuple[TreePath, Any]]()
         stored: dict[str, list[str]] = defaultdict(list)  # by new name
-        for name, (path, *_) in [*source.arrays.items(), *source.values.items()]:
+        for name, path in source.paths.items():
             prefixes = range(len(path) + 1) if subtree is not None else [0] if self.is_chosen(name) else []
             depth = next((n for n in prefixes if subtree in (None, name_of(path[:n]))), None)
             if depth is None:
@@ -149,9 +149,8 @@ class RenamedSource(Source):
         self._stored = {new: name for new, (name,) in stored.items()}
         renamed = {name: new for new, name in self._stored.items()}
         if unmatched := [repr(x) for x in patterns if not any(_is_within(x, name) for name in renamed)]:
-            names = ", ".join([*source.arrays, *source.values][:8])
             text = f"restore: only={', '.join(unmatched)} matches no leaf."
-            raise CheckpointError(f"{text} The names begin with {names}.")
+            raise CheckpointError(f"{text} The names begin with {', '.join([*source.paths][:8])}.")
         self.ties = {renamed[x]: renamed[y] for x, y in source.ties.items() if x in renamed and y in renamed}
 
     def is_chosen(self, name: str) -> bool:
@@ -217,7 +216,7 @@ def _state_leaves(source: RenamedSource, leaf: NamedLeaf) -> list[NamedLeaf]:
     state = {} if memory is not None else leaf.value.state_dict()
     current = {x.name: x for x in (NamedLeaf((*leaf.path, *x.path), x.value) for x in leaves_of(state))}
     result, depth = dict[str, NamedLeaf](), len(leaf.path)
-    for name, (path, *_) in [*source.arrays.items(), *source.values.items()]:
+    for name, path in source.paths.items():
         if path[:depth] != leaf.path:
             continue
         value, stored = current[name].value if name in current else None, source.arrays.get(name)
@@ -230,8 +229,10 @@ def _state_leaves(source: RenamedSource, leaf: NamedLeaf) -> list[NamedLeaf]:
         elif getattr(leaf.value, "takes_any_shape", False) or not is_array(value):
             value = torch.empty(stored.shape, dtype=stored.dtype)
         result[name] = NamedLeaf(path, value)
-    tied = {_key(x.value) for x in result.values() if is_array(x.value)}
-    names = [name for name, x in current.items() if name not in result and is_array(x.value) and _key(x.value) in tied]
+    tied = {tie_key(x.value) for x in result.values() if is_array(x.value)}
+    names = [
+        name for name, x in current.items() if name not in result and is_array(x.value) and tie_key(x.value) in tied
+    ]
     return [*result.values(), *(current[name] for name in names)]
 
 
@@ -240,22 +241,17 @@ def _compare(
 ) -> tuple[Differences, set[str]]:
     """Return the differences between what is stored and what is wanted, and the names of leaves that are not read."""
     values = {leaf.name: leaf.value for leaf in wanted if not is_object(leaf.value)}
-    stored = {*source.arrays, *source.values}
-    tied = {_key(x) for name, x in values.items() if name in stored and is_array(x)}
-    missing = [name for name, x in values.items() if name not in stored and x is not None]
-    missing = [name for name in missing if not is_array(values[name]) or _key(values[name]) not in tied]
-    missing = filter(source.is_chosen, [*missing, *(name for name, state in states.items() if not state)])
+    stored = source.paths.keys()
+    tied = {tie_key(x) for name, x in values.items() if name in stored and is_array(x)}
+    absent = {name: x for name, x in values.items() if name not in stored and x is not None}
+    missing = [name for name, x in absent.items() if not (is_array(x) and tie_key(x) in tied)]
+    missing += [name for name, state in states.items() if not state]
     used = {source.ties.get(name, name) for name in values}
     used |= {name for name, (_, value) in source.values.items() if value in (None, {}, [])}  # nothing to restore
     unexpected = sorted(name for name in stored - values.keys() if source.ties.get(name, name) not in used)
     texts = {name: text for name, x in values.items() if name in stored and (text := _misfit(source, name, x, cast))}
-    differences = Differences(tuple(missing), tuple(unexpected), tuple(texts.values()))
+    differences = Differences(tuple(filter(source.is_chosen, missing)), tuple(unexpected), tuple(texts.values()))
     return differences, {*differences.missing, *texts}
-
-
-def _key(x: Any) -> tuple[Any, ...]:
-    """Return a key that is equal for tied arrays."""
-    return tuple([key_of(array) for _, array in stored_parts(x)])
 
 
 def _misfit(source: RenamedSource, name: str, x: Any, cast: bool) -> str | None:

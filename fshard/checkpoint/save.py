@@ -43,7 +43,6 @@ from fshard.checkpoint.snapshot import TreeSnapshot, snapshot_of
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import broadcast, pmax
 from fshard.mesh.layout import PyTree
-from fshard.mesh.runtimes.launchers import process_count, process_index
 from fshard.mesh.runtimes.process import has_ended
 from fshard.mesh.spmd.scope import here
 
@@ -91,7 +90,7 @@ def snapshot(folder: Path, token: str, tree: PyTree, metrics: Mapping[str, Any] 
         return snapshot_of(tree, metrics)
     except BaseException as error:
         if run_token():
-            _mark_failed(folder, token, process_index(), error)
+            _mark_failed(folder, token, dist.get_rank(), error)
         raise
 
 
@@ -118,7 +117,7 @@ def next_token() -> str:
 
 def write(folder: Path, tree: TreeSnapshot, token: str, timeout: float) -> None:
     """Write the shares of the devices held here, and wait until the checkpoint is complete."""
-    text, device, failure = tree.index.body(), min(tree.shares), None
+    device, failure = min(tree.shares), None
     with ExitStack() as locks:
         try:
             with named_errors(f"{folder} cannot be made"):
@@ -127,7 +126,7 @@ def write(folder: Path, tree: TreeSnapshot, token: str, timeout: float) -> None:
                     raise CheckpointError(f"{index} must be that of a checkpoint, or absent. Save elsewhere.")
             for writer in tree.shares:
                 with named_errors(f"{folder}: device {writer} cannot write"):
-                    _write_share(folder, tree, writer, token, text, locks)
+                    _write_share(folder, tree, writer, token, locks)
         except BaseException as error:
             failure = error
             with suppress(OSError):
@@ -139,7 +138,7 @@ def write(folder: Path, tree: TreeSnapshot, token: str, timeout: float) -> None:
         if failure is not None:
             raise failure
         with named_errors(f"{folder} cannot be committed"):
-            _commit(folder, tree.index, text, token, device, timeout)
+            _commit(folder, tree.index, token, device, timeout)
 
 
 def _mark_failed(folder: Path, token: str, device: int, error: BaseException | str) -> None:
@@ -161,7 +160,7 @@ def meet() -> None:
         pmax(torch.zeros(1), tuple(scope.axes))
 
 
-def _write_share(folder: Path, tree: TreeSnapshot, device: int, token: str, text: str, locks: ExitStack) -> None:
+def _write_share(folder: Path, tree: TreeSnapshot, device: int, token: str, locks: ExitStack) -> None:
     """Write the data of one device and its manifest; `locks` releases the data."""
     arrays, ranges = tree.index.arrays, tree.shares[device]
     header = header_of((arrays[x.array].data_name, arrays[x.array].dtype, x.shape) for x in ranges)
@@ -179,7 +178,7 @@ def _write_share(folder: Path, tree: TreeSnapshot, device: int, token: str, text
         "device": device,
         "size": file.size,
         "header": len(header),
-        "index": digest(text.encode()),
+        "index": digest(tree.index.text.encode()),
         "digests": file.digests,
         "replicas": tree.replicas[device],
         "metrics": tree.index.metrics,
@@ -187,7 +186,7 @@ def _write_share(folder: Path, tree: TreeSnapshot, device: int, token: str, text
     write_file(folder / f"{token}-{device}.json", sealed(as_text(manifest)))
 
 
-def _commit(folder: Path, index: Index, text: str, token: str, device: int, timeout: float) -> None:
+def _commit(folder: Path, index: Index, token: str, device: int, timeout: float) -> None:
     """Write the index as soon as all manifests are there, or wait for the device that does."""
     manifests = {f"{token}-{writer}.json": writer for writer in range(index.devices)}
     check, end = time.monotonic() + 1, time.monotonic() + timeout
@@ -215,7 +214,7 @@ def _commit(folder: Path, index: Index, text: str, token: str, device: int, time
     with locked_folder(folder):
         committed = (folder / INDEX).read_bytes() if (folder / INDEX).exists() else b""
         if f'"{token}-0.json"'.encode() not in committed:
-            _write_index(folder, index, text, token, device)
+            _write_index(folder, index, token, device)
         _validate_files(folder, token, index, {INDEX})
 
 
@@ -223,7 +222,8 @@ def _has_ended(folder: Path, index: Index, token: str, writer: int, device: int)
     """Return True if the process of a writer has ended: its link is closed, or its data unlocked, where locks work."""
     file, locked_file = (folder / f"{token}-{number}.safetensors" for number in (writer, device))
     is_unlocked = file.exists() and not is_locked(file) and is_locked(locked_file)
-    return is_unlocked or (index.devices == process_count() and has_ended(writer))
+    is_process = dist.is_initialized() and index.devices == dist.get_world_size()
+    return is_unlocked or (is_process and has_ended(writer))
 
 
 def _validate_files(folder: Path, token: str, index: Index, names: set[str]) -> None:
@@ -232,10 +232,11 @@ def _validate_files(folder: Path, token: str, index: Index, names: set[str]) -> 
         raise CheckpointError(f"{folder} is not saved: another job uses it, and has removed {', '.join(missing)}.")
 
 
-def _write_index(folder: Path, index: Index, text: str, token: str, device: int) -> None:
+def _write_index(folder: Path, index: Index, token: str, device: int) -> None:
+    """Compare the manifests of all devices, and rename the index into its place."""
     manifests = [read_sealed(folder / f"{token}-{writer}.json") for writer in range(index.devices)]
-    body_digest = digest(text.encode())
-    if unequal := [str(writer) for writer, x in enumerate(manifests) if x["index"] != body_digest]:
+    text_digest = digest(index.text.encode())
+    if unequal := [str(writer) for writer, x in enumerate(manifests) if x["index"] != text_digest]:
         raise CheckpointError(
             f"{folder} is not saved: devices {', '.join(unequal)} have other names, shapes, layouts or values than "
             f"device {device}. Plain tensors and values must be equal on all."
@@ -252,7 +253,7 @@ def _write_index(folder: Path, index: Index, text: str, token: str, device: int)
         for name, x in ((f"{token}-{writer}", manifest) for writer, manifest in enumerate(manifests))
     ]
     aside, metrics = folder / f"{token}-{device}.index", manifests[0]["metrics"]
-    write_file(aside, sealed(f'{text[:-1]},"metrics":{as_text(metrics)},"writers":{as_text(writers)}}}'))
+    write_file(aside, sealed(f'{index.text[:-1]},"metrics":{as_text(metrics)},"writers":{as_text(writers)}}}'))
     disk.rename(aside, folder / INDEX)
     disk.fsync_folder(folder)
     with suppress(OSError):  # the next save removes them

@@ -15,20 +15,20 @@ from fshard.checkpoint.files import digest_of
 from fshard.checkpoint.index import Index, storable, validate_storable
 from fshard.checkpoint.names import (
     NamedLeaf,
-    Path,
+    TreePath,
     is_array,
     is_object,
     leaves_of,
     opened,
     stored_parts,
+    tie_key,
     validate_unique,
 )
 from fshard.errors import CheckpointError
-from fshard.mesh.layout import Layout, PyTree
+from fshard.mesh.layout import Layout, Mesh, PyTree, Runtime
 from fshard.mesh.layout.host_copies import start_read
 from fshard.mesh.layout.kinds import empty_in, owned_by
-from fshard.mesh.layout.mesh import Mesh, Runtime
-from fshard.mesh.layout.sharded import Sharded, key_of
+from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.runtimes.launchers import process_count, process_index
 from fshard.mesh.spmd.run import device_of, is_outside
 from fshard.mesh.spmd.scope import here
@@ -77,9 +77,9 @@ def snapshot_of(tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeS
     validate_storable(leaves)
     arrays = [leaf for leaf in leaves if is_array(leaf.value)]
     size, devices = _writers([x for leaf in arrays for _, x in stored_parts(leaf.value)])
-    firsts, ties = dict[Any, NamedLeaf](), dict[str, tuple[Path, str]]()
+    firsts, ties = dict[Any, NamedLeaf](), dict[str, tuple[TreePath, str]]()
     for leaf in arrays:
-        first = firsts.setdefault(tuple([key_of(x) for _, x in stored_parts(leaf.value)]), leaf)
+        first = firsts.setdefault(tie_key(leaf.value), leaf)
         if leaf.name != first.name:
             ties[leaf.name] = leaf.path, first.name
     entries, tensors = list[ArrayEntry](), list[Any]()

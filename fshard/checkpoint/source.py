@@ -22,8 +22,7 @@ from torch import Tensor
 from fshard.checkpoint.copying import Span, copy
 from fshard.checkpoint.files import BLOCK, BlockReader
 from fshard.checkpoint.index import INDEX, Index, read_index, read_manifest
-from fshard.checkpoint.names import Path as TreePath
-from fshard.checkpoint.names import name_of
+from fshard.checkpoint.names import TreePath, name_of
 from fshard.errors import CheckpointError
 
 THREADS = 4
@@ -56,6 +55,11 @@ class Source:
     values: Mapping[str, tuple[TreePath, Any]]
     ties: Mapping[str, str]
     partial: Sequence[str] | None = None
+
+    @property
+    def paths(self) -> dict[str, TreePath]:
+        """The paths of all arrays and values."""
+        return {name: path for name, (path, *_) in [*self.arrays.items(), *self.values.items()]}
 
     def check(self) -> None:
         """Raise if what is to be read is not complete."""

@@ -1,4 +1,11 @@
-"""Functions that tests run in processes."""
+"""Functions that tests run in processes, and those of several files."""
+
+import ctypes
+import functools
+import re
+import threading
+import time
+from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,3 +38,26 @@ def export_all(path):
         except (fs.errors.CheckpointError, TypeError) as error:
             errors.append(str(error))
     return errors
+
+
+@functools.cache
+def mesh():
+    return fs.make_mesh({"data": 2, "model": 2})
+
+
+def growth_of_memory(action, field="RssAnon"):
+    """Return the bytes by which a field of /proc grows meanwhile; "VmRSS" counts the pages of mapped files too."""
+    sizes, is_done = [], threading.Event()
+
+    def watch():
+        while not is_done.wait(0.0005):
+            sizes.append(int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10)
+
+    ctypes.CDLL(None).malloc_trim(0)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    time.sleep(0.05)
+    action()
+    is_done.set()
+    thread.join()
+    return max(sizes) - sizes[0]

@@ -196,56 +196,35 @@ CASES = pytest.mark.parametrize(
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("fault", ["crash", "error"])
 @CASES
-def test_crash_at_any_change_keeps_the_last_checkpoint(devices, inside, exists, tmp_path, use):
+def test_fault_at_any_change_keeps_the_last_checkpoint(fault, devices, inside, exists, tmp_path, use):
+    """An error before the commit is raised, and the folder has what it had; after it the new checkpoint loads."""
     use(QuickDisk())
-    before = tmp_path / "before"
+    before, failure = tmp_path / "before", None
     (before / "runs").mkdir(parents=True)
     if exists:
         saved(before / "runs" / "7", 1, devices, inside=False)
-    ended, number = False, 0
-    while not ended:
-        root = tmp_path / str(number)
+    for number in range(1000):
+        root, failure = tmp_path / str(number), None
         shutil.copytree(before, root)
-        disk = use(FragileDisk(root, number, gone=True))
+        disk = use(FragileDisk(root, number, gone=fault == "crash"))
         try:
             saved(root / "runs" / "7", 2, devices, inside)
-            ended = True
-        except Crash:
-            number += 1
+        except (Crash, CheckpointError) as error:
+            failure = error
         use(QuickDisk())
-        for copy in (root, *map(disk.lose, LOSSES)):
-            assert loaded(copy / "runs" / "7") in ((2,) if ended else (1, 2) if exists else (None, 2)), disk.calls
+        assert failure is None or fault == "crash" or "No space left" in str(failure)
+        for copy in (root, *map(disk.lose, LOSSES if fault == "crash" else ())):
+            assert loaded(copy / "runs" / "7") in ((2,) if failure is None else (1, 2) if exists else (None, 2)), (
+                disk.calls
+            )
         saved(root / "runs" / "7", 3, devices, inside=False)  # which removes what the other left
         assert loaded(root / "runs" / "7") == 3 and len([*(root / "runs" / "7").iterdir()]) == 2 * devices + 1
-    assert {"open_new", "write", "fsync", "rename", "fsync_folder", "unlink" if exists else "make_folder"} <= {
-        *disk.calls
-    }
-
-
-@CASES
-def test_error_at_any_change_keeps_the_last_checkpoint(devices, inside, exists, tmp_path, use):
-    """An error before the commit is raised, and the folder has what it had; after it the new checkpoint loads."""
-    for number in range(1000):
-        path = tmp_path / str(number) / "7"
-        path.parent.mkdir()
-        use(QuickDisk())
-        if exists:
-            saved(path, 1, devices, inside=False)
-        disk = use(FragileDisk(path.parent, number))
-        failed = None
-        try:
-            saved(path, 2, devices, inside)
-        except CheckpointError as error:
-            failed = str(error)
-        use(QuickDisk())
-        assert failed is None or "No space left" in failed
-        assert loaded(path) in ((2,) if failed is None else (1, 2) if exists else (None, 2))
-        saved(path, 3, devices, inside=False)
-        assert loaded(path) == 3 and len([*path.iterdir()]) == 2 * devices + 1
         if number >= len(disk.calls):
             break
-    assert number > 10 and not failed
+    kinds = {"open_new", "write", "fsync", "rename", "fsync_folder", "unlink" if exists else "make_folder"}
+    assert failure is None and number > 10 and kinds <= {*disk.calls}
 
 
 def test_failed_save_frees_the_disk(tmp_path, use):

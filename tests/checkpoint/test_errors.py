@@ -1,5 +1,6 @@
 """Errors name all offenders, and the fix."""
 
+import copy
 import errno
 
 import pytest
@@ -9,7 +10,6 @@ import fshard as fs
 from fshard import P
 from fshard.checkpoint import files
 from fshard.errors import CheckpointError
-from fshard.testing.processes import run_processes
 
 
 def tree(**more):
@@ -28,19 +28,40 @@ def message(call, *args, **options):
     return str(error.value)
 
 
-def test_missing_unexpected_misshaped_and_other_dtypes_are_one_error(folder):
-    target = {"a": torch.ones(4), "b": torch.zeros(3), "new": torch.ones(1), "other": 5}
-    text = message(fs.restore, folder, target)
-    assert f"restore {folder}: missing in the checkpoint: new, other. unexpected in the checkpoint: steps. " in text
-    assert (
-        "a must have shape (4,); got (2,); b must have dtype f32; got i64 (cast=True converts it). Give only=" in text
+RESTORES = {
+    "all differences": (
+        {"target": {"a": torch.ones(4), "b": torch.zeros(3), "new": torch.ones(1), "other": 5}},
+        "missing in the checkpoint: new, other. unexpected in the checkpoint: steps. a must have shape (4,); got (2,); "
+        "b must have dtype f32; got i64 (cast=True converts it). Give only=",
+    ),
+    "arrays and values": (
+        {"target": tree(a=1, steps=torch.ones(1))},
+        "a must be a value; got an array; steps must be an array; got a value.",
+    ),
+    "no such name": ({"only": "c"}, "only='c' matches no leaf. The names begin with a, b, steps."),
+    "no such patterns": (
+        {"target": tree(), "only": ["a", "sate.**", "p*"]},
+        "only='sate.**', 'p*' matches no leaf. The names begin with a, b, steps.",
+    ),
+    "one name for arrays": ({"rename": {"a": "x", "b": "x"}}, "a name of its own; got a and b to x."),
+    "one name for a value": ({"rename": lambda name: "b" if name == "steps" else name}, "got b and steps to b."),
+}
+
+
+@pytest.mark.parametrize("case", RESTORES)
+def test_unfit_restore_names_all_leaves_and_writes_nothing(case, folder):
+    options, text = RESTORES[case]
+    before = copy.deepcopy(options.get("target"))
+    assert text in message(fs.restore, folder, **options)
+    assert before is None or all(
+        torch.equal(torch.as_tensor(x), torch.as_tensor(before[name])) for name, x in options["target"].items()
     )
-    assert target["b"].tolist() == [0, 0, 0] and target["a"].tolist() == [1] * 4
 
 
-def test_array_for_value_and_value_for_array_are_named(folder):
-    text = message(fs.restore, folder, {"a": 1, "b": torch.zeros(3, dtype=torch.int64), "steps": torch.ones(1)})
-    assert "a must be a value; got an array; steps must be an array; got a value." in text
+@pytest.mark.parametrize("rules", [fs.fsdp("data"), P("data")])
+def test_rules_without_a_mesh_raise(rules, folder):
+    with pytest.raises(ValueError, match="mesh must be that of the rules; got None"):
+        fs.restore(folder, rules)
 
 
 def test_not_strict_returns_the_differences(folder):
@@ -102,7 +123,7 @@ def test_arrays_on_other_devices_are_named(tmp_path):
     assert "all arrays must be on the same devices" in text and "data=2" in text and "data=4" in text
 
 
-def test_arrays_made_outside_of_run_are_refused(tmp_path):
+def test_arrays_made_outside_of_run_raise(tmp_path):
     """They would be those of the first device, on all."""
     mesh = fs.make_mesh({"data": 2})
     x = fs.device_put(torch.arange(4), fs.Layout(mesh, P("data")))
@@ -126,7 +147,7 @@ def test_no_checkpoint_names_explain_absence_instead(folder):
     ("code", "method"),
     [(errno.ENOSPC, "write"), (errno.EROFS, "make_folder"), (errno.EROFS, "open_new"), (errno.EIO, "fsync")],
 )
-def test_disk_that_refuses_is_named(code, method, tmp_path, monkeypatch):
+def test_disk_that_fails_is_named(code, method, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(code, {errno.ENOSPC: "full", errno.EROFS: "read-only", errno.EIO: "broken"}[code])
 
@@ -142,22 +163,7 @@ def test_file_in_the_place_of_a_folder_is_named(tmp_path):
     assert "cannot be read" in message(fs.restore, tmp_path / "x")
 
 
-def test_wrong_selection_is_named(folder):
-    assert "only='c' matches no leaf. The names begin with a, b, steps." in message(fs.restore, folder, only="c")
-    text = message(fs.restore, folder, tree(), only=["a", "sate.**", "p*"])
-    assert "only='sate.**', 'p*' matches no leaf. The names begin with a, b, steps." in text
-    text = message(fs.restore, folder, rename={"a": "x", "b": "x"})
-    assert "rename must give each leaf a name of its own; got a and b to x." in text
-    text = message(fs.restore, folder, rename=lambda name: "b" if name == "steps" else name)
-    assert "got b and steps to b." in text
-    for rules in (fs.fsdp("data"), P("data")):
-        with pytest.raises(ValueError, match="mesh must be that of the rules; got None"):
-            fs.restore(folder, rules)
-
-
-def test_processes_with_other_values_are_named(tmp_path):
-    """Devices that save different numbers, where these must be equal."""
-
+def test_devices_with_other_values_are_named(tmp_path):
     def main():
         fs.save(tmp_path, {"steps": int(fs.axis_index("data") == 2)}, timeout=5)
 
@@ -165,47 +171,28 @@ def test_processes_with_other_values_are_named(tmp_path):
     assert "have other names, shapes, layouts or values than device" in text and not (tmp_path / "index.json").exists()
 
 
-def unlike(path, mesh):
-    """Save arrays that differ between devices, one at a time; return the errors, by what differs."""
-    number = int(fs.mesh.process_index() if mesh.runtime == "process" else fs.axis_index("data"))
-    norm, texts = torch.nn.BatchNorm1d(2), {}
-    norm(torch.full((4, 2), float(number)))
-    x = fs.device_put(torch.zeros(4), fs.Layout(mesh, P()))
-    x.local[-1] = number
-    trees = {
-        "plain": torch.full((6,), float(number)),
-        "norm": norm,
-        "array": x,
-        "generator": torch.Generator().manual_seed(number).get_state(),
-        "random": fs.RandomState(torch.Generator().manual_seed(number)),
-        "equal": torch.zeros(3),
-    }
-    for name, leaf in trees.items():
-        try:
-            fs.save(path / name, {"same": torch.ones(2), name: leaf, "sharded": torch.ones(1)}, timeout=20)
-        except CheckpointError as error:
-            texts[name] = str(error)
-    return texts
+UNEQUAL = {
+    "plain": lambda device: torch.full((6,), float(device)),
+    "norm": lambda device: {"running_mean": torch.full((2,), float(device)), "running_var": torch.ones(2)},
+    "array": lambda device: fs.Sharded((4,), fs.Layout(devices(2)), (torch.tensor([0, 0, 0, device]),)),
+    "generator": lambda device: torch.Generator().manual_seed(device).get_state(),
+}
 
 
-def unlike_on_processes(path):
-    return unlike(path, fs.make_mesh({"data": 2}))
+def devices(n):
+    return fs.make_mesh({"data": n})
 
 
-@pytest.mark.parametrize("runtime", ["virtual", "process"])
-def test_arrays_that_differ_between_devices_are_named(runtime, tmp_path):
-    if runtime == "virtual":
-        mesh = fs.make_mesh({"data": 2})
-        by_device = fs.run(lambda: unlike(tmp_path, mesh), mesh=mesh)
-    else:
-        by_device = run_processes(unlike_on_processes, 2, tmp_path)
-    leaves = {"plain": "plain", "norm": "norm.running_mean", "array": "array", "generator": "generator"}
-    for texts in by_device:
-        assert [*texts] == [*leaves]
-        for name, leaf in leaves.items():
-            assert f"{leaf} on devices 0, 1" in texts[name] and "same" not in texts[name].partition("got")[2]
-            assert not (tmp_path / name / "index.json").exists()
-    assert fs.restore(tmp_path / "random")["random"]["rows"].shape[0] == 2
+@pytest.mark.parametrize("case", UNEQUAL)
+def test_arrays_that_differ_between_devices_are_named(case, tmp_path):
+    def main():
+        leaf = UNEQUAL[case](int(fs.axis_index("data")))
+        return message(fs.save, tmp_path, {"same": torch.ones(2), case: leaf, "sharded": torch.ones(1)}, timeout=20)
+
+    for text in fs.run(main, mesh=devices(2)):
+        name = "norm.running_mean" if case == "norm" else case
+        assert f"got others of {name} on devices 0, 1." in text
+    assert not (tmp_path / "index.json").exists()
 
 
 def test_replicas_are_compared_within_their_group(tmp_path):

@@ -217,14 +217,14 @@ def entropy(y, batch):
     return F.cross_entropy(y, batch[1])
 
 
-def begin(axes, zero, stages=0, rules=None, owners=False):
+def begin(axes, zero, stages=0, rules=None, owners=False, schedule="1f1b"):
     """Return the step, parameters and state of a run."""
     mesh = fs.make_mesh(axes)
     opt = fs.partition_optimizer(optimizer(owners), mesh=mesh, axis="data", stage=zero)
     rules = rules or (fs.fsdp("data") if zero == 3 else P())
     common = {"mesh": mesh, "batch": P("data"), "reproducible": True}
     if stages:
-        schedule = fs.pipeline_schedule("1f1b", stages=stages, microbatches=8 // axes["data"])
+        schedule = fs.pipeline_schedule(schedule, stages=stages, microbatches=8 // axes["data"])
         parts = fs.pipeline.split_stages(model(), stages, "uniform")
         params = fs.shard_stages(parts, rules, mesh=mesh, schedule=schedule, frozen=frozen)
         step = fs.train_step(parts, opt, schedule=schedule, loss=entropy, **common)
@@ -261,6 +261,7 @@ RUNS = {
     "model": {"axes": {"data": 2, "model": 2}, "zero": 3, "rules": {"*1.weight": P("model"), "**": P()}},
     "two stages": {"axes": {"pipe": 2, "data": 2}, "zero": 3, "stages": 2},
     "four stages": {"axes": {"pipe": 4, "data": 1}, "zero": 0, "stages": 4},
+    "two stages a device": {"axes": {"pipe": 2, "data": 1}, "zero": 0, "stages": 4, "schedule": "zbv"},
 }
 """Runs whose bits are equal in reproducible mode."""
 

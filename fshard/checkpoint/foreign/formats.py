@@ -20,8 +20,7 @@ from torch import Tensor
 
 from fshard.checkpoint.copying import copy, full_span
 from fshard.checkpoint.index import INDEX
-from fshard.checkpoint.names import NamedLeaf, leaves_of, name_of, validate_unique
-from fshard.checkpoint.names import Path as TreePath
+from fshard.checkpoint.names import NamedLeaf, TreePath, leaves_of, name_of, validate_unique
 from fshard.checkpoint.source import SavedFolder, Source, StoredArray, Target, explain_absence
 from fshard.errors import CheckpointError
 
