@@ -18,6 +18,7 @@ class Ambient(threading.local):
     mesh: Any = None  # of `use_mesh`: fshard.mesh.layout.mesh
     ledgers: Any = None  # those that count; None: all open ones: fshard.mesh.collectives.ledger
     fixed_order: bool = False  # sums are reproducible: fshard.mesh.spmd.deterministic
+    absent: bool = False  # a block of another stage runs for its shapes: fshard.pipeline.split.block_stage
     counters: Any = ()  # of storages: fshard.memory.limit
     purpose: Any = None  # of new storages, and the source line behind it: fshard.memory.limit
     memory: Any = None  # the kind of new storages: fshard.mesh.layout.kinds

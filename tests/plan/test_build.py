@@ -123,6 +123,15 @@ def test_what_a_plan_builds_trains_as_on_one_device(build, options):
         assert trees[2]["calls"] == 3
 
 
+def test_stages_of_sharded_experts_are_counted():
+    """The blocks of other stages, which have the experts of all devices, run for their shapes alone."""
+    model = Transformer(4, 64, 128, 4, 4, 60, 16, experts=8, top_k=2, expert_ffn=16)
+    tracer = LayerTracer(layered_model(model, None, optim.sgd(0.1), None, None), H100)
+    estimate = PlanEstimate(ModelPlan(pipeline=2, tensor=2, microbatches=4, **MEGATRON), tracer)
+    flops = [sum(x.flops for x in device.operations) for device in estimate.cost(model.build()).devices.values()]
+    assert estimate.flops == 2 * sum(flops)
+
+
 def test_a_search_tries_the_axis_of_experts():
     model = Transformer(4, 512, 2048, 8, 8, 1000, 128, experts=16, top_k=2, expert_ffn=512)
     options = {"devices": 8, "cluster": H100, "global_batch": 32, "optimizer": optim.sgd(0.1), "tensor": 1, "rows": 1}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _pop_mode_temporarily  # pyright: ignore[reportPrivateUsage]
 
+from fshard.ambient import setting
 from fshard.mesh.layout import PyTree, flatten, flatten_with_paths, map_leaves, unflatten
 from fshard.mesh.layout.sharded import Sharded, flatten_shards
 from fshard.pipeline.split.valueless import (
@@ -267,7 +268,7 @@ class AbsentBlock(nn.Module):
         result = self._shapes.get(key)
         if result is None:
             args, kwargs = unflatten(structure, metas := [*map(_described_as_meta, described)])
-            with torch.no_grad():
+            with torch.no_grad(), setting(absent=True, counters=()):
                 outputs, form = flatten(vars(self)["_block"].train(self.training)(*args, **kwargs), none_is_leaf=True)
             first_index = {
                 id(x): index for index, x in reversed([*enumerate([*metas, *outputs])]) if isinstance(x, Tensor)
