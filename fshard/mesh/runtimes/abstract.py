@@ -88,32 +88,35 @@ class AbstractWorld(OneProcessWorld):
 
 
 class Mail:
-    """Messages between the representatives of an abstract mesh, in order between each two."""
+    """Messages between the representatives of an abstract mesh, in order between each two.
+
+    One of them runs at a time, which holds `running` but where it waits: torch's modes may crash in several threads.
+    """
 
     def __init__(self) -> None:
         self._boxes: defaultdict[tuple[int, int], deque[tuple[Tensor, ...]]] = defaultdict(deque)
-        self._changed, self._is_closed = Condition(), False
+        self.running, self._is_closed = Condition(), False
 
     def put(self, source: int, to: int, xs: tuple[Tensor, ...]) -> None:
         """Send tensors."""
-        with self._changed:
+        with self.running:
             self._boxes[source, to].append(tuple([torch.empty_like(x) if x.is_meta else x.clone() for x in xs]))
-            self._changed.notify_all()
+            self.running.notify_all()
 
     def get(self, source: int, to: int) -> tuple[Tensor, ...]:
         """Wait for the next tensors that one device sends to another."""
         box = self._boxes[source, to]
-        with self._changed:
-            self._changed.wait_for(lambda: box or self._is_closed)
+        with self.running:
+            self.running.wait_for(lambda: box or self._is_closed)
             if not box:
                 raise Stopped
             return box.popleft()
 
     def close(self) -> None:
         """End the waits: no more messages are sent."""
-        with self._changed:
+        with self.running:
             self._is_closed = True
-            self._changed.notify_all()
+            self.running.notify_all()
 
 
 class PendingMessage(NamedTuple):
@@ -153,7 +156,7 @@ def represented(devices: Sequence[int], axis: str | None, body: Callable[[int], 
     site = call_site()
 
     def run(device: int) -> Result:
-        with setting(representative=Representative(device, axis, mail, site)):
+        with mail.running, setting(representative=Representative(device, axis, mail, site)):
             return body(device)
 
     if axis is None:
