@@ -19,7 +19,7 @@ from torch import Tensor
 from fshard.comm.block_code import Bits, BlockCode
 from fshard.comm.compressor import Compressor, FlatLeaf, Phases, compressor
 from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size, psum
-from fshard.mesh.layout import Axes, in_32_bits
+from fshard.mesh.layout import Axes
 from fshard.optim.arguments import validate, within
 
 
@@ -147,7 +147,7 @@ def _gather_sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> Generator[Any
         sent = code.decode(codes).view(-1)[: len(x)]
     gathered, indices = yield codes, index.to(index_dtype(leaf.x))
     values = gathered if code is None else code.decode(gathered)
-    total = torch.zeros_like(leaf.x, dtype=in_32_bits(x.dtype))
+    total = torch.zeros_like(leaf.x, dtype=torch.promote_types(x.dtype, torch.float32))
     for i, y in zip(indices.view(-1, len(x)), values.view(axis_size(axis), -1), strict=True):
         total.index_add_(0, i.long(), y[: len(x)].to(total.dtype))
     yield total, sparse(leaf, index, sent)

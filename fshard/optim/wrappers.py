@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fshard.errors import OptimizerError
 from fshard.memory.state import current_offload, fetched, home_of, is_away, moved, rounding, stored
-from fshard.mesh.layout import PyTree, in_32_bits
+from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import (
@@ -221,5 +221,5 @@ def _rounded(param: Leaf, master: Leaf, before: Leaf) -> Leaf:
 
 
 def _difference(new: Tensor, old: Tensor) -> Tensor:
-    wide = in_32_bits(old.dtype)
+    wide = torch.promote_types(old.dtype, torch.float32)
     return torch.where(new == old, 0, new.to(wide) - old.to(wide))  # an infinite one that stays moves by 0

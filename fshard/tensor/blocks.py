@@ -26,7 +26,6 @@ from torch.autograd.function import Function
 
 from fshard.mesh.collectives.autograd import Bound, Tensors, apply, has_tangent, transformed
 from fshard.mesh.collectives.moves import AllGather, Move, Permute, PsumScatter, Purpose
-from fshard.mesh.layout import in_32_bits
 from fshard.mesh.spmd.scope import Group, Pending
 from fshard.source import Site
 
@@ -240,7 +239,7 @@ def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tu
 
 def _widened(x: Tensor) -> Tensor:
     """Return a tensor in the dtype that sums are computed in."""
-    return x.to(in_32_bits(x.dtype))
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _dense(*xs: Tensor) -> list[Tensor]:

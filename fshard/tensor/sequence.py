@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size, psum, pvary
-from fshard.mesh.layout import Axes, PyTree, flatten_with_paths, in_32_bits, unflatten
+from fshard.mesh.layout import Axes, PyTree, flatten_with_paths, unflatten
 from fshard.mesh.layout.arithmetic import zigzag
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
@@ -140,6 +140,6 @@ def token_mean(loss: Tensor, mask: Tensor | None, axis: Axes) -> Tensor:
     `axis` includes those of the batch: ("data", "seq").
     """
     mask = torch.ones_like(loss, dtype=torch.bool) if mask is None else mask
-    masked = loss.to(in_32_bits(loss.dtype)).masked_fill(~mask, 0)
+    masked = loss.to(torch.promote_types(loss.dtype, torch.float32)).masked_fill(~mask, 0)
     total, count = psum(torch.stack([masked.sum(), mask.sum().to(masked.dtype)]), axis)
     return total / count.clamp(min=1)

@@ -23,7 +23,6 @@ from torch import Tensor
 from fshard.errors import MismatchError
 from fshard.mesh.collectives.autograd import Bound
 from fshard.mesh.collectives.moves import Psum
-from fshard.mesh.layout import in_32_bits
 from fshard.mesh.spmd.global_inputs import digest
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
@@ -169,7 +168,7 @@ def average_losses(
         copies: the number of devices that have the same samples.
     """
     first, is_alone = slices[0], group is None or group.size == 1
-    loss_dtype = in_32_bits(first.loss.dtype)
+    loss_dtype = torch.promote_types(first.loss.dtype, torch.float32)
     if is_alone and len(slices) == 1 and first.weight:  # a mean of one
         return first._replace(loss=first.loss.to(loss_dtype)), row
     with torch.no_grad():

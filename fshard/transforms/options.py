@@ -14,7 +14,7 @@ from torch import Tensor
 from fshard.errors import FshardError
 from fshard.foreign_names import NAMES
 from fshard.memory.kinds import ActivationMemory
-from fshard.mesh.layout import Axes, Layout, P, PyTree, as_axes, flatten, in_32_bits
+from fshard.mesh.layout import Axes, Layout, P, PyTree, as_axes, flatten
 from fshard.transforms.patterns import Choice
 
 AuxReduction = Literal["mean", "sum", "rows"]
@@ -118,7 +118,7 @@ class StepOptions:
         if dtype.is_complex:
             return dtype
         used = self.compute or dtype
-        return self.reduce or (in_32_bits(used) if wide else used)
+        return self.reduce or (torch.promote_types(used, torch.float32) if wide else used)
 
     def used(self, layout: Layout) -> Layout:
         """Return the layout in which a parameter is used: sharded along local axes, as it is stored, else replicated."""

@@ -1,7 +1,7 @@
 """Meshes, specs, layouts, sharded arrays and trees of them."""
 
 from fshard.mesh.layout.kinds import Memory
-from fshard.mesh.layout.layout import Layout, ShardType, dtype_name, holders, in_32_bits, is_dense, no_dense
+from fshard.mesh.layout.layout import Layout, ShardType, dtype_name, holders, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh, Runtime, require_mesh, use_mesh
 from fshard.mesh.layout.spec import Axes, P, as_axes, as_written
 from fshard.mesh.layout.tree import (
@@ -33,7 +33,6 @@ __all__ = [
     "broadcast_prefix",
     "collected",
     "dtype_name",
-    "in_32_bits",
     "flatten",
     "flatten_with_paths",
     "holders",

@@ -43,20 +43,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
-_IN_32_BITS = {dtype: torch.promote_types(dtype, torch.float32) for dtype in _SHORT}
-
-
-def in_32_bits(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of float numbers of at least 32 bits that a dtype is promoted to.
-
-    A table: `torch.promote_types` is an operation, which may crash where threads record operations.
-
-    >>> in_32_bits(torch.bfloat16), in_32_bits(torch.float64)
-    (torch.float32, torch.float64)
-    """
-    return _IN_32_BITS[dtype] if dtype in _IN_32_BITS else torch.promote_types(dtype, torch.float32)
-
-
 @dataclass(frozen=True)
 class Layout(CachedHash):
     """Mesh, spec and memory kind of an array.

@@ -26,7 +26,7 @@ from fshard.errors import LayoutError, PromiseError
 from fshard.mesh.collectives.autograd import Bound, LinearMap, Tensors
 from fshard.mesh.collectives.ledger import uncounted
 from fshard.mesh.collectives.moves import Psum
-from fshard.mesh.layout import PyTree, as_written, in_32_bits
+from fshard.mesh.layout import PyTree, as_written
 from fshard.mesh.reshard.device_put import shard_of
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.spmd.call_plan import ArgumentPlan, CallPlans, PlannedTensor, unnamed
@@ -174,7 +174,7 @@ def _ratio(x: Tensor, y: Tensor) -> float:
 
 def _close(x: Tensor, y: Tensor) -> bool:
     """Return True if two tensors differ at most by rounding; non-finite elements are ignored."""
-    dtype = in_32_bits(x.dtype)
+    dtype = torch.promote_types(x.dtype, torch.float32)
     x, y = x.detach().to(dtype), y.detach().to(dtype)
     if not (x.isfinite().all() and y.isfinite().all()):
         return True

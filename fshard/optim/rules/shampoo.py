@@ -17,7 +17,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fshard.mesh.layout import in_32_bits
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaves, check_unsharded, complex_is_unsupported
@@ -75,7 +74,7 @@ def _matrix(x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    return in_32_bits(x.dtype)
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _preconditioner(dim: int, eps: float, longest: int) -> Callable[[Tensor], Tensor | None]:

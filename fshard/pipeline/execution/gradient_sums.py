@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fshard.mesh.layout import in_32_bits
 from fshard.mesh.layout.arithmetic import tree_sum
 
 Gradients = Sequence[Tensor | None]
@@ -101,7 +100,7 @@ class OrderedSum:
     def _weighted(g: Tensor | None, weight: float) -> Tensor | None:
         if g is None:
             return None
-        g = g if g.is_complex() else g.to(in_32_bits(g.dtype))
+        g = g if g.is_complex() else g.to(torch.promote_types(g.dtype, torch.float32))
         return g if weight == 1.0 else g * weight
 
 

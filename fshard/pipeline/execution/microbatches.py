@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fshard.mesh.layout import PyTree, in_32_bits, unflatten
+from fshard.mesh.layout import PyTree, unflatten
 from fshard.mesh.layout.sharded import flatten_shards
 from fshard.pipeline.execution.gradient_sums import tree_mean
 
@@ -48,7 +49,7 @@ def mean_result(results: Sequence[tuple[Tensor, PyTree]], weights: Sequence[floa
     columns = zip(*[flatten_shards(tree, none_is_leaf=True)[0] for tree in metrics], strict=True)
     _, structure = flatten_shards(metrics[0], none_is_leaf=True)
     mean = unflatten(structure, [_metric(column, weights) for column in columns])
-    return loss.to(in_32_bits(losses[0].dtype)), mean
+    return loss.to(torch.promote_types(losses[0].dtype, torch.float32)), mean
 
 
 def _metric(values: Sequence[Any], weights: Sequence[float]) -> Any:

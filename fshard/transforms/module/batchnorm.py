@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[
 from fshard.mesh.collectives.api import pvary
 from fshard.mesh.collectives.moves import Psum
 from fshard.mesh.collectives.on_trees import call
-from fshard.mesh.layout import Axes, in_32_bits
+from fshard.mesh.layout import Axes
 from fshard.mesh.spmd.scope import here
 
 
@@ -77,7 +77,7 @@ def _synchronised(reference: weakref.ref[_BatchNorm], axis: Axes, x: Tensor) -> 
         _track(layer, mean.detach(), variance.detach(), count)
         _record(layer, x)
     mean, variance = pvary((mean, variance), axis)
-    compute = in_32_bits(x.dtype)
+    compute = torch.promote_types(x.dtype, torch.float32)
     shape = [1, -1] + [1] * (x.ndim - 2)
     scale = torch.rsqrt(variance + layer.eps).to(compute)
     y = (x - mean.to(compute).view(shape)) * scale.view(shape)
@@ -113,7 +113,7 @@ def sums_of(x: Tensor) -> Tensor:
     if n == 0:
         sums = x.sum(dim=[0, *range(2, x.ndim)]).double()  # zeros connected to the graph
         return torch.cat([sums, sums, sums.new_zeros(1)])
-    wide = x.to(in_32_bits(x.dtype))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     v, m = torch.var_mean(wide, dim=[0, *range(2, x.ndim)], correction=0)
     v, m = v.double(), m.double()
     return torch.cat([n * m, n * (v + m * m), m.new_full((1,), n)])
