@@ -25,7 +25,8 @@ from fshard.plan.estimate import PlanEstimate
 from fshard.plan.layers import LayerTracer
 from fshard.plan.model_plan import ModelPlan, table_of
 from fshard.plan.models import Transformer
-from fshard.plan.search import layered_model, search
+from fshard.plan.program import layered_model
+from fshard.plan.search import search
 
 OPTIMIZER = with_master_weights(adamw(3e-4))
 """The optimizer of a search."""

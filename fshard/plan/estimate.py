@@ -178,7 +178,7 @@ class PlanEstimate:
         mesh = make_mesh(self.mesh, runtime="abstract")
         return {axis: self.cluster.level(mesh, (axis,)) for axis in ("replica", "data") if axis in self.mesh}
 
-    def bound(self) -> float:
+    def approximate_seconds(self) -> float:
         """Return the seconds of a step by a formula: the work of the slowest device, and the bubble of its schedule."""
         plan, slowest = self.plan, max(cost.forward + cost.backward for cost in self.by_device)
         bubble = {
@@ -194,13 +194,11 @@ class PlanEstimate:
 
     def _after(self) -> dict[str, float]:
         """Return the seconds of sums over microbatches, and those after the last backward."""
-        plan, part = self.plan, self.cluster.efficiency.memory
+        plan, rate = self.plan, self.cluster.bandwidth * self.cluster.efficiency.memory
         slowest = max(self.by_device, key=lambda cost: cost.parameters)
-        has_sums, to_host = (
-            plan.microbatches > 1,
-            slowest.state / self.cluster.host if plan.state_memory == "host" else 0.0,
-        )
-        added = (slowest.gradients + 2 * slowest.sums) * plan.microbatches / (self.cluster.bandwidth * part)
+        has_sums = plan.microbatches > 1
+        to_host = slowest.state / self.cluster.host if plan.state_memory == "host" else 0.0
+        added = (slowest.gradients + 2 * slowest.sums) * plan.microbatches / rate
         gradients = slowest.sums if has_sums else slowest.gradients
         reduce = self._exchange(gradients) if plan.zero_stage < 3 else 0.0
         reduce *= 2 if plan.zero_stage == 0 else 1

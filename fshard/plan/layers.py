@@ -84,9 +84,9 @@ class TracedStep(NamedTuple):
     """The events of one device in a step.
 
     Args:
-        events: the unit of each operation is its part: "first", "layer", "last", then "backward" (of the last),
+        events: the unit of each operation is its phase: "first", "layer", "last", then "backward" (of the last),
             "layer backward", "first backward", "update".
-        active: the bytes of activations at the begin of each part.
+        active: the bytes of activations at the begin of each phase.
         parameters, sums: the bytes of "first", "layer" and "last", and of sums of their gradients.
         state: the bytes of the optimizer's state.
     """
@@ -111,7 +111,7 @@ class WatchedLayer(nn.Module):
 
 
 class LayerTrace:
-    """The training step of a model with one layer, on devices that share it, and where its parts begin."""
+    """The training step of a model with one layer, on devices that share it, and where its phases begin."""
 
     def __init__(self, model: LayeredModel, plan: ModelPlan) -> None:
         self.model, self.mesh = model, make_mesh(plan.mesh, runtime="abstract")
@@ -124,14 +124,14 @@ class LayerTrace:
         self.step, self.arguments = model.program(module, plan, self.mesh, self.loss)
         self.record(rows=1, recompute="never")  # the first step checks what later ones do not
 
-    def begin(self, part: str) -> None:
-        """Begin a part of the step."""
+    def begin(self, phase: str) -> None:
+        """Begin a phase of the step."""
         for counter in ambient.counters:
             counter.usage.free_dead()
-            self.begins[part], self.active[part] = len(self.events), counter.usage.purposes["activations"]
+            self.begins[phase], self.active[phase] = len(self.events), counter.usage.purposes["activations"]
 
     def call_layer(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer: a part of the forward, and of the backward."""
+        """Run the layer: a phase of the forward, and of the backward."""
         self.begin("layer")
         for x in _differentiable((args, kwargs))[:1]:
             x.register_hook(lambda _: self.begin("first backward"))
@@ -160,23 +160,23 @@ class LayerTrace:
 
         represented([0], None, run, TracedMail({0: self.events}))
         events = list[Event]()
-        for (part, begin), (_, end) in pairwise([*self.begins.items(), ("", len(self.events))]):
+        for (phase, begin), (_, end) in pairwise([*self.begins.items(), ("", len(self.events))]):
             for event in self.events[begin:end]:
-                is_of_part = isinstance(event, Operation) and event.unit != "update"
-                events.append(event._replace(unit=part) if is_of_part else event)
-        sizes = self.bytes_of_parts(1), self.bytes_of_parts(4)
+                is_of_phase = isinstance(event, Operation) and event.unit != "update"
+                events.append(event._replace(unit=phase) if is_of_phase else event)
+        sizes = self.phase_bytes(1), self.phase_bytes(4)
         return TracedStep(events, self.active, *sizes, _bytes_of(self.arguments[1]))
 
-    def bytes_of_parts(self, least: int) -> dict[str, int]:
-        """Return the bytes of each part's parameters, at least so many a number.
+    def phase_bytes(self, least: int) -> dict[str, int]:
+        """Return the bytes of the parameters of each phase, where a number has at least `least` bytes.
 
-        Those that are registered before the layers are of the first part.
+        Those that are registered before the layers are of the first phase.
         """
-        sizes, part = {"first": 0, "layer": 0, "last": 0}, "first"
+        sizes, phase = {"first": 0, "layer": 0, "last": 0}, "first"
         for name, x in self.arguments[0].items():
             is_of_layer = name.startswith(f"{self.model.blocks}.")
-            part = "layer" if is_of_layer else "first" if part == "first" else "last"
-            sizes[part] += _bytes_of(x) * max(least, x.dtype.itemsize) // x.dtype.itemsize
+            phase = "layer" if is_of_layer else "first" if phase == "first" else "last"
+            sizes[phase] += _bytes_of(x) * max(least, x.dtype.itemsize) // x.dtype.itemsize
         return sizes
 
 
@@ -224,23 +224,23 @@ class LayerTracer:
         return sizes[0]
 
 
-def _between(x: Any, y: Any, part: float) -> Any:
+def _between(x: Any, y: Any, fraction: float) -> Any:
     """Return a value, or a tree of them, on the line through two: x is at 0, y at 1."""
     if isinstance(x, dict):
-        return {key: _between(value, y[key], part) for key, value in cast(dict[str, Any], x).items()}
+        return {key: _between(value, y[key], fraction) for key, value in cast(dict[str, Any], x).items()}
     if isinstance(x, list | tuple):
-        values = [_between(a, b, part) for a, b in zip(cast(Sequence[Any], x), y, strict=True)]
+        values = [_between(a, b, fraction) for a, b in zip(cast(Sequence[Any], x), y, strict=True)]
         return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
-    return x if x == y else type(x)(x + (y - x) * part)
+    return x if x == y else type(x)(x + (y - x) * fraction)
 
 
 def _costs_of(step: TracedStep, cluster: Cluster, mesh: Mesh) -> list[LayerCost]:
-    """Return the costs of the parts "first", "layer" and "last"."""
+    """Return the costs of the phases "first", "layer" and "last"."""
     times = times_of({0: step.events}, cluster, mesh)[0]
     operations = [event for event in step.events if isinstance(event, Operation)]
-    parts = [*dict.fromkeys(event.unit for event in operations)]
-    begins = [*map(times.begins.__getitem__, parts), times.step]
-    seconds = {part: end - begin for part, (begin, end) in zip(parts, pairwise(begins), strict=True)}
+    phases = [*dict.fromkeys(event.unit for event in operations)]
+    begins = [*map(times.begins.__getitem__, phases), times.step]
+    seconds = {phase: end - begin for phase, (begin, end) in zip(phases, pairwise(begins), strict=True)}
     most = dict[str, int]()
     for event in operations:
         most[event.unit] = max(_bytes(event, "activations"), most.get(event.unit, 0))
@@ -248,25 +248,25 @@ def _costs_of(step: TracedStep, cluster: Cluster, mesh: Mesh) -> list[LayerCost]
     total = sum(step.parameters.values())
     casts = max(sum(event.memory) for event in operations if event.unit == "update") - total - step.state
     costs, later, ends = list[LayerCost](), total, ("layer", "last", "backward")
-    for part, end, backward in zip(
+    for phase, end, backward in zip(
         step.parameters, ends, ("first backward", "layer backward", "backward"), strict=True
     ):
-        size, saved = step.parameters[part], step.active[end]
+        size, saved = step.parameters[phase], step.active[end]
         share, later = size / max(total, 1), later - size
         held = saved + (0 if any(gradients[:-2]) else later)  # gradients are activations until all are there
         costs.append(
             LayerCost(
-                forward=seconds[part],
+                forward=seconds[phase],
                 backward=seconds.get(backward, 0.0),
                 update=seconds["update"] * share,
-                flops=sum(event.flops for event in operations if event.unit in (part, backward)),
+                flops=sum(event.flops for event in operations if event.unit in (phase, backward)),
                 parameters=size,
                 gradients=round(max(gradients) * share),
-                sums=step.sums[part],
+                sums=step.sums[phase],
                 state=round(step.state * share),
                 casts=round((casts - max(gradients)) * share),
-                saved=saved - step.active[part],
-                workspace=max(most[part] - saved, most.get(backward, 0) - held, 0),
+                saved=saved - step.active[phase],
+                workspace=max(most[phase] - saved, most.get(backward, 0) - held, 0),
             )
         )
     return costs

@@ -18,15 +18,19 @@ from torch.nn import functional
 
 from fshard.booster.model import shard_model
 from fshard.booster.optimizer import partitioned
+from fshard.errors import PlanError
+from fshard.experts.module import MoE
 from fshard.experts.transformers import shard_experts
 from fshard.mesh.layout import Mesh, P, PyTree, map_leaves
 from fshard.optim.contract import Optimizer
 from fshard.optim.partition import partition_optimizer
 from fshard.optim.torch_optim.instances import optimizer_source
 from fshard.plan.model_plan import ModelPlan, Recompute
+from fshard.plan.models import Transformer
 from fshard.tensor.plan import Plan, tensor_parallel
 from fshard.transforms.module.functionalize import functionalize
 from fshard.transforms.module.remat import remat
+from fshard.transforms.module.replica import copy_on_meta
 from fshard.transforms.shard_params import fsdp, shard_params
 from fshard.transforms.train_step import train_step
 
@@ -180,6 +184,48 @@ class LayeredModel:
             experts="expert" if plan.experts > 1 else None,
             check=False,
         )
+
+
+def layered_model(
+    model: nn.Module | Transformer, batch: PyTree, optimizer: Optimizer, loss: Loss | None, blocks: str | None
+) -> LayeredModel:
+    """Return the model as one with a number of layers."""
+    if isinstance(model, Transformer):
+        ids = torch.empty(1, model.sequence, dtype=torch.int64, device="meta")
+        return LayeredModel(model.build, "layers", model.layers, (ids, ids), loss, optimizer, model.experts)
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PlanError(
+            f"plan.search: model must be a module or a Transformer; got {type(model).__name__}. Programs: plan.rank."
+        )
+    lists = {name: len(child) for name, child in model.named_modules() if isinstance(child, nn.ModuleList)}
+    if blocks is None and not lists:
+        raise PlanError(
+            "plan.search: the model must have its repeated layers in a ModuleList; got none. Name one: blocks=."
+        )
+    path = blocks or max(lists, key=lambda name: lists[name])
+    if path not in lists:
+        raise PlanError(f"plan.search: blocks must be a ModuleList of the model, {', '.join(lists)}; got {path!r}.")
+    shapes = [{name: x.shape for name, x in layer.named_parameters()} for layer in model.get_submodule(path).children()]
+    if different := [str(index) for index, shape in enumerate(shapes) if shape != shapes[0]]:
+        raise PlanError(
+            f"plan.search: the layers {path} must have equal parameters; those of {', '.join(different)} differ from 0's. "
+            "Rank its programs: plan.rank."
+        )
+    sample = map_leaves(lambda x: x[:1].to("meta"), batch)
+    experts = [x.router.out_features for x in model.modules() if isinstance(x, MoE)]
+    experts += [int(x.num_experts) for x in cast(Any, model).modules() if hasattr(x, "_is_expert_parallel")]
+    return LayeredModel(
+        partial(_shortened, model, path), path, lists[path], sample, loss, optimizer, max(experts, default=0)
+    )
+
+
+def _shortened(model: nn.Module, path: str, layers: int) -> nn.Module:
+    """Return a copy of a model with its first layers, without values."""
+    copy = copy_on_meta(model)
+    parent, _, name = path.rpartition(".")
+    blocks = cast(nn.ModuleList, copy.get_submodule(path))
+    setattr(copy.get_submodule(parent), name, blocks[:layers])
+    return copy
 
 
 def _without_buffers(stage: Callable[..., Any], params: PyTree, x: PyTree) -> PyTree:

@@ -37,8 +37,9 @@ class RankedPlan(NamedTuple):
     cost: Cost | None
     reason: str = ""
 
+    @property
     def terms(self) -> dict[str, float]:
-        """Return the seconds of a step, by what they are for."""
+        """The seconds of a step, by what they are for."""
         times = self.cost.times if self.cost is not None else None
         if times is None:
             return {}
@@ -85,7 +86,7 @@ class Ranking(Tabular):
         """Return the term by which a plan is slower than the first."""
         if plan is self.plans[0]:
             return ""
-        first, terms = self.plans[0].terms(), plan.terms()
+        first, terms = self.plans[0].terms, plan.terms
         longer = {name: seconds - first.get(name, 0.0) for name, seconds in terms.items()}
         name = max(longer, key=lambda name: longer[name])
         return f"{name}: {max(longer[name], 0.0):.3g} s more"
@@ -125,7 +126,7 @@ def rank(
     ...     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True)
     ...     return step, (params, opt.init(params), torch.empty(64, 512, device="meta"))
     >>> plans = rank(program, devices=4, axes=["data"], options={"stage": [1, 3]}, cluster=fs.plan.cluster("h100"))
-    >>> [plan.options["stage"] for plan in plans], plans[1].terms().keys() >= {"operations", "network along data"}
+    >>> [plan.options["stage"] for plan in plans], plans[1].terms.keys() >= {"operations", "network along data"}
     ([1, 3], True)
     """
     tried = [

@@ -13,7 +13,7 @@ from fshard import optim
 from fshard.errors import PlanError
 from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster, search
 from fshard.plan.layers import LayerTracer
-from fshard.plan.search import layered_model
+from fshard.plan.program import layered_model
 
 H100 = cluster("h100", node=8)
 SMALL = Transformer(4, 32, 64, 4, 2, 60, 16, dtype=torch.float32)

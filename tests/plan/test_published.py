@@ -7,7 +7,7 @@ import pytest
 from fshard import optim
 from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster
 from fshard.plan.layers import LayerTracer
-from fshard.plan.search import layered_model
+from fshard.plan.program import layered_model
 
 GPT = {"gated": False, "tied": True, "bias": True, "dropout": 0.1, "vocab": 51200, "sequence": 2048}
 # The model, the machine, the layout, samples of a step, and published utilization in percent.

@@ -14,7 +14,9 @@ from fshard.command import main
 from fshard.errors import PlanError
 from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster, search
 from fshard.plan.layers import LayerTracer
-from fshard.plan.search import SIMULATED, _choices, _plans, layered_model, least_memory
+from fshard.plan.program import layered_model
+from fshard.plan.search import SIMULATED, least_memory
+from fshard.plan.space import legal_plans, plan_choices
 
 H100, ROWS = cluster("h100", node=8), 4
 SMALL = Transformer(layers=4, hidden=512, ffn=2048, heads=8, kv_heads=8, vocab=1024, sequence=128)
@@ -47,8 +49,8 @@ def test_costs_of_other_microbatches_are_derived(tensor, recompute):
     "schedule", ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v"]
 )
 def test_the_least_memory_is_at_most_the_peak(schedule):
-    choices = _choices({"rows": (1, 2), "tensor": 1, "schedule": schedule, "zero_stage": (0, 1)})
-    plans = [plan for batch in (4, 12, 64) for plan in _plans(SMALL.layers, 4, batch, choices, H100)]
+    choices = plan_choices({"rows": (1, 2), "tensor": 1, "schedule": schedule, "zero_stage": (0, 1)})
+    plans = [plan for batch in (4, 12, 64) for plan in legal_plans(SMALL.layers, 4, batch, choices, H100)]
     estimates = [estimate(plan) for plan in plans]
     assert len(estimates) > 10 and all(least_memory(x) <= x.peak for x in estimates)
 
@@ -88,10 +90,10 @@ def test_plans_are_ranked_with_reasons():
     assert all(x.peak <= tight.memory for x in fits) and "GB over the memory" in fits.rejected[0].reason
 
 
-def test_the_plan_with_the_least_memory_is_that_of_all_plans():
+def test_the_plan_with_the_least_memory_is_that_of_alllegal_plans():
     """There are more plans than are simulated, so those with the least time are not enough."""
-    layered, choices = layered_model(SMALL, None, ADAMW, None, None), _choices({"rows": (1, 2), "tensor": 1})
-    peaks = [estimate(plan).peak for plan in _plans(layered.layers, 8, 64, choices, H100)]
+    layered, choices = layered_model(SMALL, None, ADAMW, None, None), plan_choices({"rows": (1, 2), "tensor": 1})
+    peaks = [estimate(plan).peak for plan in legal_plans(layered.layers, 8, 64, choices, H100)]
     options = {"devices": 8, "global_batch": 64, "optimizer": ADAMW, "rows": (1, 2), "tensor": 1}
     plans = search(SMALL, cluster=H100, goal="memory", **options)
     assert len(peaks) > SIMULATED and plans[0].peak == min(peaks)
@@ -113,6 +115,13 @@ class Model(nn.Module):
         return self.last(x)
 
 
+class Stubborn(Model):
+    """A model that an operation of torch refuses."""
+
+    def forward(self, x):
+        return super().forward(x @ x)
+
+
 def test_any_module_with_a_list_of_layers_is_planned():
     batch = torch.ones(2, 8), torch.zeros(2, 4)
     options = {"devices": 2, "cluster": H100, "global_batch": 8, "optimizer": optim.sgd(0.1)}
@@ -122,6 +131,8 @@ def test_any_module_with_a_list_of_layers_is_planned():
         search(Model(), batch, blocks="layers", **options)
     with pytest.raises(PlanError, match=r"must have its repeated layers in a ModuleList; got none"):
         search(nn.Linear(2, 2), batch, **options)
+    with pytest.raises(PlanError, match=r"the model cannot be planned, such as with ModelPlan.*must have same reduction dim"):
+        search(Stubborn(), batch, **options)
     unlike = Model()
     unlike.inner.layers[3] = nn.Linear(32, 32, bias=False)
     with pytest.raises(PlanError, match=r"layers inner.layers must have equal parameters; those of 3 differ from 0's"):
