@@ -131,7 +131,9 @@ def test_any_module_with_a_list_of_layers_is_planned():
         search(Model(), batch, blocks="layers", **options)
     with pytest.raises(PlanError, match=r"must have its repeated layers in a ModuleList; got none"):
         search(nn.Linear(2, 2), batch, **options)
-    with pytest.raises(PlanError, match=r"the model cannot be planned, such as with ModelPlan.*must have same reduction dim"):
+    with pytest.raises(
+        PlanError, match=r"the model cannot be planned, such as with ModelPlan.*must have same reduction dim"
+    ):
         search(Stubborn(), batch, **options)
     unlike = Model()
     unlike.inner.layers[3] = nn.Linear(32, 32, bias=False)
