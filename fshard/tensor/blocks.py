@@ -11,7 +11,7 @@ torch.func and forward mode differentiate the formula on gathered blocks, with c
 
 A group of query heads shares a kv head, which is not repeated. `lse` is the log-sum-exp of a row of scores; it and `out`
 are at least float32. `mask` is False for none, True for causal, or True where a query sees a key: (batch, 1, queries,
-keys). Torch's kernel is used on the CPU, the formula elsewhere.
+keys). A block is computed by torch's fused attention where there is one (`kernels.py`), else by the formula.
 """
 
 from __future__ import annotations
@@ -28,14 +28,10 @@ from fshard.mesh.collectives.autograd import Bound, Tensors, apply, has_tangent,
 from fshard.mesh.collectives.moves import AllGather, Move, Permute, PsumScatter, Purpose
 from fshard.mesh.spmd.scope import Group, Pending
 from fshard.source import Site
+from fshard.tensor.kernels import fused_attention
 
-KERNEL_DEVICES = {"cpu"}
-"""Device types with a kernel that returns the log-sum-exp, and whose backward accepts that of all blocks."""
 MASKED = -1e30
 """The log-sum-exp of a row that sees no key: finite, so that merging gives no NaN."""
-
-_kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_kernel_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
@@ -173,15 +169,22 @@ def _backward(plan: BlockPlan, saved: Tensors, k: Tensor, v: Tensor, ids: Tensor
 # -- one block --------------------------------------------------------------------------------------------------------
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float, kernel: bool) -> tuple[Tensor, Tensor]:
-    """Return `out` and `lse` of one block; differentiable without `kernel`."""
-    if not kernel or q.device.type not in KERNEL_DEVICES:
-        return _weigh([_scores(q, k, mask, scale)], [v])
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float, allow_fused: bool
+) -> tuple[Tensor, Tensor]:
+    """Return `out` and `lse` of one block; differentiable unless it is fused."""
     q, k, v = _dense(q, k, v)
-    outputs = [_kernel(x, k, v, 0.0, mask is True, attn_mask=_bias(mask, q), scale=scale) for x in q.unbind(2)]
+    bias, causal = _bias(mask, q) if allow_fused else None, mask is True
+    fused = fused_attention(q[:, :, 0], k, v, bias, causal) if allow_fused else None
+    if fused is None:
+        return _weigh([_scores(q, k, mask, scale)], [v])
+    outputs = [fused.forward(x, k, v, bias, causal, scale) for x in q.unbind(2)]
     out, lse = (_stacked(xs) for xs in zip(*outputs, strict=True))
-    lse = lse if isinstance(mask, bool) else lse.masked_fill(~mask.any(-1).unsqueeze(2), MASKED)
-    return out, lse.unsqueeze(-1)
+    lse = lse.unsqueeze(-1)
+    if isinstance(mask, bool):
+        return out, lse
+    sees_none = ~mask.any(-1, keepdim=True).unsqueeze(2)
+    return out.masked_fill(sees_none, 0), lse.masked_fill(sees_none, MASKED)
 
 
 def _attend_backward(
@@ -191,17 +194,17 @@ def _attend_backward(
 
     `rows` are q, out and lse over all blocks, the cotangent of out, and the sum of cotangent * out over dim.
     """
-    if k.device.type in KERNEL_DEVICES:
-        options = {"attn_mask": _bias(mask, k), "scale": scale}
-        groups = zip(*(x.unbind(2) for x in _dense(*rows[:4])), strict=True)
-        k, v = _dense(k, v)
-        grads = [
-            _kernel_backward(cotangent, q, k, v, out, lse[..., 0], 0.0, mask is True, **options)
-            for q, out, lse, cotangent in groups
-        ]
+    bias, causal = _bias(mask, k), mask is True
+    q, out, lse, cotangent, delta = rows
+    (q, out, cotangent), (k, v) = _dense(q, out, cotangent), _dense(k, v)
+    fused = fused_attention(q[:, :, 0], k, v, bias, causal)
+    if fused is not None:
+        lse = lse[..., 0].masked_fill(lse[..., 0] == MASKED, 0)  # so that all weights of these rows are exp(-large) = 0
+        groups = zip(*(x.unbind(2) for x in (cotangent, q, out, lse)), strict=True)
+        grads = [fused.backward(cotangent, q, k, v, out, lse, bias, causal, scale) for cotangent, q, out, lse in groups]
         dq, dk, dv = zip(*grads, strict=True)
         return _stacked(dq), sum(map(_widened, dk[1:]), _widened(dk[0])), sum(map(_widened, dv[1:]), _widened(dv[0]))
-    q, _, lse, cotangent, delta = map(_widened, rows)
+    q, lse, cotangent, delta = map(_widened, (q, lse, cotangent, delta))
     weights = (_scores(q, k, mask, scale) - lse).exp()
     slopes = weights * (torch.einsum("bhgtd, bhsd -> bhgts", cotangent, _widened(v)) - delta) * scale
     dq = torch.einsum("bhgts, bhsd -> bhgtd", slopes, _widened(k))
@@ -243,12 +246,15 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def _dense(*xs: Tensor) -> list[Tensor]:
-    """Return tensors whose last dim is contiguous, as the kernel assumes."""
+    """Return tensors whose last dim is contiguous, as fused attention assumes."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in xs]
 
 
 def _bias(mask: Tensor | bool, like: Tensor) -> Tensor | None:
-    return None if isinstance(mask, bool) else like.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    """Return a large negative number where a query does not see a key; finite, as not all kernels skip a row of -inf."""
+    if isinstance(mask, bool):
+        return None
+    return like.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(like.dtype).min)
 
 
 def _stacked(xs: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,9 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard.tensor import blocks
+from fshard.tensor.kernels import CPU, EFFICIENT, FLASH
 from tests.tensor.attention_oracle import HOWS, derivatives, serial, sharded
+from tests.tensor.cuda_attention import operations_of_cuda
 
 MASKS = ("none", "padding", "documents", "both")
 
@@ -26,6 +28,11 @@ def inputs(n, *, batch=2, heads=None, kv_heads=None, chunk=2, dim=4, masks="none
     if masks in ("documents", "both"):
         found["document_ids"] = torch.randint(0, 3, (batch, tokens), generator=draw).sort(1)[0]
     return [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes], found
+
+
+def choose(operation, bias):
+    """Return an operation, or the one that takes a bias."""
+    return EFFICIENT if operation is FLASH and bias is not None else operation
 
 
 def check(mesh, how, values, causal=False, masks=None, second=True, **options):
@@ -58,16 +65,25 @@ def test_equals_serial_attention_and_derivatives(data):
 
 
 @pytest.mark.parametrize("masks", ["none", "both"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("operation", "dtype"),
+    [
+        (CPU, torch.float32), (CPU, torch.bfloat16), (EFFICIENT, torch.float32), (EFFICIENT, torch.float16),
+        (FLASH, torch.bfloat16), (None, torch.bfloat16),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("how", HOWS)
-def test_error_is_at_most_four_times_that_of_torch(how, dtype, masks):
-    values, masks = inputs(4, heads=8, kv_heads=4, chunk=8, dim=8, masks=masks, dtype=dtype)
+def test_error_is_at_most_four_times_that_of_torch(how, operation, dtype, masks, monkeypatch):
+    """With the operations of CUDA too, under the rules that their source states."""
+    monkeypatch.setattr(blocks, "fused_attention", lambda q, k, v, bias, causal: choose(operation, bias))
+    values, masks = inputs(4, heads=8, kv_heads=4, chunk=7, dim=8, masks=masks, dtype=dtype)
 
     def results(attend, xs, **options):
         return derivatives(lambda *xs: attend(*xs, **masks, causal=True, **options), *xs, second=False)
 
     exact, alone = results(serial, [x.double() for x in values]), results(serial, values, torchs=True)
-    found = results(lambda *xs, **options: sharded(fs.make_mesh({"seq": 4}), how, *xs, **options), values)
+    with operations_of_cuda():
+        found = results(lambda *xs, **options: sharded(fs.make_mesh({"seq": 4}), how, *xs, **options), values)
     for want, rough, own in zip(exact, alone, found, strict=True):
         assert own.dtype == dtype
         assert (own - want).norm() <= 4 * (rough - want).norm()
@@ -76,7 +92,7 @@ def test_error_is_at_most_four_times_that_of_torch(how, dtype, masks):
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("how", HOWS)
 def test_formula_of_devices_without_kernel(how, masks, monkeypatch):
-    monkeypatch.setattr(blocks, "KERNEL_DEVICES", set())
+    monkeypatch.setattr(blocks, "fused_attention", lambda *args: None)
     values, masks = inputs(2, heads=4, kv_heads=2, masks=masks)
     for second in (True, False):  # which has a backward of its own
         check(fs.make_mesh({"seq": 2}), how, values, True, masks, second=second, scale=0.3)
