@@ -28,7 +28,7 @@ class FusedAttention(NamedTuple):
     `bias`, (batch, 1, queries, keys), is added to scores.
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor]]
+    forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
