@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fshard.ambient import ambient
+from fshard.ambient import ambient, setting
+from fshard.errors import PlanError
 from fshard.memory.kinds import Purpose
 from fshard.memory.placement import abstract_like
 from fshard.mesh.layout import Mesh, PyTree, flatten, map_leaves
@@ -27,7 +28,7 @@ from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.runtimes.abstract import represented
 from fshard.plan.cluster import Cluster
 from fshard.plan.cost import recorded
-from fshard.plan.model_plan import ModelPlan, Recompute
+from fshard.plan.model_plan import ModelPlan, kept_names
 from fshard.plan.program import LayeredModel, RecomputedLayer
 from fshard.plan.timing import times_of
 from fshard.plan.trace import PURPOSES, Event, Operation, TracedMail
@@ -110,13 +111,21 @@ class WatchedLayer(nn.Module):
         return self.call(self.layer, *args, **kwargs)
 
 
+class ValueNames(list[str]):
+    """The names that a layer gives to values."""
+
+    def mark(self, _: Tensor, label: str) -> None:
+        """Append a name."""
+        self.append(label)
+
+
 class LayerTrace:
     """The training step of a model with one layer, on devices that share it, and where its phases begin."""
 
     def __init__(self, model: LayeredModel, plan: ModelPlan) -> None:
         self.model, self.mesh = model, make_mesh(plan.mesh, runtime="abstract")
         self.events = list[Event]()
-        self.recompute: Recompute = "never"
+        self.recompute, self.names = "never", ValueNames()
         self.begins, self.active = dict[str, int](), dict[str, int]()
         module = model.build(1)
         layers = cast(nn.ModuleList, module.get_submodule(model.blocks))
@@ -136,7 +145,8 @@ class LayerTrace:
         for x in _differentiable((args, kwargs))[:1]:
             x.register_hook(lambda _: self.begin("first backward"))
         run = layer if self.recompute == "never" else RecomputedLayer(layer, self.recompute)
-        output = run(*args, **kwargs)
+        with setting(regions=(*ambient.regions, self.names)):
+            output = run(*args, **kwargs)
         self.begin("last")
         for x in _differentiable(output)[:1]:
             x.register_hook(lambda _: self.begin("layer backward"))
@@ -148,8 +158,13 @@ class LayerTrace:
         self.begin("backward")
         return loss
 
-    def record(self, *, rows: int, recompute: Recompute) -> TracedStep:
+    def record(self, *, rows: int, recompute: str) -> TracedStep:
         """Return what a device does with a number of samples."""
+        if unknown := [name for name in kept_names(recompute) if name not in self.names]:
+            names = ", ".join(dict.fromkeys(self.names)) or "none"
+            raise PlanError(
+                f"plan: recompute must except names of fs.nn.checkpoint_name in the layers, {names}; got {', '.join(unknown)}."
+            )
         devices = prod(size for axis, size in self.mesh.axes if axis in ("data", "expert"))
         batch = map_leaves(lambda x: x.new_empty((rows * devices, *x.shape[1:])), self.model.batch)
         self.begins, self.active, self.recompute = {"first": 0}, {"first": 0}, recompute

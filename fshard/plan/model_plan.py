@@ -16,8 +16,8 @@ from fshard.pipeline.schedule.schedule import Schedule
 from fshard.tensor.layer_plans import SequenceMode
 from fshard.tensor.sequence import Algorithm
 
-Recompute = Literal["never", "selective", "full"]
-"""A layer keeps for its backward: everything; the results of matrix products; its input alone."""
+RECOMPUTE = ("never", "selective", "full", "except a, b")
+"""A layer keeps for its backward: everything; the results of matrix products; its input; its input and named values."""
 IN_LOOPS = ("interleaved", "bfs")
 """The schedules with any number of stages on a device."""
 ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
@@ -35,7 +35,8 @@ class ModelPlan:
         microbatches: of a device in a step.
         schedule: of the stages.
         chunks: stages of a device.
-        recompute: what each layer computes again in the backward.
+        recompute: what each layer computes again in the backward: nothing ("never"), all but matrix products ("selective"),
+            all ("full"), or all but values that `fs.nn.checkpoint_name` names ("except attention, mlp").
         sequence: size of the axis of tokens.
         sequence_mode: the algorithm of attention on it; or "megatron": devices that share layers share tokens between them.
         experts: size of the axis of experts, whose devices have other samples.
@@ -51,7 +52,7 @@ class ModelPlan:
     microbatches: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
-    recompute: Recompute = "never"
+    recompute: str = "never"
     sequence: int = 1
     sequence_mode: SequenceMode = "gather"
     experts: int = 1
@@ -59,13 +60,13 @@ class ModelPlan:
     state_memory: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
-        legal = {"zero_stage": (0, 1, 2, 3), "recompute": get_args(Recompute), "schedule": (*BUILDERS,)}
+        legal = {"zero_stage": (0, 1, 2, 3), "recompute": RECOMPUTE, "schedule": (*BUILDERS,)}
         legal |= {"sequence_mode": (*get_args(Algorithm), "megatron"), "state_memory": ("device", "host")}
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         errors = [
             f"{name} must be one of {', '.join(map(str, legal[name]))}; got {x!r}"
             for name, x in values.items()
-            if name in legal and x not in legal[name]
+            if name in legal and x not in legal[name] and not (name == "recompute" and kept_names(x))
         ]
         errors += [
             f"{name} must be an integer >= 1; got {x!r}"
@@ -104,7 +105,7 @@ class ModelPlan:
             sample: a microbatch, by which stages and layers are planned: see `HybridParallelPlugin`.
         """
         errors = list[str]()
-        if self.recompute == "selective" or (self.recompute == "full" and self.pipeline == 1):
+        if self.recompute not in ("never", "full") or (self.recompute == "full" and self.pipeline == 1):
             errors.append(
                 f'recompute must be "never", or "full" in stages; got "{self.recompute}": wrap the layers in fs.remat'
             )
@@ -163,6 +164,16 @@ class ModelPlan:
         if unknown := [key for key in table if key not in keys]:
             raise PlanError(f"plan.load: {path} must have keys of {', '.join(keys)}; got {', '.join(unknown)}.")
         return cls(**table)
+
+
+def kept_names(recompute: object) -> tuple[str, ...]:
+    """Return the names of values that layers keep for their backward.
+
+    >>> kept_names("except attention, mlp"), kept_names("full")
+    (('attention', 'mlp'), ())
+    """
+    before, exception, names = str(recompute).partition("except ")
+    return tuple(name.strip() for name in names.split(",") if name.strip()) if exception and not before else ()
 
 
 def table_of(path: str | Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from fshard.errors import PlanError
 from fshard.experts.module import MoE
-from fshard.transforms.module.remat import remat
+from fshard.transforms.module.remat import checkpoint_name, remat
 
 _KEYS = {  # of config.json
     "layers": ("num_hidden_layers", "n_layer"),
@@ -158,7 +158,7 @@ _ATTENTION = {"fused": _fused, "formula": _by_formula, "recomputed": remat(_by_f
 
 
 class DecoderBlock(nn.Module):
-    """Attention and an MLP."""
+    """Attention and an MLP. What they compute is named, so that it can be kept when the rest is recomputed."""
 
     def __init__(self, sizes: Transformer) -> None:
         super().__init__()
@@ -180,14 +180,14 @@ class DecoderBlock(nn.Module):
         """Return the hidden states after the block."""
         y = self.norm(x)
         q, k, v = (layer(y).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        y = self.attention(q, k, v, self.dropout if self.training else 0.0)
+        y = checkpoint_name(self.attention(q, k, v, self.dropout if self.training else 0.0), "attention")
         x = x + self._dropped(self.out(y.transpose(1, 2).flatten(2)))
         y = self.norm2(x)
         if self.experts is not None:
             return x + self._dropped(self.experts(y.flatten(0, 1)).unflatten(0, y.shape[:2]))
-        up = self.up
-        y = functional.gelu(up(y)) if self.gate is None else functional.silu(self.gate(y)) * up(y)
-        return x + self._dropped(self.down(y))
+        up = checkpoint_name(self.up(y), "mlp")
+        gate = None if self.gate is None else checkpoint_name(self.gate(y), "mlp")
+        return x + self._dropped(self.down(functional.gelu(up) if gate is None else functional.silu(gate) * up))
 
     def _dropped(self, x: Tensor) -> Tensor:
         return functional.dropout(x, self.dropout, self.training) if self.dropout else x

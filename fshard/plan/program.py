@@ -25,11 +25,11 @@ from fshard.mesh.layout import Mesh, P, PyTree, map_leaves
 from fshard.optim.contract import Optimizer
 from fshard.optim.partition import partition_optimizer
 from fshard.optim.torch_optim.instances import optimizer_source
-from fshard.plan.model_plan import ModelPlan, Recompute
+from fshard.plan.model_plan import ModelPlan, kept_names
 from fshard.plan.models import Transformer
 from fshard.tensor.plan import Plan, tensor_parallel
 from fshard.transforms.module.functionalize import functionalize
-from fshard.transforms.module.remat import remat
+from fshard.transforms.module.remat import remat, save_names
 from fshard.transforms.module.replica import copy_on_meta
 from fshard.transforms.shard_params import fsdp, shard_params
 from fshard.transforms.train_step import train_step
@@ -43,9 +43,9 @@ _KEPT = {"selective": "dots", "full": "nothing"}
 class RecomputedLayer(nn.Module):
     """A layer whose activations are recomputed in the backward."""
 
-    def __init__(self, layer: nn.Module, recompute: Recompute) -> None:
+    def __init__(self, layer: nn.Module, recompute: str) -> None:
         super().__init__()
-        self.layer, self.kept = layer, _KEPT[recompute]
+        self.layer, self.kept = layer, _KEPT.get(recompute) or save_names(*kept_names(recompute))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""
@@ -103,7 +103,7 @@ class LayeredModel:
             return plan.cross_entropy(output, batch[1])
         return functional.cross_entropy(output.flatten(0, -2), batch[1].flatten())
 
-    def recomputed(self, module: nn.Module, recompute: Recompute) -> nn.Module:
+    def recomputed(self, module: nn.Module, recompute: str) -> nn.Module:
         """Let the layers of a module recompute."""
         layers = cast(nn.ModuleList, module.get_submodule(self.blocks))
         for index, layer in enumerate(layers if recompute != "never" else ()):

@@ -65,7 +65,7 @@ def test_transfers_equal_plain_copies(disk_folder, data):
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("rate", [None, 1e4])
+@pytest.mark.parametrize("rate", [None, 2e3])
 def test_poison_changes_the_bits_of_a_missing_wait(runtime, rate):
     """A sum over buffers that are fetched ahead: right with its waits; NaN where one is left out."""
     home, link = [torch.full((10,), float(i)) for i in range(6)], Link("host", "device", runtime)

@@ -34,7 +34,7 @@ def estimate(plan, model=SMALL):
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("recompute", ["never", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["never", "selective", "full", "except attention"])
 def test_costs_of_other_microbatches_are_derived(tensor, recompute):
     """Sizes are linear in the samples: a derived step is the traced one."""
     plan = ModelPlan(tensor=tensor, recompute=recompute, sequence_mode="megatron" if tensor > 1 else "gather")
@@ -66,8 +66,15 @@ def test_stages_have_the_operations_of_the_model_and_wait_for_each_other():
 
 
 def test_recomputation_has_less_memory_and_more_operations():
-    kept, again = (estimate(ModelPlan(rows=ROWS, recompute=name)) for name in ("never", "full"))
-    assert again.flops > kept.flops and again.model.layer.saved < kept.model.layer.saved / 4
+    names = ("never", "selective", "except attention, mlp", "except attention", "full")
+    estimates = [estimate(ModelPlan(rows=ROWS, recompute=name)) for name in names]
+    flops, saved = [x.flops for x in estimates], [x.model.layer.saved for x in estimates]
+    assert flops[0] < flops[1] < flops[2] < flops[3] < flops[4]  # selective: attention is fused, no product
+    assert saved == sorted(saved, reverse=True) and saved[4] < saved[0] / 4
+    assert saved[3] - saved[4] == ROWS * SMALL.sequence * (2 * SMALL.hidden + 4 * SMALL.heads)  # the log-sum-exp
+    assert saved[2] - saved[3] == ROWS * SMALL.sequence * 2 * SMALL.ffn * 2
+    with pytest.raises(PlanError, match=r"names of fs.nn.checkpoint_name in the layers, attention, mlp; got attn"):
+        search(SMALL, devices=1, cluster=H100, global_batch=8, optimizer=ADAMW, recompute="except attn, mlp")
 
 
 def test_plans_are_ranked_with_reasons():
@@ -148,7 +155,7 @@ def test_any_module_with_a_list_of_layers_is_planned():
     ):
         search(Model(), batch, tensor=3, **options)
     for name, value, message in (
-        ("recompute", "names", "recompute must be one of never, selective, full; got 'names'"),
+        ("recompute", "names", "recompute must be one of never, selective, full, except a, b; got 'names'"),
         ("schedule", "1f2b", "schedule must be one of gpipe, 1f1b"),
         ("experts", 2, "experts must be 1, since the layers have none; got 2"),
         ("devices", (), r"devices and global_batch must be >= 1; got \(\) and 8"),

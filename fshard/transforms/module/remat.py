@@ -200,10 +200,25 @@ class KeptResult(NamedTuple):
         return _alias(self.value) if self.value._version == self.version else None
 
 
+class KeptCall(NamedTuple):
+    """The results of an operation that are kept; those that are not tensors stay as they are."""
+
+    results: tuple[Any, ...]
+    is_tuple: bool
+
+    def get(self) -> Any:
+        """Return the results, or None if one of them has been written to."""
+        results = tuple([x.get() if isinstance(x, KeptResult | HostCopy) else x for x in self.results])
+        if any(x is None and kept is not None for x, kept in zip(results, self.results, strict=True)):
+            return None
+        return results if self.is_tuple else results[0]
+
+
 class Producer(NamedTuple):
     """The operation that allocated some memory, the version and the strides of its result.
 
-    A weak reference: the memory can be freed, and its identity is not reused.
+    A weak reference: the memory can be freed, and its identity is not reused. `others`: what the operation returned
+    beside it, None if the result is all; such as the log-sum-exp of attention, without which it would run again.
     """
 
     memory: StorageWeakRef
@@ -212,6 +227,7 @@ class Producer(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    others: tuple[Any, ...] | None
 
 
 class Region(TorchDispatchMode):
@@ -225,7 +241,7 @@ class Region(TorchDispatchMode):
         self.names, self._offloaded, self._host = names, offloaded, host
         self._state: Literal["forward", "recompute"] = "forward"
         self._number = 0  # of the next operation
-        self._kept: dict[int, KeptResult | HostCopy] = {}
+        self._kept: dict[int, KeptCall] = {}
         self._producers: dict[int, Producer] = {}
 
     def __enter__(self) -> Any:
@@ -253,26 +269,29 @@ class Region(TorchDispatchMode):
             return func(*args, **(kwargs or {})) if result is None else result
         result = func(*args, **(kwargs or {}))
         if self.names is None:
-            self._keep(number, result, None, on_host=self._host)
-        elif isinstance(result, Tensor) and result.layout == torch.strided:
-            memory = _memory(result)
+            self._kept[number] = KeptCall((self._keep(result, None, on_host=self._host),), is_tuple=False)
+            return result
+        first, others = (result[0], result[1:]) if isinstance(result, tuple) and result else (result, None)
+        if isinstance(first, Tensor) and first.layout == torch.strided:
+            memory = _memory(first)
             if not any(isinstance(x, Tensor) and _memory(x) == memory for x in args):  # else it is a view, or in place
-                strides = tuple(result.shape), result.stride(), int(result.storage_offset())
-                self._producers[memory] = Producer(
-                    StorageWeakRef(result.untyped_storage()), number, result._version, *strides
-                )
+                strides = tuple(first.shape), first.stride(), int(first.storage_offset())
+                memory_ref = StorageWeakRef(first.untyped_storage())
+                self._producers[memory] = Producer(memory_ref, number, first._version, *strides, others)
         return result
 
-    def _keep(self, number: int, x: Tensor, name: str | None, *, on_host: bool) -> None:
+    def _keep(self, x: Any, name: str | None, *, on_host: bool) -> Any:
+        """Return what is kept of a result."""
+        if not isinstance(x, Tensor):
+            return x
         if on_host and can_leave(x):
-            self._kept[number] = HostCopy(_alias(x))
-            return
-        self._kept[number] = KeptResult(_alias(x), x._version, name)
+            return HostCopy(_alias(x))
         if name is not None:
             note_kept(name, x.nbytes)
+        return KeptResult(_alias(x), x._version, name)
 
     def mark(self, x: Tensor, label: str) -> None:
-        """Keep the result that x is a view of, if its name is one of the region's.
+        """Keep the result, the first of its operation, that x is a view of, if its name is one of the region's.
 
         One that has been written to in place is recomputed: the write would be repeated on what is kept.
         """
@@ -280,7 +299,9 @@ class Region(TorchDispatchMode):
         if producer is not None and x._version == producer.version:
             with torch.no_grad():  # so that these two are not numbered
                 result = x.detach().as_strided(producer.size, producer.stride, producer.offset)
-                self._keep(producer.number, result, label, on_host=label in self._offloaded)
+                results = (result, *(producer.others or ()))
+                kept = tuple([self._keep(x, label, on_host=label in self._offloaded) for x in results])
+                self._kept[producer.number] = KeptCall(kept, is_tuple=producer.others is not None)
 
 
 def _memory(x: Tensor) -> int:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import grad, jacrev, jvp, vmap
+from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
@@ -109,11 +110,11 @@ def mlp_out_of_place(w, v, x):
 # -- what is kept, and what runs again ------------------------------------------------------------------------------
 
 
-def count(f, policy, *args):
-    """Return how often each of two operations ran, forward and backward together."""
+def count(f, policy, *args, operations=("mm", "sin", "exp")):
+    """Return how often each operation ran, forward and backward together."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    seen = {"mm": 0, "sin": 0, "exp": 0}
+    seen = dict.fromkeys(operations, 0)
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -157,6 +158,27 @@ def test_checkpoint_name_on_view_keeps_its_base():
 
     assert count(f, save_names("s"), x.detach(), w)["sin"] == 1
     close(torch.autograd.grad(remat(f, save_names("s"))(x, w).sum(), w), torch.autograd.grad(f(x, w).sum(), w))
+
+
+MULTIPLE = {
+    "_scaled_dot_product_flash_attention_for_cpu": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "native_layer_norm": lambda x: F.layer_norm(x, (D,)),
+    "max_pool2d_with_indices": lambda x: F.max_pool2d(x, 2),
+}
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("operation", MULTIPLE)
+def test_a_named_result_is_kept_with_the_others_of_its_operation(operation, host):
+    """As the sums of attention, which its backward needs."""
+    w, x = values((D, D), (2, 2, 4, D))
+
+    def f(x, w):
+        return checkpoint_name(MULTIPLE[operation](x @ w), "a").exp().square()
+
+    policy = save_names(offload="a") if host else save_names("a")
+    assert count(f, policy, x.detach(), w, operations=(operation, "exp")) == {operation: 1, "exp": 2}
+    close(torch.autograd.grad(remat(f, policy)(x, w).sum(), (x, w)), torch.autograd.grad(f(x, w).sum(), (x, w)))
 
 
 def kept_bytes(f, *args):
