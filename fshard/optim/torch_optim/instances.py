@@ -169,11 +169,12 @@ class GroupsSource(TorchSource):
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
         super().__init__(optimizer, params)
-        if any(map(_has_begun, optimizer.state.values())):
-            raise OptimizerError(
-                f"{type(optimizer).__name__} has taken steps already, and its state would be lost. Boost it before "
-                "its first step."
-            )
+        for state in optimizer.state.values():
+            numbers = [state["step"]] if "step" in state else state.values()  # some start with a state of zeros
+            if any(bool(torch.as_tensor(x).any()) for x in numbers if isinstance(x, Tensor | int | float)):
+                raise OptimizerError(
+                    f"{self} has taken steps already, and its state would be lost. Boost it before its first step."
+                )
         self._cached: tuple[Any, Optimizer] = None, NOTHING  # names and options of the groups, and their optimizer
         self.current_optimizer()
 
@@ -211,12 +212,6 @@ class GroupsSource(TorchSource):
             return from_torch(cls, lr=rate, **options)
         rule, names = _RULES[cls]
         return rule(rate, **{name: options[name] for name in names}, fused=bool(options.get("fused")))
-
-
-def _has_begun(state: Mapping[str, Any]) -> bool:
-    """Return True if an optimizer has a history of a parameter; some start with a state of zeros."""
-    numbers = [state["step"]] if "step" in state else state.values()
-    return any(bool(torch.as_tensor(x).any()) for x in numbers if isinstance(x, Tensor | int | float))
 
 
 def _options(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
