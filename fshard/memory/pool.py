@@ -55,8 +55,10 @@ def empty_on_host(shape: Sequence[int], dtype: torch.dtype, *, locked: bool) -> 
         return torch.empty(tuple(shape), dtype=dtype)
     if _free[nbytes]:
         return _over(_free[nbytes].pop(), shape, dtype)
-    if nbytes > _free_bytes():
-        _unregister_free()
+    if nbytes > _free_bytes():  # give back what is free here
+        for memories in _free.values():
+            while memories:
+                _cuda().cudaHostUnregister(_address(memories.pop()))
     if nbytes > (free := _free_bytes()):  # to lock more would end the process
         raise MemoryLimitError(
             f"the host must have {nbytes:,} more bytes of memory for a tensor of shape {tuple(shape)}; got {free:,}. Store "
@@ -76,12 +78,6 @@ def _over(memory: mmap.mmap, shape: Sequence[int], dtype: torch.dtype) -> Tensor
     x = torch.frombuffer(memory, dtype=torch.uint8)
     finalize(x.untyped_storage(), _free[len(memory)].append, memory).atexit = False
     return x.view(dtype).view(tuple(shape))
-
-
-def _unregister_free() -> None:
-    for memories in _free.values():
-        while memories:
-            _cuda().cudaHostUnregister(_address(memories.pop()))
 
 
 def _address(memory: mmap.mmap) -> int:
