@@ -109,7 +109,8 @@ class PlanEstimate:
         unit = max(stage.parameters for stage in self.stages) if in_stages else self.model.layer.parameters
         units = min(plan.chunks, 2) if in_stages else 2
         casts = cost.casts // (plan.data if sharded[2] else 1)
-        activations = int(self._activations[coordinate]) + self.workspace(coordinate)
+        activations = int(self._simulation.peak_activations[coordinate] if in_stages else self.stages[0].saved)
+        activations += self.workspace(coordinate)
         if plan.state_memory == "host":  # three groups are on the device, each of a part of the state or one large leaf
             leaf = max(self.model.first.state, self.model.last.state) // (plan.data if sharded[2] else 1)
             casts, state = casts + 3 * max(min(state // GROUPS, LARGEST), leaf), 0
@@ -137,12 +138,6 @@ class PlanEstimate:
             return size
         stages = [cost for cost, device in zip(self.stages, schedule.placement, strict=True) if device == coordinate]
         return size + max(0, *(stage.gradients - stage.saved + layer.saved for stage in stages))
-
-    @cached_property
-    def _activations(self) -> tuple[Any, ...]:
-        if self.plan.pipeline == 1:
-            return (self.stages[0].saved,)
-        return self._simulation.peak_activations
 
     # -- time -----------------------------------------------------------------------------------------------------------
 
