@@ -20,7 +20,6 @@ from fshard.errors import PlanError
 from fshard.memory.state import GROUPS, LARGEST
 from fshard.mesh.layout import Mesh, map_leaves
 from fshard.mesh.layout.make import make_mesh
-from fshard.pipeline.schedule.schedule import Schedule
 from fshard.plan.cluster import Cluster
 from fshard.plan.cost import Cost, cost
 from fshard.plan.layers import LayerCost, LayerTracer, ModelCost
@@ -70,13 +69,9 @@ class PlanEstimate:
     def by_device(self) -> list[LayerCost]:
         """The sum of the stages of each device along the pipeline."""
         sums = [LayerCost() for _ in range(self.plan.pipeline)]
-        for stage, coordinate in zip(self.stages, self._schedule.placement, strict=True):
+        for stage, coordinate in zip(self.stages, self.plan.of_stages().placement, strict=True):
             sums[coordinate] += stage
         return sums
-
-    @cached_property
-    def _schedule(self) -> Schedule:
-        return self.plan.of_stages()
 
     @property
     def in_flight(self) -> int:
@@ -128,7 +123,7 @@ class PlanEstimate:
         Activations of what is after the layers are freed before a layer runs. In stages a microbatch's gradients are kept until
         its backward ends, when most of its activations are free.
         """
-        layer, last, schedule = self.model.layer, self.model.last, self._schedule
+        layer, last, schedule = self.model.layer, self.model.last, self.plan.of_stages()
         size = (
             max(layer.workspace - last.saved, last.workspace, 0)
             if coordinate == schedule.placement[-1]
@@ -150,7 +145,9 @@ class PlanEstimate:
         backward = [max(stage.backward, 2 * gather) for stage, gather in zip(self.stages, exchanges, strict=True)]
         halves = [x / 2 for x in backward]
         costs: dict[str, Any] = {"forward": forward, "backward_input": halves, "backward_weight": halves}
-        return self._schedule.simulate(**costs, send=self._message, activation=[stage.saved for stage in self.stages])
+        return self.plan.of_stages().simulate(
+            **costs, send=self._message, activation=[stage.saved for stage in self.stages]
+        )
 
     @property
     def _message(self) -> float:
