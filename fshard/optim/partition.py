@@ -169,18 +169,8 @@ def partition_optimizer(
 
         return run
 
-    def on_mesh(mesh: Mesh) -> Partitioned:
-        return partition_optimizer(
-            opt,
-            mesh=mesh,
-            axis=axis,
-            stage=stage,
-            unit=unit,
-            compress=compress,
-            state_memory=state_memory,
-            update_on=update_on,
-        )
-
+    options: Any = {"axis": axis, "stage": stage, "unit": unit, "compress": compress}
+    options |= {"state_memory": state_memory, "update_on": update_on}
     partitioned = Partitioned(
         init,
         divided(inner.update, donated=False) if is_divided else inner.update,
@@ -191,7 +181,7 @@ def partition_optimizer(
         stage,
         state_memory=state_memory,
         update_on=update_on,
-        on_mesh=on_mesh,
+        on_mesh=lambda mesh: partition_optimizer(opt, mesh=mesh, **options),
     )
     return partitioned if compress is None else _compressed(partitioned, compress, mesh, axes if is_divided else ())
 
