@@ -53,7 +53,11 @@ class GeminiPlugin(ShardedPlugin):
 
     def contradictions(self) -> list[str]:
         fractions = {name: getattr(self, name) for name in _FRACTIONS}
-        errors = [f"{name} must be from 0 to 1; got {x!r}" for name, x in fractions.items() if not _is_fraction(x)]
+        errors = [
+            f"{name} must be from 0 to 1; got {x!r}"
+            for name, x in fractions.items()
+            if isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x <= 1
+        ]
         limits = {"device": self.device, "host": self.host}
         if self.placement == "auto" and tuple(fractions.values()) != (0, 0, 1):
             errors.append('fractions are for placement="static"; "auto" takes device= and host=')
@@ -142,10 +146,6 @@ class GeminiPlugin(ShardedPlugin):
 
 _FRACTIONS = ("offload_optim_frac", "offload_param_frac", "shard_param_frac")
 _HOST: dict[bool, Memory] = {True: "host", False: "device"}
-
-
-def _is_fraction(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= 1
 
 
 def _first(sizes: Mapping[str, int], fraction: float) -> set[str]:
