@@ -170,7 +170,7 @@ def _through_file(x: Tensor, other: Tensor, reads: bool) -> None:
         _staging.release(buffer, torch.cuda.current_stream(chunk.device).record_event())
 
 
-_staging = Pool(lambda: empty_on_host((CHUNK,), torch.uint8, locked=True))
+_staging = Pool(lambda: empty_on_host((CHUNK,), torch.uint8))
 
 
 def _transfer(file: _DiskFile, offset: int, values: Tensor, reads: bool) -> None:

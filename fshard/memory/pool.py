@@ -44,14 +44,10 @@ class Pool:
         self._free.append((buffer, after))
 
 
-def empty_on_host(shape: Sequence[int], dtype: torch.dtype, *, locked: bool) -> Tensor:
-    """Return an empty tensor in host memory of exactly its size, page-locked for CUDA with `locked`.
-
-    >>> empty_on_host((2, 3), torch.bfloat16, locked=False).shape
-    torch.Size([2, 3])
-    """
+def empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor in host memory of exactly its size, page-locked for CUDA."""
     nbytes = prod(shape) * dtype.itemsize
-    if not locked or not nbytes:
+    if not nbytes:
         return torch.empty(tuple(shape), dtype=dtype)
     if _free[nbytes]:
         return _over(_free[nbytes].pop(), shape, dtype)
