@@ -46,8 +46,9 @@ def offloaded(opt: Optimizer, mesh: Mesh, memory: Memory, update_on: UpdateOn) -
     def stored(act: Update, *, in_place: bool, writes: bool) -> Update:
         @torch.no_grad()
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            arrays = [x for x in flatten((params, state))[0] if isinstance(x, Sharded)]
-            is_away = memory != update_on or any(offload.moves(x.layout.memory) for x in arrays)
+            is_away = memory != update_on or any(
+                isinstance(x, Sharded) and offload.moves(x.layout.memory) for x in flatten((params, state))[0]
+            )
             with offloading(offload if is_away else None):
                 result, after = act(grads, state, params)
             if not writes:

@@ -50,13 +50,13 @@ def lamb(
     def rule(shards: ShardLists, lr: float) -> None:
         by_param: dict[int, Tensor] = {}
         for kind in shards.by_kind():
-            real = kind.real()
-            m, v = real.state["exp_avg"], real.state["exp_avg_sq"]
-            moments(m, v, real.grads, betas)
-            u = foreach.div(m, [1 - betas[0] ** t for t in real.steps])
-            foreach.div_(u, denominators(v, real.steps, betas[1], eps))
+            as_real = kind.real()
+            m, v = as_real.state["exp_avg"], as_real.state["exp_avg_sq"]
+            moments(m, v, as_real.grads, betas)
+            u = foreach.div(m, [1 - betas[0] ** t for t in as_real.steps])
+            foreach.div_(u, denominators(v, as_real.steps, betas[1], eps))
             if weight_decay:
-                foreach.add_multiple_(u, real.params, weight_decay)
+                foreach.add_multiple_(u, as_real.params, weight_decay)
             by_param |= zip(map(id, kind.params), u, strict=True)
         directions = [by_param[id(param)] for param in shards.params]
         for param, direction, ratio in zip(shards.params, directions, _ratios(shards, directions), strict=True):
