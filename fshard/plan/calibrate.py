@@ -58,9 +58,12 @@ def _link(mesh: Mesh) -> NetworkLink:
     return NetworkLink(0, max(many - few, 1.0) / max(long - short, 1e-9), short / max(calls, 1))
 
 
-def _median(call: Callable[[], object], device: str) -> float:
+def _median(call: Callable[[], object], device: str, meet: Callable[[], object] = lambda: None) -> float:
+    """Return the seconds of a call; `meet` lets all devices begin it together."""
     durations = list[float]()
     for _ in range(1 + _ROUNDS):
+        meet()
+        _wait(device)
         begin = perf_counter()
         call()
         _wait(device)
@@ -87,15 +90,8 @@ def _measured(device: str, axes: tuple[str, ...]) -> Cluster:
 
     def seconds(call: Callable[[], object]) -> float:
         """Return the time of a call on the slowest device."""
-        durations = list[float]()
-        for _ in range(1 + _ROUNDS):
-            psum(torch.zeros((), device=device), axes)  # begin together
-            _wait(device)
-            begin = perf_counter()
-            call()
-            _wait(device)
-            durations.append(perf_counter() - begin)
-        return float(pmax(torch.tensor(median(durations[1:]), dtype=torch.float64), axes))
+        local = _median(call, device, lambda: psum(torch.zeros((), device=device), axes))
+        return float(pmax(torch.tensor(local, dtype=torch.float64), axes))
 
     flops, halves = dict[str, float](), list[float]()
     for name, dtype in _DTYPES.items():

@@ -226,9 +226,9 @@ class PlanEstimate:
         devices = self.plan.devices // self.plan.pipeline
         return sum(cost.flops for cost in self.by_device) * self.plan.microbatches * devices
 
-    def utilization(self, flops: float | None = None, dtype: str = "bf16") -> float:
-        """Return the part of peak operations that are done; of the model's alone, if their number is given."""
-        return (flops or self.flops) / (self.seconds * self.plan.devices * self.cluster.peak(dtype))
+    def utilization(self, flops: float | None = None) -> float:
+        """Return the part of peak operations in bfloat16 that are done; of the model's alone, if their number is given."""
+        return (flops or self.flops) / (self.seconds * self.plan.devices * self.cluster.peak("bf16"))
 
     def explain(self) -> str:
         """Return the terms of time and memory as text."""
