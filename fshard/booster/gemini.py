@@ -8,6 +8,7 @@ static                     fractions of parameters and state, by units
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,15 +114,9 @@ class GeminiPlugin(ShardedPlugin):
         mesh = self.default_mesh()
         batch = _of_first_device(batch, mesh)
         limits: Any = {"device": _limit(self.device, mesh), "host": self.host}
-        error: MemoryLimitError | None = None
-        places: tuple[UpdateOn, ...] = ("device", "host")
-        for update_on in places:
-            try:
-                return update_on, place(make(update_on), params, state, buffers, batch, **limits)
-            except MemoryLimitError as raised:
-                error = raised
-        assert error is not None
-        raise error
+        with suppress(MemoryLimitError):
+            return "device", place(make("device"), params, state, buffers, batch, **limits)
+        return "host", place(make("host"), params, state, buffers, batch, **limits)
 
     def placed_in_loop(self, params: PyTree, state: PyTree) -> tuple[UpdateOn, PyTree, PyTree]:
         """Return where a loop updates from its third step on, and what has room on the device there: see `_room`."""
