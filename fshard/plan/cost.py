@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fshard.ambient import setting
@@ -239,11 +238,11 @@ def cost(
         device: DeviceCost(used, events[device], times[device])
         for device, (used, *_) in zip(devices, results, strict=True)
     }
-    comm = Ledger(*({k: x for _, each, _ in results for k, x in rows(each).items()} for rows in (_DEVICES, _MOVES)))
+    comm = Ledger()
+    for _, each, _ in results:
+        comm.devices.update(each.devices)
+        comm.moves.update(each.moves)
     return Cost(mesh, cluster, costs, comm, results[0][2])
-
-
-_DEVICES, _MOVES = attrgetter("devices"), attrgetter("moves")
 
 
 def recorded(
