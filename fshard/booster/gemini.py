@@ -8,6 +8,7 @@ static                     fractions of parameters and state, by units
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,7 +54,11 @@ class GeminiPlugin(ShardedPlugin):
 
     def contradictions(self) -> list[str]:
         fractions = {name: getattr(self, name) for name in _FRACTIONS}
-        errors = [f"{name} must be from 0 to 1; got {x!r}" for name, x in fractions.items() if not _is_fraction(x)]
+        errors = [
+            f"{name} must be from 0 to 1; got {x!r}"
+            for name, x in fractions.items()
+            if isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x <= 1
+        ]
         limits = {"device": self.device, "host": self.host}
         if self.placement == "auto" and tuple(fractions.values()) != (0, 0, 1):
             errors.append('fractions are for placement="static"; "auto" takes device= and host=')
@@ -109,15 +114,9 @@ class GeminiPlugin(ShardedPlugin):
         mesh = self.default_mesh()
         batch = _of_first_device(batch, mesh)
         limits: Any = {"device": _limit(self.device, mesh), "host": self.host}
-        error: MemoryLimitError | None = None
-        places: tuple[UpdateOn, ...] = ("device", "host")
-        for update_on in places:
-            try:
-                return update_on, place(make(update_on), params, state, buffers, batch, **limits)
-            except MemoryLimitError as raised:
-                error = raised
-        assert error is not None
-        raise error
+        with suppress(MemoryLimitError):
+            return "device", place(make("device"), params, state, buffers, batch, **limits)
+        return "host", place(make("host"), params, state, buffers, batch, **limits)
 
     def placed_in_loop(self, params: PyTree, state: PyTree) -> tuple[UpdateOn, PyTree, PyTree]:
         """Return where a loop updates from its third step on, and what has room on the device there: see `_room`."""
@@ -142,10 +141,6 @@ class GeminiPlugin(ShardedPlugin):
 
 _FRACTIONS = ("offload_optim_frac", "offload_param_frac", "shard_param_frac")
 _HOST: dict[bool, Memory] = {True: "host", False: "device"}
-
-
-def _is_fraction(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= 1
 
 
 def _first(sizes: Mapping[str, int], fraction: float) -> set[str]:

@@ -270,16 +270,13 @@ class LoopModel(BoostedModel):
         step.runtime.close()
         return grads
 
+    @as_device
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step; a forward without its backward stays, as in torch."""
-        if self._step is not None:
-            self._drop(self._step)
-
-    @as_device
-    def _drop(self, step: _Step) -> None:
-        if step.is_pending:
+        step = self._step
+        if step is not None and step.is_pending:
             step.weights = []
             step.runtime.reductions.drop()
-        else:
+        elif step is not None:
             self._step = None
             step.runtime.close()

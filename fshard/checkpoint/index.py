@@ -121,7 +121,15 @@ def read_index(folder: Path) -> Index:
     if isinstance(content, dict) and content.get("version") != VERSION:
         raise CheckpointError(f"{folder}: version {content.get('version')} must be {VERSION}, which this fshard reads.")
     try:
-        index = _parse(content)
+        layouts = dict(enumerate(map(_layout, content["layouts"])))  # a dict: no index below 0
+        arrays = list[ArrayEntry]()
+        for path, shape, dtype, layout, *fused in content["arrays"]:
+            offset, full = fused or ([0] * len(shape), shape)
+            sizes = tuple(shape), _DTYPES[dtype], layouts[layout], tuple(offset), tuple(full)
+            arrays.append(ArrayEntry(name_of(path), tuple(path), *sizes))
+        ties, values = ([(tuple(path), x) for path, x in content[key]] for key in ("ties", "values"))
+        writers = [WriterFiles(*files) for files in content["writers"]]
+        index = Index(content["devices"], arrays, ties, values, dict(content["metrics"]), writers)
         _validate(index)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise _invalid(folder / INDEX, error) from error
@@ -131,18 +139,6 @@ def read_index(folder: Path) -> Index:
 def _invalid(path: Path, error: Exception) -> CheckpointError:
     text = f"{path} is not what fs.save writes ({type(error).__name__}: {error})."
     return CheckpointError(f"{text} Restore another checkpoint.")
-
-
-def _parse(content: Any) -> Index:
-    layouts = dict(enumerate(map(_layout, content["layouts"])))
-    arrays = list[ArrayEntry]()
-    for path, shape, dtype, layout, *fused in content["arrays"]:
-        offset, full = fused or ([0] * len(shape), shape)
-        sizes = tuple(shape), _DTYPES[dtype], layouts[layout], tuple(offset), tuple(full)
-        arrays.append(ArrayEntry(name_of(path), tuple(path), *sizes))
-    ties, values = ([(tuple(path), x) for path, x in content[key]] for key in ("ties", "values"))
-    writers = [WriterFiles(*files) for files in content["writers"]]
-    return Index(content["devices"], arrays, ties, values, dict(content["metrics"]), writers)
 
 
 def _validate(index: Index) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +77,7 @@ class ReadRange:
     span: Span
     target: Target
 
-    @cached_property
+    @property
     def size(self) -> int:
         return (self.span.stop - self.span.start) * self.dtype.itemsize
 

@@ -131,7 +131,10 @@ def plan_mesh(mesh: Mesh) -> Grid:
 
 def _grid(kind: ShardType, layout: Layout, sides: tuple[Side, ...]) -> Grid:
     outer, (rows, columns) = sides[:-2], (None, None, *sides)[-2:]
-    block_indices = _block_indices(outer)
+    every_index = product(*(side.shown for side in outer))
+    block_indices = [*islice(every_index, _MOST_PLACES)]
+    if next(every_index, None) is not None:  # some are omitted, up to the last one
+        block_indices += [(None,), tuple(side.shown[-1] for side in outer)]
     blocks = (
         None if None in block_index else _block(kind.shape, layout, outer, block_index, rows, columns)
         for block_index in block_indices
@@ -140,14 +143,6 @@ def _grid(kind: ShardType, layout: Layout, sides: tuple[Side, ...]) -> Grid:
     names = ", ".join(f"dim {dim} ({kind.shape[dim]})" for dim in sorted(hidden))
     notes = (f"not drawn, unsharded: {names}",) if names else ()
     return Grid(kind, layout.mesh, rows, columns, tuple(block for block, _ in groupby(blocks)), notes)
-
-
-def _block_indices(outer: Sequence[Side]) -> list[tuple[int | None, ...]]:
-    """Return the index of every block that is drawn, and None where blocks are omitted."""
-    every = product(*(side.shown for side in outer))
-    first = list(islice(every, _MOST_PLACES))
-    next_index = next(every, None)
-    return first if next_index is None else [*first, (None,), tuple(side.shown[-1] for side in outer)]
 
 
 def _sides(shape: Sequence[int], layout: Layout, cut: list[int]) -> tuple[Side, ...]:

@@ -43,23 +43,24 @@ def outline_of(root: Branch) -> str:
     return f'<div style="{_STYLE}">{_opened(f"<b>{escape(total(root))}</b>", _inside(root), indent=0.0)}</div>'
 
 
-def _item(name: str, node: Leaf | Branch) -> str:
-    words = (
-        f"<b>{escape(name)}</b> <span>{escape(_type_name(node))}</span> "
-        f'<span style="opacity:{MUTED}">{escape(amount(bytes_of(node)))}</span>'
-    )
-    if isinstance(node, Branch):
-        return _opened(words, _inside(node), indent=1.2)
-    if node.type is None or node.layout is None:
-        return f'<div style="margin-left:2.4em">{words}</div>'
-    drawn = html_of(plan_grid(node.type, node.layout.mesh))
-    return f'<details style="margin-left:1.2em"><summary>{words}</summary>{drawn}</details>'
-
-
 def _inside(branch: Branch) -> str:
-    items = [_item(_name(entry), entry.node) for entry in branch.entries[:_MOST]]
-    more = _more(branch)
-    return "".join([*items, f'<div style="margin-left:2.4em;opacity:{MUTED}">{escape(more)}</div>' if more else ""])
+    items = list[str]()
+    for entry in branch.entries[:_MOST]:
+        node = entry.node
+        words = (
+            f"<b>{escape(_name(entry))}</b> <span>{escape(_type_name(node))}</span> "
+            f'<span style="opacity:{MUTED}">{escape(amount(bytes_of(node)))}</span>'
+        )
+        if isinstance(node, Branch):
+            items.append(_opened(words, _inside(node), indent=1.2))
+        elif node.type is None or node.layout is None:
+            items.append(f'<div style="margin-left:2.4em">{words}</div>')
+        else:
+            drawn = html_of(plan_grid(node.type, node.layout.mesh))
+            items.append(f'<details style="margin-left:1.2em"><summary>{words}</summary>{drawn}</details>')
+    if more := _more(branch):
+        items.append(f'<div style="margin-left:2.4em;opacity:{MUTED}">{escape(more)}</div>')
+    return "".join(items)
 
 
 def _opened(summary: str, inside: str, *, indent: float) -> str:

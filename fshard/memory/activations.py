@@ -66,16 +66,13 @@ class HostCopy:
             del self._source, self._leaving
             self._leaving = None
 
-    def _fetch(self) -> None:
-        self._end()
-        if self._is_valid and self._fetched is None and not self._is_used:
-            target = empty_in("device", self._values.shape, self._values.dtype, self._device)
-            self._fetched = start(self._values, target, self._back)
-
     def get(self) -> Tensor | None:
         """Return the tensor on its device; None if it was written to while it was copied."""
         self._is_used = False
         for copy in self._before(1 + AHEAD):
-            copy._fetch()
+            copy._end()
+            if copy._is_valid and copy._fetched is None and not copy._is_used:
+                target = empty_in("device", copy._values.shape, copy._values.dtype, copy._device)
+                copy._fetched = start(copy._values, target, copy._back)
         transfer, self._fetched, self._is_used = self._fetched, None, True
         return None if transfer is None else transfer.wait().as_strided(self._shape, self._stride)

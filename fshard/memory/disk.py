@@ -58,7 +58,9 @@ def empty_on_disk(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     folder = os.environ.get("FSHARD_DISK", "")
     descriptor = _new_file(folder)
     try:
-        _reserve(descriptor, nbytes)
+        if nbytes > _free_bytes(descriptor):  # to find out by reserving would fill the disk for a moment
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
         free = _free_bytes(descriptor)
         os.close(descriptor)
@@ -71,12 +73,6 @@ def empty_on_disk(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     mapping.address, mapping.descriptor, mapping.folder = x.data_ptr(), descriptor, folder
     _files[mapping.address] = ref(mapping)
     return x.view(dtype).view(tuple(shape))
-
-
-def _reserve(descriptor: int, nbytes: int) -> None:
-    if nbytes > _free_bytes(descriptor):  # to find out by reserving would fill the disk for a moment
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.posix_fallocate(descriptor, 0, nbytes)
 
 
 def _free_bytes(descriptor: int) -> int:
@@ -174,7 +170,7 @@ def _through_file(x: Tensor, other: Tensor, reads: bool) -> None:
         _staging.release(buffer, torch.cuda.current_stream(chunk.device).record_event())
 
 
-_staging = Pool(lambda: empty_on_host((CHUNK,), torch.uint8, locked=True))
+_staging = Pool(lambda: empty_on_host((CHUNK,), torch.uint8))
 
 
 def _transfer(file: _DiskFile, offset: int, values: Tensor, reads: bool) -> None:

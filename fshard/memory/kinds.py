@@ -1,24 +1,23 @@
 """Kinds of memory, and the purposes that storages are made for.
 
 A layout names a kind: `layout.with_memory("host")`. `device_put`, `reshard` and `shard_params(memory=)` copy shards from
-one memory to another; collectives run on shards in the devices' memory. Tensors on disk are made by
-`fshard.memory.disk`, which is imported for the first of them.
+one memory to another; collectives run on shards in the devices' memory.
 
 A purpose is set around code that makes storages, or claimed for storages that exist. Both cost nothing without a limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from importlib import import_module
 from typing import Literal, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 
 from fshard.ambient import ambient, setting
+from fshard.memory.disk import empty_on_disk
+from fshard.memory.pool import empty_on_host
 from fshard.mesh.layout import Memory, PyTree, flatten
 from fshard.mesh.layout.kinds import makers
 from fshard.mesh.layout.sharded import Sharded
@@ -95,14 +94,4 @@ def claim(tree: PyTree, name: Purpose) -> None:
                 counter.claim(x, device, memory, name)
 
 
-def _empty_on_disk(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised tensor in a new file."""
-    return import_module("fshard.memory.disk").empty_on_disk(shape, dtype)
-
-
-def _empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised tensor that is page-locked at its exact size."""
-    return import_module("fshard.memory.pool").empty_on_host(shape, dtype, locked=True)
-
-
-makers.update({"disk": _empty_on_disk, "host": _empty_on_host})
+makers.update({"disk": empty_on_disk, "host": empty_on_host})

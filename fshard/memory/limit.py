@@ -189,7 +189,8 @@ def limit(*, device: int | None = None, host: int | None = None, disk: int | Non
     fshard.errors.MemoryLimitError: memory.limit: device memory must be at most 100 bytes per device; got 128 with 64 more ...
     """
     limits: dict[Memory, int | None] = {"device": device, "host": host, "disk": disk}
-    if errors := [f"{kind}={size!r}" for kind, size in limits.items() if size is not None and not _is_size(size)]:
+    numbers = {kind: size for kind, size in limits.items() if size is not None}
+    if errors := [f"{kind}={size!r}" for kind, size in numbers.items() if type(size) is not int or size < 0]:
         raise ValueError(f"memory.limit: a limit must be a number of bytes, or None; got {', '.join(errors)}.")
     used = MemoryUsage(limits)
     with counted(used, CountStorages(used)):
@@ -206,7 +207,3 @@ def counted(used: MemoryUsage, counter: CountStorages) -> Generator[None]:
     finally:
         counting.remove(used)
         used.close()
-
-
-def _is_size(size: Any) -> bool:
-    return type(size) is int and size >= 0

@@ -116,9 +116,6 @@ class Placement(Tabular):
 
     def _repr_html_(self) -> str:
         """Return the table, and the curve of device memory under a step with its limit."""
-        return super()._repr_html_() + self._curve()
-
-    def _curve(self) -> str:
         limit, rows = self.limits["device"], self.used.timeline
         top = max([event.peak for event in rows] + ([] if limit is None or limit > 2 * self.needed else [limit]))
         bars = "".join(
@@ -127,7 +124,7 @@ class Placement(Tabular):
             for i, event in enumerate(rows)
         )
         line = "" if limit is None else f'<path d="M0 {100 - 100 * limit / top:.1f}H{12 * len(rows)}" stroke="#d33"/>'
-        return (
+        return super()._repr_html_() + (
             f'<svg viewBox="0 -2 {12 * len(rows)} 104" style="width:100%;max-width:{12 * len(rows)}px;height:120px" '
             f'preserveAspectRatio="none">{bars}{line}</svg>'
         )

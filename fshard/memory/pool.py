@@ -44,19 +44,17 @@ class Pool:
         self._free.append((buffer, after))
 
 
-def empty_on_host(shape: Sequence[int], dtype: torch.dtype, *, locked: bool) -> Tensor:
-    """Return an empty tensor in host memory of exactly its size, page-locked for CUDA with `locked`.
-
-    >>> empty_on_host((2, 3), torch.bfloat16, locked=False).shape
-    torch.Size([2, 3])
-    """
+def empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor in host memory of exactly its size, page-locked for CUDA."""
     nbytes = prod(shape) * dtype.itemsize
-    if not locked or not nbytes:
+    if not nbytes:
         return torch.empty(tuple(shape), dtype=dtype)
     if _free[nbytes]:
         return _over(_free[nbytes].pop(), shape, dtype)
-    if nbytes > _free_bytes():
-        _unregister_free()
+    if nbytes > _free_bytes():  # give back what is free here
+        for memories in _free.values():
+            while memories:
+                _cuda().cudaHostUnregister(_address(memories.pop()))
     if nbytes > (free := _free_bytes()):  # to lock more would end the process
         raise MemoryLimitError(
             f"the host must have {nbytes:,} more bytes of memory for a tensor of shape {tuple(shape)}; got {free:,}. Store "
@@ -76,12 +74,6 @@ def _over(memory: mmap.mmap, shape: Sequence[int], dtype: torch.dtype) -> Tensor
     x = torch.frombuffer(memory, dtype=torch.uint8)
     finalize(x.untyped_storage(), _free[len(memory)].append, memory).atexit = False
     return x.view(dtype).view(tuple(shape))
-
-
-def _unregister_free() -> None:
-    for memories in _free.values():
-        while memories:
-            _cuda().cudaHostUnregister(_address(memories.pop()))
 
 
 def _address(memory: mmap.mmap) -> int:

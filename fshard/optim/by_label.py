@@ -13,15 +13,7 @@ from typing import Any
 
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
-from fshard.optim.contract import (
-    ArrayOptimizer,
-    Elementwise,
-    Optimizer,
-    Update,
-    elementwise_leaves,
-    no_updates,
-    step_of,
-)
+from fshard.optim.contract import ArrayOptimizer, Optimizer, Update, elementwise_leaves, no_updates, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.per_device import inner_optimizer
 
@@ -95,26 +87,19 @@ def by_label(
 
         return run
 
+    def elementwise(params: PyTree) -> list[bool]:
+        by_opt = {label: elementwise_leaves(opt.elementwise, params) for label, opt in opts.items()}
+        return [label not in by_opt or by_opt[label][i] for i, label in enumerate(Leaves.of(params).chosen(labels))]
+
+    flags = [opt.elementwise for opt in opts.values()]
+    are_equal = flags in ([True] * len(flags), [False] * len(flags))
     step = through({label: step_of(opt) for label, opt in opts.items()})
     return ArrayOptimizer(
         init,
         through({label: opt.update for label, opt in opts.items()}),
         step if any(opt.step is not None for opt in opts.values()) else None,
-        _elementwise(opts, labels),
+        all(flags) if are_equal else elementwise,
     )
-
-
-def _elementwise(opts: Mapping[Any, Optimizer], labels: PyTree | Callable[[str, Leaf], Any]) -> Elementwise:
-    """Return `elementwise` of each leaf's optimizer; one value if all are equal."""
-    flags = [opt.elementwise for opt in opts.values()]
-    if flags in ([True] * len(flags), [False] * len(flags)):
-        return all(flags)
-
-    def of_leaves(params: PyTree) -> list[bool]:
-        by_opt = {label: elementwise_leaves(opt.elementwise, params) for label, opt in opts.items()}
-        return [label not in by_opt or by_opt[label][i] for i, label in enumerate(Leaves.of(params).chosen(labels))]
-
-    return of_leaves
 
 
 def _only(params: Leaves, leaves: list[Leaf], chosen: list[Any], label: Any) -> PyTree:

@@ -145,7 +145,13 @@ def copied(tree: PyTree) -> PyTree:
     """
     leaves, structure = flatten(tree, none_is_leaf=True)
     xs = {id(x): x for leaf in leaves if not is_frozen(leaf) for x in shards_of(leaf) if isinstance(x, Tensor)}
-    new = {name: _copy(x) for name, x in xs.items()}
+    memories = {key: memory_of(x) for key, x in xs.items()}
+    if "disk" in memories.values():
+        raise OptimizerError(
+            "what is on disk must be updated in place; got a step that copies its arguments. Write donate=True, "
+            "without reproducible=True."
+        )
+    new = {key: x.clone() if memories[key] == "device" else _in_memory_of(x, x) for key, x in xs.items()}
 
     def copied_leaf(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, Sharded) or is_frozen(leaf):
@@ -154,16 +160,6 @@ def copied(tree: PyTree) -> PyTree:
 
     made = {id(leaf): copied_leaf(leaf) for leaf in leaves}
     return unflatten(structure, [made[id(leaf)] for leaf in leaves])
-
-
-def _copy(x: Tensor) -> Tensor:
-    memory = memory_of(x)
-    if memory == "disk":
-        raise OptimizerError(
-            "what is on disk must be updated in place; got a step that copies its arguments. Write donate=True, "
-            "without reproducible=True."
-        )
-    return x.clone() if memory == "device" else _in_memory_of(x, x)
 
 
 def _in_memory_of(home: Tensor, x: Tensor) -> Tensor:

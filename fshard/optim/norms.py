@@ -131,7 +131,7 @@ def _norm_later(leaves: Sequence[Leaf], order: float, precision: Precision) -> C
 def _largest_of_all(leaves: Sequence[Leaf]) -> Tensor:
     """Return the largest absolute value, from the maxima of all devices' shards."""
     columns = [[x.abs() for x in shards_of(leaf)] for leaf in leaves]
-    mesh = next((leaf.mesh for leaf in leaves if isinstance(leaf, Sharded) and _cut_axes(leaf.layout)), None)
+    mesh = next((leaf.mesh for leaf in leaves if isinstance(leaf, Sharded) and cut_axes(leaf.layout)), None)
 
     def top(index: int) -> Tensor:
         shards = [x for column in columns if (x := column[index % len(column)]).numel()]
@@ -202,7 +202,7 @@ def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[list[Tensor]], Tensor])
     Returns:
         A function that communicates, and returns the sum of the rows, the same on all devices.
     """
-    cut = [_cut_axes(leaf.layout) if isinstance(leaf, Sharded) else () for leaf in leaves]
+    cut = [cut_axes(leaf.layout) if isinstance(leaf, Sharded) else () for leaf in leaves]
     replicated = [shards_of(leaf)[0] for leaf, axes in zip(leaves, cut, strict=True) if not axes]
     mesh = next((leaf.mesh for leaf, axes in zip(leaves, cut, strict=True) if axes), None)
     if mesh is None:
@@ -226,6 +226,6 @@ def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[list[Tensor]], Tensor])
 
 
 @lru_cache(maxsize=4096)
-def _cut_axes(layout: Layout) -> tuple[str, ...]:
+def cut_axes(layout: Layout) -> tuple[str, ...]:
     """Return the axes along which devices hold different shards."""
     return tuple(axis for axis in layout.spec.sharded_axes if layout.mesh.shape[axis] > 1)

@@ -46,13 +46,16 @@ def offloaded(opt: Optimizer, mesh: Mesh, memory: Memory, update_on: UpdateOn) -
     def stored(act: Update, *, in_place: bool, writes: bool) -> Update:
         @torch.no_grad()
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            is_away = memory != update_on or _are_away((params, state), offload)
+            is_away = memory != update_on or any(
+                isinstance(x, Sharded) and offload.moves(x.layout.memory) for x in flatten((params, state))[0]
+            )
             with offloading(offload if is_away else None):
                 result, after = act(grads, state, params)
-            result = result if writes else written_back(result, params, offload, in_place=False)
-            return result, written_back(
-                after, state, offload, in_place=in_place
-            ) if is_away or memory != "device" else after
+            if not writes:
+                result = written_back(result, params, offload, in_place=False)
+            if is_away or memory != "device":
+                after = written_back(after, state, offload, in_place=in_place)
+            return result, after
 
         return run
 
@@ -62,11 +65,6 @@ def offloaded(opt: Optimizer, mesh: Mesh, memory: Memory, update_on: UpdateOn) -
     if update_on == "host":
         update, step = _updating_on_host(update, mesh), _stepping_on_host(step, mesh)
     return ArrayOptimizer(init, update, step, opt.elementwise, opt.loss_scale)
-
-
-def _are_away(tree: PyTree, offload: Offload) -> bool:
-    """Return True if arrays are in memory from which they are moved to the update."""
-    return any(isinstance(x, Sharded) and offload.moves(x.layout.memory) for x in flatten(tree)[0])
 
 
 def _validate(memory: Any, update_on: Any) -> None:

@@ -18,7 +18,7 @@ are ready (`train_step`). The layout of the state follows from the shards that t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate, groupby
 from math import prod
 from operator import is_
@@ -115,19 +115,17 @@ def partition_optimizer(
     [f32[4, 3]{at:data=0}, f32[2, 3]{at:data=1}, f32[2, 3]{at:data=1}]
     """
     axes = mesh.check_axes(axis, "partition_optimizer(axis=)")
-    options: Any = {"axis": axis, "stage": stage, "unit": unit, "compress": compress}
-    options |= {"state_memory": state_memory, "update_on": update_on}
-    on_mesh = partial(_partition_on, opt, options)
-    opt = array_optimizer(opt, "partition_optimizer")
-    _validate(opt, stage, unit)
-    opt = offloaded(opt, mesh, state_memory, update_on)
-    flat = opt.elementwise if unit is None else unit == "elementwise"
+    arrays = array_optimizer(opt, "partition_optimizer")
+    _validate(arrays, stage, unit)
+    inner = offloaded(arrays, mesh, state_memory, update_on)
+    flat = inner.elementwise if unit is None else unit == "elementwise"
     is_sent = update_on == "host" and flat is True  # gradients to the host, when they are reduced
     is_divided = stage > 0 and not (flat is True and all(mesh.shape[axis] == 1 for axis in axes))
 
+    @lru_cache(maxsize=4096)  # one object for each: layouts are compared by identity first
     def of_gradients(layout: Layout) -> Layout:
         memory: Memory = "host" if is_sent else "device"
-        return layout if layout.memory == memory else _in_memory(layout, memory)
+        return layout if layout.memory == memory else layout.with_memory(memory)
 
     @uncompiled
     @made_for("state")
@@ -137,8 +135,8 @@ def partition_optimizer(
         _validate_mesh(at, at.leaves, mesh, plain=not is_divided)
         _validate_memory(at, stage)
         if not is_divided:
-            return opt.init(params)
-        return opt.init(at.rebuild(_reshard(at.leaves, _targets(at, flat, axes), call_site())))
+            return inner.init(params)
+        return inner.init(at.rebuild(_reshard(at.leaves, _targets(at, flat, axes), call_site())))
 
     def divided(act: Update, *, donated: bool) -> Update:
         @uncompiled
@@ -171,23 +169,21 @@ def partition_optimizer(
 
         return run
 
+    options: Any = {"axis": axis, "stage": stage, "unit": unit, "compress": compress}
+    options |= {"state_memory": state_memory, "update_on": update_on}
     partitioned = Partitioned(
         init,
-        divided(opt.update, donated=False) if is_divided else opt.update,
-        divided(step_of(opt), donated=True) if is_divided else opt.step,
-        opt.elementwise,
-        opt.loss_scale,
+        divided(inner.update, donated=False) if is_divided else inner.update,
+        divided(step_of(inner), donated=True) if is_divided else inner.step,
+        inner.elementwise,
+        inner.loss_scale,
         lambda layout: of_gradients(shard_layout(layout, axes) if is_divided else layout),
         stage,
         state_memory=state_memory,
         update_on=update_on,
-        on_mesh=on_mesh,
+        on_mesh=lambda mesh: partition_optimizer(opt, mesh=mesh, **options),
     )
     return partitioned if compress is None else _compressed(partitioned, compress, mesh, axes if is_divided else ())
-
-
-def _partition_on(opt: Optimizer, options: dict[str, Any], mesh: Mesh) -> Partitioned:
-    return partition_optimizer(opt, mesh=mesh, **options)
 
 
 def _compressed(opt: Partitioned, compress: Mapping[str, Any], mesh: Mesh, axes: tuple[str, ...]) -> Partitioned:
@@ -236,11 +232,6 @@ def shard_layout(layout: Layout, axes: tuple[str, ...]) -> Layout:
     Existing sharding is kept, of dims too; the other axes split each shard further, flat. One device splits nothing.
     """
     return _cut_further(layout, axes) or layout  # itself: layouts are compared by identity first
-
-
-@lru_cache(maxsize=4096)
-def _in_memory(layout: Layout, memory: Memory) -> Layout:
-    return layout.with_memory(memory)  # one object for each: layouts are compared by identity first
 
 
 @lru_cache(maxsize=4096)

@@ -37,7 +37,7 @@ from fshard.optim.leaves import (
     shape_of_shard,
     trainable,
 )
-from fshard.optim.norms import local_arrays
+from fshard.optim.norms import cut_axes, local_arrays
 
 _optree: Any = optree
 
@@ -146,7 +146,8 @@ class _DeviceTrees:
                 "init must make the same state on all devices, but for subtrees with the structure of the parameters. Give "
                 "None where a parameter is None: optree.tree_map(f, params)."
             )
-        if any(isinstance(x, Tensor) and x.ndim for x in first.single()) and not all(map(_is_replicated, at.leaves)):
+        is_cut = any(isinstance(leaf, Sharded) and cut_axes(leaf.layout) for leaf in at.leaves)
+        if is_cut and any(isinstance(x, Tensor) and x.ndim for x in first.single()):
             raise OptimizerError(
                 "state of divided parameters must be numbers, but for subtrees with the structure of the parameters; got "
                 "other tensors. Make such subtrees: {'m': optree.tree_map(torch.zeros_like, params)}."
@@ -195,11 +196,6 @@ class _DeviceTrees:
 
 
 # -- shards of a leaf -------------------------------------------------------------------------------------------------
-
-
-def _is_replicated(leaf: Leaf) -> bool:
-    """Return True if all devices store all of a leaf."""
-    return not isinstance(leaf, Sharded) or all(leaf.mesh.shape[axis] == 1 for axis in leaf.spec.sharded_axes)
 
 
 def _shard(leaf: Leaf, index: int) -> Any:

@@ -55,9 +55,12 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
         sums, count = Leaves.of(state["sums"]), state["count"] + 1
         gradients, seen = sums.beside(grads, "grads"), sums.beside(state["seen"], 'state["seen"]')
         if int(count) % every:
-            after = {"seen": sums.mapped(_counted, seen, gradients), "sums": sums.mapped(_added, gradients)}
+            after = {"seen": sums.mapped(counted, seen, gradients), "sums": sums.mapped(_added, gradients)}
             return False, None, {"count": count, **after}
         return True, sums.mapped(mean, seen, gradients), {"count": count, **zeros(sums)}
+
+    def counted(total: Leaf, seen: Leaf, grad: Leaf) -> Leaf:
+        return seen if total is None or grad is None else seen + 1
 
     def mean(total: Leaf, seen: Leaf, grad: Leaf) -> Leaf:
         unused = total is None or (grad is None and not int(seen))
@@ -69,10 +72,6 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
         return {"count": count_from_zero(), **entries, "sums": sums}
 
     return conditional(opt, initial, decide)
-
-
-def _counted(total: Leaf, seen: Leaf, grad: Leaf) -> Leaf:
-    return seen if total is None or grad is None else seen + 1
 
 
 def _added(total: Leaf, grad: Leaf) -> Leaf:

@@ -50,20 +50,20 @@ def _link(mesh: Mesh) -> NetworkLink:
         gradient = value_and_grad(_product, mesh=mesh, batch=P(mesh.axis_names))
         with ledger() as comm:
             gradient(params, batch)
-        full = [w.requires_grad_() for w in weights]
-        seconds = _median(partial(gradient, params, batch), device) - _median(partial(_plain, full, batch[:1]), device)
+        full, sample = [w.requires_grad_() for w in weights], batch[:1]
+        seconds = _median(partial(gradient, params, batch), device)
+        seconds -= _median(lambda w=full, x=sample: torch.autograd.grad(_product(w, x), w), device)
         rows.append((comm.calls(), float(comm.bytes()), max(seconds, 1e-9)))
     (calls, few, short), (_, many, long) = rows
     return NetworkLink(0, max(many - few, 1.0) / max(long - short, 1e-9), short / max(calls, 1))
 
 
-def _plain(params: list[Tensor], x: Tensor) -> None:
-    torch.autograd.grad(_product(params, x), params)
-
-
-def _median(call: Callable[[], object], device: str) -> float:
+def _median(call: Callable[[], object], device: str, meet: Callable[[], object] = lambda: None) -> float:
+    """Return the seconds of a call; `meet` lets all devices begin it together."""
     durations = list[float]()
     for _ in range(1 + _ROUNDS):
+        meet()
+        _wait(device)
         begin = perf_counter()
         call()
         _wait(device)
@@ -90,15 +90,8 @@ def _measured(device: str, axes: tuple[str, ...]) -> Cluster:
 
     def seconds(call: Callable[[], object]) -> float:
         """Return the time of a call on the slowest device."""
-        durations = list[float]()
-        for _ in range(1 + _ROUNDS):
-            psum(torch.zeros((), device=device), axes)  # begin together
-            _wait(device)
-            begin = perf_counter()
-            call()
-            _wait(device)
-            durations.append(perf_counter() - begin)
-        return float(pmax(torch.tensor(median(durations[1:]), dtype=torch.float64), axes))
+        local = _median(call, device, lambda: psum(torch.zeros((), device=device), axes))
+        return float(pmax(torch.tensor(local, dtype=torch.float64), axes))
 
     flops, halves = dict[str, float](), list[float]()
     for name, dtype in _DTYPES.items():
@@ -111,11 +104,16 @@ def _measured(device: str, axes: tuple[str, ...]) -> Cluster:
     x = torch.ones(1 << 24, device=device)
     bandwidth = 3 * x.nbytes / seconds(lambda: x + x)
     launch = seconds(lambda: _chain(torch.ones(1, device=device, requires_grad=True))) / (2 * _LENGTH)
-    host = _host_bandwidth(x, seconds)
+    on_host = torch.empty(x.shape, pin_memory=x.is_cuda)
+    host = x.nbytes / seconds(lambda: on_host.copy_(x))
+    if device == "cuda":
+        memory = torch.cuda.mem_get_info()[1]
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / axis_size(axes)
     return Cluster(
         name=torch.cuda.get_device_name() if device == "cuda" else "cpu",
         flops=flops,
-        memory=float(torch.cuda.mem_get_info()[1] if device == "cuda" else _physical_memory() / axis_size(axes)),
+        memory=float(memory),
         bandwidth=bandwidth,
         host=host,
         disk=1e9,
@@ -124,16 +122,6 @@ def _measured(device: str, axes: tuple[str, ...]) -> Cluster:
     )
 
 
-def _host_bandwidth(x: Tensor, seconds: Callable[[Callable[[], object]], float]) -> float:
-    """Return the bytes per second of copies to the host."""
-    y = torch.empty(x.shape, pin_memory=x.is_cuda)
-    return x.nbytes / seconds(lambda: y.copy_(x))
-
-
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def _physical_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

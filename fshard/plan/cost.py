@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fshard.ambient import setting
@@ -102,7 +101,9 @@ class Cost(Tabular):
 
     def flops(self, dtype: str | None = None) -> int:
         """Return the operations of matrix products, convolutions and attention, of a dtype such as "bf16" or of all."""
-        return max(self._flops(device, dtype) for device in self.devices.values())
+        return max(
+            sum(x.flops for x in device.operations if dtype in (None, x.dtype)) for device in self.devices.values()
+        )
 
     def traffic(self) -> int:
         """Return the bytes that operations read and write."""
@@ -137,24 +138,21 @@ class Cost(Tabular):
 
     def operations(self) -> list[OperationCost]:
         """Return the calls of each operation and dtype on all `devices`, the longest first: a roofline as rows."""
-        rows = dict[tuple[str, str], list[Operation]]()
+        rows, costs = dict[tuple[str, str], list[Operation]](), list[OperationCost]()
         for event in (event for device in self.devices.values() for event in device.operations):
             rows.setdefault((event.name, event.dtype), []).append(event)
-        costs = [self._operation_cost(*key, calls) for key, calls in rows.items()]
+        machine, efficiency = self.cluster, self.cluster.efficiency
+        for (name, dtype), calls in rows.items():
+            flops, traffic = (sum(getattr(call, key) for call in calls) for key in ("flops", "traffic"))
+            seconds = sum(machine.seconds_of_operation(x.name, x.dtype, x.flops, x.traffic) for x in calls)
+            limits = {
+                "launch": efficiency.launch * len(calls),
+                "memory": traffic / (machine.bandwidth * efficiency.memory),
+            }
+            largest = max(limits, key=lambda key: limits[key])
+            limit = largest if seconds <= 1.001 * limits[largest] else "arithmetic" if flops else "memory"
+            costs.append(OperationCost(name, dtype, len(calls), flops, traffic, seconds, limit))
         return sorted(costs, key=lambda row: -row.seconds)
-
-    def _flops(self, device: DeviceCost, dtype: str | None) -> int:
-        return sum(event.flops for event in device.operations if dtype in (None, event.dtype))
-
-    def _operation_cost(self, name: str, dtype: str, calls: list[Operation]) -> OperationCost:
-        flops, traffic = (sum(getattr(call, key) for call in calls) for key in ("flops", "traffic"))
-        seconds = [self.cluster.seconds_of_operation(call.name, call.dtype, call.flops, call.traffic) for call in calls]
-        part = self.cluster.efficiency
-        in_memory = traffic / (self.cluster.bandwidth * part.memory)
-        limits = {"launch": part.launch * len(calls), "memory": in_memory}
-        largest = max(limits, key=lambda key: limits[key])
-        limit = largest if sum(seconds) <= 1.001 * limits[largest] else "arithmetic" if flops else "memory"
-        return OperationCost(name, dtype, len(calls), flops, traffic, sum(seconds), limit)
 
     def table(self) -> Table:
         """Return the numbers as a rich table."""
@@ -240,11 +238,11 @@ def cost(
         device: DeviceCost(used, events[device], times[device])
         for device, (used, *_) in zip(devices, results, strict=True)
     }
-    comm = Ledger(*({k: x for _, each, _ in results for k, x in rows(each).items()} for rows in (_DEVICES, _MOVES)))
+    comm = Ledger()
+    for _, each, _ in results:
+        comm.devices.update(each.devices)
+        comm.moves.update(each.moves)
     return Cost(mesh, cluster, costs, comm, results[0][2])
-
-
-_DEVICES, _MOVES = attrgetter("devices"), attrgetter("moves")
 
 
 def recorded(

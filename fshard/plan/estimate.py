@@ -20,7 +20,6 @@ from fshard.errors import PlanError
 from fshard.memory.state import GROUPS, LARGEST
 from fshard.mesh.layout import Mesh, map_leaves
 from fshard.mesh.layout.make import make_mesh
-from fshard.pipeline.schedule.schedule import Schedule
 from fshard.plan.cluster import Cluster
 from fshard.plan.cost import Cost, cost
 from fshard.plan.layers import LayerCost, LayerTracer, ModelCost
@@ -70,13 +69,9 @@ class PlanEstimate:
     def by_device(self) -> list[LayerCost]:
         """The sum of the stages of each device along the pipeline."""
         sums = [LayerCost() for _ in range(self.plan.pipeline)]
-        for stage, coordinate in zip(self.stages, self._schedule.placement, strict=True):
+        for stage, coordinate in zip(self.stages, self.plan.of_stages().placement, strict=True):
             sums[coordinate] += stage
         return sums
-
-    @cached_property
-    def _schedule(self) -> Schedule:
-        return self.plan.of_stages()
 
     @property
     def in_flight(self) -> int:
@@ -109,7 +104,8 @@ class PlanEstimate:
         unit = max(stage.parameters for stage in self.stages) if in_stages else self.model.layer.parameters
         units = min(plan.chunks, 2) if in_stages else 2
         casts = cost.casts // (plan.data if sharded[2] else 1)
-        activations = int(self._activations[coordinate]) + self.workspace(coordinate)
+        activations = int(self._simulation.peak_activations[coordinate] if in_stages else self.stages[0].saved)
+        activations += self.workspace(coordinate)
         if plan.state_memory == "host":  # three groups are on the device, each of a part of the state or one large leaf
             leaf = max(self.model.first.state, self.model.last.state) // (plan.data if sharded[2] else 1)
             casts, state = casts + 3 * max(min(state // GROUPS, LARGEST), leaf), 0
@@ -127,7 +123,7 @@ class PlanEstimate:
         Activations of what is after the layers are freed before a layer runs. In stages a microbatch's gradients are kept until
         its backward ends, when most of its activations are free.
         """
-        layer, last, schedule = self.model.layer, self.model.last, self._schedule
+        layer, last, schedule = self.model.layer, self.model.last, self.plan.of_stages()
         size = (
             max(layer.workspace - last.saved, last.workspace, 0)
             if coordinate == schedule.placement[-1]
@@ -137,12 +133,6 @@ class PlanEstimate:
             return size
         stages = [cost for cost, device in zip(self.stages, schedule.placement, strict=True) if device == coordinate]
         return size + max(0, *(stage.gradients - stage.saved + layer.saved for stage in stages))
-
-    @cached_property
-    def _activations(self) -> tuple[Any, ...]:
-        if self.plan.pipeline == 1:
-            return (self.stages[0].saved,)
-        return self._simulation.peak_activations
 
     # -- time -----------------------------------------------------------------------------------------------------------
 
@@ -155,7 +145,9 @@ class PlanEstimate:
         backward = [max(stage.backward, 2 * gather) for stage, gather in zip(self.stages, exchanges, strict=True)]
         halves = [x / 2 for x in backward]
         costs: dict[str, Any] = {"forward": forward, "backward_input": halves, "backward_weight": halves}
-        return self._schedule.simulate(**costs, send=self._message, activation=[stage.saved for stage in self.stages])
+        return self.plan.of_stages().simulate(
+            **costs, send=self._message, activation=[stage.saved for stage in self.stages]
+        )
 
     @property
     def _message(self) -> float:
@@ -234,9 +226,9 @@ class PlanEstimate:
         devices = self.plan.devices // self.plan.pipeline
         return sum(cost.flops for cost in self.by_device) * self.plan.microbatches * devices
 
-    def utilization(self, flops: float | None = None, dtype: str = "bf16") -> float:
-        """Return the part of peak operations that are done; of the model's alone, if their number is given."""
-        return (flops or self.flops) / (self.seconds * self.plan.devices * self.cluster.peak(dtype))
+    def utilization(self, flops: float | None = None) -> float:
+        """Return the part of peak operations in bfloat16 that are done; of the model's alone, if their number is given."""
+        return (flops or self.flops) / (self.seconds * self.plan.devices * self.cluster.peak("bf16"))
 
     def explain(self) -> str:
         """Return the terms of time and memory as text."""

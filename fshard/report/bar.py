@@ -51,7 +51,12 @@ class Bar:
         self._first = self._first or step
         words = [f"{name} {x:.4g}" for name, x in values.items() if name not in {*_FORMATS, *_QUIET}]
         words += [form(values[name]) for name, form in _FORMATS.items() if name in values]
-        words.append(self._time(step))
+        seconds = self._clock() - self._began
+        if self.total is None or step >= self.total:
+            words.append(str(timedelta(seconds=int(seconds))))
+        else:
+            remaining = seconds / (step - self._first + 1) * (self.total - step)
+            words.append(f"{timedelta(seconds=int(remaining))} left")
         tenth = 10 * step // self.total if self.total else step // 100
         if self._update:
             bar = "" if self.total is None else f" {'━' * (_WIDTH * step // self.total):╌<{_WIDTH}}"
@@ -77,13 +82,6 @@ class Bar:
 
     def _count(self, step: int) -> str:
         return f"step {step:,}" if self.total is None else f"step {step:{len(f'{self.total:,}')},} of {self.total:,}"
-
-    def _time(self, step: int) -> str:
-        """Return the remaining time, if known, else the elapsed time."""
-        spent = self._clock() - self._began
-        if self.total is None or step >= self.total:
-            return str(timedelta(seconds=int(spent)))
-        return f"{timedelta(seconds=int(spent / (step - self._first + 1) * (self.total - step)))} left"
 
 
 def _bytes(size: float) -> str:

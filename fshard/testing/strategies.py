@@ -22,7 +22,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fshard.mesh.layout import Layout, Mesh, P, Runtime
+from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.make import make_mesh
 
 AXIS_NAMES = ("data", "model", "pipe")
@@ -38,22 +38,18 @@ FEW = 12
 
 
 @st.composite
-def meshes(
-    draw: st.DrawFn, max_size: int = 8, runtime: Runtime = "virtual", *, size: int | None = None, max_axes: int = 3
-) -> Mesh:
-    """Draw a mesh of one to three axes and at most `max_size` devices, or exactly `size`; axes of size 1 occur.
+def meshes(draw: st.DrawFn) -> Mesh:
+    """Draw a virtual mesh of one to three axes and at most eight devices; axes of size 1 occur.
 
     >>> from hypothesis import find
-    >>> find(meshes(size=6), lambda mesh: len(mesh.axis_names) == 1)
+    >>> find(meshes(), lambda mesh: mesh.shape == {"data": 6})
     Mesh(data=6; virtual, cpu)
     """
-    names = AXIS_NAMES[: draw(st.integers(1, min(max_axes, len(AXIS_NAMES))))]
-    left, sizes = size or max_size, list[int]()
-    for name in names:
-        fits = [length for length in range(1, left + 1) if size is None or left % length == 0]
-        sizes.append(left if size is not None and name == names[-1] else draw(st.sampled_from(fits)))
-        left //= sizes[-1]
-    return make_mesh(dict(zip(names, sizes, strict=True)), runtime=runtime)
+    shape, most = dict[str, int](), 8
+    for name in AXIS_NAMES[: draw(st.integers(1, len(AXIS_NAMES)))]:
+        shape[name] = draw(st.sampled_from(range(1, most + 1)))
+        most //= shape[name]
+    return make_mesh(shape, runtime="virtual")
 
 
 def axis_subsets(mesh: Mesh) -> st.SearchStrategy[tuple[str, ...]]:
@@ -67,7 +63,7 @@ def axis_subsets(mesh: Mesh) -> st.SearchStrategy[tuple[str, ...]]:
 
 
 @st.composite
-def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = True, unreduced: bool = True) -> P:
+def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, unreduced: bool = True) -> P:
     """Draw a valid spec of a tensor of `shape`: dims sharded by one or several axes in any order, flat, or both; on some
     devices.
 
@@ -75,7 +71,6 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = T
         draw: given by hypothesis.
         mesh: whose axes may be used.
         shape: the global shape.
-        flat: True allows flat specs, and coordinates (`at`).
         unreduced: True allows unreduced axes.
 
     >>> from hypothesis import find
@@ -91,17 +86,17 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = T
     flattened: list[str] = []
     on: dict[str | tuple[str, ...], int] = {}
     axes = draw(st.permutations(mesh.axis_names))
-    if flat and draw(st.sampled_from((False, False, False, True))):
+    if draw(st.sampled_from((False, False, False, True))):
         placed = tuple(axes[: draw(st.integers(1, len(axes)))])
         on[placed], axes = draw(st.integers(0, prod(mesh.shape[axis] for axis in placed) - 1)), axes[len(placed) :]
-    if axes and flat and draw(st.sampled_from((False, False, False, True))):
+    if axes and draw(st.sampled_from((False, False, False, True))):
         chosen = tuple(axes[: draw(st.integers(1, len(axes)))])
         over = [axis for axis in axes if unreduced and axis not in chosen and draw(st.booleans())]
         return P.flat(*chosen, unreduced=tuple(over), at=on)
     for axis in axes:
         size = mesh.shape[axis]
         fitting = [dim for dim, length in enumerate(shape) if length % (cuts[dim] * size) == 0]
-        others = ["unreduced"] * unreduced + ["flat"] * (flat and any(entries))
+        others = ["unreduced"] * unreduced + ["flat"] * any(entries)
         use = draw(st.sampled_from([*fitting, "replicated", *others]))
         if isinstance(use, int):
             entries[use] += (axis,)
@@ -113,29 +108,27 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = T
     return P(*entries, flat=tuple(flattened), unreduced=tuple(summed), at=on)
 
 
-def layouts(
-    mesh: Mesh, shape: tuple[int, ...], *, flat: bool = True, unreduced: bool = True
-) -> st.SearchStrategy[Layout]:
+def layouts(mesh: Mesh, shape: tuple[int, ...], *, unreduced: bool = True) -> st.SearchStrategy[Layout]:
     """Draw a layout of a tensor of `shape` on a mesh: a spec (see `specs`) and a memory kind.
 
     >>> from hypothesis import find
     >>> find(layouts(make_mesh({"data": 2}), (4,)), lambda layout: layout.memory == "host").mesh
     Mesh(data=2; virtual, cpu)
     """
-    spec = specs(mesh, shape, flat=flat, unreduced=unreduced)
+    spec = specs(mesh, shape, unreduced=unreduced)
     return st.builds(Layout, st.just(mesh), spec, st.sampled_from(("device", "host")))
 
 
 @st.composite
-def shapes_for(draw: st.DrawFn, mesh: Mesh, *, min_dims: int = 0, max_dims: int = 3) -> tuple[int, ...]:
-    """Draw a shape whose dims some axes of the mesh divide; 0-d and empty ones too, and dims that nothing divides.
+def shapes_for(draw: st.DrawFn, mesh: Mesh) -> tuple[int, ...]:
+    """Draw a shape of at most three dims, which some axes of the mesh divide; 0-d, empty and undivided ones occur.
 
     >>> from hypothesis import find
     >>> find(shapes_for(make_mesh({"data": 4})), lambda shape: shape == (4,))
     (4,)
     """
     lengths: list[int] = []
-    for _ in range(draw(st.integers(min_dims, max_dims))):
+    for _ in range(draw(st.integers(0, 3))):
         cutting = draw(st.lists(st.sampled_from(mesh.axis_names), unique=True))
         lengths.append(draw(st.sampled_from((1, 2, 3, 0))) * prod(mesh.shape[axis] for axis in cutting))
     return tuple(lengths)

@@ -146,7 +146,7 @@ def test_a_host_that_is_too_small_raises_with_both_numbers(monkeypatch):
     with pytest.raises(
         MemoryLimitError, match=r"must have 1,200 more bytes .*\(300,\); got 1,000. .*state_memory=\"disk\""
     ):
-        pool.empty_on_host((300,), torch.float32, locked=True)
+        pool.empty_on_host((300,), torch.float32)
 
 
 def test_bytes_that_the_host_has_are_at_most_all():

@@ -168,12 +168,6 @@ def test_tensors_without_values_are_done_at_once():
     assert start(x, x, Link("host", "device", "abstract")).wait().is_meta
 
 
-@pytest.mark.parametrize("shape", [(), (0, 2), (3, 4)])
-def test_host_memory_has_its_exact_size(shape):
-    x = empty_on_host(shape, torch.bfloat16, locked=False)
-    assert x.shape == shape and x.dtype == torch.bfloat16 and x.untyped_storage().nbytes() == x.nbytes
-
-
 def test_page_locked_memory_is_reused_and_given_back_when_the_host_has_none(monkeypatch):
     """Its registration takes long on a GPU's machine; here the calls are recorded."""
     calls, free = [], [1 << 30]
@@ -185,18 +179,20 @@ def test_page_locked_memory_is_reused_and_given_back_when_the_host_has_none(monk
     monkeypatch.setattr(pool, "_free", defaultdict(list))
     monkeypatch.setattr(pool, "_free_bytes", lambda: free[0])
     monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
-    x, y = (empty_on_host((25, 10), torch.float32, locked=True) for _ in range(2))
+    x, y = (empty_on_host((25, 10), torch.float32) for _ in range(2))
+    assert x.shape == (25, 10) and x.untyped_storage().nbytes() == x.nbytes == 1000
+    assert empty_on_host((0, 2), torch.bfloat16).shape == (0, 2)
     addresses = {x.data_ptr(), y.data_ptr()}
     view = x.fill_(1.0)[3:]
     del x
-    z = empty_on_host((500,), torch.bfloat16, locked=True)  # as large; the view still uses that of x
+    z = empty_on_host((500,), torch.bfloat16)  # as large; the view still uses that of x
     addresses.add(z.data_ptr())
     assert len(addresses) == len(calls) == 3 and view.eq(1).all()
     del view, z
-    again = [empty_on_host((1000,), torch.uint8, locked=True) for _ in range(2)]
+    again = [empty_on_host((1000,), torch.uint8) for _ in range(2)]
     assert {tensor.data_ptr() for tensor in again} < addresses and len(calls) == 3
     del again
     free[0] = 100
     with pytest.raises(MemoryLimitError):
-        empty_on_host((2000,), torch.uint8, locked=True)
+        empty_on_host((2000,), torch.uint8)
     assert sorted(calls[3:]) == sorted(("unregister", address) for address in addresses - {y.data_ptr()})

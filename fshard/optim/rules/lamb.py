@@ -50,7 +50,14 @@ def lamb(
     def rule(shards: ShardLists, lr: float) -> None:
         by_param: dict[int, Tensor] = {}
         for kind in shards.by_kind():
-            by_param |= zip(map(id, kind.params), _directions(kind.real(), betas, eps, weight_decay), strict=True)
+            as_real = kind.real()
+            m, v = as_real.state["exp_avg"], as_real.state["exp_avg_sq"]
+            moments(m, v, as_real.grads, betas)
+            u = foreach.div(m, [1 - betas[0] ** t for t in as_real.steps])
+            foreach.div_(u, denominators(v, as_real.steps, betas[1], eps))
+            if weight_decay:
+                foreach.add_multiple_(u, as_real.params, weight_decay)
+            by_param |= zip(map(id, kind.params), u, strict=True)
         directions = [by_param[id(param)] for param in shards.params]
         for param, direction, ratio in zip(shards.params, directions, _ratios(shards, directions), strict=True):
             real = torch.view_as_real(param) if param.is_complex() else param
@@ -58,16 +65,6 @@ def lamb(
 
     slots = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
     return optimizer_of_rule(lr, slots, rule, check=partial(check_summable, "lamb"), elementwise=False)
-
-
-def _directions(shards: ShardLists, betas: tuple[float, float], eps: float, weight_decay: float) -> tuple[Tensor, ...]:
-    m, v = shards.state["exp_avg"], shards.state["exp_avg_sq"]
-    moments(m, v, shards.grads, betas)
-    directions = foreach.div(m, [1 - betas[0] ** t for t in shards.steps])
-    foreach.div_(directions, denominators(v, shards.steps, betas[1], eps))
-    if weight_decay:
-        foreach.add_multiple_(directions, shards.params, weight_decay)
-    return directions
 
 
 def _ratios(shards: ShardLists, directions: list[Tensor]) -> list[Tensor]:

@@ -16,7 +16,6 @@ all leaves with equal counts; and the slots of the rule, named as in torch, each
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,8 +71,9 @@ def optimizer_of_rule(
         @torch.no_grad()
         def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             if not isinstance(state, dict) or state.keys() != names:
+                keys = f"one of {sorted(map(str, state))}" if isinstance(state, dict) else f"a {type(state).__name__}"
                 raise OptimizerError(
-                    f"state must be a dict of {sorted(names)}, as from init of this optimizer; got {_kind(state)}. "
+                    f"state must be a dict of {sorted(names)}, as from init of this optimizer; got {keys}. "
                     "Write state = opt.init(params)."
                 )
             at = Leaves.of(params)
@@ -95,10 +95,6 @@ def optimizer_of_rule(
         return differences(params, after, grads), state
 
     return ArrayOptimizer(init, update, stepped(fast or rule), elementwise)
-
-
-def _kind(state: Any) -> str:
-    return f"one of {sorted(map(str, state))}" if isinstance(state, dict) else f"a {type(state).__name__}"
 
 
 def _open(at: Leaves, grads: PyTree, state: PyTree) -> tuple[dict[str, list[Leaf]], ShardLists]:

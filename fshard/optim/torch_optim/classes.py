@@ -188,9 +188,7 @@ def _pure(
     lr: Rate = options.pop("lr", usual["lr"])
     cls([torch.zeros(2, 2)], **({} if callable(lr) else {"lr": lr}), **options)  # raises where options are wrong
     chosen = usual | options
-    unfused = _rule(cls, known, options | {"fused": False} if options.get("fused") else options)
-    if parts is not None:
-        unfused = _of_parts(unfused, parts)
+    unfused = _rule(cls, known, options | {"fused": False} if options.get("fused") else options, parts)
 
     def check(at: Leaves) -> None:
         if not known.elementwise:
@@ -212,14 +210,16 @@ def check_divisible(cls: Any) -> None:
         raise OptimizerError(f"torch.optim.{cls.__name__} cannot step on shards: {_REFUSED[cls]}. Take another class.")
 
 
-def _rule(cls: Any, known: TorchClass, options: Mapping[str, Any]) -> Rule:
-    """Return the rule that is a step of an instance of a class."""
+def _rule(cls: Any, known: TorchClass, options: Mapping[str, Any], parts: MuonParts | None = None) -> Rule:
+    """Return the rule that is a step of an instance of a class, on the parts of fused weights."""
     on_device = options.get("fused") or options.get("capturable")  # where torch then has its counts
 
     def rule(shards: ShardLists, lr: float) -> None:
         shards = shards.nonempty()
         if not shards.params:
             return
+        if parts is not None:
+            shards = shards.split(parts)
         params: list[Tensor] = [nn.Parameter(param.detach()) for param in shards.params]
         optimizer = cls(params, lr=lr, **options)
         for i, (param, grad, t) in enumerate(zip(params, shards.grads, shards.steps, strict=True)):
@@ -235,11 +235,6 @@ def _rule(cls: Any, known: TorchClass, options: Mapping[str, Any]) -> Rule:
                     column[i].copy_(made)
 
     return rule
-
-
-def _of_parts(rule: Rule, parts: MuonParts) -> Rule:
-    """Return a rule that gets the parts of fused weights."""
-    return lambda shards, lr: rule(shards.nonempty().split(parts), lr)
 
 
 def _in_32_bits(rule: Rule) -> Rule:

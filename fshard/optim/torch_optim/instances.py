@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -35,11 +35,11 @@ from fshard.optim.torch_optim.classes import CLASSES, check_divisible, from_torc
 from fshard.optim.torch_optim.instance_state import InstanceState
 
 
-@dataclass(frozen=True)
 class OptimizerSource:
     """An optimizer that may change from step to step, and the parameters that it trains: a pure one is for all, and stays."""
 
-    opt: Optimizer = NOTHING
+    def __init__(self, opt: Optimizer = NOTHING) -> None:
+        self.opt = opt
 
     def current_optimizer(self) -> Optimizer:
         """Return the optimizer as it is now: the same object as long as nothing but learning rates changes."""
@@ -68,6 +68,7 @@ class TorchSource(OptimizerSource):
     """An optimizer of torch: the names of the parameters in its groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+        super().__init__()
         self.optimizer = optimizer
         self._names: Any = WeakIdKeyDictionary({x: name for name, x in params.items()})
         self._aliases: dict[str, str] = {}  # a stage may know a tied parameter by another name
@@ -169,12 +170,13 @@ class GroupsSource(TorchSource):
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
         super().__init__(optimizer, params)
-        if any(map(_has_begun, optimizer.state.values())):
-            raise OptimizerError(
-                f"{type(optimizer).__name__} has taken steps already, and its state would be lost. Boost it before "
-                "its first step."
-            )
-        self._cached: tuple[Any, Optimizer] = None, NOTHING  # names and options of the groups, and their optimizer
+        for state in optimizer.state.values():
+            numbers = [state["step"]] if "step" in state else state.values()  # some start with a state of zeros
+            if any(bool(torch.as_tensor(x).any()) for x in numbers if isinstance(x, Tensor | int | float)):
+                raise OptimizerError(
+                    f"{self} has taken steps already, and its state would be lost. Boost it before its first step."
+                )
+        self._described: Any = None  # the names and options of the groups that `opt` was made for
         self.current_optimizer()
 
     def current_optimizer(self) -> Optimizer:
@@ -185,7 +187,7 @@ class GroupsSource(TorchSource):
                 f"{self}: hooks of its steps are not called, since it does not step itself. Call them beside step()."
             )
         described = self.groups(), [_options(type(self.optimizer), group) for group in self.optimizer.param_groups]
-        if described != self._cached[0]:
+        if described != self._described:
             names, options = described
             group_of = {name: i for i, group in enumerate(names) for name in group}
             opts = {i: self._pure(i, group) for i, group in enumerate(options)}
@@ -193,8 +195,8 @@ class GroupsSource(TorchSource):
             def label(path: str, leaf: Leaf) -> int:
                 return group_of.get(self.name_at(path), 0)  # those of no group are frozen
 
-            self._cached = described, opts[0] if len(opts) == 1 else by_label(opts, label, every=False)
-        return self._cached[1]
+            self._described, self.opt = described, opts[0] if len(opts) == 1 else by_label(opts, label, every=False)
+        return self.opt
 
     def rebind(self, params: Mapping[str, Tensor]) -> None:
         """Replace the groups' parameters by these tensors; the state is elsewhere."""
@@ -211,12 +213,6 @@ class GroupsSource(TorchSource):
             return from_torch(cls, lr=rate, **options)
         rule, names = _RULES[cls]
         return rule(rate, **{name: options[name] for name in names}, fused=bool(options.get("fused")))
-
-
-def _has_begun(state: Mapping[str, Any]) -> bool:
-    """Return True if an optimizer has a history of a parameter; some start with a state of zeros."""
-    numbers = [state["step"]] if "step" in state else state.values()
-    return any(bool(torch.as_tensor(x).any()) for x in numbers if isinstance(x, Tensor | int | float))
 
 
 def _options(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,11 +244,7 @@ class InstanceSource(TorchSource):
         self.state = InstanceState(optimizer, self._local)
         self._step_instance = optimizer.step  # `boost` replaces it by one that raises
         elementwise = bool(getattr(type(optimizer), "elementwise", False))
-        self._opt = ArrayOptimizer(self._init, self._update, self._step, elementwise)
-
-    def current_optimizer(self) -> Optimizer:
-        """Return the optimizer whose step is one of the instance."""
-        return self._opt
+        self.opt = ArrayOptimizer(self._init, self._update, self._step, elementwise)
 
     def rebind(self, params: Mapping[str, Tensor]) -> None:
         """Replace the parameters in the groups, and in existing state, by these tensors."""

@@ -61,7 +61,11 @@ class Params:
     def __init__(self, tree: PyTree, trained: bool) -> None:
         leaves, self._structure = flatten_shards(tree, none_is_leaf=True)
         detached = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-        self._indices = [i for i, x in enumerate(leaves) if trained and isinstance(x, Tensor) and _is_trained(x)]
+        self._indices = list[int]()
+        for i, x in enumerate(leaves if trained else ()):
+            is_frozen = isinstance(x, nn.Parameter) and not x.requires_grad
+            if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and not is_frozen:
+                self._indices.append(i)
         self.trained: list[Tensor] = [detached[index].requires_grad_() for index in self._indices]
         self.edges = [get_gradient_edge(x) for x in self.trained]
         self.tree = unflatten(self._structure, detached)
@@ -72,11 +76,6 @@ class Params:
         for index, g in zip(self._indices, gs, strict=False):
             leaves[index] = g
         return unflatten(self._structure, leaves)
-
-
-def _is_trained(x: Tensor) -> bool:
-    frozen = isinstance(x, nn.Parameter) and not x.requires_grad
-    return (x.is_floating_point() or x.is_complex()) and not frozen
 
 
 def map_tensors(f: Callable[[Tensor], Any], tree: PyTree) -> PyTree:

@@ -46,14 +46,14 @@ def mean_result(results: Sequence[tuple[Tensor, PyTree]], weights: Sequence[floa
     """Return the means of losses, in at least 32 bits, and of metrics; integers are summed."""
     losses, metrics = zip(*results, strict=True)
     loss = tree_mean([x.reshape(()) for x in losses], weights)
-    columns = zip(*[flatten_shards(tree, none_is_leaf=True)[0] for tree in metrics], strict=True)
+    means: list[Any] = []
+    for column in zip(*[flatten_shards(tree, none_is_leaf=True)[0] for tree in metrics], strict=True):
+        first = column[0]
+        if not isinstance(first, Tensor):
+            means.append(first)
+        elif first.is_floating_point():
+            means.append(tree_mean(column, weights).to(first.dtype))
+        else:
+            means.append(sum(column[1:], start=first))
     _, structure = flatten_shards(metrics[0], none_is_leaf=True)
-    mean = unflatten(structure, [_metric(column, weights) for column in columns])
-    return loss.to(torch.promote_types(losses[0].dtype, torch.float32)), mean
-
-
-def _metric(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    first = values[0]
-    if not isinstance(first, Tensor):
-        return first
-    return tree_mean(values, weights).to(first.dtype) if first.is_floating_point() else sum(values[1:], start=first)
+    return loss.to(torch.promote_types(losses[0].dtype, torch.float32)), unflatten(structure, means)

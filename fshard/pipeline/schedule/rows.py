@@ -92,12 +92,12 @@ class ScheduleRows:
             placement: the device of each stage; default: the device that has its actions.
             microbatches: their number; default: as many as occur.
         """
-        rows = [tuple(_parse_row(line)) for line in text.splitlines()]
+        lines = _OVERLAPPED.sub(lambda cell: cell[1].replace(";", ","), text).splitlines()
+        rows = [tuple([Action.parse(cell.strip()) for cell in line.split(",") if cell.strip()]) for line in lines]
         if microbatches is None:
             microbatches = 1 + max((each.microbatch or 0 for row in rows for each in row), default=0)
-        return cls(
-            name, tuple(_find_placement(name, rows) if placement is None else placement), microbatches, tuple(rows)
-        )
+        devices = _find_placement(name, rows) if placement is None else placement
+        return cls(name, tuple(devices), microbatches, tuple(rows))
 
     def to_text(self) -> str:
         """Write a header line, and a line of actions per device, `-` if it has none."""
@@ -117,12 +117,6 @@ class ScheduleRows:
         csv = "\n".join("" if line == "-" else ",".join(line.split()) for line in lines)
         devices = map(int, placement.split())
         return cls.from_csv(f"{csv}\n", name=name, placement=devices, microbatches=int(microbatches))
-
-
-def _parse_row(line: str) -> Iterator[Action]:
-    for cell in filter(None, map(str.strip, line.split(","))):
-        overlapped = _OVERLAPPED.fullmatch(cell)
-        yield from map(Action.parse, overlapped[1].split(";") if overlapped else [cell])
 
 
 def _find_placement(name: str, rows: Sequence[Sequence[Action]]) -> list[int]:

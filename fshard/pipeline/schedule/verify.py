@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fshard.errors import ScheduleError
@@ -89,7 +89,12 @@ def _wrong_counts(graph: Dependencies) -> Iterator[str]:
         if action.kind in {Kind.UNSHARD, Kind.RESHARD} and home == graph.device[number]:
             continue
         if home != graph.device[number] or not expected.issuperset(graph.parts[number]):
-            yield f"{_where(graph, number)} must not be there: {_why_not(graph, action, home, graph.device[number])}"
+            reason = "nothing is to be sent, received or reduced"
+            if home != graph.device[number]:
+                reason = f"stage {action.stage} is on device {home}"
+            elif (action.microbatch or 0) >= schedule.microbatches:
+                reason = f"microbatches are below {schedule.microbatches}"
+            yield f"{_where(graph, number)} must not be there: {reason}"
             continue
         if repeated := [first[action_part] for action_part in graph.parts[number] if action_part in first]:
             yield f"{_where(graph, number)} repeats {_where(graph, repeated[0])}"
@@ -100,17 +105,10 @@ def _wrong_counts(graph: Dependencies) -> Iterator[str]:
             missing -= {inputs, weights}
             missing.add(inputs._replace(kind=Kind.B))
     for device in range(schedule.devices):
-        missing_here = sorted(action for action in missing if schedule.placement[action.stage] == device)
-        if missing_here:
-            yield f"missing on device {device}: {_some(map(str, missing_here))}"
-
-
-def _why_not(graph: Dependencies, action: Action, home: int, device: int) -> str:
-    if home != device:
-        return f"stage {action.stage} is on device {home}"
-    if (action.microbatch or 0) >= graph.schedule.microbatches:
-        return f"microbatches are below {graph.schedule.microbatches}"
-    return "nothing is to be sent, received or reduced"
+        actions = sorted(action for action in missing if schedule.placement[action.stage] == device)
+        if actions:
+            more = [f"and {len(actions) - _MOST} more"] if len(actions) > _MOST else []
+            yield f"missing on device {device}: {', '.join([*map(str, actions[:_MOST]), *more])}"
 
 
 def _expected_actions(graph: Dependencies) -> set[Action]:
@@ -198,8 +196,3 @@ def _draw(graph: Dependencies, device: int, *marked: int) -> str:
 def _where(graph: Dependencies, number: int) -> str:
     device = graph.device[number]
     return f"{graph.actions[number]} (device {device}, index {number - graph.begin[device]})"
-
-
-def _some(names: Iterable[str]) -> str:
-    names = [*names]
-    return ", ".join(names[:_MOST] + ([f"and {len(names) - _MOST} more"] if len(names) > _MOST else []))

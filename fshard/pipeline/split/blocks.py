@@ -57,7 +57,10 @@ class Blocks:
         self.names = [f"{path}.{name}" for path in paths for name, _ in _children(module, path).named_children()]
         self.blocks = [module.get_submodule(name) for name in self.names]
         self._tensors = {id(x): x for x in (*module.parameters(), *module.buffers())}
-        self._meta = {key: _meta_like(x) for key, x in self._tensors.items()}
+        self._meta = dict[int, Tensor]()
+        for key, x in self._tensors.items():
+            meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
+            self._meta[key] = nn.Parameter(meta, requires_grad=False) if isinstance(x, nn.Parameter) else meta
         self._meta_blocks = [copied(block, {**self._meta}) for block in self.blocks]
         self._trace = self._find_uses(sample)
 
@@ -182,8 +185,3 @@ def _children(module: nn.Module, path: str) -> nn.Module:
 
 def _ids(module: nn.Module) -> Iterator[int]:
     return (id(x) for x in (*module.parameters(), *module.buffers()))
-
-
-def _meta_like(x: Tensor) -> Tensor:
-    meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
-    return nn.Parameter(meta, requires_grad=False) if isinstance(x, nn.Parameter) else meta
