@@ -114,7 +114,7 @@ def run_program(runtime):
     return fs.run(program, mesh=fs.make_mesh({"a": 2, "b": 2}, runtime=runtime))
 
 
-def test_ledger_equal_on_all_runtimes(four):
+def test_ledger_on_processes_equals_virtual_and_abstract(four):
     virtual, (abstract,) = run_program("virtual"), run_program("abstract")
     assert four.run(run_program, "process") == [[rows] for rows in virtual]
     assert abstract.keys() == virtual[0].keys()
