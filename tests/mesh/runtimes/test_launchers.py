@@ -57,9 +57,11 @@ OPEN_MPI = {
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
 HYDRA_OF_TWO_MACHINES = {**HYDRA, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
+LIMITS = ["abc", "-1", "0", "nan"]
 DERIVED = 0
 """A port that follows from the job."""
-KNOWN = {
+VARIABLES = {  # the rank that the variables give; or None; or words of the error
+    # launchers and what they set
     "torchrun": (TORCHRUN, ProcessInfo(5, 8, 1, "gpu1", 29500, "torchrun")),
     "torchrun of one": (
         {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
@@ -97,29 +99,45 @@ KNOWN = {
     ),
     "MPICH": (HYDRA, ProcessInfo(3, 4, 3, "127.0.0.1", DERIVED, "MPI")),
     "MPICH on several, told where": (
-        {**HYDRA_OF_TWO_MACHINES, "MASTER_ADDR": "gpu7", "MASTER_PORT": "7000"}, ProcessInfo(3, 4, 1, "gpu7", 7000, "MPI"),
+        {**HYDRA_OF_TWO_MACHINES, "MASTER_ADDR": "gpu7", "MASTER_PORT": "7000"},
+        ProcessInfo(3, 4, 1, "gpu7", 7000, "MPI"),
     ),
+    # one process, which no launcher has started
+    "nothing": ({}, None),
+    "only where to meet": ({"MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"}, None),
+    "sbatch": (BATCH, None),
+    "salloc": (SALLOC, None),
+    "sbatch of newer versions, its step numbered": ({**BATCH, "SLURM_STEP_ID": "4294967291"}, None),
+    "salloc, its shell a step": (
+        {**SALLOC, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None,
+    ),
+    # what cannot be
+    "half-set": ({"RANK": "1"}, "RANK is set, but WORLD_SIZE is not"),
+    "half-set the other way": ({"PMI_SIZE": "2"}, "PMI_SIZE is set, but PMI_RANK is not"),
+    "nowhere to meet": (
+        {"RANK": "0", "WORLD_SIZE": "2"}, "it was started by torchrun; missing: MASTER_ADDR, MASTER_PORT.",
+    ),
+    "no number": ({**TORCHRUN, "WORLD_SIZE": "-2"}, "WORLD_SIZE=-2 is no integer from 1"),
+    "no port": ({**TORCHRUN, "MASTER_PORT": "tcp://a:80"}, "MASTER_PORT=tcp://a:80 is no integer from 1 to 65535"),
+    "too large": ({**TORCHRUN, "RANK": "8"}, "RANK=8 is no integer from 0 to 7"),
+    "MPI on several machines": (HYDRA_OF_TWO_MACHINES, "it was started by MPI; missing: MASTER_ADDR, MASTER_PORT."),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KNOWN)
-def test_read_variables_of_each_launcher_returns_rank(kind):
-    variables, expected = KNOWN[kind]
-    found = read_variables(variables, parent=1234)
-    assert found == replace(expected, port=expected.port or found.port)
-    assert expected.port or found.port in PORTS
-    assert expected.is_one_of_several
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [{}, {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"}, BATCH, SALLOC,
-     {**BATCH, "SLURM_STEP_ID": "4294967291"},  # a batch script of newer versions
-     {**SALLOC, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}],
-    ids=["nothing", "only where to meet", "sbatch", "salloc", "sbatch, its step numbered", "salloc, its shell a step"],
-)  # fmt: skip
-def test_read_variables_without_a_step_returns_none(variables):
-    assert read_variables(variables) is None
+@pytest.mark.parametrize("kind", VARIABLES)
+def test_variables_give_rank_or_none_or_raise(kind):
+    variables, expected = VARIABLES[kind]
+    if isinstance(expected, str):
+        with pytest.raises(fs.errors.MeshError) as error:
+            read_variables(variables, parent=1234)
+        assert expected in str(error.value)
+        assert str(error.value).endswith('make_mesh(..., runtime="virtual").')
+        return
+    info = read_variables(variables, parent=1234)
+    if expected is not None and expected.port == DERIVED:
+        assert info.port in PORTS
+        expected = replace(expected, port=info.port)
+    assert info == expected and (info is None or info.is_one_of_several)
 
 
 @pytest.mark.parametrize("variables", [PTY, {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
@@ -132,32 +150,25 @@ def test_launched_single_slurm_or_mpi_process_is_false(variables, monkeypatch):
     assert fs.make_mesh({"data": 4}).runtime == "virtual"
 
 
-WRONG = {
-    "half-set": ({"RANK": "1"}, "RANK is set, but WORLD_SIZE is not"),
-    "half-set the other way": ({"PMI_SIZE": "2"}, "PMI_SIZE is set, but PMI_RANK is not"),
-    "nowhere to meet": (
-        {"RANK": "0", "WORLD_SIZE": "2"}, "it was started by torchrun; missing: MASTER_ADDR, MASTER_PORT.",
-    ),
-    "no number": ({**TORCHRUN, "WORLD_SIZE": "-2"}, "WORLD_SIZE=-2 is no integer from 1"),
-    "no port": ({**TORCHRUN, "MASTER_PORT": "tcp://10.0.0.1:80"}, "MASTER_PORT=tcp://10.0.0.1:80 is no integer from 1 to 65535"),
-    "too large": ({**TORCHRUN, "RANK": "8"}, "RANK=8 is no integer from 0 to 7"),
-    "MPI on several machines": (HYDRA_OF_TWO_MACHINES, "it was started by MPI; missing: MASTER_ADDR, MASTER_PORT."),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_read_variables_wrong_values_raise_and_name_them(kind):
-    variables, words = WRONG[kind]
-    with pytest.raises(fs.errors.MeshError) as error:
-        read_variables(variables, parent=1234)
-    assert words in str(error.value)
-    assert str(error.value).endswith('make_mesh(..., runtime="virtual").')
-
-
-def test_make_mesh_half_set_variables_raise(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(fs.errors.MeshError, match="WORLD_SIZE is set, but RANK is not"):
-        fs.make_mesh({"data": 4})
+@pytest.mark.parametrize(
+    ("variables", "options", "text"),
+    [
+        ({}, {"runtime": "process"}, "missing: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, {}, "missing: MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "4"}, {}, "WORLD_SIZE is set, but RANK is not"),
+        *[
+            (TORCHRUN | {"FSHARD_TIMEOUT": value}, {}, "FSHARD_TIMEOUT must be a positive number .*")
+            for value in LIMITS
+        ],
+    ],
+)
+def test_make_mesh_with_incomplete_environment_raises(variables, options, text, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(fs.errors.MeshError, match=text):
+        fs.make_mesh({"data": 4}, **options)
     assert fs.make_mesh({"data": 4}, runtime="virtual").runtime == "virtual"
 
 
@@ -206,13 +217,13 @@ def test_default_port_of_two_jobs_differs():
 # -- real worlds --------------------------------------------------------------------------------------------------
 
 
-def as_started_by(kind, rank_of):
-    """Forget what torchrun sets, be process `rank_of` of another launcher, and sum over the world."""
+def as_started_by(kind):
+    """Forget what torchrun sets, be a process of another launcher, and sum over the world."""
     rank = int(os.environ["RANK"])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # process 0 keeps the store
-    os.environ.update({name: value.format(rank) for name, value in rank_of.items()})
+    os.environ.update({name: value.format(rank) for name, value in WORLDS[kind].items()})
     mesh = fs.make_mesh({"data": process_count(default=5)})
     total = fs.run(lambda: fs.psum(torch.tensor(1 + fs.mesh.process_index()), "data"), mesh=mesh)[0]
     return process_info().launcher == kind, mesh.runtime, process_index(), total.item()
@@ -220,17 +231,16 @@ def as_started_by(kind, rank_of):
 
 WORLDS = {
     "SLURM": {"SLURM_PROCID": "{}", "SLURM_LOCALID": "{}", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "3",
-              "SLURM_JOB_ID": f"{os.getpid()}", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "2"},
+              "SLURM_JOB_ID": f"{os.getppid()}", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "2"},
     "Open MPI": {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "{}",
-                 "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"prterun-{os.getpid()}@1"},
+                 "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"prterun-{os.getppid()}@1"},
     "MPI": {"PMI_RANK": "{}", "PMI_SIZE": "2", "MPI_LOCALRANKID": "{}", "MPI_LOCALNRANKS": "2"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", WORLDS)
 def test_make_mesh_under_each_launcher_sums_ranks(kind):
-    expected = [(True, "process", rank, 3) for rank in range(2)]
-    assert run_processes(as_started_by, 2, kind, WORLDS[kind]) == expected
+    assert run_processes(as_started_by, 2, kind) == [(True, "process", rank, 3) for rank in range(2)]
 
 
 def ask_whose_gpus(gpus):
@@ -309,9 +319,5 @@ def test_make_mesh_silent_program_on_the_port_raises():
         assert run_processes(meet_at, 1, silent.getsockname()[1])[0] < 5
 
 
-@pytest.mark.parametrize("value", ["abc", "-1", "0", "nan"])
-def test_time_limit_invalid_value_raises(monkeypatch, value):
-    monkeypatch.setenv("FSHARD_TIMEOUT", value)
-    with pytest.raises(fs.errors.MeshError, match=f"FSHARD_TIMEOUT must be a positive number .*'{value}'"):
-        time_limit(None)
+def test_time_limit_of_infinity_is_thirty_days():
     assert time_limit(2.5).total_seconds() == 2.5 and time_limit(math.inf).days == 30
