@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
+from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
 from fshard.mesh.runtimes.process import leave
 from fshard.mesh.spmd.scope import require
 from fshard.testing.processes import Processes, run_processes
@@ -23,50 +24,49 @@ from tests.mesh.shared_memory.test_direct import UNEVEN, uneven_message
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
-def psum(n):
-    return lambda: fs.psum(torch.ones(n), "data").sum().item()
-
-
-def nothing():
-    """Leave the collective out."""
-
-
 def exchange(other):
-    def both():
-        fs.send(torch.ones(3), "data", to=other)
-        return fs.recv(torch.ones(3), "data", source=other).sum().item() + psum(1)()
-
-    return both
+    fs.send(torch.ones(3), "data", to=other)
+    received = fs.recv(torch.ones(3), "data", source=other).sum().item()
+    return received + fs.psum(torch.ones(1), "data").sum().item()
 
 
-WRONG = {
-    "shape": (psum(2), psum(3)),
-    "collective": (lambda: fs.psum(torch.ones(2), "data"), lambda: fs.all_gather(torch.ones(2), "data")),
+ONES = torch.ones(2)
+PROGRAMS = {  # what process 0 does, what process 1 does; the error and its words
+    "right": (lambda: exchange(1), lambda: exchange(0), None),
     "line": (
-        lambda: fs.psum(torch.ones(2), "data"),
-        lambda: fs.psum(torch.ones(2), "data"),
+        lambda: fs.psum(ONES, "data"),
+        lambda: fs.psum(ONES, "data"),
+        MismatchError, "Only the lines differ",
     ),
-    "missing": (psum(2), nothing),
-    "message": (lambda: fs.recv(torch.ones(2), "data", source=1), nothing),
-    "wrong message": (
-        lambda: fs.recv(torch.ones(2), "data", source=1),
-        lambda: fs.send(torch.ones(3), "data", to=0),
+    "shape": (
+        lambda: fs.psum(ONES, "data"), lambda: fs.psum(torch.ones(3), "data"), MismatchError,
+        "psum of float32[2] over data at", "psum of float32[3] over data at", "process 0", "process 1",
     ),
-    "none": (exchange(1), exchange(0)),
-}
-"""What process 0 does, and what process 1 does."""
+    "collective": (
+        lambda: fs.psum(ONES, "data"), lambda: fs.all_gather(ONES, "data"), MismatchError,
+        "psum of float32[2] over data at", "all_gather(dim=0) of float32[2] over data at",
+    ),
+    "another message": (
+        lambda: fs.recv(ONES, "data", source=1), lambda: fs.send(torch.ones(3), "data", to=0), MismatchError,
+        "expects a message of float32[2] over data at", "received a message of float32[3]",
+    ),
+    "nothing": (
+        lambda: fs.psum(ONES, "data"), lambda: None, DeadlockError,
+        "process 0: waits in psum of float32[2] over data at", "process 1: has finished",
+    ),
+    "no message": (
+        lambda: fs.recv(ONES, "data", source=1), lambda: None, DeadlockError,
+        "process 0: waits in recv of a message of float32[2] over data from process 1 at",
+    ),
+}  # fmt: skip
 
 
-def different(kind):
-    mesh = fs.make_mesh({"data": 2})
-
+def run_program(kind):
     def main():
-        first = fs.axis_index("data") == 0
-        fs.psum(torch.ones(2), "data")
-        here, elsewhere = WRONG[kind]
-        return here() if first else elsewhere()
+        fs.psum(ONES, "data")
+        return PROGRAMS[kind][fs.axis_index("data")]()
 
-    return fs.run(main, mesh=mesh)[0]
+    return fs.run(main, mesh=fs.make_mesh({"data": 2}))[0]
 
 
 @pytest.fixture(scope="module")
@@ -81,93 +81,52 @@ def four_checked(link):
         yield pool
 
 
-@pytest.mark.parametrize(
-    ("kind", "error", "words"),
-    [
-        (
-            "shape",
-            fs.errors.MismatchError,
-            ["psum of float32[2] over data at", "psum of float32[3] over data at", "process 0", "process 1"],
-        ),
-        (
-            "collective",
-            fs.errors.MismatchError,
-            ["psum of float32[2] over data at", "all_gather(dim=0) of float32[2] over data at"],
-        ),
-        ("line", fs.errors.MismatchError, ["Only the lines differ"]),
-        (
-            "missing",
-            fs.errors.DeadlockError,
-            ["process 0: waits in psum of float32[2] over data at", "process 1: has finished"],
-        ),
-        (
-            "message",
-            fs.errors.DeadlockError,
-            ["process 0: waits in recv of a message of float32[2] over data from process 1 at"],
-        ),
-        (
-            "wrong message",
-            fs.errors.MismatchError,
-            ["expects a message of float32[2] over data at", "received a message of float32[3]"],
-        ),
-    ],
-)
-def test_check_wrong_program_raises_instead_of_hanging(kind, error, words, checked):
-    ends = error is fs.errors.DeadlockError  # that takes processes that really end
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_check_wrong_program_raises_instead_of_hanging(kind, checked):
+    _, _, error, *words = PROGRAMS[kind]
+    if error is None:
+        assert checked.run(run_program, kind) == [5.0, 5.0]
+        return
+    run = checked.run_last if error is DeadlockError else checked.run  # that takes processes that really end
     with pytest.raises(error) as raised:
-        checked.run_last(different, kind) if ends else checked.run(different, kind)
+        run(run_program, kind)
     assert all(word in str(raised.value) for word in words)
 
 
-def test_check_right_program_runs(checked):
-    assert checked.run(different, "none") == [5.0, 5.0]
-    run_processes(different, 2, "line", environment={"FSHARD_CHECK": "shapes"}, timeout=30)
+def test_check_of_shapes_allows_different_lines():
+    run_processes(run_program, 2, "line", environment={"FSHARD_CHECK": "shapes"}, timeout=30)
 
 
 def global_array(of):
-    mesh = fs.make_mesh({"data": 2})
-    pieces = fs.from_local(torch.ones(of[dist.get_rank()]), fs.Layout(mesh, P("data")))
-    row = fs.shard_map(
-        lambda x: fs.from_local(x, fs.Layout(mesh, P("data"))).local, mesh=mesh, in_specs=P(), out_specs=P()
-    )
-    return fs.unshard(pieces).tolist(), row(torch.ones(1)).shape
+    layout = fs.Layout(fs.make_mesh({"data": 2}), P("data"))
+    x = fs.from_local(torch.ones(of[dist.get_rank()]), layout)
+    row = fs.shard_map(lambda x: fs.from_local(x, layout).local, mesh=layout.mesh, in_specs=P(), out_specs=P())
+    return fs.unshard(x).tolist(), row(torch.ones(1)).shape
 
 
 def test_check_from_local_of_unequal_shapes_raises(checked):
     assert checked.run(global_array, (2, 2)) == [([1.0] * 4, (1,))] * 2
-    with pytest.raises(fs.errors.MismatchError) as raised:
+    with pytest.raises(MismatchError) as raised:
         checked.run(global_array, (2, 3))
-    assert all(f"process {place}: from_local of f32[{n}@data]" in str(raised.value) for place, n in [(0, 4), (1, 6)])
+    assert all(f"process {rank}: from_local of f32[{n}@data]" in str(raised.value) for rank, n in [(0, 4), (1, 6)])
 
 
 # -- handles ------------------------------------------------------------------------------------------------------
 
-CALLS = {
-    "psum": lambda x, axes: fs.psum.start(x, axes),
-    "wide psum": lambda x, axes: fs.psum.start(x.expand(3000).contiguous(), axes),
-    "all_gather": lambda x, axes: fs.all_gather.start(x, axes),
-    "broadcast": lambda x, axes: fs.broadcast.start(x, axes, source=1),
-    "all_to_all": lambda x, axes: fs.all_to_all.start(x.repeat(fs.axis_size(axes)), axes),
+CALLS = {  # what is started with a tensor of one element, and the result from the numbers of the group
+    "psum": (lambda x, axes: fs.psum.start(x, axes), lambda xs: [sum(xs)]),
+    "wide psum": (lambda x, axes: fs.psum.start(x.expand(3000).contiguous(), axes), lambda xs: [sum(xs)] * 3000),
+    "all_gather": (lambda x, axes: fs.all_gather.start(x, axes), lambda xs: xs),
+    "broadcast": (lambda x, axes: fs.broadcast.start(x, axes, source=1), lambda xs: [xs[1]]),
+    "all_to_all": (lambda x, axes: fs.all_to_all.start(x.repeat(fs.axis_size(axes)), axes), lambda xs: xs),
 }
-"""What is started with a tensor of one element."""
-
-
-def expected(name, xs):
-    """Return what every process gets of the numbers that its group holds."""
-    return {
-        "psum": [sum(xs)],
-        "wide psum": [sum(xs)] * 3000,
-        "all_gather": xs,
-        "all_to_all": xs,
-        "broadcast": [xs[1]],
-    }[name]
 
 
 def legal_order(calls, draw):
     """Return one process's steps: (call, whether it is started or waited for), in an order that cannot deadlock.
 
-    Calls along the same axes are started in the order of the program, others in any.  A call is waited for when all that
-    the program has before it have been started; so the first that is not done can always be done.
+    Calls along the same axes are started in the order of the program, others in any. A call is waited for when all
+    before it in the program have been started; so the first that is not done can always be done.
     """
     starts = draw.sample(range(len(calls)), len(calls))
     for axes in {axes for _, axes in calls}:
@@ -186,12 +145,13 @@ def run_in_legal_order(calls, seed):
         handles, wrong = {}, []
         for call, begins in legal_order(calls, random.Random(10 * seed + dist.get_rank())):
             name, axes = calls[call]
+            start, expected = CALLS[name]
             if begins:
-                handles[call] = CALLS[name](torch.tensor([100.0 * call + dist.get_rank()]), axes)
+                handles[call] = start(torch.tensor([100.0 * call + dist.get_rank()]), axes)
             else:
                 xs = [100.0 * call + member for member in require("the test").group(axes, "the test").members]
-                found, wanted = handles[call].wait().tolist(), expected(name, xs)
-                wrong += [] if found == wanted else [(name, axes, found, wanted)]
+                result = handles[call].wait().tolist()
+                wrong += [] if result == expected(xs) else [(name, axes, result)]
         return wrong
 
     mesh = fs.make_mesh({"a": 2, "b": 2})
@@ -255,7 +215,7 @@ def start_wrongly(kind):
             try:
                 for handle in STARTED_WRONG[kind][dist.get_rank() % 2](torch.ones(4)):
                     handle.wait()
-            except fs.errors.MismatchError as error:
+            except MismatchError as error:
                 told.append(str(error))
         assert time.monotonic() - began < 10
         dist.barrier()  # else one that is ahead would leave while another still sends
@@ -285,7 +245,7 @@ def differentiate_unevenly(f, timeout):
     def main():
         try:
             f(torch.tensor([1.0, 2.0], requires_grad=True), fs.axis_index("d") == 0)
-        except (fs.errors.MismatchError, fs.errors.CollectiveTimeoutError, fs.errors.LostProcessError) as error:
+        except (MismatchError, CollectiveTimeoutError, LostProcessError) as error:
             return f"{type(error).__name__}: {error}"
 
     try:
@@ -305,7 +265,7 @@ def test_check_uneven_differentiation_raises_on_all_waiting(f, checked):
 
 def test_gloo_uneven_differentiation_raises():
     for f in UNEVEN:
-        told = run_processes(differentiate_unevenly, 2, f, 1, environment={"FSHARD_DIRECT": "0"}, timeout=60)
+        told = run_processes(differentiate_unevenly, 2, f, 2, environment={"FSHARD_DIRECT": "0"}, timeout=60)
         told = [text for text in told if text is not None]
         # a sender does not wait for its receiver; but one that comes a second late finds it gone
         assert len(told) == 2 or (f is uneven_message and len(told) == 1), f
@@ -330,7 +290,7 @@ def call_one_that(what):
     began = time.monotonic()
     try:
         fs.run(lambda: fs.psum(torch.ones(2), "data"), mesh=mesh)
-    except (fs.errors.LostProcessError, fs.errors.CollectiveTimeoutError) as error:
+    except (LostProcessError, CollectiveTimeoutError) as error:
         text = f"{type(error).__name__}: {error}"
     (Path(os.environ["SAID"]) / "said").write_text(f"{time.monotonic() - began:.0f} s {text}")
     return text
