@@ -114,22 +114,6 @@ def cotangent(case: Case, place: int, device: int, like: Tensor) -> Tensor:
 # -- the options worth trying over n devices, on tensors of at least 2 dims -----------------------------------------
 
 
-def each_dim(n: int) -> list[Options]:
-    """Take a dim, counted from either end."""
-    return [{"dim": dim} for dim in (0, 1, -1)]
-
-
-def each_dim_and_kind(n: int) -> list[Options]:
-    """Take a dim, for both kinds of result."""
-    return [{"dim": dim, "to": to} for dim in (0, -1) for to in ("varying", "replicated")]
-
-
-def two_dims(n: int) -> list[Options]:
-    """Take one dim to split and one to concatenate along."""
-    same: list[Options] = [{"split_dim": dim} for dim in (0, 1)]
-    return same + [{"split_dim": split, "concat_dim": join} for split, join in ((0, 1), (1, 0), (-1, 0))]
-
-
 def routes(n: int) -> list[Options]:
     """Take a ring, a ring the other way, a single hop, and the swap of two; alone, nothing."""
     ring = tuple((i, (i + 1) % n) for i in range(n))
@@ -138,23 +122,18 @@ def routes(n: int) -> list[Options]:
     return [{"perm": perm} for perm in hops]
 
 
-def routes_and_rests(n: int) -> list[Options]:
-    """Return routes, none at all, and from every device to itself."""
-    rests = [(), tuple((i, i) for i in range(n))]
-    return routes(n) + [{"perm": perm} for perm in rests]
-
-
-def both_ends(n: int) -> list[Options]:
-    """Take the first device as source, and the last."""
-    return [{"source": source} for source in sorted({0, n - 1})]
+def two_dims(n: int) -> list[Options]:
+    """Take one dim to split and one to concatenate along."""
+    pairs = [(0, 1), (1, 0), (-1, 0)]
+    return [{"split_dim": 0}, {"split_dim": 1}, *({"split_dim": split, "concat_dim": join} for split, join in pairs)]
 
 
 OPTIONS: dict[str, Callable[[int], list[Options]]] = {
-    "all_gather": each_dim_and_kind,
-    "psum_scatter": each_dim,
+    "all_gather": lambda n: [{"dim": dim, "to": to} for dim in (0, -1) for to in ("varying", "replicated")],
+    "psum_scatter": lambda n: [{"dim": dim} for dim in (0, 1, -1)],
     "all_to_all": two_dims,
-    "ppermute": routes_and_rests,
-    "broadcast": both_ends,
+    "ppermute": lambda n: [*routes(n), {"perm": ()}, {"perm": tuple((i, i) for i in range(n))}],
+    "broadcast": lambda n: [{"source": source} for source in sorted({0, n - 1})],
     "send_recv": routes,
 }
 """From the number of devices to the options to try."""
