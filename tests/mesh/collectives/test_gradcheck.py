@@ -14,8 +14,11 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def mapped(body, spec=P("data")):
-    f = fs.shard_map(body, mesh=fs.make_mesh({"data": 2}), in_specs=P("data"), out_specs=spec)
+SHARDED = P("data")
+
+
+def mapped(body, spec=SHARDED):
+    f = fs.shard_map(body, mesh=fs.make_mesh({"data": 2}), in_specs=SHARDED, out_specs=spec)
     return lambda x: fs.unshard(f(x))
 
 

@@ -12,7 +12,6 @@ import torch
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.layout.arithmetic import tree_sum
 
 
 def run(main, **axes):
@@ -311,16 +310,6 @@ def test_run_twice_has_equal_order_of_side_effects():
     assert trace() == trace()
 
 
-def test_run_of_256_devices_sums_indices():
-    def main():
-        x = torch.tensor(float(fs.axis_index(("a", "b"))))
-        return fs.psum(x, "a").item(), fs.psum(x, ("a", "b")).item()
-
-    results = run(main, a=16, b=16)
-    assert all(total == 255 * 128 for _, total in results)
-    assert results[17][0] == sum(16 * row + 1 for row in range(16))
-
-
 # -- results ------------------------------------------------------------------------------------------------------
 
 
@@ -360,12 +349,7 @@ def test_psum_scatter_result_changed_in_place_has_gradient():
     assert run(main, d=2) == [([3, 3], [1, 1, 1, 1])] * 2
 
 
-def test_psum_adds_in_the_fixed_tree_and_rounds_once():
-    xs = [torch.randn(50) for _ in range(5)]
-    assert torch.equal(tree_sum(xs), ((xs[0] + xs[1]) + (xs[2] + xs[3])) + xs[4])
-    halves = [x.bfloat16() for x in xs]
-    assert torch.equal(tree_sum(halves), tree_sum([x.float() for x in halves]).bfloat16())
-
+def test_psum_of_narrow_dtypes_rounds_once():
     def main():
         small = torch.tensor([0.5, 1.5]).to(torch.float8_e4m3fn)
         unsigned = torch.tensor([40000], dtype=torch.int32).to(torch.uint16)
