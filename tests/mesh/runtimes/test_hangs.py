@@ -1,4 +1,4 @@
-"""The end of calls on a backend where the host waits for none: their table, the abort, and the error of the next call."""
+"""The end of calls on a backend where the host waits for none: their table, the abort, the error of the next call."""
 
 import time
 from threading import Thread

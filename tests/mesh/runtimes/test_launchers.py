@@ -31,9 +31,14 @@ from fshard.mesh.runtimes.launchers import (
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.testing.processes import run_processes
 
+
+def by_hand(rank, world, address, port):
+    return dict(zip(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), (rank, world, address, port), strict=True))
+
+
 TORCHRUN = {
-    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
-    "ROLE_RANK": "5", "MASTER_ADDR": "gpu1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
+    **by_hand("5", "8", "gpu1", "29500"), "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+    "ROLE_RANK": "5", "TORCHELASTIC_RUN_ID": "none",
 }  # fmt: skip
 JOB = {"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2"}
 # What a batch script sees under `sbatch --ntasks 8`: one process, though SLURM_NTASKS is 8.
@@ -54,6 +59,10 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_NODE_RANK": "1",
     "PMIX_RANK": "1", "PMIX_NAMESPACE": "3034185729",
 }  # fmt: skip
+OPEN_MPI_OF_ONE = {
+    **OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+}  # fmt: skip
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
 HYDRA_OF_TWO_MACHINES = {**HYDRA, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
@@ -63,18 +72,9 @@ DERIVED = 0
 VARIABLES = {  # the rank that the variables give; or None; or words of the error
     # launchers and what they set
     "torchrun": (TORCHRUN, ProcessInfo(5, 8, 1, "gpu1", 29500, "torchrun")),
-    "torchrun of one": (
-        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
-        ProcessInfo(0, 1, 0, "localhost", 1, "torchrun"),
-    ),
-    "by hand, on one machine": (
-        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
-        ProcessInfo(1, 2, 1, "localhost", 29500, "torchrun"),
-    ),
-    "a pod for each process": (
-        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"},
-        ProcessInfo(1, 2, 0, "job-0", 23456, "torchrun"),
-    ),
+    "torchrun of one": (by_hand("0", "1", "localhost", "1"), ProcessInfo(0, 1, 0, "localhost", 1, "torchrun")),
+    "on one machine": (by_hand("1", "2", "localhost", "29"), ProcessInfo(1, 2, 1, "localhost", 29, "torchrun")),
+    "a pod for each process": (by_hand("1", "2", "job-0", "23"), ProcessInfo(1, 2, 0, "job-0", 23, "torchrun")),
     "srun on 2 nodes": (SRUN, ProcessInfo(6, 8, 2, "gpu01", DERIVED, "SLURM")),
     "srun, ports and hosts given": (
         {**SRUN, "MASTER_ADDR": "head", "MASTER_PORT": "7000", "WORLD_SIZE": "8"},
@@ -140,8 +140,7 @@ def test_variables_give_rank_or_none_or_raise(kind):
     assert info == expected and (info is None or info.is_one_of_several)
 
 
-@pytest.mark.parametrize("variables", [PTY, {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}], ids=["srun --pty", "mpirun -n 1"])  # fmt: skip
+@pytest.mark.parametrize("variables", [PTY, OPEN_MPI_OF_ONE], ids=["srun --pty", "mpirun -n 1"])
 def test_launched_single_slurm_or_mpi_process_is_false(variables, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -192,21 +191,20 @@ def test_read_variables_any_values_return_or_raise_mesh_error(variables):
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 10**7), st.integers(0, 50))
 def test_slurm_step_processes_agree_on_meeting_point(tasks, job, step):
-    """A step of any shape: all have different numbers, and meet at one place."""
-    n, rank, found = sum(tasks), 0, []
-    for node, count in enumerate(tasks):
-        for local in range(count):
-            variables = {
-                "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_STEP_NUM_TASKS": str(n),
-                "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node),
-                "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, tasks)), "SLURM_STEP_NODELIST": f"n[0-{len(tasks) - 1}]" if len(tasks) > 1 else "n0",
-            }  # fmt: skip
-            found.append(read_variables(variables))
-            rank += 1
-    assert [one.rank for one in found] == list(range(n)) and {one.world for one in found} == {n}
-    assert [one.local_rank for one in found] == [local for count in tasks for local in range(count)]
-    assert len({(one.address, one.port) for one in found}) == 1
-    assert found[0].port in PORTS and found[0].address == ("127.0.0.1" if len(tasks) == 1 else "n0")
+    """A step of any shape: all have different numbers, and meet at one host and port."""
+    n, nodes = sum(tasks), f"n[0-{len(tasks) - 1}]" if len(tasks) > 1 else "n0"
+    variables = {
+        "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_STEP_NUM_TASKS": str(n),
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, tasks)), "SLURM_STEP_NODELIST": nodes,
+    }  # fmt: skip
+    positions = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
+    infos = []
+    for rank, position in enumerate(positions):
+        numbers = zip(("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"), map(str, (rank, *position)), strict=True)
+        infos.append(read_variables({**variables, **dict(numbers)}))
+    address, port = "127.0.0.1" if len(tasks) == 1 else "n0", infos[0].port
+    expected = [ProcessInfo(rank, n, local, address, port, "SLURM") for rank, (_, local) in enumerate(positions)]
+    assert infos == expected and port in PORTS
 
 
 def test_default_port_of_two_jobs_differs():
@@ -274,31 +272,33 @@ def test_fshard_backend_replaces_the_chosen_one_and_connects_groups():
         assert first_calls == [(1, [rank % 2, rank % 2 + 2]), (1, [rank // 2 * 2, rank // 2 * 2 + 1])]
 
 
-GPUS = {  # rank -> variables, the GPU's identity, FSHARD_BACKEND; the expected backend, GPU and warning
-    "a GPU each": ("1", "1", ["a", "b"], "", "cpu:gloo,cuda:nccl", 1, None),
-    "local rank unknown": ("1", "", ["a", "a"], "", "gloo", None, "Process 1 has local rank 0 and GPU 0"),
-    "an override": ("1", "1", ["a", "a"], "nccl", "cpu:gloo,cuda:nccl", 1, None),
+GPUS = {  # the local rank, the GPUs' identities, FSHARD_BACKEND; the expected backend, GPU and warning
+    "a GPU each": ("1", ["a", "b"], "", "cpu:gloo,cuda:nccl", 1, None),
+    "local rank unknown": ("", ["a", "a"], "", "gloo", None, "Process 1 has local rank 0 and GPU 0"),
+    "an override": ("1", ["a", "a"], "nccl", "cpu:gloo,cuda:nccl", 1, None),
 }
 
 
 @pytest.mark.parametrize("kind", GPUS)
 def test_meet_all_on_gpus_binds_the_gpu_or_warns(kind, monkeypatch, recwarn):
     """Process 1 of 2 on a machine with 4 GPUs, which do not exist."""
-    rank, local_rank, gpus, override, backend, bound, warning = GPUS[kind]
-    world = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": local_rank, "MASTER_ADDR": "gpu1", "MASTER_PORT": "1"}
-    for name, value in {**world, "FSHARD_BACKEND": override}.items():
+    local_rank, gpus, override, backend, bound, warning = GPUS[kind]
+    variables = {**by_hand("1", "2", "gpu1", "1"), "LOCAL_RANK": local_rank, "FSHARD_BACKEND": override}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     store, current, calls = dist.HashStore(), [0], []
     launchers.each_its_own(gpus[0], dist.PrefixStore("meeting 7", store), 1)
-    properties = SimpleNamespace(uuid=gpus[1])
-    monkeypatch.setattr(launchers, "_meetings", iter([7]))
-    monkeypatch.setattr(launchers, "_meet", lambda *_: (store, 1, 2))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: current.append(index))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: calls.append((args, options)))
+    for module, name, replacement in (
+        (launchers, "_meetings", iter([7])),
+        (launchers, "_meet", lambda *_: (store, 1, 2)),
+        (torch.cuda, "device_count", lambda: 4),
+        (torch.cuda, "set_device", current.append),
+        (torch.cuda, "current_device", lambda: current[-1]),
+        (torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=gpus[1])),
+        (dist, "is_nccl_available", lambda: True),
+        (dist, "init_process_group", lambda *args, **options: calls.append((args, options))),
+    ):
+        monkeypatch.setattr(module, name, replacement)
     launchers.meet_all("cuda", timedelta(seconds=7))
     (((chosen,), options),) = calls
     assert (chosen, options["timeout"].total_seconds()) == (backend, 7)
