@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 import fshard as fs
@@ -197,3 +198,25 @@ def large_cases(mesh: fs.Mesh, elements: int = 300_007) -> Iterator[Case]:
         case = Case(name, mesh.axis_names, (), tuple(options_of(name, n)[0].items()))
         for dtype in filter(oracle.takes, (torch.float32, torch.bfloat16, torch.complex64)):
             yield replace(case, operands=(Operand(dtype, (n, elements // n | 1)),))
+
+
+@st.composite
+def drawn_cases(draw: st.DrawFn, mesh: fs.Mesh, name: str | None = None) -> Case:
+    """Draw any case for a mesh: axes, collective (by default any), options, mode, a tensor or a tree of up to five."""
+    axes = draw(st.sampled_from(axes_choices(mesh)))
+    n = prod(mesh.shape[name] for name in axes)
+    name = name or draw(st.sampled_from(sorted(ORACLES)))
+    oracle = ORACLES[name]
+    options = draw(st.sampled_from(options_of(name, n)))
+    dtypes = st.sampled_from([dtype for dtype in DTYPES if oracle.takes(dtype)])
+    lengths = st.integers(0, 3).map(lambda length: length * n)
+    cut = not {"dim", "split_dim"}.isdisjoint(options)
+    ndim = draw(st.integers(2 if cut else 0, 4))
+    loose = st.integers(0, 4)  # a dim that nothing cuts
+    sizes = st.tuples(*([lengths if cut and ndim < 4 else loose] * ndim))
+    if ndim == 4 and cut:
+        sizes = st.tuples(lengths, lengths, loose, lengths)
+    forms = st.sampled_from(["plain", "strided", "slice"])
+    operands = draw(st.lists(st.builds(Operand, dtypes, sizes, forms), min_size=1, max_size=5))
+    mode: CallMode = draw(st.sampled_from(get_args(CallMode)))
+    return Case(name, axes, tuple(operands), tuple(options.items()), mode, draw(st.integers(0, 2**31)))

@@ -6,7 +6,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fshard as fs
-from fshard import P
 
 
 def exchanged(xs, counts):
@@ -121,18 +120,3 @@ def test_processes_exchange_the_same_rows(two):
 def test_matrices_that_differ_between_devices_raise():
     with pytest.raises(fs.errors.MismatchError, match="all_to_all"):
         run(2, lambda i: fs.all_to_all(torch.ones(2), "d", counts=[[1, 1], [1, 1]] if i else [[2, 0], [1, 1]]))
-
-
-def test_in_a_training_step():
-    """Rows of all devices meet on one, which returns their squares: the gradient is that of the squares."""
-    mesh = fs.make_mesh({"data": 2})
-
-    def loss_fn(w, x):
-        rows = x * w
-        squares = fs.all_to_all(rows, "data", counts=[len(rows), 0]) ** 2
-        return fs.all_to_all(squares, "data", counts=torch.tensor([[len(rows)] * 2, [0, 0]])).mean()
-
-    w, x = torch.tensor([1.0, 2.0]), torch.randn(6, 2)
-    loss, grad = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(fs.shard_params(w, P(), mesh=mesh), x)
-    torch.testing.assert_close(loss, (x * w).square().mean())
-    torch.testing.assert_close(fs.unshard(grad), (2 * x * x * w).sum(0) / 12)
