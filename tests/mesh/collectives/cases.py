@@ -99,17 +99,17 @@ def _in_format(x: Tensor, form: Form) -> Tensor:
             return x
 
 
-def operand(case: Case, place: int, device: int) -> Tensor:
-    """Return the input number `place` of `device`."""
-    dtype, shape, form = case.operands[place]
+def operand(case: Case, number: int, device: int) -> Tensor:
+    """Return the input `number` of `device`."""
+    dtype, shape, form = case.operands[number]
     if form == "expanded":
-        return _values(shape[:-1], dtype, case.seed, place, device).unsqueeze(-1).expand(shape)
-    return _in_format(_values(shape, dtype, case.seed, place, device), form)
+        return _values(shape[:-1], dtype, case.seed, number, device).unsqueeze(-1).expand(shape)
+    return _in_format(_values(shape, dtype, case.seed, number, device), form)
 
 
-def cotangent(case: Case, place: int, device: int, like: Tensor) -> Tensor:
-    """Return the cotangent of result number `place` of `device`."""
-    return _values(tuple(like.shape), like.dtype, case.seed, place, device, 1)
+def cotangent(case: Case, number: int, device: int, like: Tensor) -> Tensor:
+    """Return the cotangent of result `number` of `device`."""
+    return _values(tuple(like.shape), like.dtype, case.seed, number, device, 1)
 
 
 # -- the options worth trying over n devices, on tensors of at least 2 dims -----------------------------------------
@@ -160,14 +160,14 @@ def all_cases(mesh: fs.Mesh, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterat
 
     All options are tried on one dtype of each kind and single axes, all dtypes and axes with the first option.
     """
-    for place, axes in enumerate(axes_choices(mesh)):
+    for number, axes in enumerate(axes_choices(mesh)):
         n = prod(mesh.shape[name] for name in axes)
         for name, oracle in ORACLES.items():
             base = [Case(name, axes, (), tuple(options.items())) for options in options_of(name, n)]
             for dtype in filter(oracle.takes, dtypes):
                 for case in base if len(axes) == 1 and dtype in FEW_DTYPES else base[:1]:
                     yield replace(case, operands=(Operand(dtype, (n, 2 * n)),))
-            if place in (0, len(mesh.axes)):  # on the first single axis, and the first tuple
+            if number in (0, len(mesh.axes)):  # on the first single axis, and the first tuple
                 yield from _special_cases(base[0], n)
 
 

@@ -181,12 +181,12 @@ NAMES = sorted({name for names in LAUNCHERS.values() for name in names if name} 
 @given(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(["0", "1", "2", "4", "", "x", "a[1-", "2(x2),1", "²"])))
 def test_read_variables_any_values_return_or_raise_mesh_error(variables):
     try:
-        found = read_variables(variables, parent=7)
+        info = read_variables(variables, parent=7)
     except fs.errors.MeshError:
         return
-    if found is not None:
-        assert 0 <= found.rank < found.world and 0 <= found.local_rank < found.world
-        assert found.address and 0 < found.port < 65536
+    if info is not None:
+        assert 0 <= info.rank < info.world and 0 <= info.local_rank < info.world
+        assert info.address and 0 < info.port < 65536
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 10**7), st.integers(0, 50))
@@ -266,8 +266,8 @@ def take_another_backend():
 
 
 def test_fshard_backend_replaces_the_chosen_one_and_connects_groups():
-    found = run_processes(take_another_backend, 4, environment={"FSHARD_BACKEND": "fake"})
-    for rank, (*kind, first_calls) in enumerate(found):
+    results = run_processes(take_another_backend, 4, environment={"FSHARD_BACKEND": "fake"})
+    for rank, (*kind, first_calls) in enumerate(results):
         assert kind == ["fake", {"Nccl"}, False, False]
         assert first_calls == [(1, [rank % 2, rank % 2 + 2]), (1, [rank // 2 * 2, rank // 2 * 2 + 1])]
 

@@ -270,11 +270,11 @@ def between_hosts():
         return *rows, fs.recv(torch.empty(1), "d", source=1 - group.index) + group.index
 
     try:
-        found = fs.run(main, mesh=mesh)[0]
+        rows = fs.run(main, mesh=mesh)[0]
     finally:
         world._staged, world.device_type = True, "cpu"
     messages = [next(numbers) for numbers in world._hosts[0, 1].messages.values()]
-    return [row.tolist() for row in found], [*world._hosts], messages
+    return [row.tolist() for row in rows], [*world._hosts], messages
 
 
 def test_host_tensors_beside_nccl_use_a_gloo_link(two):
@@ -320,8 +320,8 @@ def make_groups_unevenly():
             dist.new_group([0, 1], use_local_synchronization=True)
             sums += [host_sum("data")]
         sums += [host_sum("pipe"), fs.psum(torch.tensor(1.0 + rank), ("data", "pipe")).item()]
-        known = fs.mesh.to_device_mesh(mesh)
-        limits = {group._get_backend(torch.device("cpu")).options._timeout for group in known.get_all_groups()}
+        device_mesh = fs.mesh.to_device_mesh(mesh)
+        limits = {group._get_backend(torch.device("cpu")).options._timeout for group in device_mesh.get_all_groups()}
         return sums, limits == {world.timeout}
 
     return fs.run(main, mesh=mesh)[0]

@@ -124,15 +124,15 @@ def test_collectives_on_different_lines_raise_under_check():
 
 
 def test_gradient_outside_the_run_raises_scope_error():
-    kept = []
+    leaves = []
 
     def main():
         x = torch.ones(2, requires_grad=True)
-        kept.append((fs.all_gather(x, "d").sum(), x))
+        leaves.append((fs.all_gather(x, "d").sum(), x))
 
     run(main, d=2)
     with pytest.raises(fs.errors.ScopeError, match="differentiated outside the function that called it"):
-        torch.autograd.grad(*kept[0])
+        torch.autograd.grad(*leaves[0])
 
 
 # -- a device that fails ------------------------------------------------------------------------------------------

@@ -24,16 +24,16 @@ def summands(count, dtype, index):
 
 def sums():
     """Sum numbers of several dtypes and counts, some of which the devices do not share evenly."""
-    index, found = fs.axis_index("d"), []
+    index, results = fs.axis_index("d"), []
     for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int16):
         for count in (0, 5, 8):
             x = summands(count, dtype, index)
-            found.append(fs.psum(x, "d"))
+            results.append(fs.psum(x, "d"))
             if dtype is torch.bfloat16:
-                found.append(fs.pmax(x, "d"))
+                results.append(fs.pmax(x, "d"))
             if count % N == 0:
-                found.append(fs.psum_scatter(x, "d"))
-    return found
+                results.append(fs.psum_scatter(x, "d"))
+    return results
 
 
 def step(stage, mesh):
@@ -62,9 +62,9 @@ def over_nccl():
 def test_nccl_sums_in_reproducible_mode_have_the_bits_of_virtual_ones():
     collectives, steps = everything(fs.make_mesh({"d": N}))
     processes = run_processes(over_nccl, N, environment={"FSHARD_BACKEND": "nccl_rules"})
-    for expected, (own, own_steps, notes) in zip(collectives, processes, strict=True):
+    for expected, (sums_of_rank, steps_of_rank, notes) in zip(collectives, processes, strict=True):
         assert notes == ([], 0)
-        for xs, ys in [(own, expected), *zip(own_steps, steps, strict=True)]:
+        for xs, ys in [(sums_of_rank, expected), *zip(steps_of_rank, steps, strict=True)]:
             assert all(x.dtype == y.dtype and x.equal(y) for x, y in zip(xs, ys, strict=True))
 
 

@@ -193,9 +193,9 @@ WRONG = {  # the call, and what the message must say
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_call_raises_and_names_the_argument(name):
-    wrong, *texts = WRONG[name]
+    wrong_call, *texts = WRONG[name]
     with pytest.raises((fs.errors.FshardError, TypeError, ValueError)) as error:
-        wrong()
+        wrong_call()
     message = f"{type(error.value).__name__}: {error.value}"
     assert message.startswith(texts[0]) and all(text in message for text in texts)
 
