@@ -203,6 +203,8 @@ STARTED_WRONG = {
              lambda x: [fs.psum.start(x, "b")]),
     "another waits": (lambda x: [fs.psum.start(x, "b"), fs.psum.start(x, "a")][::-1],
                       lambda x: [fs.psum.start(x[1:], "b"), fs.psum.start(x, "a")]),
+    "a later one is waited for": (lambda x: [fs.psum.start(x, "b"), fs.all_gather.start(x, "b")][::-1],
+                                  lambda x: [fs.psum.start(x[1:], "b")]),
 }  # fmt: skip
 """What processes 0 and 2 start, and what processes 1 and 3 start."""
 
