@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 import fshard as fs
@@ -98,36 +99,20 @@ def _in_format(x: Tensor, form: Form) -> Tensor:
             return x
 
 
-def operand(case: Case, place: int, device: int) -> Tensor:
-    """Return the input number `place` of `device`."""
-    dtype, shape, form = case.operands[place]
+def operand(case: Case, number: int, device: int) -> Tensor:
+    """Return the input `number` of `device`."""
+    dtype, shape, form = case.operands[number]
     if form == "expanded":
-        return _values(shape[:-1], dtype, case.seed, place, device).unsqueeze(-1).expand(shape)
-    return _in_format(_values(shape, dtype, case.seed, place, device), form)
+        return _values(shape[:-1], dtype, case.seed, number, device).unsqueeze(-1).expand(shape)
+    return _in_format(_values(shape, dtype, case.seed, number, device), form)
 
 
-def cotangent(case: Case, place: int, device: int, like: Tensor) -> Tensor:
-    """Return the cotangent of result number `place` of `device`."""
-    return _values(tuple(like.shape), like.dtype, case.seed, place, device, 1)
+def cotangent(case: Case, number: int, device: int, like: Tensor) -> Tensor:
+    """Return the cotangent of result `number` of `device`."""
+    return _values(tuple(like.shape), like.dtype, case.seed, number, device, 1)
 
 
 # -- the options worth trying over n devices, on tensors of at least 2 dims -----------------------------------------
-
-
-def each_dim(n: int) -> list[Options]:
-    """Take a dim, counted from either end."""
-    return [{"dim": dim} for dim in (0, 1, -1)]
-
-
-def each_dim_and_kind(n: int) -> list[Options]:
-    """Take a dim, for both kinds of result."""
-    return [{"dim": dim, "to": to} for dim in (0, -1) for to in ("varying", "replicated")]
-
-
-def two_dims(n: int) -> list[Options]:
-    """Take one dim to split and one to concatenate along."""
-    same: list[Options] = [{"split_dim": dim} for dim in (0, 1)]
-    return same + [{"split_dim": split, "concat_dim": join} for split, join in ((0, 1), (1, 0), (-1, 0))]
 
 
 def routes(n: int) -> list[Options]:
@@ -138,23 +123,18 @@ def routes(n: int) -> list[Options]:
     return [{"perm": perm} for perm in hops]
 
 
-def routes_and_rests(n: int) -> list[Options]:
-    """Return routes, none at all, and from every device to itself."""
-    rests = [(), tuple((i, i) for i in range(n))]
-    return routes(n) + [{"perm": perm} for perm in rests]
-
-
-def both_ends(n: int) -> list[Options]:
-    """Take the first device as source, and the last."""
-    return [{"source": source} for source in sorted({0, n - 1})]
+def two_dims(n: int) -> list[Options]:
+    """Take one dim to split and one to concatenate along."""
+    pairs = [(0, 1), (1, 0), (-1, 0)]
+    return [{"split_dim": 0}, {"split_dim": 1}, *({"split_dim": split, "concat_dim": join} for split, join in pairs)]
 
 
 OPTIONS: dict[str, Callable[[int], list[Options]]] = {
-    "all_gather": each_dim_and_kind,
-    "psum_scatter": each_dim,
+    "all_gather": lambda n: [{"dim": dim, "to": to} for dim in (0, -1) for to in ("varying", "replicated")],
+    "psum_scatter": lambda n: [{"dim": dim} for dim in (0, 1, -1)],
     "all_to_all": two_dims,
-    "ppermute": routes_and_rests,
-    "broadcast": both_ends,
+    "ppermute": lambda n: [*routes(n), {"perm": ()}, {"perm": tuple((i, i) for i in range(n))}],
+    "broadcast": lambda n: [{"source": source} for source in sorted({0, n - 1})],
     "send_recv": routes,
 }
 """From the number of devices to the options to try."""
@@ -180,14 +160,14 @@ def all_cases(mesh: fs.Mesh, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterat
 
     All options are tried on one dtype of each kind and single axes, all dtypes and axes with the first option.
     """
-    for place, axes in enumerate(axes_choices(mesh)):
+    for number, axes in enumerate(axes_choices(mesh)):
         n = prod(mesh.shape[name] for name in axes)
         for name, oracle in ORACLES.items():
             base = [Case(name, axes, (), tuple(options.items())) for options in options_of(name, n)]
             for dtype in filter(oracle.takes, dtypes):
                 for case in base if len(axes) == 1 and dtype in FEW_DTYPES else base[:1]:
                     yield replace(case, operands=(Operand(dtype, (n, 2 * n)),))
-            if place in (0, len(mesh.axes)):  # on the first single axis, and the first tuple
+            if number in (0, len(mesh.axes)):  # on the first single axis, and the first tuple
                 yield from _special_cases(base[0], n)
 
 
@@ -218,3 +198,25 @@ def large_cases(mesh: fs.Mesh, elements: int = 300_007) -> Iterator[Case]:
         case = Case(name, mesh.axis_names, (), tuple(options_of(name, n)[0].items()))
         for dtype in filter(oracle.takes, (torch.float32, torch.bfloat16, torch.complex64)):
             yield replace(case, operands=(Operand(dtype, (n, elements // n | 1)),))
+
+
+@st.composite
+def drawn_cases(draw: st.DrawFn, mesh: fs.Mesh, name: str | None = None) -> Case:
+    """Draw any case for a mesh: axes, collective (by default any), options, mode, a tensor or a tree of up to five."""
+    axes = draw(st.sampled_from(axes_choices(mesh)))
+    n = prod(mesh.shape[name] for name in axes)
+    name = name or draw(st.sampled_from(sorted(ORACLES)))
+    oracle = ORACLES[name]
+    options = draw(st.sampled_from(options_of(name, n)))
+    dtypes = st.sampled_from([dtype for dtype in DTYPES if oracle.takes(dtype)])
+    lengths = st.integers(0, 3).map(lambda length: length * n)
+    cut = not {"dim", "split_dim"}.isdisjoint(options)
+    ndim = draw(st.integers(2 if cut else 0, 4))
+    loose = st.integers(0, 4)  # a dim that nothing cuts
+    sizes = st.tuples(*([lengths if cut and ndim < 4 else loose] * ndim))
+    if ndim == 4 and cut:
+        sizes = st.tuples(lengths, lengths, loose, lengths)
+    forms = st.sampled_from(["plain", "strided", "slice"])
+    operands = draw(st.lists(st.builds(Operand, dtypes, sizes, forms), min_size=1, max_size=5))
+    mode: CallMode = draw(st.sampled_from(get_args(CallMode)))
+    return Case(name, axes, tuple(operands), tuple(options.items()), mode, draw(st.integers(0, 2**31)))

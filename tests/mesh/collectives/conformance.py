@@ -8,132 +8,109 @@ Values are random normal numbers, compared bit for bit: the order of additions i
 dtypes and the ledger are compared.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
 from fractions import Fraction
 from itertools import islice
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard.testing.oracles import Oracle, kind
-from tests.mesh.collectives.cases import Case, Operand, all_cases, cotangent, operand
-
-Tensors = list[Tensor]
+from fshard.testing.oracles import kind
+from tests.mesh.collectives.cases import Case, all_cases, cotangent, operand
 
 
-def group_of(mesh: fs.Mesh, device: int, axes: tuple[str, ...]) -> list[int]:
+def group_of(mesh, device, axes):
     """Return the devices that `device` meets along `axes`, in their order: major to minor, as the axes are named."""
     names, grid = list(mesh.shape), torch.arange(mesh.size).reshape(tuple(mesh.shape.values()))
-    at = (grid == device).nonzero()[0].tolist()
-    group = grid[tuple(slice(None) if name in axes else at[dim] for dim, name in enumerate(names))]
-    kept = [name for name in names if name in axes]
-    return group.permute([kept.index(name) for name in axes]).flatten().tolist()
+    coordinates = (grid == device).nonzero()[0].tolist()
+    group = grid[tuple(slice(None) if name in axes else coordinates[dim] for dim, name in enumerate(names))]
+    group_names = [name for name in names if name in axes]
+    return group.permute([group_names.index(name) for name in axes]).flatten().tolist()
 
 
-# -- the program of one device ------------------------------------------------------------------------------------
+def is_differentiable(x):
+    return kind(x.dtype) in "fc"
 
 
 class CaseOutcome(NamedTuple):
     """The outcome of one case on one device."""
 
-    results: Tensors
-    gradients: Tensors
+    results: list[Tensor]
+    gradients: list[Tensor]
     sent: Fraction
     calls: int
 
 
-def perform(mesh: fs.Mesh, cases: list[Case]) -> tuple[int, list[CaseOutcome]]:
+# -- the program of one device ------------------------------------------------------------------------------------
+
+
+def perform(mesh, cases):
     """Run the cases as one device; return its number and results."""
     device = fs.axis_index(mesh.axis_names)
     return device, [_perform(case, device, mesh.device_type) for case in cases]
 
 
-def _perform(case: Case, device: int, device_type: str) -> CaseOutcome:
-    xs = [operand(case, place, device).to(device_type) for place in range(len(case.operands))]
-    moving = [x for x in xs if kind(x.dtype) in "fc"]
+def _perform(case, device, device_type):
+    xs = [operand(case, number, device).to(device_type) for number in range(len(case.operands))]
+    leaves = [x for x in xs if is_differentiable(x)]
 
-    def function(*changed: Tensor) -> tuple[Tensors, Tensors]:
-        inputs = iter(changed)
-        return _call(case, [next(inputs) if kind(x.dtype) in "fc" else x for x in xs])
+    def function(*leaves):
+        """Return what to differentiate, and all results."""
+        inputs = iter(leaves)
+        ys, tokens = _call(case, [next(inputs) if is_differentiable(x) else x for x in xs])
+        return [y for y in ys if is_differentiable(y)] + tokens, ys
 
-    def pulled(ys: Tensors) -> Tensors:
-        gs = [cotangent(case, place, device, y).to(y.device) for place, y in enumerate(ys)]
-        return [g for g in gs if kind(g.dtype) in "fc"]
+    def cotangents(outputs, ys):
+        gs = [cotangent(case, number, device, y).to(y.device) for number, y in enumerate(ys)]
+        gs = [g for g in gs if is_differentiable(g)]
+        return gs + [torch.zeros_like(token) for token in outputs[len(gs) :]]
 
-    if not moving or case.mode == "func":
-        with fs.ledger() as book:
-            ys, _ = function(*moving)
-        if not moving:
-            return _outcome(ys, [], book, device)
-        results, gradients = _by_func(function, moving, pulled)
-        return _outcome(results, gradients, book, device)
-    for x in moving:
-        x.requires_grad_()
-    with fs.ledger() as book:
-        ys, tokens = function(*moving)
-    outputs = [y for y in ys if kind(y.dtype) in "fc"] + tokens
-    gs = pulled(ys) + [torch.zeros_like(token) for token in tokens]
-    return _outcome(ys, list(torch.autograd.grad(outputs, moving, gs)), book, device)
-
-
-def _by_func(
-    function: Callable[..., tuple[Tensors, Tensors]], xs: Tensors, pulled: Callable[[Tensors], Tensors]
-) -> tuple[Tensors, Tensors]:
-    """Differentiate under torch.func: return results and gradients."""
-
-    def split(*changed: Tensor) -> tuple[tuple[Tensors, Tensors], Tensors]:
-        ys, tokens = function(*changed)
-        return ([y for y in ys if kind(y.dtype) in "fc"], tokens), ys
-
-    outputs: Any = torch.func.vjp(split, *xs, has_aux=True)
-    (_, tokens), pull, ys = outputs
-    return ys, list(pull((pulled(ys), [torch.zeros_like(token) for token in tokens])))
+    is_recorded = case.mode != "func"
+    for x in leaves:
+        x.requires_grad_(is_recorded)
+    with fs.ledger() as comm:
+        outputs, ys = function(*leaves)
+    gradients = []
+    if leaves and is_recorded:
+        gradients = torch.autograd.grad(outputs, leaves, cotangents(outputs, ys))
+    elif leaves:
+        outputs, pull, ys = torch.func.vjp(function, *leaves, has_aux=True)
+        gradients = pull(cotangents(outputs, ys))
+    gradients = [g.detach() for g in gradients]
+    return CaseOutcome([y.detach() for y in ys], gradients, comm.bytes(device), comm.calls(device))
 
 
-def _outcome(ys: Tensors, gradients: Tensors, book: fs.mesh.Ledger, device: int) -> CaseOutcome:
-    results, gradients = ([x.detach() for x in xs] for xs in (ys, gradients))
-    return CaseOutcome(results, gradients, book.bytes(device), book.calls(device))
-
-
-def _call(case: Case, xs: Tensors) -> tuple[Tensors, Tensors]:
+def _call(case, xs):
     """Call the collective on one tensor, or on a tree; return the results, and other tensors to differentiate."""
-    tree: Any = xs[0] if len(xs) == 1 else {"first": xs[0], "others": tuple(xs[1:])}
-    options = dict(case.options)
+    tree = xs[0] if len(xs) == 1 else {"first": xs[0], "others": tuple(xs[1:])}
+    options, is_started = dict(case.options), case.mode == "start"
     if case.collective == "send_recv":
-        result, tokens = _send_recv(tree, case.axis, case.mode == "start", **options)
-    else:
-        collective = getattr(fs, case.collective)
-        started = collective.start(tree, case.axis, **options).wait if case.mode == "start" else None
-        result, tokens = started() if started else collective(tree, case.axis, **options), []
-    return optree.tree_leaves(result), tokens
+        return _send_recv(tree, case.axis, is_started, **options)
+    collective = getattr(fs, case.collective)
+    start = collective.start(tree, case.axis, **options).wait if is_started else None
+    return optree.tree_leaves(start() if start else collective(tree, case.axis, **options)), []
 
 
-def _send_recv(tree: Any, axis: Any, start: bool, *, perm: tuple[tuple[int, int], ...]) -> tuple[Any, Tensors]:
+def _send_recv(tree, axis, is_started, *, perm):
     """Send along perm, and receive: zeros where no device sends, as in ppermute."""
-    place = fs.axis_index(axis)
-    tokens = [fs.send(tree, axis, to=to) for origin, to in perm if origin == place]
-    origins = [origin for origin, to in perm if to == place]
-    if not origins:
-        return optree.tree_map(_nothing, tree), [token for token in tokens if token.requires_grad]
-    received = fs.recv.start(tree, axis, origins[0]).wait() if start else fs.recv(tree, axis, origins[0])
-    return received, [token for token in tokens if token.requires_grad]
-
-
-def _nothing(x: Tensor) -> Tensor:
-    """Return zeros that autograd takes for a function of x."""
-    return torch.where(torch.zeros((), dtype=torch.bool, device=x.device), x, torch.zeros_like(x))
+    index = fs.axis_index(axis)
+    tokens = [fs.send(tree, axis, to=to) for origin, to in perm if origin == index]
+    tokens = [token for token in tokens if token.requires_grad]
+    origins = [origin for origin, to in perm if to == index]
+    if not origins:  # zeros that autograd takes for a function of x
+        no = torch.zeros((), dtype=torch.bool)
+        return [torch.where(no.to(x.device), x, torch.zeros_like(x)) for x in optree.tree_leaves(tree)], tokens
+    received = fs.recv.start(tree, axis, origins[0]).wait() if is_started else fs.recv(tree, axis, origins[0])
+    return optree.tree_leaves(received), tokens
 
 
 # -- the comparison -----------------------------------------------------------------------------------------------
 
 
-def check_runtime(mesh: fs.Mesh, cases: Iterable[Case] | None = None) -> int:
+def check_runtime(mesh, cases=None):
     """Compare the runtime of `mesh` with the oracles, by default in `all_cases(mesh)`; return the number of cases.
 
     Raises an AssertionError for the first case that fails. On a process mesh every process calls it, with the same
@@ -142,115 +119,68 @@ def check_runtime(mesh: fs.Mesh, cases: Iterable[Case] | None = None) -> int:
     remaining, count = iter(all_cases(mesh) if cases is None else cases), 0
     while some := list(islice(remaining, 64)):
         outcomes = dict(fs.run(perform, mesh, some, mesh=mesh))
-        for place, case in enumerate(some):
-            _check(mesh, case, {device: found[place] for device, found in outcomes.items()})
+        for number, case in enumerate(some):
+            _check(mesh, case, {device: of_cases[number] for device, of_cases in outcomes.items()})
         count += len(some)
     return count
 
 
-def _check(mesh: fs.Mesh, case: Case, outcomes: dict[int, CaseOutcome]) -> None:
+def _check(mesh, case, outcomes):
     """Compare the results of local devices with the oracle."""
-    expected: dict[int, CaseOutcome] = {}
-    exact = mesh.runtime != "process" or mesh.device_type == "cpu"
+    expected = {}
+    adds_here = mesh.runtime != "process" or mesh.device_type == "cpu"
+    exact, exact_backward = (adds_here or not has_sums for has_sums in case.oracle.sums)
+    exact_backward = exact_backward and case.collective not in ("pmax", "pmin")  # a cotangent is divided
     for device, outcome in outcomes.items():
         if device not in expected:
             members = group_of(mesh, device, case.axes)
-            expected |= dict(zip(members, expect(case, members, abstract=mesh.runtime == "abstract"), strict=True))
-        problem = _difference(case, outcome, expected[device], exact)
-        assert not problem, f"{case}, device {device}: {problem}"
+            expected |= dict(zip(members, expect(case, members, mesh.runtime == "abstract"), strict=True))
+        want = expected[device]
+        assert outcome[2:] == want[2:], f"{case}, device {device}: bytes and calls"
+        for xs, ys, bits in (outcome[0], want[0], exact), (outcome[1], want[1], exact_backward):
+            assert len(xs) == len(ys), f"{case}, device {device}"
+            for number, (x, y) in enumerate(zip(xs, ys, strict=True)):
+                assert _is_same(x, y, bits), f"{case}, device {device}, tensor {number}: {x} instead of {y}"
 
 
-def expect(case: Case, members: list[int], *, abstract: bool = False) -> list[CaseOutcome]:
+def expect(case: Case, members, is_abstract):
     """Return the expected outcome of each device of a group, by the oracle."""
     oracle, options, n = case.oracle, dict(case.options), len(members)
-    columns: list[Tensors] = []
-    gradients: list[Tensors] = []
-    for place in range(len(case.operands)):
-        xs = [operand(case, place, device) for device in members]
-        ys = oracle.forward(xs, **options)
-        columns.append(ys)
-        if kind(xs[0].dtype) in "fc":
-            gs = [cotangent(case, place, device, y) for device, y in zip(members, ys, strict=True)]
+    results, gradients = [], []
+    for number in range(len(case.operands)):
+        xs = [operand(case, number, device) for device in members]
+        results.append(oracle.forward(xs, **options))
+        if is_differentiable(xs[0]):
+            gs = [cotangent(case, number, device, y) for device, y in zip(members, results[-1], strict=True)]
             gradients.append(oracle.backward(gs, xs, **options))
-    size = sum(_bytes_in(case.oracle, each) for each in case.operands)
-    sent = [oracle.sent(size, place, n, **options) for place in range(n)]
-    if abstract and case.collective != "send_recv":
+    dtypes = [torch.int64 if oracle.counts and x.dtype == torch.bool else x.dtype for x in case.operands]
+    size = sum(prod(x.shape) * dtype.itemsize for x, dtype in zip(case.operands, dtypes, strict=True))
+    sent = [oracle.sent(size, index, n, **options) for index in range(n)]
+    calls = [len({*dtypes})] * n  # one for all tensors of a dtype
+    if case.collective == "send_recv":
+        calls = [calls[0] * sum(origin == index for origin, _ in options["perm"]) for index in range(n)]
+    elif is_abstract:
         sent = [max(sent)] * n  # one device represents all
+    if case.collective == "pvary":
+        calls = [0] * n
     return [
-        CaseOutcome(
-            [ys[place] for ys in columns],
-            [gs[place] for gs in gradients],
-            sent[place],
-            _calls(case, place),
-        )
-        for place in range(n)
+        CaseOutcome([ys[index] for ys in results], [gs[index] for gs in gradients], sent[index], calls[index])
+        for index in range(n)
     ]
 
 
-def _wire_dtype(oracle: Oracle, dtype: torch.dtype) -> torch.dtype:
-    return torch.int64 if oracle.counts and dtype == torch.bool else dtype
+def _is_same(x, y, bits):
+    """Return True if two tensors are equal to the last bit, or within roundings; any NaN equals any other."""
+    if (x.shape, x.dtype) != (y.shape, y.dtype) or x.is_meta:
+        return (x.shape, x.dtype) == (y.shape, y.dtype)
+    if bits or not is_differentiable(x):
+        return torch.equal(_as_bits(x.cpu()), _as_bits(y))
+    eps, wide = torch.finfo(x.dtype).eps, torch.complex128 if x.is_complex() else torch.float64
+    return torch.allclose(x.cpu().to(wide), y.to(wide), rtol=16 * eps, atol=16 * eps, equal_nan=True)
 
 
-def _bytes_in(oracle: Oracle, each: Operand) -> int:
-    return prod(each.shape) * _wire_dtype(oracle, each.dtype).itemsize
-
-
-def _calls(case: Case, place: int) -> int:
-    """Count the calls that a ledger must show: one for all tensors of a dtype."""
-    each = len({_wire_dtype(case.oracle, operand.dtype) for operand in case.operands})
-    match case.collective:
-        case "pvary":
-            return 0
-        case "send_recv":
-            return each * sum(origin == place for origin, _ in dict(case.options)["perm"])
-        case _:
-            return each
-
-
-def _difference(case: Case, got: CaseOutcome, want: CaseOutcome, exact: bool) -> str | None:
-    """Return the difference of two outcomes, in one line."""
-    if (got.sent, got.calls) != (want.sent, want.calls):
-        return f"the ledger has {got.calls} calls and {got.sent} bytes instead of {want.calls} and {want.sent}"
-    forward, backward = (exact or not sums for sums in case.oracle.sums)
-    backward = backward and case.collective not in ("pmax", "pmin")  # a cotangent is divided: one way or the other
-    for what, ours, theirs, bits in (
-        ("result", got.results, want.results, forward),
-        ("gradient", got.gradients, want.gradients, backward),
-    ):
-        if len(ours) != len(theirs):
-            return f"{len(ours)} {what}s instead of {len(theirs)}"
-        for place, (x, y) in enumerate(zip(ours, theirs, strict=True)):
-            problem = _unlike(x, y, bits)
-            if problem:
-                return f"{what} {place}: {problem}"
-    return None
-
-
-def _unlike(x: Tensor, y: Tensor, bits: bool) -> str | None:
-    if (x.shape, x.dtype) != (y.shape, y.dtype):
-        return f"{x.dtype}{list(x.shape)} instead of {y.dtype}{list(y.shape)}"
-    if x.is_meta:
-        return None
-    x = x.cpu()
-    if bits:
-        wrong = (_as_bits(x) != _as_bits(y)).flatten()
-    else:
-        eps = torch.finfo(x.dtype).eps if kind(x.dtype) in "fc" else 0
-        wrong = ~torch.isclose(_wide(x), _wide(y), rtol=16 * eps, atol=16 * eps, equal_nan=True).flatten()
-    if not wrong.any():
-        return None
-    first = int(wrong.nonzero()[0])
-    at = first * x.numel() // wrong.numel()  # a complex number is two
-    ours, theirs = x.reshape(-1)[at].item(), y.reshape(-1)[at].item()
-    return f"{int(wrong.sum())} of {wrong.numel()} values differ, first {ours} instead of {theirs}"
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
-
-
-def _as_bits(x: Tensor) -> Tensor:
-    """Return integers that are equal where values are, to the last bit; any NaN equals any other."""
+def _as_bits(x):
+    """Return integers that are equal where values are, to the last bit."""
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     if not x.is_floating_point():
         return x.to(torch.int64)

@@ -3,38 +3,58 @@
 import os
 import time
 
-import pytest
 import torch
-from torch.autograd import forward_ad
 
 import fshard as fs
 from fshard.testing.processes import run_processes
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+CALLS = [  # the collective, how many elements (None: all), its options
+    (fs.psum, 900, {}),
+    (fs.psum, 50_000, {}),  # by doubling
+    (fs.psum, None, {}),
+    (fs.all_gather, None, {}),
+    (fs.psum_scatter, None, {}),
+    (fs.all_to_all, None, {}),
+    (fs.broadcast, None, {"source": 0}),
+    (fs.all_gather, 12, {"to": "replicated"}),
+    (fs.pmean, 12, {}),
+    (fs.pmax, 12, {}),
+    (fs.pmin, 12, {}),
+    (fs.pvary, 12, {}),
+]
 
-WAITED = {
-    "psum small": lambda x: fs.psum.start(x[:900], "d"),
-    "psum doubling": lambda x: fs.psum.start(x[:50_000], "d"),
-    "psum large": lambda x: fs.psum.start(x, "d"),
-    "all_gather": lambda x: fs.all_gather.start(x, "d"),
-    "psum_scatter": lambda x: fs.psum_scatter.start(x, "d"),
-    "all_to_all": lambda x: fs.all_to_all.start(x, "d"),
-    "ppermute": lambda x: fs.ppermute.start(x, "d", [(0, 1), (1, 0)]),
-    "broadcast": lambda x: fs.broadcast.start(x, "d", source=1),
-}
 
-
-def wait_in_many_orders():
+def wait_in_many_orders(n):
     def main():
-        x = torch.arange(120_000.0 * fs.axis_size("d")) + fs.axis_index("d")
-        expected = [start(x).wait() for start in WAITED.values()]
+        index = fs.axis_index("d")
+        x = torch.arange(120_000.0 * n) + index
+        calls = [(collective, x[:size], options) for collective, size, options in CALLS]
+        calls.append((fs.ppermute, x, {"perm": [(i, (i + 1) % n) for i in range(n)]}))
+        calls.append((fs.broadcast, x, {"source": n - 1}))
+        expected = [collective(x, "d", **options) for collective, x, options in calls]
         for turn in range(12):
-            handles = [start(x) for start in WAITED.values()]
-            order = torch.randperm(len(handles), generator=torch.Generator().manual_seed(turn + fs.axis_index("d")))
-            assert all(torch.equal(handles[place].wait(), expected[place]) for place in order)
+            handles = [collective.start(x, "d", **options) for collective, x, options in calls]
+            order = torch.randperm(len(handles), generator=torch.Generator().manual_seed(turn + index))
+            assert all(torch.equal(handles[number].wait(), expected[number]) for number in order)
+            assert handles[0].wait() is handles[0].wait()
+        x = x[:12].div(6).requires_grad_()
+        losses = [
+            sum((collective(x * x, "d", **options) ** 2).mean() for collective, _, options in calls),
+            sum((collective.start(x * x, "d", **options).wait() ** 2).mean() for collective, _, options in calls),
+        ]
+        gradients = [torch.autograd.grad(loss, x, create_graph=True)[0] for loss in losses]
+        torch.testing.assert_close(*gradients)
+        torch.testing.assert_close(*[torch.autograd.grad((g * g).sum(), x)[0] for g in gradients])
         return True
 
-    return fs.run(main, mesh=fs.make_mesh({"d": int(os.environ["WORLD_SIZE"])}))[0]
+    return fs.run(main, mesh=fs.make_mesh({"d": n}))
+
+
+def test_handles_waited_in_any_order_are_exact(two, four):
+    runs = (
+        [wait_in_many_orders(n) for n in (1, 2, 3)] + two.run(wait_in_many_orders, 2) + four.run(wait_in_many_orders, 4)
+    )
+    assert all(map(all, runs))
 
 
 def wait_for_a_message_in_between():
@@ -52,33 +72,9 @@ def wait_for_a_message_in_between():
     return fs.run(main, mesh=fs.make_mesh({"d": int(os.environ["WORLD_SIZE"])}))[0]
 
 
-def test_handles_waited_in_any_order_are_exact(two, four):
-    assert all(two.run(wait_in_many_orders) + four.run(wait_in_many_orders))
-
-
 def test_recv_during_started_psum_completes(two, four):
     assert two.run(wait_for_a_message_in_between) == [1e7] * 2
     assert four.run(wait_for_a_message_in_between) == [2e7] * 4
-
-
-def tangents_of_started_calls():
-    calls = {**WAITED, "pmean": lambda x: fs.pmean.start(x, "d"), "tree": lambda x: fs.psum.start({"x": x}, "d")}
-
-    def main():
-        x = torch.arange(6.0) + fs.axis_index("d")
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(torch.ones(6), x)
-            results = {name: start(dual).wait() for name, start in calls.items()}
-            results["tree"] = results["tree"]["x"]
-            found = {name: forward_ad.unpack_dual(y).tangent for name, y in results.items()}
-        expected = {name: start(x).wait() for name, start in calls.items()} | {"tree": fs.psum(x, "d")}
-        return all(torch.equal(found[name], expected[name]) for name in calls)
-
-    return fs.run(main, mesh=fs.make_mesh({"d": int(os.environ["WORLD_SIZE"])}))[0]
-
-
-def test_start_has_tangents_of_call(two):
-    assert all(two.run(tangents_of_started_calls))
 
 
 def wait_in_vain():

@@ -6,7 +6,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fshard as fs
-from fshard import P
 
 
 def exchanged(xs, counts):
@@ -34,11 +33,9 @@ def run(n, function):
 @given(drawn(), st.sampled_from(["row", "matrix", "tensor"]))
 def test_rows_are_those_of_lists(problem, kind):
     counts, xs = problem
-    given_counts = {"row": lambda i: counts[i], "matrix": lambda i: counts, "tensor": lambda i: torch.tensor(counts)}[
-        kind
-    ]
+    argument = {"row": lambda i: counts[i], "matrix": lambda i: counts, "tensor": lambda i: torch.tensor(counts)}[kind]
     with fs.ledger() as comm:
-        results = run(len(xs), lambda i: fs.all_to_all(xs[i], "d", counts=given_counts(i)))
+        results = run(len(xs), lambda i: fs.all_to_all(xs[i], "d", counts=argument(i)))
     assert all(map(torch.equal, results, exchanged(xs, counts)))
     each = xs[0][:1].nbytes if len(xs[0]) else xs[0].element_size() * xs[0].shape[1:].numel()
     sent = [(sum(row) - row[i]) * each for i, row in enumerate(counts)]
@@ -76,27 +73,20 @@ def test_vmap_and_trees_and_start():
     counts = [[1, 2], [3, 0]]
     xs = [torch.randn(5, 3, 2), torch.randn(5, 3, 2)]  # 5 samples of 3 rows
     mapped = run(2, lambda i: torch.vmap(lambda x: fs.all_to_all(x, "d", counts=counts))(xs[i]))
-    for sample in range(5):
-        expected = exchanged([x[sample] for x in xs], counts)
-        assert all(torch.equal(y[sample], z) for y, z in zip(mapped, expected, strict=True))
-
-    def tree(i):
-        handle = fs.all_to_all.start({"a": xs[i][0], "b": xs[i][1, :, 0]}, "d", counts=counts)
-        return handle.wait()
-
-    for name, parts in {"a": [x[0] for x in xs], "b": [x[1, :, 0] for x in xs]}.items():
-        results = [result[name] for result in run(2, tree)]
-        assert all(map(torch.equal, results, exchanged(parts, counts)))
+    tree = run(2, lambda i: fs.all_to_all.start({"a": xs[i][0], "b": xs[i][1, :, 0]}, "d", counts=counts).wait())
+    rows = [([y[sample] for y in mapped], [x[sample] for x in xs]) for sample in range(5)]
+    rows += [([y["a"] for y in tree], [x[0] for x in xs]), ([y["b"] for y in tree], [x[1, :, 0] for x in xs])]
+    for results, arguments in rows:
+        assert all(map(torch.equal, results, exchanged(arguments, counts)))
 
 
 def test_along_one_axis_of_two():
-    mesh = fs.make_mesh({"a": 2, "b": 2})
-
     def device():
         a, b = fs.axis_index("a"), fs.axis_index("b")
         return fs.all_to_all(torch.full((2,), 10 * a + b), "b", counts=[2 - a, a] if b else [0, 2])
 
-    assert [y.tolist() for y in fs.run(device, mesh=mesh)] == [[1, 1], [0, 0], [11], [10, 10, 11]]
+    results = fs.run(device, mesh=fs.make_mesh({"a": 2, "b": 2}))
+    assert [y.tolist() for y in results] == [[1, 1], [0, 0], [11], [10, 10, 11]]
 
 
 def test_expected_rows_on_an_abstract_mesh():
@@ -122,44 +112,11 @@ def in_process():
 
 
 def test_processes_exchange_the_same_rows(two):
-    results = two.run(in_process)
-    xs = [x for x, _, _ in results]
-    assert all(map(torch.equal, [y for _, y, _ in results], exchanged(xs, [[1, 40_000], [0, 3]])))
-    assert all(torch.equal(g, 2 * x) for x, _, g in results)
-
-
-@pytest.mark.parametrize(
-    ("counts", "options", "text"),
-    [
-        ([1, 2, 3], {}, "counts must be 2 numbers of rows, or 2 x 2, for the 2 devices along d"),
-        ([1.0, 2.0], {}, "counts must be 2 numbers of rows"),
-        ([4, -1], {}, "counts must be 2 numbers of rows"),
-        ([1, 1], {}, r"counts of device [01] are of 2 rows; got a tensor of shape \(3,\)"),
-        ([1, 2], {"split_dim": 1}, "counts are of rows, of dim 0; got split_dim=1"),
-    ],
-)
-def test_invalid_counts_raise(counts, options, text):
-    with pytest.raises(ValueError, match=text):
-        run(2, lambda i: fs.all_to_all(torch.ones(3), "d", counts=counts, **options))
+    xs, ys, gs = zip(*two.run(in_process), strict=True)
+    assert all(map(torch.equal, ys, exchanged(xs, [[1, 40_000], [0, 3]])))
+    assert all(torch.equal(g, 2 * x) for x, g in zip(xs, gs, strict=True))
 
 
 def test_matrices_that_differ_between_devices_raise():
     with pytest.raises(fs.errors.MismatchError, match="all_to_all"):
         run(2, lambda i: fs.all_to_all(torch.ones(2), "d", counts=[[1, 1], [1, 1]] if i else [[2, 0], [1, 1]]))
-
-
-def test_in_a_training_step():
-    """Rows of all devices meet on one, which returns their squares: the gradient is that of the squares."""
-    mesh = fs.make_mesh({"data": 2})
-
-    def loss_fn(w, x):
-        rows = x * w
-        counts = [len(rows), 0]
-        back = [[len(rows), 0], [len(rows), 0]]
-        squares = fs.all_to_all(rows, "data", counts=counts) ** 2
-        return fs.all_to_all(squares, "data", counts=torch.tensor(back).T).mean()
-
-    w, x = torch.tensor([1.0, 2.0]), torch.randn(6, 2)
-    loss, grad = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(fs.shard_params(w, P(), mesh=mesh), x)
-    torch.testing.assert_close(loss, (x * w).square().mean())
-    torch.testing.assert_close(fs.unshard(grad), (2 * x * x * w).sum(0) / 12)

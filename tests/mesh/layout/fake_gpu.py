@@ -1,4 +1,4 @@
-"""A fake GPU for tests of copies: CPU tensors count as a GPU's, and copies happen only when something waits for them."""
+"""A fake GPU for tests of copies: CPU tensors count as a GPU's; copies happen only when something waits for them."""
 
 from collections import deque
 

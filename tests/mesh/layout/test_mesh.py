@@ -1,6 +1,8 @@
-"""Meshes and specs are values; what cannot be is an error that says everything at once."""
+"""Meshes, specs and layouts are values; what cannot be is an error that says everything at once."""
 
 import importlib.metadata
+import io
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,18 +18,32 @@ from fshard.mesh.layout import arithmetic
 from fshard.mesh.layout.sharded import in_memory, stack, unstack
 from fshard.testing import strategies
 
+MESH, LINE = fs.make_mesh({"data": 4, "model": 2}), fs.make_mesh({"data": 2})
+META = torch.empty(4, device="meta")
+
 
 def test_mesh_compared_and_hashed_by_value():
-    mesh = fs.make_mesh({"data": 4, "model": 2})
-    assert mesh == fs.make_mesh([("data", 4), ("model", 2)])
-    assert hash(mesh) == hash(fs.make_mesh({"data": 4, "model": 2}))
-    assert mesh != fs.make_mesh({"model": 2, "data": 4})
-    assert mesh != fs.make_mesh({"data": 4, "model": 2}, runtime="abstract")
-    assert (mesh.size, mesh.axis_names, dict(mesh.shape)) == (8, ("data", "model"), {"data": 4, "model": 2})
+    for same in (
+        fs.make_mesh({"data": np.int64(4), "model": np.uint8(2)}, device=torch.device("cpu")),
+        fs.make_mesh([("data", 4), ("model", 2)]),
+        fs.make_mesh((4, 2), ("data", "model")),
+        MESH["data", "model"],
+    ):
+        assert same == MESH and hash(same) == hash(MESH)
+    for other in (
+        fs.make_mesh({"model": 2, "data": 4}),
+        fs.make_mesh({"data": 4, "model": 2}, runtime="abstract"),
+        MESH["model", "data"],
+    ):
+        assert other != MESH
+    assert (MESH.size, MESH.axis_names, dict(MESH.shape)) == (8, ("data", "model"), {"data": 4, "model": 2})
+    assert fs.make_mesh([2], names=["data"], runtime="abstract").shape == {"data": 2}
+    assert str(fs.make_mesh({"data": np.int64(2)})) == "Mesh(data=2; virtual, cpu)"
+    assert MESH["data", "model"] is MESH and MESH["data"]["data"] == MESH["data"]
     with pytest.raises(AttributeError):
-        mesh.axes = ()
+        MESH.axes = ()
     with pytest.raises(TypeError):
-        mesh.shape["data"] = 3
+        MESH.shape["data"] = 3
 
 
 def test_mesh_indexed_by_axes_keeps_parent():
@@ -41,84 +57,9 @@ def test_mesh_indexed_by_axes_keeps_parent():
 
 
 def test_device_numbers_are_row_major():
-    mesh = fs.make_mesh({"data": 2, "model": 3})
-    assert [mesh.coordinates(device) for device in (0, 1, 3)] == [
-        {"data": 0, "model": 0},
-        {"data": 0, "model": 1},
-        {"data": 1, "model": 0},
-    ]
-    assert all(mesh.index(mesh.coordinates(device)) == device for device in range(6))
-
-
-@pytest.mark.parametrize(
-    ("axes", "text"),
-    [
-        ({"data": 0}, "axis 'data' has size 0: a size must be an integer >= 1"),
-        (
-            {"data": -2, "model": 2.0},
-            "axis 'data' has size -2: a size must be an integer >= 1; axis 'model' has size 2.0",
-        ),
-        ([("data", 2), ("data", 4)], 'axis "data" is named more than once'),
-        ({}, "it has no axis"),
-        ({"": 2}, "axis name '' is not a name like \"data\""),
-        ({"data": True}, "axis 'data' has size True"),
-        (["a", "b"], "make_mesh: axes must be names with sizes, {\"data\": 4, \"model\": 2}; got ['a', 'b']."),
-        (["ab", "cd"], "got ['ab', 'cd']."),
-        (5, 'make_mesh: axes must be names with sizes, {"data": 4, "model": 2}; got 5.'),
-    ],
-)
-def test_make_mesh_invalid_axes_raise(axes, text):
-    with pytest.raises(fs.errors.MeshError) as error:
-        fs.make_mesh(axes)
-    assert text in str(error.value)
-
-
-def test_make_mesh_sizes_and_names_as_in_jax():
-    assert fs.make_mesh((4, 2), ("data", "model")) == fs.make_mesh({"data": 4, "model": 2})
-    assert fs.make_mesh([2], names=["data"], runtime="abstract").shape == {"data": 2}
-    for axes, names in (((4, 2), ("data",)), ({"data": 4}, ("data",)), (4, "d"), ((4,), 5)):
-        with pytest.raises(fs.errors.MeshError, match=r"with names, axes must be as many sizes; got axes=.*names="):
-            fs.make_mesh(axes, names)
-
-
-def test_mesh_unknown_axis_error_names_axes():
-    mesh = fs.make_mesh({"data": 4})
-    with pytest.raises(fs.errors.MeshError, match=r'has no axis "model", "x"\. Its axes are "data"'):
-        mesh["model", "x"]
-    with pytest.raises(fs.errors.MeshError, match='has no axis "model"'):
-        fs.Layout(mesh, P("model"))
-
-
-def test_process_mesh_without_launcher_raises(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(fs.errors.MeshError, match="missing: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
-        fs.make_mesh({"data": 2}, runtime="process")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(fs.errors.MeshError, match="missing: MASTER_ADDR, MASTER_PORT"):
-        fs.make_mesh({"data": 2})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"runtime": "imaginary"}, '"imaginary" is none of "virtual", "process", "abstract"'),
-        ({"runtime": "abstract", "device": "cuda"}, "an abstract mesh has no device"),
-        ({"device": "tpu"}, "device='tpu' is neither"),
-        ({"timeout": 3.0}, "timeout=3.0 has no meaning"),
-    ],
-)
-def test_make_mesh_invalid_runtime_or_device_raises(arguments, text):
-    with pytest.raises(fs.errors.MeshError) as error:
-        fs.make_mesh({"data": 2}, **arguments)
-    assert text in str(error.value)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_make_mesh_cuda_without_gpu_raises():
-    with pytest.raises(fs.errors.MeshError, match="torch sees none"):
-        fs.make_mesh({"data": 2}, device="cuda")
+    coordinates = [MESH.coordinates(device) for device in range(8)]
+    assert coordinates == [{"data": data, "model": model} for data in range(4) for model in range(2)]
+    assert [*map(MESH.index, coordinates)] == [*range(8)]
 
 
 def test_spec_is_hashable_leaf():
@@ -132,20 +73,6 @@ def test_spec_is_hashable_leaf():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: P("a", "a"), lambda: P(("a", "b"), "b"), lambda: P("a", unreduced="a"), lambda: P.flat("a", "a")]
-)
-def test_spec_repeated_axis_raises(make):
-    with pytest.raises(fs.errors.LayoutError, match="names an axis more than once: [ab]"):
-        make()
-
-
-@pytest.mark.parametrize("make", [lambda: P(3), lambda: P(("a", 1)), lambda: P.flat()])
-def test_spec_invalid_entries_raise(make):
-    with pytest.raises((TypeError, ValueError), match=r"An entry of P|names no axis"):
-        make()
-
-
-@pytest.mark.parametrize(
     ("spec", "memory", "token"),
     [
         (P("data", "model"), "device", "f32[8@data, 6@model]"),
@@ -156,14 +83,72 @@ def test_spec_invalid_entries_raise(make):
     ],
 )
 def test_typeof_prints_one_token(spec, memory, token):
-    mesh = fs.make_mesh({"data": 4, "model": 2})
-    assert str(fs.typeof(fs.device_put(torch.zeros(8, 6), fs.Layout(mesh, spec, memory)))) == token
-
-
-def test_typeof_plain_tensor_and_invalid_value():
+    assert str(fs.typeof(fs.device_put(torch.zeros(8, 6), fs.Layout(MESH, spec, memory)))) == token
     assert str(fs.typeof(torch.zeros(2, dtype=torch.bfloat16))) == "bf16[2]"
-    with pytest.raises(TypeError, match="must be a Sharded or a dense tensor; got int"):
-        fs.typeof(3)
+
+
+NAMED = "with names, axes must be as many sizes; got axes="
+NO_VALUES = "a meta tensor (shape (4,)) has no values to lay on Mesh"
+LIST = 'make_mesh: axes must be names with sizes, {"data": 4, "model": 2}; got'
+TWICE = "names an axis more than once: "
+WRONG = [  # the call, the errors of which one is raised, and what the message must say
+    (lambda: fs.make_mesh({"data": 0}), "MeshError", "axis 'data' has size 0: a size must be an integer >= 1"),
+    (lambda: fs.make_mesh({"data": -2, "model": 2.0}), "MeshError", "'data' has size -2: ", "'model' has size 2.0"),
+    (lambda: fs.make_mesh({"data": True}), "MeshError", "axis 'data' has size True"),
+    (lambda: fs.make_mesh([("data", 2), ("data", 4)]), "MeshError", 'axis "data" is named more than once'),
+    (lambda: fs.make_mesh({}), "MeshError", "it has no axis"),
+    (lambda: fs.make_mesh({"": 2}), "MeshError", "axis name '' is not a name like"),
+    (lambda: fs.make_mesh(["a", "b"]), "MeshError", f"{LIST} ['a', 'b']."),
+    (lambda: fs.make_mesh(["ab", "cd"]), "MeshError", "got ['ab', 'cd']."),
+    (lambda: fs.make_mesh(5), "MeshError", f"{LIST} 5."),
+    (lambda: fs.make_mesh((4, 2), ("data",)), "MeshError", NAMED, "names="),
+    (lambda: fs.make_mesh({"data": 4}, ("data",)), "MeshError", NAMED),
+    (lambda: fs.make_mesh(4, "d"), "MeshError", NAMED),
+    (lambda: fs.make_mesh((4,), 5), "MeshError", NAMED),
+    (lambda: fs.make_mesh({"a": 2}, runtime="imaginary"), "MeshError", '"imaginary" is none of "virtual", "process"'),
+    (lambda: fs.make_mesh({"a": 2}, runtime="abstract", device="cuda"), "MeshError", "an abstract mesh has no device"),
+    (lambda: fs.make_mesh({"a": 2}, device="tpu"), "MeshError", "device='tpu' is neither"),
+    (lambda: fs.make_mesh({"a": 2}, timeout=3.0), "MeshError", "timeout=3.0 has no meaning"),
+    (lambda: fs.make_mesh({"data": 4})["model", "x"], "MeshError", 'has no axis "model", "x". Its axes are "data"'),
+    (lambda: fs.Layout(LINE, P("model")), "MeshError", 'has no axis "model"'),
+    (lambda: P("a", "a"), "LayoutError", f"{TWICE}a"),
+    (lambda: P(("a", "b"), "b"), "LayoutError", f"{TWICE}b"),
+    (lambda: P("a", unreduced="a"), "LayoutError", f"{TWICE}a"),
+    (lambda: P.flat("a", "a"), "LayoutError", f"{TWICE}a"),
+    (lambda: P(3), "TypeError", "An entry of P"),
+    (lambda: P(("a", 1)), "TypeError", "An entry of P"),
+    (lambda: P("a", (2,)), "TypeError", "An entry of P"),
+    (lambda: P(unreduced=3), "TypeError", ""),
+    (lambda: P.flat(1), "TypeError", ""),
+    (lambda: P.flat(("data",)), "TypeError", "Write P.flat(*axes)"),
+    (lambda: P.flat(), "ValueError", "names no axis"),
+    (lambda: P.flat("data", shape=4), "TypeError", "shape must be a tuple of integers; got 4."),
+    (lambda: P(at={"data": 0}, shape=("four",)), "TypeError", "shape must be a tuple of integers; got ('four',)."),
+    (lambda: P(at={"data": True}), "ValueError", "True"),
+    (lambda: fs.typeof(3), "TypeError", "must be a Sharded or a dense tensor; got int"),
+    (
+        lambda: fs.visualize(fs.Layout(LINE, P())),
+        "TypeError",
+        "got Layout. Give the tensor or shape: fs.visualize((8, 6)",
+    ),
+    (lambda: fs.device_put(META, fs.Layout(LINE, P("data"))), "LayoutError", NO_VALUES),
+    (lambda: fs.from_local(lambda data: META, fs.Layout(LINE, P("data"))), "LayoutError", NO_VALUES),
+    (lambda: fs.shard_map(abs, mesh=LINE, in_specs=P("data"), out_specs=P("data"))(META), "LayoutError", NO_VALUES),
+]
+if not torch.cuda.is_available():
+    WRONG.append((lambda: fs.make_mesh({"data": 2}, device="cuda"), "MeshError", "torch sees none"))
+
+
+@pytest.mark.parametrize(("call", "error", "texts"), [(call, error, texts) for call, error, *texts in WRONG])
+def test_what_cannot_be_raises(call, error, texts):
+    with pytest.raises((fs.errors.FshardError, TypeError, ValueError)) as raised:
+        call()
+    assert type(raised.value).__name__ == error and all(text in str(raised.value) for text in texts), raised.value
+
+
+def test_version_matches_package_metadata():
+    assert fs.__version__ == importlib.metadata.version("fshard")
+    assert fs.testing.strategies.meshes and fs.testing.oracles.ORACLES
 
 
 # -- shard arithmetic ---------------------------------------------------------------------------------------------
@@ -198,49 +183,11 @@ def test_spec_blocks_cover_every_element_once(order, first, times):
     assert (covered == 1).all()
 
 
-def test_make_mesh_accepts_numpy_sizes_and_torch_device():
-    mesh = fs.make_mesh({"data": 2, "model": 3})
-    assert fs.make_mesh({"data": np.int64(2), "model": np.uint8(3)}, device=torch.device("cpu")) == mesh
-    assert str(fs.make_mesh({"data": np.int64(2)})) == "Mesh(data=2; virtual, cpu)"
-    with pytest.raises(fs.errors.MeshError, match="axis 'data' has size True"):
-        fs.make_mesh({"data": True})
-
-
-def test_mesh_indexed_by_all_axes_is_itself():
-    mesh = fs.make_mesh({"data": 2, "model": 3})
-    assert mesh["data", "model"] is mesh and mesh["model", "data"] != mesh and mesh["data"]["data"] == mesh["data"]
-
-
-def test_spec_at_boolean_raises():
-    with pytest.raises(ValueError, match="True"):
-        P(at={"data": True})
-
-
-def test_meta_tensor_on_mesh_with_values_raises():
-    mesh, x = fs.make_mesh({"data": 2}), torch.empty(4, device="meta")
-    for lay in (
-        lambda: fs.device_put(x, fs.Layout(mesh, P("data"))),
-        lambda: fs.from_local(lambda data: x, fs.Layout(mesh, P("data"))),
-        lambda: fs.shard_map(lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x),
-    ):
-        with pytest.raises(fs.errors.LayoutError, match=r"a meta tensor \(shape \(4,\)\) has no values to lay on Mesh"):
-            lay()
-
-
-def test_visualize_bare_layout_raises():
-    with pytest.raises(
-        TypeError, match=r"got Layout. Give the tensor or shape: fs.visualize\(\(8, 6\), layout=layout\)"
-    ):
-        fs.visualize(fs.Layout(fs.make_mesh({"data": 2}), P("data")))
-
-
-def test_version_matches_package_metadata():
-    assert fs.__version__ == importlib.metadata.version("fshard")
-    assert fs.testing.strategies.meshes and fs.testing.oracles.ORACLES
+# -- arrays -------------------------------------------------------------------------------------------------------
 
 
 def test_in_memory_tensor_of_another_gpu_moves_to_this_process():
-    """`to("cuda")` moves to the process's GPU and compares the index: a tensor of cuda:0 may not stay there on rank 3."""
+    """`to("cuda")` moves to the process's GPU and compares the index: a tensor of cuda:0 may not stay on rank 3."""
     x = SimpleNamespace(device=torch.device("cuda", 0), is_meta=False, to=lambda target: ("moved", target))
     assert in_memory(x, SimpleNamespace(device_type="cuda"), "device") == ("moved", "cuda")
 
@@ -259,3 +206,20 @@ def test_stacked_summands_have_the_arrays_memory_and_its_total(data):
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(varying.shards, x.shards, strict=True))
     with pytest.raises(LayoutError, match="must have a first dim"):
         unstack(varying, axes)
+
+
+@pytest.mark.parametrize(
+    "spec", [P("data"), P.flat("data", "model"), P(at={("data", "model"): 1}), P(None, unreduced="model")], ids=str
+)
+def test_sharded_saved_and_loaded_is_equal(spec):
+    assert fs.Sharded not in torch.serialization.get_safe_globals()  # importing registers none
+    x = fs.device_put(torch.arange(4.0), fs.Layout(MESH, spec, unit="block", frozen=True))
+    file = io.BytesIO()
+    torch.save({"x": x, "step": 3}, file)
+    file.seek(0)
+    with torch.serialization.safe_globals(fs.mesh.SAFE_GLOBALS):
+        loaded = torch.load(file, weights_only=True)["x"]
+    for y in (loaded, pickle.loads(pickle.dumps(x))):
+        assert (y.layout, y.shape, hash(y.layout)) == (x.layout, x.shape, hash(x.layout))
+        assert all(map(torch.equal, y.shards, x.shards))
+        assert torch.equal(fs.unshard(y), torch.arange(4.0))

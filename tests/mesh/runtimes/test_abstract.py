@@ -48,16 +48,16 @@ def in_context():
 
 @pytest.mark.parametrize("name", BODIES)
 def test_abstract_mesh_functions_return_virtual_shapes(name):
-    found = []
+    results = []
     for runtime in ("virtual", "abstract"):
         mesh = fs.make_mesh({"data": 4}, runtime=runtime)
         mapped = fs.shard_map(BODIES[name], mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         with torch.no_grad(), fs.ledger() as comm:
             y = mapped(torch.ones(8))
             (first, *_) = fs.run(lambda: BODIES[name](torch.ones(2)), mesh=mesh)
-        found.append((fs.typeof(y), fs.typeof(first), comm.bytes(0)))
+        results.append((fs.typeof(y), fs.typeof(first), comm.bytes(0)))
         assert runtime == "virtual" or y.shards[0].is_meta
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 ASKS = {

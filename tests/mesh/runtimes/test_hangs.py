@@ -1,4 +1,4 @@
-"""The end of calls on a backend where the host waits for none: their table, the abort, and the error of the next call."""
+"""The end of calls on a backend where the host waits for none: their table, the abort, the error of the next call."""
 
 import time
 from threading import Thread
@@ -17,27 +17,27 @@ from fshard.mesh.runtimes.nccl import end_hangs
 @pytest.fixture
 def world(monkeypatch):
     """A process of two, over a backend whose stream goes on only if `runs`, and the calls that leave its groups."""
-    found = SimpleNamespace(runs=True, left=[])
-    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: found.runs))
+    state = SimpleNamespace(runs=True, left=[])
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: state.runs))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     destroy = dist.destroy_process_group
 
     def all_reduce(*_, **__):
-        if found.left:
+        if state.left:
             raise RuntimeError("this group was aborted")
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     for module, name in ((dist, "destroy_process_group"), (dist.distributed_c10d, "_abort_process_group")):
-        monkeypatch.setattr(module, name, lambda name=name: found.left.append(name))
-    found.mesh = fs.make_mesh({"d": 2}, device="cpu", timeout=1)
-    found.process = process._state["world"]
-    found.process._store = found.store = dist.HashStore()
-    context = found.process._works, stream, found.store, found.process._has_left
+        monkeypatch.setattr(module, name, lambda name=name: state.left.append(name))
+    state.mesh = fs.make_mesh({"d": 2}, device="cpu", timeout=1)
+    state.process = process._state["world"]
+    state.process._store = state.store = dist.HashStore()
+    context = state.process._works, stream, state.store, state.process._has_left
     Thread(target=end_hangs, args=context, daemon=True).start()
-    yield found
+    yield state
     process._state["world"] = None
-    found.process._has_left.set()
+    state.process._has_left.set()
     destroy()
 
 

@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,46 +11,44 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.runtimes import interface
 from fshard.mesh.runtimes.interface import VARIABLE, choose_interface, interface_of
+from fshard.mesh.runtimes.process import ProcessWorld
+from fshard.mesh.spmd.scope import require
 
 HOSTS = {"fshard0": "10.213.7.1", "fshard1": "10.213.7.2"}
 """The namespaces and their addresses."""
 
 
-def _ip(*words: str) -> bool:
-    return subprocess.run(["ip", *words], check=False, capture_output=True).returncode == 0
+def _ip(words: str) -> bool:
+    return subprocess.run(["ip", *words.split()], check=False, capture_output=True).returncode == 0
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[str]]:
+def hosts():
     """Two network namespaces that are connected by a pair of interfaces."""
     first, second = HOSTS
+    lines = [f"netns add {name}" for name in HOSTS]
+    lines.append(f"link add fs0 netns {first} type veth peer fs1 netns {second}")
+    for index, (name, address) in enumerate(HOSTS.items()):
+        lines += [f"-n {name} link set lo up", f"-n {name} addr add {address}/24 dev fs{index}"]
+        lines.append(f"-n {name} link set fs{index} up")
     try:
-        is_made = _ip("netns", "add", first) and _ip("netns", "add", second)
-        is_made = is_made and _ip("link", "add", "fs0", "netns", first, "type", "veth", "peer", "fs1", "netns", second)
-        for index, (name, address) in enumerate(HOSTS.items()):
-            for words in (("link", "set", "lo"), ("addr", "add", f"{address}/24", "dev"), ("link", "set")):
-                tail = ["up"] if words[-1] == "lo" else [f"fs{index}", *(["up"] if words[0] == "link" else [])]
-                is_made = is_made and _ip("-n", name, *words, *tail)
-        if not is_made:
+        if not all(map(_ip, lines)):
             pytest.skip("network namespaces are not permitted")
         yield [*HOSTS]
     finally:
         for name in HOSTS:
-            _ip("netns", "del", name)
+            _ip(f"netns del {name}")
 
 
-def train(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+def train(mesh):
     """Return the parameters after three ZeRO-3 steps."""
     torch.manual_seed(0)
-    params = {"w": torch.randn(24, 40), "v": torch.randn(40, 3)}
-    params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
+    params = fs.shard_params({"w": torch.randn(24, 40), "v": torch.randn(40, 3)}, fs.fsdp("data"), mesh=mesh)
     opt = fs.partition_optimizer(fs.optim.adamw(1e-2), mesh=mesh, axis="data", stage=3)
-    step = fs.train_step(
-        lambda p, x: (x @ p["w"]).tanh().matmul(p["v"]).square().mean(), opt, mesh=mesh, batch=P("data")
-    )
-    state = opt.init(params)
-    for turn in range(3):
-        params, state, _ = step(params, state, torch.randn(8, 24, generator=torch.Generator().manual_seed(turn)))
+    loss_fn = lambda p, x: (x @ p["w"]).tanh().matmul(p["v"]).square().mean()  # noqa: E731
+    step, state = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data")), opt.init(params)
+    for seed in range(3):
+        params, state, _ = step(params, state, torch.randn(8, 24, generator=torch.Generator().manual_seed(seed)))
     return fs.unshard(params)
 
 
@@ -74,7 +70,7 @@ def test_two_machines_have_the_bits_of_virtual_devices(hosts, tmp_path):
     expected = train(fs.make_mesh({"data": 4}))
     for rank in range(4):
         params, transports = torch.load(tmp_path / str(rank))
-        assert transports == {"world": "Gloo", "host": "SharedMemory"}
+        assert transports == ["Gloo", "SharedMemory"]
         assert all(torch.equal(params[name], x) for name, x in expected.items())
 
 
@@ -99,24 +95,16 @@ def test_interface_of_an_address():
     assert interface_of("127.0.0.1") == "lo" and interface_of("203.0.113.77") is None
 
 
-def _main(path: Path) -> None:
-    from fshard.mesh.runtimes.process import ProcessWorld
-    from fshard.mesh.spmd.scope import require
+def kinds_of_transports():
+    mesh = fs.make_mesh({"host": 2, "process": 2})
+    world = ProcessWorld.of(mesh)
 
-    mesh = fs.make_mesh({"data": 4})
-    result = train(mesh)
-    grid = fs.make_mesh({"host": 2, "process": 2})
+    def main():
+        groups = [require("test").group(axes, "test") for axes in (("host", "process"), "process")]
+        return [type(world.transport(group)).__name__ for group in groups]
 
-    def kinds() -> dict[str, str]:
-        groups = {
-            "world": require("test").group(("host", "process"), "test"),
-            "host": require("test").group("process", "test"),
-        }
-        world = ProcessWorld.of(grid)
-        return {name: type(world.transport(group)).__name__ for name, group in groups.items()}
-
-    torch.save((result, fs.run(kinds, mesh=grid)[0]), path)
+    return fs.run(main, mesh=mesh)[0]
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    torch.save((train(fs.make_mesh({"data": 4})), kinds_of_transports()), sys.argv[1])

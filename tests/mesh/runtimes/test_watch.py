@@ -5,7 +5,6 @@ import os
 import random
 import re
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
+from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
 from fshard.mesh.runtimes.process import leave
 from fshard.mesh.spmd.scope import require
 from fshard.testing.processes import Processes, run_processes
@@ -23,50 +23,49 @@ from tests.mesh.shared_memory.test_direct import UNEVEN, uneven_message
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
-def psum(n):
-    return lambda: fs.psum(torch.ones(n), "data").sum().item()
-
-
-def nothing():
-    """Leave the collective out."""
-
-
 def exchange(other):
-    def both():
-        fs.send(torch.ones(3), "data", to=other)
-        return fs.recv(torch.ones(3), "data", source=other).sum().item() + psum(1)()
-
-    return both
+    fs.send(torch.ones(3), "data", to=other)
+    received = fs.recv(torch.ones(3), "data", source=other).sum().item()
+    return received + fs.psum(torch.ones(1), "data").sum().item()
 
 
-WRONG = {
-    "shape": (psum(2), psum(3)),
-    "collective": (lambda: fs.psum(torch.ones(2), "data"), lambda: fs.all_gather(torch.ones(2), "data")),
+ONES = torch.ones(2)
+PROGRAMS = {  # what process 0 does, what process 1 does; the error and its words
+    "right": (lambda: exchange(1), lambda: exchange(0), None),
     "line": (
-        lambda: fs.psum(torch.ones(2), "data"),
-        lambda: fs.psum(torch.ones(2), "data"),
+        lambda: fs.psum(ONES, "data"),
+        lambda: fs.psum(ONES, "data"),
+        MismatchError, "Only the lines differ",
     ),
-    "missing": (psum(2), nothing),
-    "message": (lambda: fs.recv(torch.ones(2), "data", source=1), nothing),
-    "wrong message": (
-        lambda: fs.recv(torch.ones(2), "data", source=1),
-        lambda: fs.send(torch.ones(3), "data", to=0),
+    "shape": (
+        lambda: fs.psum(ONES, "data"), lambda: fs.psum(torch.ones(3), "data"), MismatchError,
+        "psum of float32[2] over data at", "psum of float32[3] over data at", "process 0", "process 1",
     ),
-    "none": (exchange(1), exchange(0)),
-}
-"""What process 0 does, and what process 1 does."""
+    "collective": (
+        lambda: fs.psum(ONES, "data"), lambda: fs.all_gather(ONES, "data"), MismatchError,
+        "psum of float32[2] over data at", "all_gather(dim=0) of float32[2] over data at",
+    ),
+    "another message": (
+        lambda: fs.recv(ONES, "data", source=1), lambda: fs.send(torch.ones(3), "data", to=0), MismatchError,
+        "expects a message of float32[2] over data at", "received a message of float32[3]",
+    ),
+    "nothing": (
+        lambda: fs.psum(ONES, "data"), lambda: None, DeadlockError,
+        "process 0: waits in psum of float32[2] over data at", "process 1: has finished",
+    ),
+    "no message": (
+        lambda: fs.recv(ONES, "data", source=1), lambda: None, DeadlockError,
+        "process 0: waits in recv of a message of float32[2] over data from process 1 at",
+    ),
+}  # fmt: skip
 
 
-def different(kind):
-    mesh = fs.make_mesh({"data": 2})
-
+def run_program(kind):
     def main():
-        first = fs.axis_index("data") == 0
-        fs.psum(torch.ones(2), "data")
-        here, elsewhere = WRONG[kind]
-        return here() if first else elsewhere()
+        fs.psum(ONES, "data")
+        return PROGRAMS[kind][fs.axis_index("data")]()
 
-    return fs.run(main, mesh=mesh)[0]
+    return fs.run(main, mesh=fs.make_mesh({"data": 2}))[0]
 
 
 @pytest.fixture(scope="module")
@@ -81,102 +80,61 @@ def four_checked(link):
         yield pool
 
 
-@pytest.mark.parametrize(
-    ("kind", "error", "words"),
-    [
-        (
-            "shape",
-            fs.errors.MismatchError,
-            ["psum of float32[2] over data at", "psum of float32[3] over data at", "process 0", "process 1"],
-        ),
-        (
-            "collective",
-            fs.errors.MismatchError,
-            ["psum of float32[2] over data at", "all_gather(dim=0) of float32[2] over data at"],
-        ),
-        ("line", fs.errors.MismatchError, ["Only the lines differ"]),
-        (
-            "missing",
-            fs.errors.DeadlockError,
-            ["process 0: waits in psum of float32[2] over data at", "process 1: has finished"],
-        ),
-        (
-            "message",
-            fs.errors.DeadlockError,
-            ["process 0: waits in recv of a message of float32[2] over data from process 1 at"],
-        ),
-        (
-            "wrong message",
-            fs.errors.MismatchError,
-            ["expects a message of float32[2] over data at", "received a message of float32[3]"],
-        ),
-    ],
-)
-def test_check_wrong_program_raises_instead_of_hanging(kind, error, words, checked):
-    ends = error is fs.errors.DeadlockError  # that takes processes that really end
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_check_wrong_program_raises_instead_of_hanging(kind, checked):
+    _, _, error, *words = PROGRAMS[kind]
+    if error is None:
+        assert checked.run(run_program, kind) == [5.0, 5.0]
+        return
+    run = checked.run_last if error is DeadlockError else checked.run  # that takes processes that really end
     with pytest.raises(error) as raised:
-        checked.run_last(different, kind) if ends else checked.run(different, kind)
+        run(run_program, kind)
     assert all(word in str(raised.value) for word in words)
 
 
-def test_check_right_program_runs(checked):
-    assert checked.run(different, "none") == [5.0, 5.0]
-    run_processes(different, 2, "line", environment={"FSHARD_CHECK": "shapes"}, timeout=30)
+def test_check_of_shapes_allows_different_lines():
+    run_processes(run_program, 2, "line", environment={"FSHARD_CHECK": "shapes"}, timeout=30)
 
 
 def global_array(of):
-    mesh = fs.make_mesh({"data": 2})
-    pieces = fs.from_local(torch.ones(of[dist.get_rank()]), fs.Layout(mesh, P("data")))
-    row = fs.shard_map(
-        lambda x: fs.from_local(x, fs.Layout(mesh, P("data"))).local, mesh=mesh, in_specs=P(), out_specs=P()
-    )
-    return fs.unshard(pieces).tolist(), row(torch.ones(1)).shape
+    layout = fs.Layout(fs.make_mesh({"data": 2}), P("data"))
+    x = fs.from_local(torch.ones(of[dist.get_rank()]), layout)
+    row = fs.shard_map(lambda x: fs.from_local(x, layout).local, mesh=layout.mesh, in_specs=P(), out_specs=P())
+    return fs.unshard(x).tolist(), row(torch.ones(1)).shape
 
 
 def test_check_from_local_of_unequal_shapes_raises(checked):
     assert checked.run(global_array, (2, 2)) == [([1.0] * 4, (1,))] * 2
-    with pytest.raises(fs.errors.MismatchError) as raised:
+    with pytest.raises(MismatchError) as raised:
         checked.run(global_array, (2, 3))
-    assert all(f"process {place}: from_local of f32[{n}@data]" in str(raised.value) for place, n in [(0, 4), (1, 6)])
+    assert all(f"process {rank}: from_local of f32[{n}@data]" in str(raised.value) for rank, n in [(0, 4), (1, 6)])
 
 
 # -- handles ------------------------------------------------------------------------------------------------------
 
-CALLS = {
-    "psum": lambda x, axes: fs.psum.start(x, axes),
-    "wide psum": lambda x, axes: fs.psum.start(x.expand(3000).contiguous(), axes),
-    "all_gather": lambda x, axes: fs.all_gather.start(x, axes),
-    "broadcast": lambda x, axes: fs.broadcast.start(x, axes, source=1),
-    "all_to_all": lambda x, axes: fs.all_to_all.start(x.repeat(fs.axis_size(axes)), axes),
+CALLS = {  # what is started with a tensor of one element, and the result from the numbers of the group
+    "psum": (lambda x, axes: fs.psum.start(x, axes), lambda xs: [sum(xs)]),
+    "wide psum": (lambda x, axes: fs.psum.start(x.expand(3000).contiguous(), axes), lambda xs: [sum(xs)] * 3000),
+    "all_gather": (lambda x, axes: fs.all_gather.start(x, axes), lambda xs: xs),
+    "broadcast": (lambda x, axes: fs.broadcast.start(x, axes, source=1), lambda xs: [xs[1]]),
+    "all_to_all": (lambda x, axes: fs.all_to_all.start(x.repeat(fs.axis_size(axes)), axes), lambda xs: xs),
 }
-"""What is started with a tensor of one element."""
-
-
-def expected(name, xs):
-    """Return what every process gets of the numbers that its group holds."""
-    return {
-        "psum": [sum(xs)],
-        "wide psum": [sum(xs)] * 3000,
-        "all_gather": xs,
-        "all_to_all": xs,
-        "broadcast": [xs[1]],
-    }[name]
 
 
 def legal_order(calls, draw):
     """Return one process's steps: (call, whether it is started or waited for), in an order that cannot deadlock.
 
-    Calls along the same axes are started in the order of the program, others in any.  A call is waited for when all that
-    the program has before it have been started; so the first that is not done can always be done.
+    Calls along the same axes are started in the order of the program, others in any. A call is waited for when all
+    before it in the program have been started; so the first that is not done can always be done.
     """
     starts = draw.sample(range(len(calls)), len(calls))
     for axes in {axes for _, axes in calls}:
-        places = [place for place, call in enumerate(starts) if calls[call][1] == axes]
-        for place, call in zip(places, sorted(starts[place] for place in places), strict=True):
-            starts[place] = call
+        indices = [index for index, call in enumerate(starts) if calls[call][1] == axes]
+        for index, call in zip(indices, sorted(starts[index] for index in indices), strict=True):
+            starts[index] = call
     steps = [(call, True) for call in starts]
     for call in draw.sample(range(len(calls)), len(calls)):
-        before = [place for place, (other, begins) in enumerate(steps) if begins and other <= call]
+        before = [index for index, (started, begins) in enumerate(steps) if begins and started <= call]
         steps.insert(draw.randint(max(before) + 1, len(steps)), (call, False))
     return steps
 
@@ -186,12 +144,13 @@ def run_in_legal_order(calls, seed):
         handles, wrong = {}, []
         for call, begins in legal_order(calls, random.Random(10 * seed + dist.get_rank())):
             name, axes = calls[call]
+            start, expected = CALLS[name]
             if begins:
-                handles[call] = CALLS[name](torch.tensor([100.0 * call + dist.get_rank()]), axes)
+                handles[call] = start(torch.tensor([100.0 * call + dist.get_rank()]), axes)
             else:
                 xs = [100.0 * call + member for member in require("the test").group(axes, "the test").members]
-                found, wanted = handles[call].wait().tolist(), expected(name, xs)
-                wrong += [] if found == wanted else [(name, axes, found, wanted)]
+                result = handles[call].wait().tolist()
+                wrong += [] if result == expected(xs) else [(name, axes, result)]
         return wrong
 
     mesh = fs.make_mesh({"a": 2, "b": 2})
@@ -229,8 +188,8 @@ def start_along_two_axes(first, second):
 
 
 def test_check_groups_started_in_different_orders_do_not_raise(four_checked):
-    found = [(4.0, [4.0, 3.0]), (3.0, [6.0, 3.0]), (2.0, [4.0, 7.0]), (1.0, [6.0, 7.0])]
-    assert four_checked.run(start_along_two_axes, "a", "b") == found
+    results = [(4.0, [4.0, 3.0]), (3.0, [6.0, 3.0]), (2.0, [4.0, 7.0]), (1.0, [6.0, 7.0])]
+    assert four_checked.run(start_along_two_axes, "a", "b") == results
 
 
 STARTED_WRONG = {
@@ -244,6 +203,8 @@ STARTED_WRONG = {
              lambda x: [fs.psum.start(x, "b")]),
     "another waits": (lambda x: [fs.psum.start(x, "b"), fs.psum.start(x, "a")][::-1],
                       lambda x: [fs.psum.start(x[1:], "b"), fs.psum.start(x, "a")]),
+    "a later one is waited for": (lambda x: [fs.psum.start(x, "b"), fs.all_gather.start(x, "b")][::-1],
+                                  lambda x: [fs.psum.start(x[1:], "b")]),
 }  # fmt: skip
 """What processes 0 and 2 start, and what processes 1 and 3 start."""
 
@@ -255,7 +216,7 @@ def start_wrongly(kind):
             try:
                 for handle in STARTED_WRONG[kind][dist.get_rank() % 2](torch.ones(4)):
                     handle.wait()
-            except fs.errors.MismatchError as error:
+            except MismatchError as error:
                 told.append(str(error))
         assert time.monotonic() - began < 10
         dist.barrier()  # else one that is ahead would leave while another still sends
@@ -285,7 +246,7 @@ def differentiate_unevenly(f, timeout):
     def main():
         try:
             f(torch.tensor([1.0, 2.0], requires_grad=True), fs.axis_index("d") == 0)
-        except (fs.errors.MismatchError, fs.errors.CollectiveTimeoutError, fs.errors.LostProcessError) as error:
+        except (MismatchError, CollectiveTimeoutError, LostProcessError) as error:
             return f"{type(error).__name__}: {error}"
 
     try:
@@ -305,48 +266,39 @@ def test_check_uneven_differentiation_raises_on_all_waiting(f, checked):
 
 def test_gloo_uneven_differentiation_raises():
     for f in UNEVEN:
-        told = run_processes(differentiate_unevenly, 2, f, 1, environment={"FSHARD_DIRECT": "0"}, timeout=60)
+        told = run_processes(differentiate_unevenly, 2, f, 2, environment={"FSHARD_DIRECT": "0"}, timeout=60)
         told = [text for text in told if text is not None]
         # a sender does not wait for its receiver; but one that comes a second late finds it gone
         assert len(told) == 2 or (f is uneven_message and len(told) == 1), f
-        errors = (
-            ("MismatchError",)
-            if f is not uneven_message
-            else ("CollectiveTimeoutError", "LostProcessError", "Mismatch")
-        )
-        assert all(text.startswith(errors) for text in told), told
+        late = ("CollectiveTimeoutError", "LostProcessError") if f is uneven_message else ()
+        assert all(text.startswith(("MismatchError", *late)) for text in told), told
 
 
 # -- whoever is lost -----------------------------------------------------------------------------------------------
 
 
-def call_one_that(what):
-    mesh = fs.make_mesh({"data": 2}, timeout=1)
-    if dist.get_rank() == 1 and what == "dies":
+def call_with_process_that(fate, path):
+    mesh, is_first = fs.make_mesh({"data": 2}, timeout=1), dist.get_rank() == 0
+    if not is_first and fate == "dies":
         os._exit(3)
-    if dist.get_rank() == 1 and what == "is late":
+    if not is_first:
         time.sleep(4)
-        return "late"
+        return
     began = time.monotonic()
-    try:
+    with pytest.raises((LostProcessError, CollectiveTimeoutError)) as error:
         fs.run(lambda: fs.psum(torch.ones(2), "data"), mesh=mesh)
-    except (fs.errors.LostProcessError, fs.errors.CollectiveTimeoutError) as error:
-        text = f"{type(error).__name__}: {error}"
-    (Path(os.environ["SAID"]) / "said").write_text(f"{time.monotonic() - began:.0f} s {text}")
-    return text
+    path.write_text(f"{time.monotonic() - began:.0f} s {error.type.__name__}: {error.value}")
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("fate", "words"),
     [
         ("dies", r"[0-2] s LostProcessError: psum .* at .*test_watch"),
-        ("is late", r"[1-3] s CollectiveTimeoutError: psum"),
+        ("is late", r"(?s)[1-3] s CollectiveTimeoutError: psum.*process 1: runs"),
     ],
 )
-def test_check_dead_or_late_process_raises(what, words, tmp_path):
-    environment = {"FSHARD_CHECK": "1", "SAID": str(tmp_path)}
+def test_check_dead_or_late_process_raises(fate, words, tmp_path):
+    path = tmp_path / "error"
     with contextlib.suppress(RuntimeError):
-        run_processes(call_one_that, 2, what, environment=environment, timeout=30)
-    said = (tmp_path / "said").read_text()
-    assert re.match(words, said), said
-    assert what == "dies" or "process 1: runs" in said
+        run_processes(call_with_process_that, 2, fate, path, environment={"FSHARD_CHECK": "1"}, timeout=30)
+    assert re.match(words, path.read_text()), path.read_text()

@@ -24,16 +24,16 @@ def summands(count, dtype, index):
 
 def sums():
     """Sum numbers of several dtypes and counts, some of which the devices do not share evenly."""
-    index, found = fs.axis_index("d"), []
+    index, results = fs.axis_index("d"), []
     for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int16):
         for count in (0, 5, 8):
             x = summands(count, dtype, index)
-            found.append(fs.psum(x, "d"))
+            results.append(fs.psum(x, "d"))
             if dtype is torch.bfloat16:
-                found.append(fs.pmax(x, "d"))
+                results.append(fs.pmax(x, "d"))
             if count % N == 0:
-                found.append(fs.psum_scatter(x, "d"))
-    return found
+                results.append(fs.psum_scatter(x, "d"))
+    return results
 
 
 def step(stage, mesh):
@@ -41,14 +41,8 @@ def step(stage, mesh):
     params = {"w": torch.zeros(10), "v": torch.zeros(3)}
     params = fs.shard_params(params, fs.fsdp("d") if stage == 3 else P(), mesh=mesh)
     opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="d", stage=stage)
-    run = fs.train_step(
-        lambda p, x: (p["w"] * x).sum() + (p["v"] * x[:, :3]).sum(),
-        opt,
-        mesh=mesh,
-        batch=P("d"),
-        reproducible=True,
-        slices=8,
-    )
+    loss_fn = lambda p, x: (p["w"] * x).sum() + (p["v"] * x[:, :3]).sum()  # noqa: E731
+    run = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("d"), reproducible=True, slices=8)
     params, _, metrics = run(params, opt.init(params), SUMMANDS[:, None] * torch.arange(1.0, 11.0))
     return [*fs.unshard(params).values(), metrics["loss"], metrics["grad_norm"]]
 
@@ -68,13 +62,13 @@ def over_nccl():
 def test_nccl_sums_in_reproducible_mode_have_the_bits_of_virtual_ones():
     collectives, steps = everything(fs.make_mesh({"d": N}))
     processes = run_processes(over_nccl, N, environment={"FSHARD_BACKEND": "nccl_rules"})
-    for expected, (own, own_steps, notes) in zip(collectives, processes, strict=True):
+    for expected, (sums_of_rank, steps_of_rank, notes) in zip(collectives, processes, strict=True):
         assert notes == ([], 0)
-        for xs, ys in [(own, expected), *zip(own_steps, steps, strict=True)]:
+        for xs, ys in [(sums_of_rank, expected), *zip(steps_of_rank, steps, strict=True)]:
             assert all(x.dtype == y.dtype and x.equal(y) for x, y in zip(xs, ys, strict=True))
 
 
-# -- CUDA ---------------------------------------------------------------------------------------------------------------
+# -- CUDA ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -82,12 +76,8 @@ def unset(monkeypatch):
     """Restore the settings of the process after a test."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     owners = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
-    names = (
-        "benchmark",
-        "allow_bf16_reduced_precision_reduction",
-        "allow_fp16_reduced_precision_reduction",
-        "fp32_precision",
-    )
+    reductions = (f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16"))
+    names = "benchmark", *reductions, "fp32_precision"
     before = [(owner, name, getattr(owner, name)) for owner in owners for name in names if hasattr(owner, name)]
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     torch.backends.cudnn.benchmark = True
@@ -103,11 +93,8 @@ def test_cuda_settings_are_required_until_the_lines_of_the_error_are_run(unset):
     lines = missing_cuda_settings()
     assert len(lines) == 8 and "\n".join(lines) in guide.read_text()
     for index, line in enumerate(lines):
-        with (
-            pytest.raises(ValueError, match="CUDA kernels must be deterministic") as error,
-            deterministic(True, "cuda"),
-        ):
-            pass
+        with pytest.raises(ValueError, match="CUDA kernels must be deterministic") as error:
+            deterministic(True, "cuda").__enter__()
         assert str(error.value).splitlines()[1:] == [f"    {rest}" for rest in lines[index:]]
         exec(line, {"os": os, "torch": torch})
     with deterministic(True, "cuda"):
