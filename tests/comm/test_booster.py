@@ -88,7 +88,11 @@ def mixed(before, after, step):
     return [(before[i - 1] + before[i] + before[(i + 1) % n]) / 3 + after[i] - before[i] for i in range(n)]
 
 
-EVERY, RING = {"node": 4}, {"node": comm.ring}
+def unchanged(before, after, step):
+    return after
+
+
+EVERY, RING, ALL = {"node": 4}, {"node": comm.ring}, {"node": comm.top_k(1.0)}
 
 
 @pytest.mark.parametrize(
@@ -99,17 +103,20 @@ EVERY, RING = {"node": 4}, {"node": comm.ring}
         (fs.DDPPlugin(local_steps=4), {"node": 5}, averaged(4)),
         (fs.ZeroPlugin(stage=1, gossip=RING), {"node": 4, "gpu": 1}, mixed),
         (fs.DDPPlugin(gossip=comm.ring(3)), {"node": 3}, mixed),
+        (fs.DDPPlugin(compress=ALL), NODES, unchanged),
+        (fs.ZeroPlugin(stage=1, compress=ALL), NODES, unchanged),
+        (fs.ZeroPlugin(stage=2, compress=ALL), NODES, unchanged),
     ],
-    ids=["ddp", "zero 1", "one axis", "gossip", "graph"],
+    ids=["ddp", "zero 1", "one axis", "gossip", "graph", "compress, ddp", "compress, zero 1", "compress, zero 2"],
 )
 def test_loops_train_as_a_list_of_modules(plugin, axes, rule):
     """The last batch has 3 samples, fewer than devices: a replica with none computes on its neighbours'."""
-    models, mesh = plain(axes, "node", rule), fs.make_mesh(axes)
+    models, mesh = plain({"node": 1} if rule is unchanged else axes, "node", rule), fs.make_mesh(axes)
     states = [model.state_dict() for model in models]
     mean = {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
     for device, (state, output) in enumerate(run(plugin, axes=axes)):
         torch.testing.assert_close(dict(state), mean)
-        model = models[mesh.coordinates(device)["node"]]
+        model = models[mesh.coordinates(device)["node"] % len(models)]
         torch.testing.assert_close(output, model(DATA.tensors[0][:3]))
 
 
@@ -124,7 +131,7 @@ def test_nothing_is_sent_between_averages():
     assert fs.run(main, mesh=fs.make_mesh(NODES)) == [d] * 4  # a pmean of two devices
 
 
-COMPRESS = {"node": comm.error_feedback(comm.top_k(0.2))}
+COMPRESS = {"node": comm.error_feedback(comm.quantized(4, block=8, stochastic=True))}
 PLUGINS = {
     "local steps": fs.ZeroPlugin(stage=1, local_steps=EVERY, sync_batchnorm=True),
     "gossip": fs.DDPPlugin(gossip=RING),
@@ -139,7 +146,7 @@ def scaled(model):
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_resumed_loops_have_the_bits_of_others(name, tmp_path):
-    """With draws and buffers that differ between replicas, between two averages."""
+    """With draws and buffers that differ between replicas, between two averages; and with draws of a compressor."""
     options = {"dropout": 0.5, "optimizer": scaled if name == "gossip" else adamw}
 
     def main():

@@ -34,10 +34,6 @@ def started(use, rules=None):
     return call
 
 
-def compressed_inside(plugin):
-    return fs.run(lambda: steps.boosted(plugin), mesh=fs.make_mesh(steps.AXES))
-
-
 class Signs(torch.optim.SGD):
     pass
 
@@ -84,7 +80,7 @@ MISUSE = [
     (lambda: steps.train_stages({"pipe": FEEDBACK}), "axes that do not shard the parameters"),
     (lambda: fs.DDPPlugin(options={"reduce": torch.int8}), "reduce must be a floating dtype"),
     (lambda: fs.DDPPlugin(compress=FEEDBACK, reproducible=True), "compress must be None with reproducible"),
-    (lambda: compressed_inside(fs.DDPPlugin(compress=FEEDBACK)), "for each axis"),
+    (lambda: booster.run(fs.DDPPlugin(compress=FEEDBACK)), "for each axis"),
     # replicas
     (replicas_of(comm.local_sgd, every=0), "every must be"),
     (replicas_of(comm.diloco, outer=replicas.NESTEROV, every=0), "every must be"),
