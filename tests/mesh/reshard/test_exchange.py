@@ -1,11 +1,10 @@
 """Direct exchanges: nobody is sent what it has, on every runtime."""
 
-import random
 from math import prod
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fshard as fs
@@ -66,38 +65,21 @@ def test_plan_equal_owners_in_other_order_is_empty():
 
 
 def some_problems(count=40):
-    """Problems drawn by a seed, the same in every process."""
-    drawn = random.Random(5)
+    """Draw problems that take a direct exchange, or coordinates; each in two dtypes."""
     cases = []
-    while len(cases) < count:
-        axes = drawn.choice([{"a": 4}, {"a": 2, "b": 2}, {"b": 2, "a": 2}])
-        shape = tuple(drawn.choice([1, 2, 3, 4, 7, 8]) for _ in range(drawn.randrange(4)))
-        before, after = (_drawn(drawn, axes, shape) for _ in range(2))
-        if not set(after.unreduced) - set(before.unreduced):
-            steps = plan(before, after, shape, tuple(axes.items()))
-            if any(step.kind == "direct" or step.at for step in steps):
-                cases.append((axes, shape, before, after))
+
+    @settings(max_examples=10 * count, derandomize=True, database=None)
+    @given(problems([{"a": 4}, {"a": 2, "b": 2}, {"b": 2, "a": 2}]))
+    def draw(problem):
+        axes, shape, before, after = problem
+        steps = plan(before, after, shape, tuple(axes.items()))
+        is_told = any(step.kind == "direct" or step.at for step in steps) and {*after.unreduced} <= {*before.unreduced}
+        if is_told and len(cases) < 2 * count:
+            cases.extend((*problem, dtype) for dtype in (torch.float32, torch.bfloat16))
+
+    draw()
+    assert len(cases) == 2 * count
     return cases
-
-
-def _drawn(drawn, axes, shape):
-    names = drawn.sample(list(axes), len(axes))
-    unreduced = tuple(names.pop() for _ in range(drawn.randrange(2)))
-    cut = names[: drawn.randrange(len(names) + 1)]
-    kind = drawn.randrange(3)
-    if not cut or (kind > 0 and not shape):
-        return P(unreduced=unreduced)
-    on = {cut.pop(): 1} if len(cut) > 1 else {}
-    if kind == 0:
-        return P.flat(*cut, unreduced=unreduced, at=on)
-    if kind == 1:
-        return P(at={(*cut, *on): drawn.randrange(prod(axes[axis] for axis in (*cut, *on)))}, unreduced=unreduced)
-    dims = [[] for _ in shape]
-    for axis in cut:
-        dim = drawn.randrange(len(shape))
-        if shape[dim] % prod(axes[other] for other in (*dims[dim], axis)) == 0:
-            dims[dim].append(axis)
-    return P(*map(tuple, dims), unreduced=unreduced, at=on)
 
 
 def resharded(axes, shape, before, after, dtype, runtime):
@@ -118,15 +100,12 @@ def resharded(axes, shape, before, after, dtype, runtime):
     return {device: (shard, comm.bytes(device)) for device, shard in zip(devices, y.shards, strict=True)}
 
 
-def in_processes(table):
-    world = None
-    for axes, *_ in some_problems(1):
-        world = ProcessWorld.of(fs.make_mesh(axes, runtime="process"))
+def in_processes(table, cases):
+    world = ProcessWorld.of(fs.make_mesh(cases[0][0], runtime="process"))
     if table == "native":
         dist = torch.distributed
         everybody = tuple(range(dist.get_world_size()))
         world._transports[everybody] = Nccl(world._works, dist.group.WORLD, dist.get_rank(), len(everybody))
-    cases = [(*case, dtype) for case in some_problems() for dtype in (torch.float32, torch.bfloat16)]
     try:
         with deterministic(table == "native", "cpu"):  # else the backend adds in an order of its own
             return [resharded(*case, "process") for case in cases]
@@ -136,13 +115,13 @@ def in_processes(table):
 
 @pytest.mark.parametrize("table", ["direct", "gloo", "native"])
 def test_direct_exchange_between_processes_equals_virtual(table):
+    cases = some_problems()
     with Processes(4, environment={"FSHARD_DIRECT": "1" if table == "direct" else "0"}, timeout=90) as pool:
-        reports = pool.run(in_processes, table)
-    cases = [(*case, dtype) for case in some_problems() for dtype in (torch.float32, torch.bfloat16)]
-    for place, case in enumerate(cases):
+        reports = pool.run(in_processes, table, cases)
+    for number, case in enumerate(cases):
         expected = resharded(*case, "virtual")
         for rank, report in enumerate(reports):
-            ((device, (shard, count)),) = report[place].items()
+            ((device, (shard, count)),) = report[number].items()
             assert device == rank and count == expected[rank][1], case
             assert torch.equal(shard, expected[rank][0]), case
 
