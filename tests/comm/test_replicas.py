@@ -31,7 +31,7 @@ def batch(step):
 def inner_step(mesh, opt=None, stage=1):
     inner = mesh["gpu"]
     opt = fs.partition_optimizer(opt or fs.optim.sgd(0.25), mesh=inner, axis="gpu", stage=stage)
-    return fs.train_step(loss_fn, opt, mesh=inner, batch=P("gpu"))
+    return fs.train_step(loss_fn, opt, mesh=inner, batch=P("gpu"), donate=True)
 
 
 def train(make, count=6, axes=None, folder=None, rules=None, **options):

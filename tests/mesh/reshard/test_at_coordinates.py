@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import P
 from fshard.mesh.layout import flatten
-from fshard.optim import clip_by_global_norm, global_norm
 from fshard.optim.contract import pure_step
 from tests.optim.test_per_device import ROWS
 
@@ -178,24 +177,3 @@ def test_loss_with_params_at_coordinates_equals_serial(stage):
     torch.testing.assert_close(value, expected.detach())
     for found, wanted in zip(grads, torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(fs.unshard(found), wanted)
-
-
-@given(st.data())
-def test_global_norm_at_coordinates_counts_elements_once(data):
-    mesh = fs.make_mesh(MESH)
-    wholes = [numbers((4, 3), seed).double() for seed in range(4)]
-    choices = [
-        P(at={"pipe": 1}),
-        P.flat("data", at={"pipe": 0}),
-        P("data", at={"pipe": 1}),
-        P(),
-        P.flat("pipe"),
-        P("data"),
-    ]
-    specs = [data.draw(st.sampled_from(choices)) for _ in wholes]
-    laid = [fs.device_put(x, fs.Layout(mesh, spec)) for x, spec in zip(wholes, specs, strict=True)]
-    assert torch.equal(global_norm(laid), global_norm(wholes))
-    clip = clip_by_global_norm(1.0)
-    clipped, _ = clip.update(laid, clip.init(laid), laid)
-    serial, _ = clip.update(wholes, clip.init(wholes), wholes)
-    assert all(torch.equal(fs.unshard(x), y) for x, y in zip(clipped, serial, strict=True))

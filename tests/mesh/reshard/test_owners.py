@@ -304,32 +304,3 @@ def test_direct_exchange_above_limit_runs_in_rounds(monkeypatch):
     with fs.ledger() as comm:
         fs.reshard(flat, [fs.Layout(mesh, P(at={"data": owner})) for owner in (0, 1, 0)])
     assert comm.calls() == 2 and comm.bytes() == 2 * 16
-
-
-# -- the layout -----------------------------------------------------------------------------------------------------------
-
-
-def test_owner_layout_stores_full_tensor_once():
-    mesh = fs.make_mesh({"data": 2, "model": 2})
-    x = fs.device_put(torch.ones(2, 3), fs.Layout(mesh, P(at={"data": 1})))
-    assert str(fs.typeof(x)) == "f32[2, 3]{at:data=1}"
-    assert [tuple(shard.shape) for shard in x.shards] == [(0, 0), (0, 0), (2, 3), (2, 3)]
-    number = fs.device_put(torch.tensor(2.0), fs.Layout(mesh, P(at={("data", "model"): 2})))
-    assert [shard.tolist() for shard in number.shards] == [[], [], 2.0, []]
-    assert fs.unshard(number) == 2 and repr(number.spec) == 'P(at={("data", "model"): 2})'
-    assert hash(P(at={"data": 1})) != hash(P.flat("data")) and P(at={"data": 1}) != P(at={"data": 0})
-
-
-@given(st.data())
-@settings(max_examples=30)
-def test_out_specs_with_owner_returns_its_value(data):
-    n = data.draw(st.sampled_from([1, 2, 3]))
-    owner = data.draw(st.integers(0, n - 1))
-    mesh, spec = fs.make_mesh({"data": n}), P(at={"data": owner}, shape=(2, 3))
-
-    def body(x):
-        return x if fs.axis_index("data") == owner else x[:0, :0]
-
-    whole = numbers((2, 3), 0)
-    result = fs.shard_map(body, mesh=mesh, in_specs=P(), out_specs=spec)(whole)
-    assert torch.equal(fs.unshard(result), whole)
