@@ -158,10 +158,11 @@ def steps_of_training(opt, mesh, stage, params, batches, **options):
     state = divided.init(params)
     step = fs.train_step(loss_fn, divided, mesh=mesh, batch=P("data"), reproducible=True, **options)
     before = types((params, state))
+    metrics = {}
     for batch in batches:
-        params, state, _ = step(params, state, batch)
+        params, state, metrics = step(params, state, batch)
         assert types((params, state)) == before
-    return params, state
+    return params, state, metrics["loss"], metrics["grad_norm"]
 
 
 @pytest.mark.parametrize("name", [*ALL, *OPTIMIZERS])
@@ -172,6 +173,8 @@ def test_training_any_tree_equal_bits_and_layouts(name, data):
     params, _ = data.draw(trees())
     if not any(x.numel() for x in params.values()):
         params["a"] = torch.ones(2, 2)
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+    params = {name: x.to(dtype) for name, x in params.items()}
     batches = [numbers((16, 2), data.draw(st.integers(0, 99))) for _ in range(2)]
     n = data.draw(st.sampled_from([2, 1, 4, 8]))
     accumulate = data.draw(st.sampled_from([turns for turns in (1, 2, 4, 8) if turns * n <= 8]))
