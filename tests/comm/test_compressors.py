@@ -178,14 +178,14 @@ def test_bytes_are_those_of_the_formula(compress, expected, n):
     assert ledger.bytes() == expected(n)
 
 
-def test_power_sgd_finds_a_matrix_of_its_rank_in_two_steps_after_zeros():
+def test_power_sgd_finds_a_matrix_of_its_rank_in_the_step_after_zeros():
     matrix = torch.outer(torch.randn(30, generator=torch.Generator().manual_seed(1)), torch.linspace(1, 2, 20))
 
     def make(device, step):
         return {"matrix": (1 + device) * matrix * (step > 0)}
 
-    results, _ = on_devices(comm.power_sgd(1), 3, n=2, make=make)[0]
-    torch.testing.assert_close(results[2][0]["matrix"], 3 * matrix, rtol=1e-4, atol=1e-4)
+    results, _ = on_devices(comm.power_sgd(1), 2, n=2, make=make)[0]
+    torch.testing.assert_close(results[1][0]["matrix"], 3 * matrix, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)

@@ -19,8 +19,8 @@ def full_params():
     return {**params, "half": torch.ones(9, dtype=torch.bfloat16)}
 
 
-def batch(rows=8):
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(1))
+def batch():
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 
 def loss_fn(params, x):
@@ -37,7 +37,7 @@ def last_stage(params, y):
     return y * params["scale"] + params["odd"][:5]
 
 
-def train(compress, *, stage=0, axis="gpu", opt=None, count=3, mesh=None, rules=None, x=None, tied=False, **options):
+def train(compress, *, stage=0, axis="gpu", opt=None, count=3, mesh=None, rules=None, tied=False, **options):
     """Train a model in which `frozen`, `unused` and maybe ties occur; return its parameters, state and metrics."""
     mesh, params = mesh or fs.make_mesh(AXES), full_params()
     params = fs.shard_params(
@@ -45,11 +45,11 @@ def train(compress, *, stage=0, axis="gpu", opt=None, count=3, mesh=None, rules=
     )
     opt = fs.partition_optimizer(opt or fs.optim.sgd(RATE), mesh=mesh, axis=axis, stage=stage, compress=compress)
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P(mesh.axis_names), **options)
-    return follow(step, params, opt, count, batch() if x is None else x)
+    return follow(step, params, opt, count)
 
 
-def follow(step, params, opt, count, x):
-    state, metrics = opt.init(params), []
+def follow(step, params, opt, count, x=None):
+    state, metrics, x = opt.init(params), [], batch() if x is None else x
     for _ in range(count):
         params, state, values = step(params, state, x)
         metrics.append(values)
@@ -80,7 +80,7 @@ def train_stages(
         inputs=lambda x: x,
         **options,
     )
-    trees, state, metrics = follow(step, params, opt, count, batch())
+    trees, state, metrics = follow(step, params, opt, count)
     return {**trees[0], **trees[1]}, state, metrics
 
 
@@ -262,7 +262,7 @@ def train_delayed(nodes=2):
         params = fs.shard_params(full_params(), P(), mesh=mesh, frozen="frozen")
         opt = fs.partition_optimizer(fs.optim.sgd(RATE), mesh=mesh, axis="node", stage=0, compress={"node": delayed})
         step = fs.train_step(logged_loss, opt, mesh=mesh, batch=P("node"))
-        params, *_ = follow(step, params, opt, 3, batch())
+        params, *_ = follow(step, params, opt, 3)
         results.append(([*log], [*params.values()]))
     (events, params), (_, expected) = results
     return events, all(map(torch.equal, params, expected))
