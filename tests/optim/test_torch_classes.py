@@ -1,4 +1,4 @@
-"""Classes of torch.optim, as pure optimizers and boosted; and optimizers of one's own class, which step on local shards."""
+"""Classes of torch.optim, as pure optimizers and boosted; optimizers of one's own class, which step on local shards."""
 
 from itertools import product
 

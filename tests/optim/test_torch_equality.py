@@ -98,7 +98,7 @@ def test_fused_step_accepts_any_gradient_strides():
 @pytest.mark.parametrize("make", [optim.adafactor, lambda lr: optim.from_torch(torch.optim.Adafactor, lr=lr)])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
 def test_adafactor_uses_eps_of_each_dtype(make, dtypes):
-    """Gradients are between the eps of both, so that the first parameter's, which torch takes for all, would be seen."""
+    """Gradients are between the eps of both, so the first parameter's, which torch takes for all, would be seen."""
     params = [tensor((4, 3), dtype, 0) for dtype in dtypes]
     grads = [tensor((4, 3), dtype, 1) * 1e-4 for dtype in dtypes]
     together, _ = by_step(make(0.1), params, [grads])

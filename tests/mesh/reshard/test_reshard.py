@@ -19,7 +19,7 @@ MESHES = [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 4, "b": 2}, {"a": 2, "b": 
 
 @st.composite
 def specs(draw, mesh, shape):
-    """Any legal spec: every axis cuts a dim that it divides, or the flat tensor, has a place, is unreduced, or does nothing."""
+    """Any legal spec: an axis cuts a dim that it divides, or the flat tensor, has a coordinate, is unreduced, or unused."""
     axes = draw(st.permutations(list(mesh)))
     flat = draw(st.booleans())
     dims = [[] for _ in shape]

@@ -179,7 +179,7 @@ def test_started_collectives_beyond_ring_size_complete(pair, three):
 
 
 def leave_early():
-    """One process leaves; what the others send each other arrives, and what was sent to it is an error of its sender."""
+    """One process leaves; what the others send each other arrives; what was sent to it is an error of its sender."""
 
     def main():
         index, x = fs.axis_index("d"), torch.ones(16_000)
