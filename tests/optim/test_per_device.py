@@ -12,7 +12,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.mesh.layout import flatten
 from fshard.testing import certify, check_elementwise
-from tests.optim.optimizers import example, laid, same, trees
+from tests.optim.optimizers import by_step, by_update, laid, same, trees
 
 
 def momentum_init(params):
@@ -54,11 +54,17 @@ def rows_update(grads, state, params):
     return tree_map(lambda x: x / count.item(), updates), State(m, rows, norms, count)
 
 
+def momentum_step(grads, state, params):
+    updates, state = momentum_update(grads, state, params)
+    return tree_map(lambda p, u: p + u, params, updates), state
+
+
 MOMENTUM = optim.Optimizer(momentum_init, momentum_update, elementwise=True)
 ROWS = optim.Optimizer(rows_init, rows_update)
 PAIRS = {
     "momentum": MOMENTUM,
     "momentum of owners": MOMENTUM._replace(elementwise=False),
+    "a step of its own": MOMENTUM._replace(step=momentum_step),
     "rows": ROWS,
     "nothing but a pair": NamedTuple("Pair", init=object, update=object)(*ROWS[:2]),
 }
@@ -96,22 +102,27 @@ def with_gradients(steps):
     return [{"tree": one, "tie": tie, "frozen": None, "numbers": None} for one, tie in zip(steps, firsts, strict=True)]
 
 
+def layouts_of(tree):
+    return [str(x) for x in flatten(fs.mesh.layouts(tree), none_is_leaf=True)[0]]
+
+
 @pytest.mark.parametrize("name", PAIRS)
-@given(tree=trees((torch.float32, torch.float64)), n=st.sampled_from([1, 2, 4]), stage=st.sampled_from([0, 1, 2, 3]))
+@given(
+    tree=trees((torch.float32, torch.float64)),
+    n=st.sampled_from([1, 2, 4]),
+    stage=st.sampled_from([0, 1, 2, 3]),
+    run=st.sampled_from([by_step, by_update]),
+)
 @settings(max_examples=15)
-def test_pair_on_shards_equals_one_device(name, tree, n, stage):
-    pair = PAIRS[name]
+def test_pair_on_shards_equals_one_device(name, tree, n, stage, run):
     params, steps = with_ties(tree[0]), with_gradients(tree[1])
     mesh = fs.make_mesh({"data": n})
-    opt = fs.partition_optimizer(pair, mesh=mesh, axis="data", stage=stage)
-    placed = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-    state = opt.init(placed)
-    for grads in steps:
-        before = [str(x) for x in flatten(fs.mesh.layouts(state), none_is_leaf=True)[0]]
-        updates, state = opt.update(laid(grads, opt.gradients(placed["numbers"].layout)), state, placed)
-        placed = fs.optim.apply_updates(placed, updates)
-        assert [str(x) for x in flatten(fs.mesh.layouts(state), none_is_leaf=True)[0]] == before
-    assert same(flatten(fs.unshard(placed))[0], alone(pair, params, steps))
+    opt = fs.partition_optimizer(PAIRS[name], mesh=mesh, axis="data", stage=stage)
+    sharded = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    layout = opt.gradients(sharded["numbers"].layout)
+    after, state = run(opt, sharded, [laid(grads, layout) for grads in steps])
+    assert layouts_of(state) == layouts_of(opt.init(sharded))
+    assert same(flatten(fs.unshard(after))[0], alone(PAIRS[name], params, steps))
 
 
 def trained(opt, stage, n=2, **options):
@@ -224,22 +235,6 @@ def test_certify_and_check_elementwise_accept_pairs():
     )
     with pytest.raises(AssertionError, match="has elementwise=True"):
         check_elementwise(wrong)
-
-
-def test_pair_with_own_step_writes_params():
-    def step(grads, state, params):
-        updates, state = momentum_update(grads, state, params)
-        return tree_map(lambda p, u: p + u, params, updates), state
-
-    params, steps = example()
-    params, steps = {"a": params["a"]}, [{"a": grads["a"]} for grads in steps]
-    layout = fs.Layout(fs.make_mesh({"data": 2}), P.flat("data"))
-    opt = optim.chain(MOMENTUM._replace(step=step))
-    placed = fs.device_put(params, layout)
-    state = opt.init(placed)
-    for grads in steps:
-        placed, state = opt.step(fs.device_put(grads, layout), state, placed)
-    assert same(flatten(fs.unshard(placed))[0], alone(MOMENTUM, params, steps))
 
 
 # -- updates that couple leaves, and pairs without state ------------------------------------------------------------

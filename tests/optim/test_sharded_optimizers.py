@@ -95,22 +95,6 @@ def test_matrix_optimizers_accept_replicated_leaves(name):
     assert same(fs.unshard(sharded), by_step(opt, params, steps))
 
 
-@pytest.mark.parametrize("name", ["adafactor", "shampoo", "from_torch(Adafactor)"])
-def test_matrix_optimizers_on_shards_raise(name):
-    opt = optim.from_torch(torch.optim.Adafactor) if "torch" in name else WHOLE[name]
-    layout = fs.Layout(fs.make_mesh({"data": 2}), P.flat("data"))
-    with pytest.raises(fs.errors.LayoutError) as error:
-        opt.init(laid(flat_tree(), layout))
-    assert str(error.value) == (
-        f"{name} needs full matrices, but these parameters are sharded:\n"
-        '  params["a"] is Sharded f32[7, 5]{flat:data} on Mesh(data=2; virtual, cpu)\n'
-        '  params["b"] is Sharded f32[]{flat:data} on Mesh(data=2; virtual, cpu)\n'
-        '  params["c"] is Sharded f32[0, 3]{flat:data} on Mesh(data=2; virtual, cpu)\n'
-        '  params["d"] is Sharded f32[9]{flat:data} on Mesh(data=2; virtual, cpu)\n'
-        "Give each matrix to one device: fs.partition_optimizer(opt, mesh=..., axis=..., stage=...)."
-    )
-
-
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_lamb_norms_take_one_collective(devices):
     opt = optim.lamb(0.1, weight_decay=0.1)

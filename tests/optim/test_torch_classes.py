@@ -1,4 +1,6 @@
-"""Classes of torch.optim, as pure optimizers and boosted; and optimizers of one's own class, which step on local shards."""
+"""Classes of torch.optim, as pure optimizers and boosted; optimizers of one's own class, which step on local shards."""
+
+from itertools import product
 
 import pytest
 import torch
@@ -214,11 +216,6 @@ def boosted(make, plugin, n=2, **options):
     return fs.run(main, mesh=fs.make_mesh({"data": n}))
 
 
-def close(states, expected):
-    for state in states:
-        torch.testing.assert_close(dict(state), dict(expected), rtol=0, atol=1e-12)
-
-
 class Lion(torch.optim.Optimizer):
     """Elementwise, and says so."""
 
@@ -319,17 +316,13 @@ OWN = {
 }
 
 
+@pytest.mark.parametrize(("name", "n"), [*((name, 2) for name in TORCHS), *product(OWN, (1, 2, 4))])
 @pytest.mark.parametrize("plugin", PLUGINS)
-@pytest.mark.parametrize("name", TORCHS)
-def test_boosted_torch_class_equals_torch_loop(name, plugin):
-    close(boosted(TORCHS[name], plugin), by_torchs_loop(TORCHS[name]))
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-@pytest.mark.parametrize("plugin", PLUGINS)
-@pytest.mark.parametrize("name", OWN)
-def test_boosted_custom_class_equals_torch_loop(name, plugin, n):
-    close(boosted(OWN[name], plugin, n), by_torchs_loop(OWN[name]))
+def test_boosted_class_equals_torch_loop(name, n, plugin):
+    make = {**TORCHS, **OWN}[name]
+    expected = by_torchs_loop(make)
+    for state in boosted(make, plugin, n):
+        torch.testing.assert_close(dict(state), dict(expected), rtol=0, atol=1e-12)
 
 
 def test_custom_instance_keeps_state_of_local_shards():

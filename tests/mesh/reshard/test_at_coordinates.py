@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optree import tree_map
 
 import fshard as fs
 from fshard import P
 from fshard.mesh.layout import flatten
-from fshard.optim import clip_by_global_norm, global_norm
+from fshard.optim.contract import pure_step
+from tests.optim.test_per_device import ROWS
 
 MESH = {"pipe": 2, "data": 2}
 
@@ -116,6 +116,7 @@ OPTIMIZERS = {
     "adamw": lambda: fs.optim.adamw(0.1, weight_decay=0.01),
     "sgd": lambda: fs.optim.sgd(0.1, momentum=0.9),
     "muon": lambda: fs.optim.muon(0.1),
+    "a pair of functions": lambda: ROWS,
 }
 
 
@@ -127,7 +128,7 @@ def trained(mesh, name, stage, wholes, specs):
     for step in (1, 2):
         grads = [numbers(x.shape, 10 * step + seed) for seed, x in enumerate(wholes)]
         laid = [fs.device_put(g, opt.gradients(x.layout)) for g, x in zip(grads, params, strict=True)]
-        params, state = opt.step(laid, state, params)
+        params, state = pure_step(opt)(laid, state, params)
     return params, state
 
 
@@ -137,7 +138,7 @@ def by_itself(name, wholes):
     state = opt.init(params)
     for step in (1, 2):
         grads = [numbers(x.shape, 10 * step + seed) for seed, x in enumerate(wholes)]
-        params, state = opt.step(grads, state, params)
+        params, state = pure_step(opt)(grads, state, params)
     return params
 
 
@@ -160,29 +161,6 @@ def test_optimizer_at_coordinates_equals_one_without(data):
         torch.testing.assert_close(fs.unshard(x), z)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_plain_optimizer_at_coordinates_updates(stage):
-    """Its state lies with the parameters, a count of each parameter's too."""
-
-    def init(params):
-        return tree_map(torch.zeros_like, params), tree_map(lambda x: torch.zeros(()), params)
-
-    def update(grads, state, params):
-        means = tree_map(lambda m, g: 0.5 * m + g, state[0], grads)
-        return tree_map(torch.neg, means), (means, tree_map(lambda count: count + 1, state[1]))
-
-    mesh, wholes = fs.make_mesh(MESH), [numbers((4, 3), 0), numbers((5,), 1)]
-    rest = [P.flat("data", at={"pipe": at}) if stage == 3 else P(at={"pipe": at}) for at in (0, 1)]
-    params = fs.shard_params(wholes, rest, mesh=mesh)
-    pair = fs.optim.Optimizer(init, update, elementwise=True)
-    opt = fs.partition_optimizer(pair, mesh=mesh, axis="data", stage=stage)
-    grads = [fs.device_put(x, opt.gradients(own.layout)) for x, own in zip(wholes, params, strict=True)]
-    updates, state = opt.update(grads, opt.init(params), params)
-    assert all(torch.equal(fs.unshard(x), -y) for x, y in zip(updates, wholes, strict=True))
-    assert [fs.unshard(count).item() for count in state[1]] == [1, 1]
-    assert [str(fs.typeof(count)) for count in state[1]] == ["f32[]{at:pipe=0}", "f32[]{at:pipe=1}"]
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_loss_with_params_at_coordinates_equals_serial(stage):
     mesh = fs.make_mesh(MESH)
@@ -199,24 +177,3 @@ def test_loss_with_params_at_coordinates_equals_serial(stage):
     torch.testing.assert_close(value, expected.detach())
     for found, wanted in zip(grads, torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(fs.unshard(found), wanted)
-
-
-@given(st.data())
-def test_global_norm_at_coordinates_counts_elements_once(data):
-    mesh = fs.make_mesh(MESH)
-    wholes = [numbers((4, 3), seed).double() for seed in range(4)]
-    choices = [
-        P(at={"pipe": 1}),
-        P.flat("data", at={"pipe": 0}),
-        P("data", at={"pipe": 1}),
-        P(),
-        P.flat("pipe"),
-        P("data"),
-    ]
-    specs = [data.draw(st.sampled_from(choices)) for _ in wholes]
-    laid = [fs.device_put(x, fs.Layout(mesh, spec)) for x, spec in zip(wholes, specs, strict=True)]
-    assert torch.equal(global_norm(laid), global_norm(wholes))
-    clip = clip_by_global_norm(1.0)
-    clipped, _ = clip.update(laid, clip.init(laid), laid)
-    serial, _ = clip.update(wholes, clip.init(wholes), wholes)
-    assert all(torch.equal(fs.unshard(x), y) for x, y in zip(clipped, serial, strict=True))

@@ -42,11 +42,6 @@ def kind_of_link():
     return [type(link).__name__ for link in ProcessWorld.of(fs.make_mesh({"d": 2}))._transports.values()]
 
 
-def test_link_on_one_machine_is_direct_by_default():
-    assert run_processes(kind_of_link, 2) == [["SharedMemory"]] * 2
-    assert run_processes(kind_of_link, 2, environment={"FSHARD_DIRECT": "0"}) == [["Gloo"]] * 2
-
-
 def one_may_not_read():
     if os.environ["RANK"] == "1":
         meet._readable = lambda libc, row: False
@@ -61,12 +56,17 @@ def one_is_elsewhere():
     return sorted(ProcessWorld.of(mesh)._peers.by_rank), total
 
 
-def test_link_without_permission_to_read_is_gloo():
-    assert run_processes(one_may_not_read, 2) == [(["Gloo"], 2.0)] * 2
-
-
-def test_link_to_another_machine_is_gloo():
-    assert run_processes(one_is_elsewhere, 3) == [([1], 3.0), ([0], 3.0), ([], 3.0)]
+@pytest.mark.parametrize(
+    ("main", "environment", "expected"),
+    [
+        (kind_of_link, {}, [["SharedMemory"]] * 2),
+        (kind_of_link, {"FSHARD_DIRECT": "0"}, [["Gloo"]] * 2),
+        (one_may_not_read, {}, [(["Gloo"], 2.0)] * 2),
+        (one_is_elsewhere, {}, [([1], 3.0), ([0], 3.0), ([], 3.0)]),
+    ],
+)
+def test_link_is_direct_between_processes_that_can_read_each_other(main, environment, expected):
+    assert run_processes(main, len(expected), environment=environment) == expected
 
 
 # -- calls that differ --------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_started_collectives_beyond_ring_size_complete(pair, three):
 
 
 def leave_early():
-    """One process leaves; what the others send each other arrives, and what was sent to it is an error of its sender."""
+    """One process leaves; what the others send each other arrives; what was sent to it is an error of its sender."""
 
     def main():
         index, x = fs.axis_index("d"), torch.ones(16_000)
