@@ -146,6 +146,13 @@ def test_a_gradient_that_is_not_finite_makes_the_total_so(name, number):
         assert not torch.isfinite(total["matrix"]).all() and torch.isfinite(total["vector"]).all()
 
 
+def test_each_leaf_and_step_draws_other_elements():
+    make = lambda device, step: {"a": torch.ones(400), "b": torch.ones(400)}  # noqa: E731
+    results, _ = on_devices(comm.random_k(0.1), count=2, make=make)[0]
+    chosen = [tuple(total[name].nonzero().flatten().tolist()) for total, _ in results for name in "ab"]
+    assert len({*chosen}) == 4
+
+
 def test_stochastic_codes_are_right_on_average():
     """The mean of 2,000 blocks of equal numbers; no total is further than 3 from its mean."""
     draws, block = 2000, torch.linspace(-1, 1, 8)

@@ -57,6 +57,20 @@ def test_accumulate_takes_one_step_with_mean():
     assert same(by_step(opt, params, steps)[0], by_step(optim.adamw(0.1, fused=False), params, [mean])[0])
 
 
+def test_accumulate_counts_a_missing_gradient_as_zero():
+    """A parameter with none in all steps is left alone."""
+    opt, params = optim.accumulate(optim.sgd(1.0, momentum=0.5), every=2), [torch.ones(2), torch.ones(2)]
+    state = opt.init(params)
+    for grads in ([torch.ones(2), torch.ones(2)], [None, torch.ones(2)], [torch.ones(2), None], [None, None]):
+        params, state = opt.step(grads, state, params)
+    expected = [torch.ones(2), torch.ones(2)]
+    plain = optim.sgd(1.0, momentum=0.5)
+    before = plain.init(expected)
+    for grads in ([torch.full((2,), 0.5), torch.ones(2)], [torch.full((2,), 0.5), None]):
+        expected, before = plain.step(grads, before, expected)
+    assert all(map(torch.equal, params, expected))
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_ema_of_a_partitioned_optimizer_has_memory_of_its_own(stage):
     """The parameters are updated in place, and their averages are not."""
