@@ -174,11 +174,10 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return `out` and `lse` of one block; differentiable unless it is fused."""
     q, k, v = _dense(q, k, v)
-    bias, causal = _bias(mask, q) if allow_fused else None, mask is True
-    fused = fused_attention(q[:, :, 0], k, v, bias, causal) if allow_fused else None
+    fused = fused_attention(q[:, :, 0], k, v, _bias(mask, q), mask is True, scale) if allow_fused else None
     if fused is None:
         return _weigh([_scores(q, k, mask, scale)], [v])
-    outputs = [fused.forward(x, k, v, bias, causal, scale) for x in q.unbind(2)]
+    outputs = [fused.forward(x, k, v) for x in q.unbind(2)]
     out, lse = (_stacked(xs) for xs in zip(*outputs, strict=True))
     lse = lse.unsqueeze(-1)
     if isinstance(mask, bool):
@@ -194,14 +193,13 @@ def _attend_backward(
 
     `rows` are q, out and lse over all blocks, the cotangent of out, and the sum of cotangent * out over dim.
     """
-    bias, causal = _bias(mask, k), mask is True
     q, out, lse, cotangent, delta = rows
     (q, out, cotangent), (k, v) = _dense(q, out, cotangent), _dense(k, v)
-    fused = fused_attention(q[:, :, 0], k, v, bias, causal)
+    fused = fused_attention(q[:, :, 0], k, v, _bias(mask, k), mask is True, scale)
     if fused is not None:
         lse = lse[..., 0].masked_fill(lse[..., 0] == MASKED, 0)  # so that all weights of these rows are exp(-large) = 0
         groups = zip(*(x.unbind(2) for x in (cotangent, q, out, lse)), strict=True)
-        grads = [fused.backward(cotangent, q, k, v, out, lse, bias, causal, scale) for cotangent, q, out, lse in groups]
+        grads = [fused.backward(cotangent, q, k, v, out, lse) for cotangent, q, out, lse in groups]
         dq, dk, dv = zip(*grads, strict=True)
         return _stacked(dq), sum(map(_widened, dk[1:]), _widened(dk[0])), sum(map(_widened, dv[1:]), _widened(dv[0]))
     q, lse, cotangent, delta = map(_widened, (q, lse, cotangent, delta))

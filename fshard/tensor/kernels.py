@@ -11,8 +11,8 @@ it has nothing, as for 64 bits, attention is computed by its formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,77 +22,87 @@ from torch.nn import functional as F
 _aten: Any = torch.ops.aten
 
 
-class FusedAttention(NamedTuple):
-    """`forward(q, k, v, bias, causal, scale)` returns out and lse, `backward(cotangent, q, k, v, out, lse, ...)` gradients.
+@dataclass(frozen=True)
+class FusedAttention:
+    """An operation of torch: flash attention on the CPU, which those of CUDA replace.
 
-    `bias`, (batch, 1, queries, keys), is added to scores.
+    Args:
+        bias: (batch, 1, queries, keys) is added to scores.
+        causal: whether a query sees only keys up to its own index.
+        scale: of scores.
     """
 
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    bias: Tensor | None
+    causal: bool
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out and lse."""
+        attend = _aten._scaled_dot_product_flash_attention_for_cpu
+        return attend(q, k, v, 0.0, self.causal, attn_mask=self.bias, scale=self.scale)
+
+    def backward(
+        self, cotangent: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v."""
+        backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(cotangent, q, k, v, out, lse, 0.0, self.causal, attn_mask=self.bias, scale=self.scale)
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> FusedAttention | None:
+class FlashAttention(FusedAttention):
+    """Flash attention on CUDA, which takes no bias."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out and lse."""
+        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self.causal, scale=self.scale)[:2]
+
+    def backward(
+        self, cotangent: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v; the kernel is not given the strides of lse."""
+        tokens, seed = (q.shape[2], k.shape[2]), q.new_empty(2, dtype=torch.uint64)  # for dropout alone
+        options = None, None, *tokens, 0.0, self.causal, seed, seed[0]
+        backward = _aten._scaled_dot_product_flash_attention_backward
+        return backward(cotangent, q, k, v, out, lse.contiguous(), *options, scale=self.scale)
+
+
+class EfficientAttention(FusedAttention):
+    """Memory-efficient attention on CUDA."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out and lse, which the kernel pads."""
+        attend, bias = _aten._scaled_dot_product_efficient_attention, self._aligned_bias(q.shape[1])
+        out, lse, *_ = attend(q, k, v, bias, True, 0.0, self.causal, scale=self.scale)
+        return out, lse[..., : q.shape[2]]
+
+    def backward(
+        self, cotangent: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v."""
+        out = (
+            out.transpose(1, 2).contiguous().transpose(1, 2)
+        )  # the kernel assumes the strides that its forward returns,
+        lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # and reads 32 rows at a time
+        seed = lse.new_empty((), dtype=torch.int64)  # for dropout alone
+        options = seed, seed, 0.0, [True, True, True, False], self.causal
+        backward, bias = _aten._scaled_dot_product_efficient_attention_backward, self._aligned_bias(q.shape[1])
+        return backward(cotangent, q, k, v, bias, out, lse, *options, scale=self.scale)[:3]
+
+    def _aligned_bias(self, heads: int) -> Tensor | None:
+        """Return the bias of all heads, whose rows begin at multiples of 16 elements."""
+        if self.bias is None:
+            return None
+        keys = self.bias.shape[-1]
+        return F.pad(self.bias, (0, -keys % 16))[..., :keys].expand(-1, heads, -1, -1)
+
+
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> FusedAttention | None:
     """Return the fastest operation that takes these tensors, None if there is none."""
     if q.device.type != "cuda":
-        return CPU if q.device.type == "cpu" else None
+        return FusedAttention(bias, causal, scale) if q.device.type == "cpu" else None
     params = cuda.SDPAParams(q, k, v, bias, 0.0, causal, False)
     if cuda.can_use_flash_attention(params):
-        return FLASH
-    return EFFICIENT if cuda.can_use_efficient_attention(params) else None
-
-
-def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-
-
-def _cpu_backward(
-    cotangent: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(cotangent, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, bias: None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
-
-
-def _flash_backward(
-    cotangent: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, seed = (q.shape[2], k.shape[2]), q.new_empty(2, dtype=torch.uint64)  # of dropout, which there is none
-    backward, lse = _aten._scaled_dot_product_flash_attention_backward, lse.contiguous()
-    return backward(cotangent, q, k, v, out, lse, None, None, *tokens, 0.0, causal, seed, seed[0], scale=scale)
-
-
-def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    bias = _aligned(bias, q.shape[1])
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
-    return out, lse[..., : q.shape[2]]
-
-
-def _efficient_backward(
-    cotangent: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel assumes the strides that its forward returns,
-    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # and reads 32 rows at a time
-    seed, wanted = lse.new_empty((), dtype=torch.int64), [True, True, True, False]
-    backward, bias = _aten._scaled_dot_product_efficient_attention_backward, _aligned(bias, q.shape[1])
-    return backward(cotangent, q, k, v, bias, out, lse, seed, seed, 0.0, wanted, causal, scale=scale)[:3]
-
-
-def _aligned(bias: Tensor | None, heads: int) -> Tensor | None:
-    """Return a bias of all heads whose rows begin at multiples of 16 elements."""
-    if bias is None:
-        return None
-    keys = bias.shape[-1]
-    return F.pad(bias, (0, -keys % 16))[..., :keys].expand(-1, heads, -1, -1)
-
-
-CPU = FusedAttention(_cpu, _cpu_backward)
-FLASH = FusedAttention(_flash, _flash_backward)
-EFFICIENT = FusedAttention(_efficient, _efficient_backward)
+        return FlashAttention(bias, causal, scale)
+    return EfficientAttention(bias, causal, scale) if cuda.can_use_efficient_attention(params) else None

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard.tensor import blocks
-from fshard.tensor.kernels import CPU, EFFICIENT, FLASH
+from fshard.tensor.kernels import EfficientAttention, FlashAttention, FusedAttention
 from tests.tensor.attention_oracle import HOWS, derivatives, serial, sharded
 from tests.tensor.cuda_attention import operations_of_cuda
 
@@ -30,9 +30,10 @@ def inputs(n, *, batch=2, heads=None, kv_heads=None, chunk=2, dim=4, masks="none
     return [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes], found
 
 
-def choose(operation, bias):
-    """Return an operation, or the one that takes a bias."""
-    return EFFICIENT if operation is FLASH and bias is not None else operation
+def choose(operation, bias, causal, scale):
+    """Return an operation, or the one that takes a bias; None for None."""
+    takes_bias = EfficientAttention if operation is FlashAttention and bias is not None else operation
+    return takes_bias and takes_bias(bias, causal, scale)
 
 
 def check(mesh, how, values, causal=False, masks=None, second=True, **options):
@@ -68,14 +69,14 @@ def test_equals_serial_attention_and_derivatives(data):
 @pytest.mark.parametrize(
     ("operation", "dtype"),
     [
-        (CPU, torch.float32), (CPU, torch.bfloat16), (EFFICIENT, torch.float32), (EFFICIENT, torch.float16),
-        (FLASH, torch.bfloat16), (None, torch.bfloat16),
+        (FusedAttention, torch.float32), (FusedAttention, torch.bfloat16), (EfficientAttention, torch.float32), (EfficientAttention, torch.float16),
+        (FlashAttention, torch.bfloat16), (None, torch.bfloat16),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("how", HOWS)
 def test_error_is_at_most_four_times_that_of_torch(how, operation, dtype, masks, monkeypatch):
     """With the operations of CUDA too, under the rules that their source states."""
-    monkeypatch.setattr(blocks, "fused_attention", lambda q, k, v, bias, causal: choose(operation, bias))
+    monkeypatch.setattr(blocks, "fused_attention", lambda q, k, v, *options: choose(operation, *options))
     values, masks = inputs(4, heads=8, kv_heads=4, chunk=7, dim=8, masks=masks, dtype=dtype)
 
     def results(attend, xs, **options):

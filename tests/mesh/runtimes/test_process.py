@@ -347,7 +347,7 @@ DIFFERENT = {  # calls of equal size on two processes
     "dtype": lambda first: fs.psum(X if first else X.int(), "d"),
     "shape": lambda first: fs.all_gather(X if first else X.reshape(2, 2), "d"),
     "collective": lambda first: fs.psum(X, "d") if first else fs.pmax(X, "d"),
-    "broadcast": lambda first: [  # its source waits for nobody
+    "broadcast": lambda first: [  # its source does not wait
         fs.broadcast(X if first else X[1:], "d"),
         fs.psum(X if first else X.int(), "d"),
     ],
