@@ -78,11 +78,12 @@ class EfficientAttention(FusedAttention):
     def backward(
         self, cotangent: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v."""
-        out = (
-            out.transpose(1, 2).contiguous().transpose(1, 2)
-        )  # the kernel assumes the strides that its forward returns,
-        lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # and reads 32 rows at a time
+        """Return the gradients of q, k and v.
+
+        The kernel assumes the strides of out that its forward returns, and reads 32 rows of lse at a time.
+        """
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
         seed = lse.new_empty((), dtype=torch.int64)  # for dropout alone
         options = seed, seed, 0.0, [True, True, True, False], self.causal
         backward, bias = _aten._scaled_dot_product_efficient_attention_backward, self._aligned_bias(q.shape[1])
