@@ -17,7 +17,7 @@ import torch
 import fshard as fs
 
 ROOT = Path(__file__).parents[1]
-STEPS = 80
+STEPS = 60
 
 NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """torchrun opens a store for each start: agents that join later do not find the first one's (torch 2.13)."""
@@ -48,7 +48,7 @@ class Job:
                     "9",
                 ),
                 *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-id", "elastic"),
-                *("--rdzv-conf", "last_call_timeout=5,join_timeout=120", "--monitor-interval", "0.1"),
+                *("--rdzv-conf", "last_call_timeout=3,join_timeout=120,keep_alive_interval=1", "--monitor-interval", "0.1"),
                 *(
                     str(ROOT / "examples" / "elastic.py"),
                     "--folder",

@@ -39,8 +39,8 @@ def svg_of(grid: Grid) -> str:
 
 
 def html_of(grid: Grid) -> str:
-    """Draw a grid as HTML, for a notebook: a wide picture is scrolled, not shrunk."""
-    return f'<div style="overflow-x:auto">{_svg(grid, "")}</div>'
+    """Draw a grid as HTML, for a notebook: as wide as its column at most."""
+    return _svg(grid, "")
 
 
 def _svg(grid: Grid, style: str) -> str:
@@ -53,9 +53,9 @@ def _svg(grid: Grid, style: str) -> str:
     width, height = body.width + 2 * _MARGIN, body.height + 2 * _MARGIN
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" style="max-width:none" role="img" aria-label="{escape(first)}" font-family="{FONT}" '
-        f'font-size="12">{style}<defs><pattern id="fshard-sum" width="8" height="8" patternUnits="userSpaceOnUse" '
-        f'patternTransform="rotate(45)"><rect width="3" height="8" fill="#fff" opacity=".38"/></pattern></defs>'
+        f'height="{height:g}" style="max-width:100%;height:auto" role="img" aria-label="{escape(first)}" '
+        f'font-family="{FONT}" font-size="12">{style}<defs><pattern id="fshard-sum" width="8" height="8" '
+        f'patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="3" height="8" fill="#fff" opacity=".38"/></pattern></defs>'
         f"{_moved(body, _MARGIN, _MARGIN)}</svg>"
     )
 

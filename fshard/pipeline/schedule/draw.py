@@ -33,7 +33,7 @@ _COLOURS = {  # of each kind, and its word in the legend
 }
 _FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 # Pixels: of a 12 px letter, of a line of text, of a device's row, of the bar below it, of the full width.
-_LETTER, _LINE, _ROW, _BAR, _WIDE = 7.3, 18.0, 26.0, 5.0, 1800.0
+_LETTER, _LINE, _ROW, _BAR, _WIDE = 7.3, 18.0, 26.0, 5.0, 1000.0
 
 
 def draw_text(schedule: ScheduleRows, events: Events, summary: str) -> str:
@@ -61,7 +61,7 @@ def draw_svg(schedule: ScheduleRows, events: Events, summary: str) -> str:
     unit, labels = _unit(events), _Labels(schedule, events)
     columns = min(_makespan(events) / unit, _MOST)
     margin = _LETTER * len(labels.device(schedule.devices - 1)) + 12
-    scale = max(6.0, min(_LETTER * labels.width + 7, _WIDE / max(columns, 1)))
+    scale = max(4.0, min(_LETTER * labels.width + 7, _WIDE / max(columns, 1)))
     parts, kinds = [_text(_title(schedule), 0, 12, bold=True)], set[Kind]()
     for device, row in enumerate(events):
         top = _LINE + 6 + device * (_ROW + _BAR + 3)
@@ -83,7 +83,7 @@ def draw_svg(schedule: ScheduleRows, events: Events, summary: str) -> str:
     width = max(margin + scale * float(columns), x, margin + _LETTER * len(summary)) + 20
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -8 {width:g} {bottom + 54:g}" width="{width:g}" '
-        f'height="{bottom + 54:g}" style="max-width:none" role="img" aria-label="{escape(_title(schedule))}" '
+        f'height="{bottom + 54:g}" style="max-width:100%;height:auto" role="img" aria-label="{escape(_title(schedule))}" '
         f'font-family="{_FONT}" font-size="12">'
         f"{''.join(parts)}</svg>"
     )

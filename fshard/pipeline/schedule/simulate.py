@@ -99,7 +99,7 @@ class Simulation:
         return draw_text(self.schedule, self.events, self._summary)
 
     def _repr_html_(self) -> str:
-        return f'<div style="overflow-x:auto">{self.to_svg()}</div>'
+        return self.to_svg()
 
     def __repr__(self) -> str:
         peaks = ", ".join(map(str, self.peak_activations))
