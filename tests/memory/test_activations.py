@@ -43,7 +43,7 @@ def trained(policy=None, *, n=2, stage=3, microbatches=1, runtime=None, limit=No
     return fs.unshard(params) if runtime != "abstract" else None, comm, used
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(names, names, st.sampled_from([1, 2, 4]), st.integers(0, 3), st.integers(1, 2))
 def test_bits_and_bytes_of_drawn_names(kept, offloaded, n, stage, microbatches):
     result, comm, _ = trained(save_names(*kept, offload=offloaded), n=n, stage=stage, microbatches=microbatches)

@@ -92,7 +92,7 @@ def test_the_plan_is_the_run(n, update_on):
     assert tenths < 9
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     name=st.sampled_from([name for name in OPTIMIZERS if "plain" not in name]),
     n=st.sampled_from([1, 2]),

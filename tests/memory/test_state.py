@@ -35,7 +35,7 @@ CASES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CASES, st.sampled_from(PLACES))
 def test_bits_equal_those_of_state_on_the_device(disk_folder, case, place):
     """Stages, optimizers, clipping, loss scaling, masters; with NaN in every buffer that was not waited for.

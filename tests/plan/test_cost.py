@@ -101,7 +101,7 @@ PROGRAMS = st.fixed_dictionaries(
 MESHES = st.sampled_from([{"data": 1}, {"data": 2}, {"data": 4}, {"data": 2, "model": 2}, {"data": 8, "model": 2}])
 
 
-@settings(max_examples=60 if THOROUGH else 12, deadline=None)
+@settings(max_examples=60 if THOROUGH else 8, deadline=None)
 @given(MESHES, PROGRAMS.filter(lambda options: (options["name"], options["stage"]) != ("clipped", 0)))
 def test_drawn_plans_have_the_bytes_and_the_peak_of_the_run(sizes, options):
     step, trees = program(sizes, **options)
@@ -153,7 +153,7 @@ def staged(sizes, *, schedule, microbatches, stage, name, tied, **options):
     return fs.train_step(parts, opt, mesh=mesh, batch=batch, donate=True, **options), [params, opt.init(params), x]
 
 
-@settings(max_examples=30 if THOROUGH else 6, deadline=None)
+@settings(max_examples=30 if THOROUGH else 4, deadline=None)
 @given(STAGED)
 def test_drawn_plans_of_stages_have_the_bytes_and_the_peak_of_the_run(options):
     """A device of each stage runs its program on the abstract mesh; all schedules, sharded and tied parameters."""
