@@ -74,7 +74,7 @@ class ParamRuntime(UnitSchedule):
             self.leaves,
             shards[0].device if shards else torch.device("cpu"),
             options,
-            plans.ways,
+            plans.reduction_plans,
             order=self.expected,
             wide=options.reproducible or (options.reduce_once and options.accumulate > 1),
             site=site,
@@ -220,7 +220,9 @@ class ParamPlans:
     in_order: bool
     order: Order | None = None
     _units: dict[int | None, list[UnitPlan]] = field(default_factory=dict[int | None, list[UnitPlan]])
-    _ways: dict[Along, list[ReshardPlan | None]] = field(default_factory=dict[Along, list[ReshardPlan | None]])
+    _reduction_plans: dict[Along, list[ReshardPlan | None]] = field(
+        default_factory=dict[Along, list[ReshardPlan | None]]
+    )
 
     def units(self, device: int | None) -> list[UnitPlan]:
         """Return the plans of units, those of a device where it uses local shards."""
@@ -234,14 +236,14 @@ class ParamPlans:
             self._units[device] = [UnitPlan.of(leaves, indices) for indices in units.values()]
         return self._units[device]
 
-    def ways(self, along: Along) -> list[ReshardPlan | None]:
+    def reduction_plans(self, along: Along) -> list[ReshardPlan | None]:
         """Return the plans that reduce gradients over the batch's axes and these: the batch's first, in reproducible mode."""
-        if along not in self._ways:
-            self._ways[along] = [
+        if along not in self._reduction_plans:
+            self._reduction_plans[along] = [
                 plan_reduction(self.mesh, (*along, *self.axes), leaf, in_order=self.in_order) if leaf.trained else None
                 for leaf in self.leaves
             ]
-        return self._ways[along]
+        return self._reduction_plans[along]
 
 
 def numbered(leaves: Sequence[Any]) -> tuple[list[int], list[int]]:
