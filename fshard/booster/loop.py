@@ -147,7 +147,7 @@ class LoopModel(BoostedModel):
             key = drawn_key()
         device = ModelStep(self._gradient.options, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
         slices = (
-            batch.slices(0, device.turns, apart=True) if sliced else [Slice([x for (x,) in batch.columns], 1, None)]
+            batch.slices(0, device.turns, is_copied=True) if sliced else [Slice([x for (x,) in batch.columns], 1, None)]
         )
         rows = [slice.rows for slice in slices]
         try:

@@ -296,14 +296,11 @@ class ModelStep(DeviceStep):
         differences = input_differences(
             self.batch, self.index, key, params, group, same_samples, is_first_step=is_first_step
         )
-        if self.options.local and self.batch.alone:
+        if self.options.local and self.batch.may_differ:
             local = [digest(x) for leaf, x in stored if leaf.used.entries]
-            differences["params"] += difference(local, self.along(self._axes_of_samples_alone()))
+            equal_along = tuple([axis for axis in self.batch.axes if axis not in self.options.local])
+            differences["params"] += difference(local, self.along(equal_along))
         return differences | {"gathers": difference(runtime.sequence, group)}
-
-    def _axes_of_samples_alone(self) -> tuple[str, ...]:
-        """Return the axes of the batch along which parameters are equal."""
-        return tuple([axis for axis in self.batch.axes if axis not in self.options.local])
 
     def gradients(self, used: Sequence[float], weight: float = 1.0) -> Gradients:
         """Return the gradients; None for a parameter that no device used. `weight` is the total of all slices."""

@@ -116,7 +116,7 @@ def remat(fn: Callable[Args, Result], policy: str | Policy = "nothing") -> Calla
         if (keeps_all and not kept.host) or transformed() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         if not keeps_all:
-            return _checkpointed(fn, kept, args, kwargs)
+            return _call_checkpointed(fn, kept, args, kwargs)
         with saved_tensors_hooks(_to_host, _from_host):
             return fn(*args, **kwargs)
 
@@ -134,7 +134,7 @@ def _policy(policy: str | Policy) -> Policy:
     return Policy(cast(Any, policy))
 
 
-def _checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run fn in torch's checkpoint.  Only plain tensors are its arguments: it would look into handles."""
     leaves, structure = flatten((args, kwargs), none_is_leaf=True)
     indices = [index for index, x in enumerate(leaves) if type(x) in (Tensor, nn.Parameter)]
@@ -154,12 +154,12 @@ def _checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...],
 
     if policy.keep == "nothing":
         return checkpoint(body, *tensors, use_reentrant=False)
-    policy = policy if policy.keep == "dots" else _in_memories(policy, ambient.activations or {})
+    policy = policy if policy.keep == "dots" else _apply_activation_memories(policy, ambient.activations or {})
     region = Region(None if policy.keep == "dots" else policy.names, policy.offloaded, host=policy.host)
     return checkpoint(body, *tensors, use_reentrant=False, context_fn=lambda: (region, region))
 
 
-def _in_memories(policy: Policy, activations: Mapping[str, ActivationMemory]) -> Policy:
+def _apply_activation_memories(policy: Policy, activations: Mapping[str, ActivationMemory]) -> Policy:
     """Return a policy of names with the memories that a step has for them: `train_step(activations=)`."""
     on_host = policy.names if policy.host else policy.offloaded
     memories = {name: activations.get(name, "host" if name in on_host else "device") for name in policy.names}
@@ -273,8 +273,10 @@ class Region(TorchDispatchMode):
             return result
         first, others = (result[0], result[1:]) if isinstance(result, tuple) and result else (result, None)
         if isinstance(first, Tensor) and first.layout == torch.strided:
-            memory = _memory(first)
-            if not any(isinstance(x, Tensor) and _memory(x) == memory for x in args):  # else it is a view, or in place
+            memory = _storage_id(first)
+            if not any(
+                isinstance(x, Tensor) and _storage_id(x) == memory for x in args
+            ):  # else it is a view, or in place
                 strides = tuple(first.shape), first.stride(), int(first.storage_offset())
                 memory_ref = StorageWeakRef(first.untyped_storage())
                 self._producers[memory] = Producer(memory_ref, number, first._version, *strides, others)
@@ -295,7 +297,7 @@ class Region(TorchDispatchMode):
 
         One that has been written to in place is recomputed: the write would be repeated on what is kept.
         """
-        producer = self._producers.get(_memory(x)) if self.names and label in self.names else None
+        producer = self._producers.get(_storage_id(x)) if self.names and label in self.names else None
         if producer is not None and x._version == producer.version:
             with torch.no_grad():  # so that these two are not numbered
                 result = x.detach().as_strided(producer.size, producer.stride, producer.offset)
@@ -304,7 +306,7 @@ class Region(TorchDispatchMode):
                 self._kept[producer.number] = KeptCall(kept, is_tuple=producer.others is not None)
 
 
-def _memory(x: Tensor) -> int:
+def _storage_id(x: Tensor) -> int:
     return x.untyped_storage()._cdata if x.layout == torch.strided else 0  # pyright: ignore[reportPrivateUsage]
 
 
