@@ -27,8 +27,8 @@ from fshard.transforms.agreement import (
     tree_sum,
 )
 from fshard.transforms.batch import Batch
-from fshard.transforms.fsdp.graph_checks import refuse_unreached
-from fshard.transforms.fsdp.param_runtime import ParamRuntime, followed
+from fshard.transforms.fsdp.graph_checks import validate_no_reentrant_checkpoint
+from fshard.transforms.fsdp.param_runtime import ParamRuntime, with_unsharded_params
 from fshard.transforms.fsdp.plans import Gradients
 from fshard.transforms.fsdp.reductions import AccumulateInto
 from fshard.transforms.fsdp.units import LazyUnit, Order, UnitRuntime
@@ -184,18 +184,21 @@ class ModelStep(DeviceStep):
         """
         options, runtime, slice = self.options, self.runtime, slice_turn.slice
         buffers, extra = self.buffers.part(self.index), {"buffers": options.has_buffers, "aux": options.has_aux}
+        loss_fn = options.loss_fn
+        if hasattr(loss_fn, "_torchdynamo_orig_callable"):  # compiled functions take no lazy parameters
+            loss_fn = with_unsharded_params(loss_fn)
         runtime.begin_slice()
         with self.running(slice_turn.number, is_idle=not slice.rows):
             with torch.set_grad_enabled(options.backward):
                 batch = self.batch.tree(slice.leaves, options.compute)
                 arguments = self.params(), *((buffers,) if options.has_buffers else ()), batch
                 with runtime.saved.watch(), self._describing_call():
-                    result = followed(options.loss_fn)(*arguments)
+                    result = loss_fn(*arguments)
                 del arguments, batch
                 values = unpack_result(result, ["loss", *(name for name, is_there in extra.items() if is_there)])
                 loss = one_loss(options, values["loss"], slice)
             if runtime.is_first_step:
-                refuse_unreached(loss)
+                validate_no_reentrant_checkpoint(loss)
             self.agree_on_axes(loss.device)
             count = slice_turn.weight  # where the host waits, behind a forward that is launched
             share = 1.0 if options.reproducible else count.share  # 1: sums are weighted, in 32 bits

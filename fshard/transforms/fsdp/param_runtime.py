@@ -79,10 +79,10 @@ class ParamRuntime(UnitSchedule):
             wide=options.reproducible or (options.reduce_once and options.accumulate > 1),
             site=site,
         )
-        self.lazy_params = self._lazy_params()
+        self.lazy_params = self._loss_arguments()
         self._versions = versions_of(shards), lazy_versions(self.lazy_params)
 
-    def _lazy_params(self) -> list[Tensor]:
+    def _loss_arguments(self) -> list[Tensor]:
         """Return the arguments of a loss function: lazy parameters, and plain integer tensors, which may be indices."""
         indices = [index for unit in self.units for index in unit.indices]
         params = dict(zip(indices, lazy_params_of(self), strict=True))
@@ -199,11 +199,6 @@ def with_unsharded_params(fn: Callable[..., Any], *, keep: bool = False) -> Call
                     unit.reshard()
 
     return run
-
-
-def followed(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a loss function that takes lazy parameters: a compiled one is called with unsharded parameters."""
-    return with_unsharded_params(loss_fn) if hasattr(loss_fn, "_torchdynamo_orig_callable") else loss_fn
 
 
 @dataclass

@@ -47,23 +47,23 @@ class TreeAccumulator:
             trees.append((0, gs if weight == 1.0 else [None if g is None else g * weight for g in gs]))
             while len(trees) > 1 and trees[-1][0] == trees[-2][0]:
                 (height, first_sum), (_, right) = trees[-2:]
-                trees[-2:] = [(height + 1, _added(first_sum, right))]
+                trees[-2:] = [(height + 1, _add_gradients(first_sum, right))]
         self._slice_sums = {}
 
     def result(self, unit: LazyUnit) -> Gradients | None:
         """Return the sum of a unit's gradients; None if no slice has used it."""
         trees = [tree for _, tree in self._trees.pop(unit)]
         while len(trees) > 1:
-            trees[-2:] = [_added(trees[-2], trees[-1])]
+            trees[-2:] = [_add_gradients(trees[-2], trees[-1])]
         (gs,) = trees
         return gs if any(g is not None for g in gs) else None
 
 
-def _added(first_sum: Gradients, right: Gradients) -> Gradients:
-    return [_sum(a, b) for a, b in zip(first_sum, right, strict=True)]
+def _add_gradients(first_sum: Gradients, right: Gradients) -> Gradients:
+    return [_add(a, b) for a, b in zip(first_sum, right, strict=True)]
 
 
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         summand = a if b is None else b
         return None if summand is None else summand + 0.0  # as with zeros: -0.0 becomes 0.0

@@ -27,7 +27,7 @@ from fshard.source import Site, call_site
 from fshard.transforms.agreement import SliceLoss, StepAgreement, average_losses, input_differences, tree_sum
 from fshard.transforms.batch import Batch
 from fshard.transforms.device_step import DeviceResult, DeviceStep, validate_is_trained
-from fshard.transforms.fsdp.graph_checks import refuse_unreached
+from fshard.transforms.fsdp.graph_checks import validate_no_reentrant_checkpoint
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.fsdp.plans import local_plans
 from fshard.transforms.fsdp.units import Order, UnitRuntime
@@ -180,7 +180,7 @@ class StageStep(DeviceStep):
                 y, after = called((params, self.writes.parts[stage]), x, **skips)
                 self.writes.record(stage, microbatch, after, moments or [])
         if self.is_first_step:
-            refuse_unreached(y)
+            validate_no_reentrant_checkpoint(y)
         return y
 
     def _seeded(self, microbatch: int, index: int) -> AbstractContextManager[None]:
