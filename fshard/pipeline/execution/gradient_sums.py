@@ -44,7 +44,7 @@ class RunningSum:
     def add(self, microbatch: int, gs: Gradients, dtypes: Sequence[torch.dtype] | None = None) -> None:
         """Add the gradients of a microbatch, to sums of these dtypes; by default their own."""
         totals, dtypes_of_sums = self._sums or [None] * len(gs), dtypes or [None] * len(gs)
-        self._sums = [_added(total, g, dtype) for total, g, dtype in zip(totals, gs, dtypes_of_sums, strict=True)]
+        self._sums = [_accumulate(total, g, dtype) for total, g, dtype in zip(totals, gs, dtypes_of_sums, strict=True)]
 
     def result(self) -> list[Tensor | None]:
         """Return the sum; None where nothing was added."""
@@ -104,7 +104,7 @@ class OrderedSum:
         return g if weight == 1.0 else g * weight
 
 
-def _added(total: Tensor | None, g: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+def _accumulate(total: Tensor | None, g: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     """Add a gradient to a sum, in place; the first one is copied, since its memory may be another's too."""
     if g is None:
         return total
@@ -114,8 +114,8 @@ def _added(total: Tensor | None, g: Tensor | None, dtype: torch.dtype | None) ->
 def _add(a: Tensor | None, b: Tensor | None, zero: float | None = None) -> Tensor | None:
     """Add two gradients. With `zero`, a missing one counts as such: it turns -0.0 into 0.0."""
     if a is None or b is None:
-        only = b if a is None else a
-        return only if only is None or zero is None else only + zero
+        summand = b if a is None else a
+        return summand if summand is None or zero is None else summand + zero
     return a + b
 
 

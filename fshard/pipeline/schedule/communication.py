@@ -69,10 +69,10 @@ def with_units(schedule: Schedule, live: int = 2) -> Schedule:
     """
     if live < 1:
         raise ValueError(f"live must be at least 1, since a stage computes with unsharded weights; got {live}.")
-    return schedule.with_rows(_with_units(row, live) for row in schedule.without(UNITS).rows)
+    return schedule.with_rows(_row_with_units(row, live) for row in schedule.without(UNITS).rows)
 
 
-def _with_units(row: Sequence[Action], limit: int) -> Iterator[Action]:
+def _row_with_units(row: Sequence[Action], limit: int) -> Iterator[Action]:
     last = {action.stage: number for number, action in enumerate(row) if action.kind in {Kind.B, Kind.W}}
     unsharded: list[int] = []
     for number, (action, wanted) in enumerate(zip(row, _stages_ahead(row, limit), strict=True)):

@@ -87,9 +87,9 @@ def split_stages(
     if blocks is not None:
         return _split_blocks(layers, n, balance, sample, [blocks] if isinstance(blocks, str) else blocks)
     named = _named_layers(cast(Any, layers))
-    layers_left = iter(named.items())
+    remaining = iter(named.items())
     sizes = stage_sizes([*named.values()], n, balance, sample)
-    return [nn.Sequential(OrderedDict(islice(layers_left, size))) for size in sizes]
+    return [nn.Sequential(OrderedDict(islice(remaining, size))) for size in sizes]
 
 
 def _split_blocks(module: object, n: int, balance: Balance, sample: PyTree, paths: Sequence[str]) -> list[nn.Module]:
@@ -105,7 +105,7 @@ def _split_blocks(module: object, n: int, balance: Balance, sample: PyTree, path
 
 
 def _named_layers(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:
-    if isinstance(layers, nn.Module) and (extras := _beside_layers(layers)):
+    if isinstance(layers, nn.Module) and (extras := _extras_of_layer_list(layers)):
         raise TypeError(
             f"layers must be a list of layers or a plain nn.Sequential; got {type(layers).__name__} with its own "
             f'{", ".join(extras)}, which no stage would have. Split it between its blocks: sample=x, blocks="model.layers".'
@@ -117,7 +117,7 @@ def _named_layers(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Modul
     return {str(name): layer if isinstance(layer, nn.Module) else Call(layer) for name, layer in named.items()}
 
 
-def _beside_layers(module: nn.Module) -> list[str]:
+def _extras_of_layer_list(module: nn.Module) -> list[str]:
     """Return what a module has besides its layers: a forward, hooks, parameters, buffers."""
     attributes = vars(module)
     is_plain = type(module) in (nn.Sequential, nn.ModuleList) and "forward" not in attributes
