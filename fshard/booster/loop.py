@@ -224,7 +224,7 @@ class LoopModel(BoostedModel):
         device.agree_on_axes(loss.device)
         units, reductions = step.runtime.units, step.runtime.reductions
         if self.is_reproducible:
-            trees = TreeAccumulator(units, reductions.as_reduced)
+            trees = TreeAccumulator(units, reductions)
             start = device.begin_backward(loss, share, trees.add, idle=not share)
             split_backward(loss, start, step.outputs, device.differentiate, trees)
             for unit in units:  # each backward on its own: sums of two would be rounded otherwise on other meshes

@@ -179,34 +179,24 @@ class Batch:
         if count == 1 and not is_copied and cut is not None and cut.is_even:
             rows = cut.length // cut.parts
             return [Slice(shards, rows, rows)]
-        ranges = [] if cut is None else cut.ranges(self.mesh, device, count)
         copy_ = lazy_copy if count > 1 else lambda x: x  # a write to one slice must not change the next
-
-        def slice_at(turn: int) -> Slice:
-            leaves = [
-                _slice_rows(x, ranges, turn, is_copied=is_copied) if has_samples else copy_(x)
-                for x, has_samples in zip(shards, self.has_samples, strict=True)
-            ]
-            if cut is None:
-                return Slice(leaves, 1, None)
-            start, stop = ranges[turn]
-            return Slice(leaves, stop - start, max(stop - start, 1))
-
-        return [slice_at(turn) for turn in range(count)]
+        if cut is None:
+            return [Slice([*map(copy_, shards)], 1, None) for _ in range(count)]
+        slices, ranges = list[Slice](), cut.ranges(self.mesh, device, count)
+        first = ranges[0][0]
+        for start, stop in ranges:
+            leaves = list[Any]()
+            for x, has_samples in zip(shards, self.has_samples, strict=True):
+                leaf = x[slice(*filled((start - first, stop - first), len(x)))] if has_samples else copy_(x)
+                leaves.append(leaf.clone() if has_samples and is_copied else leaf)
+            slices.append(Slice(leaves, stop - start, max(stop - start, 1)))
+        return slices
 
     def tree(self, leaves: list[Any], dtype: torch.dtype | None = None) -> PyTree:
         """Put leaves together again, floating ones in a dtype."""
         if dtype is not None:
             leaves = [x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
         return unflatten(self.structure, leaves)
-
-
-def _slice_rows(x: Tensor, ranges: list[Range], turn: int, *, is_copied: bool) -> Tensor:
-    """Return the samples of one slice from a device's part."""
-    start, stop = ranges[turn]
-    first = ranges[0][0]
-    rows = x[slice(*filled((start - first, stop - first), len(x)))]
-    return rows.clone() if is_copied else rows
 
 
 @dataclass(frozen=True)

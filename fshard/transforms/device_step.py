@@ -158,7 +158,7 @@ class ModelStep(DeviceStep):
         they are added in one binary tree, which the reduction continues over devices.
         """
         options, runtime, reductions = self.options, self.runtime, self.runtime.reductions
-        trees = TreeAccumulator(runtime.units, reductions.as_reduced) if options.reproducible else None
+        trees = TreeAccumulator(runtime.units, reductions) if options.reproducible else None
         slice_turns, outputs = self.slice_turns(), list[SliceOutput]()
         for turn in slice_turns:
             accumulate_into = None if trees is None else trees.add

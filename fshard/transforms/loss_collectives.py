@@ -63,14 +63,14 @@ class LossCollectives:
         """Record a call over the axes of a group; raise if its result would depend on the mesh."""
         if call in LOCAL_CALLS:
             return
-        self._check_call(call, group)
+        self._validate_call(call, group)
         if call == "fs.axis_index":
             self._indexed.update(group.axes)
             return
         self.is_mixed |= not self._axes.isdisjoint(group.axes)
         self._add_axes(group.axes)
 
-    def _check_call(self, call: str, group: Group) -> None:
+    def _validate_call(self, call: str, group: Group) -> None:
         if self._is_reproducible and not self._dependent.isdisjoint(group.axes):
             raise ValueError(
                 f"{call} over {as_written(group.axes)} in the loss function, at {call_site()}: with reproducible=True a "

@@ -102,7 +102,10 @@ def find_dependencies(schedule: ScheduleRows) -> Dependencies:
     """Find all dependencies. Actions on a wrong device wait for nothing, and nothing waits for missing ones."""
     actions = [action for row in schedule.rows for action in row]
     device = [index for index, row in enumerate(schedule.rows) for _ in row]
-    parts = [_halves(action) for action in actions]
+    parts = [
+        (action._replace(kind=Kind.I), action._replace(kind=Kind.W)) if action.kind is Kind.B else (action,)
+        for action in actions
+    ]
     number_of: dict[Action, int] = {}
     for number, (action, halves) in enumerate(zip(actions, parts, strict=True)):
         for half in halves if schedule.placement[action.stage] == device[number] else ():
@@ -124,11 +127,6 @@ def find_dependencies(schedule: ScheduleRows) -> Dependencies:
             if mate is not None and device[mate] != device[number] and number_of[action] == number:
                 partner[number] = mate
     return Dependencies(schedule, actions, parts, device, [0, *accumulate(map(len, schedule.rows))], needs, partner)
-
-
-def _halves(action: Action) -> tuple[Action, ...]:
-    kind, stage, m = action
-    return (Action(Kind.I, stage, m), Action(Kind.W, stage, m)) if kind is Kind.B else (action,)
 
 
 def inputs_of(schedule: ScheduleRows, action: Action, *, has_messages: bool = False) -> Iterator[Action]:

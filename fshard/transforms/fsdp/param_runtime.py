@@ -79,19 +79,16 @@ class ParamRuntime(UnitSchedule):
             wide=options.reproducible or (options.reduce_once and options.accumulate > 1),
             site=site,
         )
-        self.lazy_params = self._loss_arguments()
-        self._versions = versions_of(shards), lazy_versions(self.lazy_params)
-
-    def _loss_arguments(self) -> list[Tensor]:
-        """Return the arguments of a loss function: lazy parameters, and plain integer tensors, which may be indices."""
         indices = [index for unit in self.units for index in unit.indices]
         params = dict(zip(indices, lazy_params_of(self), strict=True))
-        if plain := [index for index in range(len(self.leaves)) if index not in params]:
-            shards = [self.shards[index] for index in plain]
-            unit = Unit(UnitRuntime(self.options, self.site), 0, UnitPlan.of(self.leaves, plain), shards)
+        if plain := [index for index in range(len(self.leaves)) if index not in params]:  # integers may be indices
+            unit = Unit(
+                UnitRuntime(options, site), 0, UnitPlan.of(self.leaves, plain), [shards[index] for index in plain]
+            )
             unit.unshard()
             params.update(zip(plain, unit.wait_for_unshard(), strict=True))
-        return [params[index] for index in range(len(self.leaves))]
+        self.lazy_params = [params[index] for index in range(len(self.leaves))]
+        self._versions = versions_of(shards), lazy_versions(self.lazy_params)
 
     @property
     def order(self) -> Order:

@@ -294,10 +294,6 @@ class Reductions(GradientSums):
         if unit.is_sharded or self.is_full:
             self.send()
 
-    def as_reduced(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> Gradients:
-        """Cast the gradients of a unit to the dtypes that they are reduced in."""
-        return self.cast(unit.indices, gs)
-
     def drop(self) -> None:
         """Drop all gradients of the step, those in flight too."""
         self.finish()

@@ -74,7 +74,12 @@ def _synchronised_forward(reference: weakref.ref[_BatchNorm], axis: Axes, x: Ten
     layer._check_input_dim(x)
     mean, variance, count = moments(x, axis)  # (channels), (channels), ()
     if layer.training and layer.track_running_stats and layer.running_mean is not None:
-        _move_running_statistics(layer, mean.detach(), variance.detach(), count)
+        batches = layer.num_batches_tracked
+        batches.add_(1)
+        weight: Any = 1 / batches.double() if layer.momentum is None else layer.momentum
+        unbiased = variance.detach() * (count / (count - 1).clamp(min=1))
+        for running, new in ((layer.running_mean, mean.detach()), (layer.running_var, unbiased)):
+            running.mul_(1 - weight).add_(weight * new.to(running.dtype))
         _record_moments(layer, x)
     mean, variance = pvary((mean, variance), axis)
     compute = torch.promote_types(x.dtype, torch.float32)
@@ -117,13 +122,3 @@ def sums_of(x: Tensor) -> Tensor:
     v, m = torch.var_mean(wide, dim=[0, *range(2, x.ndim)], correction=0)
     v, m = v.double(), m.double()
     return torch.cat([n * m, n * (v + m * m), m.new_full((1,), n)])
-
-
-def _move_running_statistics(layer: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-    """Move the running statistics towards the batch's."""
-    batches = layer.num_batches_tracked
-    batches.add_(1)
-    weight: Any = 1 / batches.double() if layer.momentum is None else layer.momentum
-    unbiased = variance * (count / (count - 1).clamp(min=1))
-    for running, new in ((layer.running_mean, mean), (layer.running_var, unbiased)):
-        running.mul_(1 - weight).add_(weight * new.to(running.dtype))

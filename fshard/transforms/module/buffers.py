@@ -94,16 +94,15 @@ class Buffers:
 
     def after(self, changed: Sequence[Mapping[str, Tensor]]) -> PyTree:
         """Return the buffers for the next step, in the layouts of the given ones, from those that local devices changed."""
-        return unflatten(self._structure, [self._value_after(path, x, changed) for path, x in self._inputs.items()])
-
-    def _value_after(self, path: str, x: Any, changed: Sequence[Mapping[str, Tensor]]) -> Any:
-        if not any(path in buffers for buffers in changed):
-            return x
-        if not isinstance(x, Sharded):
-            return changed[0][path]
-        shards = tuple(buffers.get(path, shard) for buffers, shard in zip(changed, x.shards, strict=True))
-        layout = self._layouts[path]
-        return Sharded(x.shape if layout.spec.at else tuple(shards[0].shape), layout, shards)
+        leaves = {**self._inputs}
+        for path in {path for buffers in changed for path in buffers}:
+            x, layout = self._inputs[path], self._layouts[path]
+            if isinstance(x, Sharded):
+                shards = tuple(buffers.get(path, shard) for buffers, shard in zip(changed, x.shards, strict=True))
+                leaves[path] = Sharded(x.shape if layout.spec.at else tuple(shards[0].shape), layout, shards)
+            else:
+                leaves[path] = changed[0][path]
+        return unflatten(self._structure, [*leaves.values()])
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ simply called and all is saved. A part of fn that itself calls such a transform 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -154,17 +154,15 @@ def _call_checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, 
 
     if policy.keep == "nothing":
         return checkpoint(body, *tensors, use_reentrant=False)
-    policy = policy if policy.keep == "dots" else _apply_activation_memories(policy, ambient.activations or {})
-    region = Region(None if policy.keep == "dots" else policy.names, policy.offloaded, host=policy.host)
+    if policy.keep == "dots":
+        region = Region(None, frozenset(), host=policy.host)
+    else:
+        on_host = policy.names if policy.host else policy.offloaded
+        memories: dict[str, ActivationMemory] = {name: "host" if name in on_host else "device" for name in policy.names}
+        memories |= {name: x for name, x in (ambient.activations or {}).items() if name in memories}
+        names = frozenset([name for name, memory in memories.items() if memory != "recomputed"])
+        region = Region(names, frozenset([name for name in names if memories[name] == "host"]), host=False)
     return checkpoint(body, *tensors, use_reentrant=False, context_fn=lambda: (region, region))
-
-
-def _apply_activation_memories(policy: Policy, activations: Mapping[str, ActivationMemory]) -> Policy:
-    """Return a policy of names with the memories that a step has for them: `train_step(activations=)`."""
-    on_host = policy.names if policy.host else policy.offloaded
-    memories = {name: activations.get(name, "host" if name in on_host else "device") for name in policy.names}
-    names = frozenset([name for name, memory in memories.items() if memory != "recomputed"])
-    return Policy("names", names, offloaded=frozenset([name for name in names if memories[name] == "host"]))
 
 
 def _to_host(x: Tensor) -> Tensor | HostCopy:

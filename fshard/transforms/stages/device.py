@@ -79,7 +79,13 @@ class StageStep(DeviceStep):
         self.stages = [stage for stage, coordinate in enumerate(placement) if coordinate == self.pipe.index]
         self.device = shards[0].device
         shards = self._borrow(shards)
-        self.units = {stage: self._make_unit(stage, shards) for stage in self.stages}
+        self.units = dict[int, StageUnit]()
+        for stage in self.stages:
+            params = plan.by_stage[stage]
+            if options.local:
+                params = StageLeaves.of(local_plans(tuple(params.leaves), device), params.indices, params.tree)
+            shards_of_stage = [shards[index] for index in params.indices]
+            self.units[stage] = StageUnit(self.runtime, stage, params, shards_of_stage, self.device)
         self.sums = StageSums(
             plan,
             local_plans(tuple(plan.leaves), device) if options.local else plan.leaves,
@@ -107,12 +113,6 @@ class StageStep(DeviceStep):
             if param.coordinate == self.pipe.index:
                 result[param.leaf] = x
         return result
-
-    def _make_unit(self, stage: int, shards: Sequence[Tensor]) -> StageUnit:
-        params = self.plan.by_stage[stage]
-        if self.options.local:
-            params = StageLeaves.of(local_plans(tuple(params.leaves), self.number), params.indices, params.tree)
-        return StageUnit(self.runtime, stage, params, [shards[index] for index in params.indices], self.device)
 
     def run(self) -> DeviceResult:
         """Take the device's part in the step."""

@@ -115,7 +115,13 @@ class Grouped(nn.Sequential):
     def __init__(self, layers: nn.Sequential, size: int, policy: str | Policy) -> None:
         super().__init__()
         vars(self)["_modules"] = vars(layers)["_modules"]  # under their own names
-        self._size, self._run = size, _recomputed(_call_in_sequence, policy, 1)
+
+        def call_in_sequence(layers: Sequence[nn.Module], x: Any) -> Any:
+            for layer in layers:
+                x = layer(x)
+            return x
+
+        self._size, self._run = size, _recomputed(call_in_sequence, policy, 1)
 
     def forward(self, input: Any) -> Any:
         """Call them."""
@@ -123,12 +129,6 @@ class Grouped(nn.Sequential):
         for begin in range(0, len(layers), self._size):
             input = self._run(layers[begin : begin + self._size], input)
         return input
-
-
-def _call_in_sequence(layers: Sequence[nn.Module], x: Any) -> Any:
-    for layer in layers:
-        x = layer(x)
-    return x
 
 
 def in_groups(stages: Sequence[nn.Module | Stage], size: int, policy: str | Policy = "nothing") -> list[nn.Module]:

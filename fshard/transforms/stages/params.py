@@ -79,7 +79,9 @@ class StageUnit(Unit):
         replicated_unit.unshard()
         memory = dict(zip(replicated.indices, replicated_unit.wait_for_unshard(), strict=True))
         for index in sharded.indices:
-            memory[index] = _freed_param(plans[index], runtime.options, device)
+            dtype = runtime.options.used_in(plans[index].dtype)
+            memory[index] = torch.empty(plans[index].shape, dtype=dtype, device=device)
+            memory[index].untyped_storage().resize_(0)
         self._params = [memory[index].detach().as_subclass(_StageParam) for index in range(len(plans))]
         for x, plan in zip(self._params, plans, strict=True):
             x.path, x.step = plan.path, runtime
@@ -129,13 +131,6 @@ class StageUnit(Unit):
         """Return the paths of those that the stage has written to."""
         rows = zip(self._all_plans, versions_of(self._params), self._first_versions, strict=True)
         return [plan.path for plan, version, before in rows if version != before]
-
-
-def _freed_param(plan: ParamPlan, options: StepOptions, device: torch.device) -> Tensor:
-    """Return an unsharded parameter whose memory is freed."""
-    x = torch.empty(plan.shape, dtype=options.used_in(plan.dtype), device=device)
-    x.untyped_storage().resize_(0)
-    return x
 
 
 class StageSums(GradientSums):
@@ -230,11 +225,7 @@ class StageSums(GradientSums):
         """Reduce the stages that are left and the tied parameters, and wait for all reductions."""
         for stage in [*self._totals]:
             self.reduce(stage)
-        self._reduce_ties()
-        self.finish()
-
-    def _reduce_ties(self) -> None:
-        """Send gradients of borrowers to the owners, which add and reduce them."""
+        # Borrowers send their gradients of tied parameters to the owners, which add and reduce them.
         rows = [(tie, index) for tie in self._ties for index in range(1, len(tie.stages))]
         stacks = go([self._stack_tied(*row) for row in rows], [tie.to_owner[index] for tie, index in rows], self.site)()
         for tie in self._ties:
@@ -248,6 +239,7 @@ class StageSums(GradientSums):
                     total.add(microbatch, self.cast([tie.leaf], [g]))
                 self.put([tie.leaf], _sums(total))
                 self.send()
+        self.finish()
 
     def _stack_tied(self, tie: Tie, index: int) -> Tensor:
         """Return the gradients of a tied parameter in one stage, a row for each microbatch or one in all; empty elsewhere."""
