@@ -138,7 +138,7 @@ def combine_metrics(
             x = (x * mean.weight).to(dtype) if dtype.is_floating_point else (x * mean.weight).round().long()
         return x
 
-    columns = zip(*(each.leaves for each in metrics), strict=True)
+    columns = zip(*(slice_metrics.leaves for slice_metrics in metrics), strict=True)
     return unflatten(metrics[-1].structure, [*map(combined, metrics[-1].reductions, columns)])
 
 

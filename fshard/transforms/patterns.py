@@ -55,8 +55,8 @@ def matches_parts(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
         return not path
     if pattern[0] == "**":
         return any(matches_parts(pattern[1:], path[start:]) for start in range(len(path) + 1))
-    here = bool(path) and re.fullmatch(".*".join(map(re.escape, pattern[0].split("*"))), path[0])
-    return bool(here) and matches_parts(pattern[1:], path[1:])
+    is_match = bool(path) and re.fullmatch(".*".join(map(re.escape, pattern[0].split("*"))), path[0])
+    return bool(is_match) and matches_parts(pattern[1:], path[1:])
 
 
 def unit_of(path: str) -> str:

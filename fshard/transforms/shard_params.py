@@ -132,11 +132,11 @@ def units_of(module: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
     paths = [f".{name}" for name, _ in module.named_parameters()]  # a tied parameter is in the unit of its first owner
     units = tuple(
         name
-        for name, part in module.named_modules()
-        if name and isinstance(part, kinds) and any(path.startswith(f".{name}.") for path in paths)
+        for name, child in module.named_modules()
+        if name and isinstance(child, kinds) and any(path.startswith(f".{name}.") for path in paths)
     )
     if not units:
-        present = sorted({type(part).__name__ for part in module.modules()})
+        present = sorted({type(child).__name__ for child in module.modules()})
         wanted = " or ".join(kind.__name__ for kind in kinds) or "of no class"
         raise ModuleError(
             f"units_of: {type(module).__name__} has no {wanted} with parameters inside. Its modules are {', '.join(present)}."

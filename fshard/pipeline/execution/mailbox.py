@@ -112,14 +112,14 @@ class Mailbox:
     def receive(self, message: Message, source: int) -> Content:
         """Wait for a message from a device, and return it; those before it are kept."""
         while message not in self._arrived:
-            first = self._expected[source].popleft()
-            form, buffers = self._started.pop(source, None) or self._receive_header(first, source)
+            arriving = self._expected[source].popleft()
+            form, buffers = self._started.pop(source, None) or self._receive_header(arriving, source)
             leaves = list(form.leaves)
             for (indices, _), pending in zip(form.buffers, buffers, strict=True):
                 for index, x in zip(indices, pending.wait(), strict=True):
                     is_aligned = x.data_ptr() % _ALIGNED == 0  # kernels round differently at other alignments
                     leaves[index] = x if is_aligned else x.clone()
-            self._arrived[first] = leaves, *form.description
+            self._arrived[arriving] = leaves, *form.description
             self._start_next(source)
         return self._arrived.pop(message)
 

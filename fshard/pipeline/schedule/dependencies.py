@@ -144,4 +144,4 @@ def inputs_of(schedule: ScheduleRows, action: Action, *, has_messages: bool = Fa
     elif kind is Kind.W or kind is Kind.SEND_B:
         yield Action(Kind.I, stage, m)
     elif kind is Kind.REDUCE:
-        yield from (Action(Kind.W, stage, each) for each in range(schedule.microbatches))
+        yield from (Action(Kind.W, stage, microbatch) for microbatch in range(schedule.microbatches))

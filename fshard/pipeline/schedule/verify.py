@@ -83,23 +83,23 @@ def verified_order(schedule: ScheduleRows) -> tuple[Dependencies, list[int]]:
 def _count_errors(graph: Dependencies) -> Iterator[str]:
     """Yield useless, repeated and missing actions."""
     schedule, expected = graph.schedule, _expected_actions(graph)
-    first: dict[Action, int] = {}
+    number_of: dict[Action, int] = {}
     for number, action in enumerate(graph.actions):
-        home = schedule.placement[action.stage]
-        if action.kind in {Kind.UNSHARD, Kind.RESHARD} and home == graph.device[number]:
+        device = schedule.placement[action.stage]
+        if action.kind in {Kind.UNSHARD, Kind.RESHARD} and device == graph.device[number]:
             continue
-        if home != graph.device[number] or not expected.issuperset(graph.parts[number]):
+        if device != graph.device[number] or not expected.issuperset(graph.parts[number]):
             reason = "nothing is to be sent, received or reduced"
-            if home != graph.device[number]:
-                reason = f"stage {action.stage} is on device {home}"
+            if device != graph.device[number]:
+                reason = f"stage {action.stage} is on device {device}"
             elif (action.microbatch or 0) >= schedule.microbatches:
                 reason = f"microbatches are below {schedule.microbatches}"
             yield f"{_located(graph, number)} must not be there: {reason}"
             continue
-        if repeated := [first[action_part] for action_part in graph.parts[number] if action_part in first]:
+        if repeated := [number_of[half] for half in graph.parts[number] if half in number_of]:
             yield f"{_located(graph, number)} repeats {_located(graph, repeated[0])}"
-        first |= dict.fromkeys(graph.parts[number], number)
-    missing = expected - first.keys()
+        number_of |= dict.fromkeys(graph.parts[number], number)
+    missing = expected - number_of.keys()
     for inputs in [action for action in missing if action.kind is Kind.I]:
         if (weights := inputs._replace(kind=Kind.W)) in missing:
             missing -= {inputs, weights}

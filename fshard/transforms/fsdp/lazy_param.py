@@ -254,16 +254,16 @@ class SavedTensors:
     """Saved-tensor hooks that keep unsharded parameters out of autograd's graph.
 
     Args:
-        needed: True if any unit is resharded.
+        is_needed: True if any unit is resharded.
     """
 
-    def __init__(self, needed: bool) -> None:
-        self._needed = needed
+    def __init__(self, is_needed: bool) -> None:
+        self._is_needed = is_needed
         self._storages: dict[int, _Storage] = {}
 
     def register(self, unit: LazyUnit) -> None:
         """Register the storages of an unsharded unit."""
-        for position, x in enumerate(unit.values if self._needed else ()):
+        for position, x in enumerate(unit.values if self._is_needed else ()):
             self._storages[_storage_address(x)] = _Storage(unit, position, x.dtype, StorageWeakRef(x.untyped_storage()))
 
     def clear(self) -> None:
@@ -272,7 +272,7 @@ class SavedTensors:
 
     def watch(self) -> AbstractContextManager[Any]:
         """Return the context of a forward."""
-        return saved_tensors_hooks(self._pack, self._unpack) if self._needed else nullcontext()
+        return saved_tensors_hooks(self._pack, self._unpack) if self._is_needed else nullcontext()
 
     def _pack(self, x: Tensor) -> Any:
         if type(x) is LazyParam:

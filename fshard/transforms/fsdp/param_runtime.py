@@ -88,7 +88,7 @@ class ParamRuntime(UnitSchedule):
             unit.unshard()
             params.update(zip(plain, unit.wait_for_unshard(), strict=True))
         self.lazy_params = [params[index] for index in range(len(self.leaves))]
-        self._versions = versions_of(shards), lazy_versions(self.lazy_params)
+        self._versions = [*zip(versions_of(shards), lazy_versions(self.lazy_params), strict=True)]
 
     @property
     def order(self) -> Order:
@@ -128,11 +128,9 @@ class ParamRuntime(UnitSchedule):
     def check_unchanged(self) -> None:
         """Raise if the loss function has written to a parameter in place."""
         written = {*self.written, *(path for unit in self.units for path in unit.written())}
-        for version, before in zip(
-            (versions_of(self.shards), lazy_versions(self.lazy_params)), self._versions, strict=True
-        ):
-            rows = zip(self.leaves, version, before, strict=True)
-            written |= {leaf.path for leaf, version, first in rows if version != first}
+        versions = zip(versions_of(self.shards), lazy_versions(self.lazy_params), strict=True)
+        rows = zip(self.leaves, versions, self._versions, strict=True)
+        written |= {leaf.path for leaf, version, before in rows if version != before}
         if path := next((leaf.path for leaf in self.leaves if leaf.path in written), None):
             raise ModuleError(
                 f"the loss function, or a forward in it, writes to a parameter in place: {named(parts_of(path))}. {WRITES}"

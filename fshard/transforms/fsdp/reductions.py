@@ -242,7 +242,7 @@ class Reductions(GradientSums):
 
     def receive(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> None:
         """Receive the cotangents of one use of a unit; after that of the last use, reduce all units whose turn has come."""
-        gs = self._recorded(unit, gs)
+        gs = self._record_use(unit, gs)
         if self._accumulate_into is not None:
             self._accumulate_into(unit, gs)
         elif unit.pending_backwards or unit.number in self._waiting:  # it was resharded and unsharded again
@@ -254,9 +254,9 @@ class Reductions(GradientSums):
     def receive_separately(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> None:
         """Receive cotangents of lazy parameters, or of a single use; they are reduced after the backward."""
         if any(g is not None for g in gs):
-            (self._accumulate_into or LazyUnit.accumulate)(unit, self._recorded(unit, gs))
+            (self._accumulate_into or LazyUnit.accumulate)(unit, self._record_use(unit, gs))
 
-    def _recorded(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> Gradients:
+    def _record_use(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> Gradients:
         """Record the parameters as used, in a backward that fshard has started."""
         if unit.runtime.state != "backward":
             raise_foreign_backward()

@@ -74,7 +74,7 @@ def offload(policy: str | Policy) -> Policy:
     >>> offload("dots").host
     True
     """
-    return replace(_policy(policy), host=True)
+    return replace(_validated_policy(policy), host=True)
 
 
 def checkpoint_name(x: Tensor, label: str) -> Tensor:
@@ -108,22 +108,22 @@ def remat(fn: Callable[Args, Result], policy: str | Policy = "nothing") -> Calla
     >>> torch.autograd.grad(remat(lambda x: (x * x).sum())(x), x)
     (tensor([2., 2.]),)
     """
-    kept = _policy(policy)
+    policy = _validated_policy(policy)
 
     @wraps(fn, updated=())
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        keeps_all = kept.keep == "everything"
-        if (keeps_all and not kept.host) or transformed() or not torch.is_grad_enabled():
+        keeps_all = policy.keep == "everything"
+        if (keeps_all and not policy.host) or transformed() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         if not keeps_all:
-            return _call_checkpointed(fn, kept, args, kwargs)
+            return _call_checkpointed(fn, policy, args, kwargs)
         with saved_tensors_hooks(_to_host, _from_host):
             return fn(*args, **kwargs)
 
     return call
 
 
-def _policy(policy: str | Policy) -> Policy:
+def _validated_policy(policy: str | Policy) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if policy not in ("everything", "nothing", "dots"):
@@ -269,15 +269,14 @@ class Region(TorchDispatchMode):
         if self.names is None:
             self._kept[number] = KeptCall((self._keep(result, None, on_host=self._host),), is_tuple=False)
             return result
-        first, others = (result[0], result[1:]) if isinstance(result, tuple) and result else (result, None)
-        if isinstance(first, Tensor) and first.layout == torch.strided:
-            memory = _storage_id(first)
-            if not any(
-                isinstance(x, Tensor) and _storage_id(x) == memory for x in args
-            ):  # else it is a view, or in place
-                strides = tuple(first.shape), first.stride(), int(first.storage_offset())
-                memory_ref = StorageWeakRef(first.untyped_storage())
-                self._producers[memory] = Producer(memory_ref, number, first._version, *strides, others)
+        y, others = (result[0], result[1:]) if isinstance(result, tuple) and result else (result, None)
+        if isinstance(y, Tensor) and y.layout == torch.strided:
+            memory = _storage_id(y)
+            is_view = any(isinstance(x, Tensor) and _storage_id(x) == memory for x in args)  # or in place
+            if not is_view:
+                strides = tuple(y.shape), y.stride(), int(y.storage_offset())
+                memory_ref = StorageWeakRef(y.untyped_storage())
+                self._producers[memory] = Producer(memory_ref, number, y._version, *strides, others)
         return result
 
     def _keep(self, x: Any, name: str | None, *, on_host: bool) -> Any:

@@ -62,13 +62,13 @@ class Replica:
             self._buffers += [ModuleSlot(child._buffers, *item) for item in buffer_names.items()]
         self._recurrent: list[Any] = [layer for layer in children if isinstance(layer, nn.RNNBase)]
         self.layers = Layers(self.modules.items(), adapt)
-        self._resting: list[Any] | None = None
+        self._params_between_steps: list[Any] | None = None
         self.installed: Mapping[str, Any] | None = None  # while a call runs
 
     def install(self, tensors: Mapping[str, Any]) -> None:
         """Put tensors into their slots."""
-        if self._resting is None:
-            self._resting = [entries[key] for entries, key, _ in self._params]
+        if self._params_between_steps is None:
+            self._params_between_steps = [entries[key] for entries, key, _ in self._params]
         for entries, key, name in (*self._params, *self._buffers):
             entries[key] = tensors[name]
         for layer in self._recurrent:
@@ -96,7 +96,7 @@ class Replica:
 
     def rest(self) -> None:
         """Take the parameters of the last call out of the module."""
-        for (entries, key, _), x in zip(self._params, self._resting or [], strict=False):
+        for (entries, key, _), x in zip(self._params, self._params_between_steps or [], strict=False):
             entries[key] = x
         for layer in self._recurrent:
             _refresh_flat_weights(layer)
@@ -105,11 +105,11 @@ class Replica:
 
 def slot_names(module: nn.Module) -> list[tuple[Names, Names]]:
     """Return, for each module inside, the names of its parameters and buffers by key; tied ones have their first name."""
-    first: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, x in (*module.named_parameters(), *module.named_buffers()):
-        first.setdefault(id(x), name)
+        names.setdefault(id(x), name)
     children: list[Any] = [*module.modules()]
-    return [(_names_by_key(child._parameters, first), _names_by_key(child._buffers, first)) for child in children]
+    return [(_names_by_key(child._parameters, names), _names_by_key(child._buffers, names)) for child in children]
 
 
 def _names_by_key(entries: Mapping[str, Any], names: Mapping[int, str]) -> Names:

@@ -224,7 +224,7 @@ class Layers:
     ) -> None:
         self._calls: list[Calls] = []  # at most one
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any] | None, Callable[..., Any]]] = []
-        self._entered, self._keys = False, dict[tuple[int, str], int]()
+        self._is_entered, self._keys = False, dict[tuple[int, str], int]()
         for name, module in modules:
             original, adapted = vars(module).get("forward"), adapt(name, module)
             forward = adapted or original
@@ -238,14 +238,14 @@ class Layers:
         if len(self._keys) > _MAX_CACHED_KEYS:
             self._keys.clear()
         self._calls[:] = [] if key is None else [Calls(key, self._keys)]
-        if not self._entered:
-            self._entered = True
+        if not self._is_entered:
+            self._is_entered = True
             for attributes, _, forward in self._forwards:
                 attributes["forward"] = forward
 
     def leave(self) -> None:
         """Put the modules' own forwards back."""
-        self._entered = False
+        self._is_entered = False
         self._keys.clear()
         for attributes, original, _ in self._forwards:
             if original is None:

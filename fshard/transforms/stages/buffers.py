@@ -101,11 +101,11 @@ class StageWrites:
                 f"{named(parts_of(path)[1:])} {error}."
             )
         self._written.setdefault(microbatch, {}).update(new)
-        names, calls = {id(x): path for path, x in new.items()}, [id(each.running_mean) for each in moments]
-        for each in moments:  # of a layer that is called twice, the mean over microbatches is kept
-            paths = names.get(id(each.running_mean), ""), names.get(id(each.running_var), "")
-            if all(paths) and calls.count(id(each.running_mean)) == 1:
-                self._moments.setdefault(paths, {})[microbatch] = each
+        names, calls = {id(x): path for path, x in new.items()}, [id(x.running_mean) for x in moments]
+        for x in moments:  # of a layer that is called twice, the mean over microbatches is kept
+            paths = names.get(id(x.running_mean), ""), names.get(id(x.running_var), "")
+            if all(paths) and calls.count(id(x.running_mean)) == 1:
+                self._moments.setdefault(paths, {})[microbatch] = x
 
     def written(self, weights: Sequence[float]) -> list[Written]:
         """Return the buffers that each microbatch has written to, with its weight."""

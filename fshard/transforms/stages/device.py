@@ -93,7 +93,6 @@ class StageStep(DeviceStep):
             [turn.weight.share for turn in self.slices] if options.reproducible else None,
             self.pipe.index,
             self.device,
-            options,
             self.local,
             site,
         )

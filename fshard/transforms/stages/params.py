@@ -32,7 +32,6 @@ from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.fsdp.plans import Along, Gradients, ParamPlan, versions_of
 from fshard.transforms.fsdp.reductions import GradientSums
 from fshard.transforms.fsdp.units import Unit, UnitRuntime
-from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.stages.plan import StageLeaves, StagePlan, Tie
 
@@ -143,7 +142,6 @@ class StageSums(GradientSums):
         weights: of each microbatch, in reproducible mode; None: gradients are weighted already.
         coordinate: of the device along the pipeline.
         device: of the gradients.
-        options: of the step.
         along: local axes.
         site: the source line of the step.
     """
@@ -156,10 +154,10 @@ class StageSums(GradientSums):
         weights: list[float] | None,
         coordinate: int,
         device: torch.device,
-        options: StepOptions,
         along: Along,
         site: Site,
     ) -> None:
+        options = plan.options
         wide = options.reproducible or options.accumulate > 1
         super().__init__(leaves, device, options, lambda _: plan.reduction_plans, site, wide=wide, along=along)
         self._ties, self._weights, self._coordinate = plan.ties, weights, coordinate
