@@ -52,9 +52,11 @@ class RunningSum:
     def result(self) -> list[Tensor | None]:
         """Return the sum; None where nothing was added."""
         accumulated = [g if g._version else None for g in self._accumulators]
-        return (
-            [*map(add_gradients, self._sums, accumulated)] if self._sums and accumulated else self._sums or accumulated
-        )
+        if self._sums and accumulated:
+            return [*map(add_gradients, self._sums, accumulated)]
+        return self._sums or accumulated
+
+    sums = result  # nothing is divided
 
 
 class OrderedSum:

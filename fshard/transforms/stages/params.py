@@ -29,7 +29,7 @@ from fshard.mesh.reshard.execute import go
 from fshard.pipeline.execution.gradient_sums import OrderedSum, RunningSum
 from fshard.source import Site
 from fshard.transforms.fsdp.lazy_param import WRITES
-from fshard.transforms.fsdp.plans import Along, Gradients, ParamPlan, versions_of
+from fshard.transforms.fsdp.plans import Along, ParamPlan, versions_of
 from fshard.transforms.fsdp.reductions import GradientSums
 from fshard.transforms.fsdp.units import Unit, UnitRuntime
 from fshard.transforms.patterns import named, parts_of
@@ -208,7 +208,7 @@ class StageSums(GradientSums):
     def reduce(self, stage: int) -> None:
         """Start reducing the gradients of a stage, except tied ones."""
         indices = self._trained[stage]
-        sums = _sums(self._totals.pop(stage)) or [None] * len(indices)
+        sums = self._totals.pop(stage).sums() or [None] * len(indices)
         untied = list[tuple[int, Tensor | None]]()
         for index, g in zip(indices, sums, strict=True):
             self.used[index] |= g is not None
@@ -235,7 +235,7 @@ class StageSums(GradientSums):
                 )  # (microbatch or 1, ...)
                 for microbatch, g in enumerate(summed):
                     total.add(microbatch, self.cast([tie.leaf], [g]))
-                self.put([tie.leaf], _sums(total))
+                self.put([tie.leaf], total.sums())
                 self.send()
         self.finish()
 
@@ -254,7 +254,3 @@ class StageSums(GradientSums):
         if self._weights is None:
             return options.reduced_in(dtype, wide=self.wide)
         return options.used_in(dtype)  # those of one microbatch are added as in one backward
-
-
-def _sums(total: RunningSum | OrderedSum) -> Gradients:
-    return total.sums() if isinstance(total, OrderedSum) else total.result()
