@@ -171,15 +171,15 @@ class Bound(LinearMap):
         move, group = self.move, self.group
         if isinstance(move, Alone):
             return tuple([move.local(x, group.index, group.size) for x in xs])
-        self._record(xs)
+        self._record_bytes(xs)
         return world_of(group).start(cast("Wired", move), xs, group, self.site, self.purpose).wait()  # (6)
 
     def start(self, xs: Tensors) -> Pending:
         """Write it into the ledger and begin."""
-        self._record(xs)
+        self._record_bytes(xs)
         return world_of(self.group).start(cast("Wired", self.move), xs, self.group, self.site, self.purpose)
 
-    def _record(self, xs: Tensors) -> None:
+    def _record_bytes(self, xs: Tensors) -> None:
         for ledger in active():
             move, group = cast("Wired", self.move), self.group
             size = sum(x.numel() * x.element_size() for x in xs)
