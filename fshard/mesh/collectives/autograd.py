@@ -219,8 +219,8 @@ class _Extreme(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         bound = replace(ctx.bound, purpose="cotangents")
         shares = _shares(bound, ctx.saved_tensors)
-        sums = apply_to_many(replace(bound, move=Pvary()), cotangents)
-        return None, *(cotangent * share for cotangent, share in zip(sums, shares, strict=True))
+        varying = apply_to_many(replace(bound, move=Pvary()), cotangents)
+        return None, *(cotangent * share for cotangent, share in zip(varying, shares, strict=True))
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:

@@ -106,21 +106,21 @@ class Ledger(Tabular):
 
     def by_collective(self, device: int | None = None) -> dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]]:
         """Return {(collective, axes): (calls, bytes)} of one device; default: the first recorded one."""
-        found: dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]] = {}
+        totals: dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]] = {}
         device = min(self.devices, default=0) if device is None else device
         for row, entry in self.devices.get(device, {}).items():
-            calls, sent = found.get(row[:2], (0, Fraction(0)))
-            found[row[:2]] = (calls + entry.calls, sent + entry.bytes)
-        return found
+            calls, sent = totals.get(row[:2], (0, Fraction(0)))
+            totals[row[:2]] = (calls + entry.calls, sent + entry.bytes)
+        return totals
 
     def rows(self) -> list[tuple[LedgerRow, int, Fraction]]:
         """Return every line with the most calls and bytes that a device had there, in the order of first calls."""
-        found: dict[LedgerRow, tuple[int, Fraction]] = {}
+        largest: dict[LedgerRow, tuple[int, Fraction]] = {}
         for entries in self.devices.values():
             for row, entry in entries.items():
-                calls, sent = found.get(row, (0, Fraction(0)))
-                found[row] = (max(calls, entry.calls), max(sent, entry.bytes))
-        return [(row, calls, sent) for row, (calls, sent) in found.items()]
+                calls, sent = largest.get(row, (0, Fraction(0)))
+                largest[row] = (max(calls, entry.calls), max(sent, entry.bytes))
+        return [(row, calls, sent) for row, (calls, sent) in largest.items()]
 
     def table(self) -> Table:
         """Return the ledger as a rich table."""
@@ -186,7 +186,7 @@ def ledger() -> Generator[Ledger]:
         try:
             yield opened
         finally:
-            _shared[:] = [other for other in _shared if other is not opened]
+            _shared[:] = [shared for shared in _shared if shared is not opened]
     else:
         with setting(ledgers=(*ambient.ledgers, opened)):
             yield opened

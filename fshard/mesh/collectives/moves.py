@@ -305,7 +305,7 @@ class Rows(PartsMove):
 
     def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
         rows = self._as_rows(x).narrow(1, 0, sum(self.counts[index])).split(self.counts[index], 1)
-        return {to: part.reshape(-1) for to, part in enumerate(rows) if to != index and part.numel()}
+        return {to: parcel.reshape(-1) for to, parcel in enumerate(rows) if to != index and parcel.numel()}
 
     def expected(self, x: Tensor, index: int) -> dict[int, int]:
         each = len(self._as_rows(x)) * self.width
@@ -316,11 +316,11 @@ class Rows(PartsMove):
     def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
         before, after = self._as_rows(x), torch.zeros_like(self._as_rows(x))
         sizes, first = [row[index] for row in self.counts], sum(self.counts[index][:index])
-        for source, part in enumerate(after.narrow(1, 0, sum(sizes)).split(sizes, 1)):
+        for source, rows in enumerate(after.narrow(1, 0, sum(sizes)).split(sizes, 1)):
             if source == index:
-                part.copy_(before.narrow(1, first, sizes[index]))
+                rows.copy_(before.narrow(1, first, sizes[index]))
             elif source in arrived:
-                part.copy_(arrived[source].view(part.shape))
+                rows.copy_(arrived[source].view(rows.shape))
         return after.view(x.shape)
 
     def sent(self, size: int, index: int | None, n: int) -> Fraction:

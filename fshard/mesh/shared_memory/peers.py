@@ -54,13 +54,13 @@ class Peer:
         outgoing = rings.new_ring()
         socket.send_fds(end, [b"ring"], [outgoing])
         _, (incoming,), _, _ = socket.recv_fds(end, 4, 1)
-        self.outgoing, self.incoming = RingWriter(outgoing, self._wake), RingReader(incoming)
+        self.outgoing, self.incoming = RingWriter(outgoing, self._send_wake_up), RingReader(incoming)
         for file in (outgoing, incoming):
             os.close(file)
         self.is_gone, self._mismatch = False, ""
         self.sent, self.calls = 0, deque[CallInfo](maxlen=16)
 
-    def _wake(self) -> None:
+    def _send_wake_up(self) -> None:
         with suppress(OSError):  # it has ended, or has enough wake-ups
             self.socket.send(b"!", socket.MSG_DONTWAIT)
 
@@ -92,15 +92,15 @@ class Peer:
             vectors = into.buffer_info()[0], len(into) // 2, source.buffer_info()[0], 1
             count = self._libc.process_vm_readv(self.pid, *vectors, 0) if source[1] else 0
             if count < 0 or (source[1] and not count):
-                raise self._unreadable(ctypes.get_errno())
-            address, spans = address + count, _without_first(spans, count) if count < source[1] else spans[MAX_SPANS:]
+                raise self._read_error(ctypes.get_errno())
+            address, spans = address + count, _skip_bytes(spans, count) if count < source[1] else spans[MAX_SPANS:]
         if self.incoming.is_closed:
             raise self.lost()
 
-    def _unreadable(self, code: int) -> RuntimeError:
+    def _read_error(self, code: int) -> RuntimeError:
         """Return the reason why memory cannot be read: an ending process loses its memory shortly before its sockets."""
-        until = time.monotonic() + 1
-        while not self.is_gone and time.monotonic() < until:
+        deadline = time.monotonic() + 1
+        while not self.is_gone and time.monotonic() < deadline:
             self.check_alive()
             time.sleep(0.001)
         failure = f"reading the memory of process {self.rank} failed: {os.strerror(code)}; FSHARD_DIRECT=0 avoids it"
@@ -125,7 +125,7 @@ class Peer:
         return RuntimeError(f"Connection closed by process {self.rank}")
 
 
-def _without_first(spans: Sequence[Span], count: int) -> list[Span]:
+def _skip_bytes(spans: Sequence[Span], count: int) -> list[Span]:
     """Return spans without their first bytes: the system reads at most 2 GB in one call."""
     remaining = list[Span]()
     for address, size in spans:
@@ -152,16 +152,16 @@ class Peers:
 
     def put(self, to: Peer, *message: int) -> None:
         """Write a message, when there is space; receive meanwhile, since the others may wait for the same."""
-        until = 0.0
+        deadline = 0.0
         while not to.put(*message):
-            until = until or time.monotonic() + self.timeout
+            deadline = deadline or time.monotonic() + self.timeout
             self._sleep(0.001)
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise RuntimeError(f"Timed out sending to process {to.rank}")
 
     def wait(self, needs: Sequence[Need], advance: Callable[[], bool]) -> None:
         """Wait for messages; advance whatever else is in progress, since others may wait for that."""
-        until, glances = 0.0, GLANCES
+        deadline, glances = 0.0, GLANCES
         for peer, key in needs:
             while not self.look(peer, key):
                 if peer.is_gone and not self.look(peer, key):
@@ -173,8 +173,8 @@ class Peers:
                     os.sched_yield()
                     continue
                 clock = time.monotonic()
-                until = until or clock + self.timeout
-                if clock > until:
+                deadline = deadline or clock + self.timeout
+                if clock > deadline:
                     raise RuntimeError(f"Timed out waiting for process {peer.rank}")
                 self._sleep(MAX_SLEEP)
 
@@ -218,16 +218,16 @@ class Peers:
 
     def unreceived(self) -> list[CallInfo]:
         """Announce that this process receives no more, and return its messages that others leave without."""
-        calls, until = list[CallInfo](), time.monotonic() + self.timeout
+        calls, deadline = list[CallInfo](), time.monotonic() + self.timeout
         for peer in self.by_rank.values():
             peer.outgoing.close()
         for peer in self.by_rank.values():
             words = peer.outgoing.words
-            while not (gone := peer.is_gone or peer.incoming.is_closed) and words[RECEIVED] < peer.sent:
-                if time.monotonic() > until:
+            while not (has_left := peer.is_gone or peer.incoming.is_closed) and words[RECEIVED] < peer.sent:
+                if time.monotonic() > deadline:
                     break
                 self._sleep(0.001)
-            if gone and (count := peer.sent - words[RECEIVED]):
+            if has_left and (count := peer.sent - words[RECEIVED]):
                 calls += [*peer.calls][-count:]
         return calls
 

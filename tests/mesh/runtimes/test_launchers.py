@@ -290,7 +290,7 @@ def test_meet_all_on_gpus_binds_the_gpu_or_warns(kind, monkeypatch, recwarn):
     launchers.each_its_own(gpus[0], dist.PrefixStore("meeting 7", store), 1)
     for module, name, replacement in (
         (launchers, "_meetings", iter([7])),
-        (launchers, "_meet", lambda *_: (store, 1, 2)),
+        (launchers, "_connect_store", lambda *_: (store, 1, 2)),
         (torch.cuda, "device_count", lambda: 4),
         (torch.cuda, "set_device", current.append),
         (torch.cuda, "current_device", lambda: current[-1]),
