@@ -112,7 +112,10 @@ class P(CachedHash):
         assign(self, "unreduced", tuple(sorted(as_axes(unreduced))))
         assign(self, "flat_axes", as_axes(flat) or None)
         assign(self, "at", _normalized_coordinates(at))
-        assign(self, "shape", _normalized_shape(shape))
+        is_shape = isinstance(shape, tuple | list) and all(isinstance(length, int) for length in shape)
+        if shape is not None and not is_shape:
+            raise TypeError(f"shape must be a tuple of integers; got {shape!r}.")
+        assign(self, "shape", None if shape is None else tuple(shape))
         if repeated := sorted(axis for axis, count in Counter(self.axes).items() if count > 1):
             raise LayoutError(f"{self!r} names an axis more than once: {', '.join(repeated)}.")
 
@@ -250,12 +253,6 @@ class P(CachedHash):
         if self.shape is not None:
             parts.append(f"shape={self.shape}")
         return f"{head}({', '.join(parts)})"
-
-
-def _normalized_shape(shape: object) -> tuple[int, ...] | None:
-    if shape is None or (isinstance(shape, tuple | list) and all(isinstance(length, int) for length in shape)):
-        return None if shape is None else tuple(shape)
-    raise TypeError(f"shape must be a tuple of integers; got {shape!r}.")
 
 
 def _normalized_coordinates(coordinates: Coordinates | None) -> tuple[tuple[tuple[str, ...], int], ...]:

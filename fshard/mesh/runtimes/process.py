@@ -126,7 +126,7 @@ class ProcessWorld:
         if self._watch is not None:  # under FSHARD_CHECK=1, publish the call, and compare it with those of the others
             meeting, members = self._watch.start(group, call.signature, site, purpose), group.members
             verify = partial(self._watch.meet, meeting)
-            if not self.near(members) and not (self._staged and members in self._transports):
+            if not self.are_near(members) and not (self._staged and members in self._transports):
                 verify()  # calls have no tags on NCCL, and to make a group all must come
                 verify = None
         if self._staged and device.type != "cpu":
@@ -225,10 +225,10 @@ class ProcessWorld:
 
     # -- leaving ------------------------------------------------------------------------------------------------
 
-    def part(self, group: Group, error: BaseException) -> None:
+    def report_failure(self, group: Group, error: BaseException) -> None:
         """Leave a group in which others may wait for this process."""
         self.has_failed = True
-        if group.size > 1 and self.near(group.members):
+        if group.size > 1 and self.are_near(group.members):
             is_reported = isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError)
             failed = f"process {self.rank} has failed: {type(error).__name__}: {error}"
             self.transport(group).fail(error if is_reported else MismatchError(failed))
@@ -263,7 +263,7 @@ class ProcessWorld:
             return self._host_transport(members)
         transport = self._transports.get(members)
         if transport is None:
-            if not self.near(members):
+            if not self.are_near(members):
                 return self.add(members, self.axis_group(members))
             transport = self._transports[members] = SharedMemory(self._works, self._peers, members, self.rank)
         return transport
@@ -317,13 +317,13 @@ class ProcessWorld:
         _C10D._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(members)}
         return pg
 
-    def near(self, members: tuple[int, ...]) -> bool:
+    def are_near(self, members: tuple[int, ...]) -> bool:
         """Return True if all these processes are on this machine."""
         return self._peers.by_rank.keys() >= {*members} - {self.rank}
 
     def is_near(self, mesh: Mesh) -> bool:
         """Return True if all processes of a mesh and of its parent are on this machine."""
-        return self.near(mesh.ranks or tuple(range(mesh.root_size)))
+        return self.are_near(mesh.ranks or tuple(range(mesh.root_size)))
 
 
 def _unpack_results(
@@ -425,7 +425,7 @@ def use_groups(mesh: Mesh, torch_mesh: DeviceMesh) -> None:
     world = ProcessWorld.of(mesh)
     for axis in mesh.axis_names:
         pg: Any = torch_mesh.get_group(axis)
-        if isinstance(pg, dist.ProcessGroup) and not world.near(members := tuple(dist.get_process_group_ranks(pg))):
+        if isinstance(pg, dist.ProcessGroup) and not world.are_near(members := tuple(dist.get_process_group_ranks(pg))):
             world.add(members, pg)
             n = len(members)
             world.connect(members, {(i, (i + step) % n) for i in range(n) for step in (1, -1)})  # a ring

@@ -137,10 +137,10 @@ class Works:
         self.recent: deque[tuple[float, CallInfo]] = deque(maxlen=64)
         self.error: FshardError | None = None
 
-    def hand_over(self, but: Work | None = None) -> None:
+    def hand_over(self, waited_for: Work | None = None) -> None:
         """Give works to helpers, where they need one: before another one starts or is waited for."""
         for work in [*self.in_progress]:
-            if work is not but:
+            if work is not waited_for:
                 work.hand_over()
 
     def advance(self) -> bool:

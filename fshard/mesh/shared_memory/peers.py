@@ -9,7 +9,7 @@ sender's memory (process_vm_readv), once, and confirms it.
     may modify x again         <------------------   "read"
 
 A process that waits, for a message or for space in a ring, receives what all others send meanwhile, and advances all
-that is in progress. It yields the processor between looks, and then sleeps until a byte arrives in a Unix socket, one
+that is in progress. It yields the processor between checks, and then sleeps until a byte arrives in a Unix socket, one
 for each pair. The sockets of a process that ends, or leaves the world, close, which ends the waits of the others.
 """
 
@@ -34,7 +34,7 @@ from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.shared_memory import rings
 from fshard.mesh.shared_memory.rings import ASLEEP, RECEIVED, RingReader, RingWriter
 
-GLANCES = 400
+SPINS = 400
 """Number of checks for a message, yielding the CPU in between, before sleeping: waking up takes longer."""
 MAX_SLEEP = 0.1
 """Maximal seconds to sleep before the time limit is checked."""
@@ -54,13 +54,13 @@ class Peer:
         outgoing = rings.new_ring()
         socket.send_fds(end, [b"ring"], [outgoing])
         _, (incoming,), _, _ = socket.recv_fds(end, 4, 1)
-        self.outgoing, self.incoming = RingWriter(outgoing, self._send_wake_up), RingReader(incoming)
+        self.outgoing, self.incoming = RingWriter(outgoing, self._wake), RingReader(incoming)
         for file in (outgoing, incoming):
             os.close(file)
         self.is_gone, self._mismatch = False, ""
         self.sent, self.calls = 0, deque[CallInfo](maxlen=16)
 
-    def _send_wake_up(self) -> None:
+    def _wake(self) -> None:
         with suppress(OSError):  # it has ended, or has enough wake-ups
             self.socket.send(b"!", socket.MSG_DONTWAIT)
 
@@ -70,9 +70,12 @@ class Peer:
             raise self.lost()
         return self.outgoing.put(key, address, size, stamp, source)
 
-    def look(self, key: int | None) -> bool:
-        """Return True if a message is in the inbox; after a mismatch later messages belong to another call."""
-        return not self._mismatch and self.incoming.look(key)
+    def receive_until(self, key: int | None) -> bool:
+        """Receive up to the message with this key; return True if it is there.
+
+        After a mismatch later messages belong to another call.
+        """
+        return not self._mismatch and self.incoming.receive_until(key)
 
     def check_alive(self) -> None:
         """Drain its wake-ups; detect that it has ended or left."""
@@ -161,15 +164,15 @@ class Peers:
 
     def wait(self, needs: Sequence[Need], advance: Callable[[], bool]) -> None:
         """Wait for messages; advance whatever else is in progress, since others may wait for that."""
-        deadline, glances = 0.0, GLANCES
+        deadline, spins = 0.0, SPINS
         for peer, key in needs:
-            while not self.look(peer, key):
-                if peer.is_gone and not self.look(peer, key):
+            while not self.has_arrived(peer, key):
+                if peer.is_gone and not self.has_arrived(peer, key):
                     raise peer.lost()
                 if advance():
                     continue
-                if glances:
-                    glances -= 1
+                if spins:
+                    spins -= 1
                     os.sched_yield()
                     continue
                 clock = time.monotonic()
@@ -178,10 +181,10 @@ class Peers:
                     raise RuntimeError(f"Timed out waiting for process {peer.rank}")
                 self._sleep(MAX_SLEEP)
 
-    def look(self, peer: Peer, key: int) -> bool:
+    def has_arrived(self, peer: Peer, key: int) -> bool:
         """Return True if a message has arrived."""
         with self.lock:
-            return peer.look(key)
+            return peer.receive_until(key)
 
     def _sleep(self, seconds: float) -> None:
         """Sleep until a message arrives; receive what all others have sent."""
@@ -199,7 +202,7 @@ class Peers:
         with self.lock:
             for peer in self.by_rank.values():
                 peer.check_alive()
-                peer.look(None)
+                peer.receive_until(None)
 
     def _announce_sleep(self, more: int) -> None:
         """Count the threads that sleep, and let writers know if there are any."""

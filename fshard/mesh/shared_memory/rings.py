@@ -100,7 +100,7 @@ class RingReader(Ring):
         super().__init__(file)
         self.inbox: dict[int, RingMessage] = {}
 
-    def look(self, key: int | None) -> bool:
+    def receive_until(self, key: int | None) -> bool:
         """Move received messages to the inbox, up to the one with this key; return True if that one is there.
 
         Its bytes stay in the ring until the next read, since they are used immediately.

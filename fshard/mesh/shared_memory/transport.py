@@ -100,7 +100,7 @@ class SharedMemory(Transport):
         return len(self.works.in_progress) > 1 and self.works.advance()
 
     def is_ready(self, needs: Sequence[Need], call: CallInfo) -> bool:
-        return all(self._all_peers.look(peer, key) for peer, key in needs)
+        return all(self._all_peers.has_arrived(peer, key) for peer, key in needs)
 
     def fail(self, error: BaseException) -> None:
         for peer in self.peers.values():  # after an error, others must not read memory that may be freed

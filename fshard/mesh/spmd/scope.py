@@ -182,7 +182,7 @@ def parting(group: Group) -> Generator[None]:
     try:
         yield
     except BaseException as error:
-        group.world.current().part(group, error)
+        group.world.current().report_failure(group, error)
         raise
 
 
@@ -241,7 +241,7 @@ class World(Protocol):
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None: ...
 
-    def part(self, group: Group, error: BaseException) -> None:
+    def report_failure(self, group: Group, error: BaseException) -> None:
         """Report to the other devices of a group that this one failed, if they cannot detect it."""
         ...
 

@@ -262,7 +262,7 @@ def take_another_backend():
         dist.all_reduce = all_reduce
     world = ProcessWorld.of(mesh)
     kinds = {type(transport).__name__ for transport in world._transports.values()}
-    return world.backend, kinds, world._staged, world.near((0, 1, 2, 3)), first_calls
+    return world.backend, kinds, world._staged, world.are_near((0, 1, 2, 3)), first_calls
 
 
 def test_fshard_backend_replaces_the_chosen_one_and_connects_groups():
