@@ -201,7 +201,7 @@ def call(
         else:
             return CollectiveCall((LeafBatch(None, tuple(leaves), range(len(leaves))),), structure)
     elif equal is not None and scope.checked and scope.world.has_values:
-        guard = Guard(group, site, _BROKEN[equal].replace("{what}", caller), forward=equal == "argument")
+        guard = Guard(group, site, _ERROR_TEXTS[equal].replace("{what}", caller), forward=equal == "argument")
 
     xs, moves = list[Tensor](), list[Move]()
     for leaf in leaves:
@@ -221,7 +221,7 @@ def call(
     return CollectiveCall(batches, structure, guard, last)
 
 
-_BROKEN = {
+_ERROR_TEXTS = {
     "argument": "the argument of {what} over {axes} must be equal on all devices; use psum or all_gather to make it so",
     "result": "the result of {what} over {axes} is equal on all devices, so its gradient must be; but it was used with "
     "each device's own data. Put fs.pvary(x, {axes}) around the result where that use begins",

@@ -51,26 +51,26 @@ UNEQUAL_RESULT = (
 class PlannedTensor:
     """One tensor of a call: its index among the leaves, its layout inside (arguments) or outside (results).
 
-    `equal`: axes along which its values and gradient must be equal. `value`, `gradient`: the error texts if not; no
-    `value` is given where one tensor is passed to all devices.
+    `equal_axes`: axes along which its values and gradient must be equal. `value_error`, `gradient_error`: the texts if
+    they are not; there is no `value_error` where one tensor is passed to all devices.
     """
 
     index: int
     path: str
     shape: tuple[int, ...]
     layout: Layout
-    equal: tuple[str, ...]
-    value: str
-    gradient: str
+    equal_axes: tuple[str, ...]
+    value_error: str
+    gradient_error: str
 
     def checked(self, x: Tensor, site: Site) -> Tensor:
-        """Compare a device's shard with others that must be equal: by `value` now, by cotangent in the backward."""
-        if self.equal and (scope := require("fs.shard_map")).world.has_values:
-            group = scope.group(self.equal, "fs.shard_map")
-            if self.value:
-                (x,) = apply(Guard(group, site, self.value, forward=True), (x,))
+        """Compare a device's shard with others that must be equal: by value now, by cotangent in the backward."""
+        if self.equal_axes and (scope := require("fs.shard_map")).world.has_values:
+            group = scope.group(self.equal_axes, "fs.shard_map")
+            if self.value_error:
+                (x,) = apply(Guard(group, site, self.value_error, forward=True), (x,))
             if x.is_floating_point() or x.is_complex():
-                (x,) = apply(Guard(group, site, self.gradient), (x,))
+                (x,) = apply(Guard(group, site, self.gradient_error), (x,))
         return x
 
 
@@ -194,9 +194,9 @@ class CallPlans:
         layout.check(shape)
         subject = f"argument {path} of {self.name}, with spec {spec},"
         is_single = isinstance(value, Tensor) and is_outside(mesh)
-        value_text = "" if is_single else f"{subject} {UNEQUAL_ARGUMENT}"
-        gradient_text = f"{subject} {UNEQUAL_ARGUMENT_GRADIENT.format(path=path)}"
-        return PlannedTensor(index, path, shape, layout, unnamed(self.mapped, layout.spec), value_text, gradient_text)
+        value_error = "" if is_single else f"{subject} {UNEQUAL_ARGUMENT}"
+        gradient_error = f"{subject} {UNEQUAL_ARGUMENT_GRADIENT.format(path=path)}"
+        return PlannedTensor(index, path, shape, layout, unnamed(self.mapped, layout.spec), value_error, gradient_error)
 
     def _layout_of_tensor(self, mesh: Mesh, value: Tensor | Sharded, spec: Any, role: str) -> Layout:
         """Return the layout of a tensor with this spec, or raise."""

@@ -43,12 +43,12 @@ def _is_equal(x: Tensor, y: Tensor) -> bool:
 class Guard(LinearMap):
     """An identity that compares over a group of devices: values if `forward`, else cotangents.
 
-    `broken` is the error text, with "{axes}" for the group's axes.
+    `error_text` has "{axes}" for the group's axes.
     """
 
     group: Group
     site: Site
-    broken: str
+    error_text: str
     forward: bool = False
 
     def run(self, xs: Tensors) -> Tensors:
@@ -61,7 +61,7 @@ class Guard(LinearMap):
                 if not bool(verdict.all()):
                     position = f" (tensor {index} of {len(xs)})" if len(xs) > 1 else ""
                     raise PromiseError(
-                        _broken_promise(self.broken, self.group.axes, f"{self.site}{position}", verdict.tolist())
+                        _broken_promise(self.error_text, self.group.axes, f"{self.site}{position}", verdict.tolist())
                     )
         return xs
 
@@ -69,11 +69,11 @@ class Guard(LinearMap):
         return replace(self, forward=not self.forward)
 
 
-def _broken_promise(broken: str, axes: tuple[str, ...], site: str, verdict: list[bool]) -> str:
+def _broken_promise(error_text: str, axes: tuple[str, ...], site: str, verdict: list[bool]) -> str:
     equal = [index for index, is_equal in enumerate(verdict) if is_equal]
     unequal = [index for index, is_equal in enumerate(verdict) if not is_equal]
     return (
-        f"A promise of equality is broken: {broken.replace('{axes}', as_written(axes))}.\n"
+        f"A promise of equality is broken: {error_text.replace('{axes}', as_written(axes))}.\n"
         f"  at {site}: {_list_indices(unequal)} along {'+'.join(axes)} differ{'s' if len(unequal) == 1 else ''} "
         f"from {_list_indices(equal)}"
     )
