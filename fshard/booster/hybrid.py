@@ -31,7 +31,7 @@ from fshard.transforms.module.replica import copy_on_meta
 from fshard.transforms.options import integer, refusal, wrong_options
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import Rules, fsdp
-from fshard.transforms.stages.functions import How as Recompute
+from fshard.transforms.stages.functions import Recompute
 
 MODEL_AXES = {
     "1d": ("model",),

@@ -127,7 +127,7 @@ class Loader:
         try:
             for i, (batch, shard) in enumerate(zip(batches, self._by_torch, strict=True), 1):
                 cut, is_last = state.cut(len(batch)), i == len(batches)
-                start, stop = cut.own(state.mesh)
+                start, stop = cut.local_range(state.mesh)
                 self.sample, self.samples = self.sample + cut.length, stop - start
                 if is_last:
                     self.set_epoch(self.epoch + 1)
@@ -152,7 +152,7 @@ class Loader:
 
     def _local(self, batch: list[int]) -> list[int]:
         """Return the samples of a batch that this device takes; a neighbour's, if it has none."""
-        return batch[slice(*filled(self._state.cut(len(batch)).own(self._state.mesh), len(batch)))]
+        return batch[slice(*filled(self._state.cut(len(batch)).local_range(self._state.mesh), len(batch)))]
 
     def _batches(self) -> list[list[int]]:
         """Return the samples of each batch from the position on; if none is left, of the next epoch."""

@@ -37,7 +37,7 @@ from fshard.source import call_site
 from fshard.transforms.agreement import SliceLoss, hash_of
 from fshard.transforms.batch import Slice
 from fshard.transforms.device_step import ModelStep
-from fshard.transforms.fsdp.graph_checks import refuse_other_parameters, refuse_unreached
+from fshard.transforms.fsdp.graph_checks import validate_no_other_parameters, validate_no_reentrant_checkpoint
 from fshard.transforms.fsdp.lazy_param import unsharded
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered
 from fshard.transforms.fsdp.units import LazyUnit
@@ -147,7 +147,7 @@ class LoopModel(BoostedModel):
             key = drawn_key()
         device = ModelStep(self._gradient.options, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
         slices = (
-            batch.slices(0, device.turns, apart=True) if sliced else [Slice([x for (x,) in batch.columns], 1, None)]
+            batch.slices(0, device.turns, is_copied=True) if sliced else [Slice([x for (x,) in batch.columns], 1, None)]
         )
         rows = [slice.rows for slice in slices]
         try:
@@ -191,7 +191,7 @@ class LoopModel(BoostedModel):
             with device.running(number), step.runtime.saved.watch() if grad else nullcontext():
                 output, after = self.function(step.params(), buffers, *args, **kwargs)
             if grad and step.runtime.is_first_step:
-                refuse_unreached(output)
+                validate_no_reentrant_checkpoint(output)
             outputs.append(unsharded(output))
             written.append(after)
         if len(written) >= len(self._written):  # else it is a look between the forwards of a reproducible step
@@ -217,14 +217,14 @@ class LoopModel(BoostedModel):
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError("backward: the loss must be a tensor of one number that the model's output led to.")
         if step.runtime.is_first_step:
-            refuse_other_parameters(loss)
+            validate_no_other_parameters(loss)
         step.runtime.check_unchanged()
         step.differentiated = device, share, weights = step.forward
         device.scale = scale
         device.agree_on_axes(loss.device)
         units, reductions = step.runtime.units, step.runtime.reductions
         if self.is_reproducible:
-            trees = TreeAccumulator(units, reductions.as_reduced)
+            trees = TreeAccumulator(units, reductions)
             start = device.begin_backward(loss, share, trees.add, idle=not share)
             split_backward(loss, start, step.outputs, device.differentiate, trees)
             for unit in units:  # each backward on its own: sums of two would be rounded otherwise on other meshes

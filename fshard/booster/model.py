@@ -23,9 +23,9 @@ from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.tensor.joined import concatenated
 from fshard.tensor.plan import Plan
 from fshard.transforms.fsdp.lazy_param import LazyParam
-from fshard.transforms.module.functionalize import module_function, refuse_hooks
+from fshard.transforms.module.functionalize import module_function, validate_no_hooks
 from fshard.transforms.module.lazy import draw, reserved
-from fshard.transforms.module.replica import Placeholder, give_up_memory
+from fshard.transforms.module.replica import Placeholder, replace_by_placeholders
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import apply_rules
 from fshard.transforms.stages.plan import has_stages, place_stages
@@ -43,7 +43,7 @@ def shard_model(
     memory = plugin.param_memory()
     if plugin.in_stages():
         for stage in stages:
-            refuse_hooks(stage)
+            validate_no_hooks(stage)
         run = tuple(
             s if plan is None else planned(plan, s, is_last=s is stages[-1], in_place=in_place)[0] for s, plan in pairs
         )
@@ -71,7 +71,7 @@ def shard_model(
     tensors: dict[str, Any] = {name: x for tree in trees for name, x in tree.items()}
     draw(model, plugin.seed, tensors, lambda name, x: put(as_leaf(tensors[name]), x))
     if in_place:
-        give_up_memory([model, *stages], torch.device(mesh.device_type))
+        replace_by_placeholders([model, *stages], torch.device(mesh.device_type))
     return run, params, buffers
 
 

@@ -114,7 +114,7 @@ def transport(mesh: Mesh) -> str:
         return "none: one process"
     if world.is_near(mesh):
         return "direct memory reading"
-    if world.backend == "gloo" and any(world.near((rank,)) for rank in range(mesh.size) if rank != world.rank):
+    if world.backend == "gloo" and any(world.are_near((rank,)) for rank in range(mesh.size) if rank != world.rank):
         return "direct memory reading on each machine and gloo between machines"
     return world.backend
 

@@ -126,13 +126,13 @@ def input_differences(
     `key`: of random draws, if all devices draw alike; `params`: those that each has in full. An accelerator is waited for
     in the first step only.
     """
-    is_full = batch.alone and is_first_step
-    has_copies = batch.alone and same_samples is not None and same_samples.size > 1
+    is_full = batch.may_differ and is_first_step
+    has_copies = batch.may_differ and same_samples is not None and same_samples.size > 1
     return {
         "key": difference(key is not None and (key,), group),
         "params": difference(is_full and [*map(digest, params)], group),
         "shapes": difference(batch.shapes, group),
-        "batch": difference(is_full and [digest(x) for x in batch.given if isinstance(x, Tensor)], group),
+        "batch": difference(is_full and [digest(x) for x in batch.global_leaves if isinstance(x, Tensor)], group),
         "samples": difference(has_copies and _sample_digests(batch, device_index, is_full=is_full), same_samples),
     }
 
@@ -172,7 +172,12 @@ def average_losses(
     if is_alone and len(slices) == 1 and first.weight:  # a mean of one
         return first._replace(loss=first.loss.to(loss_dtype)), row
     with torch.no_grad():
-        sums = tree_sum([_weighted(x, first.loss.device) for x in slices])
+        weighted = list[Tensor]()
+        for x in slices:
+            columns = [number.to(first.loss.device, torch.float64).reshape(-1) for number in (x.loss, *x.means)]
+            numbers = columns[0] if len(columns) == 1 else torch.cat(columns)
+            weighted.append(numbers * x.weight if x.weight else torch.zeros_like(numbers))  # 0, even if not finite
+        sums = tree_sum(weighted)
     if not is_alone:
         sums, numbers = reduce_rows((sums, host_row(row, first.loss.device)), group, site)
         row = row if numbers.is_meta else numbers.tolist()
@@ -180,13 +185,6 @@ def average_losses(
     loss, *totals = (sums / weight).split([1, *(x.numel() for x in first.means)])
     means = [total.reshape(x.shape).to(x) for x, total in zip(first.means, totals, strict=True)]
     return SliceLoss(loss.reshape(()).to(loss_dtype), weight / copies, means), row
-
-
-def _weighted(slice: SliceLoss, device: torch.device) -> Tensor:
-    """Return the numbers of a slice times its weight; those of weight 0 are 0, finite or not."""
-    columns = [x.to(device, torch.float64).reshape(-1) for x in (slice.loss, *slice.means)]
-    row = columns[0] if len(columns) == 1 else torch.cat(columns)
-    return row * slice.weight if slice.weight else torch.zeros_like(row)
 
 
 Number = TypeVar("Number", float, Tensor)

@@ -61,16 +61,16 @@ class Cut(NamedTuple):
 
     def ranges(self, mesh: Mesh, device: int, count: int) -> list[Range]:
         """Return which samples a device takes, in `count` slices."""
-        index = _index(self.axes, mesh, device)
+        index = _device_index(self.axes, mesh, device)
         return [balanced_range(self.length, self.parts * count, index * count + number) for number in range(count)]
 
-    def own(self, mesh: Mesh) -> Range:
+    def local_range(self, mesh: Mesh) -> Range:
         """Return which samples the caller's first device takes."""
         return self.ranges(mesh, local_devices(mesh)[0], 1)[0]
 
     def device_index(self, mesh: Mesh) -> int:
         """Return the index of the caller's first device along the axes."""
-        return _index(self.axes, mesh, local_devices(mesh)[0])
+        return _device_index(self.axes, mesh, local_devices(mesh)[0])
 
     def share(self, mesh: Mesh, axes: tuple[str, ...]) -> float:
         """Return the caller's share of the samples of the devices along some of the axes; an equal one if they have none."""
@@ -84,7 +84,7 @@ class Cut(NamedTuple):
 
     def rows(self, mesh: Mesh) -> int:
         """Return the number of rows that it has: a neighbour's, if it has no samples."""
-        start, stop = self.own(mesh)
+        start, stop = self.local_range(mesh)
         return max(stop - start, 1)
 
     def lengths(self) -> list[int]:
@@ -94,7 +94,7 @@ class Cut(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _index(axes: tuple[str, ...], mesh: Mesh, device: int) -> int:
+def _device_index(axes: tuple[str, ...], mesh: Mesh, device: int) -> int:
     coordinates = mesh.coordinates(device)
     return ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
 
@@ -130,7 +130,7 @@ class Batch:
         structure: of the tree.
         axes: that shard anything: those of the samples first, in their order.
         shapes: global shapes of the leaves that are tensors.
-        given: the leaves as they were given, if the caller has the global batch.
+        global_leaves: those of the global batch, if the caller has it.
     """
 
     mesh: Mesh
@@ -141,11 +141,11 @@ class Batch:
     structure: Structure
     axes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    given: Sequence[Any] = ()
+    global_leaves: Sequence[Any] = ()
 
     @property
-    def alone(self) -> bool:
-        """True if other processes may have been given something else."""
+    def may_differ(self) -> bool:
+        """True if other processes may have been given another batch."""
         return len(self.devices) < self.mesh.size and self.mesh.runtime != "abstract"
 
     @property
@@ -169,42 +169,34 @@ class Batch:
         if self.samples == 0:
             raise ValueError("the batch has no samples. Leave it out.")
 
-    def slices(self, number: int, count: int, *, apart: bool = False) -> list[Slice]:
-        """Split the shards of the device at index `number`.
+    def slices(self, device_index: int, count: int, *, is_copied: bool = False) -> list[Slice]:
+        """Split the shards of the local device at an index.
 
-        `apart`: copy each slice, since kernels round differently where their inputs are aligned differently.
+        `is_copied`: copy each slice, since kernels round differently where their inputs are aligned differently.
         """
-        device, cut = self.devices[number], self.cut
-        shards = [column[number] for column in self.columns]
-        if count == 1 and not apart and cut is not None and cut.is_even:
+        device, cut = self.devices[device_index], self.cut
+        shards = [column[device_index] for column in self.columns]
+        if count == 1 and not is_copied and cut is not None and cut.is_even:
             rows = cut.length // cut.parts
             return [Slice(shards, rows, rows)]
-        ranges = [] if cut is None else cut.ranges(self.mesh, device, count)
         copy_ = lazy_copy if count > 1 else lambda x: x  # a write to one slice must not change the next
-
-        def one(turn: int) -> Slice:
-            both = zip(shards, self.has_samples, strict=True)
-            leaves = [_rows(x, ranges, turn, apart=apart) if yes else copy_(x) for x, yes in both]
-            if cut is None:
-                return Slice(leaves, 1, None)
-            start, stop = ranges[turn]
-            return Slice(leaves, stop - start, max(stop - start, 1))
-
-        return [one(number) for number in range(count)]
+        if cut is None:
+            return [Slice([*map(copy_, shards)], 1, None) for _ in range(count)]
+        slices, ranges = list[Slice](), cut.ranges(self.mesh, device, count)
+        first = ranges[0][0]
+        for start, stop in ranges:
+            leaves = list[Any]()
+            for x, has_samples in zip(shards, self.has_samples, strict=True):
+                leaf = x[slice(*filled((start - first, stop - first), len(x)))] if has_samples else copy_(x)
+                leaves.append(leaf.clone() if has_samples and is_copied else leaf)
+            slices.append(Slice(leaves, stop - start, max(stop - start, 1)))
+        return slices
 
     def tree(self, leaves: list[Any], dtype: torch.dtype | None = None) -> PyTree:
         """Put leaves together again, floating ones in a dtype."""
         if dtype is not None:
             leaves = [x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
         return unflatten(self.structure, leaves)
-
-
-def _rows(x: Tensor, ranges: list[Range], number: int, *, apart: bool) -> Tensor:
-    """Return the samples of one slice from a device's part."""
-    start, stop = ranges[number]
-    first = ranges[0][0]
-    rows = x[slice(*filled((start - first, stop - first), len(x)))]
-    return rows.clone() if apart else rows
 
 
 @dataclass(frozen=True)
@@ -236,32 +228,37 @@ class BatchPart:
         return Batch(mesh, local_devices(mesh), columns, cut, has_samples, structure, self.cut.axes, shapes)
 
 
-def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
+def shard_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
     """Shard a batch on a mesh by a P, or a prefix tree of Ps."""
     if isinstance(batch, BatchPart):
         return batch.on(mesh)
     leaves, structure = flatten(batch, none_is_leaf=True)
-    try:
-        chosen = [specs] * len(leaves) if isinstance(specs, P) else broadcast_prefix(specs, batch, none_is_leaf=True)
-    except ValueError:
-        raise ValueError(f"the batch specs {specs!r} are no prefix of the batch {structure}.") from None
-    placed = list[tuple[Cut | None, tuple[Any, ...]]]()
-    for index, (leaf, spec) in enumerate(zip(leaves, chosen, strict=True)):
+    leaf_specs: list[Any] = [specs] * len(leaves)
+    if not isinstance(specs, P):
         try:
-            placed.append(_placed(leaf, spec, mesh))
+            leaf_specs = broadcast_prefix(specs, batch, none_is_leaf=True)
+        except ValueError:
+            raise ValueError(f"the batch specs {specs!r} are no prefix of the batch {structure}.") from None
+    cuts, columns = list[Cut | None](), list[tuple[Any, ...]]()
+    for index, (leaf, spec) in enumerate(zip(leaves, leaf_specs, strict=True)):
+        try:
+            cut, shards = _shard_leaf(leaf, spec, mesh)
         except (TypeError, ValueError) as error:
             raise type(error)(f"batch: {paths_of(structure)[index]}: {error}") from None
-    cuts, columns = [cut for cut, _ in placed], [column for _, column in placed]
+        cuts.append(cut)
+        columns.append(shards)
     if not any(cuts):
-        cuts = _uncut(columns)
-    kinds = sorted({cut for cut in cuts if cut is not None})
-    if len(kinds) > 1:
-        sizes = ", ".join(f"{cut.length} over {' x '.join(cut.axes)}" for cut in kinds)
+        lengths = [rows_of(x) for x, *_ in columns]
+        if len({*lengths} - {None}) == 1:  # no axis shards the samples: every device has those of all tensors
+            cuts = [None if length is None else Cut((), 1, length) for length in lengths]
+    distinct_cuts = sorted({cut for cut in cuts if cut is not None})
+    if len(distinct_cuts) > 1:
+        sizes = ", ".join(f"{cut.length} over {' x '.join(cut.axes)}" for cut in distinct_cuts)
         raise ValueError(f"the tensors of a batch must have the same samples; got {sizes}. Replicate the others: P().")
-    cut = kinds[0] if kinds else None
-    named_axes = [axis for axis in mesh.axis_names if any(isinstance(spec, P) and axis in spec.axes for spec in chosen)]
-    first = () if cut is None else cut.axes
-    axes = (*first, *(axis for axis in named_axes if axis not in first))
+    cut = distinct_cuts[0] if distinct_cuts else None
+    sample_axes = () if cut is None else cut.axes
+    spec_axes = {axis for spec in leaf_specs if isinstance(spec, P) for axis in spec.axes}
+    axes = (*sample_axes, *(axis for axis in mesh.axis_names if axis in spec_axes and axis not in sample_axes))
     shapes = tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor | Sharded))
     has_samples = [cut is not None for cut in cuts]
     return Batch(mesh, local_devices(mesh), columns, cut, has_samples, structure, axes, shapes, leaves)
@@ -278,14 +275,7 @@ def _validate_leaf(leaf: Any) -> None:
             )
 
 
-def _uncut(columns: list[tuple[Any, ...]]) -> list[Cut | None]:
-    """Return the sharding of samples that no axis shards: full in all tensors with dims, if these have one length."""
-    lengths = [x.shape[0] if isinstance(x, Tensor) and x.ndim else None for x, *_ in columns]
-    alike = len({*lengths} - {None}) == 1
-    return [None if length is None or not alike else Cut((), 1, length) for length in lengths]
-
-
-def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ...]]:
+def _shard_leaf(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ...]]:
     """Shard a leaf on a mesh; return the sharding of its samples, and the local shards."""
     if not isinstance(leaf, Tensor | Sharded):
         if isinstance(spec, P) and spec.axes:
@@ -293,14 +283,14 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
         return None, (leaf,) * len(local_devices(mesh))
     if not isinstance(spec, P):
         raise TypeError(f"the spec of a tensor must be a P; got {spec!r}.")
-    cut, layout = _how(mesh, spec, tuple(leaf.shape))
+    cut, layout = _cut_and_layout(mesh, spec, tuple(leaf.shape))
     is_even = cut is None or cut.is_even
     if isinstance(leaf, Sharded) and is_even:
         return cut, (leaf if leaf.layout == layout else put_equal(leaf, layout)).shards
     x = leaf if type(leaf) is Tensor else unshard(leaf)
     is_plain = not x.requires_grad and is_dense(x)
     if cut is not None and mesh.size > 1 and (not is_even or is_plain):
-        return cut, _samples(x, cut, layout)
+        return cut, _shard_samples(x, cut, layout)
     is_cut = mesh.size > 1 and (layout.spec.is_flat or layout.spec.axes)
     if is_cut or not is_plain or not x.is_contiguous():
         return cut, put_equal(x, layout).shards
@@ -312,22 +302,22 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
     return cut, tuple(copies)
 
 
-def _samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
+def _shard_samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
     """Return each device's samples of a tensor; a layout may shard the other dims too."""
     mesh, shards = layout.mesh, list[Tensor]()
     for device in local_devices(mesh):
         (samples,) = cut.ranges(mesh, device, 1)
         shard = x[slice(*filled(samples, cut.length))]
         if layout.spec.split_axes != cut.axes:
-            _, *inside = layout.ranges(x.shape, device)
-            shard = shard[(slice(None), *(slice(*each) for each in inside))]
+            _, *other_dims = layout.ranges(x.shape, device)
+            shard = shard[(slice(None), *(slice(*bounds) for bounds in other_dims))]
         with owned_by(device):
             shards.append(in_memory(shard.clone(), mesh, "device"))
     return tuple(shards)
 
 
 @lru_cache(maxsize=1024)
-def _how(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> tuple[Cut | None, Layout]:
+def _cut_and_layout(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> tuple[Cut | None, Layout]:
     """Return the sharding of a tensor's samples, and its layout; of the other dims only, where samples are uneven."""
     layout = Layout(mesh, spec)
     first, *other_dims = spec.dims(len(shape)) or [()]

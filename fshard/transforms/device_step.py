@@ -27,8 +27,8 @@ from fshard.transforms.agreement import (
     tree_sum,
 )
 from fshard.transforms.batch import Batch
-from fshard.transforms.fsdp.graph_checks import refuse_unreached
-from fshard.transforms.fsdp.param_runtime import ParamRuntime, followed
+from fshard.transforms.fsdp.graph_checks import validate_no_reentrant_checkpoint
+from fshard.transforms.fsdp.param_runtime import ParamRuntime, with_unsharded_params
 from fshard.transforms.fsdp.plans import Gradients
 from fshard.transforms.fsdp.reductions import AccumulateInto
 from fshard.transforms.fsdp.units import LazyUnit, Order, UnitRuntime
@@ -158,7 +158,7 @@ class ModelStep(DeviceStep):
         they are added in one binary tree, which the reduction continues over devices.
         """
         options, runtime, reductions = self.options, self.runtime, self.runtime.reductions
-        trees = TreeAccumulator(runtime.units, reductions.as_reduced) if options.reproducible else None
+        trees = TreeAccumulator(runtime.units, reductions) if options.reproducible else None
         slice_turns, outputs = self.slice_turns(), list[SliceOutput]()
         for turn in slice_turns:
             accumulate_into = None if trees is None else trees.add
@@ -184,18 +184,21 @@ class ModelStep(DeviceStep):
         """
         options, runtime, slice = self.options, self.runtime, slice_turn.slice
         buffers, extra = self.buffers.part(self.index), {"buffers": options.has_buffers, "aux": options.has_aux}
+        loss_fn = options.loss_fn
+        if hasattr(loss_fn, "_torchdynamo_orig_callable"):  # compiled functions take no lazy parameters
+            loss_fn = with_unsharded_params(loss_fn)
         runtime.begin_slice()
         with self.running(slice_turn.number, is_idle=not slice.rows):
             with torch.set_grad_enabled(options.backward):
                 batch = self.batch.tree(slice.leaves, options.compute)
                 arguments = self.params(), *((buffers,) if options.has_buffers else ()), batch
                 with runtime.saved.watch(), self._describing_call():
-                    result = followed(options.loss_fn)(*arguments)
+                    result = loss_fn(*arguments)
                 del arguments, batch
                 values = unpack_result(result, ["loss", *(name for name, is_there in extra.items() if is_there)])
                 loss = one_loss(options, values["loss"], slice)
             if runtime.is_first_step:
-                refuse_unreached(loss)
+                validate_no_reentrant_checkpoint(loss)
             self.agree_on_axes(loss.device)
             count = slice_turn.weight  # where the host waits, behind a forward that is launched
             share = 1.0 if options.reproducible else count.share  # 1: sums are weighted, in 32 bits
@@ -296,14 +299,11 @@ class ModelStep(DeviceStep):
         differences = input_differences(
             self.batch, self.index, key, params, group, same_samples, is_first_step=is_first_step
         )
-        if self.options.local and self.batch.alone:
+        if self.options.local and self.batch.may_differ:
             local = [digest(x) for leaf, x in stored if leaf.used.entries]
-            differences["params"] += difference(local, self.along(self._axes_of_samples_alone()))
+            equal_along = tuple([axis for axis in self.batch.axes if axis not in self.options.local])
+            differences["params"] += difference(local, self.along(equal_along))
         return differences | {"gathers": difference(runtime.sequence, group)}
-
-    def _axes_of_samples_alone(self) -> tuple[str, ...]:
-        """Return the axes of the batch along which parameters are equal."""
-        return tuple([axis for axis in self.batch.axes if axis not in self.options.local])
 
     def gradients(self, used: Sequence[float], weight: float = 1.0) -> Gradients:
         """Return the gradients; None for a parameter that no device used. `weight` is the total of all slices."""

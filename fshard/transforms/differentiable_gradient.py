@@ -20,7 +20,7 @@ from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.scope import loss_scope, require
 from fshard.optim.leaves import like, trainable, without_static
 from fshard.transforms.array_checks import validate_mesh
-from fshard.transforms.batch import placed
+from fshard.transforms.batch import shard_batch
 from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import chosen
 from fshard.transforms.reproducible.randomness import drawn_key, keyed_random
@@ -38,22 +38,23 @@ def differentiable_gradient(
     params, restore = without_static(params)
     leaves, structure = flatten(params)
     validate_mesh(leaves, structure, mesh)
-    parts, key, dtype = placed(batch, specs, mesh), drawn_key(), options.compute
+    sharded_batch, key, dtype = shard_batch(batch, specs, mesh), drawn_key(), options.compute
     fixed = chosen(options.frozen, [*paths_of(structure)], "frozen")
     trained = [index for index, x in enumerate(leaves) if trainable(x) and not fixed[index]]
 
-    slices = [parts.slices(number, 1)[0] for number in range(len(parts.devices))]
+    slices = [sharded_batch.slices(index, 1)[0] for index in range(len(sharded_batch.devices))]
     tensors = [index for index, x in enumerate(slices[0].leaves) if isinstance(x, Tensor)]
 
     def on_device(device: int, xs: Tensors) -> Tensors:
         """Return the mean loss of all devices, each of which takes its part of the batch."""
-        member = parts.devices.index(device) if len(parts.devices) > 1 else 0
-        shard, batch_leaves = slices[member], [*slices[member].leaves]
+        device_index = sharded_batch.devices.index(device) if len(sharded_batch.devices) > 1 else 0
+        shard, batch_leaves = slices[device_index], [*slices[device_index].leaves]
         for index, x in zip(tensors, xs[len(leaves) :], strict=True):
             batch_leaves[index] = x
-        samples = parts.tree(batch_leaves, dtype)
+        samples = sharded_batch.tree(batch_leaves, dtype)
         varying = [pvary(x if dtype is None else x.to(dtype), mesh.axis_names) for x in xs[: len(leaves)]]
-        number = require("a loss function").group(parts.axes, "value_and_grad").index if parts.axes else 0
+        axes = sharded_batch.axes
+        number = require("a loss function").group(axes, "value_and_grad").index if axes else 0
         with keyed_random(key, 0, number), loss_scope(mesh.axis_names):
             loss = one_loss(options, options.loss_fn(restore(unflatten(structure, varying)), samples), shard)
         weight = weight_of(float(shard.rows) if options.weight is None else options.weight(samples)).to(loss.device)

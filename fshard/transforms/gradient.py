@@ -46,7 +46,7 @@ from fshard.optim.leaves import trainable, without_static
 from fshard.source import Site, call_site
 from fshard.transforms.agreement import FIX_UNEVEN_GATHERS
 from fshard.transforms.array_checks import validate_mesh, validate_run
-from fshard.transforms.batch import Batch, BatchPart, placed
+from fshard.transforms.batch import Batch, BatchPart, shard_batch
 from fshard.transforms.device_step import DeviceResult, DeviceStep, ModelStep
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, validate_ties_frozen
 from fshard.transforms.fsdp.plans import Gradients, ParamPlan
@@ -171,13 +171,13 @@ class GradientFunction:
         leaves, structure = flatten(params)
         self._validate_argument_order(leaves, batch)
         self.check_params(params, leaves, structure, mesh)
-        parts = placed(batch, self.specs, mesh)
-        parts.check(options.turns(prod(mesh.shape[axis] for axis in parts.axes)))
+        sharded_batch = shard_batch(batch, self.specs, mesh)
+        sharded_batch.check(options.turns(prod(mesh.shape[axis] for axis in sharded_batch.axes)))
         indices, numbers = numbered(leaves)  # a tied leaf is one, however often it occurs
-        plans = self.plans_of(structure, leaves, numbers, mesh, parts.axes)  # (1)
-        memory = self.buffers_on(mesh, buffers) if options.has_buffers else no_buffers(mesh)
+        plans = self.plans_of(structure, leaves, numbers, mesh, sharded_batch.axes)  # (1)
+        before = self.buffers_on(mesh, buffers) if options.has_buffers else no_buffers(mesh)
         key = drawn_key()  # the same on every process
-        inputs = StepInputs(leaves, structure, restore, indices, numbers, parts, memory, key, scale, site)
+        inputs = StepInputs(leaves, structure, restore, indices, numbers, sharded_batch, before, key, scale, site)
         devices, steps = local_devices(mesh), dict[int, Any]()
 
         def on_device(device: int) -> DeviceResult:
@@ -199,9 +199,10 @@ class GradientFunction:
             raise
         plans.order = results[0].order
         grads = gradient_tree(plans.leaves, [result.gradients for result in results], structure, numbers)
-        after = memory.after([result.buffers for result in results])
-        aux = global_metrics([result.aux for result in results], parts, options.aux) if options.has_aux else ()
-        return StepValue(results[0].loss, results[0].weight, parts.samples, after, aux), grads
+        after, aux = before.after([result.buffers for result in results]), ()
+        if options.has_aux:
+            aux = global_metrics([result.aux for result in results], sharded_batch, options.aux)
+        return StepValue(results[0].loss, results[0].weight, sharded_batch.samples, after, aux), grads
 
     def differentiable(self, params: PyTree, *inputs: PyTree) -> tuple[Any, PyTree]:
         """Return the loss and its gradient within a transform of `torch.func`."""
@@ -320,8 +321,8 @@ class Gradient(GradientFunction):
     ) -> ParamPlans:
         """Return the plans of parameters, each once."""
         plans: dict[int, ParamPlan] = {}
-        for (path, x, fix), number in zip(params, numbers, strict=True):
-            trained = self.options.backward and trainable(x) and not fix
+        for (path, x, is_frozen), number in zip(params, numbers, strict=True):
+            trained = self.options.backward and trainable(x) and not is_frozen
             gradients, used = self.options.gradients if trained else None, self.options.used(x.layout)
             plans.setdefault(number, plan_param(path, x, gradients, used))
         return ParamPlans(tuple(plans[number] for number in sorted(plans)), mesh, axes, self.options.reproducible)

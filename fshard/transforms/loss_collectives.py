@@ -57,20 +57,20 @@ class LossCollectives:
         self._indexed = set[str]()
         self.along: tuple[str, ...] = ()
         self.is_mixed = False
-        self._add(options.local)
+        self._add_axes(options.local)
 
     def record(self, call: str, group: Group) -> None:
         """Record a call over the axes of a group; raise if its result would depend on the mesh."""
         if call in LOCAL_CALLS:
             return
-        self._check_call(call, group)
+        self._validate_call(call, group)
         if call == "fs.axis_index":
             self._indexed.update(group.axes)
             return
         self.is_mixed |= not self._axes.isdisjoint(group.axes)
-        self._add(group.axes)
+        self._add_axes(group.axes)
 
-    def _check_call(self, call: str, group: Group) -> None:
+    def _validate_call(self, call: str, group: Group) -> None:
         if self._is_reproducible and not self._dependent.isdisjoint(group.axes):
             raise ValueError(
                 f"{call} over {as_written(group.axes)} in the loss function, at {call_site()}: with reproducible=True a "
@@ -90,16 +90,16 @@ class LossCollectives:
     def agree(self, scope: Scope, cached: tuple[str, ...] | None, device: torch.device, site: Site) -> None:
         """Add the axes over which any device called a collective, or those `cached` from an earlier step."""
         if cached is not None:
-            self._add(cached)
+            self._add_axes(cached)
             return
         replicated = [axis for axis in self._sizes if axis not in self._axes]
         if replicated:
             group, used = scope.group(tuple(self._sizes), "value_and_grad"), {*self.along, *self._indexed}
             (row,) = reduce_rows((host_row([float(axis in used) for axis in replicated], device),), group, site)
             if not row.is_meta:
-                self._add(axis for axis, times in zip(replicated, row.tolist(), strict=True) if times)
+                self._add_axes(axis for axis, times in zip(replicated, row.tolist(), strict=True) if times)
 
-    def _add(self, axes: Iterable[str]) -> None:
+    def _add_axes(self, axes: Iterable[str]) -> None:
         axes = {*axes, *self.along} - self._axes
         self.along = tuple([axis for axis in self._sizes if axis in axes])
 

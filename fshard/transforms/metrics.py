@@ -48,7 +48,7 @@ def metrics_of(aux: PyTree, slice: Slice, device: torch.device, prefix: PyTree) 
     leaves = [torch.full((), x, device=device) if isinstance(x, bool | int | float) else x for x in leaves]
     reductions = _reductions(leaves, prefix, aux)
     for path, x, reduction in zip(paths, leaves, reductions, strict=True):
-        if error := _error_of(x, slice.samples, reduction):
+        if error := _metric_error(x, slice.samples, reduction):
             raise ValueError(
                 "value_and_grad: metrics beside the loss must be numbers, or be named in aux=; "
                 f'{named(parts_of(path)) or "it"} is {error}. Give aux="mean", "sum" or "rows" (a row per sample), or a '
@@ -68,7 +68,7 @@ def _reductions(leaves: Sequence[Any], prefix: PyTree, aux: PyTree) -> list[Any]
     ]
 
 
-def _error_of(x: Any, samples: int | None, reduction: AuxReduction | None) -> str | None:
+def _metric_error(x: Any, samples: int | None, reduction: AuxReduction | None) -> str | None:
     """Return the error of a leaf."""
     if not isinstance(x, Tensor):
         return f"a {type(x).__name__}"
@@ -138,7 +138,7 @@ def combine_metrics(
             x = (x * mean.weight).to(dtype) if dtype.is_floating_point else (x * mean.weight).round().long()
         return x
 
-    columns = zip(*(each.leaves for each in metrics), strict=True)
+    columns = zip(*(slice_metrics.leaves for slice_metrics in metrics), strict=True)
     return unflatten(metrics[-1].structure, [*map(combined, metrics[-1].reductions, columns)])
 
 

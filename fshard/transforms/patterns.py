@@ -55,8 +55,8 @@ def matches_parts(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
         return not path
     if pattern[0] == "**":
         return any(matches_parts(pattern[1:], path[start:]) for start in range(len(path) + 1))
-    here = bool(path) and re.fullmatch(".*".join(map(re.escape, pattern[0].split("*"))), path[0])
-    return bool(here) and matches_parts(pattern[1:], path[1:])
+    is_match = bool(path) and re.fullmatch(".*".join(map(re.escape, pattern[0].split("*"))), path[0])
+    return bool(is_match) and matches_parts(pattern[1:], path[1:])
 
 
 def unit_of(path: str) -> str:
@@ -66,7 +66,7 @@ def unit_of(path: str) -> str:
     ('blocks[3]', 'head')
     """
     parts = parts_of(path)
-    index = next(iter(_indices(parts)), 0)
+    index = next(iter(_digit_positions(parts)), 0)
     return named(parts[: index + 1]) or "all"
 
 
@@ -78,13 +78,13 @@ def default_units(paths: Sequence[str]) -> list[str]:
     """
     leaves_of: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
     for parts in map(parts_of, paths):
-        for index in _indices(parts):
+        for index in _digit_positions(parts):
             leaves_of.setdefault(parts[: index + 1], set()).add(parts[index + 1 :])
     alike = Counter((block[:-1], frozenset(leaves)) for block, leaves in leaves_of.items())
 
     def unit(path: str) -> str:
         parts = parts_of(path)
-        blocks = [parts[: index + 1] for index in _indices(parts)]
+        blocks = [parts[: index + 1] for index in _digit_positions(parts)]
         return next(
             (named(block) for block in blocks if alike[block[:-1], frozenset(leaves_of[block])] > 1), unit_of(path)
         )
@@ -92,7 +92,7 @@ def default_units(paths: Sequence[str]) -> list[str]:
     return list(map(unit, paths))
 
 
-def _indices(parts: Sequence[str]) -> list[int]:
+def _digit_positions(parts: Sequence[str]) -> list[int]:
     return [index for index, component in enumerate(parts) if component.isdigit()]
 
 
@@ -105,12 +105,12 @@ def chosen(choice: Choice, paths: Sequence[str], name: str) -> list[bool]:
     if callable(choice):
         return [bool(choice(named(parts_of(path)))) for path in paths]
     patterns = [choice] if isinstance(choice, str) else [*(choice or ())]
-    strange = [repr(pattern) for pattern in patterns if not isinstance(pattern, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
-    if strange:
-        raise ValueError(f"{name}: {', '.join(strange)} is no path pattern. Give patterns, or a function of the path.")
-    idle = [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]
-    if idle:
-        unmatched = ", ".join(f'"{pattern}"' for pattern in idle)
+    invalid = [repr(pattern) for pattern in patterns if not isinstance(pattern, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if invalid:
+        raise ValueError(f"{name}: {', '.join(invalid)} is no path pattern. Give patterns, or a function of the path.")
+    unused = [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]
+    if unused:
+        unmatched = ", ".join(f'"{pattern}"' for pattern in unused)
         raise ValueError(f"{name}: no leaf is for {unmatched}. {listed(paths)}.")
     return [any(matches(pattern, path) for pattern in patterns) for path in paths]
 

@@ -65,17 +65,17 @@ class Fsdp:
     def units(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[str]:
         """Return the unit of every leaf."""
         if self.unit is None:
-            return _merged(default_units(paths), leaves)
+            return _merge_small_units(default_units(paths), leaves)
         if isinstance(self.unit, int):
-            return _by_size(leaves, self.unit)
-        return _by_unit_patterns((self.unit,) if isinstance(self.unit, str) else self.unit, paths)
+            return _units_by_size(leaves, self.unit)
+        return _units_by_patterns((self.unit,) if isinstance(self.unit, str) else self.unit, paths)
 
 
 MERGED_BYTES = 1 << 20
 """Maximal size of default units that are merged: a collective for less costs more to start than to send."""
 
 
-def _merged(units: Sequence[str], leaves: Sequence[Any]) -> list[str]:
+def _merge_small_units(units: Sequence[str], leaves: Sequence[Any]) -> list[str]:
     """Merge default units that follow each other into one of the first one's name, up to `MERGED_BYTES`."""
     sizes: dict[str, int] = {}
     for unit, leaf in zip(units, leaves, strict=True):
@@ -90,7 +90,7 @@ def _merged(units: Sequence[str], leaves: Sequence[Any]) -> list[str]:
     return [names[unit] for unit in units]
 
 
-def _by_size(leaves: Sequence[Any], size: int) -> list[str]:
+def _units_by_size(leaves: Sequence[Any], size: int) -> list[str]:
     """Put leaves into units, in their order, each closed as soon as it has reached a size in bytes."""
     units: list[str] = []
     number, filled = 0, 0
@@ -102,7 +102,7 @@ def _by_size(leaves: Sequence[Any], size: int) -> list[str]:
     return units
 
 
-def _by_unit_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[str]:
+def _units_by_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[str]:
     """Assign leaves to the innermost unit whose pattern matches; others to their default one."""
     units, used = default_units(paths), set[str]()
     for index, parts in enumerate(map(parts_of, paths)):
@@ -132,11 +132,11 @@ def units_of(module: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
     paths = [f".{name}" for name, _ in module.named_parameters()]  # a tied parameter is in the unit of its first owner
     units = tuple(
         name
-        for name, part in module.named_modules()
-        if name and isinstance(part, kinds) and any(path.startswith(f".{name}.") for path in paths)
+        for name, child in module.named_modules()
+        if name and isinstance(child, kinds) and any(path.startswith(f".{name}.") for path in paths)
     )
     if not units:
-        present = sorted({type(part).__name__ for part in module.modules()})
+        present = sorted({type(child).__name__ for child in module.modules()})
         wanted = " or ".join(kind.__name__ for kind in kinds) or "of no class"
         raise ModuleError(
             f"units_of: {type(module).__name__} has no {wanted} with parameters inside. Its modules are {', '.join(present)}."
@@ -248,17 +248,17 @@ def layouts_of(
     rules: Rules,
     mesh: Mesh,
     frozen: Choice,
-    what: str = "shard_params",
+    caller: str = "shard_params",
     memory: Memory | Mapping[str, Memory] = "device",
 ) -> list[Layout]:
     """Return the layout of every leaf, or raise naming all that cannot have theirs."""
     paths, leaves, _ = flatten_with_paths(params)
     if isinstance(rules, P | Fsdp):
-        mesh.check_axes(rules.axes, f"{what} with {rules}")
+        mesh.check_axes(rules.axes, f"{caller} with {rules}")
     units, are_frozen, specs = (
         default_units(paths),
         chosen(frozen, paths, "frozen"),
-        _specs(params, rules, paths, leaves),
+        _leaf_specs(params, rules, paths, leaves),
     )
     for number, rule in enumerate(dict.fromkeys(spec for spec in specs if isinstance(spec, Fsdp))):
         indices = [index for index, spec in enumerate(specs) if spec == rule]
@@ -266,19 +266,19 @@ def layouts_of(
         withins = {
             id(specs[index]): specs[index].within for index in indices
         }  # rules that are equal may differ in these
-        inner = {key: _specs(params, within, paths, leaves) for key, within in withins.items() if within}
+        inner = {key: _leaf_specs(params, within, paths, leaves) for key, within in withins.items() if within}
         for index, unit in zip(indices, rule_units, strict=True):
             rows = inner.get(id(specs[index]))
-            spec = P() if rows is None else _of_parameter(rows[index])
+            spec = P() if rows is None else _validated_spec(rows[index])
             more = tuple(axis for axis in rule.axes if axis not in spec.axes)  # a leaf that they shard has the others
             specs[index] = spec.replace(flat=(*(spec.flat_axes or ()), *more))
             units[index] = f"{unit} of rule {number}" if number and isinstance(rule.unit, int) else unit
     layouts, first_layouts = list[Layout](), dict[tuple[int, ...], Layout]()
-    with collected(what) as attempt:
-        columns = (paths, leaves, specs, units, are_frozen, _memories(memory, paths))
+    with collected(caller) as attempt:
+        columns = (paths, leaves, specs, units, are_frozen, _memory_kinds(memory, paths))
         for path, leaf, spec, unit, is_fixed, kind in zip(*columns, strict=True):
             with attempt(named(parts_of(path))):
-                layout = Layout(mesh, _of_parameter(spec), kind, unit, is_fixed or is_frozen(leaf))
+                layout = Layout(mesh, _validated_spec(spec), kind, unit, is_fixed or is_frozen(leaf))
                 validate_leaf(leaf, layout)
                 first = first_layouts.setdefault(key_of(leaf), layout)  # of the leaves that it is tied to
                 if layout.spec != first.spec:
@@ -293,7 +293,7 @@ def layouts_of(
     return layouts
 
 
-def _specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
+def _leaf_specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
     """Return the spec of each leaf by the rules."""
     if isinstance(rules, P | Fsdp):
         return [rules] * len(leaves)
@@ -303,21 +303,21 @@ def _specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[
         return broadcast_prefix(rules, params)
     except ValueError:
         if isinstance(rules, Mapping) and all(isinstance(value, P | Fsdp) for value in rules.values()):
-            return _by_patterns(rules, paths, [], '"**": P() replicates what no other rule is for')
+            return _match_patterns(rules, paths, [], '"**": P() replicates what no other rule is for')
         raise ValueError(f"the rules {rules!r} are neither a prefix of the parameters nor patterns.") from None
 
 
-def _memories(memory: Any, paths: Sequence[str]) -> list[Memory]:
+def _memory_kinds(memory: Any, paths: Sequence[str]) -> list[Memory]:
     """Return the memory kind of each path, or raise with all unknown kinds and unused patterns."""
     if memory in MEMORIES:
         return [memory] * len(paths)
     rules: Mapping[str, Any] = memory if isinstance(memory, Mapping) else {"**": memory}
     unknown = [kind for kind in dict.fromkeys(rules.values()) if kind not in MEMORIES]
     errors = [f'memory must be "device", "host" or "disk"; got {kind!r}' for kind in unknown]
-    return _by_patterns(rules, paths, errors, '"**": "device" is for what no other pattern is for')
+    return _match_patterns(rules, paths, errors, '"**": "device" is for what no other pattern is for')
 
 
-def _by_patterns(rules: Mapping[str, Any], paths: Sequence[str], errors: list[str], fix: str) -> list[Any]:
+def _match_patterns(rules: Mapping[str, Any], paths: Sequence[str], errors: list[str], fix: str) -> list[Any]:
     """Return the value of each path: patterns without `**` come before those with it, and `**` alone is last."""
     errors += [f'no leaf is for the rule "{rule}"' for rule in rules if not any(matches(rule, path) for path in paths)]
     ranks = {rule: ("**" in parts_of(rule)) + ({*parts_of(rule)} == {"**"}) for rule in rules}
@@ -336,7 +336,7 @@ def _by_patterns(rules: Mapping[str, Any], paths: Sequence[str], errors: list[st
     return specs
 
 
-def _of_parameter(spec: Any) -> P:
+def _validated_spec(spec: Any) -> P:
     if not isinstance(spec, P):
         raise TypeError(f"A rule must give a P per leaf, P() where it is replicated; got {spec!r}.")
     if spec.unreduced:

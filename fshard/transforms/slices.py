@@ -49,7 +49,7 @@ def slice_turns(
     options: StepOptions, batch: Batch, device_index: int, count: int, group: Group | None, site: Site
 ) -> list[SliceTurn]:
     """Return the slices of the device at an index, with their weights; `group` are the devices that have the others."""
-    slices, weight = batch.slices(device_index, count, apart=options.reproducible), options.weight
+    slices, weight = batch.slices(device_index, count, is_copied=options.reproducible), options.weight
     rows = [] if weight is None else [torch.stack([weight_of(weight(batch.tree(slice.leaves))) for slice in slices])]
     read = start_read(rows)
     counts = cache(lambda: counts_of(options, batch, slices, read(), group, site))

@@ -130,14 +130,14 @@ def train_step(
     >>> fs.typeof(params[1]["2.weight"]), metrics["samples"]
     (f32[1, 3]{flat:data, at:pipe=1}, tensor(16))
     """
-    same: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "mesh": mesh,
         "batch": batch,
         "donate": donate,
         "precision": precision,
         "schedule": schedule,
     }
-    changed = partial(_step_with, loss_fn, opt, same | options)  # for fs.memory.place
+    changed = partial(_step_with_changes, loss_fn, opt, settings | options)  # for fs.memory.place
     opt = array_optimizer(opt, "train_step")
     if precision not in _COMPUTE:
         raise ValueError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
@@ -202,7 +202,7 @@ def train_step(
     return wrapped
 
 
-def _step_with(loss_fn: Any, opt: Any, options: dict[str, Any], **changes: Any) -> Callable[..., Any]:
+def _step_with_changes(loss_fn: Any, opt: Any, options: dict[str, Any], **changes: Any) -> Callable[..., Any]:
     """Return a step with other options; on another mesh, its optimizer is too."""
     partition = getattr(opt, "on_mesh", None)
     opt = partition(changes["mesh"]) if partition is not None and "mesh" in changes else opt

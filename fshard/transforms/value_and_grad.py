@@ -137,8 +137,8 @@ def grad(loss_fn: Any, **options: Any) -> Callable[..., PyTree]:
     >>> fs.unshard(fs.grad(lambda w, x: (w * x).mean(), mesh=mesh, batch=P("data"))(w, torch.arange(4.0)))
     tensor(1.5000)
     """
-    both = value_and_grad(loss_fn, **options)
-    return lambda params, *inputs, scale=None: both(params, *inputs, scale=scale)[1]
+    gradient = value_and_grad(loss_fn, **options)
+    return lambda params, *inputs, scale=None: gradient(params, *inputs, scale=scale)[1]
 
 
 def gradient_of(

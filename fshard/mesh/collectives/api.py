@@ -7,9 +7,9 @@ starts any of them and returns a `Handle`. The type of an argument determines th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from numbers import Integral
-from typing import Any, Literal, TypeGuard, cast
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from fshard.uncompiled import uncompiled
 _PSUM, _PVARY = Psum(), Pvary()
 
 
-def _dim(leaf: Tensor, dim: int) -> int:
+def _normalized_dim(leaf: Tensor, dim: int) -> int:
     if not _is_integer(dim):
         raise TypeError(f"a dim must be an integer; got {dim!r}.")
     if not -leaf.ndim <= dim < leaf.ndim:
@@ -43,8 +43,8 @@ def _dim(leaf: Tensor, dim: int) -> int:
     return dim % leaf.ndim
 
 
-def _divided(leaf: Tensor, dim: int, group: Group) -> int:
-    dim = _dim(leaf, dim)
+def _divisible_dim(leaf: Tensor, dim: int, group: Group) -> int:
+    dim = _normalized_dim(leaf, dim)
     if leaf.shape[dim] % group.size:
         raise LayoutError(
             f"dim {dim} has {leaf.shape[dim]} elements, which the {group.size} devices along {'+'.join(group.axes)} do not "
@@ -106,7 +106,7 @@ def pmean(tree: PyTree, axis: Axes) -> CollectiveCall:
     )
 
 
-def _ordered(x: Tensor) -> Tensor:
+def _validate_ordered(x: Tensor) -> Tensor:
     if x.is_complex():
         raise TypeError("complex numbers have no order. Compare x.abs().")
     return x
@@ -123,7 +123,7 @@ def pmax(tree: PyTree, axis: Axes) -> CollectiveCall:
     >>> fs.run(lambda: fs.pmax(torch.tensor(fs.axis_index("data")), "data"), mesh=mesh)[0]
     tensor(3)
     """
-    return call("fs.pmax", tree, axis, lambda x, group: Extreme(True), before=_ordered, equal="result")
+    return call("fs.pmax", tree, axis, lambda x, group: Extreme(True), before=_validate_ordered, equal="result")
 
 
 @collective
@@ -135,7 +135,7 @@ def pmin(tree: PyTree, axis: Axes) -> CollectiveCall:
     >>> fs.run(lambda: fs.pmin(torch.tensor(fs.axis_index("data")), "data"), mesh=mesh)[0]
     tensor(0)
     """
-    return call("fs.pmin", tree, axis, lambda x, group: Extreme(False), before=_ordered, equal="result")
+    return call("fs.pmin", tree, axis, lambda x, group: Extreme(False), before=_validate_ordered, equal="result")
 
 
 @collective
@@ -204,7 +204,7 @@ def all_gather(
         "fs.all_gather",
         tree,
         axis,
-        lambda x, group: AllGather(_dim(x, dim), replicated),
+        lambda x, group: AllGather(_normalized_dim(x, dim), replicated),
         before=lambda x: x if x.ndim else x.reshape(1),
         equal="result" if replicated else None,
     )
@@ -225,7 +225,9 @@ def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> CollectiveCall:
     >>> fs.run(lambda: fs.psum_scatter(torch.tensor([1.0, 2.0]), "data"), mesh=mesh)
     [tensor([2.]), tensor([4.])]
     """
-    return call("fs.psum_scatter", tree, axis, lambda x, group: PsumScatter(_divided(x, dim, group)), before=_countable)
+    return call(
+        "fs.psum_scatter", tree, axis, lambda x, group: PsumScatter(_divisible_dim(x, dim, group)), before=_countable
+    )
 
 
 @collective
@@ -255,14 +257,17 @@ def all_to_all(
     concat = split_dim if concat_dim is None else concat_dim
     if counts is None:
         return call(
-            "fs.all_to_all", tree, axis, lambda x, group: AllToAll(_divided(x, split_dim, group), _dim(x, concat))
+            "fs.all_to_all",
+            tree,
+            axis,
+            lambda x, group: AllToAll(_divisible_dim(x, split_dim, group), _normalized_dim(x, concat)),
         )
     if (split_dim, concat) != (0, 0):
         raise ValueError(
             f"fs.all_to_all: counts are of rows, of dim 0; got {split_dim=}, {concat_dim=}. Leave them out."
         )
     group = require("fs.all_to_all").group(axis, "fs.all_to_all")
-    matrix = _matrix(counts, group)
+    matrix = _counts_matrix(counts, group)
     received, length = sum(row[group.index] for row in matrix), Rows(matrix, 1).length
 
     def padded(x: Tensor) -> Tensor:
@@ -277,7 +282,7 @@ def all_to_all(
     return call("fs.all_to_all", tree, axis, moves, before=padded, after=lambda y, group: y[:received])
 
 
-def _matrix(counts: Any, group: Group) -> tuple[tuple[int, ...], ...]:
+def _counts_matrix(counts: Any, group: Group) -> tuple[tuple[int, ...], ...]:
     """Return the rows that each device of a group sends to each, from a matrix or this device's row of it."""
     n, table = group.size, counts.tolist() if isinstance(counts, Tensor) else counts
     rows = table if isinstance(table, list | tuple) and all(isinstance(row, list | tuple) for row in table) else [table]
@@ -309,30 +314,19 @@ def ppermute(tree: PyTree, axis: Axes, perm: list[tuple[int, int]]) -> Collectiv
     >>> fs.run(lambda: fs.ppermute(torch.tensor(fs.axis_index("pipe") + 1), "pipe", [(0, 1), (1, 2)]), mesh=mesh)
     [tensor(0), tensor(1), tensor(2)]
     """
-    move = _permute(perm, require("fs.ppermute").group(axis, "fs.ppermute"))
-    return call("fs.ppermute", tree, axis, lambda x, group: move)
-
-
-def _permute(perm: Iterable[Any], group: Group) -> Permute:
-    """Return the move along some pairs; raise for the first that is not a pair of indices or repeats one."""
+    group = require("fs.ppermute").group(axis, "fs.ppermute")
     pairs = dict[int, int]()
     for pair in perm if isinstance(perm, Iterable) else [perm]:
-        is_valid = _is_pair(pair) and all(0 <= index < group.size for index in pair)
-        if not is_valid or pair[0] in pairs or pair[1] in pairs.values():
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_is_integer, pair))
+        is_inside = is_pair and all(0 <= index < group.size for index in pair)
+        if not is_inside or pair[0] in pairs or pair[1] in pairs.values():
             raise ValueError(
                 f"fs.ppermute: perm must be (source, destination) pairs of indices in 0..{group.size - 1} along "
                 f"{'+'.join(group.axes)}, each index at most once as source and once as destination; got {pair!r}."
             )
         pairs[pair[0]] = pair[1]
-    return Permute(tuple(pairs.items()))
-
-
-def _is_pair(pair: object) -> TypeGuard[Sequence[int]]:
-    return (
-        isinstance(pair, tuple | list)
-        and len(ends := cast("Sequence[object]", pair)) == 2
-        and all(map(_is_integer, ends))
-    )
+    move = Permute(tuple(pairs.items()))
+    return call("fs.ppermute", tree, axis, lambda x, group: move)
 
 
 def _is_integer(number: object) -> TypeGuard[int]:

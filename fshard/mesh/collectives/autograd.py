@@ -107,9 +107,9 @@ class _Recorded(Function):
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
         _, *tangents = grad_inputs
-        given = {id(tangent) for tangent in tangents}  # autograd requires a view of an input that is returned
+        tangent_ids = {*map(id, tangents)}  # autograd requires a view of an input that is returned
         ys = apply_to_many(ctx.linear.of_tangents(), tuple(tangents))
-        return tuple(y.view_as(y) if id(y) in given else y for y in ys)
+        return tuple(y.view_as(y) if id(y) in tangent_ids else y for y in ys)
 
 
 def apply_to_many(linear: LinearMap, xs: Tensors) -> Tensors:
@@ -117,18 +117,18 @@ def apply_to_many(linear: LinearMap, xs: Tensors) -> Tensors:
     return over_many(lambda xs: apply(linear, xs), lambda xs: apply(linear.batched(), xs), xs)
 
 
-def over_many(one: Callable[[Tensors], Tensors], many: Callable[[Tensors], Tensors], xs: Tensors) -> Tensors:
-    """Call `one`, or `many` on tensors with one more leading dim under autograd's own vmap.
+def over_many(single: Callable[[Tensors], Tensors], batched: Callable[[Tensors], Tensors], xs: Tensors) -> Tensors:
+    """Call `single`, or `batched` on tensors with one more leading dim under autograd's own vmap.
 
     `is_grads_batched` and `vectorize` use that vmap; it does not call the vmap rules of Functions.
     """
     if not any(map(is_legacy_batchedtensor, xs)):
-        return one(xs)
+        return single(xs)
     level = batches_nested()
-    bare = [_torch._remove_batch_dim(x, level, 1, 0) if is_legacy_batchedtensor(x) else None for x in xs]
-    size = next(x.shape[0] for x in bare if x is not None)
-    batched = tuple(leading(x, None, size) if given is None else given for x, given in zip(xs, bare, strict=True))
-    return tuple(_torch._add_batch_dim(y.contiguous(), 0, level) for y in many(batched))
+    batches = [_torch._remove_batch_dim(x, level, 1, 0) if is_legacy_batchedtensor(x) else None for x in xs]
+    size = next(batch.shape[0] for batch in batches if batch is not None)
+    arguments = tuple(leading(x, None, size) if batch is None else batch for x, batch in zip(xs, batches, strict=True))
+    return tuple(_torch._add_batch_dim(y.contiguous(), 0, level) for y in batched(arguments))
 
 
 class _Transformed(Function):
@@ -171,15 +171,15 @@ class Bound(LinearMap):
         move, group = self.move, self.group
         if isinstance(move, Alone):
             return tuple([move.local(x, group.index, group.size) for x in xs])
-        self._record(xs)
+        self._record_bytes(xs)
         return world_of(group).start(cast("Wired", move), xs, group, self.site, self.purpose).wait()  # (6)
 
     def start(self, xs: Tensors) -> Pending:
         """Write it into the ledger and begin."""
-        self._record(xs)
+        self._record_bytes(xs)
         return world_of(self.group).start(cast("Wired", self.move), xs, self.group, self.site, self.purpose)
 
-    def _record(self, xs: Tensors) -> None:
+    def _record_bytes(self, xs: Tensors) -> None:
         for ledger in active():
             move, group = cast("Wired", self.move), self.group
             size = sum(x.numel() * x.element_size() for x in xs)
@@ -219,16 +219,16 @@ class _Extreme(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         bound = replace(ctx.bound, purpose="cotangents")
         shares = _shares(bound, ctx.saved_tensors)
-        own = apply_to_many(replace(bound, move=Pvary()), cotangents)
-        return None, *(cotangent * share for cotangent, share in zip(own, shares, strict=True))
+        varying = apply_to_many(replace(bound, move=Pvary()), cotangents)
+        return None, *(cotangent * share for cotangent, share in zip(varying, shares, strict=True))
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
         _, *tangents = grad_inputs
         bound = replace(ctx.bound, purpose="tangents")
         shares = _shares(bound, ctx.saved_tensors)
-        parts = tuple(tangent * share for tangent, share in zip(tangents, shares, strict=True))
-        return apply_to_many(replace(bound, move=Psum()), parts)
+        summands = tuple(tangent * share for tangent, share in zip(tangents, shares, strict=True))
+        return apply_to_many(replace(bound, move=Psum()), summands)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:

@@ -83,14 +83,14 @@ class Ledger(Tabular):
 
         `collective` is one of `COUNTED`; `axis` selects calls along it, alone or with other axes.
         """
-        entries = self._entries(device, collective, axis)
+        entries = self._filtered_entries(device, collective, axis)
         return max((sum((e.bytes for e in rows), Fraction(0)) for rows in entries), default=Fraction(0))
 
     def calls(self, device: int | None = None, *, collective: str | None = None, axis: str | None = None) -> int:
         """Return the calls that a device made (default: the most that any made), in total or filtered."""
-        return max((sum(e.calls for e in rows) for rows in self._entries(device, collective, axis)), default=0)
+        return max((sum(e.calls for e in rows) for rows in self._filtered_entries(device, collective, axis)), default=0)
 
-    def _entries(self, device: int | None, collective: object, axis: object) -> list[list[Entry]]:
+    def _filtered_entries(self, device: int | None, collective: object, axis: object) -> list[list[Entry]]:
         """Return the entries of each device, or of one; raise for a filter whose total would always be 0."""
         if collective is not None and collective not in COUNTED:
             raise ValueError(
@@ -106,21 +106,21 @@ class Ledger(Tabular):
 
     def by_collective(self, device: int | None = None) -> dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]]:
         """Return {(collective, axes): (calls, bytes)} of one device; default: the first recorded one."""
-        found: dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]] = {}
+        totals: dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]] = {}
         device = min(self.devices, default=0) if device is None else device
         for row, entry in self.devices.get(device, {}).items():
-            calls, sent = found.get(row[:2], (0, Fraction(0)))
-            found[row[:2]] = (calls + entry.calls, sent + entry.bytes)
-        return found
+            calls, sent = totals.get(row[:2], (0, Fraction(0)))
+            totals[row[:2]] = (calls + entry.calls, sent + entry.bytes)
+        return totals
 
     def rows(self) -> list[tuple[LedgerRow, int, Fraction]]:
         """Return every line with the most calls and bytes that a device had there, in the order of first calls."""
-        found: dict[LedgerRow, tuple[int, Fraction]] = {}
+        largest: dict[LedgerRow, tuple[int, Fraction]] = {}
         for entries in self.devices.values():
             for row, entry in entries.items():
-                calls, sent = found.get(row, (0, Fraction(0)))
-                found[row] = (max(calls, entry.calls), max(sent, entry.bytes))
-        return [(row, calls, sent) for row, (calls, sent) in found.items()]
+                calls, sent = largest.get(row, (0, Fraction(0)))
+                largest[row] = (max(calls, entry.calls), max(sent, entry.bytes))
+        return [(row, calls, sent) for row, (calls, sent) in largest.items()]
 
     def table(self) -> Table:
         """Return the ledger as a rich table."""
@@ -128,9 +128,9 @@ class Ledger(Tabular):
 
         table = Table("collective", "axis", "calls", "bytes per device", "source line", title="ledger")
         for row, calls, sent in self.rows():
-            table.add_row(row.collective, "+".join(row.axes), f"{calls:,}", _number(sent), str(row.site))
+            table.add_row(row.collective, "+".join(row.axes), f"{calls:,}", _format_count(sent), str(row.site))
         table.add_section()
-        table.add_row("all", "", f"{self.calls():,}", _number(self.bytes()), "")
+        table.add_row("all", "", f"{self.calls():,}", _format_count(self.bytes()), "")
         for source, target in dict.fromkeys(pair for count in self.moves.values() for pair in count):
             table.add_row(f"{source} to {target}", "", "", f"{self.moved(source, target):,}", "")
         for column in (2, 3):
@@ -138,10 +138,10 @@ class Ledger(Tabular):
         return table
 
 
-def _number(count: Fraction) -> str:
+def _format_count(count: Fraction) -> str:
     """Format a count; fractions get enough digits not to look like integers.
 
-    >>> _number(Fraction(4000)), _number(Fraction(10, 3)), _number(Fraction(8 * 65535, 65536))
+    >>> _format_count(Fraction(4000)), _format_count(Fraction(10, 3)), _format_count(Fraction(8 * 65535, 65536))
     ('4,000', '3.33', '7.9999')
     """
     if count.denominator == 1:
@@ -186,7 +186,7 @@ def ledger() -> Generator[Ledger]:
         try:
             yield opened
         finally:
-            _shared[:] = [other for other in _shared if other is not opened]
+            _shared[:] = [shared for shared in _shared if shared is not opened]
     else:
         with setting(ledgers=(*ambient.ledgers, opened)):
             yield opened

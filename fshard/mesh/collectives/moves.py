@@ -102,7 +102,7 @@ def is_plain(x: Tensor) -> bool:
     return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
-def _rows(x: Tensor, dim: int, n: int) -> Tensor:
+def _split_rows(x: Tensor, dim: int, n: int) -> Tensor:
     """Split `dim` into n shards, each a row. (..., n*k, ...) -> (n, elements)"""
     return (
         plain(x).reshape(n, -1)
@@ -188,7 +188,7 @@ class PsumScatter(Wired):
         return replace(self, dim=self.dim + 1)
 
     def pack(self, x: Tensor, n: int) -> Tensor:
-        return _rows(x, self.dim, n)
+        return _split_rows(x, self.dim, n)
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
         return rows if len(shape) == 1 else rows.reshape(_shard_shape(shape, self.dim, n))
@@ -246,7 +246,7 @@ class AllToAll(Wired):
         return AllToAll(self.split + 1, self.concat + 1)
 
     def pack(self, x: Tensor, n: int) -> Tensor:
-        return _rows(x, self.split, n)
+        return _split_rows(x, self.split, n)
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
         return _concat_rows(rows, _shard_shape(shape, self.split, n), self.concat, n)
@@ -300,27 +300,27 @@ class Rows(PartsMove):
     def transposed(self) -> Rows:
         return Rows(tuple(zip(*self.counts, strict=True)), self.width)
 
-    def _rows(self, x: Tensor) -> Tensor:
+    def _as_rows(self, x: Tensor) -> Tensor:
         return x.view(-1 if x.numel() else 0, self.length, self.width)
 
     def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
-        rows = self._rows(x).narrow(1, 0, sum(self.counts[index])).split(self.counts[index], 1)
-        return {to: part.reshape(-1) for to, part in enumerate(rows) if to != index and part.numel()}
+        rows = self._as_rows(x).narrow(1, 0, sum(self.counts[index])).split(self.counts[index], 1)
+        return {to: parcel.reshape(-1) for to, parcel in enumerate(rows) if to != index and parcel.numel()}
 
     def expected(self, x: Tensor, index: int) -> dict[int, int]:
-        each = len(self._rows(x)) * self.width
+        each = len(self._as_rows(x)) * self.width
         return {
             source: row[index] * each for source, row in enumerate(self.counts) if source != index and row[index] * each
         }
 
     def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
-        before, after = self._rows(x), torch.zeros_like(self._rows(x))
+        before, after = self._as_rows(x), torch.zeros_like(self._as_rows(x))
         sizes, first = [row[index] for row in self.counts], sum(self.counts[index][:index])
-        for source, part in enumerate(after.narrow(1, 0, sum(sizes)).split(sizes, 1)):
+        for source, rows in enumerate(after.narrow(1, 0, sum(sizes)).split(sizes, 1)):
             if source == index:
-                part.copy_(before.narrow(1, first, sizes[index]))
+                rows.copy_(before.narrow(1, first, sizes[index]))
             elif source in arrived:
-                part.copy_(arrived[source].view(part.shape))
+                rows.copy_(arrived[source].view(rows.shape))
         return after.view(x.shape)
 
     def sent(self, size: int, index: int | None, n: int) -> Fraction:

@@ -20,7 +20,7 @@ from fshard.source import Site
 
 
 @lru_cache(maxsize=512)
-def _groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
+def _groups_of_devices(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
     """Return the devices of each group along some axes."""
     replicated = [axis for axis in mesh.axis_names if axis not in axes]
     devices = np.arange(mesh.size).reshape([size for _, size in mesh.axes])
@@ -40,7 +40,7 @@ class OnShards(LinearMap):
     def run(self, xs: Tensors) -> Tensors:
         results: list[Any] = [None] * len(xs)
         counters = ambient.counters
-        for devices in _groups(self.mesh, self.axes):
+        for devices in _groups_of_devices(self.mesh, self.axes):
             members, ids = [xs[device] for device in devices], set[int]()
             if isinstance(self.move, Wired) and (ledgers := active()):
                 for index, (device, x) in enumerate(zip(devices, members, strict=True)):

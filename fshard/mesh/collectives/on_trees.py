@@ -22,7 +22,6 @@ from fshard.mesh.layout import (
     PyTree,
     Structure,
     flatten,
-    flatten_with_paths,
     is_dense,
     no_dense,
     paths_of,
@@ -123,11 +122,11 @@ def collective(plan: Callable[Params, CollectiveCall]) -> Collective[Params]:
 
     @uncompiled
     def run(*args: Params.args, **kwargs: Params.kwargs) -> PyTree:
-        return _planned(plan, args, kwargs).run()
+        return _plan_call(plan, args, kwargs).run()
 
     @uncompiled
     def start(*args: Params.args, **kwargs: Params.kwargs) -> Handle:
-        return _planned(plan, args, kwargs).start()
+        return _plan_call(plan, args, kwargs).start()
 
     function: Any = update_wrapper(run, plan)
     started: Any = update_wrapper(start, plan)
@@ -136,16 +135,6 @@ def collective(plan: Callable[Params, CollectiveCall]) -> Collective[Params]:
     started.__signature__ = signature.replace(return_annotation=Handle)
     function.start = started
     return function
-
-
-def _planned(
-    plan: Callable[..., CollectiveCall], args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> CollectiveCall:
-    try:
-        return plan(*args, **kwargs)
-    except TypeError:
-        _validate_call(plan, args, kwargs)
-        raise
 
 
 _HINTS = {
@@ -166,15 +155,21 @@ _HINTS = {
 """Keywords of JAX's and torch's collectives, and their names here."""
 
 
-def _validate_call(plan: Callable[..., CollectiveCall], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-    """Raise if arguments do not fit the signature of a collective; name the arguments for keywords of other libraries."""
-    signature = inspect.signature(plan)
+def _plan_call(
+    plan: Callable[..., CollectiveCall], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> CollectiveCall:
+    """Plan a call; for arguments that do not fit the signature, raise with hints for keywords of other libraries."""
     try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        hints = [_HINTS[key] for key in kwargs if key in _HINTS]
-        names = ", ".join(signature.parameters)
-        raise TypeError(" ".join([f"fs.{plan.__name__}({names}): {error}.", *hints])) from None
+        return plan(*args, **kwargs)
+    except TypeError:
+        signature = inspect.signature(plan)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            hints = [_HINTS[key] for key in kwargs if key in _HINTS]
+            names = ", ".join(signature.parameters)
+            raise TypeError(" ".join([f"fs.{plan.__name__}({names}): {error}.", *hints])) from None
+        raise
 
 
 def call(
@@ -206,7 +201,7 @@ def call(
         else:
             return CollectiveCall((LeafBatch(None, tuple(leaves), range(len(leaves))),), structure)
     elif equal is not None and scope.checked and scope.world.has_values:
-        guard = Guard(group, site, _BROKEN[equal].replace("{what}", caller), forward=equal == "argument")
+        guard = Guard(group, site, _ERROR_TEXTS[equal].replace("{what}", caller), forward=equal == "argument")
 
     xs, moves = list[Tensor](), list[Move]()
     for leaf in leaves:
@@ -226,7 +221,7 @@ def call(
     return CollectiveCall(batches, structure, guard, last)
 
 
-_BROKEN = {
+_ERROR_TEXTS = {
     "argument": "the argument of {what} over {axes} must be equal on all devices; use psum or all_gather to make it so",
     "result": "the result of {what} over {axes} is equal on all devices, so its gradient must be; but it was used with "
     "each device's own data. Put fs.pvary(x, {axes}) around the result where that use begins",
@@ -251,20 +246,16 @@ def tensors_of(caller: str, tree: PyTree) -> tuple[list[Tensor], Structure | Non
     if type(tree) is Tensor and is_dense(tree):
         return [tree], None
     leaves, structure = ([tree], None) if isinstance(tree, Tensor) else flatten(tree)
-    if not all(isinstance(leaf, Tensor) and is_dense(leaf) for leaf in leaves):
-        _validate_dense(caller, tree)
-    plain = (Tensor, Parameter)  # not subclasses, such as lazy parameters
-    return [leaf if type(leaf) in plain else leaf.view_as(leaf) for leaf in leaves], structure
-
-
-def _validate_dense(caller: str, tree: PyTree) -> None:
-    """Raise for the first leaf that is no dense tensor, with its path."""
-    for path, leaf in zip(*flatten_with_paths(tree)[:2], strict=True):
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and is_dense(leaf):
+            continue
+        path = "" if structure is None else paths_of(structure)[index]
         name = f"leaf {path}" if path else "the argument"
         if not isinstance(leaf, Tensor):
             raise TypeError(
                 f"{caller} takes tensors; {name} is {type(leaf).__name__}. Write torch.tensor(...) around numbers, and x.local "
                 "for the local shard of a Sharded."
             )
-        if not is_dense(leaf):
-            raise LayoutError(f"{caller} takes tensors; {name} is {no_dense(leaf)}.")
+        raise LayoutError(f"{caller} takes tensors; {name} is {no_dense(leaf)}.")
+    plain = (Tensor, Parameter)  # not subclasses, such as lazy parameters
+    return [leaf if type(leaf) in plain else leaf.view_as(leaf) for leaf in leaves], structure

@@ -84,14 +84,14 @@ class Receive(_Message):
 
     def transposed(self) -> LinearMap:
         send = Send(self.source, self.group, self.site, self.likes, "cotangents")
-        return send if self.from_token else _AndZeros(send)
+        return send if self.from_token else _SendAndZeros(send)
 
     def of_tangents(self) -> LinearMap:
         return replace(self, purpose="tangents")
 
 
 @dataclass(frozen=True)
-class _AndZeros(_Message):
+class _SendAndZeros(_Message):
     """Send cotangents back, and give those whose values did not matter a gradient of zero."""
 
     send: Send
@@ -105,7 +105,7 @@ class _AndZeros(_Message):
         return Receive(send.to, send.group, send.site, send.likes, from_token=False, purpose="cotangents")
 
     def of_tangents(self) -> LinearMap:
-        return _AndZeros(replace(self.send, purpose="tangents"))
+        return _SendAndZeros(replace(self.send, purpose="tangents"))
 
 
 @collective

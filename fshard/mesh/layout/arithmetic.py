@@ -126,7 +126,11 @@ def tree_of(xs: Sequence[Tensor], combine: Combine) -> Tensor:
     if dtype == torch.uint64 and combine is not torch.add:
         return flipped(tree_of([flipped(x) for x in xs], combine))
     wide = WIDER.get(dtype)
-    return _tree([*xs], combine) if wide is None else _tree([x.to(wide) for x in xs], combine).to(dtype)
+    return (
+        _combine_in_tree([*xs], combine)
+        if wide is None
+        else _combine_in_tree([x.to(wide) for x in xs], combine).to(dtype)
+    )
 
 
 def flipped(x: Tensor) -> Tensor:
@@ -139,22 +143,18 @@ def flipped(x: Tensor) -> Tensor:
     return (x.view(torch.int64) ^ torch.iinfo(torch.int64).min).view(dtype)
 
 
-def _tree(xs: list[Tensor], combine: Combine) -> Tensor:
-    if len(xs) >= MANY and xs[0].numel() <= FEW:
-        return _level_by_level(torch.stack(xs), combine)
+def _combine_in_tree(xs: list[Tensor], combine: Combine) -> Tensor:
+    if len(xs) >= MANY and xs[0].numel() <= FEW:  # small tensors: one call for each level
+        rows = torch.stack(xs)
+        while len(rows) > 1:
+            even = len(rows) // 2 * 2
+            paired = combine(rows[0:even:2], rows[1:even:2])
+            rows = paired if even == len(rows) else torch.cat([paired, rows[even:]])
+        return rows[0].clone()
     while len(xs) > 1:
-        paired = [combine(xs[i], xs[i + 1]) for i in range(0, len(xs) - 1, 2)]
-        xs = paired + xs[2 * len(paired) :]
+        pairs = [combine(xs[i], xs[i + 1]) for i in range(0, len(xs) - 1, 2)]
+        xs = pairs + xs[2 * len(pairs) :]
     return xs[0]
-
-
-def _level_by_level(rows: Tensor, combine: Combine) -> Tensor:
-    """Combine many small tensors, one call for each level of the tree.  (n, ...) -> (...)"""
-    while len(rows) > 1:
-        even = len(rows) // 2 * 2
-        paired = combine(rows[0:even:2], rows[1:even:2])
-        rows = paired if even == len(rows) else torch.cat([paired, rows[even:]])
-    return rows[0].clone()
 
 
 def combined(xs: list[Tensor], combine: Combine, buffer: Tensor | None, out: Tensor) -> Tensor:

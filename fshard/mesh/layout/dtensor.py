@@ -43,15 +43,20 @@ def to_dtensor(x: Sharded) -> DTensor:
         placements[mesh.axis_names.index(axis)] = Partial("sum")
     local = x.local
     order = sorted(range(x.ndim), key=lambda dim: (-local.stride(dim), dim))
-    if local.stride() != _dense(local.shape, order):
+    if local.stride() != _dense_strides(local.shape, order):
         local, order = local.contiguous(), list(range(x.ndim))
     full_shape = torch.Size(x.shape)
     return DTensor.from_local(
-        local, to_device_mesh(mesh), placements, run_check=False, shape=full_shape, stride=_dense(full_shape, order)
+        local,
+        to_device_mesh(mesh),
+        placements,
+        run_check=False,
+        shape=full_shape,
+        stride=_dense_strides(full_shape, order),
     )
 
 
-def _dense(shape: torch.Size, order: Sequence[int]) -> tuple[int, ...]:
+def _dense_strides(shape: torch.Size, order: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a dense tensor whose dims are stored in this order, slowest first."""
     return tuple(prod(shape[minor] for minor in order[order.index(dim) + 1 :]) for dim in range(len(shape)))
 

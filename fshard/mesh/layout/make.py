@@ -40,11 +40,13 @@ def make_mesh(
     >>> make_mesh({"data": 4, "model": 2})
     Mesh(data=4, model=2; virtual, cpu)
     """
-    pairs = _pairs(axes, names)
+    pairs = _axes_with_sizes(axes, names)
     scope = here()
     if runtime is None:
         runtime = scope.mesh.runtime if scope else "process" if launched() else "virtual"
-    mesh = Mesh(pairs, runtime, _device_type(runtime, device.type if isinstance(device, torch.device) else device))
+    mesh = Mesh(
+        pairs, runtime, _choose_device_type(runtime, device.type if isinstance(device, torch.device) else device)
+    )
     if timeout is not None and runtime != "process":
         raise MeshError(f"timeout={timeout} has no meaning on {mesh}: only processes can be waited for in vain.")
     if scope is not None and runtime == scope.mesh.runtime and mesh.size != scope.mesh.root_size:
@@ -64,7 +66,7 @@ def make_mesh(
     return mesh
 
 
-def _pairs(axes: Any, names: Any) -> tuple[tuple[str, int], ...]:
+def _axes_with_sizes(axes: Any, names: Any) -> tuple[tuple[str, int], ...]:
     """Return names and sizes, of sizes alone with `names`, as in JAX's make_mesh."""
     if names is not None:
         if not _is_list(axes) or not _is_list(names) or len(axes) != len(names):
@@ -82,7 +84,7 @@ def _is_list(x: Any) -> bool:
     return isinstance(x, Sequence) and not isinstance(x, str)
 
 
-def _device_type(runtime: Runtime, device: str | None) -> str:
+def _choose_device_type(runtime: Runtime, device: str | None) -> str:
     if runtime == "abstract":
         if device not in (None, "meta"):
             raise MeshError(f"an abstract mesh has no device, but device={device!r} was given. Leave it out.")

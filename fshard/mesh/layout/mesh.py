@@ -54,7 +54,22 @@ class Mesh(CachedHash):
     zigzag: str | None = None
 
     def __post_init__(self) -> None:
-        _validate(self.axes, self.runtime)
+        complaints: list[str] = []
+        if self.runtime not in get_args(Runtime):
+            complaints.append(f'runtime "{self.runtime}" is none of {_quote(get_args(Runtime))}')
+        if not self.axes:
+            complaints.append('it has no axis: write make_mesh({"data": 1}) for a single device')
+        names = [name for name, _ in self.axes]
+        for name, size in self.axes:
+            if not isinstance(name, str) or not name.isidentifier():
+                complaints.append(f'axis name {name!r} is not a name like "data"')
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                complaints.append(f"axis {name!r} has size {size!r}: a size must be an integer >= 1")
+        repeated = sorted({name for name in names if names.count(name) > 1}, key=str)
+        if repeated:
+            complaints.append(f"axis {_quote(repeated)} is named more than once")
+        if complaints:
+            raise MeshError("This mesh cannot be made: " + "; ".join(complaints) + ".")
 
     @cached_property
     def axis_names(self) -> tuple[str, ...]:
@@ -98,14 +113,16 @@ class Mesh(CachedHash):
         for name, coordinate in coordinates.items():
             if not 0 <= coordinate < self.shape[name]:
                 raise MeshError(f'mesh.index: "{name}" has coordinates 0 to {self.shape[name] - 1}; got {coordinate}.')
-        return self._number(coordinates)
+        return self._ravel_coordinates(coordinates)
 
-    def _number(self, coordinates: Mapping[str, int]) -> int:
+    def _ravel_coordinates(self, coordinates: Mapping[str, int]) -> int:
         return arithmetic.ravel([coordinates.get(name, 0) for name in self.axis_names], [size for _, size in self.axes])
 
     def local_index(self, root_device: int) -> int:
         """Return the number that a device of the parent mesh has in this one."""
-        return self._number({name: root_device // step % self.shape[name] for name, step in self.strides.items()})
+        return self._ravel_coordinates(
+            {name: root_device // step % self.shape[name] for name, step in self.strides.items()}
+        )
 
     def check_axes(self, axes: Axes | Iterable[str], where: str) -> tuple[str, ...]:
         """Return `axes` as a tuple, or raise naming all that this mesh does not have."""
@@ -166,22 +183,3 @@ def require_mesh(caller: str, mesh: object = None) -> Mesh:
 
 def _quote(names: tuple[str, ...] | list[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)
-
-
-def _validate(axes: tuple[tuple[str, int], ...], runtime: str) -> None:
-    complaints: list[str] = []
-    if runtime not in get_args(Runtime):
-        complaints.append(f'runtime "{runtime}" is none of {_quote(get_args(Runtime))}')
-    if not axes:
-        complaints.append('it has no axis: write make_mesh({"data": 1}) for a single device')
-    names = [name for name, _ in axes]
-    for name, size in axes:
-        if not isinstance(name, str) or not name.isidentifier():
-            complaints.append(f'axis name {name!r} is not a name like "data"')
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            complaints.append(f"axis {name!r} has size {size!r}: a size must be an integer >= 1")
-    repeated = sorted({name for name in names if names.count(name) > 1}, key=str)
-    if repeated:
-        complaints.append(f"axis {_quote(repeated)} is named more than once")
-    if complaints:
-        raise MeshError("This mesh cannot be made: " + "; ".join(complaints) + ".")

@@ -122,7 +122,9 @@ def _validate_shards(caller: str, shards: Sequence[Any]) -> None:
 def stack(x: Sharded, axes: Axes, mesh: Mesh | None = None) -> Sharded:
     """Return an array with a first dim for the values that devices have along `axes`, varying or unreduced, in place."""
     names, mesh = as_axes(axes), mesh or x.mesh
-    return _reshaped(x, (prod(mesh.shape[axis] for axis in names), *x.shape), (names, *x.spec.entries), names, mesh)
+    return _with_reshaped_shards(
+        x, (prod(mesh.shape[axis] for axis in names), *x.shape), (names, *x.spec.entries), names, mesh
+    )
 
 
 def unstack(x: Sharded, axes: Axes, mesh: Mesh | None = None) -> Sharded:
@@ -130,17 +132,19 @@ def unstack(x: Sharded, axes: Axes, mesh: Mesh | None = None) -> Sharded:
     names = as_axes(axes)
     if not x.ndim or x.spec.dims(1)[0] != names or x.shape[0] != prod(x.mesh.shape[axis] for axis in names):
         raise LayoutError(f"replicas must have a first dim along {axes}, as the `init` of their step makes; got {x!r}.")
-    return _reshaped(x, x.shape[1:], x.spec.entries[1:], names, mesh or x.mesh)
+    return _with_reshaped_shards(x, x.shape[1:], x.spec.entries[1:], names, mesh or x.mesh)
 
 
-def _reshaped(x: Sharded, shape: tuple[int, ...], entries: Any, axes: tuple[str, ...], mesh: Mesh) -> Sharded:
-    layout = _with_entries(x.layout, entries, axes, mesh)
+def _with_reshaped_shards(
+    x: Sharded, shape: tuple[int, ...], entries: Any, axes: tuple[str, ...], mesh: Mesh
+) -> Sharded:
+    layout = _layout_with_entries(x.layout, entries, axes, mesh)
     shapes = _local_shapes(layout, shape, local_devices(mesh))
     return Sharded(shape, layout, tuple([shard.reshape(local) for shard, local in zip(x.shards, shapes, strict=True)]))
 
 
 @lru_cache(maxsize=4096)
-def _with_entries(layout: Layout, entries: Any, axes: tuple[str, ...], mesh: Mesh) -> Layout:
+def _layout_with_entries(layout: Layout, entries: Any, axes: tuple[str, ...], mesh: Mesh) -> Layout:
     unreduced = tuple([axis for axis in layout.spec.unreduced if axis not in axes])
     spec = layout.spec.replace(entries=entries, unreduced=unreduced, shape=None)
     return Layout(mesh, spec, layout.memory, layout.unit, layout.frozen)
@@ -158,18 +162,20 @@ class ArrayNode:
     array: Sharded
 
 
-def _shards_of(node: ArrayNode) -> Any:
+def _flatten_node(node: ArrayNode) -> Any:
     return node.array.shards, (node.array.shape, node.array.layout)
 
 
-def _as_array(context: Any, shards: Any) -> Sharded:
+def _unflatten_array(context: Any, shards: Any) -> Sharded:
     shape, layout = context
     return Sharded(shape, layout, tuple(shards))
 
 
 _o: Any = optree
-_o.register_pytree_node(ArrayNode, _shards_of, _as_array, namespace=NAMESPACE)
-torch_trees.register_pytree_node(ArrayNode, _shards_of, lambda shards, context: ArrayNode(_as_array(context, shards)))
+_o.register_pytree_node(ArrayNode, _flatten_node, _unflatten_array, namespace=NAMESPACE)
+torch_trees.register_pytree_node(
+    ArrayNode, _flatten_node, lambda shards, context: ArrayNode(_unflatten_array(context, shards))
+)
 
 
 def flatten_shards(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[Any], Structure]:

@@ -104,15 +104,18 @@ class P(CachedHash):
         at: Coordinates | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> None:
-        normalized = [_entry(entry) for entry in entries]
+        normalized = [_normalized_entry(entry) for entry in entries]
         while normalized and normalized[-1] is None:
             normalized.pop()
         assign = object.__setattr__
         assign(self, "entries", tuple(normalized))
         assign(self, "unreduced", tuple(sorted(as_axes(unreduced))))
         assign(self, "flat_axes", as_axes(flat) or None)
-        assign(self, "at", _coordinates(at))
-        assign(self, "shape", _shape(shape))
+        assign(self, "at", _normalized_coordinates(at))
+        is_shape = isinstance(shape, tuple | list) and all(isinstance(length, int) for length in shape)
+        if shape is not None and not is_shape:
+            raise TypeError(f"shape must be a tuple of integers; got {shape!r}.")
+        assign(self, "shape", None if shape is None else tuple(shape))
         if repeated := sorted(axis for axis, count in Counter(self.axes).items() if count > 1):
             raise LayoutError(f"{self!r} names an axis more than once: {', '.join(repeated)}.")
 
@@ -252,13 +255,7 @@ class P(CachedHash):
         return f"{head}({', '.join(parts)})"
 
 
-def _shape(shape: object) -> tuple[int, ...] | None:
-    if shape is None or (isinstance(shape, tuple | list) and all(isinstance(length, int) for length in shape)):
-        return None if shape is None else tuple(shape)
-    raise TypeError(f"shape must be a tuple of integers; got {shape!r}.")
-
-
-def _coordinates(coordinates: Coordinates | None) -> tuple[tuple[tuple[str, ...], int], ...]:
+def _normalized_coordinates(coordinates: Coordinates | None) -> tuple[tuple[tuple[str, ...], int], ...]:
     """Validate and sort `coordinates`."""
     if not isinstance(coordinates, Mapping | None):
         raise TypeError(f'at must map axes to coordinates, {{"pipe": 2}}; got {coordinates!r}.')
@@ -268,7 +265,7 @@ def _coordinates(coordinates: Coordinates | None) -> tuple[tuple[tuple[str, ...]
     return tuple(sorted((as_axes(axes), index) for axes, index in (coordinates or {}).items()))
 
 
-def _entry(entry: object) -> Axes | None:
+def _normalized_entry(entry: object) -> Axes | None:
     if entry is None or entry == ():
         return None
     if isinstance(entry, str):

@@ -58,11 +58,10 @@ def paths_of(structure: Structure) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _paths(structure: Structure) -> tuple[str, ...]:
-    return tuple("".join(_entry(entry) for entry in path) for path in structure.paths())
-
-
-def _entry(entry: object) -> str:
-    return f'["{entry}"]' if isinstance(entry, str) else f"[{entry!r}]"
+    return tuple(
+        "".join(f'["{entry}"]' if isinstance(entry, str) else f"[{entry!r}]" for entry in path)
+        for path in structure.paths()
+    )
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> PyTree:
@@ -118,8 +117,12 @@ def learn(leaves: Iterable[Any], namespace: str) -> bool:
         return False
     with _lock:
         for kind in unregistered - _leaves:
-            if (node := _node(kind)) is not None:
-                _o.register_pytree_node(kind, *node, namespace=namespace)
+            if kind.__module__.partition(".")[0] in ("torch", "fshard"):
+                continue
+            if is_dataclass(kind) and not issubclass(kind, Tensor | nn.Module | dict):
+                _o.register_pytree_node(kind, *_dataclass_node(kind), namespace=namespace)
+            elif kind in _torch_nodes:
+                _o.register_pytree_node(kind, *_torch_node(kind), namespace=namespace)
         _leaves.update(unregistered)
     return True
 
@@ -128,15 +131,7 @@ Node = tuple[Callable[[Any], tuple[Any, Any, Any]], Callable[[Any, Any], Any]]
 """Functions that flatten a class into (children, auxiliary data, names of the children) and rebuild it."""
 
 
-def _node(kind: type) -> Node | None:
-    if kind.__module__.partition(".")[0] in ("torch", "fshard"):
-        return None
-    if is_dataclass(kind) and not issubclass(kind, Tensor | nn.Module | dict):
-        return _of_fields(kind)
-    return _of_torch(_torch_nodes[kind]) if kind in _torch_nodes else None
-
-
-def _of_fields(kind: type) -> Node:
+def _dataclass_node(kind: type) -> Node:
     """Return how to flatten a dataclass."""
     is_static = {
         each.name: each.metadata.get("static", not each.metadata.get("pytree_node", True)) for each in fields(kind)
@@ -156,20 +151,19 @@ def _of_fields(kind: type) -> Node:
     return flatten, unflatten
 
 
-def _of_torch(node: Any) -> Node:
+def _torch_node(kind: type) -> Node:
     """Return how torch's pytrees flatten a class."""
+    node = _torch_nodes[kind]
 
     def flatten(x: Any) -> tuple[Any, Any, Any]:
         children, context = node.flatten_fn(x)
-        keys = node.flatten_with_keys_fn and [key for key, _ in node.flatten_with_keys_fn(x)[0]]
-        return children, context, range(len(children)) if keys is None else [_key_entry(key) for key in keys]
+        if node.flatten_with_keys_fn is None:
+            return children, context, range(len(children))
+        keys = [key for key, _ in node.flatten_with_keys_fn(x)[0]]
+        names = [next(getattr(key, name) for name in ("name", "key", "idx") if hasattr(key, name)) for key in keys]
+        return children, context, names
 
     def unflatten(context: Any, children: Any) -> Any:
         return node.unflatten_fn([*children], context)
 
     return flatten, unflatten
-
-
-def _key_entry(key: Any) -> Any:
-    """Return the name or number that a key of torch holds."""
-    return next(getattr(key, name) for name in ("name", "key", "idx") if hasattr(key, name))

@@ -80,7 +80,7 @@ def spread(x: Tensor, layout: Layout) -> Sharded:
 def shard_of(x: Tensor, layout: Layout, device: int) -> Tensor:
     """Return a view of a global value: the shard of one device."""
     block, ranges = _slices(layout, x.shape, (device,))[0]
-    return _view(x, layout, block, ranges)
+    return _shard_view(x, layout, block, ranges)
 
 
 @lru_cache(maxsize=1024)
@@ -97,7 +97,7 @@ def _slices(
     ]
 
 
-def _view(x: Tensor, layout: Layout, block: tuple[slice, ...], ranges: tuple[slice, ...]) -> Tensor:
+def _shard_view(x: Tensor, layout: Layout, block: tuple[slice, ...], ranges: tuple[slice, ...]) -> Tensor:
     x = x[block] if block else x
     flat = x.reshape(-1) if layout.spec.is_flat or not x.ndim else x
     return flat[ranges] if ranges else x
@@ -110,7 +110,7 @@ def sliced(x: Tensor, layout: Layout) -> Tensors:
     devices = local_devices(layout.mesh)
     if not layout.spec.sharded_axes:
         return (x,) * len(devices)
-    return tuple([_view(x, layout, *slices) for slices in _slices(layout, x.shape, devices)])
+    return tuple([_shard_view(x, layout, *slices) for slices in _slices(layout, x.shape, devices)])
 
 
 def moves(x: Sharded, layout: Layout) -> bool:
@@ -212,7 +212,7 @@ def put_equal(tree: PyTree, layout: PyTree) -> PyTree:
             return x
         key = key_of(x), to
         if key not in arrays:
-            arrays[key] = _shard(x if isinstance(x, Tensor) else unshard(x), to)
+            arrays[key] = _shard_value(x if isinstance(x, Tensor) else unshard(x), to)
         return arrays[key]
 
     return _reshard_tree("device_put", tree, layout, as_array)
@@ -227,7 +227,7 @@ def layouts(tree: PyTree) -> PyTree:
     return map_leaves(lambda x: x.layout if isinstance(x, Sharded) else None, tree)
 
 
-def _shard(x: Tensor, layout: Layout) -> Sharded:
+def _shard_value(x: Tensor, layout: Layout) -> Sharded:
     """Return a global value in a layout; a replicated array where autograd must record the reshard, or sums are split."""
     if recorded((x,)) or transformed() or layout.spec.unreduced:
         return spread(x, layout)
@@ -238,7 +238,7 @@ def _shard(x: Tensor, layout: Layout) -> Sharded:
     return Sharded(tuple(x.shape), layout, tuple(shards))
 
 
-def _moved(shards: Tensors, mesh: Mesh, before: Memory, after: Memory) -> Tensors:
+def _moved_to_memory(shards: Tensors, mesh: Mesh, before: Memory, after: Memory) -> Tensors:
     """Return shards in another memory, and write their bytes into the ledger."""
     if before == after:
         return shards
@@ -283,7 +283,7 @@ def reshard(tree: PyTree, layout: PyTree) -> PyTree:
 
 def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) -> list[Sharded]:
     """Reshard global arrays on their mesh; those with equal steps share collectives, tied ones stay tied."""
-    firsts = _firsts(xs, layouts)
+    firsts = _first_tied_indices(xs, layouts)
     resharded = list(xs)
     by_mesh: dict[Mesh, list[int]] = {}
     for index in dict.fromkeys(firsts):
@@ -291,21 +291,23 @@ def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) ->
             by_mesh.setdefault(xs[index].mesh, []).append(index)
     for mesh, indices in by_mesh.items():
         arrays = [xs[index] for index in indices]
-        _validate_arrays(arrays, mesh)
+        _validate_reshardable(arrays, mesh)
         plans = [plan_reshard(xs[index].layout, layouts[index], xs[index].shape) for index in indices]
         kinds: list[Memory] = [
             "device" if plan.steps else x.layout.memory for x, plan in zip(arrays, plans, strict=True)
         ]
-        columns = [_moved(x.shards, mesh, x.layout.memory, kind) for x, kind in zip(arrays, kinds, strict=True)]
+        columns = [
+            _moved_to_memory(x.shards, mesh, x.layout.memory, kind) for x, kind in zip(arrays, kinds, strict=True)
+        ]
         if any(plan.steps for plan in plans):
-            columns = run_mapped(mesh, partial(_on_device, plans, site), columns)
+            columns = run_mapped(mesh, partial(_execute_plans, plans, site), columns)
         for index, shards, kind in zip(indices, columns, kinds, strict=True):
             to = layouts[index]
-            resharded[index] = Sharded(xs[index].shape, to, _moved(tuple(shards), mesh, kind, to.memory))
+            resharded[index] = Sharded(xs[index].shape, to, _moved_to_memory(tuple(shards), mesh, kind, to.memory))
     return [resharded[first] for first in firsts]
 
 
-def _firsts(xs: Sequence[Sharded], layouts: Sequence[Layout]) -> Sequence[int]:
+def _first_tied_indices(xs: Sequence[Sharded], layouts: Sequence[Layout]) -> Sequence[int]:
     """Return for each array the index of the first equal one with an equal plan."""
     if len({id(x.shards[0]) for x in xs}) == len(xs):
         return range(len(xs))
@@ -313,11 +315,11 @@ def _firsts(xs: Sequence[Sharded], layouts: Sequence[Layout]) -> Sequence[int]:
     return [firsts.setdefault((*key_of(x), to), index) for index, (x, to) in enumerate(zip(xs, layouts, strict=True))]
 
 
-def _on_device(plans: Sequence[ReshardPlan], site: Site, device: int, xs: Tensors) -> Tensors:
+def _execute_plans(plans: Sequence[ReshardPlan], site: Site, device: int, xs: Tensors) -> Tensors:
     return tuple(go(xs, plans, site)())
 
 
-def _validate_arrays(xs: Sequence[Sharded], mesh: Mesh) -> None:
+def _validate_reshardable(xs: Sequence[Sharded], mesh: Mesh) -> None:
     """Raise if arrays of a mesh cannot be resharded: in zigzag order, or in a loss function, where values are varying."""
     if mesh.zigzag:
         raise LayoutError(

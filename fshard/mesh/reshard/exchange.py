@@ -104,21 +104,27 @@ class Supply(CachedHash):
         held, wanted = self.held[index], self.wanted[index]
         rows = replicas(self.group, self.before.sharded_axes)
         ((row, replica),) = np.argwhere(rows == index)
-        requests = _requests(self, int(row))
+        requests = _requests_for_row(self, int(row))
         sends = {int(to): requests.served(int(to), int(replica)) for to in np.flatnonzero(volume(requests.regions))}
         gets: dict[int, list[Numbers]] = {}
         for row in np.flatnonzero(volume(intersect(self.held[rows[:, 0]], wanted))):
-            requests = _requests(self, int(row))
+            requests = _requests_for_row(self, int(row))
             if volume(requests.regions[index]):
                 gets |= {int(source): requests.served(index, number) for number, source in enumerate(rows[row])}
         keeps = elements(intersect(held, wanted), 0, int(volume(held)))
         return Traffic(
-            {to: self._boxes(self.before, boxes, index) for to, boxes in sends.items() if boxes},
-            {source: self._boxes(self.after, boxes, index) for source, boxes in gets.items() if boxes},
-            [*zip(self._boxes(self.before, keeps, index), self._boxes(self.after, keeps, index), strict=True)],
+            {to: self._local_boxes(self.before, boxes, index) for to, boxes in sends.items() if boxes},
+            {source: self._local_boxes(self.after, boxes, index) for source, boxes in gets.items() if boxes},
+            [
+                *zip(
+                    self._local_boxes(self.before, keeps, index),
+                    self._local_boxes(self.after, keeps, index),
+                    strict=True,
+                )
+            ],
         )
 
-    def _boxes(self, spec: P, boxes: list[Numbers], index: int) -> list[Box]:
+    def _local_boxes(self, spec: P, boxes: list[Numbers], index: int) -> list[Box]:
         """Return where boxes of global indices are in a device's shard."""
         sizes = dict(self.group)
         coordinates = dict(zip(sizes, unravel(index, [*sizes.values()]), strict=True))
@@ -145,7 +151,7 @@ class Requests(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _requests(supply: Supply, row: int) -> Requests:
+def _requests_for_row(supply: Supply, row: int) -> Requests:
     devices = replicas(supply.group, supply.before.sharded_axes)[row]
     regions = intersect(supply.held[devices[0]], supply.wanted)
     regions[devices] = 0  # replicas lack the same elements
@@ -207,16 +213,16 @@ class Parts(CachedHash, PartsMove):
         if len(self.leaves) == 1 and self.sizes(index)[0][1] == row.numel():
             return [row]
         # copied: a view would keep the row alive, and unaligned matmuls round differently
-        return [shard[0].clone() for shard in self._shards(row[None], index, 1)]
+        return [shard[0].clone() for shard in self._shards_in_rows(row[None], index, 1)]
 
-    def _shards(self, rows: Tensor, index: int, is_after: Literal[0, 1]) -> Sequence[Tensor]:
+    def _shards_in_rows(self, rows: Tensor, index: int, is_after: Literal[0, 1]) -> Sequence[Tensor]:
         """Return the old or the new shard of each tensor in the rows of a device.  (rows, length) -> (rows, size) each"""
         sizes = [pair[is_after] for pair in self.sizes(index)]
         return rows.split([*sizes, rows.shape[1] - sum(sizes)], 1)[:-1]
 
     def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
         parts: dict[int, list[Tensor]] = {}
-        shards = self._shards(x.view(-1, self.length), index, 0)
+        shards = self._shards_in_rows(x.view(-1, self.length), index, 0)
         for shard, traffic in zip(shards, self.traffic(index), strict=True):
             for to, boxes in traffic.sends.items():
                 parts.setdefault(to, []).extend([box.of(shard).reshape(-1) for box in boxes])
@@ -233,7 +239,7 @@ class Parts(CachedHash, PartsMove):
         rows = x.view(-1, self.length)
         result = torch.zeros_like(rows)
         begins = dict.fromkeys(arrived, 0)
-        shards = self._shards(rows, index, 0), self._shards(result, index, 1)
+        shards = self._shards_in_rows(rows, index, 0), self._shards_in_rows(result, index, 1)
         for before, after, traffic in zip(*shards, self.traffic(index), strict=True):
             for source, target in traffic.keeps:
                 target.of(after).copy_(source.of(before))

@@ -57,7 +57,7 @@ def plan(before: P, after: P, shape: tuple[int, ...], axes: Sizes) -> tuple[Step
     >>> [step.kind for step in plan(P("data"), P("model"), (8,), (("data", 4), ("model", 2)))]
     ['direct']
     """
-    start, goal = (_normalized(spec, dict(axes)) for spec in (before, after))
+    start, goal = (_normalized_spec(spec, dict(axes)) for spec in (before, after))
     steps = _route(start, goal, shape, {axis: size for axis, size in axes if size > 1})
     if before.is_flat > start.is_flat and steps:  # the first step needs the dims
         steps.insert(0, Step("reshape", None, (), Fraction(0), start))
@@ -66,7 +66,7 @@ def plan(before: P, after: P, shape: tuple[int, ...], axes: Sizes) -> tuple[Step
     return (*steps[:-1], replace(steps[-1], after=after))
 
 
-def _normalized(spec: P, sizes: Mapping[str, int]) -> P:
+def _normalized_spec(spec: P, sizes: Mapping[str, int]) -> P:
     """Return a spec without axes of size 1, with its coordinates axis by axis."""
 
     def large(names: Iterable[str]) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ def _route(start: P, goal: P, shape: tuple[int, ...], sizes: Mapping[str, int]) 
             replace(step, at=(*common, *step.at), after=step.after.replace(at=dict((*common, *step.after.at))))
             for step in steps
         ]
-    path, reduced = _Path(start, shape, sizes), _without(start.unreduced, goal.unreduced)
+    path, reduced = _ReshardPath(start, shape, sizes), _without(start.unreduced, goal.unreduced)
     if any(spec.is_flat and spec.entries for spec in (start, goal)):
         path.change_flattened_shards(goal)
     elif added := _without(goal.unreduced, start.unreduced):
@@ -113,7 +113,7 @@ def _without(axes: Iterable[str], removed: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis not in removed)
 
 
-class _Path:
+class _ReshardPath:
     """Steps taken so far, and the spec that they have led to."""
 
     def __init__(self, start: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
@@ -180,18 +180,18 @@ class _Path:
         reduced = _without(self.spec.unreduced, goal.unreduced)
         by_dims = self.is_even(self.spec, goal) and not goal.is_flat and not self.spec.is_flat
         if by_dims:
-            self._slice(goal)
+            self._slice_dims(goal)
         flat = tuple(axis for axis in goal.flat_axes or goal.at_axes if axis in reduced)
         if flat and not self.spec.sharded_axes:
             n, unreduced = self.count(flat), _without(self.spec.unreduced, flat)
             sent = (n - 1) * chunk(prod(self.shape), n)
             self.step("flat_scatter", PsumScatter(0), flat, sent, flat=flat, unreduced=unreduced)
             by_dims = False
-        for dim, axes in enumerate(self._further(goal) if by_dims else ()):
+        for dim, axes in enumerate(self._further_axes(goal) if by_dims else ()):
             scattered = axes[: next((i for i, axis in enumerate(axes) if axis not in reduced), len(axes))]
             if scattered:
                 n, unreduced = self.count(scattered), _without(self.spec.unreduced, scattered)
-                entries = self._entries({dim: self.dims(self.spec)[dim] + scattered})
+                entries = self._changed_entries({dim: self.dims(self.spec)[dim] + scattered})
                 sent = Fraction(n - 1, n) * self.local
                 self.step("psum_scatter", PsumScatter(dim), scattered, sent, entries=entries, unreduced=unreduced)
         axes = tuple(axis for axis in self.sizes if axis in _without(self.spec.unreduced, goal.unreduced))
@@ -199,21 +199,21 @@ class _Path:
             n = self.count(axes)
             self.step("psum", Psum(), axes, Fraction(2 * (n - 1), n) * self.local, unreduced=goal.unreduced)
 
-    def _further(self, goal: P) -> list[tuple[str, ...]]:
+    def _further_axes(self, goal: P) -> list[tuple[str, ...]]:
         """Return the axes by which the target splits each dim further; none where the dim is split differently already."""
         pairs = zip(self.dims(self.spec), self.dims(goal), strict=True)
         return [target[len(axes) :] if target[: len(axes)] == axes else () for axes, target in pairs]
 
-    def _entries(self, changes: Mapping[int, tuple[str, ...]]) -> list[tuple[str, ...]]:
+    def _changed_entries(self, changes: Mapping[int, tuple[str, ...]]) -> list[tuple[str, ...]]:
         return [changes.get(dim, axes) for dim, axes in enumerate(self.dims(self.spec))]
 
-    def _slice(self, goal: P) -> None:
+    def _slice_dims(self, goal: P) -> None:
         """Slice replicated dims as in the target."""
-        for dim, axes in enumerate(self._further(goal)):
+        for dim, axes in enumerate(self._further_axes(goal)):
             for axis in axes:
                 if axis in self.spec.axes:
                     break
-                entries = self._entries({dim: (*self.dims(self.spec)[dim], axis)})
+                entries = self._changed_entries({dim: (*self.dims(self.spec)[dim], axis)})
                 self.step("slice", Take(dim), (axis,), entries=entries)
 
     def change(self, goal: P) -> None:
@@ -250,21 +250,23 @@ class _Path:
     def _change_dims(self, goal: P) -> None:
         """Slice, exchange and gather the last axes of dims, if that leads to the goal."""
         start = self.spec
-        self._slice(goal)
+        self._slice_dims(goal)
         for dim, target in enumerate(self.dims(goal)):
             axes = self.dims(self.spec)[dim]
             suffix = axes[len(target) if axes[: len(target)] == target else len(axes) :]
             n = self.count(suffix)
             if not suffix:
                 continue
-            splits = [d for d, more in enumerate(self._further(goal)) if more[: len(suffix)] == suffix]
+            splits = [d for d, more in enumerate(self._further_axes(goal)) if more[: len(suffix)] == suffix]
             if splits:
                 split = splits[0]
-                entries = self._entries({dim: target, split: self.dims(self.spec)[split] + suffix})
+                entries = self._changed_entries({dim: target, split: self.dims(self.spec)[split] + suffix})
                 self.step("all_to_all", AllToAll(split, dim), suffix, Fraction(n - 1, n) * self.local, entries=entries)
             elif {*suffix}.isdisjoint(goal.split_axes):
                 gather = AllGather(dim, replicated=True)
-                self.step("all_gather", gather, suffix, (n - 1) * self.local, entries=self._entries({dim: target}))
+                self.step(
+                    "all_gather", gather, suffix, (n - 1) * self.local, entries=self._changed_entries({dim: target})
+                )
         if self.spec.entries != goal.entries:
             self.spec, self.steps = start, []
             self.direct(goal)

@@ -31,14 +31,16 @@ def regions_of(spec: P, shape: tuple[int, ...], group: Sizes) -> Numbers:
     sides: list[Numbers] = []
     for length, axes in zip(shape, spec.dims(len(shape)), strict=True):
         each = chunk(length, prod(sizes[axis] for axis in axes))
-        start = _indices(group, axes) * each
+        start = _indices_along(group, axes) * each
         sides.append(np.minimum(np.stack([start, start + each], -1), length))
     blocks = np.stack(sides, 1)  # (n, d, 2)
     regions = blocks[:, None]
     if spec.flat_axes is not None:
-        regions = _flat_regions(blocks, prod(sizes[axis] for axis in spec.flat_axes), _indices(group, spec.flat_axes))
+        regions = _flat_regions(
+            blocks, prod(sizes[axis] for axis in spec.flat_axes), _indices_along(group, spec.flat_axes)
+        )
     for axes, index in spec.at:
-        regions = regions * (_indices(group, axes) == index)[:, None, None, None]
+        regions = regions * (_indices_along(group, axes) == index)[:, None, None, None]
     return regions
 
 
@@ -51,11 +53,15 @@ def _flat_regions(blocks: Numbers, parts: int, index: Numbers) -> Numbers:
     regions = np.empty((len(blocks), 2 ** blocks.shape[1] - 1, blocks.shape[1], 2), np.int64)
     for block_shape in np.unique(lengths, axis=0):
         is_shape = (lengths == block_shape).all(1)
-        regions[is_shape] = _boxes(start[is_shape], stop[is_shape], np.maximum(block_shape, 1).tolist())
-    return _compact(regions) + blocks[:, None, :, :1]
+        regions[is_shape] = _boxes_of_ranges(start[is_shape], stop[is_shape], np.maximum(block_shape, 1).tolist())
+    # The boxes that hold anything come first; those that no device needs are left out.
+    is_full = np.all(regions[..., 1] > regions[..., 0], axis=-1)  # (n, k)
+    order = np.argsort(~is_full, axis=1, kind="stable")
+    boxes = np.take_along_axis(regions * is_full[..., None, None], order[..., None, None], 1)
+    return boxes[:, : max(1, int(is_full.sum(1).max(initial=0)))] + blocks[:, None, :, :1]
 
 
-def _indices(group: Sizes, axes: Sequence[str]) -> Numbers:
+def _indices_along(group: Sizes, axes: Sequence[str]) -> Numbers:
     """Return the index of every device of a group along some axes. (n,)"""
     sizes = dict(group)
     coordinates = dict(zip(sizes, np.indices([*sizes.values()]).reshape(len(sizes), -1), strict=True))
@@ -65,14 +71,16 @@ def _indices(group: Sizes, axes: Sequence[str]) -> Numbers:
     return index
 
 
-def _boxes(start: Numbers, stop: Numbers, shape: Sequence[int]) -> Numbers:
+def _boxes_of_ranges(start: Numbers, stop: Numbers, shape: Sequence[int]) -> Numbers:
     """Convert ranges of a flattened tensor to boxes: part of a row, full rows, part of another row."""
     if len(shape) == 1:
         return np.stack([start, stop], -1)[:, None, None]
     each = prod(shape[1:])
     row, top, bottom = start // each, -(-start // each), stop // each
-    head = _boxes(start - row * each, np.where(start % each, np.minimum(stop - row * each, each), 0), shape[1:])
-    tail = _boxes(np.zeros_like(stop), np.where(top > bottom, 0, stop % each), shape[1:])
+    head = _boxes_of_ranges(
+        start - row * each, np.where(start % each, np.minimum(stop - row * each, each), 0), shape[1:]
+    )
+    tail = _boxes_of_ranges(np.zeros_like(stop), np.where(top > bottom, 0, stop % each), shape[1:])
     rows = [np.stack([top, bottom], -1), *(np.stack([0 * top, 0 * top + length], -1) for length in shape[1:])]
 
     def in_row(row: Numbers, boxes: Numbers) -> Numbers:
@@ -80,14 +88,6 @@ def _boxes(start: Numbers, stop: Numbers, shape: Sequence[int]) -> Numbers:
         return np.concatenate([side, boxes], 2)
 
     return np.concatenate([in_row(row, head), np.stack(rows, 1)[:, None], in_row(bottom, tail)], 1)
-
-
-def _compact(regions: Numbers) -> Numbers:
-    """Put the boxes that hold anything first, and leave out those that no device needs."""
-    is_full = np.all(regions[..., 1] > regions[..., 0], axis=-1)  # (n, k)
-    order = np.argsort(~is_full, axis=1, kind="stable")
-    boxes = np.take_along_axis(regions * is_full[..., None, None], order[..., None, None], 1)
-    return boxes[:, : max(1, int(is_full.sum(1).max(initial=0)))]
 
 
 def intersect(a: Numbers, b: Numbers) -> Numbers:
@@ -113,7 +113,7 @@ def elements(region: Numbers, start: int, stop: int) -> list[Numbers]:
         if (first, last) == (0, size):
             boxes.append(box)
         elif first < last:
-            parts = _boxes(np.array([first]), np.array([last]), lengths)[0]
+            parts = _boxes_of_ranges(np.array([first]), np.array([last]), lengths)[0]
             boxes += [box[:, :1] + sub_box for sub_box in parts[volume(parts[:, None]) > 0]]
         start, stop = start - size, stop - size
     return boxes
@@ -121,5 +121,5 @@ def elements(region: Numbers, start: int, stop: int) -> list[Numbers]:
 
 def replicas(group: Sizes, axes: Sequence[str]) -> Numbers:
     """Return the devices in rows of equal coordinates along some axes. (rows, devices in each)"""
-    index = _indices(group, [axis for axis, _ in group if axis in axes])
+    index = _indices_along(group, [axis for axis, _ in group if axis in axes])
     return np.argsort(index, kind="stable").reshape(-1, prod(size for axis, size in group if axis not in axes))

@@ -48,7 +48,7 @@ class OneProcessWorld:
     def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
         """Do nothing: messages need no connection."""
 
-    def part(self, group: Group, error: BaseException) -> None:
+    def report_failure(self, group: Group, error: BaseException) -> None:
         """Do nothing: an error ends all devices."""
 
 
@@ -81,7 +81,7 @@ class AbstractWorld(OneProcessWorld):
             return PendingMessage(ambient.representative.mail, group.member(source), group.device)
         return Done(tuple(torch.empty_like(like) for like in likes))
 
-    def part(self, group: Group, error: BaseException) -> None:
+    def report_failure(self, group: Group, error: BaseException) -> None:
         """End the other representatives."""
         if ambient.representative is not None:
             ambient.representative.mail.close()

@@ -39,7 +39,7 @@ class DeviceThreads:
         self._batons: list[threading.Lock] = []
         self._work: Callable[[int], None] | None = None
         self._context = Context()
-        self._finished = _locked()
+        self._finished = _new_baton()
         self._is_ending = False
         self.reusable = True
 
@@ -73,9 +73,9 @@ class DeviceThreads:
         """
         self._work, self._context = work, copy_context()
         try:
-            self._start(names)
+            self._start_threads(names)
         except BaseException:  # the system gives no more threads
-            self._end()
+            self._end_threads()
             raise
         try:
             self.wake(0)
@@ -87,31 +87,31 @@ class DeviceThreads:
             if not self._finished.acquire(timeout=1):
                 error.add_note("A device still runs. It ends at its next collective.")
                 raise
-            self._end()
+            self._end_threads()
             raise
         if keep and self.reusable and len(_idle) < MAX_IDLE:
             _idle.append(self)
         else:
-            self._end()
+            self._end_threads()
 
-    def _start(self, names: list[str]) -> None:
+    def _start_threads(self, names: list[str]) -> None:
         """Name the threads, and start those that are missing."""
         for thread, name in zip(self._threads, names, strict=False):
             thread.name = name
         for device in range(len(self._threads), len(names)):
-            self._batons.append(_locked())
+            self._batons.append(_new_baton())
             self._threads.append(
-                threading.Thread(target=self._run_tasks, args=(device,), name=names[device], daemon=True)
+                threading.Thread(target=self._work_when_woken, args=(device,), name=names[device], daemon=True)
             )
             self._threads[-1].start()
 
-    def _run_tasks(self, device: int) -> None:
+    def _work_when_woken(self, device: int) -> None:
         while not self._is_ending:
             self.sleep(device)
             if self._work is not None:
                 self._context.copy().run(self._work, device)
 
-    def _end(self) -> None:
+    def _end_threads(self) -> None:
         """End the threads, which sleep or have just been interrupted."""
         self._work, self._is_ending = None, True
         for baton, thread in zip(self._batons, self._threads, strict=True):
@@ -126,7 +126,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle.clear)  # the child has none of the threads
 
 
-def _locked() -> threading.Lock:
+def _new_baton() -> threading.Lock:
     lock = threading.Lock()
     lock.acquire()
     return lock

@@ -39,25 +39,21 @@ Smaller ones share messages, which costs two copies.
 """
 SMALL = 1 << 20
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""
-_KNOWN = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
+_GLOO_DTYPES = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
 
 
-def _bytes(x: Tensor) -> Tensor:
+def _with_gloo_dtype(x: Tensor) -> Tensor:
     """View a contiguous tensor as bytes where gloo does not know its dtype: it never meets one that it refuses."""
-    return x if x.dtype in _KNOWN else x.view(torch.uint8)
+    return x if x.dtype in _GLOO_DTYPES else x.view(torch.uint8)
 
 
-def _new(shape: Sequence[int], like: Tensor) -> Tensor:
-    return empty(tuple(shape), like.dtype)
-
-
-def _exchange(call: GroupCall, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
+def _exchange_with_all(call: GroupCall, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
     """Start sending `outgoing[i]` to process i and receiving `incoming[i]` from it, for all others."""
     peers, works = [(call.index + step) % call.n for step in range(1, call.n)], list[Any]()
     for peer in reversed(peers):
-        works.append(call.pg.recv([_bytes(incoming[peer])], peer, call.tag))
+        works.append(call.pg.recv([_with_gloo_dtype(incoming[peer])], peer, call.tag))
     for peer in peers:
-        works.append(call.pg.send([_bytes(outgoing[peer])], peer, call.tag))
+        works.append(call.pg.send([_with_gloo_dtype(outgoing[peer])], peer, call.tag))
     return works
 
 
@@ -67,31 +63,34 @@ def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     doubles = call.n & (call.n - 1) == 0
     exact = call.n == 2 or x.dtype not in WIDER  # a wide sum is rounded once, at the end
     if doubles and exact and size <= SMALL:
-        return _doubling(call, x, combine)
-    return _scatter_gather(call, x, move)
+        return _reduce_by_doubling(call, x, combine)
+    return _reduce_by_rows(call, x, move)
 
 
-def _doubling(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
+def _reduce_by_doubling(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
     """Recursive doubling: add with the neighbour, then with the next level of the tree."""
-    tag, total, received, distance = call.tag, x, _new(x.shape, x), 1
-    result = _new(x.shape, x)
+    tag, total, received, distance = call.tag, x, empty(x.shape, x.dtype), 1
+    result = empty(x.shape, x.dtype)
     while distance < call.n:
         peer = call.index ^ distance
-        yield [call.pg.recv([_bytes(received)], peer, tag), call.pg.send([_bytes(total)], peer, tag)]
+        yield [
+            call.pg.recv([_with_gloo_dtype(received)], peer, tag),
+            call.pg.send([_with_gloo_dtype(total)], peer, tag),
+        ]
         pair = [received, total] if call.index & distance else [total, received]  # 0.0 and -0.0 keep their order
         total = combined(pair, combine, None, result)
         distance *= 2
     return total
 
 
-def _scatter_gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
+def _reduce_by_rows(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """All-reduce: each process sums one row of the tensor, then all gather the rows."""
     each = -(-x.numel() // call.n)
     rows = x
     if each * call.n != x.numel():
         rows = x.new_zeros(call.n * each)
         rows[: x.numel()] = x
-    result = _new((call.n, each), x)
+    result = empty((call.n, each), x.dtype)
     yield from scatter(call, rows.view(call.n, each), move, result[call.index])
     yield from gather(call, result[call.index], move, result)
     return result.view(-1)[: x.numel()]
@@ -100,12 +99,12 @@ def _scatter_gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 def scatter(call: GroupCall, rows: Tensor, move: Wired, out: Tensor | None = None) -> Wire:
     """Reduce-scatter: sum the rows of all processes for this one in the fixed tree. (n, elements) -> (elements,)"""
     local_row = rows[call.index]
-    out = _new(local_row.shape, rows) if out is None else out
-    if _is_recursive(call, rows.nbytes) and rows.dtype not in WIDER:
-        return (yield from _halving(call, list(rows), combining(move), out))
-    summands = list(_new((call.n - 1, *local_row.shape), rows))
+    out = empty(local_row.shape, rows.dtype) if out is None else out
+    if _uses_recursion(call, rows.nbytes) and rows.dtype not in WIDER:
+        return (yield from _scatter_by_halving(call, list(rows), combining(move), out))
+    summands = list(empty((call.n - 1, *local_row.shape), rows.dtype))
     summands.insert(call.index, local_row)
-    yield _exchange(call, list(rows), summands)
+    yield _exchange_with_all(call, list(rows), summands)
     return combined(summands, combining(move), local_row, out)
 
 
@@ -115,26 +114,28 @@ def scatter(call: GroupCall, rows: Tensor, move: Wired, out: Tensor | None = Non
 # 1 / n of a tensor across in either, where an exchange of all with all sends 1 / 2.
 #
 #     4 processes, rows 0 to 3    halving: 0 <-> 1 rows 0 2 | 1 3, 0 <-> 2 row 0 | 2    doubling: the same, backwards
-def _is_recursive(call: GroupCall, size: int) -> bool:
+def _uses_recursion(call: GroupCall, size: int) -> bool:
     """Return True if bytes matter more than rounds: see Note [Neighbours first]."""
     return size > SMALL and call.n > 2 and call.n & (call.n - 1) == 0
 
 
-def _swap(call: GroupCall, distance: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
+def _exchange_at_distance(
+    call: GroupCall, distance: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
+) -> list[Any]:
     """Start an exchange with the process at a distance."""
     peer = call.index ^ distance
-    works: list[Any] = [call.pg.recv([_bytes(row)], peer, call.tag) for row in incoming]
-    return works + [call.pg.send([_bytes(row)], peer, call.tag) for row in outgoing]
+    works: list[Any] = [call.pg.recv([_with_gloo_dtype(row)], peer, call.tag) for row in incoming]
+    return works + [call.pg.send([_with_gloo_dtype(row)], peer, call.tag) for row in outgoing]
 
 
-def _halving(call: GroupCall, rows: list[Tensor], combine: Combine, out: Tensor) -> Wire:
+def _scatter_by_halving(call: GroupCall, rows: list[Tensor], combine: Combine, out: Tensor) -> Wire:
     """Reduce-scatter by recursive halving: swap half of the rows with a process, and add the others."""
     distance = 1
     while distance < call.n:
         step = 2 * distance
         summands, outgoing = rows[call.index % step :: step], rows[(call.index ^ distance) % step :: step]
-        sums = list(_new((len(summands), *out.shape), out)) if len(summands) > 1 else [out]
-        yield _swap(call, distance, outgoing, sums)
+        sums = list(empty((len(summands), *out.shape), out.dtype)) if len(summands) > 1 else [out]
+        yield _exchange_at_distance(call, distance, outgoing, sums)
         for row, x in zip(summands, sums, strict=True):  # x was received
             pair = (x, row) if call.index & distance else (row, x)  # 0.0 and -0.0 keep their order
             combine(*pair, out=x)
@@ -146,9 +147,9 @@ def _halving(call: GroupCall, rows: list[Tensor], combine: Combine, out: Tensor)
 def gather(call: GroupCall, x: Tensor, move: Wired, result: Tensor | None = None) -> Wire:
     """All-gather, by default into new memory. (elements,) -> (n, elements)"""
     is_new = result is None
-    result = _new((call.n, *x.shape), x) if result is None else result
+    result = empty((call.n, *x.shape), x.dtype) if result is None else result
     rows = list(result)
-    works = [] if _is_recursive(call, result.nbytes) else _exchange(call, [x] * call.n, rows)
+    works = [] if _uses_recursion(call, result.nbytes) else _exchange_with_all(call, [x] * call.n, rows)
     if is_new:
         result[call.index] = x  # while it is on its way
     if works:
@@ -157,19 +158,21 @@ def gather(call: GroupCall, x: Tensor, move: Wired, result: Tensor | None = None
     distance = call.n // 2
     while distance:
         step = 2 * distance
-        yield _swap(call, distance, rows[call.index % step :: step], rows[(call.index ^ distance) % step :: step])
+        yield _exchange_at_distance(
+            call, distance, rows[call.index % step :: step], rows[(call.index ^ distance) % step :: step]
+        )
         distance //= 2
     return result
 
 
-def _rows(call: GroupCall, x: Tensor, move: Wired) -> Wire:
+def _move_rows(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Send and receive the rows of the move's plan; the row that stays is copied while others are in flight."""
     plan, length = row_plan(move, call.index, call.n), x.shape[-1]
-    result = _new(plan.shape(length), x)
+    result = empty(plan.shape(length), x.dtype)
     local_rows = x.view(-1, length) if length else x.view(call.n if move.wire == "exchange" else 1, 0)
     rows, tag = result.view(plan.rows, length), call.tag
-    works: list[Any] = [call.pg.recv([_bytes(rows[row])], source, tag) for source, row in reversed(plan.gets)]
-    works += [call.pg.send([_bytes(local_rows[row])], to, tag) for to, row in plan.sends]
+    works: list[Any] = [call.pg.recv([_with_gloo_dtype(rows[row])], source, tag) for source, row in reversed(plan.gets)]
+    works += [call.pg.send([_with_gloo_dtype(local_rows[row])], to, tag) for to, row in plan.sends]
     if plan.keeps is not None:
         rows[plan.keeps[1]] = local_rows[plan.keeps[0]]
     elif not plan.gets:
@@ -185,13 +188,13 @@ def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     that.
     """
     assert isinstance(move, Broadcast)
-    tag, distance, result = call.tag, (call.index - move.source) % call.n, _new(x.shape, x)
+    tag, distance, result = call.tag, (call.index - move.source) % call.n, empty(x.shape, x.dtype)
     lowest = distance & -distance or 1 << call.n.bit_length()
     if distance:
-        yield [call.pg.recv([_bytes(result)], (move.source + distance - lowest) % call.n, tag)]
+        yield [call.pg.recv([_with_gloo_dtype(result)], (move.source + distance - lowest) % call.n, tag)]
     bits = [lowest >> down for down in range(1, lowest.bit_length())]
     children = [(move.source + distance + bit) % call.n for bit in bits if distance + bit < call.n]
-    message = _bytes(result if distance else x)
+    message = _with_gloo_dtype(result if distance else x)
     works: list[Any] = [call.pg.send([message], child, tag) for child in children]
     if not distance:
         result.copy_(x)  # while it is on its way
@@ -203,9 +206,9 @@ def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Exchange of unequal parts: receive from each process what is missing. (elements,) -> (elements,)"""
     assert isinstance(move, PartsMove)
     tag, outgoing = call.tag, move.parcels(x, call.index)
-    incoming = {source: _new((size,), x) for source, size in move.expected(x, call.index).items()}
-    works: list[Any] = [call.pg.recv([_bytes(buffer)], source, tag) for source, buffer in incoming.items()]
-    yield works + [call.pg.send([_bytes(buffer)], to, tag) for to, buffer in outgoing.items()]
+    incoming = {source: empty((size,), x.dtype) for source, size in move.expected(x, call.index).items()}
+    works: list[Any] = [call.pg.recv([_with_gloo_dtype(buffer)], source, tag) for source, buffer in incoming.items()]
+    yield works + [call.pg.send([_with_gloo_dtype(buffer)], to, tag) for to, buffer in outgoing.items()]
     return move.unpacked(x, call.index, incoming)
 
 
@@ -237,7 +240,7 @@ WIRES: dict[str, WireFunction] = {
     "reduce": reduce,
     "scatter": scatter,
     "gather": gather,
-    **dict.fromkeys(("exchange", "permute"), _rows),
+    **dict.fromkeys(("exchange", "permute"), _move_rows),
     "broadcast": broadcast,
     "parts": parts,
 }

@@ -22,8 +22,10 @@ def choose_interface(address: str, port: int) -> None:
     """Set GLOO_SOCKET_IFNAME, unless it is set or the host's name is an address that others can reach."""
     if os.environ.get(VARIABLE) or not _is_loopback(_address_of(socket.gethostname())):
         return
-    here = _address_towards(address, port)
-    if here is not None and not _is_loopback(here) and (name := interface_of(here)) is not None:
+    local_address = _address_towards(address, port)
+    if local_address is None or _is_loopback(local_address):
+        return
+    if (name := interface_of(local_address)) is not None:
         os.environ[VARIABLE] = name
 
 

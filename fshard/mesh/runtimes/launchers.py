@@ -144,51 +144,51 @@ def read_variables(variables: Variables, parent: int = 0) -> ProcessInfo | None:
             continue
         present = [name for name in (names.rank, names.world) if variables.get(name)]
         if len(present) == 2:
-            return _read(launcher, names, variables, parent)
+            return _read_launcher(launcher, names, variables, parent)
         if present and not half_set:
             missing = names.world if present == [names.rank] else names.rank
             half_set = f"{present[0]} is set, but {missing} is not"
     if half_set:
-        raise _error(half_set)
+        raise _environment_error(half_set)
     return None
 
 
-def _read(launcher: str, names: LauncherVariables, variables: Variables, parent: int) -> ProcessInfo:
-    world = _number(names.world, variables, 1)
-    rank = _number(names.rank, variables, 0, world)
+def _read_launcher(launcher: str, names: LauncherVariables, variables: Variables, parent: int) -> ProcessInfo:
+    world = _read_number(names.world, variables, 1)
+    rank = _read_number(names.rank, variables, 0, world)
     address, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
     hosts = variables.get("SLURM_STEP_NODELIST", "") if _is_in_step(variables) else ""
     if variables.get(names.local_world):
-        is_local = _number(names.local_world, variables, 1) == world
+        is_local = _read_number(names.local_world, variables, 1) == world
     else:
         is_local = not {",", "["} & {*hosts} if hosts else address in ("", "127.0.0.1", "localhost", "::1")
     local_names = [name for name in (names.local_rank, "LOCAL_RANK", "SLURM_LOCALID") if variables.get(name)]
-    local_rank = _number(local_names[0], variables, 0, world) if local_names else rank if is_local else 0
+    local_rank = _read_number(local_names[0], variables, 0, world) if local_names else rank if is_local else 0
     if launcher != "torchrun":
         address = address or ("127.0.0.1" if is_local else first_host(hosts))
-        port = port or _default_port(variables, parent if launcher == "MPI" and is_local else 0)
+        port = port or _derived_port(variables, parent if launcher == "MPI" and is_local else 0)
     if not address or not port:
         missing = ["MASTER_ADDR"] * (not address) + ["MASTER_PORT"] * (not port)
-        raise _error(f"it was started by {launcher}; missing: {', '.join(missing)}")
+        raise _environment_error(f"it was started by {launcher}; missing: {', '.join(missing)}")
     return ProcessInfo(
-        rank, world, local_rank, address, _number("MASTER_PORT", {"MASTER_PORT": port}, 1, 65536), launcher
+        rank, world, local_rank, address, _read_number("MASTER_PORT", {"MASTER_PORT": port}, 1, 65536), launcher
     )
 
 
-def _default_port(variables: Variables, parent: int) -> str:
+def _derived_port(variables: Variables, parent: int) -> str:
     """Derive a port from values that are equal in all processes of this world only; "" if there are none."""
     common = str(parent or "") or " ".join(variables.get(name, "") for name in JOB).strip()
     return str(PORTS[zlib.crc32(common.encode()) % len(PORTS)]) if common else ""
 
 
-def _number(name: str, variables: Variables, least: int, end: int = 1 << 31) -> int:
+def _read_number(name: str, variables: Variables, least: int, end: int = 1 << 31) -> int:
     text = variables[name].strip()
     if text.isascii() and text.isdecimal() and least <= int(text) < end:
         return int(text)
-    raise _error(f"{name}={text} is no integer from {least} to {end - 1}")
+    raise _environment_error(f"{name}={text} is no integer from {least} to {end - 1}")
 
 
-def _error(problem: str) -> MeshError:
+def _environment_error(problem: str) -> MeshError:
     return MeshError(
         f"The environment does not give the rank of this process: {problem}. Start all processes with "
         "torchrun, srun or mpirun, or unset these variables; devices in this process: "
@@ -237,10 +237,10 @@ def meet_all(device_type: str, limit: timedelta) -> None:
         torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
     host = f"[{info.address}]" if ":" in info.address else info.address
     try:
-        store, rank, world = _meet(f"tcp://{host}:{info.port}", info.rank, info.world, limit)
+        store, rank, world = _connect_store(f"tcp://{host}:{info.port}", info.rank, info.world, limit)
         store.set_timeout(limit)
         choose_interface(info.address, info.port)
-        backend = _backend(device_type, PrefixStore(f"meeting {next(_meetings)}", store), world, info)
+        backend = _choose_backend(device_type, PrefixStore(f"meeting {next(_meetings)}", store), world, info)
         default = PrefixStore("default_pg", store)
         gpu = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
         backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend  # gloo is for tensors in host memory
@@ -261,7 +261,7 @@ def meet_all(device_type: str, limit: timedelta) -> None:
         ) from error
 
 
-def _meet(url: str, rank: int, world: int, limit: timedelta) -> tuple[Any, int, int]:
+def _connect_store(url: str, rank: int, world: int, limit: timedelta) -> tuple[Any, int, int]:
     """Connect to the store, in a thread: torch waits without a limit for the greeting of the program at the port."""
     meeting: Future[Any] = Future()
 
@@ -288,7 +288,7 @@ def time_limit(seconds: float | None) -> timedelta:
     raise MeshError(f"{name} must be a positive number of seconds, or inf for no limit; got {value!r}.")
 
 
-def _backend(device_type: str, store: Any, world: int, info: ProcessInfo) -> str:
+def _choose_backend(device_type: str, store: Any, world: int, info: ProcessInfo) -> str:
     """Return NCCL if every process has a GPU to itself; it refuses to share one.
 
     FSHARD_BACKEND names another backend of torch.distributed, for tests and experiments.

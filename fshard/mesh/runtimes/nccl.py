@@ -32,7 +32,6 @@ from fshard.mesh.runtimes.transport import Wire, Works
 _dist: Any = dist
 _all_gather = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor  # the name before torch 2.13
 _reduce_scatter = getattr(_dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
-"""True in reproducible mode: sums in the tree of `arithmetic`, not in the backend's order, which varies with n and size."""
 
 _REDUCES_AS = {
     **{dtype: wide for dtype, wide in WIDER.items() if dtype not in (torch.float16, torch.bfloat16)},
@@ -51,7 +50,7 @@ def _restored(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.view_as_complex(x) if dtype.is_complex else x.to(dtype)
 
 
-def _operation(move: Wired) -> dist.ReduceOp.RedOpType:
+def _reduce_operation(move: Wired) -> dist.ReduceOp.RedOpType:
     if isinstance(move, Extreme):
         return dist.ReduceOp.MAX if move.largest else dist.ReduceOp.MIN
     return dist.ReduceOp.SUM
@@ -60,23 +59,23 @@ def _operation(move: Wired) -> dist.ReduceOp.RedOpType:
 def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """All-reduce (sum or extreme). (elements,) -> (elements,)"""
     if isinstance(move, Extreme) and x.is_floating_point():
-        return (yield from _float_extreme(call, x, move))
+        return (yield from _reduce_float_extreme(call, x, move))
     if isinstance(move, Extreme) and x.dtype == torch.uint64:
         return flipped((yield from reduce(call, flipped(x), move)))
     result, dtype = _reducible(x), x.dtype
     result = result.clone() if result.data_ptr() == x.data_ptr() else result
     del x  # only the copy stays alive
-    yield [dist.all_reduce(result, _operation(move), call.pg, async_op=True)]
+    yield [dist.all_reduce(result, _reduce_operation(move), call.pg, async_op=True)]
     return _restored(result, dtype)
 
 
-def _float_extreme(call: GroupCall, x: Tensor, move: Extreme) -> Wire:
+def _reduce_float_extreme(call: GroupCall, x: Tensor, move: Extreme) -> Wire:
     """All-reduce to the largest or smallest, or to NaN, which the backend keeps or drops depending on the dtype."""
     result, dtype = _reducible(x), x.dtype
     is_nan = result.isnan()
     result, has_nan = result.masked_fill(is_nan, -torch.inf if move.largest else torch.inf), is_nan.to(torch.uint8)
     del x, is_nan
-    works = [dist.all_reduce(result, _operation(move), call.pg, async_op=True)]
+    works = [dist.all_reduce(result, _reduce_operation(move), call.pg, async_op=True)]
     yield [*works, dist.all_reduce(has_nan, dist.ReduceOp.MAX, call.pg, async_op=True)]
     return _restored(result.masked_fill_(has_nan.bool(), torch.nan), dtype)
 
@@ -151,28 +150,31 @@ def tree_reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     arrived = torch.empty_like(rows)
     # The stream waits here, not when the handle is waited for: all processes start the same operations in one order.
     dist.all_to_all_single(arrived.view(torch.uint8), rows.view(torch.uint8), group=call.pg)
-    row = _combined(arrived.view(call.n, rows.numel() // call.n), move)
+    row = _combine_rows(arrived.view(call.n, rows.numel() // call.n), move)
     return (yield from gather(call, row, move)).view(-1)[: x.numel()]
 
 
 def tree_scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
     """Reduce-scatter in the fixed tree: exchange rows, then combine them. (n, elements) -> (elements,)"""
-    return _combined((yield from exchange(call, rows, move)), move)
+    return _combine_rows((yield from exchange(call, rows, move)), move)
 
 
-def _combined(rows: Tensor, move: Wired) -> Tensor:
+def _combine_rows(rows: Tensor, move: Wired) -> Tensor:
     """Combine rows in the fixed tree, reusing their memory. (n, elements) -> (elements,)"""
     return combined([*rows], combining(move), None, torch.empty_like(rows[0]))
 
 
-def _in_mode(usual: WireFunction, reproducible: WireFunction) -> WireFunction:
-    """Return the wire that is `reproducible` in that mode, else the `usual` one."""
+def _select_by_mode(usual: WireFunction, reproducible: WireFunction) -> WireFunction:
+    """Return the wire that is `reproducible` in that mode: sums in the fixed tree; else the `usual` one.
+
+    The backend's order of summands varies with their number and size.
+    """
     return lambda call, x, move: (reproducible if ambient.fixed_order else usual)(call, x, move)
 
 
 WIRES: dict[str, WireFunction] = {
-    "reduce": _in_mode(reduce, tree_reduce),
-    "scatter": _in_mode(scatter, tree_scatter),
+    "reduce": _select_by_mode(reduce, tree_reduce),
+    "scatter": _select_by_mode(scatter, tree_scatter),
     **{wire.__name__: wire for wire in (gather, exchange, permute, broadcast, parts)},
 }
 

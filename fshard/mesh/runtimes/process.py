@@ -12,7 +12,7 @@ import hashlib
 import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -53,7 +53,7 @@ _state: dict[str, Any] = {"world": None, "meshes": {}, "process": None}
 
 
 def has_ended(rank: int) -> bool:
-    """Return True if another process of this machine, has ended."""
+    """Return True if another process of this machine has ended."""
     world: ProcessWorld | None = _state["world"]
     return world is not None and world._peers.has_gone(rank)  # pyright: ignore[reportPrivateUsage]  # of this module
 
@@ -122,25 +122,21 @@ class ProcessWorld:
         if n == 1:
             return Done(tuple([move.meaning([x])[0].clone() for x in xs]))
         call, device = CallInfo(move, xs, group, site, purpose), xs[0].device
-        verify = None if self._watch is None else self._verification(self._watch, call)
+        verify = None
+        if self._watch is not None:  # under FSHARD_CHECK=1, publish the call, and compare it with those of the others
+            meeting, members = self._watch.start(group, call.signature, site, purpose), group.members
+            verify = partial(self._watch.meet, meeting)
+            if not self.are_near(members) and not (self._staged and members in self._transports):
+                verify()  # calls have no tags on NCCL, and to make a group all must come
+                verify = None
         if self._staged and device.type != "cpu":
             xs = tuple([x.cpu() for x in xs])
         transport = self.transport(group, device)
         packed = [move.pack(x, n) for x in xs]
         widths, shapes = [x.shape[-1] for x in packed], [x.shape for x in xs]
-        unpack = partial(_unpack, move, shapes, device, widths, n)
+        unpack = partial(_unpack_results, move, shapes, device, widths, n)
         del xs  # they may be freed before the result is there
         return transport.start(transport.collective(move, packed, call), call, unpack, verify)
-
-    def _verification(self, watch: Watch, call: CallInfo) -> Callable[[], None] | None:
-        """Under FSHARD_CHECK=1, publish a collective; return the check that the others start the same, if it is still
-        to be made.
-        """
-        meeting, members = watch.start(call.group, call.signature, call.site, call.purpose), call.group.members
-        if self.near(members) or (self._staged and members in self._transports):
-            return partial(watch.meet, meeting)
-        watch.meet(meeting)  # calls have no tags on NCCL, and to make a group all must come
-        return None
 
     def agree(self, call: str, group: Group, site: Site) -> None:
         """Raise on all processes of a group unless all make this call (FSHARD_CHECK=1 only)."""
@@ -159,7 +155,7 @@ class ProcessWorld:
             return
         if self._staged and not xs[0].is_cpu:
             xs = tuple(x.cpu() for x in xs)
-        transport, index = self._message_transport(group, to, xs[0].device, is_send=True)
+        transport, index = self._transport_of_message(group, to, xs[0].device, is_send=True)
         transport.start(transport.send(xs, index, call), call)
 
     def receive(
@@ -171,18 +167,18 @@ class ProcessWorld:
         if source == group.index:
             if verify is not None:
                 verify()
-            return Done(self._from_itself(call))
+            return Done(self._receive_from_itself(call))
         size, device = sum([like.numel() for like in likes]), "cpu" if self._staged else likes[0].device
         make = partial(torch.empty, size, dtype=likes[0].dtype, device=device)
-        transport, index = self._message_transport(group, source, likes[0].device)
-        return transport.start(transport.receive(make, index, call), call, partial(_split, likes), verify)
+        transport, index = self._transport_of_message(group, source, likes[0].device)
+        return transport.start(transport.receive(make, index, call), call, partial(_split_message, likes), verify)
 
     def listen(self, like: Tensor, group: Group, source: int, arrived: SimpleQueue[tuple[int, Any]]) -> None:
         """Receive a message of the device at index `source` in a thread; put the index and the tensor, or the error, into a
         queue. With one queue for several sources, the first message to arrive is the first in it.
         """
         call = CallInfo(None, (like,), group, call_site(), "values")
-        transport, index = self._message_transport(group, source, like.device)
+        transport, index = self._transport_of_message(group, source, like.device)
         make = partial(torch.empty, like.numel(), dtype=like.dtype, device=like.device)
         work = transport.start(transport.receive(make, index, call), call)
 
@@ -193,9 +189,8 @@ class ProcessWorld:
                     self._watch.expect(call, source)
             except BaseException as error:
                 result = error
-                if isinstance(
-                    transport, Gloo
-                ):  # a time-out closes gloo's connections: else others wait for this process
+                if isinstance(transport, Gloo):
+                    # A time-out closes gloo's connections: else others wait for this process.
                     with suppress(RuntimeError):
                         transport.pg.recv_anysource([torch.empty(1)], 0).wait(timedelta(milliseconds=1))
             arrived.put((source, result))
@@ -207,7 +202,7 @@ class ProcessWorld:
         if self._messages is not None:
             self._messages.connect(members, pairs)
 
-    def _message_transport(
+    def _transport_of_message(
         self, group: Group, peer: int, device: torch.device, *, is_send: bool = False
     ) -> tuple[Transport, int]:
         """Return the transport of a message in the memory of a device, and the index of its other end in it."""
@@ -216,7 +211,7 @@ class ProcessWorld:
             return self._messages.transport(*((self.rank, rank) if is_send else (rank, self.rank))), rank
         return self.transport(group, device), peer
 
-    def _from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
+    def _receive_from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
         sent = self._to_itself[call.group.members]
         if not sent:
             raise DeadlockError(f"process {self.rank} waits for {call} from itself, but has sent none.")
@@ -230,10 +225,10 @@ class ProcessWorld:
 
     # -- leaving ------------------------------------------------------------------------------------------------
 
-    def part(self, group: Group, error: BaseException) -> None:
+    def report_failure(self, group: Group, error: BaseException) -> None:
         """Leave a group in which others may wait for this process."""
         self.has_failed = True
-        if group.size > 1 and self.near(group.members):
+        if group.size > 1 and self.are_near(group.members):
             is_reported = isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError)
             failed = f"process {self.rank} has failed: {type(error).__name__}: {error}"
             self.transport(group).fail(error if is_reported else MismatchError(failed))
@@ -268,7 +263,7 @@ class ProcessWorld:
             return self._host_transport(members)
         transport = self._transports.get(members)
         if transport is None:
-            if not self.near(members):
+            if not self.are_near(members):
                 return self.add(members, self.axis_group(members))
             transport = self._transports[members] = SharedMemory(self._works, self._peers, members, self.rank)
         return transport
@@ -322,16 +317,16 @@ class ProcessWorld:
         _C10D._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(members)}
         return pg
 
-    def near(self, members: tuple[int, ...]) -> bool:
+    def are_near(self, members: tuple[int, ...]) -> bool:
         """Return True if all these processes are on this machine."""
         return self._peers.by_rank.keys() >= {*members} - {self.rank}
 
     def is_near(self, mesh: Mesh) -> bool:
         """Return True if all processes of a mesh and of its parent are on this machine."""
-        return self.near(mesh.ranks or tuple(range(mesh.root_size)))
+        return self.are_near(mesh.ranks or tuple(range(mesh.root_size)))
 
 
-def _unpack(
+def _unpack_results(
     move: Wired,
     shapes: list[torch.Size],
     device: torch.device,
@@ -347,7 +342,7 @@ def _unpack(
     return tuple([move.unpack(row, shape, n) for row, shape in zip(rows, shapes, strict=True)])
 
 
-def _split(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
+def _split_message(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors of a message that was received as one buffer."""
     if not likes[0].is_cpu:
         flat = flat.to(likes[0].device)
@@ -430,7 +425,7 @@ def use_groups(mesh: Mesh, torch_mesh: DeviceMesh) -> None:
     world = ProcessWorld.of(mesh)
     for axis in mesh.axis_names:
         pg: Any = torch_mesh.get_group(axis)
-        if isinstance(pg, dist.ProcessGroup) and not world.near(members := tuple(dist.get_process_group_ranks(pg))):
+        if isinstance(pg, dist.ProcessGroup) and not world.are_near(members := tuple(dist.get_process_group_ranks(pg))):
             world.add(members, pg)
             n = len(members)
             world.connect(members, {(i, (i + step) % n) for i in range(n) for step in (1, -1)})  # a ring

@@ -71,15 +71,15 @@ class GroupTransport(Transport):
 
     def send(self, xs: Tensors, to: int, call: CallInfo) -> Wire:
         buffer = as_bytes(xs)
-        yield [self.pg.send([buffer], to, self._tag(to, call))]
+        yield [self.pg.send([buffer], to, self._message_tag(to, call))]
         return buffer
 
     def receive(self, make: Callable[[], Tensor], source: int, call: CallInfo) -> Wire:
         buffer = make()
-        yield [self.pg.recv([buffer.view(torch.uint8)], source, self._tag(source, call))]
+        yield [self.pg.recv([buffer.view(torch.uint8)], source, self._message_tag(source, call))]
         return buffer
 
-    def _tag(self, peer: int, call: CallInfo) -> int:
+    def _message_tag(self, peer: int, call: CallInfo) -> int:
         """Return the tag of a message: its number between the two processes, and its stamp."""
         number, ranks = next(self.messages[peer, call.is_send]), dist.get_process_group_ranks(self.pg)
         route = (ranks[self.index], ranks[peer]) if call.is_send else (ranks[peer], ranks[self.index])

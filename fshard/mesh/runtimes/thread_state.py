@@ -116,7 +116,7 @@ def batches_nested() -> int:
     return _C._vmapmode_decrement_nesting()
 
 
-class _ProcessWide:
+class _ProcessWideState:
     """Keep one forward-mode level open for all device threads, and restore the default thread count after the last run."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class _ProcessWide:
                 torch.set_num_threads(self._threads)
 
 
-process_wide_state = _ProcessWide()
+process_wide_state = _ProcessWideState()
 
 
 def random_state(device_type: str) -> Tensor:

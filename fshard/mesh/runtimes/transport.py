@@ -137,10 +137,10 @@ class Works:
         self.recent: deque[tuple[float, CallInfo]] = deque(maxlen=64)
         self.error: FshardError | None = None
 
-    def hand_over(self, but: Work | None = None) -> None:
+    def hand_over(self, waited_for: Work | None = None) -> None:
         """Give works to helpers, where they need one: before another one starts or is waited for."""
         for work in [*self.in_progress]:
-            if work is not but:
+            if work is not waited_for:
                 work.hand_over()
 
     def advance(self) -> bool:
@@ -187,23 +187,23 @@ class Work:
     def wait(self) -> Tensors:
         """Return the results, for use on the caller's stream: see Note [Buffers belong to one stream]."""
         if self._stream is None or self._stream == (stream := torch.cuda.current_stream(self._stream.device)):
-            return self._finish()
+            return self._finish_wire()
         with torch.cuda.stream(self._stream):
-            results = self._finish()
+            results = self._finish_wire()
         stream.wait_stream(self._stream)
         for x in results:
             x.record_stream(stream)
         return results
 
-    def _finish(self) -> Tensors:
+    def _finish_wire(self) -> Tensors:
         """Run it to its end, or wait for the thread that does; unpack the result."""
         works = self._transport.works
         if len(works.in_progress) > 1 or self._verify is not None:
             works.hand_over(self)
-            self._verify_once()
+            self._verify_call()
         with self.advancing:
             if self._ended is None:
-                self._run()
+                self._run_wire()
         if self._ended is not None:
             self._ended.wait(works.timeout.total_seconds() if self.call.is_send else None)
         if self._error is not None:
@@ -211,7 +211,7 @@ class Work:
         result, self._result = self._result, None  # freed as soon as it is unpacked
         return self._unpack(result)
 
-    def _verify_once(self) -> None:
+    def _verify_call(self) -> None:
         """Raise unless all make this call; and end the wire then, unless a helper runs it, whose error the group raises."""
         verify, self._verify = self._verify, None
         try:
@@ -230,16 +230,16 @@ class Work:
         helper = self._transport.helper(self.call)
         if helper is not None and self.advancing.acquire(blocking=False):
             try:
-                self._ended = self._ended or helper.submit(self._run_to_end)
+                self._ended = self._ended or helper.submit(self._run_in_helper)
             finally:
                 self.advancing.release()
 
-    def _run_to_end(self) -> None:
+    def _run_in_helper(self) -> None:
         """Run it; an error is raised where it is waited for."""
         with self.advancing, suppress(BaseException):
-            self._run()
+            self._run_wire()
 
-    def _run(self) -> None:
+    def _run_wire(self) -> None:
         timeout = UNLIMITED if self.call.is_send else self._transport.works.timeout
         while not self.is_done:
             if self._error is not None:
@@ -248,7 +248,7 @@ class Work:
                 self._transport.wait(self.needs, timeout)
             except BaseException as error:
                 self.fail(error)
-            self._step()
+            self._step_wire()
 
     def try_step(self) -> bool:
         """Step if what it waits for is complete; return True if so. Errors are raised where it is waited for."""
@@ -258,12 +258,12 @@ class Work:
             if self.is_done or self._error is not None or not self._transport.is_ready(self.needs, self.call):
                 return False
             with suppress(Exception):
-                self._step()
+                self._step_wire()
             return True
         finally:
             self.advancing.release()
 
-    def _step(self) -> None:
+    def _step_wire(self) -> None:
         """Run the wire to where it waits next, or to its end."""
         try:
             with self._transport.lock:
@@ -284,14 +284,14 @@ class Work:
         self._wire.close()
         self._transport.fail(error)
         try:
-            self._error = self._explained(error)
+            self._error = self._explained_error(error)
         except BaseException as raised:
             self._error = raised
         if self._error is error:
             raise error
         raise self._error from error
 
-    def _explained(self, error: BaseException) -> BaseException:
+    def _explained_error(self, error: BaseException) -> BaseException:
         """Return the error to raise for one of a wire: a time-out or a lost peer is an error of its own."""
         works = self._transport.works
         if works.error is not None:
@@ -329,14 +329,14 @@ class Helper:
         """Queue a task that raises nothing; return an event that is set when it has ended."""
         if not self._started:
             self._started = True
-            Thread(target=_work, args=(self._tasks,), name="fshard-helper", daemon=True).start()
+            Thread(target=_run_queue, args=(self._tasks,), name="fshard-helper", daemon=True).start()
             finalize(self, self._tasks.put, None)
         ended = Event()
         self._tasks.put((task, ended, torch.is_inference_mode_enabled()))
         return ended
 
 
-def _work(tasks: SimpleQueue[Task | None]) -> None:
+def _run_queue(tasks: SimpleQueue[Task | None]) -> None:
     while (item := tasks.get()) is not None:
         task, ended, inference = item
         with torch.inference_mode(inference):

@@ -174,7 +174,7 @@ class VirtualWorld(OneProcessWorld):
         next run.
         """
         if self.mesh.size == 1:
-            return [self._run_alone(body, random)]
+            return [self._run_single_device(body, random)]
         results, program = [None] * self.mesh.size, [body]
         kind, state = self.mesh.device_type, ThreadState.capture(self.mesh.device_type)
         current = inherited() | {"ledgers": tuple(active())}
@@ -198,8 +198,8 @@ class VirtualWorld(OneProcessWorld):
                     if device == 0:
                         self._random[0] = random_state(kind)  # with which the caller continues
             except BaseException as error:
-                self._fail(device, error)
-            self._finish(device)
+                self._stop_with_error(device, error)
+            self._finish_device(device)
 
         try:
             with process_wide_state:
@@ -208,14 +208,14 @@ class VirtualWorld(OneProcessWorld):
             self._is_over = True
         set_random_state(kind, self._random[0] if random is None else before)
         if self._failure is not None:
-            self._raise(*self._failure)
+            self._raise_error_of(*self._failure)
         self._check_nothing_left()
         after = [*results]
         for values in (results, program):
             values.clear()  # a thread that is about to sleep may still have the list
         return after
 
-    def _run_alone(self, body: Callable[[int], Any], random: Tensor | None) -> Any:
+    def _run_single_device(self, body: Callable[[int], Any], random: Tensor | None) -> Any:
         """Run a single device in the caller's own thread, with all its processors."""
         before = random_state(self.mesh.device_type) if random is not None else None
         self._ready.clear()
@@ -229,7 +229,7 @@ class VirtualWorld(OneProcessWorld):
                     set_random_state(self.mesh.device_type, random)
                 result = body(0)
         except Exception as error:
-            self._raise(0, error)
+            self._raise_error_of(0, error)
         finally:
             self._is_over = True
             if before is not None:
@@ -237,7 +237,7 @@ class VirtualWorld(OneProcessWorld):
         self._check_nothing_left()
         return result
 
-    def _raise(self, device: int, error: BaseException) -> NoReturn:
+    def _raise_error_of(self, device: int, error: BaseException) -> NoReturn:
         if not isinstance(error, DeadlockError | MismatchError | PromiseError):
             error.add_note(f"raised on {self.name(device)} of {self.mesh}")
         if "Nested forward mode AD" in str(error):
@@ -246,7 +246,7 @@ class VirtualWorld(OneProcessWorld):
             )
         raise error
 
-    def _fail(self, device: int, error: BaseException) -> None:
+    def _stop_with_error(self, device: int, error: BaseException) -> None:
         if self._failure is None and not isinstance(error, Stopped):
             self._failure = device, error
         self._stop()
@@ -261,7 +261,7 @@ class VirtualWorld(OneProcessWorld):
         """Wake the next device, and sleep until this one is woken."""
         self._status[device] = pending
         if not self._ready:
-            raise self._deadlock()
+            raise self._deadlock_error()
         self._random[device] = random_state(self.mesh.device_type)
         self._threads.wake(self._ready.popleft())
         self._threads.sleep(device)
@@ -270,7 +270,7 @@ class VirtualWorld(OneProcessWorld):
         set_random_state(self.mesh.device_type, self._random[device])
         self._status[device] = "is running"
 
-    def _finish(self, device: int) -> None:
+    def _finish_device(self, device: int) -> None:
         """Wake the next device, which unwinds if the run is stopped; end the run if this was the last one."""
         self._status[device] = "has finished"
         del self._unfinished[device]
@@ -278,14 +278,15 @@ class VirtualWorld(OneProcessWorld):
             self._threads.finish()
             return
         if not self._ready and not self._stopping:
-            self._fail(device, self._deadlock())
+            self._stop_with_error(device, self._deadlock_error())
         self._threads.wake(next(iter(self._unfinished)) if self._stopping else self._ready.popleft())
 
-    def _deadlock(self) -> DeadlockError:
-        lines = [(self.name(device), _sentence(status)) for device, status in enumerate(self._status)]
+    def _deadlock_error(self) -> DeadlockError:
+        texts = [status if isinstance(status, str) else f"waits in {status}" for status in self._status]
+        lines = [(self.name(device), text) for device, text in enumerate(texts)]
         return DeadlockError(
             f"No device of {self.mesh} can go on: {len(self._unfinished)} of {self.mesh.size} wait, the others have "
-            f"finished.\n{_table(lines)}\nEvery device of a group must call the same collectives in the same order."
+            f"finished.\n{_table_of_devices(lines)}\nEvery device of a group must call the same collectives in the same order."
         )
 
     # -- collectives --------------------------------------------------------------------------------------------
@@ -322,7 +323,7 @@ class VirtualWorld(OneProcessWorld):
         slot.sites[index] = site
         if len(slot.values) == slot.n:
             slots.remove(slot)
-            slot.results = _meaning(slot)
+            slot.results = _compute_results(slot)
             slot.values = {}
             self._ready.extend(slot.waiting)
         return Arrival(self, slot, index, group.device)
@@ -333,7 +334,7 @@ class VirtualWorld(OneProcessWorld):
         hint = " Only the lines differ: if that is meant, check=False." if call == slot.call else ""
         raise MismatchError(
             f"The devices of one group of {self.mesh} met in one collective with different calls.\n"
-            + _table([(self.name(device), text) for device, text in sorted(lines)])
+            + _table_of_devices([(self.name(device), text) for device, text in sorted(lines)])
             + "\nEvery device of a group must call the same collectives in the same order, on equal shapes, dtypes and trees."
             + hint
             + uneven(call.purpose, slot.call.purpose)
@@ -385,11 +386,7 @@ def device_names(mesh: Mesh) -> list[str]:
     return ["device (" + ", ".join(f"{axis}={coordinate}" for axis, coordinate in each) + ")" for each in coordinates]
 
 
-def _sentence(status: Arrival | Parcel | str) -> str:
-    return status if isinstance(status, str) else f"waits in {status}"
-
-
-def _table(lines: list[tuple[str, str]]) -> str:
+def _table_of_devices(lines: list[tuple[str, str]]) -> str:
     """Write a line per device; equal consecutive lines are merged, first to last."""
     merged: list[tuple[str, str, str]] = []
     for name, text in lines:
@@ -408,24 +405,18 @@ def _describe_values(signature: Signature) -> str:
     return ", ".join(f"{dtype_name(dtype)}{list(shape)}" for shape, dtype in signature)
 
 
-def _meaning(slot: CollectiveSlot) -> list[tuple[Tensor, ...]]:
-    """Compute the results of every device, in tensors that share no memory with any argument."""
+def _compute_results(slot: CollectiveSlot) -> list[tuple[Tensor, ...]]:
+    """Compute the results of every device, in tensors that share no memory with any argument.
+
+    Results that occur twice or are arguments are copied: lazily on the CPU, until one of the two is written to.
+    """
     columns: list[list[Tensor]] = []
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # autograd sees a different view
         for number in range(len(slot.call.signature)):
             arguments = [slot.values[index][number] for index in range(slot.n)]
-            columns.append(_independent(slot.call.move.meaning(arguments), arguments))
+            column, ids = list[Tensor](), {*map(id, arguments)}
+            for result in slot.call.move.meaning(arguments):
+                column.append(result.clone() if id(result) in ids else result)
+                ids.add(id(result))
+            columns.append(column)
     return list(zip(*columns, strict=True))
-
-
-def _independent(results: list[Tensor], arguments: list[Tensor]) -> list[Tensor]:
-    """Copy results that occur twice or are arguments: lazily on the CPU, until one of the two is written to."""
-    ids = {id(x) for x in arguments}
-    copies: list[Tensor] = []
-    for result in results:
-        if id(result) in ids:
-            copies.append(result.clone())
-        else:
-            copies.append(result)
-            ids.add(id(result))
-    return copies

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from fshard.mesh.spmd.scope import Group
     from fshard.source import Site
 
-LOOK = 0.05
+READ_INTERVAL = 0.05
 """Seconds between two reads of the store."""
-PAUSE = 0.005
+MAX_PAUSE = 0.005
 """Maximal seconds to sleep between two checks whether a wait has ended."""
 
 
@@ -66,12 +66,14 @@ class Meeting:
 class Watch:
     """The published state of one process, and its view of the others."""
 
-    def __init__(self, rank: int, timeout: timedelta, gone: Callable[[int], bool], go_on: Callable[[], bool]) -> None:
-        self.rank, self._timeout, self._gone, self._go_on = rank, timeout.total_seconds(), gone, go_on
+    def __init__(
+        self, rank: int, timeout: timedelta, has_gone: Callable[[int], bool], advance: Callable[[], bool]
+    ) -> None:
+        self.rank, self._timeout, self._has_gone, self._advance = rank, timeout.total_seconds(), has_gone, advance
         self.size = dist.get_world_size()
         self.store = open_store()
         self._counts: dict[str, int] = defaultdict(int)
-        self._open: dict[Meeting, None] = {}
+        self._open_meetings: dict[Meeting, None] = {}
         self._parted: dict[str, MismatchError] = {}
         self._count = 0
         self._publish_state("runs", [], "")
@@ -84,23 +86,23 @@ class Watch:
         if name in self._parted:
             raise self._parted[name]
         text = f"{call} at {site}"
-        meeting = Meeting(name, f"call/{name}/{self._next(name)}", group.members, text)
-        self.store.set(f"{meeting.prefix}/{self.rank}", _row(call, site, purpose))
-        self._open[meeting] = None
+        meeting = Meeting(name, f"call/{name}/{self._next_number(name)}", group.members, text)
+        self.store.set(f"{meeting.prefix}/{self.rank}", _call_row(call, site, purpose))
+        self._open_meetings[meeting] = None
         return meeting
 
     def meet(self, meeting: Meeting) -> None:
         """Wait for the entire group, and raise unless all have started the same collective."""
-        self._wait(meeting.keys, meeting.ranks, meeting.text)
-        self._compare(meeting)
-        del self._open[meeting]
+        self._wait_for_keys(meeting.keys, meeting.ranks, meeting.text)
+        self._compare_calls(meeting)
+        del self._open_meetings[meeting]
         if self.store.add(f"{meeting.prefix}/seen", 1) == len(meeting.ranks):
             for key in [*meeting.keys, f"{meeting.prefix}/seen"]:
                 self.store.delete_key(key)
 
-    def _compare(self, meeting: Meeting) -> None:
+    def _compare_calls(self, meeting: Meeting) -> None:
         """Raise if those that have started a collective have started different ones."""
-        if error := _mismatch(self.store, meeting.ranks, meeting.keys, lines=compares_lines()):
+        if error := _mismatch_error(self.store, meeting.ranks, meeting.keys, lines=compares_lines()):
             self._parted[meeting.group] = error
             raise error
 
@@ -109,14 +111,14 @@ class Watch:
     def sent(self, call: CallInfo, to: int) -> None:
         """Publish that a message has been sent."""
         route = f"{self.rank}>{call.group.members[to]}"
-        self.store.set(f"sent/{route}/{self._next(route)}", _row(call.signature, call.site, call.purpose))
+        self.store.set(f"sent/{route}/{self._next_number(route)}", _call_row(call.signature, call.site, call.purpose))
 
     def expect(self, call: CallInfo, source: int) -> None:
         """Wait until the message has been sent, and raise unless it is the one expected."""
         sender, signature = call.group.members[source], call.signature
         route = f"{sender}>{self.rank}"
-        key = f"sent/{route}/{self._next(route)}"
-        self._wait([key], [sender], f"recv of {signature} from process {sender} at {call.site}")
+        key = f"sent/{route}/{self._next_number(route)}"
+        self._wait_for_keys([key], [sender], f"recv of {signature} from process {sender} at {call.site}")
         message = json.loads(self.store.get(key))
         self.store.delete_key(key)
         if message["call"] != signature:
@@ -133,22 +135,22 @@ class Watch:
         """
         with contextlib.suppress(dist.DistError):  # the process that served the store has died
             self._publish_state("has finished", [], "")
-            until = time.monotonic() + 10
-            while self.rank == 0 and time.monotonic() < until:
-                if not any(state["keys"] or state["what"] == "runs" for state in self._states()):
+            deadline = time.monotonic() + 10
+            while self.rank == 0 and time.monotonic() < deadline:
+                if not any(state["keys"] or state["action"] == "runs" for state in self._read_states()):
                     return
-                time.sleep(LOOK)
+                time.sleep(READ_INTERVAL)
 
-    def _next(self, name: str) -> int:
+    def _next_number(self, name: str) -> int:
         self._counts[name] += 1
         return self._counts[name] - 1
 
     def _publish_state(self, action: str, keys: list[str], text: str) -> None:
         self._count += 1
-        state = {"what": action, "keys": keys, "text": text, "turn": self._count}
+        state = {"action": action, "keys": keys, "text": text, "turn": self._count}
         self.store.set(f"state/{self.rank}", json.dumps(state))
 
-    def _wait(self, keys: list[str], ranks: Sequence[int], text: str) -> None:
+    def _wait_for_keys(self, keys: list[str], ranks: Sequence[int], text: str) -> None:
         """Wait for keys of other processes, described by the text, and advance what is in progress meanwhile."""
         if self.store.check(keys):
             return
@@ -156,46 +158,46 @@ class Watch:
         began = looked = time.monotonic()
         pause = 0.0002
         while not self.store.check(keys):
-            if not self._go_on():
+            if not self._advance():
                 time.sleep(pause)
-                pause = min(2 * pause, PAUSE)
-            if time.monotonic() - looked > LOOK:
-                for meeting in self._open:
-                    self._compare(meeting)
-                self._look()
-                self._give_up(ranks, text, late=time.monotonic() - began > self._timeout)
+                pause = min(2 * pause, MAX_PAUSE)
+            if time.monotonic() - looked > READ_INTERVAL:
+                for meeting in self._open_meetings:
+                    self._compare_calls(meeting)
+                self._raise_if_deadlocked()
+                self._raise_if_lost_or_late(ranks, text, is_late=time.monotonic() - began > self._timeout)
                 looked = time.monotonic()
         self._publish_state("runs", [], "")
 
-    def _give_up(self, ranks: Sequence[int], text: str, *, late: bool) -> None:
+    def _raise_if_lost_or_late(self, ranks: Sequence[int], text: str, *, is_late: bool) -> None:
         """Raise if one of these processes has gone without a word, or if it is too late."""
-        gone_ranks = [rank for rank in ranks if rank != self.rank and self._gone(rank)]
-        if not gone_ranks and not late:
+        gone_ranks = [rank for rank in ranks if rank != self.rank and self._has_gone(rank)]
+        if not gone_ranks and not is_late:
             return
-        states = self._states()
-        gone_ranks = [rank for rank in gone_ranks if states[rank]["what"] != "has finished"]
+        states = self._read_states()
+        gone_ranks = [rank for rank in gone_ranks if states[rank]["action"] != "has finished"]
         if gone_ranks:
             raise LostProcessError(
                 f"{text} cannot end: process {gone_ranks[0]} has failed or ended. Its own error is the one to look for."
             )
-        if late:
-            raise CollectiveTimeoutError(f"{text} did not end within {self._timeout:g} s.\n{_table(states)}")
+        if is_late:
+            raise CollectiveTimeoutError(f"{text} did not end within {self._timeout:g} s.\n{_table_of_states(states)}")
 
-    def _states(self) -> list[dict[str, Any]]:
+    def _read_states(self) -> list[dict[str, Any]]:
         keys = [f"state/{rank}" for rank in range(self.size)]
-        initial = {"what": "runs", "keys": [], "text": ""}
+        initial = {"action": "runs", "keys": [], "text": ""}
         return [json.loads(self.store.get(key)) if self.store.check([key]) else initial for key in keys]
 
-    def _look(self) -> None:
+    def _raise_if_deadlocked(self) -> None:
         """Raise if no process can continue."""
-        states = self._states()
+        states = self._read_states()
         stuck = all(
-            state["what"] == "has finished" or (state["what"] == "waits" and not self.store.check(state["keys"]))
+            state["action"] == "has finished" or (state["action"] == "waits" and not self.store.check(state["keys"]))
             for state in states
         )
-        if stuck and states == self._states():
+        if stuck and states == self._read_states():
             raise DeadlockError(
-                f"No process can go on.\n{_table(states)}\n"
+                f"No process can go on.\n{_table_of_states(states)}\n"
                 "Every process of a group must call the same collectives in the same order."
             )
 
@@ -212,23 +214,23 @@ def compare_failed(call: CallInfo) -> None:
     keys = [f"failed/{prefix}/{rank}" for rank in ranks]
     with contextlib.suppress(dist.DistError, ValueError):  # the process with the store has failed; this one has left
         store = open_store()
-        store.set(f"failed/{prefix}/{dist.get_rank()}", _row(call.signature, call.site, call.purpose))
-        until = time.monotonic() + 1
-        while not store.check(keys) and time.monotonic() < until:  # another process may not have failed
-            time.sleep(PAUSE)
-        if error := _mismatch(store, ranks, keys, lines=call.move is not None and compares_lines()):
+        store.set(f"failed/{prefix}/{dist.get_rank()}", _call_row(call.signature, call.site, call.purpose))
+        deadline = time.monotonic() + 1
+        while not store.check(keys) and time.monotonic() < deadline:  # another process may not have failed
+            time.sleep(MAX_PAUSE)
+        if error := _mismatch_error(store, ranks, keys, lines=call.move is not None and compares_lines()):
             raise error
 
 
-def _row(call: str, site: Site, purpose: str) -> str:
+def _call_row(call: str, site: Site, purpose: str) -> str:
     return json.dumps({"call": call, "site": str(site), "for": purpose})
 
 
-def _table(states: list[dict[str, Any]]) -> str:
-    return "\n".join(f"  process {rank}: {state['text'] or state['what']}" for rank, state in enumerate(states))
+def _table_of_states(states: list[dict[str, Any]]) -> str:
+    return "\n".join(f"  process {rank}: {state['text'] or state['action']}" for rank, state in enumerate(states))
 
 
-def _mismatch(store: Any, ranks: Sequence[int], keys: Sequence[str], *, lines: bool) -> MismatchError | None:
+def _mismatch_error(store: Any, ranks: Sequence[int], keys: Sequence[str], *, lines: bool) -> MismatchError | None:
     """Return the error that lists the calls that processes have published, if they differ."""
     rows = zip(ranks, keys, strict=True)
     calls = {rank: json.loads(store.get(key)) for rank, key in rows if store.check([key])}

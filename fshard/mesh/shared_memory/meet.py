@@ -30,15 +30,15 @@ def meet(timeout: timedelta) -> Peers:
     rank, libc = dist.get_rank(), _libc()
     token = torch.tensor([secrets.randbits(62)])  # a process that can read this can read this process's memory
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        table = _all_gather([_machine() if libc is not None else 0, os.getpid(), int(token), token.data_ptr()])
+        table = _all_gather([_machine_id() if libc is not None else 0, os.getpid(), int(token), token.data_ptr()])
         names = [f"\0fshard-{pid}-{secret}" for _, pid, secret, _ in table]
         local_ranks = [peer for peer, row in enumerate(table) if row[0] == table[rank][0] != 0]
         if local_ranks:
             listener.bind(names[rank])
             listener.listen(len(local_ranks))
             listener.settimeout(timeout.total_seconds())
-        able = len(local_ranks) > 1 and _readable(libc, table[local_ranks[local_ranks.index(rank) - 1]])
-        verdicts = _all_gather([able])  # from now on, all listen
+        can_read = len(local_ranks) > 1 and _can_read(libc, table[local_ranks[local_ranks.index(rank) - 1]])
+        verdicts = _all_gather([can_read])  # from now on, all listen
         if not local_ranks or not all(verdicts[peer][0] for peer in local_ranks):
             return Peers({}, timeout)
         ends: dict[int, socket.socket] = {}
@@ -65,11 +65,13 @@ def _all_gather(numbers: list[int]) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
-def _readable(libc: Any, row: list[int]) -> bool:
-    into = array("q", [0])
-    here, there = array("q", [into.buffer_info()[0], 8]), array("q", [row[3], 8])
-    count = libc.process_vm_readv(row[1], here.buffer_info()[0], 1, there.buffer_info()[0], 1, 0)
-    return count == 8 and into[0] == row[2]
+def _can_read(libc: Any, row: list[int]) -> bool:
+    """Return True if this process can read the token of another, whose row of the table this is."""
+    _, pid, token, address = row
+    value = array("q", [0])
+    target, source = array("q", [value.buffer_info()[0], 8]), array("q", [address, 8])
+    count = libc.process_vm_readv(pid, target.buffer_info()[0], 1, source.buffer_info()[0], 1, 0)
+    return count == 8 and value[0] == token
 
 
 def _libc() -> Any:
@@ -82,19 +84,14 @@ def _libc() -> Any:
     word = ctypes.c_ulong
     libc.process_vm_readv.restype = ctypes.c_ssize_t
     libc.process_vm_readv.argtypes = [ctypes.c_int, ctypes.c_void_p, word, ctypes.c_void_p, word, word]
-    _let_siblings_read(libc)
-    return libc
-
-
-def _let_siblings_read(libc: Any) -> None:
-    """Permit the user's other processes to read this one's memory, where Yama permits only parents (ptrace_scope 1)."""
-    with suppress(OSError):
+    with suppress(OSError):  # permit siblings to read this process's memory, where Yama permits only parents
         if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
             set_ptracer, any_process = 0x59616D61, ctypes.c_ulong(-1)
             libc.prctl(set_ptracer, any_process, 0, 0, 0)
+    return libc
 
 
-def _machine() -> int:
+def _machine_id() -> int:
     """Return a number that is equal for the processes that can meet: on one machine, in one container, of one user."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()

@@ -9,7 +9,7 @@ sender's memory (process_vm_readv), once, and confirms it.
     may modify x again         <------------------   "read"
 
 A process that waits, for a message or for space in a ring, receives what all others send meanwhile, and advances all
-that is in progress. It yields the processor between looks, and then sleeps until a byte arrives in a Unix socket, one
+that is in progress. It yields the processor between checks, and then sleeps until a byte arrives in a Unix socket, one
 for each pair. The sockets of a process that ends, or leaves the world, close, which ends the waits of the others.
 """
 
@@ -34,7 +34,7 @@ from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.shared_memory import rings
 from fshard.mesh.shared_memory.rings import ASLEEP, RECEIVED, RingReader, RingWriter
 
-GLANCES = 400
+SPINS = 400
 """Number of checks for a message, yielding the CPU in between, before sleeping: waking up takes longer."""
 MAX_SLEEP = 0.1
 """Maximal seconds to sleep before the time limit is checked."""
@@ -70,9 +70,12 @@ class Peer:
             raise self.lost()
         return self.outgoing.put(key, address, size, stamp, source)
 
-    def look(self, key: int | None) -> bool:
-        """Return True if a message is in the inbox; after a mismatch later messages belong to another call."""
-        return not self._mismatch and self.incoming.look(key)
+    def receive_until(self, key: int | None) -> bool:
+        """Receive up to the message with this key; return True if it is there.
+
+        After a mismatch later messages belong to another call.
+        """
+        return not self._mismatch and self.incoming.receive_until(key)
 
     def check_alive(self) -> None:
         """Drain its wake-ups; detect that it has ended or left."""
@@ -92,15 +95,15 @@ class Peer:
             vectors = into.buffer_info()[0], len(into) // 2, source.buffer_info()[0], 1
             count = self._libc.process_vm_readv(self.pid, *vectors, 0) if source[1] else 0
             if count < 0 or (source[1] and not count):
-                raise self._unreadable(ctypes.get_errno())
-            address, spans = address + count, _without_first(spans, count) if count < source[1] else spans[MAX_SPANS:]
+                raise self._read_error(ctypes.get_errno())
+            address, spans = address + count, _skip_bytes(spans, count) if count < source[1] else spans[MAX_SPANS:]
         if self.incoming.is_closed:
             raise self.lost()
 
-    def _unreadable(self, code: int) -> RuntimeError:
+    def _read_error(self, code: int) -> RuntimeError:
         """Return the reason why memory cannot be read: an ending process loses its memory shortly before its sockets."""
-        until = time.monotonic() + 1
-        while not self.is_gone and time.monotonic() < until:
+        deadline = time.monotonic() + 1
+        while not self.is_gone and time.monotonic() < deadline:
             self.check_alive()
             time.sleep(0.001)
         failure = f"reading the memory of process {self.rank} failed: {os.strerror(code)}; FSHARD_DIRECT=0 avoids it"
@@ -125,7 +128,7 @@ class Peer:
         return RuntimeError(f"Connection closed by process {self.rank}")
 
 
-def _without_first(spans: Sequence[Span], count: int) -> list[Span]:
+def _skip_bytes(spans: Sequence[Span], count: int) -> list[Span]:
     """Return spans without their first bytes: the system reads at most 2 GB in one call."""
     remaining = list[Span]()
     for address, size in spans:
@@ -152,36 +155,36 @@ class Peers:
 
     def put(self, to: Peer, *message: int) -> None:
         """Write a message, when there is space; receive meanwhile, since the others may wait for the same."""
-        until = 0.0
+        deadline = 0.0
         while not to.put(*message):
-            until = until or time.monotonic() + self.timeout
+            deadline = deadline or time.monotonic() + self.timeout
             self._sleep(0.001)
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise RuntimeError(f"Timed out sending to process {to.rank}")
 
     def wait(self, needs: Sequence[Need], advance: Callable[[], bool]) -> None:
         """Wait for messages; advance whatever else is in progress, since others may wait for that."""
-        until, glances = 0.0, GLANCES
+        deadline, spins = 0.0, SPINS
         for peer, key in needs:
-            while not self.look(peer, key):
-                if peer.is_gone and not self.look(peer, key):
+            while not self.has_arrived(peer, key):
+                if peer.is_gone and not self.has_arrived(peer, key):
                     raise peer.lost()
                 if advance():
                     continue
-                if glances:
-                    glances -= 1
+                if spins:
+                    spins -= 1
                     os.sched_yield()
                     continue
                 clock = time.monotonic()
-                until = until or clock + self.timeout
-                if clock > until:
+                deadline = deadline or clock + self.timeout
+                if clock > deadline:
                     raise RuntimeError(f"Timed out waiting for process {peer.rank}")
                 self._sleep(MAX_SLEEP)
 
-    def look(self, peer: Peer, key: int) -> bool:
+    def has_arrived(self, peer: Peer, key: int) -> bool:
         """Return True if a message has arrived."""
         with self.lock:
-            return peer.look(key)
+            return peer.receive_until(key)
 
     def _sleep(self, seconds: float) -> None:
         """Sleep until a message arrives; receive what all others have sent."""
@@ -199,7 +202,7 @@ class Peers:
         with self.lock:
             for peer in self.by_rank.values():
                 peer.check_alive()
-                peer.look(None)
+                peer.receive_until(None)
 
     def _announce_sleep(self, more: int) -> None:
         """Count the threads that sleep, and let writers know if there are any."""
@@ -218,16 +221,16 @@ class Peers:
 
     def unreceived(self) -> list[CallInfo]:
         """Announce that this process receives no more, and return its messages that others leave without."""
-        calls, until = list[CallInfo](), time.monotonic() + self.timeout
+        calls, deadline = list[CallInfo](), time.monotonic() + self.timeout
         for peer in self.by_rank.values():
             peer.outgoing.close()
         for peer in self.by_rank.values():
             words = peer.outgoing.words
-            while not (gone := peer.is_gone or peer.incoming.is_closed) and words[RECEIVED] < peer.sent:
-                if time.monotonic() > until:
+            while not (has_left := peer.is_gone or peer.incoming.is_closed) and words[RECEIVED] < peer.sent:
+                if time.monotonic() > deadline:
                     break
                 self._sleep(0.001)
-            if gone and (count := peer.sent - words[RECEIVED]):
+            if has_left and (count := peer.sent - words[RECEIVED]):
                 calls += [*peer.calls][-count:]
         return calls
 

@@ -94,20 +94,20 @@ class RingWriter(Ring):
 class RingReader(Ring):
     """The end that reads messages."""
 
-    _last: tuple[int, int] | None = None
+    _last_record: tuple[int, int] | None = None
 
     def __init__(self, file: int) -> None:
         super().__init__(file)
         self.inbox: dict[int, RingMessage] = {}
 
-    def look(self, key: int | None) -> bool:
+    def receive_until(self, key: int | None) -> bool:
         """Move received messages to the inbox, up to the one with this key; return True if that one is there.
 
         Its bytes stay in the ring until the next read, since they are used immediately.
         """
         inbox = self.inbox
         while key not in inbox:
-            position = self._pass()
+            position = self._leave_last_record()
             if self.words[HEAD] == position:
                 return False
             offset = position & SIZE - 1
@@ -117,13 +117,13 @@ class RingReader(Ring):
                 continue
             length = _GRAIN + (size + _GRAIN - 1 & -_GRAIN if address == INSIDE else 0)
             inbox[number] = RingMessage(address, size, stamp, self._base + offset + _GRAIN)
-            self._last = number, length
+            self._last_record = number, length
         return True
 
-    def _pass(self) -> int:
+    def _leave_last_record(self) -> int:
         """Leave the last record, with a copy of its bytes if they have not been taken; return where the next one is."""
-        if self._last is not None:
-            (key, length), self._last = self._last, None
+        if self._last_record is not None:
+            (key, length), self._last_record = self._last_record, None
             message = self.inbox.get(key)
             if message is not None and message.address == INSIDE:
                 copy = (ctypes.c_char * message.size)()
@@ -136,7 +136,7 @@ class RingReader(Ring):
     @property
     def is_filled(self) -> bool:
         """True if the ring has a message that is not in the inbox."""
-        return self.words[HEAD] != self._position + (self._last[1] if self._last is not None else 0)
+        return self.words[HEAD] != self._position + (self._last_record[1] if self._last_record is not None else 0)
 
     @property
     def is_closed(self) -> bool:

@@ -54,7 +54,7 @@ class SharedMemory(Transport):
 
     def __init__(self, works: Works, peers: Peers, members: tuple[int, ...], rank: int) -> None:
         super().__init__(works, members.index(rank), len(members))
-        self._all, self.lock = peers, peers.lock
+        self._all_peers, self.lock = peers, peers.lock
         self.peers = {index: peers.by_rank[member] for index, member in enumerate(members) if member != rank}
         self.neighbours = [(self.index + step) % self.n for step in range(1, self.n)]
         self._group = zlib.crc32(repr(members).encode()) << 32
@@ -67,7 +67,7 @@ class SharedMemory(Transport):
 
     def send(self, xs: Tensors, to: int, call: CallInfo) -> Wire:
         """Send a message: a short one inside, a long one as a copy that the receiver reads when it gets there."""
-        exchange, peer, buffer = self._message(to, call), self.peers[to], as_bytes(xs)
+        exchange, peer, buffer = self._message_exchange(to, call), self.peers[to], as_bytes(xs)
         peer.sent += 1
         peer.calls.append(call)
         is_inside = buffer.nbytes <= INLINE_MESSAGE and peer.outgoing.is_roomy
@@ -77,30 +77,30 @@ class SharedMemory(Transport):
         return buffer
 
     def receive(self, make: Callable[[], Tensor], source: int, call: CallInfo) -> Wire:
-        exchange = self._message(source, call)
+        exchange = self._message_exchange(source, call)
         yield exchange.needs([source])
         buffer = make()
         exchange.get(source, [(buffer.data_ptr(), buffer.nbytes)])
         self.peers[source].incoming.words[RECEIVED] += 1
         return buffer
 
-    def _message(self, peer: int, call: CallInfo) -> Exchange:
+    def _message_exchange(self, peer: int, call: CallInfo) -> Exchange:
         """Return the exchange of the next message to or from a process."""
         return Exchange(self, self._group | MESSAGE | next(self._messages[peer, call.is_send]), call)
 
     def put(self, to: int, *message: int) -> None:
         """Write a message to a process, when there is space."""
-        self._all.put(self.peers[to], *message)
+        self._all_peers.put(self.peers[to], *message)
 
     def wait(self, needs: Sequence[Need], timeout: timedelta) -> None:
         """Wait for messages, and advance all works meanwhile."""
-        self._all.wait(needs, self._advance)
+        self._all_peers.wait(needs, self._advance_others)
 
-    def _advance(self) -> bool:
+    def _advance_others(self) -> bool:
         return len(self.works.in_progress) > 1 and self.works.advance()
 
     def is_ready(self, needs: Sequence[Need], call: CallInfo) -> bool:
-        return all(self._all.look(peer, key) for peer, key in needs)
+        return all(self._all_peers.has_arrived(peer, key) for peer, key in needs)
 
     def fail(self, error: BaseException) -> None:
         for peer in self.peers.values():  # after an error, others must not read memory that may be freed
@@ -173,9 +173,9 @@ class Exchange:
             ctypes.memmove(into, address, size)
             address += size
 
-    def get(self, source: int, spans: Sequence[Span], round: int = 0) -> None:
+    def get(self, source: int, spans: Sequence[Span]) -> None:
         """Copy all that a process offers, and confirm it."""
-        message = self.take(source, sum([size for _, size in spans]), round)
+        message = self.take(source, sum([size for _, size in spans]))
         self.copy(source, message, spans)
         if message.address != INSIDE:
             self.confirm(source)
@@ -196,7 +196,7 @@ class Exchange:
 # -- the wires ------------------------------------------------------------------------------------------------------
 
 
-def _rows(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
+def _move_rows(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     """Get the rows of the move's plan, each tensor's into a result of its own; copy the local one meanwhile."""
     plan, x = row_plan(move, exchange.index, exchange.n), joined(xs)
     sizes = [x.shape[-1] * x.element_size() for x in xs]
@@ -223,27 +223,27 @@ def _rows(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     return results
 
 
-def _scatter(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
+def _reduce_scatter(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     """Reduce-scatter. (n, elements) -> (elements,)"""
-    columns = _columns(xs)
+    columns = _tensors_to_sum(xs)
     totals = [empty((rows.shape[1],), rows.dtype) for rows in columns]
-    yield from _sum(exchange, [[*rows] for rows in columns], combining(move), totals)
-    return _in_order(xs, totals)
+    yield from _sum_columns(exchange, [[*rows] for rows in columns], combining(move), totals)
+    return _sums_in_order(xs, totals)
 
 
-def _reduce(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
+def _all_reduce(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     """All-reduce (sum or extreme). (elements,) -> (elements,)"""
-    columns, n = _columns(xs), exchange.n
+    columns, n = _tensors_to_sum(xs), exchange.n
     totals = [empty(x.shape, x.dtype) for x in columns]
     if sum([x.nbytes for x in columns]) * (n - 1) <= ONE_ROUND:
-        yield from _sum(exchange, [[x] * n for x in columns], combining(move), totals)
-        return _in_order(xs, totals)
+        yield from _sum_columns(exchange, [[x] * n for x in columns], combining(move), totals)
+        return _sums_in_order(xs, totals)
 
     ranges = [[slice(*flat_range(x.numel(), n, index)) for index in range(n)] for x in columns]
     shards = [[x[range] for range in each] for x, each in zip(columns, ranges, strict=True)]
     sums = [[total[range] for range in each] for total, each in zip(totals, ranges, strict=True)]
     local = [rows[exchange.index] for rows in sums]
-    yield from _sum(exchange, shards, combining(move), local, confirms=False)
+    yield from _sum_columns(exchange, shards, combining(move), local, confirms=False)
     for peer in exchange.neighbours:
         exchange.offer_rows(peer, local, round=1)
     yield exchange.needs(exchange.neighbours, round=1)  # these are offered after all of the first round has been read
@@ -251,10 +251,10 @@ def _reduce(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
         exchange.get_rows(peer, [rows[peer] for rows in sums], round=1)
     if _are_offered_by_address(local):
         yield from exchange.confirmed(exchange.neighbours)
-    return _in_order(xs, totals)
+    return _sums_in_order(xs, totals)
 
 
-def _columns(xs: Sequence[Tensor]) -> list[Tensor]:
+def _tensors_to_sum(xs: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors to sum: the large ones, and before these all others in one buffer."""
     if len(xs) == 1:
         return [xs[0].contiguous()]
@@ -263,8 +263,8 @@ def _columns(xs: Sequence[Tensor]) -> list[Tensor]:
     return [joined(small), *large] if small else large
 
 
-def _in_order(xs: Sequence[Tensor], totals: list[Tensor]) -> Tensor | list[Tensor]:
-    """Return the sum of each tensor, from those of `_columns`; or of all in one buffer."""
+def _sums_in_order(xs: Sequence[Tensor], totals: list[Tensor]) -> Tensor | list[Tensor]:
+    """Return the sum of each tensor, from those of `_tensors_to_sum`; or of all in one buffer."""
     if len(totals) == 1:
         return totals[0]
     widths = [x.shape[-1] for x in xs if x.nbytes < OWN_SUM]
@@ -272,7 +272,7 @@ def _in_order(xs: Sequence[Tensor], totals: list[Tensor]) -> Tensor | list[Tenso
     return [next(small if x.nbytes < OWN_SUM else large) for x in xs]
 
 
-def _sum(
+def _sum_columns(
     exchange: Exchange, columns: list[list[Tensor]], combine: Combine, totals: list[Tensor], *, confirms: bool = True
 ) -> Wire:
     """Offer each process its row of each column; combine the local ones with those that all others offer, in chunks.
@@ -313,7 +313,7 @@ def _are_offered_by_address(rows: Sequence[Tensor]) -> bool:
     return len(rows) > 1 or rows[0].nbytes > INLINE
 
 
-def _parts(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
+def _exchange_parts(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     """Exchange of unequal parts. (elements,) -> (elements,)"""
     assert isinstance(move, PartsMove)
     x = joined(xs)
@@ -331,8 +331,8 @@ def _parts(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
 
 
 _WIRES: dict[str, Callable[[Exchange, Sequence[Tensor], Wired], Wire]] = {
-    "reduce": _reduce,
-    "scatter": _scatter,
-    **dict.fromkeys(("gather", "exchange", "permute", "broadcast"), _rows),
-    "parts": _parts,
+    "reduce": _all_reduce,
+    "scatter": _reduce_scatter,
+    **dict.fromkeys(("gather", "exchange", "permute", "broadcast"), _move_rows),
+    "parts": _exchange_parts,
 }

@@ -51,26 +51,26 @@ UNEQUAL_RESULT = (
 class PlannedTensor:
     """One tensor of a call: its index among the leaves, its layout inside (arguments) or outside (results).
 
-    `equal`: axes along which its values and gradient must be equal. `value`, `gradient`: the error texts if not; no
-    `value` is given where one tensor is passed to all devices.
+    `equal_axes`: axes along which its values and gradient must be equal. `value_error`, `gradient_error`: the texts if
+    they are not; there is no `value_error` where one tensor is passed to all devices.
     """
 
     index: int
     path: str
     shape: tuple[int, ...]
     layout: Layout
-    equal: tuple[str, ...]
-    value: str
-    gradient: str
+    equal_axes: tuple[str, ...]
+    value_error: str
+    gradient_error: str
 
     def checked(self, x: Tensor, site: Site) -> Tensor:
-        """Compare a device's shard with others that must be equal: by `value` now, by cotangent in the backward."""
-        if self.equal and (scope := require("fs.shard_map")).world.has_values:
-            group = scope.group(self.equal, "fs.shard_map")
-            if self.value:
-                (x,) = apply(Guard(group, site, self.value, forward=True), (x,))
+        """Compare a device's shard with others that must be equal: by value now, by cotangent in the backward."""
+        if self.equal_axes and (scope := require("fs.shard_map")).world.has_values:
+            group = scope.group(self.equal_axes, "fs.shard_map")
+            if self.value_error:
+                (x,) = apply(Guard(group, site, self.value_error, forward=True), (x,))
             if x.is_floating_point() or x.is_complex():
-                (x,) = apply(Guard(group, site, self.gradient), (x,))
+                (x,) = apply(Guard(group, site, self.gradient_error), (x,))
         return x
 
 
@@ -142,15 +142,15 @@ class CallPlans:
         """Return the plan for these arguments, and their leaves."""
         values = [*args, *kwargs.values()]
         leaves, structure = flatten(values, none_is_leaf=True)
-        key = mesh, is_outside(mesh), structure, tuple(kwargs), tuple(map(_signature, leaves))
+        key = mesh, is_outside(mesh), structure, tuple(kwargs), tuple(map(_cache_key, leaves))
         plan = self._arguments.get(key)
         if plan is None:
-            names = _names(self.f, len(args), tuple(kwargs))
-            plan = ArgumentPlan(self._argument_entries(mesh, names, values), structure, tuple(kwargs))
-            _bounded(self._arguments)[key] = plan
+            names = _argument_names(self.f, len(args), tuple(kwargs))
+            plan = ArgumentPlan(self._plan_arguments(mesh, names, values), structure, tuple(kwargs))
+            _cleared_if_full(self._arguments)[key] = plan
         return plan, leaves
 
-    def _argument_entries(self, mesh: Mesh, names: list[str], values: list[Any]) -> tuple[PlannedTensor, ...]:
+    def _plan_arguments(self, mesh: Mesh, names: list[str], values: list[Any]) -> tuple[PlannedTensor, ...]:
         entries: list[PlannedTensor] = []
         index = 0
         with collected(f"shard_map of {self.name}") as attempt:
@@ -161,7 +161,7 @@ class CallPlans:
                 for path, leaf, leaf_spec in leaves:
                     with attempt(f"argument {name}{path}"):
                         if isinstance(leaf, Tensor | Sharded):
-                            entries.append(self._argument(mesh, index, name + path, leaf, leaf_spec))
+                            entries.append(self._plan_argument(mesh, index, name + path, leaf, leaf_spec))
                         elif isinstance(leaf_spec, P) and not is_static(leaf, leaf_spec):
                             raise TypeError(
                                 f"it is a {type(leaf).__name__}, which is not sharded. Write torch.as_tensor(...) around it, "
@@ -171,7 +171,7 @@ class CallPlans:
             for path, spec in zip(*flatten_with_paths(self.out_specs)[:2], strict=True):
                 if isinstance(spec, P):
                     with attempt(f"out_specs{path}"):
-                        self._layout(mesh, spec)  # before anything runs
+                        self._layout_of_spec(mesh, spec)  # before anything runs
         return tuple(entries)
 
     def _spec_per_argument(self, names: list[str]) -> list[PyTree]:
@@ -185,28 +185,28 @@ class CallPlans:
             )
         return list(specs)
 
-    def _argument(self, mesh: Mesh, index: int, path: str, value: Tensor | Sharded, spec: Any) -> PlannedTensor:
+    def _plan_argument(self, mesh: Mesh, index: int, path: str, value: Tensor | Sharded, spec: Any) -> PlannedTensor:
         if spec is None and isinstance(value, Sharded):
             spec = value.spec
-        layout, shape = self._layout_of(mesh, value, spec, "spec"), tuple(value.shape)
+        layout, shape = self._layout_of_tensor(mesh, value, spec, "spec"), tuple(value.shape)
         if isinstance(value, Sharded) and value.mesh != mesh:
             raise LayoutError(f"it is on {value.mesh}, but shard_map runs on {mesh}. Unshard it first: fs.unshard(x).")
         layout.check(shape)
         subject = f"argument {path} of {self.name}, with spec {spec},"
         is_single = isinstance(value, Tensor) and is_outside(mesh)
-        value_text = "" if is_single else f"{subject} {UNEQUAL_ARGUMENT}"
-        gradient_text = f"{subject} {UNEQUAL_ARGUMENT_GRADIENT.format(path=path)}"
-        return PlannedTensor(index, path, shape, layout, unnamed(self.mapped, layout.spec), value_text, gradient_text)
+        value_error = "" if is_single else f"{subject} {UNEQUAL_ARGUMENT}"
+        gradient_error = f"{subject} {UNEQUAL_ARGUMENT_GRADIENT.format(path=path)}"
+        return PlannedTensor(index, path, shape, layout, unnamed(self.mapped, layout.spec), value_error, gradient_error)
 
-    def _layout_of(self, mesh: Mesh, value: Tensor | Sharded, spec: Any, role: str) -> Layout:
+    def _layout_of_tensor(self, mesh: Mesh, value: Tensor | Sharded, spec: Any, role: str) -> Layout:
         """Return the layout of a tensor with this spec, or raise."""
         if not isinstance(spec, P):
             raise TypeError(f"is a tensor, but its {role} is None. Give P() for one that is the same on all devices.")
         if isinstance(value, Tensor) and not is_dense(value):
             raise LayoutError(f"{no_dense(value)}.")
-        return self._layout(mesh, spec)
+        return self._layout_of_spec(mesh, spec)
 
-    def _layout(self, mesh: Mesh, spec: P) -> Layout:
+    def _layout_of_spec(self, mesh: Mesh, spec: P) -> Layout:
         """Return the layout of a spec; raise if it names axes of an inner shard_map."""
         foreign = [axis for axis in spec.axes if axis in mesh.axis_names and axis not in self.mapped]
         if foreign:
@@ -216,15 +216,15 @@ class CallPlans:
     def of_results(self, mesh: Mesh, result: PyTree) -> tuple[ResultPlan, list[Any]]:
         """Return the plan for one device's result, and its leaves."""
         leaves, structure = flatten(result, none_is_leaf=True)
-        key = mesh, structure, tuple(map(_signature, leaves))
+        key = mesh, structure, tuple(map(_cache_key, leaves))
         plan = self._results.get(key)
         if plan is None:
-            entries = self._result_entries(mesh, result)
+            entries = self._plan_results(mesh, result)
             uneven = any(entry.layout.spec.is_flat or entry.layout.spec.at for entry in entries)
-            plan = _bounded(self._results)[key] = ResultPlan(entries, structure, uneven)
+            plan = _cleared_if_full(self._results)[key] = ResultPlan(entries, structure, uneven)
         return plan, leaves
 
-    def _result_entries(self, mesh: Mesh, result: PyTree) -> tuple[PlannedTensor, ...]:
+    def _plan_results(self, mesh: Mesh, result: PyTree) -> tuple[PlannedTensor, ...]:
         entries: list[PlannedTensor] = []
         with collected(f"shard_map of {self.name}") as attempt:
             leaves: list[tuple[str, Any, Any]] = []
@@ -238,11 +238,11 @@ class CallPlans:
                             "Return fs.unshard(x), or x.local for the own shard."
                         )
                     if isinstance(leaf, Tensor):
-                        entries.append(self._result(mesh, index, path, leaf, spec))
+                        entries.append(self._plan_result(mesh, index, path, leaf, spec))
         return tuple(entries)
 
-    def _result(self, mesh: Mesh, index: int, path: str, leaf: Tensor, spec: Any) -> PlannedTensor:
-        layout = self._layout_of(mesh, leaf, spec, "out_spec")
+    def _plan_result(self, mesh: Mesh, index: int, path: str, leaf: Tensor, spec: Any) -> PlannedTensor:
+        layout = self._layout_of_tensor(mesh, leaf, spec, "out_spec")
         subject = f"result{path} of {self.name}, with out_spec {spec}, must be equal along {{axes}}, but"
         return PlannedTensor(
             index, path, layout.global_shape(leaf.shape), layout, unnamed(self.mapped, spec),
@@ -265,14 +265,14 @@ def unnamed(mapped: tuple[str, ...], spec: P) -> tuple[str, ...]:
     return tuple(axis for axis in mapped if axis not in spec.axes)
 
 
-def _bounded(plans: dict[Any, Any]) -> dict[Any, Any]:
+def _cleared_if_full(plans: dict[Any, Any]) -> dict[Any, Any]:
     """Return a cache of plans, cleared when it is full."""
     if len(plans) >= 512:
         plans.clear()
     return plans
 
 
-def _signature(leaf: Any) -> Any:
+def _cache_key(leaf: Any) -> Any:
     """Return the cache key of a leaf: shapes of tensors, layouts of global arrays, types of anything else."""
     if isinstance(leaf, Sharded):
         return leaf.layout, leaf.shape
@@ -281,7 +281,7 @@ def _signature(leaf: Any) -> Any:
     return leaf.shape, leaf.dtype, leaf.layout
 
 
-def _names(f: Callable[..., Any], positional: int, keywords: tuple[str, ...]) -> list[str]:
+def _argument_names(f: Callable[..., Any], positional: int, keywords: tuple[str, ...]) -> list[str]:
     """Return the parameter names of positional arguments, followed by the keywords given."""
     try:
         parameters = inspect.signature(f).parameters

@@ -28,7 +28,7 @@ def validate_captured(mesh: Mesh, inputs: list[Tensors], outputs: list[Tensors])
         if not any(y.requires_grad for y in ys):
             continue
         memory = {x.untyped_storage()._cdata for x in xs if x.device.type != "meta"}  # pyright: ignore[reportPrivateUsage]
-        for leaf in _leaves_of(ys):
+        for leaf in _graph_leaves(ys):
             if not any(leaf is x for x in xs) and leaf.untyped_storage()._cdata not in memory:  # pyright: ignore[reportPrivateUsage]
                 raise LayoutError(
                     f"A result of the function depends on a tensor that requires grad (shape {tuple(leaf.shape)}, "
@@ -37,7 +37,7 @@ def validate_captured(mesh: Mesh, inputs: list[Tensors], outputs: list[Tensors])
                 )
 
 
-def _leaves_of(ys: Tensors) -> Iterator[Tensor]:
+def _graph_leaves(ys: Tensors) -> Iterator[Tensor]:
     """Yield the leaves that require grad in the graph of some tensors."""
     visited: set[Any] = set()
     nodes = [y.grad_fn for y in ys if y.grad_fn is not None]

@@ -34,7 +34,7 @@ class FirstOf(Broadcast):
     name = "check"
 
 
-def _equal(x: Tensor, y: Tensor) -> bool:
+def _is_equal(x: Tensor, y: Tensor) -> bool:
     """Equal element by element, where a NaN equals a NaN."""
     return torch.equal(x, y) or bool(((x == y) | ((x != x) & (y != y))).all())
 
@@ -43,25 +43,25 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 class Guard(LinearMap):
     """An identity that compares over a group of devices: values if `forward`, else cotangents.
 
-    `broken` is the error text, with "{axes}" for the group's axes.
+    `error_text` has "{axes}" for the group's axes.
     """
 
     group: Group
     site: Site
-    broken: str
+    error_text: str
     forward: bool = False
 
     def run(self, xs: Tensors) -> Tensors:
         if self.forward:
             plain = tuple(x.detach() for x in xs)
             firsts = world_of(self.group).start(FirstOf(), plain, self.group, self.site).wait()
-            equal = [float(_equal(x, first)) for x, first in zip(plain, firsts, strict=True)]
+            equal = [float(_is_equal(x, first)) for x, first in zip(plain, firsts, strict=True)]
             verdicts = gather_all(torch.tensor(equal, device=xs[0].device), self.group, self.site)
             for index, verdict in enumerate(verdicts.T):
                 if not bool(verdict.all()):
                     position = f" (tensor {index} of {len(xs)})" if len(xs) > 1 else ""
                     raise PromiseError(
-                        _complaint(self.broken, self.group.axes, f"{self.site}{position}", verdict.tolist())
+                        _broken_promise(self.error_text, self.group.axes, f"{self.site}{position}", verdict.tolist())
                     )
         return xs
 
@@ -69,16 +69,16 @@ class Guard(LinearMap):
         return replace(self, forward=not self.forward)
 
 
-def _complaint(broken: str, axes: tuple[str, ...], site: str, verdict: list[bool]) -> str:
+def _broken_promise(error_text: str, axes: tuple[str, ...], site: str, verdict: list[bool]) -> str:
     equal = [index for index, is_equal in enumerate(verdict) if is_equal]
     unequal = [index for index, is_equal in enumerate(verdict) if not is_equal]
     return (
-        f"A promise of equality is broken: {broken.replace('{axes}', as_written(axes))}.\n"
-        f"  at {site}: {_indices(unequal)} along {'+'.join(axes)} differ{'s' if len(unequal) == 1 else ''} "
-        f"from {_indices(equal)}"
+        f"A promise of equality is broken: {error_text.replace('{axes}', as_written(axes))}.\n"
+        f"  at {site}: {_list_indices(unequal)} along {'+'.join(axes)} differ{'s' if len(unequal) == 1 else ''} "
+        f"from {_list_indices(equal)}"
     )
 
 
-def _indices(indices: list[int]) -> str:
+def _list_indices(indices: list[int]) -> str:
     shown = ", ".join(map(str, indices[:8])) + (f" and {len(indices) - 8} more" if len(indices) > 8 else "")
     return f"index {shown}" if len(indices) == 1 else f"indices {shown}"

@@ -61,9 +61,9 @@ class Audit(LinearMap):
             self.done.add(scope.device)
             kind = scope.mesh.device_type
             random = random_state(kind)
-            unwatched = saved_tensors_hooks(_same, _same) if saving_is_watched() else nullcontext()
+            unwatched = saved_tensors_hooks(_identity, _identity) if saving_is_watched() else nullcontext()
             with uncounted(), unwatched, torch.enable_grad():
-                self._compare(tuple([x[(0,) * self.depth] for x in xs]), random)
+                self._compare_gradients(tuple([x[(0,) * self.depth] for x in xs]), random)
             set_random_state(kind, random)
         return xs
 
@@ -73,62 +73,62 @@ class Audit(LinearMap):
     def batched(self) -> Audit:
         return replace(self, depth=self.depth + 1)
 
-    def _compare(self, xs: Tensors, random: Tensor) -> None:
+    def _compare_gradients(self, xs: Tensors, random: Tensor) -> None:
         scope = require("shard_map")
         with entered(scope.replaced(checked=True)):
-            typed, results = self._by_types(_leaves(xs))
+            typed, results = self._differentiate_by_types(_requiring_grad(xs))
         set_random_state(scope.mesh.device_type, random)
         try:
             with entered(scope.replaced(checked=False, own=scope.own.union(self.plans.mapped))):
-                varying_grads, varying_results = self._by_devices(_leaves(xs))
+                varying_grads, varying_results = self._differentiate_by_devices(_requiring_grad(xs))
         except LayoutError:  # it reshards, which relies on types
             return
-        is_equal = all(map(_close, results, varying_results))
+        is_equal = all(map(_is_close, results, varying_results))
         row = [
             float(is_equal),
-            *(nan if _close(x, y) else _ratio(x, y) for x, y in zip(typed, varying_grads, strict=True)),
+            *(nan if _is_close(x, y) else _ratio_of_gradients(x, y) for x, y in zip(typed, varying_grads, strict=True)),
         ]
         group = scope.group(self.plans.mapped, "shard_map")
         table = gather_all(torch.tensor(row, dtype=torch.float64, device=xs[0].device), group, self.site)
         if table[:, 0].all():
-            self._validate(table[:, 1:])
+            self._validate_ratios(table[:, 1:])
 
-    def _by_types(self, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _differentiate_by_types(self, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the gradients of the program as it is, and its results."""
         arguments = [entry.checked(x, self.site) for x, entry in zip(shards, self.plan.entries, strict=True)]
-        ys, entries = self._results(arguments)
+        ys, entries = self._call_program(arguments)
         ys = [entry.checked(y, self.site) for y, entry in zip(ys, entries, strict=True)]
-        gs = [_cotangent(index, y, entry) for index, (y, entry) in enumerate(zip(ys, entries, strict=True))]
+        gs = [_random_cotangent(index, y, entry) for index, (y, entry) in enumerate(zip(ys, entries, strict=True))]
         return _gradients(ys, shards, gs), [y.detach() for y in ys]
 
-    def _by_devices(self, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _differentiate_by_devices(self, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the gradients of the program whose values are all varying, and its results."""
         scope = require("shard_map")
-        ys, entries = self._results(shards)
+        ys, entries = self._call_program(shards)
         gs = [
-            _cotangent(index, y, entry) / prod(scope.mesh.shape[axis] for axis in self._alike(entry))
+            _random_cotangent(index, y, entry) / prod(scope.mesh.shape[axis] for axis in self._replicated_axes(entry))
             for index, (y, entry) in enumerate(zip(ys, entries, strict=True))
         ]
         sums = list[Tensor]()
         for g, entry in zip(_gradients(ys, shards, gs), self.plan.entries, strict=True):
-            axes = self._alike(entry)
+            axes = self._replicated_axes(entry)
             sums += Bound(Psum(), scope.group(axes, "shard_map"), self.site).run((g,)) if axes else (g,)
         return sums, [y.detach() for y in ys]
 
-    def _results(self, arguments: list[Tensor]) -> tuple[list[Tensor], tuple[PlannedTensor, ...]]:
+    def _call_program(self, arguments: list[Tensor]) -> tuple[list[Tensor], tuple[PlannedTensor, ...]]:
         plan, leaves = self.plans.of_results(require("shard_map").mesh, self.call(tuple(arguments)))
         return [leaves[entry.index] for entry in plan.entries], plan.entries
 
-    def _alike(self, entry: PlannedTensor) -> tuple[str, ...]:
+    def _replicated_axes(self, entry: PlannedTensor) -> tuple[str, ...]:
         """Return the mapped axes along which a shard is promised to be equal."""
         return unnamed(self.plans.mapped, entry.layout.spec)
 
-    def _validate(self, ratios: Tensor) -> None:
+    def _validate_ratios(self, ratios: Tensor) -> None:
         """Raise if a gradient is not what it should be on some device: its ratio to that is not nan. (devices, arguments)"""
         errors: list[str] = []
         for entry, column in zip(self.plan.entries, ratios.T, strict=True):
             for ratio in column[~column.isnan()][:1].tolist():
-                axes = as_written(self._alike(entry) or self.plans.mapped)
+                axes = as_written(self._replicated_axes(entry) or self.plans.mapped)
                 errors.append(
                     f"that of argument {entry.path}, equal along {axes}, is {ratio:.3g} times what it should be"
                 )
@@ -142,16 +142,16 @@ class Audit(LinearMap):
             )
 
 
-def _leaves(xs: Tensors) -> list[Tensor]:
+def _requiring_grad(xs: Tensors) -> list[Tensor]:
     """Return the same arguments, to be differentiated."""
     return [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in xs]
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _cotangent(index: int, y: Tensor, entry: PlannedTensor) -> Tensor:
+def _random_cotangent(index: int, y: Tensor, entry: PlannedTensor) -> Tensor:
     """Return the device's shard of a random array, which is the same on all."""
     scope = require("shard_map")
     device = entry.layout.mesh.local_index(scope.device)
@@ -166,13 +166,13 @@ def _gradients(ys: Sequence[Tensor], xs: Sequence[Tensor], gs: Sequence[Tensor])
     return [next(grads) if x.requires_grad else torch.zeros_like(x) for x in xs]
 
 
-def _ratio(x: Tensor, y: Tensor) -> float:
+def _ratio_of_gradients(x: Tensor, y: Tensor) -> float:
     """Return the factor by which x is y, in least squares."""
     x, y = x.flatten(), y.flatten()
     return float(torch.vdot(y, x).real / torch.vdot(y, y).real.clamp(min=1e-30))
 
 
-def _close(x: Tensor, y: Tensor) -> bool:
+def _is_close(x: Tensor, y: Tensor) -> bool:
     """Return True if two tensors differ at most by rounding; non-finite elements are ignored."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     x, y = x.detach().to(dtype), y.detach().to(dtype)

@@ -40,7 +40,7 @@ class Program(Protocol):
 class MappedRun:
     """A program and where to run it.
 
-    `grad` and `within`: whether grad mode was on and a torch.func transform active in the caller. `derived`: whether
+    `grad` and `is_transformed`: whether grad mode was on and a torch.func transform active in the caller. `derived`: whether
     the program is another one's derivative. `random`: the initial random state of a repeated forward.
     """
 
@@ -49,7 +49,7 @@ class MappedRun:
     mapped: tuple[str, ...]
     checked: bool
     grad: bool = True
-    within: bool = False
+    is_transformed: bool = False
     derived: bool = False
     random: Tensor | None = None
 
@@ -91,25 +91,25 @@ def run_mapped(
         return [(result,) for result in results]
     random = random_state(mesh.device_type)
     run = MappedRun(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed(), random=random)
-    return _columns(_apply(run, tuple([x for column in columns for x in column])), mesh.size)
+    return _shards_by_tensor(_apply_run(run, tuple([x for column in columns for x in column])), mesh.size)
 
 
-def _columns(flat: tuple[Item, ...], n: int) -> list[tuple[Item, ...]]:
+def _shards_by_tensor(flat: tuple[Item, ...], n: int) -> list[tuple[Item, ...]]:
     """Split tensors of n devices, which are in the order of `flat`, into the shards of each tensor."""
     return [flat[start : start + n] for start in range(0, len(flat), n)]
 
 
-def _apply(run: MappedRun, flat: Tensors) -> Tensors:
+def _apply_run(run: MappedRun, flat: Tensors) -> Tensors:
     """Apply a run to the tensors of all devices: the first of each device, then the second of each, and so on.
 
     So a device's own tensors are `flat[device::n]`.
     """
     if transformed():
-        return _Mapped.apply(run, None, *flat)
-    needs = tuple(any(x.requires_grad for x in column) for column in _columns(flat, run.mesh.size))
+        return _MappedFunction.apply(run, None, *flat)
+    needs = tuple(any(x.requires_grad for x in column) for column in _shards_by_tensor(flat, run.mesh.size))
     if run.grad and any(needs) and not saving_is_watched():
-        return _Mapped.apply(run, Tape(needs), *flat)
-    return _Mapped.apply(run, None, *flat) if recorded(flat) else _values(run, None, flat)
+        return _MappedFunction.apply(run, Tape(needs), *flat)
+    return _MappedFunction.apply(run, None, *flat) if recorded(flat) else _run_program(run, None, flat)
 
 
 def saving_is_watched() -> bool:
@@ -117,7 +117,7 @@ def saving_is_watched() -> bool:
     return _C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _values(run: MappedRun, tape: Tape | None, flat: Tensors) -> Tensors:
+def _run_program(run: MappedRun, tape: Tape | None, flat: Tensors) -> Tensors:
     """Run the program; with a tape, keep the graph."""
     inputs = [tuple([x.detach() for x in flat[device :: run.mesh.size]]) for device in range(run.mesh.size)]
     if tape is not None:
@@ -125,7 +125,7 @@ def _values(run: MappedRun, tape: Tape | None, flat: Tensors) -> Tensors:
             for x, need in zip(xs, tape.needs, strict=True):
                 x.requires_grad_(need)
 
-    watch = RefuseTransformed() if run.within and not run.derived else nullcontext()
+    watch = RefuseTransformed() if run.is_transformed and not run.derived else nullcontext()
     with torch.set_grad_enabled(run.grad), watch:  # which the threads of devices inherit
         outputs = run.devices(inputs, run.program)
     if tape is not None:
@@ -140,7 +140,7 @@ def _without_overlap(x: Tensor) -> Tensor:
     return x.contiguous() if 0 in x.stride() else x
 
 
-def _pull_back(run: MappedRun, tape: Tape, cotangents: Tensors) -> tuple[Tensor | None, ...]:
+def _backward_of_tape(run: MappedRun, tape: Tape, cotangents: Tensors) -> tuple[Tensor | None, ...]:
     """Run the backward of each device's own graph, once."""
     n = run.mesh.size
     targets = [index for index, need in enumerate(tape.needs) if need]
@@ -150,10 +150,12 @@ def _pull_back(run: MappedRun, tape: Tape, cotangents: Tensors) -> tuple[Tensor 
 
     gradients = run.devices(tape.inputs, back)
     tape.inputs, tape.outputs = [], []
-    return _for_all_inputs(list(zip(*gradients, strict=True)), targets, len(tape.needs), n)
+    return _gradients_of_inputs(list(zip(*gradients, strict=True)), targets, len(tape.needs), n)
 
 
-def _for_all_inputs(columns: list[Tensors], targets: Sequence[int], width: int, n: int) -> tuple[Tensor | None, ...]:
+def _gradients_of_inputs(
+    columns: list[Tensors], targets: Sequence[int], width: int, n: int
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of all tensors of n devices, from those of the targets."""
     gradients: list[Tensor | None] = [None] * (width * n)
     for index, column in zip(targets, columns, strict=True):
@@ -161,7 +163,7 @@ def _for_all_inputs(columns: list[Tensors], targets: Sequence[int], width: int, 
     return tuple(gradients)
 
 
-def _replaced(xs: Tensors, indices: tuple[int, ...], chosen: Tensors) -> Tensors:
+def _replaced_inputs(xs: Tensors, indices: tuple[int, ...], chosen: Tensors) -> Tensors:
     """Return tensors with some replaced, by index."""
     result = list(xs)
     for index, x in zip(indices, chosen, strict=True):
@@ -178,51 +180,51 @@ def backward(ys: Tensors, xs: list[Tensor], gs: Tensors, *, create_graph: bool =
     return torch.autograd.grad(ys, xs, gs, create_graph=create_graph, allow_unused=True, materialize_grads=True)
 
 
-def _vjp(run: MappedRun, targets: tuple[int, ...], width: int) -> MappedRun:
+def _vjp_run(run: MappedRun, targets: tuple[int, ...], width: int) -> MappedRun:
     """Return the run that computes cotangents of the inputs at `targets` from all inputs and the results' cotangents."""
 
     def program(device: int, xs: Tensors) -> Tensors:
         inputs, gs = xs[:width], xs[width:]
         if transformed():
-            return _pull_by_func(lambda *ys: run.program(device, ys), inputs, targets, gs)
+            return _vjp_by_func(lambda *ys: run.program(device, ys), inputs, targets, gs)
         higher = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
         with torch.enable_grad():
             chosen = [
                 x if x.requires_grad else x.detach().requires_grad_() for x in (inputs[index] for index in targets)
             ]
-            ys = run.program(device, _replaced(inputs, targets, tuple(chosen)))
+            ys = run.program(device, _replaced_inputs(inputs, targets, tuple(chosen)))
             return backward(ys, chosen, gs, create_graph=higher)
 
     return replace(run, program=program, derived=True)
 
 
-def _pull_by_func(f: Callable[..., Tensors], xs: Tensors, targets: tuple[int, ...], gs: Tensors) -> Tensors:
+def _vjp_by_func(f: Callable[..., Tensors], xs: Tensors, targets: tuple[int, ...], gs: Tensors) -> Tensors:
     """Pull cotangents back to the inputs at `targets`, under a torch.func transform."""
     moves = [y.is_floating_point() or y.is_complex() for y in gs]
 
     def of_targets(*chosen: Tensor) -> Tensors:
-        ys = f(*_replaced(xs, targets, chosen))
+        ys = f(*_replaced_inputs(xs, targets, chosen))
         return tuple(y for y, moving in zip(ys, moves, strict=True) if moving)
 
     pull: Any = torch.func.vjp(of_targets, *(xs[index] for index in targets))[1]
     return pull(tuple(g for g, moving in zip(gs, moves, strict=True) if moving))
 
 
-def _jvp(run: MappedRun, width: int, moving: tuple[int, ...]) -> MappedRun:
+def _jvp_run(run: MappedRun, width: int, moving: tuple[int, ...]) -> MappedRun:
     """Return the run that computes tangents of the results from all inputs and the tangents of those at `moving`."""
 
     def program(device: int, xs: Tensors) -> Tensors:
         inputs, tangents = xs[:width], xs[width:]
 
         def of_moving(*chosen: Tensor) -> Tensors:
-            return run.program(device, _replaced(inputs, moving, chosen))
+            return run.program(device, _replaced_inputs(inputs, moving, chosen))
 
         return torch.func.jvp(of_moving, tuple(_without_overlap(inputs[index]) for index in moving), tangents)[1]
 
     return replace(run, program=program, derived=True)
 
 
-def _vmap(run: MappedRun, dims: tuple[int | None, ...], randomness: str) -> MappedRun:
+def _vmap_run(run: MappedRun, dims: tuple[int | None, ...], randomness: str) -> MappedRun:
     """Return the run in which every device maps the program over a leading dim of some of its tensors."""
 
     def program(device: int, xs: Tensors) -> Tensors:
@@ -234,19 +236,19 @@ def _vmap(run: MappedRun, dims: tuple[int | None, ...], randomness: str) -> Mapp
     return replace(run, program=program, derived=True)
 
 
-def _mapped_over(derived: MappedRun, flat: Tensors, moved: Tensors) -> Tensors:
+def _apply_derivative(derived: MappedRun, flat: Tensors, moved: Tensors) -> Tensors:
     """Apply a derivative to the inputs of all devices and their cotangents or tangents, or to a batch of these."""
     n = derived.mesh.size
-    batched = _vmap(derived, (None,) * (len(flat) // n) + (0,) * (len(moved) // n), "same")
+    batched = _vmap_run(derived, (None,) * (len(flat) // n) + (0,) * (len(moved) // n), "same")
     return over_many(
-        lambda moved: _apply(derived, (*flat, *moved)), lambda moved: _apply(batched, (*flat, *moved)), moved
+        lambda moved: _apply_run(derived, (*flat, *moved)), lambda moved: _apply_run(batched, (*flat, *moved)), moved
     )
 
 
-class _Mapped(Function):
+class _MappedFunction(Function):
     @staticmethod
     def forward(run: MappedRun, tape: Tape | None, *flat: Tensor) -> Tensors:
-        return _values(run, tape, flat)
+        return _run_program(run, tape, flat)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -260,39 +262,39 @@ class _Mapped(Function):
         run, n = ctx.run, ctx.run.mesh.size
         tape: Tape | None = ctx.tape
         if tape is not None and tape.outputs and not torch.is_grad_enabled() and not transformed():
-            return None, None, *_pull_back(run, tape, cotangents)
+            return None, None, *_backward_of_tape(run, tape, cotangents)
         flat: Tensors = ctx.saved_tensors
         firsts = flat[::n]
         targets = tuple(index for index, x in enumerate(firsts) if x.is_floating_point() or x.is_complex())
-        pulled = replace(_vjp(run, targets, len(firsts)), grad=torch.is_grad_enabled())
-        gradients = _columns(_mapped_over(pulled, flat, cotangents), n)
-        return None, None, *_for_all_inputs(gradients, targets, len(firsts), n)
+        pulled = replace(_vjp_run(run, targets, len(firsts)), grad=torch.is_grad_enabled())
+        gradients = _shards_by_tensor(_apply_derivative(pulled, flat, cotangents), n)
+        return None, None, *_gradients_of_inputs(gradients, targets, len(firsts), n)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
         run, n = ctx.run, ctx.run.mesh.size
         flat: Tensors = ctx.saved_tensors
-        columns = _columns(grad_inputs[2:], n)
+        columns = _shards_by_tensor(grad_inputs[2:], n)
         moving = tuple(index for index, column in enumerate(columns) if any(x is not None for x in column))
         moved = tuple(
             torch.zeros_like(x) if tangent is None else tangent
             for index in moving
             for x, tangent in zip(flat[index * n : (index + 1) * n], columns[index], strict=True)
         )
-        return _mapped_over(_jvp(run, len(columns), moving), flat, moved)
+        return _apply_derivative(_jvp_run(run, len(columns), moving), flat, moved)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
         run, _, *flat = args
         n = run.mesh.size
         dims: tuple[int | None, ...] = in_dims[2:]
-        columns, dims_of_columns = _columns(tuple(flat), n), _columns(dims, n)
+        columns, dims_of_columns = _shards_by_tensor(tuple(flat), n), _shards_by_tensor(dims, n)
         mapped = [any(dim is not None for dim in column) for column in dims_of_columns]
         batched = tuple(
             leading(x, dim, info.batch_size) if is_mapped else x
             for column, column_dims, is_mapped in zip(columns, dims_of_columns, mapped, strict=True)
             for x, dim in zip(column, column_dims, strict=True)
         )
-        inner = _vmap(run, tuple(0 if is_mapped else None for is_mapped in mapped), info.randomness)
-        results = _apply(inner, batched)
+        inner = _vmap_run(run, tuple(0 if is_mapped else None for is_mapped in mapped), info.randomness)
+        results = _apply_run(inner, batched)
         return results, (0,) * len(results)

@@ -113,9 +113,23 @@ def run_on_devices(
 
 @contextmanager
 def as_one_device(mesh: Mesh, *, mapped: tuple[str, ...] = (), checked: bool = False) -> Generator[Scope]:
-    """Enter the scope of the one device that the caller is: a process, a virtual device, or any of an abstract mesh."""
+    """Enter the scope of the one device that the caller is: a process, a virtual device, or any of an abstract mesh.
+
+    It is made once for each world or outer scope.
+    """
     outer = inside(mesh)
-    scope = _scope(mesh, outer, mapped, checked)
+    if outer is not None:
+        world, scopes = outer.world, outer.inner
+    else:
+        world = ProcessWorld.of(mesh) if mesh.runtime == "process" else _ABSTRACT
+        scopes = world.scopes
+    device = device_of(mesh)
+    key = mesh, device, mapped, checked
+    scope = scopes.get(key)
+    if scope is None:
+        if len(scopes) >= 512:
+            scopes.clear()
+        scope = scopes[key] = Scope(world, mesh, device, outer, mapped=mapped, checked=checked)
     valueless = Valueless() if mesh.runtime == "abstract" and outer is None else nullcontext()
     with entered(scope), backward_in_caller(), valueless:
         yield scope
@@ -131,23 +145,6 @@ def as_one_device(mesh: Mesh, *, mapped: tuple[str, ...] = (), checked: bool = F
 def backward_in_caller() -> AbstractContextManager[None]:
     """Return a context whose backwards run in the calling thread: see Note [Backwards run in the calling thread]."""
     return torch.autograd.set_multithreading_enabled(False)
-
-
-def _scope(mesh: Mesh, outer: Scope | None, mapped: tuple[str, ...], checked: bool) -> Scope:
-    """Return the scope of the one device that the caller is, made once for each world or outer scope."""
-    if outer is not None:
-        world, scopes = outer.world, outer.inner
-    else:
-        world = ProcessWorld.of(mesh) if mesh.runtime == "process" else _ABSTRACT
-        scopes = world.scopes
-    device = device_of(mesh)
-    key = mesh, device, mapped, checked
-    scope = scopes.get(key)
-    if scope is None:
-        if len(scopes) >= 512:
-            scopes.clear()
-        scope = scopes[key] = Scope(world, mesh, device, outer, mapped=mapped, checked=checked)
-    return scope
 
 
 _ABSTRACT = AbstractWorld()
@@ -184,7 +181,7 @@ def run(
     return run_on_devices(resolve_mesh(mesh), lambda device: main(*args, **kwargs), checked=check, keep=False)
 
 
-_MAKES: frozenset[Any] = frozenset(_device_constructors())
+_CONSTRUCTORS: frozenset[Any] = frozenset(_device_constructors())
 
 
 class Valueless(TorchFunctionMode):
@@ -194,7 +191,7 @@ class Valueless(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
-        if func in _MAKES:
+        if func in _CONSTRUCTORS:
             return func(*args, **named | {"device": "meta"})
         arguments: Any = (args, named)
         leaves, structure = flatten(arguments)
@@ -252,10 +249,10 @@ class Forget(LinearMap):
         return tuple(x.to("meta") for x in xs)
 
     def transposed(self) -> LinearMap:
-        return _Forgotten()
+        return _ForgottenGradient()
 
 
-class _Forgotten(Forget):
+class _ForgottenGradient(Forget):
     def run(self, xs: Tensors) -> Tensors:
         raise LayoutError(
             f"A gradient of shape {tuple(xs[0].shape)} is needed for a tensor with values, but on an abstract mesh it has "

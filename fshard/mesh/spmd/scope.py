@@ -119,9 +119,9 @@ class Scope:
         try:
             group = self._groups.get(axes)
         except TypeError:  # axes is a list
-            axes, group = _names(axes, caller), None
+            axes, group = _axis_names(axes, caller), None
         if group is None:
-            group = self._groups[axes] = self._make(_names(axes, caller), caller)
+            group = self._groups[axes] = self._make_group(_axis_names(axes, caller), caller)
         return group
 
     def called_group(self, axes: Axes, caller: str) -> Group:
@@ -131,7 +131,7 @@ class Scope:
             self.notice(caller, group)
         return group
 
-    def _make(self, names: tuple[str, ...], caller: str) -> Group:
+    def _make_group(self, names: tuple[str, ...], caller: str) -> Group:
         unbound = [name for name in names if name not in self.axes]
         if unbound or not names or len(set(names)) < len(names):
             bound = ", ".join(f'"{name}"' for name in self.axes)
@@ -141,11 +141,11 @@ class Scope:
                 f"{caller} over {named}: {problem}. Name axes of the mesh that shard_map or run was given."
             )
         dims = tuple([self.axes[name] for name in names])
-        return Group(names, dims, *_group_through(self.device, dims), self.device, self.world, self.mesh.ranks)
+        return Group(names, dims, *_group_position(self.device, dims), self.device, self.world, self.mesh.ranks)
 
 
 @lru_cache(maxsize=8192)
-def _group_through(device: int, dims: tuple[tuple[int, int], ...]) -> tuple[int, int, int]:
+def _group_position(device: int, dims: tuple[tuple[int, int], ...]) -> tuple[int, int, int]:
     """Return the first device of the group through a device, the device's index in it, and the group's size."""
     sizes = [size for size, _ in dims]
     coordinates = [device // stride % size for size, stride in dims]
@@ -153,7 +153,7 @@ def _group_through(device: int, dims: tuple[tuple[int, int], ...]) -> tuple[int,
     return base, ravel(coordinates, sizes), prod(sizes)
 
 
-def _names(axes: Axes, caller: str) -> tuple[str, ...]:
+def _axis_names(axes: Axes, caller: str) -> tuple[str, ...]:
     try:
         return as_axes(axes)
     except TypeError as error:
@@ -182,7 +182,7 @@ def parting(group: Group) -> Generator[None]:
     try:
         yield
     except BaseException as error:
-        group.world.current().part(group, error)
+        group.world.current().report_failure(group, error)
         raise
 
 
@@ -241,7 +241,7 @@ class World(Protocol):
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None: ...
 
-    def part(self, group: Group, error: BaseException) -> None:
+    def report_failure(self, group: Group, error: BaseException) -> None:
         """Report to the other devices of a group that this one failed, if they cannot detect it."""
         ...
 

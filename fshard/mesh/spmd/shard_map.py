@@ -105,10 +105,10 @@ class MappedCall:
     ) -> None:
         scope = inside(mesh)
         if scope is not None:
-            _validate_unmapped(plans, mesh, scope)
+            _validate_outer_scope(plans, mesh, scope)
         self.plans, self.mesh, self.site = plans, mesh, call_site()
         self.plan, self.leaves = plans.of_arguments(mesh, args, kwargs)
-        self._tensors = [_tensors(self.leaves[entry.index]) for entry in self.plan.entries]
+        self._tensors = [_counted_tensors(self.leaves[entry.index]) for entry in self.plan.entries]
         self._versions = [[x._version for x in xs] for xs in self._tensors]
         self._is_recorded = transformed() or recorded(tuple([x for xs in self._tensors for x in xs]))
         self._caller: object = scope or self.plan
@@ -135,22 +135,12 @@ class MappedCall:
         return columns
 
     def run(self, device: int, xs: Tensors) -> Tensors:
-        """Call the function as one device; return the tensors of its result."""
+        """Call the function as one device; return the tensors of its result. All else in it must be the same everywhere."""
         if self._audit is not None:
             apply(self._audit, xs)
         if self.is_checked:
             xs = tuple([entry.checked(x, self.site) for x, entry in zip(xs, self.plan.entries, strict=True)])
-        args, kwargs = self.plan.arguments(self.leaves, xs)
-        return self._take(device, self.plans.f(*args, **kwargs))
-
-    def apply(self, xs: Tensors) -> PyTree:
-        """Call the function on a device's shards."""
-        args, kwargs = self.plan.arguments(self.leaves, xs)
-        return self.plans.f(*args, **kwargs)
-
-    def _take(self, device: int, result: PyTree) -> Tensors:
-        """Take one device's result apart: tensors travel as shards, all else must be the same everywhere."""
-        plan, leaves = self.plans.of_results(self.mesh, result)
+        plan, leaves = self.plans.of_results(self.mesh, self.apply(xs))
         tensors = tuple([leaves[entry.index] for entry in plan.entries])
         if self.mesh.runtime == "abstract":
             tensors = tuple(map(without_values, tensors))
@@ -160,12 +150,17 @@ class MappedCall:
             leaves[entry.index] = Tensor
         self._results[device] = plan, leaves
         first, (first_plan, values) = next(iter(self._results.items()))
-        if plan.structure != first_plan.structure or not all(map(_is_equal, values, leaves)):
+        if plan.structure != first_plan.structure or not all(map(_are_equal, values, leaves)):
             raise MismatchError(
                 f"shard_map of {self.plans.name}: devices {first} and {device} return different trees or values: "
                 f"{values} in {first_plan.structure}, and {leaves} in {plan.structure}. What is no tensor must be the same."
             )
         return tensors
+
+    def apply(self, xs: Tensors) -> PyTree:
+        """Call the function on a device's shards."""
+        args, kwargs = self.plan.arguments(self.leaves, xs)
+        return self.plans.f(*args, **kwargs)
 
     def assemble(self, columns: list[Tensors]) -> PyTree:
         """Put the devices' results together."""
@@ -200,7 +195,7 @@ class MappedCall:
                 )
 
 
-def _validate_unmapped(plans: CallPlans, mesh: Mesh, outer: Scope) -> None:
+def _validate_outer_scope(plans: CallPlans, mesh: Mesh, outer: Scope) -> None:
     """Raise if the devices of an outer shard_map or loss function cannot run a mapped function."""
     if outer.own and outer.notice is not None:
         raise MeshError(
@@ -219,14 +214,14 @@ def _validate_unmapped(plans: CallPlans, mesh: Mesh, outer: Scope) -> None:
         )
 
 
-def _tensors(value: Tensor | Sharded) -> list[Tensor]:
+def _counted_tensors(value: Tensor | Sharded) -> list[Tensor]:
     """Return the tensors that f must not change, as far as torch counts changes."""
     if isinstance(value, Sharded):
         value.check()
     return [x for x in (value.shards if isinstance(value, Sharded) else (value,)) if not x.is_inference()]
 
 
-def _is_equal(x: Any, y: Any) -> bool:
+def _are_equal(x: Any, y: Any) -> bool:
     """Return True if two devices return equal values; NaN equals NaN."""
     if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
         return type(x) is type(y) and (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())

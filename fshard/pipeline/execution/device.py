@@ -136,14 +136,14 @@ class StageDevice:
             skips = {message.wire.name or "": tree for (message, _), (tree, _) in named}
             with nullcontext() if saved is None else saved.recording():
                 y = self.work.call(stage, microbatch, inputs[0][0], skips)  # (5)
-            outputs = [as_output(tree) for tree in self._outputs(routed, stage, microbatch, y)]
+            outputs = [as_output(tree) for tree in self._stage_outputs(routed, stage, microbatch, y)]
         for (message, to), (value, _) in zip(routed.outputs, outputs, strict=False):  # no device receives the loss
             self._send(message, to, value)
         if self.backward:  # (6)
             ends = [edge for _, edges in outputs for edge in edges]
             self.records[stage, microbatch] = ForwardRecord(ends, [edges for _, edges in inputs], saved)
 
-    def _outputs(self, routed: RoutedAction, stage: int, microbatch: int, y: PyTree) -> list[PyTree]:
+    def _stage_outputs(self, routed: RoutedAction, stage: int, microbatch: int, y: PyTree) -> list[PyTree]:
         """Return the outputs of a stage, in the order of sending; of the last stage, the loss."""
         names = self.route.skips[stage]
         skips: dict[str, PyTree] = {}

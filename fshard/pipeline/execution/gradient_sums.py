@@ -43,13 +43,20 @@ class RunningSum:
 
     def add(self, microbatch: int, gs: Gradients, dtypes: Sequence[torch.dtype] | None = None) -> None:
         """Add the gradients of a microbatch, to sums of these dtypes; by default their own."""
-        totals, dtypes_of_sums = self._sums or [None] * len(gs), dtypes or [None] * len(gs)
-        self._sums = [_added(total, g, dtype) for total, g, dtype in zip(totals, gs, dtypes_of_sums, strict=True)]
+        sums = self._sums = self._sums or [None] * len(gs)
+        for index, (g, dtype) in enumerate(zip(gs, dtypes or [None] * len(gs), strict=True)):
+            if g is not None:
+                total = sums[index]  # the first gradient is copied, since its memory may be another's too
+                sums[index] = g.to(dtype or g.dtype, copy=True) if total is None else total.add_(g)
 
     def result(self) -> list[Tensor | None]:
         """Return the sum; None where nothing was added."""
         accumulated = [g if g._version else None for g in self._accumulators]
-        return [*map(_add, self._sums, accumulated)] if self._sums and accumulated else self._sums or accumulated
+        if self._sums and accumulated:
+            return [*map(add_gradients, self._sums, accumulated)]
+        return self._sums or accumulated
+
+    sums = result  # nothing is divided
 
 
 class OrderedSum:
@@ -71,8 +78,12 @@ class OrderedSum:
         """Add the gradients of a microbatch, and all sums in the tree that are complete then."""
         dtypes = self._dtypes or [None] * len(gs)
         self._dtypes = [dtype if g is None else g.dtype for dtype, g in zip(dtypes, gs, strict=True)]
-        sums, index, count = [self._weighted(g, self._weights[microbatch]) for g in gs], microbatch, len(self._weights)
-        height = 0
+        sums, weight = list[Tensor | None](), self._weights[microbatch]
+        for g in gs:
+            if g is not None and not g.is_complex():
+                g = g.to(torch.promote_types(g.dtype, torch.float32))
+            sums.append(g if g is None or weight == 1.0 else g * weight)
+        height, index, count = 0, microbatch, len(self._weights)
         while count > 1:
             sibling = index ^ 1
             if sibling < count:
@@ -80,7 +91,7 @@ class OrderedSum:
                     break
                 neighbours = self._nodes.pop((height, sibling))
                 pair = (neighbours, sums) if sibling < index else (sums, neighbours)
-                sums = [_add(a, b, zero=0.0) for a, b in zip(*pair, strict=True)]
+                sums = [add_gradients(a, b, missing=0.0) for a, b in zip(*pair, strict=True)]
             height, index, count = height + 1, index // 2, -(-count // 2)
         self._nodes[height, index] = sums
 
@@ -96,26 +107,12 @@ class OrderedSum:
             for g, dtype in zip(self.sums(), self._dtypes, strict=True)
         ]
 
-    @staticmethod
-    def _weighted(g: Tensor | None, weight: float) -> Tensor | None:
-        if g is None:
-            return None
-        g = g if g.is_complex() else g.to(torch.promote_types(g.dtype, torch.float32))
-        return g if weight == 1.0 else g * weight
 
-
-def _added(total: Tensor | None, g: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Add a gradient to a sum, in place; the first one is copied, since its memory may be another's too."""
-    if g is None:
-        return total
-    return g.to(dtype or g.dtype, copy=True) if total is None else total.add_(g)
-
-
-def _add(a: Tensor | None, b: Tensor | None, zero: float | None = None) -> Tensor | None:
-    """Add two gradients. With `zero`, a missing one counts as such: it turns -0.0 into 0.0."""
+def add_gradients(a: Tensor | None, b: Tensor | None, missing: float | None = None) -> Tensor | None:
+    """Add two gradients. With `missing=0.0`, one that is None counts as zeros, which turn -0.0 into 0.0."""
     if a is None or b is None:
-        only = b if a is None else a
-        return only if only is None or zero is None else only + zero
+        summand = b if a is None else a
+        return summand if summand is None or missing is None else summand + missing
     return a + b
 
 

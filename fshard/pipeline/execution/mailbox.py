@@ -88,7 +88,7 @@ class Mailbox:
         self._started: dict[int, tuple[MessageForm, list[Pending]]] = {}
         self._arrived: dict[Message, Content] = {}
         for source in self._expected:
-            self._start(source)
+            self._start_next(source)
 
     def send(self, message: Message, to: int, content: Content) -> None:
         """Send a message to a device, without waiting for it."""
@@ -96,7 +96,7 @@ class Mailbox:
         header = tuple([_TensorLike(x.shape, x.dtype, x.is_cpu) if isinstance(x, Tensor) else x for x in leaves])
         form = self._form(message, to)
         if form is None:
-            form = self._learn(message, to, header, tuple(description))
+            form = self._add_form(message, to, header, tuple(description))
             data = torch.frombuffer(bytearray(pickle.dumps(form[:2])), dtype=torch.uint8)
             self._send((torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.int64),), to)
             self._send((data,), to)
@@ -112,42 +112,42 @@ class Mailbox:
     def receive(self, message: Message, source: int) -> Content:
         """Wait for a message from a device, and return it; those before it are kept."""
         while message not in self._arrived:
-            first = self._expected[source].popleft()
-            form, buffers = self._started.pop(source, None) or self._start_unknown(first, source)
+            arriving = self._expected[source].popleft()
+            form, buffers = self._started.pop(source, None) or self._receive_header(arriving, source)
             leaves = list(form.leaves)
             for (indices, _), pending in zip(form.buffers, buffers, strict=True):
                 for index, x in zip(indices, pending.wait(), strict=True):
                     is_aligned = x.data_ptr() % _ALIGNED == 0  # kernels round differently at other alignments
                     leaves[index] = x if is_aligned else x.clone()
-            self._arrived[first] = leaves, *form.description
-            self._start(source)
+            self._arrived[arriving] = leaves, *form.description
+            self._start_next(source)
         return self._arrived.pop(message)
 
-    def _start(self, source: int) -> None:
+    def _start_next(self, source: int) -> None:
         """Start receiving the next message, if its form is known, so that it arrives during computation."""
         if self._expected[source] and (form := self._form(self._expected[source][0], self._group.index)) is not None:
             self._started[source] = form, self._start_buffers(form, source)
 
-    def _start_unknown(self, message: Message, source: int) -> tuple[MessageForm, list[Pending]]:
+    def _receive_header(self, message: Message, source: int) -> tuple[MessageForm, list[Pending]]:
         """Receive the header of a message, and start receiving its tensors."""
         (length,) = self._receive((torch.empty(1, dtype=torch.int64, device="cpu"),), source).wait()
         (data,) = self._receive((torch.empty(int(length), dtype=torch.uint8, device="cpu"),), source).wait()
-        form = self._learn(message, self._group.index, *pickle.loads(data.numpy().tobytes()))
+        form = self._add_form(message, self._group.index, *pickle.loads(data.numpy().tobytes()))
         return form, self._start_buffers(form, source)
 
     # -- forms --------------------------------------------------------------------------------------------------
 
-    def _key(self, message: Message, to: int) -> Hashable:
+    def _form_key(self, message: Message, to: int) -> Hashable:
         shapes = self._keys[message.microbatch] if message.microbatch >= 0 else tuple(self._keys)
         return to, message.kind, message.wire, shapes
 
     def _form(self, message: Message, to: int) -> MessageForm | None:
-        return None if self._forms is None else self._forms.get(self._key(message, to))
+        return None if self._forms is None else self._forms.get(self._form_key(message, to))
 
-    def _learn(self, message: Message, to: int, leaves: tuple[Any, ...], description: Content) -> MessageForm:
+    def _add_form(self, message: Message, to: int, leaves: tuple[Any, ...], description: Content) -> MessageForm:
         form = MessageForm.of(leaves, description, self._device)
         if self._forms is not None:
-            self._forms[self._key(message, to)] = form
+            self._forms[self._form_key(message, to)] = form
         return form
 
     # -- tensors of one dtype -----------------------------------------------------------------------------------

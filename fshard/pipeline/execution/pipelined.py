@@ -121,8 +121,8 @@ def pipelined(
         except BaseException:
             forms.clear()  # some devices may have cached message forms that others have not
             raise
-        gradients = [_first(trees) for trees in zip(*[result.gradients for result in results], strict=True)]
-        return PipelinedResult(results[0].loss, gradients, _first([result.metrics for result in results]))
+        gradients = [_first_present(trees) for trees in zip(*[result.gradients for result in results], strict=True)]
+        return PipelinedResult(results[0].loss, gradients, _first_present([result.metrics for result in results]))
 
     return step
 
@@ -149,7 +149,7 @@ def _validate(
         raise ValueError(f"pipelined by {schedule.name}: {'; '.join(texts)}.")
 
 
-def _first(trees: Sequence[PyTree]) -> PyTree:
+def _first_present(trees: Sequence[PyTree]) -> PyTree:
     """Return the value of the device that has it."""
     return next((tree for tree in trees if tree is not None), None)
 

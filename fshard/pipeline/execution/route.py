@@ -68,13 +68,13 @@ class Route:
         wires = [Wire(*pair) for pair in pairwise(range(schedule.stages))]
         wires += [Wire(*ends, name) for name, ends in skips.items()]
         wires.sort(key=lambda wire: -wire.to)  # gradients are accumulated in this order, as in one backward
-        self._from = [[wire for wire in wires if wire.source == stage] for stage in range(schedule.stages)]
-        self._to = [[wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)]
-        self.skips = [{wire.name for wire in wires if wire.name is not None} for wires in self._from]
+        self._outgoing = [[wire for wire in wires if wire.source == stage] for stage in range(schedule.stages)]
+        self._incoming = [[wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)]
+        self.skips = [{wire.name for wire in wires if wire.name is not None} for wires in self._outgoing]
         kinds = (COMPUTE if backward else frozenset({Kind.F})) | UNITS
         rows = schedule.without(frozenset(Kind) - kinds).rows
         self.split = {(action.stage, action.microbatch) for row in rows for action in row if action.kind is Kind.I}
-        self.actions = [[self._routed(action) for action in row] for row in rows]
+        self.actions = [[self._route_action(action) for action in row] for row in rows]
         devices = range(schedule.devices)
         self.receives = [{source: list[Message]() for source in devices if source != device} for device in devices]
         self.pairs = set[tuple[int, int]]()
@@ -84,8 +84,8 @@ class Route:
                     self.pairs.add((source, to))
                     self.receives[to][source].append(message)
 
-    def _routed(self, action: Action) -> RoutedAction:
-        kind, inputs, outputs = Kind.F, self._to[action.stage], self._from[action.stage]
+    def _route_action(self, action: Action) -> RoutedAction:
+        kind, inputs, outputs = Kind.F, self._incoming[action.stage], self._outgoing[action.stage]
         if action.kind in (Kind.B, Kind.I):
             kind, inputs, outputs = Kind.B, outputs, inputs
         elif action.kind is not Kind.F:

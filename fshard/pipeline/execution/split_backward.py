@@ -86,7 +86,7 @@ def split_backward(
     ends = [edge for edge, g in zip(outputs, gradients, strict=True) if g is not None]
     early, late = divide(ends, inputs, weights, saved)
     deferred: list[tuple[Node, Sequence[Tensor | None]]] = []  # products, and their output gradients
-    hooks = [hook for node in late for hook in _defer(node, deferred, saved)]
+    hooks = [hook for node in late for hook in _hook_product(node, deferred, saved)]
     targets = [GradientEdge(*slot) for slot in early]
     try:
         gxs, gws = run_backward(outputs, gradients, inputs, targets, accumulate=accumulate, retain=True)
@@ -100,14 +100,14 @@ def split_backward(
         saved.free_read()
         while deferred:
             node, gs = deferred.pop(0)
-            weight_gs |= _weights_below(node, gs, late[node], accumulate)
+            weight_gs |= _run_weight_backward(node, gs, late[node], accumulate)
             saved.free_read()
         return None if accumulate else [weight_gs.get((edge.node, edge.output_nr)) for edge in weights]
 
     return gxs, weight_backward
 
 
-def _defer(
+def _hook_product(
     node: Node, deferred: list[tuple[Node, Sequence[Tensor | None]]], saved: SavedActivations
 ) -> tuple[Any, Any]:
     """Keep the output gradient of a product, and its saved tensors, when I runs it."""
@@ -122,7 +122,7 @@ def _defer(
     return node.register_prehook(before), node.register_hook(after)
 
 
-def _weights_below(
+def _run_weight_backward(
     node: Node, gs: Sequence[Tensor | None], slots: list[Slot], accumulate: bool
 ) -> dict[Slot, Tensor | None]:
     """Run a backward from one product to the weights below it alone: then it computes nothing for its input."""
@@ -148,7 +148,7 @@ def divide(
     all nodes between it and a product get their gradient from one node alone. Others are early: sums are accumulated in
     the order of one backward.
     """
-    children = _walk([edge.node for edge in (*ends, *inputs, *weights)])
+    children = _children_first([edge.node for edge in (*ends, *inputs, *weights)])
     tops, sources, leaves = ({edge.node for edge in edges} for edges in (ends, inputs, weights))
     parents: dict[Node, list[Node]] = defaultdict(list)
     for node in _leading_to(children, sources | leaves):
@@ -176,7 +176,7 @@ def divide(
     return [(edge.node, edge.output_nr) for edge in weights if edge.node in early_leaves], late
 
 
-def _walk(ends: Iterable[Node]) -> dict[Node, list[Node]]:
+def _children_first(ends: Iterable[Node]) -> dict[Node, list[Node]]:
     """Return the children of each node, children before parents."""
     children: dict[Node, list[Node]] = {}
     done: dict[Node, list[Node]] = {}

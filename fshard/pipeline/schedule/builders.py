@@ -222,12 +222,12 @@ def dualpipe_v(name: str, placement: Placement, microbatches: int) -> Schedule:
             *["W", "I0"] * after,
             *["W"] * (device + 1),
         ]
-        rows.append(_write_out(plan, (device, 2 * devices - 1 - device)))
+        rows.append(_actions_of_plan(plan, (device, 2 * devices - 1 - device)))
     rows = [[a for a in row if a.stage < len(placement) and (a.microbatch or 0) < microbatches] for row in rows]
     return Schedule(name, placement, microbatches, tuple(map(tuple, rows)))
 
 
-def _write_out(plan: Iterable[str], stages: tuple[int, int]) -> list[Action]:
+def _actions_of_plan(plan: Iterable[str], stages: tuple[int, int]) -> list[Action]:
     """Write out a plan, each word of which is the next microbatch of a device's first or second stage."""
     row: list[Action] = []
     weights = deque[Action]()

@@ -69,13 +69,19 @@ def with_units(schedule: Schedule, live: int = 2) -> Schedule:
     """
     if live < 1:
         raise ValueError(f"live must be at least 1, since a stage computes with unsharded weights; got {live}.")
-    return schedule.with_rows(_with_units(row, live) for row in schedule.without(UNITS).rows)
+    return schedule.with_rows(_row_with_units(row, live) for row in schedule.without(UNITS).rows)
 
 
-def _with_units(row: Sequence[Action], limit: int) -> Iterator[Action]:
+def _row_with_units(row: Sequence[Action], limit: int) -> Iterator[Action]:
     last = {action.stage: number for number, action in enumerate(row) if action.kind in {Kind.B, Kind.W}}
+    following = list[int]()
+    stages_ahead = list[list[int]]()  # of each action, the last one first: the first stages that compute from it on
+    for action in reversed(row):
+        if action.kind in COMPUTE:
+            following = [action.stage, *(stage for stage in following if stage != action.stage)]
+        stages_ahead.append(following[:limit])
     unsharded: list[int] = []
-    for number, (action, wanted) in enumerate(zip(row, _stages_ahead(row, limit), strict=True)):
+    for number, (action, wanted) in enumerate(zip(row, reversed(stages_ahead), strict=True)):
         yield from (Action(Kind.RESHARD, stage) for stage in unsharded if stage not in wanted)
         yield from (Action(Kind.UNSHARD, stage) for stage in wanted if stage not in unsharded)
         yield action
@@ -83,14 +89,3 @@ def _with_units(row: Sequence[Action], limit: int) -> Iterator[Action]:
         if last.get(action.stage) == number:
             yield Action(Kind.REDUCE, action.stage)
     yield from (Action(Kind.RESHARD, stage) for stage in unsharded)
-
-
-def _stages_ahead(row: Sequence[Action], limit: int) -> list[list[int]]:
-    """Return, for each action, the first stages that compute from it on, in order."""
-    wanted: list[list[int]] = []
-    following: list[int] = []
-    for action in reversed(row):
-        if action.kind in COMPUTE:
-            following = [action.stage, *(stage for stage in following if stage != action.stage)]
-        wanted.append(following[:limit])
-    return wanted[::-1]

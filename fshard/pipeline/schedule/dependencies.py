@@ -59,8 +59,8 @@ class Dependencies:
         waits: dict[int, Wait] = {}
         ready = [*range(len(position))]
         while ready:
-            here = ready.pop()
-            while (number := position[here]) < self.begin[here + 1]:
+            current = ready.pop()
+            while (number := position[current]) < self.begin[current + 1]:
                 mate = partner.get(number)
                 if mate is not None and position[device[mate]] != mate:
                     missing = mate
@@ -68,8 +68,8 @@ class Dependencies:
                     needs = self.needs[number] if mate is None else self.needs[number] + self.needs[mate]
                     missing = next((need for need in needs if not ended[need]), None)
                 if missing is not None:
-                    waits[here] = Wait(number, missing)
-                    waiting[missing].append(here)
+                    waits[current] = Wait(number, missing)
+                    waiting[missing].append(current)
                     break
                 for done in (number,) if mate is None else (number, mate):
                     order.append(done)
@@ -77,7 +77,7 @@ class Dependencies:
                     position[device[done]] += 1
                     ready += waiting.pop(done, ())
             else:
-                waits.pop(here, None)
+                waits.pop(current, None)
         return order, waits
 
     def peak_activations(self, size: Sequence[Number]) -> list[Number]:
@@ -102,7 +102,10 @@ def find_dependencies(schedule: ScheduleRows) -> Dependencies:
     """Find all dependencies. Actions on a wrong device wait for nothing, and nothing waits for missing ones."""
     actions = [action for row in schedule.rows for action in row]
     device = [index for index, row in enumerate(schedule.rows) for _ in row]
-    parts = [_parts(action) for action in actions]
+    parts = [
+        (action._replace(kind=Kind.I), action._replace(kind=Kind.W)) if action.kind is Kind.B else (action,)
+        for action in actions
+    ]
     number_of: dict[Action, int] = {}
     for number, (action, halves) in enumerate(zip(actions, parts, strict=True)):
         for half in halves if schedule.placement[action.stage] == device[number] else ():
@@ -126,11 +129,6 @@ def find_dependencies(schedule: ScheduleRows) -> Dependencies:
     return Dependencies(schedule, actions, parts, device, [0, *accumulate(map(len, schedule.rows))], needs, partner)
 
 
-def _parts(action: Action) -> tuple[Action, ...]:
-    kind, stage, m = action
-    return (Action(Kind.I, stage, m), Action(Kind.W, stage, m)) if kind is Kind.B else (action,)
-
-
 def inputs_of(schedule: ScheduleRows, action: Action, *, has_messages: bool = False) -> Iterator[Action]:
     """Yield what an action needs, also before the first stage and after the last."""
     kind, stage, m = action
@@ -146,4 +144,4 @@ def inputs_of(schedule: ScheduleRows, action: Action, *, has_messages: bool = Fa
     elif kind is Kind.W or kind is Kind.SEND_B:
         yield Action(Kind.I, stage, m)
     elif kind is Kind.REDUCE:
-        yield from (Action(Kind.W, stage, each) for each in range(schedule.microbatches))
+        yield from (Action(Kind.W, stage, microbatch) for microbatch in range(schedule.microbatches))

@@ -38,13 +38,14 @@ class ScheduleRows:
             yield "placement must have at least one stage"
         if errors := [f"stage {n} on device {d}" for n, d in enumerate(self.placement) if not 0 <= d < self.devices]:
             yield f"placement must be on the {self.devices} devices that have rows; got {', '.join(errors)}"
-        if errors := [each for row in self.rows for each in row if not isinstance(each, Action)]:
+        if errors := [action for row in self.rows for action in row if not isinstance(action, Action)]:
             yield f"rows must consist of Actions; got {', '.join(map(repr, errors))}"
             return
         actions = {action for row in self.rows for action in row}
-        if errors := sorted(str(each) for each in actions if not 0 <= each.stage < self.stages):
+        if errors := sorted(str(action) for action in actions if not 0 <= action.stage < self.stages):
             yield f"actions must be of stages below {self.stages}; got {', '.join(errors)}"
-        if errors := sorted(str(each) for each in actions if (each.microbatch is None) != (each.kind in UNITS)):
+        misnumbered = [action for action in actions if (action.microbatch is None) != (action.kind in UNITS)]
+        if errors := sorted(map(str, misnumbered)):
             yield f"actions must have one microbatch, and {', '.join(sorted(UNITS))} none; got {', '.join(errors)}"
 
     @property
@@ -95,7 +96,7 @@ class ScheduleRows:
         lines = _OVERLAPPED.sub(lambda cell: cell[1].replace(";", ","), text).splitlines()
         rows = [tuple([Action.parse(cell.strip()) for cell in line.split(",") if cell.strip()]) for line in lines]
         if microbatches is None:
-            microbatches = 1 + max((each.microbatch or 0 for row in rows for each in row), default=0)
+            microbatches = 1 + max((action.microbatch or 0 for row in rows for action in row), default=0)
         devices = _find_placement(name, rows) if placement is None else placement
         return cls(name, tuple(devices), microbatches, tuple(rows))
 

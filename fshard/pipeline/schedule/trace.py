@@ -103,7 +103,7 @@ def timeline() -> Generator[Timeline]:
     try:
         yield opened
     finally:
-        _open[:] = [each for each in _open if each is not opened]
+        _open[:] = [timeline for timeline in _open if timeline is not opened]
 
 
 _open: list[Timeline] = []

@@ -17,7 +17,7 @@ from fshard.pipeline.schedule.actions import COMPUTE, MESSAGES, SENDS, Action, K
 from fshard.pipeline.schedule.dependencies import Dependencies, Wait, find_dependencies
 from fshard.pipeline.schedule.rows import ScheduleRows
 
-_MOST = 20  # of all errors, and of all actions of one error, this many are named
+_MAX_NAMED = 20  # of all errors, and of all actions of one error, this many are named
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,33 +73,33 @@ def verified_order(schedule: ScheduleRows) -> tuple[Dependencies, list[int]]:
     """Return the dependencies of a valid schedule, and one order in which all its actions can run."""
     graph = find_dependencies(schedule)
     order, waits = graph.execute()
-    errors = [*_wrong_counts(graph), *_sharded_uses(graph), *_cycles(graph, waits)]
+    errors = [*_count_errors(graph), *_sharding_errors(graph), *_deadlocks(graph, waits)]
     if errors:
-        more = [f"and {len(errors) - _MOST} more errors"] if len(errors) > _MOST else []
-        raise ScheduleError("\n- ".join([f'"{schedule.name}" cannot run:', *errors[:_MOST], *more]))
+        more = [f"and {len(errors) - _MAX_NAMED} more errors"] if len(errors) > _MAX_NAMED else []
+        raise ScheduleError("\n- ".join([f'"{schedule.name}" cannot run:', *errors[:_MAX_NAMED], *more]))
     return graph, order
 
 
-def _wrong_counts(graph: Dependencies) -> Iterator[str]:
+def _count_errors(graph: Dependencies) -> Iterator[str]:
     """Yield useless, repeated and missing actions."""
     schedule, expected = graph.schedule, _expected_actions(graph)
-    first: dict[Action, int] = {}
+    number_of: dict[Action, int] = {}
     for number, action in enumerate(graph.actions):
-        home = schedule.placement[action.stage]
-        if action.kind in {Kind.UNSHARD, Kind.RESHARD} and home == graph.device[number]:
+        device = schedule.placement[action.stage]
+        if action.kind in {Kind.UNSHARD, Kind.RESHARD} and device == graph.device[number]:
             continue
-        if home != graph.device[number] or not expected.issuperset(graph.parts[number]):
+        if device != graph.device[number] or not expected.issuperset(graph.parts[number]):
             reason = "nothing is to be sent, received or reduced"
-            if home != graph.device[number]:
-                reason = f"stage {action.stage} is on device {home}"
+            if device != graph.device[number]:
+                reason = f"stage {action.stage} is on device {device}"
             elif (action.microbatch or 0) >= schedule.microbatches:
                 reason = f"microbatches are below {schedule.microbatches}"
-            yield f"{_where(graph, number)} must not be there: {reason}"
+            yield f"{_located(graph, number)} must not be there: {reason}"
             continue
-        if repeated := [first[action_part] for action_part in graph.parts[number] if action_part in first]:
-            yield f"{_where(graph, number)} repeats {_where(graph, repeated[0])}"
-        first |= dict.fromkeys(graph.parts[number], number)
-    missing = expected - first.keys()
+        if repeated := [number_of[half] for half in graph.parts[number] if half in number_of]:
+            yield f"{_located(graph, number)} repeats {_located(graph, repeated[0])}"
+        number_of |= dict.fromkeys(graph.parts[number], number)
+    missing = expected - number_of.keys()
     for inputs in [action for action in missing if action.kind is Kind.I]:
         if (weights := inputs._replace(kind=Kind.W)) in missing:
             missing -= {inputs, weights}
@@ -107,8 +107,8 @@ def _wrong_counts(graph: Dependencies) -> Iterator[str]:
     for device in range(schedule.devices):
         actions = sorted(action for action in missing if schedule.placement[action.stage] == device)
         if actions:
-            more = [f"and {len(actions) - _MOST} more"] if len(actions) > _MOST else []
-            yield f"missing on device {device}: {', '.join([*map(str, actions[:_MOST]), *more])}"
+            more = [f"and {len(actions) - _MAX_NAMED} more"] if len(actions) > _MAX_NAMED else []
+            yield f"missing on device {device}: {', '.join([*map(str, actions[:_MAX_NAMED]), *more])}"
 
 
 def _expected_actions(graph: Dependencies) -> set[Action]:
@@ -134,7 +134,7 @@ def _expected_actions(graph: Dependencies) -> set[Action]:
     return expected
 
 
-def _sharded_uses(graph: Dependencies) -> Iterator[str]:
+def _sharding_errors(graph: Dependencies) -> Iterator[str]:
     """Yield weights that are used while they are sharded, unsharded twice, or never resharded."""
     if not any(action.kind in {Kind.UNSHARD, Kind.RESHARD} for action in graph.actions):
         return
@@ -143,13 +143,14 @@ def _sharded_uses(graph: Dependencies) -> Iterator[str]:
         for number in graph.row(device):
             kind, stage, _ = graph.actions[number]
             if kind in COMPUTE | {Kind.RESHARD, Kind.UNSHARD} and (kind is Kind.UNSHARD) == (stage in unsharded):
-                yield f"stage {stage} is {'unsharded already' if stage in unsharded else 'sharded'} at {_where(graph, number)}"
+                state = "unsharded already" if stage in unsharded else "sharded"
+                yield f"stage {stage} is {state} at {_located(graph, number)}"
             unsharded |= {stage} if kind is Kind.UNSHARD else set()
             unsharded -= {stage} if kind is Kind.RESHARD else set()
         yield from (f"stage {stage} is not resharded at the end of device {device}" for stage in sorted(unsharded))
 
 
-def _cycles(graph: Dependencies, waits: dict[int, Wait]) -> Iterator[str]:
+def _deadlocks(graph: Dependencies, waits: dict[int, Wait]) -> Iterator[str]:
     """Yield the cycles of waiting devices; all other waiting devices wait for one of them.
 
     A cycle of one is an action before its input in the same row. Messages in different orders at their ends are a cycle too.
@@ -169,20 +170,20 @@ def _cycles(graph: Dependencies, waits: dict[int, Wait]) -> Iterator[str]:
 def _draw_cycle(graph: Dependencies, waits: list[Wait]) -> str:
     devices = [graph.device[wait.action] for wait in waits]
     rows = [
-        _draw(graph, device, wait.action, before.on)
+        _draw_neighbours(graph, device, wait.action, before.on)
         for device, wait, before in zip(devices, waits, [waits[-1], *waits], strict=False)
     ]
-    why = [
-        f"{graph.actions[wait.action]} (index {wait.action - graph.begin[device]}) waits for {_where(graph, wait.on)}"
+    reasons = [
+        f"{graph.actions[wait.action]} (index {wait.action - graph.begin[device]}) waits for {_located(graph, wait.on)}"
         for device, wait in zip(devices, waits, strict=True)
     ]
     width = max(map(len, rows))
-    drawn = "".join(f"\n    {row:{width}}   {text}" for row, text in zip(rows, why, strict=True))
+    drawn = "".join(f"\n    {row:{width}}   {text}" for row, text in zip(rows, reasons, strict=True))
     cycle = f"devices {' -> '.join(map(str, [*devices, devices[0]]))} wait for each other"
     return f"{f'device {devices[0]} waits for itself' if len(devices) == 1 else cycle}:{drawn}"
 
 
-def _draw(graph: Dependencies, device: int, *marked: int) -> str:
+def _draw_neighbours(graph: Dependencies, device: int, *marked: int) -> str:
     """Draw the actions that are marked, in brackets, and their neighbours."""
     row = graph.row(device)
     shown = sorted({number for mark in marked for number in (mark - 1, mark, mark + 1) if number in row})
@@ -193,6 +194,6 @@ def _draw(graph: Dependencies, device: int, *marked: int) -> str:
     return " ".join([f"device {device}:", *words, *(["…"] if shown[-1] < row[-1] else [])])
 
 
-def _where(graph: Dependencies, number: int) -> str:
+def _located(graph: Dependencies, number: int) -> str:
     device = graph.device[number]
     return f"{graph.actions[number]} (device {device}, index {number - graph.begin[device]})"

@@ -49,18 +49,18 @@ def stage_sizes(layers: Sequence[nn.Module], n: int, balance: Balance, sample: P
         raise ValueError(f"n must be from 1 to the number of layers, {len(layers)}; got {n}.")
     check_balance(balance, n, sample)
     if isinstance(balance, str):
-        return partition(_costs(layers, balance, sample), n)
+        return partition(_layer_costs(layers, balance, sample), n)
     if sum(balance) != len(layers):
         raise ValueError(f"balance must add up to {len(layers)} layers; got {[*balance]}.")
     return balance
 
 
-def _costs(layers: Sequence[nn.Module], balance: str, sample: PyTree) -> list[float]:
+def _layer_costs(layers: Sequence[nn.Module], balance: str, sample: PyTree) -> list[float]:
     """Return the cost of each layer."""
     if balance == "uniform":
         return [1.0] * len(layers)
     if balance == "parameters":
-        return _parameters(layers)
+        return _parameter_counts(layers)
     if balance.startswith("type:"):
         pattern = re.compile(balance.removeprefix("type:"), re.IGNORECASE)
         counts = [float(pattern.search(type(layer).__name__) is not None) for layer in layers]
@@ -68,21 +68,21 @@ def _costs(layers: Sequence[nn.Module], balance: str, sample: PyTree) -> list[fl
             names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
             raise ValueError(f"balance must match the class of a layer, {names}; got {balance!r}.")
         return counts
-    if bare := [name for layer in layers for name, x in layer.named_parameters() if x.is_meta]:
+    if meta := [name for layer in layers for name, x in layer.named_parameters() if x.is_meta]:
         raise ValueError(
-            f'balance="{balance}" must have parameters with memory; got meta tensors: {", ".join(bare[:3])} ({len(bare)} in '
+            f'balance="{balance}" must have parameters with memory; got meta tensors: {", ".join(meta[:3])} ({len(meta)} in '
             'all). Count instead: balance="parameters".'
         )
     states = [map_tensors(torch.clone, layer.state_dict()) for layer in layers]
     try:
         with torch.enable_grad(), torch.random.fork_rng():
-            return _seconds(layers, sample) if balance == "time" else _bytes(layers, sample)
+            return _measured_seconds(layers, sample) if balance == "time" else _saved_bytes(layers, sample)
     finally:
         for layer, state in zip(layers, states, strict=True):
             layer.load_state_dict(state)  # restore: BatchNorm counts its inputs
 
 
-def _parameters(layers: Sequence[nn.Module]) -> list[float]:
+def _parameter_counts(layers: Sequence[nn.Module]) -> list[float]:
     counted: set[int] = set()
     costs: list[float] = []
     for layer in layers:
@@ -92,7 +92,7 @@ def _parameters(layers: Sequence[nn.Module]) -> list[float]:
     return costs
 
 
-def _seconds(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
+def _measured_seconds(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
     """Return the seconds of a forward and a backward of each layer, given the result of the one before."""
     value, costs = first_value(sample), list[float]()
     for layer in layers:
@@ -111,7 +111,7 @@ def _seconds(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
     return costs
 
 
-def _bytes(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
+def _saved_bytes(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
     """Return the bytes that a forward of each layer saves for its backward, without parameters."""
     value, costs = first_value(sample), list[float]()
     saved: dict[int, Tensor] = {}
@@ -141,11 +141,11 @@ def partition(costs: Sequence[float], parts: int) -> list[int]:
     [3, 2, 2]
     """
     sums = [0, *accumulate(costs)]
-    largest, _ = _best(sums, parts, inf, max)
-    return _best(sums, parts, largest, lambda squares, cost: squares + cost * cost)[1]
+    largest, _ = _best_partition(sums, parts, inf, max)
+    return _best_partition(sums, parts, largest, lambda squares, cost: squares + cost * cost)[1]
 
 
-def _best(
+def _best_partition(
     sums: Sequence[float], parts: int, bound: float, add: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """Return the least score of parts within a bound, and their sizes; earlier parts take more costs, if that is equal.

@@ -25,7 +25,7 @@ from fshard.pipeline.split.valueless import (
     Described,
     MissingValueError,
     ValuelessMode,
-    as_meta,
+    described_as_meta,
     has_values,
     is_valueless,
 )
@@ -115,7 +115,7 @@ class StageRun:
         token = _active.set(self)
         try:
             with self._mode or nullcontext():
-                return self._checked(call(*inputs.args, **inputs.kwargs))
+                return self._finish(call(*inputs.args, **inputs.kwargs))
         except (RuntimeError, NotImplementedError) as error:
             if self._mode is None or self._mode.arrived:
                 raise
@@ -129,8 +129,8 @@ class StageRun:
         """Call a block of this stage."""
         self._record(index, arguments, is_result=False)
         if self._mode is not None:
-            self._mode.arrived, arguments = True, self._with_values(arguments)
-            _check_values(f"{self._blocks.names[index]} is called with", arguments)
+            self._mode.arrived, arguments = True, self._fill(arguments)
+            _validate_values(f"{self._blocks.names[index]} is called with", arguments)
         with nullcontext() if self._mode is None else _pop_mode_temporarily():
             result = block(*arguments.args, **arguments.kwargs)
         return self._record(index, result, is_result=True)
@@ -140,15 +140,15 @@ class StageRun:
         self._record(index, arguments, is_result=False)
         if index < self._blocks.end:
             return self._record(index, shapes(arguments), is_result=True)
-        if strange := [
+        if invalid := [
             f"{path}: {type(x).__name__}" for path, x in leaves_by_path(arguments).items() if not isinstance(x, PLAIN)
         ]:
             raise ValueError(
-                f"{self._blocks} must end with tensors and plain values; got {', '.join(strange)} as arguments of "
+                f"{self._blocks} must end with tensors and plain values; got {', '.join(invalid)} as arguments of "
                 f"{self._blocks.names[index]}. Let it be None there; of a cache, give use_cache=False."
             )
-        values = self._with_values([*self._sent.values()])
-        _check_values(f"{self._blocks} must send values; it has", values)
+        values = self._fill([*self._sent.values()])
+        _validate_values(f"{self._blocks} must send values; it has", values)
         raise NextStage(values)
 
     def _record(self, index: int, tree: Any, *, is_result: bool) -> Any:
@@ -162,18 +162,18 @@ class StageRun:
                     self._sent[key] = x
         return tree
 
-    def _with_values(self, tree: Any) -> Any:
+    def _fill(self, tree: Any) -> Any:
         values = {} if self._mode is None else self._mode.values
         return map_leaves(lambda x: values[id(x)][1] if id(x) in values else x, tree)
 
-    def _checked(self, result: Any) -> Any:
+    def _finish(self, result: Any) -> Any:
         """Raise unless the forward has passed the blocks, and its result has values."""
         if self._blocks.end < len(self._blocks.names) or (self._mode is not None and not self._mode.arrived):
             raise ValueError(
                 f"{self._blocks} does not reach the blocks that it was split at, as it did with the sample."
             )
-        result = self._with_values(result)
-        _check_values("the result has", result)
+        result = self._fill(result)
+        _validate_values("the result has", result)
         return result
 
 
@@ -186,12 +186,12 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
     return dict(zip(paths, leaves, strict=True))
 
 
-def _check_values(where: str, tree: PyTree) -> None:
+def _validate_values(subject: str, tree: PyTree) -> None:
     missing = [
         f"{path or 'a tensor'}: {Described.of(x)}" for path, x in leaves_by_path(tree).items() if is_valueless(x)
     ]
     if missing and has_values():
-        raise MissingValueError(f"{where} {', '.join(missing)}")
+        raise MissingValueError(f"{subject} {', '.join(missing)}")
 
 
 # -- modules that are stages and blocks -------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class BlockStage:
         inputs, values = (Arguments.of(value), None) if self._blocks.begin == 0 else value
         run = StageRun(self._blocks, values, device_of(values))
         try:
-            return run.forward(_own_call(BlockStage, self), map_leaves(_described_as_meta, inputs))
+            return run.forward(_call_of_base_class(BlockStage, self), map_leaves(described_as_meta, inputs))
         except NextStage as end:
             return StageMessage(without_floats(inputs), end.values)
         except MissingValueError as error:
@@ -215,17 +215,13 @@ class BlockStage:
             raise MissingValueError(f"{path or type(self).__name__} ({line}): {error}") from error
 
 
-def _described_as_meta(x: Any) -> Any:
-    return as_meta(x) if isinstance(x, Described) else x
-
-
 class PresentBlock:
     """A block of the stage that is run; `_wrap` may wrap its call."""
 
     _index: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run, call = _active.get(), _own_call(PresentBlock, self)
+        run, call = _active.get(), _call_of_base_class(PresentBlock, self)
         wrap = vars(self).get("_wrap")
         block = call if wrap is None else wrap(call)
         return block(*args, **kwargs) if run is None else run.call_block(self._index, block, Arguments(args, kwargs))
@@ -256,9 +252,9 @@ class AbsentBlock(nn.Module):
         """Return a result without values, or end the stage."""
         run = _active.get()
         assert run is not None, "a stage must be called itself"
-        return run.call_absent(self._index, self._result, Arguments(args, kwargs))
+        return run.call_absent(self._index, self._result_without_values, Arguments(args, kwargs))
 
-    def _result(self, arguments: Arguments) -> Any:
+    def _result_without_values(self, arguments: Arguments) -> Any:
         """Return meta tensors as results; its inputs are passed through."""
         leaves, structure = flatten(arguments, none_is_leaf=True)
         described = [*map(Described.of, leaves)]
@@ -267,7 +263,7 @@ class AbsentBlock(nn.Module):
             key = structure, tuple([(type(x), x) for x in described]), self.training
         result = self._shapes.get(key)
         if result is None:
-            args, kwargs = unflatten(structure, metas := [*map(_described_as_meta, described)])
+            args, kwargs = unflatten(structure, metas := [*map(described_as_meta, described)])
             with torch.no_grad(), setting(absent=True, counters=()):
                 outputs, form = flatten(vars(self)["_block"].train(self.training)(*args, **kwargs), none_is_leaf=True)
             first_index = {
@@ -278,23 +274,23 @@ class AbsentBlock(nn.Module):
                 self._shapes[key] = result
         form, outputs = result
         for index, x in outputs:  # the same tensor where the block returns the same
-            leaves.append(_described_as_meta(x) if index is None or index == len(leaves) else leaves[index])
+            leaves.append(described_as_meta(x) if index is None or index == len(leaves) else leaves[index])
         return unflatten(form, leaves[len(described) :])
 
 
-def _own_call(kind: type, module: Any) -> Callable[..., Any]:
+def _call_of_base_class(kind: type, module: Any) -> Callable[..., Any]:
     """Return the call of a module's own class."""
     after: Any = super(kind, module)
     return after.__call__
 
 
-def specialize(kind: type, module: nn.Module, note: Any) -> Any:
-    """Make a module an instance of its own subclass."""
-    vars(module)["_blocks" if kind is BlockStage else "_index"] = note
-    module.__class__ = _subclass(kind, type(module))
+def specialize(kind: type, module: nn.Module, **attributes: Any) -> Any:
+    """Make a module an instance of a subclass of a kind and its own class, with these attributes."""
+    vars(module).update(attributes)
+    module.__class__ = _subclass_of_both(kind, type(module))
     return module
 
 
 @cache
-def _subclass(kind: type, base: type) -> type:
+def _subclass_of_both(kind: type, base: type) -> type:
     return type(base.__name__, (kind, base), {"__module__": base.__module__})

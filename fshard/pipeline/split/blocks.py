@@ -11,7 +11,7 @@ several blocks receive, such as a mask, is sent once; one that is computed from 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.copying import copied
-from fshard.mesh.layout import PyTree, flatten
+from fshard.mesh.layout import PyTree, flatten, map_leaves
 from fshard.pipeline.split.block_stage import (
     AbsentBlock,
     Arguments,
@@ -33,14 +33,7 @@ from fshard.pipeline.split.block_stage import (
     specialize,
     without_floats,
 )
-from fshard.pipeline.split.valueless import (
-    Described,
-    MissingValueError,
-    ValuelessMode,
-    as_meta,
-    is_valueless,
-    map_leaves,
-)
+from fshard.pipeline.split.valueless import MissingValueError, ValuelessMode, described_as_meta, is_valueless
 
 
 class Blocks:
@@ -54,7 +47,7 @@ class Blocks:
 
     def __init__(self, module: nn.Module, paths: Iterable[str], sample: PyTree) -> None:
         self._module = module
-        self.names = [f"{path}.{name}" for path in paths for name, _ in _children(module, path).named_children()]
+        self.names = [f"{path}.{name}" for path in paths for name, _ in _list_of_blocks(module, path).named_children()]
         self.blocks = [module.get_submodule(name) for name in self.names]
         self._tensors = {id(x): x for x in (*module.parameters(), *module.buffers())}
         self._meta = dict[int, Tensor]()
@@ -67,15 +60,18 @@ class Blocks:
     def stages(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return stages with these numbers of blocks."""
         ranges = [*pairwise(accumulate(sizes, initial=0))]
-        owned: list[set[int]] = [{key for block in self.blocks[slice(*cut)] for key in _ids(block)} for cut in ranges]
+        owned: list[set[int]] = [
+            {id(x) for block in self.blocks[begin:end] for x in (*block.parameters(), *block.buffers())}
+            for begin, end in ranges
+        ]
         for keys, (begin, end) in zip(owned, ranges, strict=True):
             keys |= {
                 key for key, x in self._meta.items() if any(begin <= block < end for block in self._trace.used[id(x)])
             }
         owned[0] |= self._tensors.keys() - {key for keys in owned for key in keys}  # used by no stage
-        return [self._stage(*cut, keys) for cut, keys in zip(ranges, owned, strict=True)]
+        return [self._make_stage(*bounds, keys) for bounds, keys in zip(ranges, owned, strict=True)]
 
-    def _stage(self, begin: int, end: int, owned: set[int]) -> nn.Module:
+    def _make_stage(self, begin: int, end: int, owned: set[int]) -> nn.Module:
         tensors = {key: x if key in owned else self._meta[key] for key, x in self._tensors.items()}
         absent = {
             id(block): AbsentBlock(index, meta)
@@ -84,26 +80,27 @@ class Blocks:
         }
         stage = copied(self._module, {**tensors, **absent})
         for index in range(begin, end):
-            specialize(PresentBlock, stage.get_submodule(self.names[index]), index)
+            specialize(PresentBlock, stage.get_submodule(self.names[index]), _index=index)
         absent_tensors = {id(self._meta[key]) for key in self._meta.keys() - owned}
         for child in stage.modules():
             for registered in (vars(child)["_parameters"], vars(child)["_buffers"]):
                 for name in [name for name, x in registered.items() if id(x) in absent_tensors]:
                     vars(child)[name] = registered.pop(name)  # an attribute, for the forward, but not the stage's
-        keys = self._sent_to(begin), self._sent_to(end)
-        return specialize(BlockStage, stage, BlockRange(type(self._module).__name__, self.names, begin, end, *keys))
+        keys = self._tensors_sent_to(begin), self._tensors_sent_to(end)
+        blocks = BlockRange(type(self._module).__name__, self.names, begin, end, *keys)
+        return specialize(BlockStage, stage, _blocks=blocks)
 
     def _find_uses(self, sample: PyTree) -> UseTrace:
         """Trace after the call of which blocks each tensor is used; of the first, if before it."""
         copy, title = copied(self._module, {**self._meta}), type(self._module).__name__
         for index, name in enumerate(self.names):
-            specialize(PresentBlock, copy.get_submodule(name), index)
+            specialize(PresentBlock, copy.get_submodule(name), _index=index)
         run = UseTrace(BlockRange(title, self.names, 0, len(self.names)), device_of(sample))
         is_complete = True
         try:
             with torch.no_grad(), torch.random.fork_rng():
                 inputs = without_floats(Arguments.of(sample))
-                run.forward(copy, map_leaves(lambda x: as_meta(x) if isinstance(x, Described) else x, inputs))
+                run.forward(copy, map_leaves(described_as_meta, inputs))
         except MissingValueError:
             is_complete = False
             if len(run.called) < len(self.names):
@@ -118,7 +115,7 @@ class Blocks:
             run.used.setdefault(id(x), {len(self.names) - 1})
         return run
 
-    def _sent_to(self, block: int) -> list[Key]:
+    def _tensors_sent_to(self, block: int) -> list[Key]:
         """Return the tensors that are computed before a block and used from it on, except registered ones."""
         registered, trace = {id(x) for x in self._meta.values()}, self._trace
         return [
@@ -150,7 +147,7 @@ class UseTrace(StageRun):
         """Call a block without values."""
         self.called.append(index)
         self._record(index, arguments, is_result=False)
-        self._use(arguments)
+        self._observe_leaves(arguments)
         return self._record(index, block(*arguments.args, **arguments.kwargs), is_result=True)
 
     def _record(self, index: int, tree: Any, *, is_result: bool) -> Any:
@@ -159,16 +156,16 @@ class UseTrace(StageRun):
                 self.computed.setdefault(id(x), ((index, is_result, path), x))
         return tree
 
-    def _checked(self, result: Any) -> Any:
-        self._use(result)
+    def _finish(self, result: Any) -> Any:
+        self._observe_leaves(result)
         return result
 
-    def _use(self, tree: Any) -> None:
+    def _observe_leaves(self, tree: Any) -> None:
         leaves = [*leaves_by_path(tree).values()]
         self._observe(leaves, leaves)
 
 
-def _children(module: nn.Module, path: str) -> nn.Module:
+def _list_of_blocks(module: nn.Module, path: str) -> nn.Module:
     try:
         blocks = module.get_submodule(path)
     except AttributeError:
@@ -181,7 +178,3 @@ def _children(module: nn.Module, path: str) -> nn.Module:
             f'blocks must be a list of blocks of {type(module).__name__}; got "{path}". It has {", ".join(lists) or "none"}.'
         )
     return blocks
-
-
-def _ids(module: nn.Module) -> Iterator[int]:
-    return (id(x) for x in (*module.parameters(), *module.buffers()))

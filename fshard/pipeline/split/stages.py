@@ -84,42 +84,38 @@ def split_stages(
     >>> [name for name, _ in second.named_parameters()][-3:], torch.equal(second(first(x)), encoder(x))
     (['layers.2.norm2.bias', 'norm.weight', 'norm.bias'], True)
     """
-    if blocks is not None:
-        return _split_blocks(layers, n, balance, sample, [blocks] if isinstance(blocks, str) else blocks)
-    named = _named_layers(cast(Any, layers))
-    layers_left = iter(named.items())
-    sizes = stage_sizes([*named.values()], n, balance, sample)
-    return [nn.Sequential(OrderedDict(islice(layers_left, size))) for size in sizes]
-
-
-def _split_blocks(module: object, n: int, balance: Balance, sample: PyTree, paths: Sequence[str]) -> list[nn.Module]:
-    """Split a module between its blocks; the code before and after them counts with the first and the last."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"layers must be a module to be split between its blocks=; got {type(module).__name__}.")
+    if blocks is None:
+        named = _named_layers(cast(Any, layers))
+        remaining = iter(named.items())
+        sizes = stage_sizes([*named.values()], n, balance, sample)
+        return [nn.Sequential(OrderedDict(islice(remaining, size))) for size in sizes]
+    if not isinstance(layers, nn.Module):
+        raise TypeError(f"layers must be a module to be split between its blocks=; got {type(layers).__name__}.")
     if sample is None:
         raise ValueError("blocks= must come with a microbatch, on whose shapes the module is run once. Give sample=.")
-    blocks = Blocks(module, paths, sample)
+    split = Blocks(layers, [blocks] if isinstance(blocks, str) else blocks, sample)
+    # The cost of code before and after the blocks counts with the first and the last one.
     has_cost_outside = balance in ("parameters", "time", "memory")
-    layers = blocks.stages([1] * len(blocks.names)) if has_cost_outside else blocks.blocks
-    return blocks.stages(stage_sizes(layers, n, balance, sample))
+    measured = split.stages([1] * len(split.names)) if has_cost_outside else split.blocks
+    return split.stages(stage_sizes(measured, n, balance, sample))
 
 
 def _named_layers(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:
-    if isinstance(layers, nn.Module) and (extras := _beside_layers(layers)):
-        raise TypeError(
-            f"layers must be a list of layers or a plain nn.Sequential; got {type(layers).__name__} with its own "
-            f'{", ".join(extras)}, which no stage would have. Split it between its blocks: sample=x, blocks="model.layers".'
-        )
-    named = vars(layers)["_modules"] if isinstance(layers, nn.Module) else dict(enumerate(layers))
+    if isinstance(layers, nn.Module):
+        attributes = vars(layers)
+        is_plain = type(layers) in (nn.Sequential, nn.ModuleList) and "forward" not in attributes
+        has_hooks = any(x for name, x in attributes.items() if name.endswith("_hooks") and "state_dict" not in name)
+        extras = ["forward"] * (not is_plain) + ["hooks"] * has_hooks
+        if extras := [*extras, *attributes["_parameters"], *attributes["_buffers"]]:
+            raise TypeError(
+                f"layers must be a list of layers or a plain nn.Sequential; got {type(layers).__name__} with its own "
+                f"{', '.join(extras)}, which no stage would have. Split it between its blocks: sample=x, "
+                'blocks="model.layers".'
+            )
+        named = attributes["_modules"]
+    else:
+        named = dict(enumerate(layers))
     errors = [f"layers[{name}] is {type(layer).__name__}" for name, layer in named.items() if not callable(layer)]
     if errors:
         raise TypeError(f"layers must be modules and functions; got {', '.join(errors)}.")
     return {str(name): layer if isinstance(layer, nn.Module) else Call(layer) for name, layer in named.items()}
-
-
-def _beside_layers(module: nn.Module) -> list[str]:
-    """Return what a module has besides its layers: a forward, hooks, parameters, buffers."""
-    attributes = vars(module)
-    is_plain = type(module) in (nn.Sequential, nn.ModuleList) and "forward" not in attributes
-    hooks = any(hooks for name, hooks in attributes.items() if name.endswith("_hooks") and "state_dict" not in name)
-    return ["forward"] * (not is_plain) + ["hooks"] * hooks + [*attributes["_parameters"], *attributes["_buffers"]]

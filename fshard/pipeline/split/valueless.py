@@ -50,6 +50,11 @@ def as_meta(x: Any) -> Any:
     return x
 
 
+def described_as_meta(x: Any) -> Any:
+    """Return a meta tensor for a description; return anything else."""
+    return as_meta(x) if isinstance(x, Described) else x
+
+
 def is_valueless(x: object) -> bool:
     """Return True for a tensor without values."""
     return isinstance(x, Tensor) and x.is_meta
@@ -89,7 +94,7 @@ class ValuelessMode(TorchFunctionMode):
         if valueless and func == _DEVICE:
             return self._device
         if valueless and not self.arrived:
-            args, named = map_leaves(_as_meta_argument, (args, named))
+            args, named = map_leaves(lambda x: _META if isinstance(x, torch.device) else as_meta(x), (args, named))
             named |= {"device": _META} if "device" in named else {}
             args = tuple([_META if func == Tensor.to and isinstance(x, str) else x for x in args])
         elif 0 < len(valueless) < len(tensors) and has_values():
@@ -109,10 +114,6 @@ class ValuelessMode(TorchFunctionMode):
             ) from error
         self._observe(tensors, result)
         return result
-
-
-def _as_meta_argument(x: Any) -> Any:
-    return _META if isinstance(x, torch.device) else as_meta(x) if isinstance(x, Tensor | Sharded) else x
 
 
 class MissingValueError(ValueError):

@@ -25,7 +25,7 @@ def raise_foreign_backward() -> None:
     )
 
 
-def refuse_unreached(output: Any) -> None:
+def validate_no_reentrant_checkpoint(output: Any) -> None:
     """Raise if a forward ran a reentrant checkpoint, whose gradients would be lost."""
     if any(isinstance(node, _REENTRANT) for node in nodes_behind(output)):
         raise ModuleError(
@@ -47,7 +47,7 @@ def nodes_behind(tree: Any, is_end: Callable[[Any], bool] = lambda node: False) 
             pending += [] if is_end(node) else [before for before, _ in node.next_functions]
 
 
-def refuse_other_parameters(loss: Tensor) -> None:
+def validate_no_other_parameters(loss: Tensor) -> None:
     """Raise if a loss depends on parameters that no boosted model has: their gradient would be lost."""
     variables = [getattr(node, "variable", None) for node in nodes_behind(loss)]
     shapes = [tuple(x.shape) for x in variables if isinstance(x, nn.Parameter)]

@@ -52,7 +52,7 @@ _METHODS = (
 )
 KNOWN = frozenset((*(getattr(_T, name).__get__ for name in _ATTRIBUTES), *_METHODS))
 """The functions that a lazy parameter answers without being unsharded."""
-_OF_PARAMETERS = {_T.grad_fn.__get__: None, _T.is_leaf.__get__: True}
+_CONSTANTS = {_T.grad_fn.__get__: None, _T.is_leaf.__get__: True}
 """Attributes whose value is the same for all parameters."""
 
 _COMPILED = (
@@ -121,10 +121,10 @@ class LazyParam(Tensor):
         if func in KNOWN:
             with _C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if func in _OF_PARAMETERS:
-            return _OF_PARAMETERS[func]
-        if func in _DATA and type(args[0]) is LazyParam:
-            return _DATA[func](args[0], *args[1:])
+        if func in _CONSTANTS:
+            return _CONSTANTS[func]
+        if func in _GRAD_AND_DATA and type(args[0]) is LazyParam:
+            return _GRAD_AND_DATA[func](args[0], *args[1:])
         return func(*unsharded(args), **(unsharded(kwargs) if kwargs else {}))  # (3)
 
     @classmethod
@@ -156,7 +156,7 @@ class LazyParam(Tensor):
         return f"LazyParam({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
 
 
-def _gradient(param: LazyParam) -> None:
+def _read_grad(param: LazyParam) -> None:
     """Return None, as `.grad` of a parameter in a forward; raise once there are gradients, which are sharded."""
     if any(param.step.reductions.used):
         raise ModuleError(
@@ -165,8 +165,8 @@ def _gradient(param: LazyParam) -> None:
         )
 
 
-_DATA: dict[Any, Callable[..., Any]] = {
-    _T.grad.__get__: _gradient,
+_GRAD_AND_DATA: dict[Any, Callable[..., Any]] = {
+    _T.grad.__get__: _read_grad,
     _T.data.__get__: lambda param: param.unshard().detach(),  # it shares the version counter, so writes are detected
     _T.data.__set__: LazyParam.raise_written,
 }
@@ -225,7 +225,7 @@ def lazy_params_of(runtime: Any) -> tuple[Tensor, ...]:
     return _LazyParams.apply(runtime.anchor, runtime)  # type: ignore[no-any-return]
 
 
-_VF: Any = torch
+_torch: Any = torch
 _hooks: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
@@ -254,17 +254,17 @@ class SavedTensors:
     """Saved-tensor hooks that keep unsharded parameters out of autograd's graph.
 
     Args:
-        needed: True if any unit is resharded.
+        is_needed: True if any unit is resharded.
     """
 
-    def __init__(self, needed: bool) -> None:
-        self._needed = needed
+    def __init__(self, is_needed: bool) -> None:
+        self._is_needed = is_needed
         self._storages: dict[int, _Storage] = {}
 
     def register(self, unit: LazyUnit) -> None:
         """Register the storages of an unsharded unit."""
-        for position, x in enumerate(unit.values if self._needed else ()):
-            self._storages[_storage(x)] = _Storage(unit, position, x.dtype, StorageWeakRef(x.untyped_storage()))
+        for position, x in enumerate(unit.values if self._is_needed else ()):
+            self._storages[_storage_address(x)] = _Storage(unit, position, x.dtype, StorageWeakRef(x.untyped_storage()))
 
     def clear(self) -> None:
         """End a slice."""
@@ -272,12 +272,12 @@ class SavedTensors:
 
     def watch(self) -> AbstractContextManager[Any]:
         """Return the context of a forward."""
-        return saved_tensors_hooks(self._pack, self._unpack) if self._needed else nullcontext()
+        return saved_tensors_hooks(self._pack, self._unpack) if self._is_needed else nullcontext()
 
     def _pack(self, x: Tensor) -> Any:
         if type(x) is LazyParam:
             return x
-        storage = self._storages.get(_storage(x))
+        storage = self._storages.get(_storage_address(x))
         if storage is None or x.dtype != storage.dtype:
             return x.detach() if x.requires_grad else x  # an output saved by its own operation would be a cycle
         return _SavedView(  # (5)
@@ -289,7 +289,7 @@ class SavedTensors:
             return saved
         x = saved.unit.pre_backward()[saved.position].as_strided(saved.size, saved.stride, saved.offset)
         x = x.conj() if saved.conj else x
-        return _VF._neg_view(x) if saved.neg else x
+        return _torch._neg_view(x) if saved.neg else x
 
 
 @contextmanager
@@ -306,6 +306,6 @@ def unwatched() -> Generator[None]:
             _hooks._push_saved_tensors_default_hooks(*hooks)
 
 
-def _storage(x: Tensor) -> int:
+def _storage_address(x: Tensor) -> int:
     """Return the address of a tensor's storage."""
     return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

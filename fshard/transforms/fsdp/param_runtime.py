@@ -74,24 +74,21 @@ class ParamRuntime(UnitSchedule):
             self.leaves,
             shards[0].device if shards else torch.device("cpu"),
             options,
-            plans.ways,
+            plans.reduction_plans,
             order=self.expected,
             wide=options.reproducible or (options.reduce_once and options.accumulate > 1),
             site=site,
         )
-        self.lazy_params = self._lazy_params()
-        self._versions = versions_of(shards), lazy_versions(self.lazy_params)
-
-    def _lazy_params(self) -> list[Tensor]:
-        """Return the arguments of a loss function: lazy parameters, and plain integer tensors, which may be indices."""
         indices = [index for unit in self.units for index in unit.indices]
         params = dict(zip(indices, lazy_params_of(self), strict=True))
-        if plain := [index for index in range(len(self.leaves)) if index not in params]:
-            shards = [self.shards[index] for index in plain]
-            unit = Unit(UnitRuntime(self.options, self.site), 0, UnitPlan.of(self.leaves, plain), shards)
+        if plain := [index for index in range(len(self.leaves)) if index not in params]:  # integers may be indices
+            unit = Unit(
+                UnitRuntime(options, site), 0, UnitPlan.of(self.leaves, plain), [shards[index] for index in plain]
+            )
             unit.unshard()
             params.update(zip(plain, unit.wait_for_unshard(), strict=True))
-        return [params[index] for index in range(len(self.leaves))]
+        self.lazy_params = [params[index] for index in range(len(self.leaves))]
+        self._versions = [*zip(versions_of(shards), lazy_versions(self.lazy_params), strict=True)]
 
     @property
     def order(self) -> Order:
@@ -131,11 +128,9 @@ class ParamRuntime(UnitSchedule):
     def check_unchanged(self) -> None:
         """Raise if the loss function has written to a parameter in place."""
         written = {*self.written, *(path for unit in self.units for path in unit.written())}
-        for version, before in zip(
-            (versions_of(self.shards), lazy_versions(self.lazy_params)), self._versions, strict=True
-        ):
-            rows = zip(self.leaves, version, before, strict=True)
-            written |= {leaf.path for leaf, version, first in rows if version != first}
+        versions = zip(versions_of(self.shards), lazy_versions(self.lazy_params), strict=True)
+        rows = zip(self.leaves, versions, self._versions, strict=True)
+        written |= {leaf.path for leaf, version, before in rows if version != before}
         if path := next((leaf.path for leaf in self.leaves if leaf.path in written), None):
             raise ModuleError(
                 f"the loss function, or a forward in it, writes to a parameter in place: {named(parts_of(path))}. {WRITES}"
@@ -201,11 +196,6 @@ def with_unsharded_params(fn: Callable[..., Any], *, keep: bool = False) -> Call
     return run
 
 
-def followed(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a loss function that takes lazy parameters: a compiled one is called with unsharded parameters."""
-    return with_unsharded_params(loss_fn) if hasattr(loss_fn, "_torchdynamo_orig_callable") else loss_fn
-
-
 @dataclass
 class ParamPlans:
     """The cached plans of a tree of parameters, and the order in which its units were last used.
@@ -220,7 +210,9 @@ class ParamPlans:
     in_order: bool
     order: Order | None = None
     _units: dict[int | None, list[UnitPlan]] = field(default_factory=dict[int | None, list[UnitPlan]])
-    _ways: dict[Along, list[ReshardPlan | None]] = field(default_factory=dict[Along, list[ReshardPlan | None]])
+    _reduction_plans: dict[Along, list[ReshardPlan | None]] = field(
+        default_factory=dict[Along, list[ReshardPlan | None]]
+    )
 
     def units(self, device: int | None) -> list[UnitPlan]:
         """Return the plans of units, those of a device where it uses local shards."""
@@ -234,14 +226,14 @@ class ParamPlans:
             self._units[device] = [UnitPlan.of(leaves, indices) for indices in units.values()]
         return self._units[device]
 
-    def ways(self, along: Along) -> list[ReshardPlan | None]:
+    def reduction_plans(self, along: Along) -> list[ReshardPlan | None]:
         """Return the plans that reduce gradients over the batch's axes and these: the batch's first, in reproducible mode."""
-        if along not in self._ways:
-            self._ways[along] = [
+        if along not in self._reduction_plans:
+            self._reduction_plans[along] = [
                 plan_reduction(self.mesh, (*along, *self.axes), leaf, in_order=self.in_order) if leaf.trained else None
                 for leaf in self.leaves
             ]
-        return self._ways[along]
+        return self._reduction_plans[along]
 
 
 def numbered(leaves: Sequence[Any]) -> tuple[list[int], list[int]]:

@@ -38,10 +38,10 @@ class ParamPlan(NamedTuple):
     @property
     def is_sharded(self) -> bool:
         """True if it is all-gathered, or copied to the device, before it is used."""
-        return self.memory != "device" or has_communication(self.gather)
+        return self.memory != "device" or any(step.kind != "reshape" for step in self.gather.steps)
 
 
-Ways = Callable[[Along], Sequence[ReshardPlan | None]]
+ReductionPlans = Callable[[Along], Sequence[ReshardPlan | None]]
 """From axes to the reshard plans of gradients, None where frozen: from summands to the layouts of gradients."""
 
 
@@ -81,21 +81,16 @@ def plan_in_order(
     [('flat_scatter', 'b'), ('psum', 'a')]
     """
     summands = [_summands(mesh, axes[:count], used) for count in range(len(axes), 0, -1)]
-    way = plan_reshard(_summands(mesh, axes, used), wanted, shape)
-    added = [axis for step in reversed(way.steps) if step.kind in _ADDING for axis in step.axes]
+    plan = plan_reshard(_summands(mesh, axes, used), wanted, shape)
+    added = [axis for step in reversed(plan.steps) if step.kind in _ADDING for axis in step.axes]
     if added == [axis for axis in axes if mesh.shape[axis] > 1]:
-        return way
+        return plan
     return ReshardPlan(
         tuple(step for leg in pairwise([*summands, wanted]) for step in plan_reshard(*leg, shape).steps), shape
     )
 
 
 _ADDING = ("psum", "psum_scatter", "flat_scatter")
-
-
-def has_communication(way: ReshardPlan) -> bool:
-    """Return True if a reshard sends anything."""
-    return len(way.steps) > 1 or (bool(way.steps) and way.steps[0].kind != "reshape")
 
 
 def savable() -> AbstractContextManager[Any]:

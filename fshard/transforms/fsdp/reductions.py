@@ -35,7 +35,7 @@ from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
 from fshard.transforms.agreement import host_row, reduce_rows
 from fshard.transforms.fsdp.graph_checks import raise_foreign_backward
-from fshard.transforms.fsdp.plans import Along, Gradients, ParamPlan, Ways
+from fshard.transforms.fsdp.plans import Along, Gradients, ParamPlan, ReductionPlans
 from fshard.transforms.fsdp.units import LazyUnit, Order
 from fshard.transforms.options import StepOptions
 
@@ -60,7 +60,7 @@ class GradientSums:
         leaves: the plans of parameters.
         device: of the gradients.
         options: of units.
-        ways: the plans that sum gradients: reduce-scatter where they are sharded, all-reduce elsewhere.
+        reduction_plans: those that sum gradients: reduce-scatter where they are sharded, all-reduce elsewhere.
         site: the source line of the step.
         wide: True if sums of several slices are reduced in at least 32 bits.
 
@@ -72,14 +72,14 @@ class GradientSums:
         leaves: Sequence[ParamPlan],
         device: torch.device,
         options: StepOptions,
-        ways: Ways,
+        reduction_plans: ReductionPlans,
         site: Site,
         *,
         wide: bool,
         along: Along = (),
     ) -> None:
         self.leaves, self.device, self.options, self.wide, self.along = leaves, device, options, wide, along
-        self._ways, self.site = ways, site
+        self._reduction_plans, self.site = reduction_plans, site
         self.used = [False] * len(leaves)
         self.sums: list[Tensor | None] = [None] * len(leaves)
         self._bucket: list[tuple[int, Tensor]] = []
@@ -132,10 +132,10 @@ class GradientSums:
         indices, xs = zip(*self._bucket, strict=True)
         self.clear()
         self.finish(self._packed_ahead)
-        ways = self._ways(self.along)
-        plans = [way for index in indices if (way := ways[index])]
+        plans = self._reduction_plans(self.along)
+        bucket_plans = [plan for index in indices if (plan := plans[index])]
         with purpose("gradients"):
-            wait = go(xs, plans, self.site, ahead=self.options.in_flight > 0)  # (8)
+            wait = go(xs, bucket_plans, self.site, ahead=self.options.in_flight > 0)  # (8)
         shape = self.leaves[0].gradient.mesh.shape
         self._in_flight.append(PendingReduction(indices, wait, prod([shape[axis] for axis in self.along])))
 
@@ -190,13 +190,13 @@ class Reductions(GradientSums):
         leaves: Sequence[ParamPlan],
         device: torch.device,
         options: StepOptions,
-        ways: Ways,
+        reduction_plans: ReductionPlans,
         *,
         order: Order,
         wide: bool,
         site: Site,
     ) -> None:
-        super().__init__(leaves, device, options, ways, site, wide=wide, along=order.along)
+        super().__init__(leaves, device, options, reduction_plans, site, wide=wide, along=order.along)
         self.units, self.sequence = units, [*order.turns]
         self._accumulate_into: AccumulateInto | None = None
         self._position, self._is_idle = 0, False
@@ -242,7 +242,7 @@ class Reductions(GradientSums):
 
     def receive(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> None:
         """Receive the cotangents of one use of a unit; after that of the last use, reduce all units whose turn has come."""
-        gs = self._recorded(unit, gs)
+        gs = self._record_use(unit, gs)
         if self._accumulate_into is not None:
             self._accumulate_into(unit, gs)
         elif unit.pending_backwards or unit.number in self._waiting:  # it was resharded and unsharded again
@@ -254,9 +254,9 @@ class Reductions(GradientSums):
     def receive_separately(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> None:
         """Receive cotangents of lazy parameters, or of a single use; they are reduced after the backward."""
         if any(g is not None for g in gs):
-            (self._accumulate_into or LazyUnit.accumulate)(unit, self._recorded(unit, gs))
+            (self._accumulate_into or LazyUnit.accumulate)(unit, self._record_use(unit, gs))
 
-    def _recorded(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> Gradients:
+    def _record_use(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> Gradients:
         """Record the parameters as used, in a backward that fshard has started."""
         if unit.runtime.state != "backward":
             raise_foreign_backward()
@@ -293,10 +293,6 @@ class Reductions(GradientSums):
         self.put(unit.indices, gs)
         if unit.is_sharded or self.is_full:
             self.send()
-
-    def as_reduced(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> Gradients:
-        """Cast the gradients of a unit to the dtypes that they are reduced in."""
-        return self.cast(unit.indices, gs)
 
     def drop(self) -> None:
         """Drop all gradients of the step, those in flight too."""

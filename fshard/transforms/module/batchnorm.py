@@ -27,7 +27,7 @@ class Moments(NamedTuple):
     sums: Tensor
 
 
-def _record(layer: Any, x: Tensor) -> None:
+def _record_moments(layer: Any, x: Tensor) -> None:
     """Record the moments of a layer's input, after its forward."""
     scope = here()
     moments = None if scope is None else scope.slice.moments
@@ -39,19 +39,19 @@ def _record(layer: Any, x: Tensor) -> None:
 def synchronise(module: nn.Module, axis: Axes | None) -> Callable[..., Any] | None:
     """Return a forward that takes a BatchNorm's statistics over all devices along `axis`; None for other modules."""
     if axis is not None and isinstance(module, _BatchNorm):
-        return partial(_synchronised, weakref.ref(module), axis)  # weak, or it would refer to itself
-    return partial(_by_itself, weakref.ref(module)) if isinstance(module, _NormBase) else None
+        return partial(_synchronised_forward, weakref.ref(module), axis)  # weak, or it would refer to itself
+    return partial(_local_forward, weakref.ref(module)) if isinstance(module, _NormBase) else None
 
 
-def _by_itself(reference: weakref.ref[_NormBase], x: Tensor) -> Tensor:
+def _local_forward(reference: weakref.ref[_NormBase], x: Tensor) -> Tensor:
     layer = reference()
-    y = by_itself(layer, x)
+    y = local_forward(layer, x)
     if isinstance(layer, _BatchNorm):
-        _record(layer, x)
+        _record_moments(layer, x)
     return y
 
 
-def by_itself(layer: Any, x: Tensor) -> Tensor:
+def local_forward(layer: Any, x: Tensor) -> Tensor:
     """Call a layer with its weights in the dtype of its statistics: torch takes no mixture of 16 bits and 32."""
     slots = vars(layer)["_parameters"]
     params, statistics = dict(slots), layer.running_mean
@@ -65,17 +65,22 @@ def by_itself(layer: Any, x: Tensor) -> Tensor:
         slots.update(params)
 
 
-def _synchronised(reference: weakref.ref[_BatchNorm], axis: Axes, x: Tensor) -> Tensor:
+def _synchronised_forward(reference: weakref.ref[_BatchNorm], axis: Axes, x: Tensor) -> Tensor:
     layer: Any = reference()
     if here() is None or (
         not layer.training and layer.running_mean is not None
     ):  # one device, or nothing to be taken over all
-        return by_itself(layer, x)
+        return local_forward(layer, x)
     layer._check_input_dim(x)
     mean, variance, count = moments(x, axis)  # (channels), (channels), ()
     if layer.training and layer.track_running_stats and layer.running_mean is not None:
-        _track(layer, mean.detach(), variance.detach(), count)
-        _record(layer, x)
+        batches = layer.num_batches_tracked
+        batches.add_(1)
+        weight: Any = 1 / batches.double() if layer.momentum is None else layer.momentum
+        unbiased = variance.detach() * (count / (count - 1).clamp(min=1))
+        for running, new in ((layer.running_mean, mean.detach()), (layer.running_var, unbiased)):
+            running.mul_(1 - weight).add_(weight * new.to(running.dtype))
+        _record_moments(layer, x)
     mean, variance = pvary((mean, variance), axis)
     compute = torch.promote_types(x.dtype, torch.float32)
     shape = [1, -1] + [1] * (x.ndim - 2)
@@ -117,13 +122,3 @@ def sums_of(x: Tensor) -> Tensor:
     v, m = torch.var_mean(wide, dim=[0, *range(2, x.ndim)], correction=0)
     v, m = v.double(), m.double()
     return torch.cat([n * m, n * (v + m * m), m.new_full((1,), n)])
-
-
-def _track(layer: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-    """Move the running statistics towards the batch's."""
-    batches = layer.num_batches_tracked
-    batches.add_(1)
-    weight: Any = 1 / batches.double() if layer.momentum is None else layer.momentum
-    unbiased = variance * (count / (count - 1).clamp(min=1))
-    for running, new in ((layer.running_mean, mean), (layer.running_var, unbiased)):
-        running.mul_(1 - weight).add_(weight * new.to(running.dtype))

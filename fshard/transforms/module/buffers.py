@@ -94,16 +94,15 @@ class Buffers:
 
     def after(self, changed: Sequence[Mapping[str, Tensor]]) -> PyTree:
         """Return the buffers for the next step, in the layouts of the given ones, from those that local devices changed."""
-        return unflatten(self._structure, [self._next(path, x, changed) for path, x in self._inputs.items()])
-
-    def _next(self, path: str, x: Any, changed: Sequence[Mapping[str, Tensor]]) -> Any:
-        if not any(path in buffers for buffers in changed):
-            return x
-        if not isinstance(x, Sharded):
-            return changed[0][path]
-        shards = tuple(buffers.get(path, shard) for buffers, shard in zip(changed, x.shards, strict=True))
-        layout = self._layouts[path]
-        return Sharded(x.shape if layout.spec.at else tuple(shards[0].shape), layout, shards)
+        leaves = {**self._inputs}
+        for path in {path for buffers in changed for path in buffers}:
+            x, layout = self._inputs[path], self._layouts[path]
+            if isinstance(x, Sharded):
+                shards = tuple(buffers.get(path, shard) for buffers, shard in zip(changed, x.shards, strict=True))
+                leaves[path] = Sharded(x.shape if layout.spec.at else tuple(shards[0].shape), layout, shards)
+            else:
+                leaves[path] = changed[0][path]
+        return unflatten(self._structure, [*leaves.values()])
 
 
 @lru_cache(maxsize=64)
@@ -188,10 +187,12 @@ def averaged(
     if not entries:
         return {}
     with torch.no_grad():
-        bases = {entry.path: before[entry.path] for entry in entries if _is_counter(before.get(entry.path), entry)}
-        sums = tree_sum([_row(written, entries, bases, device) for written in slices])
+        # Integers are averaged as differences from those before, so that large ones keep all digits.
+        integers = [(entry, before.get(entry.path)) for entry in entries if entry.dtype is torch.int64]
+        bases = {entry.path: x for entry, x in integers if isinstance(x, Tensor) and entry_of(entry.path, x) == entry}
+        sums = tree_sum([_weighted_row(written, entries, bases, device) for written in slices])
     (sums,) = reduce_rows((sums,), group, site)
-    *totals, counts = sums.split([*(_count(entry) for entry in entries), len(entries)])
+    *totals, counts = sums.split([*(_numel(entry) for entry in entries), len(entries)])
     result: dict[str, Tensor] = {}
     for (path, dtype, shape), total, count in zip(entries, totals, counts, strict=True):
         x = total / count
@@ -205,19 +206,16 @@ def averaged(
     return result
 
 
-def _is_counter(x: Any, entry: BufferEntry) -> bool:
-    """Return True if integers are averaged as differences from those before: so large ones keep all digits."""
-    return isinstance(x, Tensor) and x.dtype is torch.int64 and entry_of(entry.path, x) == entry
-
-
-def _row(written: Written, entries: Sequence[BufferEntry], bases: Mapping[str, Tensor], device: torch.device) -> Tensor:
+def _weighted_row(
+    written: Written, entries: Sequence[BufferEntry], bases: Mapping[str, Tensor], device: torch.device
+) -> Tensor:
     """Return all numbers of a slice, times its weight, and for each entry the weight itself."""
     values, weights = list[Tensor](), list[float]()
     for entry in entries:
         x = written.changed.get(entry.path) if written.weight else None
         weights.append(0.0 if x is None else written.weight)
         if x is None:
-            values.append(torch.zeros(_count(entry), dtype=torch.float64, device=device))
+            values.append(torch.zeros(_numel(entry), dtype=torch.float64, device=device))
             continue
         x = x - bases[entry.path] if entry.path in bases else x
         numbers = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
@@ -225,5 +223,5 @@ def _row(written: Written, entries: Sequence[BufferEntry], bases: Mapping[str, T
     return torch.cat([*values, torch.tensor(weights, dtype=torch.float64, device=device)])
 
 
-def _count(entry: BufferEntry) -> int:
+def _numel(entry: BufferEntry) -> int:
     return torch.Size(entry.shape).numel() * (2 if entry.dtype.is_complex else 1)

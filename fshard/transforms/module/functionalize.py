@@ -83,13 +83,13 @@ def module_function(
 ) -> tuple[Apply, Tensors, Tensors]:
     """Turn a module into a function as `functionalize` does; `in_place` runs the module itself, by one device.
 
-    Between steps that holds the parameters that it has at the first call: see `give_up_memory`. `adapt` returns another
-    forward for the module at a path, None for its own; a backward that runs a module again calls that too.
+    Between steps that holds the parameters that it has at the first call: see `replace_by_placeholders`. `adapt` returns
+    another forward for the module at a path, None for its own; a backward that runs a module again calls that too.
     """
     module = vars(module).get("_modules", {}).get("_orig_mod", module)  # of torch.compile(module)
-    _validate(module)
+    _validate_module(module)
     params, module_buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    for name in _declared(params, buffers):
+    for name in _params_declared_as_buffers(params, buffers):
         module_buffers[name] = params.pop(name)
     param_names, buffer_names = frozenset(params), frozenset(module_buffers)
     replicas = Replicas(
@@ -100,12 +100,12 @@ def module_function(
     def apply(
         params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Tensors]:
-        if strange := (params.keys() ^ param_names) | (buffers.keys() ^ buffer_names):
+        if mismatch := (params.keys() ^ param_names) | (buffers.keys() ^ buffer_names):
             raise ModuleError(
                 f"{title}: params and buffers must have the names that functionalize returned, in this order; "
-                f"missing or unknown are {', '.join(sorted(strange))}."
+                f"missing or unknown are {', '.join(sorted(mismatch))}."
             )
-        replica = replicas.mine()
+        replica = replicas.of_this_device()
         copies = {name: lazy_copy(x) for name, x in buffers.items()}
         outer, replica.installed = replica.installed, {**params, **copies}
         replica.install(replica.installed)
@@ -116,7 +116,7 @@ def module_function(
         versions = versions_of([*params.values()]) if step is None else []
         try:
             output = replica.module(*args, **kwargs)
-            after = replica.take(buffers, copies)
+            after = replica.buffers_after(buffers, copies)
             written = zip(params, versions, versions_of([*params.values()]), strict=True) if step is None else ()
             errors = [f"binds the parameter {name} to another" for name in replica.rebound(params)]
             errors += [f"writes to the parameter {name}" for name, before, version in written if before != version]
@@ -131,17 +131,17 @@ def module_function(
                 replica.rest()
         return output, after
 
-    detached = {name: _detached(x) for name, x in params.items()}
+    detached = {
+        name: x.detach().requires_grad_() if x.requires_grad else nn.Parameter(x.detach(), requires_grad=False)
+        for name, x in params.items()
+    }
     return apply, detached, {name: x.detach() for name, x in module_buffers.items()}
 
 
-def _detached(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_() if x.requires_grad else nn.Parameter(x.detach(), requires_grad=False)
-
-
-def _declared(params: Mapping[str, Tensor], declared: Choice) -> list[str]:
+def _params_declared_as_buffers(params: Mapping[str, Tensor], declared: Choice) -> list[str]:
     """Return the names of the parameters that are declared as buffers; raise if any of them is trained."""
-    names = [name for name, yes in zip(params, chosen(declared, [*params], "buffers"), strict=True) if yes]
+    flags = chosen(declared, [*params], "buffers")
+    names = [name for name, is_declared in zip(params, flags, strict=True) if is_declared]
     trained = [name for name in names if params[name].requires_grad]
     if trained:
         raise ModuleError(
@@ -151,7 +151,7 @@ def _declared(params: Mapping[str, Tensor], declared: Choice) -> list[str]:
     return names
 
 
-def _validate(module: nn.Module) -> None:
+def _validate_module(module: nn.Module) -> None:
     """Raise if a module cannot be functionalized."""
     title = f"functionalize of {type(module).__name__}"
     if lazy := [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]:
@@ -159,7 +159,7 @@ def _validate(module: nn.Module) -> None:
             f"{title}: {', '.join(lazy)} must have a shape; the module is lazy. Run it once on an example first: "
             "module(example)."
         )
-    refuse_hooks(module)
+    validate_no_hooks(module)
     if scripted := [name or "the module" for name, child in module.named_modules() if isinstance(child, ScriptModule)]:
         raise ModuleError(
             f"{title}: {', '.join(scripted)} must not be compiled by torch.jit, whose parameters cannot be exchanged. Give "
@@ -167,7 +167,7 @@ def _validate(module: nn.Module) -> None:
         )
 
 
-def refuse_hooks(module: nn.Module) -> None:
+def validate_no_hooks(module: nn.Module) -> None:
     """Raise naming parameters that have gradient hooks, which would not be called."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     hooked = [name for name, x in module.named_parameters() if any(getattr(x, kind, None) for kind in kinds)]

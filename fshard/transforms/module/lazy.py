@@ -82,7 +82,7 @@ def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwarg
     ]
     if errors:
         raise ModuleError(f"fs.lazy of {type(module).__name__}: {'; '.join(errors)}.")
-    names = frozenset(name for name, x in _tensors(module) if x.is_meta)
+    names = frozenset(name for name, x in _named_tensors(module) if x.is_meta)
     vars(module)[_RECIPE] = _Recipe(partial(factory, *args, **kwargs), names)
     return module
 
@@ -95,7 +95,7 @@ def materialize(module: Module, *, seed: int) -> Module:
     >>> [(name, tuple(x.shape)) for name, x in materialize(second, seed=0).named_parameters()]
     [('2.weight', (1, 64)), ('2.bias', (1,))]
     """
-    tensors = dict(_tensors(module))
+    tensors = dict(_named_tensors(module))
     built: dict[int, Any] = {id(x): x for x in tensors.values() if not x.is_meta}
 
     def take(name: str, value: Tensor) -> None:
@@ -111,7 +111,7 @@ def materialize(module: Module, *, seed: int) -> Module:
 
 def without_memory(module: nn.Module) -> list[str]:
     """Return the names of the parameters and buffers that are on the meta device."""
-    return [name for name, x in _tensors(module) if x.is_meta]
+    return [name for name, x in _named_tensors(module) if x.is_meta]
 
 
 def _lazy_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Recipe]]:
@@ -124,13 +124,13 @@ def draw(
 ) -> None:
     """Make one lazy layer after the other, and hand over their tensors of some names, by the first name of each."""
     names = {*names}
-    undrawn = {id(x): name for name, x in reversed([*_tensors(module)]) if name in names and x.is_meta}
+    undrawn = {id(x): name for name, x in reversed([*_named_tensors(module)]) if name in names and x.is_meta}
     for path, layer, recipe in _lazy_layers(module) if undrawn else ():
-        tensors = {key: x for key, x in _tensors(layer) if id(x) in undrawn and key in recipe.names}
+        tensors = {key: x for key, x in _named_tensors(layer) if id(x) in undrawn and key in recipe.names}
         if not tensors:
             continue
-        with _drawn_by(seed, path):
-            values = dict(_tensors(recipe.make()))
+        with _seeded_by_path(seed, path):
+            values = dict(_named_tensors(recipe.make()))
         for key, x in tensors.items():
             value = values.pop(key, None)
             if value is not None and not value.is_meta and value.shape == x.shape and id(x) in undrawn:
@@ -143,17 +143,17 @@ def draw(
 
 
 @contextmanager
-def _drawn_by(seed: int, path: str) -> Generator[None]:
+def _seeded_by_path(seed: int, path: str) -> Generator[None]:
     """Draw all random numbers by a layer's name, those of numpy and of Python too."""
-    python, of_numpy, key = random.getstate(), np.random.get_state(), folded(seed, path)
+    python_state, numpy_state, key = random.getstate(), np.random.get_state(), folded(seed, path)
     random.seed(key)
     np.random.seed(key % (1 << 32))
     try:
         with keyed_random(seed, path):
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(of_numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def reserved(x: Any, layout: Layout) -> Sharded:
@@ -174,6 +174,6 @@ def fill(x: Sharded, value: Tensor) -> None:
         shard.copy_(source)
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)

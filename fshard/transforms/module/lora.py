@@ -122,26 +122,28 @@ def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
         raise ModuleError(
             "lora: this model learns differences already. Put them into its weights first: merge_lora(model)."
         )
-    layers = _targets(model, config)
-    errors = [f"{name or 'it'} is a {type(x).__name__}, {_unfit(x)}" for name, x in layers.items() if _unfit(x)]
-    errors += [f"no layer is called {name!r}" for name in _unknown(model, config)]
+    layers = _target_layers(model, config)
+    errors = [
+        f"{name or 'it'} is a {type(x).__name__}, {_reason_unfit(x)}" for name, x in layers.items() if _reason_unfit(x)
+    ]
+    errors += [f"no layer is called {name!r}" for name in _unmatched_names(model, config)]
     if lazy := [name for name, x in model.named_parameters() if is_lazy(x)]:
         errors.append(f"call the model once before, on an example: {', '.join(lazy)} has no shape yet")
     if not layers and not errors:
         errors.append("there is no linear layer")
     if errors:
-        suited = ", ".join(name for name, x in model.named_modules() if _is_linear(x) and not _unfit(x))
+        suited = ", ".join(name for name, x in model.named_modules() if _is_linear(x) and not _reason_unfit(x))
         raise ModuleError(f"lora: {'; '.join(errors)}. Linear layers are: {suited or 'none'}.")
     frozen = {id(x): nn.Parameter(x.detach(), requires_grad=False) for x in model.parameters()}
     model = copied(model, {**frozen, **{id(x): x for x in model.buffers()}})
-    layers = [*_targets(model, config).values()]
+    layers = [*_target_layers(model, config).values()]
     for name, child in model.named_modules():
         if _is_named(name, config.modules_to_save):
             child.requires_grad_(True)
     for layer in layers if config.bias == "lora_only" else ():
         if isinstance(bias := getattr(layer, "bias", None), nn.Parameter):
             bias.requires_grad_(True)
-    model = _with(model, {id(layer): LowRank(layer, config) for layer in layers})
+    model = _replace_modules(model, {id(layer): LowRank(layer, config) for layer in layers})
     for name, x in model.named_parameters():
         if config.bias == "all" and "bias" in name.rpartition(".")[2]:  # in_proj_bias, bias_ih_l0
             x.requires_grad_(True)
@@ -161,10 +163,10 @@ def merge_lora(model: nn.Module) -> nn.Module:
     learnt = [layer for layer in model.modules() if isinstance(layer, LowRank)]
     for layer in learnt:  # a new tensor: the old one may be tied to that of another layer, whose difference is another
         layer.base_layer.weight = nn.Parameter(layer.weight, requires_grad=_weight(layer.base_layer).requires_grad)
-    return _with(model, {id(layer): layer.base_layer for layer in learnt})
+    return _replace_modules(model, {id(layer): layer.base_layer for layer in learnt})
 
 
-def _with(model: nn.Module, changed: dict[int, nn.Module]) -> nn.Module:
+def _replace_modules(model: nn.Module, changed: dict[int, nn.Module]) -> nn.Module:
     """Replace modules wherever they occur; return the model, which may be replaced itself."""
     for child in [*model.modules()]:
         children = vars(child)["_modules"]
@@ -172,7 +174,7 @@ def _with(model: nn.Module, changed: dict[int, nn.Module]) -> nn.Module:
     return changed.get(id(model), model)
 
 
-def _targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
+def _target_layers(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
     """Return the layers that are to have a difference, by their names."""
     targets, named = config.target_modules, dict(model.named_modules())
     if targets is not None:
@@ -181,13 +183,13 @@ def _targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
     return {name: x for name, x in named.items() if _is_linear(x) and id(x) not in saved}
 
 
-def _unknown(model: nn.Module, config: LoraConfig) -> list[str]:
+def _unmatched_names(model: nn.Module, config: LoraConfig) -> list[str]:
     """Return the names in a configuration that nothing in the model has."""
     names, targets = [name for name, _ in model.named_modules()], config.target_modules
     wanted: list[str | list[str]] = [targets] if isinstance(targets, str) else [[name] for name in targets or ()]
     wanted += [[name] for name in config.modules_to_save]
-    missing = [name for name in wanted if not any(_is_named(each, name) for each in names)]
-    return [name if isinstance(name, str) else name[0] for name in missing]
+    missing = [pattern for pattern in wanted if not any(_is_named(name, pattern) for name in names)]
+    return [pattern if isinstance(pattern, str) else pattern[0] for pattern in missing]
 
 
 def _is_named(name: str, names: str | Sequence[str]) -> bool:
@@ -197,7 +199,7 @@ def _is_named(name: str, names: str | Sequence[str]) -> bool:
     return any(name == end or name.endswith(f".{end}") for end in names)
 
 
-def _unfit(layer: nn.Module) -> str | None:
+def _reason_unfit(layer: nn.Module) -> str | None:
     """Return why a layer cannot have LoRA weights."""
     if not isinstance(layer, nn.Embedding) and not _is_linear(layer):
         return "which has no low rank"

@@ -19,7 +19,7 @@ simply called and all is saved. A part of fn that itself calls such a transform 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -74,7 +74,7 @@ def offload(policy: str | Policy) -> Policy:
     >>> offload("dots").host
     True
     """
-    return replace(_policy(policy), host=True)
+    return replace(_validated_policy(policy), host=True)
 
 
 def checkpoint_name(x: Tensor, label: str) -> Tensor:
@@ -108,22 +108,22 @@ def remat(fn: Callable[Args, Result], policy: str | Policy = "nothing") -> Calla
     >>> torch.autograd.grad(remat(lambda x: (x * x).sum())(x), x)
     (tensor([2., 2.]),)
     """
-    kept = _policy(policy)
+    policy = _validated_policy(policy)
 
     @wraps(fn, updated=())
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        keeps_all = kept.keep == "everything"
-        if (keeps_all and not kept.host) or transformed() or not torch.is_grad_enabled():
+        keeps_all = policy.keep == "everything"
+        if (keeps_all and not policy.host) or transformed() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         if not keeps_all:
-            return _checkpointed(fn, kept, args, kwargs)
+            return _call_checkpointed(fn, policy, args, kwargs)
         with saved_tensors_hooks(_to_host, _from_host):
             return fn(*args, **kwargs)
 
     return call
 
 
-def _policy(policy: str | Policy) -> Policy:
+def _validated_policy(policy: str | Policy) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if policy not in ("everything", "nothing", "dots"):
@@ -134,7 +134,7 @@ def _policy(policy: str | Policy) -> Policy:
     return Policy(cast(Any, policy))
 
 
-def _checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run fn in torch's checkpoint.  Only plain tensors are its arguments: it would look into handles."""
     leaves, structure = flatten((args, kwargs), none_is_leaf=True)
     indices = [index for index, x in enumerate(leaves) if type(x) in (Tensor, nn.Parameter)]
@@ -154,17 +154,15 @@ def _checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...],
 
     if policy.keep == "nothing":
         return checkpoint(body, *tensors, use_reentrant=False)
-    policy = policy if policy.keep == "dots" else _in_memories(policy, ambient.activations or {})
-    region = Region(None if policy.keep == "dots" else policy.names, policy.offloaded, host=policy.host)
+    if policy.keep == "dots":
+        region = Region(None, frozenset(), host=policy.host)
+    else:
+        on_host = policy.names if policy.host else policy.offloaded
+        memories: dict[str, ActivationMemory] = {name: "host" if name in on_host else "device" for name in policy.names}
+        memories |= {name: x for name, x in (ambient.activations or {}).items() if name in memories}
+        names = frozenset([name for name, memory in memories.items() if memory != "recomputed"])
+        region = Region(names, frozenset([name for name in names if memories[name] == "host"]), host=False)
     return checkpoint(body, *tensors, use_reentrant=False, context_fn=lambda: (region, region))
-
-
-def _in_memories(policy: Policy, activations: Mapping[str, ActivationMemory]) -> Policy:
-    """Return a policy of names with the memories that a step has for them: `train_step(activations=)`."""
-    on_host = policy.names if policy.host else policy.offloaded
-    memories = {name: activations.get(name, "host" if name in on_host else "device") for name in policy.names}
-    names = frozenset([name for name, memory in memories.items() if memory != "recomputed"])
-    return Policy("names", names, offloaded=frozenset([name for name in names if memories[name] == "host"]))
 
 
 def _to_host(x: Tensor) -> Tensor | HostCopy:
@@ -271,13 +269,14 @@ class Region(TorchDispatchMode):
         if self.names is None:
             self._kept[number] = KeptCall((self._keep(result, None, on_host=self._host),), is_tuple=False)
             return result
-        first, others = (result[0], result[1:]) if isinstance(result, tuple) and result else (result, None)
-        if isinstance(first, Tensor) and first.layout == torch.strided:
-            memory = _memory(first)
-            if not any(isinstance(x, Tensor) and _memory(x) == memory for x in args):  # else it is a view, or in place
-                strides = tuple(first.shape), first.stride(), int(first.storage_offset())
-                memory_ref = StorageWeakRef(first.untyped_storage())
-                self._producers[memory] = Producer(memory_ref, number, first._version, *strides, others)
+        y, others = (result[0], result[1:]) if isinstance(result, tuple) and result else (result, None)
+        if isinstance(y, Tensor) and y.layout == torch.strided:
+            memory = _storage_id(y)
+            is_view = any(isinstance(x, Tensor) and _storage_id(x) == memory for x in args)  # or in place
+            if not is_view:
+                strides = tuple(y.shape), y.stride(), int(y.storage_offset())
+                memory_ref = StorageWeakRef(y.untyped_storage())
+                self._producers[memory] = Producer(memory_ref, number, y._version, *strides, others)
         return result
 
     def _keep(self, x: Any, name: str | None, *, on_host: bool) -> Any:
@@ -295,7 +294,7 @@ class Region(TorchDispatchMode):
 
         One that has been written to in place is recomputed: the write would be repeated on what is kept.
         """
-        producer = self._producers.get(_memory(x)) if self.names and label in self.names else None
+        producer = self._producers.get(_storage_id(x)) if self.names and label in self.names else None
         if producer is not None and x._version == producer.version:
             with torch.no_grad():  # so that these two are not numbered
                 result = x.detach().as_strided(producer.size, producer.stride, producer.offset)
@@ -304,7 +303,7 @@ class Region(TorchDispatchMode):
                 self._kept[producer.number] = KeptCall(kept, is_tuple=producer.others is not None)
 
 
-def _memory(x: Tensor) -> int:
+def _storage_id(x: Tensor) -> int:
     return x.untyped_storage()._cdata if x.layout == torch.strided else 0  # pyright: ignore[reportPrivateUsage]
 
 

@@ -44,7 +44,7 @@ class Replica:
         names: of each of its modules, the names of the tensors in its `_parameters` and `_buffers`, by their keys.
         adapt: returns another forward for a path and its module, None for its own.
 
-    The slots of parameters hold the tensors of the first call between steps: see `give_up_memory`.
+    The slots of parameters hold the tensors of the first call between steps: see `replace_by_placeholders`.
     """
 
     def __init__(
@@ -55,26 +55,26 @@ class Replica:
     ) -> None:
         self.module = module
         self.modules = dict(module.named_modules())
-        parts: list[Any] = [*self.modules.values()]
+        children: list[Any] = [*self.modules.values()]
         self._params, self._buffers = list[ModuleSlot](), list[ModuleSlot]()
-        for child, (param_names, buffer_names) in zip(parts, names, strict=True):
+        for child, (param_names, buffer_names) in zip(children, names, strict=True):
             self._params += [ModuleSlot(child._parameters, *item) for item in param_names.items()]
             self._buffers += [ModuleSlot(child._buffers, *item) for item in buffer_names.items()]
-        self._recurrent: list[Any] = [layer for layer in parts if isinstance(layer, nn.RNNBase)]
+        self._recurrent: list[Any] = [layer for layer in children if isinstance(layer, nn.RNNBase)]
         self.layers = Layers(self.modules.items(), adapt)
-        self._resting: list[Any] | None = None
+        self._params_between_steps: list[Any] | None = None
         self.installed: Mapping[str, Any] | None = None  # while a call runs
 
     def install(self, tensors: Mapping[str, Any]) -> None:
         """Put tensors into their slots."""
-        if self._resting is None:
-            self._resting = [entries[key] for entries, key, _ in self._params]
+        if self._params_between_steps is None:
+            self._params_between_steps = [entries[key] for entries, key, _ in self._params]
         for entries, key, name in (*self._params, *self._buffers):
             entries[key] = tensors[name]
         for layer in self._recurrent:
             layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
 
-    def take(self, before: Mapping[str, Any], installed: Mapping[str, Any]) -> Tensors:
+    def buffers_after(self, before: Mapping[str, Any], installed: Mapping[str, Any]) -> Tensors:
         """Return the buffers after a call; those not written to are the ones before it.
 
         Copies of them are installed for a recomputation in the backward, so that it does not count twice.
@@ -96,42 +96,44 @@ class Replica:
 
     def rest(self) -> None:
         """Take the parameters of the last call out of the module."""
-        for (entries, key, _), x in zip(self._params, self._resting or [], strict=False):
+        for (entries, key, _), x in zip(self._params, self._params_between_steps or [], strict=False):
             entries[key] = x
         for layer in self._recurrent:
-            _alias(layer)
+            _refresh_flat_weights(layer)
         self.layers.leave()
 
 
 def slot_names(module: nn.Module) -> list[tuple[Names, Names]]:
     """Return, for each module inside, the names of its parameters and buffers by key; tied ones have their first name."""
-    first: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, x in (*module.named_parameters(), *module.named_buffers()):
-        first.setdefault(id(x), name)
-    parts: list[Any] = [*module.modules()]
-    return [(_keys(child._parameters, first), _keys(child._buffers, first)) for child in parts]
+        names.setdefault(id(x), name)
+    children: list[Any] = [*module.modules()]
+    return [(_names_by_key(child._parameters, names), _names_by_key(child._buffers, names)) for child in children]
 
 
-def _keys(entries: Mapping[str, Any], names: Mapping[int, str]) -> Names:
+def _names_by_key(entries: Mapping[str, Any], names: Mapping[int, str]) -> Names:
     return {key: names[id(x)] for key, x in entries.items() if x is not None}
 
 
-def give_up_memory(modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
+def replace_by_placeholders(modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
     """Replace the modules' own parameters by placeholders of the same shapes, dtypes and devices.
 
     Tied parameters stay tied. Those on the meta device are replaced by the given one.
     """
     placeholders: dict[int, nn.Parameter] = {}
-    parts: list[Any] = [*{id(child): child for module in modules for child in module.modules()}.values()]
-    params = [(child._parameters, key, x) for child in parts for key, x in child._parameters.items() if x is not None]
+    children: list[Any] = [*{id(child): child for module in modules for child in module.modules()}.values()]
+    params = [
+        (child._parameters, key, x) for child in children for key, x in child._parameters.items() if x is not None
+    ]
     for entries, key, x in params:
-        entries[key] = placeholders.setdefault(id(x), _without_memory(x, device))
-    for child in parts:
+        entries[key] = placeholders.setdefault(id(x), _placeholder(x, device))
+    for child in children:
         if isinstance(child, nn.RNNBase):
-            _alias(child)
+            _refresh_flat_weights(child)
 
 
-def _alias(layer: Any) -> None:
+def _refresh_flat_weights(layer: Any) -> None:
     """Let a recurrent layer's list of weights have its parameters; those of a parametrization are computed in a call."""
     layer._flat_weights = [layer._parameters.get(name) for name in layer._flat_weights_names]
 
@@ -148,7 +150,7 @@ class Placeholder(nn.Parameter):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:  # by `state_dict`
-            return _without_memory(args[0], None)
+            return _placeholder(args[0], None)
         raise ModuleError(_NO_VALUES)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -158,7 +160,7 @@ class Placeholder(nn.Parameter):
         return f"Placeholder({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
 
 
-def _without_memory(x: Tensor, device: torch.device | None) -> nn.Parameter:
+def _placeholder(x: Tensor, device: torch.device | None) -> nn.Parameter:
     element = torch.zeros((), dtype=x.dtype, device=device if x.is_meta and device is not None else x.device)
     return Placeholder(element.expand(x.shape), requires_grad=x.requires_grad)
 
@@ -182,7 +184,7 @@ class Replicas:
         if in_place:
             self._replicas[None] = Replica(module, self._names, adapt)
 
-    def mine(self) -> Replica:
+    def of_this_device(self) -> Replica:
         """Return the calling device's replica, in the mode that the module is in."""
         if self._template is None:
             return self._replicas[None]

@@ -48,7 +48,7 @@ def join(outputs: Sequence[Any], rows: Sequence[int]) -> tuple[Any, list[JoinedO
     columns = [*zip(leaves, *(tree_flatten(output)[0] for output in outputs[1:]), strict=True)]
     results, recorded = list[Any](), list[JoinedOutput]()
     for column in columns:
-        x = _joined(column, rows)
+        x = _join_slices(column, rows)
         if isinstance(x, Tensor) and x.requires_grad:
             x.register_post_accumulate_grad_hook(lambda _: raise_foreign_backward())
             recorded.append(JoinedOutput(x, column, rows))
@@ -57,7 +57,7 @@ def join(outputs: Sequence[Any], rows: Sequence[int]) -> tuple[Any, list[JoinedO
     return tree_unflatten(results, structure), recorded
 
 
-def _joined(column: Sequence[Any], rows: Sequence[int]) -> Any:
+def _join_slices(column: Sequence[Any], rows: Sequence[int]) -> Any:
     first, pairs = column[0], [*zip(column, rows, strict=True)]
     if not isinstance(first, Tensor):
         return first

@@ -41,7 +41,7 @@ def keyed_random(seed: int, *key: int | str) -> AbstractContextManager[None]:
     >>> torch.equal(a, b), torch.equal(a, c)
     (True, False)
     """
-    return _Keyed(folded(seed, *key))
+    return _KeyedRandom(folded(seed, *key))
 
 
 def keyed_apart(key: int, index: int) -> AbstractContextManager[None]:
@@ -56,7 +56,7 @@ def keyed_apart(key: int, index: int) -> AbstractContextManager[None]:
     >>> first == draw(0), first[0] == draw(1)[0], first[1] == draw(1)[1]
     (True, False, True)
     """
-    return _Keyed(turned(key, index), key) if index else _Keyed(key)
+    return _KeyedRandom(turned(key, index), key) if index else _KeyedRandom(key)
 
 
 class DrawState:
@@ -86,7 +86,7 @@ def random_state(*generators: torch.Generator) -> DrawState:
     return DrawState((*_generators(), *generators) if generators else _generators())
 
 
-class _Keyed(ContextDecorator):
+class _KeyedRandom(ContextDecorator):
     """Draw by a key, and restore after; `reported` is reported as the key of these draws."""
 
     __slots__ = ("_before", "_key", "_reported")
@@ -94,7 +94,7 @@ class _Keyed(ContextDecorator):
     def __init__(self, key: int, reported: int | None = None) -> None:
         self._key, self._reported = key, reported
 
-    def _recreate_cm(self) -> _Keyed:
+    def _recreate_cm(self) -> _KeyedRandom:
         return type(self)(self._key, self._reported)
 
     def __enter__(self) -> None:
@@ -146,7 +146,7 @@ _MARK = 0xF5A2
 
 _BITS = 48
 
-_TURN = 0x9E3779B97F4B
+_MULTIPLIER = 0x9E3779B97F4B
 """An odd number: no two keys are turned to one."""
 
 
@@ -164,7 +164,7 @@ def turned(key: int, *parts: int | str) -> int:
     >>> key == turned(turned(key, "a"), "a"), turned(turned(key, "a"), "b") == turned(turned(key, "b"), "a")
     (False, False)
     """
-    return _MARK << _BITS | (key ^ _known_digest(*parts)) * _TURN % (1 << _BITS)
+    return _MARK << _BITS | (key ^ _cached_digest(*parts)) * _MULTIPLIER % (1 << _BITS)
 
 
 def _digest(*parts: int | str) -> int:
@@ -172,7 +172,7 @@ def _digest(*parts: int | str) -> int:
     return int.from_bytes(digest, "little")
 
 
-_known_digest = lru_cache(maxsize=1 << 16)(_digest)  # a digest is soon made, but not among products of matrices
+_cached_digest = lru_cache(maxsize=1 << 16)(_digest)  # a digest is soon made, but not among products of matrices
 
 
 _DRAWING = (
@@ -186,7 +186,7 @@ _DRAWING = (
 """The modules of torch that draw in their own forward."""
 
 
-_MANY = 1 << 16
+_MAX_CACHED_KEYS = 1 << 16
 """Number of cached keys outside of a step, where the end of a graph is unknown."""
 
 
@@ -195,7 +195,7 @@ class Calls:
 
     Args:
         key: of the call.
-        known: the keys of earlier calls, by the key of the caller and the layer: a recomputation finds its own.
+        keys: those of earlier calls, by the key of the caller and the layer: a recomputation finds its own.
     """
 
     def __init__(self, key: int, keys: dict[tuple[int, str], int]) -> None:
@@ -224,28 +224,28 @@ class Layers:
     ) -> None:
         self._calls: list[Calls] = []  # at most one
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any] | None, Callable[..., Any]]] = []
-        self._entered, self._keys = False, dict[tuple[int, str], int]()
+        self._is_entered, self._keys = False, dict[tuple[int, str], int]()
         for name, module in modules:
             original, adapted = vars(module).get("forward"), adapt(name, module)
             forward = adapted or original
             if isinstance(module, _DRAWING) or not type(module).__module__.startswith("torch.nn."):
-                forward = partial(_forward, self._calls, weakref.ref(module), forward, name)
+                forward = partial(_seeded_forward, self._calls, weakref.ref(module), forward, name)
             if forward is not original and forward is not None:
                 self._forwards.append((vars(module), original, forward))
 
     def enter(self, key: int | None) -> None:
         """Install the forwards for a call of the module; with a key, layers draw by their names."""
-        if len(self._keys) > _MANY:
+        if len(self._keys) > _MAX_CACHED_KEYS:
             self._keys.clear()
         self._calls[:] = [] if key is None else [Calls(key, self._keys)]
-        if not self._entered:
-            self._entered = True
+        if not self._is_entered:
+            self._is_entered = True
             for attributes, _, forward in self._forwards:
                 attributes["forward"] = forward
 
     def leave(self) -> None:
         """Put the modules' own forwards back."""
-        self._entered = False
+        self._is_entered = False
         self._keys.clear()
         for attributes, original, _ in self._forwards:
             if original is None:
@@ -254,7 +254,7 @@ class Layers:
                 attributes["forward"] = original
 
 
-def _forward(
+def _seeded_forward(
     calls: list[Calls],
     module: weakref.ref[Any],
     original: Callable[..., Any] | None,

@@ -9,11 +9,11 @@ A batch sharded over ("a", "b") has its slices in the order of a, then b. Neighb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor
-
+from fshard.pipeline.execution.gradient_sums import add_gradients
 from fshard.transforms.fsdp.plans import Gradients
+from fshard.transforms.fsdp.reductions import GradientSums
 from fshard.transforms.fsdp.units import LazyUnit
 
 
@@ -24,11 +24,11 @@ class TreeAccumulator:
 
     A slice that has not used a unit counts as 0: the other devices have zeros for it. Uses of a leaf in one slice are
     added in sequence, the last first, as autograd adds them, in their own dtype; slices as devices are added, each
-    times its weight, in the dtype that `widened` returns.
+    times its weight, in the dtype in which they are reduced.
     """
 
-    def __init__(self, units: Sequence[LazyUnit], widened: Callable[[LazyUnit, Gradients], Gradients]) -> None:
-        self._widened = widened
+    def __init__(self, units: Sequence[LazyUnit], reductions: GradientSums) -> None:
+        self._reductions = reductions
         self._slice_sums: dict[LazyUnit, Gradients] = {}
         self._trees: dict[LazyUnit, list[tuple[int, Gradients]]] = {unit: [] for unit in units}
 
@@ -43,28 +43,22 @@ class TreeAccumulator:
     def end_slice(self, weight: float) -> None:
         """End a slice of this weight."""
         for unit, trees in self._trees.items():
-            gs = self._widened(unit, self._slice_sums.get(unit, [None] * len(unit.indices)))
+            gs = self._slice_sums.get(unit, [None] * len(unit.indices))
+            gs = self._reductions.cast(unit.indices, gs)
             trees.append((0, gs if weight == 1.0 else [None if g is None else g * weight for g in gs]))
             while len(trees) > 1 and trees[-1][0] == trees[-2][0]:
                 (height, first_sum), (_, right) = trees[-2:]
-                trees[-2:] = [(height + 1, _added(first_sum, right))]
+                trees[-2:] = [(height + 1, _add_leaves(first_sum, right))]
         self._slice_sums = {}
 
     def result(self, unit: LazyUnit) -> Gradients | None:
         """Return the sum of a unit's gradients; None if no slice has used it."""
         trees = [tree for _, tree in self._trees.pop(unit)]
         while len(trees) > 1:
-            trees[-2:] = [_added(trees[-2], trees[-1])]
+            trees[-2:] = [_add_leaves(trees[-2], trees[-1])]
         (gs,) = trees
         return gs if any(g is not None for g in gs) else None
 
 
-def _added(first_sum: Gradients, right: Gradients) -> Gradients:
-    return [_sum(a, b) for a, b in zip(first_sum, right, strict=True)]
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        summand = a if b is None else b
-        return None if summand is None else summand + 0.0  # as with zeros: -0.0 becomes 0.0
-    return a + b
+def _add_leaves(first_sum: Gradients, right: Gradients) -> Gradients:
+    return [add_gradients(a, b, missing=0.0) for a, b in zip(first_sum, right, strict=True)]

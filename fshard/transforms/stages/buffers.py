@@ -67,7 +67,8 @@ class StageWrites:
 
     Args:
         caller: the function that was called, for messages.
-        given: the buffers before the step, and `place` the index of the device among the local ones.
+        buffers: those before the step.
+        number: the index of the device among the local ones.
     """
 
     def __init__(self, caller: str, buffers: Buffers, number: int) -> None:
@@ -97,14 +98,14 @@ class StageWrites:
             )
             raise ValueError(
                 f"{self._caller}: stage {stage} must return (y, buffers), of the names, shapes and dtypes that it was given; "
-                f"{_shown(path)} {error}."
+                f"{named(parts_of(path)[1:])} {error}."
             )
         self._written.setdefault(microbatch, {}).update(new)
-        names, calls = {id(x): path for path, x in new.items()}, [id(each.running_mean) for each in moments]
-        for each in moments:  # of a layer that is called twice, the mean over microbatches is kept
-            paths = names.get(id(each.running_mean), ""), names.get(id(each.running_var), "")
-            if all(paths) and calls.count(id(each.running_mean)) == 1:
-                self._moments.setdefault(paths, {})[microbatch] = each
+        names, calls = {id(x): path for path, x in new.items()}, [id(x.running_mean) for x in moments]
+        for x in moments:  # of a layer that is called twice, the mean over microbatches is kept
+            paths = names.get(id(x.running_mean), ""), names.get(id(x.running_var), "")
+            if all(paths) and calls.count(id(x.running_mean)) == 1:
+                self._moments.setdefault(paths, {})[microbatch] = x
 
     def written(self, weights: Sequence[float]) -> list[Written]:
         """Return the buffers that each microbatch has written to, with its weight."""
@@ -122,12 +123,12 @@ class StageWrites:
             group: the devices that have the same stages.
             site: the source line of the step.
         """
-        moved = self._moved([entry.weight for entry in written], group, site)
-        paths = [path for path in flagged if stage_of(path) in stages and path not in moved]
+        statistics = self._move_statistics([entry.weight for entry in written], group, site)
+        paths = [path for path in flagged if stage_of(path) in stages and path not in statistics]
         entries = [entry_of(path, self._before[path]) for path in paths]
-        return moved | averaged(written, entries, group, self._before, torch.device("cpu"), site)
+        return statistics | averaged(written, entries, group, self._before, torch.device("cpu"), site)
 
-    def _moved(self, weights: Sequence[float], group: Group | None, site: Site) -> dict[str, Tensor]:
+    def _move_statistics(self, weights: Sequence[float], group: Group | None, site: Site) -> dict[str, Tensor]:
         """Return running statistics moved towards those of all microbatches; those of weight 0 add nothing."""
         result = dict[str, Tensor]()
         for paths, moments in sorted(self._moments.items()):
@@ -152,7 +153,3 @@ def stage_of(path: str) -> int:
     12
     """
     return int(path[1:].partition("]")[0])
-
-
-def _shown(path: str) -> str:
-    return named(parts_of(path.partition("]")[2]))

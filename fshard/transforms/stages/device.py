@@ -27,7 +27,7 @@ from fshard.source import Site, call_site
 from fshard.transforms.agreement import SliceLoss, StepAgreement, average_losses, input_differences, tree_sum
 from fshard.transforms.batch import Batch
 from fshard.transforms.device_step import DeviceResult, DeviceStep, validate_is_trained
-from fshard.transforms.fsdp.graph_checks import refuse_unreached
+from fshard.transforms.fsdp.graph_checks import validate_no_reentrant_checkpoint
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.fsdp.plans import local_plans
 from fshard.transforms.fsdp.units import Order, UnitRuntime
@@ -79,8 +79,23 @@ class StageStep(DeviceStep):
         self.stages = [stage for stage, coordinate in enumerate(placement) if coordinate == self.pipe.index]
         self.device = shards[0].device
         shards = self._borrow(shards)
-        self.units = {stage: self._unit(stage, shards) for stage in self.stages}
-        self.sums = self._sums()
+        self.units = dict[int, StageUnit]()
+        for stage in self.stages:
+            params = plan.by_stage[stage]
+            if options.local:
+                params = StageLeaves.of(local_plans(tuple(params.leaves), device), params.indices, params.tree)
+            shards_of_stage = [shards[index] for index in params.indices]
+            self.units[stage] = StageUnit(self.runtime, stage, params, shards_of_stage, self.device)
+        self.sums = StageSums(
+            plan,
+            local_plans(tuple(plan.leaves), device) if options.local else plan.leaves,
+            self.stages,
+            [turn.weight.share for turn in self.slices] if options.reproducible else None,
+            self.pipe.index,
+            self.device,
+            self.local,
+            site,
+        )
         self.parts: dict[int, tuple[SliceLoss, SliceMetrics]] = {}
 
     @property
@@ -90,26 +105,13 @@ class StageStep(DeviceStep):
 
     def _borrow(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return the device's shards of parameters, with those that it borrows."""
-        rows, borrowed = self.plan.borrowed, [*shards]
-        received = go([shards[row.leaf].detach() for row in rows], [row.way for row in rows], self.site)()
-        for row, x in zip(rows, received, strict=True):
-            if row.coordinate == self.pipe.index:
-                borrowed[row.leaf] = x
-        return borrowed
-
-    def _unit(self, stage: int, shards: Sequence[Tensor]) -> StageUnit:
-        params = self.plan.by_stage[stage]
-        if self.options.local:
-            params = StageLeaves.of(local_plans(tuple(params.leaves), self.number), params.indices, params.tree)
-        return StageUnit(self.runtime, stage, params, [shards[index] for index in params.indices], self.device)
-
-    def _sums(self) -> StageSums:
-        plan, options = self.plan, self.options
-        weights = [slice_turn.weight.share for slice_turn in self.slices] if options.reproducible else None
-        leaves = local_plans(tuple(plan.leaves), self.number) if options.local else plan.leaves
-        return StageSums(
-            plan, leaves, self.stages, weights, self.pipe.index, self.device, options, self.local, self.site
-        )
+        borrowed, result = self.plan.borrowed, [*shards]
+        sent = [shards[param.leaf].detach() for param in borrowed]
+        received = go(sent, [param.plan for param in borrowed], self.site)()
+        for param, x in zip(borrowed, received, strict=True):
+            if param.coordinate == self.pipe.index:
+                result[param.leaf] = x
+        return result
 
     def run(self) -> DeviceResult:
         """Take the device's part in the step."""
@@ -135,14 +137,14 @@ class StageStep(DeviceStep):
         divisor = scale_ratio if self.scale != 1.0 else 1.0
         gradients = self.sums.gradients(agreement.used, scale_ratio * weight if options.reproducible else divisor)
         gradients = [
-            self._empty(index) if times and g is None else g
-            for index, (g, times) in enumerate(zip(gradients, agreement.used, strict=True))
+            self._empty_gradient(index) if users and g is None else g
+            for index, (g, users) in enumerate(zip(gradients, agreement.used, strict=True))
         ]
         return DeviceResult(loss, weight, aux, gradients, buffers, Order([], []))
 
-    def _empty(self, index: int) -> Tensor | None:
+    def _empty_gradient(self, index: int) -> Tensor | None:
         """Return the empty gradient of a parameter of another device's stage, the same in all steps."""
-        leaf, cache, key = self.plan.leaves[index], self.plan.elsewhere, (self.number, index)
+        leaf, cache, key = self.plan.leaves[index], self.plan.empty_gradients, (self.number, index)
         if not leaf.trained:
             return None
         if key not in cache:
@@ -160,16 +162,16 @@ class StageStep(DeviceStep):
 
     def begin(self, microbatch: int) -> PyTree:
         """Return the input of the first stage for a microbatch."""
-        return self.program.inputs(self._tree(microbatch))
+        return self.program.inputs(self._microbatch_tree(microbatch))
 
-    def _tree(self, microbatch: int) -> PyTree:
+    def _microbatch_tree(self, microbatch: int) -> PyTree:
         return self.batch.tree(self.slices[microbatch].slice.leaves, self.options.compute)
 
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage; its random draws depend on the samples and the layer."""
         is_moved = self.writes is not None and not self.options.reproducible
         moments = list[Any]() if is_moved else None
-        with self._draws(microbatch, index=stage), self._slice_scope(microbatch, moments):
+        with self._seeded(microbatch, index=stage), self._slice_scope(microbatch, moments):
             called, params = stage_for(self.program.stages[stage], microbatch), self.units[stage].tree
             if self.writes is None:
                 y = called(params, x, **skips)
@@ -177,10 +179,10 @@ class StageStep(DeviceStep):
                 y, after = called((params, self.writes.parts[stage]), x, **skips)
                 self.writes.record(stage, microbatch, after, moments or [])
         if self.is_first_step:
-            refuse_unreached(y)
+            validate_no_reentrant_checkpoint(y)
         return y
 
-    def _draws(self, microbatch: int, index: int) -> AbstractContextManager[None]:
+    def _seeded(self, microbatch: int, index: int) -> AbstractContextManager[None]:
         return keyed_apart(folded(self.key, 0, self.slices[microbatch].number), index)
 
     def _slice_scope(self, microbatch: int, moments: list[Any] | None = None) -> AbstractContextManager[None]:
@@ -189,8 +191,8 @@ class StageStep(DeviceStep):
     def end(self, microbatch: int, y: PyTree) -> Tensor:
         """Return the loss of the last stage's result."""
         options, slice = self.options, self.slices[microbatch].slice
-        with self._draws(microbatch, index=0), self._slice_scope(microbatch):
-            result = options.loss_fn(y, self._tree(microbatch))
+        with self._seeded(microbatch, index=0), self._slice_scope(microbatch):
+            result = options.loss_fn(y, self._microbatch_tree(microbatch))
             values = unpack_result(result, ["loss", "aux"] if options.has_aux else ["loss"])
             loss = one_loss(options, values["loss"], slice)
         metrics = metrics_of(values.get("aux", ()), slice, loss.device, options.aux)
@@ -209,8 +211,8 @@ class StageStep(DeviceStep):
 
     def may_accumulate(self, stage: int, microbatch: int) -> bool:
         """Let autograd add to the sums, where gradients need no conversion before."""
-        weighs = bool(self.slices[microbatch].weight.weight)
-        return weighs and self.sums.let_accumulate(stage, self.units[stage].trained)
+        has_weight = bool(self.slices[microbatch].weight.weight)
+        return has_weight and self.sums.let_accumulate(stage, self.units[stage].trained)
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
         """Accumulate gradients; those of weight 0 count as zero, even if they are not finite."""
@@ -254,11 +256,9 @@ class StageStep(DeviceStep):
         along = (self.program.axis, *self.local)
         written = [] if writes is None else writes.written([slice_turn.weight.weight for slice_turn in self.slices])
         paths = [] if writes is None else writes.paths
-        is_first = self.everyone.index < (
-            1 if self.group is None else self.group.size
-        )  # of those with the same samples
+        is_first_copy = self.everyone.index < (1 if self.group is None else self.group.size)  # of the same samples
         agreement = StepAgreement(
-            self.weight if is_first else 0.0,
+            self.weight if is_first_copy else 0.0,
             input_differences(
                 self.batch, self.index, key, (), self.everyone, self.along(along), is_first_step=self.is_first_step
             ),
@@ -270,5 +270,5 @@ class StageStep(DeviceStep):
             validate_is_trained(agreement.used)
         if writes is None:
             return agreement, {}
-        flagged = [path for path, times in zip(paths, agreement.written, strict=True) if times]
+        flagged = [path for path, writers in zip(paths, agreement.written, strict=True) if writers]
         return agreement, writes.average(written, flagged, self.stages, self.same_stages, self.site)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -27,12 +27,12 @@ from fshard.pipeline.split.block_stage import wrap_blocks
 from fshard.transforms.module.functionalize import functionalize
 from fshard.transforms.module.remat import Policy, remat
 
-How = Literal["never", "always", "except_last"] | int
+Recompute = Literal["never", "always", "except_last"] | int
 
 
 def stage_functions(
     stages: Sequence[nn.Module | Stage],
-    recompute: How = "never",
+    recompute: Recompute = "never",
     *,
     microbatches: int | None = None,
     policy: str | Policy = "nothing",
@@ -54,20 +54,20 @@ def stage_functions(
     >>> [[*tree] for tree in step(params, torch.ones(2, 3, 2)).gradients]
     [['0.weight', '0.bias'], ['2.weight', '2.bias']]
     """
-    _check(stages, recompute, microbatches)
+    _validate_recompute(stages, recompute, microbatches)
     modules = in_groups(stages, recompute, policy) if isinstance(recompute, int) else stages
-    functions, params = zip(*[_function(number, stage) for number, stage in enumerate(modules)], strict=True)
+    functions, params = zip(*[_stage_function(number, stage) for number, stage in enumerate(modules)], strict=True)
     if isinstance(recompute, int) or recompute == "never":
         return [*functions], [*params]
     saved = (microbatches or 0) - 1 if recompute == "except_last" else -1
-    pairs = [(function, _again(function, policy, 1)) for function in functions]
+    pairs = [(function, _recomputed(function, policy, 1)) for function in functions]
     return [ByMicrobatch(lambda number, pair=pair: pair[number != saved]) for pair in pairs], [*params]
 
 
-def _check(stages: Sequence[object], recompute: How, microbatches: int | None) -> None:
+def _validate_recompute(stages: Sequence[object], recompute: Recompute, microbatches: int | None) -> None:
     errors: list[str] = []
-    number = isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0
-    if not number and recompute not in ("never", "always", "except_last"):
+    is_count = isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0
+    if not is_count and recompute not in ("never", "always", "except_last"):
         errors.append(f'recompute must be "never", "always", "except_last" or a number of layers; got {recompute!r}')
     if recompute == "except_last" and not microbatches:
         errors.append('"except_last" needs to know how many there are: microbatches=')
@@ -78,7 +78,7 @@ def _check(stages: Sequence[object], recompute: How, microbatches: int | None) -
         raise PolicyError(f"stage_functions: {'; '.join(errors)}.")
 
 
-def _function(number: int, stage: nn.Module | Stage) -> tuple[Stage, PyTree]:
+def _stage_function(number: int, stage: nn.Module | Stage) -> tuple[Stage, PyTree]:
     if not isinstance(stage, nn.Module):
         return stage, None
     apply, params, buffers = functionalize(stage)
@@ -96,12 +96,12 @@ def _function(number: int, stage: nn.Module | Stage) -> tuple[Stage, PyTree]:
     return call, params
 
 
-def _again(function: Callable[..., Any], policy: str | Policy, begin: int = 0) -> Callable[..., Any]:
-    """Recompute a function from its arguments; it may modify them in place, except the first ones."""
+def _recomputed(function: Callable[..., Any], policy: str | Policy, fixed: int = 0) -> Callable[..., Any]:
+    """Recompute a function from its arguments; it may modify them in place, except the `fixed` first ones."""
 
     def on_copies(*args: Any, **kwargs: Any) -> Any:
-        copies, named = map_tensors(torch.clone, (args[begin:], kwargs))
-        return function(*args[:begin], *copies, **named)
+        copied_args, copied_kwargs = map_tensors(torch.clone, (args[fixed:], kwargs))
+        return function(*args[:fixed], *copied_args, **copied_kwargs)
 
     return remat(on_copies, policy)
 
@@ -115,7 +115,13 @@ class Grouped(nn.Sequential):
     def __init__(self, layers: nn.Sequential, size: int, policy: str | Policy) -> None:
         super().__init__()
         vars(self)["_modules"] = vars(layers)["_modules"]  # under their own names
-        self._size, self._run = size, _again(_through, policy, 1)
+
+        def call_in_sequence(layers: Sequence[nn.Module], x: Any) -> Any:
+            for layer in layers:
+                x = layer(x)
+            return x
+
+        self._size, self._run = size, _recomputed(call_in_sequence, policy, 1)
 
     def forward(self, input: Any) -> Any:
         """Call them."""
@@ -125,26 +131,19 @@ class Grouped(nn.Sequential):
         return input
 
 
-def _through(layers: Sequence[nn.Module], x: Any) -> Any:
-    for layer in layers:
-        x = layer(x)
-    return x
-
-
 def in_groups(stages: Sequence[nn.Module | Stage], size: int, policy: str | Policy = "nothing") -> list[nn.Module]:
     """Return modules like these whose layers are recomputed n at a time."""
-    _check(stages, size, None)
-    return [_grouped(stage, size, policy) for stage in stages]
-
-
-def _grouped(stage: Any, size: int, policy: str | Policy) -> nn.Module:
-    if type(stage) is nn.Sequential:
-        return Grouped(stage, size, policy)
-    tensors = {id(x): x for x in (*stage.parameters(), *stage.buffers())}
-    module = copied(stage, {**tensors})
-    if size != 1 or not wrap_blocks(module, partial(_again, policy=policy)):
-        raise PolicyError(
-            f"stage_functions: groups of {size} layers need an nn.Sequential; for {type(stage).__name__} single blocks work, "
-            'if it was split by them: recompute=1. All of a stage is "always".'
-        )
-    return module
+    _validate_recompute(stages, size, None)
+    modules = list[nn.Module]()
+    for stage in cast("Sequence[nn.Module]", stages):
+        if type(stage) is nn.Sequential:
+            modules.append(Grouped(stage, size, policy))
+            continue
+        module = copied(stage, {id(x): x for x in (*stage.parameters(), *stage.buffers())})
+        if size != 1 or not wrap_blocks(module, partial(_recomputed, policy=policy)):
+            raise PolicyError(
+                f"stage_functions: groups of {size} layers need an nn.Sequential; for {type(stage).__name__} single blocks "
+                'work, if it was split by them: recompute=1. All of a stage is "always".'
+            )
+        modules.append(module)
+    return modules

@@ -29,10 +29,9 @@ from fshard.mesh.reshard.execute import go
 from fshard.pipeline.execution.gradient_sums import OrderedSum, RunningSum
 from fshard.source import Site
 from fshard.transforms.fsdp.lazy_param import WRITES
-from fshard.transforms.fsdp.plans import Along, Gradients, ParamPlan, versions_of
+from fshard.transforms.fsdp.plans import Along, ParamPlan, versions_of
 from fshard.transforms.fsdp.reductions import GradientSums
 from fshard.transforms.fsdp.units import Unit, UnitRuntime
-from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.stages.plan import StageLeaves, StagePlan, Tie
 
@@ -79,7 +78,9 @@ class StageUnit(Unit):
         replicated_unit.unshard()
         memory = dict(zip(replicated.indices, replicated_unit.wait_for_unshard(), strict=True))
         for index in sharded.indices:
-            memory[index] = _without_memory(plans[index], runtime.options, device)
+            dtype = runtime.options.used_in(plans[index].dtype)
+            memory[index] = torch.empty(plans[index].shape, dtype=dtype, device=device)
+            memory[index].untyped_storage().resize_(0)
         self._params = [memory[index].detach().as_subclass(_StageParam) for index in range(len(plans))]
         for x, plan in zip(self._params, plans, strict=True):
             x.path, x.step = plan.path, runtime
@@ -131,13 +132,6 @@ class StageUnit(Unit):
         return [plan.path for plan, version, before in rows if version != before]
 
 
-def _without_memory(plan: ParamPlan, options: StepOptions, device: torch.device) -> Tensor:
-    """Return an unsharded parameter whose memory is freed."""
-    x = torch.empty(plan.shape, dtype=options.used_in(plan.dtype), device=device)
-    x.untyped_storage().resize_(0)
-    return x
-
-
 class StageSums(GradientSums):
     """The gradients of one device's stages: added over microbatches, and reduced stage by stage.
 
@@ -148,7 +142,6 @@ class StageSums(GradientSums):
         weights: of each microbatch, in reproducible mode; None: gradients are weighted already.
         coordinate: of the device along the pipeline.
         device: of the gradients.
-        options: of the step.
         along: local axes.
         site: the source line of the step.
     """
@@ -161,12 +154,12 @@ class StageSums(GradientSums):
         weights: list[float] | None,
         coordinate: int,
         device: torch.device,
-        options: StepOptions,
         along: Along,
         site: Site,
     ) -> None:
+        options = plan.options
         wide = options.reproducible or options.accumulate > 1
-        super().__init__(leaves, device, options, lambda _: plan.ways, site, wide=wide, along=along)
+        super().__init__(leaves, device, options, lambda _: plan.reduction_plans, site, wide=wide, along=along)
         self._ties, self._weights, self._coordinate = plan.ties, weights, coordinate
         self._trained = {
             stage: [index for index in plan.by_stage[stage].indices if leaves[index].trained] for stage in stages
@@ -178,11 +171,11 @@ class StageSums(GradientSums):
             )
             for stage, indices in self._trained.items()
         }
-        self._totals = {stage: self._total() for stage in stages}
+        self._totals = {stage: self._new_sum() for stage in stages}
         self._tied = {tie.leaf for tie in plan.ties}
-        self._each = {(stage, tie.leaf): dict[int, Tensor]() for tie in plan.ties for stage in tie.stages}
+        self._tied_sums = {(stage, tie.leaf): dict[int, Tensor]() for tie in plan.ties for stage in tie.stages}
 
-    def _total(self) -> RunningSum | OrderedSum:
+    def _new_sum(self) -> RunningSum | OrderedSum:
         return RunningSum() if self._weights is None else OrderedSum(self._weights)
 
     @made_for("gradients")
@@ -192,7 +185,7 @@ class StageSums(GradientSums):
         row = self.record(indices, gs, is_idle=is_idle)
         for number, index in enumerate(indices):
             if index in self._tied:
-                self._keep(stage, index, microbatch, row[number])
+                self._add_tied(stage, index, microbatch, row[number])
                 row[number] = None
         total = self._totals[stage]
         if isinstance(total, RunningSum):
@@ -200,10 +193,10 @@ class StageSums(GradientSums):
         else:
             total.add(microbatch, self.cast(indices, row))
 
-    def _keep(self, stage: int, index: int, microbatch: int, g: Tensor | None) -> None:
+    def _add_tied(self, stage: int, index: int, microbatch: int, g: Tensor | None) -> None:
         """Add to the gradient of a tied parameter in one stage, in reproducible mode for each microbatch."""
         if g is not None:
-            sums, number = self._each[stage, index], 0 if self._weights is None else microbatch
+            sums, number = self._tied_sums[stage, index], 0 if self._weights is None else microbatch
             g = g.to(self._tie_dtype(index))
             sums[number] = sums[number] + g if number in sums else g
 
@@ -215,12 +208,12 @@ class StageSums(GradientSums):
     def reduce(self, stage: int) -> None:
         """Start reducing the gradients of a stage, except tied ones."""
         indices = self._trained[stage]
-        sums = _sums(self._totals.pop(stage)) or [None] * len(indices)
+        sums = self._totals.pop(stage).sums() or [None] * len(indices)
         untied = list[tuple[int, Tensor | None]]()
         for index, g in zip(indices, sums, strict=True):
             self.used[index] |= g is not None
             if index in self._tied:
-                self._keep(stage, index, 0, g)
+                self._add_tied(stage, index, 0, g)
             else:
                 untied.append((index, g))
         self.put([index for index, _ in untied], [g for _, g in untied])
@@ -230,31 +223,28 @@ class StageSums(GradientSums):
         """Reduce the stages that are left and the tied parameters, and wait for all reductions."""
         for stage in [*self._totals]:
             self.reduce(stage)
-        self._reduce_ties()
-        self.finish()
-
-    def _reduce_ties(self) -> None:
-        """Send gradients of borrowers to the owners, which add and reduce them."""
+        # Borrowers send their gradients of tied parameters to the owners, which add and reduce them.
         rows = [(tie, index) for tie in self._ties for index in range(1, len(tie.stages))]
-        stacks = go([self._stacked(*row) for row in rows], [tie.to_owner[at] for tie, at in rows], self.site)()
+        stacks = go([self._stack_tied(*row) for row in rows], [tie.to_owner[index] for tie, index in rows], self.site)()
         for tie in self._ties:
             if tie.coordinates[0] == self._coordinate:
                 stacks_of_tie = [stack for (row_tie, _), stack in zip(rows, stacks, strict=True) if row_tie is tie]
-                total = self._total()
-                rows_of_owner = reduce(
-                    torch.add, reversed([self._stacked(tie, 0), *stacks_of_tie])
+                total = self._new_sum()
+                summed = reduce(
+                    torch.add, reversed([self._stack_tied(tie, 0), *stacks_of_tie])
                 )  # (microbatch or 1, ...)
-                for microbatch, g in enumerate(rows_of_owner):
+                for microbatch, g in enumerate(summed):
                     total.add(microbatch, self.cast([tie.leaf], [g]))
-                self.put([tie.leaf], _sums(total))
+                self.put([tie.leaf], total.sums())
                 self.send()
+        self.finish()
 
-    def _stacked(self, tie: Tie, index: int) -> Tensor:
+    def _stack_tied(self, tie: Tie, index: int) -> Tensor:
         """Return the gradients of a tied parameter in one stage, a row for each microbatch or one in all; empty elsewhere."""
         shape, dtype = self.leaves[tie.leaf].shape, self._tie_dtype(tie.leaf)
         if tie.coordinates[index] != self._coordinate:
             return torch.zeros([0] * (1 + len(shape)), dtype=dtype, device=self.device)
-        sums = self._each.pop((tie.stages[index], tie.leaf))
+        sums = self._tied_sums.pop((tie.stages[index], tie.leaf))
         zero = torch.zeros(shape, dtype=dtype, device=self.device)
         return torch.stack([sums.get(row, zero) for row in range(len(self._weights or [1.0]))])
 
@@ -264,7 +254,3 @@ class StageSums(GradientSums):
         if self._weights is None:
             return options.reduced_in(dtype, wide=self.wide)
         return options.used_in(dtype)  # those of one microbatch are added as in one backward
-
-
-def _sums(total: RunningSum | OrderedSum) -> Gradients:
-    return total.sums() if isinstance(total, OrderedSum) else total.result()

@@ -66,7 +66,7 @@ class Borrowed(NamedTuple):
 
     leaf: int
     coordinate: int
-    way: ReshardPlan
+    plan: ReshardPlan
 
 
 class Tie(NamedTuple):
@@ -110,11 +110,11 @@ class StagePlan:
         program: the stages.
         leaves: the plans of all parameters, each once; they are referred to by index.
         by_stage: those of each stage.
-        ways: plans of their gradients, None where they are not trained.
+        reduction_plans: of their gradients among the devices of the stage, None where they are not trained.
         borrowed: parameters that stages need of others.
         ties: the trained parameters of several stages.
         messages: known forms of messages.
-        elsewhere: the empty gradients of other devices' parameters, by device and index.
+        empty_gradients: of other devices' parameters, by device and index.
         order: of units, in an earlier step; None: this is the first.
     """
 
@@ -122,11 +122,11 @@ class StagePlan:
     program: StageProgram
     leaves: list[ParamPlan]
     by_stage: list[StageLeaves]
-    ways: list[ReshardPlan | None]
+    reduction_plans: list[ReshardPlan | None]
     borrowed: list[Borrowed]
     ties: list[Tie]
     messages: dict[int, Forms] = field(default_factory=dict[int, Forms])
-    elsewhere: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
+    empty_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
     order: Order | None = None
 
 
@@ -145,42 +145,45 @@ class StagePlanner:
         return self.program.axis
 
     def plan(
-        self, structures: Sequence[Structure], given: Sequence[tuple[str, Sharded, bool]], numbers: Sequence[int]
+        self, structures: Sequence[Structure], params: Sequence[tuple[str, Sharded, bool]], numbers: Sequence[int]
     ) -> StagePlan:
         """Return the plan.
 
         Args:
             structures: of the trees of the stages.
-            given: for each leaf of these its path, its parameter, and whether it is frozen.
+            params: for each leaf of these its path, its parameter, and whether it is frozen.
             numbers: of each, equal for tied ones.
         """
-        rest, placement = iter(numbers), self.program.route.placement
-        indices = [[next(rest) for _ in range(structure.num_leaves)] for structure in structures]
-        firsts = [given[numbers.index(index)] for index in range(len({*numbers}))]
-        leaves, layouts = [self._leaf(*first) for first in firsts], [x.layout for _, x, _ in firsts]
+        next_number, placement = iter(numbers), self.program.route.placement
+        indices = [[next(next_number) for _ in range(structure.num_leaves)] for structure in structures]
+        firsts = [params[numbers.index(index)] for index in range(len({*numbers}))]
+        leaves, layouts = [self._plan_param(*first) for first in firsts], [x.layout for _, x, _ in firsts]
         borrowed, ties = list[Borrowed](), list[Tie]()
         for index, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
             stages = [stage for stage, row in enumerate(indices) if index in row]
             for coordinate in sorted({placement[stage] for stage in stages} - {coordinate_of(layout, self.axis)}):
-                way = plan_reshard(layout, at_coordinate(layout, self.axis, coordinate), leaf.shape)
-                borrowed.append(Borrowed(index, coordinate, way))
+                plan = plan_reshard(layout, at_coordinate(layout, self.axis, coordinate), leaf.shape)
+                borrowed.append(Borrowed(index, coordinate, plan))
             if leaf.trained and len(stages) > 1:
-                ties.append(self._tie(index, leaf, stages))
+                ties.append(self._plan_tie(index, leaf, stages))
         by_stage = [
-            self._of_stage(row, structure, leaves, layouts, coordinate)
+            self._plan_stage(row, structure, leaves, layouts, coordinate)
             for row, structure, coordinate in zip(indices, structures, placement, strict=True)
         ]
-        ways = [self._way(leaf) for leaf in leaves]
-        return StagePlan(self.options, self.program, leaves, by_stage, ways, borrowed, ties)
+        reduction_plans = [
+            plan_reduction(self.mesh, self.over, leaf, in_order=self.options.reproducible) if leaf.trained else None
+            for leaf in leaves
+        ]
+        return StagePlan(self.options, self.program, leaves, by_stage, reduction_plans, borrowed, ties)
 
-    def _used(self, layout: Layout, coordinate: int) -> Layout:
+    def _used_layout(self, layout: Layout, coordinate: int) -> Layout:
         """Return the layout in which a parameter is used by the devices of a coordinate."""
         return at_coordinate(self.options.used(layout), self.axis, coordinate)
 
-    def _leaf(self, path: str, x: Sharded, frozen: bool) -> ParamPlan:
+    def _plan_param(self, path: str, x: Sharded, frozen: bool) -> ParamPlan:
         trained, coordinate = self.options.backward and trainable(x) and not frozen, coordinate_of(x.layout, self.axis)
         assert coordinate is not None
-        leaf = plan_param(path, x, self.options.gradients if trained else None, self._used(x.layout, coordinate))
+        leaf = plan_param(path, x, self.options.gradients if trained else None, self._used_layout(x.layout, coordinate))
         if coordinate_of(leaf.gradient, self.axis) != coordinate:
             raise LayoutError(
                 f"{self.options.caller}: gradients= gives that of {named(parts_of(path))} the layout {leaf.gradient.spec}, not "
@@ -188,7 +191,7 @@ class StagePlanner:
             )
         return leaf
 
-    def _of_stage(
+    def _plan_stage(
         self,
         indices: Sequence[int],
         structure: Structure,
@@ -200,30 +203,23 @@ class StagePlanner:
         unique = list(dict.fromkeys(indices))
         positions = [unique.index(index) for index in indices]
 
-        def gathered(index: int) -> ParamPlan:
+        def plan_in_stage(index: int) -> ParamPlan:
             shard, leaf = at_coordinate(layouts[index], self.axis, coordinate), leaves[index]
-            return leaf._replace(gather=plan_reshard(shard, self._used(shard, coordinate), leaf.shape))
+            return leaf._replace(gather=plan_reshard(shard, self._used_layout(shard, coordinate), leaf.shape))
 
         def tree(xs: list[Tensor]) -> PyTree:
             return unflatten(structure, [xs[position] for position in positions])
 
-        return StageLeaves.of(list(map(gathered, unique)), unique, tree)
+        return StageLeaves.of(list(map(plan_in_stage, unique)), unique, tree)
 
-    def _way(self, leaf: ParamPlan) -> ReshardPlan | None:
-        """Return the plan of a gradient among the devices of its stage."""
-        coordinate = coordinate_of(leaf.gradient, self.axis)
-        if not leaf.trained or coordinate is None:
-            return None
-        return plan_reduction(self.mesh, self.over, leaf, in_order=self.options.reproducible)
-
-    def _tie(self, index: int, leaf: ParamPlan, stages: list[int]) -> Tie:
+    def _plan_tie(self, index: int, leaf: ParamPlan, stages: list[int]) -> Tie:
         coordinates = tuple(self.program.route.placement[stage] for stage in stages)
-        stack = (1 if not self.options.reproducible else self.options.accumulate, *leaf.shape)
-        rows = [
+        shape = (1 if not self.options.reproducible else self.options.accumulate, *leaf.shape)
+        stacked = [
             at_coordinate(Layout(self.mesh, P(None, *leaf.used.entries)), self.axis, coordinate)
             for coordinate in coordinates
         ]
-        to_owner = tuple(plan_reshard(row, rows[0], stack) for row in rows)
+        to_owner = tuple(plan_reshard(layout, stacked[0], shape) for layout in stacked)
         return Tie(index, tuple(stages), coordinates, to_owner)
 
 
@@ -261,13 +257,13 @@ def shard_stages(
     (f32[2, 4]{at:pipe=1}, [(0, 0), (0, 0), (2, 4), (2, 4)])
     """
     trees = [dict(stage.named_parameters()) if isinstance(stage, nn.Module) else stage for stage in stages]
-    where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
+    target: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
     modules = all(isinstance(stage, nn.Module) for stage in stages)  # other tensors have no initializer
     put = put_equal if seed is None or not modules else reserved
-    result = place_stages(trees, rules, **where, frozen=frozen, put=put, memory=memory)
+    result = place_stages(trees, rules, **target, frozen=frozen, put=put, memory=memory)
     compare_inputs("shard_stages", mesh, samples_of(trees))
     seen: set[tuple[int, ...]] = set()
-    for stage, tree, sharded, is_local in zip(stages, trees, result, has_stages(**where), strict=True):
+    for stage, tree, sharded, is_local in zip(stages, trees, result, has_stages(**target), strict=True):
         if isinstance(stage, nn.Module) and seed is not None and put is reserved and is_local:
             new = [name for name, x in tree.items() if key_of(x) not in seen]
             draw(stage, seed, new, lambda name, x, sharded=sharded: fill(sharded[name], x), "shard_stages")
@@ -287,9 +283,9 @@ def place_stages(
     memory: Memory | Mapping[str, Memory] = "device",
 ) -> list[PyTree]:
     """Place the parameters of stages on the devices that have them, each by `put`."""
-    refuse_unfit("shard_stages", len(trees), mesh, schedule, axis)
+    validate_schedule_fits("shard_stages", len(trees), mesh, schedule, axis)
     layouts = layouts_of(trees, P() if rules is None else rules, mesh, frozen, "shard_stages", memory)
-    _refuse_placed(trees, layouts, mesh, axis, schedule.placement)
+    _validate_placement(trees, layouts, mesh, axis, schedule.placement)
     coordinates = [x for x, tree in zip(schedule.placement, trees, strict=True) for _ in flatten(tree)[0]]
     leaves, structure = flatten([*trees])
     local = (at_coordinate(layout, axis, x) for layout, x in zip(layouts, coordinates, strict=True))
@@ -304,26 +300,30 @@ def has_stages(mesh: Mesh, schedule: Schedule, axis: str) -> list[bool]:
     return [coordinate in coordinates for coordinate in schedule.placement]
 
 
-def _refuse_placed(
+def _validate_placement(
     trees: Sequence[PyTree], layouts: Sequence[Layout], mesh: Mesh, axis: str, placement: Sequence[int]
 ) -> None:
     """Raise naming the parameters whose rules contradict the placement of their stages."""
-    rest, firsts = iter(zip(flatten_with_paths(trees)[0], layouts, strict=True)), dict[tuple[int, ...], int]()
+    next_leaf, firsts = iter(zip(flatten_with_paths(trees)[0], layouts, strict=True)), dict[tuple[int, ...], int]()
     errors = list[str]()
     for tree, coordinate in zip(trees, placement, strict=True):
         for leaf in flatten(tree)[0]:
-            (path, layout), first = next(rest), firsts.setdefault(key_of(leaf), coordinate)
+            (path, layout), first = next(next_leaf), firsts.setdefault(key_of(leaf), coordinate)
             if axis in layout.spec.axes and coordinate_of(layout, axis) != first:
                 errors.append(f"{named(parts_of(path))} as {layout.spec}")
     if errors:
-        others = ", ".join(f'"{name}"' for name in mesh.axis_names if name != axis)
+        free_axes = ", ".join(f'"{name}"' for name in mesh.axis_names if name != axis)
         raise LayoutError(
             f'shard_stages: stages are placed along "{axis}", but rules shard {", ".join(errors)} along it. '
-            + (f"Axes that are left for rules: {others}." if others else "The mesh has no other axis: leave rules out.")
+            + (
+                f"Axes that are left for rules: {free_axes}."
+                if free_axes
+                else "The mesh has no other axis: leave rules out."
+            )
         )
 
 
-def refuse_unfit(caller: str, stages: int, mesh: Mesh, schedule: Schedule, axis: str, *errors: str) -> None:
+def validate_schedule_fits(caller: str, stages: int, mesh: Mesh, schedule: Schedule, axis: str, *errors: str) -> None:
     """Raise unless a schedule fits the stages and the mesh, naming all errors."""
     mesh.check_axes(axis, f"{caller}(axis=)")
     if not isinstance(schedule, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -36,11 +36,10 @@ from fshard.transforms.options import StepOptions, wrong_options
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.stages.buffers import StageWrites, stage_buffers, stage_of, with_buffers
 from fshard.transforms.stages.device import StageStep
-from fshard.transforms.stages.functions import How as Recompute
-from fshard.transforms.stages.functions import in_groups, stage_functions
-from fshard.transforms.stages.plan import StagePlan, StagePlanner, StageProgram, coordinate_of, refuse_unfit
+from fshard.transforms.stages.functions import Recompute, in_groups, stage_functions
+from fshard.transforms.stages.plan import StagePlan, StagePlanner, StageProgram, coordinate_of, validate_schedule_fits
 
-_LAY = "fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)"
+_SHARD_STAGES = "fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)"
 
 
 def staged(
@@ -62,15 +61,15 @@ def staged(
 ) -> Staged:
     """Return the gradient of stages that run by a schedule; for its options see `train_step`."""
     functions: list[Any] = [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
-    errors = _complaints(functions, mesh, batch, axis, loss)
+    errors = _argument_errors(functions, mesh, batch, axis, loss)
     errors += wrong_options({**extras, "inputs": inputs, "dynamic": dynamic, "recompute": recompute})
     errors += [f"the axis of the stages, {axis}, is local, but shards no parameter"] * (
         axis in as_axes(extras.get("local", ()))
     )
-    refuse_unfit(caller, len(functions), mesh, schedule, axis, *errors)
+    validate_schedule_fits(caller, len(functions), mesh, schedule, axis, *errors)
     assert loss is not None
     count, microbatches = len(functions), schedule.microbatches
-    slices = prod(mesh.shape[name] for name in _cut_over(batch, mesh)) * microbatches
+    slices = prod(mesh.shape[name] for name in _sharded_axes(batch, mesh)) * microbatches
     options = StepOptions.of(
         loss, {**extras, "slices": slices}, caller=caller, backward=backward, accumulate=microbatches, in_flight=count
     )
@@ -90,7 +89,7 @@ def staged(
     return Staged(options, mesh, batch, StageProgram(axis, called, inputs or first_of_two, route, dynamic))
 
 
-def _complaints(stages: Sequence[Any], mesh: Mesh, batch: PyTree, axis: str, loss: object) -> list[str]:
+def _argument_errors(stages: Sequence[Any], mesh: Mesh, batch: PyTree, axis: str, loss: object) -> list[str]:
     """Return the errors of the arguments."""
     errors = [
         f"stage {number} is {type(stage).__name__}, which is not called"
@@ -99,12 +98,12 @@ def _complaints(stages: Sequence[Any], mesh: Mesh, batch: PyTree, axis: str, los
     ]
     if not callable(loss):
         errors.append("the last stage returns no loss: give loss=, a function of its result and the microbatch")
-    if axis in _cut_over(batch, mesh):
+    if axis in _sharded_axes(batch, mesh):
         errors.append(f"the batch is sharded along {axis}, the axis of the stages: all of them need the same samples")
     return errors
 
 
-def _cut_over(specs: PyTree, mesh: Mesh) -> list[str]:
+def _sharded_axes(specs: PyTree, mesh: Mesh) -> list[str]:
     axes = {axis for spec in flatten(specs)[0] if isinstance(spec, P) for axis in spec.axes}
     return [axis for axis in mesh.axis_names if axis in axes]
 
@@ -134,7 +133,7 @@ class Staged(GradientFunction):
             )
         if not leaves:
             raise ValueError(f"{self.options.caller}: no stage has a parameter, so there is nothing to train.")
-        validate_mesh(leaves, structure, mesh, self.options.caller, _LAY)
+        validate_mesh(leaves, structure, mesh, self.options.caller, _SHARD_STAGES)
 
     def buffers_on(self, mesh: Mesh, buffers: PyTree) -> Buffers:
         """Return the given buffers of all stages on the mesh."""
@@ -159,7 +158,7 @@ class Staged(GradientFunction):
         if errors:
             raise LayoutError(
                 f"{self.options.caller}: parameters must be on the devices of their stages, along {axis}: "
-                f"{'; '.join(errors)}. Put them there: {_LAY}."
+                f"{'; '.join(errors)}. Put them there: {_SHARD_STAGES}."
             )
         sum_axes = (*(name for name in mesh.axis_names if name in self.options.local and name not in axes), *axes)
         return StagePlanner(self.options, self.program, mesh, sum_axes).plan(structure.children(), params, numbers)

@@ -262,7 +262,7 @@ def take_another_backend():
         dist.all_reduce = all_reduce
     world = ProcessWorld.of(mesh)
     kinds = {type(transport).__name__ for transport in world._transports.values()}
-    return world.backend, kinds, world._staged, world.near((0, 1, 2, 3)), first_calls
+    return world.backend, kinds, world._staged, world.are_near((0, 1, 2, 3)), first_calls
 
 
 def test_fshard_backend_replaces_the_chosen_one_and_connects_groups():
@@ -290,7 +290,7 @@ def test_meet_all_on_gpus_binds_the_gpu_or_warns(kind, monkeypatch, recwarn):
     launchers.each_its_own(gpus[0], dist.PrefixStore("meeting 7", store), 1)
     for module, name, replacement in (
         (launchers, "_meetings", iter([7])),
-        (launchers, "_meet", lambda *_: (store, 1, 2)),
+        (launchers, "_connect_store", lambda *_: (store, 1, 2)),
         (torch.cuda, "device_count", lambda: 4),
         (torch.cuda, "set_device", current.append),
         (torch.cuda, "current_device", lambda: current[-1]),

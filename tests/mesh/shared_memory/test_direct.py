@@ -44,13 +44,13 @@ def kind_of_link():
 
 def one_may_not_read():
     if os.environ["RANK"] == "1":
-        meet._readable = lambda libc, row: False
+        meet._can_read = lambda libc, row: False
     return kind_of_link(), mapped(lambda: fs.psum(torch.ones(1), "d").item())
 
 
 def one_is_elsewhere():
     if os.environ["RANK"] == "2":
-        meet._machine = lambda: 12345
+        meet._machine_id = lambda: 12345
     mesh = fs.make_mesh({"a": 3})
     total = fs.run(lambda: fs.psum(torch.ones(1), "a").item(), mesh=mesh)[0]
     return sorted(ProcessWorld.of(mesh)._peers.by_rank), total

@@ -54,13 +54,13 @@ def test_ring_any_message_can_be_taken_in_order(plan):
             key += 1
         elif what == "look" and waiting:
             wanted = waiting[min(number, len(waiting) - 1)][0]
-            assert reader.look(wanted)
+            assert reader.receive_until(wanted)
             while waiting and waiting[0][0] <= wanted:
                 inside.update([waiting.popleft()])
         elif what == "take" and inside:
             chosen = list(inside)[number % len(inside)]
             assert taken(reader, chosen) == inside.pop(chosen)
-    assert not reader.look(None) and not reader.is_filled
+    assert not reader.receive_until(None) and not reader.is_filled
     for chosen, text in [*inside.items(), *waiting]:
         assert taken(reader, chosen) == text
 
@@ -72,10 +72,15 @@ def test_ring_full_put_returns_false_until_read():
     while put(writer, count, text):
         count += 1
     assert 14 <= count <= 16
-    assert reader.look(count - 1)
+    assert reader.receive_until(count - 1)
     for key in range(count):
         assert taken(reader, key) == text
-    assert not reader.look(count) and put(writer, count, text) and reader.look(count) and taken(reader, count) == text
+    assert (
+        not reader.receive_until(count)
+        and put(writer, count, text)
+        and reader.receive_until(count)
+        and taken(reader, count) == text
+    )
 
 
 def test_ring_put_wakes_sleeping_reader_only():
