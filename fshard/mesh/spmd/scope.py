@@ -121,7 +121,18 @@ class Scope:
         except TypeError:  # axes is a list
             axes, group = _axis_names(axes, caller), None
         if group is None:
-            group = self._groups[axes] = self._make_group(_axis_names(axes, caller), caller)
+            names = _axis_names(axes, caller)
+            unbound = [name for name in names if name not in self.axes]
+            if unbound or not names or len(set(names)) < len(names):
+                bound = ", ".join(f'"{name}"' for name in self.axes)
+                named = ", ".join(f'"{name}"' for name in names) or "no axis"
+                problem = "an axis is named twice" if names and not unbound else f"the axes bound here are {bound}"
+                raise ScopeError(
+                    f"{caller} over {named}: {problem}. Name axes of the mesh that shard_map or run was given."
+                )
+            dims = tuple([self.axes[name] for name in names])
+            position = _group_position(self.device, dims)
+            group = self._groups[axes] = Group(names, dims, *position, self.device, self.world, self.mesh.ranks)
         return group
 
     def called_group(self, axes: Axes, caller: str) -> Group:
@@ -130,18 +141,6 @@ class Scope:
         if self.notice is not None:
             self.notice(caller, group)
         return group
-
-    def _make_group(self, names: tuple[str, ...], caller: str) -> Group:
-        unbound = [name for name in names if name not in self.axes]
-        if unbound or not names or len(set(names)) < len(names):
-            bound = ", ".join(f'"{name}"' for name in self.axes)
-            named = ", ".join(f'"{name}"' for name in names) or "no axis"
-            problem = "an axis is named twice" if names and not unbound else f"the axes bound here are {bound}"
-            raise ScopeError(
-                f"{caller} over {named}: {problem}. Name axes of the mesh that shard_map or run was given."
-            )
-        dims = tuple([self.axes[name] for name in names])
-        return Group(names, dims, *_group_position(self.device, dims), self.device, self.world, self.mesh.ranks)
 
 
 @lru_cache(maxsize=8192)
