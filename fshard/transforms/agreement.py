@@ -172,12 +172,7 @@ def average_losses(
     if is_alone and len(slices) == 1 and first.weight:  # a mean of one
         return first._replace(loss=first.loss.to(loss_dtype)), row
     with torch.no_grad():
-        weighted = list[Tensor]()
-        for x in slices:
-            columns = [number.to(first.loss.device, torch.float64).reshape(-1) for number in (x.loss, *x.means)]
-            numbers = columns[0] if len(columns) == 1 else torch.cat(columns)
-            weighted.append(numbers * x.weight if x.weight else torch.zeros_like(numbers))  # 0, even if not finite
-        sums = tree_sum(weighted)
+        sums = tree_sum([_weighted_row(x, first.loss.device) for x in slices])
     if not is_alone:
         sums, numbers = reduce_rows((sums, host_row(row, first.loss.device)), group, site)
         row = row if numbers.is_meta else numbers.tolist()
@@ -185,6 +180,13 @@ def average_losses(
     loss, *totals = (sums / weight).split([1, *(x.numel() for x in first.means)])
     means = [total.reshape(x.shape).to(x) for x, total in zip(first.means, totals, strict=True)]
     return SliceLoss(loss.reshape(()).to(loss_dtype), weight / copies, means), row
+
+
+def _weighted_row(slice: SliceLoss, device: torch.device) -> Tensor:
+    """Return the numbers of a slice times its weight; those of weight 0 are 0, finite or not."""
+    columns = [x.to(device, torch.float64).reshape(-1) for x in (slice.loss, *slice.means)]
+    row = columns[0] if len(columns) == 1 else torch.cat(columns)
+    return row * slice.weight if slice.weight else torch.zeros_like(row)
 
 
 Number = TypeVar("Number", float, Tensor)

@@ -78,12 +78,8 @@ class OrderedSum:
         """Add the gradients of a microbatch, and all sums in the tree that are complete then."""
         dtypes = self._dtypes or [None] * len(gs)
         self._dtypes = [dtype if g is None else g.dtype for dtype, g in zip(dtypes, gs, strict=True)]
-        sums, weight = list[Tensor | None](), self._weights[microbatch]
-        for g in gs:
-            if g is not None and not g.is_complex():
-                g = g.to(torch.promote_types(g.dtype, torch.float32))
-            sums.append(g if g is None or weight == 1.0 else g * weight)
-        height, index, count = 0, microbatch, len(self._weights)
+        sums, index, count = [self._weighted(g, self._weights[microbatch]) for g in gs], microbatch, len(self._weights)
+        height = 0
         while count > 1:
             sibling = index ^ 1
             if sibling < count:
@@ -106,6 +102,13 @@ class OrderedSum:
             None if g is None or dtype is None else (g if divisor == 1.0 else g / divisor).to(dtype)
             for g, dtype in zip(self.sums(), self._dtypes, strict=True)
         ]
+
+    @staticmethod
+    def _weighted(g: Tensor | None, weight: float) -> Tensor | None:
+        if g is None:
+            return None
+        g = g if g.is_complex() else g.to(torch.promote_types(g.dtype, torch.float32))
+        return g if weight == 1.0 else g * weight
 
 
 def add_gradients(a: Tensor | None, b: Tensor | None, missing: float | None = None) -> Tensor | None:

@@ -110,6 +110,15 @@ class Unit:
                     link = Link(plan.memory, "device", mesh.runtime, self._shared.scope.device)
                     self._copies.append(start(x, empty_in("device", x.shape, x.dtype, mesh.device_type), link))
 
+    def _wait_for_fetch(self) -> list[Tensor]:
+        """Return the shards, all in the device's memory."""
+        self.fetch()
+        copies, self._copies = iter(self._copies or ()), None
+        return [
+            x.detach() if plan.memory == "device" else next(copies).wait()
+            for x, plan in zip(self.shards, self.plans, strict=True)
+        ]
+
     @torch.no_grad()
     def unshard(self) -> None:
         """Start the all-gather, unless the unit is unsharded or about to be; replicated parameters are views of shards."""
@@ -118,12 +127,7 @@ class Unit:
         shared = self._shared
         # torch.autograd.grad(loss, inputs) may be called outside of `run`
         with savable(), entered(shared.scope), purpose("unsharded"):
-            self.fetch()
-            copies, self._copies = iter(self._copies or ()), None
-            xs = [
-                x.detach() if plan.memory == "device" else next(copies).wait()
-                for x, plan in zip(self.shards, self.plans, strict=True)
-            ]
+            xs = self._wait_for_fetch()
             if (dtype := shared.options.compute) is not None:
                 xs = [x.to(dtype) if x.is_floating_point() else x for x in xs]
             for plan in self.plans[:1]:

@@ -223,7 +223,11 @@ class StageSums(GradientSums):
         """Reduce the stages that are left and the tied parameters, and wait for all reductions."""
         for stage in [*self._totals]:
             self.reduce(stage)
-        # Borrowers send their gradients of tied parameters to the owners, which add and reduce them.
+        self._reduce_ties()
+        self.finish()
+
+    def _reduce_ties(self) -> None:
+        """Send gradients of borrowers to the owners, which add and reduce them."""
         rows = [(tie, index) for tie in self._ties for index in range(1, len(tie.stages))]
         stacks = go([self._stack_tied(*row) for row in rows], [tie.to_owner[index] for tie, index in rows], self.site)()
         for tie in self._ties:
@@ -237,7 +241,6 @@ class StageSums(GradientSums):
                     total.add(microbatch, self.cast([tie.leaf], [g]))
                 self.put([tie.leaf], total.sums())
                 self.send()
-        self.finish()
 
     def _stack_tied(self, tie: Tie, index: int) -> Tensor:
         """Return the gradients of a tied parameter in one stage, a row for each microbatch or one in all; empty elsewhere."""
