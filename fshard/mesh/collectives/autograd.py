@@ -117,18 +117,18 @@ def apply_to_many(linear: LinearMap, xs: Tensors) -> Tensors:
     return over_many(lambda xs: apply(linear, xs), lambda xs: apply(linear.batched(), xs), xs)
 
 
-def over_many(single: Callable[[Tensors], Tensors], batched: Callable[[Tensors], Tensors], xs: Tensors) -> Tensors:
-    """Call `single`, or `batched` on tensors with one more leading dim under autograd's own vmap.
+def over_many(f: Callable[[Tensors], Tensors], batched_f: Callable[[Tensors], Tensors], xs: Tensors) -> Tensors:
+    """Call `f`, or `batched_f` on tensors with one more leading dim under autograd's own vmap.
 
     `is_grads_batched` and `vectorize` use that vmap; it does not call the vmap rules of Functions.
     """
     if not any(map(is_legacy_batchedtensor, xs)):
-        return single(xs)
+        return f(xs)
     level = batches_nested()
     batches = [_torch._remove_batch_dim(x, level, 1, 0) if is_legacy_batchedtensor(x) else None for x in xs]
     size = next(batch.shape[0] for batch in batches if batch is not None)
     arguments = tuple(leading(x, None, size) if batch is None else batch for x, batch in zip(xs, batches, strict=True))
-    return tuple(_torch._add_batch_dim(y.contiguous(), 0, level) for y in batched(arguments))
+    return tuple(_torch._add_batch_dim(y.contiguous(), 0, level) for y in batched_f(arguments))
 
 
 class _Transformed(Function):

@@ -264,7 +264,7 @@ class KeptRange(Alone):
     def transposed(self) -> Move:
         return self.parts.transposed()
 
-    def kept(self, x: Tensor, index: int) -> Tensor:
+    def new_shard(self, x: Tensor, index: int) -> Tensor:
         """Return the new shard, flat, from a device's old one; a view if it is contiguous there."""
         boxes = [box.of(plain(x).reshape(1, -1)).reshape(-1) for box, _ in self.parts.traffic(index)[0].keeps]
         return boxes[0] if len(boxes) == 1 else torch.cat([x.new_empty(0), *boxes])

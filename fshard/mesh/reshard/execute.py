@@ -135,7 +135,7 @@ class SharedStep:
         if self.is_slice:
             group, move = scope.group(self.axes, "fs.reshard"), self.move
             xs = [
-                move.kept(x, group.index) if isinstance(move, KeptRange) else
+                move.new_shard(x, group.index) if isinstance(move, KeptRange) else
                 x.reshape(-1)[slice(*flat_range(x.numel(), group.size, group.index))]
                 for x in xs
             ]  # fmt: skip

@@ -52,31 +52,26 @@ class Guard(LinearMap):
     forward: bool = False
 
     def run(self, xs: Tensors) -> Tensors:
-        if self.forward:
-            plain = tuple(x.detach() for x in xs)
-            firsts = world_of(self.group).start(FirstOf(), plain, self.group, self.site).wait()
-            equal = [float(_is_equal(x, first)) for x, first in zip(plain, firsts, strict=True)]
-            verdicts = gather_all(torch.tensor(equal, device=xs[0].device), self.group, self.site)
-            for index, verdict in enumerate(verdicts.T):
-                if not bool(verdict.all()):
-                    position = f" (tensor {index} of {len(xs)})" if len(xs) > 1 else ""
-                    raise PromiseError(
-                        _broken_promise(self.error_text, self.group.axes, f"{self.site}{position}", verdict.tolist())
-                    )
+        if not self.forward:
+            return xs
+        plain = tuple(x.detach() for x in xs)
+        firsts = world_of(self.group).start(FirstOf(), plain, self.group, self.site).wait()
+        are_equal = [float(_is_equal(x, first)) for x, first in zip(plain, firsts, strict=True)]
+        verdicts = gather_all(torch.tensor(are_equal, device=xs[0].device), self.group, self.site)
+        for number, verdict in enumerate(verdicts.T.bool()):
+            if verdict.all():
+                continue
+            axes, position = self.group.axes, f" (tensor {number} of {len(xs)})" if len(xs) > 1 else ""
+            equal, unequal = (mask.nonzero().flatten().tolist() for mask in (verdict, ~verdict))
+            raise PromiseError(
+                f"A promise of equality is broken: {self.error_text.replace('{axes}', as_written(axes))}.\n"
+                f"  at {self.site}{position}: {_list_indices(unequal)} along {'+'.join(axes)} "
+                f"differ{'s' if len(unequal) == 1 else ''} from {_list_indices(equal)}"
+            )
         return xs
 
     def transposed(self) -> Guard:
         return replace(self, forward=not self.forward)
-
-
-def _broken_promise(error_text: str, axes: tuple[str, ...], site: str, verdict: list[bool]) -> str:
-    equal = [index for index, is_equal in enumerate(verdict) if is_equal]
-    unequal = [index for index, is_equal in enumerate(verdict) if not is_equal]
-    return (
-        f"A promise of equality is broken: {error_text.replace('{axes}', as_written(axes))}.\n"
-        f"  at {site}: {_list_indices(unequal)} along {'+'.join(axes)} differ{'s' if len(unequal) == 1 else ''} "
-        f"from {_list_indices(equal)}"
-    )
 
 
 def _list_indices(indices: list[int]) -> str:
