@@ -48,7 +48,12 @@ class Job:
                     "9",
                 ),
                 *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-id", "elastic"),
-                *("--rdzv-conf", "last_call_timeout=3,join_timeout=120,keep_alive_interval=1", "--monitor-interval", "0.1"),
+                *(
+                    "--rdzv-conf",
+                    "last_call_timeout=3,join_timeout=120,keep_alive_interval=1",
+                    "--monitor-interval",
+                    "0.1",
+                ),
                 *(
                     str(ROOT / "examples" / "elastic.py"),
                     "--folder",

@@ -3,7 +3,7 @@
     output = model(x)              forward     of this device's part of the batch; parameters are unsharded as they are used
     loss = criterion(output, y)                the caller's own
     model.backward(loss)           backward    gradients are reduced as they are ready; or kept: sync=False
-    grads = model.gradients()                  devices agree: gradients of all backwards since the last call, and buffers
+    grads = model.gradients(options)           devices agree: gradients of all backwards since the last call, and buffers
 
 It runs `value_and_grad`'s device step: the loss is a mean over the samples of this device, the gradient that of the
 mean over all devices, weighted by samples. The caller is one device: a process, or inside of `fs.run`.
@@ -240,10 +240,11 @@ class LoopModel(BoostedModel):
     # -- gradients --------------------------------------------------------------------------------------------------
 
     @as_device
-    def gradients(self) -> PyTree:
+    def gradients(self, optimizer: object) -> PyTree:
         """Return the gradients of all backwards since the last time; None where no device has used a parameter.
 
-        Remaining gradients are reduced, and buffers averaged: the one time in a step that all devices agree.
+        Remaining gradients are reduced, and buffers averaged: the one time in a step that all devices agree, also on the
+        options of the optimizer.
         """
         step = self._step
         if step is None or step.differentiated is None or not step.weights:
@@ -257,7 +258,7 @@ class LoopModel(BoostedModel):
         losses = [SliceLoss(zero, sum(weights), []) for weights in zip(*step.weights, strict=True)]
         changed = [self._agreed.changed(0, tree, zero.device) for tree in self._written_by(len(losses))]
         step.runtime.sequence.append(self._gathers)
-        mean, used, after = device.agree(losses, changed)
+        mean, used, after = device.agree(losses, changed, optimizer)
         if not self.is_reproducible and abs(mean.weight / len(step.weights) - 1) > ROUNDING:
             raise MismatchError(
                 f"the devices' parts of the batch must add up to one; got {mean.weight / len(step.weights):.3f}: rows fit "

@@ -125,10 +125,19 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def grads(self) -> PyTree:
         """The gradients of all backwards since the last step, of `scale` times the loss, in their layouts."""
         if self._grads is None:
-            self._grads, compression = self.model.gradients(), self._partitioned().compression
+            self._grads, compression = self.model.gradients(self._numbers()), self._partitioned().compression
             if compression is not None:
                 self._grads, self.state = compression.reduce(self._grads, self.state)
         return self._grads
+
+    def _numbers(self) -> list[dict[str, float]]:
+        """Return the numbers among the options of the groups: they must be the same on all devices."""
+        groups = self.optim.param_groups if isinstance(self.optim, torch.optim.Optimizer) else []
+        return [
+            {name: float(x) for name, x in group.items() if isinstance(x, float | int)}
+            | {name: x.item() for name, x in group.items() if isinstance(x, Tensor) and x.numel() == 1}
+            for group in groups
+        ]
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
@@ -217,4 +226,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         init = self._partitioned().init(self.model.params)
         self.state = loaded_state(self._source, init, self.model.first_names(), state_dict)
 
+    register_step_pre_hook = register_step_post_hook = refusing(
+        OptimizerError, "hooks of an optimizer's steps are not called. Call them beside step()."
+    )
     __reduce_ex__ = refusing(OptimizerError, "a boosted optimizer is sharded, so it cannot be copied or pickled.")

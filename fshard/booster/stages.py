@@ -1,7 +1,7 @@
 """A model in stages, whose gradient is taken batch by batch by a schedule, and stepped by the caller.
 
     value = model.run(criterion, batch)      forward and backward of all microbatches
-    grads = model.gradients()                of all batches since the last call
+    grads = model.gradients(options)         of all batches since the last call
 
 The caller is one device, as in `loop`; a batch is that of all devices.
 """
@@ -75,7 +75,7 @@ class StagedModel(BoostedModel):
         self.module_buffers = value.buffers
         return value
 
-    def gradients(self) -> PyTree:
+    def gradients(self, optimizer: object) -> PyTree:
         if self._grads is None:
             raise ModuleError("there are no gradients. Call booster.execute_pipeline first.")
         grads, self._grads = self._grads, None

@@ -55,7 +55,8 @@ def _svg(grid: Grid, style: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" style="max-width:100%;height:auto" role="img" aria-label="{escape(first)}" '
         f'font-family="{FONT}" font-size="12">{style}<defs><pattern id="fshard-sum" width="8" height="8" '
-        f'patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="3" height="8" fill="#fff" opacity=".38"/></pattern></defs>'
+        f'patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="3" height="8" fill="#fff" '
+        f'opacity=".38"/></pattern></defs>'
         f"{_moved(body, _MARGIN, _MARGIN)}</svg>"
     )
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from fshard.errors import MismatchError
 from fshard.mesh.collectives.autograd import Bound
 from fshard.mesh.collectives.moves import Psum
+from fshard.mesh.runtimes.watch import watching
 from fshard.mesh.spmd.global_inputs import digest
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
@@ -38,6 +39,8 @@ INPUT_ERRORS = {
     "all processes one seed: torch.manual_seed(0), not that of a rank.",
     "params": "replicated parameters must be the same on all devices. Make them from one seed on all processes, or load them "
     "from one file.",
+    "optimizer": "the options of the optimizer's groups must be the same on all devices. Does a scheduler get the loss of this "
+    "device alone? booster.mean(loss) is that of all.",
     "shapes": "devices were given batches of different shapes. Every process gets the global batch and takes its part: give "
     "all the same, or each its own by fs.from_local.",
     "batch": "devices were given different batches, of the same shapes. A plain tensor is the global batch, of which each "
@@ -123,10 +126,10 @@ def input_differences(
 ) -> dict[str, float]:
     """Return the differences of the inputs of the device at an index.
 
-    `key`: of random draws, if all devices draw alike; `params`: those that each has in full. An accelerator is waited for
-    in the first step only.
+    `key`: of random draws, if all devices draw alike; `params`: those that each has in full. Batches are compared in the
+    first step, for which an accelerator is waited for; under FSHARD_CHECK=1 in each.
     """
-    is_full = batch.may_differ and is_first_step
+    is_full = batch.may_differ and (is_first_step or watching())
     has_copies = batch.may_differ and same_samples is not None and same_samples.size > 1
     return {
         "key": difference(key is not None and (key,), group),

@@ -252,13 +252,14 @@ class ModelStep(DeviceStep):
             torch.autograd.grad(outputs, [self.runtime.anchor], cotangents, allow_unused=True)
 
     def agree(
-        self, losses: list[SliceLoss], changed: Sequence[Mapping[str, Tensor]]
+        self, losses: list[SliceLoss], changed: Sequence[Mapping[str, Tensor]], optimizer: object = None
     ) -> tuple[SliceLoss, Sequence[float], dict[str, Tensor]]:
         """Average losses, metrics and buffers over all devices, and reduce the remaining gradients.
 
         Args:
             losses: of each slice.
             changed: the buffers that each has written.
+            optimizer: its options, which must be the same on all devices.
 
         Returns also how many devices used each parameter, and the averaged buffers that were written.
         """
@@ -266,10 +267,11 @@ class ModelStep(DeviceStep):
         runtime.check_unchanged()
         runtime.finish_slice()
         before = self.buffers.before(self.index)
+        differences = self._input_differences() | {"optimizer": difference(optimizer, group)}
         written = [Written(slice.weight, buffers) for slice, buffers in zip(losses, changed, strict=True)]
         agreement = StepAgreement(
             tree_sum([slice.weight for slice in losses]),
-            self._input_differences() | (irregular_difference(written, before, group) if paths else {}),
+            differences | (irregular_difference(written, before, group) if paths else {}),
             written=flags(paths, written_paths(written)),
             accumulated=[float(unit.accumulated is not None) for unit in runtime.units],
             used=[*map(float, runtime.reductions.used)],

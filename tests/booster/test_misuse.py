@@ -102,8 +102,32 @@ def torch_clips(loop):
     nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
 
 
+def clips_groups(loop):
+    loop.backward(loop.model(X).mean())
+    nn.utils.clip_grad_norm_([x for group in loop.opt.param_groups for x in group["params"]], 1.0)
+
+
+def freezes_in_a_step(loop):
+    loop.model(X)
+    loop.model.module[0].requires_grad_(False)
+
+
+def own_learning_rate(loop):
+    loop.opt.param_groups[0]["lr"] = 0.1 + fs.axis_index("data")
+    loop.backward(loop.model(X).mean())
+    loop.opt.step()
+
+
+def writes_in_the_loop(loop):
+    loss = loop.model(X).mean()
+    with torch.no_grad():
+        next(loop.model.parameters()).mul_(0.5)
+    loop.backward(loss)
+
+
 X = torch.ones(5, 3)
-BOOSTED = "has been boosted already"
+BOOSTED, FIXED = "has been boosted already", "which it had before functionalize or boost"
+HOOKS = "Gradient hooks of parameters would not be called"
 NUMBER = "the loss must be a tensor of one number"
 COPY = "a boosted optimizer is sharded, so it cannot be copied or pickled"
 INVALID = {
@@ -155,6 +179,13 @@ INVALID = {
         torch_clips,
         r"its parameters have no .grad. Clip them by booster.clip_grad_norm\(optimizer, m",
     ),
+    "clipping of the groups": (clips_groups, r"its parameters have no .grad. Clip them by"),
+    "a gradient": (lambda loop: setattr(next(loop.model.parameters()), "grad", X), "its parameters have no .grad"),
+    "freezing": (lambda loop: loop.model.requires_grad_(False), FIXED),
+    "freezing in a step": (freezes_in_a_step, FIXED),
+    "a hook": (lambda loop: loop.model.module[0].weight.register_hook(print), HOOKS),
+    "a hook of steps": (lambda loop: loop.opt.register_step_pre_hook(print), "Call them beside step"),
+    "writing": (writes_in_the_loop, r"the loop before the optimizer's step, writes to .*model.load_state_dict"),
     "no stages": (
         lambda loop: loop.booster.execute_pipeline(iter([]), loop.model, nn.MSELoss()),
         "the model must be cut into stages, by HybridParallelPlugin",
@@ -210,6 +241,27 @@ def test_boosting_a_module_wrapped_on_processes_raises(two):
     expected = "DistributedDataParallel at ''", "FSDPLinear at '0'", "Linear at '0'"
     for texts in two.run(errors_on_processes):
         assert all(f"got {kind}. Give" in text for kind, text in zip(expected, texts, strict=True))
+
+
+def test_other_learning_rates_on_each_device_raise():
+    with pytest.raises(
+        MismatchError, match=r"options of the optimizer's groups must be the same.*booster.mean\(loss\)"
+    ):
+        fs.run(lambda: own_learning_rate(Loop(model, fs.DDPPlugin(), sgd)), mesh=fs.make_mesh({"data": 2}))
+
+
+def test_attributes_of_the_module_are_named():
+    def main():
+        boosted = Loop(model, fs.DDPPlugin(), sgd).model
+        boosted.module.scale = 2
+        with pytest.raises(
+            AttributeError, match=r"no attribute 'scale'. The module that it wraps has it: model.module.scale"
+        ):
+            _ = boosted.scale
+        with pytest.raises(AttributeError, match=r"no attribute 'other'\.$"):
+            _ = boosted.other
+
+    fs.run(main, mesh=fs.make_mesh({"data": 1}))
 
 
 # -- the values given to boost, used afterwards -------------------------------------------------------------------------

@@ -371,3 +371,14 @@ def test_functional_step_trains_stages_as_torch(inside, zero_stage, norm):
     for loss, params in fs.run(main, mesh=mesh) if inside else [main()]:
         torch.testing.assert_close(loss, sum(losses) / 4)
         torch.testing.assert_close(params, {name: w.detach() for name, w in serial.model.named_parameters()})
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp", "stages"])
+def test_outputs_in_inference_mode_are_those_without_gradients(plugin):
+    def main():
+        loop, x = Loop(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), PLUGINS[plugin]()), torch.ones(4, 3)
+        with torch.inference_mode():
+            output = loop.output(x)
+        return torch.equal(output, loop.output(x))
+
+    assert all(fs.run(main, mesh=mesh_of(PLUGINS[plugin](), 2)))

@@ -1,5 +1,8 @@
 """Loss functions that call collectives: their gradient is that of the same loss, written for one device without them."""
 
+import os
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -349,7 +352,10 @@ def started_from(what, n):
     torch.manual_seed(rank if what == "seed" else 0)
     x, y = batch_of(8 + rank if what == "batch" else 8)
     try:
-        run(own, (x, y + rank if what == "values" else y))
+        if what == "later values":
+            run(own, (x, y))
+        with patch.dict(os.environ, {"FSHARD_CHECK": str(int(what == "later values"))}):
+            run(own, (x, y + rank if "values" in what else y))
     except fs.errors.MismatchError as error:
         return str(error)
 
@@ -361,6 +367,7 @@ def test_processes_with_different_inputs_raise(two, four):
         "seed": "the random state, from which reproducible=True draws",
         "parameters": "replicated parameters must be the same on all devices.",
         "values": "devices were given different batches, of the same shapes. A plain",
+        "later values": "devices were given different batches, of the same shapes. A plain",  # under FSHARD_CHECK=1
     }
     for what, words in expected.items():
         for pool, n in [(two, 2)] + [(four, 4)] * (what == "parameters"):

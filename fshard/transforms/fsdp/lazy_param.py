@@ -28,7 +28,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fshard.errors import LayoutError, ModuleError, ScopeError
 from fshard.mesh.spmd.scope import here
+from fshard.transforms.fsdp.plans import versions_of
 from fshard.transforms.fsdp.units import USE_NODES, LazyUnit
+from fshard.transforms.module.replica import TRAINED_IS_FIXED
 from fshard.transforms.patterns import named, parts_of
 
 _compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
@@ -61,7 +63,7 @@ _COMPILED = (
 )
 WRITES = (
     "Declare a frozen parameter that the forward updates as a buffer, fs.functionalize(module, buffers=...), or update it "
-    "in the training loop."
+    "between steps: in the params of a functional loop, or by model.load_state_dict of a boosted model."
 )
 
 
@@ -123,8 +125,8 @@ class LazyParam(Tensor):
                 return func(*args, **(kwargs or {}))
         if func in _CONSTANTS:
             return _CONSTANTS[func]
-        if func in _GRAD_AND_DATA and type(args[0]) is LazyParam:
-            return _GRAD_AND_DATA[func](args[0], *args[1:])
+        if func in _ATTRIBUTE_FUNCTIONS and type(args[0]) is LazyParam:
+            return _ATTRIBUTE_FUNCTIONS[func](*args, **(kwargs or {}))
         return func(*unsharded(args), **(unsharded(kwargs) if kwargs else {}))  # (3)
 
     @classmethod
@@ -165,18 +167,26 @@ def _read_grad(param: LazyParam) -> None:
         )
 
 
-_GRAD_AND_DATA: dict[Any, Callable[..., Any]] = {
+def _set_requires_grad(param: LazyParam, requires_grad: bool = True) -> LazyParam:
+    if requires_grad != param.requires_grad:
+        raise ModuleError(TRAINED_IS_FIXED)
+    return param
+
+
+_ATTRIBUTE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _T.grad.__get__: _read_grad,
     _T.data.__get__: lambda param: param.unshard().detach(),  # it shares the version counter, so writes are detected
     _T.data.__set__: LazyParam.raise_written,
+    _T.requires_grad.__set__: _set_requires_grad,
+    _T.requires_grad_: _set_requires_grad,
 }
-"""The functions of `.grad` and `.data`."""
+"""The functions of `.grad`, `.data` and `.requires_grad`."""
 
 
 def lazy_versions(xs: Sequence[Tensor]) -> list[int]:
     """Return the version counters of lazy parameters, without unsharding them."""
     with _C.DisableTorchFunctionSubclass():
-        return [x._version for x in xs]
+        return versions_of(xs)
 
 
 def unsharded(x: Any) -> Any:

@@ -133,7 +133,8 @@ class ParamRuntime(UnitSchedule):
         written |= {leaf.path for leaf, version, before in rows if version != before}
         if path := next((leaf.path for leaf in self.leaves if leaf.path in written), None):
             raise ModuleError(
-                f"the loss function, or a forward in it, writes to a parameter in place: {named(parts_of(path))}. {WRITES}"
+                "the loss function, a forward in it, or the loop before the optimizer's step, writes to a parameter in place: "
+                f"{named(parts_of(path))}. {WRITES}"
             )
 
     def close(self, *, wait: bool = True) -> None:

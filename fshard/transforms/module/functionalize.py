@@ -22,7 +22,7 @@ from fshard.mesh.layout import Axes
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.fsdp.plans import versions_of
 from fshard.transforms.module.batchnorm import synchronise
-from fshard.transforms.module.replica import Replicas, Tensors
+from fshard.transforms.module.replica import NO_HOOKS, Replicas, Tensors
 from fshard.transforms.patterns import Choice, chosen
 from fshard.transforms.reproducible.randomness import key_now
 
@@ -172,7 +172,4 @@ def validate_no_hooks(module: nn.Module) -> None:
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     hooked = [name for name, x in module.named_parameters() if any(getattr(x, kind, None) for kind in kinds)]
     if hooked:
-        raise ModuleError(
-            f"{type(module).__name__}: {', '.join(hooked)} must have no gradient hooks, which would not be called. "
-            "Change gradients in the optimizer: fs.optim.chain takes any function of them."
-        )
+        raise ModuleError(f"{type(module).__name__}: {', '.join(hooked)} must have no gradient hooks. {NO_HOOKS}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -121,13 +121,16 @@ def replace_by_placeholders(modules: Sequence[nn.Module], device: torch.device |
 
     Tied parameters stay tied. Those on the meta device are replaced by the given one.
     """
-    placeholders: dict[int, nn.Parameter] = {}
+    placeholders: dict[int, Placeholder] = {}
     children: list[Any] = [*{id(child): child for module in modules for child in module.modules()}.values()]
     params = [
         (child._parameters, key, x) for child in children for key, x in child._parameters.items() if x is not None
     ]
     for entries, key, x in params:
-        entries[key] = placeholders.setdefault(id(x), _placeholder(x, device))
+        if id(x) not in placeholders:
+            placeholders[id(x)] = _placeholder(x, device)
+            placeholders[id(x)].slot = (entries, key)
+        entries[key] = placeholders[id(x)]
     for child in children:
         if isinstance(child, nn.RNNBase):
             _refresh_flat_weights(child)
@@ -139,18 +142,67 @@ def _refresh_flat_weights(layer: Any) -> None:
 
 
 _NO_VALUES = (
-    "the model must be the first value that boost returned; got the module that was boosted, whose parameters have no values "
-    "between steps. Write model, optimizer, *_ = booster.boost(model, optimizer); model.unwrap() is a copy with values."
+    "parameters of a boosted model have no values between steps. Call the first value that boost returned, not the module that "
+    "was boosted: model, optimizer, *_ = booster.boost(model, optimizer). model.unwrap() is a copy with values; they are set "
+    "before boost, or by model.load_state_dict."
+)
+TRAINED_IS_FIXED = (
+    "requires_grad of a parameter in a training step is that which it had before functionalize or boost; a change would have "
+    "no effect. Freeze and unfreeze before, or boost again from model.unwrap() with a new optimizer."
+)
+NO_HOOKS = (
+    "Gradient hooks of parameters would not be called, since gradients are sharded. Change gradients in the optimizer: "
+    "fs.optim.chain takes any function of them. Hooks of modules are called."
 )
 
 
+_requires_grad: Any = cast("Any", Tensor).requires_grad
+
+
 class Placeholder(nn.Parameter):
-    """A parameter without values between the steps of a boosted model: shape, dtype and device are those before."""
+    """A parameter without values between the steps of a boosted model: shape, dtype and device are those before.
+
+    The optimizer's groups hold it in a step too, while the module has the parameters of the step in its slots.
+    """
+
+    slot: tuple[dict[str, Any], str] | None = None  # None of a detached one
+
+    @property
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """None; in a step, that of the parameter in its slot, which raises once there are gradients."""
+        entries, key = self.slot or ({}, "")
+        return None if entries.get(key) is self else getattr(entries.get(key), "grad", None)
+
+    @grad.setter
+    def grad(self, grad: None) -> None:
+        if grad is not None:
+            raise ModuleError("gradients of a boosted model are sharded, so its parameters have no .grad.")
+
+    @property
+    def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether it is trained."""
+        return _requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        if self.slot is not None and requires_grad != self.requires_grad:
+            raise ModuleError(TRAINED_IS_FIXED)
+        _requires_grad.__set__(self, requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Placeholder:
+        self.requires_grad = requires_grad
+        return self
+
+    def register_hook(self, hook: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise ModuleError(NO_HOOKS)
+
+    register_post_accumulate_grad_hook = register_hook
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:  # by `state_dict`
-            return _placeholder(args[0], None)
+            with torch.inference_mode(mode=False):  # the first call of stages may be in it
+                return _placeholder(args[0], None)
         raise ModuleError(_NO_VALUES)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -160,7 +212,7 @@ class Placeholder(nn.Parameter):
         return f"Placeholder({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
 
 
-def _placeholder(x: Tensor, device: torch.device | None) -> nn.Parameter:
+def _placeholder(x: Tensor, device: torch.device | None) -> Placeholder:
     element = torch.zeros((), dtype=x.dtype, device=device if x.is_meta and device is not None else x.device)
     return Placeholder(element.expand(x.shape), requires_grad=x.requires_grad)
 
