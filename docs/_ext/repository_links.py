@@ -1,4 +1,4 @@
-"""Links from documents to files of the repository that are not pages: shown as the file's path."""
+"""Links from documents to files of the repository: to notebooks as to their copies, to others as the file's path."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ LINK = re.compile(r'(?<!!)\[([^\]\n"]*)\]\(((?!\w+:|#|/)[^)\s#"]+)(#[^)\s"]*)?\)
 
 
 def replace_links(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Replace links to existing files outside the site by their text.
+    """Replace links to existing files outside the site by their text; pages link to notebooks where the site has them.
 
     A link to a file that does not exist stays, so that the build reports it.
     """
@@ -20,10 +20,11 @@ def replace_links(app: Sphinx, docname: str, source: list[str]) -> None:
     def replace(match: re.Match[str]) -> str:
         text, target, _ = match.groups()
         path = (folder / target).resolve()
+        is_notebook = path.parent == ROOT / "notebooks"
+        if is_notebook and origin != "notebooks":
+            return match[0].replace(target, f"/notebooks/{path.name}")
         outside = (
-            path.exists()
-            and not path.is_relative_to(ROOT / "docs")
-            and path.parent != ROOT / "notebooks"
+            path.exists() and not path.is_relative_to(ROOT / "docs") and not is_notebook
         )
         return text if outside else match[0]
 

@@ -259,7 +259,7 @@ class ModelStep(DeviceStep):
         Args:
             losses: of each slice.
             changed: the buffers that each has written.
-            optimizer: its options, which must be the same on all devices.
+            optimizer: in a loop its options, which must be the same on all devices.
 
         Returns also how many devices used each parameter, and the averaged buffers that were written.
         """
@@ -267,7 +267,9 @@ class ModelStep(DeviceStep):
         runtime.check_unchanged()
         runtime.finish_slice()
         before = self.buffers.before(self.index)
-        differences = self._input_differences() | {"optimizer": difference(optimizer, group)}
+        differences = self._input_differences()
+        if optimizer is not None:
+            differences["optimizer"] = difference(optimizer, group)
         written = [Written(slice.weight, buffers) for slice, buffers in zip(losses, changed, strict=True)]
         agreement = StepAgreement(
             tree_sum([slice.weight for slice in losses]),

@@ -168,13 +168,13 @@ class Placeholder(nn.Parameter):
     slot: tuple[dict[str, Any], str] | None = None  # None of a detached one
 
     @property
-    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """None; in a step, that of the parameter in its slot, which raises once there are gradients."""
         entries, key = self.slot or ({}, "")
         return None if entries.get(key) is self else getattr(entries.get(key), "grad", None)
 
     @grad.setter
-    def grad(self, grad: None) -> None:
+    def grad(self, grad: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if grad is not None:
             raise ModuleError("gradients of a boosted model are sharded, so its parameters have no .grad.")
 
@@ -189,7 +189,9 @@ class Placeholder(nn.Parameter):
             raise ModuleError(TRAINED_IS_FIXED)
         _requires_grad.__set__(self, requires_grad)
 
-    def requires_grad_(self, requires_grad: bool = True) -> Placeholder:
+    def requires_grad_(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, requires_grad: bool = True
+    ) -> Placeholder:
         self.requires_grad = requires_grad
         return self
 
