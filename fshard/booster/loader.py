@@ -17,7 +17,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from fshard.booster.plugins import Plugin
 from fshard.errors import ScopeError
@@ -96,10 +96,12 @@ class Loader:
         chooses = self.shuffle and (sampler.replacement or sampler._num_samples or sampler.generator)
         plain = type(sampler) in (RandomSampler, SequentialSampler) and not chooses
         if not plain or loader.batch_size is None or loader.generator:
+            reason = f"a generator, a batch_sampler or a sampler of its own ({type(sampler).__name__}). Leave these out"
+            if isinstance(loader.dataset, IterableDataset):
+                reason = "an IterableDataset. Give it a dataset with an index"
             raise ValueError(
-                "dataloader must take each sample once, in order or shuffled by a seed; got one with a generator, a "
-                f"batch_sampler or an own sampler ({type(sampler).__name__}). Leave these out, or iterate it without boosting "
-                "it, a part on each device."
+                f"dataloader must take each sample once, in order or shuffled by a seed; got one with {reason}, or iterate it "
+                "without boosting it, a part on each device."
             )
         self.dataset: Any = loader.dataset
         self.batch_size, self.drop_last, self.seed = loader.batch_size, bool(loader.drop_last), seed

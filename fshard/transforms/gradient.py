@@ -350,4 +350,5 @@ def describe_gathers(mesh: Mesh, runtimes: Mapping[int, ParamRuntime]) -> str:
         coordinates = ", ".join(f"{axis}={index}" for axis, index in mesh.coordinates(device).items())
         units = ", then ".join(runtime.describe_units()[number] for number in runtime.sequence)
         devices.append(f"({coordinates}) has gathered {units or 'nothing'}")
-    return f"{'; '.join(devices)}. {FIX_UNEVEN_GATHERS}"
+    fix = FIX_UNEVEN_GATHERS if len(runtimes) > 1 else f"If another process has gathered others: {FIX_UNEVEN_GATHERS}"
+    return f"{'; '.join(devices)}. {fix}"

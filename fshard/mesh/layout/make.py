@@ -57,9 +57,9 @@ def make_mesh(
         process.join(mesh.device_type, timeout)
         world = dist.get_world_size()
         if mesh.size != world:
-            sizes = " x ".join(str(size) for _, size in pairs)
+            product = " x ".join(str(size) for _, size in pairs) + " = " if len(pairs) > 1 else ""
             raise MeshError(
-                f"{mesh} has {sizes} = {mesh.size} devices, but there are {world} processes. Start it with "
+                f"{mesh} has {product}{mesh.size} devices, but there are {world} processes. Start it with "
                 f"torchrun --nproc-per-node {mesh.size}, or change a size."
             )
         process.device_mesh(mesh)

@@ -42,6 +42,7 @@ def functionalize(
 
     `apply(params, buffers, *args, **kwargs)` returns `(output, new_buffers)` and does not change the module. `params`
     has every parameter by its name, a tied one once; those that do not require grad are Parameters that do not either.
+    A penalty in a loss function uses `params`: there the module's own parameters are constants.
     `buffers` has all buffers, not only the persistent ones. All are detached and share the module's memory.
 
     Parameters, buffers and random draws are the state of the function. Everything else on the module is private to the

@@ -137,7 +137,7 @@ def test_from_device_mesh_permuted_ranks_keeps_order(four):
 
 
 def wrong_size():
-    with pytest.raises(fs.errors.MeshError, match=r"has 3 = 3 devices, but there are 2 processes"):
+    with pytest.raises(fs.errors.MeshError, match=r"has 3 devices, but there are 2 processes"):
         fs.make_mesh({"data": 3})
 
 
