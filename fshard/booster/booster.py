@@ -17,7 +17,7 @@ from fshard.booster.checkpoint import Checkpointing
 from fshard.booster.gemini import GeminiPlugin
 from fshard.booster.loader import DeviceState, Loader
 from fshard.booster.loop import LoopModel
-from fshard.booster.model import BoostedModel, refuse_outside, shard_model, validate_not_boosted
+from fshard.booster.model import BoostedModel, validate_inside, shard_model, validate_not_boosted
 from fshard.booster.optimizer import BoostedOptimizer, partitioned
 from fshard.booster.plugins import DDPPlugin, Plugin
 from fshard.booster.stages import Criterion, StagedModel, loss_of
@@ -145,7 +145,7 @@ class Booster(Checkpointing):
         `samples` weights this device: the number that its numbers are means of, such as `loader.samples`.
         """
         mesh, axes = self._state.mesh, self._state.plugin.axes()
-        refuse_outside(mesh)
+        validate_inside(mesh)
 
         def scaled(x: Any) -> Tensor:
             x = torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64, device=mesh.device_type)

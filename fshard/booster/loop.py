@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.booster.loader import DeviceState
-from fshard.booster.model import BoostedModel, refuse_outside
+from fshard.booster.model import BoostedModel, validate_inside
 from fshard.booster.plugins import Plugin
 from fshard.errors import MismatchError, ModuleError
 from fshard.memory.kinds import claim, purpose
@@ -59,7 +59,7 @@ def as_device(method: Callable[Concatenate[LoopModel, Args], Result]) -> Callabl
 
     @wraps(method)
     def run(self: LoopModel, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
-        refuse_outside(self.mesh)
+        validate_inside(self.mesh)
         scope = as_one_device(resolve_mesh(self.mesh), mapped=self.mesh.axis_names)
         with deterministic(self.is_reproducible, self.mesh.device_type), scope, purpose("activations"):
             return method(self, *args, **kwargs)

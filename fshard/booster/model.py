@@ -107,7 +107,7 @@ def validate_not_boosted(caller: str, model: nn.Module) -> None:
         )
 
 
-def refuse_outside(mesh: Mesh) -> None:
+def validate_inside(mesh: Mesh) -> None:
     """Raise unless the caller is one device of the mesh."""
     if is_outside(mesh):
         raise ScopeError(
@@ -134,7 +134,7 @@ class BoostedModel(nn.Module):
         self.module, self.mesh, self.is_reproducible = module, plugin.default_mesh(), plugin.reproducible
         self.replicas = plugin.replicas()
         self._seed, self._steps, self._forwards, self._others = plugin.seed, 0, 0, 0
-        refuse_outside(self.mesh)
+        validate_inside(self.mesh)
         self.function, self.params, self.module_buffers = shard_model(plugin, module, source, in_place=True)
 
     def __getattr__(self, name: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fshard.booster.model import BoostedModel, refuse_outside, refusing
+from fshard.booster.model import BoostedModel, validate_inside, refusing
 from fshard.booster.plugins import Plugin
 from fshard.errors import ModuleError
 from fshard.mesh.layout import PyTree
@@ -64,7 +64,7 @@ class StagedModel(BoostedModel):
 
         With `outputs`, the last stage's results of all samples are returned beside the loss.
         """
-        refuse_outside(self.mesh)
+        validate_inside(self.mesh)
         backward, self._criterion = torch.is_grad_enabled(), criterion
         with self.draws(grad=backward):
             gradient = self._gradient(outputs, backward)

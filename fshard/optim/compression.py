@@ -115,7 +115,7 @@ class Compression:
         zero = torch.zeros((), device=self._mesh.device_type)  # 0 times the sum of what is not finite is nan
         sums = [x.sum(dtype=torch.promote_types(x.dtype, zero.dtype)).abs() * 0 for x in flatten((grads, total))[0]]
         is_finite = psum(sum(sums, zero).float(), self._mesh.axis_names) == 0
-        is_finite = is_finite.is_meta or bool(is_finite)  # counts in the state are on the host, which has to wait
+        is_finite = is_finite.is_meta or bool(is_finite)  # counts in the state are on the host, which must wait
         return (total, after) if is_finite else (map_leaves(lambda x: x * torch.nan, total), state)
 
     def _example(self, axis: str, param: Leaf, has_gradient: bool = True) -> Leaf:
