@@ -17,7 +17,7 @@ from fshard.booster.checkpoint import Checkpointing
 from fshard.booster.gemini import GeminiPlugin
 from fshard.booster.loader import DeviceState, Loader
 from fshard.booster.loop import LoopModel
-from fshard.booster.model import BoostedModel, validate_inside, shard_model, validate_not_boosted
+from fshard.booster.model import BoostedModel, shard_model, validate_inside, validate_not_boosted
 from fshard.booster.optimizer import BoostedOptimizer, partitioned
 from fshard.booster.plugins import DDPPlugin, Plugin
 from fshard.booster.stages import Criterion, StagedModel, loss_of

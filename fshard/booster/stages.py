@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fshard.booster.model import BoostedModel, validate_inside, refusing
+from fshard.booster.model import BoostedModel, refusing, validate_inside
 from fshard.booster.plugins import Plugin
 from fshard.errors import ModuleError
 from fshard.mesh.layout import PyTree
