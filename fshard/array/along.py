@@ -155,10 +155,12 @@ def where_sharded(names: str, dims_of: DimsOf, *, is_reduction: bool = True) -> 
         if not x.numel() or not x.shape or x.spec.is_flat or not any(x.spec.dims(x.ndim)[dim] for dim in dims):
             return NotImplemented
         if not is_reduction:
-            return formula(x, dims, *args, **kwargs)
+            return _in_wide_dtype(formula, kwargs.get("dtype") or x.dtype, x, dims, *args, **kwargs)
         func: Any = torch.linalg.vector_norm if name == "linalg_vector_norm" else getattr(torch, name)
         wanted = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs)
-        y = formula(x, dims, *args, **kwargs) if isinstance(wanted, Tensor) else NotImplemented
+        if not isinstance(wanted, Tensor):
+            return NotImplemented
+        y = _in_wide_dtype(formula, wanted.dtype, x, dims, *args, **kwargs)
         return y if y is NotImplemented or wanted.ndim == x.ndim else y.squeeze(dims)
 
     def add(formula: Formula) -> None:
@@ -166,6 +168,21 @@ def where_sharded(names: str, dims_of: DimsOf, *, is_reduction: bool = True) -> 
             compose(name)(partial(composed, name, formula))
 
     return add
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values are summed: float16 in 32 bits, since its squares and sums overflow."""
+    return torch.float32 if dtype is torch.float16 else dtype
+
+
+def _in_wide_dtype(
+    formula: Formula, dtype: torch.dtype, x: Any, dims: Sequence[int], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Compute a formula, whose result has a dtype, without overflows in float16 or in integers."""
+    is_integer = not (x.is_floating_point() or x.is_complex())
+    wide = dtype if is_integer and dtype.is_floating_point else summed_in(x.dtype)
+    y = formula(x if wide is x.dtype else x.to(wide), dims, *args, **kwargs)
+    return y if y is NotImplemented or y.dtype is dtype else y.to(dtype)
 
 
 def peak(x: Any, dims: Sequence[int], *, is_max: bool = True) -> Any:
@@ -216,7 +233,8 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, 
     dims, dtype = as_dims(x, dim if axis is None else axis), x.dtype if dtype is None else dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         raise RuntimeError(f"mean(): the dtype must be floating point or complex; got {dtype}.")
-    return torch.sum(x, dims, keepdim, dtype=dtype) / math.prod(x.shape[dim] for dim in dims)
+    mean = torch.sum(x, dims, keepdim, dtype=summed_in(dtype)) / math.prod(x.shape[dim] for dim in dims)
+    return mean if mean.dtype is dtype else mean.to(dtype)
 
 
 @compose("diff")
@@ -238,7 +256,8 @@ def _logsumexp(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
 def _var(x: Any, dims: Sequence[int], *args: Any, correction: Any = None, unbiased: bool = True, **kwargs: Any) -> Any:
     unbiased = next((arg for arg in args if isinstance(arg, bool)), unbiased)
     n = math.prod(x.shape[dim] for dim in dims) - (int(unbiased) if correction is None else correction)
-    squares = ((x - x.mean(dims, True)) ** 2).sum(dims, True)
+    differences = x - x.mean(dims, True)
+    squares = ((differences.abs() if x.is_complex() else differences) ** 2).sum(dims, True)
     return squares / n if n > 0 else squares * float("nan")
 
 

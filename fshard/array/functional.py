@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fshard.ambient import ambient
 from fshard.array.algebra import elementwise
+from fshard.array.along import summed_in
 from fshard.array.communicate import with_spec
 from fshard.array.create import bernoulli_like
 from fshard.array.rules import Rule, arrays_in, compose, rule
@@ -67,7 +68,8 @@ def _batch_norm(
 ) -> Any:  # fmt: skip
     """Normalize with the statistics of the global batch."""
     dims, shape = (0, *range(2, x.ndim)), (1, -1, *(1,) * (x.ndim - 2))
-    mean, var = running_mean, running_var
+    mean, var, dtype = running_mean, running_var, x.dtype
+    x = x if summed_in(dtype) is dtype else x.to(summed_in(dtype))
     if training:
         n = math.prod(x.shape[dim] for dim in dims)
         if n <= 1:
@@ -76,11 +78,12 @@ def _batch_norm(
         var = ((x - mean.reshape(shape)) ** 2).mean(dims)
         if running_mean is not None:
             with torch.no_grad():
-                running_mean.lerp_(mean.detach(), momentum)
-                running_var.lerp_(var.detach() * (n / (n - 1)), momentum)
+                running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
+                running_var.lerp_((var.detach() * (n / (n - 1))).to(running_var.dtype), momentum)
     weight = (var + eps).rsqrt() * (1 if weight is None else weight)
     bias = -mean * weight if bias is None else bias - mean * weight
-    return x * weight.reshape(shape) + bias.reshape(shape)
+    y = x * weight.reshape(shape) + bias.reshape(shape)
+    return y if y.dtype is dtype else y.to(dtype)
 
 
 @compose("instance_norm")
@@ -118,11 +121,12 @@ def _reduced(losses: Any, reduction: str, count: Any = None) -> Any:
         return losses
     if reduction not in ("mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
-    total = losses.sum()
+    total = losses.sum(dtype=summed_in(losses.dtype))
     if reduction == "mean":
         n = losses.numel() if count is None else count
         total = total * float("nan") if isinstance(n, int) and n == 0 else total / n
-    return total if ambient.explicit else with_spec(total, P(), "loss")
+    total = total if ambient.explicit else with_spec(total, P(), "loss")
+    return total if total.dtype is losses.dtype else total.to(losses.dtype)
 
 
 def _loss(

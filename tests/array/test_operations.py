@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
@@ -144,3 +145,43 @@ def test_other_dtypes_keep_their_results(dtype):
     x = (torch.arange(32).reshape(8, 4) % 7).to(dtype)
     for spec in (P("data"), P(None, ("data", "model"))):
         check(lambda x: (x + x, x * x, x.sum(0), x == x, x.T), [x], [spec], MESH, order=0)
+
+
+SUMS = {
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:]),
+    "batch_norm": lambda x: F.batch_norm(x.T, None, None, training=True),
+    "normalize": lambda x: F.normalize(x, dim=1),
+    "norm": lambda x: x.norm(dim=1),
+    "var": lambda x: x.var(1),
+    "std": lambda x: x.std(1, correction=0),
+    "mean": lambda x: (4 * x).mean(1),
+    "full mean": lambda x: (4 * x.abs()).mean(),
+    "logsumexp": lambda x: x.logsumexp(1),
+    "mse_loss": lambda x: F.mse_loss(x, 0 * x),
+    "l1_loss": lambda x: F.l1_loss(4 * x, 0 * x),
+}
+"""Functions whose sums are beyond the range of float16, and whose results are within it."""
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_float16_do_not_overflow(name):
+    x = (60 * torch.randn(4, 512, generator=torch.Generator().manual_seed(0))).half()
+    expected = SUMS[name](x.double()).half()
+    assert expected.isfinite().all()
+    for spec in (P(None, "data"), P("model", "data"), P()):
+        y = fs.unshard(SUMS[name](fs.device_put(x, fs.Layout(MESH, spec))))
+        torch.testing.assert_close(y, expected, rtol=4e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("var", torch.complex128), ("std", torch.complex64), ("logsumexp", torch.uint8), ("logsumexp", torch.bool)],
+)
+def test_reductions_of_other_dtypes_over_sharded_dims(name, dtype):
+    x = (200 * torch.randn(8, 4, dtype=torch.complex64 if dtype.is_complex else None)).to(dtype)
+    for dim in (0, 1, (0, 1)):
+        y = getattr(torch, name)(fs.device_put(x, fs.Layout(MESH, P("data", "model"))), dim)
+        expected = getattr(torch, name)(x, dim)
+        assert y.dtype == expected.dtype
+        torch.testing.assert_close(fs.unshard(y), expected)
