@@ -196,7 +196,7 @@ def local_sgd(inner: Step, *, every: int, mesh: Mesh, axis: str, after: int = 0)
         every: steps between averages.
         mesh: all devices.
         axis: along which the replicas are.
-        after: number of first steps that are each followed by an average.
+        after: number of first steps that are each followed by an average; `every` counts from there.
     """
     return ReplicaStep(inner, mesh, axis, lambda params: None, local_sgd_rule(axis, every, after))
 
