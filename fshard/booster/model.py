@@ -137,14 +137,6 @@ class BoostedModel(nn.Module):
         validate_inside(self.mesh)
         self.function, self.params, self.module_buffers = shard_model(plugin, module, source, in_place=True)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self._modules.get("module")
-            where = f" The module that it wraps has it: model.module.{name}." if hasattr(module, name) else ""
-            raise AttributeError(f"a boosted model has no attribute {name!r}.{where}") from None
-
     def trees(self) -> list[PyTree]:
         """Return the trees of parameters and buffers by name."""
         return [self.params, self.module_buffers]

@@ -226,7 +226,4 @@ class BoostedOptimizer(torch.optim.Optimizer):
         init = self._partitioned().init(self.model.params)
         self.state = loaded_state(self._source, init, self.model.first_names(), state_dict)
 
-    register_step_pre_hook = register_step_post_hook = refusing(
-        OptimizerError, "hooks of an optimizer's steps are not called. Call them beside step()."
-    )
     __reduce_ex__ = refusing(OptimizerError, "a boosted optimizer is sharded, so it cannot be copied or pickled.")

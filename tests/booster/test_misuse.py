@@ -184,7 +184,6 @@ INVALID = {
     "freezing": (lambda loop: loop.model.requires_grad_(False), FIXED),
     "freezing in a step": (freezes_in_a_step, FIXED),
     "a hook": (lambda loop: loop.model.module[0].weight.register_hook(print), HOOKS),
-    "a hook of steps": (lambda loop: loop.opt.register_step_pre_hook(print), "Call them beside step"),
     "writing": (writes_in_the_loop, r"the loop before the optimizer's step, writes to .*model.load_state_dict"),
     "no stages": (
         lambda loop: loop.booster.execute_pipeline(iter([]), loop.model, nn.MSELoss()),
@@ -248,20 +247,6 @@ def test_other_learning_rates_on_each_device_raise():
         MismatchError, match=r"options of the optimizer's groups must be the same.*booster.mean\(loss\)"
     ):
         fs.run(lambda: own_learning_rate(Loop(model, fs.DDPPlugin(), sgd)), mesh=fs.make_mesh({"data": 2}))
-
-
-def test_attributes_of_the_module_are_named():
-    def main():
-        boosted = Loop(model, fs.DDPPlugin(), sgd).model
-        boosted.module.scale = 2
-        with pytest.raises(
-            AttributeError, match=r"no attribute 'scale'. The module that it wraps has it: model.module.scale"
-        ):
-            _ = boosted.scale
-        with pytest.raises(AttributeError, match=r"no attribute 'other'\.$"):
-            _ = boosted.other
-
-    fs.run(main, mesh=fs.make_mesh({"data": 1}))
 
 
 # -- the values given to boost, used afterwards -------------------------------------------------------------------------

@@ -180,7 +180,7 @@ class Placeholder(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether it is trained."""
+        """True if it is trained."""
         return _requires_grad.__get__(self)
 
     @requires_grad.setter

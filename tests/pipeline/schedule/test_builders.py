@@ -106,7 +106,7 @@ def test_idle_time_is_that_of_the_papers(devices, microbatches):
 
 
 def shortest(devices: int, held: int) -> Fraction:
-    """Say how long devices wait at least with stages in a V, if none holds more than so many: decision 017 has the proof."""
+    """Return the least wait with stages in a V, if no device holds more than a number: decision 017 has the proof."""
     return max(Fraction(devices - 1, 2), 3 * devices - Fraction(3 * held + 1, 2))
 
 
