@@ -58,7 +58,9 @@ def cases() -> dict[str, Case]:
     for name in ("softmax", "log_softmax", "cumsum"):
         f = lambda x, n=name: getattr(x, n)(dim=1)  # noqa: E731
         found[f"{name} dim 1, sharded 1, to replicated"] = Case(f, [((64, 32), S1)], R)
-    found["layer_norm (1,), to replicated"] = Case(lambda x: F.layer_norm(x, (32,)), [((64, 32), S1)], R)
+    found["layer_norm (1,), to replicated"] = Case(
+        lambda x: F.layer_norm(x, (32,)), [((64, 32), S1)], R
+    )
     found["flatten (1,), to replicated"] = Case(lambda x: x.reshape(-1), [((64, 32), S1)], R)
     for name in ("sum", "mean", "amax", "logsumexp", "var", "std"):
         for dim in (0, 1):
@@ -68,10 +70,14 @@ def cases() -> dict[str, Case]:
         found[f"layer_norm {one}"] = Case(lambda x: F.layer_norm(x, (32,)), [((64, 32), one)], one)
         found[f"rms_norm {one}"] = Case(lambda x: F.rms_norm(x, (32,)), [((64, 32), one)], one)
         found[f"add {one} {other}"] = Case(torch.add, [((64, 32), one), ((64, 32), other)], one)
-        found[f"relu(x @ w) {one}"] = Case(lambda x, w: torch.relu(x @ w), [((64, 32), one), ((32, 16), R)], one)
+        found[f"relu(x @ w) {one}"] = Case(
+            lambda x, w: torch.relu(x @ w), [((64, 32), one), ((32, 16), R)], one
+        )
         found[f"mse {one}"] = Case(F.mse_loss, [((64, 32), one), ((64, 32), one)], R)
         found[f"flatten {one}"] = Case(lambda x: x.reshape(-1), [((64, 32), one)], S0)
-        found[f"split reshape {one}"] = Case(lambda x: x.reshape(4, 16, 32), [((64, 32), one)], R if one else S0)
+        found[f"split reshape {one}"] = Case(
+            lambda x: x.reshape(4, 16, 32), [((64, 32), one)], R if one else S0
+        )
         found[f"max {one}"] = Case(lambda x: x.max(), [((64, 32), one)], R)
         found[f"norm {one}"] = Case(lambda x: x.norm(), [((64, 32), one)], R)
         found[f"cross_entropy {one}"] = Case(_cross_entropy, [((64, 32), one)], R)
@@ -96,7 +102,9 @@ class CountBytes(TorchDispatchMode):
             return NotImplemented  # DTensor's own dispatch calls the collectives
         n, name = dist.get_world_size(), str(func)
         if "c10d" in name or "dtensor" in name:
-            size = args[0].numel() * args[0].element_size() if isinstance(args[0], torch.Tensor) else 0
+            size = (
+                args[0].numel() * args[0].element_size() if isinstance(args[0], torch.Tensor) else 0
+            )
             factors = {
                 "all_gather": n - 1,
                 "reduce_scatter": (n - 1) / n,
@@ -104,7 +112,12 @@ class CountBytes(TorchDispatchMode):
                 "all_to_all": (n - 1) / n,
             }
             self.sent += next(
-                (factor * size for kind, factor in factors.items() if kind in name or kind[:7] + "_" in name), 0
+                (
+                    factor * size
+                    for kind, factor in factors.items()
+                    if kind in name or kind[:7] + "_" in name
+                ),
+                0,
             )
         return func(*args, **(kwargs or {}))
 
@@ -131,18 +144,26 @@ def count_bytes() -> None:
         xs = [torch.randn(shape) for shape, _ in case.arguments]
         places = [Shard(own[0]) if own else Replicate() for _, own in case.arguments]
         given = [
-            distribute_tensor(x, device_mesh, [own], src_data_rank=None) for x, own in zip(xs, places, strict=True)
+            distribute_tensor(x, device_mesh, [own], src_data_rank=None)
+            for x, own in zip(xs, places, strict=True)
         ]
         sent, theirs.sent = float("nan"), 0.0
         with theirs, contextlib.suppress(Exception):  # some operations it does not have
-            case.f(*given).redistribute(placements=[Shard(case.result[0]) if case.result else Replicate()])
+            case.f(*given).redistribute(
+                placements=[Shard(case.result[0]) if case.result else Replicate()]
+            )
             sent = theirs.sent
-        arrays = [fs.device_put(x, fs.Layout(mesh, _spec(own))) for x, (_, own) in zip(xs, case.arguments, strict=True)]
+        arrays = [
+            fs.device_put(x, fs.Layout(mesh, _spec(own)))
+            for x, (_, own) in zip(xs, case.arguments, strict=True)
+        ]
         with fs.ledger() as comm:
             fs.reshard(case.f(*arrays), fs.Layout(mesh, _spec(case.result)))
         ours = float(comm.bytes())
         more, fewer = more + (ours > sent), fewer + (ours < sent)
-        print(f"{name:36} fshard {ours:8,.0f}   DTensor {sent:8,.0f}{'   MORE' if ours > sent else ''}")
+        print(
+            f"{name:36} fshard {ours:8,.0f}   DTensor {sent:8,.0f}{'   MORE' if ours > sent else ''}"
+        )
     print(f"{len(cases())} cases: more bytes in {more}, fewer in {fewer}")
 
 
@@ -171,8 +192,12 @@ class Block(nn.Module):
 
     def forward(self, x: Any) -> Any:
         y = self.n1(x)
-        q, k, v = (own(y).unflatten(-1, (4, 32)).transpose(1, 2) for own in (self.q, self.k, self.v))
-        y = (q @ k.transpose(-1, -2) * 32**-0.5).softmax(-1) @ v  # DTensor has no fused attention on the CPU
+        q, k, v = (
+            own(y).unflatten(-1, (4, 32)).transpose(1, 2) for own in (self.q, self.k, self.v)
+        )
+        y = (q @ k.transpose(-1, -2) * 32**-0.5).softmax(
+            -1
+        ) @ v  # DTensor has no fused attention on the CPU
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.mlp(self.n2(x))
 
@@ -191,15 +216,22 @@ def timed(rounds: int = 20) -> dict[str, list[float]]:
         x = torch.randn(shape)
         plain, theirs, ours = make(), make(), make()
         rules = {key: P(*[None] * dim, "model") for key, dim in RULES.items()}
-        known = {key for key in rules if any(_fits(key, path) for path, _ in ours.named_parameters())}
+        known = {
+            key for key in rules if any(_fits(key, path) for path, _ in ours.named_parameters())
+        }
         fs.array.shard_module(ours, {key: rules[key] for key in known}, mesh=mesh)
         for path, part in theirs.named_modules():
             for key, p in list(part.named_parameters(recurse=False)):
                 full = f"{path}.{key}" if path else key
                 dim = next((dim for pattern, dim in RULES.items() if _fits(pattern, full)), None)
-                placed = distribute_tensor(p.detach(), device_mesh, [Replicate() if dim is None else Shard(dim)])
+                placed = distribute_tensor(
+                    p.detach(), device_mesh, [Replicate() if dim is None else Shard(dim)]
+                )
                 part.register_parameter(key, nn.Parameter(placed))
-        own, other = fs.device_put(x, fs.Layout(mesh)), distribute_tensor(x, device_mesh, [Replicate()])
+        own, other = (
+            fs.device_put(x, fs.Layout(mesh)),
+            distribute_tensor(x, device_mesh, [Replicate()]),
+        )
         programs[f"{name}, DTensor"] = lambda m=theirs, x=other: _sum(m(x)).backward()
         programs[f"{name}, fshard"] = lambda m=ours, x=own: m(x).square().sum().backward()
         programs[f"{name}, one device"] = lambda m=plain, x=x: m(x).square().sum().backward()
@@ -222,7 +254,10 @@ def dispatch(rounds: int = 21) -> None:
     """Print what one cached pointwise operation costs on virtual devices, and on as many local tensors."""
     for n in (1, 8):
         array = fs.device_put(torch.randn(64), fs.Layout(fs.make_mesh({"data": n}), P("data")))
-        programs = {"fshard": lambda x=array: x + x, "local": lambda x=array: [shard + shard for shard in x.shards]}
+        programs = {
+            "fshard": lambda x=array: x + x,
+            "local": lambda x=array: [shard + shard for shard in x.shards],
+        }
         times: dict[str, list[float]] = {name: [] for name in programs}
         for _ in range(rounds):
             for name, program in programs.items():
@@ -230,7 +265,10 @@ def dispatch(rounds: int = 21) -> None:
                 for _ in range(1000):
                     program()
                 times[name].append(time.perf_counter() - start)
-        print(f"{n} virtual devices: " + ", ".join(f"{name} {1e3 * median(own):.1f} us" for name, own in times.items()))
+        print(
+            f"{n} virtual devices: "
+            + ", ".join(f"{name} {1e3 * median(own):.1f} us" for name, own in times.items())
+        )
 
 
 def _fits(pattern: str, path: str) -> bool:

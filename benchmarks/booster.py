@@ -82,7 +82,9 @@ def functional(plugin: Any, model: Model, data: list[Batch], mesh: fs.Mesh) -> S
     return step
 
 
-def measured(workload: str, rounds: int, plugins: list[str]) -> tuple[dict[str, list[float]], dict[str, float]]:
+def measured(
+    workload: str, rounds: int, plugins: list[str]
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Run in every process."""
     model = WORKLOADS[workload]
     mesh = fs.make_mesh({"data": int(os.environ["WORLD_SIZE"])}, device="cpu")
@@ -115,7 +117,11 @@ def row_of_blocks(pipeline: Pipeline) -> torch.nn.Sequential:
 
 def staged(pipeline: Pipeline) -> fs.Booster:
     microbatches = pipeline.task.microbatches
-    return fs.Booster(fs.HybridParallelPlugin(pipeline=pipeline.n, microbatches=microbatches, schedule=pipeline.name))
+    return fs.Booster(
+        fs.HybridParallelPlugin(
+            pipeline=pipeline.n, microbatches=microbatches, schedule=pipeline.name
+        )
+    )
 
 
 def staged_loop(pipeline: Pipeline) -> tuple[Callable[[], Any], Callable[[], list[Tensor]]]:
@@ -155,7 +161,11 @@ def staged_functional(pipeline: Pipeline) -> tuple[Callable[[], Any], Callable[[
 
 def owned(pipeline: Pipeline, names: list[str]) -> list[str]:
     """Return the names of parameters of this process's stages, of blocks in a row."""
-    blocks = [stage * pipeline.blocks + place for stage in pipeline.own for place in range(pipeline.blocks)]
+    blocks = [
+        stage * pipeline.blocks + place
+        for stage in pipeline.own
+        for place in range(pipeline.blocks)
+    ]
     return [name for block in blocks for name in names if name.startswith(f"{block}.")]
 
 
@@ -193,10 +203,18 @@ def measured_stages(n: int, rounds: int) -> dict[str, list[float]]:
 def stages(console: Console, n: int, rounds: int) -> None:
     """Print what pipelines cost under the hybrid plugin, with the optimizer's step, beside torch's."""
     times = run_processes(measured_stages, n, n, rounds, timeout=3600)[0]
-    table = Table("schedule", "loop, ms", "x functional", "x torch's", title=f"stages: {n} processes, {rounds} rounds")
+    table = Table(
+        "schedule",
+        "loop, ms",
+        "x functional",
+        "x torch's",
+        title=f"stages: {n} processes, {rounds} rounds",
+    )
     for name in SCHEDULES:
         own, *others = (times[f"{name}: {kind}"] for kind in KINDS)
-        table.add_row(name, f"{statistics.median(own) * 1e3:.1f}", *(compared(own, other) for other in others))
+        table.add_row(
+            name, f"{statistics.median(own) * 1e3:.1f}", *(compared(own, other) for other in others)
+        )
     console.print(table)
 
 
@@ -207,29 +225,45 @@ def compared(own: list[float], other: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("workloads", nargs="*", default=[*WORKLOADS, "stages"])
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", nargs="+", choices=[*PLUGINS], default=[*PLUGINS], help="plugins; not of stages")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*PLUGINS], default=[*PLUGINS], help="plugins; not of stages"
+    )
     chosen = parser.parse_args()
     console = Console(width=120)
     for workload in chosen.workloads:
         if workload == "stages":
             stages(console, chosen.processes, chosen.rounds)
             continue
-        times, losses = run_processes(measured, chosen.processes, workload, chosen.rounds, chosen.only, timeout=3600)[0]
+        times, losses = run_processes(
+            measured, chosen.processes, workload, chosen.rounds, chosen.only, timeout=3600
+        )[0]
         table = Table("plugin", "loop, ms", "x functional", "x torch's", "torch's", "loss")
         table.title = f"{workload}: {chosen.processes} processes, {chosen.rounds} rounds"
         for name in chosen.only:
             own, peer = times[f"{name}: loop"], PEERS[name][0]
             ratios = [compared(own, times[other]) for other in (f"{name}: functional", peer)]
-            table.add_row(name, f"{statistics.median(own) * 1e3:.1f}", *ratios, peer, f"{losses[f'{name}: loop']:.6f}")
+            table.add_row(
+                name,
+                f"{statistics.median(own) * 1e3:.1f}",
+                *ratios,
+                peer,
+                f"{losses[f'{name}: loop']:.6f}",
+            )
         console.print(table)
         middle = statistics.median(losses.values())
-        wrong = [name for name, loss in losses.items() if not abs(loss - middle) <= 1e-3 * abs(middle)]
+        wrong = [
+            name for name, loss in losses.items() if not abs(loss - middle) <= 1e-3 * abs(middle)
+        ]
         if wrong:
-            raise AssertionError(f"{workload}: {', '.join(wrong)} did not train what the others did: {losses}")
+            raise AssertionError(
+                f"{workload}: {', '.join(wrong)} did not train what the others did: {losses}"
+            )
 
 
 if __name__ == "__main__":

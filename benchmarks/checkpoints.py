@@ -82,20 +82,32 @@ def speed(rounds: int, base: str) -> dict[str, list[float]]:
     layouts = {
         "same": {name: fs.Layout(mesh, P.flat("data")) for name in names},
         "replicated": {name: fs.Layout(mesh, P()) for name in names},
-        "stages": {name: fs.Layout(stages, P(at={"pipe": 0 if first[name] else 1})) for name in names},
+        "stages": {
+            name: fs.Layout(stages, P(at={"pipe": 0 if first[name] else 1})) for name in names
+        },
     }
 
     def ours(kind: str) -> Any:
         return {one: fs.device_put(full, layouts[kind]) for one in KINDS}
 
     def theirs(placement: Any) -> Any:
-        return {one: {name: distribute_tensor(x, torch_mesh, [placement]) for name, x in full.items()} for one in KINDS}
+        return {
+            one: {name: distribute_tensor(x, torch_mesh, [placement]) for name, x in full.items()}
+            for one in KINDS
+        }
 
     def own_stage() -> Any:
-        return {one: {name: x.clone() for name, x in full.items() if first[name] == (rank == 0)} for one in KINDS}
+        return {
+            one: {name: x.clone() for name, x in full.items() if first[name] == (rank == 0)}
+            for one in KINDS
+        }
 
     def alone() -> Any:
-        return {one: {name: x.clone() for name, x in full.items()} for one in KINDS} if rank == 0 else {}
+        return (
+            {one: {name: x.clone() for name, x in full.items()} for one in KINDS}
+            if rank == 0
+            else {}
+        )
 
     mine, dcps = ours("same"), theirs(Shard(0))
     folders = {name: Path(base, f"fshard-{name}") for name in ("ours", "dcp", "to-ours", "to-dcp")}
@@ -110,7 +122,11 @@ def speed(rounds: int, base: str) -> dict[str, list[float]]:
     fs.save(folders["ours"], mine)
     dcp.save(dcps, checkpoint_id=folders["dcp"])
     targets = {kind: ours(kind) for kind in layouts}
-    torch_targets = {"same": theirs(Shard(0)), "replicated": theirs(Replicate()), "stages": own_stage()}
+    torch_targets = {
+        "same": theirs(Shard(0)),
+        "replicated": theirs(Replicate()),
+        "stages": own_stage(),
+    }
     single = alone()
 
     def only_first(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -120,11 +136,15 @@ def speed(rounds: int, base: str) -> dict[str, list[float]]:
         "save, ours": lambda: fs.save(folders["to-ours"], mine),
         "save, dcp": lambda: dcp.save(dcps, checkpoint_id=folders["to-dcp"]),
         "2 -> 1, ours": only_first(lambda: fs.restore(folders["ours"], single)),
-        "2 -> 1, dcp": only_first(lambda: dcp.load(single, checkpoint_id=folders["dcp"], no_dist=True)),
+        "2 -> 1, dcp": only_first(
+            lambda: dcp.load(single, checkpoint_id=folders["dcp"], no_dist=True)
+        ),
     }
     for kind in layouts:
         calls[f"{kind}, ours"] = lambda kind=kind: fs.restore(folders["ours"], targets[kind])
-        calls[f"{kind}, dcp"] = lambda kind=kind: dcp.load(torch_targets[kind], checkpoint_id=folders["dcp"])
+        calls[f"{kind}, dcp"] = lambda kind=kind: dcp.load(
+            torch_targets[kind], checkpoint_id=folders["dcp"]
+        )
     times = slowest(interleaved(calls, rounds, warm_up=1, ready=emptied))
     dist.barrier()
     if rank == 0:
@@ -144,15 +164,21 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attend, then apply the MLP."""
-        q, k, v = (y.unflatten(-1, (8, -1)).transpose(1, 2) for y in self.qkv(self.ln_1(x)).chunk(3, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            y.unflatten(-1, (8, -1)).transpose(1, 2) for y in self.qkv(self.ln_1(x)).chunk(3, -1)
+        )
+        x = x + self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.ln_2(x))))
 
 
 def trained(mesh: fs.Mesh) -> tuple[Callable[[Any], Any], dict[str, Any]]:
     """Return a step of training in ZeRO-3, and the state of a GPT of 34 million parameters."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(16000, 512), *(Block(512) for _ in range(8)), nn.Linear(512, 256))
+    model = nn.Sequential(
+        nn.Embedding(16000, 512), *(Block(512) for _ in range(8)), nn.Linear(512, 256)
+    )
     apply, params, buffers = fs.functionalize(model)
     params, opt = fs.shard_params(params, fs.fsdp("data"), mesh=mesh), fs.optim.adamw(1e-4)
 
@@ -208,7 +234,11 @@ def limits(rounds: int, base: str) -> dict[str, list[float]]:
     """Return the seconds of three steps, alone and after each part of a save in the background, and of a save."""
     torch.set_num_threads(1)
     step, run = trained(fs.make_mesh({"data": 2}))
-    folder, number, staging = fs.Checkpoints(Path(base, "fshard-limits"), keep=1), count(), dict[int, torch.Tensor]()
+    folder, number, staging = (
+        fs.Checkpoints(Path(base, "fshard-limits"), keep=1),
+        count(),
+        dict[int, torch.Tensor](),
+    )
     path, writing = Path(base, f"fshard-bare-{dist.get_rank()}"), list[threading.Thread]()
 
     def write(shares: Any) -> None:
@@ -221,7 +251,9 @@ def limits(rounds: int, base: str) -> dict[str, list[float]]:
         os.close(file)
 
     def bare() -> None:
-        writing.append(threading.Thread(target=write, args=(snapshot_of(run).staged(staging).shares,)))
+        writing.append(
+            threading.Thread(target=write, args=(snapshot_of(run).staged(staging).shares,))
+        )
         writing[-1].start()
 
     def then_steps(begin: Callable[[], Any]) -> Callable[[], None]:
@@ -271,7 +303,10 @@ class NoDigest:
 def digests(rounds: int, base: str) -> dict[str, list[float]]:
     """Return the seconds of a save of 400 MB with and without digests of the data."""
     torch.set_num_threads(1)
-    layout, path = fs.Layout(fs.make_mesh({"data": 2}), P.flat("data")), Path(base, "fshard-digests")
+    layout, path = (
+        fs.Layout(fs.make_mesh({"data": 2}), P.flat("data")),
+        Path(base, "fshard-digests"),
+    )
     mine = {one: fs.device_put(weights(), layout) for one in KINDS}
     real: Any = files.xxhash.xxh3_64
 
@@ -289,7 +324,11 @@ def digests(rounds: int, base: str) -> dict[str, list[float]]:
             shutil.rmtree(path, ignore_errors=True)
         dist.barrier()
 
-    times = slowest(interleaved({"with": saving(real), "without": saving(NoDigest)}, rounds, warm_up=1, ready=ready))
+    times = slowest(
+        interleaved(
+            {"with": saving(real), "without": saving(NoDigest)}, rounds, warm_up=1, ready=ready
+        )
+    )
     ready()
     return times
 
@@ -346,7 +385,9 @@ def planned() -> None:
     for number in range(1000):
         shape, layout = (1024 + number, 512), fs.Layout(mesh, specs[number % len(specs)])
         name = f"layers.{number}.w"
-        arrays.append(ArrayEntry(name, ("params", name), shape, torch.float32, layout, (0, 0), shape))
+        arrays.append(
+            ArrayEntry(name, ("params", name), shape, torch.float32, layout, (0, 0), shape)
+        )
     index = Index(mesh.size, arrays, {}, [])
     print(f"index: {len(sealed(index.text)) / 1e6:.2f} MB")
     half = fs.make_mesh({"data": 256, "model": 16}, runtime="abstract")
@@ -355,7 +396,11 @@ def planned() -> None:
         source = SavedFolder(Path(), Index(mesh.size, arrays, {}, []))
         room = torch.empty(0)
         wanted = [
-            Target(one.name, span_of(fs.Layout(half, P(None, "model", flat="data")), one.shape, device), room)
+            Target(
+                one.name,
+                span_of(fs.Layout(half, P(None, "model", flat="data")), one.shape, device),
+                room,
+            )
             for one in arrays
         ]
         count = sum(map(len, source.ranges(wanted).values()))
@@ -368,15 +413,21 @@ def table(times: dict[str, list[float]]) -> None:
     print("|---|---|---|---|")
     for name in dict.fromkeys(name.rpartition(", ")[0] for name in times):
         one, other = times[f"{name}, ours"], times[f"{name}, dcp"]
-        print(f"| {name} | {1e3 * median(one):.0f} | {1e3 * median(other):.0f} | {paired(one, other):.2f} |")
+        print(
+            f"| {name} | {1e3 * median(one):.0f} | {1e3 * median(other):.0f} | {paired(one, other):.2f} |"
+        )
 
 
 def list_longer(base: str, times: dict[str, list[float]]) -> None:
     """Print by how much three steps are longer than alone, in shares of a save."""
     save = median(times.pop("save"))
-    print(f"{base}: 3 steps {median(times['steps']):.2f} s, a save {save:.2f} s; longer, in shares of a save:")
+    print(
+        f"{base}: 3 steps {median(times['steps']):.2f} s, a save {save:.2f} s; longer, in shares of a save:"
+    )
     for name, one in times.items():
-        print(f"{name}: {median(b - a for a, b in zip(times['steps'], one, strict=True)) / save:.0%}")
+        print(
+            f"{name}: {median(b - a for a, b in zip(times['steps'], one, strict=True)) / save:.0%}"
+        )
 
 
 def list_digests(base: str, times: dict[str, list[float]]) -> None:
@@ -385,7 +436,11 @@ def list_digests(base: str, times: dict[str, list[float]]) -> None:
     print(f"{base}: a save {1e3 * median(times['with']):.0f} ms, digests {share:.0%} of it")
 
 
-LISTS = {"step": (background, list_longer), "limits": (limits, list_longer), "digests": (digests, list_digests)}
+LISTS = {
+    "step": (background, list_longer),
+    "limits": (limits, list_longer),
+    "digests": (digests, list_digests),
+}
 
 
 def main() -> None:

@@ -42,7 +42,13 @@ def shown(size: int) -> str:
 
 def virtual(console: Console) -> None:
     """Microseconds per device for one collective on a small tensor."""
-    table = Table("collective", "8 devices", "64 devices", "256 devices", title="virtual: us per device (bar: 40 at 8)")
+    table = Table(
+        "collective",
+        "8 devices",
+        "64 devices",
+        "256 devices",
+        title="virtual: us per device (bar: 40 at 8)",
+    )
     calls: dict[str, Callable[[torch.Tensor], object]] = {
         "psum": lambda x: fs.psum(x, "d"),
         "all_gather": lambda x: fs.all_gather(x, "d"),
@@ -55,7 +61,11 @@ def virtual(console: Console) -> None:
         for n, rounds in ((8, 200), (64, 40), (256, 10)):
             x = torch.ones(max(n, 16))
 
-            def main(call: Callable[[torch.Tensor], object] = call, rounds: int = rounds, x: torch.Tensor = x) -> float:
+            def main(
+                call: Callable[[torch.Tensor], object] = call,
+                rounds: int = rounds,
+                x: torch.Tensor = x,
+            ) -> float:
                 call(x)
                 began = time.perf_counter()
                 for _ in range(rounds):
@@ -71,14 +81,20 @@ def virtual(console: Console) -> None:
 def matmul(console: Console) -> None:
     """Eight virtual devices with an eighth of the rows each, against one device with all of them."""
     torch.manual_seed(0)
-    x, weights = torch.randn(2048, 512), [torch.randn(512, 2048) / 23, torch.randn(2048, 512) / 45] * 3
+    x, weights = (
+        torch.randn(2048, 512),
+        [torch.randn(512, 2048) / 23, torch.randn(2048, 512) / 45] * 3,
+    )
 
     def step(x: torch.Tensor) -> torch.Tensor:
         for w in weights:
             x = torch.relu(x @ w)
         return fs.psum(x.sum(), "d")
 
-    runs = {n: fs.shard_map(step, mesh=fs.make_mesh({"d": n}), in_specs=P("d"), out_specs=P()) for n in (1, 8)}
+    runs = {
+        n: fs.shard_map(step, mesh=fs.make_mesh({"d": n}), in_specs=P("d"), out_specs=P())
+        for n in (1, 8)
+    }
 
     def run(n: int, threads: int) -> torch.Tensor:
         before = torch.get_num_threads()
@@ -88,11 +104,19 @@ def matmul(console: Console) -> None:
         finally:
             torch.set_num_threads(before)
 
-    table = Table("each with", "one device, ms", "eight devices, ms", "ratio", title="a matmul-bound step (bar: 1.25)")
+    table = Table(
+        "each with",
+        "one device, ms",
+        "eight devices, ms",
+        "ratio",
+        title="a matmul-bound step (bar: 1.25)",
+    )
     for threads in (1, len(os.sched_getaffinity(0))):
         times = interleaved({str(n): partial(run, n, threads) for n in runs}, rounds=8, warm_up=1)
         one, eight = median(times["1"]), median(times["8"])
-        table.add_row(f"{threads} threads", f"{one * 1e3:.0f}", f"{eight * 1e3:.0f}", f"{eight / one:.2f}")
+        table.add_row(
+            f"{threads} threads", f"{one * 1e3:.0f}", f"{eight * 1e3:.0f}", f"{eight / one:.2f}"
+        )
     console.print(table)
 
 
@@ -124,7 +148,11 @@ def compare(calls: Calls, rounds: int) -> Times:
 def calls_of(x: torch.Tensor, n: int) -> dict[str, Calls]:
     """Return for each collective ours, torch's own, and what torch's costs as a pure function where it is in place."""
     work, shard = x.clone(), x[: x.numel() // n].clone()
-    full, scattered, exchanged = torch.empty(n * x.numel()), torch.empty_like(shard), torch.empty_like(x)
+    full, scattered, exchanged = (
+        torch.empty(n * x.numel()),
+        torch.empty_like(shard),
+        torch.empty_like(x),
+    )
     pairs = [(source, (source + 1) % n) for source in range(n)]
     right, left = (dist.get_rank() + 1) % n, (dist.get_rank() - 1) % n
 
@@ -193,7 +221,10 @@ def gloo(console: Console, processes: list[int], sizes: list[int], only: list[st
         for against, title in titles.items():
             table = Table("collective", *map(shown, sizes), title=f"gloo, {n} processes: {title}")
             for name in dict.fromkeys(name for name, _ in found):
-                rows = [{call: median(times) for call, times in found[name, size].items()} for size in sizes]
+                rows = [
+                    {call: median(times) for call, times in found[name, size].items()}
+                    for size in sizes
+                ]
                 if not against:
                     table.add_row(name, *(f"{row['ours'] * 1e3:.2f}" for row in rows))
                 elif against in rows[0]:
@@ -216,9 +247,14 @@ def fused_process() -> Times:
 def fused(console: Console, processes: list[int]) -> None:
     """A tree of many small tensors is one collective."""
     singly = ("ours one by one", "torch one by one")
-    table = Table("processes", *singly, title="64 x 4 KB psum: times the cost of one tree (bar: 10)")
+    table = Table(
+        "processes", *singly, title="64 x 4 KB psum: times the cost of one tree (bar: 10)"
+    )
     for n in processes:
-        found = {call: median(times) for call, times in run_processes(fused_process, n, timeout=300)[0].items()}
+        found = {
+            call: median(times)
+            for call, times in run_processes(fused_process, n, timeout=300)[0].items()
+        }
         table.add_row(str(n), *(f"{found[call] / found['together']:.1f}" for call in singly))
     console.print(table)
 
@@ -242,18 +278,29 @@ def map_process() -> dict[int, float]:
 def map_cost(console: Console) -> None:
     """Time a call of `shard_map` by its number of leaves, and one of 64 virtual devices."""
     found = run_processes(map_process, 2, timeout=300)[0]
-    table = Table("leaves", "us per call", "bar: 50 + 5 per leaf", title="shard_map's own cost, 2 processes")
+    table = Table(
+        "leaves", "us per call", "bar: 50 + 5 per leaf", title="shard_map's own cost, 2 processes"
+    )
     for leaves, cost in found.items():
         table.add_row(str(leaves), f"{cost:.0f}", str(50 + 5 * leaves))
     console.print(table)
     specs = (P(None, "d"), P("d"))
-    f = fs.shard_map(lambda a, b: fs.psum(a @ b, "d"), mesh=fs.make_mesh({"d": 64}), in_specs=specs, out_specs=P())
-    times = interleaved({"f": partial(f, torch.randn(64, 4096), torch.randn(4096, 64))}, rounds=50, warm_up=10)["f"]
+    f = fs.shard_map(
+        lambda a, b: fs.psum(a @ b, "d"),
+        mesh=fs.make_mesh({"d": 64}),
+        in_specs=specs,
+        out_specs=P(),
+    )
+    times = interleaved(
+        {"f": partial(f, torch.randn(64, 4096), torch.randn(4096, 64))}, rounds=50, warm_up=10
+    )["f"]
     console.print(f"matmul and psum on 64 virtual devices: {median(times) * 1e3:.1f} ms (bar: 6)")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)

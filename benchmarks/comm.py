@@ -36,7 +36,11 @@ from rich.console import Console
 from rich.table import Table
 from timing import interleaved, over, paired, slowest
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    powerSGD_hook,
+    quantization_hooks,
+)
 from torch.optim import AdamW
 
 import fshard as fs
@@ -51,7 +55,9 @@ MODEL = WORKLOADS["communication"]
 # -- the variants --------------------------------------------------------------------------------------------------
 
 
-def hooked(hook: Any, state: Callable[[], Any], model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
+def hooked(
+    hook: Any, state: Callable[[], Any], model: Model, data: list[Batch], mesh: fs.Mesh
+) -> Step:
     """Torch's data parallelism with one of its communication hooks.
 
     Hooks that wait for a second collective block a thread of gloo for each bucket, and deadlock with its two threads. So
@@ -70,18 +76,28 @@ class StackedFutures:
 
     def all_gather(self, *args: Any, **options: Any) -> Any:
         future = dist.all_gather(*args, **options).get_future()  # pyright: ignore[reportOptionalMemberAccess]
-        return SimpleNamespace(get_future=lambda: future.then(lambda done: [torch.stack(done.value())]))
+        return SimpleNamespace(
+            get_future=lambda: future.then(lambda done: [torch.stack(done.value())])
+        )
 
 
 quantization_hooks.dist = StackedFutures()  # pyright: ignore[reportAttributeAccessIssue, reportPrivateImportUsage]
 
 
 def fshard(
-    compress: comm.Compressor | None, options: dict[str, Any], model: Model, data: list[Batch], mesh: fs.Mesh
+    compress: comm.Compressor | None,
+    options: dict[str, Any],
+    model: Model,
+    data: list[Batch],
+    mesh: fs.Mesh,
 ) -> Step:
     """The step of a user of ours."""
     opt = fs.partition_optimizer(
-        fs.optim.adamw(RATE), mesh=mesh, axis="data", stage=0, compress=compress and {"data": compress}
+        fs.optim.adamw(RATE),
+        mesh=mesh,
+        axis="data",
+        stage=0,
+        compress=compress and {"data": compress},
     )
     train = fs.train_step(model.loss, opt, mesh=mesh, batch=P("data"), donate=True, **options)
     params = fs.shard_params(model.init(SEED), P(), mesh=mesh)
@@ -91,11 +107,15 @@ def fshard(
 def diloco(model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
     """Local steps of a replica on each process; each call makes `EVERY`, of which the last reduces."""
     mesh = fs.make_mesh({"data": mesh.size, "replica": 1}, device="cpu")
-    opt = fs.partition_optimizer(fs.optim.adamw(RATE), mesh=mesh["replica"], axis="replica", stage=0)
+    opt = fs.partition_optimizer(
+        fs.optim.adamw(RATE), mesh=mesh["replica"], axis="replica", stage=0
+    )
     inner = fs.train_step(model.loss, opt, mesh=mesh["replica"], batch=P("replica"), donate=True)
     outer = fs.optim.sgd(0.7, momentum=0.9, nesterov=True)
     train = comm.diloco(inner, outer, every=EVERY, mesh=mesh, axis="data")
-    step = repeated(train, *train.init(fs.shard_params(model.init(SEED), P(), mesh=mesh)), data, mesh)
+    step = repeated(
+        train, *train.init(fs.shard_params(model.init(SEED), P(), mesh=mesh)), data, mesh
+    )
     return lambda index: [step((index + turn) % BATCHES) for turn in range(EVERY)][-1]
 
 
@@ -119,27 +139,55 @@ class Variant(NamedTuple):
 def variants() -> dict[str, Variant]:
     shapes = [x.shape for x in MODEL.init(SEED).values()]
     size = sum(map(prod, shapes))
-    thin = sum(4 * sum(shape) if len(shape) == 2 else shape[0] for shape in shapes)  # factors of rank 4, and vectors
+    thin = sum(
+        4 * sum(shape) if len(shape) == 2 else shape[0] for shape in shapes
+    )  # factors of rank 4, and vectors
     scale = 1 / 256  # for each block
-    power_sgd = partial(powerSGD_hook.PowerSGDState, None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    power_sgd = partial(
+        powerSGD_hook.PowerSGDState, None, matrix_approximation_rank=4, start_powerSGD_iter=2
+    )
     hooks = {
         "powerSGD_hook": (powerSGD_hook.powerSGD_hook, power_sgd, thin),
         "fp16_compress_hook": (default_hooks.fp16_compress_hook, lambda: None, size / 2),
-        "perchannel_hook": (quantization_hooks.quantization_perchannel_hook, lambda: None, size * (1 / 4 + 2 / 512)),
+        "perchannel_hook": (
+            quantization_hooks.quantization_perchannel_hook,
+            lambda: None,
+            size * (1 / 4 + 2 / 512),
+        ),
     }
-    feedback, fp16 = comm.error_feedback, Bar(1.05, "fp16_compress_hook")  # torch's bf16 hook needs NCCL
-    ours: dict[str, tuple[comm.Compressor | None, dict[str, Any], float, Bar | None, Bar | None]] = {
+    feedback, fp16 = (
+        comm.error_feedback,
+        Bar(1.05, "fp16_compress_hook"),
+    )  # torch's bf16 hook needs NCCL
+    ours: dict[
+        str, tuple[comm.Compressor | None, dict[str, Any], float, Bar | None, Bar | None]
+    ] = {
         "no compress=": (None, {}, size, None, None),
         "reduce=fp16": (None, {"reduce": torch.float16}, size / 2, fp16, None),
         "reduce=bf16": (None, {"reduce": torch.bfloat16}, size / 2, fp16, None),
-        "power_sgd(4)": (feedback(comm.power_sgd(4)), {}, thin, Bar(1.00, "powerSGD_hook"), Bar(0.10)),
-        "quantized(8)": (comm.quantized(8), {}, size * (1 / 4 + scale), Bar(0.50, "perchannel_hook"), Bar(0.40)),
+        "power_sgd(4)": (
+            feedback(comm.power_sgd(4)),
+            {},
+            thin,
+            Bar(1.00, "powerSGD_hook"),
+            Bar(0.10),
+        ),
+        "quantized(8)": (
+            comm.quantized(8),
+            {},
+            size * (1 / 4 + scale),
+            Bar(0.50, "perchannel_hook"),
+            Bar(0.40),
+        ),
         "sign": (feedback(comm.sign()), {}, size * (1 / 32 + scale), None, Bar(0.15)),
         "top_k(0.01)": (feedback(comm.top_k(0.01)), {}, size * 0.02, None, Bar(0.15)),
     }
     return {
         "ddp": Variant(ddp, size),
-        **{name: Variant(partial(hooked, hook, state), count) for name, (hook, state, count) in hooks.items()},
+        **{
+            name: Variant(partial(hooked, hook, state), count)
+            for name, (hook, state, count) in hooks.items()
+        },
         **{name: Variant(partial(fshard, *row[:2]), *row[2:]) for name, row in ours.items()},
         f"diloco({EVERY})": Variant(diloco, size / EVERY, None, Bar(0.10), EVERY),
     }
@@ -160,16 +208,22 @@ def timed_process(names: list[str], rounds: int, sleeps: bool) -> dict[str, Resu
     mesh = fs.make_mesh({"data": int(os.environ["WORLD_SIZE"])}, device="cpu")
     data = [MODEL.batch(index, dist.get_rank()) for index in range(BATCHES)]
     chosen = {name: variant for name, variant in variants().items() if name in names}
-    steps = {name: over(BATCHES, variant.make(MODEL, data, mesh)) for name, variant in chosen.items()}
+    steps = {
+        name: over(BATCHES, variant.make(MODEL, data, mesh)) for name, variant in chosen.items()
+    }
 
     def slowed(name: str) -> Tensor:
         loss = steps[name]()
         sent = 8 * chosen[name].numbers * 4 * 2 * (mesh.size - 1) / mesh.size
-        time.sleep(chosen[name].steps * sent / RATE_OF_LINK + 2 * DELAY if sleeps else 0)  # a reduction: there and back
+        time.sleep(
+            chosen[name].steps * sent / RATE_OF_LINK + 2 * DELAY if sleeps else 0
+        )  # a reduction: there and back
         return loss
 
     calls = {name: partial(slowed, name) for name in steps}
-    times = slowest(interleaved(calls, rounds, warm_up=WARM_UP, between=gc.collect, ready=dist.barrier))
+    times = slowest(
+        interleaved(calls, rounds, warm_up=WARM_UP, between=gc.collect, ready=dist.barrier)
+    )
     return {
         name: Result([seconds / chosen[name].steps for seconds in times[name]], float(step()))
         for name, step in steps.items()
@@ -182,12 +236,16 @@ def timed(console: Console, link: str, rounds: int, names: list[str], title: str
     results = run_processes(
         timed_process, N, names, rounds, "textbook" in title, environment=environment, timeout=7200
     )[0]
-    table = Table("variant", "ms", "MB sent", "x ddp", "bar", "x baseline", "baseline", "loss", title=title)
+    table = Table(
+        "variant", "ms", "MB sent", "x ddp", "bar", "x baseline", "baseline", "loss", title=title
+    )
     for name, variant in variants().items():
         if name not in results:
             continue
         bar: Bar | None = getattr(variant, link)
-        ratios = {base: f"{paired(results[name].times, results[base].times):.3f}" for base in results}
+        ratios = {
+            base: f"{paired(results[name].times, results[base].times):.3f}" for base in results
+        }
         baseline = bar.baseline if bar and bar.baseline in results else "ddp"
         table.add_row(
             name,
@@ -216,25 +274,47 @@ def slow(arguments: list[str]) -> None:
     for title, queue in queues.items():
         link = f'ip link set lo up && tc qdisc add dev lo root {queue} && exec "$@"'
         prefix = ["unshare", "-rn", "sh", "-c", link, "sh"] if queue else []
-        if not queue or subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0:
-            script = [sys.executable, __file__, "here", "--title", f"100 Mbit/s + 1 ms: {title}", *arguments]
+        if (
+            not queue
+            or subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0
+        ):
+            script = [
+                sys.executable,
+                __file__,
+                "here",
+                "--title",
+                f"100 Mbit/s + 1 ms: {title}",
+                *arguments,
+            ]
             variables = {"GLOO_SOCKET_IFNAME": "lo"} if queue else {}
             subprocess.run([*prefix, *script], env=os.environ | variables, check=True)
             return
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("links", nargs="*", default=["loopback", "slow"], help="loopback, slow; here: the slow one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "links", nargs="*", default=["loopback", "slow"], help="loopback, slow; here: the slow one"
+    )
     parser.add_argument("--rounds", type=int, default=0, help="15 on loopback, else 5")
-    parser.add_argument("--only", nargs="+", default=[], help="variants whose names begin like one of these")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="variants whose names begin like one of these"
+    )
     parser.add_argument("--title", default="")
     chosen = parser.parse_args()
     if unknown := {*chosen.links} - {"loopback", "slow", "here"}:
         parser.error(f"{', '.join(sorted(unknown))}: none of loopback, slow")
     names = [name for name in variants() if not chosen.only or name.startswith(tuple(chosen.only))]
     if "loopback" in chosen.links:
-        timed(Console(width=120), "loopback", chosen.rounds or 15, names, f"loopback: {N} processes over gloo")
+        timed(
+            Console(width=120),
+            "loopback",
+            chosen.rounds or 15,
+            names,
+            f"loopback: {N} processes over gloo",
+        )
     if "here" in chosen.links:
         timed(Console(width=120), "slow", chosen.rounds or 5, names, chosen.title)
     if "slow" in chosen.links:

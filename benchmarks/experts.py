@@ -54,8 +54,12 @@ def by_hand(x: Tensor, routing: Routing, weights: dict[str, Tensor], n: int) -> 
     experts = torch.arange(each).repeat(n).repeat_interleave(table.reshape(-1))
     by_expert = experts.argsort(stable=True)
     results = swiglu(weights, rows[by_expert], table.sum(0).tolist())
-    back = Exchange.apply(torch.empty_like(results).index_copy(0, by_expert, results), received, sent)
-    return torch.zeros_like(x).index_add(0, order // TOP_K, back * routing.weights.reshape(-1)[order, None])
+    back = Exchange.apply(
+        torch.empty_like(results).index_copy(0, by_expert, results), received, sent
+    )
+    return torch.zeros_like(x).index_add(
+        0, order // TOP_K, back * routing.weights.reshape(-1)[order, None]
+    )
 
 
 def in_process(rounds: int) -> dict[str, list[float]]:
@@ -66,7 +70,9 @@ def in_process(rounds: int) -> dict[str, list[float]]:
     x = torch.randn(TOKENS, WIDTH, generator=draw).requires_grad_()
     first = torch.arange(TOKENS) % EXPERTS
     experts = torch.stack([first, (first + EXPERTS // 2) % EXPERTS], 1)
-    routing = Routing(experts, torch.rand(TOKENS, TOP_K, generator=draw), torch.zeros(TOKENS, EXPERTS))
+    routing = Routing(
+        experts, torch.rand(TOKENS, TOP_K, generator=draw), torch.zeros(TOKENS, EXPERTS)
+    )
     shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
     weights = {
         name: (torch.randn(EXPERTS // n, *shape, generator=draw) / 16).requires_grad_()
@@ -91,7 +97,9 @@ def in_process(rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     """Print the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()

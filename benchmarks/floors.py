@@ -28,7 +28,11 @@ class Flat:
     """A unit whose parameters are views of one flat buffer, with AdamW's state for the range that is updated here."""
 
     def __init__(self, unit: Unit, params: Params, n: int) -> None:
-        self.unit, self.names, self.shapes = unit, list(params), [leaf.shape for leaf in params.values()]
+        self.unit, self.names, self.shapes = (
+            unit,
+            list(params),
+            [leaf.shape for leaf in params.values()],
+        )
         self.sizes = [leaf.numel() for leaf in params.values()]
         self.sizes.append(-sum(self.sizes) % n)  # padding, so that all shards are equal
         leaves = [*(leaf.flatten() for leaf in params.values()), torch.zeros(self.sizes[-1])]
@@ -41,7 +45,11 @@ class Flat:
     def train(self, shard: Tensor) -> None:
         """Say which range is updated here."""
         self.shard = shard
-        self.first, self.second, self.count = torch.zeros_like(shard), torch.zeros_like(shard), torch.zeros(())
+        self.first, self.second, self.count = (
+            torch.zeros_like(shard),
+            torch.zeros_like(shard),
+            torch.zeros(()),
+        )
 
     def own(self, mesh_size: int, index: int) -> Tensor:
         """Return the range of the full buffer that belongs to device `index`."""
@@ -50,17 +58,27 @@ class Flat:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the parameters, or their gradients, as views of a buffer."""
-        return [x.view(shape) for x, shape in zip(buffer.split(self.sizes), self.shapes, strict=False)]
+        return [
+            x.view(shape) for x, shape in zip(buffer.split(self.sizes), self.shapes, strict=False)
+        ]
 
     def run(self, x: Tensor, batch: Batch, reduce: Reduce) -> Tensor:
         """Run the unit on views of its buffer."""
         anchor = torch.zeros((), requires_grad=True)
-        return self.unit(dict(zip(self.names, Used.apply(anchor, self, reduce), strict=True)), x, batch)
+        return self.unit(
+            dict(zip(self.names, Used.apply(anchor, self, reduce), strict=True)), x, batch
+        )
 
     def adamw(self, gradient: Tensor) -> None:
         """Update the range that is updated here, in place."""
         self.count += 1
-        options = {"lr": RATE, "beta1": BETAS[0], "beta2": BETAS[1], "weight_decay": DECAY, "eps": EPSILON}
+        options = {
+            "lr": RATE,
+            "beta1": BETAS[0],
+            "beta2": BETAS[1],
+            "weight_decay": DECAY,
+            "eps": EPSILON,
+        }
         state = [self.shard], [gradient], [self.first], [self.second], [], [self.count]
         torch._fused_adamw_(*state, **options, amsgrad=False, maximize=False)
 
@@ -126,7 +144,9 @@ class Used(torch.autograd.Function):
 class Reducer:
     """Starts to reduce a unit's gradients from one of two buffers: no more than two are ever under way."""
 
-    def __init__(self, flats: list[Flat], start: Callable[[Tensor], fs.mesh.Handle], *, release: bool = False) -> None:
+    def __init__(
+        self, flats: list[Flat], start: Callable[[Tensor], fs.mesh.Handle], *, release: bool = False
+    ) -> None:
         size = max(sum(flat.sizes) for flat in flats)
         self.buffers, self.busy = [torch.zeros(size), torch.zeros(size)], list[Flat]()
         self.start, self.release, self.results = start, release, dict[Flat, Tensor]()
@@ -249,7 +269,9 @@ def floor_3(reshard: bool, model: Model, data: list[Batch], mesh: fs.Mesh) -> St
             flat.arrive()
             if after is not None:
                 after.begin()
-            with flat.passing(before) if reshard and after is not None else nullcontext():  # the last one stays
+            with (
+                flat.passing(before) if reshard and after is not None else nullcontext()
+            ):  # the last one stays
                 x = flat.run(x, data[index], reduce)
         if reshard:
             flats[-2].begin()

@@ -90,7 +90,8 @@ class Task:
     def device(self) -> torch.device:
         """The device of this process."""
         return torch.device(
-            self.mesh.device_type, torch.cuda.current_device() if self.mesh.device_type == "cuda" else None
+            self.mesh.device_type,
+            torch.cuda.current_device() if self.mesh.device_type == "cuda" else None,
         )
 
     @property
@@ -106,12 +107,17 @@ class Task:
 
     def model(self, wrap: Callable[[Unit], Unit] = lambda unit: unit) -> Model:
         """Return the model with parameters on the device in their dtype, and each unit wrapped."""
-        model, dtype = self.gpt.model(), torch.bfloat16 if self.precision == "bf16" else torch.float32
+        model, dtype = (
+            self.gpt.model(),
+            torch.bfloat16 if self.precision == "bf16" else torch.float32,
+        )
 
         def init(seed: int) -> Params:
             return {name: x.to(self.device, dtype) for name, x in model.init(seed).items()}
 
-        return model._replace(units={name: wrap(unit) for name, unit in model.units.items()}, init=init)
+        return model._replace(
+            units={name: wrap(unit) for name, unit in model.units.items()}, init=init
+        )
 
     def data(self) -> list[Batch]:
         """Return the batches of this process."""
@@ -122,7 +128,9 @@ class Task:
         """Return the operations of one device's step: 6 for each weight and token, and causal attention."""
         gpt, tokens = self.gpt, self.gpt.sequences * self.gpt.length
         shapes = {name: x.shape for name, x in gpt.model().init(SEED).items() if x.ndim == 2}
-        weights = sum(shape.numel() for name, shape in shapes.items() if not name.startswith("embed"))
+        weights = sum(
+            shape.numel() for name, shape in shapes.items() if not name.startswith("embed")
+        )
         return 6.0 * tokens * (weights + gpt.depth * gpt.width * gpt.length)
 
 
@@ -131,7 +139,9 @@ class Task:
 
 def in_bf16(unit: Unit) -> Unit:
     """Cast parameters where they are used, which changes nothing if they are bf16 already."""
-    return lambda params, x, batch: unit({name: leaf.bfloat16() for name, leaf in params.items()}, x, batch)
+    return lambda params, x, batch: unit(
+        {name: leaf.bfloat16() for name, leaf in params.items()}, x, batch
+    )
 
 
 def autocast(unit: Unit) -> Unit:
@@ -178,12 +188,23 @@ def fshard(
 ) -> Step:
     """What a user of ours writes."""
     mesh, model = task.mesh, task.model(wrap)
-    params = fs.shard_params(model.init(SEED), fs.fsdp("data") if stage == 3 else P(), mesh=mesh, memory=memory)
-    opt = fs.partition_optimizer(optimizer(fs.optim.adamw(RATE)), mesh=mesh, axis="data", stage=stage, **offload)
+    params = fs.shard_params(
+        model.init(SEED), fs.fsdp("data") if stage == 3 else P(), mesh=mesh, memory=memory
+    )
+    opt = fs.partition_optimizer(
+        optimizer(fs.optim.adamw(RATE)), mesh=mesh, axis="data", stage=stage, **offload
+    )
     state, layout = opt.init(params), fs.Layout(mesh, P("data"))
     data = [{name: fs.from_local(x, layout) for name, x in batch.items()} for batch in task.data()]
-    loss_fn = fs.with_unsharded_params(torch.compile(model.loss), keep=True) if task.compiled else model.loss
-    options = {"precision": "bf16" if task.precision == "masters" else None, "bucket": BUCKET} | options
+    loss_fn = (
+        fs.with_unsharded_params(torch.compile(model.loss), keep=True)
+        if task.compiled
+        else model.loss
+    )
+    options = {
+        "precision": "bf16" if task.precision == "masters" else None,
+        "bucket": BUCKET,
+    } | options
     if options.get("reproducible"):
         options["slices"] = 2 * mesh.size
     train = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True, **options)
@@ -212,7 +233,9 @@ TABLES: dict[str, Variants] = {
         "remat": partial(fshard, 3, wrap=fs.remat),
         "offload": partial(fshard, 3, wrap=partial(fs.remat, policy=fs.nn.offload("dots"))),
         "fp16": partial(fshard, 3, optimizer=fs.optim.loss_scaled, precision="fp16"),
-        "clip": partial(fshard, 3, optimizer=partial(fs.optim.chain, fs.optim.clip_by_global_norm(1.0))),
+        "clip": partial(
+            fshard, 3, optimizer=partial(fs.optim.chain, fs.optim.clip_by_global_norm(1.0))
+        ),
         "accumulate 2": partial(fshard, 3, accumulate=2),
     },
     "memory": {
@@ -222,7 +245,9 @@ TABLES: dict[str, Variants] = {
         ),
         "fshard 3": partial(fshard, 3),
         "fshard, state on the host": partial(fshard, 3, offload={"state_memory": "host"}),
-        "fshard, host": partial(fshard, 3, memory="host", offload={"state_memory": "host", "update_on": "host"}),
+        "fshard, host": partial(
+            fshard, 3, memory="host", offload={"state_memory": "host", "update_on": "host"}
+        ),
     },
     "reproducible": {
         "fshard 3": partial(fshard, 3),
@@ -252,7 +277,10 @@ def memory_of(task: Task, step: Callable[[], Any], *, counts: bool) -> Row:
             step()
         row[name] = torch.cuda.max_memory_allocated() / MIB
     stats = torch.cuda.memory_stats()
-    return row | {"reserved MiB": stats["reserved_bytes.all.peak"] / MIB, "retries": stats["num_alloc_retries"]}
+    return row | {
+        "reserved MiB": stats["reserved_bytes.all.peak"] / MIB,
+        "retries": stats["num_alloc_retries"],
+    }
 
 
 def profile_of(task: Task, step: Callable[[], Any]) -> Row:
@@ -260,13 +288,19 @@ def profile_of(task: Task, step: Callable[[], Any]) -> Row:
     is_cuda = task.device.type == "cuda"
     step()
     task.wait()
-    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * is_cuda], acc_events=True) as run:
+    with profile(
+        activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * is_cuda], acc_events=True
+    ) as run:
         step()
         task.wait()
     events: Any = run.events()
     kernels = [one for one in events if one.device_type == DeviceType.CUDA]
     sent, computed = (
-        [(one.time_range.start, one.time_range.end) for one in kernels if ("nccl" in one.name) == is_sent]
+        [
+            (one.time_range.start, one.time_range.end)
+            for one in kernels
+            if ("nccl" in one.name) == is_sent
+        ]
         for is_sent in (True, False)
     )
     syncs = sum(one.name in SYNCS for one in events) - is_cuda  # the last one is that of `wait`
@@ -292,7 +326,13 @@ def union(intervals: list[Interval]) -> float:
     return total
 
 
-def timed(task: Task, step: Callable[[], Tensor], host: list[float], device: list[float], losses: list[Tensor]) -> None:
+def timed(
+    task: Task,
+    step: Callable[[], Tensor],
+    host: list[float],
+    device: list[float],
+    losses: list[Tensor],
+) -> None:
     """Make some steps; note the seconds of each until the last call returned, and until the device was done."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (task.device.type == "cuda"))]
     began = time.perf_counter()
@@ -318,7 +358,9 @@ def steps(variants: Variants, task: Task, rounds: int) -> Rows:
     host, device = ({name: list[float]() for name in variants} for _ in range(2))
     losses = {name: list[Tensor]() for name in variants}
     calls = {
-        name: partial(timed, task, over(BATCHES, make(task)), host[name], device[name], losses[name])
+        name: partial(
+            timed, task, over(BATCHES, make(task)), host[name], device[name], losses[name]
+        )
         for name, make in variants.items()
     }
     interleaved(calls, rounds, between=gc.collect, ready=dist.barrier)
@@ -332,7 +374,11 @@ def steps(variants: Variants, task: Task, rounds: int) -> Rows:
     )
     for (name, row), curve in zip(rows.items(), (curves / task.mesh.size).tolist(), strict=True):
         seconds = median(device[name][-rounds:])
-        times = {"ms": seconds * 1e3, "host ms": median(host[name][-rounds:]) * 1e3, "tokens/s": tokens / seconds}
+        times = {
+            "ms": seconds * 1e3,
+            "host ms": median(host[name][-rounds:]) * 1e3,
+            "tokens/s": tokens / seconds,
+        }
         times["x first"] = paired(device[name][-rounds:], first[-rounds:])
         if task.name in PEAK_FLOPS:
             times["MFU %"] = 100 * flops / seconds / PEAK_FLOPS[task.name]
@@ -348,11 +394,16 @@ def compare(rows: Rows) -> None:
     unlike = [
         name
         for name, losses in curves.items()
-        if not all(abs(loss - mean) <= TOLERANCE * abs(mean) for loss, mean in zip(losses, middle, strict=True))
+        if not all(
+            abs(loss - mean) <= TOLERANCE * abs(mean)
+            for loss, mean in zip(losses, middle, strict=True)
+        )
     ]
     bits = {tuple(losses) for name, losses in curves.items() if name.startswith("reproducible")}
     if unlike or len(bits) > 1:
-        raise AssertionError(f"{', '.join(unlike) or 'reproducible steps'} did not train what the others did: {curves}")
+        raise AssertionError(
+            f"{', '.join(unlike) or 'reproducible steps'} did not train what the others did: {curves}"
+        )
 
 
 # -- the other parts -----------------------------------------------------------------------------------------------
@@ -386,9 +437,14 @@ def wires(task: Task, rounds: int) -> Rows:
         for name, (factor, ours, theirs) in pairs.items():
             sent = STEPS * factor * (n - 1) / n * x.nbytes / 1e9
             collective = partial(ours, x, "data")
-            calls = {"ours": partial(fs.run, several, collective, mesh=task.mesh), "torch": partial(several, theirs)}
+            calls = {
+                "ours": partial(fs.run, several, collective, mesh=task.mesh),
+                "torch": partial(several, theirs),
+            }
             times = slowest(interleaved(calls, rounds, ready=dist.barrier), task.device)
-            rows[f"{name}, {size >> 10} KiB"] = {who: sent / median(row) for who, row in times.items()}
+            rows[f"{name}, {size >> 10} KiB"] = {
+                who: sent / median(row) for who, row in times.items()
+            }
     return rows
 
 
@@ -432,7 +488,9 @@ def checkpoints(task: Task, rounds: int) -> Rows:
         "save, ours": lambda: folder.save(next(numbers), ours),
         "save, torch": lambda: dcp.save(theirs, checkpoint_id=f"{root}/{next(numbers)}"),
         "call, ours": lambda: folder.save(next(numbers), ours, wait=False),
-        "call, torch": lambda: pending.append(dcp.async_save(theirs, checkpoint_id=f"{root}/{next(numbers)}")),
+        "call, torch": lambda: pending.append(
+            dcp.async_save(theirs, checkpoint_id=f"{root}/{next(numbers)}")
+        ),
     }
     times = slowest(interleaved(calls, rounds, ready=ready), task.device)
     ready()
@@ -440,13 +498,26 @@ def checkpoints(task: Task, rounds: int) -> Rows:
     size = sum(x.nbytes for x in full.values())
     milliseconds = {name: 1e3 * median(row) for name, row in times.items()}
     return {
-        f"{call} of {size >> 20} MiB, ms": {who: milliseconds[f"{call}, {who}"] for who in ("ours", "torch")}
+        f"{call} of {size >> 20} MiB, ms": {
+            who: milliseconds[f"{call}, {who}"] for who in ("ours", "torch")
+        }
         for call in ("save", "call")
     }
 
 
-PARTS: dict[str, Callable[[Task, int], Rows]] = {"wires": wires, "pipeline": pipeline, "checkpoints": checkpoints}
-ALL = ["bf16", "masters", "features", "memory", *PARTS, "reproducible"]  # the last, since its settings stay
+PARTS: dict[str, Callable[[Task, int], Rows]] = {
+    "wires": wires,
+    "pipeline": pipeline,
+    "checkpoints": checkpoints,
+}
+ALL = [
+    "bf16",
+    "masters",
+    "features",
+    "memory",
+    *PARTS,
+    "reproducible",
+]  # the last, since its settings stay
 
 # -- the program ---------------------------------------------------------------------------------------------------
 
@@ -462,8 +533,12 @@ def join(device: str) -> fs.Mesh:
             "MASTER_PORT": "29611",
         }
     if device == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-        torch.backends.cuda.enable_math_sdp(False)  # attention is flash, or memory-efficient in float32
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS reads it when it starts
+        torch.backends.cuda.enable_math_sdp(
+            False
+        )  # attention is flash, or memory-efficient in float32
         torch.backends.cuda.enable_cudnn_sdp(False)
     return fs.make_mesh({"data": int(os.environ["WORLD_SIZE"])}, device=device)
 
@@ -476,13 +551,24 @@ def choose_deterministic_kernels(device: str) -> None:
 
 def machine(device: str) -> dict[str, str]:
     """Return versions, and the names, clocks, temperatures and watts of the cards."""
-    found = {"torch": torch.__version__, "fshard": fs.__version__, "processes": str(dist.get_world_size())}
+    found = {
+        "torch": torch.__version__,
+        "fshard": fs.__version__,
+        "processes": str(dist.get_world_size()),
+    }
     if device == "cuda":
         query = "--query-gpu=name,driver_version,clocks.sm,temperature.gpu,power.draw"
         line = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, check=False
+            ["nvidia-smi", query, "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        found |= {"cards": line.stdout.strip(), "NCCL": str(torch.cuda.nccl.version()), "backend": dist.get_backend()}
+        found |= {
+            "cards": line.stdout.strip(),
+            "NCCL": str(torch.cuda.nccl.version()),
+            "backend": dist.get_backend(),
+        }
     return found
 
 
@@ -496,36 +582,53 @@ def show(console: Console, title: str, rows: Rows) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", default=ALL)
     parser.add_argument("--smoke", action="store_true", help="only see that everything runs")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--size", choices=SIZES, default="350m")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", nargs="+", default=[], help="variants of these names")
-    parser.add_argument("--compile", action="store_true", help="compile the loss functions of plain and fshard")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the loss functions of plain and fshard"
+    )
     parser.add_argument("--json", help="a file for all numbers")
     chosen = parser.parse_args()
     if unknown := set(chosen.parts) - {*ALL}:
         parser.error(f"{', '.join(sorted(unknown))}: none of {', '.join(ALL)}")
     if chosen.device != "cpu" and not torch.cuda.is_available():
-        parser.error(f"no GPU is here for --device {chosen.device}; --device cpu --size tiny shows that it runs")
+        parser.error(
+            f"no GPU is here for --device {chosen.device}; --device cpu --size tiny shows that it runs"
+        )
     mesh = join(chosen.device)
     console = Console(width=200, quiet=dist.get_rank() > 0)
-    results: dict[str, Any] = {"machine": machine(chosen.device), "size": chosen.size, "rounds": chosen.rounds}
+    results: dict[str, Any] = {
+        "machine": machine(chosen.device),
+        "size": chosen.size,
+        "rounds": chosen.rounds,
+    }
     console.print(results["machine"])
     if chosen.smoke:
         from gpu_smoke import smoke
 
         raise SystemExit(smoke(console, mesh))
     for part in chosen.parts:
-        task = Task(SIZES[chosen.size], mesh, "bf16" if part in ("bf16", "memory") else "masters", chosen.compile)
+        task = Task(
+            SIZES[chosen.size],
+            mesh,
+            "bf16" if part in ("bf16", "memory") else "masters",
+            chosen.compile,
+        )
         measure = PARTS.get(part)
         if part == "reproducible":
             choose_deterministic_kernels(chosen.device)
         if measure is None:
             names = chosen.only or TABLES[part]
-            measure = partial(steps, {name: make for name, make in TABLES[part].items() if name in names})
+            measure = partial(
+                steps, {name: make for name, make in TABLES[part].items() if name in names}
+            )
         elif mesh.size == 1 and part != "checkpoints":
             continue  # nothing is sent
         results[part] = measure(task, chosen.rounds)

@@ -33,7 +33,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.collectives.moves import AllGather, AllToAll, Broadcast, Extreme, Permute, Psum, PsumScatter, Wired
+from fshard.mesh.collectives.moves import (
+    AllGather,
+    AllToAll,
+    Broadcast,
+    Extreme,
+    Permute,
+    Psum,
+    PsumScatter,
+    Wired,
+)
 from fshard.mesh.runtimes.nccl import WIRES
 from fshard.mesh.runtimes.process_group import GroupCall
 
@@ -55,12 +64,19 @@ def smoke(console: Console, mesh: fs.Mesh) -> int:
         except Exception:  # the next ones may tell more
             failures += 1
             outcome = f"FAILED\n{traceback.format_exc()}"
-        console.print(f"{check.__name__} ({time.perf_counter() - began:.1f} s): {outcome}", markup=False)
+        console.print(
+            f"{check.__name__} ({time.perf_counter() - began:.1f} s): {outcome}", markup=False
+        )
     return failures
 
 
 def names(mesh: fs.Mesh) -> str:
-    functions = ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+    functions = (
+        "all_gather_single",
+        "reduce_scatter_single",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+    )
     return str({**machine(mesh.device_type), **{name: hasattr(dist, name) for name in functions}})
 
 
@@ -112,13 +128,23 @@ def stages(mesh: fs.Mesh) -> str:
 
 def moves(n: int) -> list[Wired]:
     ring = tuple((i, (i + 1) % n) for i in range(n))
-    return [Psum(), Extreme(True), AllGather(0), PsumScatter(0), AllToAll(0, 0), Permute(ring), Broadcast(n - 1)]
+    return [
+        Psum(),
+        Extreme(True),
+        AllGather(0),
+        PsumScatter(0),
+        AllToAll(0, 0),
+        Permute(ring),
+        Broadcast(n - 1),
+    ]
 
 
 def run_wire(move: Wired, x: Tensor, n: int) -> Tensor:
     """Run the transport's wire on the group of all processes, without the runtime around it."""
     group: Any = dist.group.WORLD
-    wire = WIRES[move.wire](GroupCall(group, dist.get_rank(), n, 0), move.pack(x, n).contiguous(), move)
+    wire = WIRES[move.wire](
+        GroupCall(group, dist.get_rank(), n, 0), move.pack(x, n).contiguous(), move
+    )
     try:
         while True:
             for work in next(wire):
@@ -136,7 +162,9 @@ def calls(mesh: fs.Mesh) -> str:
                 if dtype.is_complex and isinstance(move, Extreme):
                     continue
                 generator = torch.Generator().manual_seed(size)
-                xs = [torch.randint(2, (n * size,), generator=generator).to(dtype) for _ in range(n)]
+                xs = [
+                    torch.randint(2, (n * size,), generator=generator).to(dtype) for _ in range(n)
+                ]
                 result = run_wire(move, xs[dist.get_rank()].to(mesh.device_type), n)
                 count += 1
                 if not torch.equal(result.cpu(), move.meaning(xs)[dist.get_rank()]):
@@ -147,12 +175,26 @@ def calls(mesh: fs.Mesh) -> str:
 
 
 def host_time(mesh: fs.Mesh) -> str:
-    is_cuda, x, n = mesh.device_type == "cuda", torch.ones(mesh.size << 10, device=mesh.device_type), mesh.size
-    timed: dict[str, Callable[[], Any]] = {move.name: partial(run_wire, move, x, n) for move in moves(n)}
+    is_cuda, x, n = (
+        mesh.device_type == "cuda",
+        torch.ones(mesh.size << 10, device=mesh.device_type),
+        mesh.size,
+    )
+    timed: dict[str, Callable[[], Any]] = {
+        move.name: partial(run_wire, move, x, n) for move in moves(n)
+    }
     if n > 1:
-        collectives = {"fs.psum": fs.psum, "fs.all_gather": fs.all_gather, "fs.psum_scatter": fs.psum_scatter}
-        timed |= {name: lambda one=one: one.start(x, "data").wait() for name, one in collectives.items()}
-    seconds = fs.run(lambda: {name: behind_sleep(is_cuda, call) for name, call in timed.items()}, mesh=mesh)[0]
+        collectives = {
+            "fs.psum": fs.psum,
+            "fs.all_gather": fs.all_gather,
+            "fs.psum_scatter": fs.psum_scatter,
+        }
+        timed |= {
+            name: lambda one=one: one.start(x, "data").wait() for name, one in collectives.items()
+        }
+    seconds = fs.run(
+        lambda: {name: behind_sleep(is_cuda, call) for name, call in timed.items()}, mesh=mesh
+    )[0]
     if is_cuda and (slow := {name: time for name, time in seconds.items() if time > LIMIT}):
         raise AssertionError(f"the host waited for the device: {slow} s, others {seconds}")
     shown = {name: f"{1e6 * time:.0f} us" for name, time in seconds.items()}
@@ -183,7 +225,9 @@ def virtual(mesh: fs.Mesh) -> str:
     curves: list[Any] = []
     for n in (1, 4):
         devices = fs.make_mesh({"data": n}, runtime="virtual", device=mesh.device_type)
-        task = Task(Gpt(width=64, heads=4, depth=2, vocabulary=256, length=32, sequences=4), mesh, "masters")
+        task = Task(
+            Gpt(width=64, heads=4, depth=2, vocabulary=256, length=32, sequences=4), mesh, "masters"
+        )
         params, batch, model = task.model().init(SEED), task.data()[0], task.model()
 
         def loss_fn(params: Params, batch: Batch, model: Model = model) -> Tensor:
@@ -191,14 +235,18 @@ def virtual(mesh: fs.Mesh) -> str:
 
         params = fs.shard_params(params, fs.fsdp("data"), mesh=devices)
         opt = fs.partition_optimizer(fs.optim.adamw(RATE), mesh=devices, axis="data", stage=3)
-        train = fs.train_step(loss_fn, opt, mesh=devices, batch=P("data"), reproducible=True, slices=4)
+        train = fs.train_step(
+            loss_fn, opt, mesh=devices, batch=P("data"), reproducible=True, slices=4
+        )
         torch.manual_seed(SEED)
         saved = params, opt.init(params)
         with tempfile.TemporaryDirectory() as folder:
             params, state, _ = train(*saved, batch)
             fs.save(f"{folder}/1", (params, state))
             params, state = fs.restore(f"{folder}/1", saved)
-        curves.append([train(params, state, batch)[2][name].item() for name in ("loss", "grad_norm")])
+        curves.append(
+            [train(params, state, batch)[2][name].item() for name in ("loss", "grad_norm")]
+        )
     if curves[0] != curves[1]:
         raise AssertionError(f"one device and four have different bits: {curves}")
     return f"one device and four have equal bits, after a restore: {curves[0]}"
@@ -207,7 +255,11 @@ def virtual(mesh: fs.Mesh) -> str:
 def attention(mesh: fs.Mesh) -> str:
     if mesh.size > 1:
         return "left out: only in a world of one"
-    devices, tokens, kind = fs.make_mesh({"seq": 4}, runtime="virtual", device=mesh.device_type), 600, mesh.device_type
+    devices, tokens, kind = (
+        fs.make_mesh({"seq": 4}, runtime="virtual", device=mesh.device_type),
+        600,
+        mesh.device_type,
+    )
     key_mask = torch.rand(2, tokens, device=kind) > 0.3
     key_mask[:, 0] = True  # so that every token sees one
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=kind).tril()
@@ -218,11 +270,17 @@ def attention(mesh: fs.Mesh) -> str:
             visible = causal if mask is None else causal & mask[:, None, None]
             serial = partial(scaled_dot_product_attention, attn_mask=visible)
             exact = gradients(serial, [x.double() for x in xs], weights)
-            alone, sharded = gradients(serial, xs, weights), gradients(partial(over_tokens, devices, mask), xs, weights)
+            alone, sharded = (
+                gradients(serial, xs, weights),
+                gradients(partial(over_tokens, devices, mask), xs, weights),
+            )
             errors = [
-                [float((x - y).norm()) for x, y in zip(values, exact, strict=True)] for values in (alone, sharded)
+                [float((x - y).norm()) for x, y in zip(values, exact, strict=True)]
+                for values in (alone, sharded)
             ]
-            ratios[f"{dtype} {name}"] = max(own / torchs for torchs, own in zip(*errors, strict=True))
+            ratios[f"{dtype} {name}"] = max(
+                own / torchs for torchs, own in zip(*errors, strict=True)
+            )
     if max(ratios.values()) > 4:
         raise AssertionError(f"errors of torch's: {ratios}")
     return f"errors of torch's: { {name: round(ratio, 1) for name, ratio in ratios.items()} }"

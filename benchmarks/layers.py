@@ -22,7 +22,12 @@ import torch.distributed as dist
 from timing import Times, interleaved, paired, slowest
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
 import fshard as fs
@@ -70,9 +75,15 @@ def by_hand(params: dict[str, Tensor], x: Tensor) -> Tensor:
     """Run the blocks with column- and row-parallel layers."""
     attend = Block.attend
     for number in range(BLOCKS):
-        p = {name.split(".", 2)[2]: value for name, value in params.items() if name.startswith(f"blocks.{number}.")}
+        p = {
+            name.split(".", 2)[2]: value
+            for name, value in params.items()
+            if name.startswith(f"blocks.{number}.")
+        }
         y = F.layer_norm(x, (WIDTH,), p["n1.weight"], p["n1.bias"])
-        weights, biases = (tuple(p[f"{name}.{kind}"] for name in "qkv") for kind in ("weight", "bias"))
+        weights, biases = (
+            tuple(p[f"{name}.{kind}"] for name in "qkv") for kind in ("weight", "bias")
+        )
         q, k, v = fs.tensor.column(y, weights, "model", biases)
         x = x + fs.tensor.row(attend(None, q, k, v), p["out.weight"], "model", p["out.bias"])  # pyright: ignore[reportArgumentType]
         y = F.layer_norm(x, (WIDTH,), p["n2.weight"], p["n2.bias"])
@@ -84,7 +95,10 @@ def by_hand(params: dict[str, Tensor], x: Tensor) -> Tensor:
 def parallelized(model: nn.Module, *, sequence: bool) -> nn.Module:
     """Return a model that DTensor shards."""
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
-    column, row = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate())
+    column, row = (
+        ColwiseParallel(),
+        RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate()),
+    )
     layers: dict[str, Any] = {**dict.fromkeys("qkv", column), "up": column, "out": row, "down": row}
     if sequence:
         layers |= {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("q", "k", "v", "up")}
@@ -100,12 +114,17 @@ def calls_of(batch: int) -> dict[str, Callable[[], Any]]:
     model, x = GPT(), torch.randn(batch, TOKENS, WIDTH)
     mesh = fs.make_mesh({"data": 1, "model": 2})
     calls: dict[str, Callable[[], Any]] = {}
-    for name, options in {"plan": {}, "plan, megatron": {"sequence": "model", "sequence_mode": "megatron"}}.items():
+    for name, options in {
+        "plan": {},
+        "plan, megatron": {"sequence": "model", "sequence_mode": "megatron"},
+    }.items():
         plan = fs.tensor_parallel(model, axis="model", sample=x, check=False, **options)
         apply, params, buffers = fs.functionalize(model, plan=plan)
         sharded = fs.shard_params(params, plan.rules, mesh=mesh)
 
-        def loss_fn(params: Any, x: Tensor, plan: Any = plan, apply: Any = apply, buffers: Any = buffers) -> Tensor:
+        def loss_fn(
+            params: Any, x: Tensor, plan: Any = plan, apply: Any = apply, buffers: Any = buffers
+        ) -> Tensor:
             return plan.full(apply(params, buffers, x)[0].square().sum())
 
         step = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), local="model")
@@ -131,7 +150,9 @@ def calls_of(batch: int) -> dict[str, Callable[[], Any]]:
 def timed(rounds: int) -> dict[int, Times]:
     """Return the seconds of each program in each round, for two batch sizes."""
     torch.set_num_threads(1)
-    return {batch: slowest(interleaved(calls_of(batch), rounds, ready=dist.barrier)) for batch in (1, 8)}
+    return {
+        batch: slowest(interleaved(calls_of(batch), rounds, ready=dist.barrier)) for batch in (1, 8)
+    }
 
 
 def main() -> None:

@@ -69,7 +69,9 @@ def timed(processes: int, rounds: int) -> Times:
 def main() -> None:
     """Print the table."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 21
-    print(f"| Muon of {2 * LAYERS} matrices | owners, ms | by hand, ms | ratio |\n|---|---|---|---|")
+    print(
+        f"| Muon of {2 * LAYERS} matrices | owners, ms | by hand, ms | ratio |\n|---|---|---|---|"
+    )
     for processes in (2, 4):
         times = run_processes(timed, processes, processes, rounds, timeout=580)[0]
         ratio = paired(times[OWNERS], times[BY_HAND])

@@ -49,7 +49,10 @@ BARS: dict[str, object] = {
     "disk, on host": 1.25,
 }
 for name in ("parameters", "activations"):
-    BARS |= {f"{name}, T = {factor} F": round(1.15 + factor / LAYERS / max(1, factor), 2) for factor in FACTORS}
+    BARS |= {
+        f"{name}, T = {factor} F": round(1.15 + factor / LAYERS / max(1, factor), 2)
+        for factor in FACTORS
+    }
 BARS |= {f"parameters, without prefetch, T = {factor} F": ">= 0.9" for factor in FACTORS}
 
 
@@ -67,7 +70,10 @@ def loss_fn(params: Any, x: torch.Tensor, policy: Any = None) -> torch.Tensor:
 
 def parameters(rules: Any, mesh: fs.Mesh, memory: Any = "device") -> Any:
     """Return the weights of the layers."""
-    weights = [torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(i)) / 64 for i in range(LAYERS)]
+    weights = [
+        torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(i)) / 64
+        for i in range(LAYERS)
+    ]
     return fs.shard_params(weights, rules, mesh=mesh, memory=memory)
 
 
@@ -79,7 +85,9 @@ def batch() -> torch.Tensor:
 def stepped(memory: Any, update_on: Any) -> Callable[[], object]:
     """Return a donated ZeRO-2 step of this process, with its state in a memory."""
     mesh, opt = fs.make_mesh({"data": 2}), fs.optim.adamw(1e-4)
-    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=2, state_memory=memory, update_on=update_on)
+    opt = fs.partition_optimizer(
+        opt, mesh=mesh, axis="data", stage=2, state_memory=memory, update_on=update_on
+    )
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True)
     params = parameters(P(), mesh)
     trees, x = (params, opt.init(params)), batch()
@@ -121,11 +129,15 @@ def transfers(rounds: int) -> dict[str, float]:
             run()
         size = comm.moved("host", "device") + comm.moved("device", "host")
         first = median(slowest(interleaved({"": base}, rounds))[""])
-        calls = {"": base} | {str(factor): slowed(run, size / (factor * first)) for factor in FACTORS}
+        calls = {"": base} | {
+            str(factor): slowed(run, size / (factor * first)) for factor in FACTORS
+        }
         times = {key: median(row) for key, row in slowest(interleaved(calls, rounds)).items()}
         for factor in FACTORS:
             parts = times[""], factor * first
-            ratios[f"{name}, T = {factor} F"] = times[str(factor)] / (sum(parts) if "without" in name else max(parts))
+            ratios[f"{name}, T = {factor} F"] = times[str(factor)] / (
+                sum(parts) if "without" in name else max(parts)
+            )
     return ratios
 
 
@@ -153,8 +165,12 @@ TITLES = {
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", default=[*TITLES], metavar="table", help=", ".join(TITLES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "tables", nargs="*", default=[*TITLES], metavar="table", help=", ".join(TITLES)
+    )
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     folder = os.environ.get("FSHARD_DISK", str(Path.cwd()))

@@ -17,7 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-RATE, DECAY, BETAS, EPSILON = 3e-4, 1e-2, (0.9, 0.999), 1e-8  # AdamW's: torch's defaults but for the rate
+RATE, DECAY, BETAS, EPSILON = (
+    3e-4,
+    1e-2,
+    (0.9, 0.999),
+    1e-8,
+)  # AdamW's: torch's defaults but for the rate
 SEED, BATCHES = 0, 4
 
 Params = dict[str, Tensor]
@@ -50,7 +55,11 @@ def part(params: Params, unit: str) -> Params:
     >>> part({"head.w": torch.ones(1), "embed.tokens": torch.ones(2)}, "head")
     {'w': tensor([1.])}
     """
-    return {name.removeprefix(f"{unit}."): leaf for name, leaf in params.items() if name.startswith(f"{unit}.")}
+    return {
+        name.removeprefix(f"{unit}."): leaf
+        for name, leaf in params.items()
+        if name.startswith(f"{unit}.")
+    }
 
 
 def _drawn(shapes: Shapes, seed: int) -> Params:
@@ -83,7 +92,12 @@ class Gpt:
     def model(self) -> Model:
         """Return it as a model."""
         blocks = {f"blocks.{layer}": self._block for layer in range(self.depth)}
-        return Model({"embed": self._embed, **blocks, "head": self._head}, self._init, self._batch, self._loss_in_jax)
+        return Model(
+            {"embed": self._embed, **blocks, "head": self._head},
+            self._init,
+            self._batch,
+            self._loss_in_jax,
+        )
 
     def _embed(self, p: Params, tokens: Tensor, batch: Batch) -> Tensor:
         return F.embedding(tokens, p["tokens"]) + p["positions"]  # (batch, seq, width)
@@ -95,7 +109,9 @@ class Gpt:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + F.linear(y, p["attn.out"], p["attn.out_bias"])
         y = F.layer_norm(x, (self.width,), p["norm2.scale"], p["norm2.shift"])
-        return x + F.linear(F.gelu(F.linear(y, p["mlp.up"], p["mlp.up_bias"])), p["mlp.down"], p["mlp.down_bias"])
+        return x + F.linear(
+            F.gelu(F.linear(y, p["mlp.up"], p["mlp.up_bias"])), p["mlp.down"], p["mlp.down_bias"]
+        )
 
     def _head(self, p: Params, x: Tensor, batch: Batch) -> Tensor:
         x = F.layer_norm(x, (self.width,), p["norm.scale"], p["norm.shift"])
@@ -120,7 +136,11 @@ class Gpt:
         shapes: Shapes = {
             "embed.tokens": (self.vocabulary, d),
             "embed.positions": (self.length, d),
-            **{f"blocks.{layer}.{name}": shape for layer in range(self.depth) for name, shape in block.items()},
+            **{
+                f"blocks.{layer}.{name}": shape
+                for layer in range(self.depth)
+                for name, shape in block.items()
+            },
             "head.norm.scale": (d,),
             "head.norm.shift": (d,),
             "head.w": (self.vocabulary, d),
@@ -141,20 +161,32 @@ class Gpt:
 
         def norm(x: Any, name: str) -> Any:
             x = x - x.mean(-1, keepdims=True)
-            return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * p[f"{name}.scale"] + p[f"{name}.shift"]
+            return (
+                x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * p[f"{name}.scale"]
+                + p[f"{name}.shift"]
+            )
 
         def linear(x: Any, name: str) -> Any:
             return x @ p[name].T + p[f"{name}_bias"]
 
         x = p["embed.tokens"][batch["inputs"]] + p["embed.positions"]
         for at in (f"blocks.{layer}" for layer in range(self.depth)):
-            qkv = linear(norm(x, f"{at}.norm1"), f"{at}.attn.qkv").reshape(*x.shape[:2], 3, self.heads, -1)
-            q, k, v = (qkv[:, :, which] for which in range(3))  # each (batch, seq, heads, head_width)
-            x = x + linear(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape), f"{at}.attn.out")
+            qkv = linear(norm(x, f"{at}.norm1"), f"{at}.attn.qkv").reshape(
+                *x.shape[:2], 3, self.heads, -1
+            )
+            q, k, v = (
+                qkv[:, :, which] for which in range(3)
+            )  # each (batch, seq, heads, head_width)
+            x = x + linear(
+                jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape),
+                f"{at}.attn.out",
+            )
             y = jax.nn.gelu(linear(norm(x, f"{at}.norm2"), f"{at}.mlp.up"), approximate=False)
             x = x + linear(y, f"{at}.mlp.down")
         logits = norm(x, "head.norm") @ p["head.w"].T
-        return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1).mean()
+        return -jnp.take_along_axis(
+            jax.nn.log_softmax(logits), batch["targets"][..., None], -1
+        ).mean()
 
 
 @dataclass(frozen=True)
@@ -184,7 +216,11 @@ class Mlp:
             "down": (self.narrow, self.wide),
             "down_bias": (self.narrow,),
         }
-        blocks = {f"blocks.{layer}.{name}": shape for layer in range(self.depth) for name, shape in block.items()}
+        blocks = {
+            f"blocks.{layer}.{name}": shape
+            for layer in range(self.depth)
+            for name, shape in block.items()
+        }
         return _drawn({**blocks, "head.w": (self.narrow, self.narrow)}, seed)
 
     def _batch(self, index: int, process: int) -> Batch:
@@ -224,7 +260,9 @@ class Module(nn.Module):
     def __init__(self, model: Model, seed: int) -> None:
         super().__init__()
         params = model.init(seed)
-        self.units = nn.ModuleList([UnitModule(unit, part(params, name)) for name, unit in model.units.items()])
+        self.units = nn.ModuleList(
+            [UnitModule(unit, part(params, name)) for name, unit in model.units.items()]
+        )
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the mean loss."""

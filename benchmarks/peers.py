@@ -49,15 +49,21 @@ def ddp(model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
 
 
 def ddp_zero(model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # whose import warns of torch.jit.script
+    from torch.distributed.optim import (
+        ZeroRedundancyOptimizer,
+    )  # whose import warns of torch.jit.script
 
     module = data_parallel(model)
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), AdamW, parameters_as_bucket_view=True, lr=RATE, fused=True)
+    optimizer = ZeroRedundancyOptimizer(
+        module.parameters(), AdamW, parameters_as_bucket_view=True, lr=RATE, fused=True
+    )
     return loop(module, optimizer, data)
 
 
 def data_parallel(model: Model, **options: Any) -> nn.Module:
-    return DistributedDataParallel(Module(model, SEED), gradient_as_bucket_view=True, static_graph=True, **options)
+    return DistributedDataParallel(
+        Module(model, SEED), gradient_as_bucket_view=True, static_graph=True, **options
+    )
 
 
 def fsdp(
@@ -68,7 +74,10 @@ def fsdp(
     policy: MixedPrecisionPolicy | None = None,
     offload: OffloadPolicy | None = None,
 ) -> Step:
-    module, policies = Module(model, SEED), (policy or MixedPrecisionPolicy(), offload or OffloadPolicy())
+    module, policies = (
+        Module(model, SEED),
+        (policy or MixedPrecisionPolicy(), offload or OffloadPolicy()),
+    )
     options: dict[str, Any] = dict(zip(("mp_policy", "offload_policy"), policies, strict=True))
     options |= {"mesh": fs.mesh.to_device_mesh(mesh), "reshard_after_forward": reshard}
     for name, unit in zip(model.units, module.units, strict=True):
@@ -90,7 +99,9 @@ def deepspeed(stage: int, model: Model, data: list[Batch], mesh: fs.Mesh) -> Ste
         "gradient_clipping": 0.0,  # else 1.0
     }
     optimizer = AdamW(module.parameters(), lr=RATE, fused=True)
-    engine, *_ = ds.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+    engine, *_ = ds.initialize(
+        model=module, optimizer=optimizer, config=config, dist_init_required=False
+    )
 
     def step(index: int) -> Tensor:
         loss = engine(data[index])
@@ -120,7 +131,8 @@ def jax_devices(sharded: bool, model: Model, data: list[Batch], mesh: fs.Mesh) -
 
     batches = [[model.batch(index, process) for process in range(n)] for index in range(len(data))]
     batches = [
-        {name: put(torch.cat([one[name] for one in parts]), "data") for name in parts[0]} for parts in batches
+        {name: put(torch.cat([one[name] for one in parts]), "data") for name in parts[0]}
+        for parts in batches
     ]  # all processes' parts, one after the other
     params = {name: put(x, "data" if sharded else None) for name, x in model.init(SEED).items()}
     first, second = jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)

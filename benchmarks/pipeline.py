@@ -53,7 +53,9 @@ def timed_process(name: str, n: int, rounds: int) -> Found:
     """Run in every process: all runners and schedules in turn, round after round; all processes begin each step together."""
     mesh = fs.make_mesh({"pipe": n}, device="cpu")
     pipelines = [Pipeline(TASKS[name], schedule, n) for schedule in SCHEDULES]
-    made = {f"{who} {one.name}": make(one, mesh) for one in pipelines for who, make in RUNNERS.items()}
+    made = {
+        f"{who} {one.name}": make(one, mesh) for one in pipelines for who, make in RUNNERS.items()
+    }
     cores, bounds = len(os.sched_getaffinity(0)), list[list[float]]()
 
     def between() -> None:
@@ -74,7 +76,9 @@ def timed(console: Console, name: str, n: int, rounds: int, variables: dict[str,
     found = run_processes(timed_process, n, name, n, rounds, environment=variables, timeout=3600)[0]
     links = "gloo" if variables else "direct links"
     title = f"{name}: {n} processes on {found.cores} cores, {rounds} rounds, ours by {links}"
-    table = Table("schedule", "ours ms", "torch ms", "bound ms", f"x torch (bar {BARS[name]})", title=title)
+    table = Table(
+        "schedule", "ours ms", "torch ms", "bound ms", f"x torch (bar {BARS[name]})", title=title
+    )
     for column in ("x bound (bar 1.05)" if name == "compute" else "x bound", "torch x bound"):
         table.add_column(column)
     for schedule, best in found.bounds.items():
@@ -112,13 +116,23 @@ def memory(console: Console, n: int, variables: dict[str, str]) -> None:
     """Print the peak memory of each runner and schedule, in processes of its own."""
     # The C library must return memory, else the peak is that of its caches; it reads this setting at the start of a process.
     os.environ.update(MALLOC_MMAP_THRESHOLD_=str(64 << 10), MALLOC_ARENA_MAX="2")
-    table = Table("schedule", "ours", "torch", "bar", title=f"peak MiB of each process, {n} processes, compute")
+    table = Table(
+        "schedule",
+        "ours",
+        "torch",
+        "bar",
+        title=f"peak MiB of each process, {n} processes, compute",
+    )
     for schedule in SCHEDULES:
         rows = {
-            who: run_processes(memory_process, n, who, schedule, n, environment=variables, fresh=True)
+            who: run_processes(
+                memory_process, n, who, schedule, n, environment=variables, fresh=True
+            )
             for who in RUNNERS
         }
-        shown = {who: " ".join(f"{peak / MIB:.0f}" for peak in peaks) for who, peaks in rows.items()}
+        shown = {
+            who: " ".join(f"{peak / MIB:.0f}" for peak in peaks) for who, peaks in rows.items()
+        }
         table.add_row(schedule, shown["ours"], shown["torch"], "no higher")
     console.print(table)
     for variable in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX"):
@@ -136,7 +150,9 @@ def interpreter_process(n: int, runtime: str, rounds: int) -> dict[str, float]:
         microbatches, stages = 32, n * count
         schedule = fs.pipeline_schedule(name, stages=stages, microbatches=microbatches)
         if n == 1 and name == "bfs":
-            schedule = fs.pipeline_schedule(name, stages=stages, microbatches=microbatches, devices=1)
+            schedule = fs.pipeline_schedule(
+                name, stages=stages, microbatches=microbatches, devices=1
+            )
         step = fs.pipeline.pipelined([nothing] * stages, schedule, nothing_to_minimise, mesh=mesh)
         batch = [torch.zeros(1)] * microbatches
         params = [torch.ones(1)] * stages
@@ -163,7 +179,9 @@ def interpreter(console: Console, rounds: int) -> None:
         "one device, no messages, virtual": interpreter_process(1, "virtual", rounds),
         "one process, no messages": run_processes(interpreter_process, 1, 1, "process", rounds)[0],
     }
-    table = Table("us for an action (bar 100)", *next(iter(rows.values())), title="stages that only add")
+    table = Table(
+        "us for an action (bar 100)", *next(iter(rows.values())), title="stages that only add"
+    )
     for name, row in rows.items():
         table.add_row(name, *(f"{value:.0f}" for value in row.values()))
     console.print(table)
@@ -173,11 +191,15 @@ PARTS = [*TASKS, "memory", "interpreter"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", default=PARTS)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, help="of each part that is timed")
-    parser.add_argument("--gloo", action="store_true", help="ours over gloo too, not by direct links")
+    parser.add_argument(
+        "--gloo", action="store_true", help="ours over gloo too, not by direct links"
+    )
     chosen = parser.parse_args()
     if unknown := set(chosen.parts) - set(PARTS):
         parser.error(f"{', '.join(sorted(unknown))}: none of {', '.join(PARTS)}")

@@ -57,7 +57,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        q, k, v = (layer(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(y).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
@@ -69,7 +72,10 @@ class GPT(nn.Module):
     def __init__(self, recomputed: bool) -> None:
         super().__init__()
         self.recomputed = recomputed
-        self.words, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(LAYERS))
+        self.words, self.blocks = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.ModuleList(Block() for _ in range(LAYERS)),
+        )
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -84,10 +90,20 @@ def program(
 ) -> tuple[Callable[..., Any], list[Any]]:
     """Return a training step, and its arguments."""
     torch.manual_seed(0)
-    mesh, model, ids = fs.make_mesh({axis: 2}), GPT(recomputed), torch.randint(0, WORDS, (ROWS, TOKENS))
-    plan = fs.tensor_parallel(model, axis=axis, sample=ids[:2], check=False) if axis == "model" else None
+    mesh, model, ids = (
+        fs.make_mesh({axis: 2}),
+        GPT(recomputed),
+        torch.randint(0, WORDS, (ROWS, TOKENS)),
+    )
+    plan = (
+        fs.tensor_parallel(model, axis=axis, sample=ids[:2], check=False)
+        if axis == "model"
+        else None
+    )
     apply, params, buffers = fs.functionalize(model, plan=plan)
-    rules = plan.rules if plan is not None else fs.fsdp(axis, unit="blocks[*]") if stage == 3 else P()
+    rules = (
+        plan.rules if plan is not None else fs.fsdp(axis, unit="blocks[*]") if stage == 3 else P()
+    )
 
     def loss_fn(params: Any, ids: Tensor) -> Tensor:
         logits, _ = apply(params, buffers, ids)
@@ -96,7 +112,12 @@ def program(
         return functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
     opt = fs.optim.adamw(1e-4)
-    options |= {"mesh": mesh, "donate": True, "batch": P(() if plan else axis), "local": plan.axes if plan else ()}
+    options |= {
+        "mesh": mesh,
+        "donate": True,
+        "batch": P(() if plan else axis),
+        "local": plan.axes if plan else (),
+    }
     if plan is None:
         opt = fs.partition_optimizer(opt, mesh=mesh, axis=axis, stage=stage)
     params = fs.shard_params(params, rules, mesh=mesh)
@@ -117,7 +138,10 @@ def in_process(rounds: int) -> tuple[Any, dict[str, tuple[float, float]]]:
     torch.set_num_threads(1)
     machine = fs.plan.calibrate(fs.make_mesh({"all": 2}))
     programs = {name: program(**layout) for name, layout in LAYOUTS.items()}
-    predicted = {name: fs.plan.cost(step, *trees, cluster=machine).seconds for name, (step, trees) in programs.items()}
+    predicted = {
+        name: fs.plan.cost(step, *trees, cluster=machine).seconds
+        for name, (step, trees) in programs.items()
+    }
     calls = {name: repeated(*pair) for name, pair in programs.items()}
     measured = slowest(interleaved(calls, rounds))
     return machine, {name: (predicted[name], median(measured[name])) for name in LAYOUTS}
@@ -135,9 +159,15 @@ def search() -> None:
     small = {"vocab": 32000, "sequence": 4096}, {"devices": 8, "global_batch": 64}
     models = {
         "7B, 8 devices": (fs.plan.Transformer(32, 4096, 11008, 32, 32, **small[0]), small[1]),
-        "405B, 16,384 devices": (fs.plan.Transformer(126, 16384, 53248, 128, 8, **llama[0]), llama[1]),
+        "405B, 16,384 devices": (
+            fs.plan.Transformer(126, 16384, 53248, 128, 8, **llama[0]),
+            llama[1],
+        ),
     }
-    optimizer, cluster = fs.optim.with_master_weights(fs.optim.adamw(3e-4)), fs.plan.cluster("h100", node=8)
+    optimizer, cluster = (
+        fs.optim.with_master_weights(fs.optim.adamw(3e-4)),
+        fs.plan.cluster("h100", node=8),
+    )
     for name, (model, options) in models.items():
         seconds = list[float]()
         for _ in range(4):
@@ -145,12 +175,16 @@ def search() -> None:
             fs.plan.search(model, cluster=cluster, optimizer=optimizer, **options)
             seconds.append(perf_counter() - begin)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        print(f"{name}: first {seconds[0]:.1f} s, then {median(seconds[1:]):.1f} s, {memory:.2f} GB")
+        print(
+            f"{name}: first {seconds[0]:.1f} s, then {median(seconds[1:]):.1f} s, {memory:.2f} GB"
+        )
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--search", action="store_true")
     options = parser.parse_args()
@@ -160,7 +194,9 @@ def main() -> None:
     (machine, rows), *_ = run_processes(in_process, 2, options.rounds, timeout=900)
     table = Table("layout", "predicted ms", "measured ms", "ratio", title="2 processes")
     for name, (predicted, measured) in sorted(rows.items(), key=lambda row: row[1][1]):
-        table.add_row(name, f"{1e3 * predicted:.1f}", f"{1e3 * measured:.1f}", f"{predicted / measured:.2f}")
+        table.add_row(
+            name, f"{1e3 * predicted:.1f}", f"{1e3 * measured:.1f}", f"{predicted / measured:.2f}"
+        )
     Console().print(machine)
     Console().print(table)
     Console().print(f"Kendall's tau {tau(list(rows.values())):.2f} (bar 0.8); each within 20 %")

@@ -62,8 +62,17 @@ class Task:
         return x, x.roll(1, dims=-1)
 
 
-COMPUTE = Task(Gpt(256, 8, depth=8, vocabulary=8, length=64).model(), 2, microbatches=8, rows=2, length=64, width=256)
-LATENCY = Task(Mlp(narrow=64, wide=256, depth=8).model(), 1, microbatches=32, rows=1, length=16, width=64)
+COMPUTE = Task(
+    Gpt(256, 8, depth=8, vocabulary=8, length=64).model(),
+    2,
+    microbatches=8,
+    rows=2,
+    length=64,
+    width=256,
+)
+LATENCY = Task(
+    Mlp(narrow=64, wide=256, depth=8).model(), 1, microbatches=32, rows=1, length=16, width=64
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,9 @@ class Pipeline:
     @property
     def own(self) -> list[int]:
         """The stages of this process."""
-        return [stage for stage, place in enumerate(self.schedule.placement) if place == dist.get_rank()]
+        return [
+            stage for stage, place in enumerate(self.schedule.placement) if place == dist.get_rank()
+        ]
 
     @property
     def unit(self) -> Unit:
@@ -104,11 +115,16 @@ class Pipeline:
     def params(self, stage: int) -> list[Params]:
         """Return those of a stage, a dict for each block."""
         drawn = {name: x.to(self.device) for name, x in self.task.model.init(SEED).items()}
-        return [part(drawn, f"blocks.{stage * self.blocks + place}") for place in range(self.blocks)]
+        return [
+            part(drawn, f"blocks.{stage * self.blocks + place}") for place in range(self.blocks)
+        ]
 
     def modules(self) -> dict[int, nn.Module]:
         """Return the stages of this process, as torch wants them."""
-        return {stage: Blocks([UnitModule(self.unit, one) for one in self.params(stage)]) for stage in self.own}
+        return {
+            stage: Blocks([UnitModule(self.unit, one) for one in self.params(stage)])
+            for stage in self.own
+        }
 
 
 class Blocks(nn.Module):
@@ -140,8 +156,13 @@ def fshard(pipeline: Pipeline, mesh: fs.Mesh) -> tuple[Step, Callable[[], list[T
     def first(params: list[Params], microbatch: tuple[Tensor, Tensor]) -> Tensor:
         return stage(params, microbatch[0])
 
-    run = fs.pipeline.pipelined([first] + [stage] * (schedule.stages - 1), schedule, ours_to_minimise, mesh=mesh)
-    params = [pipeline.params(number) if number in pipeline.own else None for number in range(schedule.stages)]
+    run = fs.pipeline.pipelined(
+        [first] + [stage] * (schedule.stages - 1), schedule, ours_to_minimise, mesh=mesh
+    )
+    params = [
+        pipeline.params(number) if number in pipeline.own else None
+        for number in range(schedule.stages)
+    ]
     x, target = (
         tensor
         if stage in pipeline.own
@@ -153,11 +174,16 @@ def fshard(pipeline: Pipeline, mesh: fs.Mesh) -> tuple[Step, Callable[[], list[T
     def step() -> Tensor | None:
         nonlocal found
         found = None
-        found = run(params, list(zip(x.chunk(task.microbatches), target.chunk(task.microbatches), strict=True)))
+        found = run(
+            params,
+            list(zip(x.chunk(task.microbatches), target.chunk(task.microbatches), strict=True)),
+        )
         return found.loss
 
     def gradients() -> list[Tensor]:
-        return [g for stage in pipeline.own for block in found.gradients[stage] for g in block.values()]
+        return [
+            g for stage in pipeline.own for block in found.gradients[stage] for g in block.values()
+        ]
 
     return step, gradients
 
@@ -171,11 +197,16 @@ def torchs(pipeline: Pipeline, mesh: fs.Mesh) -> tuple[Step, Callable[[], list[T
     return torchs_of(pipeline, pipeline.modules())
 
 
-def torchs_of(pipeline: Pipeline, modules: dict[int, nn.Module]) -> tuple[Step, Callable[[], list[Tensor]]]:
+def torchs_of(
+    pipeline: Pipeline, modules: dict[int, nn.Module]
+) -> tuple[Step, Callable[[], list[Tensor]]]:
     """Return the same for stages that the caller has."""
     chunks, make = SCHEDULES[pipeline.name]
     count = pipeline.n * chunks
-    stages = [PipelineStage(module, stage, count, torch.device(pipeline.device)) for stage, module in modules.items()]
+    stages = [
+        PipelineStage(module, stage, count, torch.device(pipeline.device))
+        for stage, module in modules.items()
+    ]
     run = make(stages if chunks > 1 else stages[0], pipeline.task.microbatches, loss_fn=F.mse_loss)
     x, target = pipeline.data()
     inputs, targets = [x] * (0 in modules), target if count - 1 in modules else None
@@ -188,7 +219,9 @@ def torchs_of(pipeline: Pipeline, modules: dict[int, nn.Module]) -> tuple[Step, 
         return torch.stack(losses).mean() if losses else None
 
     def gradients() -> list[Tensor]:
-        return [p.grad for module in modules.values() for p in module.parameters() if p.grad is not None]
+        return [
+            p.grad for module in modules.values() for p in module.parameters() if p.grad is not None
+        ]
 
     return step, gradients
 
@@ -215,7 +248,9 @@ def bound(pipelines: list[Pipeline], cores: int) -> list[float]:
 
 def _best(pipeline: Pipeline, costs: dict[int, tuple[float, float, float]], cores: int) -> float:
     schedule = pipeline.schedule
-    f, i, w = ([costs[place][kind] * pipeline.blocks for place in schedule.placement] for kind in range(3))
+    f, i, w = (
+        [costs[place][kind] * pipeline.blocks for place in schedule.placement] for kind in range(3)
+    )
     alone = schedule.simulate(forward=f, backward_input=i, backward_weight=w).makespan
     return max(float(alone), sum(f + i + w) * schedule.microbatches / cores)
 

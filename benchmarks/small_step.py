@@ -38,7 +38,9 @@ def loss_of(params: Any, x: torch.Tensor) -> torch.Tensor:
 
 def module() -> torch.nn.Module:
     """Return the same MLP as a module."""
-    layers = [part for _ in range(LAYERS) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
+    layers = [
+        part for _ in range(LAYERS) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())
+    ]
     return torch.nn.Sequential(*layers)
 
 
@@ -56,7 +58,9 @@ def plain(devices: int) -> Callable[[], object]:
     return step
 
 
-def sharded(devices: int, loss_fn: Any, given: Any, *, donate: bool = False) -> Callable[[], object]:
+def sharded(
+    devices: int, loss_fn: Any, given: Any, *, donate: bool = False
+) -> Callable[[], object]:
     """Return a ZeRO-3 step on virtual devices."""
     mesh = fs.make_mesh({"data": devices})
     params = fs.shard_params(given, fs.fsdp("data"), mesh=mesh)
@@ -79,7 +83,9 @@ def functional(devices: int) -> Callable[[], object]:
 
 def main() -> None:
     """Print, for each number of devices, the time per device over that of the plain loop."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--rounds", type=int, default=60)
     args = parser.parse_args()

@@ -49,7 +49,10 @@ def timed(rounds: int) -> tuple[Times, Times]:
 
     def alone() -> None:
         if index == 0:
-            step(lambda *xs: F.scaled_dot_product_attention(*xs, is_causal=True), [x.requires_grad_() for x in full])
+            step(
+                lambda *xs: F.scaled_dot_product_attention(*xs, is_causal=True),
+                [x.requires_grad_() for x in full],
+            )
 
     def counted(name: str, call: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> None:
@@ -59,8 +62,12 @@ def timed(rounds: int) -> tuple[Times, Times]:
 
         return run
 
-    calls = {ONE: alone} | {how: on_mesh(how) for how in ("zigzag", "ring", "gather", "ulysses", "rsa")}
-    times = interleaved({name: counted(name, call) for name, call in calls.items()}, rounds, ready=dist.barrier)
+    calls = {ONE: alone} | {
+        how: on_mesh(how) for how in ("zigzag", "ring", "gather", "ulysses", "rsa")
+    }
+    times = interleaved(
+        {name: counted(name, call) for name, call in calls.items()}, rounds, ready=dist.barrier
+    )
     return slowest(times), slowest({name: processor[name][2:] for name in calls})
 
 
@@ -76,7 +83,10 @@ def main() -> None:
         cells = [
             cell
             for rows in (times, processor)
-            for cell in (f"{1e3 * median(rows[name]):.0f}", f"{median(rows[name]) / median(rows[ONE]):.2f}")
+            for cell in (
+                f"{1e3 * median(rows[name]):.0f}",
+                f"{median(rows[name]) / median(rows[ONE]):.2f}",
+            )
         ]
         print(f"| {name} | {' | '.join(cells)} |")
 

@@ -38,7 +38,9 @@ def interleaved(
     gc.freeze()
     for turn in range(warm_up + rounds):
         between()
-        for name in random.Random(turn).sample(list(calls), len(calls)):  # the same order in every process
+        for name in random.Random(turn).sample(
+            list(calls), len(calls)
+        ):  # the same order in every process
             ready()
             began = time.perf_counter()
             calls[name]()
@@ -70,7 +72,9 @@ def likely(times: list[float], others: list[float]) -> tuple[float, float]:
     """
     ratios = sorted(one / other for one, other in zip(times, others, strict=True))
     away = round(0.98 * len(ratios) ** 0.5)
-    return ratios[max(0, len(ratios) // 2 - away)], ratios[min(len(ratios) - 1, (len(ratios) - 1) // 2 + away)]
+    return ratios[max(0, len(ratios) // 2 - away)], ratios[
+        min(len(ratios) - 1, (len(ratios) - 1) // 2 + away)
+    ]
 
 
 def over(count: int, call: Callable[[int], Result]) -> Callable[[], Result]:

@@ -65,7 +65,11 @@ def _ip(*words: str) -> None:
 
 def _tun(name: str) -> int:
     """Make a TUN interface and return its file, whose reads and writes are packets."""
-    file, set_interface, tun_without_header = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK), 0x400454CA, 0x1001
+    file, set_interface, tun_without_header = (
+        os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK),
+        0x400454CA,
+        0x1001,
+    )
     fcntl.ioctl(file, set_interface, struct.pack("16sH22x", name.encode(), tun_without_header))
     return file
 
@@ -99,7 +103,9 @@ def forward(files: list[int], delay: float, rate: float, ended: Event) -> None:
     sent = dict.fromkeys(files, 0.0)  # when the last bit of the last packet was sent
     others = dict(zip(files, reversed(files), strict=True))
     while not ended.is_set():
-        due = min((queue[0][0] for queue in queues.values() if queue), default=time.perf_counter() + 0.1)
+        due = min(
+            (queue[0][0] for queue in queues.values() if queue), default=time.perf_counter() + 0.1
+        )
         for file in select(files, [], [], max(0.0, due - time.perf_counter()))[0]:
             packet = os.read(file, PACKET)
             sent[file] = max(sent[file], time.perf_counter()) + 8 * len(packet) / rate
@@ -148,7 +154,9 @@ def virtual_losses(variant: Variant, count: int) -> list[float]:
     """Return the losses of the same training on four virtual devices."""
     train, params, state = trained(variant.stage, fs.make_mesh(variant.axes))
     shards = [[MODEL.batch(index, process) for process in range(N)] for index in range(BATCHES)]
-    batches = [{name: torch.cat([shard[name] for shard in batch]) for name in batch[0]} for batch in shards]
+    batches = [
+        {name: torch.cat([shard[name] for shard in batch]) for name in batch[0]} for batch in shards
+    ]
     losses: list[float] = []
     for index in range(count):
         params, state, metrics = train(params, state, batches[index % BATCHES])
@@ -173,7 +181,9 @@ def timed_process(names: list[str], rounds: int) -> dict[str, Result]:
     steps = {name: over(BATCHES, VARIANTS[name].make(MODEL, data, meshes[name])) for name in names}
     losses: dict[str, list[Tensor]] = {name: [] for name in names}
     calls = {name: lambda name=name: losses[name].append(steps[name]()) for name in names}
-    times = slowest(interleaved(calls, rounds, warm_up=WARM_UP, between=gc.collect, ready=dist.barrier))
+    times = slowest(
+        interleaved(calls, rounds, warm_up=WARM_UP, between=gc.collect, ready=dist.barrier)
+    )
     results: dict[str, Result] = {}
     for name in names:
         means = torch.stack(losses[name]).double()
@@ -185,11 +195,25 @@ def timed_process(names: list[str], rounds: int) -> dict[str, Result]:
 def timed(names: list[str], rounds: int, delay: float, rate: float) -> dict[str, Result]:
     """Return the results of the four processes on the two machines."""
     variables = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
-    variables |= {"WORLD_SIZE": str(N), "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29502", "OMP_NUM_THREADS": "1"}
+    variables |= {
+        "WORLD_SIZE": str(N),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_PORT": "29502",
+        "OMP_NUM_THREADS": "1",
+    }
     variables |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # the machines have no names
     with linked_machines(delay, rate) as hosts, tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "results")
-        script = [sys.executable, __file__, "--rounds", str(rounds), "--only", *names, "--process", str(file)]
+        script = [
+            sys.executable,
+            __file__,
+            "--rounds",
+            str(rounds),
+            "--only",
+            *names,
+            "--process",
+            str(file),
+        ]
         variables["MASTER_ADDR"] = HOSTS[hosts[0]]
         processes = [
             subprocess.Popen(
@@ -198,7 +222,7 @@ def timed(names: list[str], rounds: int, delay: float, rate: float) -> dict[str,
             )
             for rank in range(N)
         ]
-        if any([process.wait() for process in processes]):  # noqa: C419
+        if any([process.wait() for process in processes]):
             sys.exit("a process has failed: see its error above")
         return pickle.loads(file.read_bytes())
 
@@ -209,16 +233,28 @@ def check(results: dict[str, Result]) -> None:
     for name, (_, losses) in results.items():
         expected = virtual_losses(VARIANTS[name], len(losses))
         tolerance = 0.0 if VARIANTS[name].peer else TOLERANCE
-        if any(abs(loss / other - 1) > tolerance for loss, other in zip(losses, expected, strict=True)):
-            raise AssertionError(f"{name} must train what virtual devices train: {losses}, not {expected}")
+        if any(
+            abs(loss / other - 1) > tolerance for loss, other in zip(losses, expected, strict=True)
+        ):
+            raise AssertionError(
+                f"{name} must train what virtual devices train: {losses}, not {expected}"
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--delay", type=float, default=0.02, help="of a packet on the link, in seconds")
-    parser.add_argument("--rate", type=float, default=100e6, help="of the link each way, in bits per second")
-    parser.add_argument("--only", nargs="+", default=[""], help="variants whose names begin like one of these")
+    parser.add_argument(
+        "--delay", type=float, default=0.02, help="of a packet on the link, in seconds"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=100e6, help="of the link each way, in bits per second"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="variants whose names begin like one of these"
+    )
     parser.add_argument("--process", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     names = [name for name in VARIANTS if name.startswith(tuple(chosen.only))]
@@ -234,7 +270,9 @@ def main() -> None:
     size = sum(leaf.nbytes for leaf in MODEL.init(SEED).values())
     link = f"{chosen.delay * 1e3:g} ms and {chosen.rate / 1e6:g} Mbit/s each way"
     title = f"2 machines of 2 processes, {link}, {size / 1e6:.1f} MB of parameters, {chosen.rounds} rounds"
-    table = Table("variant", "ms", "x peer", "peer", "bits of 4 virtual devices", "loss", title=title)
+    table = Table(
+        "variant", "ms", "x peer", "peer", "bits of 4 virtual devices", "loss", title=title
+    )
     for name, result in results.items():
         peer = VARIANTS[name].peer
         ratio = f"{paired(result.times, results[peer].times):.2f}" if peer in results else ""

@@ -48,7 +48,9 @@ MIB = 1 << 20
 # -- the variants --------------------------------------------------------------------------------------------------
 
 
-def fshard(stage: int, options: dict[str, Any], model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
+def fshard(
+    stage: int, options: dict[str, Any], model: Model, data: list[Batch], mesh: fs.Mesh
+) -> Step:
     """What a user writes."""
     rules = fs.fsdp("data") if stage == 3 else P()
     params = fs.shard_params(model.init(SEED), rules, mesh=mesh)
@@ -82,7 +84,9 @@ class Variant:
     floor: str | None = None
     needs: str | None = None  # a package
     alone: bool = False  # it trains on one process's data only, so its loss is another
-    meddles: bool = False  # it patches torch for the entire process, so all others would be measured with it
+    meddles: bool = (
+        False  # it patches torch for the entire process, so all others would be measured with it
+    )
 
 
 KEEP: dict[str, Any] = {"reshard_after_forward": False}
@@ -101,9 +105,15 @@ VARIANTS = {
     "fshard 2": Variant(partial(fshard, 2, {}), STAGE_2, "ddp + zero optimizer", "floor 2"),
     "fshard 3": Variant(partial(fshard, 3, {}), STAGE_3, "fully_shard", "floor 3"),
     "fshard 3 keep": Variant(partial(fshard, 3, KEEP), STAGE_2, "fully_shard keep", "floor 3 keep"),
-    "deepspeed 1": Variant(partial(deepspeed, 1), STAGE_1, "ddp + zero optimizer", needs="deepspeed"),
-    "deepspeed 2": Variant(partial(deepspeed, 2), STAGE_2, "ddp + zero optimizer", needs="deepspeed"),
-    "deepspeed 3": Variant(partial(deepspeed, 3), STAGE_3, "fully_shard", needs="deepspeed", meddles=True),
+    "deepspeed 1": Variant(
+        partial(deepspeed, 1), STAGE_1, "ddp + zero optimizer", needs="deepspeed"
+    ),
+    "deepspeed 2": Variant(
+        partial(deepspeed, 2), STAGE_2, "ddp + zero optimizer", needs="deepspeed"
+    ),
+    "deepspeed 3": Variant(
+        partial(deepspeed, 3), STAGE_3, "fully_shard", needs="deepspeed", meddles=True
+    ),
     "jax replicated": Variant(partial(jax_devices, False), REPLICATED, "ddp", needs="jax"),
     "jax sharded": Variant(partial(jax_devices, True), STAGE_3, "fully_shard", needs="jax"),
 }
@@ -111,7 +121,11 @@ VARIANTS = {
 
 def chosen_of(console: Console, only: list[str]) -> list[str]:
     """Return the names of the variants to run, and print which are missing."""
-    names = [name for name, one in VARIANTS.items() if (name.startswith(tuple(only)) if only else not one.meddles)]
+    names = [
+        name
+        for name, one in VARIANTS.items()
+        if (name.startswith(tuple(only)) if only else not one.meddles)
+    ]
     needed = {VARIANTS[name].needs for name in names} - {None}
     missing = {needs for needs in needed if importlib.util.find_spec(str(needs)) is None}
     for needs in sorted(map(str, missing)):
@@ -136,7 +150,9 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _sent(self, name: str, args: Any) -> float:
-        size = max((_size(arg) for arg in args[:2]), default=0)  # of the full tensor, argument or result
+        size = max(
+            (_size(arg) for arg in args[:2]), default=0
+        )  # of the full tensor, argument or result
         if name.startswith("barrier"):
             return 0
         return size * (2 if name.startswith("allreduce") else 1) * (self.n - 1) / self.n
@@ -166,7 +182,9 @@ def timed_process(workload: str, names: list[str], rounds: int) -> dict[str, Fou
     model = WORKLOADS[workload]
     mesh, data = mesh_and_data(model)
     steps = {name: over(BATCHES, VARIANTS[name].make(model, data, mesh)) for name in names}
-    times = slowest(interleaved(steps, rounds, warm_up=WARM_UP, between=gc.collect, ready=dist.barrier))
+    times = slowest(
+        interleaved(steps, rounds, warm_up=WARM_UP, between=gc.collect, ready=dist.barrier)
+    )
     found: dict[str, Found] = {}
     for name, step in steps.items():
         with Wire(mesh.size) as wire, fs.ledger() as comm:
@@ -178,9 +196,18 @@ def timed_process(workload: str, names: list[str], rounds: int) -> dict[str, Fou
     return found
 
 
-def timed(console: Console, workload: str, n: int, rounds: int, names: list[str], variables: dict[str, str]) -> None:
+def timed(
+    console: Console,
+    workload: str,
+    n: int,
+    rounds: int,
+    names: list[str],
+    variables: dict[str, str],
+) -> None:
     """Print how long a step takes, against a peer and a floor, and whether all train the same."""
-    found = run_processes(timed_process, n, workload, names, rounds, environment=variables, timeout=3600)[0]
+    found = run_processes(
+        timed_process, n, workload, names, rounds, environment=variables, timeout=3600
+    )[0]
     middle = {name: statistics.median(one.times) for name, one in found.items()}
 
     def ratio(name: str, other: str | None) -> str:
@@ -188,7 +215,9 @@ def timed(console: Console, workload: str, n: int, rounds: int, names: list[str]
 
     links = "gloo" if variables else "direct links"
     title = f"{workload}: {n} processes, {rounds} rounds, ours by {links}"
-    table = Table("variant", "ms", "x ddp", "x peer", "peer", "x floor", "MB sent", "loss", title=title)
+    table = Table(
+        "variant", "ms", "x ddp", "x peer", "peer", "x floor", "MB sent", "loss", title=title
+    )
     for name, one in found.items():
         variant = VARIANTS[name]
         sent = f"{one.sent / 1e6:.1f}" if variant.needs != "jax" else ""
@@ -205,9 +234,15 @@ def timed(console: Console, workload: str, n: int, rounds: int, names: list[str]
     console.print(table)
     losses = {name: one.loss for name, one in found.items() if not VARIANTS[name].alone}
     expected = statistics.median(losses.values()) if losses else 0.0
-    wrong = [name for name, loss in losses.items() if not abs(loss - expected) <= TOLERANCE * abs(expected)]
+    wrong = [
+        name
+        for name, loss in losses.items()
+        if not abs(loss - expected) <= TOLERANCE * abs(expected)
+    ]
     if wrong:
-        raise AssertionError(f"{workload}: {', '.join(wrong)} did not train what the others did: {losses}")
+        raise AssertionError(
+            f"{workload}: {', '.join(wrong)} did not train what the others did: {losses}"
+        )
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
@@ -240,12 +275,16 @@ def memory(console: Console, n: int, names: list[str], variables: dict[str, str]
     os.environ.update(MALLOC_MMAP_THRESHOLD_=str(MIB), MALLOC_ARENA_MAX="2")
     for workload, model in WORKLOADS.items():
         count = sum(leaf.numel() for leaf in model.init(SEED).values())
-        console.print(f"{workload}: {count / 1e6:.1f} M parameters, peak MiB per process, {n} processes")
+        console.print(
+            f"{workload}: {count / 1e6:.1f} M parameters, peak MiB per process, {n} processes"
+        )
         table = Table("variant", "peak", "formula", "beyond it")
         for name in names:
             if VARIANTS[name].needs == "jax":
                 continue  # all its devices are in one process
-            peaks = run_processes(memory_process, n, workload, name, environment=variables, timeout=600, fresh=True)
+            peaks = run_processes(
+                memory_process, n, workload, name, environment=variables, timeout=600, fresh=True
+            )
             peak, formula = max(peaks) / MIB, VARIANTS[name].held.bytes(n) * count / MIB
             table.add_row(name, f"{peak:.0f}", f"{formula:.0f}", f"{peak - formula:+.0f}")
         console.print(table)
@@ -254,13 +293,19 @@ def memory(console: Console, n: int, names: list[str], variables: dict[str, str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parts = [*WORKLOADS, "memory"]
     parser.add_argument("parts", nargs="*", default=parts)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", nargs="+", default=[], help="variants whose names begin like one of these")
-    parser.add_argument("--gloo", action="store_true", help="ours over gloo too, not by direct links")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="variants whose names begin like one of these"
+    )
+    parser.add_argument(
+        "--gloo", action="store_true", help="ours over gloo too, not by direct links"
+    )
     chosen = parser.parse_args()
     if unknown := set(chosen.parts) - set(parts):
         parser.error(f"{', '.join(sorted(unknown))}: none of {', '.join(parts)}")

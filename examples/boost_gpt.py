@@ -55,20 +55,26 @@ class Block(nn.Module):
         super().__init__()
         self.before, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.think = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.think = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x):
         q, k, v = (
             self.qkv(self.before(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         )  # (batch, heads, length, -1)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.think(self.after(x))
 
 
 def gpt():
     """A row of layers: a pipeline may cut it anywhere."""
     torch.manual_seed(0)
-    return nn.Sequential(Embedding(), *(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HOURS))
+    return nn.Sequential(
+        Embedding(), *(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HOURS)
+    )
 
 
 def criterion(scores, following):
@@ -82,13 +88,19 @@ def main(args):
     booster = fs.Booster(plugin=PLUGINS[args.plugin])
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    loader = DataLoader(counting(), batch_size=48, shuffle=True)  # 48 samples on all devices together
+    loader = DataLoader(
+        counting(), batch_size=48, shuffle=True
+    )  # 48 samples on all devices together
     steps = args.epochs * len(loader)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps)
-    model, optimizer, loss_fn, loader, schedule = booster.boost(model, optimizer, criterion, loader, schedule)
+    model, optimizer, loss_fn, loader, schedule = booster.boost(
+        model, optimizer, criterion, loader, schedule
+    )
 
     staged = args.plugin == "hybrid"
-    own = None if staged else booster.plugin.default_mesh()  # a pipeline's loss is that of all devices already
+    own = (
+        None if staged else booster.plugin.default_mesh()
+    )  # a pipeline's loss is that of all devices already
     with fs.report.Report(fs.report.Bar(steps), mesh=own) as report:
         for _ in range(args.epochs):
             batches = iter(loader)
@@ -115,9 +127,13 @@ def right(model):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--plugin", choices=PLUGINS, default="zero2")
-    parser.add_argument("--devices", type=int, default=4, help="virtual ones; processes are as many as were started")
+    parser.add_argument(
+        "--devices", type=int, default=4, help="virtual ones; processes are as many as were started"
+    )
     parser.add_argument("--epochs", type=int, default=24)
     args = parser.parse_args()
 

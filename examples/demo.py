@@ -44,7 +44,9 @@ def loss_of(params, x, y):
 
 def sharded_loss(params, x, y):
     """What each of many devices does: columns of `up` and rows of `down` over "model", the batch over "data"."""
-    params = {name: fs.pvary(w, "data") for name, w in params.items()}  # each device uses them with its own batch
+    params = {
+        name: fs.pvary(w, "data") for name, w in params.items()
+    }  # each device uses them with its own batch
     hidden = torch.relu(fs.pvary(x, "model") @ params["up"])
     out = fs.psum(hidden @ params["down"], "model")
     return fs.pmean(((out - y) ** 2).mean(), "data")
@@ -58,7 +60,8 @@ def step(loss_of):
         loss = loss_of(params, x, y)
         gradients = torch.autograd.grad(loss, list(params.values()))
         return {
-            name: w.detach() - RATE * gradient for (name, w), gradient in zip(params.items(), gradients, strict=True)
+            name: w.detach() - RATE * gradient
+            for (name, w), gradient in zip(params.items(), gradients, strict=True)
         }, loss.detach()
 
     return descend
@@ -72,22 +75,33 @@ def forget_a_collective():
 def main():
     mesh = fs.make_mesh({"data": 4, "model": 2})
     specs = {"up": P(None, "model"), "down": P("model")}
-    params = fs.device_put(initial_params(), {name: fs.Layout(mesh, spec) for name, spec in specs.items()})
+    params = fs.device_put(
+        initial_params(), {name: fs.Layout(mesh, spec) for name, spec in specs.items()}
+    )
     show(f"[bold]{mesh}[/]\n")
     if mesh.runtime == "virtual":
         fs.visualize(params["up"])
         fs.visualize(params)
 
-    train = fs.shard_map(step(sharded_loss), mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=(specs, P()))
+    train = fs.shard_map(
+        step(sharded_loss),
+        mesh=mesh,
+        in_specs=(specs, P("data"), P("data")),
+        out_specs=(specs, P()),
+    )
     alone, serial = initial_params(), step(loss_of)
     steps = range(STEPS)
     gap = 0.0
-    for number in track(steps, "training on 8 devices and on one") if mesh.runtime == "virtual" else steps:
+    for number in (
+        track(steps, "training on 8 devices and on one") if mesh.runtime == "virtual" else steps
+    ):
         params, loss = train(params, *data(number))
         alone, expected = serial(alone, *data(number))
         gap = max(gap, abs(fs.unshard(loss).item() - expected.item()))
         if number % 15 == 0:
-            show(f"step {number:3}   loss {fs.unshard(loss).item():.6f}   on one device {expected.item():.6f}")
+            show(
+                f"step {number:3}   loss {fs.unshard(loss).item():.6f}   on one device {expected.item():.6f}"
+            )
     show(f"\nlargest difference of the losses in {STEPS} steps: {gap:.1e}\n")
     assert gap < 1e-12
 
@@ -97,11 +111,16 @@ def main():
 
     planned = fs.make_mesh(dict(mesh.shape), runtime="abstract")
     plan = fs.shard_map(
-        step(sharded_loss), mesh=planned, in_specs=(specs, P("data"), P("data")), out_specs=(specs, P())
+        step(sharded_loss),
+        mesh=planned,
+        in_specs=(specs, P("data"), P("data")),
+        out_specs=(specs, P()),
     )
     with fs.ledger() as counted:
         plan(initial_params(), *data(0))
-    show(f"counted beforehand on an abstract mesh, without data: {int(counted.bytes()):,} bytes per device\n")
+    show(
+        f"counted beforehand on an abstract mesh, without data: {int(counted.bytes()):,} bytes per device\n"
+    )
     assert counted.bytes() == comm.bytes()
 
     if mesh.runtime == "virtual":
@@ -110,7 +129,9 @@ def main():
             fs.run(forget_a_collective, mesh=fs.make_mesh({"data": 4}))
         except fs.errors.DeadlockError as error:
             show(f"[red]{type(error).__name__}[/]: {error}")
-        show("\nThe same file on real processes:  [bold]torchrun --nproc-per-node 8 examples/demo.py[/]")
+        show(
+            "\nThe same file on real processes:  [bold]torchrun --nproc-per-node 8 examples/demo.py[/]"
+        )
 
 
 if __name__ == "__main__":

@@ -34,17 +34,26 @@ def batch_of(step):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", required=True, help="of the checkpoints and the log")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
-    parser.add_argument("--seconds", type=float, default=0.0, help="to wait in each step, for time to kill a process")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.0,
+        help="to wait in each step, for time to kill a process",
+    )
     options = parser.parse_args()
 
     processes = fs.mesh.process_count()
     mesh = fs.make_mesh({"data": processes})
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    model = nn.Sequential(
+        nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)
+    )
     apply, params, buffers = fs.functionalize(model)
     params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
     opt = fs.optim.adamw(1e-3)
@@ -54,7 +63,9 @@ def main():
         return nn.functional.mse_loss(predicted, batch["y"])
 
     slices = SLICES if SLICES % processes == 0 else processes
-    step_fn = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), reproducible=True, slices=slices)
+    step_fn = fs.train_step(
+        loss_fn, opt, mesh=mesh, batch=P("data"), reproducible=True, slices=slices
+    )
     folder = fs.Checkpoints(Path(options.folder) / "checkpoints", keep=2, every=options.every)
     run = {"params": params, "state": opt.init(params), "steps": 0}
     if folder.latest is not None:
@@ -62,7 +73,9 @@ def main():
 
     with open(Path(options.folder) / f"log-{os.getpid()}.jsonl", "a") as log:
         while run["steps"] < options.steps:
-            run["params"], run["state"], metrics = step_fn(run["params"], run["state"], batch_of(run["steps"]))
+            run["params"], run["state"], metrics = step_fn(
+                run["params"], run["state"], batch_of(run["steps"])
+            )
             run["steps"] += 1
             line = {
                 "step": run["steps"],

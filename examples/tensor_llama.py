@@ -23,9 +23,16 @@ HOURS, LENGTH = 24, 32
 
 def llama():
     torch.manual_seed(0)  # all processes draw the same numbers
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": LENGTH,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=HOURS, pad_token_id=0, initializer_range=0.1, **sizes, **heads))
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=HOURS, pad_token_id=0, initializer_range=0.1, **sizes, **heads)
+    )
 
 
 def batch_of(number, size):
@@ -33,7 +40,10 @@ def batch_of(number, size):
     draw = torch.Generator().manual_seed(number)
     start, step = torch.randint(HOURS, (2, size, 1), generator=draw)
     hours = (start + step * torch.arange(LENGTH)) % HOURS
-    return {"input_ids": hours, "labels": hours}  # the model's loss compares with the hour that follows
+    return {
+        "input_ids": hours,
+        "labels": hours,
+    }  # the model's loss compares with the hour that follows
 
 
 def main():
@@ -46,7 +56,9 @@ def main():
 
     shared = {"tensor": args.model, "sequence": args.seq, "sequence_mode": "zigzag"}
     stages = {"pipeline": args.pipeline, "blocks": "model.layers", "microbatches": 2}
-    plugin = fs.HybridParallelPlugin(mesh=mesh, sample=batch_of(0, 2), zero_stage=3, **shared, **stages)
+    plugin = fs.HybridParallelPlugin(
+        mesh=mesh, sample=batch_of(0, 2), zero_stage=3, **shared, **stages
+    )
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-2))
     booster = fs.Booster(plugin)
     state = booster.init(llama(), opt)  # the loss is the model's own
@@ -54,7 +66,11 @@ def main():
     show(f"{mesh}\n")
     trees = state.params if args.pipeline > 1 else [state.params]
     params = {name: x for tree in trees for name, x in tree.items()}
-    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
+    for name in (
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.norm.weight",
+    ):
         show(f"{name:38} {fs.typeof(params[name])}")
 
     show()
@@ -74,8 +90,12 @@ def main():
 
 
 def options():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=8, help="virtual ones; processes are as many as were started")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--devices", type=int, default=8, help="virtual ones; processes are as many as were started"
+    )
     parser.add_argument("--pipeline", type=int, default=1, help="stages of blocks")
     parser.add_argument("--seq", type=int, default=2, help="devices that share the tokens")
     parser.add_argument("--model", type=int, default=2, help="devices that share each layer")

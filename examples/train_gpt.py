@@ -37,7 +37,9 @@ TOKENS = torch.tensor([LETTERS.index(letter) for letter in CORPUS])
 
 def batch_of(number, size):
     """Draw windows of the text. Every process draws the same ones: a plain tensor is the global batch."""
-    starts = torch.randint(len(TOKENS) - LENGTH, (size, 1), generator=torch.Generator().manual_seed(number))
+    starts = torch.randint(
+        len(TOKENS) - LENGTH, (size, 1), generator=torch.Generator().manual_seed(number)
+    )
     windows = TOKENS[starts + torch.arange(LENGTH + 1)]
     return {"x": windows[:, :-1], "y": windows[:, 1:]}  # (size, length) each
 
@@ -70,7 +72,9 @@ def new_params():
 
 def block(w, x):
     y = F.layer_norm(x, (WIDTH,)) @ w["qkv"]  # (batch, length, 3 * width)
-    q, k, v = y.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # (batch, heads, length, width / heads)
+    q, k, v = y.unflatten(-1, (3, HEADS, -1)).permute(
+        2, 0, 3, 1, 4
+    )  # (batch, heads, length, width / heads)
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     x = x + y.transpose(1, 2).flatten(2) @ w["out"]
     return x + F.gelu(F.layer_norm(x, (WIDTH,)) @ w["up"]) @ w["down"]
@@ -81,7 +85,9 @@ def predict(params, x):
     y = F.embedding(x, params["letters"]) + params["positions"][: x.shape[1]]
     for w in params["blocks"]:
         y = block(w, y)
-    return F.layer_norm(y, (WIDTH,)) @ params["letters"].T  # (batch, length, letters): the embedding is tied
+    return (
+        F.layer_norm(y, (WIDTH,)) @ params["letters"].T
+    )  # (batch, length, letters): the embedding is tied
 
 
 def loss_fn(params, batch):
@@ -110,11 +116,17 @@ def main():
 
     # The layouts: nothing else makes the program parallel.
     params = fs.shard_params(
-        new_params(), fs.fsdp("data", unit=("blocks[*]", "*")) if args.stage == 3 else P(), mesh=mesh
+        new_params(),
+        fs.fsdp("data", unit=("blocks[*]", "*")) if args.stage == 3 else P(),
+        mesh=mesh,
     )
     adamw = optimizer(args.steps)
     opt = fs.partition_optimizer(adamw, mesh=mesh, axis="data", stage=args.stage)
-    how = {"accumulate": args.accumulate, "reproducible": args.reproducible, "precision": args.precision}
+    how = {
+        "accumulate": args.accumulate,
+        "reproducible": args.reproducible,
+        "precision": args.precision,
+    }
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True, **how)
 
     state = opt.init(params)
@@ -127,11 +139,15 @@ def main():
 
     text = write(tree_map(torch.Tensor.cpu, fs.unshard(params)), args.letters)
     right = [sentence in SENTENCES for sentence in text.split(". ")]
-    console.print(f"\n[bold]It writes[/], {sum(right)} of {len(right)} sentences as they should be:")
+    console.print(
+        f"\n[bold]It writes[/], {sum(right)} of {len(right)} sentences as they should be:"
+    )
     console.print(f"{text}.\n")
 
     batch = batch_of(0, args.batch)
-    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), gradients=opt.gradients)(params, batch)
+    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), gradients=opt.gradients)(
+        params, batch
+    )
     console.print(holdings(params, grads, state, args.stage, mesh.size))
     fs.visualize(params["blocks"][0]["up"])
 
@@ -139,12 +155,18 @@ def main():
         step(params, state, batch)
     console.print("\n[bold]A step sends[/]", str(comm), sep="\n", soft_wrap=True)
     if args.accumulate == 1 and args.precision is None and not args.reproducible:
-        console.print(theory(args.stage, mesh.size), f"Counted: {int(comm.bytes()):,} bytes.", sep="\n")
+        console.print(
+            theory(args.stage, mesh.size), f"Counted: {int(comm.bytes()):,} bytes.", sep="\n"
+        )
 
     bits = 8 % mesh.size == 0  # sums over slices of the batch are then the same ones on any mesh
-    console.print(f"\n[bold]Is it the training of one device?[/] Two steps{' have the same bits' * bits}:")
+    console.print(
+        f"\n[bold]Is it the training of one device?[/] Two steps{' have the same bits' * bits}:"
+    )
     how = {"mesh": mesh, "stages": [args.stage], "steps": 2, "reproducible": bits}
-    console.print(str(fs.testing.certify(loss_fn, new_params(), batch, adamw, **how).check()), soft_wrap=True)
+    console.print(
+        str(fs.testing.certify(loss_fn, new_params(), batch, adamw, **how).check()), soft_wrap=True
+    )
 
     console.print("\nThe same file runs on two processes of this machine, and on many of several:")
     console.print("  fshard run --processes 2 examples/train_gpt.py")
@@ -176,7 +198,11 @@ def holdings(params, grads, state, stage, n):
         size(new_params()),
         Table("a device holds", "bytes", "by formula", "which is", title="ZeRO is a table"),
     )
-    kinds = [("parameters", params, 1, 3), ("gradients, reduced", grads, 1, 1), ("optimizer state", state, 2, 1)]
+    kinds = [
+        ("parameters", params, 1, 3),
+        ("gradients, reduced", grads, 1, 1),
+        ("optimizer state", state, 2, 1),
+    ]
     for kind, tree, times, first in kinds:  # divided from this stage on
         parts = n if stage >= first else 1
         formula = f"{'2 ' * (times == 2)}P{f' / {n}' * (parts > 1)}"
@@ -191,7 +217,9 @@ def theory(stage, n):
     params = new_params()
     full = size(params)
     if stage < 3:
-        return f"By theory: 2 P (n - 1) / n = {2 * full * (n - 1) / n:,.0f} bytes, to sum gradients."
+        return (
+            f"By theory: 2 P (n - 1) / n = {2 * full * (n - 1) / n:,.0f} bytes, to sum gradients."
+        )
     again = full - size(params["blocks"][-1]) - size(params["positions"])
     total = (2 * full + again) * (n - 1) / n
     return (
@@ -201,16 +229,31 @@ def theory(stage, n):
 
 
 def options():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
-    parser.add_argument("--devices", type=int, default=8, help="virtual ones; torchrun brings its own")
+    parser.add_argument(
+        "--devices", type=int, default=8, help="virtual ones; torchrun brings its own"
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--letters", type=int, default=300, help="to write in the end")
-    parser.add_argument("--accumulate", type=int, default=1, help="parts of a device's batch, one after the other")
-    parser.add_argument("--precision", choices=["bf16"], help="to compute in; parameters stay float32")
-    parser.add_argument("--log", action="append", default=[], help="a file for lines of JSON: every bit of the losses")
-    parser.add_argument("--reproducible", action="store_true", help="equal bits on 1, 2, 4 or 8 devices")
+    parser.add_argument(
+        "--accumulate", type=int, default=1, help="parts of a device's batch, one after the other"
+    )
+    parser.add_argument(
+        "--precision", choices=["bf16"], help="to compute in; parameters stay float32"
+    )
+    parser.add_argument(
+        "--log",
+        action="append",
+        default=[],
+        help="a file for lines of JSON: every bit of the losses",
+    )
+    parser.add_argument(
+        "--reproducible", action="store_true", help="equal bits on 1, 2, 4 or 8 devices"
+    )
     return parser.parse_args()
 
 

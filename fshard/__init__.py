@@ -8,7 +8,20 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from fshard import array, comm, errors, experts, explore, memory, mesh, nn, optim, pipeline, report, tensor
+from fshard import (
+    array,
+    comm,
+    errors,
+    experts,
+    explore,
+    memory,
+    mesh,
+    nn,
+    optim,
+    pipeline,
+    report,
+    tensor,
+)
 from fshard.booster.booster import Booster
 from fshard.booster.gemini import GeminiPlugin
 from fshard.booster.hybrid import HybridParallelPlugin

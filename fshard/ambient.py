@@ -18,16 +18,22 @@ class Ambient(threading.local):
     mesh: Any = None  # of `use_mesh`: fshard.mesh.layout.mesh
     ledgers: Any = None  # those that count; None: all open ones: fshard.mesh.collectives.ledger
     fixed_order: bool = False  # sums are reproducible: fshard.mesh.spmd.deterministic
-    absent: bool = False  # a block of another stage runs for its shapes: fshard.pipeline.split.block_stage
+    absent: bool = (
+        False  # a block of another stage runs for its shapes: fshard.pipeline.split.block_stage
+    )
     counters: Any = ()  # of storages: fshard.memory.limit
     purpose: Any = None  # of new storages, and the source line behind it: fshard.memory.limit
     memory: Any = None  # the kind of new storages: fshard.mesh.layout.kinds
     offload: Any = None  # where optimizer state is stored and updated: fshard.memory.state
     owner: Any = None  # the device that new storages are made for, outside of its scope: the same
-    activations: Any = None  # what becomes of named ones, in place of a policy: fshard.transforms.module.remat
+    activations: Any = (
+        None  # what becomes of named ones, in place of a policy: fshard.transforms.module.remat
+    )
     regions: Any = ()  # recomputed regions around the caller: fshard.transforms.module.remat
     explicit: bool = False  # implicit communication of arrays raises: fshard.array.dispatch
-    constants: bool = False  # plain tensors that meet arrays are equal everywhere: fshard.array.modules
+    constants: bool = (
+        False  # plain tensors that meet arrays are equal everywhere: fshard.array.modules
+    )
     reduces: bool = False  # partial sums of arrays are reduced at once: fshard.tensor.run
     plan: Any = None  # of the module that runs: fshard.tensor.run
     observer: Any = None  # is called with each operation on arrays: fshard.tensor.follow

@@ -37,7 +37,9 @@ checkpoint   show what a checkpoint has, compare it with its digests, write it i
 
 def explore(arguments: Sequence[str]) -> int:
     """Write the page of a plan; return the exit status."""
-    parser = argparse.ArgumentParser(prog="fshard explore", description="Write the step of a plan as one HTML file.")
+    parser = argparse.ArgumentParser(
+        prog="fshard explore", description="Write the step of a plan as one HTML file."
+    )
     parser.add_argument("plan", help="the file of fshard plan -o")
     parser.add_argument("-o", "--out", default="plan.html", help="the page to write (%(default)s)")
     options = parser.parse_args(arguments)

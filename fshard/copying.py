@@ -26,7 +26,9 @@ def copied(module: Module, instead: Mapping[int, Any]) -> Module:
     memo = dict(instead)
     for part in module.modules():
         for x in tree_leaves([*vars(part).values()]):
-            if isinstance(x, Tensor) and not x.is_leaf:  # such as weight_norm's, which torch does not copy
+            if (
+                isinstance(x, Tensor) and not x.is_leaf
+            ):  # such as weight_norm's, which torch does not copy
                 memo.setdefault(id(x), x.detach().clone())
     try:
         return copy.deepcopy(module, memo)

@@ -57,7 +57,9 @@ def site_of(frame: FrameType | None, default: Site | None = None) -> Site:
     inner = frame
     while frame is not None and _is_plumbing(frame.f_code.co_filename):
         frame = frame.f_back
-    if frame is None and default is None and ambient.representative is not None:  # its thread has no user's line
+    if (
+        frame is None and default is None and ambient.representative is not None
+    ):  # its thread has no user's line
         default = ambient.representative.site
     if frame is None and default is not None:
         return default
@@ -94,11 +96,15 @@ def _short(file: str) -> str:
     path = Path(file)
     if path.is_absolute():
         here = Path.cwd()
-        return str(path.relative_to(here)) if path.is_relative_to(here) else "/".join(path.parts[-2:])
+        return (
+            str(path.relative_to(here)) if path.is_relative_to(here) else "/".join(path.parts[-2:])
+        )
     return file
 
 
-def locate(error: BaseException, paths: Mapping[int, str], stop: CodeType | None = None) -> tuple[str, str]:
+def locate(
+    error: BaseException, paths: Mapping[int, str], stop: CodeType | None = None
+) -> tuple[str, str]:
     """Return the path of the innermost module, by the ids of modules, whose code raised or called `stop`, and its line."""
     path, line = "", ""
     for frame, number in traceback.walk_tb(error.__traceback__):

@@ -27,7 +27,9 @@ class Tabular:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return self._printed().export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
+        return self._printed().export_html(
+            inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>'
+        )
 
     def _printed(self) -> Console:
         from rich.console import Console

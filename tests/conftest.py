@@ -26,32 +26,47 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in jobs of a shell's
 
 # On CI a run must give what the run before gave; elsewhere every run looks at new examples and keeps its failures.
 ON_CI = os.environ.get("CI", "").lower() in ("1", "true")
-settings.register_profile("fshard", deadline=None, max_examples=60, derandomize=ON_CI, print_blob=True)
+settings.register_profile(
+    "fshard", deadline=None, max_examples=60, derandomize=ON_CI, print_blob=True
+)
 settings.register_profile("thorough", settings.get_profile("fshard"), max_examples=500)
 settings.load_profile(os.environ.get("FSHARD_EXAMPLES", "fshard"))
 
 if os.environ.get(foreign_backward.VARIABLE):  # here, and in the processes of tests
     foreign_backward.install()
     _run = Processes._run
-    Processes._run = lambda self, fn, args, kwargs, last: _run(self, foreign_backward.Foreign(fn), args, kwargs, last)
+    Processes._run = lambda self, fn, args, kwargs, last: _run(
+        self, foreign_backward.Foreign(fn), args, kwargs, last
+    )
 
 HAS_RULES = os.environ.get("FSHARD_BACKEND") == "nccl_rules"
 """True if all processes of tests are to use the rules of NCCL; programs that tests start do not know them."""
 if HAS_RULES:
     _run_plainly = Processes._run
-    Processes._run = lambda self, fn, args, kwargs, last: _run_plainly(self, Ruled(fn), args, kwargs, last)
+    Processes._run = lambda self, fn, args, kwargs, last: _run_plainly(
+        self, Ruled(fn), args, kwargs, last
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run tests over gloo in tests/mesh alone; refuse names of tests that hold an address: workers could not agree on them."""
-    repeated = [item for item in items if "[gloo" in item.nodeid and "tests/mesh/" not in item.nodeid]
+    repeated = [
+        item for item in items if "[gloo" in item.nodeid and "tests/mesh/" not in item.nodeid
+    ]
     config.hook.pytest_deselected(items=repeated)
     items[:] = [item for item in items if item not in repeated]
     if unlike := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError("These parameters need other ids:\n  " + "\n  ".join(unlike))
 
 
-PRELOADED = ["__main__", "fshard.launching.worker", "hypothesis", "pytest", "torch._dynamo", "fshard.testing.gpt"]
+PRELOADED = [
+    "__main__",
+    "fshard.launching.worker",
+    "hypothesis",
+    "pytest",
+    "torch._dynamo",
+    "fshard.testing.gpt",
+]
 """Modules that tests in processes need: imported once, in the process that all others are forked from."""
 
 

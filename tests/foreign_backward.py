@@ -31,7 +31,9 @@ class ForeignEngine:
 
     def run_backward(self, *args, **kwargs):
         stays = getattr(_thread, "is_foreign", False)  # a nested backward runs in the same thread
-        if stays or transformed() or not torch._C._is_multithreading_enabled():  # torch.func's state is C++'s own
+        if (
+            stays or transformed() or not torch._C._is_multithreading_enabled()
+        ):  # torch.func's state is C++'s own
             return self.engine.run_backward(*args, **kwargs)
         self.backwards += 1
         state, results, errors = ThreadState.capture("cpu"), [], []

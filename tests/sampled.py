@@ -13,7 +13,10 @@ def in_pairs(*kinds):
     pairs = {one: {*combinations(enumerate(one), 2)} for one in every}
     left, chosen, used = set().union(*pairs.values()), [], Counter()
     while left and not THOROUGH:
-        best = max(every, key=lambda one: (len(pairs[one] & left), -sum(used[item] for item in enumerate(one))))
+        best = max(
+            every,
+            key=lambda one: (len(pairs[one] & left), -sum(used[item] for item in enumerate(one))),
+        )
         chosen.append(best)
         used.update(enumerate(best))
         left -= pairs[best]

@@ -34,21 +34,40 @@ MAY_IMPORT = {
     "mesh": GROUND,
     "array": GROUND | {"mesh"},
     "tensor": GROUND
-    | {"mesh", "array", "transforms", "pipeline", "experts"},  # a plan runs a module on arrays in a step
+    | {
+        "mesh",
+        "array",
+        "transforms",
+        "pipeline",
+        "experts",
+    },  # a plan runs a module on arrays in a step
     "memory": GROUND | {"mesh"},
     "optim": GROUND | {"mesh", "memory"},
-    "transforms": GROUND | {"mesh", "memory", "optim", "pipeline"},  # a training step is a gradient and an optimizer
+    "transforms": GROUND
+    | {"mesh", "memory", "optim", "pipeline"},  # a training step is a gradient and an optimizer
     "pipeline": GROUND | {"mesh"},
     "comm": GROUND | {"mesh", "optim", "transforms"},
     "experts": GROUND | {"mesh"},
     "nn": {"transforms", "experts"},
     "booster": GROUND
-    | {"mesh", "memory", "transforms", "optim", "comm", "pipeline", "tensor", "checkpoint", "experts"},
+    | {
+        "mesh",
+        "memory",
+        "transforms",
+        "optim",
+        "comm",
+        "pipeline",
+        "tensor",
+        "checkpoint",
+        "experts",
+    },
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "launching": GROUND | {"mesh"},
-    "explore": GROUND | {"mesh", "transforms", "optim", "pipeline", "plan"},  # a page shows the cost of a plan
+    "explore": GROUND
+    | {"mesh", "transforms", "optim", "pipeline", "plan"},  # a page shows the cost of a plan
     "report": GROUND | {"mesh"},
-    "testing": GROUND | {"mesh", "launching", "transforms", "optim", "pipeline", "fshard"},  # it uses the public API
+    "testing": GROUND
+    | {"mesh", "launching", "transforms", "optim", "pipeline", "fshard"},  # it uses the public API
     "doctor": GROUND | {"mesh", "memory", "launching", "testing", "fshard"},
     "plan": GROUND
     | {
@@ -62,7 +81,15 @@ MAY_IMPORT = {
         "experts",
         "launching",
     },  # plans are of all of these
-    "command": {"errors", "launching", "doctor", "checkpoint", "testing", "plan", "explore"},  # the command line
+    "command": {
+        "errors",
+        "launching",
+        "doctor",
+        "checkpoint",
+        "testing",
+        "plan",
+        "explore",
+    },  # the command line
     "__main__": {"command"},
     "fshard": GROUND
     | {
@@ -125,12 +152,16 @@ def violations(files: dict[str, str]) -> list[str]:
                 continue
             target = package_of(module, packages)
             if target != package and target not in MAY_IMPORT[package]:
-                found.append(f"fshard/{path}:{line}: `{package}` may not import `{module}` (package `{target}`)")
+                found.append(
+                    f"fshard/{path}:{line}: `{package}` may not import `{module}` (package `{target}`)"
+                )
     return found
 
 
 def test_packages_import_only_downwards():
-    files = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in MODULES}
+    files = {
+        path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in MODULES
+    }
     found = violations(files)
     assert not found, "\n" + "\n".join(found)
 
@@ -149,7 +180,9 @@ def test_tests_mirror_the_packages():
 def test_import_table_has_no_cycle():
     below = {package: set(allowed) for package, allowed in MAY_IMPORT.items()}
     while ready := {package for package, allowed in below.items() if not allowed}:
-        below = {package: allowed - ready for package, allowed in below.items() if package not in ready}
+        below = {
+            package: allowed - ready for package, allowed in below.items() if package not in ready
+        }
     assert not below, f"these packages import each other: {sorted(below)}"
 
 
@@ -198,7 +231,9 @@ def test_imports_inside_mesh_point_downwards():
 
 
 def module_name(path: Path) -> str:
-    return ".".join(["fshard", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
+    return ".".join(["fshard", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(
+        ".__init__"
+    )
 
 
 def test_modules_have_no_import_cycle():
@@ -207,7 +242,9 @@ def test_modules_have_no_import_cycle():
     for name, path in names.items():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         found = [each.module for each in imports(path.read_text(encoding="utf-8"), package)]
-        below[name] = {each if each in names else each.rpartition(".")[0] for each in found} & {*names} - {"fshard"}
+        below[name] = {each if each in names else each.rpartition(".")[0] for each in found} & {
+            *names
+        } - {"fshard"}
     while ready := {name for name, lower in below.items() if not lower}:
         below = {name: lower - ready for name, lower in below.items() if name not in ready}
     while idle := {*below} - {lower for each in below.values() for lower in each}:
@@ -229,7 +266,11 @@ def test_type_names_are_unique():
 def test_no_docstring_begins_with_what():
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     texts = [(module, ast.get_docstring(node) or "") for module, node in nodes(documented)]
-    texts += [(module, node.value.value) for module, node in nodes(ast.Expr) if isinstance(node.value, ast.Constant)]
+    texts += [
+        (module, node.value.value)
+        for module, node in nodes(ast.Expr)
+        if isinstance(node.value, ast.Constant)
+    ]
     assert [module for module, text in texts if str(text).startswith("What ")] == []
 
 

@@ -40,12 +40,28 @@ def gpu_benchmark(*argument_lists):
     warnings.simplefilter("ignore")  # torch's own, of the peers
     gpu, results = importlib.import_module("gpu"), []
     for arguments in argument_lists:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+        ):
             file = Path(folder, "numbers.json")
-            sys.argv = ["gpu.py", *arguments, "--device", "cpu", "--size", "tiny", "--rounds", "1", "--json", str(file)]
+            sys.argv = [
+                "gpu.py",
+                *arguments,
+                "--device",
+                "cpu",
+                "--size",
+                "tiny",
+                "--rounds",
+                "1",
+                "--json",
+                str(file),
+            ]
             with contextlib.suppress(SystemExit):
                 gpu.main()
-            results.append((json.loads(file.read_text()) if file.is_file() else {}, printed.getvalue()))
+            results.append(
+                (json.loads(file.read_text()) if file.is_file() else {}, printed.getvalue())
+            )
     return results
 
 
@@ -55,10 +71,16 @@ def test_gpu_benchmark_runs_on_a_cpu():
     parts = ["masters", "reproducible", "wires", "checkpoints", *variants]
     (numbers, _), (_, smoke) = run_processes(gpu_benchmark, 2, parts, ["--smoke"], timeout=300)[0]
     assert list(numbers["masters"]) == ["ddp", "fully_shard", "fshard 3"]
-    assert {"ms", "host ms", "tokens/s", "launches", "syncs", "exposed ms"} <= numbers["masters"]["fshard 3"].keys()
+    assert {"ms", "host ms", "tokens/s", "launches", "syncs", "exposed ms"} <= numbers["masters"][
+        "fshard 3"
+    ].keys()
     pairs = [row for part in ("wires", "checkpoints") for row in numbers[part].values()]
-    assert len(pairs) == 6 and all(row.keys() == {"ours", "torch"} and min(row.values()) > 0 for row in pairs)
-    ((_, alone),) = run_processes(Ruled(gpu_benchmark), 1, ["--smoke"], environment=RULES, timeout=300)[0]
+    assert len(pairs) == 6 and all(
+        row.keys() == {"ours", "torch"} and min(row.values()) > 0 for row in pairs
+    )
+    ((_, alone),) = run_processes(
+        Ruled(gpu_benchmark), 1, ["--smoke"], environment=RULES, timeout=300
+    )[0]
     for text in (smoke, alone):
         assert "304 calls are exact" in text and "FAILED" not in text
 
@@ -84,10 +106,15 @@ def test_without_a_gpu_the_benchmark_says_so(load, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     with pytest.raises(SystemExit):
         load("gpu").main()
-    assert "no GPU is here for --device cuda; --device cpu --size tiny shows that it runs" in capsys.readouterr().err
+    assert (
+        "no GPU is here for --device cuda; --device cpu --size tiny shows that it runs"
+        in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize("make", [lambda m: m.Gpt(16, 2, 2, 11, 8, 2), lambda m: m.Mlp(4, 8, 2, 3)], ids=["gpt", "mlp"])
+@pytest.mark.parametrize(
+    "make", [lambda m: m.Gpt(16, 2, 2, 11, 8, 2), lambda m: m.Mlp(4, 8, 2, 3)], ids=["gpt", "mlp"]
+)
 def test_a_model_is_the_same_as_functions_and_as_a_module(load, make):
     models = load("models")
     model = make(models).model()
@@ -102,7 +129,9 @@ def test_a_model_is_the_same_as_functions_and_as_a_module(load, make):
 def test_calls_are_timed_in_turn(load):
     timing, seen = load("timing"), []
     calls = {name: lambda name=name: seen.append(name) for name in "ab"}
-    times = timing.interleaved(calls, 3, warm_up=2, between=lambda: seen.append("-"), ready=lambda: seen.append("."))
+    times = timing.interleaved(
+        calls, 3, warm_up=2, between=lambda: seen.append("-"), ready=lambda: seen.append(".")
+    )
     assert {name: len(row) for name, row in times.items()} == {"a": 3, "b": 3}
     turns = "".join(seen).split("-")[1:]
     assert len(turns) == 5 and set(turns) == {".a.b", ".b.a"}
@@ -113,7 +142,9 @@ def test_a_link_delays_packets_and_limits_their_rate(load):
     forward, ended = load("two_machines").forward, threading.Event()
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
     (here, to_there), (there, to_here) = pairs
-    link = threading.Thread(target=forward, args=([to_there.fileno(), to_here.fileno()], 0.05, 0.8e6, ended))
+    link = threading.Thread(
+        target=forward, args=([to_there.fileno(), to_here.fileno()], 0.05, 0.8e6, ended)
+    )
     link.start()
     began = time.perf_counter()
     for number in range(5):

@@ -17,10 +17,17 @@ from tests.examples import python_blocks, run_block
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 FOLDERS = sorted((ROOT / "fshard").glob("*/README.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *FOLDERS, *sorted((ROOT / "docs").glob("**/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *FOLDERS,
+    *sorted((ROOT / "docs").glob("**/*.md")),
+]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 # A Python block, and the text block that follows it directly.
-SHOWN = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", flags=re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(
+    r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", flags=re.MULTILINE | re.DOTALL
+)
 
 
 def outputs(guide):
@@ -38,7 +45,9 @@ def without_trailing_spaces(text):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch itself uses it in its first jvp
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by Dynamo
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # read by Dynamo
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
 def test_guide_prints_what_it_shows(guide):
     for printed, shown in outputs(guide):
@@ -47,10 +56,19 @@ def test_guide_prints_what_it_shows(guide):
 
 def test_code_of_pages_is_at_most_92_columns_wide():
     blocks = [(page.name, *block) for page in PAGES for block in FENCED.findall(page.read_text())]
-    lines = [(name, line) for name, kind, block in blocks if kind != "text" for line in block.splitlines()]
+    lines = [
+        (name, line)
+        for name, kind, block in blocks
+        if kind != "text"
+        for line in block.splitlines()
+    ]
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-        lines += [(path.name, line) for cell in cells for line in "".join(cell["source"]).splitlines()]
+        cells = [
+            cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"
+        ]
+        lines += [
+            (path.name, line) for cell in cells for line in "".join(cell["source"]).splitlines()
+        ]
     assert [(name, line) for name, line in lines if len(line) > 92] == []
 
 
@@ -59,9 +77,18 @@ def test_readme_of_a_folder_names_files_and_names_that_exist(page):
     text = page.read_text()
     assert text.count("\n") <= 40
     files = re.findall(r"`((?:\.\./)*[a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", text)
-    assert [name for name in files if not any((base / name).exists() for base in (page.parent, ROOT / "fshard"))] == []
+    assert [
+        name
+        for name in files
+        if not any((base / name).exists() for base in (page.parent, ROOT / "fshard"))
+    ] == []
     source = "\n".join(path.read_text() for path in (ROOT / "fshard").rglob("*.py"))
-    names = [part for name in re.findall(r"`([A-Za-z_.]+)`", text) for part in name.split(".") if "py" not in name]
+    names = [
+        part
+        for name in re.findall(r"`([A-Za-z_.]+)`", text)
+        for part in name.split(".")
+        if "py" not in name
+    ]
     assert [name for name in names if not re.search(rf"\b{name}\b", source)] == []
     links = re.findall(r"\]\(([^)#]+)\)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []

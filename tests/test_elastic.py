@@ -47,7 +47,14 @@ class Job:
                     "--max-restarts",
                     "9",
                 ),
-                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-id", "elastic"),
+                *(
+                    "--rdzv-backend",
+                    "c10d",
+                    "--rdzv-endpoint",
+                    f"localhost:{self.port}",
+                    "--rdzv-id",
+                    "elastic",
+                ),
                 *(
                     "--rdzv-conf",
                     "last_call_timeout=3,join_timeout=120,keep_alive_interval=1",
@@ -64,7 +71,12 @@ class Job:
                     "0.3",
                 ),
             ]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **NEW_STORES}
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+                **NEW_STORES,
+            }
             with path.open("w") as output:
                 started = subprocess.Popen(
                     command, stdout=output, stderr=output, env=environment, start_new_session=True
@@ -94,7 +106,8 @@ class Job:
             own = [
                 pid
                 for pid, row in self.lines().items()
-                if (row["processes"], row["at"] > after, row["step"] >= steps) == (processes, True, True)
+                if (row["processes"], row["at"] > after, row["step"] >= steps)
+                == (processes, True, True)
             ]
             if len(own) == processes:
                 return own
@@ -143,13 +156,17 @@ def test_training_goes_on_with_fewer_and_more_processes_with_equal_bits(tmp_path
         killed = job.agents[2:]
         victims = list[int]()
         for agent in killed:  # two nodes fail at once
-            children = subprocess.run(["pgrep", "-P", str(agent.pid)], check=True, capture_output=True, text=True)
+            children = subprocess.run(
+                ["pgrep", "-P", str(agent.pid)], check=True, capture_output=True, text=True
+            )
             victims += [int(pid) for pid in children.stdout.split()]
             os.kill(agent.pid, signal.SIGKILL)
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
         survivors = [pid for pid in four if pid not in victims]
-        assert len(survivors) == 2 and gone(survivors, 10) < 5  # 1 s on a machine with nothing else to do
+        assert (
+            len(survivors) == 2 and gone(survivors, 10) < 5
+        )  # 1 s on a machine with nothing else to do
         since = time.time()
         assert re.search(r"LostProcessError: .* by process \d", job.text())
         job.trained(2, after=since, steps=6)
@@ -159,14 +176,25 @@ def test_training_goes_on_with_fewer_and_more_processes_with_equal_bits(tmp_path
             assert agent.wait(120) == 0, job.text()
     finally:
         job.end()
-    rows = [json.loads(line) for path in tmp_path.glob("log-*") for line in path.read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for path in tmp_path.glob("log-*")
+        for line in path.read_text().splitlines()
+    ]
     numbers = {row["processes"] for row in rows}
     assert {2, 4} <= numbers
     first = min(row["step"] for row in rows if row["processes"] == 2 and row["at"] > since)
     assert first % 5 == 1 and first > 5  # after a checkpoint
     alone = tmp_path / "alone"
     alone.mkdir()
-    command = [sys.executable, str(ROOT / "examples" / "elastic.py"), "--folder", str(alone), "--steps", str(STEPS)]
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "elastic.py"),
+        "--folder",
+        str(alone),
+        "--steps",
+        str(STEPS),
+    ]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=100)
     one, other = fs.restore(alone / "end"), fs.restore(tmp_path / "end")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -17,7 +17,10 @@ def alexnet(*options):
 def test_pipeline_prints_equal_losses_under_any_schedule():
     first, second = run_processes(alexnet, 2, "--stages", "2")
     here = alexnet("--schedule", "zbv", "--stages", "4", "--balance", "uniform")
-    assert "1f1b on Mesh(pipe=2, data=1; process" in first and "zbv on Mesh(pipe=2, data=1; virtual" in here
+    assert (
+        "1f1b on Mesh(pipe=2, data=1; process" in first
+        and "zbv on Mesh(pipe=2, data=1; virtual" in here
+    )
     assert losses(first) == losses(here) and len({*losses(here)}) == 4 and not losses(second)
     for text in (first, here):
         assert "device 1" in text and re.search(r"stage 1 on device 1 .* ReLU", text)
@@ -25,7 +28,12 @@ def test_pipeline_prints_equal_losses_under_any_schedule():
 
 
 def test_pipeline_losses_fall():
-    found = [*map(float, losses(alexnet("--stages", "2", "--steps", "30", "--batch", "24", "--width", "16")))]
+    found = [
+        *map(
+            float,
+            losses(alexnet("--stages", "2", "--steps", "30", "--batch", "24", "--width", "16")),
+        )
+    ]
     assert found[-1] < 0.7 * found[0]
 
 
@@ -39,10 +47,15 @@ def test_llama_prints_the_losses_of_one_device():
     here, staged = llama(), llama("--pipeline", "2")
     first, second = run_processes(llama, 2, "--model", "1", timeout=170)
     alone = [*map(float, losses(llama("--devices", "1", "--seq", "1", "--model", "1")))]
-    assert "Mesh(pipe=1, data=2, seq=2, model=2; virtual" in here and "Mesh(pipe=2, data=1, seq=2" in staged
+    assert (
+        "Mesh(pipe=1, data=2, seq=2, model=2; virtual" in here
+        and "Mesh(pipe=2, data=1, seq=2" in staged
+    )
     assert "Mesh(pipe=1, data=1, seq=2, model=1; process" in first
     for text in (here, staged, first):
         assert [*map(float, losses(text))] == pytest.approx(alone, abs=2e-4)
     assert len(alone) == 2 and not second and "at:pipe=1" in staged
-    sent = dict(re.findall(r"^(\S+) +(?:psum|ppermute|all_gather) +([\d,]+)$", here, flags=re.MULTILINE))
+    sent = dict(
+        re.findall(r"^(\S+) +(?:psum|ppermute|all_gather) +([\d,]+)$", here, flags=re.MULTILINE)
+    )
     assert {"data", "seq", "model"} <= sent.keys()

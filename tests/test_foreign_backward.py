@@ -28,7 +28,9 @@ def draw(*shape, seed=0):
 
 def layers(width=4, count=5):
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1)) for _ in range(count)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1)) for _ in range(count))
+    )
 
 
 def adamw(model):
@@ -58,7 +60,9 @@ def stages():
     schedule = fs.pipeline_schedule("zb-h1", stages=2, microbatches=4)
     stages = fs.pipeline.split_stages(layers(count=4), 2, "uniform")
     params = fs.shard_stages(stages, P(), mesh=mesh, schedule=schedule)
-    gradient = fs.value_and_grad(stages, mesh=mesh, batch=P(), schedule=schedule, loss=lambda y, x: y.square().mean())
+    gradient = fs.value_and_grad(
+        stages, mesh=mesh, batch=P(), schedule=schedule, loss=lambda y, x: y.square().mean()
+    )
     loss, grads = gradient(params, draw(8, 4))
     return loss, fs.unshard(grads)
 
@@ -98,7 +102,11 @@ def refused():
 
 
 def tensor_parallel():
-    made = fs.Booster(fs.HybridParallelPlugin(tensor=2, mesh=fs.make_mesh({"data": 1, "model": 2}), sample=draw(2, 8)))
+    made = fs.Booster(
+        fs.HybridParallelPlugin(
+            tensor=2, mesh=fs.make_mesh({"data": 1, "model": 2}), sample=draw(2, 8)
+        )
+    )
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     with torch.no_grad():
         for number, p in enumerate(model.parameters()):
@@ -177,7 +185,10 @@ PROGRAMS = {
     "rematerialised": (lambda: booster(Remat), 1),
     "booster, reproducible": (lambda: booster(reproducible=True), 0),
     "refused": (refused, 1),
-    "tensor parallel": (tensor_parallel, 1),  # of its plan, whose gradients are compared with one device's
+    "tensor parallel": (
+        tensor_parallel,
+        1,
+    ),  # of its plan, whose gradients are compared with one device's
     "sequence parallel": (sequence_parallel, 0),
     "array": (array, 1),
     "mapped": (mapped, 1),
@@ -202,7 +213,9 @@ OVER_GLOO = {
     "rematerialised",  # a unit that the caller has prefetched is waited for in the other thread: on the same stream
 }
 """Programs that do not run over the rules of NCCL."""
-CASES = [("gloo", name) for name in PROGRAMS] + [("nccl_rules", name) for name in PROGRAMS if name not in OVER_GLOO]
+CASES = [("gloo", name) for name in PROGRAMS] + [
+    ("nccl_rules", name) for name in PROGRAMS if name not in OVER_GLOO
+]
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,21 @@ def execute(notebook, folder):
     """Run all cells in place, in `folder`; a cell may fail only if it is tagged `raises-exception`."""
     # Without time stamps, so that running a notebook again changes only what it prints.
     place = {"metadata": {"path": folder}}
-    NotebookClient(notebook, timeout=300, record_timing=False, coalesce_streams=True, resources=place).execute()
+    NotebookClient(
+        notebook, timeout=300, record_timing=False, coalesce_streams=True, resources=place
+    ).execute()
 
 
 def tame_cells(notebook):
     """Find the cells that are tagged `raises-exception` and raise none."""
-    tagged = [cell for cell in notebook.cells if "raises-exception" in cell.metadata.get("tags", [])]
-    return [cell.source for cell in tagged if all(output.output_type != "error" for output in cell.outputs)]
+    tagged = [
+        cell for cell in notebook.cells if "raises-exception" in cell.metadata.get("tags", [])
+    ]
+    return [
+        cell.source
+        for cell in tagged
+        if all(output.output_type != "error" for output in cell.outputs)
+    ]
 
 
 def test_notebooks_exist():

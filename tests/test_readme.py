@@ -24,7 +24,10 @@ def plain_ends_of(*blocks):
     import fshard as fs
 
     ends = ends_of(*blocks)
-    return {name: fs.unshard(value) if isinstance(value, fs.Sharded) else value for name, value in ends.items()}
+    return {
+        name: fs.unshard(value) if isinstance(value, fs.Sharded) else value
+        for name, value in ends.items()
+    }
 
 
 def test_the_first_block_prints_what_it_says(capsys):

@@ -11,7 +11,9 @@ from tests.sampled import in_pairs
 from tests.training import WAYS, Case, adamw, assert_trained_alike, by_train_step, momentum
 from tests.transforms.module.zoo import MODULES, D
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:buffers .* have different shapes")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*deprecated", "ignore:buffers .* have different shapes"
+)
 
 
 class Wasteful(nn.Module):
@@ -53,7 +55,12 @@ def penalty(model, x):
 
 LOOP = ("loop",)
 IN_A_LOOP = {"rebound buffer", "closing", "old spectral norm", "spectral norm"}
-OF_ALL_SAMPLES = {"batch norm", "batch norm, cumulative", "buffers", "stateful"}  # they do not train alike on parts
+OF_ALL_SAMPLES = {
+    "batch norm",
+    "batch norm, cumulative",
+    "buffers",
+    "stateful",
+}  # they do not train alike on parts
 CASES = {
     **{
         name: Case(make, width=D, ways=LOOP) if name in IN_A_LOOP else Case(make, width=D)
@@ -72,7 +79,9 @@ BY_PAIRS = in_pairs(CASES, range(4), WAYS, (momentum, adamw), (1, 2, 4))
 def test_module_trains_as_in_torch(name, stage, way, optimizer, n):
     case = CASES[name]
     way = way if way in case.ways else case.ways[0]
-    optimizer = momentum if name == "sparse" else optimizer  # torch's AdamW refuses sparse gradients
+    optimizer = (
+        momentum if name == "sparse" else optimizer
+    )  # torch's AdamW refuses sparse gradients
     assert_trained_alike(case, *WAYS[way](case, stage, n, optimizer), optimizer=optimizer)
 
 
@@ -92,7 +101,13 @@ OPTIONS = {
     "fp16": {"precision": "fp16", "wrap": lambda opt: fs.optim.loss_scaled(opt, initial=256.0)},
 }
 TOLERANCES = {"bf16": 2e-2, "fp16": 2e-3}
-SMALL = ("tied, frozen and unused", "called three times", "lstm", "gradient in forward", "checkpoints in forward")
+SMALL = (
+    "tied, frozen and unused",
+    "called three times",
+    "lstm",
+    "gradient in forward",
+    "checkpoints in forward",
+)
 
 
 @pytest.mark.parametrize(("name", "options", "stage"), in_pairs(SMALL, OPTIONS, range(4)))

@@ -34,7 +34,9 @@ class Case(NamedTuple):
     def batch(self, step, dtype, n=1, at=0):
         """Return a device's part of a batch: of the same 8 samples on any number of devices."""
         draw = torch.Generator().manual_seed(step)
-        return self.given(torch.randn(8, self.width, generator=draw, dtype=torch.float64).chunk(n)[at].to(dtype))
+        return self.given(
+            torch.randn(8, self.width, generator=draw, dtype=torch.float64).chunk(n)[at].to(dtype)
+        )
 
     def loss(self, model, *which):
         return self.taken(self.called(model, self.batch(*which)))
@@ -128,8 +130,12 @@ def by_train_step(case, stage, n, optimizer=momentum, wrap=lambda opt: opt, **op
 
 
 WAYS = {
-    "loop": lambda case, stage, n, optimizer: boosted(case, [*PLUGINS.values()][stage](), n, optimizer),
-    "booster.step": lambda case, stage, n, optimizer: [stepped(case, [*PLUGINS][stage], n, optimizer)],
+    "loop": lambda case, stage, n, optimizer: boosted(
+        case, [*PLUGINS.values()][stage](), n, optimizer
+    ),
+    "booster.step": lambda case, stage, n, optimizer: [
+        stepped(case, [*PLUGINS][stage], n, optimizer)
+    ],
     "train_step": lambda case, stage, n, optimizer: [by_train_step(case, stage, n, optimizer)],
 }
 """Each returns losses and parameters, of each device or of all."""

@@ -62,35 +62,62 @@ def _choices(condition: Any, x: Any = None, y: Any = None) -> Any:
 
 rule(_NAMES)(elementwise())
 compose("contiguous")(lambda x, **_: x if x.viewed is None else x.clone())
-rule("neg negative positive clone conj conj_physical resolve_conj")(elementwise(lambda x, **_: [(0,)]))
+rule("neg negative positive clone conj conj_physical resolve_conj")(
+    elementwise(lambda x, **_: [(0,)])
+)
 rule("detach real imag .real .imag .data", is_view=True)(elementwise(lambda x: [(0,)]))
-rule("to type")(elementwise(lambda x, *args, **more: [(0,)] if _is_exact(x.dtype, x.to(*args, **more).dtype) else ()))
+rule("to type")(
+    elementwise(
+        lambda x, *args, **more: [(0,)] if _is_exact(x.dtype, x.to(*args, **more).dtype) else ()
+    )
+)
 
 
 @compose("to")
 def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
     """Take the dtype of another array, and drop the device, which is the mesh's."""
     positional = [
-        arg.dtype if isinstance(arg, Sharded) else arg for arg in args if not isinstance(arg, str | torch.device)
+        arg.dtype if isinstance(arg, Sharded) else arg
+        for arg in args
+        if not isinstance(arg, str | torch.device)
     ]
     named = {name: value for name, value in kwargs.items() if name != "device"}
-    devices = [device for device in (*args, kwargs.get("device")) if isinstance(device, str | torch.device)]
+    devices = [
+        device for device in (*args, kwargs.get("device")) if isinstance(device, str | torch.device)
+    ]
     if foreign := [device for device in devices if torch.device(device).type != x.device.type]:
-        raise LayoutError(f"to: an array stays on its mesh, {x.mesh}; got {foreign[0]}. Use fs.device_put.")
-    if (len(positional), len(named)) == (len(args), len(kwargs)) and all(map(operator.is_, positional, args)):
+        raise LayoutError(
+            f"to: an array stays on its mesh, {x.mesh}; got {foreign[0]}. Use fs.device_put."
+        )
+    if (len(positional), len(named)) == (len(args), len(kwargs)) and all(
+        map(operator.is_, positional, args)
+    ):
         return NotImplemented
     return x.to(*positional, **named) if positional or named else x
 
 
-_TO = {"double": torch.float64, "float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
+_TO = {
+    "double": torch.float64,
+    "float": torch.float32,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 for _name, _dtype in _TO.items():
-    rule(_name)(elementwise(lambda x, _dtype=_dtype, **_: [(0,)] if _is_exact(x.dtype, _dtype) else ()))
+    rule(_name)(
+        elementwise(lambda x, _dtype=_dtype, **_: [(0,)] if _is_exact(x.dtype, _dtype) else ())
+    )
 rule("mul multiply")(elementwise(lambda x, y, **_: "each"))
 rule("add sub subtract rsub lerp")(  # a number would be added once per device
-    elementwise(lambda x, y, *_, **__: [(0, 1)] if isinstance(x, Tensor) and isinstance(y, Tensor) else ())
+    elementwise(
+        lambda x, y, *_, **__: [(0, 1)] if isinstance(x, Tensor) and isinstance(y, Tensor) else ()
+    )
 )
 rule("div divide true_divide")(
-    elementwise(lambda x, y, rounding_mode=None, **_: [(0,)] if isinstance(x, Tensor) and not rounding_mode else ())
+    elementwise(
+        lambda x, y, rounding_mode=None, **_: (
+            [(0,)] if isinstance(x, Tensor) and not rounding_mode else ()
+        )
+    )
 )
 rule("where")(elementwise(_choices))
 rule("masked_fill")(elementwise(lambda x, mask, value: [(0,)] if _is_zero(value) else ()))
@@ -115,7 +142,9 @@ for _names, _text in PRODUCTS.items():
     equations(_names, _text, "each")
 for _count in (1, 2, 3):
     _s = "S" * _count
-    _forms = f"nC{_s},CC{_s}->nC{_s} nC{_s},CC{_s},+C->nC{_s} C{_s},CC{_s}->C{_s} C{_s},CC{_s},+C->C{_s}"
+    _forms = (
+        f"nC{_s},CC{_s}->nC{_s} nC{_s},CC{_s},+C->nC{_s} C{_s},CC{_s}->C{_s} C{_s},CC{_s},+C->C{_s}"
+    )
     equations(f"conv{_count}d conv_transpose{_count}d", _forms, "each")
 equations("cdist", "...iD,...jD->...ij")
 equations("pairwise_distance", "...D,...D->...")
@@ -129,7 +158,8 @@ def _tensordot(results: Any, a: Any, b: Any, dims: Any = 2, out: Any = None) -> 
     first_term = spell(a.ndim)
     right = spell(b.ndim, dict(zip(second, (first_term[dim] for dim in first), strict=True)))
     right = "".join(
-        letter if dim in {d % b.ndim for d in second} else letter.translate(_OTHER) for dim, letter in enumerate(right)
+        letter if dim in {d % b.ndim for d in second} else letter.translate(_OTHER)
+        for dim, letter in enumerate(right)
     )
     free = [letter for letter in first_term if letter not in right] + [
         letter for letter in right if letter not in first_term
@@ -162,7 +192,9 @@ def _attention(
     results: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Rule:  # fmt: skip
-    head = "h" if enable_gqa else ""  # query heads are several to a head of keys and values, in order
+    head = (
+        "h" if enable_gqa else ""
+    )  # query heads are several to a head of keys and values, in order
     row = "L" if is_causal else "l"
     terms = [f"...{head}{row}D", f"...{head}KD", f"...{head}KD"]
     if attn_mask is not None:

@@ -40,7 +40,8 @@ def along(dims_of: DimsOf, *, is_linear: bool = False, is_sum: bool = False) -> 
         reduced = "".join(letter for dim, letter in enumerate(full) if dim not in dims)
         by_ndim = {x.ndim - len(dims): reduced, x.ndim + 1: f"{full}D", x.ndim: full}
         return Rule(
-            f"{spell(x.ndim) if is_sum else full}->{','.join(by_ndim.get(y.ndim, '') for y in results)}", linear
+            f"{spell(x.ndim) if is_sum else full}->{','.join(by_ndim.get(y.ndim, '') for y in results)}",
+            linear,
         )
 
     return rule_of
@@ -50,7 +51,11 @@ def dim_argument(position: int, default: Any) -> DimsOf:
     """Return a function that finds the argument `dim`, by its position after the array and its default."""
 
     def dims_of(x: Any, *args: Any, **kwargs: Any) -> Any:
-        dims = [kwargs[name] for name in ("dim", "axis", "dims", "dimension") if kwargs.get(name) is not None]
+        dims = [
+            kwargs[name]
+            for name in ("dim", "axis", "dims", "dimension")
+            if kwargs.get(name) is not None
+        ]
         dim = dims[0] if dims else args[position] if len(args) > position else default
         return default if isinstance(dim, bool) else dim  # var(x, unbiased)
 
@@ -72,16 +77,16 @@ def _shape(x: Any, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -
 
 
 def _padded(x: Any, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
-    return [x.ndim - 1 - index // 2 for index, width in enumerate(pad) if width or mode != "constant"] or x.ndim - 1
+    return [
+        x.ndim - 1 - index // 2 for index, width in enumerate(pad) if width or mode != "constant"
+    ] or x.ndim - 1
 
 
 def _flipped(x: Any, *dims: Any, **kwargs: Any) -> Any:
     return dim_argument(0, None)(x, *dims, **kwargs) if kwargs or len(dims) == 1 else dims
 
 
-_REDUCTIONS = (
-    "prod amax amin max min argmax argmin all any logsumexp median nanmedian std var std_mean var_mean aminmax"
-)
+_REDUCTIONS = "prod amax amin max min argmax argmin all any logsumexp median nanmedian std var std_mean var_mean aminmax"
 for _names, _dims_of in {
     _REDUCTIONS: dim_argument(0, None),
     "mode cumprod cummax cummin logcumsumexp softmax log_softmax special_softmax special_log_softmax": dim_argument(
@@ -125,21 +130,40 @@ _DISCRETE = ("nonzero", "argwhere", "histc", "bincount", "unique", "unique_conse
 
 def _compute_unsharded(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """Compute on unsharded arrays; results are sharded like the first of them, unless their shapes depend on values."""
-    full, like = map_arrays(lambda x: with_spec(x, P(), name), (args, kwargs)), arrays_in(args, kwargs)[0]
-    calls = [map_arrays(lambda x, number=number: x.shards[number], full) for number in range(len(like.shards))]
+    full, like = (
+        map_arrays(lambda x: with_spec(x, P(), name), (args, kwargs)),
+        arrays_in(args, kwargs)[0],
+    )
+    calls = [
+        map_arrays(lambda x, number=number: x.shards[number], full)
+        for number in range(len(like.shards))
+    ]
     results = [func(*positional, **named) for positional, named in calls]
     is_single = isinstance(results[0], Tensor)
     columns = zip(*([y] if is_single else y for y in results), strict=True)
     arrays = [Sharded(tuple(column[0].shape), Layout(like.mesh), column) for column in columns]
-    arrays = [y if name in _DISCRETE else with_spec(y, spec_like(like, y.shape), name) for y in arrays]
-    return arrays[0] if is_single else tuple(arrays) if type(results[0]) is tuple else type(results[0])(arrays)
+    arrays = [
+        y if name in _DISCRETE else with_spec(y, spec_like(like, y.shape), name) for y in arrays
+    ]
+    return (
+        arrays[0]
+        if is_single
+        else tuple(arrays)
+        if type(results[0]) is tuple
+        else type(results[0])(arrays)
+    )
 
 
 _UNSHARDED = {n: getattr(torch, n) for n in (*_MATRICES.split(), *_DISCRETE)}
-for _name, _func in {**_UNSHARDED, **{f"linalg_{n}": f for n, f in vars(torch.linalg).items() if isroutine(f)}}.items():
+for _name, _func in {
+    **_UNSHARDED,
+    **{f"linalg_{n}": f for n, f in vars(torch.linalg).items() if isroutine(f)},
+}.items():
     if _name not in TABLE:
         compose(_name)(partial(_compute_unsharded, _func, _name))
-compose("masked_select")(lambda x, mask: x.expand(torch.broadcast_shapes(x.shape, mask.shape))[mask.expand_as(x)])
+compose("masked_select")(
+    lambda x, mask: x.expand(torch.broadcast_shapes(x.shape, mask.shape))[mask.expand_as(x)]
+)
 
 
 # Over sharded dims: sums and maxima.
@@ -147,16 +171,25 @@ compose("masked_select")(lambda x, mask: x.expand(torch.broadcast_shapes(x.shape
 Formula = Callable[..., Any]
 
 
-def where_sharded(names: str, dims_of: DimsOf, *, is_reduction: bool = True) -> Callable[[Formula], None]:
+def where_sharded(
+    names: str, dims_of: DimsOf, *, is_reduction: bool = True
+) -> Callable[[Formula], None]:
     """Return the function that adds a composition for sharded dims: a function of (x, dims, ...) that keeps the dims."""
 
     def composed(name: str, formula: Formula, x: Any, *args: Any, **kwargs: Any) -> Any:
         dims = as_dims(x, dims_of(x, *args, **kwargs))
-        if not x.numel() or not x.shape or x.spec.is_flat or not any(x.spec.dims(x.ndim)[dim] for dim in dims):
+        if (
+            not x.numel()
+            or not x.shape
+            or x.spec.is_flat
+            or not any(x.spec.dims(x.ndim)[dim] for dim in dims)
+        ):
             return NotImplemented
         if not is_reduction:
             return _in_wide_dtype(formula, kwargs.get("dtype") or x.dtype, x, dims, *args, **kwargs)
-        func: Any = torch.linalg.vector_norm if name == "linalg_vector_norm" else getattr(torch, name)
+        func: Any = (
+            torch.linalg.vector_norm if name == "linalg_vector_norm" else getattr(torch, name)
+        )
         wanted = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs)
         if not isinstance(wanted, Tensor):
             return NotImplemented
@@ -189,12 +222,21 @@ def peak(x: Any, dims: Sequence[int], *, is_max: bool = True) -> Any:
     """Return the maximum over dims, kept with length 1, without a gradient."""
     x = with_spec(x.detach(), P(*x.spec.entries), "amax" if is_max else "amin")
     entries = x.spec.dims(x.ndim)
-    shards = tuple(shard.amax(dims, True) if is_max else shard.amin(dims, True) for shard in x.shards)
+    shards = tuple(
+        shard.amax(dims, True) if is_max else shard.amin(dims, True) for shard in x.shards
+    )
     shape = tuple(1 if dim in dims else length for dim, length in enumerate(x.shape))
     y = Sharded(
-        shape, x.layout.with_spec(P(*(() if dim in dims else axes for dim, axes in enumerate(entries)))), shards
+        shape,
+        x.layout.with_spec(P(*(() if dim in dims else axes for dim, axes in enumerate(entries)))),
+        shards,
     )
-    return largest(y, tuple(axis for dim in dims for axis in entries[dim]), "amax" if is_max else "amin", is_max=is_max)
+    return largest(
+        y,
+        tuple(axis for dim in dims for axis in entries[dim]),
+        "amax" if is_max else "amin",
+        is_max=is_max,
+    )
 
 
 def _compare(func: Any, reduce: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,18 +264,24 @@ for _name, _func, _reduce in (
 
 
 @compose("sum")
-def _sum(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Any:
+def _sum(
+    x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any
+) -> Any:
     """Drop the dims of a full sum, so that it works on flat shards."""
     is_plain = dim is None or keepdim or kwargs or len(as_dims(x, dim)) < x.ndim
     return NotImplemented if is_plain else torch.sum(x, dtype=dtype)
 
 
 @compose("mean")
-def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
+def _mean(
+    x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None
+) -> Any:
     dims, dtype = as_dims(x, dim if axis is None else axis), x.dtype if dtype is None else dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         raise RuntimeError(f"mean(): the dtype must be floating point or complex; got {dtype}.")
-    mean = torch.sum(x, dims, keepdim, dtype=summed_in(dtype)) / math.prod(x.shape[dim] for dim in dims)
+    mean = torch.sum(x, dims, keepdim, dtype=summed_in(dtype)) / math.prod(
+        x.shape[dim] for dim in dims
+    )
     return mean if mean.dtype is dtype else mean.to(dtype)
 
 
@@ -243,7 +291,9 @@ def _diff(x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = 
     return torch.diff(torch.cat(arrays, dim), n, dim) if len(arrays) > 1 else NotImplemented
 
 
-compose("nanmean")(lambda x, *args, **more: torch.nansum(x, *args, **more) / torch.sum(~x.isnan(), *args, **more))
+compose("nanmean")(
+    lambda x, *args, **more: torch.nansum(x, *args, **more) / torch.sum(~x.isnan(), *args, **more)
+)
 
 
 @where_sharded("logsumexp", dim_argument(0, None))
@@ -253,9 +303,18 @@ def _logsumexp(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     return (x - top).exp().sum(dims, True).log() + top
 
 
-def _var(x: Any, dims: Sequence[int], *args: Any, correction: Any = None, unbiased: bool = True, **kwargs: Any) -> Any:
+def _var(
+    x: Any,
+    dims: Sequence[int],
+    *args: Any,
+    correction: Any = None,
+    unbiased: bool = True,
+    **kwargs: Any,
+) -> Any:
     unbiased = next((arg for arg in args if isinstance(arg, bool)), unbiased)
-    n = math.prod(x.shape[dim] for dim in dims) - (int(unbiased) if correction is None else correction)
+    n = math.prod(x.shape[dim] for dim in dims) - (
+        int(unbiased) if correction is None else correction
+    )
     differences = x - x.mean(dims, True)
     squares = ((differences.abs() if x.is_complex() else differences) ** 2).sum(dims, True)
     return squares / n if n > 0 else squares * float("nan")
@@ -267,7 +326,9 @@ def _root(x: Any) -> Any:
 
 
 where_sharded("var", dim_argument(0, None))(_var)
-where_sharded("std", dim_argument(0, None))(lambda x, dims, *args, **kwargs: _root(_var(x, dims, *args, **kwargs)))
+where_sharded("std", dim_argument(0, None))(
+    lambda x, dims, *args, **kwargs: _root(_var(x, dims, *args, **kwargs))
+)
 
 
 @where_sharded("norm linalg_vector_norm", dim_argument(1, None))
@@ -301,7 +362,9 @@ def _scaled(x: Any, dims: Sequence[int], eps: float, weight: Any) -> Any:
 
 
 @where_sharded("layer_norm", _shape, is_reduction=False)
-def _layer_norm(x: Any, dims: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+def _layer_norm(
+    x: Any, dims: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
     y = _scaled(x - x.mean(dims, True), dims, eps, weight)
     return y if bias is None else y + bias
 

@@ -89,12 +89,18 @@ def _roots(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Any]]:
     """Return the shards of outputs and their cotangents."""
     ys = _listed(outputs)
     pairs = list(zip(ys, [None] * len(ys) if grads is None else _listed(grads), strict=True))
-    gs = [cotangent for y, g in pairs for cotangent in (_as_cotangent(g, y) if isinstance(y, Sharded) else (g,))]
+    gs = [
+        cotangent
+        for y, g in pairs
+        for cotangent in (_as_cotangent(g, y) if isinstance(y, Sharded) else (g,))
+    ]
     return [shard for y in ys for shard in _shards(y)], gs
 
 
 @direct("backward")
-def _backward(outputs: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+def _backward(
+    outputs: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any
+) -> None:
     tensors, gs = _roots(outputs, kwargs.pop("gradient", grad_tensors))
     leaves = None if inputs is None else [shard for x in _listed(inputs) for shard in _shards(x)]
     with backward_in_caller():
@@ -102,10 +108,14 @@ def _backward(outputs: Any, grad_tensors: Any = None, *args: Any, inputs: Any = 
 
 
 @direct("grad")
-def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+def _gradients(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any
+) -> tuple[Any, ...]:
     (tensors, gs), xs = _roots(outputs, grad_outputs), _listed(inputs)
     with backward_in_caller():
-        gradients = iter(torch.autograd.grad(tensors, [shard for x in xs for shard in _shards(x)], gs, **kwargs))
+        gradients = iter(
+            torch.autograd.grad(tensors, [shard for x in xs for shard in _shards(x)], gs, **kwargs)
+        )
     return tuple(_as_gradient([next(gradients) for _ in _shards(x)], x) for x in xs)
 
 
@@ -117,7 +127,9 @@ def _register_hook(x: Sharded, hook: Callable[[Sharded], None]) -> Any:
 
     def call(gradients: Sequence[Any]) -> None:
         if hook(_as_gradient(gradients, x)) is not None:
-            raise LayoutError("a hook of an array must return None. Change x.grad after the backward instead.")
+            raise LayoutError(
+                "a hook of an array must return None. Change x.grad after the backward instead."
+            )
 
     return torch.autograd.graph.register_multi_grad_hook(x.shards, call)
 
@@ -131,7 +143,9 @@ def _retain_grad(x: Sharded) -> None:
 # Attributes and values.
 
 
-def _attribute(attribute: Any, name: str, is_global: bool, x: Sharded, *args: Any, **kwargs: Any) -> Any:
+def _attribute(
+    attribute: Any, name: str, is_global: bool, x: Sharded, *args: Any, **kwargs: Any
+) -> Any:
     """Return an attribute of the global tensor, or of a shard."""
     like = torch.empty(x.shape, dtype=x.dtype, device="meta") if is_global else x.shards[0]
     return attribute(like, *args, **kwargs) if callable(attribute) else getattr(like, name)
@@ -144,7 +158,9 @@ _GLOBAL = (
 _SHARD = "requires_grad is_leaf grad_fn device is_cuda is_cpu is_meta is_inference retains_grad get_device"
 for _name in (*_GLOBAL.split(), *_SHARD.split()):
     _member: Any = getattr(Tensor, _name)
-    DIRECT[_name if callable(_member) else f".{_name}"] = partial(_attribute, _member, _name, _name in _GLOBAL.split())
+    DIRECT[_name if callable(_member) else f".{_name}"] = partial(
+        _attribute, _member, _name, _name in _GLOBAL.split()
+    )
 
 
 def _value(x: Sharded) -> Tensor:
@@ -153,21 +169,29 @@ def _value(x: Sharded) -> Tensor:
             f"the value of {typeof(x)} needs communication, which fs.array.explicit() forbids. Use fs.unshard(x)."
         )
     if x.mesh.runtime == "abstract":
-        raise LayoutError(f"the value of {typeof(x)} is needed, but on an abstract mesh arrays have none.")
+        raise LayoutError(
+            f"the value of {typeof(x)} is needed, but on an abstract mesh arrays have none."
+        )
     with torch.no_grad():
-        return unshard(with_spec(x, P(), "value", is_explicit=True) if x.mesh.zigzag else x).detach()
+        return unshard(
+            with_spec(x, P(), "value", is_explicit=True) if x.mesh.zigzag else x
+        ).detach()
 
 
 _VALUES = "item tolist __bool__ __float__ __int__ __index__ __complex__ __contains__ __dlpack__ __dlpack_device__"
 for _name in _VALUES.split():
     _method: Any = getattr(Tensor, _name)
-    DIRECT[name_of(_method)] = lambda x, *args, _method=_method, **more: _method(_value(x), *args, **more)
+    DIRECT[name_of(_method)] = lambda x, *args, _method=_method, **more: _method(
+        _value(x), *args, **more
+    )
 
 
 direct("format")(lambda x, form: format((x.item() if form and not x.shape else str(x)), form))
 direct("array numpy")(lambda x, dtype=None, **_: np.asarray(_value(x).numpy(), dtype=dtype))
 direct("equal")(lambda x, y: x.shape == y.shape and not bool(torch.ne(x, y).sum()))
-direct("allclose")(lambda x, y, *args, **kwargs: not bool((~torch.isclose(x, y, *args, **kwargs)).sum()))
+direct("allclose")(
+    lambda x, y, *args, **kwargs: not bool((~torch.isclose(x, y, *args, **kwargs)).sum())
+)
 MAX_SHOWN = 1000
 """Elements of the largest array that is printed with its values."""
 
@@ -176,6 +200,8 @@ MAX_SHOWN = 1000
 def _as_text(x: Sharded) -> str:
     """Show the values of a small array, where that needs no communication between processes."""
     small = (
-        is_outside(x.mesh) and math.prod(x.shape) <= MAX_SHOWN and all(isinstance(shard, Tensor) for shard in x.shards)
+        is_outside(x.mesh)
+        and math.prod(x.shape) <= MAX_SHOWN
+        and all(isinstance(shard, Tensor) for shard in x.shards)
     )
     return f"{x!r}\n{_value(x)}" if small and not ambient.explicit else repr(x)

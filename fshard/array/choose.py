@@ -41,7 +41,9 @@ def choose(op: LabelledOperation, mesh: Mesh) -> LayoutChoice:
     if op.is_elementwise and (flat := _keep_flat(op, mesh)):
         return flat
     splits = [x.layout.spec.split_axes for x in op.inputs if x.layout]
-    orders = dict.fromkeys((*axes, *(a for a in mesh.axis_names if a not in axes)) for axes in ((), *splits))
+    orders = dict.fromkeys(
+        (*axes, *(a for a in mesh.axis_names if a not in axes)) for axes in ((), *splits)
+    )
     choices: list[LayoutChoice] = []
     for order in orders:  # major to minor, where axes share a label
         for ways in product(*(_ways(op, axis) for axis in order)):
@@ -87,9 +89,13 @@ def _evaluate(op: LabelledOperation, mesh: Mesh, ways: dict[str, Way]) -> Layout
     summed = [axis for label, axes in labels.items() if label in op.summed for axis in axes]
     for index, x in enumerate(op.inputs):
         assert x.layout
-        unreduced = [axis for axis, way in ways.items() if isinstance(way, int) and index in op.linear[way]]
+        unreduced = [
+            axis for axis, way in ways.items() if isinstance(way, int) and index in op.linear[way]
+        ]
         spec = spec_of(x, [*unreduced, *(summed if index in op.added else ())])
-        vary = tuple(axis for axis in mesh.axis_names if ways[axis] is not None and axis not in spec.axes)
+        vary = tuple(
+            axis for axis in mesh.axis_names if ways[axis] is not None and axis not in spec.axes
+        )
         transfers.append(plan_transfer(x.shape, x.layout, spec, vary))
         sent += transfers[-1].elements * x.itemsize
         memory += local_size(x, spec)
@@ -109,19 +115,34 @@ def _is_divided(op: LabelledOperation, mesh: Mesh, label: str, axes: tuple[str, 
     """
     n, is_zigzag = prod(mesh.shape[axis] for axis in axes), mesh.zigzag in axes
     values = [
-        (x, dim) for x in (*op.inputs, *op.outputs) for dim, dim_label in enumerate(x.labels) if dim_label == label
+        (x, dim)
+        for x in (*op.inputs, *op.outputs)
+        for dim, dim_label in enumerate(x.labels)
+        if dim_label == label
     ]
     lengths = {x.shape[dim] for x, dim in values}
     if not any(length % (2 * n if is_zigzag else n) for length in lengths):
         return not is_zigzag or label != ROWS  # which have a first one
     (length, *other_lengths), each = lengths, chunk(max(lengths), n)
-    is_sharded = any(x.layout is not None and x.layout.spec.dims(len(x.shape))[dim] == axes for x, dim in values)
-    return not other_lengths and is_sharded and len(axes) == 1 and not is_zigzag and (n - 1) * each < length
+    is_sharded = any(
+        x.layout is not None and x.layout.spec.dims(len(x.shape))[dim] == axes for x, dim in values
+    )
+    return (
+        not other_lengths
+        and is_sharded
+        and len(axes) == 1
+        and not is_zigzag
+        and (n - 1) * each < length
+    )
 
 
 def _keep_flat(op: LabelledOperation, mesh: Mesh) -> LayoutChoice | None:
     """Keep a flat layout, where an operation is elementwise or sums up all elements."""
-    operands = {(x.shape, x.layout.spec, x.labels) for x in op.inputs if x.layout and (x.shape or x.layout.spec.axes)}
+    operands = {
+        (x.shape, x.layout.spec, x.labels)
+        for x in op.inputs
+        if x.layout and (x.shape or x.layout.spec.axes)
+    }
     if len(operands) != 1:
         return None
     ((shape, spec, labels),) = operands
@@ -129,7 +150,10 @@ def _keep_flat(op: LabelledOperation, mesh: Mesh) -> LayoutChoice | None:
         return None
     if any(y.labels != labels and (y.shape or not op.summed >= {*labels}) for y in op.outputs):
         return None
-    layouts = [Layout(mesh, spec.shapeless if y.shape else P(unreduced=spec.split_axes)) for y in op.outputs]
+    layouts = [
+        Layout(mesh, spec.shapeless if y.shape else P(unreduced=spec.split_axes))
+        for y in op.outputs
+    ]
     transfers = [
         LayoutChange(x.layout, (), () if x.layout.spec == spec else spec.split_axes, Fraction(0))
         for x in op.inputs

@@ -65,7 +65,9 @@ class LayoutChange(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def plan_transfer(shape: tuple[int, ...], before: Layout, spec: P, vary: tuple[str, ...] = ()) -> LayoutChange:
+def plan_transfer(
+    shape: tuple[int, ...], before: Layout, spec: P, vary: tuple[str, ...] = ()
+) -> LayoutChange:
     """Plan how an array of this shape gets from a layout to a spec."""
     layout = Layout(before.mesh, spec)
     padded = _padded(shape, before, layout)
@@ -77,7 +79,9 @@ def plan_transfer(shape: tuple[int, ...], before: Layout, spec: P, vary: tuple[s
     moves: list[tuple[Move, tuple[str, ...]]] = []
     for step in steps:
         move = cast("Move", step.move)
-        if isinstance(move, AllGather) and {*step.axes} <= {*vary}:  # its gradient is scattered while it is summed
+        if isinstance(move, AllGather) and {*step.axes} <= {
+            *vary
+        }:  # its gradient is scattered while it is summed
             move, vary = AllGather(move.dim), tuple(axis for axis in vary if axis not in step.axes)
         moves.append((move, step.axes))
     return LayoutChange(layout, tuple(moves), vary, sent, None if is_plain else shape)
@@ -88,7 +92,9 @@ def _padded(shape: tuple[int, ...], before: Layout, after: Layout) -> tuple[int,
     if before.spec.is_flat or after.spec.is_flat:
         return shape
     sizes, padded = before.mesh.shape, list(shape)
-    for dim, pair in enumerate(zip(before.spec.dims(len(shape)), after.spec.dims(len(shape)), strict=True)):
+    for dim, pair in enumerate(
+        zip(before.spec.dims(len(shape)), after.spec.dims(len(shape)), strict=True)
+    ):
         if all(len(axes) <= 1 for axes in pair):
             parts = lcm(*(sizes[axis] for axes in pair for axis in axes))
             padded[dim] = chunk(shape[dim], parts) * parts
@@ -101,21 +107,38 @@ def transfer(x: Sharded, to: LayoutChange, operation: str) -> Tensors:
     if moves == () and (is_own or not (to.vary and _is_followed(x.shards))):
         return x.shards
     key = None
-    if (x.spec.unreduced or ambient.plan is not None) and not transformed() and not x.shards[0].is_inference():
+    if (
+        (x.spec.unreduced or ambient.plan is not None)
+        and not transformed()
+        and not x.shards[0].is_inference()
+    ):
         backward = _current_backward()  # which recomputes all that a forward has made
-        key = to, torch.is_grad_enabled(), x.version, tuple([shard._version for shard in x.shards]), backward
+        key = (
+            to,
+            torch.is_grad_enabled(),
+            x.version,
+            tuple([shard._version for shard in x.shards]),
+            backward,
+        )
         if key in x.sums:  # what several operations need is made once
             return x.sums[key]
     site, shards = operation_site(operation), x.shards
     if moves is None and is_own:  # by way of the full array
         spec = P(unreduced=x.spec.unreduced)
-        moves = (*_moves(x.shape, x.layout, spec), *_moves(x.shape, x.layout.with_spec(spec), to.layout.spec))
+        moves = (
+            *_moves(x.shape, x.layout, spec),
+            *_moves(x.shape, x.layout.with_spec(spec), to.layout.spec),
+        )
     elif moves is None:
         shards = reshard(x, to.layout).shards
     apply = _apply_own if is_own else apply_move
     for move, axes in moves or ():
         is_plain = to.shape is None
-        shards = apply(x.mesh, move, axes, shards, site) if is_plain else _in_order(apply, x, move, axes, shards, site)
+        shards = (
+            apply(x.mesh, move, axes, shards, site)
+            if is_plain
+            else _in_order(apply, x, move, axes, shards, site)
+        )
     if to.vary and not is_own and _is_followed(shards):
         shards = apply_move(x.mesh, Pvary(), to.vary, shards, site)
     if key is not None:
@@ -123,8 +146,12 @@ def transfer(x: Sharded, to: LayoutChange, operation: str) -> Tensors:
     return shards
 
 
-def _moves(shape: tuple[int, ...], before: Layout, spec: P) -> tuple[tuple[Move, tuple[str, ...]], ...]:
-    shape = tuple(length or before.mesh.size for length in shape)  # an empty array is moved as another one
+def _moves(
+    shape: tuple[int, ...], before: Layout, spec: P
+) -> tuple[tuple[Move, tuple[str, ...]], ...]:
+    shape = tuple(
+        length or before.mesh.size for length in shape
+    )  # an empty array is moved as another one
     moves = plan_transfer(shape, before, spec).moves
     if moves is None:
         raise LayoutError(
@@ -139,29 +166,62 @@ def in_loss() -> bool:
     return scope is not None and bool(scope.own)
 
 
-def _apply_own(mesh: Mesh, move: Move, axes: tuple[str, ...], shards: Tensors, site: Site) -> Tensors:
+def _apply_own(
+    mesh: Mesh, move: Move, axes: tuple[str, ...], shards: Tensors, site: Site
+) -> Tensors:
     """Apply a collective in a loss function: the cotangent of a replicated value is a sum over the devices."""
     group = require("an operation on arrays").called_group(axes, "an operation on arrays")
     if isinstance(move, Alone):
-        if isinstance(move, Summand):  # zeros keep the graph, so that devices call the same collectives in the backward
-            return shards if group.index == 0 else tuple(x.flatten()[:0].sum().expand_as(x) for x in shards)
+        if isinstance(
+            move, Summand
+        ):  # zeros keep the graph, so that devices call the same collectives in the backward
+            return (
+                shards
+                if group.index == 0
+                else tuple(x.flatten()[:0].sum().expand_as(x) for x in shards)
+            )
         return tuple(move.local(x, group.index, group.size) for x in shards)
     if isinstance(move, AllGather):
         move = AllGather(move.dim)
-    shards = tuple([x if type(x) is torch.Tensor else x.view_as(x) for x in shards])  # a parameter is unsharded first
+    shards = tuple(
+        [x if type(x) is torch.Tensor else x.view_as(x) for x in shards]
+    )  # a parameter is unsharded first
     shards = apply(Bound(move, group, site), shards)
-    return apply(Bound(Pvary(), group, site), shards) if isinstance(move, Psum) and _is_followed(shards) else shards
+    return (
+        apply(Bound(Pvary(), group, site), shards)
+        if isinstance(move, Psum) and _is_followed(shards)
+        else shards
+    )
 
 
-def _in_order(apply: Any, x: Sharded, move: Move, axes: tuple[str, ...], shards: Tensors, site: Site) -> Tensors:
+def _in_order(
+    apply: Any, x: Sharded, move: Move, axes: tuple[str, ...], shards: Tensors, site: Site
+) -> Tensors:
     """Apply a collective to dims in zigzag order, or that the devices do not divide: it gets padded ones."""
-    split = move.split if isinstance(move, AllToAll) else move.dim if isinstance(move, Take | PsumScatter) else None
-    joined = move.concat if isinstance(move, AllToAll) else move.dim if isinstance(move, AllGather) else None
+    split = (
+        move.split
+        if isinstance(move, AllToAll)
+        else move.dim
+        if isinstance(move, Take | PsumScatter)
+        else None
+    )
+    joined = (
+        move.concat
+        if isinstance(move, AllToAll)
+        else move.dim
+        if isinstance(move, AllGather)
+        else None
+    )
     mesh, sizes = x.mesh, [x.mesh.shape[axis] for axis in axes]
     n, length, total = prod(sizes), 0, 0
     if split is not None:
         length = shards[0].shape[split]
-        shards = tuple([_resized(in_zigzag_order(y, mesh, axes, split), split, n * chunk(length, n)) for y in shards])
+        shards = tuple(
+            [
+                _resized(in_zigzag_order(y, mesh, axes, split), split, n * chunk(length, n))
+                for y in shards
+            ]
+        )
     if joined is not None:
         total = x.shape[joined] if x.shape[joined] % n else n * shards[0].shape[joined]
         shards = tuple([_resized(y, joined, chunk(total, n)) for y in shards])
@@ -169,15 +229,28 @@ def _in_order(apply: Any, x: Sharded, move: Move, axes: tuple[str, ...], shards:
     if split is not None:
         coordinates = [mesh.coordinates(device) for device in local_devices(mesh)]
         ranges = [
-            flat_range(length, n, ravel([coordinate[axis] for axis in axes], sizes)) for coordinate in coordinates
+            flat_range(length, n, ravel([coordinate[axis] for axis in axes], sizes))
+            for coordinate in coordinates
         ]
-        shards = tuple([_resized(y, split, stop - start) for y, (start, stop) in zip(shards, ranges, strict=True)])
+        shards = tuple(
+            [
+                _resized(y, split, stop - start)
+                for y, (start, stop) in zip(shards, ranges, strict=True)
+            ]
+        )
     if joined is not None:
-        shards = tuple([in_zigzag_order(_resized(y, joined, total), mesh, axes, joined, inverse=True) for y in shards])
+        shards = tuple(
+            [
+                in_zigzag_order(_resized(y, joined, total), mesh, axes, joined, inverse=True)
+                for y in shards
+            ]
+        )
     return shards
 
 
-def in_zigzag_order(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int, *, inverse: bool = False) -> Tensor:
+def in_zigzag_order(
+    x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int, *, inverse: bool = False
+) -> Tensor:
     """Reorder a dim that some axes shard, if one of them is in zigzag order."""
     if mesh.zigzag not in axes:
         return x
@@ -196,7 +269,9 @@ def _resized(x: Tensor, dim: int, length: int) -> Tensor:
 
 def _is_followed(shards: Tensors) -> bool:
     """Return True if derivatives of these shards are taken, or may be."""
-    return (transformed() or recorded(shards)) and (shards[0].is_floating_point() or shards[0].is_complex())
+    return (transformed() or recorded(shards)) and (
+        shards[0].is_floating_point() or shards[0].is_complex()
+    )
 
 
 def operation_site(operation: str) -> Site:
@@ -219,7 +294,12 @@ def spec_like(x: Sharded, shape: Sequence[int]) -> P:
     if spec.is_flat or len(shape) != x.ndim:
         return spec if spec.is_flat and tuple(shape) == x.shape else P()
     cuts = [(axes, prod(x.mesh.shape[axis] for axis in axes)) for axes in x.spec.dims(x.ndim)]
-    return P(*(a if n == m and n % cut == 0 else () for (a, cut), n, m in zip(cuts, shape, x.shape, strict=True)))
+    return P(
+        *(
+            a if n == m and n % cut == 0 else ()
+            for (a, cut), n, m in zip(cuts, shape, x.shape, strict=True)
+        )
+    )
 
 
 def largest(x: Sharded, axes: tuple[str, ...], operation: str, *, is_max: bool) -> Sharded:
@@ -227,11 +307,17 @@ def largest(x: Sharded, axes: tuple[str, ...], operation: str, *, is_max: bool) 
     if ambient.explicit and axes:
         raise_implicit(operation, [x], [plan_transfer(x.shape, x.layout, x.spec)])
     shards = tuple(shard.detach() for shard in x.shards)
-    shards = apply_move(x.mesh, Extreme(is_max), axes, shards, operation_site(operation)) if axes else shards
+    shards = (
+        apply_move(x.mesh, Extreme(is_max), axes, shards, operation_site(operation))
+        if axes
+        else shards
+    )
     return Sharded(x.shape, x.layout, shards)
 
 
-def raise_implicit(operation: str, arrays: Sequence[Sharded], transfers: Sequence[LayoutChange]) -> NoReturn:
+def raise_implicit(
+    operation: str, arrays: Sequence[Sharded], transfers: Sequence[LayoutChange]
+) -> NoReturn:
     """Raise for communication within `explicit`."""
     number = next((number for number, to in enumerate(transfers) if to.elements), 0)
     raise LayoutError(

@@ -38,7 +38,12 @@ def full(size: Sequence[int], value: complex, *, layout: Layout, dtype: DType = 
     shapes = [layout.local_shape(shape, device) for device in local_devices(layout.mesh)]
     device_type = layout.mesh.device_type
     return Sharded(
-        shape, layout, tuple(torch.full(local_shape, value, dtype=dtype, device=device_type) for local_shape in shapes)
+        shape,
+        layout,
+        tuple(
+            torch.full(local_shape, value, dtype=dtype, device=device_type)
+            for local_shape in shapes
+        ),
     )
 
 
@@ -52,7 +57,9 @@ def ones(*size: Any, layout: Layout, dtype: DType = None) -> Sharded:
     return full(_shape_of(size), 1, layout=layout, dtype=dtype or torch.get_default_dtype())
 
 
-def randn(*size: Any, layout: Layout, generator: torch.Generator | None = None, dtype: DType = None) -> Sharded:
+def randn(
+    *size: Any, layout: Layout, generator: torch.Generator | None = None, dtype: DType = None
+) -> Sharded:
     """Return an array of normal draws: those of torch.randn, on any mesh.
 
     >>> import torch, fshard as fs
@@ -61,28 +68,48 @@ def randn(*size: Any, layout: Layout, generator: torch.Generator | None = None, 
     >>> torch.equal(fs.unshard(x), torch.randn(4, generator=torch.Generator().manual_seed(0)))
     True
     """
-    return _drawn(_shape_of(size), layout, partial(torch.Tensor.normal_, generator=generator), generator, dtype)
+    return _drawn(
+        _shape_of(size),
+        layout,
+        partial(torch.Tensor.normal_, generator=generator),
+        generator,
+        dtype,
+    )
 
 
-def rand(*size: Any, layout: Layout, generator: torch.Generator | None = None, dtype: DType = None) -> Sharded:
+def rand(
+    *size: Any, layout: Layout, generator: torch.Generator | None = None, dtype: DType = None
+) -> Sharded:
     """Return an array of uniform draws from [0, 1): those of torch.rand, on any mesh."""
-    return _drawn(_shape_of(size), layout, partial(torch.Tensor.uniform_, generator=generator), generator, dtype)
+    return _drawn(
+        _shape_of(size),
+        layout,
+        partial(torch.Tensor.uniform_, generator=generator),
+        generator,
+        dtype,
+    )
 
 
 def bernoulli_like(x: Sharded, shape: Sequence[int], p: float) -> Sharded:
     """Return an array of 0 and 1 with the dtype of x, sharded like x in the dims where the shapes are equal."""
-    return _drawn(shape, Layout(x.mesh, spec_like(x, shape)), lambda y: y.bernoulli_(p), None, x.dtype)
+    return _drawn(
+        shape, Layout(x.mesh, spec_like(x, shape)), lambda y: y.bernoulli_(p), None, x.dtype
+    )
 
 
 def _shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
 
 
-def _drawn(shape: Sequence[int], layout: Layout, draw: Callable[[Any], Any], generator: Any, dtype: DType) -> Sharded:
+def _drawn(
+    shape: Sequence[int], layout: Layout, draw: Callable[[Any], Any], generator: Any, dtype: DType
+) -> Sharded:
     """Draw an array in full, and keep the shards of the devices held here."""
     array = zeros(shape, layout=layout, dtype=dtype)
     if array.mesh.runtime != "abstract":
-        if array.mesh.runtime == "process" and not in_loss():  # all devices of a step draw by one key
+        if (
+            array.mesh.runtime == "process" and not in_loss()
+        ):  # all devices of a step draw by one key
             state = (generator or torch.default_generator).get_state()
             compare_inputs("fs.array", array.mesh, {"the state of the random generator": (state,)})
         values = draw(torch.empty(array.shape, dtype=array.dtype))
@@ -102,7 +129,9 @@ def _like(
     x = x.to(device=device)  # raises for another device
     shape = x.shape if size is None else _shape_of(size)
     more = {} if generator is None else {"generator": generator}
-    y = make(shape, *values, layout=Layout(x.mesh, spec_like(x, shape)), dtype=dtype or x.dtype, **more)
+    y = make(
+        shape, *values, layout=Layout(x.mesh, spec_like(x, shape)), dtype=dtype or x.dtype, **more
+    )
     return y.requires_grad_() if requires_grad else y
 
 
@@ -110,9 +139,17 @@ for _make in (zeros, ones, full, randn, rand):
     compose(f"{_make.__name__}_like")(partial(_like, _make))
 compose("empty_like")(partial(_like, zeros))
 for _names, _make in {"new_zeros new_empty": zeros, "new_ones": ones}.items():
-    compose(_names)(lambda x, *size, _make=_make, **more: _like(_make, x, size=more.pop("size", size), **more))
-compose("new_full")(lambda x, size, fill_value, **more: _like(full, x, fill_value, size=(size,), **more))
-compose("new_tensor")(partial(_like, lambda _, data, layout, dtype: spread(torch.tensor(data, dtype=dtype), layout)))
+    compose(_names)(
+        lambda x, *size, _make=_make, **more: _like(_make, x, size=more.pop("size", size), **more)
+    )
+compose("new_full")(
+    lambda x, size, fill_value, **more: _like(full, x, fill_value, size=(size,), **more)
+)
+compose("new_tensor")(
+    partial(_like, lambda _, data, layout, dtype: spread(torch.tensor(data, dtype=dtype), layout))
+)
 compose("zero")(lambda x: x.masked_fill(torch.tensor(True), 0))
-compose("copy")(lambda x, source, non_blocking=False: torch.where(torch.tensor(True), source.to(x.dtype), x))
+compose("copy")(
+    lambda x, source, non_blocking=False: torch.where(torch.tensor(True), source.to(x.dtype), x)
+)
 compose("type_as")(lambda x, like: x.to(like.dtype))

@@ -22,7 +22,17 @@ from torch.overrides import resolve_name
 from fshard.ambient import ambient, setting
 from fshard.array.choose import LayoutChoice, choose
 from fshard.array.communicate import in_loss, raise_implicit, transfer, with_spec
-from fshard.array.rules import TABLE, LabelledOperation, LocalProgram, Row, Rule, Where, arrays_in, describe, map_arrays
+from fshard.array.rules import (
+    TABLE,
+    LabelledOperation,
+    LocalProgram,
+    Row,
+    Rule,
+    Where,
+    arrays_in,
+    describe,
+    map_arrays,
+)
 from fshard.errors import LayoutError, MeshError
 from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.arithmetic import ravel
@@ -55,7 +65,9 @@ def constrain(x: Sharded, spec: P) -> Sharded:
     f32[4, 4@data]
     """
     if not isinstance(x, Sharded) or not isinstance(spec, P):
-        raise LayoutError(f"constrain takes an array and a P; got {type(x).__name__} and {type(spec).__name__}.")
+        raise LayoutError(
+            f"constrain takes an array and a P; got {type(x).__name__} and {type(spec).__name__}."
+        )
     Layout(x.mesh, spec).check(x.shape, "constrain: the array")
     return with_spec(x, spec, "constrain", is_explicit=True)
 
@@ -118,18 +130,29 @@ def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         and mesh.device_type != "meta"
         and any(isinstance(x, Tensor) and x.is_meta for x in operands)
     ):
-        return func(*map_arrays(_as_meta, args), **map_arrays(_as_meta, kwargs))  # of a stage, before its blocks
+        return func(
+            *map_arrays(_as_meta, args), **map_arrays(_as_meta, kwargs)
+        )  # of a stage, before its blocks
     if row is None and name.endswith("_") and name[:-1] in TABLE:
         pure = next(
-            (getattr(o, name[:-1]) for o in (Tensor, torch.nn.functional, torch) if hasattr(o, name[:-1])), None
+            (
+                getattr(o, name[:-1])
+                for o in (Tensor, torch.nn.functional, torch)
+                if hasattr(o, name[:-1])
+            ),
+            None,
         )
         value = operate(pure, args, kwargs) if pure else _first_run(name[:-1], None, args, kwargs)
         return write(args[0], value, name)
     if kwargs.pop("inplace", False):
         return write(args[0], operate(func, args, kwargs), name)
-    kwargs = {name: value for name, value in kwargs.items() if not (name == "out" and value is None)}
+    kwargs = {
+        name: value for name, value in kwargs.items() if not (name == "out" and value is None)
+    }
     if row is None or "out" in kwargs:
-        raise _no_row(f"{resolve_name(func) or name}{'(out=)' if 'out' in kwargs else ''}", args, kwargs)
+        raise _no_row(
+            f"{resolve_name(func) or name}{'(out=)' if 'out' in kwargs else ''}", args, kwargs
+        )
     args, kwargs = _on_mesh(name, args, kwargs)
     if row.compose is not None:
         result = row.compose(*args, **kwargs)
@@ -158,18 +181,33 @@ def _no_row(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayoutE
 
 def write(x: Any, value: Any, name: str) -> Any:
     """Give an array new values, as an in-place operation does."""
-    if isinstance(x, Sharded) and isinstance(value, Sharded) and torch.can_cast(value.dtype, x.dtype):
+    if (
+        isinstance(x, Sharded)
+        and isinstance(value, Sharded)
+        and torch.can_cast(value.dtype, x.dtype)
+    ):
         value = value.to(x.dtype)
-    if not isinstance(x, Sharded) or not isinstance(value, Sharded) or value.shape != x.shape or value.dtype != x.dtype:
-        raise LayoutError(f"{name} cannot write {value!r} into {x!r}. Assign the result of the operation instead.")
+    if (
+        not isinstance(x, Sharded)
+        or not isinstance(value, Sharded)
+        or value.shape != x.shape
+        or value.dtype != x.dtype
+    ):
+        raise LayoutError(
+            f"{name} cannot write {value!r} into {x!r}. Assign the result of the operation instead."
+        )
     value, old = with_spec(value, x.spec, name, is_explicit=True), x.shards[0]
     if x.viewed is not None:
         _write_viewed(x, value, name)
     records = torch.is_grad_enabled() and (value.shards[0].requires_grad or old.requires_grad)
     if records and old.is_leaf and old.requires_grad:
-        raise RuntimeError(f"a leaf array that requires grad is used in the in-place operation {name}.")
+        raise RuntimeError(
+            f"a leaf array that requires grad is used in the in-place operation {name}."
+        )
     if records or old.is_inference():
-        x.shards = tuple([y.clone() if y._is_view() else y for y in value.shards])  # which may be written in place
+        x.shards = tuple(
+            [y.clone() if y._is_view() else y for y in value.shards]
+        )  # which may be written in place
     else:
         copies = [y.clone() for y in value.shards]  # shards of replicas may share memory
         with torch.no_grad():
@@ -188,8 +226,12 @@ def _write_viewed(x: Sharded, value: Sharded, name: str) -> None:
         with torch.no_grad():
             write(array, value, name)
     else:
-        view_error = f"got {x!r}, a view of another array by {view}. Write to that array, or to x.clone()"
-        raise LayoutError(f"{name} must write to an array, to x[index] or to x.detach(); {view_error}.")
+        view_error = (
+            f"got {x!r}, a view of another array by {view}. Write to that array, or to x.clone()"
+        )
+        raise LayoutError(
+            f"{name} must write to an array, to x[index] or to x.detach(); {view_error}."
+        )
     x.viewed = (array, array.version, view, args)
 
 
@@ -226,12 +268,16 @@ def _describe(arguments: Any, key: list[Any], arrays: list[Sharded]) -> bool:
     return True
 
 
-def _on_mesh(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _on_mesh(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replicate 0-d tensors; raise for other plain tensors, and for arrays of several meshes."""
     meshes = list(dict.fromkeys(x.mesh for x in arrays_in(args, kwargs) if isinstance(x, Sharded)))
     mesh = meshes[0]
     if len(meshes) > 1:
-        raise MeshError(f"{name}: arrays must be on one mesh; got {mesh} and {meshes[1]}. Use fs.device_put.")
+        raise MeshError(
+            f"{name}: arrays must be on one mesh; got {mesh} and {meshes[1]}. Use fs.device_put."
+        )
 
     def check_or_replicate(x: Any) -> Any:
         if isinstance(x, Sharded):
@@ -254,7 +300,9 @@ def _as_meta(x: Sharded | Tensor) -> Tensor:
 # A call.
 
 
-def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwargs: dict[str, Any]) -> CachedCall:
+def _plan(
+    name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwargs: dict[str, Any]
+) -> CachedCall:
     """Apply the rule to the global shapes and choose layouts."""
     mesh = arrays[0].mesh
     with torch.no_grad(), setting(counters=()):  # no device runs this
@@ -265,11 +313,31 @@ def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwar
     operation = describe(rule, arrays, results)
     choice = choose(operation, mesh)
     shapes = tuple(tuple(y.shape) for y in results)
-    is_free, is_local = all(x.is_free for x in choice.transfers), all(x.moves == () for x in choice.transfers)
-    rebuild = None if isinstance(meta_result, Tensor) else tuple if type(meta_result) is tuple else type(meta_result)
+    is_free, is_local = (
+        all(x.is_free for x in choice.transfers),
+        all(x.moves == () for x in choice.transfers),
+    )
+    rebuild = (
+        None
+        if isinstance(meta_result, Tensor)
+        else tuple
+        if type(meta_result) is tuple
+        else type(meta_result)
+    )
     is_view, is_same = row.is_view and len(arrays) == 1, meta_result is (*meta_args, None)[0]
     return CachedCall(
-        name, func, operation, choice, shapes, rebuild, rule.local, {}, is_free, is_local, is_view, is_same
+        name,
+        func,
+        operation,
+        choice,
+        shapes,
+        rebuild,
+        rule.local,
+        {},
+        is_free,
+        is_local,
+        is_view,
+        is_same,
     )
 
 
@@ -285,11 +353,16 @@ def _where(call: CachedCall, device: int) -> Where:
         for label, axes in choice.labels.items()
     }
     specs = [P(*layout.spec.entries) for layout in choice.layouts]
-    local = [Layout(mesh, spec).local_shape(shape, device) for spec, shape in zip(specs, shapes, strict=True)]
+    local = [
+        Layout(mesh, spec).local_shape(shape, device)
+        for spec, shape in zip(specs, shapes, strict=True)
+    ]
     return call.where.setdefault(device, Where(tuple(local), positions))
 
 
-def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(
+    call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Compute on the shards of every device held here."""
     if call.is_same:
         return arrays[0]
@@ -298,23 +371,33 @@ def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs:
     elif ambient.explicit and call.choice.bytes:
         raise_implicit(call.name, arrays, call.choice.transfers)
     else:
-        columns = [transfer(x, to, call.name) for x, to in zip(arrays, call.choice.transfers, strict=True)]
+        columns = [
+            transfer(x, to, call.name) for x, to in zip(arrays, call.choice.transfers, strict=True)
+        ]
     func, local, outputs = call.func, call.local, list[Any]()
     devices = local_devices(arrays[0].mesh) if local is not None else ()
     for number, shards in enumerate(zip(*columns, strict=True)):
         local_shards = iter(shards)
         local_args = [
-            next(local_shards) if type(x) is Sharded else x if type(x) in _ATOMS else _replaced(x, local_shards)
+            next(local_shards)
+            if type(x) is Sharded
+            else x
+            if type(x) in _ATOMS
+            else _replaced(x, local_shards)
             for x in args
         ]
-        named = {name: _replaced(x, local_shards) for name, x in kwargs.items()} if kwargs else kwargs
+        named = (
+            {name: _replaced(x, local_shards) for name, x in kwargs.items()} if kwargs else kwargs
+        )
         outputs.append(
             func(*local_args, **named)
             if local is None
             else local(_where(call, devices[number]), func, tuple(local_args), named)
         )
     columns = [tuple(outputs)] if call.rebuild is None else zip(*outputs, strict=True)
-    results = [Sharded(*fields) for fields in zip(call.shapes, call.choice.layouts, columns, strict=True)]
+    results = [
+        Sharded(*fields) for fields in zip(call.shapes, call.choice.layouts, columns, strict=True)
+    ]
     if call.is_view:
         for y in results:
             y.viewed = (arrays[0], arrays[0].version, call.name, args)

@@ -22,7 +22,9 @@ from fshard.array.rules import Rule, arrays_in, compose, rule
 from fshard.errors import LayoutError
 from fshard.mesh.layout import P
 
-compose("softmin")(lambda x, dim=None, _stacklevel=3, dtype=None: F.softmax(-x, dim=dim, dtype=dtype))
+compose("softmin")(
+    lambda x, dim=None, _stacklevel=3, dtype=None: F.softmax(-x, dim=dim, dtype=dtype)
+)
 
 
 @compose("normalize")
@@ -39,14 +41,24 @@ def _multi_head_attention(
 ) -> Any:  # fmt: skip
     """Attend by (length, batch, width) arrays with one projection weight, as `nn.MultiheadAttention` does by default."""
     unsupported = (bias_k, bias_v, options.get("static_k"), options.get("static_v"))
-    if use_separate_proj_weight or add_zero_attn or query.ndim != 3 or any(x is not None for x in unsupported):
+    if (
+        use_separate_proj_weight
+        or add_zero_attn
+        or query.ndim != 3
+        or any(x is not None for x in unsupported)
+    ):
         return NotImplemented
     biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     projected = zip((query, key, value), in_proj_weight.chunk(3), biases, strict=True)
-    q, k, v = (F.linear(x, w, b).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x, w, b in projected)
+    q, k, v = (
+        F.linear(x, w, b).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)
+        for x, w, b in projected
+    )
     scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
     if attn_mask is not None:
-        scores = _masked(scores, attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, num_heads)))
+        scores = _masked(
+            scores, attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, num_heads))
+        )
     if key_padding_mask is not None:
         scores = _masked(scores, key_padding_mask.unsqueeze(1).unsqueeze(1))
     weights = F.dropout(scores.softmax(-1), dropout_p, training)
@@ -73,7 +85,9 @@ def _batch_norm(
     if training:
         n = math.prod(x.shape[dim] for dim in dims)
         if n <= 1:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}"
+            )
         mean = x.mean(dims)
         var = ((x - mean.reshape(shape)) ** 2).mean(dims)
         if running_mean is not None:
@@ -87,16 +101,22 @@ def _batch_norm(
 
 
 @compose("instance_norm")
-def _instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _instance_norm(
+    x: Any, running_mean: Any = None, running_var: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     if running_mean is not None or running_var is not None:
-        raise LayoutError("instance_norm of arrays does not take running statistics. Use track_running_stats=False.")
+        raise LayoutError(
+            "instance_norm of arrays does not take running statistics. Use track_running_stats=False."
+        )
     return NotImplemented
 
 
 # Dropout.
 
 
-def _dropout(dims: int | None, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropout(
+    dims: int | None, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
     """Drop elements; with `dims` given, channels of an array of that many dims."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout: p must be from 0 to 1; got {p}.")
@@ -130,14 +150,23 @@ def _reduced(losses: Any, reduction: str, count: Any = None) -> Any:
 
 
 def _loss(
-    func: Any, *args: Any, reduction: str = "mean", size_average: Any = None, reduce: Any = None, **more: Any
+    func: Any,
+    *args: Any,
+    reduction: str = "mean",
+    size_average: Any = None,
+    reduce: Any = None,
+    **more: Any,
 ) -> Any:
     if size_average is not None or reduce is not None:
         reduction = _Reduction.legacy_get_string(size_average, reduce)
     if reduction == "none":
         return NotImplemented
     losses = func(*args, reduction="none", **more)
-    return _reduced(losses, "sum") / losses.shape[0] if reduction == "batchmean" else _reduced(losses, reduction)
+    return (
+        _reduced(losses, "sum") / losses.shape[0]
+        if reduction == "batchmean"
+        else _reduced(losses, reduction)
+    )
 
 
 def _rows(results: Any, *args: Any, weight: Any = None, **kwargs: Any) -> Rule:
@@ -149,9 +178,7 @@ def _rows(results: Any, *args: Any, weight: Any = None, **kwargs: Any) -> Rule:
 
 _ELEMENTWISE = """l1_loss mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
 soft_margin_loss hinge_embedding_loss poisson_nll_loss margin_ranking_loss kl_div"""
-_BY_ROW = (
-    "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_embedding_loss triplet_margin_loss"
-)
+_BY_ROW = "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_embedding_loss triplet_margin_loss"
 rule(_ELEMENTWISE)(elementwise())
 rule(_BY_ROW)(_rows)
 for _name in (*_ELEMENTWISE.split(), *_BY_ROW.split()):
@@ -160,13 +187,22 @@ for _name in (*_ELEMENTWISE.split(), *_BY_ROW.split()):
 
 @compose("gaussian_nll_loss")
 def _gaussian_nll_loss(
-    input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+    input: Any,
+    target: Any,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
 ) -> Any:
     if isinstance(var, float):
         var = torch.full_like(input, var)
     var = var.unsqueeze(-1) if var.shape == input.shape[:-1] else var
-    var = var + (var.clamp_min(eps) - var).detach()  # the gradient ignores the bound, as torch's does
-    losses = 0.5 * (var.log() + (input - target) ** 2 / var + (math.log(2 * math.pi) if full else 0))
+    var = (
+        var + (var.clamp_min(eps) - var).detach()
+    )  # the gradient ignores the bound, as torch's does
+    losses = 0.5 * (
+        var.log() + (input - target) ** 2 / var + (math.log(2 * math.pi) if full else 0)
+    )
     return _reduced(losses, reduction)
 
 
@@ -187,7 +223,9 @@ def _nll_loss(
     classes = 1 if input.ndim > 1 else 0
     if input.ndim - 1 != target.ndim:
         expected = (*input.shape[:1], *input.shape[2:])
-        raise ValueError(f"nll_loss: expected target of shape {expected}; got {tuple(target.shape)}")
+        raise ValueError(
+            f"nll_loss: expected target of shape {expected}; got {tuple(target.shape)}"
+        )
     index, weights = _class_weights(input, target, weight, ignore_index)
     losses = -input.gather(classes, index.unsqueeze(classes)).squeeze(classes)
     losses = torch.where(target != ignore_index, losses * weights, 0)
@@ -201,7 +239,9 @@ def _cross_entropy(
 ) -> Any:  # fmt: skip
     classes = 1 if input.ndim > 1 else 0
     logs, n = input.log_softmax(classes), input.shape[classes]
-    scaled = logs if weight is None else logs * weight.reshape(n, *(1,) * (input.ndim - classes - 1))
+    scaled = (
+        logs if weight is None else logs * weight.reshape(n, *(1,) * (input.ndim - classes - 1))
+    )
     if target.is_floating_point():
         target = target * (1 - label_smoothing) + label_smoothing / n if label_smoothing else target
         return _reduced(-(scaled * target).sum(classes), reduction)

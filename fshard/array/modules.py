@@ -48,7 +48,9 @@ def shard_module(module: nn.Module, rules: Rules, *, mesh: Mesh) -> nn.Module:
                     continue
                 if id(x) not in arrays:  # tied ones stay tied
                     path = f"{prefix}.{name}" if prefix else name
-                    array = device_put({path: x.detach()}, Layout(mesh, _spec_of(path, x, rules, used)))[path]
+                    array = device_put(
+                        {path: x.detach()}, Layout(mesh, _spec_of(path, x, rules, used))
+                    )[path]
                     arrays[id(x)] = array.requires_grad_() if x.requires_grad else array, x
                 held[name] = arrays[id(x)][0]
     unused = [] if callable(rules) else [pattern for pattern in rules if pattern not in used]
@@ -82,10 +84,15 @@ def inspect(module: nn.Module) -> str:
     total                    18
     """
     named = [*module.named_parameters(), *module.named_buffers()]
-    rows = [(name, str(typeof(x)), x.shards[0].numel() if isinstance(x, Sharded) else x.numel()) for name, x in named]
+    rows = [
+        (name, str(typeof(x)), x.shards[0].numel() if isinstance(x, Sharded) else x.numel())
+        for name, x in named
+    ]
     rows.append(("total", "", sum(count for *_, count in rows)))
     first, second, third = (max(len(str(row[column])) for row in rows) for column in range(3))
-    return "\n".join(f"{name:{first}}  {kind:{second}}  {count:{third}}" for name, kind, count in rows)
+    return "\n".join(
+        f"{name:{first}}  {kind:{second}}  {count:{third}}" for name, kind, count in rows
+    )
 
 
 def _spec_of(path: str, x: Tensor, rules: Rules, used: set[str]) -> P:
@@ -113,7 +120,9 @@ def clip_grad_norm_(parameters: Iterable[Any], max_norm: float, norm_type: float
     grads = [x.grad for x in parameters if x.grad is not None]
     if not grads:
         return torch.tensor(0.0)
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, norm_type) for g in grads]), norm_type)
+    norm = torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(g, norm_type) for g in grads]), norm_type
+    )
     for g in grads:
         g.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm

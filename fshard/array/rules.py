@@ -76,12 +76,16 @@ TABLE: dict[str, Row] = {}
 
 def rule(names: str, *, is_view: bool = False) -> Callable[[Callable[..., Rule]], None]:
     """Return the function that adds a rule to the table under some names."""
-    return lambda f: TABLE.update({n: TABLE.get(n, Row())._replace(rule=f, is_view=is_view) for n in names.split()})
+    return lambda f: TABLE.update(
+        {n: TABLE.get(n, Row())._replace(rule=f, is_view=is_view) for n in names.split()}
+    )
 
 
 def compose(names: str) -> Callable[[Callable[..., Any]], None]:
     """Return the function that adds a composition to the table under some names."""
-    return lambda f: TABLE.update({n: TABLE.get(n, Row())._replace(compose=f) for n in names.split()})
+    return lambda f: TABLE.update(
+        {n: TABLE.get(n, Row())._replace(compose=f) for n in names.split()}
+    )
 
 
 def equations(names: str, text: str, linear: Any = ()) -> None:
@@ -136,7 +140,9 @@ class LabelledOperation(NamedTuple):
     is_elementwise: bool
 
     def is_shardable(self, label: str | None) -> bool:
-        return label is not None and (label in self.summed or all(label in y.labels for y in self.outputs))
+        return label is not None and (
+            label in self.summed or all(label in y.labels for y in self.outputs)
+        )
 
 
 def describe(rule: Rule, arrays: Sequence[Any], results: Sequence[Any]) -> LabelledOperation:
@@ -156,7 +162,9 @@ def describe(rule: Rule, arrays: Sequence[Any], results: Sequence[Any]) -> Label
         for label, length in zip(labels, x.shape, strict=True):
             lengths.setdefault(label, set()).add(length)
     repeated = {label for labels in inputs for label in labels if labels.count(label) > 1}
-    unequal = {a for a, sizes in lengths.items() if len(sizes if rule.exact else sizes - {1}) > 1} - {*rule.ragged}
+    unequal = {
+        a for a, sizes in lengths.items() if len(sizes if rule.exact else sizes - {1}) > 1
+    } - {*rule.ragged}
 
     def shardable_label(label: str, length: int | None = None) -> str | None:
         is_local = label.isupper() or label in repeated | unequal
@@ -164,9 +172,13 @@ def describe(rule: Rule, arrays: Sequence[Any], results: Sequence[Any]) -> Label
 
     outputs = result_terms.split(",") if "," in result_terms else [result_terms] * len(results)
     output_labels = [
-        tuple(map(shardable_label, _expanded(term, y.ndim))) for term, y in zip(outputs, results, strict=True)
+        tuple(map(shardable_label, _expanded(term, y.ndim)))
+        for term, y in zip(outputs, results, strict=True)
     ]
-    labels = [tuple(map(shardable_label, labels, x.shape)) for labels, x in zip(inputs, arrays, strict=True)]
+    labels = [
+        tuple(map(shardable_label, labels, x.shape))
+        for labels, x in zip(inputs, arrays, strict=True)
+    ]
     result_labels = [
         dim_labels if len(dim_labels) == y.ndim else (None,) * y.ndim
         for dim_labels, y in zip(output_labels, results, strict=True)
@@ -177,7 +189,10 @@ def describe(rule: Rule, arrays: Sequence[Any], results: Sequence[Any]) -> Label
     if groups == "each":
         groups = [(number, *added) for number in range(len(arrays)) if number not in added]
     return LabelledOperation(
-        [Value(x.shape, dim_labels, x.dtype.itemsize, x.layout) for x, dim_labels in zip(arrays, labels, strict=True)],
+        [
+            Value(x.shape, dim_labels, x.dtype.itemsize, x.layout)
+            for x, dim_labels in zip(arrays, labels, strict=True)
+        ],
         [
             Value(tuple(y.shape), dim_labels, y.dtype.itemsize, None)
             for y, dim_labels in zip(results, result_labels, strict=True)
@@ -194,12 +209,18 @@ def _expanded(term: str, ndim: int) -> list[str]:
     if term.startswith("+"):
         term = term[len(term) - ndim :]  # the dims that are missing broadcast
     before, dots, after = term.partition("...")
-    return [*before, *(f".{dim}" for dim in range(ndim - len(before) - len(after), 0, -1) if dots), *after]
+    return [
+        *before,
+        *(f".{dim}" for dim in range(ndim - len(before) - len(after), 0, -1) if dots),
+        *after,
+    ]
 
 
 def as_dims(x: Any, dim: Any) -> tuple[int, ...]:
     """Return dims as a tuple of numbers from 0; None and () mean all."""
-    dims: Sequence[int] = (dim,) if isinstance(dim, int) else dim if dim is not None and len(dim) else range(x.ndim)
+    dims: Sequence[int] = (
+        (dim,) if isinstance(dim, int) else dim if dim is not None and len(dim) else range(x.ndim)
+    )
     for index in dims:
         if not -max(x.ndim, 1) <= index < max(x.ndim, 1):
             raise IndexError(f"dim {index} does not exist in an array of shape {tuple(x.shape)}.")

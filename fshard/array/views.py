@@ -25,21 +25,31 @@ from fshard.mesh.reshard.device_put import spread
 
 def strided(x: Any, view: Callable[[Any], Any]) -> str:
     """Return the equation of an input and its views: dims that a view keeps in full are alike."""
-    steps = [(1 << (5 * (dim + 1))) + 7 * dim for dim in range(x.ndim)]  # a step of a slice is no other dim's stride
+    steps = [
+        (1 << (5 * (dim + 1))) + 7 * dim for dim in range(x.ndim)
+    ]  # a step of a slice is no other dim's stride
     like = torch.empty_strided(x.shape, steps, device="meta")
     names = dict(zip(zip(steps, x.shape, strict=True), spell(x.ndim), strict=True))
     view_labels = [
-        [names.get(pair, "D") for pair in zip(y.stride(), y.shape, strict=True)] for y in arrays_in(view(like))
+        [names.get(pair, "D") for pair in zip(y.stride(), y.shape, strict=True)]
+        for y in arrays_in(view(like))
     ]
     keep = {
-        a for a, n in zip(spell(x.ndim), x.shape, strict=True) if n > 1 and all(y.count(a) == 1 for y in view_labels)
+        a
+        for a, n in zip(spell(x.ndim), x.shape, strict=True)
+        if n > 1 and all(y.count(a) == 1 for y in view_labels)
     }
-    terms = ("".join(label if label in keep else "D" for label in labels) for labels in (spell(x.ndim), *view_labels))
+    terms = (
+        "".join(label if label in keep else "D" for label in labels)
+        for labels in (spell(x.ndim), *view_labels)
+    )
     return next(terms) + "->" + ",".join(terms)
 
 
 def _strided_rule(func: Any, local: Any = None) -> Callable[..., Rule]:
-    return lambda results, x, *args, **kwargs: Rule(strided(x, lambda y: func(y, *args, **kwargs)), "each", local)
+    return lambda results, x, *args, **kwargs: Rule(
+        strided(x, lambda y: func(y, *args, **kwargs)), "each", local
+    )
 
 
 _TENSOR: Any = Tensor
@@ -54,7 +64,9 @@ def _to_local_shape(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
     return args[0].reshape(where.shapes[0])
 
 
-rule("squeeze", is_view=True)(_strided_rule(_TENSOR.squeeze, _to_local_shape))  # a shard may have more dims of length 1
+rule("squeeze", is_view=True)(
+    _strided_rule(_TENSOR.squeeze, _to_local_shape)
+)  # a shard may have more dims of length 1
 
 
 def reshaped(before: Sequence[int], after: Sequence[int]) -> str:
@@ -68,7 +80,9 @@ def reshaped(before: Sequence[int], after: Sequence[int]) -> str:
     i = j = 0
     while prod(before) and i < len(before) and j < len(after):
         first, second = [i], [j]
-        while (first_size := prod(before[d] for d in first)) != (second_size := prod(after[d] for d in second)):
+        while (first_size := prod(before[d] for d in first)) != (
+            second_size := prod(after[d] for d in second)
+        ):
             dims = first if first_size < second_size else second
             dims.append(dims[-1] + 1)
         i, j = first[-1] + 1, second[-1] + 1
@@ -104,14 +118,18 @@ compose("expand_as")(lambda x, like: x.expand(like.shape))
 
 
 compose("broadcast_tensors")(
-    lambda *xs: tuple(x.expand(torch.broadcast_shapes(*(y.shape for y in arrays_in(xs)))) for x in arrays_in(xs))
+    lambda *xs: tuple(
+        x.expand(torch.broadcast_shapes(*(y.shape for y in arrays_in(xs)))) for x in arrays_in(xs)
+    )
 )
 
 
 @rule("cat concat concatenate")
 def _cat(results: Any, tensors: Sequence[Any], dim: int = 0) -> Rule:
     term = spell(results[0].ndim, {dim: "D"})
-    return Rule(f"{term}*->{term}" if all(x.ndim == len(term) for x in tensors) else "->", "all", exact=True)
+    return Rule(
+        f"{term}*->{term}" if all(x.ndim == len(term) for x in tensors) else "->", "all", exact=True
+    )
 
 
 @compose("cat concat concatenate")
@@ -144,25 +162,37 @@ def _label_index(x: Any, index: Any) -> tuple[str, str]:
     """Return the terms of an array and of its elements at an index; dots are the dims of index arrays."""
     items = index if isinstance(index, tuple) else (index,)
     like = x.new_empty([max(length, 1) for length in x.shape])
-    equation = strided(like, lambda like: like[tuple([0 if isinstance(item, Tensor) else item for item in items])])
+    equation = strided(
+        like, lambda like: like[tuple([0 if isinstance(item, Tensor) else item for item in items])]
+    )
     term, out = equation.split("->")
     if not arrays_in(items):
         return term, out
     mark = torch.empty(1 + max(x.shape), dtype=torch.long, device="meta")  # no dim of x is as long
-    front = x[tuple([mark if isinstance(item, Tensor) else item for item in items])].shape.index(len(mark))
+    front = x[tuple([mark if isinstance(item, Tensor) else item for item in items])].shape.index(
+        len(mark)
+    )
     return term, f"{out[:front]}...{out[front:]}"
 
 
 def _resolve_index(x: Any, index: Any) -> Any:
     """Return an index with arrays in place of lists, numbers of 0-d arrays, and the indices of masks' True elements."""
-    plain_items, resolved, false = index if isinstance(index, tuple) else (index,), list[Any](), torch.tensor(False)
+    plain_items, resolved, false = (
+        index if isinstance(index, tuple) else (index,),
+        list[Any](),
+        torch.tensor(False),
+    )
     items: list[Any] = [*plain_items]
     for position, item in enumerate(items):
         if isinstance(item, list | range) and isinstance(x, Sharded):
             indices = torch.tensor(item, dtype=None if len(item) else torch.long)
             items[position] = spread(indices, x.layout)
     if any(map(_is_mask, items)):  # raise for masks of other shapes
-        false.expand(x.shape)[map_arrays(lambda y: false.expand(y.shape) if _is_mask(y) else slice(None), tuple(items))]
+        false.expand(x.shape)[
+            map_arrays(
+                lambda y: false.expand(y.shape) if _is_mask(y) else slice(None), tuple(items)
+            )
+        ]
     for item in items:
         number = item.item() if isinstance(item, Sharded) and not item.ndim else item
         resolved += item.nonzero().unbind(1) if _is_mask(item) else [number]
@@ -173,7 +203,11 @@ def _is_mask(item: Any) -> bool:
     return isinstance(item, Sharded) and item.dtype in (torch.bool, torch.uint8) and item.ndim > 0
 
 
-compose("getitem")(lambda x, index: NotImplemented if (resolved := _resolve_index(x, index)) is index else x[resolved])
+compose("getitem")(
+    lambda x, index: (
+        NotImplemented if (resolved := _resolve_index(x, index)) is index else x[resolved]
+    )
+)
 
 
 def set_items(x: Any, index: Any, value: Any) -> Any:
@@ -190,7 +224,9 @@ def _set_items(results: Any, x: Any, index: Any, value: Any) -> Rule:
     if not isinstance(value, Tensor):
         return Rule(f"{','.join([term, *terms])}->{term}", [(0,)] if value == 0 else ())
     out = "N" * value.ndim + out.replace("...", max(terms, default=""))
-    return Rule(f"{','.join([term, *terms, out[len(out) - value.ndim :]])}->{term}", [(0, 1 + len(terms))])
+    return Rule(
+        f"{','.join([term, *terms, out[len(out) - value.ndim :]])}->{term}", [(0, 1 + len(terms))]
+    )
 
 
 def _assign(x: Any, index: Any, value: Any) -> None:
@@ -198,7 +234,9 @@ def _assign(x: Any, index: Any, value: Any) -> None:
         y = x.masked_fill(index.reshape(*index.shape, *(1,) * (x.ndim - index.ndim)), value)
     else:
         index = _resolve_index(x, index)
-        y = operate(set_items, (x, index, value.to(x.dtype) if isinstance(value, Sharded) else value), {})
+        y = operate(
+            set_items, (x, index, value.to(x.dtype) if isinstance(value, Sharded) else value), {}
+        )
     write(x, y, "x[index] = y")
 
 
@@ -211,7 +249,11 @@ def _own_rows(where: Where, index: Tensor, total: int) -> tuple[Tensor, Tensor, 
         raise IndexError(f"an index must be in 0..{total - 1}; got {index.min()} to {index.max()}.")
     number, count = where.positions[ROWS]
     start, stop = flat_range(total, count, number)
-    return (index - start).clamp(0, max(stop - start - 1, 0)), (index >= start) & (index < stop), start
+    return (
+        (index - start).clamp(0, max(stop - start - 1, 0)),
+        (index >= start) & (index < stop),
+        start,
+    )
 
 
 @rule("gather take_along_dim")
@@ -239,7 +281,9 @@ def _scatter(results: Any, x: Any, dim: int, index: Any, *args: Any, **kwargs: A
     term = spell(x.ndim, {dim: "D"})
     more = arrays_in(args, kwargs)
     terms = [term if array.ndim == x.ndim else "D" * array.ndim for array in (x, index, *more)]
-    is_sum = len(more) == 1 and index.ndim == x.ndim and kwargs.get("reduce") is None and len(args) < 2
+    is_sum = (
+        len(more) == 1 and index.ndim == x.ndim and kwargs.get("reduce") is None and len(args) < 2
+    )
     return Rule(f"{','.join(terms)}->{term}", [(0, 2)] if is_sum else (), exact=True)
 
 
@@ -260,7 +304,9 @@ def _embedding(
 ) -> Rule:  # fmt: skip
     """Rows may be sharded too: every device looks up those that it has, and the rest are zeros."""
     if max_norm is not None or scale_grad_by_freq or sparse:
-        raise LayoutError("embedding of arrays does not take max_norm, scale_grad_by_freq and sparse.")
+        raise LayoutError(
+            "embedding of arrays does not take max_norm, scale_grad_by_freq and sparse."
+        )
     rows = len(weight)
 
     def look_up(where: Where, func: Any, args: Any, kwargs: Any) -> Any:

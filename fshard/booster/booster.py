@@ -74,8 +74,14 @@ class Booster(Checkpointing):
     ) -> tuple[nn.Module, Plugin, OptimizerSource, Callable[[], Partitioned]]:
         """Return a module, its plugin, whose draws differ from those of the models before, and its optimizer."""
         model = split_stages(model, 1)[0] if isinstance(model, list) else model
-        source, state, plugin = _source_of(caller, model, optimizer), self._state, self._state.plugin
-        if plugin.replicas() is not None and (caller == "init" or isinstance(source, InstanceSource)):
+        source, state, plugin = (
+            _source_of(caller, model, optimizer),
+            self._state,
+            self._state.plugin,
+        )
+        if plugin.replicas() is not None and (
+            caller == "init" or isinstance(source, InstanceSource)
+        ):
             raise ModuleError(
                 f"{caller}: local_steps and gossip must be used in a loop, with an optimizer of torch or fs.optim; got "
                 f"{type(optimizer).__name__} in {caller}. Around fs.train_step use fs.comm.local_sgd or fs.comm.gossip."
@@ -148,15 +154,23 @@ class Booster(Checkpointing):
         validate_inside(mesh)
 
         def scaled(x: Any) -> Tensor:
-            x = torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64, device=mesh.device_type)
+            x = torch.as_tensor(
+                x, dtype=None if isinstance(x, Tensor) else torch.float64, device=mesh.device_type
+            )
             return x.detach() * samples if samples else torch.zeros_like(x)
 
         sums = map_leaves(scaled, tree), scaled(1.0)
-        ((total, count),) = run_on_devices(resolve_mesh(mesh), lambda device: psum(sums, axes) if axes else sums)
+        ((total, count),) = run_on_devices(
+            resolve_mesh(mesh), lambda device: psum(sums, axes) if axes else sums
+        )
         return map_leaves(lambda x: x / float(count), total)
 
     def clip_grad_norm(
-        self, optimizer: BoostedOptimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        optimizer: BoostedOptimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
     ) -> Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`; return the norm before, as torch does."""
         return _optimizer(optimizer).clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
@@ -205,7 +219,9 @@ class Booster(Checkpointing):
 
     # -- the functional form ------------------------------------------------------------------------------------------
 
-    def init(self, model: nn.Module | list[Layer], optimizer: Any, criterion: Criterion | None = None) -> TrainState:
+    def init(
+        self, model: nn.Module | list[Layer], optimizer: Any, criterion: Criterion | None = None
+    ) -> TrainState:
         """Return the state to begin with.
 
         Args:
@@ -226,7 +242,9 @@ class Booster(Checkpointing):
         if plugin.in_stages():
             options["loss"] = partial(loss_of, criterion)
         make: Any = partial(train_step, run if plugin.in_stages() else loss, donate=True, **options)
-        current = list[tuple[Callable[[], Partitioned], Callable[..., Any]]]()  # the optimizer, and the step with it
+        current = list[
+            tuple[Callable[[], Partitioned], Callable[..., Any]]
+        ]()  # the optimizer, and the step with it
 
         def placed(state: TrainState, batch: Any) -> TrainState:
             """Place the first step of a `GeminiPlugin`."""
@@ -236,7 +254,12 @@ class Booster(Checkpointing):
             optimizers = {name: partitioned(plugin, source, name) for name in get_args(UpdateOn)}
             trees = state.params, state.optimizer, state.buffers
             name, plan = plugin.placed_step(lambda name: make(optimizers[name]()), *trees, batch)
-            current[:] = [(optimizers[name], lru_cache(maxsize=1)(partial(make, activations=plan.activations)))]
+            current[:] = [
+                (
+                    optimizers[name],
+                    lru_cache(maxsize=1)(partial(make, activations=plan.activations)),
+                )
+            ]
             params, optimizer = plan.apply(state.params, state.optimizer)
             return state._replace(params=params, optimizer=optimizer)
 
@@ -247,7 +270,9 @@ class Booster(Checkpointing):
                 params, optimizer, buffers, metrics = train(optimizer_of())(
                     state.params, state.optimizer, state.buffers, batch
                 )
-            return state._replace(params=params, optimizer=optimizer, buffers=buffers, steps=state.steps + 1), metrics
+            return state._replace(
+                params=params, optimizer=optimizer, buffers=buffers, steps=state.steps + 1
+            ), metrics
 
         self._steps.append(step)
         return TrainState(params, opt().init(params), buffers, model=len(self._steps) - 1)
@@ -259,7 +284,13 @@ class Booster(Checkpointing):
 
 # -- arguments ----------------------------------------------------------------------------------------------------------
 
-_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor"}
+_WRAPPERS = {
+    "DataParallel",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "DTensor",
+}
 """Classes of torch that reduce gradients of modules, or shard their parameters."""
 
 
@@ -271,17 +302,22 @@ def _source_of(caller: str, model: Any, optimizer: Any) -> OptimizerSource:
         )
     validate_not_boosted(caller, model)
     if isinstance(optimizer, BoostedOptimizer):
-        raise ModuleError(f"{caller}: the optimizer has been boosted already. Give one of torch or fs.optim.")
+        raise ModuleError(
+            f"{caller}: the optimizer has been boosted already. Give one of torch or fs.optim."
+        )
     for path, module in model.named_modules():
         if not _WRAPPERS.isdisjoint(
-            kind.__name__ for x in (module, *module.parameters(recurse=False)) for kind in type(x).__mro__
+            kind.__name__
+            for x in (module, *module.parameters(recurse=False))
+            for kind in type(x).__mro__
         ):
             raise ModuleError(
                 f"{caller}: the model must be a module that no library has sharded; got {type(module).__name__} at {path!r}. "
                 "Give the module before fully_shard, of DDP model.module: fs.FSDPPlugin() and fs.DDPPlugin() do this."
             )
         is_compiled = (
-            "_torchdynamo_orig_callable" in vars(module) or vars(module).get("_compiled_call_impl") is not None
+            "_torchdynamo_orig_callable" in vars(module)
+            or vars(module).get("_compiled_call_impl") is not None
         )
         if is_compiled and any(True for _ in module.parameters()):
             raise ModuleError(

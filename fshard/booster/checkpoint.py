@@ -89,7 +89,12 @@ class Checkpointing:
 
 def _tree(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> dict[str, Any]:
     """Return the tree of all that is given."""
-    objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
+    objects = {
+        "model": model,
+        "optimizer": optimizer,
+        "lr_scheduler": lr_scheduler,
+        "dataloader": dataloader,
+    }
     objects = {name: x for name, x in objects.items() if x is not None or name == "model"}
     kinds = {"model": BoostedModel, "optimizer": BoostedOptimizer}
     errors = [
@@ -99,4 +104,8 @@ def _tree(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> dic
     ]
     if errors:
         raise TypeError(f"{'; '.join(errors)}.")
-    return {**objects, "counters": {name: getattr(model, name) for name in _COUNTERS}, "random": RandomState()}
+    return {
+        **objects,
+        "counters": {name: getattr(model, name) for name in _COUNTERS},
+        "random": RandomState(),
+    }

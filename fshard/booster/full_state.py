@@ -15,14 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.checkpoint.names import JoinedArray, NamedLeaf, build, flattened, is_array, leaves_of, name_of, stored_parts
+from fshard.checkpoint.names import (
+    JoinedArray,
+    NamedLeaf,
+    build,
+    flattened,
+    is_array,
+    leaves_of,
+    name_of,
+    stored_parts,
+)
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
 from fshard.optim.torch_optim.classes import CLASSES
 from fshard.optim.torch_optim.instance_state import ByKey
-from fshard.optim.torch_optim.instances import GroupsSource, InstanceSource, OptimizerSource, TorchSource
+from fshard.optim.torch_optim.instances import (
+    GroupsSource,
+    InstanceSource,
+    OptimizerSource,
+    TorchSource,
+)
 from fshard.transforms.module.lazy import fill
 
 FirstNames = Mapping[str, str]
@@ -44,7 +58,9 @@ def full_leaves(tree: PyTree) -> list[NamedLeaf]:
 def put(x: Any, value: Tensor) -> None:
     """Write a full tensor to an array."""
     for start, array in stored_parts(x):
-        rows = value[tuple([slice(i, i + length) for i, length in zip(start, array.shape, strict=True)])]
+        rows = value[
+            tuple([slice(i, i + length) for i, length in zip(start, array.shape, strict=True)])
+        ]
         fill(array, rows) if isinstance(array, Sharded) else array.copy_(rows)
 
 
@@ -54,7 +70,9 @@ def full_state(source: OptimizerSource, state: PyTree, names: FirstNames) -> dic
     if not isinstance(source, TorchSource):
         return {"state": build([(leaf.path, leaf.value) for leaf in leaves])}
     slots, beside = _by_number(source, leaves)
-    values: Any = _of_instance(source) if isinstance(source, InstanceSource) else _of_class(source, slots)
+    values: Any = (
+        _of_instance(source) if isinstance(source, InstanceSource) else _of_class(source, slots)
+    )
     sections = dict[str, dict[str, Any]]()  # which torch's form does not have
     for leaf in beside:
         if leaf.path[-1] != "count":
@@ -63,7 +81,9 @@ def full_state(source: OptimizerSource, state: PyTree, names: FirstNames) -> dic
     return {**source.state_dict(), "state": values, **sections}
 
 
-def loaded_state(source: OptimizerSource, init: PyTree, names: FirstNames, state_dict: Mapping[str, Any]) -> PyTree:
+def loaded_state(
+    source: OptimizerSource, init: PyTree, names: FirstNames, state_dict: Mapping[str, Any]
+) -> PyTree:
     """Return the state that `full_state` has returned, in the layouts of an initial one, whose memory it takes."""
     leaves, unflatten = flattened(init)
     leaves, of_instance = _by_first_name(leaves, names), ByKey()
@@ -75,15 +95,21 @@ def loaded_state(source: OptimizerSource, init: PyTree, names: FirstNames, state
         errors = _to_class(source, leaves, state_dict["state"], values)
     else:
         values = {leaf.name: leaf.value for leaf in leaves_of(state_dict["state"])}
-        errors = [f"{x.name} is missing" for x in leaves if x.name not in values and x.value is not None]
-    errors += [f"{name} is unknown" for name, x in values.items() if name not in arrays and is_array(x)]
+        errors = [
+            f"{x.name} is missing" for x in leaves if x.name not in values and x.value is not None
+        ]
+    errors += [
+        f"{name} is unknown" for name, x in values.items() if name not in arrays and is_array(x)
+    ]
     errors += [
         f"{name} must have shape {tuple(x.shape)}; got {tuple(values[name].shape)}"
         for name, x in arrays.items()
         if name in values and tuple(values[name].shape) != tuple(x.shape)
     ]
     if errors:
-        raise OptimizerError(f"load_state_dict: the state must be that of this optimizer: {'; '.join(errors)}.")
+        raise OptimizerError(
+            f"load_state_dict: the state must be that of this optimizer: {'; '.join(errors)}."
+        )
     if isinstance(source, TorchSource):
         source.load_state_dict(state_dict)
     if isinstance(source, InstanceSource):
@@ -104,7 +130,9 @@ def _written(x: Any, value: Any) -> Any:
 def _by_first_name(leaves: Sequence[NamedLeaf], names: FirstNames) -> list[NamedLeaf]:
     """Rename the leaves of tied parameters, which have several names in stages."""
     return [
-        NamedLeaf((*leaf.path[:-1], *[names.get(str(key), key) for key in leaf.path[-1:]]), leaf.value)
+        NamedLeaf(
+            (*leaf.path[:-1], *[names.get(str(key), key) for key in leaf.path[-1:]]), leaf.value
+        )
         for leaf in leaves
     ]
 
@@ -143,7 +171,10 @@ def _of_class(source: TorchSource, slots: Slots) -> dict[int, dict[str, Any]]:
 
 
 def _to_class(
-    source: GroupsSource, leaves: Sequence[NamedLeaf], state: Mapping[int, Any], values: dict[str, Any]
+    source: GroupsSource,
+    leaves: Sequence[NamedLeaf],
+    state: Mapping[int, Any],
+    values: dict[str, Any],
 ) -> list[str]:
     """Add full tensors of torch's form to `values`, by the names of leaves; list the parameters that have others."""
     slots, beside = _by_number(source, leaves)
@@ -159,7 +190,9 @@ def _to_class(
             values |= {leaf.name: torch.as_tensor(tensors[key]) for key, leaf in expected.items()}
             group = name_of(expected["step"].path[:-2])
             steps[group] = max(steps[group], int(tensors["step"]))
-    values |= {x.name: torch.tensor(steps[name_of(x.path[:-1])]) for x in beside if x.path[-1] == "count"}
+    values |= {
+        x.name: torch.tensor(steps[name_of(x.path[:-1])]) for x in beside if x.path[-1] == "count"
+    }
     return errors
 
 
@@ -168,18 +201,26 @@ def _of_instance(source: InstanceSource) -> dict[int, dict[Any, Any]]:
     numbers, state = _numbers(source), dict[int, dict[Any, Any]]()
     for key, values in unshard(source.state.state_dict()).items():
         for name, x in values.items():
-            state.setdefault(numbers[name], {})[key] = x.detach().clone() if isinstance(x, Tensor) else x
+            state.setdefault(numbers[name], {})[key] = (
+                x.detach().clone() if isinstance(x, Tensor) else x
+            )
     return dict(sorted(state.items()))
 
 
-def _to_instance(source: InstanceSource, state: Mapping[int, Mapping[Any, Any]]) -> tuple[ByKey, list[str]]:
+def _to_instance(
+    source: InstanceSource, state: Mapping[int, Mapping[Any, Any]]
+) -> tuple[ByKey, list[str]]:
     """Return arrays and values by the names of parameters, and the errors of those that do not fit these."""
     names, by_key = {number: name for name, number in _numbers(source).items()}, ByKey()
     errors = [f"parameter {number} is unknown" for number in state.keys() - names.keys()]
-    for name, key, x in [(names.get(number, ""), key, x) for number, each in state.items() for key, x in each.items()]:
+    for name, key, x in [
+        (names.get(number, ""), key, x) for number, each in state.items() for key, x in each.items()
+    ]:
         array = source.state.state_memory(name, x.shape, x.dtype) if isinstance(x, Tensor) else None
         if array is not None and tuple(array.shape) != tuple(x.shape):
-            errors.append(f"{key} of {name} must have shape {tuple(array.shape)}; got {tuple(x.shape)}")
+            errors.append(
+                f"{key} of {name} must have shape {tuple(array.shape)}; got {tuple(x.shape)}"
+            )
         elif array is not None:
             put(array, x)
         by_key.setdefault(key, {})[name] = x if array is None else array

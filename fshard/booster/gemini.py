@@ -65,7 +65,9 @@ class GeminiPlugin(ShardedPlugin):
         if self.placement == "static" and any(x is not None for x in limits.values()):
             errors.append('device= and host= are for placement="auto"; "static" takes fractions')
         if not errors and self.offload_param_frac > 0 and self.shard_param_frac < 1:
-            errors.append(f"shard_param_frac must be 1 with offload_param_frac; got {self.shard_param_frac}")
+            errors.append(
+                f"shard_param_frac must be 1 with offload_param_frac; got {self.shard_param_frac}"
+            )
         return errors + super().contradictions()
 
     def param_memory(self) -> Memory:
@@ -82,11 +84,17 @@ class GeminiPlugin(ShardedPlugin):
         sharded = self.rules(within)
         if self.shard_param_frac == 1 or not isinstance(sharded, Fsdp):
             return sharded
-        units, sizes = sharded.units([f".{name}" for name in params], [*params.values()]), dict[str, int]()
+        units, sizes = (
+            sharded.units([f".{name}" for name in params], [*params.values()]),
+            dict[str, int](),
+        )
         for unit, x in zip(units, params.values(), strict=True):
             sizes[unit] = sizes.get(unit, 0) + x.numel() * x.dtype.itemsize
         chosen = _first(sizes, self.shard_param_frac)
-        return {name: sharded if unit in chosen else P() for name, unit in zip(params, units, strict=True)}
+        return {
+            name: sharded if unit in chosen else P()
+            for name, unit in zip(params, units, strict=True)
+        }
 
     def placed(self, role: Role, tree: PyTree) -> PyTree:
         """Return new parameters or state in the memories of a static placement."""
@@ -98,7 +106,9 @@ class GeminiPlugin(ShardedPlugin):
             return tree
         sizes = {group.unit: size for group, size in group_sizes({role: tree}).items()}
         chosen = _first(sizes, fraction)
-        return in_memories(tree, role, {MemoryGroup(role, unit): _HOST[unit in chosen] for unit in sizes})
+        return in_memories(
+            tree, role, {MemoryGroup(role, unit): _HOST[unit in chosen] for unit in sizes}
+        )
 
     def _validate_host(self, needed: int) -> None:
         if self.host is not None and needed > self.host:
@@ -108,7 +118,12 @@ class GeminiPlugin(ShardedPlugin):
             )
 
     def placed_step(
-        self, make: Callable[[UpdateOn], Any], params: PyTree, state: PyTree, buffers: PyTree, batch: PyTree
+        self,
+        make: Callable[[UpdateOn], Any],
+        params: PyTree,
+        state: PyTree,
+        buffers: PyTree,
+        batch: PyTree,
     ) -> tuple[UpdateOn, Placement]:
         """Return where a step updates, on the device if that has room, and its placement."""
         mesh = self.default_mesh()
@@ -125,7 +140,11 @@ class GeminiPlugin(ShardedPlugin):
         of_params = {group: size for group, size in sizes.items() if group.role == "parameters"}
         if every + sum(of_params.values()) <= room:  # all, and gradients
             memories: dict[MemoryGroup, Memory] = dict.fromkeys(sizes, "device")
-            return "device", in_memories(params, "parameters", memories), in_memories(state, "state", memories)
+            return (
+                "device",
+                in_memories(params, "parameters", memories),
+                in_memories(state, "state", memories),
+            )
         to_device = dict[MemoryGroup, Memory]()
         is_alone = all(
             mesh.shape[axis] == 1 for axis in self.zero_axes()
@@ -135,7 +154,9 @@ class GeminiPlugin(ShardedPlugin):
             if size <= room:
                 to_device[group], room = "device", room - size
         gradients = sum(of_params.values())
-        self._validate_host(gradients + sum(size for group, size in sizes.items() if group not in to_device))
+        self._validate_host(
+            gradients + sum(size for group, size in sizes.items() if group not in to_device)
+        )
         return "host", in_memories(params, "parameters", to_device), state
 
 

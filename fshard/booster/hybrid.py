@@ -51,12 +51,18 @@ def model_axes(size: int, mode: str, depth: int) -> dict[str, int]:
     deep, names = mode == "2.5d", MODEL_AXES[mode]
     axes = names[deep:]
     if depth != 1 and not deep:
-        raise ValueError(f'tensor_depth={depth} has no meaning for tensor_mode="{mode}"; "2.5d" has a depth.')
+        raise ValueError(
+            f'tensor_depth={depth} has no meaning for tensor_mode="{mode}"; "2.5d" has a depth.'
+        )
     side = max(int((size / depth) ** (1 / len(axes)) + 1e-9), 1)
     if depth * side ** len(axes) != size:
-        kind = {"2d": "a square", "2.5d": f"tensor_depth={depth} times a square", "3d": "a cube"}[mode]
+        kind = {"2d": "a square", "2.5d": f"tensor_depth={depth} times a square", "3d": "a cube"}[
+            mode
+        ]
         nearest = " and ".join(str(depth * q ** len(axes)) for q in (side, side + 1))
-        raise ValueError(f'tensor must be {kind} for tensor_mode="{mode}", got {size}: the nearest are {nearest}.')
+        raise ValueError(
+            f'tensor must be {kind} for tensor_mode="{mode}", got {size}: the nearest are {nearest}.'
+        )
     return {**({names[0]: depth} if deep else {}), **dict.fromkeys(axes, side)}
 
 
@@ -114,8 +120,12 @@ class HybridParallelPlugin(Plugin):
         errors = refusal(self.inner_axes) + wrong_options({"recompute": self.recompute})
         if self.in_stages():
             errors += integer("microbatches", self.microbatches)
-            errors = errors or refusal(lambda: check_balance(self.balance, self.plan().stages, self.sample))
-        if self.sequence_mode == "megatron" and (self.tensor_mode != "1d" or self.tensor == 1 or self.sequence != 1):
+            errors = errors or refusal(
+                lambda: check_balance(self.balance, self.plan().stages, self.sample)
+            )
+        if self.sequence_mode == "megatron" and (
+            self.tensor_mode != "1d" or self.tensor == 1 or self.sequence != 1
+        ):
             errors.append(
                 'sequence_mode="megatron" shards tokens along the axis of the layers, so it must have tensor > 1, '
                 f'tensor_mode="1d" and sequence=1; got {self.tensor}, "{self.tensor_mode}" and {self.sequence}'
@@ -124,14 +134,20 @@ class HybridParallelPlugin(Plugin):
             errors.append("sync_batchnorm=True must have pipeline=1, tensor=1 and sequence=1")
         if self.mesh is not None and not errors:
             sizes = {self.pipeline_axis: 1, **self.mesh.shape}
-            expected = {self.pipeline_axis: self.pipeline, **self._expert_axis(), **self.inner_axes()}
+            expected = {
+                self.pipeline_axis: self.pipeline,
+                **self._expert_axis(),
+                **self.inner_axes(),
+            }
             errors += [
                 f'"{axis}" of {self.mesh} must have size {size}, got {sizes.get(axis)}'
                 for axis, size in expected.items()
                 if sizes.get(axis) != size
             ]
             data = prod(sizes[axis] for axis in self.axes() if axis not in self._expert_axis())
-            errors += [f"data must be that of {self.mesh}, {data}, got {self.data}"] * (self.data not in (None, data))
+            errors += [f"data must be that of {self.mesh}, {data}, got {self.data}"] * (
+                self.data not in (None, data)
+            )
         return super().contradictions() + errors
 
     def zero(self) -> Stage:
@@ -151,7 +167,9 @@ class HybridParallelPlugin(Plugin):
         chunks = self.chunks or (1 if self.schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2)
         devices = self.pipeline if self.schedule in ("interleaved", "bfs") else None
         count = cast(int, self.microbatches)
-        return pipeline_schedule(self.schedule, stages=chunks * self.pipeline, microbatches=count, devices=devices)
+        return pipeline_schedule(
+            self.schedule, stages=chunks * self.pipeline, microbatches=count, devices=devices
+        )
 
     def default_mesh(self) -> Mesh:
         """Return the mesh: that which was given, or all devices or processes, the layers along the last axes."""
@@ -166,7 +184,9 @@ class HybridParallelPlugin(Plugin):
                 f"HybridParallelPlugin: data * pipeline * experts * sequence * tensor must be the number of devices, {count}; "
                 f"got {data} * {self.pipeline} * {self.experts} * {self.sequence} * {self.tensor} = {data * size}."
             )
-        return make_mesh({self.pipeline_axis: self.pipeline, "data": data, **self._expert_axis(), **inner})
+        return make_mesh(
+            {self.pipeline_axis: self.pipeline, "data": data, **self._expert_axis(), **inner}
+        )
 
     def _expert_axis(self) -> dict[str, int]:
         return {"expert": self.experts} if self.experts > 1 else {}
@@ -179,17 +199,30 @@ class HybridParallelPlugin(Plugin):
         return {**tokens, **model_axes(self.tensor, self.tensor_mode, self.tensor_depth)}
 
     def axes(self) -> tuple[str, ...]:
-        return tuple([axis for axis in super().axes() if axis not in (self.pipeline_axis, *self.inner_axes())])
+        return tuple(
+            [
+                axis
+                for axis in super().axes()
+                if axis not in (self.pipeline_axis, *self.inner_axes())
+            ]
+        )
 
     def rules(self, within: Rules = None) -> Rules:
-        axes, within = self.axes(), _spec_of_experts if self.experts > 1 and within is None else within
+        axes, within = (
+            self.axes(),
+            _spec_of_experts if self.experts > 1 and within is None else within,
+        )
         return fsdp(axes, within=within) if self.zero_stage == 3 and axes else super().rules(within)
 
     def gradient_options(self) -> dict[str, Any]:
         options, inner = super().gradient_options(), self.inner_axes()
         options |= {"local": (*self._expert_axis(), *inner)} if inner or self.experts > 1 else {}
         if self.in_stages():
-            options |= {"schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}
+            options |= {
+                "schedule": self.plan(),
+                "axis": self.pipeline_axis,
+                "recompute": self.recompute,
+            }
         return options
 
     def split(self, model: nn.Module) -> Sequence[tuple[nn.Module, Plan | None]]:
@@ -198,7 +231,9 @@ class HybridParallelPlugin(Plugin):
             shard_experts(model, tuple(self._expert_axis()), tuple(self.inner_axes()))
         if self.in_stages():
             count, layers = len(self.plan().placement), cast(Any, model)
-            stages = split_stages(layers, count, self.balance, sample=self.sample, blocks=cast(Any, self.blocks))
+            stages = split_stages(
+                layers, count, self.balance, sample=self.sample, blocks=cast(Any, self.blocks)
+            )
         plans = [None] * len(stages) if plan is None else plan.of_stages(stages)
         return [*zip(stages, plans, strict=True)]
 
@@ -210,7 +245,9 @@ class HybridParallelPlugin(Plugin):
                 f"HybridParallelPlugin: tensor={self.tensor} and sequence={self.sequence} must have sample=, the model's "
                 "arguments, on which its layers are planned; got None."
             )
-        sequence = "seq" if self.sequence > 1 else axes[0] if self.sequence_mode == "megatron" else None
+        sequence = (
+            "seq" if self.sequence > 1 else axes[0] if self.sequence_mode == "megatron" else None
+        )
         if self.in_stages():
             x = (x,) if self.blocks is None else tuple(x) if isinstance(x, list) else x
         is_meta = bool(without_memory(model))
@@ -218,7 +255,8 @@ class HybridParallelPlugin(Plugin):
             return tensor_parallel(
                 copy_on_meta(model) if is_meta else model,
                 sample=x,
-                check=not is_meta and (scope is None or scope.mesh.runtime == "process" or scope.device == 0),
+                check=not is_meta
+                and (scope is None or scope.mesh.runtime == "process" or scope.device == 0),
                 axis=axes,
                 mode=self.tensor_mode,
                 size=self.inner_axes()[axes[-1]],

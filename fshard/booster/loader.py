@@ -93,7 +93,9 @@ class Loader:
     def __init__(self, loader: DataLoader[Any], seed: int, state: DeviceState) -> None:
         sampler: Any = loader.sampler
         self.shuffle = type(sampler) is RandomSampler
-        chooses = self.shuffle and (sampler.replacement or sampler._num_samples or sampler.generator)
+        chooses = self.shuffle and (
+            sampler.replacement or sampler._num_samples or sampler.generator
+        )
         plain = type(sampler) in (RandomSampler, SequentialSampler) and not chooses
         if not plain or loader.batch_size is None or loader.generator:
             reason = f"a generator, a batch_sampler or a sampler of its own ({type(sampler).__name__}). Leave these out"
@@ -107,7 +109,9 @@ class Loader:
         self.batch_size, self.drop_last, self.seed = loader.batch_size, bool(loader.drop_last), seed
         self.epoch = self.sample = self.samples = 0
         self._outside, self._state = is_outside(state.mesh), state
-        self._local_batches: list[list[int]] = []  # the samples of this device, replaced in each loop
+        self._local_batches: list[
+            list[int]
+        ] = []  # the samples of this device, replaced in each loop
         self._loop: list[list[int]] = []  # the batches of the loop in progress
         options: Any = {name: getattr(loader, name) for name in _SAME}
         self._by_torch = DataLoader(self.dataset, batch_sampler=self._local_batches, **options)
@@ -154,7 +158,9 @@ class Loader:
 
     def _local(self, batch: list[int]) -> list[int]:
         """Return the samples of a batch that this device takes; a neighbour's, if it has none."""
-        return batch[slice(*filled(self._state.cut(len(batch)).local_range(self._state.mesh), len(batch)))]
+        return batch[
+            slice(*filled(self._state.cut(len(batch)).local_range(self._state.mesh), len(batch)))
+        ]
 
     def _batches(self) -> list[list[int]]:
         """Return the samples of each batch from the position on; if none is left, of the next epoch."""
@@ -162,8 +168,13 @@ class Loader:
         if self.shuffle:
             draw = torch.Generator().manual_seed((self.seed + self.epoch) % (1 << 63))
             order = torch.randperm(len(self.dataset), generator=draw).tolist()
-        batches = [order[start : start + self.batch_size] for start in range(self.sample, len(order), self.batch_size)]
-        batches = [batch for batch in batches if len(batch) == self.batch_size or not self.drop_last]
+        batches = [
+            order[start : start + self.batch_size]
+            for start in range(self.sample, len(order), self.batch_size)
+        ]
+        batches = [
+            batch for batch in batches if len(batch) == self.batch_size or not self.drop_last
+        ]
         if batches or not self.sample:
             return batches
         self.set_epoch(self.epoch + 1)

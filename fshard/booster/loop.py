@@ -37,7 +37,10 @@ from fshard.source import call_site
 from fshard.transforms.agreement import SliceLoss, hash_of
 from fshard.transforms.batch import Slice
 from fshard.transforms.device_step import ModelStep
-from fshard.transforms.fsdp.graph_checks import validate_no_other_parameters, validate_no_reentrant_checkpoint
+from fshard.transforms.fsdp.graph_checks import (
+    validate_no_other_parameters,
+    validate_no_reentrant_checkpoint,
+)
 from fshard.transforms.fsdp.lazy_param import unsharded
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered
 from fshard.transforms.fsdp.units import LazyUnit
@@ -54,14 +57,20 @@ ROUNDING = 1e-11
 """Of a sum of the devices' shares. A share of a batch of another size changes it by 1 / (devices x samples) or more."""
 
 
-def as_device(method: Callable[Concatenate[LoopModel, Args], Result]) -> Callable[Concatenate[LoopModel, Args], Result]:
+def as_device(
+    method: Callable[Concatenate[LoopModel, Args], Result],
+) -> Callable[Concatenate[LoopModel, Args], Result]:
     """Return a method that runs as the device of the model's mesh that the caller is."""
 
     @wraps(method)
     def run(self: LoopModel, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
         validate_inside(self.mesh)
         scope = as_one_device(resolve_mesh(self.mesh), mapped=self.mesh.axis_names)
-        with deterministic(self.is_reproducible, self.mesh.device_type), scope, purpose("activations"):
+        with (
+            deterministic(self.is_reproducible, self.mesh.device_type),
+            scope,
+            purpose("activations"),
+        ):
             return method(self, *args, **kwargs)
 
     return run
@@ -85,8 +94,12 @@ class _Step:
     indices: list[int]  # of each leaf of the tree among the parameters
     forward: Forward | None = None  # the last one
     differentiated: Forward | None = None  # that of the last backward
-    weights: list[Sequence[float]] = field(default_factory=list[Sequence[float]])  # of the slices of each backward
-    outputs: list[JoinedOutput] = field(default_factory=list[JoinedOutput])  # of all forwards, in reproducible mode
+    weights: list[Sequence[float]] = field(
+        default_factory=list[Sequence[float]]
+    )  # of the slices of each backward
+    outputs: list[JoinedOutput] = field(
+        default_factory=list[JoinedOutput]
+    )  # of all forwards, in reproducible mode
 
     @property
     def is_pending(self) -> bool:
@@ -95,7 +108,9 @@ class _Step:
 
     def params(self) -> PyTree:
         """Return the parameters as the module gets them."""
-        return unflatten(self.structure, [self.runtime.lazy_params[index] for index in self.indices])
+        return unflatten(
+            self.structure, [self.runtime.lazy_params[index] for index in self.indices]
+        )
 
 
 class LoopModel(BoostedModel):
@@ -108,14 +123,21 @@ class LoopModel(BoostedModel):
     """
 
     def __init__(
-        self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned, state: DeviceState
+        self,
+        module: nn.Module,
+        plugin: Plugin,
+        source: OptimizerSource,
+        opt: Partitioned,
+        state: DeviceState,
     ) -> None:
         super().__init__(module, plugin, source)
         self._axes, self._state = plugin.replica_axes(), state
         self._options = plugin.gradient_options()
         self.set_gradients(opt.gradients)
         self._step: _Step | None = None
-        self._gathers = 0  # a hash of the all-gathers without gradients, which devices compare in the next step
+        self._gathers = (
+            0  # a hash of the all-gathers without gradients, which devices compare in the next step
+        )
         self.set_buffers(self.module_buffers)
 
     def set_gradients(self, layouts: Callable[[Layout], Layout]) -> None:
@@ -137,7 +159,11 @@ class LoopModel(BoostedModel):
     @as_device
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this device's part of the batch."""
-        grad, mesh, shard = torch.is_grad_enabled(), resolve_mesh(self.mesh), self._state.part_of((args, kwargs))
+        grad, mesh, shard = (
+            torch.is_grad_enabled(),
+            resolve_mesh(self.mesh),
+            self._state.part_of((args, kwargs)),
+        )
         step = self._step if self._step is not None and grad else self._begin(mesh)
         if not step.is_pending:
             step.runtime.begin_slice()
@@ -145,9 +171,13 @@ class LoopModel(BoostedModel):
         batch = replace(shard.on(mesh, split=sliced), axes=self._axes)
         with self.draws(grad=grad):
             key = drawn_key()
-        device = ModelStep(self._gradient.options, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
+        device = ModelStep(
+            self._gradient.options, step.runtime, step.params, self._agreed, batch, 0, key, 1.0
+        )
         slices = (
-            batch.slices(0, device.turns, is_copied=True) if sliced else [Slice([x for (x,) in batch.columns], 1, None)]
+            batch.slices(0, device.turns, is_copied=True)
+            if sliced
+            else [Slice([x for (x,) in batch.columns], 1, None)]
         )
         rows = [slice.rows for slice in slices]
         try:
@@ -177,16 +207,22 @@ class LoopModel(BoostedModel):
         runtime = ParamRuntime(plans, shards, device, self._gradient.options, call_site())
         return _Step(runtime, plans, structure, indices)
 
-    def _run_slices(self, step: _Step, device: ModelStep, slices: Sequence[Slice], *, sliced: bool) -> list[Any]:
+    def _run_slices(
+        self, step: _Step, device: ModelStep, slices: Sequence[Slice], *, sliced: bool
+    ) -> list[Any]:
         """Run the module once for each slice; return the outputs."""
         grad, outputs, written = torch.is_grad_enabled(), list[Any](), list[PyTree]()
-        if sliced and any(isinstance(x, Tensor) and x.requires_grad for slice in slices for x in slice.leaves):
+        if sliced and any(
+            isinstance(x, Tensor) and x.requires_grad for slice in slices for x in slice.leaves
+        ):
             raise ValueError(
                 "reproducible=True: arguments of the model must not need a gradient, as the output of another call does: "
                 "slices are cut off from its graph. detach() them, or leave reproducible=True out."
             )
         first = self._state.cut(0).device_index(device.batch.mesh) * len(slices)
-        for number, (slice, buffers) in enumerate(zip(slices, self._written_by(len(slices)), strict=True), first):
+        for number, (slice, buffers) in enumerate(
+            zip(slices, self._written_by(len(slices)), strict=True), first
+        ):
             args, kwargs = device.batch.tree(slice.leaves, device.options.compute)
             with device.running(number), step.runtime.saved.watch() if grad else nullcontext():
                 output, after = self.function(step.params(), buffers, *args, **kwargs)
@@ -194,7 +230,9 @@ class LoopModel(BoostedModel):
                 validate_no_reentrant_checkpoint(output)
             outputs.append(unsharded(output))
             written.append(after)
-        if len(written) >= len(self._written):  # else it is a look between the forwards of a reproducible step
+        if len(written) >= len(
+            self._written
+        ):  # else it is a look between the forwards of a reproducible step
             self._written = written
         return outputs
 
@@ -213,9 +251,13 @@ class LoopModel(BoostedModel):
         """
         step = self._step
         if step is None or step.forward is None:
-            raise ModuleError("backward: the model must be called after the last step or zero_grad. Call it first.")
+            raise ModuleError(
+                "backward: the model must be called after the last step or zero_grad. Call it first."
+            )
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError("backward: the loss must be a tensor of one number that the model's output led to.")
+            raise ValueError(
+                "backward: the loss must be a tensor of one number that the model's output led to."
+            )
         if step.runtime.is_first_step:
             validate_no_other_parameters(loss)
         step.runtime.check_unchanged()
@@ -227,12 +269,16 @@ class LoopModel(BoostedModel):
             trees = TreeAccumulator(units, reductions)
             start = device.begin_backward(loss, share, trees.add, idle=not share)
             split_backward(loss, start, step.outputs, device.differentiate, trees)
-            for unit in units:  # each backward on its own: sums of two would be rounded otherwise on other meshes
+            for unit in (
+                units
+            ):  # each backward on its own: sums of two would be rounded otherwise on other meshes
                 reductions.reduce(unit, trees.result(unit) or [None] * len(unit.indices))
             reductions.send()
         else:
             accumulate = None if sync or not device.options.reduce_once else LazyUnit.accumulate
-            device.differentiate([loss], [device.begin_backward(loss, share, accumulate, idle=not share)])
+            device.differentiate(
+                [loss], [device.begin_backward(loss, share, accumulate, idle=not share)]
+            )
             if accumulate is None:
                 reductions.end()
         step.weights.append(weights)
@@ -254,9 +300,13 @@ class LoopModel(BoostedModel):
             )
         self.end_step()
         device = step.differentiated.device
-        zero = torch.zeros((), device=step.runtime.reductions.device)  # the loop has used the losses
+        zero = torch.zeros(
+            (), device=step.runtime.reductions.device
+        )  # the loop has used the losses
         losses = [SliceLoss(zero, sum(weights), []) for weights in zip(*step.weights, strict=True)]
-        changed = [self._agreed.changed(0, tree, zero.device) for tree in self._written_by(len(losses))]
+        changed = [
+            self._agreed.changed(0, tree, zero.device) for tree in self._written_by(len(losses))
+        ]
         step.runtime.sequence.append(self._gathers)
         mean, used, after = device.agree(losses, changed, optimizer)
         if not self.is_reproducible and abs(mean.weight / len(step.weights) - 1) > ROUNDING:
@@ -266,7 +316,9 @@ class LoopModel(BoostedModel):
                 "drop_last=True."
             )
         self.set_buffers(self._agreed.after([after]))
-        grads = gradient_tree(step.plans.leaves, [device.gradients(used)], step.structure, step.indices)
+        grads = gradient_tree(
+            step.plans.leaves, [device.gradients(used)], step.structure, step.indices
+        )
         step.plans.order, self._step = step.runtime.order, None
         step.runtime.close()
         return grads

@@ -39,35 +39,71 @@ def shard_model(
     Lazy layers are built one at a time. A model that runs `in_place` gives up its memory.
     """
     mesh, pairs = plugin.default_mesh(), plugin.split(model)
-    stages, within = [stage for stage, _ in pairs], [None if plan is None else plan.rules for _, plan in pairs]
+    stages, within = (
+        [stage for stage, _ in pairs],
+        [None if plan is None else plan.rules for _, plan in pairs],
+    )
     memory = plugin.param_memory()
     if plugin.in_stages():
         for stage in stages:
             validate_no_hooks(stage)
         run = tuple(
-            s if plan is None else planned(plan, s, is_last=s is stages[-1], in_place=in_place)[0] for s, plan in pairs
+            s if plan is None else planned(plan, s, is_last=s is stages[-1], in_place=in_place)[0]
+            for s, plan in pairs
         )
         options = plugin.gradient_options()
         where: Any = {name: options[name] for name in ("mesh", "schedule", "axis")}
-        trained = [_split(plan, source.freeze_untrained(dict(stage.named_parameters()))) for stage, plan in pairs]
+        trained = [
+            _split(plan, source.freeze_untrained(dict(stage.named_parameters())))
+            for stage, plan in pairs
+        ]
         params = place_stages(
-            trained, plugin.rules(within if any(within) else None), **where, put=reserved, memory=memory
+            trained,
+            plugin.rules(within if any(within) else None),
+            **where,
+            put=reserved,
+            memory=memory,
         )
-        buffers = place_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
+        buffers = place_stages(
+            [dict(stage.named_buffers()) for stage in stages], **where, put=reserved
+        )
         stored = zip(has_stages(**where), params, buffers, strict=True)
         trees = [tree for is_here, *pair in stored if is_here for tree in pair]
     else:
-        synchronised, plan = (plugin.replica_axes() if plugin.sync_batchnorm else ()) or None, pairs[0][1]
-        options: Any = {"buffers": plugin.buffers, "sync_batchnorm": synchronised, "in_place": in_place}
-        run, params, buffers = module_function(model, **options) if plan is None else planned(plan, model, **options)
-        trained = source.freeze_untrained({name: x for name, x in model.named_parameters() if name in params})
+        synchronised, plan = (
+            (plugin.replica_axes() if plugin.sync_batchnorm else ()) or None,
+            pairs[0][1],
+        )
+        options: Any = {
+            "buffers": plugin.buffers,
+            "sync_batchnorm": synchronised,
+            "in_place": in_place,
+        }
+        run, params, buffers = (
+            module_function(model, **options) if plan is None else planned(plan, model, **options)
+        )
+        trained = source.freeze_untrained(
+            {name: x for name, x in model.named_parameters() if name in params}
+        )
         rules = None if plan is None else {name: plan.spec(name) for name in trained}
-        params = apply_rules(_split(plan, trained), plugin.rules_of(trained, rules), mesh, put=reserved, memory=memory)
+        params = apply_rules(
+            _split(plan, trained),
+            plugin.rules_of(trained, rules),
+            mesh,
+            put=reserved,
+            memory=memory,
+        )
         params = plugin.placed("parameters", params)
-        buffers = {name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()}
+        buffers = {
+            name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()
+        }
         trees = [params, buffers] if mesh.runtime != "abstract" else []
-    compare_inputs("boost", mesh, samples_of(dict([*model.named_parameters(), *model.named_buffers()])))
-    validate_not_boosted("boost", model)  # by another device of a virtual mesh, while this one waited
+    compare_inputs(
+        "boost", mesh, samples_of(dict([*model.named_parameters(), *model.named_buffers()]))
+    )
+    validate_not_boosted(
+        "boost", model
+    )  # by another device of a virtual mesh, while this one waited
     tensors: dict[str, Any] = {name: x for tree in trees for name, x in tree.items()}
     draw(model, plugin.seed, tensors, lambda name, x: put(as_leaf(tensors[name]), x))
     if in_place:
@@ -75,7 +111,9 @@ def shard_model(
     return run, params, buffers
 
 
-def planned(plan: Plan, module: nn.Module, *, is_last: bool = True, **options: Any) -> tuple[Any, PyTree, PyTree]:
+def planned(
+    plan: Plan, module: nn.Module, *, is_last: bool = True, **options: Any
+) -> tuple[Any, PyTree, PyTree]:
     """Return a module as a function by its plan, its parameters and buffers; the outputs of the last are full tensors."""
     apply, params, buffers = plan.functionalize(module, **options)
 
@@ -101,7 +139,9 @@ def refusing(kind: type[Exception], text: str) -> Any:
 
 def validate_not_boosted(caller: str, model: nn.Module) -> None:
     """Raise if the parameters of a model are sharded already."""
-    if isinstance(model, BoostedModel) or any(isinstance(x, Placeholder | LazyParam) for x in model.parameters()):
+    if isinstance(model, BoostedModel) or any(
+        isinstance(x, Placeholder | LazyParam) for x in model.parameters()
+    ):
         raise ModuleError(
             f"{caller}: the model has been boosted already, perhaps by another device. Each makes its own, inside of main."
         )
@@ -131,11 +171,17 @@ class BoostedModel(nn.Module):
 
     def __init__(self, module: nn.Module, plugin: Plugin, source: OptimizerSource) -> None:
         super().__init__()
-        self.module, self.mesh, self.is_reproducible = module, plugin.default_mesh(), plugin.reproducible
+        self.module, self.mesh, self.is_reproducible = (
+            module,
+            plugin.default_mesh(),
+            plugin.reproducible,
+        )
         self.replicas = plugin.replicas()
         self._seed, self._steps, self._forwards, self._others = plugin.seed, 0, 0, 0
         validate_inside(self.mesh)
-        self.function, self.params, self.module_buffers = shard_model(plugin, module, source, in_place=True)
+        self.function, self.params, self.module_buffers = shard_model(
+            plugin, module, source, in_place=True
+        )
 
     def trees(self) -> list[PyTree]:
         """Return the trees of parameters and buffers by name."""
@@ -156,7 +202,9 @@ class BoostedModel(nn.Module):
         """Return the parameters after an optimizer's step, combined with those of other replicas, and its state."""
         replicas, params = cast(ReplicaGroup, self.replicas), self.params
         mesh, step_here = resolve_mesh(self.mesh), partial(step, params)
-        ((params, _, state),) = run_on_devices(mesh, lambda _: replicas.run(params, None, self._steps, step_here))
+        ((params, _, state),) = run_on_devices(
+            mesh, lambda _: replicas.run(params, None, self._steps, step_here)
+        )
         return params, state
 
     def end_step(self) -> None:
@@ -168,7 +216,9 @@ class BoostedModel(nn.Module):
         tree = {name: x for tree in self.trees() for name, x in tree.items()}
         tree = tree if self.replicas is None else self.replicas.mean(tree)
         values = {leaf.name: leaf.value for leaf in full_leaves(tree)}
-        full: dict[int, Any] = {id(x): values.get(name, x).clone() for name, x in self.module.named_buffers()}
+        full: dict[int, Any] = {
+            id(x): values.get(name, x).clone() for name, x in self.module.named_buffers()
+        }
         for name, x in self.module.named_parameters():
             full[id(x)] = nn.Parameter(values[name], requires_grad=x.requires_grad)
         return copied(self.module, full)
@@ -180,7 +230,10 @@ class BoostedModel(nn.Module):
     def first_names(self) -> dict[str, str]:
         """Return the first name of each parameter and buffer, by all of its names."""
         first, module = dict[int, str](), self.module
-        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        tensors = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
         return {name: first.setdefault(id(x), name) for name, x in tensors}
 
     def sharded_state(self) -> dict[str, Any]:
@@ -199,7 +252,9 @@ class BoostedModel(nn.Module):
         """Use arrays of `sharded_state`, into which others have been written, and extra state of modules."""
         buffers, first = self.module_buffers, self.first_names()
         if self.replicas is not None:
-            local = self.replicas.local({first.get(key, key): x for key, x in state.items()}, self.mesh)
+            local = self.replicas.local(
+                {first.get(key, key): x for key, x in state.items()}, self.mesh
+            )
             buffers = {name: local.get(name, x) for name, x in buffers.items()}
         self.set_buffers(buffers)
         for key in state.keys() - first.keys():
@@ -220,5 +275,9 @@ class BoostedModel(nn.Module):
         self.load_sharded_state(values)
         return differences
 
-    _apply = refusing(ModuleError, "a boosted model is sharded. Move or convert it before it is boosted.")
-    __deepcopy__ = refusing(ModuleError, "a boosted model is sharded: model.unwrap() is a copy with full parameters.")
+    _apply = refusing(
+        ModuleError, "a boosted model is sharded. Move or convert it before it is boosted."
+    )
+    __deepcopy__ = refusing(
+        ModuleError, "a boosted model is sharded: model.unwrap() is a copy with full parameters."
+    )

@@ -39,18 +39,28 @@ def partitioned(
 ) -> Callable[[], Partitioned]:
     """Return a function that shards an optimizer's state and work, with its current options."""
     update_on = update_on or plugin.update_on()
-    cached = lru_cache(maxsize=1)(partial(_partition, plugin, update_on))  # of an optimizer with the same options
+    cached = lru_cache(maxsize=1)(
+        partial(_partition, plugin, update_on)
+    )  # of an optimizer with the same options
     return lambda: cached(source.current_optimizer())
 
 
 def _partition(plugin: Plugin, update_on: UpdateOn, opt: Optimizer) -> Partitioned:
-    mesh, axes, layers = plugin.default_mesh(), plugin.zero_axes(), plugin.gradient_options().get("local", ())
+    mesh, axes, layers = (
+        plugin.default_mesh(),
+        plugin.zero_axes(),
+        plugin.gradient_options().get("local", ()),
+    )
     stage = plugin.zero() if axes else 0
     opt = loss_scaled(opt) if plugin.precision == "fp16" and opt.loss_scale is None else opt
     axes, compress, memory = axes or mesh.axis_names, plugin.compressors(), plugin.state_memory()
     offload: Any = {"state_memory": memory, "update_on": update_on}
-    sharded = partition_optimizer(opt, mesh=mesh, axis=axes, stage=stage, compress=compress, **offload)
-    if layers and stage == 0 and opt.elementwise is not True:  # the shards of a matrix are collected by one device
+    sharded = partition_optimizer(
+        opt, mesh=mesh, axis=axes, stage=stage, compress=compress, **offload
+    )
+    if (
+        layers and stage == 0 and opt.elementwise is not True
+    ):  # the shards of a matrix are collected by one device
         by_owners = partition_optimizer(opt, mesh=mesh, axis=layers, stage=1, **offload)
         sharded = by_owners._replace(gradients=sharded.gradients)
     sharded = sharded if plugin.unused == "skip" else _with_zeros(sharded)
@@ -65,7 +75,11 @@ def _with_zeros(opt: Partitioned) -> Partitioned:
 
     def filled(x: Leaf, grad: Leaf) -> Leaf:
         is_unused = grad is None and isinstance(x, Sharded) and trainable(x)
-        return put_equal(torch.zeros(x.shape, dtype=x.dtype), opt.gradients(x.layout)) if is_unused else grad
+        return (
+            put_equal(torch.zeros(x.shape, dtype=x.dtype), opt.gradients(x.layout))
+            if is_unused
+            else grad
+        )
 
     def run(update: Update, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         leaves = Leaves.of(params)
@@ -102,7 +116,9 @@ class BoostedOptimizer(torch.optim.Optimizer):
         plugin: Plugin,
     ) -> None:
         self.optim, self._source, self._partitioned, self.model = optim, source, partitioned, model
-        self._unplaced = plugin if isinstance(plugin, GeminiPlugin) and plugin.placement == "auto" else None
+        self._unplaced = (
+            plugin if isinstance(plugin, GeminiPlugin) and plugin.placement == "auto" else None
+        )
         self._steps = 0
         self._grads: PyTree | None = None
         self.state: PyTree = self._partitioned().init(model.params)
@@ -125,7 +141,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def grads(self) -> PyTree:
         """The gradients of all backwards since the last step, of `scale` times the loss, in their layouts."""
         if self._grads is None:
-            self._grads, compression = self.model.gradients(self._numbers()), self._partitioned().compression
+            self._grads, compression = (
+                self.model.gradients(self._numbers()),
+                self._partitioned().compression,
+            )
             if compression is not None:
                 self._grads, self.state = compression.reduce(self._grads, self.state)
         return self._grads
@@ -135,7 +154,11 @@ class BoostedOptimizer(torch.optim.Optimizer):
         groups = self.optim.param_groups if isinstance(self.optim, torch.optim.Optimizer) else []
         return [
             {name: float(x) for name, x in group.items() if isinstance(x, float | int)}
-            | {name: x.item() for name, x in group.items() if isinstance(x, Tensor) and x.numel() == 1}
+            | {
+                name: x.item()
+                for name, x in group.items()
+                if isinstance(x, Tensor) and x.numel() == 1
+            }
             for group in groups
         ]
 
@@ -147,11 +170,17 @@ class BoostedOptimizer(torch.optim.Optimizer):
         `norm_type` is p of the norm: 2 the Euclidean one, "inf" the largest element.
         """
         order, scale = float(norm_type), self.scale
-        validate("clip_grad_norm", within("[0, inf]", max_norm=max_norm), within("(0, inf]", norm_type=order))
+        validate(
+            "clip_grad_norm",
+            within("[0, inf]", max_norm=max_norm),
+            within("(0, inf]", norm_type=order),
+        )
         with exact_norms(self.model.is_reproducible):
             norm = global_norm(self.grads, order)
         if error_if_nonfinite and not norm.isfinite():
-            raise OptimizerError(f"clip_grad_norm: the norm of the gradients must be finite; got {norm.item()}.")
+            raise OptimizerError(
+                f"clip_grad_norm: the norm of the gradients must be finite; got {norm.item()}."
+            )
         self._grads = shrunk(self.grads, norm, max_norm * scale)
         return norm / scale
 
@@ -174,10 +203,14 @@ class BoostedOptimizer(torch.optim.Optimizer):
         with torch.no_grad(), deterministic(exact, model.mesh.device_type), exact_norms(exact):
             write = partial(step_of(Optimizer(opt.init, opt.update, step)), self.grads, self.state)
             params = model.params
-            model.params, self.state = write(params) if model.replicas is None else model.combine(write)
+            model.params, self.state = (
+                write(params) if model.replicas is None else model.combine(write)
+            )
         self._grads = None
         self._steps += 1
-        if self._unplaced is not None and self._steps == 2:  # units are prefetched since the first one
+        if (
+            self._unplaced is not None and self._steps == 2
+        ):  # units are prefetched since the first one
             self._place(self._unplaced)
         if isinstance(self.optim, torch.optim.Optimizer):
             vars(self.optim)["_opt_called"] = True  # schedulers check that a step precedes theirs
@@ -186,7 +219,9 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def _place(self, plugin: GeminiPlugin) -> None:
         """Return to the devices what has room there."""
         assert isinstance(self.model, LoopModel)
-        update_on, self.model.params, self.state = plugin.placed_in_loop(self.model.params, self.state)
+        update_on, self.model.params, self.state = plugin.placed_in_loop(
+            self.model.params, self.state
+        )
         if update_on != plugin.update_on():
             self._partitioned = partitioned(plugin, self._source, update_on)
             self.model.set_gradients(self._partitioned().gradients)
@@ -201,19 +236,26 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Train parameters that were in no group so far."""
         self.optim.add_param_group(param_group)
         if isinstance(self._source, TorchSource):
-            grown = self._source.add_group_state(self.model.params, self.state, self._partitioned().init)
+            grown = self._source.add_group_state(
+                self.model.params, self.state, self._partitioned().init
+            )
             self.model.params, self.state = grown
 
     def sharded_state(self) -> dict[str, Any]:
         """Return state and groups by the names of parameters, as they are sharded: `fs.save` stores these."""
         groups = {"groups": self._source} if isinstance(self._source, TorchSource) else {}
         replicas = self.model.replicas
-        return {"state": self.state if replicas is None else replicas.joined([self.state]), **groups}
+        return {
+            "state": self.state if replicas is None else replicas.joined([self.state]),
+            **groups,
+        }
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Use arrays of `sharded_state`, into which others have been written."""
         replicas = self.model.replicas
-        self.state = state["state"] if replicas is None else replicas.local(state["state"], self.model.mesh)
+        self.state = (
+            state["state"] if replicas is None else replicas.local(state["state"], self.model.mesh)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: of an optimizer of torch in its form. All devices must call it."""
@@ -226,4 +268,6 @@ class BoostedOptimizer(torch.optim.Optimizer):
         init = self._partitioned().init(self.model.params)
         self.state = loaded_state(self._source, init, self.model.first_names(), state_dict)
 
-    __reduce_ex__ = refusing(OptimizerError, "a boosted optimizer is sharded, so it cannot be copied or pickled.")
+    __reduce_ex__ = refusing(
+        OptimizerError, "a boosted optimizer is sharded, so it cannot be copied or pickled."
+    )

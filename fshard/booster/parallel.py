@@ -17,7 +17,9 @@ from fshard.transforms.options import one_of, refusal, unknown
 _MODES = [*MODEL_AXES, "sequence"]
 
 
-def parallel(config: Mapping[str, Any] | str | PathLike[str], **plugin_options: Any) -> HybridParallelPlugin:
+def parallel(
+    config: Mapping[str, Any] | str | PathLike[str], **plugin_options: Any
+) -> HybridParallelPlugin:
     """Return the plugin of a parallel configuration. One error names all that is wrong.
 
     Args:
@@ -37,11 +39,19 @@ def parallel(config: Mapping[str, Any] | str | PathLike[str], **plugin_options: 
     ValueError: parallel: tensor must have a mode: write tensor=dict(size=4, mode=...), with one of ['1d', '2d', ...
     """
     if not isinstance(config, Mapping) and Path(config).suffix == ".py":
-        raise ValueError(f"parallel: config must be a dict or a TOML file; got {str(config)!r}.{hint('a Python file')}")
-    table: Any = config if isinstance(config, Mapping) else tomllib.loads(Path(config).read_text(encoding="utf-8"))
+        raise ValueError(
+            f"parallel: config must be a dict or a TOML file; got {str(config)!r}.{hint('a Python file')}"
+        )
+    table: Any = (
+        config
+        if isinstance(config, Mapping)
+        else tomllib.loads(Path(config).read_text(encoding="utf-8"))
+    )
     table = table.get("parallel", table)
     if not isinstance(table, Mapping):
-        raise ValueError(f"parallel: parallel must be a dict of data, experts, pipeline and tensor, got {table!r}.")
+        raise ValueError(
+            f"parallel: parallel must be a dict of data, experts, pipeline and tensor, got {table!r}."
+        )
     pipeline, tensor = _sized(table.get("pipeline", 1)), _sized(table.get("tensor", 1))
     layers, errors = _layers(tensor)
     options: dict[str, Any] = {
@@ -59,7 +69,9 @@ def parallel(config: Mapping[str, Any] | str | PathLike[str], **plugin_options: 
     if not errors and (here() is not None or process_count() > 1):
         errors += refusal(plugins[0].default_mesh)
     if errors:
-        raise ValueError(f"parallel: {'; '.join(error.removeprefix('HybridParallelPlugin: ') for error in errors)}.")
+        raise ValueError(
+            f"parallel: {'; '.join(error.removeprefix('HybridParallelPlugin: ') for error in errors)}."
+        )
     return plugins[0]
 
 
@@ -75,7 +87,9 @@ def _layers(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if mode is None and size == 1:
         return {}, errors
     if mode is None:
-        errors.append(f"tensor must have a mode: write tensor=dict(size={size!r}, mode=...), with one of {_MODES}")
+        errors.append(
+            f"tensor must have a mode: write tensor=dict(size={size!r}, mode=...), with one of {_MODES}"
+        )
         return {}, errors
     errors += one_of("the mode of tensor", mode, *_MODES)
     name = "sequence" if mode == "sequence" else "tensor"

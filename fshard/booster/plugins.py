@@ -29,13 +29,31 @@ from fshard.mesh.runtimes.launchers import process_count
 from fshard.mesh.spmd.scope import here
 from fshard.optim.partition import Stage
 from fshard.tensor.plan import Plan
-from fshard.transforms.options import flag, integer, must_be, one_of, refusal, unknown, wrong_options
+from fshard.transforms.options import (
+    flag,
+    integer,
+    must_be,
+    one_of,
+    refusal,
+    unknown,
+    wrong_options,
+)
 from fshard.transforms.patterns import Choice
 from fshard.transforms.shard_params import Rules, fsdp
 from fshard.transforms.train_step import Precision
 from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 
-_OPTIONS = {"bucket", "in_flight", "prefetch", "live_units", "reduce", "reduce_once", "skips", "inputs", "dynamic"}
+_OPTIONS = {
+    "bucket",
+    "in_flight",
+    "prefetch",
+    "live_units",
+    "reduce",
+    "reduce_once",
+    "skips",
+    "inputs",
+    "dynamic",
+}
 """The options of `value_and_grad` that no field of a plugin sets."""
 _PRECISIONS: dict[Any, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -87,8 +105,13 @@ class Plugin:
         for name, annotation in get_type_hints(type(self)).items():
             x, kinds = getattr(self, name), get_args(annotation)
             kinds = [annotation] if get_origin(annotation) is Literal or not kinds else [*kinds]
-            values = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
-            types = {kind for kind in kinds if get_origin(kind) is not Literal} - {NoneType, torch.dtype}
+            values = [
+                value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)
+            ]
+            types = {kind for kind in kinds if get_origin(kind) is not Literal} - {
+                NoneType,
+                torch.dtype,
+            }
             if x is None and NoneType in kinds:
                 continue
             if types == {bool}:
@@ -109,7 +132,9 @@ class Plugin:
                 "sync_batchnorm=True needs all devices together, reproducible=True computes slices one by one"
             )
         if self.reproducible and self.state_memory() == "disk":
-            errors.append('offload="disk" is updated in place, which reproducible=True does not: use offload="host"')
+            errors.append(
+                'offload="disk" is updated in place, which reproducible=True does not: use offload="host"'
+            )
         return errors if self.mesh is None else errors + refusal(self.zero_axes)
 
     def zero(self) -> Stage:
@@ -137,7 +162,9 @@ class Plugin:
     def axes(self) -> tuple[str, ...]:
         """Return the axes that shard the batch."""
         mesh = self.default_mesh()
-        return mesh.axis_names if self.axis is None else mesh.check_axes(cast(Any, self.axis), "axis=")
+        return (
+            mesh.axis_names if self.axis is None else mesh.check_axes(cast(Any, self.axis), "axis=")
+        )
 
     def zero_axes(self) -> tuple[str, ...]:
         """Return the axes along which ZeRO shards."""
@@ -182,12 +209,17 @@ class Plugin:
 
     def gradient_options(self) -> dict[str, Any]:
         """Return the options of `value_and_grad`."""
-        full = {"slices": self.slices if self.reproducible else None, "reduce_once": self.zero() < 2}
+        full = {
+            "slices": self.slices if self.reproducible else None,
+            "reduce_once": self.zero() < 2,
+        }
         return {
             "mesh": self.default_mesh(),
             "batch": P(axes) if (axes := self.replica_axes()) else P(),
             "has_buffers": True,
-            "compute": next((dtype for dtype, name in _PRECISIONS.items() if name == self.precision), None),
+            "compute": next(
+                (dtype for dtype, name in _PRECISIONS.items() if name == self.precision), None
+            ),
             "reduce": torch.float32 if self.precision == "fp16" else None,
             "reproducible": self.reproducible,
             **({} if self.in_stages() else full),
@@ -204,17 +236,29 @@ class _SlowLinkPlugin(Plugin):
     gossip: Any = None
 
     def contradictions(self) -> list[str]:
-        names = [name for name in ("compress", "local_steps", "gossip") if getattr(self, name) is not None]
+        names = [
+            name
+            for name in ("compress", "local_steps", "gossip")
+            if getattr(self, name) is not None
+        ]
         if len(names) > 1:
             return [f"{' and '.join(names)} must not be combined: give one of them"]
         errors = super().contradictions()
         for name in names:
             if self.reproducible:
-                errors.append(f"{name} must be None with reproducible=True, since its sums depend on the mesh")
+                errors.append(
+                    f"{name} must be None with reproducible=True, since its sums depend on the mesh"
+                )
             if name != "compress" and self.zero() > 1:
                 errors.append(f"{name} must be None in stage {self.zero()}: use stage 0 or 1")
-        steps = self.local_steps.values() if isinstance(self.local_steps, Mapping) else [self.local_steps]
-        return [error for count in steps if count is not None for error in integer("local_steps", count)] + errors
+        steps = (
+            self.local_steps.values()
+            if isinstance(self.local_steps, Mapping)
+            else [self.local_steps]
+        )
+        return [
+            error for count in steps if count is not None for error in integer("local_steps", count)
+        ] + errors
 
     def _by_axis(self, name: str) -> Mapping[str, Any] | None:
         """Return the values of an option by axis; a single one is for the axis of the batch."""
@@ -236,14 +280,20 @@ class _SlowLinkPlugin(Plugin):
         values, mesh = self._by_axis(name), self.default_mesh()
         if values is None:
             return None
-        if len(values) != 1 or any(axis not in self.axes() or mesh.shape[axis] == 1 for axis in values):
-            raise ValueError(f"{name} must be along one axis of the batch, of several devices; got {mesh}.")
+        if len(values) != 1 or any(
+            axis not in self.axes() or mesh.shape[axis] == 1 for axis in values
+        ):
+            raise ValueError(
+                f"{name} must be along one axis of the batch, of several devices; got {mesh}."
+            )
         ((axis, value),) = values.items()
         if name == "local_steps":
             return ReplicaGroup(mesh, axis, local_sgd_rule(axis, value))
         graph = value(mesh.shape[axis]) if callable(value) else value
         if not isinstance(graph, Graph) or graph.size != mesh.shape[axis]:
-            raise ValueError(f"gossip must be a graph of the {mesh.shape[axis]} devices along {axis}; got {value}.")
+            raise ValueError(
+                f"gossip must be a graph of the {mesh.shape[axis]} devices along {axis}; got {value}."
+            )
         return ReplicaGroup(mesh, axis, gossip_rule(axis, graph))
 
 
@@ -311,7 +361,9 @@ class ShardedPlugin(Plugin):
 
     def zero_axes(self) -> tuple[str, ...]:
         axes, chosen = self.axes(), cast(Any, self.shard_axis)
-        shard_axes = axes if chosen is None else self.default_mesh().check_axes(chosen, "shard_axis=")
+        shard_axes = (
+            axes if chosen is None else self.default_mesh().check_axes(chosen, "shard_axis=")
+        )
         if not {*shard_axes} <= {*axes}:
             raise ValueError(f"shard_axis must be among axis=, got {chosen!r}.")
         return shard_axes

@@ -32,7 +32,9 @@ Criterion = Callable[[Any, Any], Tensor]
 class StagedModel(BoostedModel):
     """A boosted model in the layouts of a schedule; its stages run in place. For the arguments see `LoopModel`."""
 
-    def __init__(self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned) -> None:
+    def __init__(
+        self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned
+    ) -> None:
         super().__init__(module, plugin, source)
         self._options = {"gradients": opt.gradients, **plugin.gradient_options()}
         self._grads: PyTree | None = None
@@ -47,7 +49,9 @@ class StagedModel(BoostedModel):
         "a model in stages is run by its schedule: booster.execute_pipeline(iter(dataloader), model, criterion, optimizer), "
         "in torch.no_grad() to evaluate it.",
     )
-    backward = refusing(ModuleError, "the backward of a model in stages is part of booster.execute_pipeline(...).")
+    backward = refusing(
+        ModuleError, "the backward of a model in stages is part of booster.execute_pipeline(...)."
+    )
 
     def _make_gradient(self, outputs: bool, backward: bool) -> GradientFunction:
         """Return the gradient of the schedule, for any criterion: a loop may pass a new one in every step."""
@@ -56,10 +60,18 @@ class StagedModel(BoostedModel):
             value = loss_of(self._criterion, y, microbatch)
             return (value, y) if outputs else value
 
-        options: dict[str, Any] = {**self._options, "loss": loss, "aux": "rows" if outputs else None}
-        return gradient_of("execute_pipeline", self.function, backward=backward, in_place=True, **options)
+        options: dict[str, Any] = {
+            **self._options,
+            "loss": loss,
+            "aux": "rows" if outputs else None,
+        }
+        return gradient_of(
+            "execute_pipeline", self.function, backward=backward, in_place=True, **options
+        )
 
-    def run(self, criterion: Criterion | None, batch: PyTree, scale: float, *, outputs: bool) -> StepValue:
+    def run(
+        self, criterion: Criterion | None, batch: PyTree, scale: float, *, outputs: bool
+    ) -> StepValue:
         """Run the schedule on a batch, and keep the gradients of `scale` times the loss; without grad mode, forwards only.
 
         With `outputs`, the last stage's results of all samples are returned beside the loss.
@@ -71,7 +83,11 @@ class StagedModel(BoostedModel):
             value, grads = gradient.run(self.params, self.module_buffers, batch, call_site(), scale)
         if backward:
             sums = Leaves.of(grads if self._grads is None else self._grads)
-            self._grads = grads if self._grads is None else sums.mapped(_add, sums.beside(grads, "the gradients"))
+            self._grads = (
+                grads
+                if self._grads is None
+                else sums.mapped(_add, sums.beside(grads, "the gradients"))
+            )
         self.module_buffers = value.buffers
         return value
 
@@ -94,7 +110,9 @@ def loss_of(criterion: Criterion | None, output: Any, batch: Any) -> Tensor:
     """
     if criterion is None:
         return output.loss
-    return criterion(output, batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
+    return criterion(
+        output, batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else batch
+    )
 
 
 def _add(x: Leaf, y: Leaf) -> Leaf:

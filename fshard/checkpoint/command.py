@@ -22,11 +22,17 @@ from fshard.mesh.layout import dtype_name
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fshard checkpoint")
     commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help="names, shapes, dtypes and layouts; step and metrics")
-    verify = commands.add_parser("verify", help="compare every byte with the digests of when it was written")
+    inspect = commands.add_parser(
+        "inspect", help="names, shapes, dtypes and layouts; step and metrics"
+    )
+    verify = commands.add_parser(
+        "verify", help="compare every byte with the digests of when it was written"
+    )
     converting = commands.add_parser("convert", help="write in another format, one array at a time")
     for command in (inspect, verify, converting):
-        command.add_argument("path", type=Path, help="a folder of fs.save, or a file or folder that fs.restore reads")
+        command.add_argument(
+            "path", type=Path, help="a folder of fs.save, or a file or folder that fs.restore reads"
+        )
     converting.add_argument("out", type=Path, help="a new folder; for torch and safetensors a file")
     converting.add_argument("--to", required=True, choices=("hf", "dcp", "torch", "safetensors"))
     converting.add_argument("--only", help='a name: the part below it, such as "params"')
@@ -82,15 +88,22 @@ def _table(path: Path, source: Source) -> Iterator[str]:
     rows = [("name", "shape", "dtype", "layout")]
     for name, x in source.arrays.items():
         rows.append((name, str(list(x.shape)), dtype_name(x.dtype), layouts.get(name, "")))
-    rows += [(name, "", type(value).__name__, repr(value)) for name, (_, value) in source.values.items()]
+    rows += [
+        (name, "", type(value).__name__, repr(value)) for name, (_, value) in source.values.items()
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
     untied = [x for name, x in source.arrays.items() if name not in source.ties]
-    elements, size = sum(prod(x.shape) for x in untied), sum(prod(x.shape) * x.dtype.itemsize for x in untied)
+    elements, size = (
+        sum(prod(x.shape) for x in untied),
+        sum(prod(x.shape) * x.dtype.itemsize for x in untied),
+    )
     yield f"{len(untied)} arrays, {elements:,} elements, {size:,} bytes; {len(source.values)} values"
     if index is not None:
         step = f"step {path.resolve().name}, " if path.resolve().name.isdecimal() else ""
-        meshes = dict.fromkeys(", ".join(f"{axis}={n}" for axis, n in entry.layout.mesh.axes) for entry in arrays)
+        meshes = dict.fromkeys(
+            ", ".join(f"{axis}={n}" for axis, n in entry.layout.mesh.axes) for entry in arrays
+        )
         yield f"{step}written by {index.devices} devices: {'; '.join(meshes)}"
         yield from (f"{name}: {value:g}" for name, value in index.metrics.items())

@@ -37,14 +37,22 @@ class Span:
     def boxes(self) -> list[Block]:
         """The boxes of global indices that it consists of."""
         return [
-            tuple([(start + origin, stop + origin) for (start, stop), (origin, _) in zip(box, self.block, strict=True)])
+            tuple(
+                [
+                    (start + origin, stop + origin)
+                    for (start, stop), (origin, _) in zip(box, self.block, strict=True)
+                ]
+            )
             for box in _boxes(self.start, self.stop, self.lengths)
         ]
 
     def index(self, box: Block) -> int:
         """Return the index, in this range, of the first element of a box."""
         corner = [start - origin for (start, _), (origin, _) in zip(box, self.block, strict=True)]
-        return sum(i * stride for i, stride in zip(corner, strides(self.lengths), strict=True)) - self.start
+        return (
+            sum(i * stride for i, stride in zip(corner, strides(self.lengths), strict=True))
+            - self.start
+        )
 
     def clip(self, start: int, stop: int) -> Span:
         return Span(self.block, max(start, self.start), min(stop, self.stop))
@@ -104,7 +112,9 @@ def copy(source: Span, values: Tensor, target: Span, memory: Tensor) -> None:
     if source.block == target.block:
         start, stop = max(source.start, target.start), min(source.stop, target.stop)
         if start < stop:
-            memory[start - target.start : stop - target.start].copy_(values[start - source.start : stop - source.start])
+            memory[start - target.start : stop - target.start].copy_(
+                values[start - source.start : stop - source.start]
+            )
         return
     for box in _common_boxes(source, target):
         shape = [stop - start for start, stop in box]

@@ -46,7 +46,11 @@ class ArrayEntry(NamedTuple):
     @property
     def data_name(self) -> str:
         """The name in a data file."""
-        return self.name if self.shape == self.full_shape else f"{self.name}@{','.join(map(str, self.offset))}"
+        return (
+            self.name
+            if self.shape == self.full_shape
+            else f"{self.name}@{','.join(map(str, self.offset))}"
+        )
 
     @property
     def replicas(self) -> int:
@@ -100,12 +104,18 @@ class Division:
             kinds[entry.layout, len(entry.shape)].append(number)
             groups[entry.layout.mesh, entry.layout.replicated_axes].append(number)
         self._kinds = [
-            (layout, np.array(numbers), np.array([arrays[number].shape or (1,) for number in numbers], np.int64))
+            (
+                layout,
+                np.array(numbers),
+                np.array([arrays[number].shape or (1,) for number in numbers], np.int64),
+            )
             for (layout, _), numbers in kinds.items()
         ]
         self._groups = [(mesh, axes, np.array(numbers)) for (mesh, axes), numbers in groups.items()]
         self._sizes = np.array([entry.itemsize for entry in arrays], np.int64)
-        self.order = np.argsort(-self._sizes, kind="stable")  # of the arrays in files: larger dtypes first
+        self.order = np.argsort(
+            -self._sizes, kind="stable"
+        )  # of the arrays in files: larger dtypes first
 
     def _column(self, device: int) -> Column:
         """Return the ranges that a device writes."""
@@ -120,11 +130,15 @@ class Division:
             begins[numbers], totals[numbers] = begin, total
             rank = _along(mesh, device, axes)
             for bounds, index in ((starts, rank), (stops, rank + 1)):
-                bounds[numbers] = firsts[numbers] + np.clip(-((begin - total * index // replicas) // size), 0, count)
+                bounds[numbers] = firsts[numbers] + np.clip(
+                    -((begin - total * index // replicas) // size), 0, count
+                )
         written = ((stops - starts) * self._sizes)[self.order]
         bytes_before = np.empty_like(written)
         bytes_before[self.order] = np.cumsum(written) - written
-        return Column(*(numbers.tolist() for numbers in (starts, stops, bytes_before, begins, totals, firsts)))
+        return Column(
+            *(numbers.tolist() for numbers in (starts, stops, bytes_before, begins, totals, firsts))
+        )
 
     def ranges(self, number: int, wanted: Span) -> Iterator[tuple[int, int, Span]]:
         """Yield the parts of an array that have elements of a span: the device, the byte of the first, and its range."""
@@ -136,15 +150,29 @@ class Division:
             start, stop = overlap(_full(block), wanted)
             if start == stop:
                 continue
-            begin, total = column.begins[number] - column.firsts[number] * size, column.totals[number]
-            ranks = [((begin + element * size + 1) * replicas - 1) // total for element in (start, stop - 1)]
+            begin, total = (
+                column.begins[number] - column.firsts[number] * size,
+                column.totals[number],
+            )
+            ranks = [
+                ((begin + element * size + 1) * replicas - 1) // total
+                for element in (start, stop - 1)
+            ]
             for rank in range(max(ranks[0], 0), min(ranks[1], replicas - 1) + 1):
                 device = first + _number(mesh, axes, rank)
                 column = self.column(device)
                 written = Span(block, column.starts[number], column.stops[number])
-                low, high = overlap(written.clip(start, stop), wanted) if written.start < written.stop else (0, 0)
+                low, high = (
+                    overlap(written.clip(start, stop), wanted)
+                    if written.start < written.stop
+                    else (0, 0)
+                )
                 if low < high:
-                    yield device, column.bytes_before[number] + (low - written.start) * size, Span(block, low, high)
+                    yield (
+                        device,
+                        column.bytes_before[number] + (low - written.start) * size,
+                        Span(block, low, high),
+                    )
 
 
 def _ranges(layout: Layout, shapes: Numbers, device: int) -> tuple[Numbers, Numbers]:
@@ -169,8 +197,12 @@ def _shards(entry: ArrayEntry, wanted: Span) -> Iterator[tuple[int, Block]]:
     ):
         parts = prod(mesh.shape[axis] for axis in axes)
         indices = _chunk_indices(length, parts, max(start - origin, 0), min(stop - origin, length))
-        ranges = [(_number(mesh, axes, index), flat_range(length, parts, index)) for index in indices]
-        chunks.append([(device, (start + origin, stop + origin)) for device, (start, stop) in ranges])
+        ranges = [
+            (_number(mesh, axes, index), flat_range(length, parts, index)) for index in indices
+        ]
+        chunks.append(
+            [(device, (start + origin, stop + origin)) for device, (start, stop) in ranges]
+        )
     base = mesh.index(layout.place)
     for row in product(*chunks):
         block = tuple([bounds for _, bounds in row])
@@ -198,4 +230,10 @@ def _along(mesh: Mesh, device: int, axes: Sequence[str]) -> int:
 @lru_cache(maxsize=4096)
 def _number(mesh: Mesh, axes: tuple[str, ...], index: int) -> int:
     """Return the number of the device at an index along some axes, and at 0 along the others."""
-    return mesh.index(dict(zip(axes, unravel(index, [mesh.shape[axis] for axis in axes]), strict=True))) if axes else 0
+    return (
+        mesh.index(
+            dict(zip(axes, unravel(index, [mesh.shape[axis] for axis in axes]), strict=True))
+        )
+        if axes
+        else 0
+    )

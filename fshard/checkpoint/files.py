@@ -81,7 +81,9 @@ def named_errors(text: str) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{text}: {error.strerror or error} ({error.filename or 'disk'}).") from error
+        raise CheckpointError(
+            f"{text}: {error.strerror or error} ({error.filename or 'disk'})."
+        ) from error
 
 
 def make_folder(path: Path) -> None:
@@ -210,7 +212,9 @@ def digest_of(x: Tensor) -> str:
 def _weighted_sums(data: Tensor) -> Tensor:
     """Return the sum of each block of bytes with odd weights, modulo 2**64: any byte that differs changes it."""
     weights = _weights(data.device)
-    return torch.stack([(block.to(torch.int64) * weights[: len(block)]).sum() for block in data.split(BLOCK)]).cpu()
+    return torch.stack(
+        [(block.to(torch.int64) * weights[: len(block)]).sum() for block in data.split(BLOCK)]
+    ).cpu()
 
 
 @lru_cache(maxsize=8)
@@ -225,7 +229,11 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> byte
     for name, dtype, shape in tensors:
         size = dtype.itemsize * prod(shape)
         pair = [2] if dtype.is_complex else []
-        header[name] = {"dtype": DTYPES[dtype], "shape": [*shape, *pair], "data_offsets": [offset, offset + size]}
+        header[name] = {
+            "dtype": DTYPES[dtype],
+            "shape": [*shape, *pair],
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 16)
@@ -252,7 +260,9 @@ class BlockReader:
         if os.fstat(self._file).st_size != self.size:
             raise CheckpointError(f"{self.path} became shorter while it was read.")
         margin = start % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(self._file, stop - start + margin, access=mmap.ACCESS_COPY, offset=start - margin)
+        mapped = mmap.mmap(
+            self._file, stop - start + margin, access=mmap.ACCESS_COPY, offset=start - margin
+        )
         return memoryview(mapped)[margin:]
 
     def verify(self, number: int) -> None:

@@ -62,10 +62,19 @@ class Checkpoints:
         every: int = 1,
         timeout: float = 600,
     ) -> None:
-        counts = {"keep": keep, "every": every, **({} if keep_every is None else {"keep_every": keep_every})}
+        counts = {
+            "keep": keep,
+            "every": every,
+            **({} if keep_every is None else {"keep_every": keep_every}),
+        }
         if errors := [text for name, value in counts.items() for text in integer(name, value)]:
             raise ValueError(f"Checkpoints: {'; '.join(errors)}.")
-        self.path, self.best, self.every, self._timeout = Path(path).absolute(), best, every, timeout
+        self.path, self.best, self.every, self._timeout = (
+            Path(path).absolute(),
+            best,
+            every,
+            timeout,
+        )
         self.keep, self.keep_every = keep, keep_every
         self._thread: threading.Thread | None = None
         self._staging: dict[int, torch.Tensor] = {}
@@ -76,7 +85,9 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps of all checkpoints, read from the folder."""
         names = os.listdir(self.path) if self.path.is_dir() else []
-        return sorted(int(name) for name in names if _is_step(name) and (self.path / name / INDEX).is_file())
+        return sorted(
+            int(name) for name in names if _is_step(name) and (self.path / name / INDEX).is_file()
+        )
 
     @property
     def latest(self) -> int | None:
@@ -91,7 +102,14 @@ class Checkpoints:
             raise CheckpointError(f"{self.path} has no checkpoint: {explain_absence(self.path)}.")
         return restore(self.path / str(step), target, **options)
 
-    def save(self, step: int, tree: PyTree, *, wait: bool = True, metrics: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        tree: PyTree,
+        *,
+        wait: bool = True,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> None:
         """Save a tree as the checkpoint of a step: see `fs.save`.
 
         With `wait=False` the tree is copied to the host, and written beside training; only the thread that writes
@@ -107,9 +125,15 @@ class Checkpoints:
         self._join()
         token = next_token()
         content = snapshot(self.path / str(step), token, tree, metrics)
-        if metrics and self.best is not None and self.best.removeprefix("-") not in content.index.metrics:
+        if (
+            metrics
+            and self.best is not None
+            and self.best.removeprefix("-") not in content.index.metrics
+        ):
             names = ", ".join(content.index.metrics) or "no numbers"
-            raise ValueError(f"Checkpoints.save: metrics must have {self.best!r}, which is `best`; got {names}.")
+            raise ValueError(
+                f"Checkpoints.save: metrics must have {self.best!r}, which is `best`; got {names}."
+            )
         if not wait:
             with torch.no_grad():
                 content = content.staged(self._staging)
@@ -119,10 +143,14 @@ class Checkpoints:
         else:
             if self._thread is None:
                 atexit.register(self._join)  # prints its errors
-            self._thread = threading.Thread(target=self._write_in_background, args=arguments, name="fshard checkpoint")
+            self._thread = threading.Thread(
+                target=self._write_in_background, args=arguments, name="fshard checkpoint"
+            )
             self._thread.start()
         if is_last:
-            if run_token() and 0 in content.shares:  # all have read the marker, since all have written
+            if (
+                run_token() and 0 in content.shares
+            ):  # all have read the marker, since all have written
                 disk.unlink(self._marker())
             termination.end()
 
@@ -159,16 +187,26 @@ class Checkpoints:
     def _remove_before(self, latest: int) -> None:
         """Remove the checkpoints before the latest that are not to be kept, and what is left of saves that did not end."""
         steps = [step for step in self.steps if step <= latest]
-        retained = {*steps[-self.keep :], *(step for step in steps if self.keep_every and step % self.keep_every == 0)}
+        retained = {
+            *steps[-self.keep :],
+            *(step for step in steps if self.keep_every and step % self.keep_every == 0),
+        }
         if self.best is not None:
             name, sign = self.best.removeprefix("-"), -1 if self.best.startswith("-") else 1
             for step in steps:
                 if step not in self._metrics:
                     self._metrics[step] = read_index(self.path / str(step)).metrics
             values = [(sign * self._metrics[step].get(name, nan), step) for step in steps]
-            retained |= {step for _, step in sorted(pair for pair in values if not isnan(pair[0]))[:1]}
+            retained |= {
+                step for _, step in sorted(pair for pair in values if not isnan(pair[0]))[:1]
+            }
         for name in sorted(os.listdir(self.path)):
-            if _is_step(name) and int(name) not in retained and int(name) < latest and (self.path / name).is_dir():
+            if (
+                _is_step(name)
+                and int(name) not in retained
+                and int(name) < latest
+                and (self.path / name).is_dir()
+            ):
                 remove(self.path / name)
 
     def _ends_at(self, step: int) -> bool:

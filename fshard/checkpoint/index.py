@@ -74,13 +74,16 @@ class Index:
         arrays = list[Any]()
         for path, shape, dtype, layout, offset, full in (entry[1:] for entry in self.arrays):
             fused = [offset, full] if shape != full else []
-            arrays.append([path, shape, _DTYPE_NAMES[dtype], layouts.setdefault(layout, len(layouts)), *fused])
+            arrays.append(
+                [path, shape, _DTYPE_NAMES[dtype], layouts.setdefault(layout, len(layouts)), *fused]
+            )
         return as_text(
             {
                 "version": VERSION,
                 "devices": self.devices,
                 "layouts": [
-                    [x.mesh.axes, x.spec.dims(len(x.spec.entries)), x.spec.flat_axes, x.spec.at] for x in layouts
+                    [x.mesh.axes, x.spec.dims(len(x.spec.entries)), x.spec.flat_axes, x.spec.at]
+                    for x in layouts
                 ],
                 "arrays": arrays,
                 "ties": self.ties,
@@ -107,8 +110,14 @@ def read_sealed(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
     head, mark, body = data.partition(b',"checkpoint":')
     text = body.removesuffix(b"}\n")
-    if not mark or head + mark + text + b"}\n" != data or head != b'{"xxh3":"%s"' % digest(text).encode():
-        raise CheckpointError(f"{path} is not as it was written (its digest differs). Restore another checkpoint.")
+    if (
+        not mark
+        or head + mark + text + b"}\n" != data
+        or head != b'{"xxh3":"%s"' % digest(text).encode()
+    ):
+        raise CheckpointError(
+            f"{path} is not as it was written (its digest differs). Restore another checkpoint."
+        )
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -119,7 +128,9 @@ def read_index(folder: Path) -> Index:
     """Return the index of a checkpoint; raise if there is none, one of a later version, or one that `save` does not write."""
     content = read_sealed(folder / INDEX)
     if isinstance(content, dict) and content.get("version") != VERSION:
-        raise CheckpointError(f"{folder}: version {content.get('version')} must be {VERSION}, which this fshard reads.")
+        raise CheckpointError(
+            f"{folder}: version {content.get('version')} must be {VERSION}, which this fshard reads."
+        )
     try:
         layouts = dict(enumerate(map(_layout, content["layouts"])))  # a dict: no index below 0
         arrays = list[ArrayEntry]()
@@ -127,7 +138,9 @@ def read_index(folder: Path) -> Index:
             offset, full = fused or ([0] * len(shape), shape)
             sizes = tuple(shape), _DTYPES[dtype], layouts[layout], tuple(offset), tuple(full)
             arrays.append(ArrayEntry(name_of(path), tuple(path), *sizes))
-        ties, values = ([(tuple(path), x) for path, x in content[key]] for key in ("ties", "values"))
+        ties, values = (
+            [(tuple(path), x) for path, x in content[key]] for key in ("ties", "values")
+        )
         writers = [WriterFiles(*files) for files in content["writers"]]
         index = Index(content["devices"], arrays, ties, values, dict(content["metrics"]), writers)
         _validate(index)
@@ -144,22 +157,31 @@ def _invalid(path: Path, error: Exception) -> CheckpointError:
 def _validate(index: Index) -> None:
     """Raise if an index names files outside of its folder, or does not fit the sizes of its files."""
     arrays, writers = index.arrays, index.writers
-    numbers = {*chain(*((*x.shape, *x.offset, *x.full_shape, prod(x.full_shape)) for x in arrays)), index.devices}
+    numbers = {
+        *chain(*((*x.shape, *x.offset, *x.full_shape, prod(x.full_shape)) for x in arrays)),
+        index.devices,
+    }
     numbers |= {size for files in writers for size in (files.size, files.header)}
     keys = [*chain(*(x.path for x in arrays), *(path for path, _ in (*index.ties, *index.values)))]
     fused: dict[str, list[ArrayEntry]] = defaultdict(list)
     for entry in arrays:
         fused[entry.name].append(entry)
     checks = {
-        "names of files": all(_FILE.fullmatch(name) for files in writers for name in (files.data, files.manifest)),
+        "names of files": all(
+            _FILE.fullmatch(name) for files in writers for name in (files.data, files.manifest)
+        ),
         "numbers": all(type(x) is int and 0 <= x < 1 << 60 for x in numbers),
-        "paths": all(isinstance(key, str | int) or (len(key) == 1 and isinstance(key[0], PLAIN)) for key in keys),
+        "paths": all(
+            isinstance(key, str | int) or (len(key) == 1 and isinstance(key[0], PLAIN))
+            for key in keys
+        ),
         "values": all(_is_json(value) for _, value in index.values),
         "metrics": all(isinstance(x, int | float) for x in index.metrics.values()),
         "ties": all(name in fused for _, name in index.ties),
         "devices": {len(writers), *(x.layout.mesh.size for x in arrays)} == {index.devices},
         "parts": all(map(_are_joined, fused.values())),
-        "sizes": sum(prod(x.shape) * x.itemsize for x in arrays) == sum(x.size - x.header for x in writers),
+        "sizes": sum(prod(x.shape) * x.itemsize for x in arrays)
+        == sum(x.size - x.header for x in writers),
     }
     if errors := [name for name, is_valid in checks.items() if not is_valid]:
         raise ValueError(f"wrong {', '.join(errors)}")
@@ -172,10 +194,16 @@ def _are_joined(parts: Sequence[ArrayEntry]) -> bool:
     if max(len(x.layout.spec.entries) for x in parts) > len(full):
         return False
     if not (full and prod(full)):
-        return {x.full_shape for x in parts} == {full} and sum(prod(x.shape) for x in parts) == prod(full)
+        return {x.full_shape for x in parts} == {full} and sum(
+            prod(x.shape) for x in parts
+        ) == prod(full)
     ends = [*accumulate([x.shape[dim] for x in parts], initial=0)]
     expected = [
-        ((*full[:dim], x.shape[dim], *full[dim + 1 :]), tuple([end * (i == dim) for i in range(len(full))]), full)
+        (
+            (*full[:dim], x.shape[dim], *full[dim + 1 :]),
+            tuple([end * (i == dim) for i in range(len(full))]),
+            full,
+        )
         for x, end in zip(parts, ends, strict=False)
     ]
     return ends[-1] == full[dim] and [(x.shape, x.offset, x.full_shape) for x in parts] == expected
@@ -186,7 +214,9 @@ def read_manifest(folder: Path, writer: WriterFiles) -> list[str]:
     path = folder / writer.manifest
     content = read_sealed(path)
     if digest(as_text(content).encode()) != writer.digest:
-        raise CheckpointError(f"{path} is not the manifest that the index names. Restore another checkpoint.")
+        raise CheckpointError(
+            f"{path} is not the manifest that the index names. Restore another checkpoint."
+        )
     try:
         digests = [bytes.fromhex(text).hex() for text in content["digests"]]
         if (content["size"], len(digests)) != (writer.size, -(-writer.size // BLOCK)):
@@ -199,7 +229,9 @@ def read_manifest(folder: Path, writer: WriterFiles) -> list[str]:
 def _layout(content: Any) -> Layout:
     axes, dims, flat, device = content
     mesh = Mesh(tuple((name, size) for name, size in axes), "abstract", "meta")
-    return Layout(mesh, P(*map(tuple, dims), flat=flat, at={tuple(names): index for names, index in device}))
+    return Layout(
+        mesh, P(*map(tuple, dims), flat=flat, at={tuple(names): index for names, index in device})
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -214,10 +246,14 @@ def validate_storable(leaves: Sequence[NamedLeaf]) -> None:
     errors = list[str]()
     for leaf in leaves:
         keys = [key[0] for key in leaf.path if isinstance(key, list) and not _is_json(key[0])]
-        errors += [f"{leaf.name} has the key {key!r}, which must be a string or number" for key in keys]
+        errors += [
+            f"{leaf.name} has the key {key!r}, which must be a string or number" for key in keys
+        ]
         if not is_array(leaf.value):
             kind = type(leaf.value).__name__
-            errors += [] if _is_json(leaf.value) else [f"{leaf.name} must be a value of JSON; got {kind}"]
+            errors += (
+                [] if _is_json(leaf.value) else [f"{leaf.name} must be a value of JSON; got {kind}"]
+            )
             continue
         for _, x in stored_parts(leaf.value):
             if x.dtype not in DTYPES:

@@ -107,7 +107,9 @@ def as_leaf(x: Any) -> Any:
         shards = [array.shards if isinstance(array, Sharded) else (array,) for array in x]
         if all(torch.equal(a, b) for row in shards for a, b in zip(row, shards[0], strict=True)):
             return x[0]
-        raise CheckpointError("the numbers of the parts of one weight must be equal; they have made other steps.")
+        raise CheckpointError(
+            "the numbers of the parts of one weight must be equal; they have made other steps."
+        )
     kinds = {(array.dtype, *array.shape[:dim], None, *array.shape[dim + 1 :]) for array in x}
     return JoinedArray(x, dim) if len(kinds) == 1 and x[0].ndim > dim else x
 
@@ -120,7 +122,9 @@ def is_array(x: Any) -> bool:
 def is_object(x: Any) -> bool:
     """Return True for an object whose state is that of its `state_dict`."""
     return (
-        not is_array(x) and callable(getattr(x, "state_dict", None)) and callable(getattr(x, "load_state_dict", None))
+        not is_array(x)
+        and callable(getattr(x, "state_dict", None))
+        and callable(getattr(x, "load_state_dict", None))
     )
 
 
@@ -134,14 +138,18 @@ def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     Return the tree, and a function that gives the objects such a state again.
     """
     flatten(tree)  # registers the dataclasses in it
-    leaves, structure = _optree.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    leaves, structure = _optree.tree_flatten(
+        tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE
+    )
     pairs = [_opened_leaf(x) for x in leaves]
     if all(x is state for x, (state, _) in zip(leaves, pairs, strict=True)):
         return tree, lambda result: result
 
     def close(result: PyTree) -> PyTree:
         values = zip(pairs, structure.flatten_up_to(result), strict=True)
-        return _optree.tree_unflatten(structure, [close_leaf(value) for (_, close_leaf), value in values])
+        return _optree.tree_unflatten(
+            structure, [close_leaf(value) for (_, close_leaf), value in values]
+        )
 
     return _optree.tree_unflatten(structure, [state for state, _ in pairs]), close
 
@@ -172,8 +180,14 @@ def leaves_of(tree: PyTree) -> list[NamedLeaf]:
 
 def flattened(tree: PyTree) -> tuple[list[NamedLeaf], Callable[[Sequence[Any]], PyTree]]:
     """Return the leaves of a tree, without empty containers, and the function that returns a tree of other leaves."""
-    leaves = [leaf for leaf in leaves_of(tree) if not (isinstance(leaf.value, dict | list) and not leaf.value)]
-    nodes, structure = _optree.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    leaves = [
+        leaf
+        for leaf in leaves_of(tree)
+        if not (isinstance(leaf.value, dict | list) and not leaf.value)
+    ]
+    nodes, structure = _optree.tree_flatten(
+        tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE
+    )
 
     def as_node(node: Any, x: Any) -> Any:
         """Return a leaf in the form of the node of parts that it is of."""
@@ -194,7 +208,9 @@ def _walk(node: Any, path: TreePath) -> Iterator[NamedLeaf]:
             yield from _walk(stage, path)
         return
     try:
-        children, _, entries, _ = _optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
+        children, _, entries, _ = _optree.tree_flatten_one_level(
+            node, none_is_leaf=True, namespace=NAMESPACE
+        )
     except ValueError:  # not a container
         yield NamedLeaf(path, node)
         return
@@ -226,9 +242,13 @@ def build(items: Sequence[tuple[TreePath, Any]]) -> PyTree:
     children: dict[Any, list[tuple[TreePath, Any]]] = {}
     for path, value in items:
         if not path:
-            raise CheckpointError("a leaf of the checkpoint is a container of others. Give a target to restore into.")
+            raise CheckpointError(
+                "a leaf of the checkpoint is a container of others. Give a target to restore into."
+            )
         key = path[0]
-        children.setdefault(("key", key[0]) if isinstance(key, list) else key, []).append((path[1:], value))
+        children.setdefault(("key", key[0]) if isinstance(key, list) else key, []).append(
+            (path[1:], value)
+        )
     trees = {key: build(child) for key, child in children.items()}
     if trees and all(isinstance(key, int) for key in trees):
         return [trees[key] for key in sorted(trees)]
@@ -246,7 +266,11 @@ def shaped(tree: PyTree, like: PyTree) -> PyTree:
         result = {key: shaped(x, inner.get(key)) for key, x in tree.items()}
         return type(like)(result) if isinstance(like, Counter) else result
     if isinstance(tree, list):
-        inner = like if isinstance(like, list | tuple) and len(like) == len(tree) else [None] * len(tree)
+        inner = (
+            like
+            if isinstance(like, list | tuple) and len(like) == len(tree)
+            else [None] * len(tree)
+        )
         items = [*map(shaped, tree, inner)]
         return tuple(items) if isinstance(like, tuple) else items
     return tree
@@ -256,6 +280,10 @@ def validate_unique(leaves: Sequence[NamedLeaf], subject: str) -> None:
     """Raise if leaves that are different have one name."""
     firsts = dict[str, NamedLeaf]()
     pairs = [(leaf, firsts.setdefault(leaf.name, leaf)) for leaf in leaves]
-    repeated = dict.fromkeys(x.name for x, first in pairs if first.value is not x.value or first.path != x.path)
+    repeated = dict.fromkeys(
+        x.name for x, first in pairs if first.value is not x.value or first.path != x.path
+    )
     if repeated:
-        raise CheckpointError(f"{subject}: names must be of one leaf each; got several called {', '.join(repeated)}.")
+        raise CheckpointError(
+            f"{subject}: names must be of one leaf each; got several called {', '.join(repeated)}."
+        )

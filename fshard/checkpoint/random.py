@@ -48,7 +48,9 @@ class RandomState:
         if torch.cuda.is_available():
             index = torch.cuda.current_device()  # initialises the generators of GPUs
             generators.append(_generator(torch.cuda.default_generators[index]))
-        return {f"{number}.{generator.kind}": generator for number, generator in enumerate(generators)}
+        return {
+            f"{number}.{generator.kind}": generator for number, generator in enumerate(generators)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of bytes of each state, and the rows."""
@@ -66,13 +68,19 @@ class RandomState:
         if isinstance(rows, Sharded):  # as it was returned
             rows, device = rows.shards[0], 0
         sizes = dict(state["sizes"])
-        saved, wanted = ([name for name in names if not name.endswith("cuda")] for names in (sizes, generators))
+        saved, wanted = (
+            [name for name in names if not name.endswith("cuda")] for names in (sizes, generators)
+        )
         if saved != wanted:
-            raise CheckpointError(f"RandomState must have the generators {', '.join(saved)}; got {', '.join(wanted)}.")
+            raise CheckpointError(
+                f"RandomState must have the generators {', '.join(saved)}; got {', '.join(wanted)}."
+            )
         for name, column in zip(sizes, rows.split([*sizes.values()], 1), strict=True):
             row, is_common = column[device % len(column)].clone(), bool((column == column[0]).all())
             if name in generators and (device < len(column) or (is_common and len(column) > 1)):
-                generators[name].set(row if name.endswith(("cpu", "cuda")) else json.loads(row.numpy().tobytes()))
+                generators[name].set(
+                    row if name.endswith(("cpu", "cuda")) else json.loads(row.numpy().tobytes())
+                )
             elif name in generators:
                 generators[name].seed(folded(row.numpy().tobytes().hex(), device, name) >> 1)
 
@@ -90,7 +98,12 @@ def _generator(x: Any) -> _Generator:
     if isinstance(x, torch.Generator):
         return _Generator(x.device.type, x.get_state, x.set_state, x.manual_seed)
     if isinstance(x, random.Random):
-        return _Generator("Random", x.getstate, lambda state: x.setstate((state[0], tuple(state[1]), state[2])), x.seed)
+        return _Generator(
+            "Random",
+            x.getstate,
+            lambda state: x.setstate((state[0], tuple(state[1]), state[2])),
+            x.seed,
+        )
     if isinstance(x, np.random.RandomState):
         get = partial(x.get_state, legacy=False)
         return _Generator("RandomState", get, x.set_state, lambda seed: x.seed(seed % (1 << 32)))
@@ -99,7 +112,9 @@ def _generator(x: Any) -> _Generator:
         set_state = partial(setattr, bits, "state")
         seed = lambda seed: set_state(type(bits)(seed).state)  # noqa: E731
         return _Generator(type(bits).__name__, lambda: bits.state, set_state, seed)
-    raise TypeError(f"RandomState: generators must be of torch, numpy or Python; got {type(x).__name__}.")
+    raise TypeError(
+        f"RandomState: generators must be of torch, numpy or Python; got {type(x).__name__}."
+    )
 
 
 def _as_bytes(state: Any) -> Tensor:

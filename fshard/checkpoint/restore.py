@@ -89,7 +89,9 @@ def restore(
         cast: convert to the target's dtypes.
     """
     if mesh is None and isinstance(target, P | Fsdp):
-        raise ValueError("restore: mesh must be that of the rules; got None. Give mesh=, or a tree to restore into.")
+        raise ValueError(
+            "restore: mesh must be that of the rules; got None. Give mesh=, or a tree to restore into."
+        )
     source = RenamedSource(open_source(Path(path)), only, rename)
     source.check()
     if mesh is not None:
@@ -104,14 +106,26 @@ def restore(
     differences, unfit = _compare(source, wanted, states, cast)
     if strict and differences:
         raise CheckpointError(f"restore {path}: {_explained(differences)}")
-    arrays = [x for x in wanted if x.name not in unfit and x.name in source.arrays and is_array(x.value)]
+    arrays = [
+        x for x in wanted if x.name not in unfit and x.name in source.arrays and is_array(x.value)
+    ]
     untied, finish = {tie_key(leaf.value): leaf for leaf in arrays}, list[Callable[[], object]]()
-    source.read([x for leaf in untied.values() for x in _targets(leaf, source.arrays[leaf.name].shape, finish)])
+    source.read(
+        [
+            x
+            for leaf in untied.values()
+            for x in _targets(leaf, source.arrays[leaf.name].shape, finish)
+        ]
+    )
     for action in finish:
         action()
     result = list[Any]()
     for leaf in leaves:
-        state = [(x.path[len(leaf.path) :], x.value) for x in states.get(leaf.name, ()) if x.name not in unfit]
+        state = [
+            (x.path[len(leaf.path) :], x.value)
+            for x in states.get(leaf.name, ())
+            if x.name not in unfit
+        ]
         if state:
             like = {} if hasattr(leaf.value, "state_memory") else leaf.value.state_dict()
             leaf.value.load_state_dict(shaped(build(state), like))
@@ -132,7 +146,9 @@ class RenamedSource(Source):
         self.arrays, self.values = dict[str, StoredArray](), dict[str, tuple[TreePath, Any]]()
         stored: dict[str, list[str]] = defaultdict(list)  # by new name
         for name, path in source.paths.items():
-            prefixes = range(len(path) + 1) if subtree is not None else [0] if self.is_chosen(name) else []
+            prefixes = (
+                range(len(path) + 1) if subtree is not None else [0] if self.is_chosen(name) else []
+            )
             depth = next((n for n in prefixes if subtree in (None, name_of(path[:n]))), None)
             if depth is None:
                 continue
@@ -144,14 +160,22 @@ class RenamedSource(Source):
                 self.arrays[new] = source.arrays[name]._replace(path=path)
             else:
                 self.values[new] = path, source.values[name][1]
-        if repeated := [f"{' and '.join(names)} to {new}" for new, names in stored.items() if len(names) > 1]:
-            raise CheckpointError(f"restore: rename must give each leaf a name of its own; got {', '.join(repeated)}.")
+        if repeated := [
+            f"{' and '.join(names)} to {new}" for new, names in stored.items() if len(names) > 1
+        ]:
+            raise CheckpointError(
+                f"restore: rename must give each leaf a name of its own; got {', '.join(repeated)}."
+            )
         self._stored = {new: name for new, (name,) in stored.items()}
         renamed = {name: new for new, name in self._stored.items()}
-        if unmatched := [repr(x) for x in patterns if not any(_is_within(x, name) for name in renamed)]:
+        if unmatched := [
+            repr(x) for x in patterns if not any(_is_within(x, name) for name in renamed)
+        ]:
             text = f"restore: only={', '.join(unmatched)} matches no leaf."
             raise CheckpointError(f"{text} The names begin with {', '.join([*source.paths][:8])}.")
-        self.ties = {renamed[x]: renamed[y] for x, y in source.ties.items() if x in renamed and y in renamed}
+        self.ties = {
+            renamed[x]: renamed[y] for x, y in source.ties.items() if x in renamed and y in renamed
+        }
 
     def is_chosen(self, name: str) -> bool:
         """Return True if a pattern matches a name, or is the name of a tree above it."""
@@ -182,7 +206,9 @@ def _renamed(name: str, rename: Renaming) -> str:
         if match := re.fullmatch(pattern, f"{name}."):
             parts = re.split(r"(\*\*\.|\*)", "".join(f"{x}." for x in parts_of(new)))
             stars = [*match.groups(), *[""] * len(parts)]
-            return "".join(stars.pop(0) if x.startswith("*") else x for x in parts).removesuffix(".")
+            return "".join(stars.pop(0) if x.startswith("*") else x for x in parts).removesuffix(
+                "."
+            )
     return name
 
 
@@ -190,7 +216,9 @@ def _tree_of(source: RenamedSource, shard: Callable[[PyTree], PyTree] | None = N
     """Return a tree of what is stored: of plain tensors, or of the arrays that `shard` returns for those without memory."""
     device, ties = "cpu" if shard is None else "meta", source.ties
     untied = {name: x for name, x in source.arrays.items() if name not in ties}
-    memory = {name: torch.empty(x.shape, dtype=x.dtype, device=device) for name, x in untied.items()}
+    memory = {
+        name: torch.empty(x.shape, dtype=x.dtype, device=device) for name, x in untied.items()
+    }
     items = [(x.path, memory[ties.get(name, name)]) for name, x in source.arrays.items()]
     if shard is not None:  # a tree of arrays alone
         order = leaves_of(build([(path, number) for number, (path, _) in enumerate(items)]))
@@ -204,7 +232,9 @@ def _separate_numbers(source: RenamedSource, leaves: Sequence[NamedLeaf]) -> lis
     ids, result = set[int](), list[NamedLeaf]()
     for leaf in leaves:
         x = leaf.value
-        is_shared = isinstance(x, Tensor) and x.ndim == 0 and leaf.name in source.arrays and id(x) in ids
+        is_shared = (
+            isinstance(x, Tensor) and x.ndim == 0 and leaf.name in source.arrays and id(x) in ids
+        )
         ids.add(id(x))
         result.append(NamedLeaf(leaf.path, torch.empty_like(x)) if is_shared else leaf)
     return result
@@ -214,7 +244,9 @@ def _state_leaves(source: RenamedSource, leaf: NamedLeaf) -> list[NamedLeaf]:
     """Return the stored leaves of the state of an object, with memory for its arrays: the object's, or new."""
     memory = getattr(leaf.value, "state_memory", None)  # of an object whose state may be empty
     state = {} if memory is not None else leaf.value.state_dict()
-    current = {x.name: x for x in (NamedLeaf((*leaf.path, *x.path), x.value) for x in leaves_of(state))}
+    current = {
+        x.name: x for x in (NamedLeaf((*leaf.path, *x.path), x.value) for x in leaves_of(state))
+    }
     result, depth = dict[str, NamedLeaf](), len(leaf.path)
     for name, path in source.paths.items():
         if path[:depth] != leaf.path:
@@ -231,13 +263,18 @@ def _state_leaves(source: RenamedSource, leaf: NamedLeaf) -> list[NamedLeaf]:
         result[name] = NamedLeaf(path, value)
     tied = {tie_key(x.value) for x in result.values() if is_array(x.value)}
     names = [
-        name for name, x in current.items() if name not in result and is_array(x.value) and tie_key(x.value) in tied
+        name
+        for name, x in current.items()
+        if name not in result and is_array(x.value) and tie_key(x.value) in tied
     ]
     return [*result.values(), *(current[name] for name in names)]
 
 
 def _compare(
-    source: RenamedSource, wanted: Sequence[NamedLeaf], states: Mapping[str, Sequence[NamedLeaf]], cast: bool
+    source: RenamedSource,
+    wanted: Sequence[NamedLeaf],
+    states: Mapping[str, Sequence[NamedLeaf]],
+    cast: bool,
 ) -> tuple[Differences, set[str]]:
     """Return the differences between what is stored and what is wanted, and the names of leaves that are not read."""
     values = {leaf.name: leaf.value for leaf in wanted if not is_object(leaf.value)}
@@ -247,10 +284,20 @@ def _compare(
     missing = [name for name, x in absent.items() if not (is_array(x) and tie_key(x) in tied)]
     missing += [name for name, state in states.items() if not state]
     used = {source.ties.get(name, name) for name in values}
-    used |= {name for name, (_, value) in source.values.items() if value in (None, {}, [])}  # nothing to restore
-    unexpected = sorted(name for name in stored - values.keys() if source.ties.get(name, name) not in used)
-    texts = {name: text for name, x in values.items() if name in stored and (text := _misfit(source, name, x, cast))}
-    differences = Differences(tuple(filter(source.is_chosen, missing)), tuple(unexpected), tuple(texts.values()))
+    used |= {
+        name for name, (_, value) in source.values.items() if value in (None, {}, [])
+    }  # nothing to restore
+    unexpected = sorted(
+        name for name in stored - values.keys() if source.ties.get(name, name) not in used
+    )
+    texts = {
+        name: text
+        for name, x in values.items()
+        if name in stored and (text := _misfit(source, name, x, cast))
+    }
+    differences = Differences(
+        tuple(filter(source.is_chosen, missing)), tuple(unexpected), tuple(texts.values())
+    )
     return differences, {*differences.missing, *texts}
 
 
@@ -262,7 +309,9 @@ def _misfit(source: RenamedSource, name: str, x: Any, cast: bool) -> str | None:
         return f"{name} must be {kinds[0]}; got {kinds[1]}"
     if stored is None:
         return None
-    if tuple(x.shape) != stored.shape and not (isinstance(x, SummandArray) and tuple(x.shape[1:]) == stored.shape[1:]):
+    if tuple(x.shape) != stored.shape and not (
+        isinstance(x, SummandArray) and tuple(x.shape[1:]) == stored.shape[1:]
+    ):
         return f"{name} must have shape {tuple(x.shape)}; got {stored.shape}"
     if x.dtype != stored.dtype and not cast:
         return f"{name} must have dtype {dtype_name(x.dtype)}; got {dtype_name(stored.dtype)} (cast=True converts it)"
@@ -283,7 +332,9 @@ def _explained(differences: Differences) -> str:
     return f"{'. '.join(texts)}. Give only=, rename= or strict=False to restore a part."
 
 
-def _targets(leaf: NamedLeaf, stored: tuple[int, ...], finish: list[Callable[[], object]]) -> Iterator[Target]:
+def _targets(
+    leaf: NamedLeaf, stored: tuple[int, ...], finish: list[Callable[[], object]]
+) -> Iterator[Target]:
     """Yield the ranges of an array that are held here, with their memory; `finish` gets what to do after the read."""
     if tuple(leaf.value.shape) != stored:
         yield from _summand_targets(leaf, stored[0], finish)
@@ -303,13 +354,17 @@ def _targets(leaf: NamedLeaf, stored: tuple[int, ...], finish: list[Callable[[],
             yield Target(leaf.name, span, memory.view(-1))
 
 
-def _summand_targets(leaf: NamedLeaf, count: int, finish: list[Callable[[], object]]) -> Iterator[Target]:
+def _summand_targets(
+    leaf: NamedLeaf, count: int, finish: list[Callable[[], object]]
+) -> Iterator[Target]:
     """Yield the ranges of all summands of an array, of which the first device gets the total."""
     for span, shard in _spans(leaf.value):
         rows, (summands, *block) = torch.zeros(count, shard.numel(), dtype=shard.dtype), span.block
         if summands[0] == 0 and shard.numel():
             for row in range(count):
-                yield Target(leaf.name, Span(((row, row + 1), *block), span.start, span.stop), rows[row])
+                yield Target(
+                    leaf.name, Span(((row, row + 1), *block), span.start, span.stop), rows[row]
+                )
         finish.append(lambda shard=shard, rows=rows: shard.copy_(rows.sum(0).view(shard.shape)))
 
 
@@ -318,5 +373,8 @@ def _spans(x: Any) -> list[tuple[Span, Tensor]]:
     if isinstance(x, Sharded):
         x.check()
         devices = local_devices(x.mesh)
-        return [(span_of(x.layout, x.shape, device), shard) for device, shard in zip(devices, x.shards, strict=True)]
+        return [
+            (span_of(x.layout, x.shape, device), shard)
+            for device, shard in zip(devices, x.shards, strict=True)
+        ]
     return [(full_span(x.shape), x)]

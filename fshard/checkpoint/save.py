@@ -56,7 +56,11 @@ _STEP = 16 << 20
 
 @torch.no_grad()
 def save(
-    path: str | os.PathLike[str], tree: PyTree, *, metrics: Mapping[str, Any] | None = None, timeout: float = 600
+    path: str | os.PathLike[str],
+    tree: PyTree,
+    *,
+    metrics: Mapping[str, Any] | None = None,
+    timeout: float = 600,
 ) -> None:
     """Save a tree of arrays, numbers, strings and objects with a `state_dict`, to be restored in any layout.
 
@@ -84,7 +88,9 @@ def save(
 
 
 @torch.no_grad()
-def snapshot(folder: Path, token: str, tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeSnapshot:
+def snapshot(
+    folder: Path, token: str, tree: PyTree, metrics: Mapping[str, Any] | None = None
+) -> TreeSnapshot:
     """Return the snapshot of a tree. If that raises, a mark in the folder stops the other processes."""
     try:
         return snapshot_of(tree, metrics)
@@ -122,8 +128,12 @@ def write(folder: Path, tree: TreeSnapshot, token: str, timeout: float) -> None:
         try:
             with named_errors(f"{folder} cannot be made"):
                 make_folder(folder)
-                if (index := folder / INDEX).is_file() and not index.read_bytes().startswith(b'{"xxh3":'):
-                    raise CheckpointError(f"{index} must be that of a checkpoint, or absent. Save elsewhere.")
+                if (index := folder / INDEX).is_file() and not index.read_bytes().startswith(
+                    b'{"xxh3":'
+                ):
+                    raise CheckpointError(
+                        f"{index} must be that of a checkpoint, or absent. Save elsewhere."
+                    )
             for writer in tree.shares:
                 with named_errors(f"{folder}: device {writer} cannot write"):
                     _write_share(folder, tree, writer, token, locks)
@@ -160,7 +170,9 @@ def meet() -> None:
         pmax(torch.zeros(1), tuple(scope.axes))
 
 
-def _write_share(folder: Path, tree: TreeSnapshot, device: int, token: str, locks: ExitStack) -> None:
+def _write_share(
+    folder: Path, tree: TreeSnapshot, device: int, token: str, locks: ExitStack
+) -> None:
     """Write the data of one device and its manifest; `locks` releases the data."""
     arrays, ranges = tree.index.arrays, tree.shares[device]
     header = header_of((arrays[x.array].data_name, arrays[x.array].dtype, x.shape) for x in ranges)
@@ -192,20 +204,30 @@ def _commit(folder: Path, index: Index, token: str, device: int, timeout: float)
     check, end = time.monotonic() + 1, time.monotonic() + timeout
     while True:
         names = {*os.listdir(folder)}
-        if marks := sorted(name for name in names if name.startswith(f"{token}-") and name.endswith(".failed")):
+        if marks := sorted(
+            name for name in names if name.startswith(f"{token}-") and name.endswith(".failed")
+        ):
             texts = "; ".join((folder / name).read_text() for name in marks)
             raise CheckpointError(f"{folder} is not saved, since another device failed: {texts}")
         missing = [writer for name, writer in manifests.items() if name not in names]
         if not missing:
             break
         if hasattr(sys, "last_value") and not threading.main_thread().is_alive():
-            raise CheckpointError(f"{folder} is not saved: this process ended by an error before all had written.")
+            raise CheckpointError(
+                f"{folder} is not saved: this process ended by an error before all had written."
+            )
         reason = ""
         if time.monotonic() > end:
-            reason = f"after {timeout} s there is no manifest of devices {', '.join(map(str, missing))}."
+            reason = (
+                f"after {timeout} s there is no manifest of devices {', '.join(map(str, missing))}."
+            )
         elif time.monotonic() > check:
             check = time.monotonic() + 1
-            ended = [str(writer) for writer in missing if _has_ended(folder, index, token, writer, device)]
+            ended = [
+                str(writer)
+                for writer in missing
+                if _has_ended(folder, index, token, writer, device)
+            ]
             reason = f"the processes of devices {', '.join(ended)} have ended." if ended else ""
         if reason:
             _mark_failed(folder, token, device, reason)  # so that those do not commit it later
@@ -227,9 +249,15 @@ def _has_ended(folder: Path, index: Index, token: str, writer: int, device: int)
 
 
 def _validate_files(folder: Path, token: str, index: Index, names: set[str]) -> None:
-    files = {f"{token}-{device}.{kind}" for device in range(index.devices) for kind in ("safetensors", "json")}
+    files = {
+        f"{token}-{device}.{kind}"
+        for device in range(index.devices)
+        for kind in ("safetensors", "json")
+    }
     if missing := sorted((files | names) - {*os.listdir(folder)}):
-        raise CheckpointError(f"{folder} is not saved: another job uses it, and has removed {', '.join(missing)}.")
+        raise CheckpointError(
+            f"{folder} is not saved: another job uses it, and has removed {', '.join(missing)}."
+        )
 
 
 def _write_index(folder: Path, index: Index, token: str, device: int) -> None:
@@ -249,11 +277,22 @@ def _write_index(folder: Path, index: Index, token: str, device: int) -> None:
     _validate_files(folder, token, index, set())
     disk.fsync_folder(folder)  # with the names of all files
     writers = [
-        WriterFiles(f"{name}.safetensors", x["size"], x["header"], f"{name}.json", digest(as_text(x).encode()))
-        for name, x in ((f"{token}-{writer}", manifest) for writer, manifest in enumerate(manifests))
+        WriterFiles(
+            f"{name}.safetensors",
+            x["size"],
+            x["header"],
+            f"{name}.json",
+            digest(as_text(x).encode()),
+        )
+        for name, x in (
+            (f"{token}-{writer}", manifest) for writer, manifest in enumerate(manifests)
+        )
     ]
     aside, metrics = folder / f"{token}-{device}.index", manifests[0]["metrics"]
-    write_file(aside, sealed(f'{index.text[:-1]},"metrics":{as_text(metrics)},"writers":{as_text(writers)}}}'))
+    write_file(
+        aside,
+        sealed(f'{index.text[:-1]},"metrics":{as_text(metrics)},"writers":{as_text(writers)}}}'),
+    )
     disk.rename(aside, folder / INDEX)
     disk.fsync_folder(folder)
     with suppress(OSError):  # the next save removes them
@@ -265,13 +304,18 @@ def _write_index(folder: Path, index: Index, token: str, device: int) -> None:
 def _differences(index: Index, replicas: Sequence[Sequence[str]]) -> list[str]:
     """Return the arrays whose shards differ between devices that have the same one, by their digests, and these devices."""
     texts = list[str]()
-    for number, entry in enumerate(index.arrays if any(row != replicas[0] for row in replicas) else ()):
+    for number, entry in enumerate(
+        index.arrays if any(row != replicas[0] for row in replicas) else ()
+    ):
         firsts, unequal = dict[int, int](), defaultdict[int, list[int]](list)
         for device, row in enumerate(replicas if entry.replicas > 1 else ()):
             first = firsts.setdefault(entry.shard_number(device), device)
             if row[number] != replicas[first][number]:
                 unequal[first].append(device)
-        texts += [f"{entry.name} on devices {', '.join(map(str, [first, *row]))}" for first, row in unequal.items()]
+        texts += [
+            f"{entry.name} on devices {', '.join(map(str, [first, *row]))}"
+            for first, row in unequal.items()
+        ]
     return texts
 
 

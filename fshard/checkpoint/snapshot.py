@@ -65,8 +65,12 @@ class TreeSnapshot:
                 with owned_by(device):
                     staging[device] = empty_in("host", (sum(sizes),), torch.uint8, kind)
             buffers = zip(ranges, staging[device][: sum(sizes)].split(sizes), strict=True)
-            shares[device] = [x._replace(values=buffer.view(x.values.dtype)) for x, buffer in buffers]
-        values = [[x.values for ranges in tree.values() for x in ranges] for tree in (self.shares, shares)]
+            shares[device] = [
+                x._replace(values=buffer.view(x.values.dtype)) for x, buffer in buffers
+            ]
+        values = [
+            [x.values for ranges in tree.values() for x in ranges] for tree in (self.shares, shares)
+        ]
         return TreeSnapshot(self.index, shares, self.replicas, start_read(*values))
 
 
@@ -86,21 +90,32 @@ def snapshot_of(tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeS
     plain = Layout(Mesh((("device", size),), "abstract", "meta"))
     for leaf in firsts.values():
         for offset, x in stored_parts(leaf.value):
-            layout, full = storable(x.layout) if isinstance(x, Sharded) else plain, tuple(leaf.value.shape)
-            entries.append(ArrayEntry(leaf.name, leaf.path, tuple(x.shape), x.dtype, layout, offset, full))
+            layout, full = (
+                storable(x.layout) if isinstance(x, Sharded) else plain,
+                tuple(leaf.value.shape),
+            )
+            entries.append(
+                ArrayEntry(leaf.name, leaf.path, tuple(x.shape), x.dtype, layout, offset, full)
+            )
             tensors.append(x)
     values = [(leaf.path, leaf.value) for leaf in leaves if not is_array(leaf.value)]
-    numbers = {x.name: float(x.value) for x in leaves_of(dict(metrics or {})) if _is_number(x.value)}
+    numbers = {
+        x.name: float(x.value) for x in leaves_of(dict(metrics or {})) if _is_number(x.value)
+    }
     index = Index(size, entries, [*ties.values()], values, numbers)
     shares = {device: [*_share(index, tensors, device)] for device in devices}
     pairs, digests = [*zip(entries, tensors, strict=True)], dict[int, list[str]]()
     for device in devices:
-        digests[device] = [digest_of(_shard(x, device)) if entry.replicas > 1 else "" for entry, x in pairs]
+        digests[device] = [
+            digest_of(_shard(x, device)) if entry.replicas > 1 else "" for entry, x in pairs
+        ]
     return TreeSnapshot(index, shares, digests)
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) or (isinstance(x, Tensor) and x.ndim == 0 and not x.is_complex())
+    return isinstance(x, int | float) or (
+        isinstance(x, Tensor) and x.ndim == 0 and not x.is_complex()
+    )
 
 
 def _with_states(leaves: Iterable[NamedLeaf]) -> Iterator[NamedLeaf]:
@@ -119,9 +134,13 @@ def _writers(arrays: Sequence[Any]) -> tuple[int, Sequence[int]]:
         if isinstance(x, Sharded):
             x.check()
     meshes = [*dict.fromkeys(x.mesh for x in arrays if isinstance(x, Sharded))]
-    if len({(mesh.root_size, mesh.runtime) for mesh in meshes}) > 1 or any(m.runtime == "abstract" for m in meshes):
+    if len({(mesh.root_size, mesh.runtime) for mesh in meshes}) > 1 or any(
+        m.runtime == "abstract" for m in meshes
+    ):
         names = ", ".join(map(str, meshes))
-        raise CheckpointError(f"save: all arrays must be on the same devices, which have values; got {names}.")
+        raise CheckpointError(
+            f"save: all arrays must be on the same devices, which have values; got {names}."
+        )
     if meshes:
         size = meshes[0].root_size
         return size, range(size) if is_outside(meshes[0]) else [device_of(meshes[0])]
@@ -143,7 +162,10 @@ def _share(index: Index, tensors: Sequence[Any], device: int) -> Iterator[Writte
         start, stop = column.starts[number], column.stops[number]
         if start == stop:
             continue
-        shard, first = _shard(tensors[number], device).detach().resolve_conj().resolve_neg(), column.firsts[number]
+        shard, first = (
+            _shard(tensors[number], device).detach().resolve_conj().resolve_neg(),
+            column.firsts[number],
+        )
         shape = tuple(shard.shape) if stop - start == shard.numel() else (stop - start,)
         yield WrittenRange(number, shape, shard.reshape(-1)[start - first : stop - first])
 

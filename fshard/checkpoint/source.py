@@ -90,8 +90,13 @@ class SavedFolder(Source):
         self._entries: dict[str, list[int]] = defaultdict(list)
         for number, entry in enumerate(self.index.arrays):
             self._entries[entry.name].append(number)
-        arrays = {entry.name: StoredArray(entry.path, entry.full_shape, entry.dtype) for entry in self.index.arrays}
-        self.arrays = arrays | {name_of(path): arrays[first]._replace(path=path) for path, first in self.index.ties}
+        arrays = {
+            entry.name: StoredArray(entry.path, entry.full_shape, entry.dtype)
+            for entry in self.index.arrays
+        }
+        self.arrays = arrays | {
+            name_of(path): arrays[first]._replace(path=path) for path, first in self.index.ties
+        }
         self.values = {name_of(path): (path, value) for path, value in self.index.values}
         self.ties = {name_of(path): first for path, first in self.index.ties}
 
@@ -105,7 +110,9 @@ class SavedFolder(Source):
             if not (self.folder / writer.manifest).is_file():
                 errors.append(f"{writer.manifest} is missing")
         if errors:
-            raise CheckpointError(f"{self.folder} is not complete: {'; '.join(errors)}. Restore another checkpoint.")
+            raise CheckpointError(
+                f"{self.folder} is not complete: {'; '.join(errors)}. Restore another checkpoint."
+            )
 
     def ranges(self, targets: Sequence[Target]) -> dict[int, list[ReadRange]]:
         """Return the ranges to read of the file of each writer."""
@@ -121,7 +128,9 @@ class SavedFolder(Source):
         files = self.ranges(targets)
         for copies in (False, True):
             with ThreadPoolExecutor(THREADS) as pool:
-                futures = [pool.submit(self._read_file, *file, copies) for file in sorted(files.items())]
+                futures = [
+                    pool.submit(self._read_file, *file, copies) for file in sorted(files.items())
+                ]
             if errors := [error for future in futures if (error := future.exception())]:
                 raise CheckpointError("\n".join(map(str, errors))) from errors[0]
 
@@ -137,7 +146,9 @@ class SavedFolder(Source):
                 raise CheckpointError(f"{self.folder / writer.data} has no bytes {begin} to {end}.")
             for number in range(begin // BLOCK, (end - 1) // BLOCK + 1):
                 by_block[number].append(needed)
-        reader = BlockReader(self.folder / writer.data, writer.size, read_manifest(self.folder, writer))
+        reader = BlockReader(
+            self.folder / writer.data, writer.size, read_manifest(self.folder, writer)
+        )
         with closing(reader):
             for number in sorted(by_block):
                 if not copies:
@@ -155,7 +166,12 @@ def _copy_from(block: memoryview, begin: int, needed: ReadRange) -> None:
     stop = min(needed.size // itemsize, (begin + len(block) - byte) // itemsize)
     offset = byte + start * itemsize - begin
     values = torch.frombuffer(block, dtype=needed.dtype, count=stop - start, offset=offset)
-    copy(needed.span.clip(needed.span.start + start, needed.span.start + stop), values, target.span, target.memory)
+    copy(
+        needed.span.clip(needed.span.start + start, needed.span.start + stop),
+        values,
+        target.span,
+        target.memory,
+    )
 
 
 def explain_absence(path: Path) -> str:

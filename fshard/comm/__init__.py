@@ -10,7 +10,17 @@ arrivals, parameter_server                                        asynchronous t
 from fshard.comm.arrivals import Arrivals, arrivals
 from fshard.comm.combinators import delayed, ef21, error_feedback, momentum_corrected
 from fshard.comm.compressor import Compressor, Reduced
-from fshard.comm.graph import Graph, complete, exponential, from_matrix, hypercube, mix, one_peer, random_pairs, ring
+from fshard.comm.graph import (
+    Graph,
+    complete,
+    exponential,
+    from_matrix,
+    hypercube,
+    mix,
+    one_peer,
+    random_pairs,
+    ring,
+)
 from fshard.comm.parameter_server import ParameterServer, parameter_server
 from fshard.comm.power_sgd import power_sgd
 from fshard.comm.replicas import diloco, gossip, local_sgd, mean, push_sum, streaming_diloco

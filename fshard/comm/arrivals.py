@@ -35,14 +35,23 @@ class Arrivals:
     bound: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "events", tuple([(int(worker), int(version)) for worker, version in self.events]))
+        object.__setattr__(
+            self, "events", tuple([(int(worker), int(version)) for worker, version in self.events])
+        )
         received = dict[int, int]()
         for push, (worker, version) in enumerate(self.events):
-            newest, event = received.get(worker, 0), f"Arrivals: events[{push}] = {(worker, version)}"
+            newest, event = (
+                received.get(worker, 0),
+                f"Arrivals: events[{push}] = {(worker, version)}",
+            )
             if version != newest:
-                raise ValueError(f"{event}: the version must be {newest}, which the worker has received last.")
+                raise ValueError(
+                    f"{event}: the version must be {newest}, which the worker has received last."
+                )
             if push - version > self.bound:
-                raise ValueError(f"{event}: staleness must be at most the bound, {self.bound}; got {push - version}.")
+                raise ValueError(
+                    f"{event}: staleness must be at most the bound, {self.bound}; got {push - version}."
+                )
             received[worker] = push + 1
 
     @property
@@ -56,7 +65,9 @@ class PushOrder:
 
     def __init__(self, workers: Sequence[int], bound: int) -> None:
         if bound < len(workers) - 1:
-            raise ValueError(f"bound must be at least {len(workers) - 1} for {len(workers)} workers; got {bound}.")
+            raise ValueError(
+                f"bound must be at least {len(workers) - 1} for {len(workers)} workers; got {bound}."
+            )
         self.bound, self.versions = bound, dict.fromkeys(workers, 0)
         self.events, self.waiting = list[tuple[int, int]](), list[int]()
 
@@ -65,7 +76,9 @@ class PushOrder:
         push = len(self.events)
         for worker in self.waiting:
             versions = sorted(version for peer, version in self.versions.items() if peer != worker)
-            if all(later - version <= self.bound for later, version in enumerate(versions, push + 1)):
+            if all(
+                later - version <= self.bound for later, version in enumerate(versions, push + 1)
+            ):
                 self.waiting.remove(worker)
                 self.events.append((worker, self.versions[worker]))
                 self.versions[worker] = push + 1
@@ -73,7 +86,9 @@ class PushOrder:
         return None
 
 
-def arrivals(speeds: Sequence[float], *, bound: int, count: int, seed: int = 0, jitter: float = 0.2) -> Arrivals:
+def arrivals(
+    speeds: Sequence[float], *, bound: int, count: int, seed: int = 0, jitter: float = 0.2
+) -> Arrivals:
     """Simulate asynchronous workers, and return their pushes.
 
     Args:
@@ -86,9 +101,14 @@ def arrivals(speeds: Sequence[float], *, bound: int, count: int, seed: int = 0, 
     >>> arrivals([1.0, 2.5], bound=2, count=5, jitter=0.0).events
     ((1, 0), (1, 1), (0, 0), (1, 2), (1, 4))
     """
-    integers = within("[0, inf)", integer=True, bound=bound) + within("[1, inf)", integer=True, count=count)
+    integers = within("[0, inf)", integer=True, bound=bound) + within(
+        "[1, inf)", integer=True, count=count
+    )
     validate(
-        "arrivals", *[within("(0, inf)", speeds=speed) for speed in speeds], integers, within("[0, 1]", jitter=jitter)
+        "arrivals",
+        *[within("(0, inf)", speeds=speed) for speed in speeds],
+        integers,
+        within("[0, 1]", jitter=jitter),
     )
     random, order = Random(seed), PushOrder(range(len(speeds)), bound)
 

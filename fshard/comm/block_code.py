@@ -15,7 +15,9 @@ from torch.nn.functional import pad
 
 Bits = Literal[8, 4, 2, 1, "fp8"]
 _FP8 = torch.float8_e4m3fn
-Codes = tuple[Tensor, Tensor]  # packed into bytes; the scale of each block, which shows if it is not finite
+Codes = tuple[
+    Tensor, Tensor
+]  # packed into bytes; the scale of each block, which shows if it is not finite
 
 
 class BlockCode(NamedTuple):
@@ -46,7 +48,9 @@ class BlockCode(NamedTuple):
         parts = blocks / torch.where(scales > 0, scales, 1.0)[..., None]
         if self.bits == "fp8":
             return (parts.clamp_(-largest, largest).to(_FP8).view(torch.uint8).flatten(1), scales)
-        shift = 0.5 if self.seed is None else torch.rand(parts.shape, generator=draws).to(parts.device)
+        shift = (
+            0.5 if self.seed is None else torch.rand(parts.shape, generator=draws).to(parts.device)
+        )
         return (_pack(parts.add_(shift + largest).clamp_(0, 2 * largest).byte(), self.bits), scales)
 
     def decode(self, codes: Codes) -> Tensor:

@@ -20,7 +20,10 @@ def _combinator(compress: Compressor, phases: Callable[..., Phases], *names: str
     """Return a compressor around a compressor, with state of the parameters' structure: trees of zeros by name."""
 
     def init(params: PyTree) -> PyTree:
-        zeros = {name: map_leaves(lambda x: torch.zeros_like(x, requires_grad=False), params) for name in names}
+        zeros = {
+            name: map_leaves(lambda x: torch.zeros_like(x, requires_grad=False), params)
+            for name in names
+        }
         return {"inner": compress.init(params), **zeros}
 
     return Compressor(init, phases, compress.full)
@@ -51,7 +54,9 @@ def ef21(compress: Compressor) -> Compressor:
         change = map_leaves(torch.sub, grads, state["estimate"])
         total, sent, inner = yield compress.start(change, state["inner"], axis)
         estimate, n = map_leaves(torch.add, state["estimate"], sent), axis_size(axis)
-        share = map_leaves(lambda x, y: x + y / n, state["share"], total)  # of the total of all estimates
+        share = map_leaves(
+            lambda x, y: x + y / n, state["share"], total
+        )  # of the total of all estimates
         total = map_leaves(lambda x: x * n, share)
         return Reduced(total, estimate, {"inner": inner, "estimate": estimate, "share": share})
 

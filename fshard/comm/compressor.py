@@ -85,7 +85,9 @@ class FlatLeaf(NamedTuple):
 
     def generator(self, seed: int, *, device: int | None = None) -> torch.Generator:
         """Return a generator of this leaf and step, alike on all devices unless one is named."""
-        return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed} {self.key} {device}".encode()) >> 1)
+        return torch.Generator().manual_seed(
+            xxhash.xxh3_64_intdigest(f"{seed} {self.key} {device}".encode()) >> 1
+        )
 
 
 def compressor(
@@ -110,12 +112,23 @@ def compressor(
         leaves = dict(zip(paths, xs, strict=True))
         dense_leaves = {path: x for path, x in leaves.items() if is_dense(x, n)}
         key = "" if step.is_meta else f"{int(step)} "  # draws have no values on an abstract mesh
-        flat_leaves = [FlatLeaf(x.reshape(-1), key + path) for path, x in leaves.items() if path not in dense_leaves]
-        psum_handle, flat_handle = psum.start(dense_leaves, axis), begin(leaf_phases(flat_leaves, axis))
+        flat_leaves = [
+            FlatLeaf(x.reshape(-1), key + path)
+            for path, x in leaves.items()
+            if path not in dense_leaves
+        ]
+        psum_handle, flat_handle = (
+            psum.start(dense_leaves, axis),
+            begin(leaf_phases(flat_leaves, axis)),
+        )
         dense_totals, (flat_totals, flat_sent) = (yield psum_handle), (yield flat_handle)
 
         def tree(dense: dict[str, Tensor], flat: Iterator[Tensor]) -> PyTree:
-            shaped = {path: next(flat).view_as(x).to(x.dtype) for path, x in leaves.items() if path not in dense}
+            shaped = {
+                path: next(flat).view_as(x).to(x.dtype)
+                for path, x in leaves.items()
+                if path not in dense
+            }
             return unflatten(structure, [*map({**dense, **shaped}.__getitem__, paths)])
 
         total, sent = tree(dense_totals, iter(flat_totals)), tree(dense_leaves, iter(flat_sent))

@@ -40,19 +40,29 @@ class Graph:
     rounds: tuple[tuple[tuple[float, ...], ...], ...]
 
     def __post_init__(self) -> None:
-        sizes = {len(row) for matrix in self.rounds for row in matrix} | {len(matrix) for matrix in self.rounds}
+        sizes = {len(row) for matrix in self.rounds for row in matrix} | {
+            len(matrix) for matrix in self.rounds
+        }
         if len(sizes) != 1:
-            raise ValueError(f"{self.name}: matrices must be square and of one size; got sizes {sorted(sizes)}.")
+            raise ValueError(
+                f"{self.name}: matrices must be square and of one size; got sizes {sorted(sizes)}."
+            )
         rows = [(i, row) for matrix in self.rounds for i, row in enumerate(matrix)]
         errors = [f"row {i} has {min(row):.6g}" for i, row in rows if min(row) < 0]
         errors += [f"row {i} sums to {sum(row):.6g}" for i, row in rows if abs(sum(row) - 1) > 1e-9]
         if errors:
-            raise ValueError(f"{self.name}: rows must be >= 0 and sum to 1; {', '.join(errors[:4])}. Divide by sums.")
-        reached = torch.eye(self.size, dtype=torch.float64) + sum(map(self.matrix, range(len(self.rounds))))
+            raise ValueError(
+                f"{self.name}: rows must be >= 0 and sum to 1; {', '.join(errors[:4])}. Divide by sums."
+            )
+        reached = torch.eye(self.size, dtype=torch.float64) + sum(
+            map(self.matrix, range(len(self.rounds)))
+        )
         for _ in range(self.size.bit_length()):
             reached = ((reached @ reached) > 0).double()
         if errors := [f"{j} to {i}" for i, j in (reached == 0).nonzero().tolist()]:
-            raise ValueError(f"{self.name}: the graph must be connected; got no path from {errors[0]}. Add edges.")
+            raise ValueError(
+                f"{self.name}: the graph must be connected; got no path from {errors[0]}. Add edges."
+            )
 
     @property
     def size(self) -> int:
@@ -70,7 +80,9 @@ class Graph:
     @property
     def gap(self) -> float:
         """1 - the factor by which differences from the mean shrink in a round, or in all rounds."""
-        product = reduce(lambda x, number: self.matrix(number) @ x, range(1, len(self.rounds)), self.matrix(0))
+        product = reduce(
+            lambda x, number: self.matrix(number) @ x, range(1, len(self.rounds)), self.matrix(0)
+        )
         return 1 - sorted([0.0, *torch.linalg.eigvals(product).abs().tolist()])[-2]
 
     def __repr__(self) -> str:
@@ -82,10 +94,15 @@ class Graph:
         parts, count = [f'<text x="10" y="20">{self!r}</text>'], min(len(self.rounds), 6)
         for number in range(count):
             angles = [2 * pi * i / self.size for i in range(self.size)]
-            ends = [f"{100 + 180 * number + 70 * sin(angle):.1f} {115 - 70 * cos(angle):.1f}" for angle in angles]
+            ends = [
+                f"{100 + 180 * number + 70 * sin(angle):.1f} {115 - 70 * cos(angle):.1f}"
+                for angle in angles
+            ]
             for j, i in self.edges(number):
                 opacity = max(self.rounds[number][i][j], 0.15)
-                parts.append(f'<path d="M{ends[j]}L{ends[i]}" stroke="#4c78a8" opacity="{opacity:.2f}"/>')
+                parts.append(
+                    f'<path d="M{ends[j]}L{ends[i]}" stroke="#4c78a8" opacity="{opacity:.2f}"/>'
+                )
             for i, end in enumerate(ends):
                 parts.append(f'<g transform="translate({end})"><circle r="10" fill="#4c78a8"/>')
                 parts.append(f'<text y="4" text-anchor="middle" style="fill:#fff">{i}</text></g>')
@@ -97,7 +114,9 @@ class Graph:
 def from_matrix(*matrices: Sequence[Sequence[float]] | Tensor, name: str = "from_matrix") -> Graph:
     """Return the graph of these weights, a matrix for each round."""
     rows = [m.tolist() if isinstance(m, Tensor) else m for m in matrices]
-    return Graph(name, tuple([tuple([tuple(map(float, row)) for row in matrix]) for matrix in rows]))
+    return Graph(
+        name, tuple([tuple([tuple(map(float, row)) for row in matrix]) for matrix in rows])
+    )
 
 
 def ring(n: int) -> Graph:
@@ -122,7 +141,10 @@ def complete(n: int) -> Graph:
 
 def hypercube(n: int) -> Graph:
     """Pairs whose indices differ in one bit average, a bit a round: after log2 n rounds all have the mean."""
-    validate("hypercube", [f"n must be a power of two; got {n!r}"] * (n not in [1 << k for k in range(64)]))
+    validate(
+        "hypercube",
+        [f"n must be a power of two; got {n!r}"] * (n not in [1 << k for k in range(64)]),
+    )
     return _even("hypercube", n, lambda i: [[i ^ (1 << k)] for k in range((n - 1).bit_length())])
 
 
@@ -160,24 +182,40 @@ def mix(tree: PyTree, graph: Graph, turn: int, axis: Axes, *, push: bool = False
 
 def start_mix(tree: PyTree, graph: Graph, turn: int, axis: Axes, *, push: bool = False) -> Handle:
     """Start a `mix`; the tree must not be modified before its handle is waited for."""
-    index, n, edges = axis_index(axis), axis_size(axis), defaultdict[int, list[tuple[int, int]]](list)
+    index, n, edges = (
+        axis_index(axis),
+        axis_size(axis),
+        defaultdict[int, list[tuple[int, int]]](list),
+    )
     if graph.size != n:
-        raise ValueError(f"mix: the graph must be of {n} devices, those along {axis}; got {graph.size}.")
+        raise ValueError(
+            f"mix: the graph must be of {n} devices, those along {axis}; got {graph.size}."
+        )
     matrix = graph.matrix(turn).T if push else graph.matrix(turn)
     for i, j in matrix.nonzero().tolist():
         edges[(i - j) % n].append((j, i))  # those of one offset are disjoint
     leaves, structure = flatten(tree)
     weights = {offset: matrix[index, index - offset].item() for offset in edges}
-    messages = {offset: ppermute.start(leaves, axis, edges[offset]) for offset in sorted(edges) if offset}
+    messages = {
+        offset: ppermute.start(leaves, axis, edges[offset]) for offset in sorted(edges) if offset
+    }
 
     def finish() -> PyTree:
         trees = {offset: message.wait() for offset, message in messages.items()} | {0: leaves}
-        order = sorted([offset for offset in edges if weights[offset]], key=lambda offset: (1 - offset) % n)
-        columns = [*zip(*[trees[offset] for offset in order], strict=True)]  # of a ring: left, itself, right
+        order = sorted(
+            [offset for offset in edges if weights[offset]], key=lambda offset: (1 - offset) % n
+        )
+        columns = [
+            *zip(*[trees[offset] for offset in order], strict=True)
+        ]  # of a ring: left, itself, right
         if all(weights[offset] == 1 / len(order) for offset in order):
-            return unflatten(structure, [reduce(torch.add, column) / len(order) for column in columns])
+            return unflatten(
+                structure, [reduce(torch.add, column) / len(order) for column in columns]
+            )
         factors = [weights[offset] for offset in order]
-        columns = [[x * factor for x, factor in zip(column, factors, strict=True)] for column in columns]
+        columns = [
+            [x * factor for x, factor in zip(column, factors, strict=True)] for column in columns
+        ]
         return unflatten(structure, [reduce(torch.add, column) for column in columns])
 
     return Handle(finish)

@@ -85,17 +85,25 @@ class ParameterServer:
                 f"is the server; got {sorted(workers)}."
             )
         if self.compress is not None and not isinstance(self.compress.encoding, Encoding):
-            raise ValueError("parameter_server: compress must be top_k, random_k, quantized, sign or a chain of them.")
+            raise ValueError(
+                "parameter_server: compress must be top_k, random_k, quantized, sign or a chain of them."
+            )
         if self.live and (self.mesh.runtime != "process" or self.mesh.size > n):
-            raise MeshError(f"parameter_server: live=True needs a mesh of processes along {self.axis} alone.")
+            raise MeshError(
+                f"parameter_server: live=True needs a mesh of processes along {self.axis} alone."
+            )
 
     def init(self, params: PyTree) -> PyTree:
         """Return the state: the optimizer's, the number of pushes, and the total of what workers have not sent."""
         unsent = {} if self.compress is None else map_leaves(torch.zeros_like, params)
         return {"opt": self.opt.init(params), "pushes": count_from_zero(), "unsent": unsent}
 
-    def __call__(self, params: PyTree, state: PyTree, batches: Batches) -> tuple[PyTree, PyTree, dict[str, Any]]:
-        return run_on_devices(resolve_mesh(self.mesh), lambda _: self._train(params, state, batches))[0]
+    def __call__(
+        self, params: PyTree, state: PyTree, batches: Batches
+    ) -> tuple[PyTree, PyTree, dict[str, Any]]:
+        return run_on_devices(
+            resolve_mesh(self.mesh), lambda _: self._train(params, state, batches)
+        )[0]
 
     @property
     def _counts(self) -> Counter[int]:
@@ -107,9 +115,15 @@ class ParameterServer:
         return Encoding() if self.compress is None else self.compress.encoding
 
     @torch.no_grad()
-    def _train(self, params: PyTree, state: PyTree, batches: Batches) -> tuple[PyTree, PyTree, dict[str, Any]]:
+    def _train(
+        self, params: PyTree, state: PyTree, batches: Batches
+    ) -> tuple[PyTree, PyTree, dict[str, Any]]:
         """Run as one device."""
-        worker, events, pushes = axis_index(self.axis) - 1, self.arrivals.events, int(state["pushes"])
+        worker, events, pushes = (
+            axis_index(self.axis) - 1,
+            self.arrivals.events,
+            int(state["pushes"]),
+        )
         params, opt_state, unsent = copied((params, state["opt"], state["unsent"]))
         if worker:
             unsent = map_leaves(torch.zeros_like, unsent)  # worker 0 begins with the total
@@ -119,10 +133,20 @@ class ParameterServer:
         else:
             unsent = self._work(worker, params, unsent, batches, pushes)
         params, opt_state, losses, log = broadcast(result, self.axis)
-        state = {"opt": opt_state, "pushes": state["pushes"] + len(events), "unsent": psum(unsent, self.axis)}
-        return params, state, {"loss": losses, "arrivals": Arrivals(log.tolist(), self.arrivals.bound)}
+        state = {
+            "opt": opt_state,
+            "pushes": state["pushes"] + len(events),
+            "unsent": psum(unsent, self.axis),
+        }
+        return (
+            params,
+            state,
+            {"loss": losses, "arrivals": Arrivals(log.tolist(), self.arrivals.bound)},
+        )
 
-    def _work(self, worker: int, params: PyTree, unsent: PyTree, batches: Batches, pushes: int) -> PyTree:
+    def _work(
+        self, worker: int, params: PyTree, unsent: PyTree, batches: Batches, pushes: int
+    ) -> PyTree:
         """Push gradients; return what has not been sent of them."""
         for number in range(self._counts[worker]):
             with torch.enable_grad():
@@ -138,29 +162,58 @@ class ParameterServer:
             params = recv(params, self.axis, 0)
         return unsent
 
-    def _serve(self, params: PyTree, opt_state: PyTree, pushes: int) -> tuple[PyTree, PyTree, Tensor, Tensor]:
+    def _serve(
+        self, params: PyTree, opt_state: PyTree, pushes: int
+    ) -> tuple[PyTree, PyTree, Tensor, Tensor]:
         """Apply gradients; return parameters, the optimizer's state, losses and events."""
         start = copied(params) if self.compensate else params
-        order, step, losses = PushOrder(sorted(self._counts), self.arrivals.bound), step_of(self.opt), list[Tensor]()
-        like, read, numbers = _encode(params, "", self._encoding), defaultdict(lambda: start), Counter[int]()
-        replayed = ((worker, recv(_LOSS, self.axis, worker + 1)) for worker, _ in self.arrivals.events)
+        order, step, losses = (
+            PushOrder(sorted(self._counts), self.arrivals.bound),
+            step_of(self.opt),
+            list[Tensor](),
+        )
+        like, read, numbers = (
+            _encode(params, "", self._encoding),
+            defaultdict(lambda: start),
+            Counter[int](),
+        )
+        replayed = (
+            (worker, recv(_LOSS, self.axis, worker + 1)) for worker, _ in self.arrivals.events
+        )
         for worker, loss in self._first_come(order) if self.live else replayed:
             payload = recv(like, self.axis, worker + 1)
             grads = _decode(payload, params, f"{pushes} {worker} {numbers[worker]}", self._encoding)
             if self.compensate:
-                grads = map_leaves(lambda g, x, y: g + self.compensate * g * g * (x - y), grads, params, read[worker])
+                grads = map_leaves(
+                    lambda g, x, y: g + self.compensate * g * g * (x - y),
+                    grads,
+                    params,
+                    read[worker],
+                )
             params, opt_state = step(grads, opt_state, params)
             send(params, self.axis, worker + 1)
             if self.compensate:
                 read[worker] = copied(params)
             losses.append(loss)
             numbers[worker] += 1
-        return params, opt_state, torch.stack(losses), torch.tensor(order.events or self.arrivals.events)
+        return (
+            params,
+            opt_state,
+            torch.stack(losses),
+            torch.tensor(order.events or self.arrivals.events),
+        )
 
     def _first_come(self, order: PushOrder) -> Iterator[tuple[int, Tensor]]:
         """Yield the worker and the loss of each push, as they arrive, within the bound."""
-        group, arrived = require("parameter_server").group(self.axis, "parameter_server"), SimpleQueue[Any]()
-        world, pending, losses = cast("ProcessWorld", group.world), self._counts, dict[int, Tensor]()
+        group, arrived = (
+            require("parameter_server").group(self.axis, "parameter_server"),
+            SimpleQueue[Any](),
+        )
+        world, pending, losses = (
+            cast("ProcessWorld", group.world),
+            self._counts,
+            dict[int, Tensor](),
+        )
         for worker in pending:
             world.listen(_LOSS, group, worker + 1, arrived)
         while pending.total():

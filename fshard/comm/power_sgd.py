@@ -28,7 +28,9 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
     def factor(path: str, x: Tensor) -> Tensor | None:
         if not x.is_floating_point() or x.ndim < 2 or rank * (len(x) + x[:1].numel()) >= x.numel():
             return None
-        return torch.randn(rank, x[0].numel(), generator=FlatLeaf(x, path).generator(seed)).to(x.device)
+        return torch.randn(rank, x[0].numel(), generator=FlatLeaf(x, path).generator(seed)).to(
+            x.device
+        )
 
     def init(params: PyTree) -> PyTree:
         paths, leaves, structure = flatten_with_paths(params)
@@ -43,7 +45,9 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
             dict(zip(*flatten_with_paths(state["q"])[:2], strict=True)),
         )
         matrices = {path: sent[path].float().flatten(1) for path in before}
-        products = {path: before[path] @ m.T for path, m in matrices.items()}  # fast, with the thin one left
+        products = {
+            path: before[path] @ m.T for path, m in matrices.items()
+        }  # fast, with the thin one left
         uncompressed = {path: x for path, x in sent.items() if path not in before}
         products, total = yield psum.start((products, uncompressed), axis)
         p = {path: torch.linalg.qr(x.T).Q for path, x in products.items()}
@@ -51,8 +55,12 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
         for path in matrices:
             total[path] = (p[path] @ q[path]).view_as(sent[path]).to(sent[path].dtype)
             sent[path] = total[path] / n
-        q = {path: torch.where(x.any(), x, before[path]) for path, x in q.items()}  # zeros lead nowhere
-        total, sent, q = (unflatten(structure, [*map(tree.get, paths)]) for tree in (total, sent, q))
+        q = {
+            path: torch.where(x.any(), x, before[path]) for path, x in q.items()
+        }  # zeros lead nowhere
+        total, sent, q = (
+            unflatten(structure, [*map(tree.get, paths)]) for tree in (total, sent, q)
+        )
         return Reduced(total, sent, {"q": q})
 
     return Compressor(init, phases, full=True)

@@ -52,7 +52,9 @@ class ReplicaGroup(NamedTuple):
     axis: str
     rule: Rule
 
-    def run(self, params: PyTree, state: PyTree, count: int, step: Callable[[], Any]) -> tuple[Any, ...]:
+    def run(
+        self, params: PyTree, state: PyTree, count: int, step: Callable[[], Any]
+    ) -> tuple[Any, ...]:
         """Return the parameters that a step returns first, combined, the rule's state, and the step's other results."""
         rule = self.rule(_shards(_trained(params)), state, count)
         with torch.no_grad():
@@ -60,7 +62,9 @@ class ReplicaGroup(NamedTuple):
         after, *results = step()
         with torch.no_grad():
             shards, state = rule.send(_shards(_trained(after)))
-        arrays = {key_of(x): like(x, (shard,)) for x, shard in zip(_trained(after), shards, strict=True)}
+        arrays = {
+            key_of(x): like(x, (shard,)) for x, shard in zip(_trained(after), shards, strict=True)
+        }
         return Leaves.of(after).mapped(lambda x: arrays.get(key_of(x), x)), state, *results
 
     def local(self, tree: PyTree, mesh: Mesh) -> PyTree:
@@ -86,7 +90,9 @@ class ReplicaGroup(NamedTuple):
             layout = x.layout if isinstance(x, Sharded) else number
             return x if x is None else stack(Sharded(x.shape, layout, shards), self.axis, mesh)
 
-        trees = [map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, tree) for tree in trees]
+        trees = [
+            map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, tree) for tree in trees
+        ]
         return Leaves.of(trees[0]).mapped(joined, *[Leaves.of(tree).leaves for tree in trees[1:]])
 
     def mean(self, tree: PyTree) -> PyTree:
@@ -114,7 +120,9 @@ class ReplicaStep:
 
     def __init__(self, inner: Any, mesh: Mesh, axis: str, init: Any, rule: Rule) -> None:
         if not callable(getattr(inner, "init", None)):
-            raise ValueError(f"inner must be a step of fs.train_step, on the mesh of one replica; got {inner!r}.")
+            raise ValueError(
+                f"inner must be a step of fs.train_step, on the mesh of one replica; got {inner!r}."
+            )
         mesh.check_axes(axis, "axis=")
         self._inner, self._mesh, self._axis, self._init = inner, mesh, axis, init
         self._replicas = ReplicaGroup(mesh, axis, rule)
@@ -129,37 +137,58 @@ class ReplicaStep:
                     f"init: parameters must be arrays, replicated along {self._axis}; got {x!r} for {path}. "
                     "Make them by fs.shard_params; of replicas take fs.comm.mean."
                 )
-        compare_inputs("init", self._mesh, {path: x.shards for path, x in arrays.items()}, (self._axis,))
+        compare_inputs(
+            "init", self._mesh, {path: x.shards for path, x in arrays.items()}, (self._axis,)
+        )
         replicas = Leaves.of(params).mapped(lambda x: x if x is None else stack(x, self._axis))
 
         def on_device(_: int) -> PyTree:
             tree = self._replicas.local(replicas, resolve_mesh(self._replica))
-            return {"inner": self._inner.init(tree), "rule": self._init(_trained(tree)), "count": count_from_zero()}
+            return {
+                "inner": self._inner.init(tree),
+                "rule": self._init(_trained(tree)),
+                "count": count_from_zero(),
+            }
 
         return replicas, self._replicas.joined(
             run_on_devices(resolve_mesh(self._mesh), on_device, mapped=(self._axis,))
         )
 
-    def __call__(self, params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, dict[str, Any]]:
+    def __call__(
+        self, params: PyTree, state: PyTree, batch: PyTree
+    ) -> tuple[PyTree, PyTree, dict[str, Any]]:
         def on_device(_: int) -> tuple[PyTree, PyTree, dict[str, Any]]:
             before, local_state = self._replicas.local((params, state), resolve_mesh(self._replica))
             count, rows = local_state["count"] + 1, map_leaves(self._rows, batch)
             after, rule_state, inner, metrics = self._replicas.run(
-                before, local_state["rule"], int(count), lambda: self._inner(before, local_state["inner"], rows)
+                before,
+                local_state["rule"],
+                int(count),
+                lambda: self._inner(before, local_state["inner"], rows),
             )
-            return after, {"inner": inner, "rule": rule_state, "count": count}, self._mean_metrics(metrics)
+            return (
+                after,
+                {"inner": inner, "rule": rule_state, "count": count},
+                self._mean_metrics(metrics),
+            )
 
         results = run_on_devices(resolve_mesh(self._mesh), on_device, mapped=(self._axis,))
         all_params, states, metrics = zip(*results, strict=True)
         return self._replicas.joined(all_params), self._replicas.joined(states), metrics[0]
 
     def _rows(self, x: Any) -> Any:
-        return x.tensor_split(axis_size(self._axis))[axis_index(self._axis)] if isinstance(x, Tensor) and x.ndim else x
+        return (
+            x.tensor_split(axis_size(self._axis))[axis_index(self._axis)]
+            if isinstance(x, Tensor) and x.ndim
+            else x
+        )
 
     def _mean_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         finite, samples = metrics["finite"], metrics.get("samples")
         numbers = {name: x for name, x in metrics.items() if name not in ("finite", "samples")}
-        mean = pmean(map_leaves(lambda x: x if x.is_floating_point() else x.double(), numbers), self._axis)
+        mean = pmean(
+            map_leaves(lambda x: x if x.is_floating_point() else x.double(), numbers), self._axis
+        )
         mean["finite"] = pmin(torch.as_tensor(finite).to(torch.uint8), self._axis).bool()
         return mean if samples is None else {**mean, "samples": psum(samples, self._axis)}
 
@@ -181,7 +210,9 @@ def mean(params: PyTree) -> PyTree:
 
     def mean_leaf(x: Any) -> Tensor:
         if not isinstance(x, Sharded) or not x.spec.dims(1)[0]:
-            raise LayoutError(f"mean: params must be those of all replicas, from `init` of their step; got {x!r}.")
+            raise LayoutError(
+                f"mean: params must be those of all replicas, from `init` of their step; got {x!r}."
+            )
         unstack(x, x.spec.dims(1)[0])
         return unshard(x).mean(0) if trainable(x) else unshard(x)[0]
 
@@ -203,20 +234,35 @@ def local_sgd(inner: Step, *, every: int, mesh: Mesh, axis: str, after: int = 0)
 
 def local_sgd_rule(axis: str, every: int, after: int = 0) -> Rule:
     """Return the rule of `local_sgd`."""
-    validate("local_sgd", within("[1, inf)", integer=True, every=every), within("[0, inf)", integer=True, after=after))
+    validate(
+        "local_sgd",
+        within("[1, inf)", integer=True, every=every),
+        within("[0, inf)", integer=True, after=after),
+    )
 
     def rule(before: list[Tensor], state: PyTree, count: int) -> Combining:
         shards = yield
-        yield pmean(shards, axis) if count <= after or (count - after) % every == 0 else shards, state
+        yield (
+            pmean(shards, axis) if count <= after or (count - after) % every == 0 else shards,
+            state,
+        )
 
     return rule
 
 
 def diloco(
-    inner: Step, outer: Optimizer, *, every: int, mesh: Mesh, axis: str, compress: Compressor | None = None
+    inner: Step,
+    outer: Optimizer,
+    *,
+    every: int,
+    mesh: Mesh,
+    axis: str,
+    compress: Compressor | None = None,
 ) -> ReplicaStep:
     """Take outer steps along the replicas' mean change (DiLoCo, Douillard 2023): `streaming_diloco` of one fragment."""
-    return streaming_diloco(inner, outer, every=every, fragments=1, mesh=mesh, axis=axis, compress=compress)
+    return streaming_diloco(
+        inner, outer, every=every, fragments=1, mesh=mesh, axis=axis, compress=compress
+    )
 
 
 def streaming_diloco(
@@ -245,7 +291,9 @@ def streaming_diloco(
         mix: weight of the outer step: 1 - alpha of the paper.
         compress: the compressor of the gradients, after the delay; None: pmean.
     """
-    errors = within("[1, inf)", integer=True, every=every) + within(f"[1, {every}]", integer=True, fragments=fragments)
+    errors = within("[1, inf)", integer=True, every=every) + within(
+        f"[1, {every}]", integer=True, fragments=fragments
+    )
     errors += within(f"[0, {every})", integer=True, delay=delay) + within("[0, 1]", mix=mix)
     validate("streaming_diloco", errors)
     outer_step, compression = pure_step(outer), compress and _compression(compress, axis)
@@ -258,11 +306,18 @@ def streaming_diloco(
         anchor = copied(params)
         waiting = each_shard(torch.zeros_like, anchor) if delay else None
         compressed = compression and compression.init(anchor)
-        return {"anchor": anchor, "outer": outer.init(anchor), "waiting": waiting, "compress": compressed}
+        return {
+            "anchor": anchor,
+            "outer": outer.init(anchor),
+            "waiting": waiting,
+            "compress": compressed,
+        }
 
     def init(params: Arrays) -> list[PyTree]:
         if fragments > max(len(params), 1):
-            raise ValueError(f"streaming_diloco: fragments must be at most {len(params)}, one a leaf; got {fragments}.")
+            raise ValueError(
+                f"streaming_diloco: fragments must be at most {len(params)}, one a leaf; got {fragments}."
+            )
         bounds = pairwise([f * len(params) // fragments for f in range(fragments + 1)])
         return [init_fragment(params[start:end]) for start, end in bounds]
 
@@ -278,7 +333,9 @@ def streaming_diloco(
         groups, after = [[next(shards) for _ in fragment["anchor"]] for fragment in state], [*state]
         for f in due(count):
             anchor = state[f]["anchor"]
-            grads = _arrays([x - y for x, y in zip(_shards(anchor), groups[f], strict=True)], anchor)
+            grads = _arrays(
+                [x - y for x, y in zip(_shards(anchor), groups[f], strict=True)], anchor
+            )
             after[f] = {**state[f], "waiting": grads if delay else None}
             means |= {} if delay else {f: start_mean(grads, state[f])}
         for f, finish in means.items():
@@ -296,7 +353,9 @@ def _compression(compress: Compressor, axis: str) -> Optimizer:
         total, _, after = compress.reduce(grads, state, axis)
         return map_leaves(lambda x: x / axis_size(axis), total), after
 
-    return array_optimizer(Optimizer(compress.init, update, elementwise=not compress.full), "diloco")
+    return array_optimizer(
+        Optimizer(compress.init, update, elementwise=not compress.full), "diloco"
+    )
 
 
 def gossip(inner: Step, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
@@ -316,7 +375,13 @@ def gossip_rule(axis: str, graph: Graph) -> Rule:
         copies = [x.clone() for x in before]  # the inner step may reuse the memory of its arguments
         averages = start_mix(copies, graph, count - 1, axis)
         shards = yield
-        yield [average + (y - x) for average, x, y in zip(averages.wait(), copies, shards, strict=True)], state
+        yield (
+            [
+                average + (y - x)
+                for average, x, y in zip(averages.wait(), copies, shards, strict=True)
+            ],
+            state,
+        )
 
     return rule
 
@@ -336,7 +401,9 @@ def push_sum(inner: Step, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep
         sums = [x * weight.to(x.dtype) - x for x in before]
         weight_after = mix(weight, graph, count - 1, axis, push=True)
         shards = yield
-        sums = mix([x + y for x, y in zip(sums, shards, strict=True)], graph, count - 1, axis, push=True)
+        sums = mix(
+            [x + y for x, y in zip(sums, shards, strict=True)], graph, count - 1, axis, push=True
+        )
         yield [x / weight_after.to(x.dtype) for x in sums], weight_after
 
     return ReplicaStep(inner, mesh, axis, lambda params: torch.ones((), dtype=torch.float64), rule)

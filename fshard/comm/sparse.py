@@ -35,7 +35,9 @@ class Encoding(NamedTuple):
         return self.fraction is not None and self.seed is None
 
     def count(self, x: Tensor) -> int:
-        return x.numel() if self.fraction is None else min(x.numel(), ceil(self.fraction * x.numel()))
+        return (
+            x.numel() if self.fraction is None else min(x.numel(), ceil(self.fraction * x.numel()))
+        )
 
     def indices(self, leaf: FlatLeaf) -> Tensor | None:
         """Return the indices of the numbers that are sent; None for all."""
@@ -50,8 +52,15 @@ class Encoding(NamedTuple):
         """Return the bytes that each of n devices sends of a leaf."""
         count, size = self.count(x), float(x.element_size())
         if self.code is not None:
-            count, size = self.code.padded(count, 1 if self.is_gathered else n), self.code.bytes_per_number
-        return count * ((n - 1) * (size + index_dtype(x).itemsize) if self.is_gathered else 2 * (n - 1) / n * size)
+            count, size = (
+                self.code.padded(count, 1 if self.is_gathered else n),
+                self.code.bytes_per_number,
+            )
+        return count * (
+            (n - 1) * (size + index_dtype(x).itemsize)
+            if self.is_gathered
+            else 2 * (n - 1) / n * size
+        )
 
 
 def top_k(fraction: float) -> Compressor:
@@ -69,7 +78,9 @@ def random_k(fraction: float, *, seed: int = 0) -> Compressor:
     return _compressor(Encoding(fraction, seed))
 
 
-def quantized(bits: Bits, *, block: int = 256, stochastic: bool = False, seed: int = 0) -> Compressor:
+def quantized(
+    bits: Bits, *, block: int = 256, stochastic: bool = False, seed: int = 0
+) -> Compressor:
     """Send codes of a few bits, with a scale for each block.  Sends 2 (n-1)/n (bits/8 + 4/block) bytes per number.
 
     Args:
@@ -84,7 +95,9 @@ def quantized(bits: Bits, *, block: int = 256, stochastic: bool = False, seed: i
     if bits not in (8, 4, 2, 1, "fp8"):
         raise ValueError(f'quantized: bits must be 8, 4, 2, 1 or "fp8"; got {bits!r}.')
     if stochastic and bits in (1, "fp8"):
-        raise ValueError(f"quantized: stochastic must be False for {bits!r}, whose steps differ in size; got True.")
+        raise ValueError(
+            f"quantized: stochastic must be False for {bits!r}, whose steps differ in size; got True."
+        )
     return _compressor(Encoding(code=BlockCode(bits, block, seed if stochastic else None)))
 
 
@@ -104,7 +117,10 @@ def chain(first: Compressor, second: Compressor) -> Compressor:
 
 
 def _compressor(encoding: Encoding) -> Compressor:
-    phases_of, gather = (_gather_sum if encoding.is_gathered else _sum), partial(all_gather.start, to="replicated")
+    phases_of, gather = (
+        (_gather_sum if encoding.is_gathered else _sum),
+        partial(all_gather.start, to="replicated"),
+    )
     collectives = [psum.start] if encoding.code is None else [all_to_all.start, gather]
 
     def leaf_phases(leaves: Sequence[FlatLeaf], axis: Axes) -> Phases:
@@ -155,7 +171,11 @@ def _gather_sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> Generator[Any
 
 def sparse(leaf: FlatLeaf, index: Tensor | None, values: Tensor) -> Tensor:
     """Return a leaf of zeros but for these values, or of the values alone."""
-    return values if index is None else torch.zeros_like(leaf.x, dtype=values.dtype).index_copy_(0, index, values)
+    return (
+        values
+        if index is None
+        else torch.zeros_like(leaf.x, dtype=values.dtype).index_copy_(0, index, values)
+    )
 
 
 def index_dtype(x: Tensor) -> torch.dtype:

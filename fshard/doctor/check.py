@@ -32,7 +32,12 @@ def check_collectives(mesh: fs.Mesh) -> list[Trial]:
     """Check all collectives on a mesh of one axis; called by all processes, each checks its own results."""
     trials = list[Trial]()
     for name, oracle in ORACLES.items():
-        cases = [(dtype, (mesh.size, *rest)) for dtype in DTYPES if oracle.takes(dtype) for rest in SHAPES]
+        cases = [
+            (dtype, (mesh.size, *rest))
+            for dtype in DTYPES
+            if oracle.takes(dtype)
+            for rest in SHAPES
+        ]
         complaints = [
             f"{name}({str(dtype).removeprefix('torch.')}{list(shape)}): {complaint}"
             for dtype, shape in cases
@@ -45,7 +50,11 @@ def check_collectives(mesh: fs.Mesh) -> list[Trial]:
 
 def _complaint(mesh: fs.Mesh, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     """Compare the result and the gradient of one device with the oracle's; return the first difference."""
-    oracle, device, options = ORACLES[name], fs.axis_index(mesh.axis_names), options_of(name, mesh.size)
+    oracle, device, options = (
+        ORACLES[name],
+        fs.axis_index(mesh.axis_names),
+        options_of(name, mesh.size),
+    )
     xs = [_values(shape, dtype, i) for i in range(mesh.size)]
     ys = oracle.forward(xs, **options)
     gs = [_values(tuple(y.shape), y.dtype, mesh.size + i) for i, y in enumerate(ys)]
@@ -63,7 +72,11 @@ def _complaint(mesh: fs.Mesh, name: str, dtype: torch.dtype, shape: tuple[int, .
 
 def options_of(name: str, n: int) -> dict[str, Any]:
     """Return the options of a collective among n devices: messages are sent around the ring."""
-    return {"perm": tuple((i, (i + 1) % n) for i in range(n))} if name in ("ppermute", "send_recv") else {}
+    return (
+        {"perm": tuple((i, (i + 1) % n) for i in range(n))}
+        if name in ("ppermute", "send_recv")
+        else {}
+    )
 
 
 def _call(name: str, x: Tensor, mesh: fs.Mesh) -> tuple[Tensor, list[Tensor]]:
@@ -89,7 +102,9 @@ def _difference(x: Tensor, expected: Tensor) -> str:
     wide = torch.complex128 if expected.dtype.is_complex else torch.float64
     x, y = x.detach().cpu().to(wide).reshape(-1), expected.to(wide).reshape(-1)
     eps = 16 * torch.finfo(expected.dtype).eps if kind(expected.dtype) in "fc" else 0.0
-    indices = (~torch.isclose(x, y, rtol=eps, atol=eps, equal_nan=True)).nonzero().flatten().tolist()
+    indices = (
+        (~torch.isclose(x, y, rtol=eps, atol=eps, equal_nan=True)).nonzero().flatten().tolist()
+    )
     if not indices:
         return ""
     first = indices[0]

@@ -86,12 +86,18 @@ def examine(device: str | None, by: str) -> Findings:
     mesh = fs.make_mesh({"all": count}, runtime="process", device=device, timeout=TIMEOUT)
     trials = tuple(check_collectives(mesh))
     speeds = (*(measure(mesh) if count > 1 else ()), *transfer_speeds(mesh.device_type))
-    return Findings(fs.mesh.process_index(), by, mesh.device_type, transport(mesh), machine(), speeds, trials)
+    return Findings(
+        fs.mesh.process_index(), by, mesh.device_type, transport(mesh), machine(), speeds, trials
+    )
 
 
 def machine() -> Machine:
     """Describe the machine of this process."""
-    has = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    has = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return Machine(
         host=socket.gethostname(),
@@ -100,9 +106,13 @@ def machine() -> Machine:
         torch=torch.__version__,
         fshard=version("fshard"),
         backends=tuple(name for name, there in has.items() if there),
-        processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        processors=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
-        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0,
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if hasattr(os, "sysconf")
+        else 0,
         gpus=tuple(torch.cuda.get_device_name(number) for number in gpus),
     )
 
@@ -114,7 +124,9 @@ def transport(mesh: Mesh) -> str:
         return "none: one process"
     if world.is_near(mesh):
         return "direct memory reading"
-    if world.backend == "gloo" and any(world.are_near((rank,)) for rank in range(mesh.size) if rank != world.rank):
+    if world.backend == "gloo" and any(
+        world.are_near((rank,)) for rank in range(mesh.size) if rank != world.rank
+    ):
         return "direct memory reading on each machine and gloo between machines"
     return world.backend
 
@@ -129,11 +141,15 @@ def measure(mesh: fs.Mesh) -> list[Speed]:
         for held, times in SIZES.items():
             size = max(n, held // 4 // n * n) * 4  # every process has a shard of equal size
             seconds = fs.run(_timed, call, size // 4, times, mesh.device_type, axis, mesh=mesh)
-            speeds.append(Speed(name, held, int(ORACLES[name].sent(size, 0, n, **options)), max(seconds)))
+            speeds.append(
+                Speed(name, held, int(ORACLES[name].sent(size, 0, n, **options)), max(seconds))
+            )
     return speeds
 
 
-def _timed(call: Callable[[Tensor], Any], elements: int, times: int, device: str, axis: str) -> float:
+def _timed(
+    call: Callable[[Tensor], Any], elements: int, times: int, device: str, axis: str
+) -> float:
     x = torch.ones(elements, device=device)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     durations: list[float] = []

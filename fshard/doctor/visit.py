@@ -64,9 +64,13 @@ def _parser() -> argparse.ArgumentParser:
         "mpirun (python -m fshard doctor) it examines those processes.",
     )
     parser.add_argument(
-        "--processes", type=int, help="how many to start; by default one for each GPU, and at least two"
+        "--processes",
+        type=int,
+        help="how many to start; by default one for each GPU, and at least two",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="by default cuda, if there are GPUs")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="by default cuda, if there are GPUs"
+    )
     parser.add_argument("--json", action="store_true", help="all that was found, for programs")
     return parser
 
@@ -75,9 +79,13 @@ def _examine_launched(processes: int | None, device: str | None) -> list[Finding
     """Examine the processes that a launcher has started."""
     info, count = process_info(), fs.mesh.process_count()
     if processes not in (None, count):
-        raise MeshError(f"--processes must be the number of processes started, {count}; got {processes}. Leave it out.")
+        raise MeshError(
+            f"--processes must be the number of processes started, {count}; got {processes}. Leave it out."
+        )
     findings: list[Any] = [None] * count
-    dist.all_gather_object(findings, examine(device, info.launcher if info is not None else "torch.distributed"))
+    dist.all_gather_object(
+        findings, examine(device, info.launcher if info is not None else "torch.distributed")
+    )
     return findings
 
 
@@ -106,7 +114,10 @@ def judge(findings: Sequence[Findings]) -> Verdict:
     if wrong:
         advice.append(_WORKAROUNDS["direct" if "direct" in first.transport else first.transport])
     if len(versions) > 1:
-        each = (f"process {rank} has Python {p}, torch {t}, fshard {f}" for (p, t, f), rank in versions.items())
+        each = (
+            f"process {rank} has Python {p}, torch {t}, fshard {f}"
+            for (p, t, f), rank in versions.items()
+        )
         wrong.append(f"the processes run different versions ({', '.join(each)})")
         advice.append("Install the same versions on all machines.")
     if wrong:
@@ -114,7 +125,9 @@ def judge(findings: Sequence[Findings]) -> Verdict:
     what = f"{n} processes over {first.transport}" if n > 1 else "1 process"
     gpus = ", ".join(sorted({gpu for one in findings for gpu in one.machine.gpus}))
     on = f" on {gpus}" if first.device == "cuda" else ""
-    return Verdict(True, f"All well: {what}{on}, {len(first.trials)} collectives right.", _hints(findings))
+    return Verdict(
+        True, f"All well: {what}{on}, {len(first.trials)} collectives right.", _hints(findings)
+    )
 
 
 def failed(error: BaseException, processes: int) -> Verdict:
@@ -127,7 +140,9 @@ def failed(error: BaseException, processes: int) -> Verdict:
 def _complaints(findings: Sequence[Findings]) -> list[tuple[Trial, list[str]]]:
     """List each collective's first trial, and the complaints of all processes."""
     rows = zip(*(one.trials for one in findings), strict=True)
-    return [(row[0], [complaint for trial in row for complaint in trial.complaints]) for row in rows]
+    return [
+        (row[0], [complaint for trial in row for complaint in trial.complaints]) for row in rows
+    ]
 
 
 _WORKAROUNDS = {
@@ -164,11 +179,16 @@ def _print(findings: Sequence[Findings], verdict: Verdict, as_json: bool) -> Non
         sys.stdout.write(json.dumps(everything, indent=2) + "\n")
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    sections = [*(_sections(findings) if findings else []), ("Verdict", [verdict.sentence, *verdict.advice])]
+    sections = [
+        *(_sections(findings) if findings else []),
+        ("Verdict", [verdict.sentence, *verdict.advice]),
+    ]
     for title, lines in sections:
         console.print(Text(f"\n{title}", "bold"))
         for line in lines:
-            style = ("bold green" if verdict.well else "bold red") if line == verdict.sentence else ""
+            style = (
+                ("bold green" if verdict.well else "bold red") if line == verdict.sentence else ""
+            )
             console.print(Padding(Text(line, style), (0, 2), expand=False))
 
 
@@ -181,7 +201,8 @@ def _sections(findings: Sequence[Findings]) -> list[tuple[str, list[str]]]:
         "host": f"{here.host}, {here.system}" + (f"; also {', '.join(others)}" if others else ""),
         "processors": f"{here.processors}, of which a process uses {here.threads}",
         "memory": f"{here.memory / GIB:.0f} GiB",
-        "GPUs": ", ".join(f"{here.gpus.count(name)} × {name}" for name in dict.fromkeys(here.gpus)) or "none",
+        "GPUs": ", ".join(f"{here.gpus.count(name)} × {name}" for name in dict.fromkeys(here.gpus))
+        or "none",
     }
     processes = {
         "number": f"{len(findings)}, on {len(others) + 1} machine{'s' * bool(others)}",
@@ -207,6 +228,12 @@ def _speeds(speeds: Sequence[Speed]) -> list[str]:
     lines: dict[str, str] = {}
     for speed in speeds:
         held = f"{speed.held // KIB} KiB" if speed.held < KIB**2 else f"{speed.held // KIB**2} MiB"
-        rate = f"{speed.sent / speed.seconds / GIB:.2f} GiB/s" if speed.held > KIB else f"{speed.seconds * 1e6:,.0f} µs"
-        lines[speed.collective] = f"{lines.get(speed.collective, f'{speed.collective:14}')}{held:>6} {rate:14}"
+        rate = (
+            f"{speed.sent / speed.seconds / GIB:.2f} GiB/s"
+            if speed.held > KIB
+            else f"{speed.seconds * 1e6:,.0f} µs"
+        )
+        lines[speed.collective] = (
+            f"{lines.get(speed.collective, f'{speed.collective:14}')}{held:>6} {rate:14}"
+        )
     return [line.rstrip() for line in lines.values()]

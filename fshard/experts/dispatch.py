@@ -22,7 +22,11 @@ Experts = Mapping[str, Tensor] | Callable[[Tensor, Sequence[int]], Tensor]
 def of_this_mesh(axes: Axes) -> tuple[str, ...]:
     """Return those axes that the mesh of the calling device has; none outside of a mesh."""
     scope = here()
-    return () if scope is None else tuple([axis for axis in as_axes(axes) if axis in scope.mesh.axis_names])
+    return (
+        ()
+        if scope is None
+        else tuple([axis for axis in as_axes(axes) if axis in scope.mesh.axis_names])
+    )
 
 
 class MoEStats(NamedTuple):
@@ -73,7 +77,9 @@ def moe(
             f"moe: the axes {as_written(sharding)} must divide the experts, and capacity be > 0 or None; got {n} devices, "
             f"{count} experts, {capacity=}."
         )
-    if ambient.absent:  # a stage runs the blocks of other stages without values, and without their devices
+    if (
+        ambient.absent
+    ):  # a stage runs the blocks of other stages without values, and without their devices
         return torch.empty_like(x), MoEStats(x.new_empty(count), x.new_empty(()))
     tokens, weights, top_k = x.reshape(-1, x.shape[-1]), routing.weights, routing.experts.shape[-1]
     order, counts, stats = _sorted(routing.experts, count, axes, capacity)
@@ -98,14 +104,20 @@ def _sorted(
     flat = experts.reshape(-1)
     if flat.is_meta:  # as many rows of each expert
         counts = [(i + 1) * len(flat) // count - i * len(flat) // count for i in range(count)]
-        return torch.arange(len(flat), device="meta"), counts, MoEStats(flat.new_empty(count), flat.new_empty(()))
+        return (
+            torch.arange(len(flat), device="meta"),
+            counts,
+            MoEStats(flat.new_empty(count), flat.new_empty(())),
+        )
     rows = torch.bincount(flat, minlength=count)
     table = all_gather(rows[None], axes) if axes else rows[None]  # (devices, experts)
     load, order = table.sum(0), flat.argsort(stable=True)
     kept = rows
     if capacity is not None:
         limit = ceil(capacity * int(load.sum()) / count)
-        before = table[: axis_index(axes)].sum(0) if axes else torch.zeros_like(load)  # rows of devices before this one
+        before = (
+            table[: axis_index(axes)].sum(0) if axes else torch.zeros_like(load)
+        )  # rows of devices before this one
         kept = (limit - before).clamp(min=0).minimum(rows)
         place = torch.arange(len(flat), device=flat.device) - (rows.cumsum(0) - rows)[flat[order]]
         order = order[place < kept[flat[order]]]
@@ -113,7 +125,9 @@ def _sorted(
     return order, kept.tolist(), MoEStats(load, table.sum() - load.sum())
 
 
-def _of_own_index(order: Tensor, counts: Sequence[int], each: int, axes: Axes) -> tuple[Tensor, list[int]]:
+def _of_own_index(
+    order: Tensor, counts: Sequence[int], each: int, axes: Axes
+) -> tuple[Tensor, list[int]]:
     """Return the places and counts of rows for the experts of devices that have this one's index along some axes."""
     size, index = axis_size(axes), axis_index(axes)
     own = [expert for expert in range(len(counts)) if expert // each % size == index]
@@ -121,7 +135,9 @@ def _of_own_index(order: Tensor, counts: Sequence[int], each: int, axes: Axes) -
     return torch.cat([parts[expert] for expert in own]), [counts[expert] for expert in own]
 
 
-def _on_devices_of_experts(experts: Experts, rows: Tensor, counts: Sequence[int], axis: str) -> Tensor:
+def _on_devices_of_experts(
+    experts: Experts, rows: Tensor, counts: Sequence[int], axis: str
+) -> Tensor:
     """Send rows to the devices of their experts, apply these, and send the results back."""
     n, index = axis_size(axis), axis_index(axis)
     if rows.is_meta:
@@ -133,10 +149,16 @@ def _on_devices_of_experts(experts: Experts, rows: Tensor, counts: Sequence[int]
     received = all_to_all(rows, axis, counts=matrix)
     sizes = [row[index * each : (index + 1) * each] for row in table]  # of each source and expert
     parts = received.split([size for row in sizes for size in row])
-    by_expert = torch.cat([parts[source * each + expert] for expert in range(each) for source in range(n)])
-    results = _applied(experts, by_expert, [sum(row[expert] for row in sizes) for expert in range(each)])
+    by_expert = torch.cat(
+        [parts[source * each + expert] for expert in range(each) for source in range(n)]
+    )
+    results = _applied(
+        experts, by_expert, [sum(row[expert] for row in sizes) for expert in range(each)]
+    )
     parts = results.split([row[expert] for expert in range(each) for row in sizes])
-    by_source = torch.cat([parts[expert * n + source] for source in range(n) for expert in range(each)])
+    by_source = torch.cat(
+        [parts[expert * n + source] for source in range(n) for expert in range(each)]
+    )
     return all_to_all(by_source, axis, counts=[*zip(*matrix, strict=True)])
 
 

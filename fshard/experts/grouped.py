@@ -31,5 +31,7 @@ def grouped_matmul(rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tens
 
 def swiglu(weights: Mapping[str, Tensor], rows: Tensor, counts: Sequence[int]) -> Tensor:
     """Apply the experts' networks: silu(rows @ gate) * (rows @ up) @ down; each weight is (experts, inputs, outputs)."""
-    inner = functional.silu(grouped_matmul(rows, weights["gate"], counts)) * grouped_matmul(rows, weights["up"], counts)
+    inner = functional.silu(grouped_matmul(rows, weights["gate"], counts)) * grouped_matmul(
+        rows, weights["up"], counts
+    )
     return grouped_matmul(inner, weights["down"], counts)

@@ -56,16 +56,31 @@ class MoE(nn.Module):
         self.router = nn.Linear(width, experts, bias=False)
         shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
         self.experts = nn.ParameterDict(
-            {name: nn.Parameter(torch.randn(experts, *shape) / shape[0] ** 0.5) for name, shape in shapes.items()}
+            {
+                name: nn.Parameter(torch.randn(experts, *shape) / shape[0] ** 0.5)
+                for name, shape in shapes.items()
+            }
         )
-        self.shared = nn.Sequential(nn.Linear(width, shared), nn.SiLU(), nn.Linear(shared, width)) if shared else None
+        self.shared = (
+            nn.Sequential(nn.Linear(width, shared), nn.SiLU(), nn.Linear(shared, width))
+            if shared
+            else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        axis, replicated = next(iter(of_this_mesh(self.axis or ())), None), of_this_mesh(self.replicated)
+        axis, replicated = (
+            next(iter(of_this_mesh(self.axis or ())), None),
+            of_this_mesh(self.replicated),
+        )
         batch = of_this_mesh(self.batch) or of_this_mesh(axis or ())
         logits = functional.linear(x.reshape(-1, x.shape[-1]), self.router.weight)
         routing = route(logits, self.top_k, **self.options)
-        options: Any = {"axis": axis, "batch": batch, "replicated": replicated, "capacity": self.capacity}
+        options: Any = {
+            "axis": axis,
+            "batch": batch,
+            "replicated": replicated,
+            "capacity": self.capacity,
+        }
         y, self.stats = moe(x, routing, dict(self.experts.items()), **options)
         self.balance, self.z = balance_loss(routing, batch), z_loss(logits)
         return y if self.shared is None else y + self.shared(x)

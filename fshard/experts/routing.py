@@ -64,7 +64,9 @@ def route(
     if top_groups is not None and top_groups < groups:
         grouped = choice.unflatten(-1, (groups, -1))
         best = grouped.topk(min(2, count // groups), -1).values.sum(-1).topk(top_groups, -1).indices
-        is_kept = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=choice.device).scatter(-1, best, True)
+        is_kept = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=choice.device).scatter(
+            -1, best, True
+        )
         choice = grouped.masked_fill(~is_kept[..., None], -inf).flatten(-2)
     experts = choice.topk(top_k, -1).indices
     weights = scores.gather(-1, experts)

@@ -36,7 +36,9 @@ def expert_rules(model: nn.Module, axis: str | None) -> dict[str, P]:
     return {name: spec for leaves in layers.values() for name, spec in leaves.items()} | {"**": P()}
 
 
-def shard_experts(model: nn.Module, axis: tuple[str, ...], replicated: tuple[str, ...] = ()) -> dict[str, dict[str, P]]:
+def shard_experts(
+    model: nn.Module, axis: tuple[str, ...], replicated: tuple[str, ...] = ()
+) -> dict[str, dict[str, P]]:
     """Let the layers of experts use one axis or none, and replicated axes: see `moe`.
 
     Return the paths of these layers, and the specs of their experts' leaves. The experts of `fs.nn.MoE` are sharded along its
@@ -48,7 +50,9 @@ def shard_experts(model: nn.Module, axis: tuple[str, ...], replicated: tuple[str
         if isinstance(module, MoE):
             module.replicated = replicated
             if axes := (*(axis if as_axes(module.axis or ()) == axis else ()), *replicated):
-                layers[path] = {f"{path}.experts.{name}".lstrip("."): P(axes) for name in module.experts}
+                layers[path] = {
+                    f"{path}.experts.{name}".lstrip("."): P(axes) for name in module.experts
+                }
         elif hasattr(module, "_is_expert_parallel"):
             if not shown.has_gate or shown.has_post_expert_norm:
                 refused.append(path)
@@ -90,8 +94,13 @@ def _forward(
 ) -> Tensor:
     """Return the results of a layer's experts: the forward that transformers calls."""
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-    scores = weights.detach().new_zeros(1, 1).expand(len(tokens), module.num_experts)  # only their number is used
-    axes: Any = {"axis": next(iter(of_this_mesh(axis)), None), "replicated": of_this_mesh(replicated)}
+    scores = (
+        weights.detach().new_zeros(1, 1).expand(len(tokens), module.num_experts)
+    )  # only their number is used
+    axes: Any = {
+        "axis": next(iter(of_this_mesh(axis)), None),
+        "replicated": of_this_mesh(replicated),
+    }
     y, _ = moe(tokens, Routing(experts, weights, scores), partial(_experts, module), **axes)
     return y.to(hidden_states.dtype).view(hidden_states.shape)
 

@@ -29,7 +29,9 @@ class Devices:
     """
 
     first: int  # the lowest device
-    steps: tuple[tuple[int, int], ...] = ()  # (stride, size) of each axis along which it extends, major to minor
+    steps: tuple[
+        tuple[int, int], ...
+    ] = ()  # (stride, size) of each axis along which it extends, major to minor
 
     @property
     def count(self) -> int:
@@ -40,7 +42,8 @@ class Devices:
         """Return the device at an index in ascending order."""
         coordinates = arithmetic.unravel(index, [size for _, size in self.steps])
         return self.first + sum(
-            coordinate * stride for coordinate, (stride, _) in zip(coordinates, self.steps, strict=True)
+            coordinate * stride
+            for coordinate, (stride, _) in zip(coordinates, self.steps, strict=True)
         )
 
     def __iter__(self) -> Iterator[int]:
@@ -55,7 +58,9 @@ def box(mesh: Mesh, axes: Collection[str], first: int) -> Devices:
     """
     strides = arithmetic.strides([size for _, size in mesh.axes])
     steps = zip(mesh.axes, strides, strict=True)
-    return Devices(first, tuple((stride, size) for (name, size), stride in steps if name in axes and size > 1))
+    return Devices(
+        first, tuple((stride, size) for (name, size), stride in steps if name in axes and size > 1)
+    )
 
 
 def elided(count: int, most: int, first: int = 2) -> tuple[int | None, ...]:
@@ -80,7 +85,9 @@ def listed(devices: Devices) -> str:
         length *= steps.pop()[1]
     starts = Devices(devices.first, tuple(steps))
     run_indices = elided(starts.count, _MOST)
-    return ",".join("…" if index is None else _run(starts.device(index), length) for index in run_indices)
+    return ",".join(
+        "…" if index is None else _run(starts.device(index), length) for index in run_indices
+    )
 
 
 def summed(devices: Devices) -> str:
@@ -89,7 +96,10 @@ def summed(devices: Devices) -> str:
     >>> summed(Devices(4, ((1, 2),))), summed(Devices(0, ((1, 16),)))
     ('4+5', '0+1+…+15')
     """
-    return "+".join("…" if index is None else str(devices.device(index)) for index in elided(devices.count, _MOST))
+    return "+".join(
+        "…" if index is None else str(devices.device(index))
+        for index in elided(devices.count, _MOST)
+    )
 
 
 def _run(start: int, length: int) -> str:

@@ -94,7 +94,9 @@ class Grid:
     @property
     def cells(self) -> tuple[Cell, ...]:
         """All cells that are drawn."""
-        return tuple(cell for block in self.blocks if block for row in block.cells for cell in row if cell)
+        return tuple(
+            cell for block in self.blocks if block for row in block.cells for cell in row if cell
+        )
 
 
 def plan_grid(kind: ShardType, mesh: Mesh) -> Grid:
@@ -109,7 +111,11 @@ def plan_grid(kind: ShardType, mesh: Mesh) -> Grid:
     layout = Layout(mesh, kind.spec, kind.memory, unit="drawn")  # whose dims may be uneven
     layout.check(kind.shape)
     dims = enumerate(layout.spec.dims(len(kind.shape)) if not layout.spec.is_flat else ())
-    return _grid(kind, layout, _sides(kind.shape, layout, [dim for dim, axes in dims if _parts(layout, axes) > 1]))
+    return _grid(
+        kind,
+        layout,
+        _sides(kind.shape, layout, [dim for dim, axes in dims if _parts(layout, axes) > 1]),
+    )
 
 
 def plan_mesh(mesh: Mesh) -> Grid:
@@ -122,11 +128,17 @@ def plan_mesh(mesh: Mesh) -> Grid:
     shape = tuple(mesh.shape.values())
     layout = Layout(mesh, P(*mesh.axis_names))
     sides = tuple(
-        replace(side, name=side.axes[0], labels=tuple("…" if index is None else str(index) for index in side.shown))
+        replace(
+            side,
+            name=side.axes[0],
+            labels=tuple("…" if index is None else str(index) for index in side.shown),
+        )
         for side in _sides(shape, layout, [*range(len(shape))])
     )
     heading = (str(mesh), "1 device" if mesh.size == 1 else f"{mesh.size:,} devices")
-    return replace(_grid(ShardType(torch.int64, shape, layout.spec), layout, sides), notes=(), heading=heading)
+    return replace(
+        _grid(ShardType(torch.int64, shape, layout.spec), layout, sides), notes=(), heading=heading
+    )
 
 
 def _grid(kind: ShardType, layout: Layout, sides: tuple[Side, ...]) -> Grid:
@@ -136,13 +148,17 @@ def _grid(kind: ShardType, layout: Layout, sides: tuple[Side, ...]) -> Grid:
     if next(every_index, None) is not None:  # some are omitted, up to the last one
         block_indices += [(None,), tuple(side.shown[-1] for side in outer)]
     blocks = (
-        None if None in block_index else _block(kind.shape, layout, outer, block_index, rows, columns)
+        None
+        if None in block_index
+        else _block(kind.shape, layout, outer, block_index, rows, columns)
         for block_index in block_indices
     )
     hidden = {*range(0 if kind.spec.is_flat else len(kind.shape))} - {side.dim for side in sides}
     names = ", ".join(f"dim {dim} ({kind.shape[dim]})" for dim in sorted(hidden))
     notes = (f"not drawn, unsharded: {names}",) if names else ()
-    return Grid(kind, layout.mesh, rows, columns, tuple(block for block, _ in groupby(blocks)), notes)
+    return Grid(
+        kind, layout.mesh, rows, columns, tuple(block for block, _ in groupby(blocks)), notes
+    )
 
 
 def _sides(shape: Sequence[int], layout: Layout, cut: list[int]) -> tuple[Side, ...]:
@@ -153,21 +169,38 @@ def _sides(shape: Sequence[int], layout: Layout, cut: list[int]) -> tuple[Side, 
     uncut = [dim for dim in reversed(dims) if dim not in cut]
     drawn = sorted(cut + uncut[: max(0, 2 - len(cut))])
     return tuple(
-        _side(shape, layout, f"dim {dim}", dim, dims[dim], _OUTSIDE if number < len(drawn) - 2 else _INSIDE)
+        _side(
+            shape,
+            layout,
+            f"dim {dim}",
+            dim,
+            dims[dim],
+            _OUTSIDE if number < len(drawn) - 2 else _INSIDE,
+        )
         for number, dim in enumerate(drawn)
     )
 
 
 def _side(
-    shape: Sequence[int], layout: Layout, name: str, dim: int, axes: tuple[str, ...], limit: tuple[int, int]
+    shape: Sequence[int],
+    layout: Layout,
+    name: str,
+    dim: int,
+    axes: tuple[str, ...],
+    limit: tuple[int, int],
 ) -> Side:
     parts = _parts(layout, axes)
     shown = elided(parts, *limit)
     owners = [
-        None if index is None else layout.mesh.index(layout.place | _coordinates(layout, axes, index))
+        None
+        if index is None
+        else layout.mesh.index(layout.place | _coordinates(layout, axes, index))
         for index in shown
     ]
-    labels = tuple("…" if owner is None else "{}:{}".format(*layout.ranges(shape, owner)[dim]) for owner in owners)
+    labels = tuple(
+        "…" if owner is None else "{}:{}".format(*layout.ranges(shape, owner)[dim])
+        for owner in owners
+    )
     return Side(f"{name}@{'+'.join(axes)}" if axes else name, dim, axes, parts, shown, labels)
 
 
@@ -191,11 +224,14 @@ def _block(
         return _cell(shape, layout, coordinates)
 
     where = [
-        f"{side.name} {side.labels[side.shown.index(index)]}" for side, index in zip(outer, block_index, strict=True)
+        f"{side.name} {side.labels[side.shown.index(index)]}"
+        for side, index in zip(outer, block_index, strict=True)
     ]
     down = rows.shown if rows else (0,)
     right = columns.shown if columns else (0,)
-    return GridBlock(", ".join(where), tuple(tuple(cell(row, column) for column in right) for row in down))
+    return GridBlock(
+        ", ".join(where), tuple(tuple(cell(row, column) for column in right) for row in down)
+    )
 
 
 def _cell(shape: Sequence[int], layout: Layout, coordinates: Mapping[str, int]) -> Cell:
@@ -204,7 +240,9 @@ def _cell(shape: Sequence[int], layout: Layout, coordinates: Mapping[str, int]) 
     first = mesh.index({**layout.place, **coordinates})
     owners = [name for name in mesh.axis_names if name in spec.split_axes]
     return Cell(
-        shard=arithmetic.ravel([coordinates.get(name, 0) for name in owners], [mesh.shape[name] for name in owners]),
+        shard=arithmetic.ravel(
+            [coordinates.get(name, 0) for name in owners], [mesh.shape[name] for name in owners]
+        ),
         ranges=layout.ranges(shape, first),
         copies=box(mesh, layout.replicated_axes, first),
         summands=box(mesh, spec.unreduced, 0),
@@ -216,4 +254,8 @@ def _parts(layout: Layout, axes: Sequence[str]) -> int:
 
 
 def _coordinates(layout: Layout, axes: Sequence[str], index: int) -> dict[str, int]:
-    return dict(zip(axes, arithmetic.unravel(index, [layout.mesh.shape[name] for name in axes]), strict=True))
+    return dict(
+        zip(
+            axes, arithmetic.unravel(index, [layout.mesh.shape[name] for name in axes]), strict=True
+        )
+    )

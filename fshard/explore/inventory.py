@@ -79,7 +79,9 @@ def bytes_of(node: Leaf | Branch) -> Bytes:
     A leaf at a coordinate (of a stage, an owner) counts for the devices there: the fullest of them is taken.
     """
     total = unplaced = 0
-    placed: dict[tuple[str, tuple[str, ...]], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    placed: dict[tuple[str, tuple[str, ...]], dict[int, int]] = defaultdict(
+        lambda: defaultdict(int)
+    )
     for leaf, times in leaves_of(node):
         if leaf.type is None:
             continue
@@ -88,18 +90,21 @@ def bytes_of(node: Leaf | Branch) -> Bytes:
             unplaced += times * global_bytes(leaf.type)
             continue
         axes = tuple(axis for names, _ in leaf.type.spec.at for axis in names)
-        placed[leaf.layout.memory, axes][leaf.layout.mesh.index(leaf.layout.place)] += times * most_bytes(
-            leaf.type, leaf.layout
+        placed[leaf.layout.memory, axes][leaf.layout.mesh.index(leaf.layout.place)] += (
+            times * most_bytes(leaf.type, leaf.layout)
         )
     device, host, disk = (
-        sum(max(each.values()) for key, each in placed.items() if key[0] == memory) for memory in MEMORIES
+        sum(max(each.values()) for key, each in placed.items() if key[0] == memory)
+        for memory in MEMORIES
     )
     return Bytes(total, device, host, disk, unplaced)
 
 
 def meshes_of(node: Leaf | Branch) -> tuple[Mesh, ...]:
     """List the meshes of the tensors below a node, in order of occurrence."""
-    return tuple(dict.fromkeys(leaf.layout.mesh for leaf, _ in leaves_of(node) if leaf.layout is not None))
+    return tuple(
+        dict.fromkeys(leaf.layout.mesh for leaf, _ in leaves_of(node) if leaf.layout is not None)
+    )
 
 
 def take_stock(tree: PyTree) -> Leaf | Branch:
@@ -112,11 +117,17 @@ def take_stock(tree: PyTree) -> Leaf | Branch:
     [('a', 'w'), ('b', 'w')]
     """
     if isinstance(tree, Sharded):
-        return Leaf(typeof(tree), replace(tree.layout, unit=None))  # blocks with equal layouts are drawn as one
+        return Leaf(
+            typeof(tree), replace(tree.layout, unit=None)
+        )  # blocks with equal layouts are drawn as one
     if isinstance(tree, Tensor):
         return Leaf(typeof(tree), None)
     if tree is None or _o.tree_is_leaf(tree, namespace=NAMESPACE):
-        text = repr(tree) if isinstance(tree, bool | int | float | complex | str | None) else type(tree).__name__
+        text = (
+            repr(tree)
+            if isinstance(tree, bool | int | float | complex | str | None)
+            else type(tree).__name__
+        )
         return Leaf(None, None, text if len(text) <= 40 else text[:39] + "…")
     children, _, keys, _ = _o.tree_flatten_one_level(tree, namespace=NAMESPACE)
     names: tuple[Hashable, ...] = getattr(type(tree), "_fields", None) or keys
@@ -130,12 +141,19 @@ def _branch(kind: str, children: Sequence[tuple[Hashable, Leaf | Branch]]) -> Br
     for key, node in children:
         head, dot, tail = key.partition(".") if isinstance(key, str) else (key, "", "")
         groups[head].append((tail if dot else None, node))
-    if any(len(entries) > 1 and None in dict(entries) for entries in groups.values()):  # "a" and "a.b"
+    if any(
+        len(entries) > 1 and None in dict(entries) for entries in groups.values()
+    ):  # "a" and "a.b"
         return Branch(kind, _folded(children))
-    if any(None not in dict(entries) for entries in groups.values()) and all(str(head).isdigit() for head in groups):
-        groups = {int(str(head)): groups[head] for head in sorted(groups, key=lambda head: int(str(head)))}
+    if any(None not in dict(entries) for entries in groups.values()) and all(
+        str(head).isdigit() for head in groups
+    ):
+        groups = {
+            int(str(head)): groups[head] for head in sorted(groups, key=lambda head: int(str(head)))
+        }
     nodes = [
-        (head, entries[0][1] if None in dict(entries) else _branch("", entries)) for head, entries in groups.items()
+        (head, entries[0][1] if None in dict(entries) else _branch("", entries))
+        for head, entries in groups.items()
     ]
     return Branch(kind, _folded(nodes))
 
@@ -148,5 +166,7 @@ def _folded(children: Sequence[tuple[Hashable, Leaf | Branch]]) -> tuple[TreeEnt
     ):
         keys = [key for key, _ in run]
         name = str(keys[0]) if isinstance(keys[0], str) else f"[{keys[0]!r}]"
-        entries.append(TreeEntry(name if len(keys) == 1 else f"[{keys[0]}..{keys[-1]}]", node, len(keys)))
+        entries.append(
+            TreeEntry(name if len(keys) == 1 else f"[{keys[0]}..{keys[-1]}]", node, len(keys))
+        )
     return tuple(entries)

@@ -30,7 +30,11 @@ def tree_of(root: Branch) -> Tree:
 def _grow(tree: Tree, branch: Branch) -> None:
     for entry in branch.entries[:_MOST]:
         style = "cyan" if isinstance(entry.node, Leaf) else "dim"
-        parts = [(_name(entry), "bold"), (_type_name(entry.node), style), (amount(bytes_of(entry.node)), "")]
+        parts = [
+            (_name(entry), "bold"),
+            (_type_name(entry.node), style),
+            (amount(bytes_of(entry.node)), ""),
+        ]
         child = tree.add(Text("  ").join(Text(text, style) for text, style in parts if text))
         if isinstance(entry.node, Branch):
             _grow(child, entry.node)
@@ -57,7 +61,9 @@ def _inside(branch: Branch) -> str:
             items.append(f'<div style="margin-left:2.4em">{words}</div>')
         else:
             drawn = html_of(plan_grid(node.type, node.layout.mesh))
-            items.append(f'<details style="margin-left:1.2em"><summary>{words}</summary>{drawn}</details>')
+            items.append(
+                f'<details style="margin-left:1.2em"><summary>{words}</summary>{drawn}</details>'
+            )
     if more := _more(branch):
         items.append(f'<div style="margin-left:2.4em;opacity:{MUTED}">{escape(more)}</div>')
     return "".join(items)
@@ -103,5 +109,7 @@ def amount(held: Bytes) -> str:
     parts += [f"{size(held.host)} per device in host memory"] if held.host else []
     parts += [f"{size(held.disk)} per device on disk"] if held.disk else []
     if held.unplaced:
-        parts.append("on no mesh" if held.unplaced == held.total else f"{size(held.unplaced)} on no mesh")
+        parts.append(
+            "on no mesh" if held.unplaced == held.total else f"{size(held.unplaced)} on no mesh"
+        )
     return ", ".join(parts)

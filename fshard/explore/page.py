@@ -34,7 +34,9 @@ EVENTS, BINS = 3000, 1500
 """Events of a device above which thin ones are merged, and the bins of a timeline."""
 
 
-def page(report: Cost, path: str | Path | None = None, *, compare: Cost | None = None) -> Path | str:
+def page(
+    report: Cost, path: str | Path | None = None, *, compare: Cost | None = None
+) -> Path | str:
     """Write the cost of a step as one HTML file: mesh, timeline, memory, ledger and leaves. It needs no network.
 
     Args:
@@ -46,7 +48,8 @@ def page(report: Cost, path: str | Path | None = None, *, compare: Cost | None =
         The path, or the text.
     """
     style, script, text = [
-        (files("fshard.explore") / f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html")
+        (files("fshard.explore") / f"page.{kind}").read_text("utf-8")
+        for kind in ("css", "js", "html")
     ]
     title = f"A step on {report.mesh.size:,} × {report.cluster.name}"
     data = json.dumps(document(report, compare), separators=(",", ":")).replace("<", "\\u003c")
@@ -82,19 +85,36 @@ def _plan(report: Cost) -> dict[str, Any]:
     mesh, times, names, layouts = report.mesh, report.times, Numbering(), Numbering()
     rows, staged_devices = report.comm.rows(), [*report.devices]
     row_numbers = {row: number for number, (row, _, _) in enumerate(rows)}
-    staged = [staged_devices == [mesh.index({axis: index}) for index in range(size)] for axis, size in mesh.axes]
-    numbers = {"seconds": report.seconds, "peak": report.peak(), "utilization": report.utilization()}
+    staged = [
+        staged_devices == [mesh.index({axis: index}) for index in range(size)]
+        for axis, size in mesh.axes
+    ]
+    numbers = {
+        "seconds": report.seconds,
+        "peak": report.peak(),
+        "utilization": report.utilization(),
+    }
     numbers |= {"sent": float(report.sent()), "exposed": sum(times.exposed.values())}
     numbers |= {"idle": times.idle, "compute": times.compute}
     return {
         "mesh": str(mesh).partition(";")[0] + ")",
         "axes": mesh.axes,
-        "stage": staged.index(True) if len(staged_devices) > 1 else None,  # the axis along which devices differ
+        "stage": staged.index(True)
+        if len(staged_devices) > 1
+        else None,  # the axis along which devices differ
         "capacity": report.cluster.memory,
         "numbers": numbers,
-        "devices": [_device(number, device, names, row_numbers) for number, device in report.devices.items()],
+        "devices": [
+            _device(number, device, names, row_numbers) for number, device in report.devices.items()
+        ],
         "rows": [
-            {"collective": row.collective, "axes": row.axes, "calls": calls, "sent": float(sent), "site": str(row.site)}
+            {
+                "collective": row.collective,
+                "axes": row.axes,
+                "calls": calls,
+                "sent": float(sent),
+                "site": str(row.site),
+            }
             for row, calls, sent in rows
         ],
         "leaves": [*_leaves(report.arguments, layouts)],
@@ -114,7 +134,9 @@ class Numbering(dict[Any, int]):
 # -- devices -------------------------------------------------------------------------------------------------------------
 
 
-def _device(number: int, device: DeviceCost, names: Numbering, rows: Mapping[Any, int]) -> dict[str, Any]:
+def _device(
+    number: int, device: DeviceCost, names: Numbering, rows: Mapping[Any, int]
+) -> dict[str, Any]:
     """Return the memory and the timeline of a device.
 
     An event is [lane, start, end, seconds, name, bytes, flops, calls, row of the ledger, unit]. Those of lane 0 are units.
@@ -124,19 +146,28 @@ def _device(number: int, device: DeviceCost, names: Numbering, rows: Mapping[Any
     highest = dict[int, tuple[float, ...]]()  # of each bin of time the sample with the most bytes
     for (lane, event, start, end), unit in zip(timed, _units(device), strict=True):
         name, size, flops, row = _fields(event, rows)
-        events.append([lanes[lane], start, end, end - start, names[name], size, flops, 1, row, names[unit]])
+        events.append(
+            [lanes[lane], start, end, end - start, names[name], size, flops, 1, row, names[unit]]
+        )
         if lane == "compute":
             units.append([0, *events[-1][1:4], names[unit], *events[-1][5:]])
         memory, number_of_bin = getattr(event, "memory", ()), int(end / width)
         if memory and sum(memory) >= sum(highest.get(number_of_bin, (0.0,))[1:]):
             highest[number_of_bin] = end, *memory
-    merged = [*_merged(units, float("inf")), *_merged(events, width if len(events) > EVENTS else 0.0)]
+    merged = [
+        *_merged(units, float("inf")),
+        *_merged(events, width if len(events) > EVENTS else 0.0),
+    ]
     return {
         "number": number,
         "peak": device.used.peak(),
-        "holders": [[size, purpose, str(site)] for size, purpose, site in device.used.holders()[:12]],
+        "holders": [
+            [size, purpose, str(site)] for size, purpose, site in device.used.holders()[:12]
+        ],
         "lanes": [*lanes],
-        "events": [[float(f"{x:.9g}") if isinstance(x, float) else x for x in event] for event in merged],
+        "events": [
+            [float(f"{x:.9g}") if isinstance(x, float) else x for x in event] for event in merged
+        ],
         "memory": [*highest.values()],
     }
 
@@ -168,15 +199,29 @@ def _units(device: DeviceCost) -> list[str]:
     from fshard.plan.trace import CollectiveStart, CollectiveWait, MessageWait, Operation
 
     marks = [mark.name for mark in device.used.timeline if mark.name not in ("begin", "update")]
-    backward, calls, unit_of = [*dict.fromkeys(marks)][::-1], defaultdict[Any, list[int]](list), dict[int, str]()
+    backward, calls, unit_of = (
+        [*dict.fromkeys(marks)][::-1],
+        defaultdict[Any, list[int]](list),
+        dict[int, str](),
+    )
     for index, event in enumerate(device.events):
-        if isinstance(event, CollectiveStart) and (event.is_started or event.row.collective != "all_gather"):
+        if isinstance(event, CollectiveStart) and (
+            event.is_started or event.row.collective != "all_gather"
+        ):
             calls[event.row.collective, event.row.axes].append(index)
     for (collective, _), indices in calls.items():
-        order = marks if collective == "all_gather" else backward if collective.startswith("psum") else ()
+        order = (
+            marks
+            if collective == "all_gather"
+            else backward
+            if collective.startswith("psum")
+            else ()
+        )
         if len(order) == len(indices):
             unit_of |= dict(zip(indices, order, strict=True))
-    gathers = {index for (name, _), indices in calls.items() if name == "all_gather" for index in indices} & {*unit_of}
+    gathers = {
+        index for (name, _), indices in calls.items() if name == "all_gather" for index in indices
+    } & {*unit_of}
     units, unit = list[str](), "begin"
     for index, event in enumerate(device.events):
         if isinstance(event, Operation):
@@ -216,8 +261,16 @@ def _leaves(arguments: Sequence[Any], layouts: Numbering) -> Iterator[dict[str, 
     for role, tree in zip(roles, arguments, strict=True):
         for path, x in zip(*flatten_with_paths(tree)[:2], strict=True):
             if isinstance(x, Sharded | Tensor):
-                leaf = {"path": role + re.sub(r'\["([^"]*)"\]', r".\1", path), "type": str(typeof(x))}
-                leaf |= {"item": x.dtype.itemsize, "bytes": prod(x.shape) * x.dtype.itemsize, "unit": "", "layout": -1}
+                leaf = {
+                    "path": role + re.sub(r'\["([^"]*)"\]', r".\1", path),
+                    "type": str(typeof(x)),
+                }
+                leaf |= {
+                    "item": x.dtype.itemsize,
+                    "bytes": prod(x.shape) * x.dtype.itemsize,
+                    "unit": "",
+                    "layout": -1,
+                }
                 if isinstance(x, Sharded):
                     leaf |= {"unit": x.layout.unit or "", "layout": layouts[x.layout.spec, x.shape]}
                 yield leaf
@@ -227,17 +280,27 @@ def _shards(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> dict[str, Any]:
     """Return the axes that shard a leaf, the coordinates of the devices that have any of it, and the local shapes."""
     number = mesh.axis_names.index
     axes, place = sorted(map(number, spec.split_axes)), spec.coordinates(mesh.shape).items()
-    shapes = _local_shapes(mesh, spec.replace(at={}, shape=None), shape, tuple(axes))  # stages have equal shards
-    return {"axes": axes, "place": [[number(axis), index] for axis, index in place], "shapes": shapes}
+    shapes = _local_shapes(
+        mesh, spec.replace(at={}, shape=None), shape, tuple(axes)
+    )  # stages have equal shards
+    return {
+        "axes": axes,
+        "place": [[number(axis), index] for axis, index in place],
+        "shapes": shapes,
+    }
 
 
 @lru_cache(maxsize=256)
-def _local_shapes(mesh: Mesh, spec: P, shape: tuple[int, ...], axes: Sequence[int]) -> list[list[Any]]:
+def _local_shapes(
+    mesh: Mesh, spec: P, shape: tuple[int, ...], axes: Sequence[int]
+) -> list[list[Any]]:
     """Return runs of equal local shapes, [count, shape]. Shards are numbered along their axes in the order of the mesh."""
     split, runs = [mesh.axes[axis] for axis in axes], list[list[Any]]()
     for shard in range(prod(size for _, size in split)):
         index = arithmetic.unravel(shard, [size for _, size in split])
-        coordinates = dict.fromkeys(mesh.axis_names, 0) | dict(zip([axis for axis, _ in split], index, strict=True))
+        coordinates = dict.fromkeys(mesh.axis_names, 0) | dict(
+            zip([axis for axis, _ in split], index, strict=True)
+        )
         local = spec.local_shape(shape, mesh.shape, coordinates)
         if not runs or runs[-1][1] != local:
             runs.append([0, local])

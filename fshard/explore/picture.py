@@ -55,7 +55,9 @@ class Picture:
     def svg(self) -> str:
         """The picture of a tensor as an SVG document, to be written to a file."""
         if isinstance(self.plan, Branch):
-            raise TypeError("The picture of a tree is no SVG. Take the picture of one of its leaves.")
+            raise TypeError(
+                "The picture of a tree is no SVG. Take the picture of one of its leaves."
+            )
         return svg_of(self.plan)
 
     def __rich__(self) -> RenderableType:
@@ -67,7 +69,13 @@ class Picture:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(file=StringIO(), force_terminal=False, force_jupyter=False, color_system=None, width=_WIDE)
+        console = Console(
+            file=StringIO(),
+            force_terminal=False,
+            force_jupyter=False,
+            color_system=None,
+            width=_WIDE,
+        )
         with console.capture() as shown:
             console.print(self)
         return "\n".join(line.rstrip() for line in shown.get().rstrip().split("\n"))
@@ -80,7 +88,9 @@ class Picture:
         return outline_of(self.plan) if isinstance(self.plan, Branch) else html_of(self.plan)
 
 
-def picture(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> Picture:
+def picture(
+    x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = torch.float32
+) -> Picture:
     """Return the picture of the layout of a tensor, of every tensor of a tree, or of a mesh. Nothing is sent.
 
     Args:
@@ -112,14 +122,20 @@ def picture(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = tor
         shape, dtype = (x.shape, x.dtype) if isinstance(x, Sharded | Tensor) else (x, dtype)
         is_shape = isinstance(shape, Sequence) and all(isinstance(length, int) for length in shape)
         if not is_shape or not isinstance(layout, Layout):
-            raise TypeError(f"layout must be a Layout of a tensor or a shape; got {type(layout).__name__} of {x!r}.")
+            raise TypeError(
+                f"layout must be a Layout of a tensor or a shape; got {type(layout).__name__} of {x!r}."
+            )
         layout.check(tuple(shape))
-        return Picture(plan_grid(ShardType(dtype, tuple(shape), layout.spec, layout.memory), layout.mesh))
+        return Picture(
+            plan_grid(ShardType(dtype, tuple(shape), layout.spec, layout.memory), layout.mesh)
+        )
     stock = take_stock(x)
     return Picture(stock if isinstance(stock, Branch) else _grid(stock))
 
 
-def visualize(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> None:
+def visualize(
+    x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = torch.float32
+) -> None:
     """Display the layout of a tensor, of every tensor of a tree, or a mesh: text in a terminal, a picture in a notebook.
 
     A value that prints as a table, such as a placement of `fs.memory.place`, is displayed too, with its memory curve; the
@@ -160,13 +176,22 @@ def visualize(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = t
         from rich.text import Text
 
         console = Console(force_jupyter=False)
-        fits = console.is_terminal and isinstance(plan, Branch)  # lines of an outline may be broken, not a grid's
-        console.print(Text(str(shown)) if plan is None or not console.is_terminal else shown, soft_wrap=not fits)
+        fits = console.is_terminal and isinstance(
+            plan, Branch
+        )  # lines of an outline may be broken, not a grid's
+        console.print(
+            Text(str(shown)) if plan is None or not console.is_terminal else shown,
+            soft_wrap=not fits,
+        )
 
 
 def _grid(leaf: Leaf) -> Grid:
     if leaf.type is None:
-        hint = " Give the tensor or shape: fs.visualize((8, 6), layout=layout)." if leaf.text == "Layout" else ""
+        hint = (
+            " Give the tensor or shape: fs.visualize((8, 6), layout=layout)."
+            if leaf.text == "Layout"
+            else ""
+        )
         raise TypeError(f"A picture needs a tensor; got {leaf.text}.{hint}")
     if leaf.layout is None:
         raise LayoutError(

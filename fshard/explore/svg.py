@@ -49,7 +49,9 @@ def _svg(grid: Grid, style: str) -> str:
     more = Drawn(_text("…", 0, 3 * _LINE), _width("…"), _LINE)
     blocks = _in_row([more if block is None else _draw(grid, block) for block in grid.blocks])
     notes = [_line(note) for note in legend(grid)]
-    body = _stacked([*words, Drawn("", 0, 8), blocks, *([Drawn("", 0, 8)] if notes else []), *notes])
+    body = _stacked(
+        [*words, Drawn("", 0, 8), blocks, *([Drawn("", 0, 8)] if notes else []), *notes]
+    )
     width, height = body.width + 2 * _MARGIN, body.height + 2 * _MARGIN
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
@@ -90,14 +92,19 @@ def _draw(grid: Grid, block: GridBlock) -> Drawn:
             x += width + _GAP
         top += height + _GAP
     across = sum(widths) + _GAP * (len(widths) - 1)
-    widest = max(across, *(_width(text) for text in [block.where, grid.columns.title if grid.columns else ""]))
+    widest = max(
+        across,
+        *(_width(text) for text in [block.where, grid.columns.title if grid.columns else ""]),
+    )
     return Drawn("".join(parts), gutter + widest + _GAP, top)
 
 
 def _column(grid: Grid, block: GridBlock, column: int, label: str) -> float:
     """Return the width of a column: that of its text, and for a flat shard in proportion to its length."""
     cells = [row[column] for row in block.cells]
-    words = max(_width(text) for text in [label, *(caption(grid, cell) if cell else "…" for cell in cells)])
+    words = max(
+        _width(text) for text in [label, *(caption(grid, cell) if cell else "…" for cell in cells)]
+    )
     if not any(cells):
         return words + 10
     if grid.type.spec.is_flat and cells[0] is not None:
@@ -111,7 +118,9 @@ def _cell(grid: Grid, cell: Cell | None, x: float, y: float, width: float, heigh
     if cell is None:
         return _text("…", x + width / 2, y + height / 2 + 4, anchor="middle")
     colour, shape = fill(cell.shard), f'width="{width:g}" height="{height:g}" rx="5"'
-    cards = 0 if cell.is_empty else min(cell.copies.count, 3) - 1  # the cards below the uppermost: shown as rims
+    cards = (
+        0 if cell.is_empty else min(cell.copies.count, 3) - 1
+    )  # the cards below the uppermost: shown as rims
     pile = "".join(
         f'<rect x="{x + 2.5 * card:g}" y="{y + 2.5 * card:g}" {shape} fill="{colour}" stroke="{INK}" '
         f'stroke-opacity=".35" stroke-width=".8"/>'
@@ -119,13 +128,20 @@ def _cell(grid: Grid, cell: Cell | None, x: float, y: float, width: float, heigh
     )
     rim = f'stroke="{INK}" stroke-opacity=".25" stroke-width=".8"'
     if grid.type.memory != "device" or cell.is_empty:
-        rim = f'stroke="{_PAGE if cell.is_empty else INK}" stroke-width="1.6" stroke-dasharray="4 3"'
+        rim = (
+            f'stroke="{_PAGE if cell.is_empty else INK}" stroke-width="1.6" stroke-dasharray="4 3"'
+        )
     box = f'<rect x="{x:g}" y="{y:g}" {shape} fill="{"none" if cell.is_empty else colour}" {rim}/>'
     if grid.type.spec.unreduced and not cell.is_empty:
         box += f'<rect x="{x:g}" y="{y:g}" {shape} fill="url(#fshard-sum)"/>'
     where = ", ".join(f"{start}:{stop}" for start, stop in cell.ranges)
     words = _text(
-        caption(grid, cell), x + width / 2, y + height / 2 + 4.3, _PAGE if cell.is_empty else INK, "middle", bold=True
+        caption(grid, cell),
+        x + width / 2,
+        y + height / 2 + 4.3,
+        _PAGE if cell.is_empty else INK,
+        "middle",
+        bold=True,
     )
     title = f"[{where}] on {caption(grid, cell)} ({coordinates(grid, cell)})"
     return f"<g><title>{escape(title)}</title>{pile}{box}{words}</g>"
@@ -135,11 +151,17 @@ def _width(text: str) -> float:
     return _LETTER * len(text)
 
 
-def _text(text: str, x: float, y: float, colour: str = _PAGE, anchor: str = "start", *, bold: bool = False) -> str:
+def _text(
+    text: str, x: float, y: float, colour: str = _PAGE, anchor: str = "start", *, bold: bool = False
+) -> str:
     weight = ' font-weight="600"' if bold else ""
     where = f' text-anchor="{anchor}"' if anchor != "start" else ""
     faint = f' fill-opacity="{MUTED}"' if colour == _PAGE and not bold else ""
-    return f'<text x="{x:g}" y="{y:g}" fill="{colour}"{faint}{where}{weight}>{escape(text)}</text>' if text else ""
+    return (
+        f'<text x="{x:g}" y="{y:g}" fill="{colour}"{faint}{where}{weight}>{escape(text)}</text>'
+        if text
+        else ""
+    )
 
 
 def _line(text: str, *, bold: bool = False) -> Drawn:

@@ -31,7 +31,9 @@ def text_of(grid: Grid) -> Text:
 
 def _draw(grid: Grid, block: GridBlock) -> list[Text]:
     down, right = (side.labels if side else ("",) for side in (grid.rows, grid.columns))
-    captions = [["…" if cell is None else caption(grid, cell) for cell in row] for row in block.cells]
+    captions = [
+        ["…" if cell is None else caption(grid, cell) for cell in row] for row in block.cells
+    ]
     widths = [2 + max(map(len, column)) for column in zip(right, *captions, strict=True)]
     corner = grid.rows.title if grid.rows else ""
     gutter = max(map(len, [corner, *down]))
@@ -43,7 +45,10 @@ def _draw(grid: Grid, block: GridBlock) -> list[Text]:
         lines.append(
             Text(
                 (
-                    " " * indent + " ".join(f"{label:^{width}}" for label, width in zip(right, widths, strict=True))
+                    " " * indent
+                    + " ".join(
+                        f"{label:^{width}}" for label, width in zip(right, widths, strict=True)
+                    )
                 ).rstrip()
             )
         )
@@ -58,7 +63,9 @@ def _draw(grid: Grid, block: GridBlock) -> list[Text]:
 def _row(label: str, texts: list[str], cells: tuple[Cell | None, ...], widths: list[int]) -> Text:
     line = Text(label + "│")
     for text, cell, width in zip(texts, cells, widths, strict=True):
-        style = Style(color=INK, bgcolor=fill(cell.shard)) if cell and not cell.is_empty else Style()
+        style = (
+            Style(color=INK, bgcolor=fill(cell.shard)) if cell and not cell.is_empty else Style()
+        )
         line.append(f"{text:^{width}}", style).append("│")
     return line
 

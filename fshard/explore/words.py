@@ -27,7 +27,9 @@ def global_bytes(kind: ShardType) -> int:
 
 def most_bytes(kind: ShardType, layout: Layout) -> int:
     """Return the bytes of the largest shard: that of the first device that stores any."""
-    return prod(layout.local_shape(kind.shape, layout.mesh.index(layout.place))) * kind.dtype.itemsize
+    return (
+        prod(layout.local_shape(kind.shape, layout.mesh.index(layout.place))) * kind.dtype.itemsize
+    )
 
 
 def is_uneven(kind: ShardType, layout: Layout) -> bool:
@@ -53,15 +55,21 @@ def legend(grid: Grid) -> tuple[str, ...]:
     """Return the legend of a picture; empty if it needs none."""
     spec, mesh = grid.type.spec, grid.mesh
     copied = [name for name in grid.layout.replicated_axes if mesh.shape[name] > 1]
-    coordinates_text = " and ".join(f"coordinate {coordinate} along {' x '.join(axes)}" for axes, coordinate in spec.at)
+    coordinates_text = " and ".join(
+        f"coordinate {coordinate} along {' x '.join(axes)}" for axes, coordinate in spec.at
+    )
     lines = (
         [f"{'' if spec.split_axes else 'unsharded '}at {coordinates_text}, nothing elsewhere"]
         if coordinates_text
         else []
     )
-    lines += [f"Σ: still to be summed, over {' and '.join(spec.unreduced)}"] if spec.unreduced else []
+    lines += (
+        [f"Σ: still to be summed, over {' and '.join(spec.unreduced)}"] if spec.unreduced else []
+    )
     lines += [f"equal copies along {' and '.join(copied)}"] if copied else []
-    lines += {"device": [], "host": ["in the memory of the host"], "disk": ["on disk"]}[grid.type.memory]
+    lines += {"device": [], "host": ["in the memory of the host"], "disk": ["on disk"]}[
+        grid.type.memory
+    ]
     return (*lines, *grid.notes)
 
 
@@ -70,7 +78,9 @@ def caption(grid: Grid, cell: Cell) -> str:
     if grid.type.spec.unreduced:
         indices = elided(cell.copies.count, 4)
         firsts = (None if index is None else cell.copies.device(index) for index in indices)
-        text = "Σ " + ", ".join("…" if n is None else summed(Devices(n, cell.summands.steps)) for n in firsts)
+        text = "Σ " + ", ".join(
+            "…" if n is None else summed(Devices(n, cell.summands.steps)) for n in firsts
+        )
     else:
         text = listed(cell.copies)
     memory = "" if grid.type.memory == "device" else f"{grid.type.memory} "
@@ -82,5 +92,6 @@ def coordinates(grid: Grid, cell: Cell) -> str:
     free = {*grid.layout.replicated_axes, *grid.type.spec.unreduced}
     coordinate = grid.mesh.coordinates(cell.copies.first)
     return ", ".join(
-        f"{name}={'*' if name in free and grid.mesh.shape[name] > 1 else coordinate[name]}" for name in coordinate
+        f"{name}={'*' if name in free and grid.mesh.shape[name] > 1 else coordinate[name]}"
+        for name in coordinate
     )

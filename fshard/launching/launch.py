@@ -50,9 +50,13 @@ def launch(
         fs.launch(total, 0.5, processes=4)  # [tensor(2.), tensor(2.), tensor(2.), tensor(2.)]
     """
     _validate(fn, processes, device, timeout)
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}  # as under torchrun: they share processors
+    threads = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"
+    }  # as under torchrun: they share processors
     backend = "gloo" if device == "cpu" else "nccl"  # the latter where there are GPUs, and enough
-    with Processes(processes, backend=backend, environment=threads, timeout=timeout, shown=True) as pool:
+    with Processes(
+        processes, backend=backend, environment=threads, timeout=timeout, shown=True
+    ) as pool:
         return pool.run_last(fn, *args, **kwargs)
 
 
@@ -64,7 +68,8 @@ def _validate(fn: Any, processes: Any, device: Any, timeout: Any) -> None:
         f"fn must be a function; got {fn!r}": callable(fn),
         f"processes must be an integer >= 1; got {processes!r}": integer and processes >= 1,
         f'device must be "cpu" or "cuda"; got {device!r}': device in (None, "cpu", "cuda"),
-        'device="cuda" needs a GPU, but torch sees none': device != "cuda" or torch.cuda.is_available(),
+        'device="cuda" needs a GPU, but torch sees none': device != "cuda"
+        or torch.cuda.is_available(),
         f"timeout must be a number of seconds; got {timeout!r}": timeout is None or positive,
         "this code runs on a device of a mesh, and starts no processes": here() is None,
         f"this is process {process_index()} of {process_count()} that were started together, and starts no others: make "

@@ -82,7 +82,9 @@ class Processes:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: process 0 is not to open another
         }
         self._workers: list[Worker] = []
-        self._stores: deque[TCPStore] = deque(maxlen=2)  # the one in use, and the one that processes still leave
+        self._stores: deque[TCPStore] = deque(
+            maxlen=2
+        )  # the one in use, and the one that processes still leave
         self._used = True
         self._idle = 0
 
@@ -119,18 +121,24 @@ class Processes:
         self._idle = 0
         try:
             for worker in self._workers:
-                with contextlib.suppress(OSError):  # it has died since the last call, which `_collect` will see
+                with contextlib.suppress(
+                    OSError
+                ):  # it has died since the last call, which `_collect` will see
                     worker.connection.send_bytes(pickle.dumps((port, task, last)))
             reports = self._collect(time.monotonic() + self.timeout)
             silent = [worker for worker in self._workers if worker.rank not in reports]
             if silent or any(report.error is not None for report in reports.values()):
-                raise self._failure(f"{_name(fn)} within {self.timeout:g} s", reports, silent, starts)
+                raise self._failure(
+                    f"{_name(fn)} within {self.timeout:g} s", reports, silent, starts
+                )
             for show in self._shows():
                 show.drain()
             self._used = last or not all(report.joined for report in reports.values())
         except BaseException:
             self._used = True
-            if self._idle != self.n or not all(worker.process.is_alive() for worker in self._workers):
+            if self._idle != self.n or not all(
+                worker.process.is_alive() for worker in self._workers
+            ):
                 self._kill()  # unless every process waits for its next task
             raise
         return [reports[rank].result for rank in range(self.n)]
@@ -154,9 +162,15 @@ class Processes:
         try:
             for rank in range(self.n):
                 variables = {**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                self._workers.append(start(rank, variables, fresh=self._is_spawned, shown=self._shown))
+                self._workers.append(
+                    start(rank, variables, fresh=self._is_spawned, shown=self._shown)
+                )
             ready = self._collect(time.monotonic() + START)
-            missing = [worker for worker in self._workers if worker.rank not in ready or ready[worker.rank].error]
+            missing = [
+                worker
+                for worker in self._workers
+                if worker.rank not in ready or ready[worker.rank].error
+            ]
             if missing:
                 raise self._failure(f"their start within {START:g} s", ready, missing, [0] * self.n)
         except BaseException:
@@ -171,7 +185,9 @@ class Processes:
         if self._used:
             server = socket.create_server(("127.0.0.1", 0))
             host, port = server.getsockname()
-            store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+            store = TCPStore(
+                host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+            )
             self._stores.append(store)
         return self._stores[-1].port
 
@@ -196,8 +212,12 @@ class Processes:
         self._idle = 0
         while pending and (seconds := deadline - time.monotonic()) > 0:
             workers, shows = list(pending.values()), self._shows()
-            ends = [end for worker in workers for end in (worker.connection, worker.process.sentinel)]
-            ready = wait([*ends, *(show.pipe for show in shows)], None if seconds == inf else seconds)
+            ends = [
+                end for worker in workers for end in (worker.connection, worker.process.sentinel)
+            ]
+            ready = wait(
+                [*ends, *(show.pipe for show in shows)], None if seconds == inf else seconds
+            )
             for show in shows:
                 if show.pipe in ready:
                     show.pump()
@@ -212,13 +232,21 @@ class Processes:
         return reports
 
     def _failure(
-        self, failure: str, reports: dict[int, WorkerReport], silent: list[Worker], starts: list[int]
+        self,
+        failure: str,
+        reports: dict[int, WorkerReport],
+        silent: list[Worker],
+        starts: list[int],
     ) -> BaseException:
         """Return the error to raise, with the state of the others as notes."""
         stacks = stacks_of(silent, starts)
-        unfinished = f"process{'es' * (len(silent) > 1)} {', '.join(str(worker.rank) for worker in silent)}"
+        unfinished = (
+            f"process{'es' * (len(silent) > 1)} {', '.join(str(worker.rank) for worker in silent)}"
+        )
         failed = [report for report in reports.values() if report.error is not None]
-        failed.sort(key=lambda report: (report.followed, report.ended))  # causes before consequences
+        failed.sort(
+            key=lambda report: (report.followed, report.ended)
+        )  # causes before consequences
         if not failed:
             late = RuntimeError(f"{unfinished} of {self.n} did not finish {failure}.")
             late.add_note(stacks)
@@ -231,7 +259,9 @@ class Processes:
         for report in failed[1:]:
             error.add_note(f"then process {report.rank} failed:\n{report.summary()}")
         if silent:
-            error.add_note(f"{unfinished} had not finished {GRACE:g} s later, and was ended.\n{stacks}")
+            error.add_note(
+                f"{unfinished} had not finished {GRACE:g} s later, and was ended.\n{stacks}"
+            )
         return error
 
 

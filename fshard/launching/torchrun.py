@@ -30,7 +30,9 @@ def command(arguments: Sequence[str]) -> list[str]:
     parser.prog, parser.usage = "fshard run", "fshard run [options] [-m] FILE [arguments of FILE]"
     parser.description = "Start a file, or with -m a module, in several processes by torchrun."
     parser.add_argument(
-        "--processes", metavar="N", help="number on this machine; default: one for each GPU, or 2 without"
+        "--processes",
+        metavar="N",
+        help="number on this machine; default: one for each GPU, or 2 without",
     )
     parsed = parser.parse_args(arguments)
     start = len(arguments) - 1 - len(parsed.training_script_args)

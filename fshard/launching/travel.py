@@ -37,5 +37,7 @@ class _Importable(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, FunctionType | type) and obj.__module__ == "__main__":
-            raise pickle.PicklingError(f"{obj.__qualname__} is defined in the running script or notebook")
+            raise pickle.PicklingError(
+                f"{obj.__qualname__} is defined in the running script or notebook"
+            )
         return NotImplemented

@@ -70,7 +70,9 @@ class WorkerReport:
     @property
     def followed(self) -> bool:
         """True if it only lost the connection to a peer, as a consequence of another failure."""
-        texts = isinstance(self.error, RuntimeError | MeshError) and any(word in str(self.error) for word in LOST)
+        texts = isinstance(self.error, RuntimeError | MeshError) and any(
+            word in str(self.error) for word in LOST
+        )
         return texts or isinstance(self.error, LostProcessError)
 
     def summary(self) -> str:
@@ -94,7 +96,11 @@ def read(worker: Worker, n: int) -> WorkerReport | None:
             return None
     worker.process.join(GRACE)
     code = worker.process.exitcode or 0
-    reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    reason = (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code}"
+    )
     error = RuntimeError(f"process {worker.rank} of {n} {reason}, before it had finished.")
     return WorkerReport(worker.rank, time.monotonic(), error=error)
 
@@ -105,11 +111,18 @@ def stacks_of(workers: list[Worker], starts: list[int]) -> str:
         return ""
     for worker in workers:
         if worker.process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, which is reported elsewhere
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # it has ended meanwhile, which is reported elsewhere
                 os.kill(worker.process.pid, signal.SIGUSR1)
     time.sleep(1)  # while they write
-    stacks = [(worker.rank, worker.noise(starts[worker.rank]).partition(_OUR_FRAMES)[0]) for worker in workers]
-    return "\n".join(f"process {rank} wrote to stderr, and is at:\n{stack.rstrip()}" for rank, stack in stacks)
+    stacks = [
+        (worker.rank, worker.noise(starts[worker.rank]).partition(_OUR_FRAMES)[0])
+        for worker in workers
+    ]
+    return "\n".join(
+        f"process {rank} wrote to stderr, and is at:\n{stack.rstrip()}" for rank, stack in stacks
+    )
 
 
 # -- in the process ---------------------------------------------------------------------------------------------
@@ -121,11 +134,15 @@ def start(rank: int, variables: dict[str, str], *, fresh: bool, shown: bool) -> 
     parent_end, child_end = context.Pipe()
     stderr = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115, the worker closes it
     pipes = [context.Pipe(duplex=False) for _ in (STREAMS if shown else ())]
-    log = Connection(os.dup(stderr.fileno()), readable=False)  # a descriptor that multiprocessing passes on
+    log = Connection(
+        os.dup(stderr.fileno()), readable=False
+    )  # a descriptor that multiprocessing passes on
     ends = [log, *(write for _, write in pipes)]
     server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     setup = (rank, child_end, {**os.environ, **variables}, ends, server._forkserver_address or "")
-    child = context.Process(target=_serve_tasks, args=setup, daemon=not shown, name=f"process {rank}")
+    child = context.Process(
+        target=_serve_tasks, args=setup, daemon=not shown, name=f"process {rank}"
+    )
     with _no_main() if shown else contextlib.nullcontext():
         child.start()
     for end in (child_end, *ends):
@@ -159,7 +176,11 @@ def _context(is_spawned: bool) -> ForkServerContext | SpawnContext:
 
 
 def _serve_tasks(
-    rank: int, connection: Connection, environment: dict[str, str], outputs: list[Connection], socket: str
+    rank: int,
+    connection: Connection,
+    environment: dict[str, str],
+    outputs: list[Connection],
+    socket: str,
 ) -> None:
     """Be process `rank`: take tasks until the parent closes the connection."""
     os.environ.clear()  # a copy has those that its model was started with
@@ -183,7 +204,9 @@ def _serve_tasks(
     process.leave()
 
 
-def _do(rank: int, task: bytes, connection: Connection, packed: Callable[[Any], bytes], last: bool) -> bool:
+def _do(
+    rank: int, task: bytes, connection: Connection, packed: Callable[[Any], bytes], last: bool
+) -> bool:
     """Run one task and report, after leaving if it is the last; return True on success."""
     is_done = False
     try:
@@ -198,7 +221,9 @@ def _do(rank: int, task: bytes, connection: Connection, packed: Callable[[Any], 
         texts = traceback.TracebackException(type(error), error, tail)
         texts.__notes__ = []  # they travel with the error
         trace = "".join(texts.format())
-        report = packed(WorkerReport(rank, time.monotonic(), error=_portable(error, packed), trace=trace))
+        report = packed(
+            WorkerReport(rank, time.monotonic(), error=_portable(error, packed), trace=trace)
+        )
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # it may be closed
             stream.flush()
@@ -221,10 +246,16 @@ def _redirect(stderr: Connection, *outputs: Connection) -> None:
     file = os.dup(stderr.fileno())
     if not outputs:
         os.dup2(file, 2)
-    for number, (pipe, stream) in enumerate(zip(outputs, STREAMS, strict=False), start=1):  # from Python or not
+    for number, (pipe, stream) in enumerate(
+        zip(outputs, STREAMS, strict=False), start=1
+    ):  # from Python or not
         os.dup2(pipe.fileno(), number)
         pipe.close()
-        options: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
+        options: dict[str, Any] = {
+            "encoding": "utf-8",
+            "errors": "backslashreplace",
+            "closefd": False,
+        }
         setattr(sys, stream, os.fdopen(number, "w", buffering=1, **options))
     faulthandler.enable(file)
     if hasattr(faulthandler, "register"):
@@ -236,7 +267,9 @@ def _die_with_parent(socket: str) -> None:
     parent = mp.parent_process()
     if parent is not None:
         wait([parent.sentinel])
-        with contextlib.suppress(OSError):  # there is none, or the parent or another process was faster
+        with contextlib.suppress(
+            OSError
+        ):  # there is none, or the parent or another process was faster
             os.unlink(socket)
             os.rmdir(os.path.dirname(socket))
         os._exit(1)

@@ -10,4 +10,14 @@ from fshard.memory.placement import Placement, Rates, place
 from fshard.memory.usage import Holder, MemoryUsage
 from fshard.mesh.layout.kinds import memory_of
 
-__all__ = ["Holder", "MemoryUsage", "Placement", "Rates", "claim", "limit", "memory_of", "place", "purpose"]
+__all__ = [
+    "Holder",
+    "MemoryUsage",
+    "Placement",
+    "Rates",
+    "claim",
+    "limit",
+    "memory_of",
+    "place",
+    "purpose",
+]

@@ -36,14 +36,21 @@ class HostCopy:
     def __init__(self, x: Tensor) -> None:
         scope = here()
         device, runtime = (0, "process") if scope is None else (scope.device, scope.mesh.runtime)
-        self._there, self._back = Link("device", "host", runtime, device), Link("host", "device", runtime, device)
+        self._there, self._back = (
+            Link("device", "host", runtime, device),
+            Link("host", "device", runtime, device),
+        )
         self._source, self._version, self._device = x, x._version, str(x.device)
         self._shape, self._stride = x.shape, torch.empty_like(x, device="meta").stride()
         if x.is_cuda:  # torch keeps freed page-locked memory
-            self._values = mark_memory(torch.empty(x.numel(), dtype=x.dtype, pin_memory=True), "host")
+            self._values = mark_memory(
+                torch.empty(x.numel(), dtype=x.dtype, pin_memory=True), "host"
+            )
         else:
             self._values = empty_in("host", (x.numel(),), x.dtype, x.device.type)
-        self._leaving: Transfer | None = start(x, self._values.as_strided(self._shape, self._stride), self._there)
+        self._leaving: Transfer | None = start(
+            x, self._values.as_strided(self._shape, self._stride), self._there
+        )
         self._fetched: Transfer | None = None
         self._is_used = False
         self._previous, _thread.last = getattr(_thread, "last", None), ref(self)

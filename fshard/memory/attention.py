@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import Library
-from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    register_flop_formula,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 _ops: Any = torch.ops.aten
 _FUSED: Any = _ops._scaled_dot_product_flash_attention_for_cpu
@@ -38,7 +42,9 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    is_fused = query.ndim == 4 and not dropout_p and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    is_fused = (
+        query.ndim == 4 and not dropout_p and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    )
     if not is_fused:
         formula = _ops._scaled_dot_product_attention_math
         options = {"scale": scale, "enable_gqa": enable_gqa}

@@ -62,7 +62,10 @@ def choose(options: Sequence[Option], beyond: Tensor) -> list[Option]:
 
 def by_price(options: Sequence[Option], beyond: Tensor) -> list[Option]:
     """Choose again and again an option with about the least cost for each byte by which events still pass the limit."""
-    chosen, prices = list[Option](), [(_price(option, beyond), index) for index, option in enumerate(options)]
+    chosen, prices = (
+        list[Option](),
+        [(_price(option, beyond), index) for index, option in enumerate(options)],
+    )
     heapify(prices)
     while beyond.max() > 0:
         if not prices:
@@ -96,7 +99,9 @@ def without_superfluous(chosen: Sequence[Option], beyond: Tensor) -> list[Option
     return kept
 
 
-def _searched(options: Sequence[Option], beyond: Tensor, chosen: Sequence[Option], best: list[Option]) -> list[Option]:
+def _searched(
+    options: Sequence[Option], beyond: Tensor, chosen: Sequence[Option], best: list[Option]
+) -> list[Option]:
     """Return the cheapest of all choices with these options besides the chosen ones, or the best one so far."""
     if _cost(chosen) >= _cost(best):
         return best
@@ -105,7 +110,11 @@ def _searched(options: Sequence[Option], beyond: Tensor, chosen: Sequence[Option
     event = int(beyond.argmax())
     helping = [option for option in options if option.absent[event] > 0]
     for index, option in enumerate(helping):  # choices with this option, and without those before
-        rest = [x for x in options if x.group != option.group and all(x is not before for before in helping[:index])]
+        rest = [
+            x
+            for x in options
+            if x.group != option.group and all(x is not before for before in helping[:index])
+        ]
         best = _searched(rest, beyond - option.absent, [*chosen, option], best)
     return best
 

@@ -40,7 +40,9 @@ class _DiskFile(mmap.mmap):
     def __str__(self) -> str:
         return f"the unlinked file {self.descriptor} of {len(self):,} bytes in FSHARD_DISK={self.folder}"
 
-    def __del__(self) -> None:  # called before the pages are unmapped, after which another file may get the address
+    def __del__(
+        self,
+    ) -> None:  # called before the pages are unmapped, after which another file may get the address
         _files.pop(self.address, None)
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -58,7 +60,9 @@ def empty_on_disk(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     folder = os.environ.get("FSHARD_DISK", "")
     descriptor = _new_file(folder)
     try:
-        if nbytes > _free_bytes(descriptor):  # to find out by reserving would fill the disk for a moment
+        if nbytes > _free_bytes(
+            descriptor
+        ):  # to find out by reserving would fill the disk for a moment
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
@@ -84,16 +88,22 @@ def _new_file(folder: str) -> int:
     """Return the descriptor of a new unlinked file; raise unless the folder is one on a disk."""
     advice = "Write export FSHARD_DISK=/a/folder/on/a/disk"
     if not folder:
-        raise DiskError(f"FSHARD_DISK must name a folder for tensors on disk; it is not set. {advice}.")
+        raise DiskError(
+            f"FSHARD_DISK must name a folder for tensors on disk; it is not set. {advice}."
+        )
     try:
         descriptor, path = tempfile.mkstemp(dir=folder)
         os.unlink(path)
         kind = _filesystem(os.fstat(descriptor).st_dev)
     except OSError as error:
-        raise DiskError(f"FSHARD_DISK={folder} must be a writable folder; got: {error.strerror}. {advice}.") from error
+        raise DiskError(
+            f"FSHARD_DISK={folder} must be a writable folder; got: {error.strerror}. {advice}."
+        ) from error
     if kind in ("tmpfs", "ramfs"):
         os.close(descriptor)
-        raise DiskError(f"FSHARD_DISK={folder} must be on a disk; got a {kind}, which is memory. {advice}.")
+        raise DiskError(
+            f"FSHARD_DISK={folder} must be on a disk; got a {kind}, which is memory. {advice}."
+        )
     return descriptor
 
 
@@ -103,7 +113,14 @@ def _filesystem(device: int) -> str | None:
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         with open("/proc/self/mountinfo", encoding="utf-8") as lines:
-            return next((line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == number), None)
+            return next(
+                (
+                    line.partition(" - ")[2].split()[0]
+                    for line in lines
+                    if line.split()[2] == number
+                ),
+                None,
+            )
     except OSError:
         return None
 
@@ -153,7 +170,10 @@ def _through_file(x: Tensor, other: Tensor, reads: bool) -> None:
         if reads:
             other.copy_(buffer)
         return
-    file, flat = file_of(x), other.detach().as_strided((other.numel(),), (1,))  # a dim of size 1 may have any stride
+    file, flat = (
+        file_of(x),
+        other.detach().as_strided((other.numel(),), (1,)),
+    )  # a dim of size 1 may have any stride
     values = flat.view(torch.uint8)
     assert file is not None
     offset = x.data_ptr() - file.address

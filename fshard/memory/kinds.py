@@ -26,7 +26,9 @@ from fshard.source import Site
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-Purpose = Literal["parameters", "gradients", "state", "unsharded", "activations", "buffers", "other"]
+Purpose = Literal[
+    "parameters", "gradients", "state", "unsharded", "activations", "buffers", "other"
+]
 """The purpose that a storage was made for: "other" outside of steps, such as batches."""
 
 ActivationMemory = Literal["device", "host", "recomputed"]
@@ -85,7 +87,8 @@ def claim(tree: PyTree, name: Purpose) -> None:
     for leaf in flatten(tree)[0] if counters else ():
         if isinstance(leaf, Sharded):
             shards = [
-                (device, leaf.layout.memory, x) for device, x in zip(local_devices(leaf.mesh), leaf.shards, strict=True)
+                (device, leaf.layout.memory, x)
+                for device, x in zip(local_devices(leaf.mesh), leaf.shards, strict=True)
             ]
         else:
             shards = [(None, None, leaf)] if isinstance(leaf, Tensor) else []

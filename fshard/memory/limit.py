@@ -33,7 +33,12 @@ from fshard.source import call_site
 
 _ops: Any = torch.ops.aten
 _ACROSS = {
-    *(_ops.copy_.default, _ops._foreach_copy_.default, _ops._to_copy.default, _ops.set_.source_Tensor),
+    *(
+        _ops.copy_.default,
+        _ops._foreach_copy_.default,
+        _ops._to_copy.default,
+        _ops.set_.source_Tensor,
+    ),
     *(_ops.index.Tensor, _ops.index_put.default, _ops.index_put_.default),
 }
 """The operations whose arguments may be in several memories."""
@@ -50,10 +55,16 @@ class CountStorages(TorchDispatchMode):
     # -- operations -------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(kind.__torch_dispatch__ is not _PLAIN for kind in types):  # a subclass, whose own operations count
+        if any(
+            kind.__torch_dispatch__ is not _PLAIN for kind in types
+        ):  # a subclass, whose own operations count
             return NotImplemented
         if self not in ambient.counters:
             return func(*args, **kwargs)
@@ -66,7 +77,11 @@ class CountStorages(TorchDispatchMode):
         if self.usage.timeline and (flops := flop_registry.get(func.overloadpacket)) is not None:
             self.usage.timeline[-1].flops += flops(*args, **kwargs, out_val=result)
         outputs = [*_tensors((result,))]
-        is_list = bool(args) and isinstance(args[0], list | tuple) and len(args[0]) == len(outputs) <= len(inputs)
+        is_list = (
+            bool(args)
+            and isinstance(args[0], list | tuple)
+            and len(args[0]) == len(outputs) <= len(inputs)
+        )
         for i, y in enumerate(outputs):
             self._count_result(func, y, inputs[i : i + 1] if is_list else inputs)
         return result
@@ -81,7 +96,9 @@ class CountStorages(TorchDispatchMode):
             self.usage.change(block, None, block.kind, block.purpose)  # several devices use it
         return block
 
-    def _count_result(self, func: Any, y: Tensor, sources: Sequence[tuple[Tensor, MemoryBlock]]) -> None:
+    def _count_result(
+        self, func: Any, y: Tensor, sources: Sequence[tuple[Tensor, MemoryBlock]]
+    ) -> None:
         """Count a result of an operation: in the memory, on the device and for the purpose of its arguments."""
         if (block := self.usage.find(y.untyped_storage())) is not None:
             self.usage.resize(block, y.untyped_storage().nbytes())
@@ -93,12 +110,18 @@ class CountStorages(TorchDispatchMode):
             source = near[0] if near else None
             devices = {block.device for _, block in sources} - {None}
             device = devices.pop() if len(devices) == 1 else None
-            self._add_new(y, ambient.memory or (source.kind if source else memory_of(y)), device, source)
+            self._add_new(
+                y, ambient.memory or (source.kind if source else memory_of(y)), device, source
+            )
 
     # -- what is no result of an operation ----------------------------------------------------------------------------
 
     def claim(
-        self, x: Tensor, device: int | None = None, kind: Memory | None = None, purpose: Purpose | None = None
+        self,
+        x: Tensor,
+        device: int | None = None,
+        kind: Memory | None = None,
+        purpose: Purpose | None = None,
     ) -> None:
         """Count the storage of a tensor; change the device, the kind and the purpose that it is counted for."""
         if type(x) not in (Tensor, Parameter) or not is_dense(x):
@@ -128,20 +151,40 @@ class CountStorages(TorchDispatchMode):
         for storage in [y.untyped_storage() for y in results]:
             if self.usage.find(storage) is None:
                 address = self.usage.new_address()
-                self.usage.add(storage, replace(reserved, size=storage.nbytes(), address=address, users=1))
+                self.usage.add(
+                    storage, replace(reserved, size=storage.nbytes(), address=address, users=1)
+                )
 
     def _block(
-        self, size: int, kind: Memory, device: int | None, source: MemoryBlock | None, purpose: Purpose | None = None
+        self,
+        size: int,
+        kind: Memory,
+        device: int | None,
+        source: MemoryBlock | None,
+        purpose: Purpose | None = None,
     ) -> MemoryBlock:
         """Return a block of the device that runs, for the current purpose, or else for that of its source."""
         scope, current = ambient.scope, ambient.purpose
         set_purpose: Purpose | None = purpose or (current and current[0])
         purpose = set_purpose or (source.purpose if source else "other")
-        device = scope.device if scope is not None else device if ambient.owner is None else ambient.owner
-        return MemoryBlock(size, kind, purpose, device, call_site(current and current[1]), self.usage.new_address())
+        device = (
+            scope.device
+            if scope is not None
+            else device
+            if ambient.owner is None
+            else ambient.owner
+        )
+        return MemoryBlock(
+            size, kind, purpose, device, call_site(current and current[1]), self.usage.new_address()
+        )
 
     def _add_new(
-        self, x: Tensor, kind: Memory, device: int | None, source: MemoryBlock | None, purpose: Purpose | None = None
+        self,
+        x: Tensor,
+        kind: Memory,
+        device: int | None,
+        source: MemoryBlock | None,
+        purpose: Purpose | None = None,
     ) -> MemoryBlock:
         storage = x.untyped_storage()
         return self.usage.add(storage, self._block(storage.nbytes(), kind, device, source, purpose))
@@ -159,7 +202,9 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def _mixed(func: Any, inputs: Sequence[tuple[Tensor, MemoryBlock]]) -> RuntimeError:
     """Return the error of an operation on tensors in several memories."""
-    found = ", ".join(f"{dtype_name(x.dtype)}{list(x.shape)} in {block.kind} memory" for x, block in inputs)
+    found = ", ".join(
+        f"{dtype_name(x.dtype)}{list(x.shape)} in {block.kind} memory" for x, block in inputs
+    )
     return RuntimeError(
         f"{func} at {call_site()} must have all tensors in one memory; got {found}. Copy one: "
         'fs.reshard(x, x.layout.with_memory("device")).'
@@ -167,7 +212,9 @@ def _mixed(func: Any, inputs: Sequence[tuple[Tensor, MemoryBlock]]) -> RuntimeEr
 
 
 @contextmanager
-def limit(*, device: int | None = None, host: int | None = None, disk: int | None = None) -> Generator[MemoryUsage]:
+def limit(
+    *, device: int | None = None, host: int | None = None, disk: int | None = None
+) -> Generator[MemoryUsage]:
     """Count every storage of every device inside the block, and raise beyond a limit.
 
     Args:
@@ -190,8 +237,12 @@ def limit(*, device: int | None = None, host: int | None = None, disk: int | Non
     """
     limits: dict[Memory, int | None] = {"device": device, "host": host, "disk": disk}
     numbers = {kind: size for kind, size in limits.items() if size is not None}
-    if errors := [f"{kind}={size!r}" for kind, size in numbers.items() if type(size) is not int or size < 0]:
-        raise ValueError(f"memory.limit: a limit must be a number of bytes, or None; got {', '.join(errors)}.")
+    if errors := [
+        f"{kind}={size!r}" for kind, size in numbers.items() if type(size) is not int or size < 0
+    ]:
+        raise ValueError(
+            f"memory.limit: a limit must be a number of bytes, or None; got {', '.join(errors)}."
+        )
     used = MemoryUsage(limits)
     with counted(used, CountStorages(used)):
         yield used

@@ -93,7 +93,9 @@ class Placement(Tabular):
 
     def apply(self, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         """Return parameters and state in their memories; those that are there already are the same arrays."""
-        return in_memories(params, "parameters", self.memories), in_memories(state, "state", self.memories)
+        return in_memories(params, "parameters", self.memories), in_memories(
+            state, "state", self.memories
+        )
 
     def flops(self) -> int:
         """Return the floating-point operations of a device in a step: those of matrix products, convolutions and attention."""
@@ -117,13 +119,20 @@ class Placement(Tabular):
     def _repr_html_(self) -> str:
         """Return the table, and the curve of device memory under a step with its limit."""
         limit, rows = self.limits["device"], self.used.timeline
-        top = max([event.peak for event in rows] + ([] if limit is None or limit > 2 * self.needed else [limit]))
+        top = max(
+            [event.peak for event in rows]
+            + ([] if limit is None or limit > 2 * self.needed else [limit])
+        )
         bars = "".join(
             f'<rect x="{12 * i}" y="{100 - 100 * event.peak / top:.1f}" width="11" height="{100 * event.peak / top:.1f}" '
             f'fill="#5b8ff9"><title>{escape(event.name)}: {event.peak:,} bytes</title></rect>'
             for i, event in enumerate(rows)
         )
-        line = "" if limit is None else f'<path d="M0 {100 - 100 * limit / top:.1f}H{12 * len(rows)}" stroke="#d33"/>'
+        line = (
+            ""
+            if limit is None
+            else f'<path d="M0 {100 - 100 * limit / top:.1f}H{12 * len(rows)}" stroke="#d33"/>'
+        )
         return super()._repr_html_() + (
             f'<svg viewBox="0 -2 {12 * len(rows)} 104" style="width:100%;max-width:{12 * len(rows)}px;height:120px" '
             f'preserveAspectRatio="none">{bars}{line}</svg>'
@@ -135,7 +144,9 @@ class Placement(Tabular):
 
         table = Table("unit", "what", "memory", "bytes per device", title="placement")
         table.columns[3].justify = "right"
-        activations = {MemoryGroup("activations", name): memory for name, memory in self.activations.items()}
+        activations = {
+            MemoryGroup("activations", name): memory for name, memory in self.activations.items()
+        }
         for group, memory in {**self.memories, **activations}.items():
             if memory != "device":
                 table.add_row(group.unit, group.role, memory, f"{self.sizes[group]:,}")
@@ -143,9 +154,18 @@ class Placement(Tabular):
         for kind, most in self.limits.items():
             if most is not None or self.peak(kind):
                 text = f"{self.peak(kind):,}{'' if most is None else f' of {most:,}'}"
-                table.add_row("", "peak", kind, f"{text}, {self.needed:,} unplaced" if kind == "device" else text)
-        for source, target in dict.fromkeys(pair for counts in self.comm.moves.values() for pair in counts):
-            table.add_row("", "moved in a step", f"{source} to {target}", f"{self.moved(source, target):,}")
+                table.add_row(
+                    "",
+                    "peak",
+                    kind,
+                    f"{text}, {self.needed:,} unplaced" if kind == "device" else text,
+                )
+        for source, target in dict.fromkeys(
+            pair for counts in self.comm.moves.values() for pair in counts
+        ):
+            table.add_row(
+                "", "moved in a step", f"{source} to {target}", f"{self.moved(source, target):,}"
+            )
         return table
 
 
@@ -197,11 +217,15 @@ def place(
             f"memory.place: host memory must be at least {plan.peak('host'):,} bytes per device for what leaves device memory; "
             f'got host={host:,}. Raise the limit, or use state_memory="disk".'
         )
-    return replace(plan, step=step.changed(activations=plan.activations) if plan.activations else step)
+    return replace(
+        plan, step=step.changed(activations=plan.activations) if plan.activations else step
+    )
 
 
 def _too_small(plan: Placement, device: int) -> MemoryLimitError:
-    holders = "; ".join(f"{x.bytes:,} bytes for {x.purpose} at {x.site}" for x in plan.used.holders()[:5])
+    holders = "; ".join(
+        f"{x.bytes:,} bytes for {x.purpose} at {x.site}" for x in plan.used.holders()[:5]
+    )
     return MemoryLimitError(
         f"memory.place: device memory must be at least {plan.peak():,} bytes per device, with as much elsewhere as may leave; "
         f"got device={device:,}. The largest holders are then {holders}. Raise the limit, shard over more devices, use smaller "
@@ -214,7 +238,9 @@ class _Measurement:
 
     def __init__(self, step: Any, params: PyTree, state: PyTree, inputs: Sequence[PyTree]) -> None:
         if not hasattr(step, "changed"):
-            raise TypeError(f"memory.place: step must be one of train_step; got {type(step).__name__}.")
+            raise TypeError(
+                f"memory.place: step must be one of train_step; got {type(step).__name__}."
+            )
         self._mesh = replace(step.mesh, runtime="abstract", device_type="meta", ranks=None)
         self._step, self._inputs = step, inputs
         self._trees: dict[Role, PyTree] = {"parameters": params, "state": state}
@@ -224,7 +250,11 @@ class _Measurement:
         self._sharded = {x.layout.unit for x in arrays if x.layout.spec.is_flat}
 
     def measured(
-        self, absent: Sequence[Option], limits: Mapping[Memory, int | None], rates: Rates, needed: int | None = None
+        self,
+        absent: Sequence[Option],
+        limits: Mapping[Memory, int | None],
+        rates: Rates,
+        needed: int | None = None,
     ) -> Placement:
         """Run two steps, of which the second knows the order of units, with groups in other memory than the device's.
 
@@ -234,14 +264,18 @@ class _Measurement:
         if self._step.update_on == "host":
             memories |= {group: self.state_memory for group in self._sizes if group.role == "state"}
         memories |= {option.group: option.memory for option in absent if option.group in memories}
-        activations = {option.group.unit: option.memory for option in absent if option.group not in memories}
+        activations = {
+            option.group.unit: option.memory for option in absent if option.group not in memories
+        }
         with setting(counters=()):
             step = self._step.changed(mesh=self._mesh, activations=activations)
             trees = [
                 abstract_like(tree, self._mesh, partial(_memory_of, memories, role))
                 for role, tree in self._trees.items()
             ]
-            trees += [abstract_like(tree, self._mesh, lambda x: x.layout.memory) for tree in self._inputs]
+            trees += [
+                abstract_like(tree, self._mesh, lambda x: x.layout.memory) for tree in self._inputs
+            ]
         metrics, comm, sizes = None, Ledger(), dict(self._sizes)
         with setting(counters=()), limit() as used:
             for _ in range(2):
@@ -252,13 +286,20 @@ class _Measurement:
                 trees[: len(after)] = after
         del metrics  # which the next step finds in use
         for name in used.timeline[0].kept:
-            sizes[MemoryGroup("activations", name)] = max(event.kept[name] for event in used.timeline)
+            sizes[MemoryGroup("activations", name)] = max(
+                event.kept[name] for event in used.timeline
+            )
         needed = used.peak() if needed is None else needed
-        return Placement(memories, activations, sizes, limits, used, comm, needed, rates, self._step)
+        return Placement(
+            memories, activations, sizes, limits, used, comm, needed, rates, self._step
+        )
 
     def below(self, device: int, resident: Placement) -> Placement:
         """Return the cheapest placement below a limit, from the one with all on the device."""
-        options, needs = self.options(resident), torch.tensor([event.peak for event in resident.used.timeline])
+        options, needs = (
+            self.options(resident),
+            torch.tensor([event.peak for event in resident.used.timeline]),
+        )
         each = {option.group: option for option in options}
         fallbacks = [
             [*each.values()],
@@ -279,19 +320,34 @@ class _Measurement:
 
     def options(self, resident: Placement) -> list[Option]:
         """Return where each group may be, when it is absent, and what that costs."""
-        timeline, rates, on_device = resident.used.timeline, resident.rates, self._step.update_on == "device"
+        timeline, rates, on_device = (
+            resident.used.timeline,
+            resident.rates,
+            self._step.update_on == "device",
+        )
         events, rate = len(timeline), rates.disk if self.state_memory == "disk" else rates.host
-        of_state = [(group, size) for group, size in self._sizes.items() if group.role == "state" and on_device]
+        of_state = [
+            (group, size)
+            for group, size in self._sizes.items()
+            if group.role == "state" and on_device
+        ]
         options = [  # the update has buffers for a few leaves
-            Option(group, self.state_memory, torch.full((events,), size), 2 * size / rate) for group, size in of_state
+            Option(group, self.state_memory, torch.full((events,), size), 2 * size / rate)
+            for group, size in of_state
         ]
         for group, size in self._sizes.items():
             if group.role == "parameters" and group.unit in self._sharded:
-                uses = [event for event, x in enumerate(timeline) if x.name == group.unit] or [0]  # [0]: of one device
+                uses = [event for event, x in enumerate(timeline) if x.name == group.unit] or [
+                    0
+                ]  # [0]: of one device
                 absent = torch.zeros(events, dtype=torch.int64)
-                for begin, end in pairwise([*uses, events + uses[0]]):  # it leaves and returns beside other events
+                for begin, end in pairwise(
+                    [*uses, events + uses[0]]
+                ):  # it leaves and returns beside other events
                     absent[[event % events for event in range(begin + 2, end - 1)]] = size
-                moves = len(uses) + 2 * on_device  # for an update on the device it is fetched and stored
+                moves = (
+                    len(uses) + 2 * on_device
+                )  # for an update on the device it is fetched and stored
                 options.append(Option(group, "host", absent, moves * size / rates.host))
         for name in timeline[0].kept:
             group = MemoryGroup("activations", name)
@@ -301,7 +357,9 @@ class _Measurement:
             )  # the rest is under way
             recomputed = Option(group, "recomputed", kept, 0.0)
             again = self.measured([recomputed], resident.limits, rates)
-            options.append(recomputed._replace(cost=(again.flops() - resident.flops()) / rates.flops))
+            options.append(
+                recomputed._replace(cost=(again.flops() - resident.flops()) / rates.flops)
+            )
         return options
 
 
@@ -315,7 +373,12 @@ def abstract_like(tree: PyTree, mesh: Mesh, memory: Callable[[Sharded], Memory])
         if key_of(x) not in made:
             if isinstance(x, Sharded):
                 layout = x.layout.on(mesh).with_memory(memory(x))
-                shard = empty_in(layout.memory, layout.local_shape(x.shape, local_devices(mesh)[0]), x.dtype, "meta")
+                shard = empty_in(
+                    layout.memory,
+                    layout.local_shape(x.shape, local_devices(mesh)[0]),
+                    x.dtype,
+                    "meta",
+                )
                 made[key_of(x)] = Sharded(x.shape, layout, (shard,))
             else:
                 made[key_of(x)] = torch.empty_like(x, device="meta") if x.ndim else x.clone()
@@ -328,9 +391,13 @@ def group_sizes(trees: Mapping[Role, PyTree]) -> dict[MemoryGroup, int]:
     """Return the bytes of the groups of some trees on the first device, which has the most."""
     sizes = dict[MemoryGroup, int]()
     for role, tree in trees.items():
-        for x in {key_of(x): x for x in flatten(tree)[0] if isinstance(x, Sharded) and x.ndim}.values():
+        for x in {
+            key_of(x): x for x in flatten(tree)[0] if isinstance(x, Sharded) and x.ndim
+        }.values():
             group = MemoryGroup(role, str(x.layout.unit))
-            sizes[group] = sizes.get(group, 0) + prod(x.layout.local_shape(x.shape, 0)) * x.dtype.itemsize
+            sizes[group] = (
+                sizes.get(group, 0) + prod(x.layout.local_shape(x.shape, 0)) * x.dtype.itemsize
+            )
     return sizes
 
 
@@ -338,10 +405,17 @@ def in_memories(tree: PyTree, role: Role, memories: Mapping[MemoryGroup, Memory]
     """Return a tree whose arrays are in the memories of their groups."""
 
     layouts = map_leaves(
-        lambda x: x.layout.with_memory(_memory_of(memories, role, x)) if isinstance(x, Sharded) else None, tree
+        lambda x: (
+            x.layout.with_memory(_memory_of(memories, role, x)) if isinstance(x, Sharded) else None
+        ),
+        tree,
     )
     return reshard(tree, layouts)
 
 
 def _memory_of(memories: Mapping[MemoryGroup, Memory], role: Role, x: Sharded) -> Memory:
-    return memories.get(MemoryGroup(role, str(x.layout.unit)), x.layout.memory) if x.ndim else x.layout.memory
+    return (
+        memories.get(MemoryGroup(role, str(x.layout.unit)), x.layout.memory)
+        if x.ndim
+        else x.layout.memory
+    )

@@ -84,7 +84,9 @@ def _free_bytes() -> int:
     """Return the bytes of memory that Linux can still give; elsewhere the largest number."""
     try:
         with open("/proc/meminfo", encoding="utf-8") as lines:
-            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+            return next(
+                int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")
+            )
     except (OSError, StopIteration):
         return sys.maxsize
 

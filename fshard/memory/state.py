@@ -116,14 +116,20 @@ def is_away(leaf: Any) -> bool:
     return offload is not None and offload.moves(home_of(leaf))
 
 
-def empty_for(mesh: Mesh, device: int, memory: Memory, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty_for(
+    mesh: Mesh, device: int, memory: Memory, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
     """Return an empty tensor in a memory, which counts for a device of a mesh."""
     with owned_by(device):
         return empty_in(memory, shape, dtype, mesh.device_type)
 
 
 def moved(
-    leaves: Sequence[Any], mesh: Mesh, source: Memory, target: Memory, into: Sequence[Any] | None = None
+    leaves: Sequence[Any],
+    mesh: Mesh,
+    source: Memory,
+    target: Memory,
+    into: Sequence[Any] | None = None,
 ) -> list[Any]:
     """Return leaves in another memory, copied together: new ones, or those of `into`. Ties stay ties."""
 
@@ -139,7 +145,10 @@ def moved(
             return shards[0] if home is None else home
         return Sharded(leaf.shape, leaf.layout.with_memory(target), tuple(shards))
 
-    pairs = {key_of(leaf): (leaf, home) for leaf, home in zip(leaves, into or [None] * len(leaves), strict=True)}
+    pairs = {
+        key_of(leaf): (leaf, home)
+        for leaf, home in zip(leaves, into or [None] * len(leaves), strict=True)
+    }
     under_way = {key: begin(*pair) for key, pair in pairs.items()}
     results = {key: arrived(*pairs[key], transfers) for key, transfers in under_way.items()}
     return [results[key_of(leaf)] for leaf in leaves]
@@ -205,7 +214,9 @@ def written_back(tree: PyTree, before: PyTree, offload: Offload, *, in_place: bo
         there = [i for i, home in enumerate(memories) if home == memory]
         away = [i for i in there if must_move(leaves[i], homes[i], memory)]
         for i in away:
-            for (x, _), (home, _) in zip(shards_and_devices(leaves[i]), shards_and_devices(homes[i]), strict=True):
+            for (x, _), (home, _) in zip(
+                shards_and_devices(leaves[i]), shards_and_devices(homes[i]), strict=True
+            ):
                 offload.round(x, home)
         into = [homes[i] if in_place and leaves[i].dtype == homes[i].dtype else None for i in away]
         results = moved([leaves[i] for i in away], offload.mesh, offload.update_on, memory, into)
@@ -238,7 +249,10 @@ def groups_of(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def streamed(
-    columns: Sequence[Column], devices: Sequence[int], groups: Sequence[Sequence[int]], offload: Offload
+    columns: Sequence[Column],
+    devices: Sequence[int],
+    groups: Sequence[Sequence[int]],
+    offload: Offload,
 ) -> Generator[tuple[Sequence[int], list[list[Tensor | None]]]]:
     """Yield groups of rows of some columns, in the memory of the update; then write back what was elsewhere.
 
@@ -274,12 +288,18 @@ class _Group:
     """Rows of tensors, of which those that are elsewhere get views of one buffer for each device."""
 
     def __init__(
-        self, columns: Sequence[Column], devices: Sequence[int], rows: Sequence[int], offload: Offload
+        self,
+        columns: Sequence[Column],
+        devices: Sequence[int],
+        rows: Sequence[int],
+        offload: Offload,
     ) -> None:
         self.rows, self._offload = rows, offload
         self._columns = [[column[row] for row in rows] for column in columns]
         self._devices = [devices[row] for row in rows]
-        self._away: list[tuple[int, int, int, Tensor]] = []  # column, index in it, offset in the buffer, tensor
+        self._away: list[
+            tuple[int, int, int, Tensor]
+        ] = []  # column, index in it, offset in the buffer, tensor
         self.sizes: dict[int, int] = {}
         for number, column in enumerate(self._columns):
             for i, (x, device) in enumerate(zip(column, self._devices, strict=True)):
@@ -313,7 +333,9 @@ class _Group:
             view = self._columns[number][i]
             assert view is not None
             offload.round(view, home)
-            self._transfers.append(start(view, home, self._link(offload.update_on, memory_of(home), i)))
+            self._transfers.append(
+                start(view, home, self._link(offload.update_on, memory_of(home), i))
+            )
 
     def release(self, pools: Mapping[int, Pool]) -> None:
         for transfer in self._transfers:

@@ -84,7 +84,11 @@ def start(source: Tensor, target: Tensor, link: Link) -> Transfer:
     if mode.poison and mode.rate is None:
         return Transfer(target, partial(disk.copy, source, target))
     is_on_gpu = source.is_cuda or target.is_cuda
-    if link.runtime == "process" and is_on_gpu and not (disk.is_on_disk(source) or disk.is_on_disk(target)):
+    if (
+        link.runtime == "process"
+        and is_on_gpu
+        and not (disk.is_on_disk(source) or disk.is_on_disk(target))
+    ):
         return _start_on_stream(source, target)
     if link.runtime == "process" or mode.rate is not None:
         return _start_in_thread(source, target, mode)

@@ -92,12 +92,18 @@ class MemoryUsage(Tabular):
         self._totals: defaultdict[tuple[int | None, Memory], int] = defaultdict(int)
         self._lines: defaultdict[tuple[int | None, Memory], Lines] = defaultdict(Lines)
         self._peaks: dict[Memory, tuple[int, Lines]] = {kind: (0, Lines()) for kind in MEMORIES}
-        self._rising: dict[Memory, int | None] = {}  # the device of a peak that is not over: then its lines are copied
+        self._rising: dict[
+            Memory, int | None
+        ] = {}  # the device of a peak that is not over: then its lines are copied
         self._events: deque[MemoryEvent] = deque(maxlen=RECORDED)
-        self._remaining: list[MemoryEvent] | None = None  # what was in use when the limit was closed
+        self._remaining: list[MemoryEvent] | None = (
+            None  # what was in use when the limit was closed
+        )
         self.timeline: list[StepEvent] = []  # from each mark to the next
         self._kept: Counter[str] = Counter()
-        self.purposes: Counter[Purpose] = Counter()  # the bytes in device memory now, of all devices together
+        self.purposes: Counter[Purpose] = (
+            Counter()
+        )  # the bytes in device memory now, of all devices together
 
     # -- results ----------------------------------------------------------------------------------------------------
 
@@ -136,7 +142,9 @@ class MemoryUsage(Tabular):
 
         It shows each memory of each device as a device of its own, with the last 100,000 allocations and frees.
         """
-        write_snapshot(path, self._events, self._in_use() if self._remaining is None else self._remaining)
+        write_snapshot(
+            path, self._events, self._in_use() if self._remaining is None else self._remaining
+        )
 
     def _in_use(self) -> list[MemoryEvent]:
         self.free_dead()
@@ -192,7 +200,9 @@ class MemoryUsage(Tabular):
             self._events += [_event("free", block), _event("alloc", replace(block, size=size))]
             block.size = size
 
-    def change(self, block: MemoryBlock, device: int | None, kind: Memory, purpose: Purpose) -> None:
+    def change(
+        self, block: MemoryBlock, device: int | None, kind: Memory, purpose: Purpose
+    ) -> None:
         """Count a block for another device, kind or purpose."""
         before = block.device, block.kind, block.purpose
         if (device, kind) == before[:2]:
@@ -276,7 +286,9 @@ class MemoryUsage(Tabular):
         return MemoryLimitError(
             f"memory.limit: {block.kind} memory must be at most {limit:,} bytes per device; got {total:,} with {size:,} more "
             f"for {block.purpose} at {block.site}, on device {device or 0}. The largest holders are "
-            + "; ".join(f"{held.bytes:,} bytes for {held.purpose} at {held.site}" for held in holders)
+            + "; ".join(
+                f"{held.bytes:,} bytes for {held.purpose} at {held.site}" for held in holders
+            )
             + ". Raise the limit, or store parameters elsewhere: shard_params(memory=)."
         )
 
@@ -288,5 +300,12 @@ def _holders(lines: Lines) -> list[Holder]:
 def _event(action: Literal["alloc", "free"], block: MemoryBlock) -> MemoryEvent:
     """Return an allocation or a free as of now."""
     return MemoryEvent(
-        action, time.time_ns() // 1000, block.device, block.kind, block.address, block.size, block.purpose, block.site
+        action,
+        time.time_ns() // 1000,
+        block.device,
+        block.kind,
+        block.address,
+        block.size,
+        block.purpose,
+        block.site,
     )

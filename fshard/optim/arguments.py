@@ -24,7 +24,9 @@ def validate(who: str, *errors: list[str]) -> None:
         raise OptimizerError(f"{who}: {'. '.join(found)}.")
 
 
-def within(interval: str, /, *, pair: bool = False, integer: bool = False, **numbers: Any) -> list[str]:
+def within(
+    interval: str, /, *, pair: bool = False, integer: bool = False, **numbers: Any
+) -> list[str]:
     """Return an error for each number outside of an interval; raise TypeError for arguments that are no numbers.
 
     Tensors and functions (schedules) are not checked.
@@ -42,9 +44,13 @@ def within(interval: str, /, *, pair: bool = False, integer: bool = False, **num
     kind = "two numbers" if pair else "an integer" if integer else "a number"
     errors: list[str] = []
     for name, given in numbers.items():
-        each: tuple[Any, ...] = tuple(given) if pair and isinstance(given, tuple | list) else (given,)  # pyright: ignore[reportUnknownArgumentType]
+        each: tuple[Any, ...] = (
+            tuple(given) if pair and isinstance(given, tuple | list) else (given,)
+        )  # pyright: ignore[reportUnknownArgumentType]
         fixed = [x for x in each if not callable(x) and not isinstance(x, Tensor)]
-        if len(each) != 1 + pair or not all(isinstance(x, Integral if integer else Real) for x in fixed):
+        if len(each) != 1 + pair or not all(
+            isinstance(x, Integral if integer else Real) for x in fixed
+        ):
             raise TypeError(f"{name} must be {kind}; got {given!r}.")
         above = all(low < x or (low == x and interval[0] == "[") for x in fixed)
         below = all(x < high or (x == high and interval[-1] == "]") for x in fixed)

@@ -13,11 +13,20 @@ from typing import Any
 
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
-from fshard.optim.contract import ArrayOptimizer, Optimizer, Update, elementwise_leaves, no_updates, step_of
+from fshard.optim.contract import (
+    ArrayOptimizer,
+    Optimizer,
+    Update,
+    elementwise_leaves,
+    no_updates,
+    step_of,
+)
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.per_device import inner_optimizer
 
-NOTHING = ArrayOptimizer(lambda params: (), lambda grads, state, params: (grads, state), elementwise=True)
+NOTHING = ArrayOptimizer(
+    lambda params: (), lambda grads, state, params: (grads, state), elementwise=True
+)
 """Trains nothing: it has no state, and passes gradients on."""
 _frozen = ArrayOptimizer(
     lambda params: (),
@@ -47,7 +56,10 @@ def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimi
 
 
 def by_label(
-    opts: Mapping[Any, Optimizer], labels: PyTree | Callable[[str, Leaf], Any], *, every: bool = True
+    opts: Mapping[Any, Optimizer],
+    labels: PyTree | Callable[[str, Leaf], Any],
+    *,
+    every: bool = True,
 ) -> Optimizer:
     """Apply to each parameter the optimizer of its label: opts[label](grad); the state is a dict by label.
 
@@ -64,14 +76,19 @@ def by_label(
     {'w': tensor([0.5000]), 'b': tensor([0.7500])}
     """
     if not isinstance(opts, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"by_label: opts must be a dict of optimizers by label; got {type(opts).__name__}.")
+        raise TypeError(
+            f"by_label: opts must be a dict of optimizers by label; got {type(opts).__name__}."
+        )
     opts = {label: inner_optimizer(opt, "by_label") for label, opt in opts.items()}
 
     def init(params: PyTree) -> PyTree:
         leaves = Leaves.of(params)
         chosen = leaves.chosen(labels)
         _validate_labels(leaves, chosen, opts, every)
-        return {label: opt.init(_only(leaves, leaves.leaves, chosen, label)) for label, opt in opts.items()}
+        return {
+            label: opt.init(_only(leaves, leaves.leaves, chosen, label))
+            for label, opt in opts.items()
+        }
 
     def through(acts: dict[Any, Update]) -> Update:
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -79,17 +96,25 @@ def by_label(
             chosen, gradients = leaves.chosen(labels), leaves.beside(grads, "grads")
             results, after = [None] * len(chosen), dict[Any, PyTree]()
             for label, act in acts.items():
-                trees = [_only(leaves, column, chosen, label) for column in (gradients, leaves.leaves)]
+                trees = [
+                    _only(leaves, column, chosen, label) for column in (gradients, leaves.leaves)
+                ]
                 result, after[label] = act(trees[0], state[label], trees[1])
                 result = leaves.beside(result, f"the results of {label!r}")
-                results = [x if label == key else y for x, y, key in zip(result, results, chosen, strict=True)]
+                results = [
+                    x if label == key else y
+                    for x, y, key in zip(result, results, chosen, strict=True)
+                ]
             return leaves.rebuild(results), after
 
         return run
 
     def elementwise(params: PyTree) -> list[bool]:
         by_opt = {label: elementwise_leaves(opt.elementwise, params) for label, opt in opts.items()}
-        return [label not in by_opt or by_opt[label][i] for i, label in enumerate(Leaves.of(params).chosen(labels))]
+        return [
+            label not in by_opt or by_opt[label][i]
+            for i, label in enumerate(Leaves.of(params).chosen(labels))
+        ]
 
     flags = [opt.elementwise for opt in opts.values()]
     are_equal = flags in ([True] * len(flags), [False] * len(flags))
@@ -104,14 +129,28 @@ def by_label(
 
 def _only(params: Leaves, leaves: list[Leaf], chosen: list[Any], label: Any) -> PyTree:
     """Return the tree of the leaves of one label, None in place of the others."""
-    return params.rebuild([leaf if key == label else None for leaf, key in zip(leaves, chosen, strict=True)])
+    return params.rebuild(
+        [leaf if key == label else None for leaf, key in zip(leaves, chosen, strict=True)]
+    )
 
 
-def _validate_labels(params: Leaves, chosen: list[Any], opts: Mapping[Any, Optimizer], every: bool) -> None:
+def _validate_labels(
+    params: Leaves, chosen: list[Any], opts: Mapping[Any, Optimizer], every: bool
+) -> None:
     paths, leaves = params.paths, params.leaves
-    used = {label: path for path, leaf, label in zip(paths, leaves, chosen, strict=True) if leaf is not None}
-    errors = [f"params{path} is labelled {label!r}" for label, path in used.items() if label not in opts]
-    errors += [f"no parameter is labelled {label!r}" for label in opts if label not in used] if every and used else []
+    used = {
+        label: path
+        for path, leaf, label in zip(paths, leaves, chosen, strict=True)
+        if leaf is not None
+    }
+    errors = [
+        f"params{path} is labelled {label!r}" for label, path in used.items() if label not in opts
+    ]
+    errors += (
+        [f"no parameter is labelled {label!r}" for label in opts if label not in used]
+        if every and used
+        else []
+    )
     errors += [
         f"params{paths[first]} and params{paths[i]} are one (tied), labelled {chosen[first]!r} and {chosen[i]!r}"
         for i, first in enumerate(params.firsts)

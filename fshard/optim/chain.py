@@ -38,12 +38,17 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     flags = [opt.elementwise for opt in links]
 
     def elementwise(params: PyTree) -> list[bool]:
-        return [all(column) for column in zip(*(elementwise_leaves(flag, params) for flag in flags), strict=True)]
+        return [
+            all(column)
+            for column in zip(*(elementwise_leaves(flag, params) for flag in flags), strict=True)
+        ]
 
     return ArrayOptimizer(
         lambda params: tuple(opt.init(params) for opt in links),
         _through(updates),
-        _through([*map(at_once, updates[:-1]), links[-1].step]) if links and links[-1].step else None,
+        _through([*map(at_once, updates[:-1]), links[-1].step])
+        if links and links[-1].step
+        else None,
         elementwise if any(map(callable, flags)) else all(flags),
     )
 
@@ -97,7 +102,11 @@ def clipped(grads: PyTree, limit: float, *, keep_infinite: bool = False) -> PyTr
     """
 
     def of_shard(grad: Tensor) -> Tensor:
-        return torch.where(grad.isinf(), grad, _clipped(grad, limit)) if keep_infinite else _clipped(grad, limit)
+        return (
+            torch.where(grad.isinf(), grad, _clipped(grad, limit))
+            if keep_infinite
+            else _clipped(grad, limit)
+        )
 
     return each_shard(of_shard, grads)
 
@@ -118,7 +127,11 @@ def clip_by_global_norm(max_norm: float, order: float = 2) -> Optimizer:
     >>> clip_by_global_norm(1.0).update([torch.tensor([3.0]), torch.tensor([4.0])], (), None)[0]
     [tensor([0.6000]), tensor([0.8000])]
     """
-    validate("clip_by_global_norm", within("[0, inf]", max_norm=max_norm), within("(0, inf]", order=order))
+    validate(
+        "clip_by_global_norm",
+        within("[0, inf]", max_norm=max_norm),
+        within("(0, inf]", order=order),
+    )
     return _stateless(lambda grads, params: shrunk(grads, global_norm(grads, order), max_norm))
 
 

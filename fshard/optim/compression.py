@@ -47,14 +47,18 @@ class Compression:
     ) -> None:
         self._mesh, self._gradients, self._loss_scale = mesh, gradients, loss_scale
         is_mapping = isinstance(compressors, Mapping)  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not is_mapping or not all(callable(getattr(each, "reduce", None)) for each in compressors.values()):
+        if not is_mapping or not all(
+            callable(getattr(each, "reduce", None)) for each in compressors.values()
+        ):
             raise OptimizerError(
                 "partition_optimizer: compress must be a compressor for each axis, as "
                 f"{{{mesh.axis_names[0]!r}: fs.comm.top_k(0.01)}}; got {compressors!r}."
             )
         for axis in compressors:
             mesh.check_axes(axis, "partition_optimizer(compress=)")
-        self._compressors = {axis: each for axis, each in compressors.items() if mesh.shape[axis] > 1}
+        self._compressors = {
+            axis: each for axis, each in compressors.items() if mesh.shape[axis] > 1
+        }
         self._has_gradient: list[bool] = []  # of each leaf in the last step
 
     def layout(self, layout: Layout, first: int = 0) -> Layout:
@@ -65,7 +69,9 @@ class Compression:
                 f"for a parameter of {layout}. Compress along another axis, where they are replicated."
             )
         reduced = self._gradients(layout)
-        if reduced.spec.split_axes and any(compressor.full for compressor in self._compressors.values()):
+        if reduced.spec.split_axes and any(
+            compressor.full for compressor in self._compressors.values()
+        ):
             raise LayoutError(
                 f"partition_optimizer: compress must not be power_sgd where gradients are shards, of {reduced}: a shard of a "
                 "matrix has other factors. Use stage=0, or another compressor."
@@ -74,15 +80,23 @@ class Compression:
 
     def init(self, params: PyTree) -> PyTree:
         """Return the state of each compressor."""
-        leaves, steps = Leaves.of(params), {axis: self._on_devices(axis, self._reduce) for axis in self._compressors}
-        return {axis: step.init(leaves.mapped(partial(self._example, axis))) for axis, step in steps.items()}
+        leaves, steps = (
+            Leaves.of(params),
+            {axis: self._on_devices(axis, self._reduce) for axis in self._compressors},
+        )
+        return {
+            axis: step.init(leaves.mapped(partial(self._example, axis)))
+            for axis, step in steps.items()
+        }
 
     def start(self, state: PyTree, params: PyTree) -> Handles:
         """Start, before the forward, what needs no gradients; `reduce` takes the result."""
         leaves, handles = Leaves.of(params), Handles()
 
         def start(axis: str, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            handles[axis, axis_index(self._mesh.axis_names)] = self._compressors[axis].early(state, axis)
+            handles[axis, axis_index(self._mesh.axis_names)] = self._compressors[axis].early(
+                state, axis
+            )
             return grads, state
 
         for axis, compressor in self._compressors.items():
@@ -91,7 +105,9 @@ class Compression:
                 self._on_devices(axis, start).update(examples, state["compress"][axis], examples)
         return handles
 
-    def reduce(self, grads: PyTree, state: PyTree, handles: Handles | None = None) -> tuple[PyTree, PyTree]:
+    def reduce(
+        self, grads: PyTree, state: PyTree, handles: Handles | None = None
+    ) -> tuple[PyTree, PyTree]:
         """Reduce gradients; those that are reduced already stay. `state` is that of the compressors and the optimizer."""
         if not any(x.layout.spec.unreduced for x in flatten(grads)[0] if isinstance(x, Sharded)):
             return grads, state
@@ -104,18 +120,32 @@ class Compression:
             step = self._on_devices(axis, partial(self._reduce, early=early))
             grads, states[axis] = step.update(grads, state["compress"][axis], grads)
         grads = map_leaves(
-            lambda x: Sharded(x.shape, x.layout.with_spec(x.spec.replace(unreduced=None)), x.shards), grads
+            lambda x: Sharded(
+                x.shape, x.layout.with_spec(x.spec.replace(unreduced=None)), x.shards
+            ),
+            grads,
         )
         return _scaled(grads, scale), {**state, "compress": states}
 
-    def _reduce(self, axis: str, grads: PyTree, state: PyTree, params: PyTree, early: Handles) -> tuple[PyTree, PyTree]:
+    def _reduce(
+        self, axis: str, grads: PyTree, state: PyTree, params: PyTree, early: Handles
+    ) -> tuple[PyTree, PyTree]:
         """Reduce gradients on one device. Unless all are finite, the total is nan and the state stays."""
         handle = early.get((axis, axis_index(self._mesh.axis_names)))
-        total, _, after = self._compressors[axis].reduce(grads, state, axis, *([] if handle is None else [handle]))
-        zero = torch.zeros((), device=self._mesh.device_type)  # 0 times the sum of what is not finite is nan
-        sums = [x.sum(dtype=torch.promote_types(x.dtype, zero.dtype)).abs() * 0 for x in flatten((grads, total))[0]]
+        total, _, after = self._compressors[axis].reduce(
+            grads, state, axis, *([] if handle is None else [handle])
+        )
+        zero = torch.zeros(
+            (), device=self._mesh.device_type
+        )  # 0 times the sum of what is not finite is nan
+        sums = [
+            x.sum(dtype=torch.promote_types(x.dtype, zero.dtype)).abs() * 0
+            for x in flatten((grads, total))[0]
+        ]
         is_finite = psum(sum(sums, zero).float(), self._mesh.axis_names) == 0
-        is_finite = is_finite.is_meta or bool(is_finite)  # counts in the state are on the host, which must wait
+        is_finite = is_finite.is_meta or bool(
+            is_finite
+        )  # counts in the state are on the host, which must wait
         return (total, after) if is_finite else (map_leaves(lambda x: x * torch.nan, total), state)
 
     def _example(self, axis: str, param: Leaf, has_gradient: bool = True) -> Leaf:
@@ -127,7 +157,8 @@ class Compression:
     def _on_devices(self, axis: str, update: Callable[..., Any]) -> Optimizer:
         """Return a function of an axis and one device's trees as one of arrays."""
         return array_optimizer(
-            Optimizer(self._compressors[axis].init, partial(update, axis), elementwise=True), "compress"
+            Optimizer(self._compressors[axis].init, partial(update, axis), elementwise=True),
+            "compress",
         )
 
 

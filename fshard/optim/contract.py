@@ -86,13 +86,20 @@ def _sum(param: Leaf, update: Leaf) -> Leaf:
     sums = foreach.add(shards_of(param), shards_of(update))
     pairs = zip(sums, shards_of(param), strict=True)
     return like(
-        param, [_in_memory_of(before, x.to(before.dtype)).requires_grad_(before.requires_grad) for x, before in pairs]
+        param,
+        [
+            _in_memory_of(before, x.to(before.dtype)).requires_grad_(before.requires_grad)
+            for x, before in pairs
+        ],
     )
 
 
 @torch.no_grad()
 def differences(
-    params: PyTree, after: PyTree, grads: PyTree, difference: Callable[[Tensor, Tensor], Tensor] = torch.sub
+    params: PyTree,
+    after: PyTree,
+    grads: PyTree,
+    difference: Callable[[Tensor, Tensor], Tensor] = torch.sub,
 ) -> PyTree:
     """Return the updates that lead from parameters to the next ones; None where there is no gradient."""
     at = Leaves.of(after)
@@ -144,14 +151,23 @@ def copied(tree: PyTree) -> PyTree:
     Frozen ones are not copied, since they are never written.
     """
     leaves, structure = flatten(tree, none_is_leaf=True)
-    xs = {id(x): x for leaf in leaves if not is_frozen(leaf) for x in shards_of(leaf) if isinstance(x, Tensor)}
+    xs = {
+        id(x): x
+        for leaf in leaves
+        if not is_frozen(leaf)
+        for x in shards_of(leaf)
+        if isinstance(x, Tensor)
+    }
     memories = {key: memory_of(x) for key, x in xs.items()}
     if "disk" in memories.values():
         raise OptimizerError(
             "what is on disk must be updated in place; got a step that copies its arguments. Write donate=True, "
             "without reproducible=True."
         )
-    new = {key: x.clone() if memories[key] == "device" else _in_memory_of(x, x) for key, x in xs.items()}
+    new = {
+        key: x.clone() if memories[key] == "device" else _in_memory_of(x, x)
+        for key, x in xs.items()
+    }
 
     def copied_leaf(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, Sharded) or is_frozen(leaf):
@@ -167,7 +183,9 @@ def _in_memory_of(home: Tensor, x: Tensor) -> Tensor:
     memory = memory_of(home)
     if memory == "device":
         return x
-    return empty_in(memory, x.shape, x.dtype, "cuda" if home.is_pinned() else x.device.type).copy_(x)
+    return empty_in(memory, x.shape, x.dtype, "cuda" if home.is_pinned() else x.device.type).copy_(
+        x
+    )
 
 
 # -- optimizers inside of others ---------------------------------------------------------------------------------------
@@ -185,7 +203,11 @@ def check_optimizer(opt: object, who: str) -> None:
 
 def elementwise_leaves(elementwise: Elementwise, params: PyTree) -> list[bool]:
     """Return, for each leaf of the parameters, True if it is updated elementwise."""
-    return elementwise(params) if callable(elementwise) else [elementwise] * len(Leaves.of(params).leaves)
+    return (
+        elementwise(params)
+        if callable(elementwise)
+        else [elementwise] * len(Leaves.of(params).leaves)
+    )
 
 
 def conditional(

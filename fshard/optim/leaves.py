@@ -19,7 +19,16 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from fshard.errors import LayoutError, OptimizerError
-from fshard.mesh.layout import P, PyTree, Structure, broadcast_prefix, flatten, holders, paths_of, unflatten
+from fshard.mesh.layout import (
+    P,
+    PyTree,
+    Structure,
+    broadcast_prefix,
+    flatten,
+    holders,
+    paths_of,
+    unflatten,
+)
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.spmd.run import local_devices
 
@@ -80,7 +89,9 @@ class Leaves:
         _hidden(leaves)
         return leaves
 
-    def gradients(self, tree: PyTree, name: str = "grads", *, any_shape: bool = False) -> list[Leaf]:
+    def gradients(
+        self, tree: PyTree, name: str = "grads", *, any_shape: bool = False
+    ) -> list[Leaf]:
         """Return the leaves of a tree that has for each parameter a tensor of its layout, or None.
 
         With `any_shape`, tensors of another shape than the parameter's may have other layouts.
@@ -124,7 +135,9 @@ def is_static(leaf: Any) -> bool:
     """
     if isinstance(leaf, Tensor | Sharded | Module) or leaf is None:
         return False
-    return isinstance(leaf, str | int | float | complex | torch.dtype | torch.device) or callable(leaf)
+    return isinstance(leaf, str | int | float | complex | torch.dtype | torch.device) or callable(
+        leaf
+    )
 
 
 _TENSORS = (Sharded, Tensor)  # a tuple: isinstance is faster than with a union
@@ -132,7 +145,9 @@ _TENSORS = (Sharded, Tensor)  # a tuple: isinstance is faster than with a union
 
 def _hidden(leaves: list[Leaf]) -> list[tuple[int, Any]]:
     """Replace static leaves by None; return them with their indices."""
-    static = [(index, x) for index, x in enumerate(leaves) if not isinstance(x, _TENSORS) and is_static(x)]
+    static = [
+        (index, x) for index, x in enumerate(leaves) if not isinstance(x, _TENSORS) and is_static(x)
+    ]
     for index, _ in static:
         leaves[index] = None
     return static
@@ -169,12 +184,16 @@ def like(leaf: Leaf, shards: Sequence[Tensor]) -> Leaf:
     """Return a leaf of new shards of the shapes of a leaf's own, with its layout."""
     if leaf is None:
         return None
-    return Sharded(leaf.shape, leaf.layout, tuple(shards)) if isinstance(leaf, Sharded) else shards[0]
+    return (
+        Sharded(leaf.shape, leaf.layout, tuple(shards)) if isinstance(leaf, Sharded) else shards[0]
+    )
 
 
 def map_shards(f: Callable[..., Tensor], leaf: Leaf, *others: Leaf) -> Leaf:
     """Apply a function to each shard of a leaf, and to the shards that other leaves have beside it."""
-    return like(leaf, [f(*column) for column in zip(shards_of(leaf), *map(shards_of, others), strict=True)])
+    return like(
+        leaf, [f(*column) for column in zip(shards_of(leaf), *map(shards_of, others), strict=True)]
+    )
 
 
 def each_shard(f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
@@ -210,14 +229,20 @@ def assembled_state(param: Sharded, shards: Sequence[Tensor | None]) -> Leaf:
         return None
     layout, shape, devices = param.layout, param.shape, local_devices(param.mesh)
     pairs = zip(shards, (*devices, holders(layout)[0]), strict=False)
-    if any(x is not None and tuple(x.shape) != layout.local_shape(shape, device) for x, device in pairs):
+    if any(
+        x is not None and tuple(x.shape) != layout.local_shape(shape, device) for x, device in pairs
+    ):
         shape, layout = tuple(example.shape), layout.with_spec(P(at=dict(layout.spec.at)))
 
     def empty(device: int, param_shard: Tensor) -> Tensor:
-        return torch.empty(layout.local_shape(shape, device), dtype=example.dtype, device=param_shard.device)
+        return torch.empty(
+            layout.local_shape(shape, device), dtype=example.dtype, device=param_shard.device
+        )
 
     columns = zip(shards, devices, param.shards, strict=False)
-    return Sharded(shape, layout, tuple([empty(device, p) if x is None else x for x, device, p in columns]))
+    return Sharded(
+        shape, layout, tuple([empty(device, p) if x is None else x for x, device, p in columns])
+    )
 
 
 def count_from_zero() -> Tensor:
@@ -241,7 +266,11 @@ def is_frozen(leaf: Leaf) -> bool:
 
 def trainable(leaf: Leaf) -> bool:
     """Return True if a leaf can be trained: floating or complex, and not frozen."""
-    return leaf is not None and (leaf.dtype.is_floating_point or leaf.dtype.is_complex) and not is_frozen(leaf)
+    return (
+        leaf is not None
+        and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+        and not is_frozen(leaf)
+    )
 
 
 def firsts_of(leaves: Sequence[Leaf]) -> list[int]:
@@ -251,17 +280,23 @@ def firsts_of(leaves: Sequence[Leaf]) -> list[int]:
     >>> firsts_of([x, torch.ones(2), x])
     [0, 1, 0]
     """
-    if len({id(leaf.shards[0] if isinstance(leaf, Sharded) else leaf) for leaf in leaves}) == len(leaves):
+    if len({id(leaf.shards[0] if isinstance(leaf, Sharded) else leaf) for leaf in leaves}) == len(
+        leaves
+    ):
         return list(range(len(leaves)))  # leaves with different first tensors differ
     seen: dict[tuple[int, ...], int] = {}
-    return [i if leaf is None else seen.setdefault(key_of(leaf), i) for i, leaf in enumerate(leaves)]
+    return [
+        i if leaf is None else seen.setdefault(key_of(leaf), i) for i, leaf in enumerate(leaves)
+    ]
 
 
 def alike(x: Leaf, y: Leaf) -> bool:
     """Return True if two leaves have equal shapes and layouts; the shape that a spec was written for does not count."""
     if isinstance(x, Sharded) and isinstance(y, Sharded):
         a, b = x.layout, y.layout
-        return x.shape == y.shape and (a is b or (a.mesh == b.mesh and a.spec.shapeless == b.spec.shapeless))
+        return x.shape == y.shape and (
+            a is b or (a.mesh == b.mesh and a.spec.shapeless == b.spec.shapeless)
+        )
     return isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape
 
 
@@ -269,7 +304,11 @@ def kind_of(leaf: Leaf) -> str:
     """Return a description of a leaf."""
     if leaf is None:
         return "None"
-    return repr(leaf) if isinstance(leaf, Sharded) else f"a {type(leaf).__name__} of shape {tuple(leaf.shape)}"
+    return (
+        repr(leaf)
+        if isinstance(leaf, Sharded)
+        else f"a {type(leaf).__name__} of shape {tuple(leaf.shape)}"
+    )
 
 
 def is_unsharded(leaf: Leaf) -> bool:
@@ -281,15 +320,25 @@ def is_unsharded(leaf: Leaf) -> bool:
     return all(leaf.mesh.shape[axis] == 1 for axis in (*leaf.spec.split_axes, *leaf.spec.unreduced))
 
 
-def check_unsharded(caller: str, params: Leaves, unsupported: Callable[[Leaf], str | None] = lambda leaf: None) -> None:
+def check_unsharded(
+    caller: str, params: Leaves, unsupported: Callable[[Leaf], str | None] = lambda leaf: None
+) -> None:
     """Raise unless every trainable parameter is unsharded on its devices, and supported; `unsupported` returns reasons."""
-    pairs = [(path or "the leaf", x) for path, x in zip(params.paths, params.leaves, strict=True) if trainable(x)]
-    if sharded := [f"\n  params{path} is {leaf!r}" for path, leaf in pairs if not is_unsharded(leaf)]:
+    pairs = [
+        (path or "the leaf", x)
+        for path, x in zip(params.paths, params.leaves, strict=True)
+        if trainable(x)
+    ]
+    if sharded := [
+        f"\n  params{path} is {leaf!r}" for path, leaf in pairs if not is_unsharded(leaf)
+    ]:
         raise LayoutError(
             f"{caller} needs full matrices, but these parameters are sharded:{''.join(sharded)}\n"
             "Give each matrix to one device: fs.partition_optimizer(opt, mesh=..., axis=..., stage=...)."
         )
-    if reasons := [f"\n  params{path}: {reason}" for path, leaf in pairs if (reason := unsupported(leaf))]:
+    if reasons := [
+        f"\n  params{path}: {reason}" for path, leaf in pairs if (reason := unsupported(leaf))
+    ]:
         raise OptimizerError(
             f"{caller} is not for these parameters:{''.join(reasons)}\nGive them another optimizer: by_label({{...}}, labels)."
         )

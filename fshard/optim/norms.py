@@ -77,11 +77,15 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
     if order == inf:
         return _largest_of_all(leaves)
     wants_exact = exact or _exact.get() or shows_all_bits(leaves)
-    return _norm_later(leaves, order, "own" if exact is False else "exact" if wants_exact else "float64")()
+    return _norm_later(
+        leaves, order, "own" if exact is False else "exact" if wants_exact else "float64"
+    )()
 
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
-local_arrays: ContextVar[Callable[[PyTree], list[Leaf]] | None] = ContextVar("local_arrays", default=None)
+local_arrays: ContextVar[Callable[[PyTree], list[Leaf]] | None] = ContextVar(
+    "local_arrays", default=None
+)
 """Converts a local tree to global arrays, in a device's update of plain tensors."""
 
 
@@ -122,7 +126,9 @@ def _norm_later(leaves: Sequence[Leaf], order: float, precision: Precision) -> C
     def row(shards: list[Tensor]) -> Tensor:
         if order == 2:
             return squares(shards, device, precision).sum(0)
-        return _norms([x.abs() for x in shards], device, order, torch.float64).pow(order).sum()[None]
+        return (
+            _norms([x.abs() for x in shards], device, order, torch.float64).pow(order).sum()[None]
+        )
 
     total = sum_over_mesh(leaves, row)
     return lambda: sum_of(total()).pow(1 / order) if order != 2 else sum_of(total()).sqrt()
@@ -131,15 +137,24 @@ def _norm_later(leaves: Sequence[Leaf], order: float, precision: Precision) -> C
 def _largest_of_all(leaves: Sequence[Leaf]) -> Tensor:
     """Return the largest absolute value, from the maxima of all devices' shards."""
     columns = [[x.abs() for x in shards_of(leaf)] for leaf in leaves]
-    mesh = next((leaf.mesh for leaf in leaves if isinstance(leaf, Sharded) and cut_axes(leaf.layout)), None)
+    mesh = next(
+        (leaf.mesh for leaf in leaves if isinstance(leaf, Sharded) and cut_axes(leaf.layout)), None
+    )
 
     def top(index: int) -> Tensor:
         shards = [x for column in columns if (x := column[index % len(column)]).numel()]
-        return largest_each(shards, shards[0].device).max() if shards else torch.zeros((), dtype=torch.float64)
+        return (
+            largest_each(shards, shards[0].device).max()
+            if shards
+            else torch.zeros((), dtype=torch.float64)
+        )
 
     if mesh is None:
         return top(0)
-    tops = tuple(copy_in("device", top(index)[None], mesh.device_type) for index in range(len(local_devices(mesh))))
+    tops = tuple(
+        copy_in("device", top(index)[None], mesh.device_type)
+        for index in range(len(local_devices(mesh)))
+    )
     return unshard(Sharded((mesh.size,), Layout(mesh, P(mesh.axis_names)), tops)).max()
 
 
@@ -156,9 +171,13 @@ def shows_all_bits(leaves: Sequence[Leaf]) -> bool:
 def squares(shards: Sequence[Tensor], device: torch.device, precision: Precision) -> Tensor:
     """Return the sums of the squares of each shard: a matrix with a row for each, which `sum_of` makes a number."""
     if precision != "exact":
-        return _norms(shards, device, 2, torch.float64 if precision == "float64" else None).square()[:, None]
+        return _norms(
+            shards, device, 2, torch.float64 if precision == "float64" else None
+        ).square()[:, None]
     sums = [columns_of(_real(shard), squared=True).to(device) for shard in shards]
-    return torch.stack(sums) if sums else torch.zeros((1, WIDTH), dtype=torch.float64, device=device)
+    return (
+        torch.stack(sums) if sums else torch.zeros((1, WIDTH), dtype=torch.float64, device=device)
+    )
 
 
 def sum_of(rows: Tensor) -> Tensor:
@@ -166,8 +185,14 @@ def sum_of(rows: Tensor) -> Tensor:
     return rows[..., 0] if rows.shape[-1] == 1 else number_of(rows)
 
 
-def _norms(shards: Sequence[Tensor], device: torch.device, order: float, dtype: torch.dtype | None) -> Tensor:
-    norms = foreach.norm(list(map(_real, shards)), order, dtype=dtype) if shards else [torch.zeros((), device=device)]
+def _norms(
+    shards: Sequence[Tensor], device: torch.device, order: float, dtype: torch.dtype | None
+) -> Tensor:
+    norms = (
+        foreach.norm(list(map(_real, shards)), order, dtype=dtype)
+        if shards
+        else [torch.zeros((), device=device)]
+    )
     return torch.stack([norm.to(device) for norm in norms]).double()
 
 
@@ -179,7 +204,11 @@ def _real(x: Tensor) -> Tensor:
 
 def check_summable(caller: str, tree: Leaves) -> None:
     """Raise if leaves are on several meshes, or unreduced; name the first."""
-    arrays = [(path, leaf) for path, leaf in zip(tree.paths, tree.leaves, strict=True) if isinstance(leaf, Sharded)]
+    arrays = [
+        (path, leaf)
+        for path, leaf in zip(tree.paths, tree.leaves, strict=True)
+        if isinstance(leaf, Sharded)
+    ]
     for path, leaf in arrays:
         if leaf.spec.unreduced:
             raise LayoutError(
@@ -192,7 +221,9 @@ def check_summable(caller: str, tree: Leaves) -> None:
             )
 
 
-def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[list[Tensor]], Tensor]) -> Callable[[], Tensor]:
+def sum_over_mesh(
+    leaves: Sequence[Leaf], row: Callable[[list[Tensor]], Tensor]
+) -> Callable[[], Tensor]:
     """Compute a row on each device from its shards of some leaves; return the function that sums the rows.
 
     Args:
@@ -212,8 +243,16 @@ def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[list[Tensor]], Tensor])
     rows: list[Tensor] = []
     for index, device in enumerate(local_devices(mesh)):
         coordinates = mesh.coordinates(device)
-        first = {axes: not any(coordinates[axis] for axis in over if axis not in axes) for axes in {*cut}}
-        some = row([leaf.shards[index] for leaf, axes in zip(leaves, cut, strict=True) if axes and first[axes]])
+        first = {
+            axes: not any(coordinates[axis] for axis in over if axis not in axes) for axes in {*cut}
+        }
+        some = row(
+            [
+                leaf.shards[index]
+                for leaf, axes in zip(leaves, cut, strict=True)
+                if axes and first[axes]
+            ]
+        )
         rows.append(copy_in("device", some, mesh.device_type))  # of gradients on the host
     of_replicated = copy_in("device", row(replicated), mesh.device_type) if replicated else None
     site = call_site()

@@ -47,7 +47,8 @@ def offloaded(opt: Optimizer, mesh: Mesh, memory: Memory, update_on: UpdateOn) -
         @torch.no_grad()
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             is_away = memory != update_on or any(
-                isinstance(x, Sharded) and offload.moves(x.layout.memory) for x in flatten((params, state))[0]
+                isinstance(x, Sharded) and offload.moves(x.layout.memory)
+                for x in flatten((params, state))[0]
             )
             with offloading(offload if is_away else None):
                 result, after = act(grads, state, params)
@@ -83,8 +84,12 @@ def _validate(memory: Any, update_on: Any) -> None:
 def _on_host(tree: PyTree, mesh: Mesh) -> PyTree:
     """Return copies of a tree's trainable leaves on the host; ties stay ties."""
     at = Leaves.of(tree)
-    indices = [i for i in sorted({*at.firsts}) if trainable(at.leaves[i]) and not _is_on_host(at.leaves[i])]
-    copies = dict(zip(indices, moved([at.leaves[i] for i in indices], mesh, "device", "host"), strict=True))
+    indices = [
+        i for i in sorted({*at.firsts}) if trainable(at.leaves[i]) and not _is_on_host(at.leaves[i])
+    ]
+    copies = dict(
+        zip(indices, moved([at.leaves[i] for i in indices], mesh, "device", "host"), strict=True)
+    )
     return at.rebuild([copies.get(first, at.leaves[first]) for first in at.firsts])
 
 
@@ -115,23 +120,41 @@ def _stepping_on_host(step: Update, mesh: Mesh) -> Update:
 
     def sent(name: Purpose, leaves: list[Leaf], indices: list[int]) -> dict[int, Leaf]:
         into = in_buffers(name, leaves, indices)
-        return dict(zip(indices, moved([leaves[i] for i in indices], mesh, "device", "host", into), strict=True))
+        return dict(
+            zip(
+                indices,
+                moved([leaves[i] for i in indices], mesh, "device", "host", into),
+                strict=True,
+            )
+        )
 
     @torch.no_grad()
     def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         at = Leaves.of(params)
         gradients, masters = at.beside(grads, "grads"), _masters_on_host(state)
-        firsts, trained = firsts_of(gradients), [i for i in sorted({*at.firsts}) if trainable(at.leaves[i])]
+        firsts, trained = (
+            firsts_of(gradients),
+            [i for i in sorted({*at.firsts}) if trainable(at.leaves[i])],
+        )
         known = [i for i in trained if i in masters and not _is_on_host(at.leaves[i])]
         on_host = dict(zip(known, in_buffers("parameters", at.leaves, known), strict=True))
         for i, leaf in on_host.items():
             for x, master in zip(shards_of(leaf), shards_of(masters[i]), strict=True):
                 x.copy_(master)
         stored = {i: at.leaves[i] for i in trained if _is_on_host(at.leaves[i])}
-        on_host |= sent("parameters", at.leaves, [i for i in trained if i not in masters and i not in stored]) | stored
+        on_host |= (
+            sent(
+                "parameters",
+                at.leaves,
+                [i for i in trained if i not in masters and i not in stored],
+            )
+            | stored
+        )
         near = {i: x for i, x in enumerate(gradients) if _is_on_host(x)}
         of_grads = near | sent(
-            "gradients", gradients, [i for i in sorted({*firsts}) if gradients[i] is not None and i not in near]
+            "gradients",
+            gradients,
+            [i for i in sorted({*firsts}) if gradients[i] is not None and i not in near],
         )
         result, state = step(
             at.rebuild([of_grads.get(first) for first in firsts]),
@@ -159,7 +182,9 @@ def _buffer_like(leaf: Leaf, buffer: Leaf, mesh: Mesh) -> Leaf:
         before = buffer.layout if isinstance(buffer, Sharded) else None
         if before == layout:
             return buffer
-    shards = [empty_for(mesh, device, "host", x.shape, x.dtype) for x, device in shards_and_devices(leaf)]
+    shards = [
+        empty_for(mesh, device, "host", x.shape, x.dtype) for x, device in shards_and_devices(leaf)
+    ]
     return shards[0] if layout is None else Sharded(leaf.shape, layout, tuple(shards))
 
 
@@ -169,7 +194,9 @@ def _masters_on_host(state: PyTree) -> dict[int, Leaf]:
     for entry in entries:  # which grows
         if isinstance(entry, dict) and {"master", "inner"} <= entry.keys():
             leaves = enumerate(flatten(entry["master"], none_is_leaf=True)[0])
-            masters |= {i: leaf for i, leaf in leaves if leaf is not None and home_of(leaf) == "host"}
+            masters |= {
+                i: leaf for i, leaf in leaves if leaf is not None and home_of(leaf) == "host"
+            }
         if isinstance(entry, dict | tuple):
             entries += entry.values() if isinstance(entry, dict) else entry
     return masters

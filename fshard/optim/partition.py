@@ -152,12 +152,18 @@ def partition_optimizer(
             leaves = _reshard(before, [*of_grads, *targets], site)
             if leaves is before:
                 return act(grads, state, params)
-            grads, collected = at.rebuild(leaves[: len(gradients)]), at.rebuild(leaves[len(gradients) :])
+            grads, collected = (
+                at.rebuild(leaves[: len(gradients)]),
+                at.rebuild(leaves[len(gradients) :]),
+            )
             del gradients, before, leaves
             result, state = act(grads, state, collected)
             after = at.beside(result, "the optimizer's results")
             del grads, collected, result  # then `after` holds the last references to old memory
-            after = [x if first == i else None for i, (x, first) in enumerate(zip(after, at.firsts, strict=True))]
+            after = [
+                x if first == i else None
+                for i, (x, first) in enumerate(zip(after, at.firsts, strict=True))
+            ]
             after = _reshard(after, shards, site)
             layouts = [None if x is None else x.layout for x in at.leaves]
             for indices in _turns(after) if donated else [range(len(after))]:
@@ -183,10 +189,16 @@ def partition_optimizer(
         update_on=update_on,
         on_mesh=lambda mesh: partition_optimizer(opt, mesh=mesh, **options),
     )
-    return partitioned if compress is None else _compressed(partitioned, compress, mesh, axes if is_divided else ())
+    return (
+        partitioned
+        if compress is None
+        else _compressed(partitioned, compress, mesh, axes if is_divided else ())
+    )
 
 
-def _compressed(opt: Partitioned, compress: Mapping[str, Any], mesh: Mesh, axes: tuple[str, ...]) -> Partitioned:
+def _compressed(
+    opt: Partitioned, compress: Mapping[str, Any], mesh: Mesh, axes: tuple[str, ...]
+) -> Partitioned:
     """Return a partitioned optimizer whose gradients are reduced by compressors along some axes."""
     rest = tuple(axis for axis in axes if axis not in compress)
     reduced = Compression(compress, mesh, lambda layout: shard_layout(layout, rest), opt.loss_scale)
@@ -215,9 +227,13 @@ def _compressed(opt: Partitioned, compress: Mapping[str, Any], mesh: Mesh, axes:
 def _validate(opt: Optimizer, stage: Stage, unit: Unit | None) -> None:
     check_not_partitioned(opt, "partition_optimizer")
     if stage not in get_args(Stage) or isinstance(stage, bool):
-        raise OptimizerError(f"partition_optimizer: stage must be 0, 1, 2 or 3, as in ZeRO; got {stage!r}.")
+        raise OptimizerError(
+            f"partition_optimizer: stage must be 0, 1, 2 or 3, as in ZeRO; got {stage!r}."
+        )
     if unit not in (None, *get_args(Unit)):
-        raise OptimizerError(f'partition_optimizer: unit must be "elementwise", "matrix" or None; got {unit!r}.')
+        raise OptimizerError(
+            f'partition_optimizer: unit must be "elementwise", "matrix" or None; got {unit!r}.'
+        )
     if stage > 0 and unit == "elementwise" and opt.elementwise is not True:
         raise OptimizerError(
             f'partition_optimizer(stage={stage}, unit="elementwise"): this optimizer is not elementwise, so '
@@ -237,16 +253,31 @@ def shard_layout(layout: Layout, axes: tuple[str, ...]) -> Layout:
 @lru_cache(maxsize=4096)
 def _cut_further(layout: Layout, axes: tuple[str, ...]) -> Layout | None:
     spec = layout.spec
-    more = tuple(axis for axis in axes if axis not in spec.sharded_axes and layout.mesh.shape[axis] > 1)
-    return layout.with_spec(spec.shapeless.replace(flat=(*(spec.flat_axes or ()), *more))) if more else None
+    more = tuple(
+        axis for axis in axes if axis not in spec.sharded_axes and layout.mesh.shape[axis] > 1
+    )
+    return (
+        layout.with_spec(spec.shapeless.replace(flat=(*(spec.flat_axes or ()), *more)))
+        if more
+        else None
+    )
 
 
 def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> tuple[Layout | None, ...]:
     """Return the layout of each parameter for the update, None where there is nothing to update."""
-    is_float = [leaf is not None and (leaf.dtype.is_floating_point or leaf.dtype.is_complex) for leaf in at.leaves]
-    layouts = tuple([leaf.layout if moves else None for leaf, moves in zip(at.leaves, is_float, strict=True)])
+    is_float = [
+        leaf is not None and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+        for leaf in at.leaves
+    ]
+    layouts = tuple(
+        [leaf.layout if moves else None for leaf, moves in zip(at.leaves, is_float, strict=True)]
+    )
     shapes = tuple([() if leaf is None else leaf.shape for leaf in at.leaves])
-    elementwise = elementwise_leaves(flat, at.rebuild(at.leaves)) if callable(flat) else [flat] * len(at.leaves)
+    elementwise = (
+        elementwise_leaves(flat, at.rebuild(at.leaves))
+        if callable(flat)
+        else [flat] * len(at.leaves)
+    )
     return _divided(layouts, shapes, tuple(at.firsts), tuple(elementwise), axes)
 
 
@@ -270,14 +301,20 @@ def _divided(
             continue
         targets[i] = shards = shard_layout(layout, axes)
         if not is_flat and shards.spec.split_axes:
-            owned.setdefault((shards.mesh, P.flat(*shards.spec.split_axes, at=dict(shards.spec.at))), {})[i] = layout
+            owned.setdefault(
+                (shards.mesh, P.flat(*shards.spec.split_axes, at=dict(shards.spec.at))), {}
+            )[i] = layout
     for (mesh, spec), group in owned.items():
         over = spec.split_axes
-        owners = assign_owners([prod(shapes[i]) for i in group], prod(mesh.shape[axis] for axis in over))
+        owners = assign_owners(
+            [prod(shapes[i]) for i in group], prod(mesh.shape[axis] for axis in over)
+        )
         for (i, layout), owner in zip(group.items(), owners, strict=True):
             targets[i] = layout.with_spec(P(at={**dict(spec.at), over: owner}))
     pairs = zip(layouts, firsts, strict=True)
-    return tuple([None if layout is None or layout.frozen else targets[first] for layout, first in pairs])
+    return tuple(
+        [None if layout is None or layout.frozen else targets[first] for layout, first in pairs]
+    )
 
 
 def assign_owners(sizes: Sequence[int], n: int) -> list[int]:
@@ -298,7 +335,9 @@ def _validate_mesh(at: Leaves, leaves: list[Leaf], mesh: Mesh, *, plain: bool = 
     for i, leaf in enumerate(leaves):
         if leaf is None or (plain and not isinstance(leaf, Sharded)):
             continue
-        if not isinstance(leaf, Sharded) or (leaf.mesh is not mesh and leaf.mesh not in (mesh, resolve_mesh(mesh))):
+        if not isinstance(leaf, Sharded) or (
+            leaf.mesh is not mesh and leaf.mesh not in (mesh, resolve_mesh(mesh))
+        ):
             raise LayoutError(
                 f"partition_optimizer on {mesh}: {at.paths[i] or 'the leaf'} is {kind_of(leaf)}. Give the mesh of the "
                 "parameters, or shard them on this one: fs.shard_params(params, rules, mesh=mesh)."
@@ -343,13 +382,17 @@ def _reshard(leaves: list[Leaf], layouts: Sequence[Layout | None], site: Site) -
     }
     if not goals:
         return leaves
-    after = dict(zip(goals, reshard_all([leaves[i] for i in goals], [*goals.values()], site), strict=True))
+    after = dict(
+        zip(goals, reshard_all([leaves[i] for i in goals], [*goals.values()], site), strict=True)
+    )
     return [after.get(i, leaf) for i, leaf in enumerate(leaves)]
 
 
 def _turns(leaves: list[Leaf]) -> list[Sequence[int]]:
     """Return the indices of leaves that are assembled together, so that little more than one copy exists at any time."""
-    ends = accumulate(prod(leaf.shape) * leaf.dtype.itemsize if leaf is not None else 0 for leaf in leaves)
+    ends = accumulate(
+        prod(leaf.shape) * leaf.dtype.itemsize if leaf is not None else 0 for leaf in leaves
+    )
     turns = [end // AT_ONCE for end in ends]
     return [[*indices] for _, indices in groupby(range(len(leaves)), turns.__getitem__)]
 
@@ -362,6 +405,8 @@ def _with_memory(param: Sharded, result: Sharded) -> Sharded:
         return result
     for target, source in zip(param.shards, result.shards, strict=True):
         if source.data_ptr() != target.data_ptr():
-            alone = source.untyped_storage().nbytes() == source.nbytes  # else the plan needs padding
+            alone = (
+                source.untyped_storage().nbytes() == source.nbytes
+            )  # else the plan needs padding
             target.data = source if alone else source.clone()
     return param

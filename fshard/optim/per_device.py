@@ -124,7 +124,9 @@ class _DeviceTrees:
         def is_held(leaf: Leaf, device: int) -> bool:
             return not isinstance(leaf, Sharded) or leaf.layout.has_any(device)
 
-        self.held = [[i for i in self.updated if is_held(at.leaves[i], device)] for device in self.devices]
+        self.held = [
+            [i for i in self.updated if is_held(at.leaves[i], device)] for device in self.devices
+        ]
 
     def tree(self, leaves: dict[int, Any]) -> PyTree:
         """Return a tree of some leaves, by index: None for the others."""
@@ -138,10 +140,14 @@ class _DeviceTrees:
         """Run an init on each device, and assemble the state."""
         at = self.params
         trees = [self.local(at.leaves, index) for index in range(len(self.devices))]
-        if elsewhere := {i: shape_of_shard(at.leaves[i]) for i in {*self.updated}.difference(*self.held)}:
+        if elsewhere := {
+            i: shape_of_shard(at.leaves[i]) for i in {*self.updated}.difference(*self.held)
+        }:
             trees.append(self.tree(elsewhere))  # the state that other processes own: its shapes
         first, *others = states = [_State.of(init(tree), at.structure) for tree in trees]
-        if any((state.structure, state.is_like) != (first.structure, first.is_like) for state in others):
+        if any(
+            (state.structure, state.is_like) != (first.structure, first.is_like) for state in others
+        ):
             raise OptimizerError(
                 "init must make the same state on all devices, but for subtrees with the structure of the parameters. Give "
                 "None where a parameter is None: optree.tree_map(f, params)."
@@ -154,7 +160,9 @@ class _DeviceTrees:
             )
 
         def assembled(*trees: list[Any]) -> PyTree:
-            return at.rebuild([stored(_assembled(param, x)) for param, *x in zip(at.leaves, *trees, strict=True)])
+            return at.rebuild(
+                [stored(_assembled(param, x)) for param, *x in zip(at.leaves, *trees, strict=True)]
+            )
 
         return first.mapped(assembled, *[state.entries for state in states])
 
@@ -166,7 +174,10 @@ class _DeviceTrees:
             def arrays(tree: PyTree) -> list[Leaf]:
                 """Return a local tree as arrays; shards of those that the device does not hold are empty."""
                 shards, leaves = at.beside(tree, "the tree of global_norm"), at.leaves
-                local = {i: _shard(leaves[i], index) if shards[i] is None else shards[i] for i in self.updated}
+                local = {
+                    i: _shard(leaves[i], index) if shards[i] is None else shards[i]
+                    for i in self.updated
+                }
                 return [like(leaves[i], [shard]) for i, shard in local.items()]
 
             context = copy_context()
@@ -175,20 +186,29 @@ class _DeviceTrees:
             grads, params = self.local(self.grads, index), self.local(at.leaves, index)
             result, after = context.run(act, grads, local_state, params)
             entries = zip(before.structure.flatten_up_to(after), before.is_like, strict=True)
-            return at.beside(result, "updates"), [at.beside(x, "state") if is_like else x for x, is_like in entries]
+            return at.beside(result, "updates"), [
+                at.beside(x, "state") if is_like else x for x, is_like in entries
+            ]
 
         if self.mesh is None:
             results = [on_device(0)]
         else:
-            results = run_on_devices(self.mesh, lambda device: on_device(self.devices.index(device)))
+            results = run_on_devices(
+                self.mesh, lambda device: on_device(self.devices.index(device))
+            )
         updates, states = zip(*results, strict=True)
 
         def joined(leaves: list[Leaf], *trees: list[Any]) -> list[Leaf]:
             return [_joined(leaf, shards) for leaf, *shards in zip(leaves, *trees, strict=True)]
 
-        after = joined([leaf if i in self.updated else None for i, leaf in enumerate(at.leaves)], *updates)
+        after = joined(
+            [leaf if i in self.updated else None for i, leaf in enumerate(at.leaves)], *updates
+        )
         pairs = enumerate(at.firsts)
-        leaves = [after[first] if first in self.updated else at.leaves[i] if writes else None for i, first in pairs]
+        leaves = [
+            after[first] if first in self.updated else at.leaves[i] if writes else None
+            for i, first in pairs
+        ]
         state = before._replace(entries=[*states[0]]).mapped(
             lambda leaves, *trees: at.rebuild(joined(leaves, *trees)), before.entries, *states
         )
@@ -209,7 +229,12 @@ def _assembled(param: Leaf, shards: Sequence[Any]) -> Leaf:
     if example is None or not isinstance(param, Sharded):
         return example
     leaf = assembled_state(param, shards)
-    if example.ndim and leaf.layout is not param.layout and param.spec.split_axes and not is_unsharded(param):
+    if (
+        example.ndim
+        and leaf.layout is not param.layout
+        and param.spec.split_axes
+        and not is_unsharded(param)
+    ):
         raise OptimizerError(
             f"state of an elementwise optimizer must have the shape of its parameter's shard, or be a number; got "
             f"{tuple(example.shape)} beside {kind_of(param)}. Leave out elementwise=True: an owner then has all of it."
@@ -248,9 +273,14 @@ class _State(NamedTuple):
                 return x is None or bool(getattr(x, "ndim", 0))
             return not isinstance(x, Tensor) and flatten(x, none_is_leaf=True)[1] == params
 
-        subtrees, structure = _optree.tree_flatten(state, is_leaf=is_like, none_is_leaf=True, namespace=NAMESPACE)
+        subtrees, structure = _optree.tree_flatten(
+            state, is_leaf=is_like, none_is_leaf=True, namespace=NAMESPACE
+        )
         flags = [is_like(x) for x in subtrees]
-        entries = [flatten(x, none_is_leaf=True)[0] if like else x for x, like in zip(subtrees, flags, strict=True)]
+        entries = [
+            flatten(x, none_is_leaf=True)[0] if like else x
+            for x, like in zip(subtrees, flags, strict=True)
+        ]
         return _State(structure, entries, flags)
 
     def single(self) -> list[Any]:
@@ -260,4 +290,6 @@ class _State(NamedTuple):
     def mapped(self, f: Callable[..., PyTree], *columns: Sequence[Any]) -> PyTree:
         """Return the state with f of the leaves of each subtree, and of those beside it in other columns of entries."""
         rows = zip(self.is_like, self.entries, *columns, strict=True)
-        return unflatten(self.structure, [f(*row) if is_like else entry for is_like, entry, *row in rows])
+        return unflatten(
+            self.structure, [f(*row) if is_like else entry for is_like, entry, *row in rows]
+        )

@@ -60,7 +60,9 @@ def loss_scaled(
     >>> params, state["scale"], state["skipped"]
     ([tensor([0.])], tensor(4.), tensor(1))
     """
-    limits = f"smallest <= initial <= largest must hold, above 0; got {smallest}, {initial}, {largest}"
+    limits = (
+        f"smallest <= initial <= largest must hold, above 0; got {smallest}, {initial}, {largest}"
+    )
     validate(
         "loss_scaled",
         within("(1, inf)", growth=growth),
@@ -75,17 +77,27 @@ def loss_scaled(
         return {"scale": torch.tensor(float(scale)), **counts, "skipped": skipped}
 
     def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
-        scale, finite, patience = float(state["scale"]), int(state["finite"]) + 1, int(state["patience"])
+        scale, finite, patience = (
+            float(state["scale"]),
+            int(state["finite"]) + 1,
+            int(state["patience"]),
+        )
         if not all_finite(grads):
             if patience > 1:
                 return False, None, entries(scale, 0, patience - 1, state["skipped"] + 1)
             return False, None, entries(max(scale * backoff, smallest), 0, 1, state["skipped"] + 1)
         unscaled = each_shard(lambda x: (x.float() if x.dtype.itemsize == 2 else x) / scale, grads)
         if finite >= interval:
-            return True, unscaled, entries(min(scale * growth, largest), 0, hysteresis, state["skipped"])
+            return (
+                True,
+                unscaled,
+                entries(min(scale * growth, largest), 0, hysteresis, state["skipped"]),
+            )
         return True, unscaled, entries(scale, finite, patience, state["skipped"])
 
-    scaled = conditional(opt, lambda params: entries(initial, 0, hysteresis, count_from_zero()), decide)
+    scaled = conditional(
+        opt, lambda params: entries(initial, 0, hysteresis, count_from_zero()), decide
+    )
     return scaled._replace(loss_scale=lambda state: state["scale"])
 
 

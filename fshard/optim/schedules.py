@@ -35,7 +35,11 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     >>> [rate(count) for count in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
     """
-    validate("schedules.linear", within("(-inf, inf)", start=start, end=end), within("[1, inf)", steps=steps))
+    validate(
+        "schedules.linear",
+        within("(-inf, inf)", start=start, end=end),
+        within("[1, inf)", steps=steps),
+    )
     return polynomial(start, end, steps, power=1.0)
 
 
@@ -66,7 +70,11 @@ def cosine(start: float, end: float, steps: int) -> Schedule:
     >>> [round(cosine(1.0, 0.0, 4)(count), 4) for count in (0, 1, 2, 4, 9)]
     [1.0, 0.8536, 0.5, 0.0, 0.0]
     """
-    validate("schedules.cosine", within("(-inf, inf)", start=start, end=end), within("[1, inf)", steps=steps))
+    validate(
+        "schedules.cosine",
+        within("(-inf, inf)", start=start, end=end),
+        within("[1, inf)", steps=steps),
+    )
     return lambda count: end + (start - end) * (1.0 + cos(pi * min(count, steps) / steps)) / 2.0
 
 
@@ -90,12 +98,21 @@ def step(start: float, *, every: int, factor: float = 0.1) -> Schedule:
     >>> [step(8.0, every=2, factor=0.5)(count) for count in range(5)]
     [8.0, 8.0, 4.0, 4.0, 2.0]
     """
-    validate("schedules.step", within("(-inf, inf)", start=start, factor=factor), within("[1, inf)", every=every))
+    validate(
+        "schedules.step",
+        within("(-inf, inf)", start=start, factor=factor),
+        within("[1, inf)", every=every),
+    )
     return lambda count: start * factor ** (count // every)
 
 
 def one_cycle(
-    peak: float, *, steps: int, rise: float = 0.3, start_divisor: float = 25.0, end_divisor: float = 1e4
+    peak: float,
+    *,
+    steps: int,
+    rise: float = 0.3,
+    start_divisor: float = 25.0,
+    end_divisor: float = 1e4,
 ) -> Schedule:
     """Rise along a cosine from peak / start_divisor in the fraction `rise` of the steps; fall to start / end_divisor.
 
@@ -135,6 +152,10 @@ def inverse_sqrt(peak: float, *, warmup: int) -> Schedule:
     >>> [inverse_sqrt(1.0, warmup=4)(count) for count in (0, 2, 4, 16)]
     [0.0, 0.5, 1.0, 0.5]
     """
-    validate("schedules.inverse_sqrt", within("(-inf, inf)", peak=peak), within("[0, inf)", warmup=warmup))
+    validate(
+        "schedules.inverse_sqrt",
+        within("(-inf, inf)", peak=peak),
+        within("[0, inf)", warmup=warmup),
+    )
     warmup = max(warmup, 1)
     return lambda count: peak * min(count / warmup, (warmup / max(count, 1)) ** 0.5)

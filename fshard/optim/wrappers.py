@@ -48,14 +48,19 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
 
     def zeros(leaves: Leaves) -> dict[str, PyTree]:
         seen = leaves.mapped(lambda leaf: count_from_zero() if trainable(leaf) else None)
-        sums = leaves.mapped(lambda leaf: map_shards(torch.zeros_like, leaf) if trainable(leaf) else None)
+        sums = leaves.mapped(
+            lambda leaf: map_shards(torch.zeros_like, leaf) if trainable(leaf) else None
+        )
         return {"seen": seen, "sums": sums}
 
     def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
         sums, count = Leaves.of(state["sums"]), state["count"] + 1
         gradients, seen = sums.beside(grads, "grads"), sums.beside(state["seen"], 'state["seen"]')
         if int(count) % every:
-            after = {"seen": sums.mapped(counted, seen, gradients), "sums": sums.mapped(_added, gradients)}
+            after = {
+                "seen": sums.mapped(counted, seen, gradients),
+                "sums": sums.mapped(_added, gradients),
+            }
             return False, None, {"count": count, **after}
         return True, sums.mapped(mean, seen, gradients), {"count": count, **zeros(sums)}
 
@@ -99,14 +104,20 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
         return Leaves.of(params).mapped(lambda x: stored(copy_of(x)) if trainable(x) else copied(x))
 
     def copy_of(x: Leaf) -> Leaf:
-        return moved([x], x.mesh, "disk", "host")[0] if isinstance(x, Sharded) and home_of(x) == "disk" else copied(x)
+        return (
+            moved([x], x.mesh, "disk", "host")[0]
+            if isinstance(x, Sharded) and home_of(x) == "disk"
+            else copied(x)
+        )
 
     @torch.no_grad()
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         updates, inner = opt.update(grads, state["inner"], params)
         averages = Leaves.of(state["ema"])
         after = averages.beside(apply_updates(params, updates), "params")
-        means = averages.mapped(lambda mean, x: map_shards(mixed, mean, x) if trainable(x) else x, after)
+        means = averages.mapped(
+            lambda mean, x: map_shards(mixed, mean, x) if trainable(x) else x, after
+        )
         return updates, {"ema": means, "inner": inner}
 
     def mixed(mean: Tensor, x: Tensor) -> Tensor:
@@ -119,14 +130,22 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
         after = averages.beside(params, "params")
         offload = current_offload()
         near = after if offload is None else fetched(after, offload)
-        pairs = [(averages.leaves[i], near[i]) for i in sorted({*averages.firsts}) if trainable(after[i])]
+        pairs = [
+            (averages.leaves[i], near[i]) for i in sorted({*averages.firsts}) if trainable(after[i])
+        ]
         for group in ShardLists.of_pairs(pairs).fetched():
             for mean, x in zip(group.params, group.grads, strict=True):
                 mean.lerp_(x, 1 - decay)
-        return params, {"ema": averages.mapped(lambda mean, x: mean if trainable(x) else x, after), "inner": inner}
+        return params, {
+            "ema": averages.mapped(lambda mean, x: mean if trainable(x) else x, after),
+            "inner": inner,
+        }
 
     return ArrayOptimizer(
-        lambda params: {"ema": averages_of(params), "inner": opt.init(params)}, update, step, opt.elementwise
+        lambda params: {"ema": averages_of(params), "inner": opt.init(params)},
+        update,
+        step,
+        opt.elementwise,
     )
 
 
@@ -143,7 +162,9 @@ def ema_params(state: PyTree) -> PyTree:
             return entry["ema"]
         if isinstance(entry, dict | tuple):
             entries += entry.values() if isinstance(entry, dict) else entry
-    raise OptimizerError("ema_params: there is no average in this state. Make the optimizer with ema(opt, decay).")
+    raise OptimizerError(
+        "ema_params: there is no average in this state. Make the optimizer with ema(opt, decay)."
+    )
 
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -169,22 +190,31 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
     @torch.no_grad()
     def init(params: PyTree) -> PyTree:
         leaves = Leaves.of(params)
-        masters = leaves.mapped(lambda leaf: stored(map_shards(_widened, leaf)) if _is_half(leaf) else None)
-        return {"master": masters, "inner": opt.init(_with_masters(leaves, Leaves.of(masters).leaves))}
+        masters = leaves.mapped(
+            lambda leaf: stored(map_shards(_widened, leaf)) if _is_half(leaf) else None
+        )
+        return {
+            "master": masters,
+            "inner": opt.init(_with_masters(leaves, Leaves.of(masters).leaves)),
+        }
 
     def stepped(step: Update) -> Update:
         @torch.no_grad()
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             leaves = Leaves.of(params)
             wide = leaves.mapped(
-                lambda p, g: map_shards(_widened, g) if g is not None and _is_half(p) else g, leaves.gradients(grads)
+                lambda p, g: map_shards(_widened, g) if g is not None and _is_half(p) else g,
+                leaves.gradients(grads),
             )
             masters = leaves.beside(state["master"], 'state["master"]')
             with rounding(zip(masters, leaves.leaves, strict=True)):
                 result, inner = step(wide, state["inner"], _with_masters(leaves, masters))
             after = leaves.beside(result, "the optimizer's results")
             rounded = leaves.mapped(_rounded, after, masters)
-            return rounded, {"master": leaves.mapped(lambda p, x: x if _is_half(p) else None, after), "inner": inner}
+            return rounded, {
+                "master": leaves.mapped(lambda p, x: x if _is_half(p) else None, after),
+                "inner": inner,
+            }
 
         return run
 
@@ -221,4 +251,6 @@ def _rounded(param: Leaf, master: Leaf, before: Leaf) -> Leaf:
 
 def _difference(new: Tensor, old: Tensor) -> Tensor:
     wide = torch.promote_types(old.dtype, torch.float32)
-    return torch.where(new == old, 0, new.to(wide) - old.to(wide))  # an infinite one that stays moves by 0
+    return torch.where(
+        new == old, 0, new.to(wide) - old.to(wide)
+    )  # an infinite one that stays moves by 0

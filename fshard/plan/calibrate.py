@@ -44,7 +44,10 @@ def _link(mesh: Mesh) -> NetworkLink:
     """Return latency and bandwidth as units of ZeRO-3 have them, with packing: of a gradient, less that of full tensors."""
     device, rows = mesh.device_type, list[tuple[int, float, float]]()
     for side in _UNIT_SIDES:
-        weights, batch = [torch.ones(side, side, device=device) for _ in range(_LENGTH)], torch.ones(mesh.size, side)
+        weights, batch = (
+            [torch.ones(side, side, device=device) for _ in range(_LENGTH)],
+            torch.ones(mesh.size, side),
+        )
         batch = batch.to(device)
         params = shard_params(weights, fsdp(mesh.axis_names, unit="[*]"), mesh=mesh)
         gradient = value_and_grad(_product, mesh=mesh, batch=P(mesh.axis_names))
@@ -58,7 +61,9 @@ def _link(mesh: Mesh) -> NetworkLink:
     return NetworkLink(0, max(many - few, 1.0) / max(long - short, 1e-9), short / max(calls, 1))
 
 
-def _median(call: Callable[[], object], device: str, meet: Callable[[], object] = lambda: None) -> float:
+def _median(
+    call: Callable[[], object], device: str, meet: Callable[[], object] = lambda: None
+) -> float:
     """Return the seconds of a call; `meet` lets all devices begin it together."""
     durations = list[float]()
     for _ in range(1 + _ROUNDS):
@@ -103,7 +108,9 @@ def _measured(device: str, axes: tuple[str, ...]) -> Cluster:
         halves.append(2 * _SIDES[0] ** 3 * max(flops[name] / rates[0] - 1, 0.0))
     x = torch.ones(1 << 24, device=device)
     bandwidth = 3 * x.nbytes / seconds(lambda: x + x)
-    launch = seconds(lambda: _chain(torch.ones(1, device=device, requires_grad=True))) / (2 * _LENGTH)
+    launch = seconds(lambda: _chain(torch.ones(1, device=device, requires_grad=True))) / (
+        2 * _LENGTH
+    )
     on_host = torch.empty(x.shape, pin_memory=x.is_cuda)
     host = x.nbytes / seconds(lambda: on_host.copy_(x))
     if device == "cuda":

@@ -100,7 +100,13 @@ class Cluster:
     def seconds_of_operation(self, name: str, dtype: str, flops: int, traffic: int) -> float:
         """Return the time of an operation: of its arithmetic or of its memory, whichever is longer."""
         part = self.efficiency
-        reached = part.attention if "attention" in name else part.matmul * flops / (flops + part.half) if flops else 1.0
+        reached = (
+            part.attention
+            if "attention" in name
+            else part.matmul * flops / (flops + part.half)
+            if flops
+            else 1.0
+        )
         arithmetic = flops / (self.peak(dtype) * reached)
         return max(arithmetic, traffic / (self.bandwidth * part.memory), part.launch)
 
@@ -127,7 +133,9 @@ class Cluster:
     def level_between(self, source: int, to: int) -> tuple[int, float, float]:
         """Return the level of the network between two devices, its bandwidth and its latency."""
         number = next(
-            i for i, link in enumerate(self.links) if not link.devices or source // link.devices == to // link.devices
+            i
+            for i, link in enumerate(self.links)
+            if not link.devices or source // link.devices == to // link.devices
         )
         bandwidth = min(link.bandwidth for link in self.links[: number + 1])
         return number, bandwidth * self.efficiency.link, self.links[number].latency
@@ -162,12 +170,16 @@ def cluster(name: str | Path, *, node: int | None = None) -> Cluster:
     elif path.suffix == ".toml" and path.is_file():
         text = path.read_text(encoding="utf-8")
     else:
-        raise PlanError(f"cluster must be one of {', '.join(PRESETS)}, or the path of a .toml file; got {str(name)!r}.")
+        raise PlanError(
+            f"cluster must be one of {', '.join(PRESETS)}, or the path of a .toml file; got {str(name)!r}."
+        )
     machine = _from_toml(text, str(name))
     if node is None:
         return machine
     if node < 1 or len(machine.links) < 2:
-        raise PlanError(f"cluster {name}: node must be >= 1, of a machine with links in a node; got {node}.")
+        raise PlanError(
+            f"cluster {name}: node must be >= 1, of a machine with links in a node; got {node}."
+        )
     return replace(machine, links=(replace(machine.links[0], devices=node), *machine.links[1:]))
 
 
@@ -178,7 +190,11 @@ def _from_toml(text: str, name: str) -> Cluster:
         raise PlanError(f"cluster {name}: the file must be TOML; {error}.") from error
     errors = _key_errors(table, Cluster, "")
     links = table.get("links", [])
-    errors += [error for i, link in enumerate(links) for error in _key_errors(link, NetworkLink, f"links[{i}].")]
+    errors += [
+        error
+        for i, link in enumerate(links)
+        for error in _key_errors(link, NetworkLink, f"links[{i}].")
+    ]
     errors += _key_errors(table.get("efficiency", {}), Efficiency, "efficiency.")
     if errors:
         raise PlanError(f"cluster {name}: {'; '.join(errors)}.")
@@ -191,10 +207,18 @@ def _key_errors(table: Mapping[str, Any], kind: Any, prefix: str) -> list[str]:
     """Return what is wrong with the keys of a table."""
     legal = {field.name: field for field in fields(kind)}
     needed = [key for key in legal if kind is not Efficiency and key != "efficiency"]
-    errors = [f"{prefix}{key} is unknown; the keys are {', '.join(legal)}" for key in table if key not in legal]
+    errors = [
+        f"{prefix}{key} is unknown; the keys are {', '.join(legal)}"
+        for key in table
+        if key not in legal
+    ]
     errors += [f"{prefix}{key} is missing" for key in needed if key not in table]
-    numeric = [key for key in table if key in legal and key not in ("name", "flops", "links", "efficiency")]
+    numeric = [
+        key for key in table if key in legal and key not in ("name", "flops", "links", "efficiency")
+    ]
     errors += [
-        f"{prefix}{key} must be a number; got {table[key]!r}" for key in numeric if type(table[key]) not in (int, float)
+        f"{prefix}{key} must be a number; got {table[key]!r}"
+        for key in numeric
+        if type(table[key]) not in (int, float)
     ]
     return errors

@@ -34,14 +34,24 @@ OPTIMIZER = with_master_weights(adamw(3e-4))
 
 def run_plan(arguments: Sequence[str]) -> int:
     """Search, print the table, and write the best plan if a file is given; return the exit status."""
-    parser = argparse.ArgumentParser(prog="fshard plan", description="Rank meshes and options of training a model.")
-    parser.add_argument("config", help="config.json of a Llama, Mistral, Qwen or GPT-2, or its folder")
+    parser = argparse.ArgumentParser(
+        prog="fshard plan", description="Rank meshes and options of training a model."
+    )
+    parser.add_argument(
+        "config", help="config.json of a Llama, Mistral, Qwen or GPT-2, or its folder"
+    )
     parser.add_argument("--devices", type=int, required=True, help="their number")
-    parser.add_argument("--gpu", required=True, help=f"{', '.join(PRESETS)}, or a file of fshard calibrate")
+    parser.add_argument(
+        "--gpu", required=True, help=f"{', '.join(PRESETS)}, or a file of fshard calibrate"
+    )
     parser.add_argument("--node", type=int, help="devices of a node")
     parser.add_argument("--global-batch", type=int, required=True, help="samples of a step")
-    parser.add_argument("--sequence", type=int, help="tokens of a sample; default: the most that the model takes")
-    parser.add_argument("-o", "--out", help="a TOML file for the best plan: fs.plan.ModelPlan.load, fshard explore")
+    parser.add_argument(
+        "--sequence", type=int, help="tokens of a sample; default: the most that the model takes"
+    )
+    parser.add_argument(
+        "-o", "--out", help="a TOML file for the best plan: fs.plan.ModelPlan.load, fshard explore"
+    )
     options = parser.parse_args(arguments)
     run = {name: getattr(options, name) for name in ("config", "gpu", "node", "sequence")}
     model, machine = model_and_machine(run)
@@ -82,8 +92,12 @@ def run_calibrate(arguments: Sequence[str]) -> int:
         prog="fshard calibrate", description="Measure this machine in about half a minute."
     )
     cores = torch.cuda.device_count() or max((os.cpu_count() or 1) // 2, 1)
-    parser.add_argument("--processes", type=int, default=cores, help="that compute at once (%(default)s)")
-    parser.add_argument("-o", "--out", default="cluster.toml", help="the file to write (%(default)s)")
+    parser.add_argument(
+        "--processes", type=int, default=cores, help="that compute at once (%(default)s)"
+    )
+    parser.add_argument(
+        "-o", "--out", default="cluster.toml", help="the file to write (%(default)s)"
+    )
     options = parser.parse_args(arguments)
     machine = launch(_measured, processes=options.processes)[0]
     machine.save(options.out)

@@ -102,12 +102,15 @@ class Cost(Tabular):
     def flops(self, dtype: str | None = None) -> int:
         """Return the operations of matrix products, convolutions and attention, of a dtype such as "bf16" or of all."""
         return max(
-            sum(x.flops for x in device.operations if dtype in (None, x.dtype)) for device in self.devices.values()
+            sum(x.flops for x in device.operations if dtype in (None, x.dtype))
+            for device in self.devices.values()
         )
 
     def traffic(self) -> int:
         """Return the bytes that operations read and write."""
-        return max(sum(event.traffic for event in device.operations) for device in self.devices.values())
+        return max(
+            sum(event.traffic for event in device.operations) for device in self.devices.values()
+        )
 
     def peak(self, kind: Memory = "device", purpose: Purpose | None = None) -> int:
         """Return the most bytes that a device has in a step; of a purpose: its bytes at that time."""
@@ -143,14 +146,24 @@ class Cost(Tabular):
             rows.setdefault((event.name, event.dtype), []).append(event)
         machine, efficiency = self.cluster, self.cluster.efficiency
         for (name, dtype), calls in rows.items():
-            flops, traffic = (sum(getattr(call, key) for call in calls) for key in ("flops", "traffic"))
-            seconds = sum(machine.seconds_of_operation(x.name, x.dtype, x.flops, x.traffic) for x in calls)
+            flops, traffic = (
+                sum(getattr(call, key) for call in calls) for key in ("flops", "traffic")
+            )
+            seconds = sum(
+                machine.seconds_of_operation(x.name, x.dtype, x.flops, x.traffic) for x in calls
+            )
             limits = {
                 "launch": efficiency.launch * len(calls),
                 "memory": traffic / (machine.bandwidth * efficiency.memory),
             }
             largest = max(limits, key=lambda key: limits[key])
-            limit = largest if seconds <= 1.001 * limits[largest] else "arithmetic" if flops else "memory"
+            limit = (
+                largest
+                if seconds <= 1.001 * limits[largest]
+                else "arithmetic"
+                if flops
+                else "memory"
+            )
             costs.append(OperationCost(name, dtype, len(calls), flops, traffic, seconds, limit))
         return sorted(costs, key=lambda row: -row.seconds)
 
@@ -158,27 +171,46 @@ class Cost(Tabular):
         """Return the numbers as a rich table."""
         from rich.table import Table
 
-        table = Table("what", "of", "amount", "seconds", title=f"a step on {self.mesh.size:,} x {self.cluster.name}")
+        table = Table(
+            "what",
+            "of",
+            "amount",
+            "seconds",
+            title=f"a step on {self.mesh.size:,} x {self.cluster.name}",
+        )
         for column in (2, 3):
             table.columns[column].justify = "right"
         table.add_row("operations", "matrix products", f"{self.flops():,}", "")
-        table.add_row("", "memory traffic, bytes", f"{self.traffic():,}", f"{self.times.compute:.3g}")
+        table.add_row(
+            "", "memory traffic, bytes", f"{self.traffic():,}", f"{self.times.compute:.3g}"
+        )
         for axes, seconds in self.times.network.items():
             rows = [event for event in self.devices[0].events if isinstance(event, CollectiveStart)]
             sent = sum(event.sent for event in rows if event.row.axes == axes)
             exposed = f"{seconds:.3g}, {self.times.exposed.get(axes, 0.0):.3g} exposed"
             table.add_row("network", f"{'+'.join(axes)}, bytes", f"{sent:,.0f}", exposed)
-        for source, target in dict.fromkeys(way for counts in self.comm.moves.values() for way in counts):
-            table.add_row("copies", f"{source} to {target}, bytes", f"{self.comm.moved(source, target):,}", "")
+        for source, target in dict.fromkeys(
+            way for counts in self.comm.moves.values() for way in counts
+        ):
+            table.add_row(
+                "copies", f"{source} to {target}, bytes", f"{self.comm.moved(source, target):,}", ""
+            )
         limit = "" if self.fits else f" of {self.cluster.memory:,.0f}: too many"
         if self.comm.calls(collective="send"):
             sent = float(self.comm.bytes(collective="send"))
-            table.add_row("stages", "messages, bytes", f"{sent:,.0f}", f"{self.times.idle:.3g} idle")
+            table.add_row(
+                "stages", "messages, bytes", f"{sent:,.0f}", f"{self.times.idle:.3g} idle"
+            )
         table.add_row("memory", "peak, bytes", f"{self.peak():,}{limit}", "")
         for holder in self.used.holders()[:4]:
             table.add_row("", f"{holder.purpose} at {holder.site}", f"{holder.bytes:,}", "")
         table.add_section()
-        table.add_row("step", "", f"{100 * self.utilization():.0f} % of peak operations", f"{self.seconds:.3g}")
+        table.add_row(
+            "step",
+            "",
+            f"{100 * self.utilization():.0f} % of peak operations",
+            f"{self.seconds:.3g}",
+        )
         return table
 
 
@@ -221,14 +253,18 @@ def cost(
         raise PlanError(f"plan.cost: sizes must name axes of {mesh}; got {', '.join(unknown)}.")
     mesh = make_mesh({**mesh.shape, **(sizes or {})}, runtime="abstract")
     axis = getattr(getattr(step, "stages", None), "axis", None)
-    devices = [0] if axis is None else [mesh.index({axis: index}) for index in range(mesh.shape[axis])]
+    devices = (
+        [0] if axis is None else [mesh.index({axis: index}) for index in range(mesh.shape[axis])]
+    )
     events = {device: list[Event]() for device in devices}
 
     def run(device: int) -> tuple[MemoryUsage, TracedLedger, list[PyTree]]:
         with setting(counters=()):
             trees = [abstract_like(tree, mesh, lambda x: x.layout.memory) for tree in arguments]
             called = changed(mesh=mesh)
-        *trees[:-1], _ = recorded(called, trees, events[device])[2]  # the second step knows the order of units
+        *trees[:-1], _ = recorded(called, trees, events[device])[
+            2
+        ]  # the second step knows the order of units
         used, comm, _ = recorded(called, trees, events[device])
         return used, comm, trees
 

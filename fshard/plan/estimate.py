@@ -85,7 +85,9 @@ class PlanEstimate:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of the fullest device, by purpose."""
-        return max(map(self._memory_of, range(self.plan.pipeline)), key=lambda sizes: sum(sizes.values()))
+        return max(
+            map(self._memory_of, range(self.plan.pipeline)), key=lambda sizes: sum(sizes.values())
+        )
 
     @property
     def peak(self) -> int:
@@ -97,17 +99,32 @@ class PlanEstimate:
         in_stages = plan.pipeline > 1
         sharded = [plan.zero_stage >= stage for stage in (3, 2, 1)]  # parameters, gradients, state
         sharded[1] &= not in_stages  # there they are reduced after the last microbatch
-        sizes = (cost.parameters, cost.sums if plan.microbatches > 1 else cost.gradients, cost.state)
-        parameters, gradients, state = (
-            size // plan.data if is_sharded else size for size, is_sharded in zip(sizes, sharded, strict=True)
+        sizes = (
+            cost.parameters,
+            cost.sums if plan.microbatches > 1 else cost.gradients,
+            cost.state,
         )
-        unit = max(stage.parameters for stage in self.stages) if in_stages else self.model.layer.parameters
+        parameters, gradients, state = (
+            size // plan.data if is_sharded else size
+            for size, is_sharded in zip(sizes, sharded, strict=True)
+        )
+        unit = (
+            max(stage.parameters for stage in self.stages)
+            if in_stages
+            else self.model.layer.parameters
+        )
         units = min(plan.chunks, 2) if in_stages else 2
         casts = cost.casts // (plan.data if sharded[2] else 1)
-        activations = int(self._simulation.peak_activations[coordinate] if in_stages else self.stages[0].saved)
+        activations = int(
+            self._simulation.peak_activations[coordinate] if in_stages else self.stages[0].saved
+        )
         activations += self.workspace(coordinate)
-        if plan.state_memory == "host":  # three groups are on the device, each of a part of the state or one large leaf
-            leaf = max(self.model.first.state, self.model.last.state) // (plan.data if sharded[2] else 1)
+        if (
+            plan.state_memory == "host"
+        ):  # three groups are on the device, each of a part of the state or one large leaf
+            leaf = max(self.model.first.state, self.model.last.state) // (
+                plan.data if sharded[2] else 1
+            )
             casts, state = casts + 3 * max(min(state // GROUPS, LARGEST), leaf), 0
         return {
             "parameters": parameters,
@@ -131,7 +148,11 @@ class PlanEstimate:
         )
         if self.plan.pipeline == 1:
             return size
-        stages = [cost for cost, device in zip(self.stages, schedule.placement, strict=True) if device == coordinate]
+        stages = [
+            cost
+            for cost, device in zip(self.stages, schedule.placement, strict=True)
+            if device == coordinate
+        ]
         return size + max(0, *(stage.gradients - stage.saved + layer.saved for stage in stages))
 
     # -- time -----------------------------------------------------------------------------------------------------------
@@ -140,11 +161,22 @@ class PlanEstimate:
     def _simulation(self) -> Any:
         """The run of the schedule, with the gathers and reductions of ZeRO-3 beside the computation."""
         is_sharded = self.plan.zero_stage == 3
-        exchanges = [self._exchange(stage.parameters) if is_sharded else 0.0 for stage in self.stages]
-        forward = [max(stage.forward, gather) for stage, gather in zip(self.stages, exchanges, strict=True)]
-        backward = [max(stage.backward, 2 * gather) for stage, gather in zip(self.stages, exchanges, strict=True)]
+        exchanges = [
+            self._exchange(stage.parameters) if is_sharded else 0.0 for stage in self.stages
+        ]
+        forward = [
+            max(stage.forward, gather) for stage, gather in zip(self.stages, exchanges, strict=True)
+        ]
+        backward = [
+            max(stage.backward, 2 * gather)
+            for stage, gather in zip(self.stages, exchanges, strict=True)
+        ]
         halves = [x / 2 for x in backward]
-        costs: dict[str, Any] = {"forward": forward, "backward_input": halves, "backward_weight": halves}
+        costs: dict[str, Any] = {
+            "forward": forward,
+            "backward_input": halves,
+            "backward_weight": halves,
+        }
         return self.plan.of_stages().simulate(
             **costs, send=self._message, activation=[stage.saved for stage in self.stages]
         )
@@ -154,7 +186,9 @@ class PlanEstimate:
         """The seconds of a message from one stage to the next."""
         if self.plan.pipeline == 1:
             return 0.0
-        _, bandwidth, latency = self.cluster.level_between(0, self.plan.devices // self.plan.pipeline)
+        _, bandwidth, latency = self.cluster.level_between(
+            0, self.plan.devices // self.plan.pipeline
+        )
         return latency + self.model.message / bandwidth
 
     def _exchange(self, size: float, axis: str = "data") -> float:
@@ -168,7 +202,11 @@ class PlanEstimate:
     @cached_property
     def _levels(self) -> dict[str, tuple[int, float, float]]:
         mesh = make_mesh(self.mesh, runtime="abstract")
-        return {axis: self.cluster.level(mesh, (axis,)) for axis in ("replica", "data") if axis in self.mesh}
+        return {
+            axis: self.cluster.level(mesh, (axis,))
+            for axis in ("replica", "data")
+            if axis in self.mesh
+        }
 
     def approximate_seconds(self) -> float:
         """Return the seconds of a step by a formula: the work of the slowest device, and the bubble of its schedule."""
@@ -228,14 +266,19 @@ class PlanEstimate:
 
     def utilization(self, flops: float | None = None) -> float:
         """Return the part of peak operations in bfloat16 that are done; of the model's alone, if their number is given."""
-        return (flops or self.flops) / (self.seconds * self.plan.devices * self.cluster.peak("bf16"))
+        return (flops or self.flops) / (
+            self.seconds * self.plan.devices * self.cluster.peak("bf16")
+        )
 
     def explain(self) -> str:
         """Return the terms of time and memory as text."""
         times, sizes = self.terms, self.memory()
         rows = [f"{name:22}{1e3 * x:12,.1f} ms" for name, x in times.items()]
         rows += [f"{name:22}{x / 1e9:12,.2f} GB" for name, x in sizes.items()]
-        total = f"{'step':22}{1e3 * self.seconds:12,.1f} ms", f"{'peak':22}{self.peak / 1e9:12,.2f} GB"
+        total = (
+            f"{'step':22}{1e3 * self.seconds:12,.1f} ms",
+            f"{'peak':22}{self.peak / 1e9:12,.2f} GB",
+        )
         return "\n".join((*rows[: len(times)], total[0], *rows[len(times) :], total[1]))
 
     # -- the program ----------------------------------------------------------------------------------------------------
@@ -264,8 +307,13 @@ class PlanEstimate:
         """
         mesh = make_mesh(self.mesh) if mesh is None else mesh
         if dict(mesh.shape) != self.mesh:
-            raise PlanError(f"plan.build: mesh must have the sizes of the plan, {self.mesh}; got {mesh}.")
-        layered, module = self.tracer.model, copied(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
+            raise PlanError(
+                f"plan.build: mesh must have the sizes of the plan, {self.mesh}; got {mesh}."
+            )
+        layered, module = (
+            self.tracer.model,
+            copied(model, {id(x): x for x in (*model.parameters(), *model.buffers())}),
+        )
         make = layered.program if self.plan.pipeline == 1 else layered.staged_program
         step, arguments = make(module, self.plan, mesh)
         return step, *arguments
@@ -285,4 +333,8 @@ class PlanEstimate:
         """Return by how much memory is passed, and for what; "" if the plan fits."""
         over = self.peak - self.cluster.memory
         name, size = max(self.memory().items(), key=lambda pair: pair[1])
-        return "" if over <= 0 else f"{over / 1e9:,.2f} GB over the memory; {size / 1e9:,.2f} are for {name}"
+        return (
+            ""
+            if over <= 0
+            else f"{over / 1e9:,.2f} GB over the memory; {size / 1e9:,.2f} are for {name}"
+        )

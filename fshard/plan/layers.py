@@ -66,7 +66,9 @@ class LayerCost:
 
     def times(self, count: int) -> LayerCost:
         """Return the cost of a number of such layers."""
-        return LayerCost(**{name: x if name == "workspace" else x * count for name, x in vars(self).items()})
+        return LayerCost(
+            **{name: x if name == "workspace" else x * count for name, x in vars(self).items()}
+        )
 
 
 class ModelCost(NamedTuple):
@@ -129,7 +131,9 @@ class LayerTrace:
         self.begins, self.active = dict[str, int](), dict[str, int]()
         module = model.build(1)
         layers = cast(nn.ModuleList, module.get_submodule(model.blocks))
-        layers[0] = WatchedLayer(layers[0], lambda *args, **kwargs: self.call_layer(*args, **kwargs))
+        layers[0] = WatchedLayer(
+            layers[0], lambda *args, **kwargs: self.call_layer(*args, **kwargs)
+        )
         self.step, self.arguments = model.program(module, plan, self.mesh, self.loss)
         self.record(rows=1, recompute="never")  # the first step checks what later ones do not
 
@@ -137,7 +141,10 @@ class LayerTrace:
         """Begin a phase of the step."""
         for counter in ambient.counters:
             counter.usage.free_dead()
-            self.begins[phase], self.active[phase] = len(self.events), counter.usage.purposes["activations"]
+            self.begins[phase], self.active[phase] = (
+                len(self.events),
+                counter.usage.purposes["activations"],
+            )
 
     def call_layer(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the layer: a phase of the forward, and of the backward."""
@@ -170,7 +177,10 @@ class LayerTrace:
         self.begins, self.active, self.recompute = {"first": 0}, {"first": 0}, recompute
 
         def run(_: int) -> None:
-            trees = [abstract_like(x, self.mesh, lambda x: x.layout.memory) for x in (*self.arguments, batch)]
+            trees = [
+                abstract_like(x, self.mesh, lambda x: x.layout.memory)
+                for x in (*self.arguments, batch)
+            ]
             recorded(self.step, trees, self.events)
 
         represented([0], None, run, TracedMail({0: self.events}))
@@ -208,13 +218,19 @@ class LayerTracer:
 
     def cost(self, plan: ModelPlan) -> ModelCost:
         """Return the costs of a microbatch, on the devices that share it."""
-        shared = {name: getattr(plan, name) for name in ("tensor", "sequence", "sequence_mode", "experts")}
+        shared = {
+            name: getattr(plan, name) for name in ("tensor", "sequence", "sequence_mode", "experts")
+        }
         key = ModelPlan(**shared, recompute=plan.recompute, rows=plan.rows)
         if key not in self.costs:
             two, four = (self._traced(replace(key, rows=rows)) for rows in (2, 4))
-            step: TracedStep = {2: two, 4: four}.get(plan.rows) or _between(two, four, (plan.rows - 2) / 2)
+            step: TracedStep = {2: two, 4: four}.get(plan.rows) or _between(
+                two, four, (plan.rows - 2) / 2
+            )
             tokens = plan.tensor if plan.sequence_mode == "megatron" else plan.sequence
-            first, layer, last = _costs_of(step, self.cluster, make_mesh(key.mesh, runtime="abstract"))
+            first, layer, last = _costs_of(
+                step, self.cluster, make_mesh(key.mesh, runtime="abstract")
+            )
             self.costs[key] = ModelCost(first, layer, last, self._message * plan.rows // tokens)
         return self.costs[key]
 
@@ -242,7 +258,9 @@ class LayerTracer:
 def _between(x: Any, y: Any, fraction: float) -> Any:
     """Return a value, or a tree of them, on the line through two: x is at 0, y at 1."""
     if isinstance(x, dict):
-        return {key: _between(value, y[key], fraction) for key, value in cast(dict[str, Any], x).items()}
+        return {
+            key: _between(value, y[key], fraction) for key, value in cast(dict[str, Any], x).items()
+        }
     if isinstance(x, list | tuple):
         values = [_between(a, b, fraction) for a, b in zip(cast(Sequence[Any], x), y, strict=True)]
         return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
@@ -255,20 +273,28 @@ def _costs_of(step: TracedStep, cluster: Cluster, mesh: Mesh) -> list[LayerCost]
     operations = [event for event in step.events if isinstance(event, Operation)]
     phases = [*dict.fromkeys(event.unit for event in operations)]
     begins = [*map(times.begins.__getitem__, phases), times.step]
-    seconds = {phase: end - begin for phase, (begin, end) in zip(phases, pairwise(begins), strict=True)}
+    seconds = {
+        phase: end - begin for phase, (begin, end) in zip(phases, pairwise(begins), strict=True)
+    }
     most = dict[str, int]()
     for event in operations:
         most[event.unit] = max(_bytes(event, "activations"), most.get(event.unit, 0))
     gradients = [_bytes(event, "gradients") for event in operations if event.unit != "update"]
     total = sum(step.parameters.values())
-    casts = max(sum(event.memory) for event in operations if event.unit == "update") - total - step.state
+    casts = (
+        max(sum(event.memory) for event in operations if event.unit == "update")
+        - total
+        - step.state
+    )
     costs, later, ends = list[LayerCost](), total, ("layer", "last", "backward")
     for phase, end, backward in zip(
         step.parameters, ends, ("first backward", "layer backward", "backward"), strict=True
     ):
         size, saved = step.parameters[phase], step.active[end]
         share, later = size / max(total, 1), later - size
-        held = saved + (0 if any(gradients[:-2]) else later)  # gradients are activations until all are there
+        held = saved + (
+            0 if any(gradients[:-2]) else later
+        )  # gradients are activations until all are there
         costs.append(
             LayerCost(
                 forward=seconds[phase],

@@ -61,12 +61,17 @@ class ModelPlan:
 
     def __post_init__(self) -> None:
         legal = {"zero_stage": (0, 1, 2, 3), "recompute": RECOMPUTE, "schedule": (*BUILDERS,)}
-        legal |= {"sequence_mode": (*get_args(Algorithm), "megatron"), "state_memory": ("device", "host")}
+        legal |= {
+            "sequence_mode": (*get_args(Algorithm), "megatron"),
+            "state_memory": ("device", "host"),
+        }
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         errors = [
             f"{name} must be one of {', '.join(map(str, legal[name]))}; got {x!r}"
             for name, x in values.items()
-            if name in legal and x not in legal[name] and not (name == "recompute" and kept_names(x))
+            if name in legal
+            and x not in legal[name]
+            and not (name == "recompute" and kept_names(x))
         ]
         errors += [
             f"{name} must be an integer >= 1; got {x!r}"
@@ -79,7 +84,12 @@ class ModelPlan:
     @property
     def mesh(self) -> dict[str, int]:
         """The sizes of the mesh, for `make_mesh`."""
-        sizes = {"replica": self.replicas, "data": self.data, "expert": self.experts, "seq": self.sequence}
+        sizes = {
+            "replica": self.replicas,
+            "data": self.data,
+            "expert": self.experts,
+            "seq": self.sequence,
+        }
         some = {axis: size for axis, size in sizes.items() if size > 1 or axis == "data"}
         return {"pipe": self.pipeline, **some, "model": self.tensor}
 
@@ -95,7 +105,9 @@ class ModelPlan:
 
     def of_stages(self) -> Schedule:
         """Return the schedule of the stages."""
-        return _schedule(self.schedule, self.chunks * self.pipeline, self.microbatches, self.pipeline)
+        return _schedule(
+            self.schedule, self.chunks * self.pipeline, self.microbatches, self.pipeline
+        )
 
     def plugin(self, *, blocks: str, sample: Any = None) -> HybridParallelPlugin:
         """Return the plugin of a Booster.
@@ -105,19 +117,31 @@ class ModelPlan:
             sample: a microbatch, by which stages and layers are planned: see `HybridParallelPlugin`.
         """
         errors = list[str]()
-        if self.recompute not in ("never", "full") or (self.recompute == "full" and self.pipeline == 1):
+        if self.recompute not in ("never", "full") or (
+            self.recompute == "full" and self.pipeline == 1
+        ):
             errors.append(
                 f'recompute must be "never", or "full" in stages; got "{self.recompute}": wrap the layers in fs.remat'
             )
         if self.microbatches > 1 and self.pipeline == 1:
-            errors.append(f"microbatches must be 1 without stages; got {self.microbatches}: accumulate in the loop")
+            errors.append(
+                f"microbatches must be 1 without stages; got {self.microbatches}: accumulate in the loop"
+            )
         if self.replicas > 1:
             errors.append(f"replicas must be 1; got {self.replicas}")
         if self.state_memory != "device":
-            errors.append('state_memory must be "device": the plugin\'s offload= updates on the host')
+            errors.append(
+                'state_memory must be "device": the plugin\'s offload= updates on the host'
+            )
         if errors:
-            raise PlanError(f"plan.plugin: {'; '.join(errors)}, and take fs.Booster(replace(plan, ...).plugin(...)).")
-        stages: dict[str, Any] = {"microbatches": self.microbatches, "schedule": self.schedule, "chunks": self.chunks}
+            raise PlanError(
+                f"plan.plugin: {'; '.join(errors)}, and take fs.Booster(replace(plan, ...).plugin(...))."
+            )
+        stages: dict[str, Any] = {
+            "microbatches": self.microbatches,
+            "schedule": self.schedule,
+            "chunks": self.chunks,
+        }
         stages |= {"blocks": blocks, "recompute": 1 if self.recompute == "full" else "never"}
         return HybridParallelPlugin(
             data=self.data,
@@ -136,10 +160,13 @@ class ModelPlan:
         plan = self
         while plan.devices > devices:
             axis = max(
-                ("data", "pipeline", "tensor", "sequence", "experts", "replicas"), key=lambda name: getattr(plan, name)
+                ("data", "pipeline", "tensor", "sequence", "experts", "replicas"),
+                key=lambda name: getattr(plan, name),
             )
             if getattr(plan, axis) % 2:
-                raise PlanError(f"plan.scaled: {axis} must be a multiple of two; got {getattr(plan, axis)}.")
+                raise PlanError(
+                    f"plan.scaled: {axis} must be a multiple of two; got {getattr(plan, axis)}."
+                )
             plan = replace(plan, **{axis: getattr(plan, axis) // 2})
         return plan
 
@@ -162,7 +189,9 @@ class ModelPlan:
         table.pop("run", None)
         keys = [field.name for field in fields(cls)]
         if unknown := [key for key in table if key not in keys]:
-            raise PlanError(f"plan.load: {path} must have keys of {', '.join(keys)}; got {', '.join(unknown)}.")
+            raise PlanError(
+                f"plan.load: {path} must have keys of {', '.join(keys)}; got {', '.join(unknown)}."
+            )
         return cls(**table)
 
 
@@ -173,7 +202,11 @@ def kept_names(recompute: object) -> tuple[str, ...]:
     (('attention', 'mlp'), ())
     """
     before, exception, names = str(recompute).partition("except ")
-    return tuple(name.strip() for name in names.split(",") if name.strip()) if exception and not before else ()
+    return (
+        tuple(name.strip() for name in names.split(",") if name.strip())
+        if exception and not before
+        else ()
+    )
 
 
 def table_of(path: str | Path) -> dict[str, Any]:
@@ -188,5 +221,8 @@ def table_of(path: str | Path) -> dict[str, Any]:
 def _schedule(name: str, stages: int, microbatches: int, devices: int) -> Schedule:
     """Return the schedule, which many plans have."""
     return pipeline_schedule(
-        name, stages=stages, microbatches=microbatches, devices=devices if name in IN_LOOPS else None
+        name,
+        stages=stages,
+        microbatches=microbatches,
+        devices=devices if name in IN_LOOPS else None,
     )

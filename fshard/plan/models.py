@@ -105,7 +105,9 @@ class Transformer:
             return Decoder(self, self.layers if layers is None else layers).to(self.dtype)
 
     @classmethod
-    def from_config(cls, source: str | Path | Mapping[str, Any], *, sequence: int | None = None) -> Transformer:
+    def from_config(
+        cls, source: str | Path | Mapping[str, Any], *, sequence: int | None = None
+    ) -> Transformer:
         """Return the sizes in a `config.json` of Hugging Face, of a Llama, Mistral, Mixtral, Qwen or GPT-2.
 
         Args:
@@ -127,25 +129,39 @@ class Transformer:
         is_gpt2 = config.get("model_type") == "gpt2"
         sizes["ffn"] = sizes["ffn"] or (4 * (sizes["hidden"] or 0) if is_gpt2 else None)
         if missing := [" or ".join(_KEYS[name]) for name, size in sizes.items() if not size]:
-            raise PlanError(f"plan: config.json must have {', '.join(missing)}; it has {', '.join(sorted(config))}.")
-        if other := [key for key in ("kv_lora_rank", "n_shared_experts", "first_k_dense_replace") if config.get(key)]:
+            raise PlanError(
+                f"plan: config.json must have {', '.join(missing)}; it has {', '.join(sorted(config))}."
+            )
+        if other := [
+            key
+            for key in ("kv_lora_rank", "n_shared_experts", "first_k_dense_replace")
+            if config.get(key)
+        ]:
             raise PlanError(
                 f"plan: config.json must be of equal layers with usual attention; got {', '.join(other)}. "
                 "Build the model, and give it."
             )
         experts = _found(config, _EXPERT_KEYS)
         sizes |= {name: size or 0 for name, size in experts.items()} if experts["experts"] else {}
-        tied, dropout = bool(config.get("tie_word_embeddings", is_gpt2)), config.get("resid_pdrop", 0.0)
+        tied, dropout = (
+            bool(config.get("tie_word_embeddings", is_gpt2)),
+            config.get("resid_pdrop", 0.0),
+        )
         return cls(**sizes, gated=not is_gpt2, tied=tied, bias=is_gpt2, dropout=dropout)
 
 
 def _found(config: Mapping[str, Any], keys: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     """Return the values of the first key that a configuration has, None if it has none."""
-    return {name: next((config[key] for key in legal if config.get(key)), None) for name, legal in keys.items()}
+    return {
+        name: next((config[key] for key in legal if config.get(key)), None)
+        for name, legal in keys.items()
+    }
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    return functional.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True, enable_gqa=True)
+    return functional.scaled_dot_product_attention(
+        q, k, v, None, dropout, is_causal=True, enable_gqa=True
+    )
 
 
 def _by_formula(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
@@ -179,15 +195,22 @@ class DecoderBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the hidden states after the block."""
         y = self.norm(x)
-        q, k, v = (layer(y).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        y = checkpoint_name(self.attention(q, k, v, self.dropout if self.training else 0.0), "attention")
+        q, k, v = (
+            layer(y).unflatten(-1, (-1, self.width)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        y = checkpoint_name(
+            self.attention(q, k, v, self.dropout if self.training else 0.0), "attention"
+        )
         x = x + self._dropped(self.out(y.transpose(1, 2).flatten(2)))
         y = self.norm2(x)
         if self.experts is not None:
             return x + self._dropped(self.experts(y.flatten(0, 1)).unflatten(0, y.shape[:2]))
         up = checkpoint_name(self.up(y), "mlp")
         gate = None if self.gate is None else checkpoint_name(self.gate(y), "mlp")
-        return x + self._dropped(self.down(functional.gelu(up) if gate is None else functional.silu(gate) * up))
+        return x + self._dropped(
+            self.down(functional.gelu(up) if gate is None else functional.silu(gate) * up)
+        )
 
     def _dropped(self, x: Tensor) -> Tensor:
         return functional.dropout(x, self.dropout, self.training) if self.dropout else x

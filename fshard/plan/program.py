@@ -91,7 +91,11 @@ class LayeredModel:
     def call(self, model: Callable[..., Any], batch: PyTree, *before: Any) -> Any:
         """Call the model with a batch."""
         arguments = self.arguments(batch)
-        return model(*before, **arguments) if isinstance(arguments, Mapping) else model(*before, *arguments)
+        return (
+            model(*before, **arguments)
+            if isinstance(arguments, Mapping)
+            else model(*before, *arguments)
+        )
 
     def loss_of(self, output: Any, batch: PyTree, plan: Plan | None = None) -> Tensor:
         """Return the loss of an output; `plan` is that of the layers."""
@@ -111,7 +115,11 @@ class LayeredModel:
         return module
 
     def program(
-        self, module: nn.Module, plan: ModelPlan, mesh: Mesh, loss: Callable[..., Tensor] | None = None
+        self,
+        module: nn.Module,
+        plan: ModelPlan,
+        mesh: Mesh,
+        loss: Callable[..., Tensor] | None = None,
     ) -> TrainingProgram:
         """Return the step of a plan without stages, and its arguments.
 
@@ -121,13 +129,18 @@ class LayeredModel:
             mesh: the devices.
             loss: instead of `loss_of`.
         """
-        layers, loss = self.layer_plan(self.recomputed(module, plan.recompute), plan), loss or self.loss_of
+        layers, loss = (
+            self.layer_plan(self.recomputed(module, plan.recompute), plan),
+            loss or self.loss_of,
+        )
         experts = ("expert",) if plan.experts > 1 else ()
         within: Any = None if layers is None else layers.rules
         if self.experts:
             inner = tuple(axis for axis in ("seq", "model") if mesh.shape.get(axis, 1) > 1)
             specs = shard_experts(module, experts, inner)
-            within = within or {name: spec for leaves in specs.values() for name, spec in leaves.items()} | {"**": P()}
+            within = within or {
+                name: spec for leaves in specs.values() for name, spec in leaves.items()
+            } | {"**": P()}
         apply, params, buffers = functionalize(module.train(), plan=layers)
 
         def loss_fn(params: PyTree, *arguments: PyTree) -> Any:
@@ -137,7 +150,11 @@ class LayeredModel:
             return (value, after) if current else value
 
         axes, local = ("data", *experts), (*experts, *(() if layers is None else layers.axes))
-        rules = fsdp(axes, unit=f"{self.blocks}.*", within=within) if plan.zero_stage == 3 else within or P()
+        rules = (
+            fsdp(axes, unit=f"{self.blocks}.*", within=within)
+            if plan.zero_stage == 3
+            else within or P()
+        )
         params = shard_params(params, rules, mesh=mesh)
         opt = partition_optimizer(
             self.optimizer,
@@ -156,7 +173,9 @@ class LayeredModel:
     def staged_program(self, module: nn.Module, plan: ModelPlan, mesh: Mesh) -> TrainingProgram:
         """Return the step of a plan with stages, and its arguments: see `program`."""
         sample = map_leaves(lambda x: torch.zeros_like(x, device="cpu"), self.arguments(self.batch))
-        plugin = replace(replace(plan, recompute="never").plugin(blocks=self.blocks, sample=sample), mesh=mesh)
+        plugin = replace(
+            replace(plan, recompute="never").plugin(blocks=self.blocks, sample=sample), mesh=mesh
+        )
         module = self.recomputed(module, plan.recompute)
         source = optimizer_source(self.optimizer, dict(module.named_parameters()), "plan.build")
         stages, params, buffers = shard_model(plugin, module, source)
@@ -164,9 +183,13 @@ class LayeredModel:
         opt = partitioned(plugin, source)()
         if not any(buffers):
             options["has_buffers"] = False
-            stages = [x if isinstance(x, nn.Module) else partial(_without_buffers, x) for x in stages]
+            stages = [
+                x if isinstance(x, nn.Module) else partial(_without_buffers, x) for x in stages
+            ]
         step = train_step(stages, opt, donate=True, **options)
-        return TrainingProgram(step, [params, opt.init(params), *([buffers] if any(buffers) else [])])
+        return TrainingProgram(
+            step, [params, opt.init(params), *([buffers] if any(buffers) else [])]
+        )
 
     def layer_plan(self, module: nn.Module, plan: ModelPlan) -> Plan | None:
         """Return how layers and tokens are sharded."""
@@ -187,25 +210,40 @@ class LayeredModel:
 
 
 def layered_model(
-    model: nn.Module | Transformer, batch: PyTree, optimizer: Optimizer, loss: Loss | None, blocks: str | None
+    model: nn.Module | Transformer,
+    batch: PyTree,
+    optimizer: Optimizer,
+    loss: Loss | None,
+    blocks: str | None,
 ) -> LayeredModel:
     """Return the model as one with a number of layers."""
     if isinstance(model, Transformer):
         ids = torch.empty(1, model.sequence, dtype=torch.int64, device="meta")
-        return LayeredModel(model.build, "layers", model.layers, (ids, ids), loss, optimizer, model.experts)
+        return LayeredModel(
+            model.build, "layers", model.layers, (ids, ids), loss, optimizer, model.experts
+        )
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PlanError(
             f"plan.search: model must be a module or a Transformer; got {type(model).__name__}. Programs: plan.rank."
         )
-    lists = {name: len(child) for name, child in model.named_modules() if isinstance(child, nn.ModuleList)}
+    lists = {
+        name: len(child)
+        for name, child in model.named_modules()
+        if isinstance(child, nn.ModuleList)
+    }
     if blocks is None and not lists:
         raise PlanError(
             "plan.search: the model must have its repeated layers in a ModuleList; got none. Name one: blocks=."
         )
     path = blocks or max(lists, key=lambda name: lists[name])
     if path not in lists:
-        raise PlanError(f"plan.search: blocks must be a ModuleList of the model, {', '.join(lists)}; got {path!r}.")
-    shapes = [{name: x.shape for name, x in layer.named_parameters()} for layer in model.get_submodule(path).children()]
+        raise PlanError(
+            f"plan.search: blocks must be a ModuleList of the model, {', '.join(lists)}; got {path!r}."
+        )
+    shapes = [
+        {name: x.shape for name, x in layer.named_parameters()}
+        for layer in model.get_submodule(path).children()
+    ]
     if different := [str(index) for index, shape in enumerate(shapes) if shape != shapes[0]]:
         raise PlanError(
             f"plan.search: the layers {path} must have equal parameters; those of {', '.join(different)} differ from 0's. "
@@ -213,9 +251,17 @@ def layered_model(
         )
     sample = map_leaves(lambda x: x[:1].to("meta"), batch)
     experts = [x.router.out_features for x in model.modules() if isinstance(x, MoE)]
-    experts += [int(x.num_experts) for x in cast(Any, model).modules() if hasattr(x, "_is_expert_parallel")]
+    experts += [
+        int(x.num_experts) for x in cast(Any, model).modules() if hasattr(x, "_is_expert_parallel")
+    ]
     return LayeredModel(
-        partial(_shortened, model, path), path, lists[path], sample, loss, optimizer, max(experts, default=0)
+        partial(_shortened, model, path),
+        path,
+        lists[path],
+        sample,
+        loss,
+        optimizer,
+        max(experts, default=0),
     )
 
 

@@ -43,7 +43,9 @@ class RankedPlan(NamedTuple):
         times = self.cost.times if self.cost is not None else None
         if times is None:
             return {}
-        exposed = {f"network along {'+'.join(axes)}": seconds for axes, seconds in times.exposed.items()}
+        exposed = {
+            f"network along {'+'.join(axes)}": seconds for axes, seconds in times.exposed.items()
+        }
         return {"operations": times.compute, **exposed, "copies": times.copies}
 
 
@@ -70,7 +72,15 @@ class Ranking(Tabular):
         """Return the plans as a rich table."""
         from rich.table import Table
 
-        table = Table("mesh", "options", "step, s", "of peak", "memory, bytes", "why not the first", title="plans")
+        table = Table(
+            "mesh",
+            "options",
+            "step, s",
+            "of peak",
+            "memory, bytes",
+            "why not the first",
+            title="plans",
+        )
         for column in (2, 3, 4):
             table.columns[column].justify = "right"
         for plan in (*self.plans, *self.rejected):
@@ -78,8 +88,17 @@ class Ranking(Tabular):
                 table.add_section()
             numbers = ("", "", "")
             if plan.cost is not None:
-                numbers = f"{plan.cost.seconds:.3g}", f"{100 * plan.cost.utilization():.0f} %", f"{plan.cost.peak():,}"
-            table.add_row(_written(plan.sizes), _written(plan.options), *numbers, plan.reason or self._slower(plan))
+                numbers = (
+                    f"{plan.cost.seconds:.3g}",
+                    f"{100 * plan.cost.utilization():.0f} %",
+                    f"{plan.cost.peak():,}",
+                )
+            table.add_row(
+                _written(plan.sizes),
+                _written(plan.options),
+                *numbers,
+                plan.reason or self._slower(plan),
+            )
         return table
 
     def _slower(self, plan: RankedPlan) -> str:
@@ -138,10 +157,14 @@ def rank(
         raise PlanError(
             f"plan.rank: the sizes of {', '.join(axes)} must have a product of {devices}; got none that has."
         )
-    fitting = [(plan.cost.seconds, plan) for plan in tried if plan.cost is not None and not plan.reason]
+    fitting = [
+        (plan.cost.seconds, plan) for plan in tried if plan.cost is not None and not plan.reason
+    ]
     rejected = [plan for plan in tried if plan.reason]
     if not fitting:
-        least = min(rejected, key=lambda plan: float("inf") if plan.cost is None else plan.cost.peak())
+        least = min(
+            rejected, key=lambda plan: float("inf") if plan.cost is None else plan.cost.peak()
+        )
         raise PlanError(
             f"plan.rank: no plan of {devices} devices fits; the nearest is {_written({**least.sizes, **least.options})}: "
             f"{least.reason}. Take more devices, a higher stage of ZeRO, recomputation or smaller microbatches."
@@ -149,16 +172,23 @@ def rank(
     return Ranking([plan for _, plan in sorted(fitting, key=lambda pair: pair[0])], rejected)
 
 
-def _meshes(devices: int, axes: Sequence[str] | Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
+def _meshes(
+    devices: int, axes: Sequence[str] | Mapping[str, Sequence[int]]
+) -> Iterator[dict[str, int]]:
     """Yield the sizes of axes whose product is the number of devices."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
-    legal = [[size for size in divisors if not isinstance(axes, Mapping) or size in axes[axis]] for axis in axes]
+    legal = [
+        [size for size in divisors if not isinstance(axes, Mapping) or size in axes[axis]]
+        for axis in axes
+    ]
     for sizes in product(*legal):
         if prod(sizes) == devices:
             yield dict(zip(axes, sizes, strict=True))
 
 
-def _tried(program: Program, sizes: Mapping[str, int], options: Mapping[str, Any], cluster: Cluster) -> RankedPlan:
+def _tried(
+    program: Program, sizes: Mapping[str, int], options: Mapping[str, Any], cluster: Cluster
+) -> RankedPlan:
     try:
         step, arguments = program(make_mesh(sizes, runtime="abstract"), **options)
         report = cost(step, *arguments, cluster=cluster)

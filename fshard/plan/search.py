@@ -71,7 +71,17 @@ class Plans(Tabular):
         """Return the ten best plans and those that were rejected as a rich table."""
         from rich.table import Table
 
-        table = Table("mesh", "ZeRO", "microbatches", "schedule", "recompute", "step, s", "MFU", "GB", "why not")
+        table = Table(
+            "mesh",
+            "ZeRO",
+            "microbatches",
+            "schedule",
+            "recompute",
+            "step, s",
+            "MFU",
+            "GB",
+            "why not",
+        )
         for column in (1, 5, 6, 7):
             table.columns[column].justify = "right"
         for estimate in self.estimates[:10]:
@@ -194,7 +204,9 @@ def search(
 def _counts(devices: int | Sequence[int], global_batch: int) -> tuple[int, ...]:
     counts = (devices,) if isinstance(devices, int) else tuple(devices)
     if not counts or min(*counts, global_batch) < 1:
-        raise PlanError(f"plan.search: devices and global_batch must be >= 1; got {devices} and {global_batch}.")
+        raise PlanError(
+            f"plan.search: devices and global_batch must be >= 1; got {devices} and {global_batch}."
+        )
     return counts
 
 
@@ -214,16 +226,25 @@ def least_memory(estimate: PlanEstimate) -> int:
     for coordinate, cost in enumerate(estimate.by_device):
         state = cost.state if plan.state_memory == "device" else 0
         shares = (cost.parameters, 3), (cost.gradients, 2 if plan.pipeline == 1 else 4), (state, 1)
-        static = sum(size // plan.data if plan.zero_stage >= stage else size for size, stage in shares)
+        static = sum(
+            size // plan.data if plan.zero_stage >= stage else size for size, stage in shares
+        )
         layers = estimate.layers // (plan.pipeline * plan.chunks) * plan.chunks
-        saved = cost.saved // plan.chunks if coordinate else estimate.model.layer.saved * layers * estimate.in_flight
+        saved = (
+            cost.saved // plan.chunks
+            if coordinate
+            else estimate.model.layer.saved * layers * estimate.in_flight
+        )
         sizes.append(static + saved + estimate.workspace(coordinate))
     return max(sizes)
 
 
 _GOALS: dict[str, tuple[Callable[[PlanEstimate], float], Callable[[PlanEstimate], float]]] = {
     "time": (lambda x: x.approximate_seconds(), lambda x: x.seconds),
-    "cost": (lambda x: x.approximate_seconds() * x.plan.devices, lambda x: x.seconds * x.plan.devices),
+    "cost": (
+        lambda x: x.approximate_seconds() * x.plan.devices,
+        lambda x: x.seconds * x.plan.devices,
+    ),
     "memory": (least_memory, lambda x: x.peak),
 }
 """Plans are ranked by these, before their schedules are simulated and after."""

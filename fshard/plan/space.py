@@ -39,27 +39,47 @@ def plan_choices(constraints: Mapping[str, Any], experts: int = 0) -> dict[str, 
         for value in values:
             ModelPlan(**{name: value})  # raises if it is not legal
     if not experts and max(chosen.get("experts", (1,))) > 1:
-        raise PlanError(f"plan.search: experts must be 1, since the layers have none; got {constraints['experts']}.")
+        raise PlanError(
+            f"plan.search: experts must be 1, since the layers have none; got {constraints['experts']}."
+        )
     sizes = tuple([size for size in (1, 8, 64) if size == 1 or experts % size == 0 < experts])
     return {**DEFAULTS, "experts": sizes, **chosen}
 
 
 def legal_plans(
-    layers: int, devices: int, global_batch: int, choices: Mapping[str, Collection[Any]], cluster: Cluster
+    layers: int,
+    devices: int,
+    global_batch: int,
+    choices: Mapping[str, Collection[Any]],
+    cluster: Cluster,
 ) -> Iterator[ModelPlan]:
     """Yield all plans whose sizes divide, with the values that are chosen."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     node = cluster.links[0].devices or devices
-    options = [choices[name] for name in ("zero_stage", "rows", "recompute", "schedule", "state_memory")]
+    options = [
+        choices[name] for name in ("zero_stage", "rows", "recompute", "schedule", "state_memory")
+    ]
     axes = [choices[name] for name in ("sequence", "experts", "replicas")]
     for tensor, pipeline, sequence, experts, replicas in product(divisors, divisors, *axes):
         data, rest = divmod(devices, tensor * pipeline * sequence * experts * replicas)
-        sizes = {"data": data, "pipeline": pipeline, "tensor": tensor, "sequence": sequence, "experts": experts}
+        sizes = {
+            "data": data,
+            "pipeline": pipeline,
+            "tensor": tensor,
+            "sequence": sequence,
+            "experts": experts,
+        }
         sizes["replicas"] = replicas
-        is_legal = not rest and tensor <= node and pipeline <= layers and (replicas == 1 or pipeline == 1)
-        if not is_legal or any(size not in choices.get(name, (size,)) for name, size in sizes.items()):
+        is_legal = (
+            not rest and tensor <= node and pipeline <= layers and (replicas == 1 or pipeline == 1)
+        )
+        if not is_legal or any(
+            size not in choices.get(name, (size,)) for name, size in sizes.items()
+        ):
             continue
-        mode = choices.get("sequence_mode", ("megatron",) if tensor > 1 and sequence == 1 else ("gather",))
+        mode = choices.get(
+            "sequence_mode", ("megatron",) if tensor > 1 and sequence == 1 else ("gather",)
+        )
         for zero_stage, rows, recompute, schedule, memory, sequence_mode in product(*options, mode):
             microbatches, rest = divmod(global_batch, data * experts * replicas * rows)
             is_sharded = data > 1 or zero_stage == min(choices["zero_stage"])
@@ -85,9 +105,17 @@ def legal_plans(
                     )
 
 
-def _chunks(schedule: str, pipeline: int, layers: int, choices: Mapping[str, Collection[Any]]) -> Iterator[int]:
+def _chunks(
+    schedule: str, pipeline: int, layers: int, choices: Mapping[str, Collection[Any]]
+) -> Iterator[int]:
     """Yield the numbers of stages of a device."""
-    legal = (1,) if pipeline == 1 or schedule in ONE_STAGE else (2, 4, 8) if schedule in IN_LOOPS else (2,)
+    legal = (
+        (1,)
+        if pipeline == 1 or schedule in ONE_STAGE
+        else (2, 4, 8)
+        if schedule in IN_LOOPS
+        else (2,)
+    )
     for chunks in choices.get("chunks", legal):
         if chunks in legal and chunks * pipeline <= layers:
             yield chunks

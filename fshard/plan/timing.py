@@ -19,7 +19,15 @@ from typing import NamedTuple
 
 from fshard.mesh.layout import Mesh
 from fshard.plan.cluster import Cluster
-from fshard.plan.trace import CollectiveStart, CollectiveWait, Copy, Event, MessageSend, MessageWait, Operation
+from fshard.plan.trace import (
+    CollectiveStart,
+    CollectiveWait,
+    Copy,
+    Event,
+    MessageSend,
+    MessageWait,
+    Operation,
+)
 
 
 class TimedEvent(NamedTuple):
@@ -56,10 +64,15 @@ class Times:
     timed: list[TimedEvent] = field(default_factory=list[TimedEvent], repr=False)
 
 
-def times_of(programs: Mapping[int, Sequence[Event]], cluster: Cluster, mesh: Mesh) -> dict[int, Times]:
+def times_of(
+    programs: Mapping[int, Sequence[Event]], cluster: Cluster, mesh: Mesh
+) -> dict[int, Times]:
     """Return the times of the events of a step on some devices, those that exchange messages."""
     mail = defaultdict[tuple[int, int], deque[float]](deque)
-    clocks = {device: DeviceClock(device, events, cluster, mesh, mail) for device, events in programs.items()}
+    clocks = {
+        device: DeviceClock(device, events, cluster, mesh, mail)
+        for device, events in programs.items()
+    }
     waiting = [*clocks.values()]
     while waiting:
         still = [clock for clock in waiting if not clock.advance()]
@@ -83,9 +96,17 @@ class DeviceClock:
         mesh: Mesh,
         mail: Mapping[tuple[int, int], deque[float]],
     ) -> None:
-        self._device, self._events, self._cluster, self._mesh, self._mail = device, events, cluster, mesh, mail
+        self._device, self._events, self._cluster, self._mesh, self._mail = (
+            device,
+            events,
+            cluster,
+            mesh,
+            mail,
+        )
         self._now, self._index, self.has_moved = 0.0, 0, False
-        self._free = defaultdict[object, float](float)  # when a level of the network, or two memories, are free
+        self._free = defaultdict[object, float](
+            float
+        )  # when a level of the network, or two memories, are free
         self._ends = dict[int, float]()  # of collectives that were started, by index
         self._times = Times()
 
@@ -108,13 +129,20 @@ class DeviceClock:
         cluster, times, now = self._cluster, self._times, self._now
         match event:
             case Operation():
-                seconds = cluster.seconds_of_operation(event.name, event.dtype, event.flops, event.traffic)
+                seconds = cluster.seconds_of_operation(
+                    event.name, event.dtype, event.flops, event.traffic
+                )
                 self._now, times.compute = now + seconds, times.compute + seconds
                 times.begins.setdefault(event.unit, now)
                 times.timed.append(TimedEvent("compute", event, now, self._now))
             case CollectiveStart():
-                axes, (level, seconds) = event.row.axes, seconds_of_collective(event, cluster, self._mesh)
-                self._ends[index] = self._occupy(f"network: {'+'.join(axes)}", level, seconds, event)
+                axes, (level, seconds) = (
+                    event.row.axes,
+                    seconds_of_collective(event, cluster, self._mesh),
+                )
+                self._ends[index] = self._occupy(
+                    f"network: {'+'.join(axes)}", level, seconds, event
+                )
                 times.network[axes] += seconds
                 if not event.is_started or not cluster.efficiency.overlap:
                     self._wait(axes, self._ends[index])
@@ -124,7 +152,9 @@ class DeviceClock:
                 self._wait(collective.row.axes, self._ends[event.start])
             case Copy():
                 rate = cluster.disk if "disk" in event[:2] else cluster.host
-                self._occupy(f"{event.source} to {event.target}", event[:2], event.size / rate, event)
+                self._occupy(
+                    f"{event.source} to {event.target}", event[:2], event.size / rate, event
+                )
             case MessageSend():
                 level, bandwidth, latency = cluster.level_between(self._device, event.to)
                 arrival = self._occupy("messages", level, latency + event.sent / bandwidth, event)
@@ -151,7 +181,9 @@ class DeviceClock:
         self._now = max(self._now, end)
 
 
-def seconds_of_collective(event: CollectiveStart, cluster: Cluster, mesh: Mesh) -> tuple[int, float]:
+def seconds_of_collective(
+    event: CollectiveStart, cluster: Cluster, mesh: Mesh
+) -> tuple[int, float]:
     """Return the level of the network that a collective uses, and its time."""
     axes = event.row.axes
     level, bandwidth, latency = cluster.level(mesh, axes)

@@ -133,16 +133,26 @@ class StepRecorder(CountStorages):
     def __init__(self, usage: MemoryUsage, events: list[Event]) -> None:
         super().__init__(usage)
         self._events = events
-        self._starts: dict[int, int] = {}  # the index of each collective under way, by the identity of its delivery
+        self._starts: dict[
+            int, int
+        ] = {}  # the index of each collective under way, by the identity of its delivery
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented and self in ambient.counters and not func.is_view:
             packet = func.overloadpacket
             if packet not in _WITHOUT_TRAFFIC:
-                flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result) if packet in flop_registry else 0
+                flops = (
+                    flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+                    if packet in flop_registry
+                    else 0
+                )
                 self._add(packet.__name__, (*args, *(kwargs or {}).values()), result, flops)
         return result
 
@@ -152,7 +162,9 @@ class StepRecorder(CountStorages):
         dtype = next((x.dtype for x in (*inputs, *outputs) if x.is_floating_point()), torch.int64)
         unit = self.usage.timeline[-1].name if self.usage.timeline else "begin"
         memory = tuple([self.usage.purposes[purpose] for purpose in PURPOSES])
-        self._events.append(Operation(name, unit, dtype_name(dtype), flops, sum(sizes.values()), memory))
+        self._events.append(
+            Operation(name, unit, dtype_name(dtype), flops, sum(sizes.values()), memory)
+        )
 
     def reserve(self, delivery: object, xs: Sequence[Tensor], count: int) -> None:
         super().reserve(delivery, xs, count)

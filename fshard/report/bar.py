@@ -40,7 +40,9 @@ class Bar:
     ) -> None:
         self.total = total
         self._file, self._clock = file, clock
-        shown: Any = file or sys.stdout  # in a terminal and in a notebook's cell a line can be written over
+        shown: Any = (
+            file or sys.stdout
+        )  # in a terminal and in a notebook's cell a line can be written over
         can_update = shown.isatty() or type(shown).__module__.startswith("ipykernel")
         self._update = can_update if update is None else update
         self._began, self._first = clock(), 0
@@ -49,7 +51,9 @@ class Bar:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Show a step."""
         self._first = self._first or step
-        words = [f"{name} {x:.4g}" for name, x in values.items() if name not in {*_FORMATS, *_QUIET}]
+        words = [
+            f"{name} {x:.4g}" for name, x in values.items() if name not in {*_FORMATS, *_QUIET}
+        ]
         words += [form(values[name]) for name, form in _FORMATS.items() if name in values]
         seconds = self._clock() - self._began
         if self.total is None or step >= self.total:
@@ -81,7 +85,11 @@ class Bar:
         file.flush()
 
     def _count(self, step: int) -> str:
-        return f"step {step:,}" if self.total is None else f"step {step:{len(f'{self.total:,}')},} of {self.total:,}"
+        return (
+            f"step {step:,}"
+            if self.total is None
+            else f"step {step:{len(f'{self.total:,}')},} of {self.total:,}"
+        )
 
 
 def _bytes(size: float) -> str:

@@ -47,7 +47,9 @@ class TensorBoard:
         self.folder = Path(folder)
         self._writer: Any = None
         if find_spec("tensorboard") is None:
-            raise FshardError("TensorBoard needs the package tensorboard: pip install 'fshard[tensorboard]'.")
+            raise FshardError(
+                "TensorBoard needs the package tensorboard: pip install 'fshard[tensorboard]'."
+            )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write a point of each curve."""

@@ -53,18 +53,24 @@ class Profile:
 
     _recording: ClassVar = False
 
-    def __init__(self, folder: str | Path, *, wait: int = 1, warmup: int = 1, active: int = 3, **options: Any) -> None:
+    def __init__(
+        self, folder: str | Path, *, wait: int = 1, warmup: int = 1, active: int = 3, **options: Any
+    ) -> None:
         self.folder = Path(folder)
         scope = here()
         self._alone = dist.get_rank() if dist.is_initialized() else None
-        self._virtual = scope.device if scope is not None and scope.mesh.runtime == "virtual" else None
+        self._virtual = (
+            scope.device if scope is not None and scope.mesh.runtime == "virtual" else None
+        )
         if errors := count_errors(wait=(wait, 0), warmup=(warmup, 0), active=(active, 1)):
             raise ValueError(f"Profile: {'; '.join(errors)}.")
         self._begins = wait + warmup
         plan = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         settings: dict[str, Any] = {"schedule": plan, "on_trace_ready": self._write, **options}
         config = _ExperimentalConfig(profile_all_threads=True)
-        self._profiler = profiler.profile(experimental_config=config, **settings) if not self._virtual else None
+        self._profiler = (
+            profiler.profile(experimental_config=config, **settings) if not self._virtual else None
+        )
 
     def __enter__(self) -> Self:
         if self._profiler is not None:
@@ -84,7 +90,10 @@ class Profile:
         finally:
             Profile._recording = False
         if self._profiler.step_num <= self._begins:
-            warn(f"Profile recorded nothing: it was to begin after {self._begins} steps.", stacklevel=2)
+            warn(
+                f"Profile recorded nothing: it was to begin after {self._begins} steps.",
+                stacklevel=2,
+            )
 
     def step(self) -> None:
         """End a step of training."""
@@ -104,7 +113,9 @@ class Profile:
             (self.folder / f"{name}.json").write_text(json.dumps(device_trace), encoding="utf-8")
 
 
-def by_device(events: list[dict[str, Any]], process: int, alone: int | None = None) -> dict[str, list[dict[str, Any]]]:
+def by_device(
+    events: list[dict[str, Any]], process: int, alone: int | None = None
+) -> dict[str, list[dict[str, Any]]]:
     """Return a trace's events by device, each device a process of the trace with its name.
 
     Args:
@@ -116,7 +127,9 @@ def by_device(events: list[dict[str, Any]], process: int, alone: int | None = No
     >>> by_device(events, 7)["device-1"][1]
     {'ph': 'X', 'name': 'mm', 'pid': 1, 'tid': 9}
     """
-    threads = {e["tid"]: int(e["name"].removeprefix(MARK)) for e in events if e["name"].startswith(MARK)}
+    threads = {
+        e["tid"]: int(e["name"].removeprefix(MARK)) for e in events if e["name"].startswith(MARK)
+    }
     by_name: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         device = threads.get(event.get("tid")) if alone is None else alone
@@ -124,7 +137,16 @@ def by_device(events: list[dict[str, Any]], process: int, alone: int | None = No
         if event["name"].startswith(MARK) or event["name"] == "process_name":
             continue
         if name not in by_name:
-            title = {"ph": "M", "name": "process_name", "tid": 0, "args": {"name": name.replace("-", " ")}}
+            title = {
+                "ph": "M",
+                "name": "process_name",
+                "tid": 0,
+                "args": {"name": name.replace("-", " ")},
+            }
             by_name[name].append({**title, "pid": process if device is None else device})
-        by_name[name].append({**event, "pid": device} if device is not None and event.get("pid") == process else event)
+        by_name[name].append(
+            {**event, "pid": device}
+            if device is not None and event.get("pid") == process
+            else event
+        )
     return dict(by_name)

@@ -72,8 +72,14 @@ class Report:
         step: int = 0,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        strange = ", ".join(repr(x) for x in writers if not (hasattr(x, "write") and hasattr(x, "close")))
-        errors = [f"{strange} cannot write: a writer has write(step, values) and close()"] if strange else []
+        strange = ", ".join(
+            repr(x) for x in writers if not (hasattr(x, "write") and hasattr(x, "close"))
+        )
+        errors = (
+            [f"{strange} cannot write: a writer has write(step, values) and close()"]
+            if strange
+            else []
+        )
         errors += count_errors(every=(every, 1), step=(step, 0))
         if errors:
             raise ValueError(f"Report: {'; '.join(errors)}.")
@@ -84,15 +90,23 @@ class Report:
     def __call__(self, metrics: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Count a step, and report it: numbers, and tensors of one number; others are left out."""
         if metrics is not None and not isinstance(metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"a report takes numbers by their names, such as report(loss=0.5); got {metrics!r}.")
+            raise ValueError(
+                f"a report takes numbers by their names, such as report(loss=0.5); got {metrics!r}."
+            )
         if "step" in {**(metrics or {}), **more}:
-            raise ValueError("a report counts steps itself: begin with Report(..., step=), and leave step out.")
+            raise ValueError(
+                "a report counts steps itself: begin with Report(..., step=), and leave step out."
+            )
         self.step += 1
         numbers = {name: x for name, x in {**(metrics or {}), **more}.items() if _is_number(x)}
-        self._samples = self._samples + numbers.get("samples", 0)  # a tensor's sum stays on its device
+        self._samples = self._samples + numbers.get(
+            "samples", 0
+        )  # a tensor's sum stays on its device
         if self.step % self.every and self.step != self._first:
             return
-        values = {name: float(x.item() if isinstance(x, Tensor) else x) for name, x in numbers.items()}
+        values = {
+            name: float(x.item() if isinstance(x, Tensor) else x) for name, x in numbers.items()
+        }
         samples, self._samples = float(self._samples), 0.0
         if self.mesh is not None:
             values, samples = _of_all(self.mesh, values, samples)
@@ -103,7 +117,9 @@ class Report:
             values["samples_per_second"] = samples / (time - self._since)
         self._since = time
         for writer in self.writers:
-            writer.write(self.step, {**values, "memory": values.get("memory", float(peak_memory()))})
+            writer.write(
+                self.step, {**values, "memory": values.get("memory", float(peak_memory()))}
+            )
 
     def close(self) -> None:
         """Close all writers."""
@@ -119,8 +135,12 @@ class Report:
 
 def count_errors(**counts: tuple[Any, int]) -> list[str]:
     """List the arguments that are no integers, or less than a number."""
-    unfit = {name: (x, least) for name, (x, least) in counts.items() if type(x) is not int or x < least}
-    return [f"{name}= must be an integer >= {least}; got {x!r}" for name, (x, least) in unfit.items()]
+    unfit = {
+        name: (x, least) for name, (x, least) in counts.items() if type(x) is not int or x < least
+    }
+    return [
+        f"{name}= must be an integer >= {least}; got {x!r}" for name, (x, least) in unfit.items()
+    ]
 
 
 def _is_number(x: Any) -> bool:
@@ -134,7 +154,9 @@ def _is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _of_all(mesh: Mesh, values: Mapping[str, float], samples: float) -> tuple[dict[str, float], float]:
+def _of_all(
+    mesh: Mesh, values: Mapping[str, float], samples: float
+) -> tuple[dict[str, float], float]:
     """Return the means of all devices, weighted by samples, and the sums of samples."""
     if is_outside(mesh):
         raise ValueError(
@@ -142,12 +164,15 @@ def _of_all(mesh: Mesh, values: Mapping[str, float], samples: float) -> tuple[di
         )
     weight = values.get("samples", 1.0)
     row = torch.tensor(
-        [*(x * weight if weight else 0.0 for x in values.values()), weight, samples], dtype=torch.float64
+        [*(x * weight if weight else 0.0 for x in values.values()), weight, samples],
+        dtype=torch.float64,
     )
     row = row.to(mesh.device_type)
     (total,) = run_on_devices(resolve_mesh(mesh), lambda device: psum(row, mesh.axis_names))
     *sums, weight, samples = total.tolist()
-    means = {name: x / weight for name, x in zip(values, sums, strict=True)} if weight else dict(values)
+    means = (
+        {name: x / weight for name, x in zip(values, sums, strict=True)} if weight else dict(values)
+    )
     return (means | {"samples": weight} if "samples" in values else means), samples
 
 

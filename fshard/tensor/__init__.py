@@ -12,7 +12,15 @@ Or of any module, planned and run on arrays: `fs.tensor_parallel`.
 
 from fshard.mesh.layout.arithmetic import zigzag
 from fshard.tensor.layer_plans import LayerPlan
-from fshard.tensor.layers import dropout, embedding, feature_embedding, layer_norm, mlp, rms_norm, self_attention
+from fshard.tensor.layers import (
+    dropout,
+    embedding,
+    feature_embedding,
+    layer_norm,
+    mlp,
+    rms_norm,
+    self_attention,
+)
 from fshard.tensor.linear_layers import classifier, column, linear, row
 from fshard.tensor.loss import cross_entropy, to_next
 from fshard.tensor.modes import Mode, mode

@@ -62,14 +62,18 @@ class BlockPlan:
         order = [(self.index - step) % self.n for step in range(self.n)]
         if self.algorithm == "gather":
             full = [x if self.n == 1 else apply(self.bound(AllGather(2)), (x,))[0] for x in xs]
-            yield from ((source, tuple([x.chunk(self.n, 2)[source] for x in full])) for source in order)
+            yield from (
+                (source, tuple([x.chunk(self.n, 2)[source] for x in full])) for source in order
+            )
             return
         for source in order:
             following = [] if source == order[-1] else self.send_on(xs)
             yield source, xs
             xs = tuple([pending.wait()[0] for pending in following])
 
-    def blocks(self, ids: Tensors, *xs: Tensor) -> Iterator[tuple[int, slice | None, Tensor | bool, Tensors]]:
+    def blocks(
+        self, ids: Tensors, *xs: Tensor
+    ) -> Iterator[tuple[int, slice | None, Tensor | bool, Tensors]]:
         """Yield for each device the own queries that see its keys, the mask, and xs of the keys seen.
 
         In zigzag order device i has chunks i and 2n-1-i: all queries see the first chunk of an earlier device, and only
@@ -102,7 +106,11 @@ def attend_blocks(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors
 class _BlockAttention(Function):
     @staticmethod
     def forward(ctx: Any, plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, *ids: Tensor) -> Tensor:
-        out, lse = _rows(plan, q, k, v, ids) if plan.algorithm == "rsa" else _forward(plan, True, q, k, v, ids)
+        out, lse = (
+            _rows(plan, q, k, v, ids)
+            if plan.algorithm == "rsa"
+            else _forward(plan, True, q, k, v, ids)
+        )
         out, ctx.plan = out.to(q.dtype), plan
         ctx.save_for_backward(q, k, v, out, lse, *ids)
         return out
@@ -112,8 +120,12 @@ class _BlockAttention(Function):
         (cotangent,) = cotangents
         q, k, v, out, lse, *ids = ctx.saved_tensors
         plan = replace(ctx.plan, purpose="cotangents")
-        if torch.is_grad_enabled():  # a second derivative follows; this one is partial, though k may depend on q
-            xs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in (q, k, v)]
+        if (
+            torch.is_grad_enabled()
+        ):  # a second derivative follows; this one is partial, though k may depend on q
+            xs = [
+                x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in (q, k, v)
+            ]
             out = _formula(plan, xs[0], xs[1], xs[2], tuple(ids))
             grads = torch.autograd.grad(out, xs, cotangent, create_graph=True)
         else:
@@ -126,7 +138,9 @@ def _formula(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> 
     return _forward(replace(plan, algorithm="gather"), False, q, k, v, ids)[0].to(q.dtype)
 
 
-def _forward(plan: BlockPlan, kernel: bool, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
+def _forward(
+    plan: BlockPlan, kernel: bool, q: Tensor, k: Tensor, v: Tensor, ids: Tensors
+) -> Tensors:
     """Return out and lse, merged over blocks."""
     results: Tensors = ()
     for _, rows, mask, (keys, values) in plan.blocks(ids, k, v):
@@ -136,14 +150,19 @@ def _forward(plan: BlockPlan, kernel: bool, q: Tensor, k: Tensor, v: Tensor, ids
         if results:
             out, lse = results
             merged = _merge(out[..., rows, :], lse[..., rows, :], *block)
-            block = [torch.cat([x[..., : rows.start, :], y], -2) for x, y in zip(results, merged, strict=True)]
+            block = [
+                torch.cat([x[..., : rows.start, :], y], -2)
+                for x, y in zip(results, merged, strict=True)
+            ]
         results = tuple(block)
     return results
 
 
 def _rows(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
     """Return out and lse from full rows of scores: ring self-attention."""
-    scores = [_scores(q, keys, mask, plan.scale) for _, rows, mask, (keys,) in plan.blocks(ids, k) if rows]
+    scores = [
+        _scores(q, keys, mask, plan.scale) for _, rows, mask, (keys,) in plan.blocks(ids, k) if rows
+    ]
     return _weigh(scores, [values for _, rows, _, (values,) in plan.blocks((), v) if rows])
 
 
@@ -151,11 +170,15 @@ def _backward(plan: BlockPlan, saved: Tensors, k: Tensor, v: Tensor, ids: Tensor
     """Return the gradients of q, k, v. Those of a block follow it around the ring, to its own device."""
     shards, arriving = plan.n if plan.algorithm == "gather" else 1, list[Pending]()
     dq = torch.zeros_like(_widened(saved[0]))
-    totals = tuple([_widened(x).new_zeros(*x.shape[:2], shards * x.shape[2], x.shape[3]) for x in (k, v)])
+    totals = tuple(
+        [_widened(x).new_zeros(*x.shape[:2], shards * x.shape[2], x.shape[3]) for x in (k, v)]
+    )
     for source, rows, mask, (keys, values) in plan.blocks(ids, k, v):
         dkv: Sequence[Tensor] = ()
         if rows is not None:
-            grad, *dkv = _attend_backward([x[..., rows, :] for x in saved], keys, values, mask, plan.scale)
+            grad, *dkv = _attend_backward(
+                [x[..., rows, :] for x in saved], keys, values, mask, plan.scale
+            )
             dq[..., rows, :] += grad
         totals = tuple([pending.wait()[0] for pending in arriving]) or totals
         for total, grad in zip(totals, dkv, strict=False):
@@ -174,7 +197,11 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return `out` and `lse` of one block; differentiable unless it is fused."""
     q, k, v = _dense(q, k, v)
-    fused = fused_attention(q[:, :, 0], k, v, _bias(mask, q), mask is True, scale) if allow_fused else None
+    fused = (
+        fused_attention(q[:, :, 0], k, v, _bias(mask, q), mask is True, scale)
+        if allow_fused
+        else None
+    )
     if fused is None:
         return _weigh([_scores(q, k, mask, scale)], [v])
     outputs = [fused.forward(x, k, v) for x in q.unbind(2)]
@@ -197,16 +224,26 @@ def _attend_backward(
     (q, out, cotangent), (k, v) = _dense(q, out, cotangent), _dense(k, v)
     fused = fused_attention(q[:, :, 0], k, v, _bias(mask, k), mask is True, scale)
     if fused is not None:
-        lse = lse[..., 0].masked_fill(lse[..., 0] == MASKED, 0)  # so that all weights of these rows are exp(-large) = 0
+        lse = lse[..., 0].masked_fill(
+            lse[..., 0] == MASKED, 0
+        )  # so that all weights of these rows are exp(-large) = 0
         groups = zip(*(x.unbind(2) for x in (cotangent, q, out, lse)), strict=True)
         grads = [fused.backward(cotangent, q, k, v, out, lse) for cotangent, q, out, lse in groups]
         dq, dk, dv = zip(*grads, strict=True)
-        return _stacked(dq), sum(map(_widened, dk[1:]), _widened(dk[0])), sum(map(_widened, dv[1:]), _widened(dv[0]))
+        return (
+            _stacked(dq),
+            sum(map(_widened, dk[1:]), _widened(dk[0])),
+            sum(map(_widened, dv[1:]), _widened(dv[0])),
+        )
     q, lse, cotangent, delta = map(_widened, (q, lse, cotangent, delta))
     weights = (_scores(q, k, mask, scale) - lse).exp()
-    slopes = weights * (torch.einsum("bhgtd, bhsd -> bhgts", cotangent, _widened(v)) - delta) * scale
+    slopes = (
+        weights * (torch.einsum("bhgtd, bhsd -> bhgts", cotangent, _widened(v)) - delta) * scale
+    )
     dq = torch.einsum("bhgts, bhsd -> bhgtd", slopes, _widened(k))
-    dk, dv = (torch.einsum("bhgts, bhgtd -> bhsd", *xs) for xs in ((slopes, q), (weights, cotangent)))
+    dk, dv = (
+        torch.einsum("bhgts, bhgtd -> bhsd", *xs) for xs in ((slopes, q), (weights, cotangent))
+    )
     return dq, dk, dv
 
 
@@ -215,7 +252,11 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | bool, scale: float) -> Tensor:
     scores = torch.einsum("bhgtd, bhsd -> bhgts", _widened(q), _widened(k)) * scale
     if mask is False:
         return scores
-    visible = torch.ones_like(scores, dtype=torch.bool).tril() if isinstance(mask, bool) else mask.unsqueeze(2)
+    visible = (
+        torch.ones_like(scores, dtype=torch.bool).tril()
+        if isinstance(mask, bool)
+        else mask.unsqueeze(2)
+    )
     return scores.masked_fill(~visible, -torch.inf)
 
 
@@ -224,9 +265,14 @@ def _weigh(rows: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
     row = torch.cat(rows, -1)
     high = row.detach().amax(-1, keepdim=True).clamp(min=MASKED)
     weights = (row - high).exp()
-    total = weights.sum(-1, keepdim=True).clamp(min=0.5)  # it is at least 1, or 0 in a row that sees no key
+    total = weights.sum(-1, keepdim=True).clamp(
+        min=0.5
+    )  # it is at least 1, or 0 in a row that sees no key
     shares = (weights / total).split([v.shape[-2] for v in values], -1)
-    outs = [torch.einsum("bhgts, bhsd -> bhgtd", share, _widened(v)) for share, v in zip(shares, values, strict=True)]
+    outs = [
+        torch.einsum("bhgts, bhsd -> bhgtd", share, _widened(v))
+        for share, v in zip(shares, values, strict=True)
+    ]
     return sum(outs[1:], outs[0]), total.log() + high
 
 

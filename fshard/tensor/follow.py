@@ -36,7 +36,9 @@ from fshard.tensor.joined import ranges_of
 from fshard.tensor.unsharded import run_unsharded
 from fshard.transforms.reproducible.randomness import keyed_random
 
-USE_MODULE = "Call what arrays lack in a small module of its own, which then runs on unsharded tensors."
+USE_MODULE = (
+    "Call what arrays lack in a small module of its own, which then runs on unsharded tensors."
+)
 EXPERTS = "each device has experts of its own, and gets all tokens"
 _tensor: Any = Tensor
 _IS_META = _tensor.is_meta.__get__
@@ -98,14 +100,22 @@ def follow(
     """
     unsharded = dict.fromkeys(experts, EXPERTS)
     while True:
-        copies = [copy.deepcopy(model), copy.deepcopy(model).eval()] if model.training else [copy.deepcopy(model)]
+        copies = (
+            [copy.deepcopy(model), copy.deepcopy(model).eval()]
+            if model.training
+            else [copy.deepcopy(model)]
+        )
         paths = {id(submodule): path for each in copies for path, submodule in each.named_modules()}
         try:
-            return [_follow(each, args, kwargs, [*unsharded], experts) for each in copies][-1], unsharded
+            return [_follow(each, args, kwargs, [*unsharded], experts) for each in copies][
+                -1
+            ], unsharded
         except Exception as error:
             path, line = locate(error, paths, _APPLY)
             if path in unsharded:
-                error.add_note(f"{path or type(model).__name__} ({line}) cannot run on arrays. {USE_MODULE}")
+                error.add_note(
+                    f"{path or type(model).__name__} ({line}) cannot run on arrays. {USE_MODULE}"
+                )
                 raise
             for inner in [inner for inner in unsharded if inner.startswith(f"{path}.")]:
                 del unsharded[inner]  # it runs inside
@@ -113,7 +123,11 @@ def follow(
 
 
 def _follow(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unsharded: Sequence[str], experts: Collection[str]
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    unsharded: Sequence[str],
+    experts: Collection[str],
 ) -> Products:
     """Return the products of a copy of a model, in the order of their first use."""
     mesh = make_mesh({"followed": 1}, runtime="virtual")
@@ -128,7 +142,9 @@ def _follow(
 
     def to_arrays(tree: Any) -> Any:
         leaves, structure = flatten(tree)
-        is_array = [isinstance(x, Tensor) and ("" not in unsharded or x.is_floating_point()) for x in leaves]
+        is_array = [
+            isinstance(x, Tensor) and ("" not in unsharded or x.is_floating_point()) for x in leaves
+        ]
         pairs = zip(leaves, is_array, strict=True)
         arrays = [spread(x, Layout(mesh)) if yes else x for x, yes in pairs]
         observer.of_inputs.update((id(x), x) for x in arrays)
@@ -143,7 +159,9 @@ def _follow(
 class _LazyMode(ValuelessMode):
     """Lets lazy layers run on the mesh: meta tensors claim to be on it, and only tensors that meet them lose their values."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if any(isinstance(x, Sharded) for x in arrays_in(args, kwargs)):
             with self:
                 return operate(func, args, kwargs or {})
@@ -156,10 +174,16 @@ class _DimFollower:
     def __init__(self, params: Mapping[int, str]) -> None:
         self.params = params
         self.products: dict[str, Product] = {}
-        self.origins: dict[int, tuple[Sharded, list[Origin]]] = {}  # with the arrays, whose ids stay theirs
-        self.of_inputs: dict[int, Any] = {}  # the inputs of the model, and what is computed from them
+        self.origins: dict[
+            int, tuple[Sharded, list[Origin]]
+        ] = {}  # with the arrays, whose ids stay theirs
+        self.of_inputs: dict[
+            int, Any
+        ] = {}  # the inputs of the model, and what is computed from them
 
-    def __call__(self, call: Any, arrays: Sequence[Sharded], args: Any, results: Sequence[Sharded]) -> None:
+    def __call__(
+        self, call: Any, arrays: Sequence[Sharded], args: Any, results: Sequence[Sharded]
+    ) -> None:
         _validate_no_function()
         op = call.operation
         input_origins = [self._origins(x) for x in arrays]
@@ -185,10 +209,15 @@ class _DimFollower:
                 if origin and is_record_need and not (label in op.summed and produced):
                     self._record_need(call, arrays, results, dim, origin)
 
-    def run_module(self, mesh: Mesh, path: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_module(
+        self, mesh: Mesh, path: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a module on unsharded tensors: an operation that needs all of each dim."""
         output = run_unsharded(mesh, module, forward, args, kwargs)
-        arrays, results = ([x for x in arrays_in(tree) if isinstance(x, Sharded)] for tree in ((args, kwargs), output))
+        arrays, results = (
+            [x for x in arrays_in(tree) if isinstance(x, Sharded)]
+            for tree in ((args, kwargs), output)
+        )
         operation = describe(Rule("->"), arrays, results)
         self(SimpleNamespace(name=path, operation=operation, is_view=False), arrays, args, results)
         return output
@@ -197,22 +226,32 @@ class _DimFollower:
         entry = self.origins.get(id(x))
         return [NOTHING] * x.ndim if entry is None else entry[1]
 
-    def _product(self, name: str, op: Any, arrays: Sequence[Sharded], carried: dict[str, Origin]) -> bool:
+    def _product(
+        self, name: str, op: Any, arrays: Sequence[Sharded], carried: dict[str, Origin]
+    ) -> bool:
         """Note a product of a weight; that weight alone produces the dim of its result."""
         if name != "embedding" and name not in _NAMES:
             return False
-        weights = [number for number, x in enumerate(arrays) if id(x) in self.params and x.ndim == 2]
+        weights = [
+            number for number, x in enumerate(arrays) if id(x) in self.params and x.ndim == 2
+        ]
         if len(weights) != 1:
             return False
         labels = op.inputs[weights[0]].labels
-        out_dims = [dim for dim, label in enumerate(labels) if any(label in y.labels for y in op.outputs)]
+        out_dims = [
+            dim for dim, label in enumerate(labels) if any(label in y.labels for y in op.outputs)
+        ]
         if len(out_dims) != 1:
             return False
         out, summed = out_dims[0], 1 - out_dims[0]
         weight = self.params[id(arrays[weights[0]])]
         kind = "embedding" if name == "embedding" else "linear"
         # A tied table is a linear layer too: what it produces counts there.
-        key = weight if weight not in self.products or self.products[weight].kind == kind else f"{weight} ({kind})"
+        key = (
+            weight
+            if weight not in self.products or self.products[weight].kind == kind
+            else f"{weight} ({kind})"
+        )
         product = self.products.setdefault(key, Product(kind, out, summed))
         if kind == "linear":
             product.inputs.append(carried.get(labels[summed] or "", NOTHING))
@@ -225,11 +264,18 @@ class _DimFollower:
         return True
 
     def _record_need(
-        self, call: Any, arrays: Sequence[Sharded], results: Sequence[Sharded], dim: int, origin: Origin
+        self,
+        call: Any,
+        arrays: Sequence[Sharded],
+        results: Sequence[Sharded],
+        dim: int,
+        origin: Origin,
     ) -> None:
         """Note an operation that needs all of a dim; the ranges that a dim is split into carry on."""
         shards = [x.shards[0] for x in (*arrays, *results)]
-        ranges = ranges_of(shards[0], shards[1:], dim) if call.is_view and len(arrays) == 1 else None
+        ranges = (
+            ranges_of(shards[0], shards[1:], dim) if call.is_view and len(arrays) == 1 else None
+        )
         for dim_range in origin:
             if ranges is None or dim_range.stop is not None:
                 self.products[dim_range.weight].needed.append(call.name)
@@ -256,5 +302,7 @@ def _validate_no_function() -> None:
     while frame is not None:
         if frame.f_code is _APPLY:
             title = frame.f_locals["cls"].__name__
-            raise LayoutError(f"{title} is a torch.autograd.Function, whose backward arrays do not call.")
+            raise LayoutError(
+                f"{title} is a torch.autograd.Function, whose backward arrays do not call."
+            )
         frame = frame.f_back

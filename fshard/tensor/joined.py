@@ -28,7 +28,9 @@ class Joined:
     def __init__(self, parts: Sequence[Any], dim: int) -> None:
         self.parts, self.dim = tuple(parts), dim
         first, length = self.parts[0], sum(x.shape[dim] for x in self.parts)
-        self.shape = torch.Size(length if d == dim % first.ndim else n for d, n in enumerate(first.shape))
+        self.shape = torch.Size(
+            length if d == dim % first.ndim else n for d, n in enumerate(first.shape)
+        )
 
     def full(self) -> Any:
         """Return the concatenation."""
@@ -48,7 +50,9 @@ class Joined:
         return compute(torch.Tensor.__getitem__, (self, index), {})
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         return compute(func, args, kwargs or {})
 
 
@@ -72,7 +76,9 @@ def concatenated(x: Any) -> Any:
     return x.full() if isinstance(x, Joined) else x
 
 
-def _of_result(name: str, x: Joined, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _of_result(
+    name: str, x: Joined, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Return the result of a view, a split or a slice of a product; None if it does not keep the parts."""
     if name not in _VIEWS or arrays_in(args, kwargs):
         return None
@@ -84,18 +90,39 @@ def _of_result(name: str, x: Joined, func: Any, args: tuple[Any, ...], kwargs: d
     stops = [*accumulate(lengths)]
     ranges = [*zip([0, *stops], stops, strict=False)]
     view_ranges = ranges_of(like, arrays_in(result), -1) or [None]
-    parts = [x.parts[ranges.index(view_range)] for view_range in view_ranges if view_range in ranges]
-    return None if len(parts) < len(view_ranges) else parts[0] if isinstance(result, torch.Tensor) else tuple(parts)
+    parts = [
+        x.parts[ranges.index(view_range)] for view_range in view_ranges if view_range in ranges
+    ]
+    return (
+        None
+        if len(parts) < len(view_ranges)
+        else parts[0]
+        if isinstance(result, torch.Tensor)
+        else tuple(parts)
+    )
 
 
-_VIEWS = {"view", "reshape", "split", "split_with_sizes", "chunk", "tensor_split", "narrow", "getitem"}
+_VIEWS = {
+    "view",
+    "reshape",
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "tensor_split",
+    "narrow",
+    "getitem",
+}
 
 
 def ranges_of(x: Any, views: Sequence[Any], dim: int) -> list[tuple[int, int]] | None:
     """Return the ranges of a dim that views of a tensor are, if they have all of its other dims; else None."""
     step, ranges = x.stride(dim), list[tuple[int, int]]()
     for y in views:
-        if y.stride() != x.stride() or not step or y.shape.numel() * x.shape[dim] != x.shape.numel() * y.shape[dim]:
+        if (
+            y.stride() != x.stride()
+            or not step
+            or y.shape.numel() * x.shape[dim] != x.shape.numel() * y.shape[dim]
+        ):
             return None
         start = (y.storage_offset() - x.storage_offset()) // step
         ranges.append((start, start + y.shape[dim]))

@@ -46,7 +46,9 @@ class FusedAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v."""
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return backward(cotangent, q, k, v, out, lse, 0.0, self.causal, attn_mask=self.bias, scale=self.scale)
+        return backward(
+            cotangent, q, k, v, out, lse, 0.0, self.causal, attn_mask=self.bias, scale=self.scale
+        )
 
 
 class FlashAttention(FusedAttention):
@@ -54,13 +56,18 @@ class FlashAttention(FusedAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return out and lse."""
-        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self.causal, scale=self.scale)[:2]
+        return _aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, self.causal, scale=self.scale
+        )[:2]
 
     def backward(
         self, cotangent: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v; the kernel is not given the strides of lse."""
-        tokens, seed = (q.shape[2], k.shape[2]), q.new_empty(2, dtype=torch.uint64)  # for dropout alone
+        tokens, seed = (
+            (q.shape[2], k.shape[2]),
+            q.new_empty(2, dtype=torch.uint64),
+        )  # for dropout alone
         options = None, None, *tokens, 0.0, self.causal, seed, seed[0]
         backward = _aten._scaled_dot_product_flash_attention_backward
         return backward(cotangent, q, k, v, out, lse.contiguous(), *options, scale=self.scale)
@@ -86,7 +93,10 @@ class EfficientAttention(FusedAttention):
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
         seed = lse.new_empty((), dtype=torch.int64)  # for dropout alone
         options = seed, seed, 0.0, [True, True, True, False], self.causal
-        backward, bias = _aten._scaled_dot_product_efficient_attention_backward, self._aligned_bias(q.shape[1])
+        backward, bias = (
+            _aten._scaled_dot_product_efficient_attention_backward,
+            self._aligned_bias(q.shape[1]),
+        )
         return backward(cotangent, q, k, v, bias, out, lse, *options, scale=self.scale)[:3]
 
     def _aligned_bias(self, heads: int) -> Tensor | None:
@@ -106,4 +116,8 @@ def fused_attention(
     params = cuda.SDPAParams(q, k, v, bias, 0.0, causal, False)
     if cuda.can_use_flash_attention(params):
         return FlashAttention(bias, causal, scale)
-    return EfficientAttention(bias, causal, scale) if cuda.can_use_efficient_attention(params) else None
+    return (
+        EfficientAttention(bias, causal, scale)
+        if cuda.can_use_efficient_attention(params)
+        else None
+    )

@@ -54,7 +54,9 @@ class LayerPlan(NamedTuple):
 
     def fits(self, n: int) -> bool:
         """Return True if n devices can share the layer; words may be uneven, if each device has some."""
-        return self.shared % n == 0 or (self.style == "words" and (n - 1) * chunk(self.shared, n) < self.shared)
+        return self.shared % n == 0 or (
+            self.style == "words" and (n - 1) * chunk(self.shared, n) < self.shared
+        )
 
 
 @dataclass(frozen=True)
@@ -113,14 +115,33 @@ class LayerPlans:
     def of_stages(self, stages: Sequence[nn.Module]) -> list[Self]:
         """Return the plan of each stage of the model, by its own names. A fused weight of several stages is one part."""
         first = {id(x): name for name, x in self.model.named_parameters()}
-        first = {name: first[id(x)] for name, x in self.model.named_parameters(remove_duplicate=False)}
-        shapes = [{name: tuple(x.shape) for name, x in stage.named_parameters()} for stage in stages]
+        first = {
+            name: first[id(x)] for name, x in self.model.named_parameters(remove_duplicate=False)
+        }
+        shapes = [
+            {name: tuple(x.shape) for name, x in stage.named_parameters()} for stage in stages
+        ]
         uses = Counter(first[name] for stage_shapes in shapes for name in stage_shapes)
-        plans = {name: x._replace(parts=()) if uses[name] > 1 else x for name, x in self.layers.items()}
-        layers = {name: plans[model_name] for name, model_name in first.items() if model_name in plans}
-        biases = {name: self.biases[model_name] for name, model_name in first.items() if model_name in self.biases}
-        experts = {name: self.experts[model_name] for name, model_name in first.items() if model_name in self.experts}
-        return [replace(self, layers=layers, biases=biases, experts=experts, shapes=each) for each in shapes]
+        plans = {
+            name: x._replace(parts=()) if uses[name] > 1 else x for name, x in self.layers.items()
+        }
+        layers = {
+            name: plans[model_name] for name, model_name in first.items() if model_name in plans
+        }
+        biases = {
+            name: self.biases[model_name]
+            for name, model_name in first.items()
+            if model_name in self.biases
+        }
+        experts = {
+            name: self.experts[model_name]
+            for name, model_name in first.items()
+            if model_name in self.experts
+        }
+        return [
+            replace(self, layers=layers, biases=biases, experts=experts, shapes=each)
+            for each in shapes
+        ]
 
     def split(self, params: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return parameters by name, of fused weights a tuple of their parts, which are leaves: `parts_class`."""
@@ -130,7 +151,10 @@ class LayerPlans:
             if len(lengths) < 2:
                 return x
             split = (view.clone() for view in x.detach().split(lengths, dim))
-            leaves = [y.requires_grad_() if x.requires_grad else nn.Parameter(y, requires_grad=False) for y in split]
+            leaves = [
+                y.requires_grad_() if x.requires_grad else nn.Parameter(y, requires_grad=False)
+                for y in split
+            ]
             return parts_class(dim, len(leaves))(*leaves)
 
         return {name: parts(name, x) for name, x in params.items()}
@@ -138,22 +162,41 @@ class LayerPlans:
     def joined(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return parameters by name, whose parts are concatenated."""
         both = {name: (x, self.parts_of(name)[1]) for name, x in params.items()}
-        return {name: torch.cat([*x], dim) if isinstance(x, tuple) else x for name, (x, dim) in both.items()}
+        return {
+            name: torch.cat([*x], dim) if isinstance(x, tuple) else x
+            for name, (x, dim) in both.items()
+        }
 
     def __str__(self) -> str:
-        rows = [(name, x.style, " + ".join(map(str, x.parts)), x.why) for name, x in self.layers.items()]
+        rows = [
+            (name, x.style, " + ".join(map(str, x.parts)), x.why) for name, x in self.layers.items()
+        ]
         rows += [(name, "", "", why) for name, why in self.replicated.items()]
-        rows += [(path, "experts" if why is EXPERTS else "unsharded", "", why) for path, why in self.unsharded.items()]
+        rows += [
+            (path, "experts" if why is EXPERTS else "unsharded", "", why)
+            for path, why in self.unsharded.items()
+        ]
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-        lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, (*widths, 0), strict=True)) for row in rows]
-        tokens = f", tokens over {as_written((self.sequence,))} ({self.sequence_mode})" if self.sequence else ""
+        lines = [
+            "  ".join(f"{text:{width}}" for text, width in zip(row, (*widths, 0), strict=True))
+            for row in rows
+        ]
+        tokens = (
+            f", tokens over {as_written((self.sequence,))} ({self.sequence_mode})"
+            if self.sequence
+            else ""
+        )
         title = f"{self.mode.kind} over {as_written(self.mode.axes)}{tokens}; all other parameters are replicated"
         return "\n".join([title, *map(str.rstrip, lines)])
 
     def check_sizes(self, mesh: Mesh) -> None:
         """Raise with all layers that the devices of a mesh cannot share."""
         n = prod(mesh.shape[axis] for axis in self.mode.next.hidden)
-        errors = [f"{name} is shared by at most {x.shared}" for name, x in self.layers.items() if not x.fits(n)]
+        errors = [
+            f"{name} is shared by at most {x.shared}"
+            for name, x in self.layers.items()
+            if not x.fits(n)
+        ]
         if errors:
             raise LayoutError(
                 f"{n} devices along {as_written(self.mode.next.hidden)} must divide the heads and widths of all sharded "
@@ -193,7 +236,11 @@ def decide(
     columns, rows = dict[str, str](), dict[str, list[str]]()
     for name, product in products.items():
         producers = sorted({dim_range.weight for origin in product.inputs for dim_range in origin})
-        if not producers or not all(product.inputs) or any(x in rows or products[x].needed for x in producers):
+        if (
+            not producers
+            or not all(product.inputs)
+            or any(x in rows or products[x].needed for x in producers)
+        ):
             continue
         fitting = [x for x in producers if size is None or products[x].length % size == 0]
         if fitting:
@@ -207,16 +254,28 @@ def decide(
             why = f"sums over what {', '.join(map(_short, rows[name]))} produce"
             layers[name] = LayerPlan("row", p.out, (), shared, why)
         elif name in columns:
-            layers[name] = LayerPlan("column", p.out, _parts(p, shapes[name][p.out]), p.length, columns[name])
+            layers[name] = LayerPlan(
+                "column", p.out, _parts(p, shapes[name][p.out]), p.length, columns[name]
+            )
         elif p.kind == "linear" and p.is_output and {*p.needed} <= LOSSES and words.fits(size or 1):
             layers[name.removesuffix(" (linear)")] = words
         elif p.kind == "linear":
-            why = f"{p.needed[0]} needs all that it produces" if p.needed else "no layer sums over what it produces"
-            replicated[name] = why if p.length % (size or 1) == 0 else f"{size} devices do not divide {p.length}"
-    scored = {shapes[name][layer.out]: layer for name, layer in layers.items() if layer.style == "words"}
+            why = (
+                f"{p.needed[0]} needs all that it produces"
+                if p.needed
+                else "no layer sums over what it produces"
+            )
+            replicated[name] = (
+                why if p.length % (size or 1) == 0 else f"{size} devices do not divide {p.length}"
+            )
+    scored = {
+        shapes[name][layer.out]: layer for name, layer in layers.items() if layer.style == "words"
+    }
     for name, p in products.items():
         if p.is_looked_up and name not in layers and (layer := scored.get(shapes[name][p.summed])):
-            layers[name] = layer._replace(out=p.summed, why="a table of the words that the model scores")
+            layers[name] = layer._replace(
+                out=p.summed, why="a table of the words that the model scores"
+            )
     return layers, replicated
 
 
@@ -233,14 +292,22 @@ def override(
     for pattern, style in rules.items():
         matched = [name for name in by_weight if fnmatchcase(name, pattern)]
         errors += [] if matched else [f"{pattern!r} matches no weight of a layer"]
-        errors += [] if style in STYLES else [f"{pattern!r} must be one of {', '.join(STYLES)}; got {style!r}"]
+        errors += (
+            []
+            if style in STYLES
+            else [f"{pattern!r} must be one of {', '.join(STYLES)}; got {style!r}"]
+        )
         for name in matched:
             named.setdefault(name, set()).add(style)
     errors += [
-        f"{name} is {' and '.join(sorted(styles))} by several" for name, styles in named.items() if len(styles) > 1
+        f"{name} is {' and '.join(sorted(styles))} by several"
+        for name, styles in named.items()
+        if len(styles) > 1
     ]
     if errors:
-        raise ValueError(f"tensor_parallel(rules=): {'; '.join(errors)}. The weights are {', '.join(by_weight)}.")
+        raise ValueError(
+            f"tensor_parallel(rules=): {'; '.join(errors)}. The weights are {', '.join(by_weight)}."
+        )
     for name, (style,) in named.items():
         layers.pop(name, None)
         replicated.pop(name, None)
@@ -260,6 +327,11 @@ def _short(name: str) -> str:
 def _parts(product: Product, length: int) -> tuple[int, ...]:
     """Return the lengths of the parts of a fused weight, of which all is split; () of another."""
     ranges = sorted(product.parts)
-    if not ranges or ranges[0][0] or ranges[-1][1] != length or any(a[1] != b[0] for a, b in pairwise(ranges)):
+    if (
+        not ranges
+        or ranges[0][0]
+        or ranges[-1][1] != length
+        or any(a[1] != b[0] for a, b in pairwise(ranges))
+    ):
         return ()
     return tuple(stop - start for start, stop in ranges)

@@ -39,7 +39,9 @@ def feature_embedding(ids: Tensor, weight: Tensor, mode: Mode) -> Tensor:
     return y if mode.hidden else all_gather(y, mode.axes, dim=-1, to="replicated")
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, mode: Mode, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor | None, mode: Mode, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
     """Normalize activations over all features to mean 0 and variance 1; `weight` and `bias` are of `mode.norm`."""
     weight, bias = varying((weight, bias), mode.tokens)
     if not mode.hidden:
@@ -89,7 +91,9 @@ def _mixed(index: Tensor, key: int) -> Tensor:
     """Hash each index and a key to 64 bits, in place: SplitMix64 for the high bits."""
     index.mul_(0x9E3779B97F4A7C15 - (1 << 64)).add_(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        index.bitwise_xor_((index >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor - (1 << 64))
+        index.bitwise_xor_((index >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(
+            factor - (1 << 64)
+        )
     return index
 
 
@@ -126,14 +130,18 @@ def self_attention(
         qkv_bias = qkv_bias and (qkv_bias[0], *_rows(qkv_bias[1:], used, kv_heads, mode))
     q, k, v = (
         y.unflatten(-1, (count, -1)).transpose(1, 2)
-        for y, count in zip(linear(x, qkv, mode, qkv_bias), (heads // n, len(used), len(used)), strict=True)
+        for y, count in zip(
+            linear(x, qkv, mode, qkv_bias), (heads // n, len(used), len(used)), strict=True
+        )
     )
     if repeats is not None and len(used) > 1:
         k, v = k[:, repeats], v[:, repeats]
     if attend is not None:
         y = attend(q, k, v, causal=causal)
     else:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return linear(y.transpose(1, 2).flatten(2), out, mode.next, out_bias)
 
 

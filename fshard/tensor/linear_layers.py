@@ -51,7 +51,9 @@ def linear(x: Tensor, weight: PyTree, mode: Mode, bias: PyTree = None) -> PyTree
             f"linear: weights must be local shards (out, {inner}) of {mode.weight}; got {', '.join(shapes)}."
         )
     if mode.kind == "1d":
-        return row(x, weight, mode.axes, bias) if mode.flipped else column(x, weight, mode.axes, bias)
+        return (
+            row(x, weight, mode.axes, bias) if mode.flipped else column(x, weight, mode.axes, bias)
+        )
     y = _cube(x, weight, mode) if mode.kind == "3d" else _summa(x, weight, mode)
     return _biased(y, varying(bias, mode.next.tokens))
 
@@ -73,13 +75,17 @@ def varying(values: PyTree, axes: tuple[str, ...]) -> PyTree:
 def _cube(x: Tensor, weight: PyTree, mode: Mode, dim: int = 1) -> PyTree:
     """Gather A, gather B along dim `dim` of the weight, multiply, reduce-scatter C."""
     rows = all_gather(x, mode.next.hidden, dim=0)
-    return psum_scatter(_products(rows, all_gather(weight, mode.axes[0], dim=dim)), mode.hidden, dim=0)
+    return psum_scatter(
+        _products(rows, all_gather(weight, mode.axes[0], dim=dim)), mode.hidden, dim=0
+    )
 
 
 def _summa(x: Tensor, weight: PyTree, mode: Mode) -> PyTree:
     weight = varying(weight, mode.axes[:-2])  # gradients are summed over the depth
     inputs = x, *((weight,) if isinstance(weight, Tensor) else weight)
-    inputs = [y if type(y) is Tensor else y.view_as(y) for y in inputs]  # lazy parameters are unsharded here
+    inputs = [
+        y if type(y) is Tensor else y.view_as(y) for y in inputs
+    ]  # lazy parameters are unsharded here
     ys = cast("Any", _Summa).apply(mode, *inputs)
     return ys[0] if isinstance(weight, Tensor) else ys
 
@@ -91,7 +97,9 @@ class _Summa(Function):
 
     @staticmethod
     def forward(mode: Mode, x: Tensor, *weights: Tensor) -> Tensors:
-        return _products(all_gather(x, mode.hidden, dim=-1), all_gather(weights, mode.contracted, dim=1))
+        return _products(
+            all_gather(x, mode.hidden, dim=-1), all_gather(weights, mode.contracted, dim=1)
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -101,7 +109,11 @@ class _Summa(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        mode, (x, *weights), (_, for_x, *for_weights) = ctx.mode, ctx.saved_tensors, ctx.needs_input_grad
+        mode, (x, *weights), (_, for_x, *for_weights) = (
+            ctx.mode,
+            ctx.saved_tensors,
+            ctx.needs_input_grad,
+        )
         of_x, of_weights = None, (None,) * len(weights)
         if for_x:
             full = all_gather(tuple(weights), mode.contracted, dim=1)
@@ -124,7 +136,9 @@ class _Summa(Function):
 def _products(x: Tensor, weight: PyTree, bias: PyTree = None) -> PyTree:
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
-    return tuple([F.linear(x, w, b) for w, b in zip(weight, bias or (None,) * len(weight), strict=True)])
+    return tuple(
+        [F.linear(x, w, b) for w, b in zip(weight, bias or (None,) * len(weight), strict=True)]
+    )
 
 
 def _biased(y: PyTree, bias: PyTree) -> PyTree:

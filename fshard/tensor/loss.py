@@ -41,9 +41,13 @@ def cross_entropy(
     16-bit logits give a loss in float32.
     """
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'cross_entropy: reduction must be "mean", "sum" or "none"; got {reduction!r}.')
+        raise ValueError(
+            f'cross_entropy: reduction must be "mean", "sum" or "none"; got {reduction!r}.'
+        )
     if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"cross_entropy: label_smoothing must be between 0 and 1; got {label_smoothing!r}.")
+        raise ValueError(
+            f"cross_entropy: label_smoothing must be between 0 and 1; got {label_smoothing!r}."
+        )
     start, classes = own_range(vocabulary, logits.shape[-1], mode.hidden, mode.size(), "vocabulary")
     counts = labels != ignore_index
     labels = labels.masked_fill(~counts, 0)

@@ -75,19 +75,29 @@ class Mode:
 
     def size(self, axes: tuple[str, ...] | None = None) -> int:
         """Return the number of devices along some axes, by default those that shard features."""
-        return prod(self.sizes[self.axes.index(axis)] for axis in (self.hidden if axes is None else axes))
+        return prod(
+            self.sizes[self.axes.index(axis)] for axis in (self.hidden if axes is None else axes)
+        )
 
-    def check(self, *, batch: int | None = None, hidden: int | None = None, heads: int | None = None) -> None:
+    def check(
+        self, *, batch: int | None = None, hidden: int | None = None, heads: int | None = None
+    ) -> None:
         """Raise unless the devices divide the sizes of a model; name all that they do not, with the nearest that work."""
         n = self.next.size()
-        divisors = {"batch": self.size(self.tokens), "hidden": n * n if self.kind == "3d" else self.size(), "heads": n}
+        divisors = {
+            "batch": self.size(self.tokens),
+            "hidden": n * n if self.kind == "3d" else self.size(),
+            "heads": n,
+        }
         errors = [
             f"{name} must be a multiple of {n}; got {size} (the nearest is {max(round(size / n), 1) * n})"
             for (name, n), size in zip(divisors.items(), (batch, hidden, heads), strict=True)
             if size is not None and size % n
         ]
         if errors:
-            grid = ", ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))
+            grid = ", ".join(
+                f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True)
+            )
             raise ValueError(f'mode "{self.kind}" on {grid}: {"; ".join(errors)}.')
 
 
@@ -119,8 +129,12 @@ def mode(kind: Literal["1d", "2d", "2.5d", "3d"], axes: str | tuple[str, ...], m
 def abstract_mode(kind: str, names: tuple[str, ...]) -> Mode:
     """Return a mode on axes whose sizes are not known yet."""
     if kind not in _TABLE or not len(names) == len(set(names)) == len(_TABLE[kind][0]):
-        needed = ", ".join(f'"{kind}" with {len(letters)} axes' for kind, (letters, *_) in _TABLE.items())
-        raise MeshError(f"mode must be one of {needed}, all different; got {kind!r} with {', '.join(names) or 'none'}.")
+        needed = ", ".join(
+            f'"{kind}" with {len(letters)} axes' for kind, (letters, *_) in _TABLE.items()
+        )
+        raise MeshError(
+            f"mode must be one of {needed}, all different; got {kind!r} with {', '.join(names) or 'none'}."
+        )
     return _mode(kind, names, (1,) * len(names), False)
 
 
@@ -132,11 +146,19 @@ def _mode(kind: str, names: tuple[str, ...], sizes: tuple[int, ...], flipped: bo
     tokens, hidden, after, contracted, vocabulary = (
         tuple(axes[letter] for letter in entry if letter != "-") for entry in rows[flipped].split()
     )
-    layouts = P(after, contracted), P(after), P(hidden), P(vocabulary, hidden), P(None, hidden or vocabulary)
+    layouts = (
+        P(after, contracted),
+        P(after),
+        P(hidden),
+        P(vocabulary, hidden),
+        P(None, hidden or vocabulary),
+    )
     return Mode(kind, names, sizes, flipped, tokens, hidden, contracted, vocabulary, *layouts)
 
 
-def own_range(total: int | None, local: int, axes: tuple[str, ...], size: int, name: str) -> tuple[int, int]:
+def own_range(
+    total: int | None, local: int, axes: tuple[str, ...], size: int, name: str
+) -> tuple[int, int]:
     """Return the first index of the calling device's shard of a dim, and the dim's length.
 
     Shards are those of torch.chunk: the last may be shorter. Without a total all are equally long.

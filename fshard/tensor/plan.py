@@ -18,7 +18,16 @@ from torch.nn import functional as F
 from fshard.array.dispatch import constrain
 from fshard.errors import LayoutError
 from fshard.experts.transformers import shard_experts
-from fshard.mesh.layout import Axes, P, as_axes, as_written, flatten, flatten_with_paths, map_leaves, unflatten
+from fshard.mesh.layout import (
+    Axes,
+    P,
+    as_axes,
+    as_written,
+    flatten,
+    flatten_with_paths,
+    map_leaves,
+    unflatten,
+)
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
@@ -38,7 +47,9 @@ TOLERANCE = 1e-5
 class Plan(LayerPlans):
     """The plan of a model: see `tensor_parallel`. Prints how each layer is sharded, and why."""
 
-    def functionalize(self, module: nn.Module, **options: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    def functionalize(
+        self, module: nn.Module, **options: Any
+    ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         """Return what `fs.functionalize` does; parts of a fused weight are leaves of their own."""
         if {name: tuple(x.shape) for name, x in module.named_parameters()} != self.shapes:
             raise LayoutError(
@@ -54,16 +65,22 @@ class Plan(LayerPlans):
         model's largest one count as that: those of biases of keys are 0 but for rounding.
         """
         mesh = make_mesh(dict.fromkeys(self.axes, _check_size(self)), runtime="virtual")
-        apply, params, buffers = self.functionalize(copy.deepcopy(self.model).eval().double().requires_grad_())
+        apply, params, buffers = self.functionalize(
+            copy.deepcopy(self.model).eval().double().requires_grad_()
+        )
 
         def loss_fn(params: Any, sample: Any) -> Tensor:
             args, kwargs = _arguments(sample)
             output, _ = apply(params, buffers, *args, **kwargs)
             leaves, _ = flatten(dict(output) if isinstance(output, Mapping) else output)
-            values = [x for x in leaves if isinstance(x, Tensor | Sharded) and x.is_floating_point()]
+            values = [
+                x for x in leaves if isinstance(x, Tensor | Sharded) and x.is_floating_point()
+            ]
             return self.full(sum((x * x).mean() for x in values))
 
-        sample = map_leaves(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, sample)
+        sample = map_leaves(
+            lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, sample
+        )
         leaves, structure = flatten(map_leaves(lambda x: x.detach().requires_grad_(), params))
         value = loss_fn(unflatten(structure, leaves), sample)
         wanted = [value.detach(), *torch.autograd.grad(value, leaves, materialize_grads=True)]
@@ -77,7 +94,9 @@ class Plan(LayerPlans):
             for x, y in zip([loss, *sharded_grads], wanted, strict=True)
         ]
         pairs = zip(["the loss", *paths], errors, strict=True)
-        if differing := [f"{path} by {error:.1e}" for path, error in pairs if not error < TOLERANCE]:
+        if differing := [
+            f"{path} by {error:.1e}" for path, error in pairs if not error < TOLERANCE
+        ]:
             raise LayoutError(
                 f"the plan must compute what the model does; of {mesh}, these differ: {'; '.join(differing)}."
             )
@@ -138,11 +157,17 @@ def tensor_parallel(
     abstract = abstract_mode(mode, as_axes(axis))
     if (sequence_mode == "megatron") != (sequence in abstract.axes):
         wanted = (
-            f"one of {as_written(abstract.axes)}" if sequence_mode == "megatron" else "another axis than the layers'"
+            f"one of {as_written(abstract.axes)}"
+            if sequence_mode == "megatron"
+            else "another axis than the layers'"
         )
-        raise ValueError(f"sequence must be {wanted} with sequence_mode={sequence_mode!r}; got {sequence!r}.")
+        raise ValueError(
+            f"sequence must be {wanted} with sequence_mode={sequence_mode!r}; got {sequence!r}."
+        )
     if sequence is None and sequence_mode != "gather":
-        raise ValueError(f"sequence_mode={sequence_mode!r} must have an axis of tokens; got sequence=None.")
+        raise ValueError(
+            f"sequence_mode={sequence_mode!r} must have an axis of tokens; got sequence=None."
+        )
     args, kwargs = _arguments(sample)
     axes = tuple(dict.fromkeys((*as_axes(sequence or ()), *abstract.axes)))
     expert_layers = shard_experts(model, as_axes(experts or ()), axes)
@@ -157,7 +182,18 @@ def tensor_parallel(
         layers, replicated = override(layers, replicated, products, rules)
     biases = {p.bias: name for name, p in products.items() if p.bias is not None and name in layers}
     specs = {name: spec for leaves in expert_layers.values() for name, spec in leaves.items()}
-    plan = Plan(abstract, layers, shapes, biases, replicated, sequence, sequence_mode, unsharded, specs, model)
+    plan = Plan(
+        abstract,
+        layers,
+        shapes,
+        biases,
+        replicated,
+        sequence,
+        sequence_mode,
+        unsharded,
+        specs,
+        model,
+    )
     if check and (layers or specs):
         plan.check(sample)
     return plan

@@ -39,17 +39,25 @@ _without_lazy_params: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ig
 class PlannedModule:
     """The functions of `fs.functionalize(module, plan=plan)`."""
 
-    def __init__(self, plan: LayerPlans, module: nn.Module, *, in_place: bool = False, **options: Any) -> None:
+    def __init__(
+        self, plan: LayerPlans, module: nn.Module, *, in_place: bool = False, **options: Any
+    ) -> None:
         self.plan = plan
         hooks = _token_hooks(plan, module) if plan.sequence_mode == "megatron" else []
         adapt = partial(_forward_by, plan)
-        self._apply, params, self.buffers = module_function(module, adapt=adapt, in_place=in_place, **options)
+        self._apply, params, self.buffers = module_function(
+            module, adapt=adapt, in_place=in_place, **options
+        )
         for hook in hooks if not in_place else ():  # the function's copies of the module have them
             hook.remove()
-        self._slots: dict[tuple[Mesh, int], dict[str, tuple[int, list[tuple[Shape, Layout, Shape]]]]] = {}
+        self._slots: dict[
+            tuple[Mesh, int], dict[str, tuple[int, list[tuple[Shape, Layout, Shape]]]]
+        ] = {}
         self.params = plan.split(params)
 
-    def apply(self, params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+    def apply(
+        self, params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run the module: on arrays in a step, on full tensors elsewhere."""
         mesh = self.plan.own_mesh()
         if mesh is None:
@@ -72,7 +80,9 @@ class PlannedModule:
         if slots is None:
             self.plan.check_sizes(mesh)
             names = [name for name in params if name not in self.plan.experts]
-            slots = self._slots[mesh, device] = {name: self._shards(name, mesh, device) for name in names}
+            slots = self._slots[mesh, device] = {
+                name: self._shards(name, mesh, device) for name in names
+            }
         arrays, step = dict[str, Any](), None
         for name, x in params.items():
             if name not in slots:
@@ -89,7 +99,8 @@ class PlannedModule:
                     f"fs.fsdp(..., within=plan.rules), and give the step local={self.plan.axes}."
                 )
             of_parts = [
-                Sharded(shape, layout, (shard,)) for shard, (shape, layout, _) in zip(shards, parts, strict=True)
+                Sharded(shape, layout, (shard,))
+                for shard, (shape, layout, _) in zip(shards, parts, strict=True)
             ]
             array: Any = of_parts[0] if len(of_parts) == 1 else Joined(of_parts, dim)
             if step is None and (step := getattr(shards[0], "step", None)) is not None:
@@ -97,11 +108,17 @@ class PlannedModule:
             arrays[name] = array
         return arrays
 
-    def _shards(self, name: str, mesh: Mesh, device: int) -> tuple[int, list[tuple[Shape, Layout, Shape]]]:
+    def _shards(
+        self, name: str, mesh: Mesh, device: int
+    ) -> tuple[int, list[tuple[Shape, Layout, Shape]]]:
         """Return the dim along which a parameter has parts; of each part its shape, layout, and the device's shape."""
         parts, dim = self.plan.parts_of(name)
         shape, layout = self.plan.shapes[name], Layout(mesh, self.plan.spec(name))
-        shapes = [(*shape[:dim], length, *shape[dim + 1 :]) for length in parts] if len(parts) > 1 else [shape]
+        shapes = (
+            [(*shape[:dim], length, *shape[dim + 1 :]) for length in parts]
+            if len(parts) > 1
+            else [shape]
+        )
         return dim, [(each, layout, layout.local_shape(each, device)) for each in shapes]
 
 
@@ -110,10 +127,16 @@ def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
 
     def gathered(layer: nn.Module, args: Any) -> Any:
         x = args[0]
-        return (constrain(x, P(x.spec.dims(x.ndim)[0])), *args[1:]) if isinstance(x, Sharded) else None
+        return (
+            (constrain(x, P(x.spec.dims(x.ndim)[0])), *args[1:]) if isinstance(x, Sharded) else None
+        )
 
     def scattered(layer: nn.Module, args: Any, y: Any) -> Any:
-        return constrain(y, P(y.spec.dims(y.ndim)[0], plan.sequence)) if isinstance(y, Sharded) else None
+        return (
+            constrain(y, P(y.spec.dims(y.ndim)[0], plan.sequence))
+            if isinstance(y, Sharded)
+            else None
+        )
 
     names = {id(x): name for name, x in module.named_parameters()}
     hooks = list[Any]()
@@ -121,8 +144,16 @@ def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
         layer = plan.layers.get(names.get(id(getattr(submodule, "weight", None)), ""))
         if layer is not None:
             is_table = isinstance(submodule, nn.Embedding)
-            hooks += [submodule.register_forward_pre_hook(gathered)] if is_table or layer.style != "row" else []
-            hooks += [submodule.register_forward_hook(scattered)] if is_table or layer.style == "row" else []
+            hooks += (
+                [submodule.register_forward_pre_hook(gathered)]
+                if is_table or layer.style != "row"
+                else []
+            )
+            hooks += (
+                [submodule.register_forward_hook(scattered)]
+                if is_table or layer.style == "row"
+                else []
+            )
     return hooks
 
 
@@ -140,7 +171,11 @@ def _forward_by(plan: LayerPlans, path: str, module: nn.Module) -> Callable[...,
         call = partial(type(target).forward, target) if override is None else override
         with nullcontext() if ambient.plan is plan else running(plan):
             mesh = plan.own_mesh() if path and path in plan.unsharded else None
-            return call(*args, **kwargs) if mesh is None else run_unsharded(mesh, target, call, args, kwargs)
+            return (
+                call(*args, **kwargs)
+                if mesh is None
+                else run_unsharded(mesh, target, call, args, kwargs)
+            )
 
     return forward
 

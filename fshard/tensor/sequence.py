@@ -65,42 +65,73 @@ def attention(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     plan = BlockPlan(group, call_site(), n, index, transport, how == "zigzag", causal, factor)
     out = attend_blocks(plan, q.unflatten(1, (k.shape[1], -1)), k, v, ids).flatten(1, 2)
-    return cast("Tensor", all_to_all(out, axis, split_dim=2, concat_dim=1)) if how == "ulysses" else out
+    return (
+        cast("Tensor", all_to_all(out, axis, split_dim=2, concat_dim=1))
+        if how == "ulysses"
+        else out
+    )
 
 
-def _ids(q: Tensor, k: Tensor, key_mask: Tensor | None, document_ids: Tensor | None) -> tuple[Tensor, ...]:
+def _ids(
+    q: Tensor, k: Tensor, key_mask: Tensor | None, document_ids: Tensor | None
+) -> tuple[Tensor, ...]:
     """Return none, or the ids of queries and keys, (batch, 1, tokens, 1): a query sees the keys with its own id."""
     if key_mask is None and document_ids is None:
         return ()
-    zeros = (torch.zeros(x.shape[0], x.shape[2], dtype=torch.int64, device=x.device) for x in (q, k))
+    zeros = (
+        torch.zeros(x.shape[0], x.shape[2], dtype=torch.int64, device=x.device) for x in (q, k)
+    )
     queries, keys = zeros if document_ids is None else (document_ids.long(),) * 2
     keys = keys if key_mask is None else keys.masked_fill(~key_mask, _PADDING)
     return queries[:, None, :, None], keys[:, None, :, None]
 
 
 def _validate(
-    q: Tensor, k: Tensor, v: Tensor, n: int, algorithm: str, causal: bool, key_mask: Tensor | None, ids: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    n: int,
+    algorithm: str,
+    causal: bool,
+    key_mask: Tensor | None,
+    ids: Tensor | None,
 ) -> None:
     """Raise one error with all that is wrong."""
     if any(x.ndim != 4 for x in (q, k, v)):
-        raise ValueError(f"fs.tensor.attention: q, k, v must have 4 dims; got {q.ndim}, {k.ndim}, {v.ndim}.")
+        raise ValueError(
+            f"fs.tensor.attention: q, k, v must have 4 dims; got {q.ndim}, {k.ndim}, {v.ndim}."
+        )
     (batch, heads, queries, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
     shape, dtypes = (batch, kv_heads, keys, dim), {q.dtype, k.dtype, v.dtype}
-    errors = [f"how must be one of {get_args(Algorithm)}; got {algorithm!r}"] * (algorithm not in get_args(Algorithm))
+    errors = [f"how must be one of {get_args(Algorithm)}; got {algorithm!r}"] * (
+        algorithm not in get_args(Algorithm)
+    )
     for name, x, right in (
         ("k", k, shape), ("v", v, shape), ("key_mask", key_mask, (batch, keys)), ("document_ids", ids, (batch, queries))
     ):  # fmt: skip
-        errors += [f"{name} must be {right}; got {tuple(x.shape)}" for x in (x,) if x is not None and x.shape != right]
+        errors += [
+            f"{name} must be {right}; got {tuple(x.shape)}"
+            for x in (x,)
+            if x is not None and x.shape != right
+        ]
     if len(dtypes) > 1 or not q.is_floating_point():
         errors += [f"q, k, v must have one floating dtype; got {dtypes}"]
     if queries != keys and (causal or ids is not None):
-        errors += [f"causal and document_ids need as many queries as keys; got {queries} and {keys}"]
+        errors += [
+            f"causal and document_ids need as many queries as keys; got {queries} and {keys}"
+        ]
     if heads % kv_heads:
-        errors += [f"heads must be a multiple of kv heads; got {heads} and {kv_heads}. Use {_nearest(heads, kv_heads)}"]
+        errors += [
+            f"heads must be a multiple of kv heads; got {heads} and {kv_heads}. Use {_nearest(heads, kv_heads)}"
+        ]
     if algorithm == "ulysses" and heads % n:
-        errors += [f"heads must be a multiple of {n} devices; got {heads}. Use {_nearest(heads, n)}"]
+        errors += [
+            f"heads must be a multiple of {n} devices; got {heads}. Use {_nearest(heads, n)}"
+        ]
     if algorithm == "zigzag" and (queries % 2 or keys % 2):
-        errors += [f"tokens must be a multiple of {2 * n}; got {n} x {queries}. Use {_nearest(n * queries, 2 * n)}"]
+        errors += [
+            f"tokens must be a multiple of {2 * n}; got {n} x {queries}. Use {_nearest(n * queries, 2 * n)}"
+        ]
     if errors:
         raise ValueError(f"fs.tensor.attention: {'; '.join(errors)}.")
 
@@ -111,7 +142,9 @@ def _nearest(size: int, factor: int) -> str:
     return f"{lower} or {lower + factor}" if lower else str(factor)
 
 
-def shard_sequence(tree: PyTree, axis: Axes, *, dim: int = 1, how: Algorithm = "ring") -> tuple[PyTree, Tensor]:
+def shard_sequence(
+    tree: PyTree, axis: Axes, *, dim: int = 1, how: Algorithm = "ring"
+) -> tuple[PyTree, Tensor]:
     """Return the device's tokens of a replicated tree, such as inputs, labels and masks, and their global positions.
 
     >>> import torch, fshard as fs
@@ -124,7 +157,8 @@ def shard_sequence(tree: PyTree, axis: Axes, *, dim: int = 1, how: Algorithm = "
     sizes, factor = [x.shape[dim] for x in leaves], 2 * n if how == "zigzag" else n
     if len({*sizes}) != 1 or sizes[0] % factor:
         lengths = ", ".join(
-            f"{path} {size} (use {_nearest(size, factor)})" for path, size in zip(paths, sizes, strict=True)
+            f"{path} {size} (use {_nearest(size, factor)})"
+            for path, size in zip(paths, sizes, strict=True)
         )
         raise ValueError(
             f"fs.tensor.shard_sequence: leaves must have equally many tokens, a multiple of {factor}; got {lengths}."

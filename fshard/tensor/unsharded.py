@@ -20,7 +20,9 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.tensor.joined import concatenated
 
 
-def run_unsharded(mesh: Mesh, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_unsharded(
+    mesh: Mesh, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     """Run a module's forward on unsharded inputs and parameters, and return its tensors as replicated arrays."""
     site = operation_site(type(module).__name__)
 
@@ -31,14 +33,21 @@ def run_unsharded(mesh: Mesh, module: nn.Module, forward: Callable[..., Any], ar
     def replicate(y: Any) -> Any:
         if not isinstance(y, Tensor):
             return y
-        if y.requires_grad:  # the module's backward gets the mean of all devices' cotangents, not its own
+        if (
+            y.requires_grad
+        ):  # the module's backward gets the mean of all devices' cotangents, not its own
             y = y.view_as(y)
             y.register_hook(lambda g: g / mesh.size)
             (y,) = apply_move(mesh, Pvary(), mesh.axis_names, (y,), site)
         return Sharded(tuple(y.shape), Layout(mesh), (y,))
 
     kinds = [vars(each)[kind] for each in module.modules() for kind in ("_parameters", "_buffers")]
-    slots = [(entries, *item) for entries in kinds for item in entries.items() if not isinstance(item[1], Tensor)]
+    slots = [
+        (entries, *item)
+        for entries in kinds
+        for item in entries.items()
+        if not isinstance(item[1], Tensor)
+    ]
     try:
         for entries, key, x in slots:
             entries[key] = unshard(x)

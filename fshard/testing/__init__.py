@@ -12,7 +12,13 @@ gpt            a small GPT as plain functions
 from importlib import import_module
 from typing import Any
 
-from fshard.testing.certify import Certificate, certify, certify_module, check_elementwise, dyadic_like
+from fshard.testing.certify import (
+    Certificate,
+    certify,
+    certify_module,
+    check_elementwise,
+    dyadic_like,
+)
 from fshard.testing.processes import Processes, run_processes
 from fshard.testing.programs import certify_program
 

@@ -62,8 +62,13 @@ class Certificate(Tabular):
 
     def json(self) -> str:
         """Return the rows as JSON."""
-        rows = [{self.column if name == "stage" else name: x for name, x in row._asdict().items()} for row in self.rows]
-        return json.dumps({"ok": self.ok, "steps": self.steps, "unseen": self.unseen, "rows": rows}, indent=1)
+        rows = [
+            {self.column if name == "stage" else name: x for name, x in row._asdict().items()}
+            for row in self.rows
+        ]
+        return json.dumps(
+            {"ok": self.ok, "steps": self.steps, "unseen": self.unseen, "rows": rows}, indent=1
+        )
 
     def table(self) -> Table:
         """Return the rows as a rich table."""
@@ -76,6 +81,12 @@ class Certificate(Tabular):
             if stage not in (None, row.stage):
                 table.add_section()
             numbers = f"{row.error:.1e}", f"{row.bound:.1e}"
-            table.add_row("" if row.stage == stage else str(row.stage), row.leaf, row.verdict, *numbers, row.reason)
+            table.add_row(
+                "" if row.stage == stage else str(row.stage),
+                row.leaf,
+                row.verdict,
+                *numbers,
+                row.reason,
+            )
             stage = row.stage
         return table

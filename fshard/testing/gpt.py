@@ -46,12 +46,17 @@ def block(w: Any, x: Tensor, dropout: float) -> Tensor:
     """Apply one block: attention, then an MLP."""
     y = F.layer_norm(x, (WIDTH,)) * w["norm"]  # (batch, length, width)
     q, k, v = rearrange(
-        y @ w["qkv"], "batch length (qkv heads each) -> qkv batch heads length each", qkv=3, heads=HEADS
+        y @ w["qkv"],
+        "batch length (qkv heads each) -> qkv batch heads length each",
+        qkv=3,
+        heads=HEADS,
     )
     scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
     mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
     y = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
-    x = x + F.dropout(rearrange(y, "batch heads length each -> batch length (heads each)") @ w["out"], dropout)
+    x = x + F.dropout(
+        rearrange(y, "batch heads length each -> batch length (heads each)") @ w["out"], dropout
+    )
     return x + F.dropout(F.gelu(x @ w["up"] + w["bias"]) @ w["down"], dropout)
 
 
@@ -71,5 +76,7 @@ def without_dropout(params: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def batch(size: int = 8, seed: int = 1) -> dict[str, Tensor]:
     """Return random tokens, and those that follow them."""
-    tokens = torch.randint(0, VOCABULARY, (size, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(
+        0, VOCABULARY, (size, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
+    )
     return {"x": tokens[:, :-1], "y": tokens[:, 1:]}

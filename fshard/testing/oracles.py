@@ -136,7 +136,10 @@ def pvary_backward(gs: Tensors, xs: Tensors) -> Tensors:
 def all_gather_backward(gs: Tensors, xs: Tensors, *, dim: int = 0, to: str = "varying") -> Tensors:
     """Sum the cotangents of each shard over its users; a replicated result is used once."""
     full = gs if to == "replicated" else psum(gs)
-    return [cut(g, len(gs), dim)[i].reshape(x.shape) for i, (g, x) in enumerate(zip(full, xs, strict=True))]
+    return [
+        cut(g, len(gs), dim)[i].reshape(x.shape)
+        for i, (g, x) in enumerate(zip(full, xs, strict=True))
+    ]
 
 
 def psum_scatter_backward(gs: Tensors, xs: Tensors, *, dim: int = 0) -> Tensors:
@@ -144,9 +147,13 @@ def psum_scatter_backward(gs: Tensors, xs: Tensors, *, dim: int = 0) -> Tensors:
     return all_gather(gs, dim=dim)
 
 
-def all_to_all_backward(gs: Tensors, xs: Tensors, *, split_dim: int = 0, concat_dim: int | None = None) -> Tensors:
+def all_to_all_backward(
+    gs: Tensors, xs: Tensors, *, split_dim: int = 0, concat_dim: int | None = None
+) -> Tensors:
     """Send everything back."""
-    return all_to_all(gs, split_dim=split_dim if concat_dim is None else concat_dim, concat_dim=split_dim)
+    return all_to_all(
+        gs, split_dim=split_dim if concat_dim is None else concat_dim, concat_dim=split_dim
+    )
 
 
 def ppermute_backward(gs: Tensors, xs: Tensors, *, perm: Pairs) -> Tensors:
@@ -223,7 +230,15 @@ def kind(dtype: torch.dtype) -> str:
     >>> kind(torch.bfloat16), kind(torch.uint8)
     ('f', 'i')
     """
-    return "b" if dtype == torch.bool else "f" if dtype.is_floating_point else "c" if dtype.is_complex else "i"
+    return (
+        "b"
+        if dtype == torch.bool
+        else "f"
+        if dtype.is_floating_point
+        else "c"
+        if dtype.is_complex
+        else "i"
+    )
 
 
 ADDS, ADDS_BACK = (True, False), (False, True)

@@ -48,7 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
-    config.addinivalue_line("markers", "mesh(**axes): the axes of the test's mesh, such as mesh(data=4, model=2)")
+    config.addinivalue_line(
+        "markers", "mesh(**axes): the axes of the test's mesh, such as mesh(data=4, model=2)"
+    )
     config.stash[_pools] = {}
 
 
@@ -72,7 +74,9 @@ def certified(pytestconfig: pytest.Config) -> Callable[..., Any]:
     from fshard.testing.programs import certify_program
 
     def certify(program: Any, meshes: Any, *, check: bool = True, **options: Any) -> Any:
-        certificate = certify_program(program, meshes, processes=pytestconfig.stash[_pools], **options)
+        certificate = certify_program(
+            program, meshes, processes=pytestconfig.stash[_pools], **options
+        )
         return certificate.check() if check else certificate
 
     return certify
@@ -141,10 +145,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def _arguments(config: pytest.Config, item: pytest.Function) -> list[str]:
     """Return the command line for one test: this pytest's own settings, but nothing that chooses or reports tests."""
     path, separator, name = item.nodeid.partition("::")
-    options = [f"--rootdir={config.rootpath}", "-p", "no:cacheprovider", "-q", "--no-header", "--runxfail"]
+    options = [
+        f"--rootdir={config.rootpath}",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "--no-header",
+        "--runxfail",
+    ]
     options += ["-c", str(config.inipath)] if config.inipath is not None else []
     options += [word for plugin in config.getoption("plugins") or () for word in ("-p", plugin)]
-    options += [word for setting in config.getoption("override_ini") or () for word in ("-o", setting)]
+    options += [
+        word for setting in config.getoption("override_ini") or () for word in ("-o", setting)
+    ]
     options += [word for rule in config.getoption("pythonwarnings") or () for word in ("-W", rule)]
     options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
     if config.pluginmanager.hasplugin("hypothesispytest"):

@@ -43,5 +43,7 @@ def run_processes(
 
         assert [x.tolist() for x in run_processes(total, 2)] == [[2, 2], [2, 2]]
     """
-    with Processes(n, backend=backend, environment=environment, timeout=timeout, fresh=fresh) as pool:
+    with Processes(
+        n, backend=backend, environment=environment, timeout=timeout, fresh=fresh
+    ) as pool:
         return pool.run_last(fn, *args, **kwargs)

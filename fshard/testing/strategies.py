@@ -88,7 +88,10 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, unreduced: boo
     axes = draw(st.permutations(mesh.axis_names))
     if draw(st.sampled_from((False, False, False, True))):
         placed = tuple(axes[: draw(st.integers(1, len(axes)))])
-        on[placed], axes = draw(st.integers(0, prod(mesh.shape[axis] for axis in placed) - 1)), axes[len(placed) :]
+        on[placed], axes = (
+            draw(st.integers(0, prod(mesh.shape[axis] for axis in placed) - 1)),
+            axes[len(placed) :],
+        )
     if axes and draw(st.sampled_from((False, False, False, True))):
         chosen = tuple(axes[: draw(st.integers(1, len(axes)))])
         over = [axis for axis in axes if unreduced and axis not in chosen and draw(st.booleans())]
@@ -108,7 +111,9 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, unreduced: boo
     return P(*entries, flat=tuple(flattened), unreduced=tuple(summed), at=on)
 
 
-def layouts(mesh: Mesh, shape: tuple[int, ...], *, unreduced: bool = True) -> st.SearchStrategy[Layout]:
+def layouts(
+    mesh: Mesh, shape: tuple[int, ...], *, unreduced: bool = True
+) -> st.SearchStrategy[Layout]:
     """Draw a layout of a tensor of `shape` on a mesh: a spec (see `specs`) and a memory kind.
 
     >>> from hypothesis import find
@@ -130,7 +135,9 @@ def shapes_for(draw: st.DrawFn, mesh: Mesh) -> tuple[int, ...]:
     lengths: list[int] = []
     for _ in range(draw(st.integers(0, 3))):
         cutting = draw(st.lists(st.sampled_from(mesh.axis_names), unique=True))
-        lengths.append(draw(st.sampled_from((1, 2, 3, 0))) * prod(mesh.shape[axis] for axis in cutting))
+        lengths.append(
+            draw(st.sampled_from((1, 2, 3, 0))) * prod(mesh.shape[axis] for axis in cutting)
+        )
     return tuple(lengths)
 
 
@@ -148,12 +155,18 @@ def dyadic(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype = torch.f
     if dtype.is_complex:
         real = torch.float32 if dtype == torch.complex64 else torch.float64
         return torch.complex(draw(dyadic(shape, real)), draw(dyadic(shape, real)))
-    low, high = {torch.bool: (0, 1), torch.uint8: (0, 8)}.get(dtype, (-32, 32) if dtype.is_floating_point else (-8, 8))
+    low, high = {torch.bool: (0, 1), torch.uint8: (0, 8)}.get(
+        dtype, (-32, 32) if dtype.is_floating_point else (-8, 8)
+    )
     size = prod(shape)
     if size <= FEW:
-        numbers = torch.tensor(draw(st.lists(st.integers(low, high), min_size=size, max_size=size)), dtype=torch.int64)
+        numbers = torch.tensor(
+            draw(st.lists(st.integers(low, high), min_size=size, max_size=size)), dtype=torch.int64
+        )
     elif seed := draw(st.integers(0, 2**16)):
-        numbers = torch.randint(low, high + 1, (size,), generator=torch.Generator().manual_seed(seed))
+        numbers = torch.randint(
+            low, high + 1, (size,), generator=torch.Generator().manual_seed(seed)
+        )
     else:
         numbers = torch.arange(size) % (high - low + 1) + low
     return (numbers / 8 if dtype.is_floating_point else numbers).to(dtype).reshape(shape)

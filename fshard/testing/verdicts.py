@@ -71,9 +71,11 @@ class Shards(NamedTuple):
         position = int((self.errors(full) > bound).nonzero()[0])
         numbers = torch.arange(full.numel(), device=full.device).reshape(full.shape)
         index = [int(i) for i in torch.unravel_index(self.joined(numbers)[position], full.shape)]
-        device = [device for device, x in zip(self.devices, self.shards, strict=True) for _ in range(x.numel())][
-            position
-        ]
+        device = [
+            device
+            for device, x in zip(self.devices, self.shards, strict=True)
+            for _ in range(x.numel())
+        ][position]
         x, expected = self.joined()[position].item(), self.joined(full)[position].item()
         return f"first differs at {index}: {x:.6g} instead of {expected:.6g} (device {device})"
 
@@ -95,7 +97,10 @@ class Comparison(NamedTuple):
 
 
 def judge(
-    comparisons: Iterable[Comparison], stage: int | str, sizes: Mapping[str, int] | None = None, tolerance: float = 1e-3
+    comparisons: Iterable[Comparison],
+    stage: int | str,
+    sizes: Mapping[str, int] | None = None,
+    tolerance: float = 1e-3,
 ) -> list[CertificateRow]:
     """Judge every leaf of a run, by the first comparison that fails or else by the largest error.
 
@@ -106,18 +111,29 @@ def judge(
         verdict, error, reason = _verdict(comparison, sizes or {}, tolerance)
         step, leaf, subject, *_ = comparison
         row = CertificateRow(stage, leaf, verdict, error, comparison.bound)
-        row = row._replace(reason=f"step {step}: the {subject} {reason}", step=step) if reason else row
+        row = (
+            row._replace(reason=f"step {step}: the {subject} {reason}", step=step)
+            if reason
+            else row
+        )
         of_leaves.setdefault(leaf, []).append(row)
-    rows = [min(rows, key=lambda row: (row.step is None, row.step or 0, -row.error)) for rows in of_leaves.values()]
+    rows = [
+        min(rows, key=lambda row: (row.step is None, row.step or 0, -row.error))
+        for rows in of_leaves.values()
+    ]
     first = first_of(rows)
     later = [first is not None and row.step not in (None, first.step) for row in rows]
     return [
-        row._replace(reason=f"step {row.step}: after {first.leaf} has diverged") if first and is_later else row
+        row._replace(reason=f"step {row.step}: after {first.leaf} has diverged")
+        if first and is_later
+        else row
         for row, is_later in zip(rows, later, strict=True)
     ]
 
 
-def _verdict(comparison: Comparison, sizes: Mapping[str, int], tolerance: float) -> tuple[Verdict, float, str]:
+def _verdict(
+    comparison: Comparison, sizes: Mapping[str, int], tolerance: float
+) -> tuple[Verdict, float, str]:
     """Return the verdict, the largest error, and the reason of a failure."""
     shards, full = comparison.shards, comparison.full
     if shards is None or full is None:
@@ -130,10 +146,16 @@ def _verdict(comparison: Comparison, sizes: Mapping[str, int], tolerance: float)
         return "BOUNDED", error, ""
     if not full.isfinite().all():
         return "INCONCLUSIVE", error, "of one device is not finite"
-    return "DIVERGENT", error, _mistake(comparison, shards, full, sizes, tolerance) + comparison.hint
+    return (
+        "DIVERGENT",
+        error,
+        _mistake(comparison, shards, full, sizes, tolerance) + comparison.hint,
+    )
 
 
-def _mistake(comparison: Comparison, shards: Shards, full: Tensor, sizes: Mapping[str, int], tolerance: float) -> str:
+def _mistake(
+    comparison: Comparison, shards: Shards, full: Tensor, sizes: Mapping[str, int], tolerance: float
+) -> str:
     """Describe a difference: by its factor, by the leaf that the shards have instead, or by its first element."""
     x = shards.joined()
     if not x.isfinite().all():
@@ -142,12 +164,20 @@ def _mistake(comparison: Comparison, shards: Shards, full: Tensor, sizes: Mappin
         return "is 0"
     if factor := constant_factor(x, shards.joined(full), tolerance):
         axes = [
-            axis for axis, n in sizes.items() if n > 1 and min(abs(factor / n - 1), abs(factor * n - 1)) < tolerance
+            axis
+            for axis, n in sizes.items()
+            if n > 1 and min(abs(factor / n - 1), abs(factor * n - 1)) < tolerance
         ]
         if axes or x.numel() > 1 or not sizes:
-            return f"is {factor:.4g} times that of one device" + (f": the size of {' or '.join(axes)}" if axes else "")
+            return f"is {factor:.4g} times that of one device" + (
+                f": the size of {' or '.join(axes)}" if axes else ""
+            )
     for name, rival in comparison.rivals.items():
-        if rival is not full and rival.shape == full.shape and torch.allclose(x, shards.joined(rival), tolerance, 0.0):
+        if (
+            rival is not full
+            and rival.shape == full.shape
+            and torch.allclose(x, shards.joined(rival), tolerance, 0.0)
+        ):
             return f"is that of {name}"
     return shards.first_difference(full, comparison.bound)
 

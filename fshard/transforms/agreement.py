@@ -71,14 +71,22 @@ class StepAgreement(NamedTuple):
 
     def pack(self) -> list[float]:
         """Return all numbers as one row, the weight first."""
-        return [self.weight, *self.differences.values(), *self.written, *self.accumulated, *self.used]
+        return [
+            self.weight,
+            *self.differences.values(),
+            *self.written,
+            *self.accumulated,
+            *self.used,
+        ]
 
     def unpack(self, row: Sequence[float]) -> StepAgreement:
         """Return the agreement of a row of this one's form: `unpack(pack())` is equal to it."""
         weight, *terms = row
         numbers = iter(terms)
         differences = {name: next(numbers) for name in self.differences}
-        return StepAgreement(weight, differences, *([next(numbers) for _ in column] for column in self[2:]))
+        return StepAgreement(
+            weight, differences, *([next(numbers) for _ in column] for column in self[2:])
+        )
 
     def reduce(self, group: Group | None, site: Site) -> StepAgreement:
         """Return the sums over the devices of a group; without values, as if every parameter was used."""
@@ -135,15 +143,23 @@ def input_differences(
         "key": difference(key is not None and (key,), group),
         "params": difference(is_full and [*map(digest, params)], group),
         "shapes": difference(batch.shapes, group),
-        "batch": difference(is_full and [digest(x) for x in batch.global_leaves if isinstance(x, Tensor)], group),
-        "samples": difference(has_copies and _sample_digests(batch, device_index, is_full=is_full), same_samples),
+        "batch": difference(
+            is_full and [digest(x) for x in batch.global_leaves if isinstance(x, Tensor)], group
+        ),
+        "samples": difference(
+            has_copies and _sample_digests(batch, device_index, is_full=is_full), same_samples
+        ),
     }
 
 
 def _sample_digests(batch: Batch, device_index: int, *, is_full: bool) -> list[int]:
     shards = [column[device_index] for column in batch.columns]
     pairs = zip(shards, batch.has_samples, strict=True)
-    tensors = [x for x, rows in pairs if isinstance(x, Tensor) and (is_full or (rows and x.device.type == "cpu"))]
+    tensors = [
+        x
+        for x, rows in pairs
+        if isinstance(x, Tensor) and (is_full or (rows and x.device.type == "cpu"))
+    ]
     return [digest(x if is_full else x.reshape(-1)[:: 1 + x.nbytes // (1 << 16)]) for x in tensors]
 
 
@@ -159,7 +175,12 @@ class SliceLoss(NamedTuple):
 
 
 def average_losses(
-    slices: Sequence[SliceLoss], row: list[float], group: Group | None, site: Site, *, copies: int = 1
+    slices: Sequence[SliceLoss],
+    row: list[float],
+    group: Group | None,
+    site: Site,
+    *,
+    copies: int = 1,
 ) -> tuple[SliceLoss, list[float]]:
     """Average losses and metrics over the slices of all devices; return also the sum of their rows.
 
@@ -199,7 +220,9 @@ def tree_sum(numbers: Sequence[Number]) -> Number:
     """Add up the numbers or tensors of slices in the tree in which their gradients are added."""
     level = [*numbers]
     while len(level) > 1:
-        level = [a + b for a, b in zip(level[::2], level[1::2], strict=False)] + level[len(level) // 2 * 2 :]
+        level = [a + b for a, b in zip(level[::2], level[1::2], strict=False)] + level[
+            len(level) // 2 * 2 :
+        ]
     return level[0]
 
 
@@ -208,9 +231,15 @@ def reduce_rows(rows: tuple[Tensor, ...], group: Group | None, site: Site) -> tu
     if group is None or group.size == 1:
         return rows
     psum = Bound(Psum(), group, site).run
-    return psum(rows) if len({row.device for row in rows}) == 1 else tuple(psum((row,))[0] for row in rows)
+    return (
+        psum(rows)
+        if len({row.device for row in rows}) == 1
+        else tuple(psum((row,))[0] for row in rows)
+    )
 
 
 def host_row(numbers: Sequence[float], device: torch.device) -> Tensor:
     """Return a row of numbers in the memory of the host; without values, where a device has none."""
-    return torch.tensor(numbers, dtype=torch.float64, device=device if device.type == "meta" else "cpu")
+    return torch.tensor(
+        numbers, dtype=torch.float64, device=device if device.type == "meta" else "cpu"
+    )

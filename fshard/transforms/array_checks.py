@@ -28,13 +28,23 @@ def validate_run(mesh: Mesh, caller: str, **trees: PyTree) -> None:
     count = len(local_devices(mesh))
 
     def is_distant(x: Any) -> bool:
-        return isinstance(x, Sharded) and len(x.shards) != (count if x.mesh is mesh else len(local_devices(x.mesh)))
+        return isinstance(x, Sharded) and len(x.shards) != (
+            count if x.mesh is mesh else len(local_devices(x.mesh))
+        )
 
     if any(map(is_distant, flatten([*trees.values()])[0])):
         paths, leaves, _ = flatten_with_paths(trees)
-        names = [named(parts_of(path)) for path, x in zip(paths, leaves, strict=True) if is_distant(x)]
-        sides = "outside of fs.run and used inside" if count == 1 else "inside of fs.run and used outside"
-        raise LayoutError(f"{caller}: sharded {sides}: {', '.join(names)}. Shard all arrays where the step is called.")
+        names = [
+            named(parts_of(path)) for path, x in zip(paths, leaves, strict=True) if is_distant(x)
+        ]
+        sides = (
+            "outside of fs.run and used inside"
+            if count == 1
+            else "inside of fs.run and used outside"
+        )
+        raise LayoutError(
+            f"{caller}: sharded {sides}: {', '.join(names)}. Shard all arrays where the step is called."
+        )
 
 
 REPLICATED_OR_FSDP = 'fs.shard_params(params, P(), mesh=mesh), or fs.fsdp("data") for ZeRO-3'
@@ -58,4 +68,6 @@ def validate_mesh(
             for path, x in zip(paths_of(structure), leaves, strict=True)
             if is_elsewhere(x)
         ]
-        raise LayoutError(f"{caller} on {mesh}: {'; '.join(errors)}. Put the parameters on that mesh: {fix}.")
+        raise LayoutError(
+            f"{caller} on {mesh}: {'; '.join(errors)}. Put the parameters on that mesh: {fix}."
+        )

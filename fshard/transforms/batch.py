@@ -62,7 +62,10 @@ class Cut(NamedTuple):
     def ranges(self, mesh: Mesh, device: int, count: int) -> list[Range]:
         """Return which samples a device takes, in `count` slices."""
         index = _device_index(self.axes, mesh, device)
-        return [balanced_range(self.length, self.parts * count, index * count + number) for number in range(count)]
+        return [
+            balanced_range(self.length, self.parts * count, index * count + number)
+            for number in range(count)
+        ]
 
     def local_range(self, mesh: Mesh) -> Range:
         """Return which samples the caller's first device takes."""
@@ -79,7 +82,9 @@ class Cut(NamedTuple):
             return lengths[index] / self.length
         coordinates = mesh.coordinates(local_devices(mesh)[0])
         table = torch.tensor(lengths).view([mesh.shape[axis] for axis in self.axes])
-        group = table[tuple([slice(None) if axis in axes else coordinates[axis] for axis in self.axes])]
+        group = table[
+            tuple([slice(None) if axis in axes else coordinates[axis] for axis in self.axes])
+        ]
         return lengths[index] / int(group.sum()) if group.any() else 1 / group.numel()
 
     def rows(self, mesh: Mesh) -> int:
@@ -179,7 +184,9 @@ class Batch:
         if count == 1 and not is_copied and cut is not None and cut.is_even:
             rows = cut.length // cut.parts
             return [Slice(shards, rows, rows)]
-        copy_ = lazy_copy if count > 1 else lambda x: x  # a write to one slice must not change the next
+        copy_ = (
+            lazy_copy if count > 1 else lambda x: x
+        )  # a write to one slice must not change the next
         if cut is None:
             return [Slice([*map(copy_, shards)], 1, None) for _ in range(count)]
         slices, ranges = list[Slice](), cut.ranges(self.mesh, device, count)
@@ -187,7 +194,11 @@ class Batch:
         for start, stop in ranges:
             leaves = list[Any]()
             for x, has_samples in zip(shards, self.has_samples, strict=True):
-                leaf = x[slice(*filled((start - first, stop - first), len(x)))] if has_samples else copy_(x)
+                leaf = (
+                    x[slice(*filled((start - first, stop - first), len(x)))]
+                    if has_samples
+                    else copy_(x)
+                )
                 leaves.append(leaf.clone() if has_samples and is_copied else leaf)
             slices.append(Slice(leaves, stop - start, max(stop - start, 1)))
         return slices
@@ -195,7 +206,10 @@ class Batch:
     def tree(self, leaves: list[Any], dtype: torch.dtype | None = None) -> PyTree:
         """Put leaves together again, floating ones in a dtype."""
         if dtype is not None:
-            leaves = [x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
+            leaves = [
+                x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+                for x in leaves
+            ]
         return unflatten(self.structure, leaves)
 
 
@@ -220,12 +234,19 @@ class BatchPart:
                         f"is {rows_of(x)} long. Give tensors with a row per sample apart from those that all devices get in "
                         "full."
                     )
-            leaves = [lazy_copy(in_memory(x, mesh, "device")) if isinstance(x, Tensor) else x for x in leaves]
+            leaves = [
+                lazy_copy(in_memory(x, mesh, "device")) if isinstance(x, Tensor) else x
+                for x in leaves
+            ]
             shapes = tuple(
-                (*([self.cut.length] if x.ndim else []), *x.shape[1:]) for x in leaves if isinstance(x, Tensor)
+                (*([self.cut.length] if x.ndim else []), *x.shape[1:])
+                for x in leaves
+                if isinstance(x, Tensor)
             )
         cut, columns = self.cut if split or any(has_samples) else None, [(x,) for x in leaves]
-        return Batch(mesh, local_devices(mesh), columns, cut, has_samples, structure, self.cut.axes, shapes)
+        return Batch(
+            mesh, local_devices(mesh), columns, cut, has_samples, structure, self.cut.axes, shapes
+        )
 
 
 def shard_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
@@ -238,7 +259,9 @@ def shard_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
         try:
             leaf_specs = broadcast_prefix(specs, batch, none_is_leaf=True)
         except ValueError:
-            raise ValueError(f"the batch specs {specs!r} are no prefix of the batch {structure}.") from None
+            raise ValueError(
+                f"the batch specs {specs!r} are no prefix of the batch {structure}."
+            ) from None
     cuts, columns = list[Cut | None](), list[tuple[Any, ...]]()
     for index, (leaf, spec) in enumerate(zip(leaves, leaf_specs, strict=True)):
         try:
@@ -249,19 +272,28 @@ def shard_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
         columns.append(shards)
     if not any(cuts):
         lengths = [rows_of(x) for x, *_ in columns]
-        if len({*lengths} - {None}) == 1:  # no axis shards the samples: every device has those of all tensors
+        if (
+            len({*lengths} - {None}) == 1
+        ):  # no axis shards the samples: every device has those of all tensors
             cuts = [None if length is None else Cut((), 1, length) for length in lengths]
     distinct_cuts = sorted({cut for cut in cuts if cut is not None})
     if len(distinct_cuts) > 1:
         sizes = ", ".join(f"{cut.length} over {' x '.join(cut.axes)}" for cut in distinct_cuts)
-        raise ValueError(f"the tensors of a batch must have the same samples; got {sizes}. Replicate the others: P().")
+        raise ValueError(
+            f"the tensors of a batch must have the same samples; got {sizes}. Replicate the others: P()."
+        )
     cut = distinct_cuts[0] if distinct_cuts else None
     sample_axes = () if cut is None else cut.axes
     spec_axes = {axis for spec in leaf_specs if isinstance(spec, P) for axis in spec.axes}
-    axes = (*sample_axes, *(axis for axis in mesh.axis_names if axis in spec_axes and axis not in sample_axes))
+    axes = (
+        *sample_axes,
+        *(axis for axis in mesh.axis_names if axis in spec_axes and axis not in sample_axes),
+    )
     shapes = tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor | Sharded))
     has_samples = [cut is not None for cut in cuts]
-    return Batch(mesh, local_devices(mesh), columns, cut, has_samples, structure, axes, shapes, leaves)
+    return Batch(
+        mesh, local_devices(mesh), columns, cut, has_samples, structure, axes, shapes, leaves
+    )
 
 
 def _validate_leaf(leaf: Any) -> None:

@@ -85,9 +85,20 @@ class DeviceStep:
     """
 
     def __init__(
-        self, options: StepOptions, runtime: UnitRuntime, batch: Batch, index: int, key: int, scale: float
+        self,
+        options: StepOptions,
+        runtime: UnitRuntime,
+        batch: Batch,
+        index: int,
+        key: int,
+        scale: float,
     ) -> None:
-        self.options, self.scope, self.site, self.batch = options, runtime.scope, runtime.site, batch
+        self.options, self.scope, self.site, self.batch = (
+            options,
+            runtime.scope,
+            runtime.site,
+            batch,
+        )
         self.index, self.key, self.scale, self.scaled = index, key, scale, scale
         self.group = self.along(batch.axes)  # the devices that have other samples
         self.turns = options.turns(1 if self.group is None else self.group.size)
@@ -105,7 +116,9 @@ class DeviceStep:
         """Return the slices of the device."""
         return slice_turns(self.options, self.batch, self.index, self.turns, self.group, self.site)
 
-    def loss_scope(self, *, is_idle: bool = False, moments: list[Any] | None = None) -> AbstractContextManager[None]:
+    def loss_scope(
+        self, *, is_idle: bool = False, moments: list[Any] | None = None
+    ) -> AbstractContextManager[None]:
         """Return the context of the loss function or a stage: it records the collectives that are called."""
         return loss_scope(self.batch.mesh.axis_names, self.record, is_idle=is_idle, moments=moments)
 
@@ -171,21 +184,30 @@ class ModelStep(DeviceStep):
             for unit in runtime.units:
                 unit.accumulated = trees.result(unit)
             reductions.end()
-        mean, used, changed = self.agree([output.loss for output in outputs], [output.written for output in outputs])
+        mean, used, changed = self.agree(
+            [output.loss for output in outputs], [output.written for output in outputs]
+        )
         gradients = self.gradients(used, mean.weight)
         aux = self.combine_metrics([output.metrics for output in outputs], slice_turns, mean)
         runtime.close()
         return DeviceResult(mean.loss, mean.weight, aux, gradients, changed, runtime.order)
 
-    def run_slice(self, slice_turn: SliceTurn, accumulate_into: AccumulateInto | None) -> SliceOutput:
+    def run_slice(
+        self, slice_turn: SliceTurn, accumulate_into: AccumulateInto | None
+    ) -> SliceOutput:
         """Run forward and backward of one slice.
 
         Its gradients are reduced, or accumulated for a later reduction.
         """
         options, runtime, slice = self.options, self.runtime, slice_turn.slice
-        buffers, extra = self.buffers.part(self.index), {"buffers": options.has_buffers, "aux": options.has_aux}
+        buffers, extra = (
+            self.buffers.part(self.index),
+            {"buffers": options.has_buffers, "aux": options.has_aux},
+        )
         loss_fn = options.loss_fn
-        if hasattr(loss_fn, "_torchdynamo_orig_callable"):  # compiled functions take no lazy parameters
+        if hasattr(
+            loss_fn, "_torchdynamo_orig_callable"
+        ):  # compiled functions take no lazy parameters
             loss_fn = with_unsharded_params(loss_fn)
         runtime.begin_slice()
         with self.running(slice_turn.number, is_idle=not slice.rows):
@@ -195,7 +217,9 @@ class ModelStep(DeviceStep):
                 with runtime.saved.watch(), self._describing_call():
                     result = loss_fn(*arguments)
                 del arguments, batch
-                values = unpack_result(result, ["loss", *(name for name, is_there in extra.items() if is_there)])
+                values = unpack_result(
+                    result, ["loss", *(name for name, is_there in extra.items() if is_there)]
+                )
                 loss = one_loss(options, values["loss"], slice)
             if runtime.is_first_step:
                 validate_no_reentrant_checkpoint(loss)
@@ -222,7 +246,9 @@ class ModelStep(DeviceStep):
                 error.add_note(f"{self.options.caller}: The loss function is called as {call}.")
             if "saved tensor hooks" in str(error):
                 example = "fs.with_unsharded_params(part, keep=True)"
-                error.add_note(f"Mark the part that calls torch.func.grad, vjp or jacrev: {example}.")
+                error.add_note(
+                    f"Mark the part that calls torch.func.grad, vjp or jacrev: {example}."
+                )
             raise
 
     def agree_on_axes(self, device: torch.device) -> None:
@@ -240,19 +266,29 @@ class ModelStep(DeviceStep):
         self, loss: Tensor, share: float, accumulate_into: AccumulateInto | None, *, idle: bool
     ) -> Tensor:
         """Begin the backward of a loss of this share; return its cotangent."""
-        idle = idle and not self.collectives.is_mixed  # else other losses may depend on samples of weight 0
+        idle = (
+            idle and not self.collectives.is_mixed
+        )  # else other losses may depend on samples of weight 0
         used_units, along = self.runtime.used_units, self.collectives.along
-        self.runtime.reductions.begin(used_units, self.everyone, along, accumulate_into, is_idle=idle)
+        self.runtime.reductions.begin(
+            used_units, self.everyone, along, accumulate_into, is_idle=idle
+        )
         self.scaled = finite_scale(loss.dtype, self.scale)
         return torch.full_like(loss, share * self.scaled)
 
     def differentiate(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
         """Run autograd, which calls the backwards of units, and runs parts of the forward again."""
-        with self.runtime.backward(), self.loss_scope(is_idle=require("a loss function").slice.is_idle):
+        with (
+            self.runtime.backward(),
+            self.loss_scope(is_idle=require("a loss function").slice.is_idle),
+        ):
             torch.autograd.grad(outputs, [self.runtime.anchor], cotangents, allow_unused=True)
 
     def agree(
-        self, losses: list[SliceLoss], changed: Sequence[Mapping[str, Tensor]], optimizer: object = None
+        self,
+        losses: list[SliceLoss],
+        changed: Sequence[Mapping[str, Tensor]],
+        optimizer: object = None,
     ) -> tuple[SliceLoss, Sequence[float], dict[str, Tensor]]:
         """Average losses, metrics and buffers over all devices, and reduce the remaining gradients.
 
@@ -270,7 +306,9 @@ class ModelStep(DeviceStep):
         differences = self._input_differences()
         if optimizer is not None:
             differences["optimizer"] = difference(optimizer, group)
-        written = [Written(slice.weight, buffers) for slice, buffers in zip(losses, changed, strict=True)]
+        written = [
+            Written(slice.weight, buffers) for slice, buffers in zip(losses, changed, strict=True)
+        ]
         agreement = StepAgreement(
             tree_sum([slice.weight for slice in losses]),
             differences | (irregular_difference(written, before, group) if paths else {}),
@@ -305,7 +343,9 @@ class ModelStep(DeviceStep):
         )
         if self.options.local and self.batch.may_differ:
             local = [digest(x) for leaf, x in stored if leaf.used.entries]
-            equal_along = tuple([axis for axis in self.batch.axes if axis not in self.options.local])
+            equal_along = tuple(
+                [axis for axis in self.batch.axes if axis not in self.options.local]
+            )
             differences["params"] += difference(local, self.along(equal_along))
         return differences | {"gathers": difference(runtime.sequence, group)}
 

@@ -52,12 +52,18 @@ def differentiable_gradient(
         for index, x in zip(tensors, xs[len(leaves) :], strict=True):
             batch_leaves[index] = x
         samples = sharded_batch.tree(batch_leaves, dtype)
-        varying = [pvary(x if dtype is None else x.to(dtype), mesh.axis_names) for x in xs[: len(leaves)]]
+        varying = [
+            pvary(x if dtype is None else x.to(dtype), mesh.axis_names) for x in xs[: len(leaves)]
+        ]
         axes = sharded_batch.axes
         number = require("a loss function").group(axes, "value_and_grad").index if axes else 0
         with keyed_random(key, 0, number), loss_scope(mesh.axis_names):
-            loss = one_loss(options, options.loss_fn(restore(unflatten(structure, varying)), samples), shard)
-        weight = weight_of(float(shard.rows) if options.weight is None else options.weight(samples)).to(loss.device)
+            loss = one_loss(
+                options, options.loss_fn(restore(unflatten(structure, varying)), samples), shard
+            )
+        weight = weight_of(
+            float(shard.rows) if options.weight is None else options.weight(samples)
+        ).to(loss.device)
         total = psum(weight, mesh.axis_names)
         return (psum(loss * weight, mesh.axis_names) / total,)
 
@@ -71,7 +77,9 @@ def differentiable_gradient(
         loss = unshard(Sharded((), Layout(mesh), losses))
         return loss, loss.detach()
 
-    gradients, loss = torch.func.grad(mean_loss, has_aux=True)([leaves[index].shards for index in trained])
+    gradients, loss = torch.func.grad(mean_loss, has_aux=True)(
+        [leaves[index].shards for index in trained]
+    )
     grads: list[Any] = [None] * len(leaves)
     for index, shards in zip(trained, gradients, strict=True):
         grads[index] = reshard(like(leaves[index], shards), options.gradients(leaves[index].layout))

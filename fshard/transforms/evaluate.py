@@ -19,14 +19,28 @@ from fshard.transforms.options import Options
 from fshard.transforms.value_and_grad import gradient_of, validate_scheduled
 from fshard.uncompiled import uncompiled
 
-_BOTH = {"has_buffers", "has_aux", "aux", "weight", "local", "reproducible", "live_units", "compute"}
+_BOTH = {
+    "has_buffers",
+    "has_aux",
+    "aux",
+    "weight",
+    "local",
+    "reproducible",
+    "live_units",
+    "compute",
+}
 _OF_LOSSES = _BOTH | {"accumulate", "slices", "prefetch"}
 _OF_STAGES = _BOTH | {"loss", "inputs", "skips", "axis", "dynamic"}
 
 
 @uncompiled
 def evaluate(
-    loss_fn: Any, *, mesh: Mesh, batch: PyTree, schedule: Schedule | None = None, **options: Unpack[Options]
+    loss_fn: Any,
+    *,
+    mesh: Mesh,
+    batch: PyTree,
+    schedule: Schedule | None = None,
+    **options: Unpack[Options],
 ) -> Callable[..., Any]:
     """Return a function of (params, batch) that gives the mean loss over the entire batch, or with `aux` (loss,
     aux).
@@ -58,8 +72,12 @@ def evaluate(
     validate_scheduled("evaluate", loss_fn, schedule)
     if illegal := sorted(options.keys() - (_OF_LOSSES if schedule is None else _OF_STAGES)):
         when = "without schedule=" if schedule is None else "with schedule="
-        raise ValueError(f"evaluate has no option {', '.join(illegal)} {when}. Leave out what has no meaning there.")
-    forward = gradient_of("evaluate", loss_fn, mesh=mesh, batch=batch, schedule=schedule, backward=False, **options)
+        raise ValueError(
+            f"evaluate has no option {', '.join(illegal)} {when}. Leave out what has no meaning there."
+        )
+    forward = gradient_of(
+        "evaluate", loss_fn, mesh=mesh, batch=batch, schedule=schedule, backward=False, **options
+    )
     has_buffers, has_aux = forward.options.has_buffers, forward.options.has_aux
 
     def run(params: PyTree, *inputs: PyTree) -> Any:

@@ -48,7 +48,13 @@ from fshard.transforms.agreement import FIX_UNEVEN_GATHERS
 from fshard.transforms.array_checks import validate_mesh, validate_run
 from fshard.transforms.batch import Batch, BatchPart, shard_batch
 from fshard.transforms.device_step import DeviceResult, DeviceStep, ModelStep
-from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, validate_ties_frozen
+from fshard.transforms.fsdp.param_runtime import (
+    ParamPlans,
+    ParamRuntime,
+    numbered,
+    plan_param,
+    validate_ties_frozen,
+)
 from fshard.transforms.fsdp.plans import Gradients, ParamPlan
 from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
@@ -68,7 +74,10 @@ def unstaged(
 
 
 def validate_local(
-    options: StepOptions, paths: Sequence[str], leaves: Sequence[Sharded], batch_axes: tuple[str, ...]
+    options: StepOptions,
+    paths: Sequence[str],
+    leaves: Sequence[Sharded],
+    batch_axes: tuple[str, ...],
 ) -> None:
     """Raise with the parameters that are not sharded along local axes by dims, and along others, or the batch's, flat."""
     flat_too = {*options.local} & {*batch_axes}
@@ -143,17 +152,25 @@ class GradientFunction:
     options: StepOptions
     mesh: Mesh
     specs: PyTree
-    plans: list[tuple[object, Any]] = field(init=False, default_factory=list[Any], compare=False, repr=False)
+    plans: list[tuple[object, Any]] = field(
+        init=False, default_factory=list[Any], compare=False, repr=False
+    )
 
     @uncompiled
-    def __call__(self, params: PyTree, *inputs: PyTree, scale: Tensor | float | None = None) -> tuple[Any, PyTree]:
+    def __call__(
+        self, params: PyTree, *inputs: PyTree, scale: Tensor | float | None = None
+    ) -> tuple[Any, PyTree]:
         """Return the loss, or loss and metrics, and the gradient of `scale` times the loss."""
         options = self.options
-        if transformed():  # the engine differentiates detached shards, of which torch.func sees nothing
+        if (
+            transformed()
+        ):  # the engine differentiates detached shards, of which torch.func sees nothing
             return self.differentiable(params, *inputs)
         buffers, batch = inputs if options.has_buffers else ((), *inputs)
         validate_run(self.mesh, options.caller, params=params, buffers=buffers, batch=batch)
-        value, grads = self.run(params, buffers, batch, call_site(), 1.0 if scale is None else float(scale))
+        value, grads = self.run(
+            params, buffers, batch, call_site(), 1.0 if scale is None else float(scale)
+        )
         extras = (value.buffers,) * options.has_buffers + (value.aux,) * options.has_aux
         return ((value.loss, *extras) if extras else value.loss), grads
 
@@ -177,7 +194,9 @@ class GradientFunction:
         plans = self.plans_of(structure, leaves, numbers, mesh, sharded_batch.axes)  # (1)
         before = self.buffers_on(mesh, buffers) if options.has_buffers else no_buffers(mesh)
         key = drawn_key()  # the same on every process
-        inputs = StepInputs(leaves, structure, restore, indices, numbers, sharded_batch, before, key, scale, site)
+        inputs = StepInputs(
+            leaves, structure, restore, indices, numbers, sharded_batch, before, key, scale, site
+        )
         devices, steps = local_devices(mesh), dict[int, Any]()
 
         def on_device(device: int) -> DeviceResult:
@@ -198,24 +217,42 @@ class GradientFunction:
             self.failed(mesh, steps, error)
             raise
         plans.order = results[0].order
-        grads = gradient_tree(plans.leaves, [result.gradients for result in results], structure, numbers)
+        grads = gradient_tree(
+            plans.leaves, [result.gradients for result in results], structure, numbers
+        )
         after, aux = before.after([result.buffers for result in results]), ()
         if options.has_aux:
             aux = global_metrics([result.aux for result in results], sharded_batch, options.aux)
-        return StepValue(results[0].loss, results[0].weight, sharded_batch.samples, after, aux), grads
+        return StepValue(
+            results[0].loss, results[0].weight, sharded_batch.samples, after, aux
+        ), grads
 
     def differentiable(self, params: PyTree, *inputs: PyTree) -> tuple[Any, PyTree]:
         """Return the loss and its gradient within a transform of `torch.func`."""
-        raise TypeError(f"{self.options.caller} of stages must not be called within a torch.func transform.")
+        raise TypeError(
+            f"{self.options.caller} of stages must not be called within a torch.func transform."
+        )
 
     def plans_of(
-        self, structure: Structure, leaves: Sequence[Sharded], numbers: Sequence[int], mesh: Mesh, axes: tuple[str, ...]
+        self,
+        structure: Structure,
+        leaves: Sequence[Sharded],
+        numbers: Sequence[int],
+        mesh: Mesh,
+        axes: tuple[str, ...],
     ) -> Any:
         """Return the cached plans for parameters of this structure, these ties, shapes, dtypes and layouts.
 
         The key is compared, which is faster than hashing it for a few entries.
         """
-        key = structure, numbers, axes, [x.shape for x in leaves], [x.dtype for x in leaves], [x.layout for x in leaves]
+        key = (
+            structure,
+            numbers,
+            axes,
+            [x.shape for x in leaves],
+            [x.dtype for x in leaves],
+            [x.layout for x in leaves],
+        )
         plans = next((plans for cached, plans in self.plans if cached == key), None)
         if plans is None:
             paths = [*paths_of(structure)]
@@ -223,7 +260,9 @@ class GradientFunction:
             validate_ties_frozen(paths, numbers, frozen)
             self._validate_dtypes(paths, leaves)
             validate_local(self.options, paths, leaves, axes)
-            plans = self.plan(structure, [*zip(paths, leaves, frozen, strict=True)], numbers, mesh, axes)
+            plans = self.plan(
+                structure, [*zip(paths, leaves, frozen, strict=True)], numbers, mesh, axes
+            )
             self.plans[:] = [(key, plans), *self.plans[: CACHED_PLANS - 1]]
         return plans
 
@@ -257,7 +296,9 @@ class GradientFunction:
                 "Shard x.float() of them."
             )
 
-    def check_params(self, params: PyTree, leaves: Sequence[Any], structure: Structure, mesh: Mesh) -> None:
+    def check_params(
+        self, params: PyTree, leaves: Sequence[Any], structure: Structure, mesh: Mesh
+    ) -> None:
         """Raise unless the parameters are on the mesh."""
         validate_mesh(leaves, structure, mesh)
 
@@ -286,7 +327,10 @@ class GradientFunction:
 
 
 def gradient_tree(
-    leaves: Sequence[ParamPlan], by_device: Sequence[Gradients], structure: Structure, numbers: Sequence[int]
+    leaves: Sequence[ParamPlan],
+    by_device: Sequence[Gradients],
+    structure: Structure,
+    numbers: Sequence[int],
 ) -> PyTree:
     """Return gradients as the tree of parameters, from the local shards of each device."""
     grads = [
@@ -304,12 +348,18 @@ class Gradient(GradientFunction):
         from fshard.transforms.differentiable_gradient import differentiable_gradient  # rare
 
         options = self.options
-        flags = {"has_buffers": options.has_buffers, "has_aux": options.has_aux, "reproducible": options.reproducible}
+        flags = {
+            "has_buffers": options.has_buffers,
+            "has_aux": options.has_aux,
+            "reproducible": options.reproducible,
+        }
         if names := [name for name, flag in flags.items() if flag]:
             raise ValueError(
                 f"{options.caller} must not have {', '.join(names)} within a torch.func transform: return the loss alone."
             )
-        return differentiable_gradient(options, resolve_mesh(self.mesh), self.specs, params, *inputs)
+        return differentiable_gradient(
+            options, resolve_mesh(self.mesh), self.specs, params, *inputs
+        )
 
     def plan(
         self,
@@ -323,15 +373,31 @@ class Gradient(GradientFunction):
         plans: dict[int, ParamPlan] = {}
         for (path, x, is_frozen), number in zip(params, numbers, strict=True):
             trained = self.options.backward and trainable(x) and not is_frozen
-            gradients, used = self.options.gradients if trained else None, self.options.used(x.layout)
+            gradients, used = (
+                self.options.gradients if trained else None,
+                self.options.used(x.layout),
+            )
             plans.setdefault(number, plan_param(path, x, gradients, used))
-        return ParamPlans(tuple(plans[number] for number in sorted(plans)), mesh, axes, self.options.reproducible)
+        return ParamPlans(
+            tuple(plans[number] for number in sorted(plans)), mesh, axes, self.options.reproducible
+        )
 
-    def device_step(self, plans: ParamPlans, inputs: StepInputs, index: int, device: int) -> ModelStep:
+    def device_step(
+        self, plans: ParamPlans, inputs: StepInputs, index: int, device: int
+    ) -> ModelStep:
         """Return the step of a device, the local one at `index`."""
         options, (*_, batch, buffers, key, scale, site) = self.options, inputs
         runtime = ParamRuntime(plans, inputs.shards(index), device, options, site)
-        return ModelStep(options, runtime, lambda: inputs.tree(runtime.lazy_params), buffers, batch, index, key, scale)
+        return ModelStep(
+            options,
+            runtime,
+            lambda: inputs.tree(runtime.lazy_params),
+            buffers,
+            batch,
+            index,
+            key,
+            scale,
+        )
 
     def failed(self, mesh: Mesh, steps: Mapping[int, ModelStep], error: BaseException) -> None:
         """Name the units in which devices differ."""
@@ -343,12 +409,21 @@ class Gradient(GradientFunction):
 
 def describe_gathers(mesh: Mesh, runtimes: Mapping[int, ParamRuntime]) -> str:
     """Return the units that each device has all-gathered, and the fix; empty if several devices have gathered the same."""
-    if len(runtimes) > 1 and len({*(tuple(runtime.sequence) for runtime in runtimes.values())}) == 1:
+    if (
+        len(runtimes) > 1
+        and len({*(tuple(runtime.sequence) for runtime in runtimes.values())}) == 1
+    ):
         return ""
     devices = list[str]()
     for device, runtime in runtimes.items():
-        coordinates = ", ".join(f"{axis}={index}" for axis, index in mesh.coordinates(device).items())
+        coordinates = ", ".join(
+            f"{axis}={index}" for axis, index in mesh.coordinates(device).items()
+        )
         units = ", then ".join(runtime.describe_units()[number] for number in runtime.sequence)
         devices.append(f"({coordinates}) has gathered {units or 'nothing'}")
-    fix = FIX_UNEVEN_GATHERS if len(runtimes) > 1 else f"If another process has gathered others: {FIX_UNEVEN_GATHERS}"
+    fix = (
+        FIX_UNEVEN_GATHERS
+        if len(runtimes) > 1
+        else f"If another process has gathered others: {FIX_UNEVEN_GATHERS}"
+    )
     return f"{'; '.join(devices)}. {fix}"

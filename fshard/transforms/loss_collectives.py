@@ -34,7 +34,13 @@ from fshard.transforms.options import StepOptions
 LOCAL_CALLS = ("fs.pvary", "fs.axis_size")
 """Calls that need no communication. `fs.axis_index` needs none either, but it counts in the first step, where devices agree."""
 
-ALLOWED_ON_UNEVEN_BATCHES = ("fs.pmax", "fs.pmin", "fs.axis_index", "fs.all_to_all", "sync_batchnorm")
+ALLOWED_ON_UNEVEN_BATCHES = (
+    "fs.pmax",
+    "fs.pmin",
+    "fs.axis_index",
+    "fs.all_to_all",
+    "sync_batchnorm",
+)
 """Collectives whose results for other samples do not change if one is there twice."""
 
 
@@ -50,10 +56,16 @@ class LossCollectives:
     """
 
     def __init__(self, batch: Batch, turns: int, options: StepOptions) -> None:
-        self._cut, self._axes, self._is_reproducible = batch.cut, frozenset(batch.axes), options.reproducible
+        self._cut, self._axes, self._is_reproducible = (
+            batch.cut,
+            frozenset(batch.axes),
+            options.reproducible,
+        )
         self._sizes = {axis: size for axis, size in batch.mesh.shape.items() if size > 1}
         self._slices = 0 if batch.cut is None else batch.cut.parts * turns
-        self._dependent = self._axes - frozenset(options.local)  # samples along them must not meet in reproducible mode
+        self._dependent = self._axes - frozenset(
+            options.local
+        )  # samples along them must not meet in reproducible mode
         self._indexed = set[str]()
         self.along: tuple[str, ...] = ()
         self.is_mixed = False
@@ -80,24 +92,37 @@ class LossCollectives:
         cut, slices = self._cut, self._slices
         if cut is None or cut.length % slices == 0 or (cut.length > slices and call != "fs.pmean"):
             return
-        if group.size > 1 and call not in ALLOWED_ON_UNEVEN_BATCHES and not {*cut.axes}.isdisjoint(group.axes):
+        if (
+            group.size > 1
+            and call not in ALLOWED_ON_UNEVEN_BATCHES
+            and not {*cut.axes}.isdisjoint(group.axes)
+        ):
             raise ValueError(
                 f"{call} in the loss function: the {cut.length} samples of the batch are cut into {slices} slices, which are "
                 "not of one size, or some without samples, and all would count alike. Give batches of a multiple of "
                 f"{slices}."
             )
 
-    def agree(self, scope: Scope, cached: tuple[str, ...] | None, device: torch.device, site: Site) -> None:
+    def agree(
+        self, scope: Scope, cached: tuple[str, ...] | None, device: torch.device, site: Site
+    ) -> None:
         """Add the axes over which any device called a collective, or those `cached` from an earlier step."""
         if cached is not None:
             self._add_axes(cached)
             return
         replicated = [axis for axis in self._sizes if axis not in self._axes]
         if replicated:
-            group, used = scope.group(tuple(self._sizes), "value_and_grad"), {*self.along, *self._indexed}
-            (row,) = reduce_rows((host_row([float(axis in used) for axis in replicated], device),), group, site)
+            group, used = (
+                scope.group(tuple(self._sizes), "value_and_grad"),
+                {*self.along, *self._indexed},
+            )
+            (row,) = reduce_rows(
+                (host_row([float(axis in used) for axis in replicated], device),), group, site
+            )
             if not row.is_meta:
-                self._add_axes(axis for axis, times in zip(replicated, row.tolist(), strict=True) if times)
+                self._add_axes(
+                    axis for axis, times in zip(replicated, row.tolist(), strict=True) if times
+                )
 
     def _add_axes(self, axes: Iterable[str]) -> None:
         axes = {*axes, *self.along} - self._axes

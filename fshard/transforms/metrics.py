@@ -19,7 +19,16 @@ from torch import Tensor
 
 from fshard.mesh.collectives.autograd import Bound
 from fshard.mesh.collectives.moves import AllGather, Broadcast, Psum
-from fshard.mesh.layout import Layout, P, PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, unflatten
+from fshard.mesh.layout import (
+    Layout,
+    P,
+    PyTree,
+    Structure,
+    broadcast_prefix,
+    flatten,
+    flatten_with_paths,
+    unflatten,
+)
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.scope import Scope
 from fshard.source import Site
@@ -45,7 +54,9 @@ def metrics_of(aux: PyTree, slice: Slice, device: torch.device, prefix: PyTree) 
     if isinstance(aux, tuple) and not aux:
         return NO_METRICS
     paths, leaves, structure = flatten_with_paths(aux)
-    leaves = [torch.full((), x, device=device) if isinstance(x, bool | int | float) else x for x in leaves]
+    leaves = [
+        torch.full((), x, device=device) if isinstance(x, bool | int | float) else x for x in leaves
+    ]
     reductions = _reductions(leaves, prefix, aux)
     for path, x, reduction in zip(paths, leaves, reductions, strict=True):
         if error := _metric_error(x, slice.samples, reduction):
@@ -62,9 +73,12 @@ def _reductions(leaves: Sequence[Any], prefix: PyTree, aux: PyTree) -> list[Any]
     try:
         words = [None] * len(leaves) if prefix is None else broadcast_prefix(prefix, aux)
     except ValueError:
-        raise ValueError(f"aux={prefix!r} must be a prefix of the metrics {flatten(aux)[1]}. Name each.") from None
+        raise ValueError(
+            f"aux={prefix!r} must be a prefix of the metrics {flatten(aux)[1]}. Name each."
+        ) from None
     return [
-        "mean" if not getattr(x, "ndim", 1) and word != "sum" else word for x, word in zip(leaves, words, strict=True)
+        "mean" if not getattr(x, "ndim", 1) and word != "sum" else word
+        for x, word in zip(leaves, words, strict=True)
     ]
 
 
@@ -75,7 +89,11 @@ def _metric_error(x: Any, samples: int | None, reduction: AuxReduction | None) -
     if reduction is None:
         return f"of shape {tuple(x.shape)}"
     if reduction == "rows":
-        return None if x.shape[0] == samples else f"of shape {tuple(x.shape)}, but there are {samples} samples"
+        return (
+            None
+            if x.shape[0] == samples
+            else f"of shape {tuple(x.shape)}, but there are {samples} samples"
+        )
     return "complex" if x.is_complex() else None
 
 
@@ -84,7 +102,9 @@ def slice_loss(loss: Tensor, weight: float, metrics: SliceMetrics) -> SliceLoss:
     means = list[Tensor]()
     for x, reduction in zip(metrics.leaves, metrics.reductions, strict=True):
         if reduction == "sum":
-            means.append(x.double() / (weight or 1.0))  # their mean times the total weight is the sum
+            means.append(
+                x.double() / (weight or 1.0)
+            )  # their mean times the total weight is the sum
         elif reduction == "mean":
             means.append(x if x.is_floating_point() else x.to(torch.get_default_dtype()))
     return SliceLoss(loss.detach(), weight, means)
@@ -125,17 +145,30 @@ def combine_metrics(
         longest = -(-cut.length // cut.parts)
         padded = rows.new_zeros(longest, *rows.shape[1:])
         padded[: len(rows)] = rows
-        (gathered,) = Bound(AllGather(0, True), scope.group(cut_axes, "value_and_grad"), site).run((padded,))
-        return torch.cat([shard[:length] for shard, length in zip(gathered.split(longest), cut.lengths(), strict=True)])
+        (gathered,) = Bound(AllGather(0, True), scope.group(cut_axes, "value_and_grad"), site).run(
+            (padded,)
+        )
+        return torch.cat(
+            [
+                shard[:length]
+                for shard, length in zip(gathered.split(longest), cut.lengths(), strict=True)
+            ]
+        )
 
     def combined(reduction: AuxReduction, column: Sequence[Tensor]) -> Tensor:
         if reduction == "rows":
             return global_rows(
-                torch.cat([x[: slice.rows] if cut else x for x, slice in zip(column, slices, strict=True)])
+                torch.cat(
+                    [x[: slice.rows] if cut else x for x, slice in zip(column, slices, strict=True)]
+                )
             )
         x, dtype = next(means), column[0].dtype
         if reduction == "sum":
-            x = (x * mean.weight).to(dtype) if dtype.is_floating_point else (x * mean.weight).round().long()
+            x = (
+                (x * mean.weight).to(dtype)
+                if dtype.is_floating_point
+                else (x * mean.weight).round().long()
+            )
         return x
 
     columns = zip(*(slice_metrics.leaves for slice_metrics in metrics), strict=True)

@@ -53,7 +53,15 @@ class Options(TypedDict, total=False):
 
 
 OF_STAGES_ALONE = ("loss", "inputs", "skips", "axis", "dynamic", "recompute")
-OF_LOSSES_ALONE = ("accumulate", "reduce_once", "slices", "reshard_after_forward", "prefetch", "in_flight", "bucket")
+OF_LOSSES_ALONE = (
+    "accumulate",
+    "reduce_once",
+    "slices",
+    "reshard_after_forward",
+    "prefetch",
+    "in_flight",
+    "bucket",
+)
 OF_LOSSES = [name for name in Options.__annotations__ if name not in OF_STAGES_ALONE]
 OF_STAGES = [*OF_STAGES_ALONE, *(name for name in OF_LOSSES if name not in OF_LOSSES_ALONE)]
 
@@ -98,7 +106,9 @@ class StepOptions:
     reduce: torch.dtype | None = None
 
     @classmethod
-    def of(cls, loss_fn: Callable[..., Any], options: Mapping[str, Any], **fields: Any) -> StepOptions:
+    def of(
+        cls, loss_fn: Callable[..., Any], options: Mapping[str, Any], **fields: Any
+    ) -> StepOptions:
         """Return the step's options from valid ones of the user."""
         chosen: dict[str, Any] = {
             **options,
@@ -146,7 +156,14 @@ class StepOptions:
 
 
 _LEAST = {"live_units": 1, "accumulate": 1, "slices": 1, "prefetch": 0, "in_flight": 0, "bucket": 0}
-_FLAGS = ("has_buffers", "has_aux", "reproducible", "reduce_once", "reshard_after_forward", "dynamic")
+_FLAGS = (
+    "has_buffers",
+    "has_aux",
+    "reproducible",
+    "reduce_once",
+    "reshard_after_forward",
+    "dynamic",
+)
 _FUNCTIONS = ("weight", "gradients", "loss", "inputs")
 
 
@@ -170,7 +187,9 @@ def wrong_options(options: Mapping[str, Any]) -> list[str]:
         elif name in _FUNCTIONS:
             errors += must_be(name, "a function or None", x, x is None or callable(x))
         elif name == "activations":
-            ok = isinstance(x, Mapping) and all(memory in get_args(ActivationMemory) for memory in x.values())
+            ok = isinstance(x, Mapping) and all(
+                memory in get_args(ActivationMemory) for memory in x.values()
+            )
             errors += must_be(name, 'a dict from names to "device", "host" or "recomputed"', x, ok)
         elif name == "recompute":
             ok = x in ("never", "always", "except_last") or not integer(name, x)
@@ -204,7 +223,10 @@ def one_of(name: str, x: Any, *legal: Any) -> list[str]:
     """
     *choices, last = map(repr, legal)
     return must_be(
-        name, f"{', '.join(choices)} or {last}", x, any(type(x) is type(choice) and x == choice for choice in legal)
+        name,
+        f"{', '.join(choices)} or {last}",
+        x,
+        any(type(x) is type(choice) and x == choice for choice in legal),
     )
 
 
@@ -230,7 +252,11 @@ def unknown(name: str, keys: Mapping[str, Any], legal: Iterable[str]) -> list[st
     ["options has no 'buckt', 'tp_size' (use tensor=2, sample=batch); legal: bucket, reduce"]
     """
     legal = [*legal]
-    illegal = [f"{key!r} (use {NAMES[key]})" if key in NAMES else repr(key) for key in keys if key not in legal]
+    illegal = [
+        f"{key!r} (use {NAMES[key]})" if key in NAMES else repr(key)
+        for key in keys
+        if key not in legal
+    ]
     return [f"{name} has no {', '.join(illegal)}; legal: {', '.join(legal)}"] if illegal else []
 
 

@@ -34,7 +34,8 @@ def named(parts: Sequence[str]) -> str:
     ('blocks[3].attn.w', '0.weight')
     """
     return "".join(
-        f"[{component}]" if index and component.isdigit() else f".{component}" for index, component in enumerate(parts)
+        f"[{component}]" if index and component.isdigit() else f".{component}"
+        for index, component in enumerate(parts)
     )[1:]
 
 
@@ -55,7 +56,9 @@ def matches_parts(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
         return not path
     if pattern[0] == "**":
         return any(matches_parts(pattern[1:], path[start:]) for start in range(len(path) + 1))
-    is_match = bool(path) and re.fullmatch(".*".join(map(re.escape, pattern[0].split("*"))), path[0])
+    is_match = bool(path) and re.fullmatch(
+        ".*".join(map(re.escape, pattern[0].split("*"))), path[0]
+    )
     return bool(is_match) and matches_parts(pattern[1:], path[1:])
 
 
@@ -86,7 +89,12 @@ def default_units(paths: Sequence[str]) -> list[str]:
         parts = parts_of(path)
         blocks = [parts[: index + 1] for index in _digit_positions(parts)]
         return next(
-            (named(block) for block in blocks if alike[block[:-1], frozenset(leaves_of[block])] > 1), unit_of(path)
+            (
+                named(block)
+                for block in blocks
+                if alike[block[:-1], frozenset(leaves_of[block])] > 1
+            ),
+            unit_of(path),
         )
 
     return list(map(unit, paths))
@@ -107,7 +115,9 @@ def chosen(choice: Choice, paths: Sequence[str], name: str) -> list[bool]:
     patterns = [choice] if isinstance(choice, str) else [*(choice or ())]
     invalid = [repr(pattern) for pattern in patterns if not isinstance(pattern, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
     if invalid:
-        raise ValueError(f"{name}: {', '.join(invalid)} is no path pattern. Give patterns, or a function of the path.")
+        raise ValueError(
+            f"{name}: {', '.join(invalid)} is no path pattern. Give patterns, or a function of the path."
+        )
     unused = [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]
     if unused:
         unmatched = ", ".join(f'"{pattern}"' for pattern in unused)

@@ -46,7 +46,16 @@ from fshard.mesh.reshard.device_put import collected, put_equal, validate_leaf
 from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.optim.leaves import is_frozen, without_static
 from fshard.transforms.module.lazy import draw, fill, reserved
-from fshard.transforms.patterns import Choice, chosen, default_units, listed, matches, matches_parts, named, parts_of
+from fshard.transforms.patterns import (
+    Choice,
+    chosen,
+    default_units,
+    listed,
+    matches,
+    matches_parts,
+    named,
+    parts_of,
+)
 from fshard.transforms.reproducible.randomness import drawing_from, random_state
 from fshard.uncompiled import uncompiled
 
@@ -107,7 +116,9 @@ def _units_by_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[st
     units, used = default_units(paths), set[str]()
     for index, parts in enumerate(map(parts_of, paths)):
         for end in range(1, len(parts) + 1):
-            matching = [pattern for pattern in patterns if matches_parts(parts_of(pattern), parts[:end])]
+            matching = [
+                pattern for pattern in patterns if matches_parts(parts_of(pattern), parts[:end])
+            ]
             if matching:  # a longer one follows if it is further inside
                 units[index] = named(parts[:end])
                 used.update(matching)
@@ -129,7 +140,9 @@ def units_of(module: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
     >>> units_of(model, torch.nn.Linear)
     ('0', '2')
     """
-    paths = [f".{name}" for name, _ in module.named_parameters()]  # a tied parameter is in the unit of its first owner
+    paths = [
+        f".{name}" for name, _ in module.named_parameters()
+    ]  # a tied parameter is in the unit of its first owner
     units = tuple(
         name
         for name, child in module.named_modules()
@@ -144,7 +157,12 @@ def units_of(module: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
     return units
 
 
-def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None = None, within: Rules = None) -> Fsdp:
+def fsdp(
+    axis: str | tuple[str, ...],
+    *,
+    unit: str | Sequence[str] | int | None = None,
+    within: Rules = None,
+) -> Fsdp:
     """Return rules that flatten every parameter and shard it over `axis`: ZeRO-3.
 
     Args:
@@ -162,7 +180,9 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
     """
     units: Any = tuple(unit) if isinstance(unit, Iterable) and not isinstance(unit, str) else unit
     is_size = type(units) is int and units > 0
-    is_patterns = isinstance(units, tuple) and units and all(isinstance(pattern, str) for pattern in units)
+    is_patterns = (
+        isinstance(units, tuple) and units and all(isinstance(pattern, str) for pattern in units)
+    )
     if not (units is None or isinstance(units, str) or is_size or is_patterns):
         raise ValueError(
             f"fsdp: unit must be a path pattern, several, or a positive number of bytes; got {unit!r}. "
@@ -213,7 +233,9 @@ def shard_params(
         compare_inputs("shard_params", mesh, samples_of(tensors))
         return restore(sharded)
     tree = dict(params.named_parameters())
-    sharded = apply_rules(tree, rules, mesh, frozen, put_equal if seed is None else reserved, memory)
+    sharded = apply_rules(
+        tree, rules, mesh, frozen, put_equal if seed is None else reserved, memory
+    )
     compare_inputs("shard_params", mesh, samples_of(tree))
     if seed is not None and mesh.runtime != "abstract":
         draw(params, seed, tree.keys(), lambda name, x: fill(sharded[name], x), "shard_params")
@@ -230,11 +252,15 @@ def apply_rules(
 ) -> PyTree:
     """Give parameters their layouts by rules, each by `put`."""
     leaves, structure = flatten(params)
-    return unflatten(structure, put_all(leaves, layouts_of(params, rules, mesh, frozen, memory=memory), put))
+    return unflatten(
+        structure, put_all(leaves, layouts_of(params, rules, mesh, frozen, memory=memory), put)
+    )
 
 
 @made_for("parameters")
-def put_all(leaves: Sequence[Any], layouts: Iterable[Layout], put: Callable[[Any, Layout], Any]) -> list[Any]:
+def put_all(
+    leaves: Sequence[Any], layouts: Iterable[Layout], put: Callable[[Any, Layout], Any]
+) -> list[Any]:
     """Give each parameter its layout by `put`, a tied one once."""
     arrays: dict[tuple[int, ...], Any] = {}
     for leaf, layout in zip(leaves, layouts, strict=True):
@@ -262,49 +288,77 @@ def layouts_of(
     )
     for number, rule in enumerate(dict.fromkeys(spec for spec in specs if isinstance(spec, Fsdp))):
         indices = [index for index, spec in enumerate(specs) if spec == rule]
-        rule_units = rule.units([paths[index] for index in indices], [leaves[index] for index in indices])
+        rule_units = rule.units(
+            [paths[index] for index in indices], [leaves[index] for index in indices]
+        )
         withins = {
             id(specs[index]): specs[index].within for index in indices
         }  # rules that are equal may differ in these
-        inner = {key: _leaf_specs(params, within, paths, leaves) for key, within in withins.items() if within}
+        inner = {
+            key: _leaf_specs(params, within, paths, leaves)
+            for key, within in withins.items()
+            if within
+        }
         for index, unit in zip(indices, rule_units, strict=True):
             rows = inner.get(id(specs[index]))
             spec = P() if rows is None else _validated_spec(rows[index])
-            more = tuple(axis for axis in rule.axes if axis not in spec.axes)  # a leaf that they shard has the others
+            more = tuple(
+                axis for axis in rule.axes if axis not in spec.axes
+            )  # a leaf that they shard has the others
             specs[index] = spec.replace(flat=(*(spec.flat_axes or ()), *more))
-            units[index] = f"{unit} of rule {number}" if number and isinstance(rule.unit, int) else unit
+            units[index] = (
+                f"{unit} of rule {number}" if number and isinstance(rule.unit, int) else unit
+            )
     layouts, first_layouts = list[Layout](), dict[tuple[int, ...], Layout]()
     with collected(caller) as attempt:
         columns = (paths, leaves, specs, units, are_frozen, _memory_kinds(memory, paths))
         for path, leaf, spec, unit, is_fixed, kind in zip(*columns, strict=True):
             with attempt(named(parts_of(path))):
-                layout = Layout(mesh, _validated_spec(spec), kind, unit, is_fixed or is_frozen(leaf))
+                layout = Layout(
+                    mesh, _validated_spec(spec), kind, unit, is_fixed or is_frozen(leaf)
+                )
                 validate_leaf(leaf, layout)
-                first = first_layouts.setdefault(key_of(leaf), layout)  # of the leaves that it is tied to
+                first = first_layouts.setdefault(
+                    key_of(leaf), layout
+                )  # of the leaves that it is tied to
                 if layout.spec != first.spec:
-                    raise LayoutError(f"it is tied to a leaf with layout {first.spec}, and cannot have {layout.spec}.")
+                    raise LayoutError(
+                        f"it is tied to a leaf with layout {first.spec}, and cannot have {layout.spec}."
+                    )
                 if layout.memory != first.memory:
                     raise LayoutError(
                         f"it is tied to a leaf in {first.memory} memory, and cannot be in {layout.memory}."
                     )
                 if layout.frozen != first.frozen:
-                    raise LayoutError("of it and a leaf that it is tied to, one is frozen. Freeze both: they are one.")
+                    raise LayoutError(
+                        "of it and a leaf that it is tied to, one is frozen. Freeze both: they are one."
+                    )
                 layouts.append(layout)
     return layouts
 
 
-def _leaf_specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
+def _leaf_specs(
+    params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[Any]
+) -> list[Any]:
     """Return the spec of each leaf by the rules."""
     if isinstance(rules, P | Fsdp):
         return [rules] * len(leaves)
     if callable(rules):
-        return [rules(named(parts_of(path)), leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        return [
+            rules(named(parts_of(path)), leaf) for path, leaf in zip(paths, leaves, strict=True)
+        ]
     try:
         return broadcast_prefix(rules, params)
     except ValueError:
-        if isinstance(rules, Mapping) and all(isinstance(value, P | Fsdp) for value in rules.values()):
-            return _match_patterns(rules, paths, [], '"**": P() replicates what no other rule is for')
-        raise ValueError(f"the rules {rules!r} are neither a prefix of the parameters nor patterns.") from None
+        if isinstance(rules, Mapping) and all(
+            isinstance(value, P | Fsdp) for value in rules.values()
+        ):
+            return _match_patterns(
+                rules, paths, [], '"**": P() replicates what no other rule is for'
+            )
+        raise ValueError(
+            f"the rules {rules!r} are neither a prefix of the parameters nor patterns."
+        ) from None
 
 
 def _memory_kinds(memory: Any, paths: Sequence[str]) -> list[Memory]:
@@ -314,12 +368,20 @@ def _memory_kinds(memory: Any, paths: Sequence[str]) -> list[Memory]:
     rules: Mapping[str, Any] = memory if isinstance(memory, Mapping) else {"**": memory}
     unknown = [kind for kind in dict.fromkeys(rules.values()) if kind not in MEMORIES]
     errors = [f'memory must be "device", "host" or "disk"; got {kind!r}' for kind in unknown]
-    return _match_patterns(rules, paths, errors, '"**": "device" is for what no other pattern is for')
+    return _match_patterns(
+        rules, paths, errors, '"**": "device" is for what no other pattern is for'
+    )
 
 
-def _match_patterns(rules: Mapping[str, Any], paths: Sequence[str], errors: list[str], fix: str) -> list[Any]:
+def _match_patterns(
+    rules: Mapping[str, Any], paths: Sequence[str], errors: list[str], fix: str
+) -> list[Any]:
     """Return the value of each path: patterns without `**` come before those with it, and `**` alone is last."""
-    errors += [f'no leaf is for the rule "{rule}"' for rule in rules if not any(matches(rule, path) for path in paths)]
+    errors += [
+        f'no leaf is for the rule "{rule}"'
+        for rule in rules
+        if not any(matches(rule, path) for path in paths)
+    ]
     ranks = {rule: ("**" in parts_of(rule)) + ({*parts_of(rule)} == {"**"}) for rule in rules}
     specs: list[Any] = []
     for path in paths:
@@ -340,12 +402,19 @@ def _validated_spec(spec: Any) -> P:
     if not isinstance(spec, P):
         raise TypeError(f"A rule must give a P per leaf, P() where it is replicated; got {spec!r}.")
     if spec.unreduced:
-        raise LayoutError(f"{spec} is a sum that is not made yet, which no parameter is. Leave unreduced= out.")
+        raise LayoutError(
+            f"{spec} is a sum that is not made yet, which no parameter is. Leave unreduced= out."
+        )
     return spec
 
 
 def init_params(
-    init_fn: Callable[[], PyTree], rules: Rules, *, mesh: Mesh, seed: int | None = None, frozen: Choice = None
+    init_fn: Callable[[], PyTree],
+    rules: Rules,
+    *,
+    mesh: Mesh,
+    seed: int | None = None,
+    frozen: Choice = None,
 ) -> PyTree:
     """Draw the parameters that `init_fn()` makes, and shard them by rules.
 

@@ -46,11 +46,23 @@ class SliceTurn(NamedTuple):
 
 
 def slice_turns(
-    options: StepOptions, batch: Batch, device_index: int, count: int, group: Group | None, site: Site
+    options: StepOptions,
+    batch: Batch,
+    device_index: int,
+    count: int,
+    group: Group | None,
+    site: Site,
 ) -> list[SliceTurn]:
     """Return the slices of the device at an index, with their weights; `group` are the devices that have the others."""
-    slices, weight = batch.slices(device_index, count, is_copied=options.reproducible), options.weight
-    rows = [] if weight is None else [torch.stack([weight_of(weight(batch.tree(slice.leaves))) for slice in slices])]
+    slices, weight = (
+        batch.slices(device_index, count, is_copied=options.reproducible),
+        options.weight,
+    )
+    rows = (
+        []
+        if weight is None
+        else [torch.stack([weight_of(weight(batch.tree(slice.leaves))) for slice in slices])]
+    )
     read = start_read(rows)
     counts = cache(lambda: counts_of(options, batch, slices, read(), group, site))
     first = 0 if group is None else group.index * count
@@ -58,7 +70,12 @@ def slice_turns(
 
 
 def counts_of(
-    options: StepOptions, batch: Batch, slices: list[Slice], row: list[Tensor], group: Group | None, site: Site
+    options: StepOptions,
+    batch: Batch,
+    slices: list[Slice],
+    row: list[Tensor],
+    group: Group | None,
+    site: Site,
 ) -> list[Count]:
     """Return the weights of a device's slices, from a row of `weight=` or their rows; `group` has the other slices."""
     if not row:
@@ -66,7 +83,9 @@ def counts_of(
         return [Count(float(slice.rows), slice.rows / total) for slice in slices]
     if row[0].is_meta:
         return [Count(1.0, 1.0)] * len(slices)
-    weights = [weight * bool(slice.rows) for weight, slice in zip(row[0].tolist(), slices, strict=True)]
+    weights = [
+        weight * bool(slice.rows) for weight, slice in zip(row[0].tolist(), slices, strict=True)
+    ]
     for weight in weights:
         if not 0 <= weight < inf:
             raise ValueError(f"weight= must return finite numbers of at least 0; got {weight}.")
@@ -79,8 +98,14 @@ def counts_of(
 
 def weight_of(weight: Any) -> Tensor:
     """Return the result of `weight=` in float64."""
-    if not isinstance(weight, Tensor | Real) or (isinstance(weight, Tensor) and weight.numel() != 1):
-        kind = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+    if not isinstance(weight, Tensor | Real) or (
+        isinstance(weight, Tensor) and weight.numel() != 1
+    ):
+        kind = (
+            f"a tensor of shape {tuple(weight.shape)}"
+            if isinstance(weight, Tensor)
+            else repr(weight)
+        )
         raise ValueError(f"weight= must return one number for a part of the batch; got {kind}.")
     return torch.as_tensor(weight, dtype=torch.float64).reshape(())
 
@@ -88,7 +113,9 @@ def weight_of(weight: Any) -> Tensor:
 def nonzero_weight(total: float) -> float:
     """Return the weight of the entire batch, which must not be 0."""
     if not total:
-        raise ValueError("weight= gave 0 for all of the batch, which has no mean loss then. Leave the batch out.")
+        raise ValueError(
+            "weight= gave 0 for all of the batch, which has no mean loss then. Leave the batch out."
+        )
     return total
 
 
@@ -97,7 +124,11 @@ def one_loss(options: StepOptions, loss: Any, slice: Slice) -> Tensor:
     if isinstance(loss, Tensor) and loss.shape == (slice.samples,) and options.weight is None:
         loss = loss.mean()
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        kind = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else type(loss).__name__
+        )
         cure = "Give has_aux=True" if isinstance(loss, tuple | list) else "Take its mean"
         raise ValueError(
             f"the loss function must return one number, or without weight= one for each sample; got {kind}. {cure}."
@@ -115,5 +146,7 @@ def unpack_result(result: Any, names: Sequence[str]) -> dict[str, Any]:
         return {"loss": result}
     if not isinstance(result, tuple | list) or len(result) != len(names):
         size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
-        raise ValueError(f"the loss function must return ({', '.join(names)}); got a {type(result).__name__}{size}.")
+        raise ValueError(
+            f"the loss function must return ({', '.join(names)}); got a {type(result).__name__}{size}."
+        )
     return dict(zip(names, result, strict=True))

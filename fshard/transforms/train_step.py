@@ -142,31 +142,43 @@ def train_step(
     if precision not in _COMPUTE:
         raise ValueError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
     if precision == "fp16" and opt.loss_scale is None:
-        raise ValueError('train_step: precision="fp16" needs a scaled loss. Write fs.optim.loss_scaled(opt).')
+        raise ValueError(
+            'train_step: precision="fp16" needs a scaled loss. Write fs.optim.loss_scaled(opt).'
+        )
     options.setdefault("gradients", getattr(opt, "gradients", None))
     options.setdefault("compute", _COMPUTE[precision])
     options.setdefault("reduce", torch.float32 if precision == "fp16" else None)
     if schedule is None:
         options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
-    gradient = gradient_of("train_step", loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options)
+    gradient = gradient_of(
+        "train_step", loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options
+    )
     step_options, compression = gradient.options, getattr(opt, "compression", None)
     if compression is not None and step_options.slices is not None:
         raise ValueError(
             "train_step: reproducible must be False with compress=, whose sums depend on the mesh; got True."
         )
-    if getattr(opt, "state_memory", "device") == "disk" and (not donate or step_options.slices is not None):
+    if getattr(opt, "state_memory", "device") == "disk" and (
+        not donate or step_options.slices is not None
+    ):
         raise ValueError(
             "train_step: state on disk is written in place, so donate must be True and reproducible False; got "
             f"donate={donate} and reproducible={step_options.slices is not None}. Write train_step(..., donate=True), or "
             'state_memory="host".'
         )
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
-    if step_options.slices is not None:  # fused kernels round differently where a shard ends: updates do without them
+    if (
+        step_options.slices is not None
+    ):  # fused kernels round differently where a shard ends: updates do without them
         write = step_of(Optimizer(opt.init, opt.update))
 
     def step(params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, ...]:
         if len(inputs) != 1 + step_options.has_buffers:
-            takes = "params, state, buffers, batch" if step_options.has_buffers else "params, state, batch"
+            takes = (
+                "params, state, buffers, batch"
+                if step_options.has_buffers
+                else "params, state, batch"
+            )
             raise ValueError(f"train_step: a step takes ({takes}), {2 + len(inputs)} are given.")
         buffers, batch = inputs if step_options.has_buffers else ((), *inputs)
         validate_run(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
@@ -176,7 +188,12 @@ def train_step(
         site = call_site()
         value, grads = gradient.run(params, buffers, batch, site, scale)
         exact = step_options.slices is not None
-        with torch.no_grad(), deterministic(exact, mesh.device_type), exact_norms(exact), purpose(None, site):
+        with (
+            torch.no_grad(),
+            deterministic(exact, mesh.device_type),
+            exact_norms(exact),
+            purpose(None, site),
+        ):
             if not donate:
                 params, state = copied((params, state))
             if compression is not None:
@@ -197,12 +214,20 @@ def train_step(
     warning = "torch.compile(step) has no effect. Compile the loss function: train_step(torch.compile(loss_fn), ...)."
     wrapped: Any = uncompiled(step, warning=warning)
     wrapped.init = opt.init  # for steps around this one: fs.comm.diloco
-    wrapped.mesh, wrapped.state_memory, wrapped.update_on = mesh, *(getattr(opt, name, "device") for name in _OFFLOAD)
-    wrapped.changed, wrapped.stages = changed, getattr(gradient, "program", None)  # for fs.plan.cost
+    wrapped.mesh, wrapped.state_memory, wrapped.update_on = (
+        mesh,
+        *(getattr(opt, name, "device") for name in _OFFLOAD),
+    )
+    wrapped.changed, wrapped.stages = (
+        changed,
+        getattr(gradient, "program", None),
+    )  # for fs.plan.cost
     return wrapped
 
 
-def _step_with_changes(loss_fn: Any, opt: Any, options: dict[str, Any], **changes: Any) -> Callable[..., Any]:
+def _step_with_changes(
+    loss_fn: Any, opt: Any, options: dict[str, Any], **changes: Any
+) -> Callable[..., Any]:
     """Return a step with other options; on another mesh, its optimizer is too."""
     partition = getattr(opt, "on_mesh", None)
     opt = partition(changes["mesh"]) if partition is not None and "mesh" in changes else opt

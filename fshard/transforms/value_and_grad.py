@@ -22,7 +22,12 @@ from fshard.uncompiled import uncompiled
 
 @uncompiled
 def value_and_grad(
-    loss_fn: Any, *, mesh: Mesh, batch: PyTree, schedule: Schedule | None = None, **options: Unpack[Options]
+    loss_fn: Any,
+    *,
+    mesh: Mesh,
+    batch: PyTree,
+    schedule: Schedule | None = None,
+    **options: Unpack[Options],
 ) -> GradientFunction:
     """Return a function of (params, batch) that gives the mean loss over the entire batch and its gradient.
 
@@ -124,7 +129,9 @@ def value_and_grad(
     >>> loss, fs.unshard(grads), fs.unshard(fs.optim.apply_updates(params, updates))
     (tensor(9.), [tensor(4.5000), tensor(3.)], [tensor(-2.5000), tensor(0.)])
     """
-    return gradient_of("value_and_grad", loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options)
+    return gradient_of(
+        "value_and_grad", loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options
+    )
 
 
 def grad(loss_fn: Any, **options: Any) -> Callable[..., PyTree]:
@@ -157,13 +164,17 @@ def gradient_of(
     legal = OF_LOSSES if schedule is None else OF_STAGES
     if illegal := [name for name in options if name not in legal]:
         when = "Without a schedule" if schedule is None else "With a schedule"
-        raise ValueError(f"{caller} has no option {', '.join(illegal)}. {when} it has: {', '.join(legal)}.")
+        raise ValueError(
+            f"{caller} has no option {', '.join(illegal)}. {when} it has: {', '.join(legal)}."
+        )
     mesh = require_mesh(caller, mesh)
     if batch is None or isinstance(batch, str):
         raise TypeError(
             f'{caller}: batch must be a P, or a prefix tree of Ps; got {batch!r}. Write batch=P("data"), or P() for none.'
         )
-    axes = dict.fromkeys(axis for spec in flatten(batch)[0] if isinstance(spec, P) for axis in spec.axes)
+    axes = dict.fromkeys(
+        axis for spec in flatten(batch)[0] if isinstance(spec, P) for axis in spec.axes
+    )
     mesh.check_axes(tuple(axes), f"{caller}(batch=)")
     mesh.check_axes(options.get("local", ()), f"{caller}(local=)")
     if schedule is None:
@@ -182,4 +193,6 @@ def validate_scheduled(caller: str, function: Any, schedule: Schedule | None) ->
             "apply, params, buffers = fs.functionalize(module), and a loss function that calls apply."
         )
     if schedule is None and isinstance(function, list | tuple | ModuleList):
-        raise ValueError(f"{caller} got a list of stages without a schedule. Give schedule=fs.pipeline_schedule(...).")
+        raise ValueError(
+            f"{caller} got a list of stages without a schedule. Give schedule=fs.pipeline_schedule(...)."
+        )

@@ -155,7 +155,16 @@ c("varmean", lambda a: torch.var_mean(a, 1), R(8, 4))
 c("nansum", lambda a: torch.nansum(a, 0), R(8, 4))
 c("median", lambda a: a.median(0), R(8, 4))
 c("ties", lambda a: (a * 0).amax(1) + (a.round()).amax(0)[:4].sum() + a.round().max(), R(8, 4))
-for n in ["cumsum", "cumprod", "softmax", "log_softmax", "sort", "argsort", "logcumsumexp", "cummax"]:
+for n in [
+    "cumsum",
+    "cumprod",
+    "softmax",
+    "log_softmax",
+    "sort",
+    "argsort",
+    "logcumsumexp",
+    "cummax",
+]:
     f = getattr(torch, n)
     c(n + "0", lambda a, f=f: f(a, 0), R(8, 4))
     c(n + "1", lambda a, f=f: f(a, -1), R(8, 4))
@@ -215,10 +224,26 @@ c("idxt6", lambda a, i: a[1, :, i], R(8, 2, 4), I(4, 4))
 c("idxt7", lambda a, i: a[:, 1, i], R(8, 2, 4), I(4, 4))
 c("idxl", lambda a: (a[[0, 2]], a[..., [-1], :], a[:, [0, -1]], a[[1, 2], [0, 3]], a[[]]), R(8, 4))
 c("idx0d", lambda a, i: a[i.sum(), 1:], R(8, 4), I(2, 2))
-c("idxmask", lambda a: (a[a > 0], a[:, a[0] > 0], a[None, a[:, 0] > 0, 1], a.masked_select(a[0] > 0)), R(8, 4))
+c(
+    "idxmask",
+    lambda a: (a[a > 0], a[:, a[0] > 0], a[None, a[:, 0] > 0, 1], a.masked_select(a[0] > 0)),
+    R(8, 4),
+)
 c("setl", change(lambda y, b: y.__setitem__([0, -1], b)), R(8, 4), R(4))
-c("seti", change(lambda y, i, b: y.__setitem__((slice(1, 7), i), b)), R(8, 4), torch.tensor([2, 0]), R(6, 1))
-c("seti2", change(lambda y, i, b: y.__setitem__((i, ..., [1]), b)), R(8, 2, 4), torch.tensor([[2], [5]]), R(1, 2, 1, 2))
+c(
+    "seti",
+    change(lambda y, i, b: y.__setitem__((slice(1, 7), i), b)),
+    R(8, 4),
+    torch.tensor([2, 0]),
+    R(6, 1),
+)
+c(
+    "seti2",
+    change(lambda y, i, b: y.__setitem__((i, ..., [1]), b)),
+    R(8, 2, 4),
+    torch.tensor([[2], [5]]),
+    R(1, 2, 1, 2),
+)
 c("setm", change(lambda y, b: y.__setitem__(y > 0, b.sum())), R(8, 4), R(4))
 c("setm2", change(lambda y, b: y.__setitem__((slice(None), y[0] > 0), b)), R(8, 4), R(8, 1))
 c("augs", change(scale_columns), R(8, 4))
@@ -226,15 +251,36 @@ c("augi", change(scale_rows), R(8, 4), I(8, 3))
 c("views", change(change_views), R(8, 4))
 c("fill", change(lambda y, b: (y[0].fill_(b.sum()), y[1].copy_(b), y[:, 0].zero_())), R(8, 4), R(4))
 c("inplace2", change(lambda y: y.__ipow__(2).__imod__(0.7)), U(8, 4))
-c("new", lambda a: (a.new_zeros(a.shape) + a, a.new_ones(2, 3), a.new_full((4,), 2), a.new_tensor([1, 2])), R(8, 4))
+c(
+    "new",
+    lambda a: (
+        a.new_zeros(a.shape) + a,
+        a.new_ones(2, 3),
+        a.new_full((4,), 2),
+        a.new_tensor([1, 2]),
+    ),
+    R(8, 4),
+)
 c("new_empty", lambda a: a.new_empty((8, 4), dtype=torch.float32).fill_(1), R(8, 4))
-c("discrete", lambda a: ((a > 0).nonzero(), (a > 0).nonzero(as_tuple=True), (a > 0).argwhere(), a.histc(4)), R(8, 4))
+c(
+    "discrete",
+    lambda a: ((a > 0).nonzero(), (a > 0).nonzero(as_tuple=True), (a > 0).argwhere(), a.histc(4)),
+    R(8, 4),
+)
 c("bincount", lambda i: (i.bincount(), i.bincount(i * 2.0, minlength=9), i.unique()), I(5, 8))
 for n in "cholesky det eigvalsh inv matrix_exp slogdet svdvals".split():  # noqa: SIM905
     c(n, lambda a, n=n: getattr(torch.linalg, n)(positive(a) / 9), R(2, 4, 4))
 c("solve", lambda a, b: torch.linalg.solve(positive(a), b), R(4, 4), R(4, 2))
-c("linalg", lambda a: (torch.linalg.multi_dot([a, a.T, a]), torch.inverse(positive(a)), a.diag()), R(4, 4))
-c("linnorm", lambda a: (torch.linalg.norm(a), torch.linalg.norm(a, dim=0), torch.linalg.matrix_norm(a, 1)), R(8, 4))
+c(
+    "linalg",
+    lambda a: (torch.linalg.multi_dot([a, a.T, a]), torch.inverse(positive(a)), a.diag()),
+    R(4, 4),
+)
+c(
+    "linnorm",
+    lambda a: (torch.linalg.norm(a), torch.linalg.norm(a, dim=0), torch.linalg.matrix_norm(a, 1)),
+    R(8, 4),
+)
 c("set", set_rows, R(8, 4), R(2, 4))
 c("setb", set_rows, R(8, 4), R(4))
 c("setn", set_numbers, R(8, 4))
@@ -259,14 +305,26 @@ c("kl", lambda a, b: F.kl_div(a, b, reduction="batchmean"), R(8, 4), U(8, 4))
 c("klm", lambda a, b: F.kl_div(a, b), R(8, 4), U(8, 4))
 c("ce", lambda a, t: F.cross_entropy(a, t), R(8, 4), I(4, 8))
 c("cei", lambda a, t: F.cross_entropy(a, t, ignore_index=1), R(8, 4), I(4, 8))
-c("cew", lambda a, t, w: F.cross_entropy(a, t, w.detach(), label_smoothing=0.1), R(8, 4), I(4, 8), U(4))
+c(
+    "cew",
+    lambda a, t, w: F.cross_entropy(a, t, w.detach(), label_smoothing=0.1),
+    R(8, 4),
+    I(4, 8),
+    U(4),
+)
 c("ce2", lambda a, t: F.cross_entropy(a, t, reduction="none"), R(8, 4, 2), I(4, 8, 2))
 c("cep", lambda a, t: F.cross_entropy(a, t.softmax(1), label_smoothing=0.1), R(8, 4), R(8, 4))
 c("nll", lambda a, t: F.nll_loss(a, t), R(8, 4), I(4, 8))
 c("poisson", lambda a, b: F.poisson_nll_loss(a, b), R(8, 4), U(8, 4))
 c("gauss", lambda a, b, v: F.gaussian_nll_loss(a, b, v), R(8, 4), R(8, 4), U(8, 4))
 c("hinge", lambda a, b: F.hinge_embedding_loss(a, b.detach().sign()), R(8, 4), R(8, 4))
-c("cosemb", lambda a, b, t: F.cosine_embedding_loss(a, b, t.detach().sign()), R(8, 4), R(8, 4), R(8))
+c(
+    "cosemb",
+    lambda a, b, t: F.cosine_embedding_loss(a, b, t.detach().sign()),
+    R(8, 4),
+    R(8, 4),
+    R(8),
+)
 c("triplet", lambda a, b, n: F.triplet_margin_loss(a, b, n), R(8, 4), R(8, 4), R(8, 4))
 c("mrank", lambda a, b, t: F.margin_ranking_loss(a, b, t.detach().sign()), R(8), R(8), R(8))
 c("mmargin", lambda a, t: F.multi_margin_loss(a, t), R(8, 4), I(4, 8))
@@ -287,7 +345,9 @@ c("dropout2", lambda x: F.dropout2d(x, 0.3), R(4, 4, 2, 2))
 
 def attention_of_module(x, w, b, o, m):
     options = {"key_padding_mask": x[:, :, 0].T, "attn_mask": m}
-    return F.multi_head_attention_forward(x, x, x, 4, 2, w, b, None, None, False, 0.0, o, None, **options)
+    return F.multi_head_attention_forward(
+        x, x, x, 4, 2, w, b, None, None, False, 0.0, o, None, **options
+    )
 
 
 attend = F.scaled_dot_product_attention

@@ -76,7 +76,9 @@ def outcome(op: Any, sample: Any, draw: random.Random) -> str:  # noqa: PLR0911
                 return f"wrong: {y} for {z}"
             continue
         try:
-            torch.testing.assert_close(fs.unshard(y), z.detach(), equal_nan=True, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                fs.unshard(y), z.detach(), equal_nan=True, rtol=1e-6, atol=1e-6
+            )
         except Exception as error:
             return f"wrong: {str(error)[:90]}"
     pairs = [(y, z) for y, z in pairs if isinstance(z, Tensor) and z.requires_grad]
@@ -108,9 +110,13 @@ def entries() -> list[Any]:
     """Return the differentiable entries that take float64."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sys.modules.setdefault("expecttest", SimpleNamespace(TestCase=unittest.TestCase))  # the list does not need it
+        sys.modules.setdefault(
+            "expecttest", SimpleNamespace(TestCase=unittest.TestCase)
+        )  # the list does not need it
         from torch.testing._internal.common_methods_invocations import op_db
-    return [op for op in op_db if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu")]
+    return [
+        op for op in op_db if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu")
+    ]
 
 
 SPECIAL = r"^_|_copy$|^(q|sym|native|fbgemm|miopen|batch_norm|fake)_|quant|sparse|coalesce|indices$|storage|_cell$|smm|spmm|s.*addmm|^(cpu|cuda|xpu|mtia|ipu)$|slice_inverse|hash_tensor"
@@ -125,12 +131,20 @@ def list_rowless() -> str:
             continue  # a property
         label = {"torch.functional": "torch"}.get(space.__name__, space.__name__)
         for function in functions:
-            name, title = name_of.__wrapped__(function), function.__name__.removeprefix(f"{label.rpartition('.')[2]}_")
+            name, title = (
+                name_of.__wrapped__(function),
+                function.__name__.removeprefix(f"{label.rpartition('.')[2]}_"),
+            )
             has_row = any(one in TABLE or one in DIRECT for one in (name, name.removesuffix("_")))
             if not has_row and not re.search(SPECIAL, function.__name__):
                 found.setdefault(label, set()).add(title)
     found["Tensor"] -= found["torch"]
-    return "\n".join(fill(f"{label}: {' '.join(sorted(found[label]))}", 120) for label in sorted(found)) + "\n"
+    return (
+        "\n".join(
+            fill(f"{label}: {' '.join(sorted(found[label]))}", 120) for label in sorted(found)
+        )
+        + "\n"
+    )
 
 
 def main() -> None:

@@ -36,7 +36,13 @@ def put(x: Tensor, mesh: Mesh, spec: P) -> fs.Sharded:
 
 
 def check(
-    f: Callable[..., Any], xs: Sequence[Tensor], specs: Sequence[P], mesh: Mesh, *, order: int = 2, seed: int = 0
+    f: Callable[..., Any],
+    xs: Sequence[Tensor],
+    specs: Sequence[P],
+    mesh: Mesh,
+    *,
+    order: int = 2,
+    seed: int = 0,
 ) -> Any:
     """Assert that values, gradients and gradients of gradients equal those of the unsharded function; return the result."""
     moving = [x.is_floating_point() and order > 0 for x in xs]
@@ -65,7 +71,12 @@ def check(
     inputs = [x for x, m in zip(arrays, moving, strict=True) if m]
     tensors_ = [x for x, m in zip(plain, moving, strict=True) if m]
     gs = torch.autograd.grad(
-        [z for _, z in pairs], tensors_, cotangents, create_graph=order > 1, allow_unused=True, materialize_grads=True
+        [z for _, z in pairs],
+        tensors_,
+        cotangents,
+        create_graph=order > 1,
+        allow_unused=True,
+        materialize_grads=True,
     )
     hs = torch.autograd.grad(
         [y for y, _ in pairs],

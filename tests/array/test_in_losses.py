@@ -19,7 +19,13 @@ MESH = fs.make_mesh({"data": 2, "model": 2})
 MODEL = fs.Layout(MESH["model"])
 DRAW = torch.Generator().manual_seed(0)
 SHAPES = {"words": (10, 4), "norm": (4,), "up": (6, 4), "bias": (6,), "down": (4, 6)}
-SPECS = {"words": P("model"), "norm": P(), "up": P("model"), "bias": P("model"), "down": P(None, "model")}
+SPECS = {
+    "words": P("model"),
+    "norm": P(),
+    "up": P("model"),
+    "bias": P("model"),
+    "down": P(None, "model"),
+}
 SERIAL = {name: torch.randn(shape, generator=DRAW, dtype=F64) for name, shape in SHAPES.items()}
 IDS = torch.randint(0, 10, (8, 5), generator=DRAW)
 
@@ -34,7 +40,8 @@ def loss_fn(params, ids):
 def as_arrays(params, ids):
     """Cut the full parameters of a device to arrays along "model"."""
     arrays = {
-        name: fs.array.constrain(fs.Sharded(SHAPES[name], MODEL, (x,)), SPECS[name]) for name, x in params.items()
+        name: fs.array.constrain(fs.Sharded(SHAPES[name], MODEL, (x,)), SPECS[name])
+        for name, x in params.items()
     }
     return arrays, fs.Sharded(tuple(ids.shape), MODEL, (ids,))
 
@@ -56,7 +63,11 @@ def test_loss_of_arrays_has_the_serial_gradient(rules):
 
 def test_arrays_in_shard_map_know_their_device():
     def look_up(ids):
-        words = fs.Sharded((10, 4), MODEL.with_spec(P("model")), (SERIAL["words"].chunk(2)[fs.axis_index("model")],))
+        words = fs.Sharded(
+            (10, 4),
+            MODEL.with_spec(P("model")),
+            (SERIAL["words"].chunk(2)[fs.axis_index("model")],),
+        )
         found = F.embedding(fs.Sharded(tuple(ids.shape), MODEL, (ids,)), words)
         return fs.array.constrain(found, P()).local
 
@@ -72,7 +83,11 @@ RANDOM = {name for name in CASES if "dropout" in name}  # a loss draws by a key 
 def weighed(y):
     """Return a sum that depends on the place of each element."""
     places = torch.arange(1.0, 1 + math.prod(y.shape), dtype=F64).reshape(y.shape)
-    places = fs.Sharded(tuple(y.shape), fs.Layout(y.mesh), (places,)) if isinstance(y, fs.Sharded) else places
+    places = (
+        fs.Sharded(tuple(y.shape), fs.Layout(y.mesh), (places,))
+        if isinstance(y, fs.Sharded)
+        else places
+    )
     y = y.abs() if y.dtype.is_complex else y.double()
     return (torch.where(y.isfinite(), y, 0) * places).sum()
 
@@ -111,7 +126,9 @@ def check_dims(name, n, is_zigzag, dims):
     params = {str(number): x for number, x in enumerate(xs) if x.is_floating_point()}
 
     def loss_fn(params, batch, *options):
-        return loss_of_case(f, [params.get(str(number), x) for number, x in enumerate(xs)], *options)
+        return loss_of_case(
+            f, [params.get(str(number), x) for number, x in enumerate(xs)], *options
+        )
 
     wanted, value = torch.func.grad_and_value(loss_fn)(params, None)
     gradient = fs.value_and_grad(lambda p, b: loss_fn(p, b, own, dims), mesh=mesh, batch=P("data"))
@@ -121,9 +138,13 @@ def check_dims(name, n, is_zigzag, dims):
 
 
 @pytest.mark.filterwarnings("ignore:reduction:UserWarning")
-@given(st.sampled_from(sorted({*CASES} - RANDOM)), st.sampled_from([(2, True), (3, False)]), st.data())
+@given(
+    st.sampled_from(sorted({*CASES} - RANDOM)), st.sampled_from([(2, True), (3, False)]), st.data()
+)
 def test_dims_in_zigzag_order_and_uneven_ones_are_exact(name, how, data):
-    check_dims(name, *how, [data.draw(st.sampled_from(legal_dims(x, *how))) for x in CASES[name][1]])
+    check_dims(
+        name, *how, [data.draw(st.sampled_from(legal_dims(x, *how))) for x in CASES[name][1]]
+    )
 
 
 @pytest.mark.parametrize(("name", "dim"), [("pshuffle", 1), ("idxl", 0), ("idxl", 1)])

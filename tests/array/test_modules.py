@@ -33,7 +33,10 @@ def test_gpt_equals_one_device_over_five_steps():
     for seed in range(5):
         ids = torch.randint(11, (4, 4), generator=torch.Generator().manual_seed(seed))
         losses = []
-        for model, batch in ((single, ids), (sharded, fs.device_put(ids, fs.Layout(MESH, P("data"))))):
+        for model, batch in (
+            (single, ids),
+            (sharded, fs.device_put(ids, fs.Layout(MESH, P("data")))),
+        ):
             losses.append(next_word(model(batch), batch))
             losses[-1].backward()
             with torch.no_grad():
@@ -48,7 +51,10 @@ def test_gpt_equals_one_device_over_five_steps():
 class Residual(nn.Module):
     def __init__(self, before, after, stride):
         super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after)
+        self.conv1, self.norm1 = (
+            nn.Conv2d(before, after, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(after),
+        )
         self.conv2, self.norm2 = nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after)
         self.short, self.relu = nn.Conv2d(before, after, 1, stride), nn.ReLU(inplace=True)
 
@@ -59,9 +65,19 @@ class Residual(nn.Module):
 
 
 def resnet():
-    stem = [nn.Conv2d(3, 4, 5, 2, 2, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    stem = [
+        nn.Conv2d(3, 4, 5, 2, 2, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
+    ]
     return nn.Sequential(
-        *stem, Residual(4, 4, 1), Residual(4, 8, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+        *stem,
+        Residual(4, 4, 1),
+        Residual(4, 8, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
     )
 
 
@@ -69,8 +85,13 @@ class ViT(nn.Module):
     def __init__(self):
         super().__init__()
         self.patch, self.head = nn.Conv2d(3, WIDTH, 4, 4), nn.Linear(WIDTH, 4)
-        self.cls, self.pos = nn.Parameter(torch.randn(1, 1, WIDTH)), nn.Parameter(torch.randn(1, 17, WIDTH))
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=True, norm_first=True)
+        self.cls, self.pos = (
+            nn.Parameter(torch.randn(1, 1, WIDTH)),
+            nn.Parameter(torch.randn(1, 17, WIDTH)),
+        )
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 16, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, x):
@@ -83,13 +104,22 @@ class ViT(nn.Module):
 def test_bert_of_hugging_face_equals_one_device():
     hugging_face = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 2 * WIDTH, "num_attention_heads": HEADS, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 2 * WIDTH,
+        "num_attention_heads": HEADS,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+    }
     config = hugging_face.BertConfig(
         vocab_size=WORDS, max_position_embeddings=LENGTH, attention_probs_dropout_prob=0.0, **sizes
     )
     one = hugging_face.BertForMaskedLM(config).to(F64)
     columns = {f"*{name}.*": P("model") for name in ("query", "key", "value", "intermediate.dense")}
-    rules = {**columns, "*.output.dense.weight": P(None, "model"), "*word_embeddings.weight": P("model")}
+    rules = {
+        **columns,
+        "*.output.dense.weight": P(None, "model"),
+        "*word_embeddings.weight": P("model"),
+    }
     many = fs.array.shard_module(copy.deepcopy(one), rules, mesh=MESH)
     ids, mask = torch.randint(0, WORDS, (4, LENGTH)), torch.ones(4, LENGTH, dtype=torch.long)
     mask[1:, -2:] = 0

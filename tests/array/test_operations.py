@@ -22,7 +22,9 @@ SIZES = {"data": 2, "model": 2}
 def specs_of(x):
     """List the specs that a tensor can have on the 2 x 2 mesh."""
     found = [P(), P.flat("data"), P.flat("data", "model")]
-    for dim, axes in itertools.product(range(x.ndim), ("data", "model", ("data", "model"), ("model", "data"))):
+    for dim, axes in itertools.product(
+        range(x.ndim), ("data", "model", ("data", "model"), ("model", "data"))
+    ):
         if x.shape[dim] % (4 if isinstance(axes, tuple) else 2) == 0:
             found.append(P(*[None] * dim, axes))
     for one, other in itertools.permutations(range(x.ndim), 2):
@@ -59,7 +61,13 @@ def test_softmax_over_sharded_dim_does_not_overflow(name, spec, dim):
 @pytest.mark.parametrize("name", ["var", "std"])
 def test_variance_over_sharded_dim_divides_by_length_minus_correction(name, spec, dim):
     x = torch.randn(8, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
-    for options in ({"correction": 0}, {"correction": 1}, {"correction": 2.5}, {"unbiased": False}, {"unbiased": True}):
+    for options in (
+        {"correction": 0},
+        {"correction": 1},
+        {"correction": 2.5},
+        {"unbiased": False},
+        {"unbiased": True},
+    ):
         check(lambda x, options=options: getattr(torch, name)(x, dim, **options), [x], [spec], MESH)
 
 
@@ -75,14 +83,18 @@ def arrays(draw, mesh, shape):
         place = draw(st.integers(-2, len(shape) - 1))
         if place == -2:
             unreduced.append(axis)
-        elif place >= 0 and shape[place] % (prod(mesh.shape[a] for a in entries[place]) * mesh.shape[axis]) == 0:
+        elif (
+            place >= 0
+            and shape[place] % (prod(mesh.shape[a] for a in entries[place]) * mesh.shape[axis]) == 0
+        ):
             entries[place].append(axis)
     return P(*map(tuple, entries), unreduced=tuple(unreduced))
 
 
 LENGTHS = st.sampled_from([0, 1, 2, 3, 4, 6, 8, 9])
 MESHES = [
-    fs.make_mesh(sizes) for sizes in ({"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 1, "b": 3}, {"a": 2, "b": 1, "c": 2})
+    fs.make_mesh(sizes)
+    for sizes in ({"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 1, "b": 3}, {"a": 2, "b": 1, "c": 2})
 ]
 BINARY = {
     "add": torch.add, "mul": torch.mul, "sub": torch.sub, "maximum": torch.maximum,
@@ -108,8 +120,13 @@ UNARY = {
 def test_drawn_unary_operation_equals_unsharded(data):
     mesh = data.draw(st.sampled_from(MESHES))
     shape = data.draw(st.lists(LENGTHS, min_size=1, max_size=3))
-    f, dim = UNARY[data.draw(st.sampled_from(sorted(UNARY)))], data.draw(st.integers(0, len(shape) - 1))
-    x = torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9))))
+    f, dim = (
+        UNARY[data.draw(st.sampled_from(sorted(UNARY)))],
+        data.draw(st.integers(0, len(shape) - 1)),
+    )
+    x = torch.randn(
+        shape, dtype=F64, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
+    )
     check(lambda x: f(x, dim), [x], [data.draw(arrays(mesh, shape))], mesh)
 
 
@@ -122,7 +139,9 @@ def test_drawn_broadcasting_equals_unsharded(data):
     shapes = []
     for _ in range(2):
         start = data.draw(st.integers(0, len(full)))
-        shapes.append([1 if data.draw(st.integers(0, 4)) == 0 else length for length in full[start:]])
+        shapes.append(
+            [1 if data.draw(st.integers(0, 4)) == 0 else length for length in full[start:]]
+        )
     xs = [torch.randn(shape, dtype=F64, generator=draw) for shape in shapes]
     f = BINARY[data.draw(st.sampled_from(sorted(BINARY)))]
     check(f, xs, [data.draw(arrays(mesh, shape)) for shape in shapes], mesh)
@@ -140,7 +159,9 @@ def test_drawn_matmul_equals_unsharded(data):
     check(torch.matmul, xs, [data.draw(arrays(mesh, shape)) for shape in shapes], mesh)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.int64, torch.bool]
+)
 def test_other_dtypes_keep_their_results(dtype):
     x = (torch.arange(32).reshape(8, 4) % 7).to(dtype)
     for spec in (P("data"), P(None, ("data", "model"))):
@@ -176,7 +197,12 @@ def test_sums_of_float16_do_not_overflow(name):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("var", torch.complex128), ("std", torch.complex64), ("logsumexp", torch.uint8), ("logsumexp", torch.bool)],
+    [
+        ("var", torch.complex128),
+        ("std", torch.complex64),
+        ("logsumexp", torch.uint8),
+        ("logsumexp", torch.bool),
+    ],
 )
 def test_reductions_of_other_dtypes_over_sharded_dims(name, dtype):
     x = (200 * torch.randn(8, 4, dtype=torch.complex64 if dtype.is_complex else None)).to(dtype)

@@ -19,7 +19,9 @@ from fshard.errors import LayoutError, MeshError
 from tests.array.op_database import list_rowless
 
 # torch itself uses torch.jit.script in its first jvp
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 MESH = fs.make_mesh({"data": 2, "model": 2})
 
 
@@ -46,7 +48,11 @@ def test_ledger_names_operation_and_line():
     with fs.ledger() as comm:
         torch.relu(x)
     ((row, calls, sent),) = comm.rows()
-    assert row.collective == "psum" and "(relu)" in str(row.site) and "test_protocols.py" in str(row.site)
+    assert (
+        row.collective == "psum"
+        and "(relu)" in str(row.site)
+        and "test_protocols.py" in str(row.site)
+    )
     assert (calls, sent) == (1, 4 * 8 * 4)
 
 
@@ -54,9 +60,16 @@ def test_explicit_forbids_implicit_communication():
     x, z = put(torch.randn(8, 4), "data"), put(torch.randn(8, 4), None, "data")
     with fs.array.explicit():
         _ = x + x
-        with pytest.raises(LayoutError, match=r'fs.reshard\(x, fs.Layout\(mesh, P\("data"\)\)\) for argument 1'):
+        with pytest.raises(
+            LayoutError, match=r'fs.reshard\(x, fs.Layout\(mesh, P\("data"\)\)\) for argument 1'
+        ):
             x + z
-        for act in (lambda: z.softmax(1), lambda: z.logsumexp(1), lambda: z.max(), lambda: float(x.sum())):
+        for act in (
+            lambda: z.softmax(1),
+            lambda: z.logsumexp(1),
+            lambda: z.max(),
+            lambda: float(x.sum()),
+        ):
             with pytest.raises(LayoutError, match="explicit"):
                 act()
         assert (x + fs.array.constrain(z, P("data"))).spec == P("data")
@@ -94,7 +107,12 @@ def test_copies_and_pickles():
     buffer = io.BytesIO()
     torch.save(x, buffer)
     buffer.seek(0)
-    for y in (copy.copy(x), copy.deepcopy(x), pickle.loads(pickle.dumps(x)), torch.load(buffer, weights_only=False)):
+    for y in (
+        copy.copy(x),
+        copy.deepcopy(x),
+        pickle.loads(pickle.dumps(x)),
+        torch.load(buffer, weights_only=False),
+    ):
         assert torch.equal(x, y) and y.layout == x.layout
 
 
@@ -141,7 +159,13 @@ def test_views_are_not_used_when_stale():
     with pytest.raises(LayoutError, match=r"got .* view of another array by .T"):
         x.T.add_(1)
     x.add_(1)
-    for act in (lambda: row + 1, lambda: last + 1, last.item, last.backward, lambda: fs.unshard(row)):
+    for act in (
+        lambda: row + 1,
+        lambda: last + 1,
+        last.item,
+        last.backward,
+        lambda: fs.unshard(row),
+    ):
         with pytest.raises(LayoutError, match="changed in place since"):
             act()
     assert fs.unshard(x[0] + 1).tolist() == [3, 3]
@@ -173,7 +197,13 @@ def test_leaves_that_require_grad_are_not_written():
     def assign(w):
         w[0] = 1
 
-    writes = [lambda w: w.fill_(1), lambda w: w.zero_(), lambda w: w[0].mul_(2), lambda w: w.copy_(w * 2), assign]
+    writes = [
+        lambda w: w.fill_(1),
+        lambda w: w.zero_(),
+        lambda w: w[0].mul_(2),
+        lambda w: w.copy_(w * 2),
+        assign,
+    ]
     for w in (torch.ones(4, 2).requires_grad_(), put(torch.ones(4, 2), "data").requires_grad_()):
         for act in writes:
             with pytest.raises(RuntimeError, match="leaf"):
@@ -183,7 +213,11 @@ def test_leaves_that_require_grad_are_not_written():
 def test_leaves_accumulate_gradients_in_their_layout():
     full = torch.randn(8, 4)
     for spec in (P("data"), P(None, ("model", "data")), P.flat("data"), P()):
-        x = put(full, *spec.entries) if not spec.is_flat else fs.device_put(full, fs.Layout(MESH, spec))
+        x = (
+            put(full, *spec.entries)
+            if not spec.is_flat
+            else fs.device_put(full, fs.Layout(MESH, spec))
+        )
         x.requires_grad_()
         for _ in range(2):
             (x * x).sum().backward()
@@ -212,12 +246,17 @@ def test_a_hook_gets_the_gradient_of_an_array_once_for_each_backward():
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_gradients_are_clipped_as_by_torch(norm_type):
-    full = [torch.randn(8, 4).requires_grad_(), torch.randn(6, dtype=torch.float64).requires_grad_()]
+    full = [
+        torch.randn(8, 4).requires_grad_(),
+        torch.randn(6, dtype=torch.float64).requires_grad_(),
+    ]
     arrays = [put(full[0].detach(), "data", "model"), put(full[1].detach()), put(torch.ones(2))]
     for leaf in (*full, *(x.requires_grad_() for x in arrays[:2])):
         (leaf**3).sum().backward()
     expected = torch.nn.utils.clip_grad_norm_(full, 1.5, norm_type)
-    assert float(fs.array.clip_grad_norm_(arrays, 1.5, norm_type)) == pytest.approx(float(expected), rel=1e-5)
+    assert float(fs.array.clip_grad_norm_(arrays, 1.5, norm_type)) == pytest.approx(
+        float(expected), rel=1e-5
+    )
     for x, leaf in zip(arrays, full, strict=False):
         torch.testing.assert_close(fs.unshard(x.grad), leaf.grad)
     arrays[0].grad = arrays[0].grad.T.T.reshape(32).reshape(8, 4) + put(torch.zeros(8, 4))
@@ -228,7 +267,9 @@ def test_linear_algebra_is_unsharded_counted_and_sharded_again():
     x = put(torch.eye(4), "data", "model")
     with fs.ledger() as comm:
         y = torch.linalg.inv(x)
-    assert {(row.collective, "(linalg_inv)" in str(row.site)) for row, *_ in comm.rows()} == {("all_gather", True)}
+    assert {(row.collective, "(linalg_inv)" in str(row.site)) for row, *_ in comm.rows()} == {
+        ("all_gather", True)
+    }
     assert y.spec == x.spec
     with fs.array.explicit(), pytest.raises(LayoutError, match="explicit"):
         torch.linalg.qr(x)
@@ -273,7 +314,11 @@ def test_plain_tensors_numbers_and_0d_tensors():
     assert float((x * scale + torch.tensor(1)).sum()) == 32
     (x * scale).sum().backward()
     assert scale.grad.item() == 8
-    for act in (lambda: x + torch.ones(4, 2), lambda: torch.ones(2) * x, lambda: torch.cat([x, torch.ones(1, 2)])):
+    for act in (
+        lambda: x + torch.ones(4, 2),
+        lambda: torch.ones(2) * x,
+        lambda: torch.cat([x, torch.ones(1, 2)]),
+    ):
         with pytest.raises(LayoutError, match="fs.device_put"):
             act()
 
@@ -320,7 +365,13 @@ def test_random_draws_equal_those_of_torch_on_any_layout():
         y = F.dropout(x, 0.4)
         torch.manual_seed(0)
         torch.testing.assert_close(fs.unshard(y), F.dropout(fs.unshard(x), 0.4))
-    assert float(fs.array.zeros(3, layout=fs.Layout(MESH)).sum() + fs.array.ones(3, layout=fs.Layout(MESH)).sum()) == 3
+    assert (
+        float(
+            fs.array.zeros(3, layout=fs.Layout(MESH)).sum()
+            + fs.array.ones(3, layout=fs.Layout(MESH)).sum()
+        )
+        == 3
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -335,4 +386,6 @@ def test_jvp_of_gradients_over_trees_of_arrays():
     gradient = lift(torch.func.grad)(lambda p: fs.unshard(loss(p, put(x, "data"))))
     found = lift(torch.func.jvp)(gradient, (arrays[0],), (arrays[1],))
     assert found[1]["w"].spec == P("model")
-    torch.testing.assert_close([{k: fs.unshard(v) for k, v in tree.items()} for tree in found], list(wanted))
+    torch.testing.assert_close(
+        [{k: fs.unshard(v) for k, v in tree.items()} for tree in found], list(wanted)
+    )

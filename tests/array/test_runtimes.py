@@ -14,10 +14,15 @@ def program(runtime=None):
     draw = torch.Generator().manual_seed(0)
 
     def put(*shape, spec):
-        return fs.device_put(torch.randn(*shape, generator=draw, dtype=torch.float64), fs.Layout(mesh, spec))
+        return fs.device_put(
+            torch.randn(*shape, generator=draw, dtype=torch.float64), fs.Layout(mesh, spec)
+        )
 
     x, w = put(8, 6, spec=P("data", "model")), put(6, 4, spec=P("model")).requires_grad_()
-    v, z = put(4, 4, spec=P(None, "model")).requires_grad_(), put(8, 4, spec=P.flat("data")).requires_grad_()
+    v, z = (
+        put(4, 4, spec=P(None, "model")).requires_grad_(),
+        put(8, 4, spec=P.flat("data")).requires_grad_(),
+    )
     torch.manual_seed(3)
     with fs.ledger() as comm:
         h = F.dropout(torch.relu(x @ w), 0.3)
@@ -65,4 +70,6 @@ def random_without_seed():
 
 
 def test_processes_with_other_seeds_raise():
-    assert all("torch.manual_seed" in text for text in run_processes(random_without_seed, 2, timeout=170))
+    assert all(
+        "torch.manual_seed" in text for text in run_processes(random_without_seed, 2, timeout=170)
+    )

@@ -66,7 +66,9 @@ class Loop:
     def accumulate(self, x, y=None, *, sync=True):
         """Add the gradient of a batch, of which this device has its part; return the loss."""
         if self.is_staged:
-            return self.booster.execute_pipeline(iter([(x, y)]), self.model, self.criterion, self.opt)["loss"]
+            return self.booster.execute_pipeline(
+                iter([(x, y)]), self.model, self.criterion, self.opt
+            )["loss"]
         loss = self.criterion(self.model(x), y)
         self.backward(loss, sync=sync)
         return loss.detach()
@@ -89,7 +91,9 @@ class Loop:
             if not self.is_staged:
                 return self.model(x)
             batch, options = iter([(x, x)]), {"return_loss": False, "return_outputs": True}
-            return self.booster.execute_pipeline(batch, self.model, lambda y, _: y.mean(), **options)["outputs"]
+            return self.booster.execute_pipeline(
+                batch, self.model, lambda y, _: y.mean(), **options
+            )["outputs"]
 
     def state(self):
         """Return copies of parameters and buffers."""

@@ -16,7 +16,9 @@ from fshard.errors import CheckpointError, OptimizerError
 from fshard.optim.torch_optim.classes import CLASSES
 from tests.booster.loops import Loop, on_devices
 
-DATA = TensorDataset(*(torch.randn(40, 4, 8, generator=torch.Generator().manual_seed(i)).double() for i in (1, 2)))
+DATA = TensorDataset(
+    *(torch.randn(40, 4, 8, generator=torch.Generator().manual_seed(i)).double() for i in (1, 2))
+)
 
 
 class Block(nn.Module):
@@ -30,7 +32,9 @@ class Block(nn.Module):
     def forward(self, x):
         if self.counts:
             self.calls += 1
-        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (
+            y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.drop(self.out(y.transpose(1, 2).flatten(2)))
 
@@ -50,7 +54,9 @@ PLAIN = partial(network, counts=False, dropout=0.0)
 def adamw(model):
     decayed = [x for x in model.parameters() if x.ndim > 1]
     rest = [x for x in model.parameters() if x.ndim < 2]
-    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], lr=0.01, betas=(0.8, 0.9))
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": rest}], lr=0.01, betas=(0.8, 0.9)
+    )
 
 
 def schedule(opt):
@@ -65,7 +71,10 @@ PLUGINS = {
     "fsdp": (fs.FSDPPlugin, {"data": 4}),
     "stages": (partial(HYBRID, pipeline=2, zero_stage=1), {"pipe": 2, "data": 2}),
     "tensor": (partial(HYBRID, tensor=2, zero_stage=3), {"data": 2, "model": 2}),
-    "both": (partial(HYBRID, tensor=2, pipeline=2, zero_stage=2), {"pipe": 2, "data": 1, "model": 2}),
+    "both": (
+        partial(HYBRID, tensor=2, pipeline=2, zero_stage=2),
+        {"pipe": 2, "data": 1, "model": 2},
+    ),
 }
 EXACT = {"ddp", "zero1", "zero2", "fsdp"}
 """Plugins under which the next steps have equal bits."""
@@ -73,7 +82,9 @@ EXACT = {"ddp", "zero1", "zero2", "fsdp"}
 
 def loop_of(name, make=None, **options):
     """Return a loop over a loader, with a scheduler, in reproducible mode."""
-    plugin = PLUGINS[name][0](reproducible=True, **({} if name in ("stages", "both") else {"slices": 4}), **options)
+    plugin = PLUGINS[name][0](
+        reproducible=True, **({} if name in ("stages", "both") else {"slices": 4}), **options
+    )
     make = make or partial(network, counts=name in EXACT or name == "stages")
     loader = DataLoader(DATA, 8, shuffle=True)
     return Loop(make, plugin, adamw, schedule=schedule, loader=loader, criterion=nn.MSELoss())
@@ -90,7 +101,13 @@ def steps(loop, count):
         for batch in islice(loop.loader, count - len(losses)):
             losses.append(loop.step(*batch, clip=1.0))
             loop.schedule.step()
-    return losses, loop.state(), torch.rand(2), loop.schedule.get_last_lr(), loop.loader.state_dict()
+    return (
+        losses,
+        loop.state(),
+        torch.rand(2),
+        loop.schedule.get_last_lr(),
+        loop.loader.state_dict(),
+    )
 
 
 def run(name, body, *args):
@@ -209,13 +226,22 @@ def batch(step):
 
 
 def small():
-    return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2, bias=False)).double()
+    return nn.Sequential(
+        nn.BatchNorm1d(3), nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2, bias=False)
+    ).double()
 
 
 def two_groups(kind, model):
-    options = {torch.optim.SGD: {"momentum": 0.9}, torch.optim.RMSprop: {"momentum": 0.5, "centered": True}}
+    options = {
+        torch.optim.SGD: {"momentum": 0.9},
+        torch.optim.RMSprop: {"momentum": 0.5, "centered": True},
+    }
     matrices = [x for x in model.parameters() if x.ndim == 2]
-    rest = [] if kind is torch.optim.Muon else [{"params": [x for x in model.parameters() if x.ndim < 2], "lr": 0.02}]
+    rest = (
+        []
+        if kind is torch.optim.Muon
+        else [{"params": [x for x in model.parameters() if x.ndim < 2], "lr": 0.02}]
+    )
     return kind([{"params": matrices}, *rest], lr=0.01, **options.get(kind, {}))
 
 
@@ -231,7 +257,11 @@ def trained(kind, plugin, numbers, load=None):
         return full_state(loop.model, loop.opt)
 
     options = {"optimizer": partial(two_groups, kind), "criterion": lambda y, _: y.square().mean()}
-    return [body(Loop(small, **options))] if plugin is None else on_devices(body, plugin, 2, small, **options)
+    return (
+        [body(Loop(small, **options))]
+        if plugin is None
+        else on_devices(body, plugin, 2, small, **options)
+    )
 
 
 def assert_close(state, expected):
@@ -252,13 +282,17 @@ def test_state_dicts_are_those_of_torch_on_one_device(kind, plugin):
         for state in trained(kind, plugin, numbers):
             assert_close(state, expected)
     assert_close(trained(kind, plugin, range(2, 4), expected)[0], trained(kind, None, range(4))[0])
-    assert_close(trained(kind, None, range(2, 4), state)[0], trained(kind, None, range(2, 4), expected)[0])
+    assert_close(
+        trained(kind, None, range(2, 4), state)[0], trained(kind, None, range(2, 4), expected)[0]
+    )
 
 
 def test_state_of_another_optimizer_raises():
     ((model, opt),) = trained(torch.optim.SGD, None, range(1))
     ((_, expected),) = trained(torch.optim.Adam, None, [])
-    with pytest.raises(OptimizerError, match=r"parameter 0 must have exp_avg, exp_avg_sq, step; got momentum_b"):
+    with pytest.raises(
+        OptimizerError, match=r"parameter 0 must have exp_avg, exp_avg_sq, step; got momentum_b"
+    ):
         trained(torch.optim.Adam, fs.DDPPlugin(), [], (model, {**expected, **opt}))
     model.pop("1.weight")
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "1.weight"'):
@@ -286,7 +320,9 @@ def test_pure_optimizers_in_full_form(name):
 
     options = {"optimizer": lambda _: PURE[name], "criterion": lambda y, _: y.square().mean()}
     (state, expected), _ = on_devices(body, fs.ZeroPlugin(stage=2), 2, small, **options)
-    for _, found in on_devices(partial(body, load=state), fs.ZeroPlugin(stage=2), 2, small, **options):
+    for _, found in on_devices(
+        partial(body, load=state), fs.ZeroPlugin(stage=2), 2, small, **options
+    ):
         assert_equal(found, expected)
 
 
@@ -316,7 +352,9 @@ def test_extra_state_is_saved(tmp_path):
         booster.save_model(model, tmp_path)
         booster.load_model(by_folder, tmp_path)
         by_state.load_state_dict(model.state_dict())
-        equal = [torch.equal(x.unwrap().weight, model.unwrap().weight) for x in (by_folder, by_state)]
+        equal = [
+            torch.equal(x.unwrap().weight, model.unwrap().weight) for x in (by_folder, by_state)
+        ]
         return [*model.state_dict()], [module.seen for module in modules], equal
 
     expected = ["weight", "bias", "_extra_state"], [3, 3, 3], [True, True]
@@ -390,7 +428,11 @@ def test_names_of_colossal_ai(tmp_path):
         loop = loop_of("fsdp")
         if verb == "save":
             steps(loop, 3)
-        for name, x in (("model", loop.model), ("optimizer", loop.opt), ("lr_scheduler", loop.schedule)):
+        for name, x in (
+            ("model", loop.model),
+            ("optimizer", loop.opt),
+            ("lr_scheduler", loop.schedule),
+        ):
             getattr(loop.booster, f"{verb}_{name}")(x, tmp_path / name)
         return *full_state(loop.model, loop.opt), copy.deepcopy(loop.schedule.state_dict())
 
@@ -410,12 +452,16 @@ def test_low_rank_differences_are_saved_for_peft(name, tmp_path):
         if export:
             fs.export(tmp_path / "plain", dict(module.named_parameters()), to="peft", model=module)
         else:
-            booster.save_lora_as_pretrained(booster.boost(module, trainable(module))[0], tmp_path / "boosted")
+            booster.save_lora_as_pretrained(
+                booster.boost(module, trainable(module))[0], tmp_path / "boosted"
+            )
 
     run(name, main, False)
     main(True)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
-        assert (tmp_path / "boosted" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+        assert (tmp_path / "boosted" / file).read_bytes() == (
+            tmp_path / "plain" / file
+        ).read_bytes()
 
 
 def test_what_cannot_be_saved_or_loaded_raises(tmp_path):
@@ -424,12 +470,23 @@ def test_what_cannot_be_saved_or_loaded_raises(tmp_path):
         act(loop.booster, loop)
 
     with pytest.raises(
-        TypeError, match="model must be as boost .*; got a Linear; dataloader must be .* got a DataLoader"
+        TypeError,
+        match="model must be as boost .*; got a Linear; dataloader must be .* got a DataLoader",
     ):
-        run("ddp", main, lambda booster, _: booster.save(tmp_path, nn.Linear(1, 1), None, None, DataLoader(DATA)))
+        run(
+            "ddp",
+            main,
+            lambda booster, _: booster.save(
+                tmp_path, nn.Linear(1, 1), None, None, DataLoader(DATA)
+            ),
+        )
     run("ddp", main, lambda booster, loop: booster.save(tmp_path, loop.model))
     with pytest.raises(CheckpointError, match="only='lr_scheduler' matches no leaf"):
-        run("ddp", main, lambda booster, loop: booster.load(tmp_path, loop.model, None, loop.schedule))
+        run(
+            "ddp",
+            main,
+            lambda booster, loop: booster.load(tmp_path, loop.model, None, loop.schedule),
+        )
 
 
 # -- the functional form --------------------------------------------------------------------------------------------------
@@ -455,13 +512,18 @@ def test_functional_state_is_a_tree(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [("both", "ddp"), ("ddp", "both"), ("both", "tensor"), ("tensor", "stages")]
+    ("source", "target"),
+    [("both", "ddp"), ("ddp", "both"), ("both", "tensor"), ("tensor", "stages")],
 )
 def test_functional_state_loads_under_another_plan(source, target, tmp_path):
     """Without stages and parts of fused weights in names; a tied weight has a second one in stages."""
 
     def by_name(state):
-        return {leaf.name: leaf.value for leaf in full_leaves(tuple(state)) if "4.weight" not in leaf.name}
+        return {
+            leaf.name: leaf.value
+            for leaf in full_leaves(tuple(state))
+            if "4.weight" not in leaf.name
+        }
 
     saved = stepped(source, make=PLAIN, numbers=range(2))
     fs.save(tmp_path, saved)

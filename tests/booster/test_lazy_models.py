@@ -35,7 +35,9 @@ class Block(nn.Module):
             self.alive.append(len(self.built))
 
     def forward(self, x):
-        return x + self.drop(torch.tanh(self.norm(self.inner(x) * self.table + self.shift)) * self.scale * self.fixed)
+        return x + self.drop(
+            torch.tanh(self.norm(self.inner(x) * self.table + self.shift)) * self.scale * self.fixed
+        )
 
 
 class Net(nn.Module):
@@ -43,7 +45,9 @@ class Net(nn.Module):
 
     def __init__(self, make=Block):
         super().__init__()
-        self.copies = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, 0.1, batch_first=True), 2)
+        self.copies = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(4, 2, 4, 0.1, batch_first=True), 2
+        )
         self.first = nn.utils.parametrizations.weight_norm(nn.Linear(4, WIDE))
         self.blocks = nn.Sequential(*(make(WIDE) for _ in range(4)))
         self.again, self.last = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
@@ -58,7 +62,9 @@ def described(width):
 
 
 def row():
-    return nn.Sequential(fs.lazy(nn.Linear, 4, WIDE), *map(described, [WIDE] * 3), fs.lazy(nn.Linear, WIDE, WIDE))
+    return nn.Sequential(
+        fs.lazy(nn.Linear, 4, WIDE), *map(described, [WIDE] * 3), fs.lazy(nn.Linear, WIDE, WIDE)
+    )
 
 
 MAKES = {
@@ -70,7 +76,11 @@ MAKES = {
 
 
 def plugin_of(name, kind):
-    of_blocks = {"blocks": "blocks", "sample": torch.ones(2, 4)} if name == "stages" and kind != "row" else {}
+    of_blocks = (
+        {"blocks": "blocks", "sample": torch.ones(2, 4)}
+        if name == "stages" and kind != "row"
+        else {}
+    )
     return PLUGINS[name](**of_blocks, seed=3)
 
 
@@ -80,7 +90,9 @@ def adamw(model):
 
 def adagrad(model):
     first, *rest = (x for x in model.parameters() if x.requires_grad)
-    return torch.optim.Adagrad([{"params": [first], "lr": 0.5}, {"params": rest}], initial_accumulator_value=0.3)
+    return torch.optim.Adagrad(
+        [{"params": [first], "lr": 0.5}, {"params": rest}], initial_accumulator_value=0.3
+    )
 
 
 def adafactor(model):
@@ -90,7 +102,10 @@ def adafactor(model):
 def trained(kind, name, optimizer, *, functional, materialize):
     """Return the losses of three steps, and the tensors after them; of the model that was built before, or a lazy one."""
     plugin, draws = plugin_of(name, kind), torch.Generator().manual_seed(0)
-    batches = [(torch.randn(8, 4, generator=draws), torch.randn(8, WIDE, generator=draws)) for _ in range(3)]
+    batches = [
+        (torch.randn(8, 4, generator=draws), torch.randn(8, WIDE, generator=draws))
+        for _ in range(3)
+    ]
 
     def make():
         torch.manual_seed(1)  # for layers that are not lazy
@@ -127,9 +142,14 @@ def trained(kind, name, optimizer, *, functional, materialize):
 def test_lazy_model_trains_as_materialized_one(kind, plugin, functional, optimizer):
     def both():
         options = {"functional": functional}
-        return [trained(kind, plugin, optimizer, materialize=materialize, **options) for materialize in (False, True)]
+        return [
+            trained(kind, plugin, optimizer, materialize=materialize, **options)
+            for materialize in (False, True)
+        ]
 
-    for (losses, state), (expected_losses, expected) in fs.run(both, mesh=mesh_of(plugin_of(plugin, kind), 4)):
+    for (losses, state), (expected_losses, expected) in fs.run(
+        both, mesh=mesh_of(plugin_of(plugin, kind), 4)
+    ):
         assert losses == expected_losses and state.keys() == expected.keys()
         assert unequal_bits(state, expected) == []
 
@@ -144,7 +164,9 @@ def layers_built_here():
     """Return how many of four layers this process builds, sharded and in two stages."""
     calls = {"fsdp": [], "stages": []}
     for name, made in calls.items():
-        fs.Booster(plugin_of(name, "row")).boost(nn.Sequential(*(fs.lazy(counting, made) for _ in range(4))))
+        fs.Booster(plugin_of(name, "row")).boost(
+            nn.Sequential(*(fs.lazy(counting, made) for _ in range(4)))
+        )
     return [len(made) for made in calls.values()]
 
 
@@ -169,15 +191,26 @@ def test_shard_params_builds_lazy_layers():
     expected = dict(fs.nn.materialize(model, seed=5).named_parameters())
     assert params.keys() == expected.keys() and not unequal_bits(fs.unshard(params), expected)
     assert params["blocks.0.fixed"].layout.frozen and not params["blocks.0.scale"].layout.frozen
-    assert fs.unshard(fs.shard_params(nn.Linear(1, 1), P(), mesh=mesh, seed=0)).keys() == {"weight", "bias"}
+    assert fs.unshard(fs.shard_params(nn.Linear(1, 1), P(), mesh=mesh, seed=0)).keys() == {
+        "weight",
+        "bias",
+    }
 
 
 @pytest.mark.parametrize(
     ("tree", "options", "message"),
     [
-        ({"w": torch.ones(1)}, {"seed": 0}, "seed= draws lazy layers of a module; a tree of tensors has none"),
+        (
+            {"w": torch.ones(1)},
+            {"seed": 0},
+            "seed= draws lazy layers of a module; a tree of tensors has none",
+        ),
         (row(), {}, "a meta tensor .* has no values.*seed=0"),
-        (nn.Linear(2, 2, device="meta"), {"seed": 0}, "shard_params of Linear: weight, bias must be described"),
+        (
+            nn.Linear(2, 2, device="meta"),
+            {"seed": 0},
+            "shard_params of Linear: weight, bias must be described",
+        ),
     ],
     ids=["tensors", "no seed", "meta"],
 )
@@ -188,7 +221,9 @@ def test_shard_params_of_meta_tensors_raises(tree, options, message):
 
 def test_lazy_layer_keeps_dtype_mode_and_frozen_parameters():
     def boosted():
-        model = nn.Sequential(fs.lazy(nn.Linear, 4, 4), fs.lazy(nn.Linear, 4, 4).double(), fs.lazy(Block, 4).eval())
+        model = nn.Sequential(
+            fs.lazy(nn.Linear, 4, 4), fs.lazy(nn.Linear, 4, 4).double(), fs.lazy(Block, 4).eval()
+        )
         model[0].weight.requires_grad_(False)
         built = fs.nn.materialize(model, seed=0)
         return fs.Booster(fs.FSDPPlugin()).boost(model, adamw(model[1]))[0].unwrap(), built
@@ -202,7 +237,9 @@ def test_lazy_layer_keeps_dtype_mode_and_frozen_parameters():
 
 def test_lazy_factory_that_reads_values_raises_with_fix():
     def deep(device):
-        return nn.ModuleList(nn.Dropout(rate.item()) for rate in torch.linspace(0, 0.5, 3, device=device))
+        return nn.ModuleList(
+            nn.Dropout(rate.item()) for rate in torch.linspace(0, 0.5, 3, device=device)
+        )
 
     with pytest.raises(RuntimeError) as error:
         fs.lazy(deep, None)

@@ -22,7 +22,9 @@ REPRODUCIBLE = {"reproducible": partial(fs.FSDPPlugin, reproducible=True)}
 
 def samples(count=COUNT):
     draw = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(count, 3, generator=draw).double(), torch.randint(4, (count,), generator=draw))
+    return TensorDataset(
+        torch.randn(count, 3, generator=draw).double(), torch.randint(4, (count,), generator=draw)
+    )
 
 
 def mlp():
@@ -65,7 +67,9 @@ def after_peek(loader):
     yield from copied(loader)
 
 
-FETCHES = {"in turn": iter, "ahead": list} | {f.__name__: f for f in (copied, half_copied, one_ahead, after_peek)}
+FETCHES = {"in turn": iter, "ahead": list} | {
+    f.__name__: f for f in (copied, half_copied, one_ahead, after_peek)
+}
 
 
 def looped(plugin, loader_of, batches_of, *, sync=True):
@@ -101,7 +105,9 @@ def everywhere(form, plugin, n, fetch, count, size, epochs):
 
     if form == "step outside":
         return [stepped(make(), loader_of, batches_of)]
-    trains = {"loop": looped, "loop without sync": partial(looped, sync=False), "step": stepped}[form]
+    trains = {"loop": looped, "loop without sync": partial(looped, sync=False), "step": stepped}[
+        form
+    ]
     return fs.run(lambda: trains(make(), loader_of, batches_of), mesh=mesh)
 
 
@@ -127,18 +133,26 @@ FORMS = ("loop", "loop without sync", "step", "step outside")
 @example("step", "in turn", "fsdp", 4, COUNT, SIZE, 2)  # a device without samples
 @example("loop", "in turn", "zero 1", 4, COUNT, SIZE, 2)
 @example("step outside", "half_copied", "reproducible", 4, COUNT, SIZE, 1)
-def test_batches_in_turn_copied_or_ahead_train_as_torch(form, fetch, plugin, n, count, size, epochs):
+def test_batches_in_turn_copied_or_ahead_train_as_torch(
+    form, fetch, plugin, n, count, size, epochs
+):
     """Of batches of two sizes of which a device has as many rows each must be used before the next is fetched."""
     assume(plugin != "reproducible" or n != 3)  # which do not share 8 slices
     sizes = [min(size, count - start) for start in range(0, count, size)] * epochs
     columns = zip(*(rows_on(n, length) for length in {*sizes}), strict=True)
-    assume("outside" in form or fetch in ("in turn", "copied") or all(len({*x}) == len({*sizes}) for x in columns))
+    assume(
+        "outside" in form
+        or fetch in ("in turn", "copied")
+        or all(len({*x}) == len({*sizes}) for x in columns)
+    )
     results = everywhere(form, plugin, n, fetch, count, size, epochs)
     assert_close([state for state, _ in results], by_torch(count, size, epochs))
     assert all(counts == sizes for _, counts in results if "step" in form)
 
 
-@pytest.mark.parametrize(("form", "alone"), [("loop", "loop"), ("step", "step outside"), ("step outside", "step")])
+@pytest.mark.parametrize(
+    ("form", "alone"), [("loop", "loop"), ("step", "step outside"), ("step outside", "step")]
+)
 def test_reproducible_batches_have_equal_bits(form, alone):
     ((expected, _),) = everywhere(alone, "reproducible", 1, "in turn", COUNT, SIZE, 2)
     for state, _ in everywhere(form, "reproducible", 4, "in turn", COUNT, SIZE, 2):
@@ -157,8 +171,13 @@ def test_different_global_batches_on_devices_raise():
         x, y = samples(4).tensors
         return [(x + fs.axis_index("data"), y)]
 
-    with pytest.raises(MismatchError, match=r"devices were given different batches, of the same shapes"):
-        fs.run(lambda: stepped(fs.DDPPlugin(), lambda booster: None, batches_of), mesh=fs.make_mesh({"data": 2}))
+    with pytest.raises(
+        MismatchError, match=r"devices were given different batches, of the same shapes"
+    ):
+        fs.run(
+            lambda: stepped(fs.DDPPlugin(), lambda booster: None, batches_of),
+            mesh=fs.make_mesh({"data": 2}),
+        )
 
 
 def test_loader_made_outside_and_used_inside_raises():
@@ -181,25 +200,40 @@ def taken(n, count=11, size=4, state=None, stop=100, **options):
     """Return the samples of each batch, joined from all devices, and the position after a number of batches."""
 
     def main():
-        loader = fs.Booster().prepare_dataloader(TensorDataset(torch.arange(count)), size, **options)
+        loader = fs.Booster().prepare_dataloader(
+            TensorDataset(torch.arange(count)), size, **options
+        )
         loader.load_state_dict(state or loader.state_dict())
         batches = [x[: loader.samples].tolist() for (x,) in islice(loader, stop)]
         return batches, loader.state_dict()
 
     results = fs.run(main, mesh=fs.make_mesh({"data": n}))
-    return [[*chain(*shards)] for shards in zip(*(batches for batches, _ in results), strict=True)], results[0][1]
+    return [
+        [*chain(*shards)] for shards in zip(*(batches for batches, _ in results), strict=True)
+    ], results[0][1]
 
 
-@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"drop_last": True}, {"size": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"shuffle": True}, {"drop_last": True}, {"size": 3}], ids=str
+)
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_loader_takes_each_sample_once_on_any_mesh(n, options):
-    options = {"count": COUNT, "size": SIZE, "state": {"epoch": 5, "sample": 0, "seed": 3}, **options}
+    options = {
+        "count": COUNT,
+        "size": SIZE,
+        "state": {"epoch": 5, "sample": 0, "seed": 3},
+        **options,
+    }
     size, full = options["size"], COUNT // options["size"] * options["size"]
     batches, end = taken(n, **options)
     order = [*chain(*batches)]
     assert len(order) == len({*order}) == (full if "drop_last" in options else COUNT)
     assert [len(batch) for batch in batches][:-1] == [size] * (len(batches) - 1)
-    assert (sorted(order) == order) == ("shuffle" not in options) and end == {"epoch": 6, "sample": 0, "seed": 3}
+    assert (sorted(order) == order) == ("shuffle" not in options) and end == {
+        "epoch": 6,
+        "sample": 0,
+        "seed": 3,
+    }
     assert batches == taken(1, **options)[0]
 
 
@@ -207,7 +241,11 @@ def test_loader_takes_each_sample_once_on_any_mesh(n, options):
 def test_loader_resumes_at_any_position_on_other_meshes(workers):
     options = {"shuffle": True, "seed": 5, "num_workers": workers}
     batches, end = taken(1, **options)
-    assert [len(batch) for batch in batches] == [4, 4, 3] and end == {"epoch": 1, "sample": 0, "seed": 5}
+    assert [len(batch) for batch in batches] == [4, 4, 3] and end == {
+        "epoch": 1,
+        "sample": 0,
+        "seed": 5,
+    }
     first, state = taken(2, stop=2, **options)
     rest, last = taken(3, state=state, **options)
     assert first + rest == batches and last == end and state == {"epoch": 0, "sample": 8, "seed": 5}
@@ -269,7 +307,12 @@ def test_loader_length_is_that_of_its_loop(options, count):
         lengths.append(len(loader))
         loop = iter(loader)
         next(loop)
-        lengths += [len(loader), 1 + sum(len(loader) == count - 1 for _ in loop), loader.epoch, len(loader)]
+        lengths += [
+            len(loader),
+            1 + sum(len(loader) == count - 1 for _ in loop),
+            loader.epoch,
+            len(loader),
+        ]
         loader.load_state_dict({"epoch": 1, "sample": 20, "seed": 1024})
         return [*lengths, len(loader), len(list(loader))]
 
@@ -279,7 +322,9 @@ def test_loader_length_is_that_of_its_loop(options, count):
 
 def test_peek_returns_next_batch_and_takes_nothing():
     def main():
-        loader = fs.Booster().prepare_dataloader(TensorDataset(torch.arange(11)), 4, shuffle=True, num_workers=1)
+        loader = fs.Booster().prepare_dataloader(
+            TensorDataset(torch.arange(11)), 4, shuffle=True, num_workers=1
+        )
         torch.manual_seed(0)
         before, first, state = torch.get_rng_state(), loader.peek()[0], loader.state_dict()
         same = torch.equal(before, torch.get_rng_state())
@@ -305,7 +350,9 @@ INVALID = {
     "a batch sampler": lambda: DataLoader(samples(), batch_sampler=[[1], [2]]),
     "no batches": lambda: DataLoader(samples(), batch_size=None),
     "a sampler": lambda: DataLoader(samples(), 2, sampler=[3, 4]),
-    "replacement": lambda: DataLoader(samples(), 2, sampler=RandomSampler(samples(), replacement=True)),
+    "replacement": lambda: DataLoader(
+        samples(), 2, sampler=RandomSampler(samples(), replacement=True)
+    ),
     "a generator": lambda: DataLoader(samples(), 2, shuffle=True, generator=torch.Generator()),
 }
 
@@ -321,7 +368,13 @@ def test_torch_loader_keeps_its_options():
     def together(rows):
         return torch.stack([x for x, _ in rows])
 
-    options = {"collate_fn": together, "drop_last": True, "num_workers": 1, "timeout": 30, "prefetch_factor": 3}
+    options = {
+        "collate_fn": together,
+        "drop_last": True,
+        "num_workers": 1,
+        "timeout": 30,
+        "prefetch_factor": 3,
+    }
     given_loader = DataLoader(samples(), 4, **options)
 
     def main():

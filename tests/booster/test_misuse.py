@@ -142,8 +142,14 @@ INVALID = {
         lambda: boost_own(model(), lambda m: torch.optim.LBFGS(m.parameters())),
         "LBFGS.*calls the loss function",
     ),
-    "a function": (lambda: boost(model), "boost: the model is a module, not function: for a function there is"),
-    "a number": (lambda: boost([nn.ReLU(), 3]), r"layers must be modules and functions; got layers\[1\] is int"),
+    "a function": (
+        lambda: boost(model),
+        "boost: the model is a module, not function: for a function there is",
+    ),
+    "a number": (
+        lambda: boost([nn.ReLU(), 3]),
+        r"layers must be modules and functions; got layers\[1\] is int",
+    ),
     "no memory": (
         lambda: boost(nn.Sequential(*(nn.Linear(2, 2, device="meta") for _ in range(2)))),
         r"0.weight, 0.bias, 1.weight, 1.bias must be described; .* Make its layer by fs.lazy",
@@ -152,13 +158,22 @@ INVALID = {
         lambda: boost(nn.Sequential(nn.LazyLinear(3))),
         "0.weight, 0.bias must have a shape; .*Run it once",
     ),
-    "Adam has stepped": (lambda: boost(*stepped(torch.optim.Adam)), "has taken steps already.*before its first step"),
-    "SGD has stepped": (lambda: boost(*stepped(torch.optim.SGD, momentum=0.9)), "has taken steps already"),
+    "Adam has stepped": (
+        lambda: boost(*stepped(torch.optim.Adam)),
+        "has taken steps already.*before its first step",
+    ),
+    "SGD has stepped": (
+        lambda: boost(*stepped(torch.optim.SGD, momentum=0.9)),
+        "has taken steps already",
+    ),
     "state without memory": (
         lambda: boost_own(nn.Sequential(fs.lazy(nn.Linear, 4, 4)), lambda m: Eager(m.parameters())),
         r"Eager: state of a lazy parameter must be made in step\(\), .* got 'mean' without memory",
     ),
-    "fully_shard": (lambda: boost_own(wrapped_by_fsdp("")), r"got FSDPPart at ''\. Give the module before fully_shard"),
+    "fully_shard": (
+        lambda: boost_own(wrapped_by_fsdp("")),
+        r"got FSDPPart at ''\. Give the module before fully_shard",
+    ),
     "fully_shard of a layer": (lambda: init(wrapped_by_fsdp("2")), r"got FSDPPart at '2'\."),
     "DataParallel": (
         lambda: boost_own(nn.Sequential(nn.DataParallel(model()))),
@@ -170,7 +185,10 @@ INVALID = {
     "boosted: its module": (lambda loop: boost(loop.model.module), BOOSTED),
     "boosted: the optimizer": (lambda loop: boost(model(), loop.opt), BOOSTED),
     "boosted: by init": (lambda loop: init(loop.model), BOOSTED),
-    "optimizer of torch": (unboosted_optimizer, "optimizer must be what boost has returned; got SGD"),
+    "optimizer of torch": (
+        unboosted_optimizer,
+        "optimizer must be what boost has returned; got SGD",
+    ),
     "backward of torch": (
         after_a_step,
         r"loss.backward\(\) reached sharded parameters.* Call booster.backward\(loss, opt",
@@ -180,11 +198,17 @@ INVALID = {
         r"its parameters have no .grad. Clip them by booster.clip_grad_norm\(optimizer, m",
     ),
     "clipping of the groups": (clips_groups, r"its parameters have no .grad. Clip them by"),
-    "a gradient": (lambda loop: setattr(next(loop.model.parameters()), "grad", X), "its parameters have no .grad"),
+    "a gradient": (
+        lambda loop: setattr(next(loop.model.parameters()), "grad", X),
+        "its parameters have no .grad",
+    ),
     "freezing": (lambda loop: loop.model.requires_grad_(False), FIXED),
     "freezing in a step": (freezes_in_a_step, FIXED),
     "a hook": (lambda loop: loop.model.module[0].weight.register_hook(print), HOOKS),
-    "writing": (writes_in_the_loop, r"the loop before the optimizer's step, writes to .*model.load_state_dict"),
+    "writing": (
+        writes_in_the_loop,
+        r"the loop before the optimizer's step, writes to .*model.load_state_dict",
+    ),
     "no stages": (
         lambda loop: loop.booster.execute_pipeline(iter([]), loop.model, nn.MSELoss()),
         "the model must be cut into stages, by HybridParallelPlugin",
@@ -196,11 +220,17 @@ INVALID = {
     "no graph": (lambda loop: (loop.model(X), loop.backward(torch.ones(()))), NUMBER),
     "many losses": (lambda loop: loop.backward(loop.model(X)), NUMBER),
     "a float": (lambda loop: (loop.model(X), loop.backward(1.0)), NUMBER),
-    "no gradients": (lambda loop: loop.opt.step(), "there are no gradients. Call the model, then booster.backward"),
+    "no gradients": (
+        lambda loop: loop.opt.step(),
+        "there are no gradients. Call the model, then booster.backward",
+    ),
     "deepcopy": (lambda loop: copy.deepcopy(loop.opt), COPY),
     "copy": (lambda loop: copy.copy(loop.opt), COPY),
     "pickle": (lambda loop: pickle.dumps(loop.opt), COPY),
-    "reentrant": (lambda loop: boost(Reentrant(3, 3))[0](X), r"reentrant checkpoint.*use_reentrant=False"),
+    "reentrant": (
+        lambda loop: boost(Reentrant(3, 3))[0](X),
+        r"reentrant checkpoint.*use_reentrant=False",
+    ),
 }
 
 
@@ -209,13 +239,19 @@ def test_misuse_raises(name):
     act, message = INVALID[name]
     needs_loop = act.__code__.co_argcount == 1
     with pytest.raises((FshardError, ValueError, TypeError), match=message):
-        fs.run(lambda: act(Loop(model, fs.DDPPlugin(), sgd)) if needs_loop else act(), mesh=fs.make_mesh({"data": 1}))
+        fs.run(
+            lambda: act(Loop(model, fs.DDPPlugin(), sgd)) if needs_loop else act(),
+            mesh=fs.make_mesh({"data": 1}),
+        )
 
 
 def test_boost_outside_or_of_a_shared_module_raises():
     mesh, shared = fs.make_mesh({"data": 2}), model()
     message = r"a loop must run as one device of .*\. Call it inside of fs.run\(main, mesh=mesh\), or under torchrun"
-    for call in (lambda booster: booster.boost(model()), lambda booster: booster.mean(torch.ones(()))):
+    for call in (
+        lambda booster: booster.boost(model()),
+        lambda booster: booster.mean(torch.ones(())),
+    ):
         with pytest.raises(fs.errors.ScopeError, match=message):
             call(fs.Booster(fs.DDPPlugin(mesh=mesh)))
     with pytest.raises(ModuleError, match=BOOSTED):
@@ -244,20 +280,40 @@ def test_boosting_a_module_wrapped_on_processes_raises(two):
 
 def test_other_learning_rates_on_each_device_raise():
     with pytest.raises(
-        MismatchError, match=r"options of the optimizer's groups must be the same.*booster.mean\(loss\)"
+        MismatchError,
+        match=r"options of the optimizer's groups must be the same.*booster.mean\(loss\)",
     ):
-        fs.run(lambda: own_learning_rate(Loop(model, fs.DDPPlugin(), sgd)), mesh=fs.make_mesh({"data": 2}))
+        fs.run(
+            lambda: own_learning_rate(Loop(model, fs.DDPPlugin(), sgd)),
+            mesh=fs.make_mesh({"data": 2}),
+        )
 
 
 # -- the values given to boost, used afterwards -------------------------------------------------------------------------
 
 
 STALE = {
-    "call": (lambda old, opt: old(torch.ones(2, 3)), ModuleError, "the first value that boost returned"),
-    "layer": (lambda old, opt: old[2](torch.ones(2, 4)), ModuleError, "the first value that boost returned"),
+    "call": (
+        lambda old, opt: old(torch.ones(2, 3)),
+        ModuleError,
+        "the first value that boost returned",
+    ),
+    "layer": (
+        lambda old, opt: old[2](torch.ones(2, 4)),
+        ModuleError,
+        "the first value that boost returned",
+    ),
     "copy": (lambda old, opt: copy.deepcopy(old), ModuleError, "model.unwrap() is a copy"),
-    "save": (lambda old, opt: pickle.dumps(old.state_dict()), ModuleError, "model.unwrap() is a copy"),
-    "write": (lambda old, opt: nn.init.zeros_(old[0].weight), ModuleError, "the first value that boost"),
+    "save": (
+        lambda old, opt: pickle.dumps(old.state_dict()),
+        ModuleError,
+        "model.unwrap() is a copy",
+    ),
+    "write": (
+        lambda old, opt: nn.init.zeros_(old[0].weight),
+        ModuleError,
+        "the first value that boost",
+    ),
     "step": (lambda old, opt: opt.step(), OptimizerError, "the second value that boost returned"),
 }
 
@@ -271,7 +327,9 @@ def test_values_given_to_boost_raise_and_name_those_returned(plugin, optimizer):
         old = model()
         before, old_opt = copy.deepcopy(old), optimizer(old)
         schedule = torch.optim.lr_scheduler.StepLR(old_opt, 1)
-        loop = Loop(lambda: old, PLUGINS[plugin](), lambda _: old_opt, criterion=lambda y, _: y.mean())
+        loop = Loop(
+            lambda: old, PLUGINS[plugin](), lambda _: old_opt, criterion=lambda y, _: y.mean()
+        )
         for steps in (0, 2):
             for _ in range(steps):
                 loop.step(torch.ones(4, 3))
@@ -281,7 +339,9 @@ def test_values_given_to_boost_raise_and_name_those_returned(plugin, optimizer):
                     use(old, old_opt)
         assert [*old.state_dict()] == [*before.state_dict()]
         assert "Placeholder(float32[4, 3])" in repr(old[0].weight)
-        assert sum(x.numel() for x in old.parameters()) == sum(x.numel() for x in before.parameters())
+        assert sum(x.numel() for x in old.parameters()) == sum(
+            x.numel() for x in before.parameters()
+        )
         return torch.equal(loop.state()["2.bias"], before[2].bias)
 
     assert fs.run(main, mesh=mesh_of(PLUGINS[plugin](), 2)) == [False, False]

@@ -13,11 +13,20 @@ from tests.booster.loops import PLUGINS, Loop, assert_close, mesh_of, on_devices
 
 def samples(count):
     draw = torch.Generator().manual_seed(3)
-    return TensorDataset(torch.randn(count, 6, generator=draw).double(), torch.randint(4, (count,), generator=draw))
+    return TensorDataset(
+        torch.randn(count, 6, generator=draw).double(), torch.randint(4, (count,), generator=draw)
+    )
 
 
 def layers(*more, drop=0.0):
-    hidden = nn.Linear(6, 8), nn.Dropout(drop), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(drop), nn.Tanh()
+    hidden = (
+        nn.Linear(6, 8),
+        nn.Dropout(drop),
+        nn.Tanh(),
+        nn.Linear(8, 8),
+        nn.Dropout(drop),
+        nn.Tanh(),
+    )
     return nn.Sequential(*hidden, nn.Linear(8, 4), *more).double()
 
 
@@ -36,20 +45,28 @@ def sgd(model, lr=0.5):
 def test_batches_of_unboosted_loader_weigh_equally(plugin):
     def body(loop):
         if loop.booster is not None:
-            for x, _ in loop.booster.prepare_dataloader(samples(7), batch_size=7):  # a device has 4, the other 3
+            for x, _ in loop.booster.prepare_dataloader(
+                samples(7), batch_size=7
+            ):  # a device has 4, the other 3
                 loop.model(x)
             loop.opt.zero_grad()
         for batch in DataLoader(samples(32), 16):
             loop.step(*map(loop.part, batch))
         return loop.state()
 
-    assert_close(on_devices(body, PLUGINS[plugin](), 2, layers, adam), body(Loop(layers, None, adam)))
+    assert_close(
+        on_devices(body, PLUGINS[plugin](), 2, layers, adam), body(Loop(layers, None, adam))
+    )
 
 
-@pytest.mark.parametrize(("plugin", "batch_size"), [("stages of 4", 7), ("stages of 4", 3), ("ddp", 8)])
+@pytest.mark.parametrize(
+    ("plugin", "batch_size"), [("stages of 4", 7), ("stages of 4", 3), ("ddp", 8)]
+)
 def test_empty_microbatches_and_outputs_equal_torch(plugin, batch_size):
     """Of 7 rows a microbatch has 1; of 3 rows one has none."""
-    plugin = fs.HybridParallelPlugin(pipeline=2, microbatches=4) if plugin != "ddp" else fs.DDPPlugin()
+    plugin = (
+        fs.HybridParallelPlugin(pipeline=2, microbatches=4) if plugin != "ddp" else fs.DDPPlugin()
+    )
 
     def body(loop):
         for x, y in DataLoader(samples(14), batch_size):
@@ -67,7 +84,9 @@ def test_gradient_through_two_boosted_models_equals_torch():
         critic = layers()
         if generator.booster is not None:
             critic, *_ = generator.booster.boost(critic, sgd(critic))
-        generator.backward(critic(generator.model(generator.part(samples(4).tensors[0]))).square().mean())
+        generator.backward(
+            critic(generator.model(generator.part(samples(4).tensors[0]))).square().mean()
+        )
         generator.step()
         return generator.state()
 
@@ -78,7 +97,10 @@ def test_gradient_through_two_boosted_models_equals_torch():
 
 
 def test_one_booster_steps_several_models():
-    booster, batch = fs.Booster(fs.ZeroPlugin(stage=1, mesh=fs.make_mesh({"data": 2}))), samples(8).tensors
+    booster, batch = (
+        fs.Booster(fs.ZeroPlugin(stage=1, mesh=fs.make_mesh({"data": 2}))),
+        samples(8).tensors,
+    )
     states = []
     for lr in (0.1, 100.0):
         torch.manual_seed(1)
@@ -113,7 +135,9 @@ def test_functional_step_skips_unused_or_gives_zeros(plugin, unused):
     for _ in range(2):
         state, _ = booster.step(state, batch)
     shrunk = 1.0 if unused == "skip" else (1 - 0.1 * 0.5) ** 2
-    torch.testing.assert_close(fs.unshard(state.params)["idle.weight"], model.idle.weight.detach() * shrunk)
+    torch.testing.assert_close(
+        fs.unshard(state.params)["idle.weight"], model.idle.weight.detach() * shrunk
+    )
 
 
 def test_mean_is_over_devices_that_have_other_samples():
@@ -127,8 +151,12 @@ def test_mean_is_over_devices_that_have_other_samples():
         assert tree["loss"] == 0.5 and tree["loss"].dtype == torch.float32
         assert tree["rows"][0] == 0.5 and tree["rows"][0].dtype == torch.float64
         assert tree["rows"][1].tolist() == [0.5, 1.0] and weighted == 0.0
-    alone = fs.HybridParallelPlugin(mesh=fs.make_mesh({"model": 2}), tensor=2, sample=torch.ones(2, 4))
-    assert fs.run(lambda: fs.Booster(alone).mean({"loss": 3}), mesh=alone.mesh) == [{"loss": 3.0}] * 2
+    alone = fs.HybridParallelPlugin(
+        mesh=fs.make_mesh({"model": 2}), tensor=2, sample=torch.ones(2, 4)
+    )
+    assert (
+        fs.run(lambda: fs.Booster(alone).mean({"loss": 3}), mesh=alone.mesh) == [{"loss": 3.0}] * 2
+    )
 
 
 # -- draws, buffers, copies ---------------------------------------------------------------------------------------------
@@ -142,7 +170,9 @@ def test_each_forward_of_each_device_draws_new_numbers(plugin):
     def draw(loop):
         if loop.is_staged:
             batch = iter([(x, x)])
-            results = loop.booster.execute_pipeline(batch, loop.model, lambda y, _: y.sum(), loop.opt, **options)
+            results = loop.booster.execute_pipeline(
+                batch, loop.model, lambda y, _: y.sum(), loop.opt, **options
+            )
             output = results["outputs"]
         else:
             output = loop.model(x)
@@ -195,7 +225,9 @@ def learnt_with_dropout(seed, data, pipeline, *, functional=False, noise=0):
 @pytest.mark.parametrize(("data", "pipeline"), [(1, 1), (2, 2), (1, 2)])
 def test_plugin_seed_decides_draws_in_all_forms(data, pipeline, functional):
     expected = learnt_with_dropout(7, 1, 1)
-    assert not unequal_bits(learnt_with_dropout(7, data, pipeline, functional=functional, noise=5), expected)
+    assert not unequal_bits(
+        learnt_with_dropout(7, data, pipeline, functional=functional, noise=5), expected
+    )
     assert unequal_bits(learnt_with_dropout(8, data, pipeline, functional=functional), expected)
 
 
@@ -205,7 +237,9 @@ def test_buffers_of_two_backwards_agree_in_step(reproducible):
 
     def body(loop):
         for seed in range(2):
-            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed + 7 * fs.axis_index("data"))).double()
+            x = torch.randn(
+                8, 6, generator=torch.Generator().manual_seed(seed + 7 * fs.axis_index("data"))
+            ).double()
             loop.backward(loop.model(x).square().mean(), sync=False)
         loop.model(samples(8).tensors[0])
         loop.opt.step()
@@ -235,4 +269,6 @@ def test_unwrap_returns_independent_copy(plugin):
             x.zero_()
         return errors + unequal_bits(loop.state(), last), len(unequal_bits(last, state)) > 4
 
-    assert on_devices(body, COPIED[plugin](), 2, lambda: layers(nn.BatchNorm1d(4))) == [([], True)] * 2
+    assert (
+        on_devices(body, COPIED[plugin](), 2, lambda: layers(nn.BatchNorm1d(4))) == [([], True)] * 2
+    )

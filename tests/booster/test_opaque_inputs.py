@@ -24,7 +24,9 @@ class RegisteredBags(Bags):
 
 
 torch.utils._pytree.register_pytree_node(
-    RegisteredBags, lambda bags: ([bags.values, bags.lengths], None), lambda tensors, _: RegisteredBags(*tensors)
+    RegisteredBags,
+    lambda bags: ([bags.values, bags.lengths], None),
+    lambda tensors, _: RegisteredBags(*tensors),
 )
 
 
@@ -43,7 +45,9 @@ class OnBags(nn.Module):
 def bags_of(x, kind=Bags):
     lengths = (x[:, :2].abs() * 3).long().t().reshape(-1) % 3
     starts = (x[:, :2].exp() * 9).long().t().reshape(-1)
-    values = [(start + torch.arange(n)) % 7 for start, n in zip(starts, lengths.tolist(), strict=True)]
+    values = [
+        (start + torch.arange(n)) % 7 for start, n in zip(starts, lengths.tolist(), strict=True)
+    ]
     return kind(torch.cat(values), lengths)
 
 
@@ -66,7 +70,10 @@ def test_opaque_batch_of_loader_keeps_its_weight(count):
         loop.step(bags)
         return loop.state()
 
-    states = [on_devices(body, fs.DDPPlugin(), n, OnBags, criterion=lambda y, _: y.square().mean()) for n in (1, 2, 4)]
+    states = [
+        on_devices(body, fs.DDPPlugin(), n, OnBags, criterion=lambda y, _: y.square().mean())
+        for n in (1, 2, 4)
+    ]
     assert_close([*states[1], *states[2]], states[0][0], 1e-5)
 
 
@@ -83,12 +90,19 @@ def test_opaque_input_that_would_be_split_raises(kind):
     if kind is Bags:
         with pytest.raises(TypeError, match="a Bags is not sharded"):
             on_devices(body, fs.DDPPlugin(reproducible=True), 2, OnBags)
-    params, batch = fs.shard_params({"w": torch.ones(3)}, P(), mesh=mesh), {"x": x, "bags": bags_of(x, kind)}
+    params, batch = (
+        fs.shard_params({"w": torch.ones(3)}, P(), mesh=mesh),
+        {"x": x, "bags": bags_of(x, kind)},
+    )
 
     def loss_fn(params, batch):
         return (batch["x"] * params["w"]).mean() * batch["bags"].lengths.sum()
 
-    message = r'\["bags"\]: a Bags is not sharded.*or P\(\) for it' if kind is Bags else "must have the same samples"
+    message = (
+        r'\["bags"\]: a Bags is not sharded.*or P\(\) for it'
+        if kind is Bags
+        else "must have the same samples"
+    )
     with pytest.raises((TypeError, ValueError), match=message):
         fs.evaluate(loss_fn, mesh=mesh, batch=P("data"))(params, batch)
     loss = fs.evaluate(loss_fn, mesh=mesh, batch={"x": P("data"), "bags": P()})(params, batch)

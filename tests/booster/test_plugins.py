@@ -37,7 +37,10 @@ INVALID = {
         lambda: fs.DDPPlugin(precision="fp8"),
         "DDPPlugin: precision must be 'bf16', 'fp16' or None, got 'fp8'",
     ),
-    "its dtype": (lambda: fs.DDPPlugin(precision=torch.float32), "must be 'bf16', 'fp16' or None, got torch.f"),
+    "its dtype": (
+        lambda: fs.DDPPlugin(precision=torch.float32),
+        "must be 'bf16', 'fp16' or None, got torch.f",
+    ),
     "unused": (lambda: fs.DDPPlugin(unused="none"), "unused must be 'skip' or 'zero', got 'none'"),
     "mesh": (
         lambda: fs.FSDPPlugin(mesh={"data": 2}, shard_axis="data"),
@@ -45,25 +48,58 @@ INVALID = {
     ),
     "axis": (lambda: fs.DDPPlugin(mesh=PIPE, axis="rows"), 'axis=: .* has no axis "rows"'),
     "seed": (lambda: fs.DDPPlugin(seed=-1), "seed must be an integer >= 0, got -1"),
-    "slices": (lambda: fs.DDPPlugin(reproducible=True, slices=True), "slices must be an integer >= 1, got True"),
-    "flag": (lambda: fs.DDPPlugin(sync_batchnorm="no"), "sync_batchnorm must be True or False, got 'no'"),
-    "option": (lambda: fs.DDPPlugin(options={"buckt": 1}), "options has no 'buckt'; legal: bucket, in_flight"),
-    "bucket": (lambda: fs.ZeroPlugin(options={"bucket": -1}), "bucket must be an integer >= 0, got -1"),
-    "reduce": (lambda: fs.DDPPlugin(options={"reduce": "fp32"}), "reduce must be a torch.dtype or None, got 'fp32'"),
-    "integers": (lambda: fs.DDPPlugin(options={"reduce": torch.int8}), "must be a floating dtype .*, got torch.int8"),
+    "slices": (
+        lambda: fs.DDPPlugin(reproducible=True, slices=True),
+        "slices must be an integer >= 1, got True",
+    ),
+    "flag": (
+        lambda: fs.DDPPlugin(sync_batchnorm="no"),
+        "sync_batchnorm must be True or False, got 'no'",
+    ),
+    "option": (
+        lambda: fs.DDPPlugin(options={"buckt": 1}),
+        "options has no 'buckt'; legal: bucket, in_flight",
+    ),
+    "bucket": (
+        lambda: fs.ZeroPlugin(options={"bucket": -1}),
+        "bucket must be an integer >= 0, got -1",
+    ),
+    "reduce": (
+        lambda: fs.DDPPlugin(options={"reduce": "fp32"}),
+        "reduce must be a torch.dtype or None, got 'fp32'",
+    ),
+    "integers": (
+        lambda: fs.DDPPlugin(options={"reduce": torch.int8}),
+        "must be a floating dtype .*, got torch.int8",
+    ),
     "stage": (lambda: fs.ZeroPlugin(stage=3), "stage must be 1 or 2, got 3"),
     "unit": (lambda: fs.FSDPPlugin(unit=0), "unit must be a path pattern"),
-    "shard axis": (lambda: fs.FSDPPlugin(mesh=PIPE, shard_axis="rows"), 'shard_axis=: .* has no axis "rows"'),
+    "shard axis": (
+        lambda: fs.FSDPPlugin(mesh=PIPE, shard_axis="rows"),
+        'shard_axis=: .* has no axis "rows"',
+    ),
     "zero stage": (lambda: staged(zero_stage=4), "zero_stage must be 0, 1, 2 or 3, got 4"),
     "pipeline": (lambda: staged(pipeline=0), "pipeline must be an integer >= 1, got 0"),
-    "microbatches": (lambda: staged(microbatches="4"), "microbatches must be an integer >= 1, got '4'"),
-    "no microbatches": (lambda: staged(microbatches=None), "microbatches must be an integer >= 1, got None"),
+    "microbatches": (
+        lambda: staged(microbatches="4"),
+        "microbatches must be an integer >= 1, got '4'",
+    ),
+    "no microbatches": (
+        lambda: staged(microbatches=None),
+        "microbatches must be an integer >= 1, got None",
+    ),
     "chunks": (lambda: staged(chunks=0), "chunks must be an integer >= 1, got 0"),
     "schedule": (lambda: staged(schedule="1b1f"), "There is no schedule .1b1f."),
     "balance": (lambda: staged(balance="even"), "got 'even'"),
-    "sizes": (lambda: staged(balance=[1, 2, 3]), "a number of layers, at least 1, for each of 2 stages; got"),
+    "sizes": (
+        lambda: staged(balance=[1, 2, 3]),
+        "a number of layers, at least 1, for each of 2 stages; got",
+    ),
     "measured": (lambda: staged(balance="time"), 'balance="time" must have a microbatch'),
-    "recompute": (lambda: staged(recompute="sometimes"), "recompute must be .* or an integer >= 1, got 'sometimes'"),
+    "recompute": (
+        lambda: staged(recompute="sometimes"),
+        "recompute must be .* or an integer >= 1, got 'sometimes'",
+    ),
     "several": (
         lambda: fs.FSDPPlugin(precision="fp8", unused="no", seed=-1),
         "precision must .*; unused .*; seed must .*",
@@ -81,65 +117,130 @@ INVALID = {
         lambda: fs.DDPPlugin(reproducible=True, options={"reduce": torch.bfloat16}),
         "sums in 16 bits are rounded differently on other meshes",
     ),
-    "axes": (lambda: fs.FSDPPlugin(mesh=PIPE, axis="data", shard_axis="pipe"), "must be among axis=, got 'pipe'"),
+    "axes": (
+        lambda: fs.FSDPPlugin(mesh=PIPE, axis="data", shard_axis="pipe"),
+        "must be among axis=, got 'pipe'",
+    ),
     "several contradictions": (
         lambda: fs.FSDPPlugin(mesh=PIPE, shard_axis="rows", options={"a": 1}),
         r"options has no 'a'.*; .* has no axis \"rows\"",
     ),
     "pipe axis": (lambda: staged(mesh=PIPE, pipeline=4), '"pipe" of .* must have size 4, got 2'),
     "no pipe axis": (lambda: staged(mesh=DATA), '"pipe" of .* must have size 2, got 1'),
-    "no model axis": (lambda: fs.HybridParallelPlugin(tensor=2, mesh=DATA), '"model" of .* must have size 2'),
-    "data": (lambda: fs.HybridParallelPlugin(data=3, mesh=DATA), "data must be that of .*, 2, got 3"),
-    "batchnorm of stages": (lambda: staged(sync_batchnorm=True), "sync_batchnorm=True must have pipeline=1"),
+    "no model axis": (
+        lambda: fs.HybridParallelPlugin(tensor=2, mesh=DATA),
+        '"model" of .* must have size 2',
+    ),
+    "data": (
+        lambda: fs.HybridParallelPlugin(data=3, mesh=DATA),
+        "data must be that of .*, 2, got 3",
+    ),
+    "batchnorm of stages": (
+        lambda: staged(sync_batchnorm=True),
+        "sync_batchnorm=True must have pipeline=1",
+    ),
     "batchnorm of tensor": (
         lambda: staged(pipeline=1, tensor=2, sync_batchnorm=True),
         "must have pipeline=1, tensor=1",
     ),
-    "options of losses": (lambda: staged(options={"bucket": 1}), "options has no 'bucket'; legal: dynamic, inputs"),
-    "square": (lambda: staged(tensor=6, tensor_mode="2d"), "must be a square .* got 6: the nearest are 4 and 9"),
+    "options of losses": (
+        lambda: staged(options={"bucket": 1}),
+        "options has no 'bucket'; legal: dynamic, inputs",
+    ),
+    "square": (
+        lambda: staged(tensor=6, tensor_mode="2d"),
+        "must be a square .* got 6: the nearest are 4 and 9",
+    ),
     "cube": (lambda: staged(tensor=9, tensor_mode="3d"), "tensor must be a cube .* 8 and 27"),
-    "modes": (lambda: staged(tensor=0, sequence_mode="rings"), "tensor must be an integer .*; sequence_mode must be "),
-    "depth": (lambda: staged(tensor=2, tensor_depth=2), 'tensor_depth=2 has no meaning for tensor_mode="1d"'),
-    "megatron": (lambda: staged(sequence=2, sequence_mode="megatron"), 'must have tensor > 1, .* got 1, "1d" and 2'),
+    "modes": (
+        lambda: staged(tensor=0, sequence_mode="rings"),
+        "tensor must be an integer .*; sequence_mode must be ",
+    ),
+    "depth": (
+        lambda: staged(tensor=2, tensor_depth=2),
+        'tensor_depth=2 has no meaning for tensor_mode="1d"',
+    ),
+    "megatron": (
+        lambda: staged(sequence=2, sequence_mode="megatron"),
+        'must have tensor > 1, .* got 1, "1d" and 2',
+    ),
     # the parallel configuration
     "no mode": (
         lambda: parallel(tensor=4),
         r"must have a mode: write tensor=dict\(size=4, mode=...\), .*'3d', 'sequence'",
     ),
-    "no mode of a dict": (lambda: parallel(tensor={"size": 2}), "must have a mode: write .*size=2, mode="),
-    "no size": (lambda: parallel(tensor={"mode": "2d"}), "tensor must be an integer >= 1, got None"),
-    "mode": (lambda: tensor(4, "4d"), "the mode of tensor must be '1d', .* or 'sequence', got '4d'"),
-    "depth of 2.5d": (lambda: tensor(9, "2.5d", depth=2), "tensor_depth=2 times a square .* 8 and 18"),
-    "depth of a sequence": (lambda: tensor(4, "sequence", depth=2), "tensor_depth=2 has no meaning for"),
+    "no mode of a dict": (
+        lambda: parallel(tensor={"size": 2}),
+        "must have a mode: write .*size=2, mode=",
+    ),
+    "no size": (
+        lambda: parallel(tensor={"mode": "2d"}),
+        "tensor must be an integer >= 1, got None",
+    ),
+    "mode": (
+        lambda: tensor(4, "4d"),
+        "the mode of tensor must be '1d', .* or 'sequence', got '4d'",
+    ),
+    "depth of 2.5d": (
+        lambda: tensor(9, "2.5d", depth=2),
+        "tensor_depth=2 times a square .* 8 and 18",
+    ),
+    "depth of a sequence": (
+        lambda: tensor(4, "sequence", depth=2),
+        "tensor_depth=2 has no meaning for",
+    ),
     "no microbatches of a configuration": (
         lambda: parallel(pipeline=2),
         "microbatches must be an integer >= 1, got None",
     ),
-    "no table": (lambda: parallel(parallel=2), "must be a dict of data, experts, pipeline and tensor, got 2"),
+    "no table": (
+        lambda: parallel(parallel=2),
+        "must be a dict of data, experts, pipeline and tensor, got 2",
+    ),
     "Python file": (
         lambda: fs.parallel("config.py"),
         r"must be a dict or a TOML file; got .*config.py.*Use fs.parallel\(dict\(",
     ),
     "many": (
-        lambda: parallel(pipe=2, data=0, pipeline={"size": "2", "n": 1}, tensor={"size": 6, "mode": "2d", "rows": 2}),
+        lambda: parallel(
+            pipe=2,
+            data=0,
+            pipeline={"size": "2", "n": 1},
+            tensor={"size": 6, "mode": "2d", "rows": 2},
+        ),
         "^parallel: tensor has no 'rows'; .*; parallel has no 'pipe'; .*; pipeline has no 'n'; .*"
         "data must be an integer >= 1, got 0; pipeline must be .* got '2'",
     ),
     # names of other libraries
-    "plugin": (lambda: fs.LowLevelZeroPlugin, r"no attribute 'LowLevelZeroPlugin'. Use fs.ZeroPlugin\("),
+    "plugin": (
+        lambda: fs.LowLevelZeroPlugin,
+        r"no attribute 'LowLevelZeroPlugin'. Use fs.ZeroPlugin\(",
+    ),
     "jax": (lambda: fs.pcast, "Use fs.pvary"),
     "no name": (lambda: fs.nothing, "no attribute 'nothing'.$"),
     "optimizer": (lambda: fs.optim.HybridAdam, "Use fs.optim.adamw"),
-    "learning rate": (lambda: fs.optim.CosineAnnealingWarmupLR, "Use fs.optim.schedules.warmup_cosine"),
+    "learning rate": (
+        lambda: fs.optim.CosineAnnealingWarmupLR,
+        "Use fs.optim.schedules.warmup_cosine",
+    ),
     "keywords": (
         lambda: fs.HybridParallelPlugin(tp_size=2, pp_size=2),
         r"HybridParallelPlugin has no 'tp_size' \(use tensor=2, sample=batch\), 'pp_size' \(use pipeline=2\); legal: mesh",
     ),
-    "clipping": (lambda: fs.FSDPPlugin(max_norm=1.0), r"use booster.clip_grad_norm\(optimizer, max_norm\)"),
-    "saving": (lambda: fs.Booster().save_optimizer(SAVED, "x", shard=True), r"no 'shard' \(use fs.export\("),
+    "clipping": (
+        lambda: fs.FSDPPlugin(max_norm=1.0),
+        r"use booster.clip_grad_norm\(optimizer, max_norm\)",
+    ),
+    "saving": (
+        lambda: fs.Booster().save_optimizer(SAVED, "x", shard=True),
+        r"no 'shard' \(use fs.export\(",
+    ),
     "offload": (lambda: fs.ZeroPlugin(cpu_offload=True), "no 'cpu_offload' .use offload=\"host\""),
     "no keyword": (lambda: fs.FSDPPlugin(nothing=1), "unexpected keyword argument 'nothing'"),
-    "option of others": (lambda: fs.DDPPlugin(options={"max_norm": 1.0}), "'max_norm' .use booster.clip_grad_norm"),
+    "option of others": (
+        lambda: fs.DDPPlugin(options={"max_norm": 1.0}),
+        "'max_norm' .use booster.clip_grad_norm",
+    ),
 }
 
 
@@ -182,8 +283,13 @@ def test_parallel_configuration(name):
 
 @pytest.mark.parametrize("table", ["", "parallel"])
 def test_parallel_configuration_of_toml(tmp_path, table):
-    path, (head, prefix) = tmp_path / "config.toml", (f"[{table}]\n", f"{table}.") if table else ("", "")
-    path.write_text(f'{head}data = 1\npipeline = 2\n[{prefix}tensor]\nsize = 8\nmode = "2.5d"\ndepth = 2\n')
+    path, (head, prefix) = (
+        tmp_path / "config.toml",
+        (f"[{table}]\n", f"{table}.") if table else ("", ""),
+    )
+    path.write_text(
+        f'{head}data = 1\npipeline = 2\n[{prefix}tensor]\nsize = 8\nmode = "2.5d"\ndepth = 2\n'
+    )
     for file in (path, str(path)):
         plugin = fs.parallel(file, microbatches=2)
         assert (sizes_of(plugin), plugin.tensor_depth, plugin.data) == ((2, 8, "2.5d", 1), 2, 1)
@@ -200,15 +306,28 @@ def test_data_is_inferred_from_the_devices():
         ("model_i", 2),
         ("model_j", 2),
     )
-    assert axes_of(tensor={"size": 4, "mode": "sequence"}) == (("pipe", 1), ("data", 4), ("seq", 4), ("model", 1))
-    with pytest.raises(ValueError, match=r"data \* .* the number of devices, 16; got 3 \* 2 \* 1 \* 1 \* 1 = 6"):
+    assert axes_of(tensor={"size": 4, "mode": "sequence"}) == (
+        ("pipe", 1),
+        ("data", 4),
+        ("seq", 4),
+        ("model", 1),
+    )
+    with pytest.raises(
+        ValueError, match=r"data \* .* the number of devices, 16; got 3 \* 2 \* 1 \* 1 \* 1 = 6"
+    ):
         axes_of(data=3, pipeline=2)
-    with pytest.raises(ValueError, match=r"must be the number of devices, 16; got 1 \* 1 \* 1 \* 1 \* 9 = 9"):
+    with pytest.raises(
+        ValueError, match=r"must be the number of devices, 16; got 1 \* 1 \* 1 \* 1 \* 9 = 9"
+    ):
         axes_of(tensor={"size": 9, "mode": "2d"})
     fs.parallel({"data": 3})  # the devices are not known yet
 
 
-@given(size=st.integers(1, 200), mode=st.sampled_from(["1d", "2d", "2.5d", "3d"]), depth=st.integers(1, 5))
+@given(
+    size=st.integers(1, 200),
+    mode=st.sampled_from(["1d", "2d", "2.5d", "3d"]),
+    depth=st.integers(1, 5),
+)
 def test_sizes_are_legal_or_between_the_nearest(size, mode, depth):
     depth = depth if mode == "2.5d" else 1
     power = {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}[mode]
@@ -218,7 +337,10 @@ def test_sizes_are_legal_or_between_the_nearest(size, mode, depth):
         assert prod(axes.values()) == size
         assert len({*axes.values()} - {depth}) <= 1
         return
-    nearest = [max((n for n in legal if n < size), default=legal[0]), min(n for n in legal if n > size)]
+    nearest = [
+        max((n for n in legal if n < size), default=legal[0]),
+        min(n for n in legal if n > size),
+    ]
     second = legal[1] if size < legal[0] else nearest[1]
     with pytest.raises(ValueError, match=f"got {size}: the nearest are {nearest[0]} and {second}"):
         model_axes(size, mode, depth)
@@ -228,7 +350,11 @@ def test_sizes_are_legal_or_between_the_nearest(size, mode, depth):
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
-ROWS = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+ROWS = [
+    line.split(" | ")
+    for line in PAGE.read_text(encoding="utf-8").splitlines()
+    if line.startswith("| ")
+]
 JAX = (
     "set_mesh", "AxisType", "reshard", "reduced", "smap", "ragged_all_to_all", "memory_kind", "eval_shape", "AbstractMesh",
     "roofline", "out_sharding",
@@ -240,8 +366,14 @@ def test_foreign_name_is_in_the_page_and_its_word_exists(name):
     word = NAMES[name]
     assert [row for row in ROWS if re.search(rf"\b{name}\b", row[0]) and word in row[1]], name
     match = re.match(r"(fs|booster)\.([\w.]+)", word)
-    functions = [attrgetter(match[2])(fs if match[1] == "fs" else fs.Booster)] if match is not None else []
-    keywords = [key for f in [*functions, fs.HybridParallelPlugin] for key in inspect.signature(f).parameters]
+    functions = (
+        [attrgetter(match[2])(fs if match[1] == "fs" else fs.Booster)] if match is not None else []
+    )
+    keywords = [
+        key
+        for f in [*functions, fs.HybridParallelPlugin]
+        for key in inspect.signature(f).parameters
+    ]
     assert {*re.findall(r"(\w+)=", word)} <= {*keywords}
 
 

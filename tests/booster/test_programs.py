@@ -99,8 +99,13 @@ def closure(loop):
 
 
 def grouped(model):
-    decayed, others = [x for x in model.parameters() if x.ndim > 1], [x for x in model.parameters() if x.ndim < 2]
-    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": others}], lr=0.05)
+    decayed, others = (
+        [x for x in model.parameters() if x.ndim > 1],
+        [x for x in model.parameters() if x.ndim < 2],
+    )
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.3}, {"params": others}], lr=0.05
+    )
 
 
 def one_cycle(opt):
@@ -155,11 +160,19 @@ class Router(nn.Module):
 class Routed(nn.Module):
     def __init__(self, kind):
         super().__init__()
-        self.routers, self.head, self.kind = nn.ModuleList(Router(kind) for _ in range(2)), nn.Linear(3, 1), kind
+        self.routers, self.head, self.kind = (
+            nn.ModuleList(Router(kind) for _ in range(2)),
+            nn.Linear(3, 1),
+            kind,
+        )
 
     def forward(self, x):
         for router in self.routers:
-            x = checkpoint(router, x, use_reentrant=False) if self.kind == "checkpointed" else router(x)
+            x = (
+                checkpoint(router, x, use_reentrant=False)
+                if self.kind == "checkpointed"
+                else router(x)
+            )
         return self.head(x)
 
 
@@ -214,7 +227,9 @@ class Momentum(nn.Module):
 
     def forward(self, x):
         with torch.no_grad():
-            for trained, frozen in zip(self.online.parameters(), self.target.parameters(), strict=True):
+            for trained, frozen in zip(
+                self.online.parameters(), self.target.parameters(), strict=True
+            ):
                 frozen.mul_(0.9).add_(trained, alpha=0.1)
         return self.online(x) - self.target(x).detach()
 
@@ -254,16 +269,21 @@ PROGRAMS = {
     ),
     "parameters in no group": Program(closure, optimizer=lambda model: momentum(model[0])),
     "hooks and modes": Program(
-        partial(plain, change=hooked), lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(1.0), nn.Linear(3, 3))
+        partial(plain, change=hooked),
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(1.0), nn.Linear(3, 3)),
     ),
     "momentum encoder": Program(plain, Momentum, options=[("buffers", "target.**")]),
-    "momentum encoder, undeclared": Program(plain, Momentum, error=r"writes to .*target.*Declare a frozen parameter"),
+    "momentum encoder, undeclared": Program(
+        plain, Momentum, error=r"writes to .*target.*Declare a frozen parameter"
+    ),
     "parameters of no boosted model": Program(
         partial(plain, loss_of=lambda module, y: (y * OTHER).mean()),
         error=r"parameters that no boosted model has, of shapes \(3,\)",
     ),
     **{
-        f"loss in an attribute, {kind}": Program(loss_in_attribute, partial(Routed, kind), raises=ATTRIBUTE)
+        f"loss in an attribute, {kind}": Program(
+            loss_in_attribute, partial(Routed, kind), raises=ATTRIBUTE
+        )
         for kind in ("tensor", "nested", "checkpointed")
     },
 }
@@ -283,7 +303,14 @@ def states(name, plugin, n, **options):
         program.run(loop)
         return loop.state()
 
-    return on_devices(run, plugin, n, lambda: program.make().double(), program.optimizer, schedule=program.schedule)
+    return on_devices(
+        run,
+        plugin,
+        n,
+        lambda: program.make().double(),
+        program.optimizer,
+        schedule=program.schedule,
+    )
 
 
 @cache
@@ -309,10 +336,14 @@ def test_program_trains_as_torch(name, plugin):
 
 
 def raising(error):
-    return pytest.raises((ValueError, fs.errors.ModuleError), match=error) if error else nullcontext()
+    return (
+        pytest.raises((ValueError, fs.errors.ModuleError), match=error) if error else nullcontext()
+    )
 
 
-@pytest.mark.parametrize(("name", "plugin", "n"), in_pairs(PROGRAMS, ("ddp", "zero 1", "fsdp"), (2, 4)))
+@pytest.mark.parametrize(
+    ("name", "plugin", "n"), in_pairs(PROGRAMS, ("ddp", "zero 1", "fsdp"), (2, 4))
+)
 def test_reproducible_program_has_equal_bits(name, plugin, n):
     with raising(PROGRAMS[name].error or PROGRAMS[name].raises):
         results = states(name, plugin, n, reproducible=True)

@@ -47,7 +47,9 @@ def test_stages_run_given_layers_in_place():
     def make():
         model = layers(nn.BatchNorm1d(5))
         for number, layer in enumerate(model):
-            layer.register_forward_hook(lambda layer, args, output, number=number: calls.append(number))
+            layer.register_forward_hook(
+                lambda layer, args, output, number=number: calls.append(number)
+            )
         return model.double()
 
     def body(loop):
@@ -69,7 +71,9 @@ def test_eval_mode_of_stage_layer_takes_effect(recompute):
         return [loop.state()[f"{number}.num_batches_tracked"].item() for number in (1, 3)]
 
     def make():
-        return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.BatchNorm1d(5)).double()
+        return nn.Sequential(
+            nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.BatchNorm1d(5)
+        ).double()
 
     assert staged(body, make, recompute=recompute) == [[0, 1]] * 2
 
@@ -97,7 +101,9 @@ def test_list_of_layers_trains_as_a_sequence(pipeline, functional):
         layers, booster = layers_and_function(), fs.Booster(plugin)
         state, _ = booster.step(booster.init(layers, sgd(layers), nn.CrossEntropyLoss()), batch)
         params = fs.unshard(state.params)
-        return {name: x for tree in ([params] if pipeline == 1 else params) for name, x in tree.items()}
+        return {
+            name: x for tree in ([params] if pipeline == 1 else params) for name, x in tree.items()
+        }
 
     first, relu, _, last = layers_and_function()
     serial = Loop(lambda: nn.Sequential(first, relu, nn.Flatten(), last), None, sgd)

@@ -68,7 +68,9 @@ def looped(name, sizes, plugin_options, loss, clip, accumulate):
         model, batch = model_of(name), batch_of(name, loss)
         rows = [{key: x[i] for key, x in batch.items()} for i in range(4)]
         booster = fs.Booster(fs.HybridParallelPlugin(sample=inputs_of(name)[0], **plugin_options))
-        model, opt, _, loader, _ = booster.boost(model, adamw(model), None, DataLoader(rows, 4 // accumulate))
+        model, opt, _, loader, _ = booster.boost(
+            model, adamw(model), None, DataLoader(rows, 4 // accumulate)
+        )
         for _ in range(STEPS):
             for i, microbatch in enumerate(loader, 1):
                 value = loss(model(**microbatch), microbatch) / accumulate
@@ -90,13 +92,21 @@ def in_stages(name, sizes, plugin_options, loss, *_):
     """Return what each device has learnt in two stages of the model's blocks; compare the first loss."""
     batch = {**batch_of(name, loss), "use_cache": False}
     sample = {key: x[:2] if isinstance(x, torch.Tensor) else x for key, x in batch.items()}
-    options = {"pipeline": 2, "microbatches": 2, "blocks": BLOCKS[name], "sample": sample, **plugin_options}
+    options = {
+        "pipeline": 2,
+        "microbatches": 2,
+        "blocks": BLOCKS[name],
+        "sample": sample,
+        **plugin_options,
+    }
 
     def main():
         booster, model, losses = fs.Booster(fs.HybridParallelPlugin(**options)), model_of(name), []
         model, opt, *_ = booster.boost(model, adamw(model))
         for _ in range(STEPS):
-            result = booster.execute_pipeline(iter([batch]), model, None if loss is own_loss else loss, opt)
+            result = booster.execute_pipeline(
+                iter([batch]), model, None if loss is own_loss else loss, opt
+            )
             losses.append(result["loss"].item())
             opt.step()
             opt.zero_grad()
@@ -108,11 +118,18 @@ def in_stages(name, sizes, plugin_options, loss, *_):
 
 def by_functional_steps(name, sizes, plugin_options, loss, *_):
     model, batch = model_of(name), batch_of(name, loss)
-    booster = fs.Booster(fs.HybridParallelPlugin(mesh=fs.make_mesh(sizes), sample=batch, **plugin_options))
+    booster = fs.Booster(
+        fs.HybridParallelPlugin(mesh=fs.make_mesh(sizes), sample=batch, **plugin_options)
+    )
     state = booster.init(model, adamw(model), loss)
     for _ in range(STEPS):
         state, _ = booster.step(state, batch)
-    return [{key: torch.cat(x) if isinstance(x, tuple) else x for key, x in fs.unshard(state.params).items()}]
+    return [
+        {
+            key: torch.cat(x) if isinstance(x, tuple) else x
+            for key, x in fs.unshard(state.params).items()
+        }
+    ]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +147,12 @@ def by_functional_steps(name, sizes, plugin_options, loss, *_):
         (looped, "GPT-2", "1d", {"data": 2, "zero_stage": 2, "reproducible": True, "slices": 4}),
         (in_stages, "GPT-2", "1d", {"data": 2, "zero_stage": 3}),
         (in_stages, "GPT-2", "ring", {"schedule": "zb-h1"}),
-        (in_stages, "Llama", "megatron", {"data": 2, "zero_stage": 2, "loss": own_loss, "recompute": "always"}),
+        (
+            in_stages,
+            "Llama",
+            "megatron",
+            {"data": 2, "zero_stage": 2, "loss": own_loss, "recompute": "always"},
+        ),
         (in_stages, "Qwen3", "2d", {"loss": own_loss}),
     ],
 )
@@ -141,19 +163,25 @@ def test_models_of_transformers_train_as_on_one_device(form, name, mode, options
     accumulate, (axes, layers) = plugin_options.pop("accumulate", 1), MODES[mode]
     sizes = {"data": options.get("data", 1), **axes}
     results = form(name, sizes, {**layers, **plugin_options}, loss, clip, accumulate)
-    assert len(results) == 1 or len(results) == fs.make_mesh(sizes).size * (2 if form is in_stages else 1)
+    assert len(results) == 1 or len(results) == fs.make_mesh(sizes).size * (
+        2 if form is in_stages else 1
+    )
     assert_learnt(results, by_torch(name, loss, clip), 1e-8 if loss is criterion else 2e-5)
 
 
 def test_functional_steps_in_stages_equal_one_device():
     mesh, model = fs.make_mesh({"pipe": 2, "data": 1, "model": 2}), gpt()
-    booster = fs.Booster(fs.HybridParallelPlugin(mesh=mesh, sample=IDS[:2], pipeline=2, tensor=2, microbatches=2))
+    booster = fs.Booster(
+        fs.HybridParallelPlugin(mesh=mesh, sample=IDS[:2], pipeline=2, tensor=2, microbatches=2)
+    )
     state = booster.init(model, adamw(model), next_word)
     for _ in range(STEPS):
         state, _ = booster.step(state, (IDS, IDS))
     arrays = {key: x for tree in state.params for key, x in tree.items()}
     assert "model" in arrays["1.up.weight"].spec.axes
-    params = {key: torch.cat(x) if isinstance(x, tuple) else x for key, x in fs.unshard(arrays).items()}
+    params = {
+        key: torch.cat(x) if isinstance(x, tuple) else x for key, x in fs.unshard(arrays).items()
+    }
     expected = by_torch_alone()
     assert_learnt([{key: params[key] for key in expected}], expected)
 
@@ -188,6 +216,12 @@ class OwnClass(torch.optim.SGD):
 def test_mistakes_with_a_boosted_model_raise():
     mesh = fs.make_mesh({"data": 2, "model": 2})
     with pytest.raises(ValueError, match="tensor=2 and sequence=1 must have sample="):
-        fs.Booster(fs.HybridParallelPlugin(mesh=mesh, tensor=2)).init(gpt(), fs.optim.sgd(0.1), next_word)
+        fs.Booster(fs.HybridParallelPlugin(mesh=mesh, tensor=2)).init(
+            gpt(), fs.optim.sgd(0.1), next_word
+        )
     with pytest.raises(OptimizerError, match=r"1.qkv.weight.* are stored in parts"):
-        trained({"data": 1, "model": 2}, optimizer=lambda model: OwnClass(model.parameters(), lr=0.1), tensor=2)
+        trained(
+            {"data": 1, "model": 2},
+            optimizer=lambda model: OwnClass(model.parameters(), lr=0.1),
+            tensor=2,
+        )

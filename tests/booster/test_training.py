@@ -38,7 +38,10 @@ class Tables(nn.Module):
         self.bottom, self.top = nn.Linear(3, 4), nn.Linear(12, 11)
 
     def forward(self, x):
-        features = [table((x[:, i] * 5).long().abs() % table.num_embeddings) for i, table in enumerate(self.tables)]
+        features = [
+            table((x[:, i] * 5).long().abs() % table.num_embeddings)
+            for i, table in enumerate(self.tables)
+        ]
         return self.top(torch.cat([*features, self.bottom(x)], 1))
 
 
@@ -77,10 +80,20 @@ def mlp():
     return nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 11))
 
 
-MODELS = {"convnet": convnet, "attention": Attention, "tables": Tables, "row of words": row_of_words, "mlp": mlp}
+MODELS = {
+    "convnet": convnet,
+    "attention": Attention,
+    "tables": Tables,
+    "row of words": row_of_words,
+    "mlp": mlp,
+}
 STAGES = {
     f"{schedule}, zero {zero_stage}": partial(
-        fs.HybridParallelPlugin, pipeline=2, schedule=schedule, zero_stage=zero_stage, microbatches=4
+        fs.HybridParallelPlugin,
+        pipeline=2,
+        schedule=schedule,
+        zero_stage=zero_stage,
+        microbatches=4,
     )
     for schedule, zero_stage in (("gpipe", 3), ("1f1b", 1), ("zbv", 2))
 }
@@ -188,7 +201,9 @@ def test_weight_shared_by_stages_trains_by_its_group(group):
     def make():
         return row_of_words(0.0).double()
 
-    assert_close(on_devices(body, PLUGINS["stages"](), 4, make, sgd), body(Loop(make, None, sgd)), 1e-9)
+    assert_close(
+        on_devices(body, PLUGINS["stages"](), 4, make, sgd), body(Loop(make, None, sgd)), 1e-9
+    )
 
 
 # -- clipping, precision, memory ----------------------------------------------------------------------------------------
@@ -235,16 +250,22 @@ def test_clip_grad_norm_equals_torch_for_any_norm(plugin, n, order):
         return two_layers().double()
 
     expected = body(Loop(make, None, sgd, criterion=squares))
-    assert_close(on_devices(body, PLUGINS[plugin](), n, make, sgd, criterion=squares), expected, 1e-6)
+    assert_close(
+        on_devices(body, PLUGINS[plugin](), n, make, sgd, criterion=squares), expected, 1e-6
+    )
 
 
 def test_clip_grad_norm_error_if_nonfinite_raises():
     def body(loop, fails):
         loop.backward((loop.model(torch.ones(2, 3)) * torch.inf).sum())
-        return loop.booster.clip_grad_norm(loop.opt, 1.0, error_if_nonfinite=fails).isfinite().item()
+        return (
+            loop.booster.clip_grad_norm(loop.opt, 1.0, error_if_nonfinite=fails).isfinite().item()
+        )
 
     assert on_devices(partial(body, fails=False), fs.DDPPlugin(), 2, two_layers) == [False, False]
-    with pytest.raises(OptimizerError, match="the norm of the gradients must be finite; got (nan|inf)"):
+    with pytest.raises(
+        OptimizerError, match="the norm of the gradients must be finite; got (nan|inf)"
+    ):
         on_devices(partial(body, fails=True), fs.DDPPlugin(), 2, two_layers)
 
 
@@ -275,7 +296,9 @@ def test_half_precision_keeps_float32_parameters(plugin, precision):
             loop.step()
         return losses[-1] / losses[0], norm.item(), {x.dtype for x in loop.state().values()}
 
-    for fall, norm, dtypes in on_devices(body, PLUGINS[plugin](precision=precision), 2, lambda: nn.Linear(3, 2)):
+    for fall, norm, dtypes in on_devices(
+        body, PLUGINS[plugin](precision=precision), 2, lambda: nn.Linear(3, 2)
+    ):
         assert fall < 0.2 and norm < 10 and dtypes == {torch.float32}
 
 
@@ -297,7 +320,9 @@ def test_fp16_overflow_is_skipped_despite_clip_grad_value(plugin):
             steps.append((loop.state()["1.weight"][0, 0].item(), loop.opt.scale))
         return steps
 
-    steps = on_devices(body, plugin(precision="fp16"), 2, ones, sgd, criterion=lambda y, _: y.float().mean())
+    steps = on_devices(
+        body, plugin(precision="fp16"), 2, ones, sgd, criterion=lambda y, _: y.float().mean()
+    )
     assert steps == [[(0.875, 2.0**16), (0.875, 2.0**15), (0.75, 2.0**15)]] * 2
 
 
@@ -326,12 +351,19 @@ def test_boosted_module_keeps_shapes_without_memory(kind):
     def main():
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).half()
         first = weakref.ref(model[0].weight)
-        boosted, opt, *_ = fs.Booster(fs.FSDPPlugin()).boost(model, kind(model.parameters(), lr=0.1))
+        boosted, opt, *_ = fs.Booster(fs.FSDPPlugin()).boost(
+            model, kind(model.parameters(), lr=0.1)
+        )
         del model
         gc.collect()
         x = next(boosted.parameters())
         shape = x.shape, x.dtype, x.device.type, sum(x.numel() for x in boosted.parameters())
-        return first() is None, shape, opt.param_groups[0]["params"][0] is x, x.untyped_storage().nbytes()
+        return (
+            first() is None,
+            shape,
+            opt.param_groups[0]["params"][0] is x,
+            x.untyped_storage().nbytes(),
+        )
 
     expected = True, ((2, 3), torch.float16, "cpu", 12), True, 2
     assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [expected] * 2
@@ -341,7 +373,8 @@ def test_boosted_module_keeps_shapes_without_memory(kind):
 
 
 @pytest.mark.parametrize(
-    ("norm", "zero_stage", "inside"), [(nn.LayerNorm, 3, True), (nn.BatchNorm1d, 0, False), (nn.BatchNorm1d, 3, True)]
+    ("norm", "zero_stage", "inside"),
+    [(nn.LayerNorm, 3, True), (nn.BatchNorm1d, 0, False), (nn.BatchNorm1d, 3, True)],
 )
 def test_functional_step_trains_stages_as_torch(inside, zero_stage, norm):
     """Each microbatch has its own mean of BatchNorm: compared with are two microbatches of two devices, in plain torch."""
@@ -360,23 +393,32 @@ def test_functional_step_trains_stages_as_torch(inside, zero_stage, norm):
     mesh = mesh_of(plugin, 4)
 
     def main():
-        booster = fs.Booster(fs.HybridParallelPlugin(mesh=mesh, pipeline=2, zero_stage=zero_stage, microbatches=2))
+        booster = fs.Booster(
+            fs.HybridParallelPlugin(mesh=mesh, pipeline=2, zero_stage=zero_stage, microbatches=2)
+        )
         torch.manual_seed(1)
         model = make()
         state = booster.init(model, adamw(model), nn.CrossEntropyLoss())
         for _ in range(3):
             state, metrics = booster.step(state, (x, y))
-        return metrics["loss"], {name: w for stage in fs.unshard(state.params) for name, w in stage.items()}
+        return metrics["loss"], {
+            name: w for stage in fs.unshard(state.params) for name, w in stage.items()
+        }
 
     for loss, params in fs.run(main, mesh=mesh) if inside else [main()]:
         torch.testing.assert_close(loss, sum(losses) / 4)
-        torch.testing.assert_close(params, {name: w.detach() for name, w in serial.model.named_parameters()})
+        torch.testing.assert_close(
+            params, {name: w.detach() for name, w in serial.model.named_parameters()}
+        )
 
 
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp", "stages"])
 def test_outputs_in_inference_mode_are_those_without_gradients(plugin):
     def main():
-        loop, x = Loop(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), PLUGINS[plugin]()), torch.ones(4, 3)
+        loop, x = (
+            Loop(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), PLUGINS[plugin]()),
+            torch.ones(4, 3),
+        )
         with torch.inference_mode():
             output = loop.output(x)
         return torch.equal(output, loop.output(x))

@@ -19,7 +19,10 @@ from fshard import P
 def save_dtensors(path):
     fs.make_mesh({"data": 2})  # joins the processes
     devices, x = init_device_mesh("cpu", (2,)), torch.arange(35.0).reshape(5, 7)
-    shards = {name: distribute_tensor(x, devices, [Shard(dim)]) for dim, name in enumerate(["rows", "columns"])}
+    shards = {
+        name: distribute_tensor(x, devices, [Shard(dim)])
+        for dim, name in enumerate(["rows", "columns"])
+    }
     dcp.save(shards, checkpoint_id=path)
 
 
@@ -27,12 +30,20 @@ def export_all(path):
     """Export in each format; return the errors of exports to a path that is taken, and of one that its writer cannot end."""
     mesh = fs.make_mesh({"data": 2})
     layouts = {"a.w": P("data"), "b.w": P.flat("data"), "c": P()}
-    tensors = {"a.w": torch.arange(12.0).reshape(4, 3), "b.w": torch.arange(7.0), "c": torch.tensor(3)}
+    tensors = {
+        "a.w": torch.arange(12.0).reshape(4, 3),
+        "b.w": torch.arange(7.0),
+        "c": torch.tensor(3),
+    }
     params = {name: fs.device_put(x, fs.Layout(mesh, layouts[name])) for name, x in tensors.items()}
     for to in ("hf", "dcp", "torch", "safetensors"):
         fs.export(path / to, {**params, "d": torch.ones(2)}, to=to)
     errors = []
-    for target, options in ((path, {}), (path, {"to": "torch"}), (path / "x", {"config": {"k": {1}}})):
+    for target, options in (
+        (path, {}),
+        (path, {"to": "torch"}),
+        (path / "x", {"config": {"k": {1}}}),
+    ):
         try:
             fs.export(target, params, timeout=30, **options)
         except (fs.errors.CheckpointError, TypeError) as error:
@@ -51,7 +62,9 @@ def growth_of_memory(action, field="RssAnon"):
 
     def watch():
         while not is_done.wait(0.0005):
-            sizes.append(int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10)
+            sizes.append(
+                int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+            )
 
     ctypes.CDLL(None).malloc_trim(0)
     thread = threading.Thread(target=watch)

@@ -12,7 +12,11 @@ def save(path, columns):
     """Save step 120 on four devices; two names are one array."""
     w = torch.arange(5.0 * columns).reshape(5, columns)
     w = fs.device_put(w, fs.Layout(fs.make_mesh({"data": 4}), P.flat("data")))
-    tree = {"params": {"head.w": w, "wte.w": w, "b": torch.ones(3, dtype=torch.bfloat16)}, "steps": 120, "name": "gpt"}
+    tree = {
+        "params": {"head.w": w, "wte.w": w, "b": torch.ones(3, dtype=torch.bfloat16)},
+        "steps": 120,
+        "name": "gpt",
+    }
     fs.save(path, tree, metrics={"loss": 0.25})
 
 
@@ -47,7 +51,10 @@ def test_verify_names_each_damaged_range_and_missing_file(tmp_path, capsys):
     assert main(["checkpoint", "verify", str(saved)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
-    assert f"{files[0]}: bytes 0 to {4 << 20} are not" in lines[0] and f"bytes {4 << 20} to" in lines[1]
+    assert (
+        f"{files[0]}: bytes 0 to {4 << 20} are not" in lines[0]
+        and f"bytes {4 << 20} to" in lines[1]
+    )
     assert files[1].name in lines[2] and "must have" in lines[2] and files[2].name in lines[3]
     flip(saved / "index.json", 100)
     assert main(["checkpoint", "verify", str(saved)]) == 1
@@ -64,15 +71,23 @@ def test_convert_chains_all_formats(saved, tmp_path, capsys):
     """Tied arrays are written once by the formats that have no values."""
     path, want = saved, fs.restore(saved, only="params")
     for to, only in (("torch", []), ("hf", ["--only", "params"]), ("dcp", []), ("safetensors", [])):
-        assert main(["checkpoint", "convert", "--to", to, *only, str(path), str(tmp_path / to)]) == 0
+        assert (
+            main(["checkpoint", "convert", "--to", to, *only, str(path), str(tmp_path / to)]) == 0
+        )
         path = tmp_path / to
         converted = fs.restore(path)
         if to == "torch":
             assert [converted["steps"], converted["name"]] == [120, "gpt"]
             converted = converted["params"]
         names = {*want} if to == "torch" else {*want} - {"wte.w"}
-        assert converted.keys() == names and all(torch.equal(x, want[name]) for name, x in converted.items())
-        assert main(["checkpoint", "inspect", str(path)]) == main(["checkpoint", "verify", str(path)]) == 0
+        assert converted.keys() == names and all(
+            torch.equal(x, want[name]) for name, x in converted.items()
+        )
+        assert (
+            main(["checkpoint", "inspect", str(path)])
+            == main(["checkpoint", "verify", str(path)])
+            == 0
+        )
         assert "no digests" in capsys.readouterr().out
 
 

@@ -37,9 +37,21 @@ class Generators:
     def draw(self):
         """Draw from all, and an odd number of those that are drawn in pairs."""
         torch_generator, *generators = self.own
-        drawn = [torch.rand(2).tolist(), torch.rand(2, generator=torch_generator).tolist(), torch.randn(1).tolist()]
-        drawn += [np.random.rand(2).tolist(), np.random.randn(1).tolist(), random.random(), random.gauss(0, 1)]
-        drawn += [x.random(2).tolist() if isinstance(x, np.random.Generator) else x.gauss(0, 1) for x in generators]
+        drawn = [
+            torch.rand(2).tolist(),
+            torch.rand(2, generator=torch_generator).tolist(),
+            torch.randn(1).tolist(),
+        ]
+        drawn += [
+            np.random.rand(2).tolist(),
+            np.random.randn(1).tolist(),
+            random.random(),
+            random.gauss(0, 1),
+        ]
+        drawn += [
+            x.random(2).tolist() if isinstance(x, np.random.Generator) else x.gauss(0, 1)
+            for x in generators
+        ]
         return drawn + [int(x.integers(10, dtype=np.uint32)) for x in generators[1:]]
 
 
@@ -89,12 +101,19 @@ def test_rows_are_one_array_by_device(tmp_path):
     run_draws(3, tmp_path, load=False)
     stored = fs.restore(tmp_path)
     assert stored["rows"].shape == (3, sum(size for _, size in stored["sizes"]))
-    assert [name for name, _ in stored["sizes"]][:4] == ["0.cpu", "1.RandomState", "2.Random", "3.cpu"]
+    assert [name for name, _ in stored["sizes"]][:4] == [
+        "0.cpu",
+        "1.RandomState",
+        "2.Random",
+        "3.cpu",
+    ]
 
 
 def test_other_generators_raise(tmp_path):
     fs.save(tmp_path, fs.RandomState(torch.Generator()))
-    with pytest.raises(CheckpointError, match=r"must have the generators 0.cpu, .*, 3.cpu; got 0.cpu, .*, 3.Random"):
+    with pytest.raises(
+        CheckpointError, match=r"must have the generators 0.cpu, .*, 3.cpu; got 0.cpu, .*, 3.Random"
+    ):
         fs.restore(tmp_path, fs.RandomState(random.Random()))
     with pytest.raises(TypeError, match="must be of torch, numpy or Python; got int"):
         fs.RandomState(3)
@@ -114,7 +133,9 @@ SCHEDULES = {
     "sequential": lambda opt: lr_scheduler.SequentialLR(
         opt, [lr_scheduler.ConstantLR(opt), lr_scheduler.MultiStepLR(opt, [1, 3])], milestones=[4]
     ),
-    "chained": lambda opt: lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(opt), lr_scheduler.StepLR(opt, 3)]),
+    "chained": lambda opt: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(opt), lr_scheduler.StepLR(opt, 3)]
+    ),
 }
 
 
@@ -124,12 +145,20 @@ class Run:
     def __init__(self, schedule, kind=torch.optim.AdamW):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        matrices, vectors = ([x for x in self.model.parameters() if (x.ndim > 1) == yes] for yes in (True, False))
+        matrices, vectors = (
+            [x for x in self.model.parameters() if (x.ndim > 1) == yes] for yes in (True, False)
+        )
         options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
         self.opt = kind([{"params": matrices, "lr": 0.2}, {"params": vectors}], lr=0.1, **options)
         self.schedule = SCHEDULES[schedule](self.opt)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        self.tree = {"model": self.model, "opt": self.opt, "schedule": self.schedule, "scaler": self.scaler, "step": 0}
+        self.tree = {
+            "model": self.model,
+            "opt": self.opt,
+            "schedule": self.schedule,
+            "scaler": self.scaler,
+            "step": 0,
+        }
 
     def step(self, number):
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(number))
@@ -141,7 +170,9 @@ class Run:
         self.schedule.step(1.0 + number) if is_plateau else self.schedule.step()
 
     def state(self):
-        return copy.deepcopy([x.state_dict() for x in (self.model, self.opt, self.schedule, self.scaler)])
+        return copy.deepcopy(
+            [x.state_dict() for x in (self.model, self.opt, self.schedule, self.scaler)]
+        )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -158,7 +189,9 @@ def test_torch_objects_are_leaves(schedule, tmp_path):
         source.step(number), target.step(number)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.ASGD])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.ASGD]
+)
 def test_state_of_torch_optimizers(kind, tmp_path):
     source, target = Run("step", kind), Run("step", kind)
     fs.save(tmp_path, source.tree)  # without state so far
@@ -201,12 +234,19 @@ class Stateful:
         self.state = state
 
 
-VALUES = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=3)
+VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=3)
+)
 ARRAYS = st.lists(st.integers(0, 255), max_size=4).map(lambda x: torch.tensor(x, dtype=torch.uint8))
 STATES = st.recursive(
     VALUES | ARRAYS,
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", min_size=1, max_size=2), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text("abc", min_size=1, max_size=2), inner, max_size=3)
     ),
     max_leaves=8,
 )
@@ -244,15 +284,25 @@ def test_parts_are_one_array(sizes, shift, dim, specs, tmp_path_factory):
     def parts(values, index):
         cut = zip(values.split(sizes, dim), specs[index:] + specs[:index], strict=False)
         return JoinedArray(
-            tuple(fs.device_put(tensor.clone(), fs.Layout(mesh(), fit(spec, tensor))) for tensor, spec in cut), dim
+            tuple(
+                fs.device_put(tensor.clone(), fs.Layout(mesh(), fit(spec, tensor)))
+                for tensor, spec in cut
+            ),
+            dim,
         )
 
     def fit(spec, tensor):
-        return spec if spec.is_flat or not spec.split_axes or all(size % 2 == 0 for size in tensor.shape) else P()
+        return (
+            spec
+            if spec.is_flat or not spec.split_axes or all(size % 2 == 0 for size in tensor.shape)
+            else P()
+        )
 
     fs.save(path, {"w": parts(x, 0), "n": 1})
     assert torch.equal(fs.restore(path)["w"], x)
-    full = fs.restore(path, {"w": fs.device_put(torch.zeros(shape), fs.Layout(mesh(), P.flat("data"))), "n": 0})
+    full = fs.restore(
+        path, {"w": fs.device_put(torch.zeros(shape), fs.Layout(mesh(), P.flat("data"))), "n": 0}
+    )
     assert torch.equal(fs.unshard(full["w"]), x)
     again = fs.restore(path, {"w": parts(torch.zeros(shape), shift), "n": 0})["w"]
     assert torch.equal(torch.cat([fs.unshard(tensor) for tensor in again.parts], dim), x)
@@ -284,14 +334,21 @@ def test_numbers_that_were_one_tensor_may_differ(tmp_path):
 def test_a_counter_is_a_node_of_the_tree(tmp_path):
     fs.save(tmp_path, {"seen": Counter("aab"), "steps": 7, "w": torch.ones(2)})
     restored = fs.restore(tmp_path, {"seen": Counter("ab"), "steps": 0, "w": torch.zeros(2)})
-    assert restored["seen"] == Counter("aab") and restored["steps"] == 7 and torch.equal(restored["w"], torch.ones(2))
+    assert (
+        restored["seen"] == Counter("aab")
+        and restored["steps"] == 7
+        and torch.equal(restored["w"], torch.ones(2))
+    )
 
 
 def test_modules_that_differ_are_reported_before_anything_is_written(tmp_path):
     fs.save(tmp_path, {"w": torch.ones(2), "my m": torch.nn.Linear(2, 2)})
     target = {"w": torch.zeros(2), "my m": torch.nn.Linear(3, 2, bias=False)}
     before = target["my m"].weight.detach().clone()
-    with pytest.raises(CheckpointError, match=r"unexpected in the checkpoint: my m.bias. my m.weight must have shape"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"unexpected in the checkpoint: my m.bias. my m.weight must have shape",
+    ):
         fs.restore(tmp_path, target)
     assert torch.equal(target["w"], torch.zeros(2))
     _, differences = fs.restore(tmp_path, target, strict=False)

@@ -77,7 +77,13 @@ def corrupted(data, chance):
         return data[:start]
     if kind == 2:
         first, second = data[start : start + length], data[second_start : second_start + length]
-        return data[:start] + second + data[start + length : second_start] + first + data[second_start + length :]
+        return (
+            data[:start]
+            + second
+            + data[start + length : second_start]
+            + first
+            + data[second_start + length :]
+        )
     if kind == 3:
         return data + data[start : start + length]
     return data[:start] + data[start + length :]
@@ -104,12 +110,18 @@ def test_swapped_and_missing_files_are_detected(saved, tmp_path):
     names = [*contents]
     assert outcome(written(tmp_path / "as is", contents)) == expected
     for first in names:
-        path = written(tmp_path / f"no {first}", {name: data for name, data in contents.items() if name != first})
+        path = written(
+            tmp_path / f"no {first}",
+            {name: data for name, data in contents.items() if name != first},
+        )
         assert outcome(path) is None, first
         for second in names:
             if contents[first] != contents[second]:
                 both = {**contents, first: contents[second], second: contents[first]}
-                assert outcome(written(tmp_path / f"{first} {second}", both)) is None, (first, second)
+                assert outcome(written(tmp_path / f"{first} {second}", both)) is None, (
+                    first,
+                    second,
+                )
 
 
 def test_all_incomplete_files_are_named(saved, tmp_path):
@@ -171,7 +183,9 @@ def divided(*blocks):
 
     def change(index):
         path, _, dtype, layout = index["arrays"][0]
-        index["arrays"][:1] = [[path, shape, dtype, layout, offset, [12, 8]] for shape, offset in blocks]
+        index["arrays"][:1] = [
+            [path, shape, dtype, layout, offset, [12, 8]] for shape, offset in blocks
+        ]
 
     return change
 
@@ -186,7 +200,15 @@ def grown(index):
         writer[1] += (1 << 44) - 192
 
 
-OUTSIDE = ("../secret.safetensors", "/etc/passwd", "..", ".", "", "a/../../b.json", "A-0.safetensors\n")
+OUTSIDE = (
+    "../secret.safetensors",
+    "/etc/passwd",
+    "..",
+    ".",
+    "",
+    "a/../../b.json",
+    "A-0.safetensors\n",
+)
 MANIPULATIONS = [
     *[(renamed(field, name), "names of files") for field in (0, 3) for name in OUTSIDE],
     *[
@@ -204,7 +226,9 @@ MANIPULATIONS = [
 
 
 @pytest.mark.parametrize(("change", "text"), MANIPULATIONS)
-def test_manipulated_index_raises_and_allocates_no_more_than_files_hold(change, text, saved, tmp_path, monkeypatch):
+def test_manipulated_index_raises_and_allocates_no_more_than_files_hold(
+    change, text, saved, tmp_path, monkeypatch
+):
     empty = torch.empty
 
     def small(*shape, **options):
@@ -236,7 +260,9 @@ def test_manifest_of_another_size_is_refused(saved, tmp_path):
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
@@ -244,7 +270,13 @@ anything = st.recursive(
 def places(node, path=()):
     """All places in a tree of JSON."""
     yield path
-    for key, inner in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+    for key, inner in (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else ()
+    ):
         yield from places(inner, (*path, key))
 
 
@@ -283,13 +315,15 @@ def test_fuzzed_index_is_refused_or_restores(data, saved, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[" * 100_000, "5", "null", "[]", '{"version":1}', '{"version":2}', "1" * 5000]
+    "text",
+    ["", "{", "[" * 100_000, "5", "null", "[]", '{"version":1}', '{"version":2}', "1" * 5000],
 )
 def test_other_json_is_refused(text, saved, tmp_path):
     path = written(tmp_path, saved[0])
     (path / "index.json").write_bytes(sealed(text))
     with pytest.raises(
-        CheckpointError, match="version 2 must be 1" if text == '{"version":2}' else "is not what fs.save writes"
+        CheckpointError,
+        match="version 2 must be 1" if text == '{"version":2}' else "is not what fs.save writes",
     ):
         fs.restore(path)
     (path / "index.json").write_text(text)

@@ -84,7 +84,11 @@ class FragileDisk(files.Disk):
         with self.lock:
             self.calls.append(name)
             number = len(self.calls) - 1
-        if self.fail_at is None or number < self.fail_at or (number > self.fail_at and not self.gone):
+        if (
+            self.fail_at is None
+            or number < self.fail_at
+            or (number > self.fail_at and not self.gone)
+        ):
             return
         raise Crash if self.gone else OSError(errno.ENOSPC, "No space left on device")
 
@@ -183,13 +187,17 @@ def use(monkeypatch):
 def saved(path, value, devices, inside):
     """Save, by one process for all devices or by each device itself."""
     if inside:
-        fs.run(lambda: fs.save(path, tree(value, devices), timeout=20), mesh=fs.make_mesh({"data": devices}))
+        fs.run(
+            lambda: fs.save(path, tree(value, devices), timeout=20),
+            mesh=fs.make_mesh({"data": devices}),
+        )
     else:
         fs.save(path, tree(value, devices))
 
 
 CASES = pytest.mark.parametrize(
-    ("devices", "inside", "exists"), [(1, False, False), (1, False, True), (2, False, True), (2, True, True)]
+    ("devices", "inside", "exists"),
+    [(1, False, False), (1, False, True), (2, False, True), (2, True, True)],
 )
 """Writers, whether each is a device inside of `fs.run`, and whether there is a checkpoint already."""
 
@@ -198,7 +206,9 @@ CASES = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("fault", ["crash", "error"])
 @CASES
-def test_fault_at_any_change_keeps_the_last_checkpoint(fault, devices, inside, exists, tmp_path, use):
+def test_fault_at_any_change_keeps_the_last_checkpoint(
+    fault, devices, inside, exists, tmp_path, use
+):
     """An error before the commit is raised, and the folder has what it had; after it the new checkpoint loads."""
     use(QuickDisk())
     before, failure = tmp_path / "before", None
@@ -216,14 +226,24 @@ def test_fault_at_any_change_keeps_the_last_checkpoint(fault, devices, inside, e
         use(QuickDisk())
         assert failure is None or fault == "crash" or "No space left" in str(failure)
         for copy in (root, *map(disk.lose, LOSSES if fault == "crash" else ())):
-            assert loaded(copy / "runs" / "7") in ((2,) if failure is None else (1, 2) if exists else (None, 2)), (
-                disk.calls
-            )
+            assert loaded(copy / "runs" / "7") in (
+                (2,) if failure is None else (1, 2) if exists else (None, 2)
+            ), disk.calls
         saved(root / "runs" / "7", 3, devices, inside=False)  # which removes what the other left
-        assert loaded(root / "runs" / "7") == 3 and len([*(root / "runs" / "7").iterdir()]) == 2 * devices + 1
+        assert (
+            loaded(root / "runs" / "7") == 3
+            and len([*(root / "runs" / "7").iterdir()]) == 2 * devices + 1
+        )
         if number >= len(disk.calls):
             break
-    kinds = {"open_new", "write", "fsync", "rename", "fsync_folder", "unlink" if exists else "make_folder"}
+    kinds = {
+        "open_new",
+        "write",
+        "fsync",
+        "rename",
+        "fsync_folder",
+        "unlink" if exists else "make_folder",
+    }
     assert failure is None and number > 10 and kinds <= {*disk.calls}
 
 
@@ -271,8 +291,20 @@ class RacingDisk(QuickDisk):
     def __init__(self, seed):
         self.chance, self.turn, self.left, self.done = random.Random(seed), 0, 0, set()
         self.condition = threading.Condition()
-        for name in ("open_new", "write", "rename", "unlink", "fsync_folder", "fsync", "remove_folder"):
-            setattr(self, name, lambda *args, name=name: (self._wait(), getattr(QuickDisk, name)(self, *args))[1])
+        for name in (
+            "open_new",
+            "write",
+            "rename",
+            "unlink",
+            "fsync_folder",
+            "fsync",
+            "remove_folder",
+        ):
+            setattr(
+                self,
+                name,
+                lambda *args, name=name: (self._wait(), getattr(QuickDisk, name)(self, *args))[1],
+            )
 
     def _wait(self):
         with self.condition:
@@ -297,7 +329,9 @@ def race(disk, jobs):
             disk.done.add(number)
             disk.condition.notify_all()
 
-    threads = [threading.Thread(target=run, args=(number,), name=str(number)) for number in range(2)]
+    threads = [
+        threading.Thread(target=run, args=(number,), name=str(number)) for number in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -316,7 +350,10 @@ def test_two_jobs_in_one_folder_leave_a_checkpoint_or_raise(tmp_path, use):
             second = partial(fs.Checkpoints(path, keep=1).save, 9, trees[1])
         errors = race(use(RacingDisk(seed)), [first, second])
         values = [loaded(path / name) for name in ("7", "9")]
-        assert errors or values in ([[1, None], [2, None]] if seed % 4 else [[1, 2], [None, 2]]), (seed, values)
+        assert errors or values in ([[1, None], [2, None]] if seed % 4 else [[1, 2], [None, 2]]), (
+            seed,
+            values,
+        )
         failed += bool(errors)
         assert all(isinstance(error, CheckpointError) for error in errors), errors
     assert failed <= 10
@@ -385,7 +422,9 @@ def test_a_process_that_ended_is_noticed_within_two_seconds(link, tmp_path):
     with pytest.raises(Exception, match="SIGKILL|ended"):
         run_processes(dies, 2, tmp_path, link == {}, environment=link)
     seconds, _, text = (tmp_path / "error").read_text().partition(" ")
-    assert "the processes of devices 1 have ended" in text and float(seconds) < 4  # 1 to 2 on an idle machine
+    assert (
+        "the processes of devices 1 have ended" in text and float(seconds) < 4
+    )  # 1 to 2 on an idle machine
 
 
 KILLED = """
@@ -418,7 +457,9 @@ def test_fifty_killed_processes_leave_the_last_checkpoint(tmp_path):
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", KILLED, str(tmp_path / "7")]
-    out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    out = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert out.returncode == 0, out.stderr
     value, count = map(int, out.stdout.split())
     assert value > 10 and count == 5

@@ -43,7 +43,13 @@ def entries(draw, mesh):
         layout = storable(fs.Layout(mesh, spec, unit="u"))
         result.append(
             ArrayEntry(
-                str(number), (str(number),), shape, draw(st.sampled_from([*DTYPES])), layout, (0,) * len(shape), shape
+                str(number),
+                (str(number),),
+                shape,
+                draw(st.sampled_from([*DTYPES])),
+                layout,
+                (0,) * len(shape),
+                shape,
             )
         )
     return result
@@ -95,7 +101,9 @@ def test_replicas_divide_their_bytes_evenly(division):
     for axes, members in groups.items():
         mesh, totals = arrays[members[0]].layout.mesh, {}
         for device, column in enumerate(columns):
-            group = tuple(index for axis, index in mesh.coordinates(device).items() if axis not in axes)
+            group = tuple(
+                index for axis, index in mesh.coordinates(device).items() if axis not in axes
+            )
             size = sum((column.stops[n] - column.starts[n]) * arrays[n].itemsize for n in members)
             totals.setdefault(group, []).append(size)
         largest = max(arrays[number].itemsize for number in members)
@@ -112,12 +120,15 @@ def test_pieces_have_every_element_of_a_range_once(division, data):
     entry = arrays[number]
     offset = tuple(data.draw(st.integers(0, 2)) for _ in entry.shape)
     full = tuple(
-        length + start + data.draw(st.integers(0, 2)) for length, start in zip(entry.shape, offset, strict=True)
+        length + start + data.draw(st.integers(0, 2))
+        for length, start in zip(entry.shape, offset, strict=True)
     )
     arrays[number] = entry._replace(offset=offset, full_shape=full)
     wanted = data.draw(spans(full or (1,)))
     inside = block_elements(
-        tuple((start, start + n) for start, n in zip(offset, entry.shape, strict=True)) or ((0, 1),), full
+        tuple((start, start + n) for start, n in zip(offset, entry.shape, strict=True))
+        or ((0, 1),),
+        full,
     )
     expected = np.intersect1d(elements(full, wanted), inside)
     covered = []
@@ -132,7 +143,9 @@ def test_pieces_have_every_element_of_a_range_once(division, data):
 
 @st.composite
 def spans(draw, shape):
-    block = tuple(tuple(sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in shape)
+    block = tuple(
+        tuple(sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in shape
+    )
     size = prod(stop - start for start, stop in block)
     return Span(block, *sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))))
 
@@ -163,7 +176,9 @@ def test_boxes_are_the_elements_of_a_span_in_order(pair):
 def test_overlap_is_the_smallest_range_with_all_common_elements(pair):
     shape, a, b = pair
     common = np.flatnonzero(
-        np.isin(block_elements(a.block, shape), np.intersect1d(elements(shape, a), elements(shape, b)))
+        np.isin(
+            block_elements(a.block, shape), np.intersect1d(elements(shape, a), elements(shape, b))
+        )
     )
     common = common[(common >= a.start) & (common < a.stop)]
     assert overlap(a, b) == ((common[0], common[-1] + 1) if len(common) else (0, 0))
@@ -185,7 +200,9 @@ def test_spans_of_devices_are_what_layouts_store(data):
     shape = data.draw(shapes_for(mesh) | st.lists(st.integers(0, 7), max_size=3).map(tuple))
     layout = fs.Layout(mesh, data.draw(specs(mesh, shape, unreduced=False)), unit="u")
     for device in range(mesh.size):
-        assert np.array_equal(elements(shape, span_of(layout, shape, device)), held(layout, shape, device))
+        assert np.array_equal(
+            elements(shape, span_of(layout, shape, device)), held(layout, shape, device)
+        )
 
 
 # -- what is read -----------------------------------------------------------------------------------------------------

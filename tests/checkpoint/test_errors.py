@@ -43,8 +43,14 @@ RESTORES = {
         {"target": tree(), "only": ["a", "sate.**", "p*"]},
         "only='sate.**', 'p*' matches no leaf. The names begin with a, b, steps.",
     ),
-    "one name for arrays": ({"rename": {"a": "x", "b": "x"}}, "a name of its own; got a and b to x."),
-    "one name for a value": ({"rename": lambda name: "b" if name == "steps" else name}, "got b and steps to b."),
+    "one name for arrays": (
+        {"rename": {"a": "x", "b": "x"}},
+        "a name of its own; got a and b to x.",
+    ),
+    "one name for a value": (
+        {"rename": lambda name: "b" if name == "steps" else name},
+        "got b and steps to b.",
+    ),
 }
 
 
@@ -54,7 +60,8 @@ def test_unfit_restore_names_all_leaves_and_writes_nothing(case, folder):
     before = copy.deepcopy(options.get("target"))
     assert text in message(fs.restore, folder, **options)
     assert before is None or all(
-        torch.equal(torch.as_tensor(x), torch.as_tensor(before[name])) for name, x in options["target"].items()
+        torch.equal(torch.as_tensor(x), torch.as_tensor(before[name]))
+        for name, x in options["target"].items()
     )
 
 
@@ -72,7 +79,11 @@ def test_not_strict_returns_the_differences(folder):
         ("steps",),
         ("a must have shape (4,); got (2,)",),
     )
-    assert restored["a"].tolist() == [0] * 4 and restored["b"].tolist() == [0] * 3 and restored["new"] == 5
+    assert (
+        restored["a"].tolist() == [0] * 4
+        and restored["b"].tolist() == [0] * 3
+        and restored["new"] == 5
+    )
 
 
 def test_not_strict_leaves_objects_that_are_not_stored(folder):
@@ -95,9 +106,14 @@ def test_cast_converts_dtypes(folder):
 def test_state_of_another_optimizer_is_named(tmp_path):
     params = {"w": torch.ones(3)}
     fs.save(tmp_path, {"params": params, "state": fs.optim.adamw(0.1).init(params)})
-    text = message(fs.restore, tmp_path, {"params": params, "state": fs.optim.sgd(0.1, momentum=0.9).init(params)})
+    text = message(
+        fs.restore,
+        tmp_path,
+        {"params": params, "state": fs.optim.sgd(0.1, momentum=0.9).init(params)},
+    )
     assert (
-        "missing in the checkpoint: state.momentum_buffer.w" in text and "state.exp_avg.w, state.exp_avg_sq.w" in text
+        "missing in the checkpoint: state.momentum_buffer.w" in text
+        and "state.exp_avg.w, state.exp_avg_sq.w" in text
     )
     assert "the state is of another optimizer" in text
 
@@ -120,7 +136,9 @@ def test_leaves_that_cannot_be_saved_are_all_named(tmp_path):
 def test_arrays_on_other_devices_are_named(tmp_path):
     x, y = (fs.device_put(torch.ones(4), fs.Layout(fs.make_mesh({"data": n}))) for n in (2, 4))
     text = message(fs.save, tmp_path, {"a": x, "b": y})
-    assert "all arrays must be on the same devices" in text and "data=2" in text and "data=4" in text
+    assert (
+        "all arrays must be on the same devices" in text and "data=2" in text and "data=4" in text
+    )
 
 
 def test_arrays_made_outside_of_run_raise(tmp_path):
@@ -128,8 +146,13 @@ def test_arrays_made_outside_of_run_raise(tmp_path):
     mesh = fs.make_mesh({"data": 2})
     x = fs.device_put(torch.arange(4), fs.Layout(mesh, P("data")))
     fs.save(tmp_path / "a", {"x": x})
-    for act in (lambda: fs.save(tmp_path / "b", {"x": x}), lambda: fs.restore(tmp_path / "a", {"x": x})):
-        with pytest.raises(fs.errors.LayoutError, match="was made outside of fs.run and is used inside"):
+    for act in (
+        lambda: fs.save(tmp_path / "b", {"x": x}),
+        lambda: fs.restore(tmp_path / "a", {"x": x}),
+    ):
+        with pytest.raises(
+            fs.errors.LayoutError, match="was made outside of fs.run and is used inside"
+        ):
             fs.run(act, mesh=mesh)
 
 
@@ -145,15 +168,24 @@ def test_no_checkpoint_names_explain_absence_instead(folder):
 
 @pytest.mark.parametrize(
     ("code", "method"),
-    [(errno.ENOSPC, "write"), (errno.EROFS, "make_folder"), (errno.EROFS, "open_new"), (errno.EIO, "fsync")],
+    [
+        (errno.ENOSPC, "write"),
+        (errno.EROFS, "make_folder"),
+        (errno.EROFS, "open_new"),
+        (errno.EIO, "fsync"),
+    ],
 )
 def test_disk_that_fails_is_named(code, method, tmp_path, monkeypatch):
     def refuse(*_):
-        raise OSError(code, {errno.ENOSPC: "full", errno.EROFS: "read-only", errno.EIO: "broken"}[code])
+        raise OSError(
+            code, {errno.ENOSPC: "full", errno.EROFS: "read-only", errno.EIO: "broken"}[code]
+        )
 
     monkeypatch.setattr(files.disk, method, refuse)
     text = message(fs.save, tmp_path / "new", tree())
-    assert f"{tmp_path / 'new'}" in text and ("cannot write: " in text or "cannot be made: " in text)
+    assert f"{tmp_path / 'new'}" in text and (
+        "cannot write: " in text or "cannot be made: " in text
+    )
     assert {errno.ENOSPC: "full", errno.EROFS: "read-only", errno.EIO: "broken"}[code] in text
 
 
@@ -168,13 +200,21 @@ def test_devices_with_other_values_are_named(tmp_path):
         fs.save(tmp_path, {"steps": int(fs.axis_index("data") == 2)}, timeout=5)
 
     text = message(fs.run, main, mesh=fs.make_mesh({"data": 4}))
-    assert "have other names, shapes, layouts or values than device" in text and not (tmp_path / "index.json").exists()
+    assert (
+        "have other names, shapes, layouts or values than device" in text
+        and not (tmp_path / "index.json").exists()
+    )
 
 
 UNEQUAL = {
     "plain": lambda device: torch.full((6,), float(device)),
-    "norm": lambda device: {"running_mean": torch.full((2,), float(device)), "running_var": torch.ones(2)},
-    "array": lambda device: fs.Sharded((4,), fs.Layout(devices(2)), (torch.tensor([0, 0, 0, device]),)),
+    "norm": lambda device: {
+        "running_mean": torch.full((2,), float(device)),
+        "running_var": torch.ones(2),
+    },
+    "array": lambda device: fs.Sharded(
+        (4,), fs.Layout(devices(2)), (torch.tensor([0, 0, 0, device]),)
+    ),
     "generator": lambda device: torch.Generator().manual_seed(device).get_state(),
 }
 
@@ -187,7 +227,12 @@ def devices(n):
 def test_arrays_that_differ_between_devices_are_named(case, tmp_path):
     def main():
         leaf = UNEQUAL[case](int(fs.axis_index("data")))
-        return message(fs.save, tmp_path, {"same": torch.ones(2), case: leaf, "sharded": torch.ones(1)}, timeout=20)
+        return message(
+            fs.save,
+            tmp_path,
+            {"same": torch.ones(2), case: leaf, "sharded": torch.ones(1)},
+            timeout=20,
+        )
 
     for text in fs.run(main, mesh=devices(2)):
         name = "norm.running_mean" if case == "norm" else case

@@ -24,7 +24,9 @@ LAYOUTS = [
     lambda x: P(),
     lambda x: P.flat("data"),
     lambda x: P.flat("data", "model"),
-    lambda x: P(*[None] * (x.ndim - 1), ("data", "model")) if x.ndim and x.shape[-1] % 4 == 0 else P(),
+    lambda x: (
+        P(*[None] * (x.ndim - 1), ("data", "model")) if x.ndim and x.shape[-1] % 4 == 0 else P()
+    ),
     lambda x: P(at={("data",): 1}),
 ]
 
@@ -38,8 +40,15 @@ def read_hf(path, like):
     contents = [load_file(file) for file in files]
     if len(files) > 1:
         where = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
-        assert where == {name: file.name for file, tensors in zip(files, contents, strict=True) for name in tensors}
-        assert all(sum(x.nbytes for x in tensors.values()) <= 200 or len(tensors) == 1 for tensors in contents)
+        assert where == {
+            name: file.name
+            for file, tensors in zip(files, contents, strict=True)
+            for name in tensors
+        }
+        assert all(
+            sum(x.nbytes for x in tensors.values()) <= 200 or len(tensors) == 1
+            for tensors in contents
+        )
     return {name: x for tensors in contents for name, x in tensors.items()}
 
 
@@ -62,43 +71,83 @@ READERS = {"safetensors": read_safetensors, "hf": read_hf, "dcp": read_dcp, "tor
 def test_exports_from_any_layout_are_read_by_other_libraries(to, data, tmp_path_factory):
     want = data.draw(tensors())
     arrays = {
-        name: fs.device_put(x, fs.Layout(mesh(), data.draw(st.sampled_from(LAYOUTS))(x))) for name, x in want.items()
+        name: fs.device_put(x, fs.Layout(mesh(), data.draw(st.sampled_from(LAYOUTS))(x)))
+        for name, x in want.items()
     }
     path = tmp_path_factory.mktemp("export") / "x"
     fs.export(path, arrays, to=to, shard_size=200)
     for read in (READERS[to](path, want), fs.restore(path)):
         assert read.keys() == want.keys()
         for name, x in want.items():
-            assert read[name].dtype == x.dtype and read[name].shape == x.shape and torch.equal(read[name], x)
+            assert (
+                read[name].dtype == x.dtype
+                and read[name].shape == x.shape
+                and torch.equal(read[name], x)
+            )
 
 
 def test_values_and_ties_are_kept_by_formats_that_have_them(tmp_path):
     x = fs.device_put(torch.arange(6.0), fs.Layout(mesh(), P("data")))
-    tree = {"params": {"b": x, "a": x, "part": torch.arange(8.0)[2:4]}, "steps": 3, "lr": [0.1, None, {"k": "text"}]}
+    tree = {
+        "params": {"b": x, "a": x, "part": torch.arange(8.0)[2:4]},
+        "steps": 3,
+        "lr": [0.1, None, {"k": "text"}],
+    }
     fs.export(tmp_path / "x.pt", tree, to="torch")
     read = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert read["params"]["a"] is read["params"]["b"] and read["params"]["a"].tolist() == [0, 1, 2, 3, 4, 5]
-    assert [read["steps"], read["lr"], read["params"]["part"].tolist()] == [3, [0.1, None, {"k": "text"}], [2, 3]]
+    assert read["params"]["a"] is read["params"]["b"] and read["params"]["a"].tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+    assert [read["steps"], read["lr"], read["params"]["part"].tolist()] == [
+        3,
+        [0.1, None, {"k": "text"}],
+        [2, 3],
+    ]
     fs.export(tmp_path / "dcp", tree, to="dcp")
-    read = {"params": {name: torch.zeros(6) for name in "ab"}, "steps": 0, "lr": [0.0, 0, {"k": ""}]}
+    read = {
+        "params": {name: torch.zeros(6) for name in "ab"},
+        "steps": 0,
+        "lr": [0.0, 0, {"k": ""}],
+    }
     dcp.load(read, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert read["params"]["a"].equal(read["params"]["b"]) and read["params"]["a"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert read["params"]["a"].equal(read["params"]["b"]) and read["params"]["a"].tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     assert [read["steps"], read["lr"]] == [3, [0.1, None, {"k": "text"}]]
     fs.export(tmp_path / "x.safetensors", tree["params"], to="safetensors")
-    assert load_file(tmp_path / "x.safetensors").keys() == {"b", "part"}  # the first of the tied names
+    assert load_file(tmp_path / "x.safetensors").keys() == {
+        "b",
+        "part",
+    }  # the first of the tied names
 
 
 @pytest.mark.parametrize(("name", "size"), [("gpt2", 6000), ("llama", 10**9), ("bert", 6000)])
 def test_from_pretrained_reads_trained_parameters(name, size, tmp_path):
     model = tiny(name).eval()
     apply, params, buffers = fs.functionalize(model)
-    params = fs.shard_params({key: x + 1 for key, x in params.items()}, fs.fsdp("data"), mesh=mesh())
+    params = fs.shard_params(
+        {key: x + 1 for key, x in params.items()}, fs.fsdp("data"), mesh=mesh()
+    )
     fs.export(tmp_path / "model", params, config=model.config, shard_size=size)
     pretrained, info = type(model).from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert len([*(tmp_path / "model").glob("*.safetensors")]) == (1 if size == 10**9 else len(files_of(params, size)))
+    assert len([*(tmp_path / "model").glob("*.safetensors")]) == (
+        1 if size == 10**9 else len(files_of(params, size))
+    )
     tokens = torch.arange(6).reshape(1, 6)
-    assert torch.equal(pretrained.eval()(tokens).logits, apply(fs.unshard(params), buffers, tokens)[0].logits)
+    assert torch.equal(
+        pretrained.eval()(tokens).logits, apply(fs.unshard(params), buffers, tokens)[0].logits
+    )
 
 
 def files_of(params, size):
@@ -115,7 +164,9 @@ def test_model_gives_its_config_and_drops_ties(tmp_path):
     fs.export(tmp_path / "model", dict(model.state_dict(keep_vars=True)), model=model)
     pretrained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert "lm_head.weight" not in load_file(tmp_path / "model/model.safetensors")
-    assert all(torch.equal(x, model.state_dict()[name]) for name, x in pretrained.state_dict().items())
+    assert all(
+        torch.equal(x, model.state_dict()[name]) for name, x in pretrained.state_dict().items()
+    )
     fs.export(tmp_path / "dict", {"w": torch.ones(1)}, config={"model_type": "own"})
     assert json.loads((tmp_path / "dict/config.json").read_text()) == {"model_type": "own"}
 
@@ -141,7 +192,9 @@ def test_boosted_models_are_exported_in_full(name, tmp_path):
 
 CONFIGS = {
     "linear": fs.nn.LoraConfig(r=2, target_modules=["c_attn", "attn.c_proj"], lora_alpha=3),
-    "embedding": fs.nn.LoraConfig(r=3, target_modules=["wte", "c_fc"], bias="lora_only", modules_to_save=["ln_f"]),
+    "embedding": fs.nn.LoraConfig(
+        r=3, target_modules=["wte", "c_fc"], bias="lora_only", modules_to_save=["ln_f"]
+    ),
     "tied head": fs.nn.LoraConfig(r=2, target_modules=r".*(lm_head|mlp\.c_proj)", bias="all"),
     "all": fs.nn.LoraConfig(),
 }
@@ -172,7 +225,10 @@ def test_adapters_have_the_names_and_shapes_of_peft(tmp_path):
     """Those that peft writes for this configuration of GPT-2, as its sources give them."""
     model, params = trained(CONFIGS["embedding"])
     fs.export(tmp_path / "adapter", params, to="peft", model=model)
-    want = {"transformer.wte.lora_embedding_A": (3, 60), "transformer.wte.lora_embedding_B": (16, 3)}
+    want = {
+        "transformer.wte.lora_embedding_A": (3, 60),
+        "transformer.wte.lora_embedding_B": (16, 3),
+    }
     for block in (0, 1):
         layer = f"transformer.h.{block}.mlp.c_fc"
         want |= {
@@ -199,14 +255,19 @@ def test_adapters_are_restored_beside_any_base(name, tmp_path):
     before = fs.unshard(target)
     restored, want = fs.unshard(fs.restore(tmp_path / "adapter", target)), fs.unshard(params)
     learnt = {key for key, x in target_model.named_parameters() if x.requires_grad}
-    assert all(torch.equal(x, (want if key in learnt else before)[key]) for key, x in restored.items())
+    assert all(
+        torch.equal(x, (want if key in learnt else before)[key]) for key, x in restored.items()
+    )
     assert fs.restore(tmp_path / "adapter").keys() == learnt
 
 
 def test_adapters_of_another_form_are_refused(tmp_path):
     model, params = trained(CONFIGS["linear"])
     fs.export(tmp_path / "adapter", params, to="peft", model=model)
-    with pytest.raises(CheckpointError, match=r"missing in the checkpoint: .*c_fc.lora_A.*unexpected.*c_attn.lora_A"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"missing in the checkpoint: .*c_fc.lora_A.*unexpected.*c_attn.lora_A",
+    ):
         fs.restore(tmp_path / "adapter", trained(fs.nn.LoraConfig(r=2, target_modules=["c_fc"]))[1])
     file = tmp_path / "adapter/adapter_config.json"
     for change, text in [
@@ -223,12 +284,23 @@ def test_adapters_of_another_form_are_refused(tmp_path):
 
 def test_processes_export_together_and_fail_together(tmp_path):
     errors = run_processes(export_all, 2, tmp_path)
-    assert errors[0] == errors[1] and len(errors[0]) == 3 and "must be a new or empty folder" in errors[0][0]
+    assert (
+        errors[0] == errors[1]
+        and len(errors[0]) == 3
+        and "must be a new or empty folder" in errors[0][0]
+    )
     assert "set is not JSON" in errors[0][2]  # raised by the first process alone
-    want = {"a.w": torch.arange(12.0).reshape(4, 3), "b.w": torch.arange(7.0), "c": torch.tensor(3), "d": torch.ones(2)}
+    want = {
+        "a.w": torch.arange(12.0).reshape(4, 3),
+        "b.w": torch.arange(7.0),
+        "c": torch.tensor(3),
+        "d": torch.ones(2),
+    }
     for to, read in READERS.items():
         tensors = read(tmp_path / to, want)
-        assert tensors.keys() == want.keys() and all(torch.equal(tensors[name], x) for name, x in want.items())
+        assert tensors.keys() == want.keys() and all(
+            torch.equal(tensors[name], x) for name, x in want.items()
+        )
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(READERS)
 
 
@@ -246,7 +318,8 @@ def test_devices_of_a_program_export_together(tmp_path):
 @pytest.mark.parametrize("to", READERS)
 def test_export_has_one_array_in_memory_at_a_time(to, tmp_path):
     params = {
-        f"{n}.w": fs.device_put(torch.ones(1 << 20) * n, fs.Layout(mesh(), P.flat("data", "model"))) for n in range(32)
+        f"{n}.w": fs.device_put(torch.ones(1 << 20) * n, fs.Layout(mesh(), P.flat("data", "model")))
+        for n in range(32)
     }
     fs.export(tmp_path / "warm", {"w": params["0.w"]}, to=to)
     assert (
@@ -257,7 +330,9 @@ def test_export_has_one_array_in_memory_at_a_time(to, tmp_path):
 def test_files_are_replaced(tmp_path):
     for value in (1, 2):
         fs.export(tmp_path / "x.pt", {"w": torch.tensor(value)}, to="torch")
-    assert torch.load(tmp_path / "x.pt")["w"] == 2 and [file.name for file in tmp_path.iterdir()] == ["x.pt"]
+    assert torch.load(tmp_path / "x.pt")["w"] == 2 and [
+        file.name for file in tmp_path.iterdir()
+    ] == ["x.pt"]
 
 
 COMPLEX = {name: torch.ones(1, dtype=torch.complex128) for name in "ab"}
@@ -266,9 +341,21 @@ MISUSES = [
     ({"to": "torch", "config": {}}, ValueError, "config is for to='hf'"),
     ({"to": "peft"}, ValueError, "needs model="),
     ({"shard_size": 0}, ValueError, "shard_size must be"),
-    ({"params": COMPLEX}, CheckpointError, r"a has dtype torch.complex128; b has dtype torch.complex128"),
-    ({"to": "safetensors", "params": {"lr": [0.1], "n": 3}}, CheckpointError, "lr.0 is a float; n is a int"),
-    ({"to": "peft", "model": torch.nn.Linear(1, 1, bias=False)}, CheckpointError, "one of fs.nn.lora"),
+    (
+        {"params": COMPLEX},
+        CheckpointError,
+        r"a has dtype torch.complex128; b has dtype torch.complex128",
+    ),
+    (
+        {"to": "safetensors", "params": {"lr": [0.1], "n": 3}},
+        CheckpointError,
+        "lr.0 is a float; n is a int",
+    ),
+    (
+        {"to": "peft", "model": torch.nn.Linear(1, 1, bias=False)},
+        CheckpointError,
+        "one of fs.nn.lora",
+    ),
     ({"model": torch.nn.Linear(1, 1)}, CheckpointError, "bias are missing"),
     ({"path": "full"}, CheckpointError, "must be a new or empty folder"),
     ({"path": "full", "to": "dcp"}, CheckpointError, "must be a new or empty folder"),
@@ -289,8 +376,18 @@ def test_misuse_is_named_and_changes_nothing(options, kind, text, tmp_path):
 @pytest.mark.parametrize("to", ["save", "hf", "dcp", "torch", "safetensors"])
 def test_strided_tensors_are_written(to, tmp_path):
     x, z = torch.arange(24.0).view(4, 6), torch.view_as_complex(torch.arange(6.0).view(3, 2))
-    tensors = {"rows": x[::2], "column": x[:, 1], "expanded": torch.ones(1).expand(5), "diagonal": x.diagonal()}
-    tensors |= {"real": z.real, "imaginary": z.imag, "bytes": torch.arange(9, dtype=torch.int8)[1::2], "turned": x.t()}
+    tensors = {
+        "rows": x[::2],
+        "column": x[:, 1],
+        "expanded": torch.ones(1).expand(5),
+        "diagonal": x.diagonal(),
+    }
+    tensors |= {
+        "real": z.real,
+        "imaginary": z.imag,
+        "bytes": torch.arange(9, dtype=torch.int8)[1::2],
+        "turned": x.t(),
+    }
     if to == "save":
         fs.save(tmp_path / "x", tensors)
     else:

@@ -55,7 +55,8 @@ def test_reader_maps_and_verifies_a_block(tmp_path_factory, data, draw):
     changed[number * 64] ^= 1
     path.write_bytes(changed)
     with pytest.raises(
-        CheckpointError, match=f"bytes {number * 64} to {min(number * 64 + 64, len(data))} are not those"
+        CheckpointError,
+        match=f"bytes {number * 64} to {min(number * 64 + 64, len(data))} are not those",
     ):
         reader.verify(number)
     path.write_bytes(data[:-1])
@@ -67,13 +68,22 @@ def test_reader_maps_and_verifies_a_block(tmp_path_factory, data, draw):
         files.BlockReader(path, len(data), digests(data))
 
 
-@given(st.lists(st.tuples(st.sampled_from([*files.DTYPES]), st.lists(st.integers(0, 5), max_size=3)), max_size=5))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([*files.DTYPES]), st.lists(st.integers(0, 5), max_size=3)),
+        max_size=5,
+    )
+)
 def test_header_has_ranges_of_all_tensors_and_is_aligned(kinds):
-    header = files.header_of([(f"é{number}", dtype, shape) for number, (dtype, shape) in enumerate(kinds)])
+    header = files.header_of(
+        [(f"é{number}", dtype, shape) for number, (dtype, shape) in enumerate(kinds)]
+    )
     size = int.from_bytes(header[:8], "little")
     assert len(header) == 8 + size and len(header) % 16 == 0
     end = 0
-    for (name, entry), (number, (dtype, shape)) in zip(json.loads(header[8:]).items(), enumerate(kinds), strict=True):
+    for (name, entry), (number, (dtype, shape)) in zip(
+        json.loads(header[8:]).items(), enumerate(kinds), strict=True
+    ):
         size = torch.Size(shape).numel() * dtype.itemsize
         assert name == f"é{number}" and entry["data_offsets"] == [end, end + size]
         assert entry["shape"] == [*shape, *([2] if dtype.is_complex else [])]
@@ -102,4 +112,7 @@ def test_weighted_sums_change_with_any_byte_and_with_the_order(data, draw):
 def test_digests_are_of_the_elements_in_order():
     x, empty = torch.arange(24.0).view(4, 6), torch.empty(0, 2)
     assert files.digest_of(x.t()) == files.digest_of(x.t().contiguous()) != files.digest_of(x)
-    assert files.digest_of(empty) == files.digest_of(empty.t()) and len(files._weighted_sums(empty.view(-1))) == 1
+    assert (
+        files.digest_of(empty) == files.digest_of(empty.t())
+        and len(files._weighted_sums(empty.view(-1))) == 1
+    )

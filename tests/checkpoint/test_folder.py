@@ -57,7 +57,9 @@ def test_the_last_every_kth_and_the_best_are_kept(tmp_path_factory, losses, keep
     steps = [*range(1, len(losses) + 1)]
     for step, loss in zip(steps, losses, strict=True):
         folder.save(step, tree(step), metrics={"loss": torch.tensor(float(loss)), "other": 1})
-    assert folder.steps == kept(steps, losses, keep, keep_every, best) and folder.latest == steps[-1]
+    assert (
+        folder.steps == kept(steps, losses, keep, keep_every, best) and folder.latest == steps[-1]
+    )
     again = fs.Checkpoints(path)
     assert again.steps == folder.steps
     assert all(again.restore(step=step)["steps"] == step for step in again.steps)
@@ -70,10 +72,18 @@ def test_a_deleted_checkpoint_loses_its_index_first(tmp_path, monkeypatch):
     for name in ("unlink", "remove_folder", "fsync_folder"):
         act = getattr(files.Disk, name)
         monkeypatch.setattr(
-            files.Disk, name, lambda self, path, act=act, name=name: (order.append((name, path.name)), act(self, path))
+            files.Disk,
+            name,
+            lambda self, path, act=act, name=name: (
+                order.append((name, path.name)),
+                act(self, path),
+            ),
         )
     remove(tmp_path / "1")
-    assert order[:2] == [("unlink", "index.json"), ("fsync_folder", "1")] and not (tmp_path / "1").exists()
+    assert (
+        order[:2] == [("unlink", "index.json"), ("fsync_folder", "1")]
+        and not (tmp_path / "1").exists()
+    )
 
 
 def test_saves_that_did_not_end_are_removed_by_a_later_one(tmp_path):
@@ -118,7 +128,10 @@ def test_a_moved_and_linked_step_restores_and_outlives_its_link(tmp_path):
     (tmp_path / "3").symlink_to("best")
     assert folder.restore()["steps"] == 3
     folder.save(5, tree(5))
-    assert sorted(os.listdir(tmp_path)) == ["5", "best"] and fs.restore(tmp_path / "best")["steps"] == 3
+    assert (
+        sorted(os.listdir(tmp_path)) == ["5", "best"]
+        and fs.restore(tmp_path / "best")["steps"] == 3
+    )
 
 
 def test_an_index_of_another_program_stays(tmp_path):
@@ -132,7 +145,9 @@ def test_the_best_of_metrics_in_a_tree_and_not_nan(tmp_path):
     folder = fs.Checkpoints(tmp_path, keep=1, best="aux.loss")
     for step, loss in enumerate([float("nan"), 0.5, 0.2, 0.9]):
         folder.save(
-            step, tree(step), metrics={"aux": {"loss": torch.tensor(loss), "logits": torch.ones(2), "text": "x"}}
+            step,
+            tree(step),
+            metrics={"aux": {"loss": torch.tensor(loss), "logits": torch.ones(2), "text": "x"}},
         )
     assert folder.steps == [2, 3]
     with pytest.raises(ValueError, match="metrics must have 'aux.loss', which is `best`; got los"):
@@ -148,10 +163,15 @@ def test_every(tmp_path):
 
 
 def test_errors_of_arguments_and_of_an_empty_folder(tmp_path):
-    with pytest.raises(ValueError, match=r"keep must be an integer >= 1, got 0; every must .*got 'x'; keep_every .*-1"):
+    with pytest.raises(
+        ValueError,
+        match=r"keep must be an integer >= 1, got 0; every must .*got 'x'; keep_every .*-1",
+    ):
         fs.Checkpoints(tmp_path, keep=0, every="x", keep_every=-1)
     folder = fs.Checkpoints(tmp_path / "none")
-    with pytest.raises(CheckpointError, match=r"none has no checkpoint: it does not exist; .* has nothing"):
+    with pytest.raises(
+        CheckpointError, match=r"none has no checkpoint: it does not exist; .* has nothing"
+    ):
         folder.restore()
     with pytest.raises(ValueError, match=r"step must be an integer >= 0, got -1"):
         folder.save(-1, {})
@@ -164,14 +184,24 @@ def test_errors_of_arguments_and_of_an_empty_folder(tmp_path):
 def go(monkeypatch):
     """Let all writes wait for this event."""
     event, write = threading.Event(), files.Disk.write
-    monkeypatch.setattr(files.Disk, "write", lambda *arguments: (event.wait(20), write(*arguments))[1])
+    monkeypatch.setattr(
+        files.Disk, "write", lambda *arguments: (event.wait(20), write(*arguments))[1]
+    )
     return event
 
 
 def trained(mesh):
-    params = fs.shard_params({"w": torch.randn(7, 6), "b": torch.randn(6)}, fs.fsdp("data"), mesh=mesh)
+    params = fs.shard_params(
+        {"w": torch.randn(7, 6), "b": torch.randn(6)}, fs.fsdp("data"), mesh=mesh
+    )
     opt = fs.optim.adamw(0.1)
-    step = fs.train_step(lambda p, x: ((x @ p["w"] + p["b"]) ** 2).mean(), opt, mesh=mesh, batch=P("data"), donate=True)
+    step = fs.train_step(
+        lambda p, x: ((x @ p["w"] + p["b"]) ** 2).mean(),
+        opt,
+        mesh=mesh,
+        batch=P("data"),
+        donate=True,
+    )
     return step, params, opt.init(params)
 
 
@@ -203,15 +233,22 @@ def test_save_beside_training_waits_for_a_gpu_once_in_the_writer(tmp_path, monke
     for x in params.values():
         x.zero_()
     waits = []
-    monkeypatch.setattr(FakeEvent, "synchronize", lambda event: waits.append(gpu.finish(event.count)))
+    monkeypatch.setattr(
+        FakeEvent, "synchronize", lambda event: waits.append(gpu.finish(event.count))
+    )
     folder.wait()
     folder.save(2, params, wait=False)
     folder.wait()
     assert len(waits) + gpu.log.count("host waits") == 2
-    assert {name: x.tolist() for name, x in folder.restore(step=1).items()} == {"w": [1.0] * 5, "v": [2.0] * 5}
+    assert {name: x.tolist() for name, x in folder.restore(step=1).items()} == {
+        "w": [1.0] * 5,
+        "v": [2.0] * 5,
+    }
 
 
-def test_a_second_save_waits_for_the_first_and_errors_surface_at_the_next_call(tmp_path, monkeypatch, go):
+def test_a_second_save_waits_for_the_first_and_errors_surface_at_the_next_call(
+    tmp_path, monkeypatch, go
+):
     folder = fs.Checkpoints(tmp_path, keep=5)
     folder.save(1, tree(1), wait=False)
     threading.Timer(0.2, go.set).start()
@@ -219,7 +256,9 @@ def test_a_second_save_waits_for_the_first_and_errors_surface_at_the_next_call(t
     assert 1 in folder.steps
     folder.wait()
     monkeypatch.setattr(
-        files.Disk, "fsync", lambda self, file: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        files.Disk,
+        "fsync",
+        lambda self, file: (_ for _ in ()).throw(OSError(28, "No space left on device")),
     )
     folder.save(3, tree(3), wait=False)
     with pytest.raises(CheckpointError, match=r"3: device 0 cannot write: No space left on device"):
@@ -243,7 +282,9 @@ for step in range(1, int(sys.argv[3]) + 1):
 
 
 def started(tmp_path, every, steps):
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, tmp_path, str(every), str(steps)], stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, tmp_path, str(every), str(steps)], stdout=subprocess.PIPE
+    )
 
 
 def test_a_process_that_exits_writes_what_was_saved_last(tmp_path):
@@ -326,7 +367,9 @@ def test_processes_save_in_the_background(tmp_path):
     for steps, x in run_processes(saved_in_background, 2, tmp_path):
         assert 5 in steps and x == [5.0 * i for i in range(11)]
     assert fs.Checkpoints(tmp_path).steps == [4, 5]
-    assert json.loads((tmp_path / "5" / "index.json").read_text())["checkpoint"]["metrics"] == {"loss": 5.0}
+    assert json.loads((tmp_path / "5" / "index.json").read_text())["checkpoint"]["metrics"] == {
+        "loss": 5.0
+    }
 
 
 def test_virtual_devices_save_in_the_background(tmp_path):
@@ -355,5 +398,8 @@ def bad(path):
 
 def test_a_leaf_that_one_process_cannot_save_fails_the_others_at_once(tmp_path):
     (first, seconds), (second, _) = run_processes(bad, 2, tmp_path / "x")
-    assert "another device failed: These leaves cannot be saved: x must be" in first and second in first
+    assert (
+        "another device failed: These leaves cannot be saved: x must be" in first
+        and second in first
+    )
     assert seconds < 30

@@ -71,7 +71,9 @@ def tensors(draw, shortest=0):
         shape = draw(st.lists(st.integers(shortest, 6), max_size=3))
         x = torch.arange(torch.Size(shape).numel()).reshape(shape) + number
         x = x.to(draw(st.sampled_from(DTYPES)))
-        result[f"blocks.{number}.w"] = x.T if x.ndim == 2 and draw(st.booleans()) else x  # strided in torch's formats
+        result[f"blocks.{number}.w"] = (
+            x.T if x.ndim == 2 and draw(st.booleans()) else x
+        )  # strided in torch's formats
     return result
 
 
@@ -81,11 +83,16 @@ def tensors(draw, shortest=0):
 def test_foreign_arrays_are_restored_in_any_layout(writer, data, tmp_path_factory):
     want = data.draw(tensors())
     path = WRITERS[writer](tmp_path_factory.mktemp("foreign"), want)
-    for restored in (fs.restore(path), fs.unshard(fs.restore(path, data.draw(st.sampled_from(RULES)), mesh=mesh()))):
+    for restored in (
+        fs.restore(path),
+        fs.unshard(fs.restore(path, data.draw(st.sampled_from(RULES)), mesh=mesh())),
+    ):
         assert restored.keys() == want.keys()
         for name, x in want.items():
             assert (
-                restored[name].dtype == x.dtype and restored[name].shape == x.shape and torch.equal(restored[name], x)
+                restored[name].dtype == x.dtype
+                and restored[name].shape == x.shape
+                and torch.equal(restored[name], x)
             )
 
 
@@ -99,11 +106,19 @@ def tiny(name):
     }
     if name == "gpt2":
         config = transformers.GPT2Config(
-            n_layer=2, n_embd=16, n_head=2, vocab_size=60, n_positions=8, bos_token_id=1, eos_token_id=1
+            n_layer=2,
+            n_embd=16,
+            n_head=2,
+            vocab_size=60,
+            n_positions=8,
+            bos_token_id=1,
+            eos_token_id=1,
         )
         return transformers.GPT2LMHeadModel(config)
     if name == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, num_key_value_heads=1))
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**small, num_key_value_heads=1)
+        )
     return transformers.BertForMaskedLM(transformers.BertConfig(**small, max_position_embeddings=8))
 
 
@@ -113,11 +128,18 @@ def test_folders_of_transformers_are_restored_with_ties(name, size, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size=size)
     want = dict(model.named_parameters())
     params = fs.shard_params(fs.functionalize(tiny(name))[1], fs.fsdp("data"), mesh=mesh())
-    for restored in (fs.restore(tmp_path, fs.fsdp("data"), mesh=mesh()), fs.restore(tmp_path, params)):
+    for restored in (
+        fs.restore(tmp_path, fs.fsdp("data"), mesh=mesh()),
+        fs.restore(tmp_path, params),
+    ):
         assert restored.keys() == want.keys()
         assert all(torch.equal(x, want[key]) for key, x in fs.unshard(restored).items())
-    fs.restore(tmp_path, target_model)  # a module, whose state_dict has tied weights under two names
-    assert all(torch.equal(x, model.state_dict()[key]) for key, x in target_model.state_dict().items())
+    fs.restore(
+        tmp_path, target_model
+    )  # a module, whose state_dict has tied weights under two names
+    assert all(
+        torch.equal(x, model.state_dict()[key]) for key, x in target_model.state_dict().items()
+    )
 
 
 def test_state_dict_with_ties_fits_parameters_that_have_them_once(tmp_path):
@@ -162,27 +184,37 @@ def test_rules_are_for_arrays_alone(tmp_path):
     torch.save(tree, tmp_path / "x.pt")
     restored = fs.restore(tmp_path / "x.pt", [P("data"), P()], mesh=mesh())
     assert [fs.typeof(restored[0]["w"]).spec, restored[1], restored[2]["lr"]] == [P("data"), 3, 0.1]
-    assert fs.unshard(restored[0]["w"]).equal(torch.ones(4)) and fs.unshard(restored[2]["w"]).equal(torch.zeros(2))
+    assert fs.unshard(restored[0]["w"]).equal(torch.ones(4)) and fs.unshard(restored[2]["w"]).equal(
+        torch.zeros(2)
+    )
 
 
 def test_chunks_of_dtensors_are_joined(tmp_path):
     run_processes(save_dtensors, 2, tmp_path)
     for rules in RULES:
         restored = fs.unshard(fs.restore(tmp_path, rules, mesh=mesh()))
-        assert all(torch.equal(restored[name], torch.arange(35.0).reshape(5, 7)) for name in ("rows", "columns"))
+        assert all(
+            torch.equal(restored[name], torch.arange(35.0).reshape(5, 7))
+            for name in ("rows", "columns")
+        )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
 def test_ranges_are_read_without_the_rest_of_a_file(tmp_path):
     count = 1 << 30  # 4 GB, that take no room on the disk
-    header = json.dumps({"big": {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}}).encode()
+    header = json.dumps(
+        {"big": {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}}
+    ).encode()
     with open(tmp_path / "x.safetensors", "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.seek(4 * (count - 2), os.SEEK_CUR)
         file.write(struct.pack("<2f", 1.5, 2.5))
     into = torch.empty(3)
     target = Target("big", Span(((0, count),), count - 3, count), into)
-    assert growth_of_memory(lambda: open_source(tmp_path / "x.safetensors").read([target]), "VmRSS") < 16 << 20
+    assert (
+        growth_of_memory(lambda: open_source(tmp_path / "x.safetensors").read([target]), "VmRSS")
+        < 16 << 20
+    )
     assert into.tolist() == [0, 1.5, 2.5]
 
 
@@ -194,13 +226,17 @@ def test_ranges_are_read_without_the_rest_of_a_file(tmp_path):
     [
         ({"h.*.q_proj.**": "blocks.*.q.**"}, ["blocks.0.q.w.x", "blocks.1.q.w.x", "h.0.k_proj.b"]),
         ({"h.*.*_proj.*": "*.*.*"}, ["0.k.b", "h.0.q_proj.w.x", "h.1.q_proj.w.x"]),
-        ({"**.x": "**.y", "**": "all.**"}, ["all.h.0.k_proj.b", "h.0.q_proj.w.y", "h.1.q_proj.w.y"]),
+        (
+            {"**.x": "**.y", "**": "all.**"},
+            ["all.h.0.k_proj.b", "h.0.q_proj.w.y", "h.1.q_proj.w.y"],
+        ),
         (str.upper, ["H.0.K_PROJ.B", "H.0.Q_PROJ.W.X", "H.1.Q_PROJ.W.X"]),
     ],
 )
 def test_stars_of_a_new_name_are_what_the_old_ones_matched(rename, names, tmp_path):
     torch.save(
-        {name: torch.ones(1) for name in ("h.0.q_proj.w.x", "h.1.q_proj.w.x", "h.0.k_proj.b")}, tmp_path / "x.pt"
+        {name: torch.ones(1) for name in ("h.0.q_proj.w.x", "h.1.q_proj.w.x", "h.0.k_proj.b")},
+        tmp_path / "x.pt",
     )
     assert sorted(fs.restore(tmp_path / "x.pt", rename=rename)) == names
 
@@ -217,7 +253,10 @@ def test_second_name_of_a_tied_array_is_restored_alone(tmp_path):
 
 
 def test_only_takes_names_of_trees_and_patterns(tmp_path):
-    torch.save({"a": {"w": torch.ones(1), "b": torch.ones(1)}, "c": {"w": torch.ones(1)}, "n": 1}, tmp_path / "x.pt")
+    torch.save(
+        {"a": {"w": torch.ones(1), "b": torch.ones(1)}, "c": {"w": torch.ones(1)}, "n": 1},
+        tmp_path / "x.pt",
+    )
     assert [*fs.restore(tmp_path / "x.pt", only="a")] == ["b", "w"]
     restored = fs.restore(tmp_path / "x.pt", only=["a", "n"])
     assert [*restored] == ["a", "n"] and [*restored["a"]] == ["b", "w"]
@@ -237,7 +276,9 @@ def header(shape=(2,), dtype="F32"):
     return json.dumps({"w": {"dtype": dtype, "shape": [*shape], "data_offsets": [0, 8]}}).encode()
 
 
-@pytest.mark.parametrize("text", [b"", b"[1]", b"\xff\xfe", header((3,)), header(dtype="F33"), 1 << 62])
+@pytest.mark.parametrize(
+    "text", [b"", b"[1]", b"\xff\xfe", header((3,)), header(dtype="F33"), 1 << 62]
+)
 def test_malformed_safetensors_raise(text, tmp_path):
     text, length = (b"{}", text) if isinstance(text, int) else (text, len(text))
     (tmp_path / "x.safetensors").write_bytes(length.to_bytes(8, "little") + text + bytes(8))
@@ -276,7 +317,9 @@ class Evil:
 @pytest.mark.parametrize("writer", ["safetensors", "torch", "dcp", "hf"])
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_truncated_files_are_refused_and_damaged_ones_allocate_no_more_than_they_hold(writer, data, tmp_path_factory):
+def test_truncated_files_are_refused_and_damaged_ones_allocate_no_more_than_they_hold(
+    writer, data, tmp_path_factory
+):
     path = WRITERS[writer](tmp_path_factory.mktemp("damaged"), data.draw(tensors(1)))
     files = [path] if path.is_file() else sorted(path.iterdir())
     file = data.draw(st.sampled_from(files))
@@ -291,7 +334,9 @@ def test_truncated_files_are_refused_and_damaged_ones_allocate_no_more_than_they
     except CheckpointError:
         return
     size = sum(x.stat().st_size for x in files)
-    assert all(x.numel() * x.itemsize <= size for x in restored.values() if isinstance(x, torch.Tensor))
+    assert all(
+        x.numel() * x.itemsize <= size for x in restored.values() if isinstance(x, torch.Tensor)
+    )
 
 
 def test_torch_files_with_code_sparse_tensors_or_the_old_format_raise(tmp_path):
@@ -299,7 +344,11 @@ def test_torch_files_with_code_sparse_tensors_or_the_old_format_raise(tmp_path):
     torch.save({"w": torch.ones(2), "x": Evil(marker)}, tmp_path / "code.pt")
     torch.save({"w": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     torch.save({"w": torch.eye(3).to_sparse()}, tmp_path / "sparse.pt")
-    for name, text in (("code.pt", "Weights only"), ("old.pt", "old.pt"), ("sparse.pt", "must be dense; got w is")):
+    for name, text in (
+        ("code.pt", "Weights only"),
+        ("old.pt", "old.pt"),
+        ("sparse.pt", "must be dense; got w is"),
+    ):
         with pytest.raises(CheckpointError, match=text):
             fs.restore(tmp_path / name)
     assert not marker.exists()

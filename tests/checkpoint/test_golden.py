@@ -40,7 +40,10 @@ def tree():
     tied = put(numbers(6, 4), P("data", at={"pipe": 0}))
     params = [
         {"0.weight": tied, "1.bias": put(numbers(7), P.flat("data", at={"pipe": 0}))},
-        {"2.weight": put(numbers(4, 6, dtype=torch.bfloat16), P(None, "data", at={"pipe": 1})), "3.weight": tied},
+        {
+            "2.weight": put(numbers(4, 6, dtype=torch.bfloat16), P(None, "data", at={"pipe": 1})),
+            "3.weight": tied,
+        },
     ]
     state = State({"owner": put(numbers(5, 3), P(at={("pipe", "data"): 3}))}, torch.tensor(9.0))
     layouts = {
@@ -73,13 +76,19 @@ def test_golden_folder_restores_bit_for_bit(folder):
     into, expected = tree(), {leaf.name: fs.unshard(leaf.value) for leaf in leaves_of(tree())}
     assert sorted(expected) == [f"{top}.{name}" for top, names in NAMES.items() for name in names]
     for leaf in leaves_of(into):
-        for x in getattr(leaf.value, "shards", [leaf.value] if isinstance(leaf.value, torch.Tensor) else []):
+        for x in getattr(
+            leaf.value, "shards", [leaf.value] if isinstance(leaf.value, torch.Tensor) else []
+        ):
             x.fill_(1)
     for restored in (fs.restore(folder, into), fs.restore(folder)):
         leaves = {leaf.name: fs.unshard(leaf.value) for leaf in leaves_of(restored)}
         assert leaves.keys() == expected.keys()
         for name, x in leaves.items():
-            is_equal = torch.equal(x, expected[name]) if isinstance(x, torch.Tensor) else x == expected[name]
+            is_equal = (
+                torch.equal(x, expected[name])
+                if isinstance(x, torch.Tensor)
+                else x == expected[name]
+            )
             assert is_equal and type(x) is type(expected[name]), name
     assert read_index(folder).metrics == {"loss": 0.25}
 
@@ -102,8 +111,14 @@ def test_golden_data_files_are_safetensors():
         for name, x in torch_safe.load_file(path).items():
             sizes[name] = sizes.get(name, 0) + x.numel() * x.element_size()
     tied = "params.3.weight"
-    arrays = {leaf.name: leaf.value for leaf in leaves_of(tree()) if hasattr(leaf.value, "shape") and leaf.name != tied}
-    assert sizes == {name: fs.unshard(x).nbytes for name, x in arrays.items() if fs.unshard(x).nbytes}
+    arrays = {
+        leaf.name: leaf.value
+        for leaf in leaves_of(tree())
+        if hasattr(leaf.value, "shape") and leaf.name != tied
+    }
+    assert sizes == {
+        name: fs.unshard(x).nbytes for name, x in arrays.items() if fs.unshard(x).nbytes
+    }
 
 
 if __name__ == "__main__":

@@ -30,15 +30,23 @@ SHAPES = ((), (0,), (1,), (7,), (3, 0, 2), (5, 3), (8, 4), (2, 3, 5))
 def random_bits(shape, dtype, seed):
     """A tensor of random bytes: NaNs with payloads, -0.0 and subnormal numbers too."""
     size = torch.Size(shape).numel() * dtype.itemsize
-    values = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8, generator=seed)
+    values = torch.randint(
+        0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8, generator=seed
+    )
     return values.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
 
 
 @cache
 def odd_tree():
     seed = torch.Generator().manual_seed(0)
-    pairs = [(dtype, SHAPES[(3 * n + more) % len(SHAPES)]) for n, dtype in enumerate(DTYPES) for more in (0, 1, 4)]
-    arrays = {f"{str(dtype)[6:]} {shape}": random_bits(shape, dtype, seed) for dtype, shape in pairs}
+    pairs = [
+        (dtype, SHAPES[(3 * n + more) % len(SHAPES)])
+        for n, dtype in enumerate(DTYPES)
+        for more in (0, 1, 4)
+    ]
+    arrays = {
+        f"{str(dtype)[6:]} {shape}": random_bits(shape, dtype, seed) for dtype, shape in pairs
+    }
     tied = random_bits((4, 4), torch.float32, seed)
     return {**arrays, "tie": {"a": tied, "b": [tied]}}
 
@@ -64,17 +72,27 @@ def put(x, layout):
     shards = []
     for device in local_devices(layout.mesh):
         indices = tuple(slice(*bounds) for bounds in layout.block(tuple(x.shape), device))
-        shard = x[indices] if layout.has_any(device) else x.new_empty(layout.local_shape(tuple(x.shape), device))
+        shard = (
+            x[indices]
+            if layout.has_any(device)
+            else x.new_empty(layout.local_shape(tuple(x.shape), device))
+        )
         if layout.spec.is_flat:
             shard = shard.reshape(-1)
-            shard = shard[slice(*layout.ranges(tuple(x.shape), device)[0])] if layout.has_any(device) else shard
+            shard = (
+                shard[slice(*layout.ranges(tuple(x.shape), device)[0])]
+                if layout.has_any(device)
+                else shard
+            )
         shards.append(shard.clone())
     return fs.Sharded(tuple(x.shape), layout, tuple(shards))
 
 
 def last(*axes):
     """The spec that shards the last dims over some axes."""
-    return lambda index, shape: P(*[None] * (len(shape) - len(axes)), *axes[len(axes) - min(len(axes), len(shape)) :])
+    return lambda index, shape: P(
+        *[None] * (len(shape) - len(axes)), *axes[len(axes) - min(len(axes), len(shape)) :]
+    )
 
 
 def plain(_):
@@ -159,7 +177,10 @@ def test_every_leaf_is_restored_bit_for_bit(target, folder):
 def test_checkpoints_of_all_layouts_have_the_same_bytes_in_total(folder):
     """Each byte is written once, and ties once."""
     sizes = {
-        name: sum(writer.size - writer.header for writer in fs.checkpoint.index.read_index(folder / name).writers)
+        name: sum(
+            writer.size - writer.header
+            for writer in fs.checkpoint.index.read_index(folder / name).writers
+        )
         for name in LAYOUTS
     }
     arrays = {id(x): x.nbytes for x in map(torch.as_tensor, fs.mesh.layout.flatten(odd_tree())[0])}
@@ -232,7 +253,10 @@ def begin(axes, zero, stages=0, rules=None, owners=False, schedule="1f1b"):
         apply, params, buffers = fs.functionalize(model())
         params = fs.shard_params(params, rules, mesh=mesh, frozen=frozen)
         step = fs.train_step(
-            lambda params, batch: entropy(apply(params, buffers, batch[0])[0], batch), opt, slices=8, **common
+            lambda params, batch: entropy(apply(params, buffers, batch[0])[0], batch),
+            opt,
+            slices=8,
+            **common,
         )
     return step, {"params": params, "state": opt.init(params)}
 
@@ -248,7 +272,9 @@ def go(step, run, seeds):
 
 def by_name(run):
     arrays = {leaf.name: fs.unshard(leaf.value) for leaf in leaves_of(run) if is_array(leaf.value)}
-    return {name: x for name, x in arrays.items() if not name.endswith("7.weight")}  # tied to 0.weight
+    return {
+        name: x for name, x in arrays.items() if not name.endswith("7.weight")
+    }  # tied to 0.weight
 
 
 RUNS = {
@@ -258,10 +284,19 @@ RUNS = {
     "zero 2": {"axes": {"data": 8}, "zero": 2},
     "zero 3": {"axes": {"data": 4}, "zero": 3},
     "hybrid": {"axes": {"rows": 2, "data": 2}, "zero": 3},
-    "model": {"axes": {"data": 2, "model": 2}, "zero": 3, "rules": {"*1.weight": P("model"), "**": P()}},
+    "model": {
+        "axes": {"data": 2, "model": 2},
+        "zero": 3,
+        "rules": {"*1.weight": P("model"), "**": P()},
+    },
     "two stages": {"axes": {"pipe": 2, "data": 2}, "zero": 3, "stages": 2},
     "four stages": {"axes": {"pipe": 4, "data": 1}, "zero": 0, "stages": 4},
-    "two stages a device": {"axes": {"pipe": 2, "data": 1}, "zero": 0, "stages": 4, "schedule": "zbv"},
+    "two stages a device": {
+        "axes": {"pipe": 2, "data": 1},
+        "zero": 0,
+        "stages": 4,
+        "schedule": "zbv",
+    },
 }
 """Runs whose bits are equal in reproducible mode."""
 
@@ -270,7 +305,9 @@ KINDS = {False: [*RUNS], True: ["one", "zero 2", "zero 3", "two stages"]}
 """The runs with AdamW, and those with Muon at owners."""
 
 
-@pytest.mark.parametrize(("owners", "target"), [(owners, name) for owners, names in KINDS.items() for name in names])
+@pytest.mark.parametrize(
+    ("owners", "target"), [(owners, name) for owners, names in KINDS.items() for name in names]
+)
 def test_next_steps_are_those_of_the_uninterrupted_run(target, owners, runs):
     top = runs(owners)
     step, into = begin(**RUNS[target], owners=owners)
@@ -278,7 +315,9 @@ def test_next_steps_are_those_of_the_uninterrupted_run(target, owners, runs):
     for name in KINDS[owners]:
         run = fs.restore(top / name, into)
         arrays = by_name(run)
-        assert arrays.keys() == saved.keys() and all(torch.equal(arrays[key], saved[key]) for key in arrays), name
+        assert arrays.keys() == saved.keys() and all(
+            torch.equal(arrays[key], saved[key]) for key in arrays
+        ), name
     arrays = by_name(go(step, run, range(2, 5)))
     assert all(torch.equal(arrays[key], expected[key]) for key in expected)
 

@@ -30,7 +30,12 @@ def names(tree):
 
 def test_names_are_keys_fields_and_positions():
     x = torch.ones(2)
-    tree = {"state": Moments({"blocks.3.w": x}, 5), "list": [x, (x,)], "record": Record(x), 7: {None: x}}
+    tree = {
+        "state": Moments({"blocks.3.w": x}, 5),
+        "list": [x, (x,)],
+        "record": Record(x),
+        7: {None: x},
+    }
     assert sorted(names(tree)) == [
         "7.None",
         "list.0",
@@ -44,7 +49,9 @@ def test_names_are_keys_fields_and_positions():
 # -- trees ------------------------------------------------------------------------------------------------------------
 
 keys = (
-    st.sampled_from(["a", "b", "a.b", "0", "x y", "ü", "../c", ""]) | st.integers(-1, 2) | st.sampled_from([None, 1.5])
+    st.sampled_from(["a", "b", "a.b", "0", "x y", "ü", "../c", ""])
+    | st.integers(-1, 2)
+    | st.sampled_from([None, 1.5])
 )
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
 arrays = st.builds(lambda n: torch.arange(n), st.integers(0, 3))
@@ -59,7 +66,9 @@ def same(a, b):
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return (
+            isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        )
     if isinstance(a, list):
         return isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
     return type(a) is type(b) and a == b
@@ -93,7 +102,9 @@ def test_tree_is_restored_or_refused(tmp_path_factory, tree):
 
 
 def test_keys_that_are_no_json_are_all_named(tmp_path):
-    with pytest.raises(fs.errors.CheckpointError, match=r"the key <object(?s:.)*the key \(1, 2\), which must be"):
+    with pytest.raises(
+        fs.errors.CheckpointError, match=r"the key <object(?s:.)*the key \(1, 2\), which must be"
+    ):
         fs.save(tmp_path, {(1, 2): torch.ones(1), "a": {object(): 1}})
 
 
@@ -113,7 +124,9 @@ def test_dicts_of_equal_keys_are_no_stages(tmp_path):
 
 
 def test_tied_arrays_of_stages_are_restored_tied(tmp_path):
-    x = fs.device_put(torch.arange(20.0).view(5, 4), fs.Layout(fs.make_mesh({"data": 2}), P.flat("data")))
+    x = fs.device_put(
+        torch.arange(20.0).view(5, 4), fs.Layout(fs.make_mesh({"data": 2}), P.flat("data"))
+    )
     fs.save(tmp_path, {"params": [{"0.weight": x}, {"1.bias": x.clone(), "5.weight": x}]})
     rules = {"target": fs.fsdp("data"), "mesh": fs.make_mesh({"data": 2}), "only": "params"}
     for params in (fs.restore(tmp_path)["params"], fs.restore(tmp_path, **rules)):
@@ -126,11 +139,15 @@ def test_tied_arrays_of_stages_are_restored_tied(tmp_path):
 def test_stages_without_parameters_are_restored(tmp_path):
     schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
     mesh = fs.make_mesh({"pipe": 2})
-    parts = fs.pipeline.split_stages(nn.Sequential(nn.Linear(2, 3), nn.GELU(), nn.GELU(), nn.GELU()), 2, "uniform")
+    parts = fs.pipeline.split_stages(
+        nn.Sequential(nn.Linear(2, 3), nn.GELU(), nn.GELU(), nn.GELU()), 2, "uniform"
+    )
     params = fs.shard_stages(parts, mesh=mesh, schedule=schedule)
     assert params[1] == {}
     fs.save(tmp_path, params)
-    assert names(fs.restore(tmp_path, params)) == names(fs.restore(tmp_path)) == ["0.bias", "0.weight"]
+    assert (
+        names(fs.restore(tmp_path, params)) == names(fs.restore(tmp_path)) == ["0.bias", "0.weight"]
+    )
 
 
 def test_nones_are_neither_missing_nor_unexpected(tmp_path):

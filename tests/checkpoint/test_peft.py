@@ -38,7 +38,8 @@ def test_peft_reads_our_adapters(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [("linear", ()), ("embedding", ()), ("tied head", ("lm_head.base_layer.weight",))]
+    ("name", "more"),
+    [("linear", ()), ("embedding", ()), ("tied head", ("lm_head.base_layer.weight",))],
 )
 def test_adapters_of_peft_are_restored(name, more, tmp_path):
     """Of a tied head peft also saves the frozen weight, which is another parameter's here."""
@@ -47,7 +48,9 @@ def test_adapters_of_peft_are_restored(name, more, tmp_path):
     with reachable("peft"):
         from peft import LoraConfig, get_peft_model
 
-        options = {key: getattr(config, key) for key in ("r", "lora_alpha", "bias", "target_modules")}
+        options = {
+            key: getattr(config, key) for key in ("r", "lora_alpha", "bias", "target_modules")
+        }
         peft_model = get_peft_model(
             plain(base), LoraConfig(**options, modules_to_save=[*config.modules_to_save] or None)
         )

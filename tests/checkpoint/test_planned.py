@@ -32,7 +32,9 @@ def trained(layers, kind=fs.optim.adamw):
         logits = full(apply(params, buffers, **batch["given"])[0].logits)
         return torch.nn.functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
 
-    params = fs.shard_params(params, fs.fsdp("data", within=None if plan is None else plan.rules), mesh=mesh)
+    params = fs.shard_params(
+        params, fs.fsdp("data", within=None if plan is None else plan.rules), mesh=mesh
+    )
     opt = fs.partition_optimizer(kind(0.1), mesh=mesh, axis="data", stage=3)
     local = () if plan is None else plan.axes
     step = fs.train_step(loss, opt, mesh=mesh, batch=P("data"), local=local)
@@ -44,7 +46,9 @@ def trained(layers, kind=fs.optim.adamw):
 
 def full_by_name(tree):
     return {
-        leaf.name: torch.cat(leaf.value.parts, leaf.value.dim) if hasattr(leaf.value, "parts") else leaf.value
+        leaf.name: torch.cat(leaf.value.parts, leaf.value.dim)
+        if hasattr(leaf.value, "parts")
+        else leaf.value
         for leaf in leaves_of(fs.unshard(tree))
     }
 
@@ -55,18 +59,24 @@ def cleared(tree):
     return tree
 
 
-@pytest.mark.parametrize(("source_devices", "target_devices"), [(2, 0), (0, 2), (2, 4), (4, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("source_devices", "target_devices"), [(2, 0), (0, 2), (2, 4), (4, 2), (2, 2)]
+)
 def test_fused_weights_are_restored_under_any_plan(source_devices, target_devices, tmp_path):
     saved, target = trained(source_devices), cleared(trained(target_devices))
     fs.save(tmp_path, saved)
-    torch.testing.assert_close(full_by_name(fs.restore(tmp_path, target)), full_by_name(saved), rtol=0, atol=0)
+    torch.testing.assert_close(
+        full_by_name(fs.restore(tmp_path, target)), full_by_name(saved), rtol=0, atol=0
+    )
     assert fs.restore(tmp_path)["params"]["transformer.h.0.attn.c_attn.weight"].shape == (32, 96)
 
 
 def test_restored_counts_continue(tmp_path):
     """The count of a fused weight is that of each part."""
     fs.save(tmp_path, trained(0))
-    counts = fs.restore(tmp_path, cleared(trained(2)))["state"]["step"]["transformer.h.0.attn.c_attn.weight"]
+    counts = fs.restore(tmp_path, cleared(trained(2)))["state"]["step"][
+        "transformer.h.0.attn.c_attn.weight"
+    ]
     assert [int(x) for x in counts] == [STEPS] * 3
 
 
@@ -75,15 +85,22 @@ def test_state_of_other_shapes_is_restored_under_the_plan(tmp_path):
     saved = trained(2, fs.optim.adafactor)
     fs.save(tmp_path, saved)
     torch.testing.assert_close(
-        full_by_name(fs.restore(tmp_path, cleared(trained(2, fs.optim.adafactor)))), full_by_name(saved), rtol=0, atol=0
+        full_by_name(fs.restore(tmp_path, cleared(trained(2, fs.optim.adafactor)))),
+        full_by_name(saved),
+        rtol=0,
+        atol=0,
     )
-    with pytest.raises(CheckpointError, match=r"state\.row_var\.\S*c_attn.weight must have shape \(32, 1\)"):
+    with pytest.raises(
+        CheckpointError, match=r"state\.row_var\.\S*c_attn.weight must have shape \(32, 1\)"
+    ):
         fs.restore(tmp_path, trained(0, fs.optim.adafactor))
 
 
 def test_parts_with_other_counts_raise(tmp_path):
     parts = parts_class(0, 2)
-    with pytest.raises(CheckpointError, match="the numbers of the parts of one weight must be equal"):
+    with pytest.raises(
+        CheckpointError, match="the numbers of the parts of one weight must be equal"
+    ):
         fs.save(tmp_path, {"step": parts(torch.tensor(1.0), torch.tensor(2.0))})
 
 

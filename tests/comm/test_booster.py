@@ -13,7 +13,9 @@ from fshard import comm
 from fshard.errors import CheckpointError
 
 DRAW = torch.Generator().manual_seed(1)
-DATA = TensorDataset(torch.randn(43, 6, generator=DRAW).double(), torch.randn(43, 2, generator=DRAW).double())
+DATA = TensorDataset(
+    torch.randn(43, 6, generator=DRAW).double(), torch.randn(43, 2, generator=DRAW).double()
+)
 NODES = {"node": 2, "gpu": 2}
 
 
@@ -31,7 +33,9 @@ class Loop:
     def __init__(self, plugin, dropout=0.0, optimizer=adamw, batch=8):
         self.booster, model = fs.Booster(plugin), network(dropout)
         loader = DataLoader(DATA, batch)
-        self.model, self.opt, _, self.loader, _ = self.booster.boost(model, optimizer(model), None, loader)
+        self.model, self.opt, _, self.loader, _ = self.booster.boost(
+            model, optimizer(model), None, loader
+        )
         self.parts = self.model, self.opt, None, self.loader
 
     def steps(self, count):
@@ -48,7 +52,9 @@ class Loop:
 
 
 def run(plugin, count=6, axes=None, **options):
-    return fs.run(lambda: Loop(plugin, **options).steps(count).weights(), mesh=fs.make_mesh(axes or NODES))
+    return fs.run(
+        lambda: Loop(plugin, **options).steps(count).weights(), mesh=fs.make_mesh(axes or NODES)
+    )
 
 
 def rows_of(length, axes, axis, replica):
@@ -56,7 +62,9 @@ def rows_of(length, axes, axis, replica):
     mesh = fs.make_mesh(axes)
     devices = [d for d in range(mesh.size) if mesh.coordinates(d)[axis] == replica]
     ranges = [range(length * d // mesh.size, length * (d + 1) // mesh.size) for d in devices]
-    return [row for rows in ranges for row in rows] or [min(rows.start, length - 1) for rows in ranges]
+    return [row for rows in ranges for row in rows] or [
+        min(rows.start, length - 1) for rows in ranges
+    ]
 
 
 def plain(axes, axis, rule, count=6, batch=8):
@@ -80,12 +88,17 @@ def plain(axes, axis, rule, count=6, batch=8):
 
 
 def averaged(every):
-    return lambda before, after, step: after if step % every else [torch.stack(after).mean(0)] * len(after)
+    return lambda before, after, step: (
+        after if step % every else [torch.stack(after).mean(0)] * len(after)
+    )
 
 
 def mixed(before, after, step):
     n = len(after)
-    return [(before[i - 1] + before[i] + before[(i + 1) % n]) / 3 + after[i] - before[i] for i in range(n)]
+    return [
+        (before[i - 1] + before[i] + before[(i + 1) % n]) / 3 + after[i] - before[i]
+        for i in range(n)
+    ]
 
 
 def unchanged(before, after, step):
@@ -107,11 +120,23 @@ EVERY, RING, ALL = {"node": 4}, {"node": comm.ring}, {"node": comm.top_k(1.0)}
         (fs.ZeroPlugin(stage=1, compress=ALL), NODES, unchanged),
         (fs.ZeroPlugin(stage=2, compress=ALL), NODES, unchanged),
     ],
-    ids=["ddp", "zero 1", "one axis", "gossip", "graph", "compress, ddp", "compress, zero 1", "compress, zero 2"],
+    ids=[
+        "ddp",
+        "zero 1",
+        "one axis",
+        "gossip",
+        "graph",
+        "compress, ddp",
+        "compress, zero 1",
+        "compress, zero 2",
+    ],
 )
 def test_loops_train_as_a_list_of_modules(plugin, axes, rule):
     """The last batch has 3 samples, fewer than devices: a replica with none computes on its neighbours'."""
-    models, mesh = plain({"node": 1} if rule is unchanged else axes, "node", rule), fs.make_mesh(axes)
+    models, mesh = (
+        plain({"node": 1} if rule is unchanged else axes, "node", rule),
+        fs.make_mesh(axes),
+    )
     states = [model.state_dict() for model in models]
     mean = {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
     for device, (state, output) in enumerate(run(plugin, axes=axes)):
@@ -177,7 +202,9 @@ def test_totals_of_residuals_are_kept_on_another_mesh(tmp_path):
         loop.booster.load(tmp_path, *loop.parts)
 
     expected = fs.run(main, PLUGINS["compress"], save, mesh=fs.make_mesh(NODES))[0]
-    for found in fs.run(main, fs.DDPPlugin(compress=COMPRESS), load, mesh=fs.make_mesh({"node": 3, "gpu": 1})):
+    for found in fs.run(
+        main, fs.DDPPlugin(compress=COMPRESS), load, mesh=fs.make_mesh({"node": 3, "gpu": 1})
+    ):
         torch.testing.assert_close(found, expected)
     assert any(x.any() for x in expected.values())
 

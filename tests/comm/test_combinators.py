@@ -63,11 +63,15 @@ def test_totals_are_those_of_the_loop_over_each_device(combine, loop):
     def main():
         state, totals = compress.init([gradient(0, 0)]), []
         for step in range(COUNT):
-            total, _, state = compress.reduce([gradient(fs.axis_index("data"), step)], state, "data")
+            total, _, state = compress.reduce(
+                [gradient(fs.axis_index("data"), step)], state, "data"
+            )
             totals.append(total[0])
         return torch.stack(totals)
 
-    expected = sum(torch.stack([*loop(gradient(device, step) for step in range(COUNT))]) for device in range(3))
+    expected = sum(
+        torch.stack([*loop(gradient(device, step) for step in range(COUNT))]) for device in range(3)
+    )
     for totals in fs.run(main, mesh=fs.make_mesh({"data": 3})):
         torch.testing.assert_close(totals, expected)
 

@@ -61,7 +61,9 @@ def summed(trees):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-4), (torch.bfloat16, 0.1)], ids=str
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-4), (torch.float64, 1e-4), (torch.bfloat16, 0.1)],
+    ids=str,
 )
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_totals_are_sums_of_what_was_sent_and_residuals_of_what_was_not(name, dtype, tolerance):
@@ -70,13 +72,17 @@ def test_totals_are_sums_of_what_was_sent_and_residuals_of_what_was_not(name, dt
     def make(device, step):
         return gradients(device, step, dtype)
 
-    results, states = zip(*on_devices(comm.error_feedback(COMPRESSORS[name]()), count, n, make), strict=True)
+    results, states = zip(
+        *on_devices(comm.error_feedback(COMPRESSORS[name]()), count, n, make), strict=True
+    )
     for step in zip(*results, strict=True):
         totals, sent = zip(*step, strict=True)
         for leaf, shape in SHAPES.items():
             assert all(torch.equal(totals[0][leaf], total[leaf]) for total in totals)
             assert all(x[leaf].dtype == dtype and x[leaf].shape == shape for x in (*totals, *sent))
-        torch.testing.assert_close(summed(sent), summed([totals[0]]), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            summed(sent), summed([totals[0]]), rtol=tolerance, atol=tolerance
+        )
     sums = summed([*(total for total, _ in results[0]), *(state["residual"] for state in states)])
     expected = summed([make(device, step) for device in range(n) for step in range(count)])
     torch.testing.assert_close(sums, expected, rtol=tolerance, atol=tolerance)
@@ -99,12 +105,16 @@ def test_codes_are_the_nearest_levels_of_each_block(bits):
     def coded(x):
         blocks, levels = x.reshape(-1, 8), 2 ** (bits - 1) - 1
         if bits == 1:
-            return (np.where(blocks >= 0, 1, -1) * np.abs(blocks).mean(1, keepdims=True)).reshape(x.shape)
+            return (np.where(blocks >= 0, 1, -1) * np.abs(blocks).mean(1, keepdims=True)).reshape(
+                x.shape
+            )
         scales = np.abs(blocks).max(1, keepdims=True) / levels
         return (np.round(blocks / scales) * scales).reshape(x.shape)
 
     x, y = xs.numpy().astype(np.float64)
-    np.testing.assert_allclose(reduced(compress, xs)[0].numpy(), coded(coded(x) + coded(y)), atol=1e-5)
+    np.testing.assert_allclose(
+        reduced(compress, xs)[0].numpy(), coded(coded(x) + coded(y)), atol=1e-5
+    )
 
 
 DYADIC = st.integers(-64, 64).map(lambda k: k / 8)
@@ -117,7 +127,15 @@ def test_a_fraction_of_one_is_psum_to_the_bit(rows):
         assert torch.equal(reduced(compress, xs)[0], xs.sum(0))
 
 
-DELTAS = {"top_k": 0.1, "chain": 0.19, "sign": 1 / 16, "8 bits": 0.99, "4 bits": 0.6, "2 bits": 1 / 8, "fp8": 0.99}
+DELTAS = {
+    "top_k": 0.1,
+    "chain": 0.19,
+    "sign": 1 / 16,
+    "8 bits": 0.99,
+    "4 bits": 0.6,
+    "2 bits": 1 / 8,
+    "fp8": 0.99,
+}
 EDGES = st.sampled_from([0.0, 1.0, -1.0, 2.0**-149])
 
 
@@ -140,7 +158,11 @@ def test_what_is_lost_is_a_part_of_the_gradient(name, x, scale):
 def test_a_gradient_that_is_not_finite_makes_the_total_so(name, number):
     def make(device, step):
         tree = gradients(device, step)
-        return tree if device == 0 else {**tree, "matrix": tree["matrix"].index_fill(0, torch.tensor(3), number)}
+        return (
+            tree
+            if device == 0
+            else {**tree, "matrix": tree["matrix"].index_fill(0, torch.tensor(3), number)}
+        )
 
     for ((total, _),), _ in on_devices(COMPRESSORS[name](), n=3, make=make):
         assert not torch.isfinite(total["matrix"]).all() and torch.isfinite(total["vector"]).all()
@@ -149,7 +171,9 @@ def test_a_gradient_that_is_not_finite_makes_the_total_so(name, number):
 def test_each_leaf_and_step_draws_other_elements():
     make = lambda device, step: {"a": torch.ones(400), "b": torch.ones(400)}  # noqa: E731
     results, _ = on_devices(comm.random_k(0.1), count=2, make=make)[0]
-    chosen = [tuple(total[name].nonzero().flatten().tolist()) for total, _ in results for name in "ab"]
+    chosen = [
+        tuple(total[name].nonzero().flatten().tolist()) for total, _ in results for name in "ab"
+    ]
     assert len({*chosen}) == 4
 
 
@@ -170,23 +194,36 @@ D = 4096
     [
         (comm.top_k(1 / 64), lambda n: 8 * 64 * (n - 1)),
         (comm.random_k(1 / 64), lambda n: Fraction(8 * 64 * (n - 1), n)),
-        (comm.quantized(8), lambda n: Fraction(2 * (n - 1), n) * D * Fraction(8 * 256 + 32, 8 * 256)),
-        (comm.quantized(2), lambda n: Fraction(2 * (n - 1), n) * D * Fraction(2 * 256 + 32, 8 * 256)),
+        (
+            comm.quantized(8),
+            lambda n: Fraction(2 * (n - 1), n) * D * Fraction(8 * 256 + 32, 8 * 256),
+        ),
+        (
+            comm.quantized(2),
+            lambda n: Fraction(2 * (n - 1), n) * D * Fraction(2 * 256 + 32, 8 * 256),
+        ),
         (comm.sign(), lambda n: Fraction(2 * (n - 1), n) * D * Fraction(256 + 32, 8 * 256)),
         (comm.power_sgd(2), lambda n: Fraction(8 * (n - 1), n) * (2 * (64 + 64) + 10)),
-        (comm.chain(comm.top_k(1 / 16), comm.quantized(8)), lambda n: (n - 1) * 256 * (4 + 1 + 4 / 256)),
+        (
+            comm.chain(comm.top_k(1 / 16), comm.quantized(8)),
+            lambda n: (n - 1) * 256 * (4 + 1 + 4 / 256),
+        ),
     ],
 )
 def test_bytes_are_those_of_the_formula(compress, expected, n):
     is_full = compress.encoding is None
-    grads = {"w": torch.randn(64, 4, 16), "b": torch.randn(10)} if is_full else {"w": torch.randn(D)}
+    grads = (
+        {"w": torch.randn(64, 4, 16), "b": torch.randn(10)} if is_full else {"w": torch.randn(D)}
+    )
     with fs.ledger() as ledger:
         on_devices(compress, n=n, make=lambda device, step: grads)
     assert ledger.bytes() == expected(n)
 
 
 def test_power_sgd_finds_a_matrix_of_its_rank_in_the_step_after_zeros():
-    matrix = torch.outer(torch.randn(30, generator=torch.Generator().manual_seed(1)), torch.linspace(1, 2, 20))
+    matrix = torch.outer(
+        torch.randn(30, generator=torch.Generator().manual_seed(1)), torch.linspace(1, 2, 20)
+    )
 
     def make(device, step):
         return {"matrix": (1 + device) * matrix * (step > 0)}

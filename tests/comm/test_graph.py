@@ -51,7 +51,9 @@ def mixed(graph, xs, rounds, axis="node"):
 WEIGHTED = comm.from_matrix([[0.5, 0.5, 0], [0, 0.25, 0.75], [0.5, 0.25, 0.25]])
 
 
-@pytest.mark.parametrize("graph", [WEIGHTED, *(make(n) for make in GRAPHS.values() for n in (2, 5, 8))], ids=repr)
+@pytest.mark.parametrize(
+    "graph", [WEIGHTED, *(make(n) for make in GRAPHS.values() for n in (2, 5, 8))], ids=repr
+)
 def test_mix_multiplies_by_the_matrix(graph):
     xs = torch.randn(graph.size, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     expected = graph.matrix(1) @ graph.matrix(0) @ xs
@@ -60,7 +62,9 @@ def test_mix_multiplies_by_the_matrix(graph):
 
 def test_rounds_of_a_hypercube_are_pmean_to_the_bit():
     xs = torch.randn(8, 100, generator=torch.Generator().manual_seed(0))
-    mean = fs.run(lambda: fs.pmean(xs[fs.axis_index("node")], "node"), mesh=fs.make_mesh({"node": 8}))
+    mean = fs.run(
+        lambda: fs.pmean(xs[fs.axis_index("node")], "node"), mesh=fs.make_mesh({"node": 8})
+    )
     for x, y in zip(mixed(comm.hypercube(8), xs, 3), mean, strict=True):
         assert torch.equal(x, y)
 

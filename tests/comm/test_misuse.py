@@ -60,18 +60,30 @@ MISUSE = [
     (lambda: comm.error_feedback(comm.sign(), decay=2), "error_feedback: decay must be"),
     (lambda: comm.momentum_corrected(comm.sign(), 1.0), "momentum_corrected: momentum must be"),
     (lambda: comm.delayed(comm.sign(), 0), "delayed: steps must be"),
-    (lambda: comm.chain(comm.sign(), comm.top_k(0.1)), "chain: the compressors must be top_k or random_k"),
+    (
+        lambda: comm.chain(comm.sign(), comm.top_k(0.1)),
+        "chain: the compressors must be top_k or random_k",
+    ),
     # graphs
     (lambda: comm.from_matrix([[0.5, 0.4], [0.5, 0.5]]), "row 0 sums to 0.9"),
-    (lambda: comm.from_matrix([[1.0, 0.0], [0.0, 1.0]]), "must be connected; got no path from 1 to 0"),
+    (
+        lambda: comm.from_matrix([[1.0, 0.0], [0.0, 1.0]]),
+        "must be connected; got no path from 1 to 0",
+    ),
     (lambda: comm.from_matrix([[2.0, -1.0], [0.5, 0.5]]), "row 0 has -1"),
     (lambda: comm.from_matrix([[1.0, 0.0]]), "must be square"),
     (lambda: comm.hypercube(6), "power of two"),
     (lambda: comm.ring(0), "n must be in"),
     (lambda: graphs.mixed(comm.ring(3), torch.zeros(2, 1), 1), "the graph must be of 2 devices"),
     # compressed steps
-    (lambda: steps.train({"gpu": FEEDBACK}, stage=3, rules=fs.fsdp("gpu")), "axes that do not shard the parameters"),
-    (lambda: steps.train({"node": FEEDBACK}, reproducible=True, slices=4), "reproducible must be False"),
+    (
+        lambda: steps.train({"gpu": FEEDBACK}, stage=3, rules=fs.fsdp("gpu")),
+        "axes that do not shard the parameters",
+    ),
+    (
+        lambda: steps.train({"node": FEEDBACK}, reproducible=True, slices=4),
+        "reproducible must be False",
+    ),
     (lambda: steps.train({"node": comm.power_sgd(1)}, stage=1), "must not be power_sgd"),
     (lambda: steps.train({"host": FEEDBACK}), "host"),
     (lambda: steps.train({"node": 0.1}), "compress must be a compressor"),
@@ -79,7 +91,10 @@ MISUSE = [
     (lambda: steps.train({"node": FEEDBACK}, reduce=torch.int8), "reduce must be a floating dtype"),
     (lambda: steps.train_stages({"pipe": FEEDBACK}), "axes that do not shard the parameters"),
     (lambda: fs.DDPPlugin(options={"reduce": torch.int8}), "reduce must be a floating dtype"),
-    (lambda: fs.DDPPlugin(compress=FEEDBACK, reproducible=True), "compress must be None with reproducible"),
+    (
+        lambda: fs.DDPPlugin(compress=FEEDBACK, reproducible=True),
+        "compress must be None with reproducible",
+    ),
     (lambda: booster.run(fs.DDPPlugin(compress=FEEDBACK)), "for each axis"),
     # replicas
     (replicas_of(comm.local_sgd, every=0), "every must be"),
@@ -91,18 +106,29 @@ MISUSE = [
     (lambda: replicas.train(replicas.gossip(comm.ring(3))), "graph must be of 4 devices"),
     (lambda: replicas.train(replicas.push_sum(comm.ring(3))), "graph must be of 4 devices"),
     (lambda: comm.local_sgd(lambda *x: x, every=1, mesh=MESH, axis="node"), "inner must be a step"),
-    (lambda: replicas.local_sgd(2)(replicas.inner_step(MESH), MESH).init(replicas.FULL), "must be arrays"),
+    (
+        lambda: replicas.local_sgd(2)(replicas.inner_step(MESH), MESH).init(replicas.FULL),
+        "must be arrays",
+    ),
     (started(lambda *args: None, fs.fsdp("node")), "replicated along node"),
     (started(lambda step, tree, params, state: step.init(params)), "replicated along node"),
-    (started(lambda step, tree, params, state: step(tree, state, replicas.batch(0))), "must have a first dim along"),
+    (
+        started(lambda step, tree, params, state: step(tree, state, replicas.batch(0))),
+        "must have a first dim along",
+    ),
     (started(lambda step, tree, params, state: comm.mean(tree)), "must be those of all replicas"),
     (
-        lambda: replicas.train(replicas.diloco(1, compress=comm.power_sgd(1)), stage=3, rules=fs.fsdp("gpu")),
+        lambda: replicas.train(
+            replicas.diloco(1, compress=comm.power_sgd(1)), stage=3, rules=fs.fsdp("gpu")
+        ),
         "needs full matrices",
     ),
     # loops of replicas
     (loop_of(local_steps=2, reproducible=True), "local_steps must be None with reproducible"),
-    (loop_of(gossip=comm.ring, compress=booster.COMPRESS), "compress and gossip must not be combined"),
+    (
+        loop_of(gossip=comm.ring, compress=booster.COMPRESS),
+        "compress and gossip must not be combined",
+    ),
     (loop_of(fs.ZeroPlugin, stage=2, gossip=comm.ring), "gossip must be None in stage 2"),
     (loop_of(local_steps=0), "local_steps must be an integer >= 1"),
     (loop_of(local_steps=2, mesh=fs.make_mesh({"data": 1})), "local_steps must be along one axis"),
@@ -111,12 +137,20 @@ MISUSE = [
     (loop_of(gossip={"node": comm.ring(3)}), "gossip must be a graph of the 2 devices along node"),
     (functional_booster, "init: local_steps and gossip must be used in a loop"),
     (
-        lambda: booster.run(booster.PLUGINS["local steps"], optimizer=lambda model: Signs(model.parameters(), 0.1)),
+        lambda: booster.run(
+            booster.PLUGINS["local steps"], optimizer=lambda model: Signs(model.parameters(), 0.1)
+        ),
         "with an optimizer of torch or fs.optim; got Signs",
     ),
     # asynchronous training
-    (lambda: comm.Arrivals([(0, 0), (0, 2)], bound=2), "the version must be 1, which the worker has received"),
-    (lambda: comm.Arrivals([(0, 0), (0, 0)], bound=2), "the version must be 1, which the worker has received"),
+    (
+        lambda: comm.Arrivals([(0, 0), (0, 2)], bound=2),
+        "the version must be 1, which the worker has received",
+    ),
+    (
+        lambda: comm.Arrivals([(0, 0), (0, 0)], bound=2),
+        "the version must be 1, which the worker has received",
+    ),
     (lambda: comm.Arrivals([(0, 0), (1, 0)], bound=0), "at most the bound"),
     (lambda: comm.arrivals([1.0, 0.0], bound=2, count=3), "speeds"),
     (lambda: comm.arrivals([1.0] * 3, bound=1, count=3), "bound must be at least 2"),

@@ -15,7 +15,11 @@ import fshard as fs
 from fshard import comm
 from fshard.testing.processes import run_processes
 
-OPTIMIZERS = {"sgd": fs.optim.sgd(0.25), "momentum": fs.optim.sgd(0.25, momentum=0.9), "adam": fs.optim.adam(0.1)}
+OPTIMIZERS = {
+    "sgd": fs.optim.sgd(0.25),
+    "momentum": fs.optim.sgd(0.25, momentum=0.9),
+    "adam": fs.optim.adam(0.1),
+}
 
 
 def drawn(*shape, seed):
@@ -50,7 +54,9 @@ def loop(arrivals, opt, compensate=0.0):
         now, read = versions[-1], versions[version]
         loss, grads = gradient(read, batch(worker, numbers[worker]))
         if compensate:
-            grads = {name: g + compensate * g * g * (now[name] - read[name]) for name, g in grads.items()}
+            grads = {
+                name: g + compensate * g * g * (now[name] - read[name]) for name, g in grads.items()
+            }
         after, state = opt.step(grads, state, {name: x.clone() for name, x in now.items()})
         versions.append({name: x.clone() for name, x in after.items()})
         numbers[worker] += 1
@@ -70,7 +76,9 @@ CODES = {  # of 18 numbers: the compressor, and the bytes of its formula on 2 de
 
 def server_of(arrivals, opt="adam", n=4, gradient=gradient, code="dense", **options):
     mesh, options = fs.make_mesh({"node": n}), {"compress": CODES[code][0], **options}
-    return comm.parameter_server(gradient, OPTIMIZERS[opt], arrivals, mesh=mesh, axis="node", **options)
+    return comm.parameter_server(
+        gradient, OPTIMIZERS[opt], arrivals, mesh=mesh, axis="node", **options
+    )
 
 
 def train(*args, batches=batch, **options):
@@ -86,7 +94,13 @@ SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=4)
 
 
 @settings(max_examples=25)
-@given(SPEEDS, st.integers(0, 6), st.integers(0, 5), st.sampled_from([*OPTIMIZERS]), st.sampled_from([0.0, 0.5]))
+@given(
+    SPEEDS,
+    st.integers(0, 6),
+    st.integers(0, 5),
+    st.sampled_from([*OPTIMIZERS]),
+    st.sampled_from([0.0, 0.5]),
+)
 def test_arrivals_are_a_sequential_loop(speeds, slack, seed, opt, compensate):
     bound = len(speeds) - 1 + slack
     arrivals = comm.arrivals(speeds, bound=bound, count=10, seed=seed, jitter=0.5)
@@ -98,7 +112,9 @@ def test_arrivals_are_a_sequential_loop(speeds, slack, seed, opt, compensate):
 
 
 def test_bound_makes_fast_workers_wait():
-    free, bounded = [comm.arrivals([1.0, 100.0], bound=bound, count=60, jitter=0.0) for bound in (60, 3)]
+    free, bounded = [
+        comm.arrivals([1.0, 100.0], bound=bound, count=60, jitter=0.0) for bound in (60, 3)
+    ]
     assert {worker for worker, _ in free.events} == {1}
     assert [worker for worker, _ in bounded.events] == [1, 1, 1, 0] * 15
 
@@ -114,12 +130,20 @@ def test_compressed_pushes_feed_back_their_errors(code):
         with fs.ledger() as ledger:
             w, state, _ = server(w, state, batch)
     numbers = Counter(worker for worker, _ in arrivals.events)
-    total = 2 * sum(batch(worker, number)[:3].T for worker in numbers for number in range(numbers[worker]))
+    total = 2 * sum(
+        batch(worker, number)[:3].T for worker in numbers for number in range(numbers[worker])
+    )
     torch.testing.assert_close((state["unsent"] if compress else 0) - 4 * w, total)
-    assert ledger.bytes(2, collective="send") == numbers[1] * (size + 8) and ledger.bytes(0, collective="send") == 720
+    assert (
+        ledger.bytes(2, collective="send") == numbers[1] * (size + 8)
+        and ledger.bytes(0, collective="send") == 720
+    )
 
 
-LIVE = comm.Arrivals([(0, 0), (1, 0), (2, 0), (0, 1), (1, 2), (2, 3), (0, 4), *[(0, push) for push in range(7, 12)]], 6)
+LIVE = comm.Arrivals(
+    [(0, 0), (1, 0), (2, 0), (0, 1), (1, 2), (2, 3), (0, 4), *[(0, push) for push in range(7, 12)]],
+    6,
+)
 
 
 def late_batch(path, worker, number):
@@ -146,7 +170,9 @@ over_gloo = pytest.mark.skipif(
 @over_gloo
 def test_live_log_replays_to_the_same_bits(four, tmp_path):
     batches = partial(late_batch, tmp_path / "late")
-    (trained, _, metrics), *others = four.run(train, LIVE, code="random_k", batches=batches, live=True)
+    (trained, _, metrics), *others = four.run(
+        train, LIVE, code="random_k", batches=batches, live=True
+    )
     log = metrics["arrivals"]
     assert sorted(worker for worker, _ in log.events) == sorted(worker for worker, _ in LIVE.events)
     assert 4 <= log.events.index((2, 0)) <= log.bound

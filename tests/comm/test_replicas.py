@@ -53,19 +53,27 @@ def train(make, count=6, axes=None, folder=None, rules=None, **options):
 
 
 def local_sgd(every, after=0):
-    return lambda inner, mesh: comm.local_sgd(inner, every=every, after=after, mesh=mesh, axis="node")
+    return lambda inner, mesh: comm.local_sgd(
+        inner, every=every, after=after, mesh=mesh, axis="node"
+    )
 
 
 def averaged(every, after=0):
     def combine(before, replicas, count):
         is_due = count <= after or count % every == 0
-        return [{k: torch.stack([x[k] for x in replicas]).mean(0) for k in FULL}] * 4 if is_due else replicas
+        return (
+            [{k: torch.stack([x[k] for x in replicas]).mean(0) for k in FULL}] * 4
+            if is_due
+            else replicas
+        )
 
     return combine
 
 
 def diloco(every, **options):
-    return lambda inner, mesh: comm.diloco(inner, NESTEROV, every=every, **options, mesh=mesh, axis="node")
+    return lambda inner, mesh: comm.diloco(
+        inner, NESTEROV, every=every, **options, mesh=mesh, axis="node"
+    )
 
 
 def compressed_diloco(every):
@@ -73,8 +81,16 @@ def compressed_diloco(every):
 
 
 def streaming(every, fragments, delay=0, mix=1.0, compress=None):
-    options = {"every": every, "fragments": fragments, "delay": delay, "mix": mix, "compress": compress}
-    return lambda inner, mesh: comm.streaming_diloco(inner, NESTEROV, **options, mesh=mesh, axis="node")
+    options = {
+        "every": every,
+        "fragments": fragments,
+        "delay": delay,
+        "mix": mix,
+        "compress": compress,
+    }
+    return lambda inner, mesh: comm.streaming_diloco(
+        inner, NESTEROV, **options, mesh=mesh, axis="node"
+    )
 
 
 def outer_steps(every, fragments=1, delay=0, mix=1.0):
@@ -89,7 +105,9 @@ def outer_steps(every, fragments=1, delay=0, mix=1.0):
             if count - delay > offset and (count - delay - offset) % every == 0:
                 velocity[k] = 0.5 * velocity[k] + grads[k]
                 anchor[k] = anchor[k] - 0.75 * (grads[k] + 0.5 * velocity[k])
-                replicas = [{**replica, k: mix * anchor[k] + (1 - mix) * replica[k]} for replica in replicas]
+                replicas = [
+                    {**replica, k: mix * anchor[k] + (1 - mix) * replica[k]} for replica in replicas
+                ]
         return replicas
 
     return combine
@@ -101,7 +119,10 @@ def gossip(graph):
 
 def mixed(graph):
     def combine(before, replicas, count):
-        rows = [[j % 4 for j in range(i - 1, i + 3) if graph.matrix(count - 1)[i, j % 4]] for i in range(4)]
+        rows = [
+            [j % 4 for j in range(i - 1, i + 3) if graph.matrix(count - 1)[i, j % 4]]
+            for i in range(4)
+        ]
         means = [{k: sum(before[j][k] for j in row) / len(row) for k in FULL} for row in rows]
         return [{k: means[i][k] + (replicas[i][k] - before[i][k]) for k in FULL} for i in range(4)]
 
@@ -119,7 +140,9 @@ def divided(graph):
         nonlocal weights, totals
         shares = graph.matrix(count - 1).float()
         moved = [{k: totals[i][k] + replicas[i][k] - before[i][k] for k in FULL} for i in range(4)]
-        totals = [{k: sum(shares[i, j] * moved[i][k] for i in range(4)) for k in FULL} for j in range(4)]
+        totals = [
+            {k: sum(shares[i, j] * moved[i][k] for i in range(4)) for k in FULL} for j in range(4)
+        ]
         weights = shares.T @ weights
         return [{k: totals[j][k] / weights[j] for k in FULL} for j in range(4)]
 
@@ -131,7 +154,9 @@ def loop(combine, count):
     replicas = [dict(FULL) for _ in range(4)]
     for number in range(count):
         rows, before = batch(number).chunk(4), replicas
-        grads = [torch.func.grad(loss_fn)(params, x) for params, x in zip(before, rows, strict=True)]
+        grads = [
+            torch.func.grad(loss_fn)(params, x) for params, x in zip(before, rows, strict=True)
+        ]
         after = [{k: p[k] - 0.25 * g[k] for k in p} for p, g in zip(before, grads, strict=True)]
         replicas = combine(before, after, number + 1)
     return {k: torch.stack([params[k] for params in replicas]) for k in FULL}
@@ -141,7 +166,10 @@ DIRECTED = comm.from_matrix(
     [[0.5, 0.25, 0.25, 0], [0, 0.5, 0.5, 0], [0.25, 0, 0.25, 0.5], [0.75, 0, 0, 0.25]],
     torch.eye(4).roll(1, 0) / 2 + torch.eye(4) / 2,
 )
-W, B = 72, 18  # bytes that 4 devices send for a mean of w, and of b: 2 * 3/4 * 4 bytes for each number
+W, B = (
+    72,
+    18,
+)  # bytes that 4 devices send for a mean of w, and of b: 2 * 3/4 * 4 bytes for each number
 EDGE = 60  # bytes of all parameters
 CASES = [  # rule, loop, their arguments, bytes that a device sends in 9 steps
     (local_sgd, averaged, (4,), 2 * (W + B)),
@@ -159,7 +187,12 @@ CASES = [  # rule, loop, their arguments, bytes that a device sends in 9 steps
     (gossip, mixed, (comm.one_peer(4),), 9 * EDGE),
     (gossip, mixed, (comm.hypercube(4),), 9 * EDGE),
     (gossip, mixed, (comm.complete(4),), 9 * 3 * EDGE),
-    (push_sum, divided, (DIRECTED,), (5 * 2 + 4 * 1) * (EDGE + 8)),  # the busiest one; a weight in each message
+    (
+        push_sum,
+        divided,
+        (DIRECTED,),
+        (5 * 2 + 4 * 1) * (EDGE + 8),
+    ),  # the busiest one; a weight in each message
 ]
 
 
@@ -170,7 +203,9 @@ def bytes_of_metrics():
     return ledger.bytes(axis="node")
 
 
-@pytest.mark.parametrize(("rule", "combine", "args", "size"), CASES, ids=lambda x: getattr(x, "__name__", None))
+@pytest.mark.parametrize(
+    ("rule", "combine", "args", "size"), CASES, ids=lambda x: getattr(x, "__name__", None)
+)
 def test_replicas_follow_a_loop_of_plain_tensors(rule, combine, args, size, bytes_of_metrics):
     """The first step has exact gradients, so it has the bits of the formula."""
     first, expected = loop(combine(*args), 1), loop(combine(*args), 9)
@@ -178,7 +213,11 @@ def test_replicas_follow_a_loop_of_plain_tensors(rule, combine, args, size, byte
     with fs.ledger() as ledger:
         params, _, metrics = train(rule(*args), 9)
     assert ledger.bytes(axis="node") - bytes_of_metrics == size
-    assert str(fs.typeof(params["w"])) == "f32[4@node, 4, 3]" and metrics["samples"] == 16 and metrics["finite"]
+    assert (
+        str(fs.typeof(params["w"])) == "f32[4@node, 4, 3]"
+        and metrics["samples"] == 16
+        and metrics["finite"]
+    )
     mean = comm.mean(params)
     for k, x in expected.items():
         torch.testing.assert_close((fs.unshard(params[k]), mean[k]), (x, x.mean(0)))
@@ -186,7 +225,10 @@ def test_replicas_follow_a_loop_of_plain_tensors(rule, combine, args, size, byte
 
 @pytest.mark.parametrize(
     ("make", "collective", "calls"),
-    [(gossip(comm.ring(4)), "ppermute", [2, 4, 6]), (streaming(2, 1, delay=1), "psum", [0, 2, 4 + 1])],
+    [
+        (gossip(comm.ring(4)), "ppermute", [2, 4, 6]),
+        (streaming(2, 1, delay=1), "psum", [0, 2, 4 + 1]),
+    ],
 )
 def test_communication_is_under_way_during_the_inner_step(make, collective, calls):
     """The metrics take 2 calls of psum."""
@@ -212,8 +254,17 @@ def test_communication_is_under_way_during_the_inner_step(make, collective, call
 def odd_params():
     draw = torch.Generator().manual_seed(2)
     w = torch.randn(5, 3, generator=draw)
-    params = {"w": w, "tied": w, "bias": torch.randn(3, generator=draw).bfloat16(), "scale": torch.tensor(1.5)}
-    return params | {"empty": torch.zeros(0, 3), "unused": torch.ones(2), "frozen": torch.full((3,), 0.1)}
+    params = {
+        "w": w,
+        "tied": w,
+        "bias": torch.randn(3, generator=draw).bfloat16(),
+        "scale": torch.tensor(1.5),
+    }
+    return params | {
+        "empty": torch.zeros(0, 3),
+        "unused": torch.ones(2),
+        "frozen": torch.full((3,), 0.1),
+    }
 
 
 def odd_loss(params, x):
@@ -236,8 +287,12 @@ INSIDE = {
 
 def odd_start(mesh, stage=1, opt=None, **options):
     """Return parameters on a mesh, and a step on its axis gpu."""
-    params = fs.shard_params(odd_params(), fs.fsdp("gpu") if stage == 3 else P(), mesh=mesh, frozen="frozen")
-    opt = fs.partition_optimizer(opt or fs.optim.sgd(0.1), mesh=mesh["gpu"], axis="gpu", stage=stage)
+    params = fs.shard_params(
+        odd_params(), fs.fsdp("gpu") if stage == 3 else P(), mesh=mesh, frozen="frozen"
+    )
+    opt = fs.partition_optimizer(
+        opt or fs.optim.sgd(0.1), mesh=mesh["gpu"], axis="gpu", stage=stage
+    )
     return params, fs.train_step(odd_loss, opt, mesh=mesh["gpu"], batch=P("gpu"), **options)
 
 
@@ -260,25 +315,39 @@ def test_replicas_have_the_bits_of_separate_runs_and_their_mean(case, tmp_path):
         params, inner = odd_start(fs.make_mesh({"gpu": 2}), **INSIDE[case])
         runs.append((params, inner.init(params)))
     for number in range(4):
-        runs = [inner(*run, rows)[:2] for run, rows in zip(runs, odd_batch(number).chunk(2), strict=True)]
+        runs = [
+            inner(*run, rows)[:2]
+            for run, rows in zip(runs, odd_batch(number).chunk(2), strict=True)
+        ]
         if number == 2:
             leaves = [[x.shards for x in params.values()] for params, _ in runs]
             for first, second in zip(*leaves, strict=True):
                 for x, y in zip(first, second, strict=True):
                     y.copy_(x.copy_((x + y) / 2))
     for name, x in run[0].items():
-        assert all(torch.equal(fs.unshard(x)[i], fs.unshard(params[name])) for i, (params, _) in enumerate(runs)), name
-    assert run[0]["tied"] is run[0]["w"] and comm.mean(run[0])["frozen"].tolist() == [torch.tensor(0.1).item()] * 3
+        assert all(
+            torch.equal(fs.unshard(x)[i], fs.unshard(params[name]))
+            for i, (params, _) in enumerate(runs)
+        ), name
+    assert (
+        run[0]["tied"] is run[0]["w"]
+        and comm.mean(run[0])["frozen"].tolist() == [torch.tensor(0.1).item()] * 3
+    )
 
 
 def test_replicas_of_pipelines_train_as_replicas_of_one_device():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
-    mesh, schedule = fs.make_mesh({"node": 2, "pipe": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+    mesh, schedule = (
+        fs.make_mesh({"node": 2, "pipe": 2}),
+        fs.pipeline_schedule("1f1b", stages=2, microbatches=2),
+    )
     stages = fs.pipeline.split_stages(model, 2)
     opt, x = fs.optim.sgd(0.5, momentum=0.9), torch.randn(8, 4)
     options = {"mesh": mesh["pipe"], "batch": P(), "schedule": schedule}
-    inner = fs.train_step(stages, opt, **options, loss=lambda y, batch: (y - batch[:, :2]).square().mean())
+    inner = fs.train_step(
+        stages, opt, **options, loss=lambda y, batch: (y - batch[:, :2]).square().mean()
+    )
     apply, full, buffers = fs.functionalize(model)
     flat = fs.make_mesh({"node": 2, "gpu": 1})
 
@@ -287,7 +356,10 @@ def test_replicas_of_pipelines_train_as_replicas_of_one_device():
 
     runs = {
         mesh: (inner, fs.shard_stages(stages, mesh=mesh, schedule=schedule)),
-        flat: (fs.train_step(loss_fn, opt, mesh=flat["gpu"], batch=P("gpu")), fs.shard_params(full, P(), mesh=flat)),
+        flat: (
+            fs.train_step(loss_fn, opt, mesh=flat["gpu"], batch=P("gpu")),
+            fs.shard_params(full, P(), mesh=flat),
+        ),
     }
     results = []
     for mesh, (inner, params) in runs.items():
@@ -314,7 +386,9 @@ def all_rules(folder=None):
     results = {}
     for name, make in RULES.items():
         path = None if folder is None else f"{folder}/{name}"
-        params, state, _ = train(make, axes={"node": 2, "gpu": 1}, folder=path, opt=fs.optim.adam(0.1))
+        params, state, _ = train(
+            make, axes={"node": 2, "gpu": 1}, folder=path, opt=fs.optim.adam(0.1)
+        )
         results[name] = [fs.unshard(x) for x in [*params.values(), *flatten(state["rule"])[0]]]
     return results
 
@@ -322,7 +396,9 @@ def all_rules(folder=None):
 def unlike_start():
     mesh = fs.make_mesh({"node": 2, "gpu": 1})
     layout = fs.Layout(mesh, P())
-    w = fs.mesh.Sharded((3,), layout, tuple(torch.full((3,), float(i)) for i in local_devices(mesh)))
+    w = fs.mesh.Sharded(
+        (3,), layout, tuple(torch.full((3,), float(i)) for i in local_devices(mesh))
+    )
     with pytest.raises(MismatchError, match=r'init: \["w"\] must be equal'):
         local_sgd(2)(inner_step(mesh), mesh).init({"w": w})
 
@@ -335,6 +411,9 @@ def in_processes(folder):
 def test_processes_and_resumed_runs_have_the_bits_of_virtual_replicas(two, tmp_path):
     unlike_start()
     expected = all_rules()
-    for results in (all_rules(tmp_path / "virtual"), *two.run(in_processes, f"{tmp_path}/processes")):
+    for results in (
+        all_rules(tmp_path / "virtual"),
+        *two.run(in_processes, f"{tmp_path}/processes"),
+    ):
         for name, xs in expected.items():
             assert all(torch.equal(x, y) for x, y in zip(results[name], xs, strict=True)), name

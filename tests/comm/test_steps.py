@@ -14,7 +14,15 @@ FEEDBACK = comm.error_feedback(comm.top_k(FRACTION))
 
 def full_params():
     draw = torch.Generator().manual_seed(0)
-    shapes = {"w": (6, 5), "b": (5,), "scale": (), "empty": (0, 3), "odd": (7,), "frozen": (5,), "unused": (8,)}
+    shapes = {
+        "w": (6, 5),
+        "b": (5,),
+        "scale": (),
+        "empty": (0, 3),
+        "odd": (7,),
+        "frozen": (5,),
+        "unused": (8,),
+    }
     params = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
     return {**params, "half": torch.ones(9, dtype=torch.bfloat16)}
 
@@ -26,7 +34,11 @@ def batch():
 def loss_fn(params, x):
     y = (x @ params["w"] + params["b"] * params["frozen"]) * params["scale"]
     y = y @ params.get("tied", params["w"]).T + params["odd"][:6] * params["odd"][1:]
-    return y.square().mean() + (params["half"] * 4.0 ** torch.arange(-10, -1).bfloat16()).sum() + params["empty"].sum()
+    return (
+        y.square().mean()
+        + (params["half"] * 4.0 ** torch.arange(-10, -1).bfloat16()).sum()
+        + params["empty"].sum()
+    )
 
 
 def first_stage(params, x):
@@ -37,13 +49,29 @@ def last_stage(params, y):
     return y * params["scale"] + params["odd"][:5]
 
 
-def train(compress, *, stage=0, axis="gpu", opt=None, count=3, mesh=None, rules=None, tied=False, **options):
+def train(
+    compress,
+    *,
+    stage=0,
+    axis="gpu",
+    opt=None,
+    count=3,
+    mesh=None,
+    rules=None,
+    tied=False,
+    **options,
+):
     """Train a model in which `frozen`, `unused` and maybe ties occur; return its parameters, state and metrics."""
     mesh, params = mesh or fs.make_mesh(AXES), full_params()
     params = fs.shard_params(
-        {**params, "tied": params["w"]} if tied else params, rules or P(), mesh=mesh, frozen="frozen"
+        {**params, "tied": params["w"]} if tied else params,
+        rules or P(),
+        mesh=mesh,
+        frozen="frozen",
     )
-    opt = fs.partition_optimizer(opt or fs.optim.sgd(RATE), mesh=mesh, axis=axis, stage=stage, compress=compress)
+    opt = fs.partition_optimizer(
+        opt or fs.optim.sgd(RATE), mesh=mesh, axis=axis, stage=stage, compress=compress
+    )
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P(mesh.axis_names), **options)
     return follow(step, params, opt, count)
 
@@ -61,14 +89,23 @@ def double(params, y):
 
 
 def train_stages(
-    compress, *, name="1f1b", axes=("pipe",), second=last_stage, keys=("scale", "odd"), count=3, **options
+    compress,
+    *,
+    name="1f1b",
+    axes=("pipe",),
+    second=last_stage,
+    keys=("scale", "odd"),
+    count=3,
+    **options,
 ):
     """Train in two stages, which have `w`, `b` and `frozen`, and the parameters of these keys."""
     mesh = fs.make_mesh({"node": 2, **dict.fromkeys(axes, 2)})
     schedule, full = fs.pipeline_schedule(name, stages=2, microbatches=2), full_params()
     params = [{key: full[key] for key in names} for names in (("w", "b", "frozen"), keys)]
     params = fs.shard_stages(params, P(), mesh=mesh, schedule=schedule)
-    opt = fs.partition_optimizer(fs.optim.sgd(RATE), mesh=mesh, axis=axes[-1], stage=len(axes) - 1, compress=compress)
+    opt = fs.partition_optimizer(
+        fs.optim.sgd(RATE), mesh=mesh, axis=axes[-1], stage=len(axes) - 1, compress=compress
+    )
     step = fs.train_step(
         [first_stage, second],
         opt,
@@ -104,10 +141,16 @@ def sequential(loss_fn, params, *, shards=1, tied=False, max_norm=float("inf"), 
     constants = {name: params[name] for name in ("frozen", "unused") if name in params}
     params = {name: x for name, x in params.items() if name not in constants}
     zeros = {name: torch.zeros_like(x) for name, x in params.items()}
-    residuals, waiting, norms = [dict(zeros), dict(zeros)], [[zeros, zeros] for _ in range(delay)], []
+    residuals, waiting, norms = (
+        [dict(zeros), dict(zeros)],
+        [[zeros, zeros] for _ in range(delay)],
+        [],
+    )
     for _ in range(count):
         gradients = [
-            torch.func.grad(lambda p, x=x: loss_fn({**p, **constants, **({"tied": p["w"]} if tied else {})}, x))(params)
+            torch.func.grad(
+                lambda p, x=x: loss_fn({**p, **constants, **({"tied": p["w"]} if tied else {})}, x)
+            )(params)
             for x in batch().chunk(2)
         ]
         waiting.append([{name: g / 2 for name, g in grads.items()} for grads in gradients])
@@ -115,12 +158,18 @@ def sequential(loss_fn, params, *, shards=1, tied=False, max_norm=float("inf"), 
         for grads, residual in zip(waiting.pop(0), residuals, strict=True):
             for name, g in grads.items():
                 target = g + residual[name]
-                sent = torch.cat([largest(x) for x in target.flatten().chunk(shards)]).view_as(target)
+                sent = torch.cat([largest(x) for x in target.flatten().chunk(shards)]).view_as(
+                    target
+                )
                 residual[name], totals[name] = target - sent, totals[name] + sent
         norms.append(torch.stack([x.float().norm() for x in totals.values()]).norm())
         rate = RATE * min(1.0, max_norm / max(float(norms[-1]), 1e-9))
         params = {name: x - rate * totals[name] for name, x in params.items()}
-    return {**params, **constants}, {name: residuals[0][name] + residuals[1][name] for name in zeros}, norms
+    return (
+        {**params, **constants},
+        {name: residuals[0][name] + residuals[1][name] for name in zeros},
+        norms,
+    )
 
 
 CLIP = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.optim.sgd(RATE))
@@ -136,7 +185,10 @@ PROGRAMS = {
     "clip": ({"opt": CLIP}, {"max_norm": 0.5}),
     "scaled": ({"opt": fs.optim.loss_scaled(fs.optim.sgd(RATE))}, {}),
     "delayed": ({"compress": comm.delayed(FEEDBACK, 2)}, {"delay": 2}),
-    "delayed, zero 1": ({"compress": comm.delayed(FEEDBACK), "stage": 1}, {"shards": 2, "delay": 1}),
+    "delayed, zero 1": (
+        {"compress": comm.delayed(FEEDBACK), "stage": 1},
+        {"shards": 2, "delay": 1},
+    ),
 }
 STAGED = {
     "1f1b": ({}, {}),
@@ -147,8 +199,13 @@ STAGED = {
 
 
 def run_program(name):
-    options = {"compress": FEEDBACK, **(PROGRAMS.get(name) or STAGED[name.removeprefix("stages ")])[0]}
-    return (train if name in PROGRAMS else train_stages)({"node": options.pop("compress")}, **options)
+    options = {
+        "compress": FEEDBACK,
+        **(PROGRAMS.get(name) or STAGED[name.removeprefix("stages ")])[0],
+    }
+    return (train if name in PROGRAMS else train_stages)(
+        {"node": options.pop("compress")}, **options
+    )
 
 
 @pytest.mark.parametrize("name", [*PROGRAMS, *(f"stages {name}" for name in STAGED)])
@@ -161,12 +218,20 @@ def test_a_step_follows_the_sequential_loop(name):
     else:
         options, arguments = STAGED[name.removeprefix("stages ")]
         second = options.get("second", last_stage)
-        full = {key: full[key] for key in ("w", "b", "frozen", *options.get("keys", ("scale", "odd")))}
-        run = sequential(lambda p, x: second(p, first_stage(p, x)).square().mean(), full, **arguments)
+        full = {
+            key: full[key] for key in ("w", "b", "frozen", *options.get("keys", ("scale", "odd")))
+        }
+        run = sequential(
+            lambda p, x: second(p, first_stage(p, x)).square().mean(), full, **arguments
+        )
         expected, residuals, norms = run
     compress = state["compress"]["node"]
     trees = fs.unshard(compress.get("residual") or compress["inner"]["residual"])
-    kept = {key: x for tree in (trees if isinstance(trees, list) else [trees]) for key, x in tree.items()}
+    kept = {
+        key: x
+        for tree in (trees if isinstance(trees, list) else [trees])
+        for key, x in tree.items()
+    }
     kept["w"] = kept.get("tied", kept["w"])  # ties have one, which is the first's
     rtol = {x.dtype: 100 * torch.finfo(x.dtype).eps for x in expected.values()}
     for key, x in expected.items():
@@ -182,7 +247,9 @@ def test_power_sgd_projects_the_gradient_of_a_stage():
     full, compress = full_params(), comm.power_sgd(2)
     q = compress.init([{"w": full["w"]}])["q"][0]["w"]
     params, state, _ = train_stages({"node": compress}, count=1)
-    gradient = torch.func.grad(lambda w: last_stage(full, first_stage({**full, "w": w}, batch())).square().mean())
+    gradient = torch.func.grad(
+        lambda w: last_stage(full, first_stage({**full, "w": w}, batch())).square().mean()
+    )
     g = gradient(full["w"])
     p = torch.linalg.qr(g @ q.T).Q
     torch.testing.assert_close(params["w"], full["w"] - RATE * p @ p.T @ g)
@@ -194,7 +261,9 @@ def test_power_sgd_projects_the_gradient_of_a_stage():
     [(("node",), 1, "f32[6, 5]{flat:gpu, U:node}"), (("node", "gpu"), 0, "f32[6, 5]{U:gpu+node}")],
     ids=str,
 )
-def test_residuals_are_unreduced_and_keep_their_total_on_another_mesh(axes, stage, type_of_w, tmp_path):
+def test_residuals_are_unreduced_and_keep_their_total_on_another_mesh(
+    axes, stage, type_of_w, tmp_path
+):
     """The gradient is the reduced one and all residuals, on this mesh and on another."""
     compress = dict.fromkeys(axes, FEEDBACK)
     params, state, _ = train(compress, stage=stage, opt=fs.optim.sgd(1.0), count=1)
@@ -223,8 +292,12 @@ def test_a_step_that_is_not_finite_leaves_the_state_alone(compress):
     mesh, x = fs.make_mesh(AXES), batch().clone()
     x[3, 3] = float("inf")
     scaled = fs.optim.loss_scaled(fs.optim.sgd(RATE), initial=8.0)
-    opt = fs.partition_optimizer(scaled, mesh=mesh, axis="gpu", stage=1, compress={"node": compress})
-    step = fs.train_step(lambda p, x: (p["w"] * x.mean(0)[:, None]).sum(), opt, mesh=mesh, batch=P(mesh.axis_names))
+    opt = fs.partition_optimizer(
+        scaled, mesh=mesh, axis="gpu", stage=1, compress={"node": compress}
+    )
+    step = fs.train_step(
+        lambda p, x: (p["w"] * x.mean(0)[:, None]).sum(), opt, mesh=mesh, batch=P(mesh.axis_names)
+    )
     params = fs.shard_params({"w": full_params()["w"]}, P(), mesh=mesh)
     params, before, _ = step(params, opt.init(params), batch())
     skipped, after, metrics = step(params, before, x)
@@ -257,10 +330,15 @@ def train_delayed(nodes=2):
         log.append("forward")
         return loss_fn(params, x)
 
-    for delayed in (comm.delayed(logging_psum(log)), comm.delayed(logging_psum(log))._replace(early=None)):
+    for delayed in (
+        comm.delayed(logging_psum(log)),
+        comm.delayed(logging_psum(log))._replace(early=None),
+    ):
         log.clear()
         params = fs.shard_params(full_params(), P(), mesh=mesh, frozen="frozen")
-        opt = fs.partition_optimizer(fs.optim.sgd(RATE), mesh=mesh, axis="node", stage=0, compress={"node": delayed})
+        opt = fs.partition_optimizer(
+            fs.optim.sgd(RATE), mesh=mesh, axis="node", stage=0, compress={"node": delayed}
+        )
         step = fs.train_step(logged_loss, opt, mesh=mesh, batch=P("node"))
         params, *_ = follow(step, params, opt, 3)
         results.append(([*log], [*params.values()]))
@@ -271,7 +349,9 @@ def train_delayed(nodes=2):
 def check_overlap(events, devices):
     """After the first step, in which nothing waits, the reduction starts before the forward, and ends after it."""
     steps = "".join(event[0] for event in events)
-    assert steps == "f" * devices + "s" * devices + "e" * devices + 2 * ("s" * devices + "f" * devices + "e" * devices)
+    assert steps == "f" * devices + "s" * devices + "e" * devices + 2 * (
+        "s" * devices + "f" * devices + "e" * devices
+    )
 
 
 def test_a_delayed_reduction_starts_before_the_forward():
@@ -290,7 +370,9 @@ def test_delayed_gradients_are_reduced_if_other_leaves_are_used():
 
     for delayed in (comm.delayed(FEEDBACK), comm.delayed(FEEDBACK)._replace(early=None)):
         params = fs.shard_params(full_params(), P(), mesh=mesh)
-        opt = fs.partition_optimizer(fs.optim.sgd(RATE), mesh=mesh, axis="node", stage=0, compress={"node": delayed})
+        opt = fs.partition_optimizer(
+            fs.optim.sgd(RATE), mesh=mesh, axis="node", stage=0, compress={"node": delayed}
+        )
         step, state = fs.train_step(loss, opt, mesh=mesh, batch=P("node")), opt.init(params)
         for sign in (1, -1, 1, 1, -1, -1):
             params, state, _ = step(params, state, sign * torch.ones(8, 6))
@@ -314,13 +396,19 @@ def test_processes_overlap_and_have_the_bits_of_virtual_devices(four):
             assert all(torch.equal(programs[name][key], x) for key, x in params.items()), name
 
 
-@pytest.mark.parametrize("compress", [FEEDBACK, comm.random_k(0.1), comm.delayed(comm.sign(block=8))])
+@pytest.mark.parametrize(
+    "compress", [FEEDBACK, comm.random_k(0.1), comm.delayed(comm.sign(block=8))]
+)
 def test_an_abstract_mesh_counts_the_bytes_of_a_virtual_one(compress):
     sent = []
     for runtime, device in (("virtual", "cpu"), ("abstract", "meta")):
         mesh = fs.make_mesh(AXES, runtime=runtime)
-        opt = fs.partition_optimizer(fs.optim.sgd(RATE), mesh=mesh, axis="gpu", stage=1, compress={"node": compress})
-        step = fs.train_step(lambda p, x: (x @ p["w"]).square().mean(), opt, mesh=mesh, batch=P(mesh.axis_names))
+        opt = fs.partition_optimizer(
+            fs.optim.sgd(RATE), mesh=mesh, axis="gpu", stage=1, compress={"node": compress}
+        )
+        step = fs.train_step(
+            lambda p, x: (x @ p["w"]).square().mean(), opt, mesh=mesh, batch=P(mesh.axis_names)
+        )
         params = fs.shard_params({"w": torch.zeros(6, 50, device=device)}, P(), mesh=mesh)
         with fs.ledger() as ledger:
             follow(step, params, opt, 2, batch().to(device))

@@ -15,7 +15,10 @@ ROWS, WIDTH = 8, 6
 
 def network():
     torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), *(fs.nn.MoE(WIDTH, 5, experts=4, top_k=2, axis="expert") for _ in range(3))]
+    layers = [
+        nn.Linear(WIDTH, WIDTH),
+        *(fs.nn.MoE(WIDTH, 5, experts=4, top_k=2, axis="expert") for _ in range(3)),
+    ]
     return nn.Sequential(*layers).double()
 
 
@@ -50,27 +53,38 @@ PLUGINS = {
     "stages, zero 3": ({"experts": 2, "pipeline": 2, "microbatches": 2, "zero_stage": 3}, 8),
     "tensor": ({"experts": 2, "tensor": 2, "sample": SAMPLE}, 4),
     "tensor, zero 3": ({"experts": 2, "tensor": 2, "zero_stage": 3, "sample": SAMPLE}, 8),
-    "tensor, stages": ({"experts": 2, "tensor": 2, "pipeline": 2, "microbatches": 2, "sample": SAMPLE[0]}, 8),
+    "tensor, stages": (
+        {"experts": 2, "tensor": 2, "pipeline": 2, "microbatches": 2, "sample": SAMPLE[0]},
+        8,
+    ),
     "tensor without experts": ({"tensor": 2, "sample": SAMPLE}, 4),
 }
 
 
 def mesh_of(options, n):
-    sizes = {"pipe": options.get("pipeline", 1), "expert": options.get("experts", 1), "model": options.get("tensor", 1)}
+    sizes = {
+        "pipe": options.get("pipeline", 1),
+        "expert": options.get("experts", 1),
+        "model": options.get("tensor", 1),
+    }
     sizes = {
         "pipe": sizes["pipe"],
         "data": n // prod(sizes.values()),
         "expert": sizes["expert"],
         "model": sizes["model"],
     }
-    return fs.make_mesh({axis: size for axis, size in sizes.items() if axis in ("pipe", "data") or size > 1})
+    return fs.make_mesh(
+        {axis: size for axis, size in sizes.items() if axis in ("pipe", "data") or size > 1}
+    )
 
 
 def looped(plugin):
     model, losses = network(), []
     booster = fs.Booster(plugin)
     axes = plugin.axes()
-    boosted, opt, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.05), criterion=square)
+    boosted, opt, *_ = booster.boost(
+        model, torch.optim.AdamW(model.parameters(), lr=0.05), criterion=square
+    )
     for step in range(3):
         x, y = (part.chunk(fs.axis_size(axes))[fs.axis_index(axes)] for part in data(step))
         loss = square(boosted(x), y)
@@ -156,6 +170,8 @@ def test_wrong_options_raise():
     with pytest.raises(ValueError, match=r'"expert" of .* must have size 2, got 4'):
         fs.HybridParallelPlugin(experts=2, mesh=fs.make_mesh({"data": 2, "expert": 4}))
     plain = nn.Linear(2, 2)
-    booster = fs.Booster(fs.HybridParallelPlugin(experts=2, mesh=fs.make_mesh({"pipe": 1, "data": 1, "expert": 2})))
+    booster = fs.Booster(
+        fs.HybridParallelPlugin(experts=2, mesh=fs.make_mesh({"pipe": 1, "data": 1, "expert": 2}))
+    )
     with pytest.raises(fs.errors.ModuleError, match="Linear must have layers of experts"):
         booster.init(plain, torch.optim.SGD(plain.parameters(), lr=0.1), square)

@@ -38,7 +38,9 @@ def layer(p, x, *, top_k, capacity, score, axis, batch, skewed, replicated=()):
     if skewed:  # the last expert gets no token, the first many
         logits = torch.cat([logits[:, :1] + 2, logits[:, 1:-1], logits[:, -1:] - 1e3], 1)
     routing = route(logits, top_k, score=score)
-    y, stats = moe(x, routing, p["experts"], axis=axis, batch=batch, replicated=replicated, capacity=capacity)
+    y, stats = moe(
+        x, routing, p["experts"], axis=axis, batch=batch, replicated=replicated, capacity=capacity
+    )
     losses = 0.1 * balance_loss(routing, batch) + 0.01 * z_loss(logits)
     return torch.tanh(x @ p["dense"] + y), losses, stats.load
 
@@ -61,7 +63,11 @@ def data():
 
 def trained(sizes, stage, experts, options, *, steps=3, accumulate=1, **more):
     """Return losses and norms, parameters, and loads after some steps of AdamW with clipping."""
-    mesh, axes, local = fs.make_mesh(sizes), ("data", "expert"), ("expert", *(["model"] if "model" in sizes else []))
+    mesh, axes, local = (
+        fs.make_mesh(sizes),
+        ("data", "expert"),
+        ("expert", *(["model"] if "model" in sizes else [])),
+    )
     within = {"*.experts.*": P(local), "**": P()}
     rules = fs.fsdp(axes, within=within) if stage == 3 else within
     params = fs.shard_params(weights(experts, 2), rules, mesh=mesh)
@@ -115,7 +121,9 @@ SHARDS = st.sampled_from([(1, 0), (2, 0), (4, 0), (1, 2), (1, 4), (2, 1), (2, 2)
 def test_drawn_models_equal_those_of_one_device(data_size, shards, stage, experts, options):
     """A mesh of data, experts and, if its size is not 0, an axis along which devices have the same tokens."""
     expert_size, model_size = shards
-    sizes = {"data": data_size, "expert": expert_size} | ({"model": model_size} if model_size else {})
+    sizes = {"data": data_size, "expert": expert_size} | (
+        {"model": model_size} if model_size else {}
+    )
     numbers, params, loads, sharded = trained(sizes, stage, experts, options)
     expected, expected_params, expected_loads = of_one_device(experts, options)
     torch.testing.assert_close(numbers, expected, rtol=1e-12, atol=1e-12)
@@ -143,12 +151,21 @@ def test_processes_train_the_same(two, stage):
 
 
 @settings(max_examples=24 if THOROUGH else 6, deadline=None)
-@given(st.sampled_from([1, 2]), SHARDS, st.integers(0, 3), st.sampled_from(["gpipe", "1f1b", "zb-h1"]), OPTIONS)
+@given(
+    st.sampled_from([1, 2]),
+    SHARDS,
+    st.integers(0, 3),
+    st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
+    OPTIONS,
+)
 def test_drawn_stages_have_the_gradient_of_one_device(data_size, shards, stage, schedule, options):
     """Two stages of one layer each, without balance losses and capacity, which are not linear in the samples."""
     (expert_size, model_size), options = shards, options | {"capacity": None}
     axes, replicated = ("data", "expert"), ("model",) if model_size else ()
-    mesh = fs.make_mesh({"pipe": 2, "data": data_size, "expert": expert_size} | dict.fromkeys(replicated, model_size))
+    mesh = fs.make_mesh(
+        {"pipe": 2, "data": data_size, "expert": expert_size}
+        | dict.fromkeys(replicated, model_size)
+    )
     plan = fs.pipeline_schedule(schedule, stages=2, microbatches=2)
 
     def stage_fn(p, x):
@@ -177,7 +194,9 @@ def test_drawn_stages_have_the_gradient_of_one_device(data_size, shards, stage, 
         x = layer(p, x, axis=None, batch=(), **options)[0]
     expected = loss(x, data())
     torch.testing.assert_close(value, expected.detach())
-    for g, y in zip(optree.tree_leaves(fs.unshard(grads)), torch.autograd.grad(expected, leaves), strict=True):
+    for g, y in zip(
+        optree.tree_leaves(fs.unshard(grads)), torch.autograd.grad(expected, leaves), strict=True
+    ):
         torch.testing.assert_close(g, y)
 
 
@@ -195,15 +214,24 @@ def test_experts_beside_tensor_parallel_dims():
         return (torch.tanh(rows["x"] @ p["dense"] + y) - rows["y"]).square().mean()
 
     columns = P("expert", None, "model")
-    rules = {"experts.gate": columns, "experts.up": columns, "experts.down": P("expert", "model"), "**": P()}
+    rules = {
+        "experts.gate": columns,
+        "experts.up": columns,
+        "experts.down": P("expert", "model"),
+        "**": P(),
+    }
     params = fs.shard_params(weights(4, 1)[0], rules, mesh=mesh)
-    value, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P(axes), local=("expert", "model"))(params, data())
+    value, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P(axes), local=("expert", "model"))(
+        params, data()
+    )
     p = optree.tree_map(lambda x: x.requires_grad_(), weights(4, 1)[0])
     y, *_ = layer(p, data()["x"], axis=None, batch=(), **options)
     expected = (y - data()["y"]).square().mean()
     torch.testing.assert_close(value, expected.detach())
     for g, y in zip(
-        optree.tree_leaves(fs.unshard(grads)), torch.autograd.grad(expected, optree.tree_leaves(p)), strict=True
+        optree.tree_leaves(fs.unshard(grads)),
+        torch.autograd.grad(expected, optree.tree_leaves(p)),
+        strict=True,
     ):
         torch.testing.assert_close(g, y)
 
@@ -237,9 +265,13 @@ def test_bits_are_equal_in_reproducible_mode():
             return (y - rows["y"]).square().mean()
 
         within = {"*.experts.*": P("expert"), "**": P()}
-        params = fs.shard_params(weights(4, 1), fs.fsdp(axes, within=within) if stage == 3 else within, mesh=mesh)
+        params = fs.shard_params(
+            weights(4, 1), fs.fsdp(axes, within=within) if stage == 3 else within, mesh=mesh
+        )
         opt = fs.partition_optimizer(optim.adamw(0.1), mesh=mesh, axis=axes, stage=stage)
-        step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P(axes), local="expert", reproducible=True)
+        step = fs.train_step(
+            loss_fn, opt, mesh=mesh, batch=P(axes), local="expert", reproducible=True
+        )
         state = opt.init(params)
         for _ in range(2):
             params, state, metrics = step(params, state, data())
@@ -262,7 +294,10 @@ def test_bytes_of_dispatch_are_those_of_rows_that_are_elsewhere():
 
     with fs.ledger() as comm:
         chosen = fs.run(device, mesh=mesh)
-    back = [sum(int((experts // 2 == i).sum()) for j, experts in enumerate(chosen) if j != i) for i in range(n)]
+    back = [
+        sum(int((experts // 2 == i).sum()) for j, experts in enumerate(chosen) if j != i)
+        for i in range(n)
+    ]
     for i, experts in enumerate(chosen):
         there = int((experts // 2 != i).sum())
         assert comm.bytes(i, collective="all_to_all") == (there + back[i]) * width * 4
@@ -272,7 +307,12 @@ def test_an_abstract_mesh_expects_balanced_rows():
     mesh = fs.make_mesh({"expert": 4}, runtime="abstract")
     with fs.ledger() as comm:
         (y,) = fs.run(
-            lambda: moe(torch.empty(8, 6), route(torch.empty(8, 8), 2), lambda rows, counts: rows, axis="expert")[0],
+            lambda: moe(
+                torch.empty(8, 6),
+                route(torch.empty(8, 8), 2),
+                lambda rows, counts: rows,
+                axis="expert",
+            )[0],
             mesh=mesh,
         )
     assert y.shape == (8, 6) and comm.bytes(collective="all_to_all") == 2 * 12 * 6 * 4
@@ -285,10 +325,16 @@ def test_an_abstract_mesh_expects_balanced_rows():
 def test_groups_and_biases_choose_as_a_loop_does(seed, top_groups):
     draw = torch.Generator().manual_seed(seed)
     logits, bias = torch.randn(5, 6, generator=draw), torch.randn(6, generator=draw)
-    routing = route(logits, 2, score="sigmoid", bias=bias, groups=3, top_groups=top_groups, scale=2.5)
-    for row, experts, given_weights in zip(logits.sigmoid(), routing.experts, routing.weights, strict=True):
+    routing = route(
+        logits, 2, score="sigmoid", bias=bias, groups=3, top_groups=top_groups, scale=2.5
+    )
+    for row, experts, given_weights in zip(
+        logits.sigmoid(), routing.experts, routing.weights, strict=True
+    ):
         choice = (row + bias).tolist()
-        best = sorted(range(3), key=lambda group: -sum(choice[2 * group : 2 * group + 2]))[:top_groups]
+        best = sorted(range(3), key=lambda group: -sum(choice[2 * group : 2 * group + 2]))[
+            :top_groups
+        ]
         legal = [expert for expert in range(6) if expert // 2 in best]
         assert experts.tolist() == sorted(legal, key=lambda expert: -choice[expert])[:2]
         chosen = row[experts]
@@ -316,7 +362,8 @@ def test_a_module_in_a_step_and_alone():
     """The layer of a network, functionalized; the shared network is dense."""
     torch.manual_seed(0)
     network = torch.nn.Sequential(
-        torch.nn.Linear(4, 6), fs.nn.MoE(6, 5, experts=4, top_k=2, shared=3, axis="expert", batch=("data", "expert"))
+        torch.nn.Linear(4, 6),
+        fs.nn.MoE(6, 5, experts=4, top_k=2, shared=3, axis="expert", batch=("data", "expert")),
     ).double()
     apply, params, buffers = fs.functionalize(network)
     mesh, axes = fs.make_mesh({"data": 2, "expert": 2}), ("data", "expert")
@@ -325,7 +372,9 @@ def test_a_module_in_a_step_and_alone():
     def loss_fn(params, x):
         return apply(params, buffers, x)[0].square().mean()
 
-    loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P(axes), local="expert")(sharded, data()["x"])
+    loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P(axes), local="expert")(
+        sharded, data()["x"]
+    )
     expected = network(data()["x"]).square().mean()
     torch.testing.assert_close(loss, expected.detach())
     for name, g in zip(params, torch.autograd.grad(expected, [*network.parameters()]), strict=True):
@@ -345,13 +394,17 @@ def test_invalid_arguments_raise(change, text):
     options = {"top_k": 2, "capacity": None, "score": "softmax", "skewed": False, **change}
     mesh = fs.make_mesh({"expert": 3})
     with pytest.raises(ValueError, match=text):
-        fs.run(lambda: layer(weights(4, 1)[0], data()["x"], axis="expert", batch="expert", **options), mesh=mesh)
+        fs.run(
+            lambda: layer(weights(4, 1)[0], data()["x"], axis="expert", batch="expert", **options),
+            mesh=mesh,
+        )
 
 
 def test_weights_that_are_not_sharded_raise():
     options = {"top_k": 2, "capacity": None, "score": "softmax", "skewed": False}
     with pytest.raises(
-        ValueError, match="must have the 2 experts of a device in dim 0; gate has 4, up has 4, down has 4"
+        ValueError,
+        match="must have the 2 experts of a device in dim 0; gate has 4, up has 4, down has 4",
     ):
         fs.run(
             lambda: layer(weights(4, 1)[0], data()["x"], axis="expert", batch="expert", **options),

@@ -26,7 +26,12 @@ MODELS = {
     ),
     "qwen3 moe": lambda: transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(
-            **COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, head_dim=8, norm_topk_prob=True
+            **COMMON,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=12,
+            head_dim=8,
+            norm_topk_prob=True,
         )
     ),
     "deepseek v3": lambda: transformers.DeepseekV3ForCausalLM(
@@ -91,18 +96,24 @@ def test_models_of_transformers_train_with_experts_on_an_axis(name, layout):
     if "model" in sizes:
         sample = {"input_ids": ids(), "labels": ids()}
         tokens = "seq" if "seq" in sizes else None
-        plan = fs.tensor_parallel(model, axis="model", experts=experts, sequence=tokens, sample=sample)
+        plan = fs.tensor_parallel(
+            model, axis="model", experts=experts, sequence=tokens, sample=sample
+        )
         rules, local = plan.rules, (*local, *plan.axes)
     else:
         rules = expert_rules(model, "expert")
     apply, params, buffers = fs.functionalize(model, plan=plan)
-    sharded = fs.shard_params(params, fs.fsdp(axes, within=rules) if stage == 3 else rules, mesh=mesh)
+    sharded = fs.shard_params(
+        params, fs.fsdp(axes, within=rules) if stage == 3 else rules, mesh=mesh
+    )
 
     def loss_fn(params, rows):
         loss = apply(params, buffers, input_ids=rows, labels=rows)[0].loss
         return loss if plan is None else plan.full(loss)
 
-    opt = fs.partition_optimizer(fs.optim.adamw(1e-2, weight_decay=0.0), mesh=mesh, axis=axes, stage=stage)
+    opt = fs.partition_optimizer(
+        fs.optim.adamw(1e-2, weight_decay=0.0), mesh=mesh, axis=axes, stage=stage
+    )
     options = {"mesh": mesh, "batch": P(axes), "local": local}
     loss, grads = fs.value_and_grad(loss_fn, **options)(sharded, ids())
     reference = model_of(name)
@@ -110,7 +121,9 @@ def test_models_of_transformers_train_with_experts_on_an_axis(name, layout):
     torch.testing.assert_close(loss, expected.detach(), rtol=3e-7, atol=0.0)  # a float32
     by_name = dict(reference.named_parameters())
     used = {key: x for key, x in by_name.items() if grads[key] is not None}
-    for key, g in zip(used, torch.autograd.grad(expected, [*used.values()], retain_graph=True), strict=True):
+    for key, g in zip(
+        used, torch.autograd.grad(expected, [*used.values()], retain_graph=True), strict=True
+    ):
         torch.testing.assert_close(fs.unshard(grads[key]), g, rtol=1e-6, atol=1e-7)
 
     step, state = fs.train_step(loss_fn, opt, **options), opt.init(sharded)
@@ -121,9 +134,13 @@ def test_models_of_transformers_train_with_experts_on_an_axis(name, layout):
         reference(input_ids=ids(), labels=ids()).loss.backward()
         theirs.step()
     for key in used:
-        torch.testing.assert_close(fs.unshard(sharded[key]), by_name[key].detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            fs.unshard(sharded[key]), by_name[key].detach(), rtol=1e-5, atol=1e-5
+        )
     wanted = {"{flat:data}"} if stage == 3 and "data" in sizes else {""}
-    suffixes = {str(fs.typeof(x)).partition("]")[2] for key, x in sharded.items() if ".experts." in key}
+    suffixes = {
+        str(fs.typeof(x)).partition("]")[2] for key, x in sharded.items() if ".experts." in key
+    }
     assert suffixes == wanted
 
 
@@ -136,7 +153,9 @@ def test_outside_of_a_mesh_a_model_computes_as_before():
 def test_a_model_without_experts_raises():
     for experts_of in (
         expert_rules,
-        lambda model, axis: fs.tensor_parallel(model, axis="m", experts=axis, sample=torch.ones(2, 2)),
+        lambda model, axis: fs.tensor_parallel(
+            model, axis="m", experts=axis, sample=torch.ones(2, 2)
+        ),
     ):
         with pytest.raises(fs.errors.ModuleError, match="Linear must have layers of experts"):
             experts_of(torch.nn.Linear(2, 2), "expert")
@@ -150,15 +169,22 @@ def test_checkpoints_of_experts_fit_other_meshes_and_from_pretrained(name, tmp_p
     rules = expert_rules(model, "expert")
     _, params, buffers = fs.functionalize(model)
     mesh = fs.make_mesh({"data": 2, "expert": 2})
-    fs.save(tmp_path / "own", fs.shard_params(params, fs.fsdp(("data", "expert"), within=rules), mesh=mesh))
+    fs.save(
+        tmp_path / "own",
+        fs.shard_params(params, fs.fsdp(("data", "expert"), within=rules), mesh=mesh),
+    )
     plan = fs.tensor_parallel(model, axis="model", experts="expert", sample=sample)
-    restored = fs.restore(tmp_path / "own", plan.rules, mesh=fs.make_mesh({"expert": 2, "model": 2}))
+    restored = fs.restore(
+        tmp_path / "own", plan.rules, mesh=fs.make_mesh({"expert": 2, "model": 2})
+    )
     path = next(path for path in restored if path.endswith("experts.down_proj"))
     assert "[4@expert+model, " in str(fs.typeof(restored[path]))
     for key, x in params.items():
         assert torch.equal(fs.unshard(restored[key]), x)
     fs.export(
-        tmp_path / "hf", {**restored, **{key: x for key, x in buffers.items() if key in model.state_dict()}}, to="hf"
+        tmp_path / "hf",
+        {**restored, **{key: x for key, x in buffers.items() if key in model.state_dict()}},
+        to="hf",
     )
     model.config.save_pretrained(tmp_path / "hf")
     again = type(model).from_pretrained(tmp_path / "hf", dtype=torch.float64)

@@ -30,10 +30,16 @@ def layouts(draw, flat=None):
     """Return a layout on a mesh of up to 27 devices, and a shape that lies like it; all of it is drawn."""
     names = draw(st.lists(st.sampled_from(AXES), min_size=1, unique=True))
     mesh = fs.make_mesh({name: draw(st.integers(1, 3)) for name in names}, runtime="abstract")
-    places = {name: draw(st.sampled_from(["cut", "copied", "unreduced", "placed"])) for name in names}
+    places = {
+        name: draw(st.sampled_from(["cut", "copied", "unreduced", "placed"])) for name in names
+    }
     cutting = draw(st.permutations([name for name in names if places[name] == "cut"]))
     unreduced = tuple(name for name in names if places[name] == "unreduced")
-    on = {name: draw(st.integers(0, mesh.shape[name] - 1)) for name in names if places[name] == "placed"}
+    on = {
+        name: draw(st.integers(0, mesh.shape[name] - 1))
+        for name in names
+        if places[name] == "placed"
+    }
     assume(prod(mesh.shape[name] for name in on) <= 8)
     if cutting and (draw(st.booleans()) if flat is None else flat):
         assume(prod(mesh.shape[name] for name in cutting) <= 8)
@@ -78,7 +84,10 @@ def test_grid_summands_differ_along_unreduced_axes_only(case):
     for cell in grid_of(layout, shape).cells:
         for copy in cell.holders():
             at = [layout.mesh.coordinates(device) for device in copy]
-            kept = [{name: place for name, place in one.items() if name not in layout.spec.unreduced} for one in at]
+            kept = [
+                {name: place for name, place in one.items() if name not in layout.spec.unreduced}
+                for one in at
+            ]
             assert len(copy) == summands and all(one == kept[0] for one in kept)
 
 
@@ -307,7 +316,10 @@ def test_picture_is_equal_on_all_runtimes(runtime):
     x = fs.device_put(torch.ones(4, 4), fs.Layout(mesh, P("model")))
     alone = fs.Sharded(x.shape, x.layout, x.shards[:1])  # as on a process mesh
     processes = fs.Layout(Mesh(mesh.axes, "process", "cpu"), P("model"))
-    texts = [str(one).split("\n", 1)[1] for one in (picture(x), picture(alone), picture((4, 4), layout=processes))]
+    texts = [
+        str(one).split("\n", 1)[1]
+        for one in (picture(x), picture(alone), picture((4, 4), layout=processes))
+    ]
     assert texts[0] == texts[1] == texts[2]
 
 
@@ -332,7 +344,9 @@ def test_visualize_prints_on_the_first_device_only(capsys):
     mesh = fs.make_mesh({"data": 4})
     fs.run(main, mesh=mesh)
     assert capsys.readouterr().out.count("f32[4@data]") == 1
-    fs.shard_map(lambda x: visualize([x]) or x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(torch.ones(4))
+    fs.shard_map(lambda x: visualize([x]) or x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(
+        torch.ones(4)
+    )
     assert capsys.readouterr().out.count("f32[1]") == 1
 
 

@@ -50,9 +50,17 @@ def staged():
     weights = [[torch.empty(8, 8, device=meta)] for _ in range(2)]
     params = fs.shard_stages(weights, fs.fsdp("data"), mesh=mesh, schedule=schedule)
     opt = fs.partition_optimizer(optim.adamw(0.1), mesh=mesh, axis="data", stage=3)
-    options = {"mesh": mesh, "batch": P("data"), "schedule": schedule, "loss": lambda y, x: y.sum(), "donate": True}
+    options = {
+        "mesh": mesh,
+        "batch": P("data"),
+        "schedule": schedule,
+        "loss": lambda y, x: y.sum(),
+        "donate": True,
+    }
     step = fs.train_step([lambda params, x: torch.tanh(x @ params[0])] * 2, opt, **options)
-    return cost(step, params, opt.init(params), torch.empty(12, 8, device=meta), cluster=cluster("h100"))
+    return cost(
+        step, params, opt.init(params), torch.empty(12, 8, device=meta), cluster=cluster("h100")
+    )
 
 
 REPORTS = {"stage 3": zero, "stage 1": lambda: zero(1), "stages": staged}
@@ -70,12 +78,23 @@ def test_numbers_are_those_of_the_report(name, limit, monkeypatch):
     for shown, device in zip(plan["devices"], report.devices.values(), strict=True):
         operations = device.operations
         for lane in (0, shown["lanes"].index("compute")):  # units, and their operations
-            sums = [sum(event[key] for event in shown["events"] if event[LANE] == lane) for key in range(CALLS + 1)]
+            sums = [
+                sum(event[key] for event in shown["events"] if event[LANE] == lane)
+                for key in range(CALLS + 1)
+            ]
             assert sums[SECONDS] == pytest.approx(device.times.compute)
             assert (sums[FLOPS], sums[CALLS]) == (sum(x.flops for x in operations), len(operations))
-        sent = sum(event.sent for event in device.events if isinstance(event, CollectiveStart | MessageSend))
-        assert sum(event[BYTES] for event in shown["events"] if event[ROW] >= 0) == pytest.approx(sent)
-        assert max(sum(sample[1:]) for sample in shown["memory"]) == max(sum(x.memory) for x in operations)
+        sent = sum(
+            event.sent
+            for event in device.events
+            if isinstance(event, CollectiveStart | MessageSend)
+        )
+        assert sum(event[BYTES] for event in shown["events"] if event[ROW] >= 0) == pytest.approx(
+            sent
+        )
+        assert max(sum(sample[1:]) for sample in shown["memory"]) == max(
+            sum(x.memory) for x in operations
+        )
         assert shown["peak"] == device.used.peak()
 
 
@@ -84,7 +103,9 @@ def test_shards_are_those_of_the_layouts(name):
     report = REPORTS[name]()
     mesh, (plan,) = report.mesh, document(report)["plans"]
     arrays = [x for tree in report.arguments for x in flatten(tree)[0] if isinstance(x, fs.Sharded)]
-    for leaf, x in zip([leaf for leaf in plan["leaves"] if leaf["layout"] >= 0], arrays, strict=True):
+    for leaf, x in zip(
+        [leaf for leaf in plan["leaves"] if leaf["layout"] >= 0], arrays, strict=True
+    ):
         row = plan["layouts"][leaf["layout"]]
         local = [shape for count, shape in row["shapes"] for _ in range(count)]
         for device in range(mesh.size):
@@ -99,8 +120,13 @@ def test_shards_are_those_of_the_layouts(name):
 def test_units_are_used_after_their_all_gather():
     """Prefetched units are marked ahead of their use."""
     (plan,) = document(zero())["plans"]
-    gather = next(number for number, row in enumerate(plan["rows"]) if row["collective"] == "all_gather")
-    units = [(event[LANE], event[ROW], plan["names"][event[UNIT]]) for event in plan["devices"][0]["events"]]
+    gather = next(
+        number for number, row in enumerate(plan["rows"]) if row["collective"] == "all_gather"
+    )
+    units = [
+        (event[LANE], event[ROW], plan["names"][event[UNIT]])
+        for event in plan["devices"][0]["events"]
+    ]
     assert [unit for lane, _, unit in units if lane == 0] == ["begin", "0", "1", "2", "update"]
     assert [unit for _, row, unit in units if row == gather] == ["0", "1", "2"]
 
@@ -118,7 +144,9 @@ def test_visualize_shows_the_page_in_a_notebook(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     fs.visualize(zero())
     assert shown[0]["text/plain"] == str(zero())
-    assert unescape(re.search(r'srcdoc="(.*?)"', shown[0]["text/html"], re.DOTALL)[1]) == page(zero())
+    assert unescape(re.search(r'srcdoc="(.*?)"', shown[0]["text/html"], re.DOTALL)[1]) == page(
+        zero()
+    )
 
 
 CLICKS = """<script>{
@@ -135,9 +163,19 @@ document.body.innerHTML = `<pre>${JSON.stringify(notes.map((x) => encodeURICompo
 
 def shown_by(text, script, tmp_path):
     """Return what a script notes in a browser, and the milliseconds of the first drawing."""
-    (path := tmp_path / "page.html").write_text(text.replace("</body>", CLICKS % script), encoding="utf-8")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1300,900", "--dump-dom"]
-    dom = subprocess.run([BROWSER, *options, path.as_uri()], capture_output=True, text=True, check=True).stdout
+    (path := tmp_path / "page.html").write_text(
+        text.replace("</body>", CLICKS % script), encoding="utf-8"
+    )
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1300,900",
+        "--dump-dom",
+    ]
+    dom = subprocess.run(
+        [BROWSER, *options, path.as_uri()], capture_output=True, text=True, check=True
+    ).stdout
     notes = json.loads(re.findall(r"<pre>(.*?)</pre>", dom)[-1])
     return [unquote(note) for note in notes], int(re.search(r'data-drawn="(\d+)"', dom)[1])
 

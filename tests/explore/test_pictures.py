@@ -17,7 +17,12 @@ from fshard.explore.palette import _FILLS, INK, MUTED
 from fshard.explore.picture import picture
 
 ROOT = Path(__file__).parents[2]
-NOTEBOOKS = {"01_meshes_and_layouts": 10, "02_zero_is_a_table": 4, "03_pipelines": 6, "05_tensor_parallelism": 10}
+NOTEBOOKS = {
+    "01_meshes_and_layouts": 10,
+    "02_zero_is_a_table": 4,
+    "03_pipelines": 6,
+    "05_tensor_parallelism": 10,
+}
 """Notebooks with pictures, and how many at least."""
 SVG = "{http://www.w3.org/2000/svg}"
 LETTER = 7.3
@@ -48,7 +53,11 @@ def check_svg(svg):
     """Check that a picture is sized, shrinks to its column, and that nothing leaves its box."""
     left, top, width, height = map(float, svg.get("viewBox").split())
     assert (float(svg.get("width")), float(svg.get("height"))) == (width, height)
-    assert 20 < width < 4000 and 20 < height < 4000 and svg.get("style") == "max-width:100%;height:auto"
+    assert (
+        20 < width < 4000
+        and 20 < height < 4000
+        and svg.get("style") == "max-width:100%;height:auto"
+    )
     for a, b, c, d in extents(svg):
         assert left - 1 <= a <= c <= left + width + 1 and top - 1 <= b <= d <= top + height + 1
 
@@ -56,7 +65,11 @@ def check_svg(svg):
 @pytest.mark.parametrize(("name", "least"), NOTEBOOKS.items())
 def test_stored_notebook_pictures_are_sized_without_overflow(name, least):
     cells = json.loads((ROOT / f"notebooks/{name}.ipynb").read_text(encoding="utf-8"))["cells"]
-    outputs = [output.get("data", {}).get("text/html", "") for cell in cells for output in cell.get("outputs", [])]
+    outputs = [
+        output.get("data", {}).get("text/html", "")
+        for cell in cells
+        for output in cell.get("outputs", [])
+    ]
     pictures = [svg for html in outputs for svg in svgs("".join(html))]
     assert len(pictures) >= least
     for svg in pictures:
@@ -114,7 +127,9 @@ def mixed(front, back, opacity):
     return "#" + "".join(f"{round(opacity * a + (1 - opacity) * b):02x}" for a, b in pairs)
 
 
-@pytest.mark.parametrize(("page", "text"), [("#ffffff", "#000000"), ("#111111", "#ffffff")], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    ("page", "text"), [("#ffffff", "#000000"), ("#111111", "#ffffff")], ids=["light", "dark"]
+)
 def test_words_have_contrast_on_light_and_dark_pages(page, text):
     """Jupyter's text has an opacity of 0.87, of which words beside the cells have three quarters."""
     assert contrast(mixed(text, page, 0.87 * MUTED), page) > 4.5
@@ -126,7 +141,9 @@ def test_words_outside_of_cells_have_the_colour_of_the_page():
     for shown, (svg,) in ((x, svgs(x._repr_html_())) for x in (wide(P("a"), a=2), schedule)):
         colours = {element.get("fill") for element in svg.iter(f"{SVG}text")}
         assert colours == {"currentColor", INK}, shown
-        assert not any(element.get("fill-opacity") for element in svg.iter(f"{SVG}rect"))  # a dark page shone through
+        assert not any(
+            element.get("fill-opacity") for element in svg.iter(f"{SVG}rect")
+        )  # a dark page shone through
 
 
 # -- what is shown ------------------------------------------------------------------------------------------------
@@ -157,7 +174,9 @@ def test_bare_sharded_and_mesh_are_pictures_in_notebooks(monkeypatch):
 
 
 def test_register_outside_of_notebooks_does_nothing(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    monkeypatch.setitem(
+        __import__("sys").modules, "IPython", SimpleNamespace(get_ipython=lambda: None)
+    )
     notebook.register()
 
 
@@ -167,8 +186,15 @@ def test_tree_of_stages_totals_the_fullest_device():
     def at(stage, shape):
         return fs.device_put(torch.ones(shape), fs.Layout(mesh, P("data", at={"pipe": stage})))
 
-    tree = {"a": at(0, 8), "b": at(0, 4), "c": at(1, 10), "d": fs.device_put(torch.ones(2), fs.Layout(mesh, P()))}
-    assert str(picture(tree)).startswith("dict, in all 96 B, 32 B per device")  # 8 and 4 of 2 devices, and 2
+    tree = {
+        "a": at(0, 8),
+        "b": at(0, 4),
+        "c": at(1, 10),
+        "d": fs.device_put(torch.ones(2), fs.Layout(mesh, P())),
+    }
+    assert str(picture(tree)).startswith(
+        "dict, in all 96 B, 32 B per device"
+    )  # 8 and 4 of 2 devices, and 2
 
 
 def test_shard_stages_tree_totals_the_fullest_device():
@@ -180,10 +206,14 @@ def test_shard_stages_tree_totals_the_fullest_device():
 
 
 def test_tree_of_dotted_names_folds_into_blocks():
-    blocks = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2, 2) for _ in range(12)), "head": nn.Linear(2, 1)})
+    blocks = nn.ModuleDict(
+        {"blocks": nn.ModuleList(nn.Linear(2, 2) for _ in range(12)), "head": nn.Linear(2, 1)}
+    )
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params(dict(blocks.named_parameters()), fs.fsdp("data"), mesh=mesh)
-    names = [line.strip("│├└─ \u00a0").split("  ")[0] for line in str(picture(params)).split("\n")[1:]]
+    names = [
+        line.strip("│├└─ \u00a0").split("  ")[0] for line in str(picture(params)).split("\n")[1:]
+    ]
     assert names == ["blocks", "[0..11] 12 x", "bias", "weight", "head", "bias", "weight"]
 
 

@@ -38,7 +38,12 @@ from fshard.testing.processes import run_processes
     ],
 )  # fmt: skip
 def test_run_becomes_a_command_line_of_torchrun(given, expected):
-    assert command(given.split()) == [sys.executable, "-m", "torch.distributed.run", *expected.split()]
+    assert command(given.split()) == [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *expected.split(),
+    ]
 
 
 def test_run_without_options_starts_a_process_per_gpu_or_two(monkeypatch):
@@ -75,7 +80,10 @@ def test_doctor_examines_processes_that_it_starts(capsys):
     assert main(["doctor", "--device", "cpu", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     transport = told["processes"][0]["transport"]
-    assert told["well"] and told["sentence"] == f"All well: 2 processes over {transport}, 11 collectives right."
+    assert (
+        told["well"]
+        and told["sentence"] == f"All well: 2 processes over {transport}, 11 collectives right."
+    )
     assert [one["rank"] for one in told["processes"]] == [0, 1]
     for one in told["processes"]:
         assert [trial["collective"] for trial in one["trials"]] == list(ORACLES)
@@ -91,7 +99,9 @@ def doctored(*words):
 
 
 def test_doctor_under_a_launcher_examines_its_processes():
-    (status, said), (other, silence) = run_processes(doctored, 2, environment={"FSHARD_DIRECT": "0"}, timeout=100)
+    (status, said), (other, silence) = run_processes(
+        doctored, 2, environment={"FSHARD_DIRECT": "0"}, timeout=100
+    )
     assert status == other == 0 and silence == ""
     lines = [line.rstrip() for line in said.splitlines()]
     for heading in ("Machine", "Processes", "Speed", "Collectives", "Verdict"):
@@ -115,10 +125,14 @@ def test_doctor_measures_transfers_to_a_disk(capsys, request, monkeypatch):
     assert main(["doctor", "--device", "cpu", "--processes", "1"]) == 0
     row = r"^  (host to disk|disk to host)  64 MiB (\d+\.\d\d) GiB/s *$"
     rates = dict(re.findall(row, capsys.readouterr().out, re.MULTILINE))
-    assert [*rates] == ["host to disk", "disk to host"] and all(0 < float(rate) < 100 for rate in rates.values())
+    assert [*rates] == ["host to disk", "disk to host"] and all(
+        0 < float(rate) < 100 for rate in rates.values()
+    )
     monkeypatch.setenv("FSHARD_DISK", "/proc")
     assert main(["doctor", "--device", "cpu", "--processes", "1"]) == 1
-    assert "DiskError: FSHARD_DISK=/proc must be a writable folder" in " ".join(capsys.readouterr().out.split())
+    assert "DiskError: FSHARD_DISK=/proc must be a writable folder" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def doctored_where_sums_are_wrong():
@@ -138,7 +152,10 @@ def test_doctor_finds_a_wrong_collective():
     (status, said), (other, _) = run_processes(doctored_where_sums_are_wrong, 2, timeout=100)
     told = json.loads(said)
     assert status == other == 1 and not told["well"]
-    assert told["sentence"].startswith("Not well: psum wrong in ") and "values differ, first" in told["sentence"]
+    assert (
+        told["sentence"].startswith("Not well: psum wrong in ")
+        and "values differ, first" in told["sentence"]
+    )
     assert "FSHARD_DIRECT=0" in told["advice"][0] or told["processes"][0]["transport"] == "gloo"
     for one in told["processes"]:
         assert [trial["collective"] for trial in one["trials"] if trial["complaints"]] == ["psum"]
@@ -151,18 +168,33 @@ def findings(rank, **changes):
 
 def test_doctor_verdict_names_causes_and_fixes():
     here = replace(machine(), processors=64)
-    assert judge([findings(0, machine=here)]).sentence == "All well: 1 process, 2 collectives right."
+    assert (
+        judge([findings(0, machine=here)]).sentence == "All well: 1 process, 2 collectives right."
+    )
     apart = [findings(rank, machine=replace(here, host=f"n{rank}", gpus=())) for rank in range(2)]
-    assert judge(apart).sentence == "All well: 2 processes over gloo, 2 collectives right." and not judge(apart).advice
+    assert (
+        judge(apart).sentence == "All well: 2 processes over gloo, 2 collectives right."
+        and not judge(apart).advice
+    )
     older = [*apart, findings(2, machine=replace(here, torch="2.11.0"))]
-    assert "different versions" in judge(older).sentence and "process 2 has Python" in judge(older).sentence
+    assert (
+        "different versions" in judge(older).sentence
+        and "process 2 has Python" in judge(older).sentence
+    )
     broken = findings(
-        1, trials=(Trial("psum", 3), Trial("send_recv", 4, ("off", "off"))), transport="nccl", device="cuda"
+        1,
+        trials=(Trial("psum", 3), Trial("send_recv", 4, ("off", "off"))),
+        transport="nccl",
+        device="cuda",
     )
     verdict = judge([findings(0, transport="nccl", device="cuda"), broken])
-    assert verdict.sentence == "Not well: send_recv wrong in 2 of 8 results, off." and "NCCL_P2P" in verdict.advice[0]
+    assert (
+        verdict.sentence == "Not well: send_recv wrong in 2 of 8 results, off."
+        and "NCCL_P2P" in verdict.advice[0]
+    )
     crowd = [
-        findings(rank, machine=replace(here, processors=2, gpus=("H100",)), transport="direct") for rank in range(4)
+        findings(rank, machine=replace(here, processors=2, gpus=("H100",)), transport="direct")
+        for rank in range(4)
     ]
     assert "4 processes share 2 processors" in judge(crowd).advice[0]
 
@@ -182,6 +214,8 @@ print(sum(len(trial.complaints) for trial in check_collectives(fs.make_mesh({"da
 
 
 def test_doctor_imports_without_test_packages():
-    done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", BARE], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stdout == "0\n", done.stderr
     assert os.environ.get("RANK") is None

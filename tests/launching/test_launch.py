@@ -24,11 +24,16 @@ from tests.ended import gone
 
 def total(scale, add=0.0):
     mesh = fs.make_mesh({"data": fs.mesh.process_count()})
-    return fs.run(lambda: fs.psum(torch.tensor(scale), "data") + add, mesh=mesh)[0].item(), fs.mesh.process_index()
+    return fs.run(lambda: fs.psum(torch.tensor(scale), "data") + add, mesh=mesh)[
+        0
+    ].item(), fs.mesh.process_index()
 
 
 def test_launch_returns_results_in_rank_order():
-    fs.run(lambda: fs.psum(torch.randn(200, 200) @ torch.randn(200, 200), "data"), mesh=fs.make_mesh({"data": 4}))
+    fs.run(
+        lambda: fs.psum(torch.randn(200, 200) @ torch.randn(200, 200), "data"),
+        mesh=fs.make_mesh({"data": 4}),
+    )
     assert fs.launch(total, 0.5, processes=3, add=1.0) == [(2.5, 0), (2.5, 1), (2.5, 2)]
     assert fs.launch(total, 0.5, processes=1, device="cpu") == [(0.5, 0)]
     assert fs.make_mesh({"data": 4}).runtime == "virtual"
@@ -36,7 +41,11 @@ def test_launch_returns_results_in_rank_order():
 
 def addresses_of_store():
     """Return the local addresses that listen on the port of the store."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]
+    ]
     places = [row[1].split(":") for row in rows if row[3] == "0A"]
     return [address for address, port in places if int(port, 16) == int(os.environ["MASTER_PORT"])]
 
@@ -62,12 +71,16 @@ def test_launch_pickles_closures_and_classes_by_value():
     with pytest.raises(Unheard, match="of") as error:
         fs.launch(scaled, None, processes=2)
     assert "in scaled\n    raise Unheard" in error.value.__notes__[0]
-    assert fs.launch(lambda: os.environ["OMP_NUM_THREADS"], processes=1) == [os.environ.get("OMP_NUM_THREADS", "1")]
+    assert fs.launch(lambda: os.environ["OMP_NUM_THREADS"], processes=1) == [
+        os.environ.get("OMP_NUM_THREADS", "1")
+    ]
 
 
 def test_launch_without_cloudpickle_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ImportError, match=r"<lambda>.* Install cloudpickle \(pip install cloudpickle"):
+    with pytest.raises(
+        ImportError, match=r"<lambda>.* Install cloudpickle \(pip install cloudpickle"
+    ):
         fs.launch(lambda: None, processes=2)
     assert fs.launch(os.getenv, "RANK", processes=2) == ["0", "1"]
 
@@ -115,7 +128,9 @@ def test_launch_output_has_unbroken_lines(capsys):
     said, alas = capsys.readouterr()
     lines = [line for line in said.splitlines() if not line.startswith("long")]
     for index in range(2):
-        assert [line for line in lines if line.startswith(str(index))] == [f"{index} writes {n}" for n in range(50)]
+        assert [line for line in lines if line.startswith(str(index))] == [
+            f"{index} writes {n}" for n in range(50)
+        ]
     assert lines.count("from below") == lines.count("from a child") == 2 and len(lines) == 104
     assert said.count("long ") == 200_000
     assert alas == "alas\nalas\n"
@@ -144,8 +159,14 @@ def nested():
 
 
 MISUSE = {
-    "processes": (lambda: fs.launch(nested, processes=2), r"this is process \d of 2 .* make the mesh here.*__main__"),
-    "devices": (lambda: fs.run(nested, mesh=fs.make_mesh({"data": 2})), "this code runs on a device of a mesh"),
+    "processes": (
+        lambda: fs.launch(nested, processes=2),
+        r"this is process \d of 2 .* make the mesh here.*__main__",
+    ),
+    "devices": (
+        lambda: fs.run(nested, mesh=fs.make_mesh({"data": 2})),
+        "this code runs on a device of a mesh",
+    ),
     "arguments": (
         lambda: fs.launch(3, processes=0, device="tpu", timeout=-1),
         "fn must be a function; got 3; processes must be an integer >= 1; got 0; device must be .*tpu'; timeout must .* -1.",
@@ -199,12 +220,21 @@ ENDS = (signal.SIGINT, signal.SIGKILL)
 def test_launch_processes_end_with_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    temporary = tempfile.mkdtemp()  # short: it has sockets, whose paths are limited to 107 characters
-    command, pipes = [sys.executable, script], {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    temporary = (
+        tempfile.mkdtemp()
+    )  # short: it has sockets, whose paths are limited to 107 characters
+    command, pipes = (
+        [sys.executable, script],
+        {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL},
+    )
     pipes["env"] = {**os.environ, "TMPDIR": temporary}
     with ExitStack() as stack:
-        programs = [stack.enter_context(subprocess.Popen(command, text=True, **pipes)) for _ in ENDS]
-        stack.callback(lambda: [program.kill() for program in programs])  # before they are waited for
+        programs = [
+            stack.enter_context(subprocess.Popen(command, text=True, **pipes)) for _ in ENDS
+        ]
+        stack.callback(
+            lambda: [program.kill() for program in programs]
+        )  # before they are waited for
         said = [list(islice(program.stdout, 6)) for program in programs]
         for program, how in zip(programs, ENDS, strict=True):
             program.send_signal(how)

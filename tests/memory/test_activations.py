@@ -35,7 +35,9 @@ def trained(policy=None, *, n=2, stage=3, microbatches=1, runtime=None, limit=No
             x = (block if policy is None else fs.remat(block, policy))(w, x)
         return x.square().mean()
 
-    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True, accumulate=microbatches)
+    step = fs.train_step(
+        loss_fn, opt, mesh=mesh, batch=P("data"), donate=True, accumulate=microbatches
+    )
     state, batch = opt.init(params), torch.randn(ROWS, WIDTH, generator=draw)
     params, state, _ = step(params, state, batch)
     with fs.memory.limit(device=limit) as used, fs.ledger() as comm:
@@ -46,8 +48,12 @@ def trained(policy=None, *, n=2, stage=3, microbatches=1, runtime=None, limit=No
 @settings(max_examples=15, deadline=None)
 @given(names, names, st.sampled_from([1, 2, 4]), st.integers(0, 3), st.integers(1, 2))
 def test_bits_and_bytes_of_drawn_names(kept, offloaded, n, stage, microbatches):
-    result, comm, _ = trained(save_names(*kept, offload=offloaded), n=n, stage=stage, microbatches=microbatches)
-    expected, *_ = trained(save_names(*kept, *offloaded), n=n, stage=stage, microbatches=microbatches)
+    result, comm, _ = trained(
+        save_names(*kept, offload=offloaded), n=n, stage=stage, microbatches=microbatches
+    )
+    expected, *_ = trained(
+        save_names(*kept, *offloaded), n=n, stage=stage, microbatches=microbatches
+    )
     assert all(map(torch.equal, result, expected))
     size = 4 * ROWS // n * WIDTH * LAYERS * len(offloaded)  # all microbatches together
     assert comm.moved("device", "host") == comm.moved("host", "device") == size
@@ -60,7 +66,9 @@ def test_peaks_are_lower_by_what_is_on_the_host(runtime):
     _, comm, used = trained(save_names(*NAMES, offload=NAMES), n=2, runtime=runtime)
     size = 4 * ROWS // 2 * WIDTH
     assert used.peak("host", "activations") == used.peak("host") == 2 * LAYERS * size
-    assert kept.peak() - used.peak() >= (2 * LAYERS - 6) * size  # two are leaving, and three are back
+    assert (
+        kept.peak() - used.peak() >= (2 * LAYERS - 6) * size
+    )  # two are leaving, and three are back
     assert comm.moved("device", "host") == 2 * LAYERS * size
     trained(save_names(*NAMES, offload=NAMES), n=2, runtime=runtime, limit=used.peak())
     with pytest.raises(fs.errors.MemoryLimitError):
@@ -98,28 +106,46 @@ def test_copies_end_with_their_graph():
     policy = save_names(offload=NAMES)
     w = torch.randn(WIDTH, WIDTH).requires_grad_()
     with fs.memory.limit() as used:
-        y = fs.run(lambda: fs.remat(block, policy)(w, torch.ones(3, WIDTH)).sum(), mesh=fs.make_mesh({"data": 1}))
+        y = fs.run(
+            lambda: fs.remat(block, policy)(w, torch.ones(3, WIDTH)).sum(),
+            mesh=fs.make_mesh({"data": 1}),
+        )
         assert used.now("host") == 2 * 4 * 3 * WIDTH
         del y
         with torch.no_grad():
-            fs.run(lambda: fs.remat(block, policy)(w, torch.ones(3, WIDTH)), mesh=fs.make_mesh({"data": 1}))
+            fs.run(
+                lambda: fs.remat(block, policy)(w, torch.ones(3, WIDTH)),
+                mesh=fs.make_mesh({"data": 1}),
+            )
         gc.collect()
         assert used.now("host") == 0
 
 
 def test_in_stages():
-    mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
-    stages = [torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    mesh, schedule = (
+        fs.make_mesh({"pipe": 2, "data": 2}),
+        fs.pipeline_schedule("1f1b", stages=2, microbatches=4),
+    )
+    stages = [
+        torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(2)
+    ]
 
     def gradient(policy):
         functions = [lambda w, x: fs.remat(block, policy)(w, x)] * 2
         run = fs.value_and_grad(
-            functions, mesh=mesh, batch=P("data"), schedule=schedule, loss=lambda y, x: y.square().mean()
+            functions,
+            mesh=mesh,
+            batch=P("data"),
+            schedule=schedule,
+            loss=lambda y, x: y.square().mean(),
         )
         params = fs.shard_stages(stages, mesh=mesh, schedule=schedule)
         with fs.ledger() as comm:
             _, grads = run(params, torch.ones(ROWS, WIDTH))
         return fs.unshard(grads), comm.moved("device", "host")
 
-    (result, moved), (expected, _) = gradient(save_names(offload="first")), gradient(save_names("first"))
+    (result, moved), (expected, _) = (
+        gradient(save_names(offload="first")),
+        gradient(save_names("first")),
+    )
     assert all(map(torch.equal, result, expected)) and moved == 4 * ROWS // 2 * WIDTH

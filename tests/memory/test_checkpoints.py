@@ -12,7 +12,15 @@ from fshard import P
 from fshard.mesh.layout import flatten
 from tests.booster.loops import Loop
 from tests.memory import test_plugins
-from tests.memory.test_plugins import OPTIMIZERS, arrays_of, batch, is_same, memories, network, tensors
+from tests.memory.test_plugins import (
+    OPTIMIZERS,
+    arrays_of,
+    batch,
+    is_same,
+    memories,
+    network,
+    tensors,
+)
 
 KINDS = ("device", "host", "disk")
 PLUGINS = {**test_plugins.PLUGINS, "ddp": (fs.DDPPlugin, {"data": 2}, "device")}
@@ -20,9 +28,14 @@ PLUGINS = {**test_plugins.PLUGINS, "ddp": (fs.DDPPlugin, {"data": 2}, "device")}
 
 def arrays_in(memory, n, scale=1):
     """Return arrays on a mesh in a memory: flat shards of odd sizes, and dims; of several dtypes."""
-    flat, split = (fs.Layout(fs.make_mesh({"data": n}), spec, memory) for spec in (P.flat("data"), P("data")))
+    flat, split = (
+        fs.Layout(fs.make_mesh({"data": n}), spec, memory) for spec in (P.flat("data"), P("data"))
+    )
     draw = torch.Generator().manual_seed(1)
-    values = {"w": torch.randn(7, 3, generator=draw), "half": torch.randn(8, 2, generator=draw).bfloat16()}
+    values = {
+        "w": torch.randn(7, 3, generator=draw),
+        "half": torch.randn(8, 2, generator=draw).bfloat16(),
+    }
     values["count"] = torch.arange(8) + 1
     layouts = {"w": flat, "half": split, "count": split}
     return {name: fs.device_put(x * scale, layouts[name]) for name, x in values.items()}
@@ -49,9 +62,14 @@ def saved(folder, tree):
 
 @pytest.mark.parametrize(("source", "target"), [*product(KINDS, KINDS)])
 @pytest.mark.parametrize("save", [saved, saved_in_the_background, saved_as_file])
-def test_arrays_are_restored_in_the_memory_of_the_target(disk_folder, tmp_path, source, target, save):
+def test_arrays_are_restored_in_the_memory_of_the_target(
+    disk_folder, tmp_path, source, target, save
+):
     tree, into = arrays_in(source, 4), arrays_in(target, 2, scale=0)
-    expected, shards = fs.unshard(tree), [x.data_ptr() for leaf in flatten(into)[0] for x in leaf.shards]
+    expected, shards = (
+        fs.unshard(tree),
+        [x.data_ptr() for leaf in flatten(into)[0] for x in leaf.shards],
+    )
     with fs.memory.limit() as used:
         result = save(tmp_path, tree)(into)
     assert memories(result) == {target}
@@ -155,4 +173,6 @@ def test_state_dicts_are_loaded_into_the_memory_of_the_state(disk_folder, save, 
         return loop.state(), loop.opt.state_dict()
 
     for values in fs.run(main, mesh=fs.make_mesh(PLUGINS[plugin][1])):
-        assert all(torch.equal(x, y) for x, y in zip(tensors(values), tensors(expected), strict=True))
+        assert all(
+            torch.equal(x, y) for x, y in zip(tensors(values), tensors(expected), strict=True)
+        )

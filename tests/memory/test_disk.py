@@ -15,13 +15,17 @@ def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64]
+)
 @pytest.mark.parametrize("shape", [(), (5,), (3, 1000), (0, 4)])
 def test_values_return_from_disk(disk_folder, dtype, shape):
     """The file, the mapping and the tensor have the same bytes, whichever was written."""
     values = torch.randint(0, 2, shape).to(dtype)
     x = empty_on_disk(shape, dtype)
-    assert x.shape == shape and x.dtype == dtype and not x.any() and is_on_disk(x) == bool(x.numel())
+    assert (
+        x.shape == shape and x.dtype == dtype and not x.any() and is_on_disk(x) == bool(x.numel())
+    )
     copy(values, x)
     assert torch.equal(x, values)
     result = torch.empty(shape, dtype=dtype)
@@ -81,7 +85,10 @@ def test_unusable_folders_raise(monkeypatch, folder, complaint):
 
 
 def test_a_disk_too_small_raises_with_both_numbers(disk_folder):
-    with pytest.raises(DiskError, match=r"must have 4,398,046,511,104 more bytes .*\(1099511627776,\); got [0-9,]+ "):
+    with pytest.raises(
+        DiskError,
+        match=r"must have 4,398,046,511,104 more bytes .*\(1099511627776,\); got [0-9,]+ ",
+    ):
         empty_on_disk((1 << 40,), torch.float32)
     assert not disk._files
 
@@ -96,7 +103,8 @@ def test_failed_reads_and_writes_name_the_file(disk_folder, monkeypatch, call, v
     pair = (x, y) if call == "preadv" else (y, x)
     monkeypatch.setattr(disk.os, call, broken)
     with pytest.raises(
-        DiskError, match=f"{verb} the .* 36 bytes in FSHARD_DISK={disk_folder} failed at byte 0: Input/output"
+        DiskError,
+        match=f"{verb} the .* 36 bytes in FSHARD_DISK={disk_folder} failed at byte 0: Input/output",
     ):
         copy(*pair)
 
@@ -111,7 +119,11 @@ def test_a_short_file_raises(disk_folder):
 def test_partial_reads_and_writes_go_on(disk_folder, monkeypatch):
     for call in ("preadv", "pwritev"):
         whole = getattr(os, call)
-        monkeypatch.setattr(disk.os, call, lambda fd, buffers, offset, whole=whole: whole(fd, [buffers[0][:5]], offset))
+        monkeypatch.setattr(
+            disk.os,
+            call,
+            lambda fd, buffers, offset, whole=whole: whole(fd, [buffers[0][:5]], offset),
+        )
     x, y, result = empty_on_disk((9,), torch.float32), torch.arange(9.0), torch.empty(9)
     copy(y, x)
     copy(x, result)

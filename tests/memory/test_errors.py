@@ -26,7 +26,9 @@ def partitioned(stage=3, **options):
 
 def step_of(**options):
     opt = partitioned(state_memory="disk")
-    return fs.train_step(lambda p, x: (p["head"] * x).sum(), opt, mesh=MESH, batch=P("data"), **options)
+    return fs.train_step(
+        lambda p, x: (p["head"] * x).sum(), opt, mesh=MESH, batch=P("data"), **options
+    )
 
 
 def boosted(**options):
@@ -127,7 +129,9 @@ def test_a_folder_that_is_no_disk_raises_before_training(monkeypatch, folder, wh
 @pytest.mark.parametrize("what", ON_DISK)
 def test_a_disk_that_is_too_small_raises_before_training(monkeypatch, disk_folder, what):
     monkeypatch.setattr(disk, "_free_bytes", lambda descriptor: 5)
-    with pytest.raises(DiskError, match=r"must have \d+ more bytes for .*; got 5 .*Free some, or name a folder"):
+    with pytest.raises(
+        DiskError, match=r"must have \d+ more bytes for .*; got 5 .*Free some, or name a folder"
+    ):
         ON_DISK[what]()
 
 
@@ -137,14 +141,17 @@ def test_a_limit_that_is_too_small_raises_before_training(disk_folder, kind, wha
     """Of 8 numbers on the first device."""
     message = rf"{kind} memory must be at most 27 bytes per device; got \d+ with"
     with pytest.raises(MemoryLimitError, match=message), fs.memory.limit(**{kind: 27}):
-        sharded(kind) if what == "parameters" else partitioned(state_memory=kind).init(sharded("device"))
+        sharded(kind) if what == "parameters" else partitioned(state_memory=kind).init(
+            sharded("device")
+        )
 
 
 def test_a_host_that_is_too_small_raises_with_both_numbers(monkeypatch):
     """Before pages are locked, which would end the process."""
     monkeypatch.setattr(pool, "_free_bytes", lambda: 1000)
     with pytest.raises(
-        MemoryLimitError, match=r"must have 1,200 more bytes .*\(300,\); got 1,000. .*state_memory=\"disk\""
+        MemoryLimitError,
+        match=r"must have 1,200 more bytes .*\(300,\); got 1,000. .*state_memory=\"disk\"",
     ):
         pool.empty_on_host((300,), torch.float32)
 
@@ -163,8 +170,12 @@ def end_of_a_process(folder, what, call):
     mesh, rank = fs.make_mesh({"data": 2}), fs.mesh.process_index()
     memory, state_memory = ("disk", "device") if what == "parameters" else ("device", "disk")
     params = fs.shard_params(PARAMS, fs.fsdp("data"), mesh=mesh, memory=memory)
-    opt = fs.partition_optimizer(optim.adamw(0.1), mesh=mesh, axis="data", stage=3, state_memory=state_memory)
-    step = fs.train_step(lambda p, x: (p["head"] * x).sum(), opt, mesh=mesh, batch=P("data"), donate=True)
+    opt = fs.partition_optimizer(
+        optim.adamw(0.1), mesh=mesh, axis="data", stage=3, state_memory=state_memory
+    )
+    step = fs.train_step(
+        lambda p, x: (p["head"] * x).sum(), opt, mesh=mesh, batch=P("data"), donate=True
+    )
     params, state, _ = step(params, opt.init(params), torch.ones(2, 3))
     before = getattr(os, call)
 
@@ -183,12 +194,16 @@ def end_of_a_process(folder, what, call):
         raise
 
 
-@pytest.mark.parametrize(("what", "call"), [("parameters", "preadv"), ("state", "preadv"), ("state", "pwritev")])
+@pytest.mark.parametrize(
+    ("what", "call"), [("parameters", "preadv"), ("state", "preadv"), ("state", "pwritev")]
+)
 def test_a_failing_disk_ends_every_process(disk_folder, what, call):
     """The error of its process names the file, and the others have lost a process."""
     with pytest.raises(DiskError):
         run_processes(end_of_a_process, 2, str(disk_folder), what, call, timeout=60)
     first, second = ((disk_folder / f"end {rank}").read_text(encoding="utf-8") for rank in range(2))
     verb = "Reading" if call == "preadv" else "Writing"
-    assert f"DiskError: {verb} the unlinked file" in first and f"in FSHARD_DISK={disk_folder}" in first
+    assert (
+        f"DiskError: {verb} the unlinked file" in first and f"in FSHARD_DISK={disk_folder}" in first
+    )
     assert second.startswith("LostProcessError")

@@ -42,9 +42,15 @@ def looped(plugin, n, limit=None, model=network, optimizer="adamw", evaluates=Fa
             with torch.no_grad():
                 losses = [loop.model(loop.part(batch(9)[0])).sum()] if evaluates else []
             losses += steps(loop)
-        return (losses, loop.state(), loop.opt.state_dict()), (loop.model.params, loop.opt.state), used
+        return (
+            (losses, loop.state(), loop.opt.state_dict()),
+            (loop.model.params, loop.opt.state),
+            used,
+        )
 
-    return on_devices(body, plugin(), n, model, OPTIMIZERS.get(optimizer, optimizer), criterion=square)
+    return on_devices(
+        body, plugin(), n, model, OPTIMIZERS.get(optimizer, optimizer), criterion=square
+    )
 
 
 def by_functions(n, limit, model, steps=3):
@@ -57,7 +63,9 @@ def by_functions(n, limit, model, steps=3):
         return square(apply(params, buffers, batch[0])[0], batch[1])
 
     opt = optim.adamw(0.05)
-    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3, state_memory="host", update_on="host")
+    opt = fs.partition_optimizer(
+        opt, mesh=mesh, axis="data", stage=3, state_memory="host", update_on="host"
+    )
     options = {"live_units": 1, "in_flight": 1, "donate": True}
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options)
     state, losses = opt.init(params), []
@@ -78,7 +86,11 @@ def equal(result, expected):
 
 def in_memory(tree, memory):
     """Return the bytes of a device's arrays in a memory."""
-    arrays = [x for x in flatten(tree)[0] if isinstance(x, fs.Sharded) and x.ndim and x.layout.memory == memory]
+    arrays = [
+        x
+        for x in flatten(tree)[0]
+        if isinstance(x, fs.Sharded) and x.ndim and x.layout.memory == memory
+    ]
     return sum({id(x): x.shards[0].nbytes for x in arrays}.values())
 
 
@@ -116,7 +128,9 @@ class GPT(nn.Module):
         return self.head(x).mean(1)
 
 
-@pytest.mark.parametrize(("run", "n", "layers"), [(stepped, 1, 8), (looped, 1, 12), (looped, 2, 24), (stepped, 2, 24)])
+@pytest.mark.parametrize(
+    ("run", "n", "layers"), [(stepped, 1, 8), (looped, 1, 12), (looped, 2, 24), (stepped, 2, 24)]
+)
 def test_a_gpt_of_four_times_the_limit_trains_from_its_first_step(run, n, layers):
     """Parameters, gradients and two moments are four times the weights."""
     model = partial(GPT, layers)
@@ -139,7 +153,10 @@ def test_bits_equal_those_of_all_on_the_device(run, optimizer):
     if run is stepped and optimizer == "own class":
         pytest.skip("such an optimizer runs in loops")
     for limit in (None, 3_300):
-        assert equal(run(partial(GEMINI, device=limit), 2, optimizer=optimizer), run(RESIDENT, 2, optimizer=optimizer))
+        assert equal(
+            run(partial(GEMINI, device=limit), 2, optimizer=optimizer),
+            run(RESIDENT, 2, optimizer=optimizer),
+        )
 
 
 def test_a_loop_returns_to_the_device_what_has_room():
@@ -156,7 +173,8 @@ def test_a_host_that_is_too_small_for_a_loop_raises():
     everything = looped(partial(GEMINI, device=1), 2)[0][1]
     params, state = (in_memory(tree, "host") for tree in everything)
     with pytest.raises(
-        fs.errors.MemoryLimitError, match=f"at least {params:,} bytes per device .*; got host={params - 1:,}"
+        fs.errors.MemoryLimitError,
+        match=f"at least {params:,} bytes per device .*; got host={params - 1:,}",
     ):
         looped(partial(GEMINI, device=1, host=params - 1), 2)
     with pytest.raises(fs.errors.MemoryLimitError, match=f"at least {2 * params + state:,} bytes"):
@@ -205,7 +223,12 @@ def test_fractions_of_whole_units(run, unit, fractions):
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
-OTHERS = {"ddp": fs.DDPPlugin, "zero": partial(fs.ZeroPlugin, stage=1), "fsdp": fs.FSDPPlugin, "gemini": GEMINI}
+OTHERS = {
+    "ddp": fs.DDPPlugin,
+    "zero": partial(fs.ZeroPlugin, stage=1),
+    "fsdp": fs.FSDPPlugin,
+    "gemini": GEMINI,
+}
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -214,7 +237,10 @@ def test_checkpoints_are_those_of_other_plugins(other, tmp_path):
 
     def main(first, second):
         folder = tmp_path / f"{fs.mesh.process_index()}"
-        saved, loaded = (Loop(network, plugin, OPTIMIZERS["adamw"], criterion=square) for plugin in (first, second))
+        saved, loaded = (
+            Loop(network, plugin, OPTIMIZERS["adamw"], criterion=square)
+            for plugin in (first, second)
+        )
         saved.step(*map(saved.part, batch(0)))
         saved.booster.save(folder, saved.model, saved.opt)
         loaded.booster.load(folder, loaded.model, loaded.opt)

@@ -17,7 +17,9 @@ MEMORIES = ("device", "host", "disk")
 @pytest.fixture(autouse=True, scope="module")
 def files_in_memory():
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setitem(kinds.makers, "disk", lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
+        monkeypatch.setitem(
+            kinds.makers, "disk", lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype)
+        )
         yield
 
 
@@ -36,7 +38,9 @@ def test_reshard_between_memories_copies_and_keeps_the_value(data, before, after
     torch.testing.assert_close(fs.unshard(z), x)
     assert fs.typeof(z).memory == after and memories(y) == {before} and memories(z) == {after}
     if before != after:
-        pointers = [{shard.data_ptr() for shard in array.shards if shard.numel()} for array in (y, z)]
+        pointers = [
+            {shard.data_ptr() for shard in array.shards if shard.numel()} for array in (y, z)
+        ]
         assert pointers[0].isdisjoint(pointers[1])
 
 
@@ -44,11 +48,17 @@ def test_host_memory_beside_a_gpu_is_page_locked_at_its_size(monkeypatch):
     """As torch's own page-locked memory is not: it has the next power of two."""
     made = []
     monkeypatch.setitem(
-        kinds.makers, "host", lambda shape, dtype: made.append(shape) or torch.empty(shape, dtype=dtype)
+        kinds.makers,
+        "host",
+        lambda shape, dtype: made.append(shape) or torch.empty(shape, dtype=dtype),
     )
     empty = kinds.empty_in("host", (5,), torch.float32, "cuda")
     copy = kinds.copy_in("host", torch.arange(3), "cuda")
-    assert made == [(5,), (3,)] and copy.tolist() == [0, 1, 2] and {memory_of(empty), memory_of(copy)} == {"host"}
+    assert (
+        made == [(5,), (3,)]
+        and copy.tolist() == [0, 1, 2]
+        and {memory_of(empty), memory_of(copy)} == {"host"}
+    )
     kinds.empty_in("host", (5,), torch.float32, "cpu")
     assert len(made) == 2
 
@@ -69,7 +79,9 @@ def test_ledger_counts_moves_beside_the_network(runtime, spec, expected):
     with fs.ledger() as comm, fs.ledger() as network:
         fs.reshard(x, fs.Layout(mesh, spec, "disk"))
     assert {
-        pair: comm.moved(*pair) for pair in [(a, b) for a in MEMORIES for b in MEMORIES] if comm.moved(*pair)
+        pair: comm.moved(*pair)
+        for pair in [(a, b) for a in MEMORIES for b in MEMORIES]
+        if comm.moved(*pair)
     } == expected
     with fs.ledger() as network:
         fs.reshard(fs.device_put(torch.ones(2, 4), layout), fs.Layout(mesh, spec))
@@ -93,10 +105,14 @@ def test_moved_of_an_unknown_memory_raises():
 def test_shard_params_takes_a_kind_or_patterns(memory, expected):
     mesh = fs.make_mesh({"data": 2})
     params = {"blocks": [{"w": torch.ones(3, 3)}, {"w": torch.ones(3)}], "head": torch.ones(2)}
-    params = fs.shard_params(params, fs.fsdp("data", unit=("blocks[*]", "head")), mesh=mesh, memory=memory)
+    params = fs.shard_params(
+        params, fs.fsdp("data", unit=("blocks[*]", "head")), mesh=mesh, memory=memory
+    )
     leaves = [params["blocks"][0]["w"], params["blocks"][1]["w"], params["head"]]
     assert (
-        [leaf.layout.memory for leaf in leaves] == expected.split() == [*map(memory_of, (x.shards[0] for x in leaves))]
+        [leaf.layout.memory for leaf in leaves]
+        == expected.split()
+        == [*map(memory_of, (x.shards[0] for x in leaves))]
     )
     assert [leaf.layout.unit for leaf in leaves] == ["blocks[0]", "blocks[1]", "head"]
 
@@ -104,7 +120,10 @@ def test_shard_params_takes_a_kind_or_patterns(memory, expected):
 def test_lazy_layers_are_drawn_into_their_memory():
     mesh = fs.make_mesh({"data": 2})
     model = fs.lazy(lambda: torch.nn.Linear(3, 2))
-    drawn = [fs.shard_params(model, fs.fsdp("data"), mesh=mesh, seed=0, memory=memory) for memory in ("device", "host")]
+    drawn = [
+        fs.shard_params(model, fs.fsdp("data"), mesh=mesh, seed=0, memory=memory)
+        for memory in ("device", "host")
+    ]
     assert memories(drawn[1]["weight"]) == {"host"}
     assert torch.equal(*[fs.unshard(params["weight"]) for params in drawn])
 

@@ -22,7 +22,10 @@ RUNTIMES = ("virtual", "abstract")
 # -- storages ---------------------------------------------------------------------------------------------------------
 
 ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["new", "free", "view", "resize", "clone", "in place"]), st.integers(1, 64)), max_size=20
+    st.tuples(
+        st.sampled_from(["new", "free", "view", "resize", "clone", "in place"]), st.integers(1, 64)
+    ),
+    max_size=20,
 )
 
 
@@ -87,7 +90,8 @@ def test_an_error_frees_what_was_allocated_before_it():
     with fs.memory.limit(device=100) as used:
         for _ in range(3):
             with pytest.raises(
-                MemoryLimitError, match=r"at most 100 bytes per device; got 120 with 60 more .*test_limit.py"
+                MemoryLimitError,
+                match=r"at most 100 bytes per device; got 120 with 60 more .*test_limit.py",
             ):
                 torch.ones(15) + torch.ones(15)  # the second has no room
         gc.collect()
@@ -96,7 +100,10 @@ def test_an_error_frees_what_was_allocated_before_it():
 
 @pytest.mark.parametrize("limits", [{"device": -1}, {"host": 1.5, "disk": "1G"}, {"device": True}])
 def test_invalid_limits_raise_one_error(limits):
-    with pytest.raises(ValueError, match="must be a number of bytes") as caught, fs.memory.limit(**limits):
+    with (
+        pytest.raises(ValueError, match="must be a number of bytes") as caught,
+        fs.memory.limit(**limits),
+    ):
         pass
     assert all(f"{name}={size!r}" in str(caught.value) for name, size in limits.items())
 
@@ -119,7 +126,8 @@ def test_results_are_in_the_memory_of_arguments_and_mixtures_raise(device):
             lambda: x.add_(y),
         ):
             with pytest.raises(
-                RuntimeError, match=r"must have all tensors in one memory; got f32\[4\] in device memory"
+                RuntimeError,
+                match=r"must have all tensors in one memory; got f32\[4\] in device memory",
             ):
                 mixed()
         with pytest.raises(MemoryLimitError, match="host memory must be at most 100"):
@@ -128,7 +136,9 @@ def test_results_are_in_the_memory_of_arguments_and_mixtures_raise(device):
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_reshard_counts_in_the_memory_of_the_layout(runtime, monkeypatch):
-    monkeypatch.setitem(kinds.makers, "disk", lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
+    monkeypatch.setitem(
+        kinds.makers, "disk", lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype)
+    )
     mesh = fs.make_mesh({"data": 2}, runtime=runtime)
     with fs.memory.limit() as used:
         x = fs.device_put(torch.ones(8), fs.Layout(mesh, P("data"), "host"))
@@ -200,7 +210,10 @@ def loss_fn(params, x):
 def two_steps(runtime, stage, donate, limit=None):
     """Return the peak of two steps, and its purposes."""
     mesh = fs.make_mesh({"data": 2}, runtime=runtime)
-    params = {"blocks": [{"w": torch.ones(8, 8), "b": torch.ones(8)} for _ in range(3)], "head": torch.ones(8, 4)}
+    params = {
+        "blocks": [{"w": torch.ones(8, 8), "b": torch.ones(8)} for _ in range(3)],
+        "head": torch.ones(8, 4),
+    }
     opt = fs.partition_optimizer(fs.optim.adamw(1e-3), mesh=mesh, axis="data", stage=stage)
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=donate)
     with fs.memory.limit(device=limit) as used:
@@ -208,7 +221,9 @@ def two_steps(runtime, stage, donate, limit=None):
         state = opt.init(params)
         for _ in range(2):
             params, state, _ = step(params, state, torch.ones(8, 8))
-    return used.peak(), {purpose: used.peak("device", purpose) for purpose in ("parameters", "state", "gradients")}
+    return used.peak(), {
+        purpose: used.peak("device", purpose) for purpose in ("parameters", "state", "gradients")
+    }
 
 
 def peaks(runtime):
@@ -231,7 +246,9 @@ def test_peak_is_equal_on_all_runtimes(two):
 def test_the_peak_as_limit_passes_and_one_byte_less_raises(runtime, stage):
     peak, _ = two_steps(runtime, stage, True)
     assert two_steps(runtime, stage, True, peak)[0] == peak
-    with pytest.raises(MemoryLimitError, match=f"at most {peak - 1:,} bytes per device; got {peak:,} with"):
+    with pytest.raises(
+        MemoryLimitError, match=f"at most {peak - 1:,} bytes per device; got {peak:,} with"
+    ):
         two_steps(runtime, stage, True, peak - 1)
 
 
@@ -246,14 +263,18 @@ def test_table_names_purposes_and_lines(tmp_path):
             y, buffers = apply({"weight": torch.ones(64), "bias": torch.ones(64)}, buffers, y)
             return y.square().mean(), buffers
 
-        opt = fs.partition_optimizer(fs.optim.sgd(0.1, momentum=0.9), mesh=mesh, axis="data", stage=3)
+        opt = fs.partition_optimizer(
+            fs.optim.sgd(0.1, momentum=0.9), mesh=mesh, axis="data", stage=3
+        )
         step = fs.train_step(loss, opt, mesh=mesh, batch=P("data"), has_buffers=True)
         state = opt.init(params)
         step(params, state, buffers, torch.ones(4, 64))
     text = str(used)
     purposes = {"parameters", "state", "unsharded", "activations", "buffers", "gradients"}
     assert {holder.purpose for holder in used.holders()} >= purposes - {"gradients", "unsharded"}
-    assert "of 1,048,576" in text and "test_limit.py" in text and "disk" in text and "host" not in text
+    assert (
+        "of 1,048,576" in text and "test_limit.py" in text and "disk" in text and "host" not in text
+    )
     assert used.peak("device", "buffers") == 4 * 64 * 2 + 8
 
     used.export_snapshot(tmp_path / "memory.pickle")
@@ -261,8 +282,15 @@ def test_table_names_purposes_and_lines(tmp_path):
     assert {event["action"] for trace in snapshot["device_traces"] for event in trace} == {
         *("alloc", "free_requested", "free_completed")
     }
-    frames = [frame["name"] for trace in snapshot["device_traces"] for event in trace for frame in event["frames"]]
-    assert "loss" in frames and any(name.startswith("unsharded, device memory of device 1") for name in frames)
+    frames = [
+        frame["name"]
+        for trace in snapshot["device_traces"]
+        for event in trace
+        for frame in event["frames"]
+    ]
+    assert "loss" in frames and any(
+        name.startswith("unsharded, device memory of device 1") for name in frames
+    )
     assert _memory_viz.segsum(snapshot) and _memory_viz.trace(snapshot)
     assert "<script" in _memory_viz.trace_plot(snapshot)
     sizes = [block["size"] for segment in snapshot["segments"] for block in segment["blocks"]]
@@ -282,9 +310,13 @@ def test_attention_has_the_peak_of_the_kernel_that_runs():
         params = {"qkv": torch.ones(8, 24), "out": torch.ones(8, 8)}
         with fs.memory.limit() as used:
             params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
-            fs.value_and_grad(attention_loss, mesh=mesh, batch=P("data"))(params, torch.ones(4, 32, 8))
+            fs.value_and_grad(attention_loss, mesh=mesh, batch=P("data"))(
+                params, torch.ones(4, 32, 8)
+            )
         peaks.append(used.peak())
-    scores = 4 * 2 * 2 * 32 * 32  # bytes of a device's attention matrix, which the kernel does not store
+    scores = (
+        4 * 2 * 2 * 32 * 32
+    )  # bytes of a device's attention matrix, which the kernel does not store
     assert peaks[0] == peaks[1] < 2 * scores + 4 * 4 * 32 * 8 * 8
 
 
@@ -295,7 +327,11 @@ def test_freed_parameters_of_stages_are_not_counted():
     stages = fs.pipeline.split_stages(torch.nn.Sequential(*modules), 2)
     params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule)
     gradient = fs.value_and_grad(
-        stages, mesh=mesh, batch=P("data"), schedule=schedule, loss=lambda y, batch: y.square().mean()
+        stages,
+        mesh=mesh,
+        batch=P("data"),
+        schedule=schedule,
+        loss=lambda y, batch: y.square().mean(),
     )
     with fs.memory.limit() as used:
         gradient(params, torch.ones(4, 32))
@@ -320,7 +356,10 @@ def test_state_counts_for_the_devices_of_parameters_from_before(runtime):
     """Each device has half of the state, two of 16 bytes, and two counts."""
     mesh = fs.make_mesh({"data": 2}, runtime=runtime)
     params = fs.shard_params({"w": torch.ones(8)}, fs.fsdp("data"), mesh=mesh)
-    for opt in (fs.optim.adamw(), fs.partition_optimizer(fs.optim.adamw(), mesh=mesh, axis="data", stage=3)):
+    for opt in (
+        fs.optim.adamw(),
+        fs.partition_optimizer(fs.optim.adamw(), mesh=mesh, axis="data", stage=3),
+    ):
         with fs.memory.limit() as used:
             state = opt.init(params)
         assert used.peak("device", "state") == 2 * 16 + 8 + 4 and used.peak() == 16 + 44 and state

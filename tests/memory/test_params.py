@@ -39,7 +39,9 @@ FIXED = {
 SIZES = [8, 6, 7, 3, 5, 2]
 
 
-def trained(memory, *, n, name, clips, microbatches, keeps, stages, exact, state_memory, update_on, steps=3):
+def trained(
+    memory, *, n, name, clips, microbatches, keeps, stages, exact, state_memory, update_on, steps=3
+):
     """Return the parameters after some steps of an MLP, a unit for each layer, and the ledger of the last one."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if name == "masters" else torch.float32
@@ -61,15 +63,24 @@ def trained(memory, *, n, name, clips, microbatches, keeps, stages, exact, state
         layers = layers[:3]
         mesh = fs.make_mesh({"pipe": 3, "data": n})
         schedule = fs.pipeline_schedule("1f1b", stages=3, microbatches=2 if exact else microbatches)
-        params = fs.shard_stages(layers, fs.fsdp("data"), mesh=mesh, schedule=schedule, memory=memory)
-        program, options = [layer] * 3, {"schedule": schedule, "loss": lambda y, x: y.float().square().mean()}
+        params = fs.shard_stages(
+            layers, fs.fsdp("data"), mesh=mesh, schedule=schedule, memory=memory
+        )
+        program, options = (
+            [layer] * 3,
+            {"schedule": schedule, "loss": lambda y, x: y.float().square().mean()},
+        )
     else:
         mesh = fs.make_mesh({"data": n})
         params = fs.shard_params(layers, fs.fsdp("data", unit="[*]"), mesh=mesh, memory=memory)
         slices = {"slices": 4} if exact else {"accumulate": microbatches}
         program, options = loss_fn, {"reshard_after_forward": not keeps, **slices}
-    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3, state_memory=state_memory, update_on=update_on)
-    step = fs.train_step(program, opt, mesh=mesh, batch=P("data"), donate=True, reproducible=exact, **options)
+    opt = fs.partition_optimizer(
+        opt, mesh=mesh, axis="data", stage=3, state_memory=state_memory, update_on=update_on
+    )
+    step = fs.train_step(
+        program, opt, mesh=mesh, batch=P("data"), donate=True, reproducible=exact, **options
+    )
     state = opt.init(params)
     for _ in range(steps):
         with fs.ledger() as comm:
@@ -122,7 +133,9 @@ def test_bytes_are_those_of_the_table(n, microbatches, keeps):
     """
     case = FIXED | {"n": n, "microbatches": microbatches, "keeps": keeps}
     _, comm = trained("host", **case, steps=1)
-    sizes = [4 * (-(-a * b // n) + -(-b // n)) for a, b in itertools.pairwise(SIZES)]  # of the first device
+    sizes = [
+        4 * (-(-a * b // n) + -(-b // n)) for a, b in itertools.pairwise(SIZES)
+    ]  # of the first device
     fetched = sum(sizes) + (0 if keeps else sum(sizes[1:-2]))
     assert comm.moved("host", "device") == microbatches * fetched
     assert comm.moved("device", "host") == microbatches * sum(sizes)
@@ -152,9 +165,23 @@ def test_units_are_fetched_before_they_are_used(monkeypatch):
     monkeypatch.setattr(units, "start", recorded)
     events.clear()
     gradient(params, torch.ones(2, 6))
-    forward = [f"fetch {i}" for i in (0, 1, 2)] + ["use 0", "fetch 3", "use 1", "fetch 4", "use 2", "fetch 5"]
+    forward = [f"fetch {i}" for i in (0, 1, 2)] + [
+        "use 0",
+        "fetch 3",
+        "use 1",
+        "fetch 4",
+        "use 2",
+        "fetch 5",
+    ]
     forward += [f"use {i}" for i in (3, 4, 5)]
-    backward = ["fetch 3", "fetch 2", "backward 5", "backward 4", "backward 3", "fetch 1"]  # 5, 4 and 0 need no copy
+    backward = [
+        "fetch 3",
+        "fetch 2",
+        "backward 5",
+        "backward 4",
+        "backward 3",
+        "fetch 1",
+    ]  # 5, 4 and 0 need no copy
     assert events == [*forward, *backward, *(f"backward {i}" for i in (2, 1, 0))]
 
 

@@ -32,24 +32,46 @@ def loss_fn(params, x):
 
 def weights(layers, *, tied=True):
     draw = torch.Generator().manual_seed(3)
-    made = [{"w": torch.randn(12, 12, generator=draw) / 3, "b": torch.randn(12, generator=draw)} for _ in range(layers)]
+    made = [
+        {"w": torch.randn(12, 12, generator=draw) / 3, "b": torch.randn(12, generator=draw)}
+        for _ in range(layers)
+    ]
     if tied:
         made[-1]["w"] = made[0]["w"]
     return {"layers": made, "scale": torch.ones(12)}
 
 
-def program(n, *, name="adamw", layers=4, memory="host", update_on="device", clips=False, fp16=False, microbatches=1):
+def program(
+    n,
+    *,
+    name="adamw",
+    layers=4,
+    memory="host",
+    update_on="device",
+    clips=False,
+    fp16=False,
+    microbatches=1,
+):
     """Return a step, its parameters and state, and a batch."""
     mesh = fs.make_mesh({"data": n})
     tied = not fp16  # gradients of two uses are added in 16 bits if both use one copy, else in 32
-    params = fs.shard_params(weights(layers, tied=tied), fs.fsdp("data", unit="layers[*]"), mesh=mesh, memory=memory)
+    params = fs.shard_params(
+        weights(layers, tied=tied), fs.fsdp("data", unit="layers[*]"), mesh=mesh, memory=memory
+    )
     opt = OPTIMIZERS[name]
     opt = optim.chain(optim.clip_by_global_norm(0.1), opt) if clips else opt
     opt = optim.loss_scaled(opt, initial=64.0) if fp16 else opt
-    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3, state_memory=memory, update_on=update_on)
+    opt = fs.partition_optimizer(
+        opt, mesh=mesh, axis="data", stage=3, state_memory=memory, update_on=update_on
+    )
     options = {"accumulate": microbatches, "precision": "fp16" if fp16 else None}
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True, **options)
-    return [step, params, opt.init(params), torch.randn(8, 12, generator=torch.Generator().manual_seed(4))]
+    return [
+        step,
+        params,
+        opt.init(params),
+        torch.randn(8, 12, generator=torch.Generator().manual_seed(4)),
+    ]
 
 
 def trained(made, limit=None, steps=3):
@@ -85,7 +107,9 @@ def test_the_plan_is_the_run(n, update_on):
         except MemoryLimitError:
             break
         result, used, comm = trained(made, limit=limit)
-        assert [plan.peak(kind) for kind in ("device", "host")] == [used.peak(kind) for kind in ("device", "host")]
+        assert [plan.peak(kind) for kind in ("device", "host")] == [
+            used.peak(kind) for kind in ("device", "host")
+        ]
         for way in (("host", "device"), ("device", "host")):
             assert plan.moved(*way) == comm.moved(*way)
         assert same_bits(result, expected) and 0 < used.peak() <= limit
@@ -108,15 +132,23 @@ def test_the_plan_is_the_run(n, update_on):
 )
 def test_bits_of_drawn_placements_equal_those_on_the_device(name, n, options, chooses):
     made = program(n, name=name, **options)
-    expected = trained(program(n, name=name, **{**options, "update_on": "device"}, memory="device"))[0]
+    expected = trained(
+        program(n, name=name, **{**options, "update_on": "device"}, memory="device")
+    )[0]
     plan = fs.memory.place(*made, device=1 << 30)
     memories = {
-        group: "host" if chooses[i % 10] or (group.role == "state" and options["update_on"] == "host") else "device"
+        group: "host"
+        if chooses[i % 10] or (group.role == "state" and options["update_on"] == "host")
+        else "device"
         for i, group in enumerate(plan.memories)
     }
     step, params, state, batch = made
     params, state = replace(plan, memories=memories).apply(params, state)
-    arrays = [(role, x) for role, tree in (("parameters", params), ("state", state)) for x in flatten(tree)[0]]
+    arrays = [
+        (role, x)
+        for role, tree in (("parameters", params), ("state", state))
+        for x in flatten(tree)[0]
+    ]
     for role, x in arrays:
         if isinstance(x, fs.Sharded) and x.ndim:
             assert x.layout.memory == memories[MemoryGroup(role, x.layout.unit)]
@@ -155,7 +187,9 @@ def test_a_step_of_another_order_fetches_what_it_uses():
         return loss_fn({**params, "layers": params["layers"][::-1]}, x)
 
     mesh = fs.make_mesh({"data": 2})
-    opt = fs.partition_optimizer(OPTIMIZERS["adamw"], mesh=mesh, axis="data", stage=3, state_memory="host")
+    opt = fs.partition_optimizer(
+        OPTIMIZERS["adamw"], mesh=mesh, axis="data", stage=3, state_memory="host"
+    )
     backwards = fs.train_step(other, opt, mesh=mesh, batch=P("data"), donate=True)
     reference = program(2, memory="device")
     expected = trained([backwards, *reference[1:]])[0]
@@ -174,9 +208,15 @@ def test_a_step_that_changes_its_order_says_so_once():
         order.clear()
         made = program(2, memory=memory)
         opt = fs.partition_optimizer(
-            OPTIMIZERS["adamw"], mesh=made[1]["scale"].mesh, axis="data", stage=3, state_memory="host"
+            OPTIMIZERS["adamw"],
+            mesh=made[1]["scale"].mesh,
+            axis="data",
+            stage=3,
+            state_memory="host",
         )
-        made[0] = fs.train_step(turning, opt, mesh=made[1]["scale"].mesh, batch=P("data"), donate=True)
+        made[0] = fs.train_step(
+            turning, opt, mesh=made[1]["scale"].mesh, batch=P("data"), donate=True
+        )
         return trained(made, steps=4)[0]
 
     expected = steps("device")
@@ -235,7 +275,9 @@ def test_activations_leave_or_are_recomputed_by_the_cheaper(n, rates):
     plan, made = placed(named_program(n), device=limit, rates=rates)
     assert {*plan.activations.values()} == {"host" if rates.flops == 1 else "recomputed"}
     result, used, comm = trained(made, limit=limit)
-    assert plan.peak() == used.peak() <= limit and plan.moved("device", "host") == comm.moved("device", "host")
+    assert plan.peak() == used.peak() <= limit and plan.moved("device", "host") == comm.moved(
+        "device", "host"
+    )
     assert same_bits(result, expected)
     assert all(name in str(plan) for name in plan.activations)
 
@@ -244,12 +286,21 @@ def test_memories_of_activations_are_an_option_of_a_step():
     """They replace what the policy says; the bytes are those of the named values."""
     size = 8 * GIVEN.nbytes // 2
     expected, resident, _ = trained(named_program(2))
-    for activations, moved in [({"inner": "host"}, size), ({"inner": "host", "outer": "host"}, 2 * size)]:
+    for activations, moved in [
+        ({"inner": "host"}, size),
+        ({"inner": "host", "outer": "host"}, 2 * size),
+    ]:
         result, used, comm = trained(named_program(2, activations=activations))
         assert comm.moved("device", "host") == comm.moved("host", "device") == moved
         assert same_bits(result, expected) and used.peak() < resident.peak()
-    result, used, comm = trained(named_program(2, activations={"inner": "recomputed", "unused": "host"}))
-    assert same_bits(result, expected) and used.peak() < resident.peak() and not comm.moved("device", "host")
+    result, used, comm = trained(
+        named_program(2, activations={"inner": "recomputed", "unused": "host"})
+    )
+    assert (
+        same_bits(result, expected)
+        and used.peak() < resident.peak()
+        and not comm.moved("device", "host")
+    )
     with pytest.raises(ValueError, match="activations must be a dict from names"):
         named_program(1, activations={"inner": "disk"})
 
@@ -261,7 +312,9 @@ def test_seconds_are_those_of_the_slower_of_computation_and_link():
     plan, _ = placed(program(2), device=7_000)
     moved = max(plan.moved("host", "device"), plan.moved("device", "host"))
     assert replace(plan, rates=Rates(flops=1.0, host=1e30)).seconds() == pytest.approx(plan.flops())
-    assert replace(plan, rates=Rates(flops=1e30, host=1.0)).seconds() == pytest.approx(moved, rel=0.3)
+    assert replace(plan, rates=Rates(flops=1e30, host=1.0)).seconds() == pytest.approx(
+        moved, rel=0.3
+    )
     forward = 2 * 8 // 2 * 12 * 12 * 4
     assert plan.flops() == 3 * forward - forward // 4  # the batch has no gradient
 
@@ -271,7 +324,9 @@ def test_faster_is_never_slower(values, index):
     plan = PLAN()
     rates = Rates(*(1e6 * x for x in values))
     faster = rates._replace(**{Rates._fields[index]: 2 * rates[index]})
-    assert replace(plan, rates=faster).seconds() <= replace(plan, rates=rates).seconds() * (1 + 1e-9)
+    assert replace(plan, rates=faster).seconds() <= replace(plan, rates=rates).seconds() * (
+        1 + 1e-9
+    )
 
 
 PLAN = lru_cache(lambda: placed(program(2), device=7_000)[0])
@@ -286,12 +341,17 @@ def cost(options: list[Option]) -> float:
 
 def left(chosen: list[Option], beyond: list[int]) -> int:
     """The most bytes beyond the limit, event by event."""
-    return max(x - sum(int(option.absent[event]) for option in chosen) for event, x in enumerate(beyond))
+    return max(
+        x - sum(int(option.absent[event]) for option in chosen) for event, x in enumerate(beyond)
+    )
 
 
 def least_cost(options: list[Option], beyond: list[int]) -> float:
     """The least cost of all choices that keep the limit."""
-    groups = [[None, *(x for x in options if x.group == group)] for group in dict.fromkeys(x.group for x in options)]
+    groups = [
+        [None, *(x for x in options if x.group == group)]
+        for group in dict.fromkeys(x.group for x in options)
+    ]
     choices = ([option for option in choice if option is not None] for choice in product(*groups))
     return min(cost(choice) for choice in choices if left(choice, beyond) <= 0)
 
@@ -303,7 +363,11 @@ def problems(draw: st.DrawFn, *, equal: bool, most: int = 5) -> tuple[list[Optio
     for number in range(draw(st.integers(2, most))):
         size = 4 if equal else draw(st.integers(1, 9))
         events_absent = draw(st.lists(st.booleans(), min_size=events, max_size=events))
-        prices = [1.0] if equal else draw(st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=1, max_size=2))
+        prices = (
+            [1.0]
+            if equal
+            else draw(st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=1, max_size=2))
+        )
         for index, price in enumerate(prices):
             absent = torch.tensor([size * absent for absent in events_absent]) // (index + 1)
             options.append(Option(f"group {number}", index, absent, size * price))

@@ -50,7 +50,10 @@ class Signs(torch.optim.Optimizer):
 
 
 def groups(model):
-    return [{"params": [x for x in model.parameters() if (x.ndim > 1) is is_matrix]} for is_matrix in (True, False)]
+    return [
+        {"params": [x for x in model.parameters() if (x.ndim > 1) is is_matrix]}
+        for is_matrix in (True, False)
+    ]
 
 
 def network(norm=nn.Identity):
@@ -68,14 +71,18 @@ def norm_of(name):
 
 
 def batch(step, part=0):
-    return torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + part)), torch.zeros(8, 6)
+    return torch.randn(
+        8, 6, generator=torch.Generator().manual_seed(10 * step + part)
+    ), torch.zeros(8, 6)
 
 
 def steps(loop, count=3):
     """Take steps of two backwards each; return losses and norms."""
     numbers = []
     for step in range(count):
-        numbers += [loop.accumulate(*map(loop.part, batch(step, part)), sync=part > 0) for part in range(2)]
+        numbers += [
+            loop.accumulate(*map(loop.part, batch(step, part)), sync=part > 0) for part in range(2)
+        ]
         numbers.append(loop.booster.clip_grad_norm(loop.opt, 0.1, 2.0 if step else float("inf")))
         loop.step()
     return numbers
@@ -83,12 +90,16 @@ def steps(loop, count=3):
 
 def loop_of(name, optimizer="adamw", **options):
     model = partial(network, norm_of(name))
-    return Loop(model, PLUGINS[name][0](**options), OPTIMIZERS[optimizer], criterion=nn.functional.mse_loss)
+    return Loop(
+        model, PLUGINS[name][0](**options), OPTIMIZERS[optimizer], criterion=nn.functional.mse_loss
+    )
 
 
 def arrays_of(loop):
     """Return the arrays of parameters and state."""
-    return loop.model.params, loop.opt.state.state_dict() if isinstance(loop.opt.optim, Signs) else loop.opt.state
+    return loop.model.params, loop.opt.state.state_dict() if isinstance(
+        loop.opt.optim, Signs
+    ) else loop.opt.state
 
 
 def looped(name, optimizer="adamw", **options):
@@ -110,7 +121,12 @@ def stepped(name, optimizer="adamw", **options):
     for step in range(3):
         state, metrics = booster.step(state, batch(step))
         seen.append(metrics)
-    return [((seen, fs.unshard(state.params), fs.unshard(state.optimizer)), (state.params, state.optimizer))]
+    return [
+        (
+            (seen, fs.unshard(state.params), fs.unshard(state.optimizer)),
+            (state.params, state.optimizer),
+        )
+    ]
 
 
 def tensors(tree):
@@ -118,14 +134,22 @@ def tensors(tree):
 
 
 def is_same(result, expected):
-    pairs = zip(tensors([values for values, _ in result]), tensors([values for values, _ in expected]), strict=True)
-    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)  # of a step that overflows
+    pairs = zip(
+        tensors([values for values, _ in result]),
+        tensors([values for values, _ in expected]),
+        strict=True,
+    )
+    return all(
+        torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs
+    )  # of a step that overflows
 
 
 def memories(tree):
     """Return the memories that layouts name, and those in which shards are."""
     leaves = [x for x in flatten(tree)[0] if isinstance(x, fs.Sharded) and x.ndim]
-    return {x.layout.memory for x in leaves} | {memory_of(x) for leaf in leaves for x in leaf.shards if x.numel()}
+    return {x.layout.memory for x in leaves} | {
+        memory_of(x) for leaf in leaves for x in leaf.shards if x.numel()
+    }
 
 
 RUNS = {"loop": looped, "step": stepped}
@@ -133,7 +157,8 @@ expected = cache(lambda run, name, optimizer: RUNS[run](name, optimizer))
 
 
 @pytest.mark.parametrize(
-    ("name", "offload", "run", "optimizer"), in_pairs(PLUGINS, ("host", "disk"), RUNS, ("adamw", "lamb"))
+    ("name", "offload", "run", "optimizer"),
+    in_pairs(PLUGINS, ("host", "disk"), RUNS, ("adamw", "lamb")),
 )
 def test_bits_equal_those_without_offload(disk_folder, name, offload, run, optimizer):
     """With NaN in every buffer that was not waited for; inside a limit, where memories must not be mixed."""
@@ -154,7 +179,12 @@ OTHERS = {
     "reproducible": ("fsdp", "adamw", "host", {"reproducible": True, "slices": 4}),
     "reproducible stages": ("stages 1", "lamb", "host", {"reproducible": True}),
     "kept": ("fsdp", "adamw", "disk", {"reshard_after_forward": False}),
-    "compressed": ("zero 1", "adamw", "host", {"compress": fs.comm.error_feedback(fs.comm.quantized(8))}),
+    "compressed": (
+        "zero 1",
+        "adamw",
+        "host",
+        {"compress": fs.comm.error_feedback(fs.comm.quantized(8))},
+    ),
     "local steps": ("zero 1", "adamw", "disk", {"local_steps": 2}),
     "gossip": ("zero 1", "rmsprop", "host", {"gossip": fs.comm.ring}),
 }
@@ -177,7 +207,10 @@ def test_options_of_plugins_work_with_offload(disk_folder, case):
 def test_peak_of_the_device_is_lower_by_what_is_elsewhere(disk_folder, name, offload):
     """By the state, and in stage 3 by the parameters; with units that are not prefetched."""
     make, axes, memory = PLUGINS[name]
-    model, options = nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)]), {"mesh": fs.make_mesh(axes)}
+    model, options = (
+        nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)]),
+        {"mesh": fs.make_mesh(axes)},
+    )
     options |= {} if "stages" in name else {"options": {"prefetch": 0}}
 
     def peaks(**offload):
@@ -211,5 +244,10 @@ def test_memory_of_a_loop_is_counted_by_purpose(name):
     used, *_ = on_devices(body, PLUGINS[name][0](offload="host"), 2, matrices, **options)
     whole, half = 4 * 4 * 36, 4 * 2 * 36  # bytes of four matrices, and of a device's shards
     assert used.peak("device", "parameters") == (whole if name == "zero 2" else 0)
-    assert used.peak("host", "parameters") == used.peak("host", "gradients") == half <= used.peak("host", "state") / 2
+    assert (
+        used.peak("host", "parameters")
+        == used.peak("host", "gradients")
+        == half
+        <= used.peak("host", "state") / 2
+    )
     assert used.peak("device", "state") < 50 and used.peak("device", "activations")

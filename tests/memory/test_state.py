@@ -20,7 +20,9 @@ from tests.optim.optimizers import ALL, FOREIGN
 from tests.optim.test_torch_classes import Factored, Lion
 
 PLACES = [("host", "device"), ("host", "host"), ("disk", "device"), ("disk", "host")]
-OPTIMIZERS |= {name: opt for name, opt in ALL.items() if opt.step is not None or name.startswith("chain")}
+OPTIMIZERS |= {
+    name: opt for name, opt in ALL.items() if opt.step is not None or name.startswith("chain")
+}
 OPTIMIZERS |= {cls.__name__: optim.from_torch(cls, **options) for cls, options in FOREIGN.items()}
 CASES = st.fixed_dictionaries(
     {
@@ -76,10 +78,14 @@ def test_bytes_are_those_of_the_table(disk_folder, name, place, stage):
         local = sum(-(-size // n) for size in sizes) if stage else sum(sizes)  # of the first device
         case = {"name": name, "n": n, "stage": stage, "half": p == 2, "microbatches": 3}
         *_, comm = trained(*place, **CASE | case, steps=1)
-        g = 4 if p == 2 and reductions == 1 else p  # 16-bit gradients of several slices are reduced in 32 bits
+        g = (
+            4 if p == 2 and reductions == 1 else p
+        )  # 16-bit gradients of several slices are reduced in 32 bits
         from_device = reductions * g + (0 if has_masters and memory == "host" else p)
         on_disk = s if memory == "disk" else 0
-        assert {pair: comm.moved(*pair) for pair in permutations(("device", "host", "disk"), 2)} == {
+        assert {
+            pair: comm.moved(*pair) for pair in permutations(("device", "host", "disk"), 2)
+        } == {
             ("host", "device"): (s if update_on == "device" else p) * local,
             ("device", "host"): (s if update_on == "device" else from_device) * local,
             ("disk", "host"): on_disk * local,
@@ -103,7 +109,9 @@ def test_three_groups_of_state_have_buffers(disk_folder, place):
     assert used.peak(memory, "state") == 2 * of_params
     with fs.memory.limit() as used:
         opt.step(params, state, params)
-    others = 2 * of_params  # on devices parameters of both, from before the limit; on the host also gradients
+    others = (
+        2 * of_params
+    )  # on devices parameters of both, from before the limit; on the host also gradients
     assert used.peak(update_on) - others == pytest.approx(3 * 2 * of_params / 16, rel=0.02)
 
 
@@ -155,14 +163,18 @@ def test_updates_leave_state_as_it_was(disk_folder, update_on):
     before = bits(state)
     updates, after = opt.update(params, state, params)
     expected = plain.update(params, plain.init(params), params)
-    assert same_bits((updates, after, {}), (*expected, {})) and all(map(torch.equal, bits(state), before))
+    assert same_bits((updates, after, {}), (*expected, {})) and all(
+        map(torch.equal, bits(state), before)
+    )
 
 
 def test_state_on_disk_is_not_copied(disk_folder):
     """By a pure step, which is what `train_step` takes without donate=True."""
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"w": torch.ones(4)}, fs.fsdp("data"), mesh=mesh)
-    opt = fs.partition_optimizer(optim.adamw(0.1), mesh=mesh, axis="data", stage=3, state_memory="disk")
+    opt = fs.partition_optimizer(
+        optim.adamw(0.1), mesh=mesh, axis="data", stage=3, state_memory="disk"
+    )
     with pytest.raises(OptimizerError, match=r"on disk must be updated in place.*donate=True"):
         optim.pure_step(opt)(params, opt.init(params), params)
 
@@ -174,23 +186,35 @@ def test_state_of_an_instance_is_moved_to_its_step(disk_folder, cls, place):
 
     def run(memory="device", update_on="device"):
         mesh, generator = fs.make_mesh({"data": 1}), torch.Generator().manual_seed(0)
-        values = {name: torch.randn(shape, generator=generator) for name, shape in {"a": (5, 3), "b": (3,)}.items()}
+        values = {
+            name: torch.randn(shape, generator=generator)
+            for name, shape in {"a": (5, 3), "b": (3,)}.items()
+        }
         own = {name: torch.nn.Parameter(x.clone()) for name, x in values.items()}
         instance = cls(own.values())
         opt = optimizer_source(instance, own, "test").current_optimizer()
-        opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=1, state_memory=memory, update_on=update_on)
+        opt = fs.partition_optimizer(
+            opt, mesh=mesh, axis="data", stage=1, state_memory=memory, update_on=update_on
+        )
         params = fs.shard_params(values, P(), mesh=mesh)
         state = opt.init(params)
         for _ in range(3):
             grads = {name: torch.randn(x.shape, generator=generator) for name, x in values.items()}
             params, state = opt.step(fs.device_put(grads, fs.Layout(mesh)), state, params)
-        entries = [x for entry in instance.state.values() for x in entry.values() if isinstance(x, torch.Tensor)]
+        entries = [
+            x
+            for entry in instance.state.values()
+            for x in entry.values()
+            if isinstance(x, torch.Tensor)
+        ]
         return bits(params) + bits(entries), {memory_of(x) for x in entries}
 
     expected, _ = run()
     with stress(poison=True):
         result, memories = run(*place)
-    assert all(map(torch.equal, result, expected)) and (memories == {place[0]} or place == ("host", "host"))
+    assert all(map(torch.equal, result, expected)) and (
+        memories == {place[0]} or place == ("host", "host")
+    )
 
 
 def test_abstract_meshes_count_the_same_bytes():
@@ -198,11 +222,19 @@ def test_abstract_meshes_count_the_same_bytes():
 
     def moves(runtime, update_on):
         mesh = fs.make_mesh({"data": 4}, runtime=runtime)
-        params = fs.shard_params([torch.ones(9, dtype=torch.bfloat16), torch.ones(5)], fs.fsdp("data"), mesh=mesh)
+        params = fs.shard_params(
+            [torch.ones(9, dtype=torch.bfloat16), torch.ones(5)], fs.fsdp("data"), mesh=mesh
+        )
         opt = optim.with_master_weights(optim.adamw(0.1))
-        opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3, state_memory="host", update_on=update_on)
+        opt = fs.partition_optimizer(
+            opt, mesh=mesh, axis="data", stage=3, state_memory="host", update_on=update_on
+        )
         step = fs.train_step(
-            lambda p, x: (p[0].float().sum() + p[1].sum()) * x.mean(), opt, mesh=mesh, batch=P("data"), donate=True
+            lambda p, x: (p[0].float().sum() + p[1].sum()) * x.mean(),
+            opt,
+            mesh=mesh,
+            batch=P("data"),
+            donate=True,
         )
         state = opt.init(params)
         with fs.ledger() as comm:

@@ -51,14 +51,22 @@ def growth_of_a_process(folder):
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10)
     mesh, sizes = fs.make_mesh({"data": 2}), {}
     large, small = (
-        fs.shard_params([torch.ones(n) for _ in range(16)], fs.fsdp("data"), mesh=mesh) for n in (1 << 18, 1 << 8)
+        fs.shard_params([torch.ones(n) for _ in range(16)], fs.fsdp("data"), mesh=mesh)
+        for n in (1 << 18, 1 << 8)
     )
     for place in (("disk", "host"), ("device", "device")):
         opt = fs.partition_optimizer(
-            optim.adamw(0.1), mesh=mesh, axis="data", stage=3, state_memory=place[0], update_on=place[1]
+            optim.adamw(0.1),
+            mesh=mesh,
+            axis="data",
+            stage=3,
+            state_memory=place[0],
+            update_on=place[1],
         )
         state_of_small = opt.init(small)
-        for _ in range(5):  # code that is used for the first time becomes resident, and buffers are made
+        for _ in range(
+            5
+        ):  # code that is used for the first time becomes resident, and buffers are made
             small, state_of_small = opt.step(small, state_of_small, small)
         before = resident()
         state = opt.init(large)

@@ -18,7 +18,15 @@ from fshard.memory.transfers import AT_ONCE, Link, start, stress
 
 RUNTIMES = ("virtual", "process")
 DOWN = Link("device", "host", "process")
-DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.uint8, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.complex64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+)
 SIZES = st.lists(st.integers(0, 7), max_size=3)
 
 
@@ -28,7 +36,9 @@ def strided(draw, shape):
     steps = [draw(st.integers(1, 2)) for _ in shape]
     before = [draw(st.integers(0, 2)) for _ in shape]
     larger = [b + max(size * step, 1) for b, size, step in zip(before, shape, steps, strict=True)]
-    index = tuple(slice(b, b + size * step, step) for b, size, step in zip(before, shape, steps, strict=True))
+    index = tuple(
+        slice(b, b + size * step, step) for b, size, step in zip(before, shape, steps, strict=True)
+    )
     return larger, index
 
 
@@ -51,17 +61,27 @@ def test_transfers_equal_plain_copies(disk_folder, data):
         for _ in range(2):
             larger, index = data.draw(strided(shape))
             tensors.append(
-                makers[data.draw(st.sampled_from(sorted(makers)))](larger).copy_(values(larger, dtype))[index]
+                makers[data.draw(st.sampled_from(sorted(makers)))](larger).copy_(
+                    values(larger, dtype)
+                )[index]
             )
         pairs.append(tensors)
     expected = [source.clone() for source, _ in pairs]
-    mode = data.draw(st.sampled_from([{}, {"poison": True}, {"rate": 1e7}, {"rate": 1e7, "poison": True}]))
+    mode = data.draw(
+        st.sampled_from([{}, {"poison": True}, {"rate": 1e7}, {"rate": 1e7, "poison": True}])
+    )
     runtime = data.draw(st.sampled_from(RUNTIMES))
     with stress(**mode):
-        under_way = [start(source, target, Link("device", "host", runtime)) for source, target in pairs]
+        under_way = [
+            start(source, target, Link("device", "host", runtime)) for source, target in pairs
+        ]
         results = [transfer.wait() for transfer in reversed(under_way)][::-1]
     for (source, target), result, right in zip(pairs, results, expected, strict=True):
-        assert torch.equal(target, right) and torch.equal(source, right) and result.data_ptr() == target.data_ptr()
+        assert (
+            torch.equal(target, right)
+            and torch.equal(source, right)
+            and result.data_ptr() == target.data_ptr()
+        )
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -135,7 +155,9 @@ def test_a_bounded_number_is_under_way(monkeypatch):
     thread.start()
     assert waiting.wait(30)
     thread.join(0.05)
-    assert thread.is_alive() and len(transfers._under_way) < AT_ONCE  # the oldest was taken out, to wait for it
+    assert (
+        thread.is_alive() and len(transfers._under_way) < AT_ONCE
+    )  # the oldest was taken out, to wait for it
     gate.set()
     thread.join(30)
     start(torch.ones(1), torch.zeros(1), DOWN).wait()
@@ -151,7 +173,9 @@ def test_errors_of_the_helper_thread_are_raised_by_wait(disk_folder, monkeypatch
     monkeypatch.setattr(transfers.disk.os, "pwritev", broken)
     transfer = start(y, x, DOWN)
     for _ in range(2):
-        with pytest.raises(transfers.disk.DiskError, match=f"FSHARD_DISK={disk_folder}.*Input/output error"):
+        with pytest.raises(
+            transfers.disk.DiskError, match=f"FSHARD_DISK={disk_folder}.*Input/output error"
+        ):
             transfer.wait()
     monkeypatch.undo()
     assert start(y, x, DOWN).wait() is not None  # the thread goes on
@@ -195,4 +219,6 @@ def test_page_locked_memory_is_reused_and_given_back_when_the_host_has_none(monk
     free[0] = 100
     with pytest.raises(MemoryLimitError):
         empty_on_host((2000,), torch.uint8)
-    assert sorted(calls[3:]) == sorted(("unregister", address) for address in addresses - {y.data_ptr()})
+    assert sorted(calls[3:]) == sorted(
+        ("unregister", address) for address in addresses - {y.data_ptr()}
+    )

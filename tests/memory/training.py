@@ -37,7 +37,15 @@ OPTIMIZERS = {
     "chain of plain": optim.chain(PLAIN, optim.scale(0.5), optim.sgd(0.1, momentum=0.9)),
     "class of torch": optim.from_torch(torch.optim.RMSprop, lr=0.05, momentum=0.5, centered=True),
 }
-CASE = {"name": "adamw", "n": 2, "stage": 3, "half": False, "clips": False, "fp16": False, "microbatches": 1}
+CASE = {
+    "name": "adamw",
+    "n": 2,
+    "stage": 3,
+    "half": False,
+    "clips": False,
+    "fp16": False,
+    "microbatches": 1,
+}
 
 
 def loss_fn(params, x):
@@ -48,7 +56,18 @@ def loss_fn(params, x):
 
 
 def trained(
-    memory="device", update_on="device", *, name, n, stage, half, clips, fp16, microbatches, steps=3, donate=True
+    memory="device",
+    update_on="device",
+    *,
+    name,
+    n,
+    stage,
+    half,
+    clips,
+    fp16,
+    microbatches,
+    steps=3,
+    donate=True,
 ):
     """Return the results of some steps: parameters, state, metrics; and the ledger."""
     generator = torch.Generator().manual_seed(1)
@@ -63,7 +82,9 @@ def trained(
     opt = OPTIMIZERS[name]
     opt = optim.chain(optim.clip_by_global_norm(0.1), opt) if clips else opt
     opt = optim.loss_scaled(opt, initial=64.0) if fp16 else opt
-    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage, state_memory=memory, update_on=update_on)
+    opt = fs.partition_optimizer(
+        opt, mesh=mesh, axis="data", stage=stage, state_memory=memory, update_on=update_on
+    )
     step = fs.train_step(
         loss_fn,
         opt,
@@ -84,7 +105,10 @@ def trained(
 def away(tree, memory):
     """Return the bytes of a tree's local shards that are in a memory."""
     return sum(
-        x.nbytes for leaf in Leaves.of(tree).leaves for x in shards_of(leaf) if x.ndim and memory_of(x) == memory
+        x.nbytes
+        for leaf in Leaves.of(tree).leaves
+        for x in shards_of(leaf)
+        if x.ndim and memory_of(x) == memory
     )
 
 
@@ -93,5 +117,7 @@ def bits(tree):
 
 
 def same_bits(result, expected):
-    pairs = [pair for i in range(3) for pair in zip(bits(result[i]), bits(expected[i]), strict=True)]
+    pairs = [
+        pair for i in range(3) for pair in zip(bits(result[i]), bits(expected[i]), strict=True)
+    ]
     return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)

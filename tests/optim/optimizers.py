@@ -22,7 +22,11 @@ WHEN = optim.schedules.warmup_cosine(0.1, warmup=2, steps=6)
 TWINS = {
     "sgd": (optim.sgd, torch.optim.SGD, {"lr": 0.1}),
     "sgd, decay": (optim.sgd, torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
-    "sgd, momentum": (optim.sgd, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "maximize": True}),
+    "sgd, momentum": (
+        optim.sgd,
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "maximize": True},
+    ),
     "sgd, nesterov": (
         optim.sgd,
         torch.optim.SGD,
@@ -45,10 +49,21 @@ TWINS = {
     "adafactor, decay": (
         optim.adafactor,
         torch.optim.Adafactor,
-        {"lr": 0.1, "beta2_decay": -0.5, "eps": (1e-6, 1e-2), "d": 1.5, "weight_decay": 0.1, "maximize": True},
+        {
+            "lr": 0.1,
+            "beta2_decay": -0.5,
+            "eps": (1e-6, 1e-2),
+            "d": 1.5,
+            "weight_decay": 0.1,
+            "maximize": True,
+        },
     ),
     "muon": (optim.muon, torch.optim.Muon, {"lr": 0.01}),
-    "muon, plain": (optim.muon, torch.optim.Muon, {"lr": 0.1, "nesterov": False, "momentum": 0.9, "weight_decay": 0.0}),
+    "muon, plain": (
+        optim.muon,
+        torch.optim.Muon,
+        {"lr": 0.1, "nesterov": False, "momentum": 0.9, "weight_decay": 0.0},
+    ),
 }
 FUSED = (optim.sgd, optim.adam, optim.adamw)
 FOREIGN = {
@@ -62,7 +77,13 @@ FOREIGN = {
     torch.optim.RAdam: {"lr": 0.05},
     torch.optim.RMSprop: {"momentum": 0.5, "centered": True},
     torch.optim.Rprop: {},
-    torch.optim.SGD: {"momentum": 0.9, "dampening": 0.5, "lr": 0.1, "foreach": True, "nesterov": False},
+    torch.optim.SGD: {
+        "momentum": 0.9,
+        "dampening": 0.5,
+        "lr": 0.1,
+        "foreach": True,
+        "nesterov": False,
+    },
 }
 
 # Every optimizer and combinator: name -> optimizer. What holds for all is tested by walking this table.
@@ -75,7 +96,9 @@ ELEMENTWISE = {
     "scale": optim.scale(WHEN),
     "clip_by_value": optim.clip_by_value(0.5),
     "add_decayed_weights": optim.add_decayed_weights(0.1),
-    "chain": optim.chain(optim.clip_by_value(0.5), optim.add_decayed_weights(0.1), optim.sgd(0.1, fused=False)),
+    "chain": optim.chain(
+        optim.clip_by_value(0.5), optim.add_decayed_weights(0.1), optim.sgd(0.1, fused=False)
+    ),
     "chain of transformations": optim.chain(optim.adamw(0.1), optim.scale(0.5)),
     "masked": optim.masked(optim.adamw(0.1, fused=False), lambda path, leaf: leaf.ndim > 1),
     "masked transformation": optim.masked(optim.scale(-1.0), lambda path, leaf: leaf.ndim > 1),
@@ -92,14 +115,19 @@ ELEMENTWISE = {
     "nested": optim.ema(
         optim.skip_if_not_finite(
             optim.accumulate(
-                optim.with_master_weights(optim.chain(optim.clip_by_value(1.0), optim.adam(0.1, fused=False))), 2
+                optim.with_master_weights(
+                    optim.chain(optim.clip_by_value(1.0), optim.adam(0.1, fused=False))
+                ),
+                2,
             )
         ),
         0.5,
     ),
 }
 WHOLE = {
-    "clip_by_global_norm": optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1, fused=False)),
+    "clip_by_global_norm": optim.chain(
+        optim.clip_by_global_norm(1.0), optim.adamw(0.1, fused=False)
+    ),
     "lamb": optim.lamb(0.1, weight_decay=0.1),
     "adafactor": optim.adafactor(0.1),
     "muon": optim.by_label(
@@ -112,7 +140,9 @@ WHOLE = {
 ALL = {**ELEMENTWISE, **WHOLE}
 # Everything that takes an optimizer inside: name -> wrapped
 WRAPPERS = {
-    "chain": lambda opt: optim.chain(optim.add_decayed_weights(0.1), optim.clip_by_value(0.25), opt),
+    "chain": lambda opt: optim.chain(
+        optim.add_decayed_weights(0.1), optim.clip_by_value(0.25), opt
+    ),
     "masked": lambda opt: optim.masked(opt, lambda path, leaf: leaf.ndim > 0),
     "by_label": lambda opt: optim.by_label(
         {"own": opt, "other": optim.sgd(0.1, fused=False)},
@@ -156,7 +186,12 @@ def trees(draw, dtypes=FLOATS):
     )
     at = optim.leaves.Leaves.of(params)
     steps = [
-        at.rebuild([None if draw(st.integers(0, 4)) == 0 else tensor(x.shape, x.dtype, draw(seeds)) for x in at.leaves])
+        at.rebuild(
+            [
+                None if draw(st.integers(0, 4)) == 0 else tensor(x.shape, x.dtype, draw(seeds))
+                for x in at.leaves
+            ]
+        )
         for _ in range(3)
     ]
     return params, steps
@@ -170,7 +205,10 @@ def example(dtype=torch.float32):
         "c": {"d": tensor((5,), dtype, 5)},
     }
     at = optim.leaves.Leaves.of(params)
-    steps = [at.rebuild([tensor(x.shape, dtype, 10 * t + i) for i, x in enumerate(at.leaves)]) for t in range(1, 6)]
+    steps = [
+        at.rebuild([tensor(x.shape, dtype, 10 * t + i) for i, x in enumerate(at.leaves)])
+        for t in range(1, 6)
+    ]
     return params, steps
 
 
@@ -182,7 +220,9 @@ def same(one, other):
     """Whether two trees have the same structure, types, dtypes and bits (NaN equals NaN)."""
     (a, at), (b, bt) = flatten(one), flatten(other)
     return at == bt and all(
-        x.dtype == y.dtype and x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())
+        x.dtype == y.dtype
+        and x.shape == y.shape
+        and bool(((x == y) | (x.isnan() & y.isnan())).all())
         for x, y in zip(a, b, strict=True)
     )
 
@@ -250,7 +290,9 @@ WRITERS = {name: opt for name, opt in ALL.items() if opt.step is not None} | {
 }
 AROUND = {
     "clip_by_global_norm": lambda opt: optim.chain(optim.clip_by_global_norm(0.5), opt),
-    **{name: wrap for name, wrap in WRAPPERS.items() if name != "loss_scaled"},  # must be the outermost
+    **{
+        name: wrap for name, wrap in WRAPPERS.items() if name != "loss_scaled"
+    },  # must be the outermost
 }
 
 
@@ -264,7 +306,9 @@ def optimizers(draw):
             "half": optim.with_master_weights(WRITERS[name]),  # in float16 an eps of 1e-8 is 0
             "complex": WRITERS[name if name in ELEMENTWISE else "sgd"],
         },
-        lambda path, leaf: "complex" if leaf.dtype.is_complex else "half" if leaf.dtype == torch.float16 else "own",
+        lambda path, leaf: (
+            "complex" if leaf.dtype.is_complex else "half" if leaf.dtype == torch.float16 else "own"
+        ),
         every=False,
     )
     for wrap in draw(st.lists(st.sampled_from(sorted(AROUND)), max_size=3)):

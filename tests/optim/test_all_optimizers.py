@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 
 from fshard import optim
 from fshard.optim.contract import copied
-from tests.optim.optimizers import ALL, by_step, by_update, example, leaves_of, same, skeleton, tensor, trees
+from tests.optim.optimizers import (
+    ALL,
+    by_step,
+    by_update,
+    example,
+    leaves_of,
+    same,
+    skeleton,
+    tensor,
+    trees,
+)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -31,7 +41,9 @@ def test_step_state_equals_update_state(name):
     params, steps = example()
     first = steps[:1]
     assert same(by_step(opt, params, first)[1], by_update(opt, params, first)[1])
-    for a, b in zip(*(leaves_of(run(opt, params, steps)) for run in (by_step, by_update)), strict=True):
+    for a, b in zip(
+        *(leaves_of(run(opt, params, steps)) for run in (by_step, by_update)), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -94,7 +106,9 @@ def test_lion_equals_its_formula():
 def test_shampoo_equals_its_formula(shape):
     p, *grads = (tensor(shape, torch.float64, seed) for seed in range(4))
     after, _ = by_step(
-        optim.shampoo(0.1, momentum=0.5, weight_decay=0.1, eps=0.01, longest=8), [p], [[g] for g in grads]
+        optim.shampoo(0.1, momentum=0.5, weight_decay=0.1, eps=0.01, longest=8),
+        [p],
+        [[g] for g in grads],
     )
     rows, columns = (shape[0] if shape else 1), p.numel() // (shape[0] if shape else 1)
     left, right = (0.01 * torch.eye(n, dtype=p.dtype) for n in (rows, columns))

@@ -29,7 +29,9 @@ def test_any_slices_equal_one_device_or_raise(slices, n, seed):
 
     def grad(n):
         mesh, options = fs.make_mesh({"data": n}), {"reproducible": True, "slices": slices}
-        loss = fs.grad(lambda w, x: (x @ w).tanh().square().mean(), mesh=mesh, batch=P("data"), **options)
+        loss = fs.grad(
+            lambda w, x: (x @ w).tanh().square().mean(), mesh=mesh, batch=P("data"), **options
+        )
         return fs.unshard(loss(fs.shard_params(w, P(), mesh=mesh), x))
 
     if slices % n or (slices // n).bit_count() > 1:

@@ -12,7 +12,16 @@ from torch import nn
 
 import fshard as fs
 from fshard.errors import CheckpointError, OptimizerError
-from tests.optim.test_torch_classes import PLUGINS, Factored, Lars, Lion, MyAdagrad, groups_of, net, x_of
+from tests.optim.test_torch_classes import (
+    PLUGINS,
+    Factored,
+    Lars,
+    Lion,
+    MyAdagrad,
+    groups_of,
+    net,
+    x_of,
+)
 
 
 class DampedLion(Lion):
@@ -116,14 +125,20 @@ CHAINS = [
 
 @pytest.mark.parametrize(
     ("kind", "chain"),
-    [*product(["DampedLion", "Factored"], CHAINS), ("MyAdagrad", CHAINS[0]), ("CountingLars", CHAINS[1])],
+    [
+        *product(["DampedLion", "Factored"], CHAINS),
+        ("MyAdagrad", CHAINS[0]),
+        ("CountingLars", CHAINS[1]),
+    ],
 )
 def test_run_continues_on_other_meshes_with_equal_bits(kind, chain, tmp_path):
     """Two steps on each mesh; the first does not use all layers."""
     (wanted,) = train(kind, "ddp", 1, range(6), **EXACT)
     found, load = [], None
     for part, (plugin, n) in enumerate(chain):
-        found = train(kind, plugin, n, range(2 * part, 2 * part + 2), load, tmp_path / f"{part}", **EXACT)
+        found = train(
+            kind, plugin, n, range(2 * part, 2 * part + 2), load, tmp_path / f"{part}", **EXACT
+        )
         load = tmp_path / f"{part}"
     for one in found:
         equal(one, wanted)
@@ -167,7 +182,9 @@ def test_loss_scale_is_saved_beside_the_state(kind, tmp_path):
 
 def tied():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)
+    ).double()
     model[4].weight = model[0].weight  # of the first and the last stage
     return model
 
@@ -188,7 +205,9 @@ def in_stages(kind, zero_stage, steps, load=None, save=None, tensor=1):
         if load is not None:
             booster.load(load, model, opt)
         for step in steps:
-            booster.execute_pipeline(iter([x_of_stages(step)]), model, lambda y, _: y.square().mean(), opt)
+            booster.execute_pipeline(
+                iter([x_of_stages(step)]), model, lambda y, _: y.square().mean(), opt
+            )
             opt.step(), opt.zero_grad()
         if save is not None:
             booster.save(save, model, opt)
@@ -225,7 +244,9 @@ def test_functional_state_is_saved(tmp_path):
 
     (wanted,) = fs.run(main, fs.DDPPlugin, range(4), mesh=fs.make_mesh({"data": 1}))
     fs.run(main, fs.FSDPPlugin, range(2), None, tmp_path, mesh=fs.make_mesh({"data": 2}))
-    for found in fs.run(main, PLUGINS["zero 1"], range(2, 4), tmp_path, mesh=fs.make_mesh({"data": 4})):
+    for found in fs.run(
+        main, PLUGINS["zero 1"], range(2, 4), tmp_path, mesh=fs.make_mesh({"data": 4})
+    ):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
@@ -316,7 +337,10 @@ MISUSE = {
         r"row of first.weight must have shape \(5, 3\); got \(5,\); column of",
     ),
     "an unknown parameter": (with_unknown_parameter, "parameter 50 is unknown"),
-    "another model": (into_another_model, "unexpected in the checkpoint: state.column.first.weight, state.c"),
+    "another model": (
+        into_another_model,
+        "unexpected in the checkpoint: state.column.first.weight, state.c",
+    ),
 }
 
 

@@ -19,41 +19,74 @@ NAN, INF = float("nan"), float("inf")
 MESH = fs.make_mesh({"data": 2})
 ARGUMENTS = [
     # all errors at once
-    (lambda: optim.adam(-1.0, eps=-1.0), "adam: lr must be in [0, inf); got -1.0. eps must be in [0, inf); got -1.0."),
-    (lambda: optim.sgd(NAN, momentum=-1.0), "lr must be in [0, inf); got nan. momentum must be in [0, inf); got -1.0."),
+    (
+        lambda: optim.adam(-1.0, eps=-1.0),
+        "adam: lr must be in [0, inf); got -1.0. eps must be in [0, inf); got -1.0.",
+    ),
+    (
+        lambda: optim.sgd(NAN, momentum=-1.0),
+        "lr must be in [0, inf); got nan. momentum must be in [0, inf); got -1.0.",
+    ),
     (lambda: optim.adamw(betas=(2.0, 0.9)), "adamw: betas must be in [0, 1); got (2.0, 0.9)."),
     (lambda: optim.lion(betas=(0.9, 1.0)), "lion: betas must be in [0, 1); got (0.9, 1.0)."),
     (lambda: optim.lamb(weight_decay=-0.1), "lamb: weight_decay must be in [0, inf); got -0.1."),
     (lambda: optim.shampoo(eps=-1.0), "shampoo: eps must be in [0, inf); got -1.0."),
     (lambda: optim.clip_by_value(-1.0), "clip_by_value: limit must be in [0, inf]; got -1.0."),
-    (lambda: optim.clip_by_global_norm(1.0, 0), "clip_by_global_norm: order must be in (0, inf]; got 0."),
+    (
+        lambda: optim.clip_by_global_norm(1.0, 0),
+        "clip_by_global_norm: order must be in (0, inf]; got 0.",
+    ),
     (lambda: optim.ema(optim.sgd(), 1.5), "ema: decay must be in [0, 1]; got 1.5."),
     (lambda: optim.accumulate(optim.sgd(), 0), "accumulate: every must be in [1, inf); got 0."),
     (lambda: optim.scale(NAN), "scale: factor must be in (-inf, inf); got nan."),
-    (lambda: optim.add_decayed_weights(INF), "add_decayed_weights: decay must be in (-inf, inf); got inf."),
+    (
+        lambda: optim.add_decayed_weights(INF),
+        "add_decayed_weights: decay must be in (-inf, inf); got inf.",
+    ),
     (
         lambda: optim.loss_scaled(optim.sgd(), growth=1.0, interval=0, initial=0.5),
         "loss_scaled: growth must be in (1, inf); got 1.0. interval must be in [1, inf); got 0. "
         "smallest <= initial <= largest must hold, above 0; got 1.0, 0.5, 16777216.0.",
     ),
-    (lambda: schedules.polynomial(1.0, 0.0, -1, power=-1.0), "[1, inf); got -1. power must be in [0, inf); got -1.0."),
+    (
+        lambda: schedules.polynomial(1.0, 0.0, -1, power=-1.0),
+        "[1, inf); got -1. power must be in [0, inf); got -1.0.",
+    ),
     (lambda: schedules.cosine(1.0, 0.0, 0), "schedules.cosine: steps must be in [1, inf); got 0."),
-    (lambda: schedules.step(1.0, every=0, factor=NAN), "(-inf, inf); got nan. every must be in [1, inf); got 0."),
-    (lambda: schedules.warmup_cosine(1.0, warmup=5, steps=3), "warmup_cosine: warmup must be in [0, 3]; got 5."),
-    (lambda: schedules.warmup_cosine(1.0, warmup=-1, steps=0), "got -1. steps must be in [1, inf); got 0."),
+    (
+        lambda: schedules.step(1.0, every=0, factor=NAN),
+        "(-inf, inf); got nan. every must be in [1, inf); got 0.",
+    ),
+    (
+        lambda: schedules.warmup_cosine(1.0, warmup=5, steps=3),
+        "warmup_cosine: warmup must be in [0, 3]; got 5.",
+    ),
+    (
+        lambda: schedules.warmup_cosine(1.0, warmup=-1, steps=0),
+        "got -1. steps must be in [1, inf); got 0.",
+    ),
     (
         lambda: schedules.linear(1.0, INF, INF),
         "end must be in (-inf, inf); got inf. steps must be in [1, inf); got inf",
     ),
-    (lambda: schedules.inverse_sqrt(1.0, warmup=-1), "schedules.inverse_sqrt: warmup must be in [0, inf); got -1."),
-    (lambda: schedules.one_cycle(1.0, steps=3, rise=1.5, end_divisor=0), "[0, 1]; got 1.5. end_divisor must be in (0"),
+    (
+        lambda: schedules.inverse_sqrt(1.0, warmup=-1),
+        "schedules.inverse_sqrt: warmup must be in [0, inf); got -1.",
+    ),
+    (
+        lambda: schedules.one_cycle(1.0, steps=3, rise=1.5, end_divisor=0),
+        "[0, 1]; got 1.5. end_divisor must be in (0",
+    ),
     # types
     (lambda: optim.lion("0.1"), "lr must be a number; got '0.1'."),
     (lambda: optim.adam(betas=0.9), "betas must be two numbers; got 0.9."),
     (lambda: optim.lamb(betas=(0.9,)), "betas must be two numbers; got (0.9,)."),
     (lambda: optim.accumulate(optim.sgd(), 2.5), "every must be an integer; got 2.5."),
     (lambda: schedules.step(1.0, every=None), "every must be a number; got None."),
-    (lambda: optim.by_label([optim.sgd()], 0), "by_label: opts must be a dict of optimizers by label; got list."),
+    (
+        lambda: optim.by_label([optim.sgd()], 0),
+        "by_label: opts must be a dict of optimizers by label; got list.",
+    ),
 ]
 
 
@@ -87,7 +120,9 @@ def tied(opt):
 
 def two_gradients():
     w, opt = torch.ones(2), optim.sgd(0.1)
-    opt.update({"a": torch.ones(2), "b": torch.ones(2)}, opt.init({"a": w, "b": w}), {"a": w, "b": w})
+    opt.update(
+        {"a": torch.ones(2), "b": torch.ones(2)}, opt.init({"a": w, "b": w}), {"a": w, "b": w}
+    )
 
 
 def norm_of_unreduced():
@@ -96,14 +131,22 @@ def norm_of_unreduced():
 
 def norm_of_two_meshes():
     other = fs.make_mesh({"model": 2})
-    optim.global_norm([fs.device_put(torch.ones(2), fs.Layout(m, P(m.axis_names[0]))) for m in (MESH, other)])
+    optim.global_norm(
+        [fs.device_put(torch.ones(2), fs.Layout(m, P(m.axis_names[0]))) for m in (MESH, other)]
+    )
 
 
 def pair(init, update, **options):
     """Take a step of a pair of functions, at owners."""
-    params = fs.shard_params({"a": torch.ones(4, 2), "b": torch.ones(3), "c": torch.ones(1)}, P(), mesh=MESH)
-    opt = fs.partition_optimizer(optim.Optimizer(init, update, **options), mesh=MESH, axis="data", stage=1)
-    grads = {name: fs.device_put(fs.unshard(x), opt.gradients(x.layout)) for name, x in params.items()}
+    params = fs.shard_params(
+        {"a": torch.ones(4, 2), "b": torch.ones(3), "c": torch.ones(1)}, P(), mesh=MESH
+    )
+    opt = fs.partition_optimizer(
+        optim.Optimizer(init, update, **options), mesh=MESH, axis="data", stage=1
+    )
+    grads = {
+        name: fs.device_put(fs.unshard(x), opt.gradients(x.layout)) for name, x in params.items()
+    }
     opt.update(grads, opt.init(params), params)
 
 
@@ -134,14 +177,25 @@ def outside_of_run():
     booster.init(model, Lars(groups_of(model)), lambda y, _: y.square().mean())
 
 
-BY_TIES = optim.by_label({True: optim.sgd(), False: optim.adamw()}, {"emb": True, "fixed": True, "head": False})
+BY_TIES = optim.by_label(
+    {True: optim.sgd(), False: optim.adamw()}, {"emb": True, "fixed": True, "head": False}
+)
 MISUSE = {
     "a rate of torch's": (lambda: optim.muon(-1), "Learning rate should be >= 0 but is: -1"),
-    "an option of torch's": (lambda: optim.from_torch(torch.optim.SGD, lr=-1.0), "Invalid learning rate"),
+    "an option of torch's": (
+        lambda: optim.from_torch(torch.optim.SGD, lr=-1.0),
+        "Invalid learning rate",
+    ),
     "LBFGS": (lambda: optim.from_torch(torch.optim.LBFGS), "calls the loss function several times"),
     "SparseAdam": (lambda: optim.from_torch(torch.optim.SparseAdam), "sparse gradients"),
-    "an instance": (lambda: optim.from_torch(torch.optim.SGD([torch.ones(1)])), "must be given a class of torch.optim"),
-    "a class of one's own": (lambda: optim.from_torch(Lars), r"from_torch\(Lars\) must be given a class"),
+    "an instance": (
+        lambda: optim.from_torch(torch.optim.SGD([torch.ones(1)])),
+        "must be given a class of torch.optim",
+    ),
+    "a class of one's own": (
+        lambda: optim.from_torch(Lars),
+        r"from_torch\(Lars\) must be given a class",
+    ),
     "nesterov": (lambda: optim.sgd(0.1, nesterov=True), "nesterov needs momentum"),
     "a fused kernel": (
         steps_on_halves,
@@ -151,9 +205,15 @@ MISUSE = {
         lambda: tied(BY_TIES),
         r'params\["emb"\] and params\["head"\]\[0\] are one \(tied\), labelled True and False',
     ),
-    "a mask of ties": (lambda: tied(optim.masked(optim.scale(2.0), lambda path, x: "head" not in path)), "are one"),
+    "a mask of ties": (
+        lambda: tied(optim.masked(optim.scale(2.0), lambda path, x: "head" not in path)),
+        "are one",
+    ),
     "gradients of ties": (two_gradients, r'params\["a"\] and params\["b"\]'),
-    "an unreduced norm": (norm_of_unreduced, r'sums that are not made yet would be wrong: \["w"\] is Sharded f32'),
+    "an unreduced norm": (
+        norm_of_unreduced,
+        r'sums that are not made yet would be wrong: \["w"\] is Sharded f32',
+    ),
     "a norm of two meshes": (norm_of_two_meshes, "must be on one mesh"),
     "vectors": (
         lambda: optim.muon().init({"a": torch.ones(2, 2), "b": torch.ones(2)}),
@@ -167,7 +227,9 @@ MISUSE = {
     ),
     **{
         f"shards for {name}": (
-            lambda name=name: WHOLE[name].init(laid({"a": torch.ones(3, 2)}, fs.Layout(MESH, P.flat("data")))),
+            lambda name=name: WHOLE[name].init(
+                laid({"a": torch.ones(3, 2)}, fs.Layout(MESH, P.flat("data")))
+            ),
             rf"{name} needs full matrices(?s:.)*params\[\"a\"\] is Sharded.*\nGive each matrix to one device",
         )
         for name in ("adafactor", "shampoo", "muon")
@@ -190,7 +252,9 @@ MISUSE = {
         "state must be a tree of the structure of params",
     ),
     "another shape": (
-        lambda: pair(momentum_init, lambda g, state, p: (g, tree_map(lambda x: torch.cat([x, x]), state))),
+        lambda: pair(
+            momentum_init, lambda g, state, p: (g, tree_map(lambda x: torch.cat([x, x]), state))
+        ),
         "state of a parameter must keep their shape",
     ),
     "shards": (lambda: rows_on_shards(ROWS), "without elementwise=True needs full matrices"),
@@ -199,14 +263,21 @@ MISUSE = {
         "state of an elementwise optimizer must have the shape",
     ),
     # instances
-    "outside of fs.run": (outside_of_run, "Lars, an optimizer of your own class, must step on one device; got"),
+    "outside of fs.run": (
+        outside_of_run,
+        "Lars, an optimizer of your own class, must step on one device; got",
+    ),
     "hooks": (
         lambda: boosted(
-            lambda groups: torch.optim.SGD(groups, lr=0.1), lambda opt: opt.register_step_pre_hook(lambda *_: None)
+            lambda groups: torch.optim.SGD(groups, lr=0.1),
+            lambda opt: opt.register_step_pre_hook(lambda *_: None),
         ),
         "SGD: hooks of its steps are not called",
     ),
-    "boosted twice": (lambda: boosted(Lars, times=2), "tensors that are no parameters of the model"),
+    "boosted twice": (
+        lambda: boosted(Lars, times=2),
+        "tensors that are no parameters of the model",
+    ),
 }
 
 
@@ -221,10 +292,14 @@ def test_misuse_raises_and_names_the_fix(name):
 def test_nested_partitioned_or_scaled_optimizer_raises(name):
     how = {"mesh": MESH, "axis": "data", "stage": 3}
     wrap = WRAPPERS.get(name, lambda opt: fs.partition_optimizer(opt, **how))
-    with pytest.raises(optim.OptimizerError, match=f"{name}: a partitioned optimizer must not be nested, since "):
+    with pytest.raises(
+        optim.OptimizerError, match=f"{name}: a partitioned optimizer must not be nested, since "
+    ):
         wrap(fs.partition_optimizer(optim.sgd(0.1), **how))
     with pytest.raises(optim.OptimizerError, match=f"{name}: SGD is no pair of init and update"):
         wrap(torch.optim.SGD)
     if name in WRAPPERS:
-        with pytest.raises(optim.OptimizerError, match=f"{name}: loss_scaled must not be nested, since .*Put one"):
+        with pytest.raises(
+            optim.OptimizerError, match=f"{name}: loss_scaled must not be nested, since .*Put one"
+        ):
             wrap(optim.loss_scaled(optim.sgd(0.5)))

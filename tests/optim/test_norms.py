@@ -22,9 +22,16 @@ from tests.optim.optimizers import leaves_of, tensor
 def test_global_norm_counts_leaf_replicated_over_two_of_three_axes_once(order, exact):
     mesh = fs.make_mesh({"a": 2, "b": 2, "c": 2})
     specs = [P("a"), P("b"), P("c"), P(("c", "a"))]
-    tree = [fs.device_put(torch.arange(4.0) + 10 * i, fs.Layout(mesh, spec)) for i, spec in enumerate(specs)]
-    expected = torch.linalg.vector_norm(torch.cat([torch.arange(4.0) + 10 * i for i in range(4)]).double(), order)
-    torch.testing.assert_close(optim.global_norm(tree, order, exact=exact if order == 2 else None), expected)
+    tree = [
+        fs.device_put(torch.arange(4.0) + 10 * i, fs.Layout(mesh, spec))
+        for i, spec in enumerate(specs)
+    ]
+    expected = torch.linalg.vector_norm(
+        torch.cat([torch.arange(4.0) + 10 * i for i in range(4)]).double(), order
+    )
+    torch.testing.assert_close(
+        optim.global_norm(tree, order, exact=exact if order == 2 else None), expected
+    )
 
 
 def test_global_norm_equals_torch_and_counts_ties_once():
@@ -43,7 +50,9 @@ def test_norm_of_any_order_equals_torch(order, data):
     whole, tree, cut = [], [], False
     for _ in range(data.draw(st.integers(0, 4))):
         shape = data.draw(fs.testing.strategies.shapes_for(mesh))
-        dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64]))
+        dtype = data.draw(
+            st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+        )
         x = data.draw(fs.testing.strategies.dyadic(shape, dtype))
         whole.append(x)
         if data.draw(st.booleans()):
@@ -51,7 +60,9 @@ def test_norm_of_any_order_equals_torch(order, data):
             cut |= any(mesh.shape[axis] > 1 for axis in layout.spec.sharded_axes)
             x = fs.device_put(x, layout)
         tree.append(x)
-    together = torch.cat([torch.zeros(1, dtype=torch.float64), *(x.abs().flatten().double() for x in whole)])
+    together = torch.cat(
+        [torch.zeros(1, dtype=torch.float64), *(x.abs().flatten().double() for x in whole)]
+    )
     expected = torch.linalg.vector_norm(together, order)
     with fs.ledger() as comm:
         found = optim.global_norm(tree, order)
@@ -62,7 +73,8 @@ def test_norm_of_any_order_equals_torch(order, data):
         [(x * min(0.5 / (expected.item() + 1e-6), 1.0)) for x in whole],
     )
     inside = fs.run(
-        lambda: optim.global_norm([fs.device_put(x, fs.Layout(mesh, P())) for x in whole], order), mesh=mesh
+        lambda: optim.global_norm([fs.device_put(x, fs.Layout(mesh, P())) for x in whole], order),
+        mesh=mesh,
     )
     torch.testing.assert_close(inside[0], expected)
 
@@ -82,7 +94,11 @@ def test_exact_sum_is_independent_of_order(numbers, data):
     assert abs(Fraction(found.item()) - exact) <= exact * Fraction(2) ** -50
 
 
-@given(st.lists(st.floats(-1e150, 1e150) | st.floats(-1, 1), max_size=20), st.integers(0, 20), st.booleans())
+@given(
+    st.lists(st.floats(-1e150, 1e150) | st.floats(-1, 1), max_size=20),
+    st.integers(0, 20),
+    st.booleans(),
+)
 def test_float64_norm_equals_hypot(numbers, cut, exact):
     assume(not any(0 < abs(x) < 1e-140 for x in numbers))  # whose squares are no normal numbers
     x = torch.tensor(numbers, dtype=torch.float64)
@@ -101,8 +117,14 @@ def test_nonfinite_float64_norm_is_nonfinite(strange):
 @given(st.data())
 @settings(max_examples=60)
 def test_norm_error_is_bounded_and_exact_is_zero(data):
-    mesh, draw = fs.make_mesh(data.draw(st.sampled_from([{"a": 3}, {"a": 8}, {"a": 2, "b": 2}]))), data.draw
-    shapes, dtype = [(5,), (33, 17), (), (1000,)], draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+    mesh, draw = (
+        fs.make_mesh(data.draw(st.sampled_from([{"a": 3}, {"a": 8}, {"a": 2, "b": 2}]))),
+        data.draw,
+    )
+    shapes, dtype = (
+        [(5,), (33, 17), (), (1000,)],
+        draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64])),
+    )
     scale = 10.0 ** draw(st.integers(-15, 15))
     tree = [
         (tensor(shape, torch.float64, seed) * scale).to(dtype)
@@ -115,7 +137,10 @@ def test_norm_error_is_bounded_and_exact_is_zero(data):
         found = Fraction(optim.global_norm(laid_out).item()) ** 2
         assert abs(found - exact) <= 2 * count * exact * Fraction(2) ** -53
     alone, ours = (optim.global_norm(laid_out, exact=True) for laid_out in (tree, cut))
-    assert torch.equal(alone, ours) and abs(Fraction(ours.item()) ** 2 - exact) <= 4 * exact * Fraction(2) ** -53
+    assert (
+        torch.equal(alone, ours)
+        and abs(Fraction(ours.item()) ** 2 - exact) <= 4 * exact * Fraction(2) ** -53
+    )
     if dtype is torch.float64:  # which shows all bits
         assert torch.equal(optim.global_norm(tree), optim.global_norm(cut))
     rounded = [optim.global_norm(laid_out).float() for laid_out in (tree, cut)]
@@ -140,7 +165,9 @@ def one_step(opt, stage, *, by_hand=False, **options):
         _, grads = fs.value_and_grad(loss_fn, **spec, gradients=opt.gradients)(params, batch)
         params, metrics = opt.step(grads, opt.init(params), params)[0], {}
     else:
-        params, _, metrics = fs.train_step(loss_fn, opt, **spec, **options)(params, opt.init(params), batch)
+        params, _, metrics = fs.train_step(loss_fn, opt, **spec, **options)(
+            params, opt.init(params), batch
+        )
     return leaves_of(fs.unshard(params)), metrics.get("grad_norm")
 
 
@@ -169,7 +196,13 @@ def test_norms_in_reproducible_step_are_exact():
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"w": tensor((37, 41), torch.float32, 3)}, fs.fsdp("data"), mesh=mesh)
     opt = ArrayOptimizer(lambda params: (), noting, elementwise=True)
-    step = fs.train_step(lambda p, x: (x @ p["w"]).square().mean(), opt, mesh=mesh, batch=P("data"), reproducible=True)
+    step = fs.train_step(
+        lambda p, x: (x @ p["w"]).square().mean(),
+        opt,
+        mesh=mesh,
+        batch=P("data"),
+        reproducible=True,
+    )
     step(params, (), tensor((8, 37), torch.float32, 7))
     assert found == [True]
 

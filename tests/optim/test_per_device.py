@@ -34,7 +34,10 @@ class State(NamedTuple):
 
 
 def rows_init(params):
-    rows = tree_map(lambda x: torch.zeros(x.shape[:1], dtype=x.dtype) if x.ndim > 1 else torch.zeros_like(x), params)
+    rows = tree_map(
+        lambda x: torch.zeros(x.shape[:1], dtype=x.dtype) if x.ndim > 1 else torch.zeros_like(x),
+        params,
+    )
     norms = tree_map(lambda x: torch.zeros((), dtype=x.dtype), params)
     return State(tree_map(torch.zeros_like, params), rows, norms, torch.zeros(()))
 
@@ -43,7 +46,11 @@ def rows_update(grads, state, params):
     """Divides by row norms, and by a ratio of sizes that is no number without elements."""
     count = state.count + 1
     m = tree_map(lambda m, g: m + g, state.m, grads)
-    rows = tree_map(lambda r, g: r + (g.square().flatten(1).sum(1) if g.ndim > 1 else g.square()), state.rows, grads)
+    rows = tree_map(
+        lambda r, g: r + (g.square().flatten(1).sum(1) if g.ndim > 1 else g.square()),
+        state.rows,
+        grads,
+    )
     norms = tree_map(lambda n, g: n + g.norm(), state.norms, grads)
 
     def move(x, r, n):
@@ -99,7 +106,10 @@ def with_ties(tree):
 
 def with_gradients(steps):
     firsts = [optim.leaves.Leaves.of(one).leaves[0] for one in steps]
-    return [{"tree": one, "tie": tie, "frozen": None, "numbers": None} for one, tie in zip(steps, firsts, strict=True)]
+    return [
+        {"tree": one, "tie": tie, "frozen": None, "numbers": None}
+        for one, tie in zip(steps, firsts, strict=True)
+    ]
 
 
 def layouts_of(tree):
@@ -131,7 +141,11 @@ def trained(opt, stage, n=2, **options):
     params = {"w": torch.randn(6, 6), "h": torch.randn(6, 2), "idle": torch.ones(5)}
     x, y = torch.randn(8, 6), torch.randn(8, 2)
     params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage) if stage is not None else opt
+    opt = (
+        fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+        if stage is not None
+        else opt
+    )
     state = opt.init(params) if stage is not None else optim.chain(opt).init(params)[0]
 
     def loss_fn(p, batch):
@@ -144,7 +158,10 @@ def trained(opt, stage, n=2, **options):
 
 
 def by_names_init(params):
-    return {"m": {k: None if x is None else torch.zeros_like(x) for k, x in params.items()}, "count": torch.tensor(0)}
+    return {
+        "m": {k: None if x is None else torch.zeros_like(x) for k, x in params.items()},
+        "count": torch.tensor(0),
+    }
 
 
 def by_names_update(grads, state, params):
@@ -159,7 +176,9 @@ BY_NAMES = optim.Optimizer(by_names_init, by_names_update)
 def combined(pair):
     half = optim.by_label({"a": pair, "b": optim.sgd(0.1)}, {"w": "a", "h": "b", "idle": "a"})
     inside = optim.accumulate(optim.with_master_weights(half), 2)
-    return optim.ema(optim.skip_if_not_finite(optim.chain(optim.clip_by_global_norm(1.0), inside)), 0.5)
+    return optim.ema(
+        optim.skip_if_not_finite(optim.chain(optim.clip_by_global_norm(1.0), inside)), 0.5
+    )
 
 
 ALONE = {"m": MOMENTUM, "rows": ROWS, "by names": BY_NAMES}
@@ -176,7 +195,9 @@ def test_train_step_accepts_pair_in_every_stage(name):
 
 
 def between_processes():
-    return {(name, stage): trained(ALONE[name], stage) for name in ("m", "rows") for stage in (1, 3)}
+    return {
+        (name, stage): trained(ALONE[name], stage) for name in ("m", "rows") for stage in (1, 3)
+    }
 
 
 def types(state):
@@ -211,7 +232,9 @@ def test_number_state_beside_flat_shards_is_replicated():
         return grads, tree_map(lambda count: count + 1, state)
 
     mesh = fs.make_mesh({"data": 2})
-    params = fs.shard_params({"w": torch.ones(4), "v": torch.ones(2, 2)}, fs.fsdp("data"), mesh=mesh)
+    params = fs.shard_params(
+        {"w": torch.ones(4), "v": torch.ones(2, 2)}, fs.fsdp("data"), mesh=mesh
+    )
     opt = optim.chain(optim.Optimizer(init, update, elementwise=True))
     _, state = opt.update({"w": params["w"], "v": None}, opt.init(params), params)
     assert types(state) == ["f32[]", "f32[]"]
@@ -222,16 +245,28 @@ def test_abstract_mesh_init_returns_owner_layouts():
     mesh = fs.make_mesh({"data": 4}, runtime="abstract")
     params = fs.shard_params({"w": torch.ones(8, 8), "v": torch.ones(8)}, P(), mesh=mesh)
     opt = fs.partition_optimizer(ROWS, mesh=mesh, axis="data", stage=1)
-    assert sorted(types(opt.init(params)))[:3] == ["f32[8, 8]{at:data=0}", "f32[8]{at:data=0}", "f32[8]{at:data=1}"]
+    assert sorted(types(opt.init(params)))[:3] == [
+        "f32[8, 8]{at:data=0}",
+        "f32[8]{at:data=0}",
+        "f32[8]{at:data=1}",
+    ]
 
 
 def test_certify_and_check_elementwise_accept_pairs():
     params, x = {"w": torch.randn(3, 3), "v": torch.randn(3)}, torch.randn(4, 3)
     for pair in (MOMENTUM, ROWS):
-        certify(lambda p, x: (x @ p["w"] * p["v"]).square().mean(), params, x, pair, fs.make_mesh({"data": 2})).check()
+        certify(
+            lambda p, x: (x @ p["w"] * p["v"]).square().mean(),
+            params,
+            x,
+            pair,
+            fs.make_mesh({"data": 2}),
+        ).check()
     check_elementwise(MOMENTUM)
     wrong = optim.Optimizer(
-        lambda p: (), lambda g, s, p: (tree_map(lambda g: g / (1 + g.norm()), g), s), elementwise=True
+        lambda p: (),
+        lambda g, s, p: (tree_map(lambda g: g / (1 + g.norm()), g), s),
+        elementwise=True,
     )
     with pytest.raises(AssertionError, match="has elementwise=True"):
         check_elementwise(wrong)
@@ -255,19 +290,30 @@ def own_norm(grads):
 def by_global_norm(devices, elementwise, stage):
     """Train two steps; return the parameters, of which the first device owns one."""
     mesh = fs.make_mesh({"data": devices, "model": 2})
-    pair = optim.Optimizer(lambda params: (), by_norm(lambda g: optim.global_norm(g).float()), elementwise=elementwise)
+    pair = optim.Optimizer(
+        lambda params: (), by_norm(lambda g: optim.global_norm(g).float()), elementwise=elementwise
+    )
     draw = torch.Generator().manual_seed(0)
-    params = {name: torch.randn(shape, generator=draw) for name, shape in {"w": (5, 4), "v": (7,), "u": (3,)}.items()}
+    params = {
+        name: torch.randn(shape, generator=draw)
+        for name, shape in {"w": (5, 4), "v": (7,), "u": (3,)}.items()
+    }
     params["tie"], frozen = params["v"], {"frozen": torch.ones(2)}
     opt = fs.partition_optimizer(pair, mesh=mesh, axis="data", stage=stage)
-    laid = fs.shard_params({**params, **frozen}, fs.fsdp("data") if stage == 3 else P(), mesh=mesh, frozen="frozen")
+    laid = fs.shard_params(
+        {**params, **frozen}, fs.fsdp("data") if stage == 3 else P(), mesh=mesh, frozen="frozen"
+    )
 
     def loss_fn(p, x):
-        return (x @ p["w"]).square().mean() + (p["v"] + p["tie"]).square().sum() + p["u"].sin().sum()
+        return (
+            (x @ p["w"]).square().mean() + (p["v"] + p["tie"]).square().sum() + p["u"].sin().sum()
+        )
 
     step, state = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data")), opt.init(laid)
     for seed in range(2):
-        laid, state, _ = step(laid, state, torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)))
+        laid, state, _ = step(
+            laid, state, torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        )
     return fs.unshard(laid)
 
 
@@ -282,19 +328,29 @@ def test_global_norm_in_an_update_is_right_in_every_stage(elementwise, stage):
 @pytest.mark.parametrize("elementwise", [None, False])
 def test_check_elementwise_detects_coupled_leaves(elementwise):
     pair = optim.Optimizer(lambda params: (), by_norm(own_norm), elementwise=elementwise)
-    with pytest.raises(AssertionError, match=r"must update each leaf by itself.*\n?.*global_norm\(tree\)"):
+    with pytest.raises(
+        AssertionError, match=r"must update each leaf by itself.*\n?.*global_norm\(tree\)"
+    ):
         check_elementwise(pair)
     check_elementwise(pair._replace(update=by_norm(optim.global_norm)))
     check_elementwise(ROWS._replace(elementwise=elementwise))
-    with pytest.raises(optim.OptimizerError, match="the tree of global_norm must be a tree of the structure"):
-        check_elementwise(pair._replace(update=by_norm(lambda grads: optim.global_norm([*grads.values()]))))
+    with pytest.raises(
+        optim.OptimizerError, match="the tree of global_norm must be a tree of the structure"
+    ):
+        check_elementwise(
+            pair._replace(update=by_norm(lambda grads: optim.global_norm([*grads.values()])))
+        )
 
 
 @pytest.mark.parametrize("state", [(), None, {}], ids=str)
-@pytest.mark.parametrize("params", [{"w": torch.ones(4)}, (torch.ones(4),), [torch.ones(4)], torch.ones(4)], ids=type)
+@pytest.mark.parametrize(
+    "params", [{"w": torch.ones(4)}, (torch.ones(4),), [torch.ones(4)], torch.ones(4)], ids=type
+)
 def test_pair_without_state_trains(params, state):
     for stage, elementwise in [(0, False), (1, False), (3, False), (3, True)]:
-        opt = optim.Optimizer(lambda p: state, lambda g, s, p: (tree_map(torch.neg, g), s), elementwise=elementwise)
+        opt = optim.Optimizer(
+            lambda p: state, lambda g, s, p: (tree_map(torch.neg, g), s), elementwise=elementwise
+        )
         after = trained_once(optim.ema(opt, 0.9), params, stage)
         assert all(torch.equal(x, torch.full((4,), -3.0)) for x in flatten(after)[0])
 
@@ -303,5 +359,7 @@ def trained_once(opt, params, stage):
     mesh = fs.make_mesh({"data": 2})
     opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
     laid = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-    step = fs.train_step(lambda p, x: (x * flatten(p)[0][0].sum()).mean(), opt, mesh=mesh, batch=P("data"))
+    step = fs.train_step(
+        lambda p, x: (x * flatten(p)[0][0].sum()).mean(), opt, mesh=mesh, batch=P("data")
+    )
     return fs.unshard(step(laid, opt.init(laid), torch.full((4,), 4.0))[0])

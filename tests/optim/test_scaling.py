@@ -29,7 +29,9 @@ LIMITS = st.sampled_from([(2.0**-100, 2.0**100), (2.0**9, 2.0**11)])
 def test_loss_scale_equals_torch_grad_scaler(finite, interval, growth, backoff, limits):
     scale, tracker, expected = torch.tensor(2.0**10), torch.tensor(0, dtype=torch.int32), []
     for good in finite:
-        torch._amp_update_scale_(scale, tracker, torch.tensor(0.0 if good else 1.0), growth, backoff, interval)
+        torch._amp_update_scale_(
+            scale, tracker, torch.tensor(0.0 if good else 1.0), growth, backoff, interval
+        )
         expected.append(scale.clamp_(*limits).item())
     options = {"growth": growth, "backoff": backoff, "interval": interval}
     options |= dict(zip(("smallest", "largest"), limits, strict=True))
@@ -44,9 +46,13 @@ def test_hysteresis_is_restored_by_growth():
 
 def test_loss_scaled_divides_16_bits_in_float32():
     """A gradient of 2^-20 in float16, of a loss scaled by 2^10, would be rounded to 0 as 2^-30."""
-    opt = optim.loss_scaled(optim.with_master_weights(optim.sgd(2.0**30)), initial=2.0**10, smallest=1.0)
+    opt = optim.loss_scaled(
+        optim.with_master_weights(optim.sgd(2.0**30)), initial=2.0**10, smallest=1.0
+    )
     params = [torch.zeros(1, dtype=torch.float16)]
-    params, _ = opt.step([torch.full((1,), 2.0**-20, dtype=torch.float16)], opt.init(params), params)
+    params, _ = opt.step(
+        [torch.full((1,), 2.0**-20, dtype=torch.float16)], opt.init(params), params
+    )
     assert params[0] == -1
 
 
@@ -56,10 +62,19 @@ def test_scale_beyond_float16_skips_no_step(options):
 
     def found(n, stage):
         mesh = fs.make_mesh({"data": n})
-        params = fs.shard_params({"w": torch.full((3,), 2.0**-12)}, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-        opt = fs.partition_optimizer(optim.loss_scaled(optim.sgd(0.5)), mesh=mesh, axis="data", stage=stage)
+        params = fs.shard_params(
+            {"w": torch.full((3,), 2.0**-12)}, fs.fsdp("data") if stage == 3 else P(), mesh=mesh
+        )
+        opt = fs.partition_optimizer(
+            optim.loss_scaled(optim.sgd(0.5)), mesh=mesh, axis="data", stage=stage
+        )
         step = fs.train_step(
-            lambda p, x: (p["w"] * x).sum(1).mean(), opt, mesh=mesh, batch=P("data"), precision="fp16", **options
+            lambda p, x: (p["w"] * x).sum(1).mean(),
+            opt,
+            mesh=mesh,
+            batch=P("data"),
+            precision="fp16",
+            **options,
         )
         params, state, metrics = step(params, opt.init(params), torch.ones(4, 3) / 4)
         assert (state["skipped"], state["scale"], metrics["finite"]) == (0, 2.0**16, True)

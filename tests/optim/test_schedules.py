@@ -24,7 +24,10 @@ T = torch.optim.lr_scheduler
 SCHEDULES = {
     "linear": (optim.schedules.linear(0.1, 0.02, 5), lambda o: T.LinearLR(o, 1.0, 0.2, 5)),
     "step": (optim.schedules.step(0.1, every=3, factor=0.5), lambda o: T.StepLR(o, 3, 0.5)),
-    "polynomial": (optim.schedules.polynomial(0.1, 0.0, 8, power=2), lambda o: T.PolynomialLR(o, 8, 2.0)),
+    "polynomial": (
+        optim.schedules.polynomial(0.1, 0.0, 8, power=2),
+        lambda o: T.PolynomialLR(o, 8, 2.0),
+    ),
     "one_cycle": (
         optim.schedules.one_cycle(0.1, steps=12),
         lambda o: T.OneCycleLR(o, 0.1, total_steps=12, cycle_momentum=False),

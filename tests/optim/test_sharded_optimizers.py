@@ -29,8 +29,12 @@ ANY = {
         if not options.get("fused")
     },
     "adam, maximize": optim.adam(0.01, weight_decay=0.1, maximize=True, fused=False),
-    "sgd, all": optim.sgd(0.03, momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True, fused=False),
-    "RMSprop, decay": optim.from_torch(torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "sgd, all": optim.sgd(
+        0.03, momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True, fused=False
+    ),
+    "RMSprop, decay": optim.from_torch(
+        torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1
+    ),
 }
 
 
@@ -39,15 +43,27 @@ ANY = {
 @settings(max_examples=12)
 def test_shards_of_any_layout_equal_full_tensors(name, data):
     """To the bit: each leaf flat, in several dims, or replicated; a gradient may be missing."""
-    mesh = fs.make_mesh(data.draw(st.sampled_from([{"a": 2, "b": 2}, {"a": 1, "b": 3}, {"a": 8, "b": 1}])))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+    mesh = fs.make_mesh(
+        data.draw(st.sampled_from([{"a": 2, "b": 2}, {"a": 1, "b": 3}, {"a": 8, "b": 1}]))
+    )
+    dtype = data.draw(
+        st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
+    )
     shapes = [(data.draw(st.integers(1, 300)),), (8, 24), (), (0, 3)]
-    specs = [P.flat("a", "b"), data.draw(st.sampled_from([P.flat("b"), P(), P("a"), P("a", "b"), P(None, ("b", "a"))]))]
+    specs = [
+        P.flat("a", "b"),
+        data.draw(st.sampled_from([P.flat("b"), P(), P("a"), P("a", "b"), P(None, ("b", "a"))])),
+    ]
     layouts = [fs.Layout(mesh, spec) for spec in (*specs, P(), P.flat("b"))]
-    params, *steps = ([tensor(shape, dtype, 10 * t + i) for i, shape in enumerate(shapes)] for t in range(5))
+    params, *steps = (
+        [tensor(shape, dtype, 10 * t + i) for i, shape in enumerate(shapes)] for t in range(5)
+    )
     steps[1][data.draw(st.integers(0, 3))] = None
     cut, *cut_steps = (
-        [x if x is None else fs.device_put(x, layout) for x, layout in zip(tree, layouts, strict=True)]
+        [
+            x if x is None else fs.device_put(x, layout)
+            for x, layout in zip(tree, layouts, strict=True)
+        ]
         for tree in (params, *steps)
     )
     assert ANY[name].elementwise
@@ -73,7 +89,9 @@ def test_clip_by_global_norm_on_shards_equals_full_tensors():
     with fs.ledger() as comm:
         sharded = by_step(opt, laid(params, layout), [laid(grads, layout) for grads in steps])
     assert comm.calls() == 2
-    for a, b in zip(leaves_of(fs.unshard(sharded)), leaves_of(by_step(opt, params, steps)), strict=True):
+    for a, b in zip(
+        leaves_of(fs.unshard(sharded)), leaves_of(by_step(opt, params, steps)), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 
@@ -110,7 +128,9 @@ def test_lamb_norms_take_one_collective(devices):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name not in ("adafactor", "shampoo", "muon")])
+@pytest.mark.parametrize(
+    "name", [name for name in ALL if name not in ("adafactor", "shampoo", "muon")]
+)
 def test_step_on_abstract_mesh_keeps_layouts(name):
     mesh = fs.make_mesh({"data": 4}, runtime="abstract")
     params = fs.device_put(flat_tree(), fs.Layout(mesh, P.flat("data")))

@@ -34,28 +34,37 @@ from tests.optim.optimizers import (
 def test_from_torch_equals_torch_optim(cls, data):
     params, steps = data.draw(trees((torch.float32, torch.float64)))
     expected = by_torch(cls, params, steps, **FOREIGN[cls])
-    assert same(leaves_of(by_step(optim.from_torch(cls, **FOREIGN[cls]), params, steps)[0]), expected)
+    assert same(
+        leaves_of(by_step(optim.from_torch(cls, **FOREIGN[cls]), params, steps)[0]), expected
+    )
 
 
 ALL_OF_TORCH = [
     cls
     for cls in vars(torch.optim).values()
-    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+    if isinstance(cls, type)
+    and issubclass(cls, torch.optim.Optimizer)
+    and cls is not torch.optim.Optimizer
 ]
 
 
 @pytest.mark.parametrize("cls", ALL_OF_TORCH, ids=lambda cls: cls.__name__)
 def test_every_torch_class_is_listed_or_refused(cls):
     if cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
-        with pytest.raises(optim.OptimizerError, match=f"torch.optim.{cls.__name__} cannot step on shards"):
+        with pytest.raises(
+            optim.OptimizerError, match=f"torch.optim.{cls.__name__} cannot step on shards"
+        ):
             optim.from_torch(cls)
     elif optim.from_torch(cls).elementwise:
         check_elementwise(optim.from_torch(cls))
     else:
         with pytest.raises(
-            (AssertionError, optim.OptimizerError, fs.errors.LayoutError), match="flat|full matrices|2D"
+            (AssertionError, optim.OptimizerError, fs.errors.LayoutError),
+            match="flat|full matrices|2D",
         ):
-            check_elementwise(optim.from_torch(cls)._replace(elementwise=True), {"w": torch.ones(6, 5)})
+            check_elementwise(
+                optim.from_torch(cls)._replace(elementwise=True), {"w": torch.ones(6, 5)}
+            )
 
 
 @pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.ASGD], ids=lambda cls: cls.__name__)
@@ -68,12 +77,20 @@ def test_numbers_of_state_are_equal_on_devices_with_an_empty_shard(cls):
     for _ in range(2):
         params, state, _ = step(params, state, torch.ones(4, 3))
     numbers = [
-        x["w"] for x in state.values() if isinstance(x, dict) and isinstance(x["w"], fs.Sharded) and not x["w"].shape
+        x["w"]
+        for x in state.values()
+        if isinstance(x, dict) and isinstance(x["w"], fs.Sharded) and not x["w"].shape
     ]
     assert numbers and all(len({float(shard) for shard in x.shards}) == 1 for x in numbers)
 
 
-MODES = ({"foreach": False}, {"foreach": True}, {"fused": True}, {"capturable": True}, {"maximize": True})
+MODES = (
+    {"foreach": False},
+    {"foreach": True},
+    {"fused": True},
+    {"capturable": True},
+    {"maximize": True},
+)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -91,11 +108,18 @@ def test_from_torch_accepts_every_torch_mode(cls, mode):
 
 @pytest.mark.parametrize("shape", [(33, 17), (1,), (4099,)])
 def test_fused_class_is_fused_in_step_only(shape):
-    grads = [[torch.randn(shape, generator=torch.Generator().manual_seed(seed))] for seed in range(4)]
+    grads = [
+        [torch.randn(shape, generator=torch.Generator().manual_seed(seed))] for seed in range(4)
+    ]
     params = [torch.ones(shape)]
-    fused, plain = (optim.from_torch(torch.optim.Adam, lr=0.1, fused=fused) for fused in (True, False))
+    fused, plain = (
+        optim.from_torch(torch.optim.Adam, lr=0.1, fused=fused) for fused in (True, False)
+    )
     assert same(by_update(fused, params, grads), by_update(plain, params, grads))
-    assert same(by_step(fused, params, grads)[0], by_torch(torch.optim.Adam, params, grads, lr=0.1, fused=True))
+    assert same(
+        by_step(fused, params, grads)[0],
+        by_torch(torch.optim.Adam, params, grads, lr=0.1, fused=True),
+    )
 
 
 PARTS = {"heads": (4, 0), "queries, keys and values": ((8, 2, 2), 0), "columns": (2, 1)}
@@ -122,11 +146,18 @@ def test_muon_of_parts_equals_matrices_by_themselves(name):
 def test_muon_under_tensor_parallelism_equals_one_device(spec, stage):
     """A matrix is assembled from its shards along the tensor axis, in one exchange with the others."""
     opt = optim.by_label(
-        {"fused": optim.muon(0.1, parts=3), "matrix": optim.muon(0.1), "vector": optim.sgd(0.1, fused=False)},
+        {
+            "fused": optim.muon(0.1, parts=3),
+            "matrix": optim.muon(0.1),
+            "vector": optim.sgd(0.1, fused=False),
+        },
         lambda path, leaf: "vector" if leaf.ndim < 2 else "fused" if "qkv" in path else "matrix",
     )
     shapes = {"qkv": (12, 4), "out": (4, 4), "bias": (12,)}
-    params, *steps = ({name: tensor(shape, torch.float32, seed) for name, shape in shapes.items()} for seed in range(3))
+    params, *steps = (
+        {name: tensor(shape, torch.float32, seed) for name, shape in shapes.items()}
+        for seed in range(3)
+    )
     mesh = fs.make_mesh({"data": 2, "model": 2})
     specs = {"qkv": spec, "out": P(None, "model"), "bias": P("model")}
     specs = {name: x.replace(flat="data") if stage == 3 else x for name, x in specs.items()}
@@ -135,7 +166,9 @@ def test_muon_under_tensor_parallelism_equals_one_device(spec, stage):
     layouts = {name: partitioned.gradients(x.layout) for name, x in sharded.items()}
     with fs.ledger() as comm:
         found, _ = by_step(partitioned, sharded, [fs.device_put(grads, layouts) for grads in steps])
-    assert comm.by_collective()["all_to_all", ("data", "model")][0] == 1 + 2 * len(steps)  # one of init
+    assert comm.by_collective()["all_to_all", ("data", "model")][0] == 1 + 2 * len(
+        steps
+    )  # one of init
     assert same(fs.unshard(found), by_step(opt, params, steps)[0])
 
 
@@ -174,7 +207,11 @@ def x_of(step):
 def groups_of(model, matrices_alone=False):
     own = [p for p in model.parameters() if p is not model.late.weight]
     matrices = {"params": [p for p in own if p.ndim == 2]}
-    return [matrices] if matrices_alone else [matrices, {"params": [p for p in own if p.ndim < 2], "lr": 0.03}]
+    return (
+        [matrices]
+        if matrices_alone
+        else [matrices, {"params": [p for p in own if p.ndim < 2], "lr": 0.03}]
+    )
 
 
 def halved(opt):
@@ -252,7 +289,9 @@ class Factored(torch.optim.Optimizer):
                 state, square, decay = self.state[p], p.grad.float().square() + 1e-8, group["decay"]
                 if not state:
                     state["count"], state["unused"] = 0, None
-                    for name, shape in {"row": p.shape[:1], "column": p.shape[1:]}.items() if p.ndim == 2 else ():
+                    for name, shape in (
+                        {"row": p.shape[:1], "column": p.shape[1:]}.items() if p.ndim == 2 else ()
+                    ):
                         state[name] = torch.zeros(shape)
                     if p.ndim != 2:
                         state["whole"] = torch.zeros(p.shape)
@@ -263,7 +302,9 @@ class Factored(torch.optim.Optimizer):
                     moment = state["row"][:, None] * state["column"] / state["row"].mean()
                 else:
                     moment = state["whole"].lerp_(square, 1 - decay)
-                p.data = p.data - group["lr"] * p.grad / (moment / (1 - decay ** state["count"])).sqrt().to(p.dtype)
+                p.data = p.data - group["lr"] * p.grad / (
+                    moment / (1 - decay ** state["count"])
+                ).sqrt().to(p.dtype)
 
 
 class Lars(torch.optim.Optimizer):
@@ -305,7 +346,9 @@ TORCHS |= {
     "AdamW, foreach": all_groups(torch.optim.AdamW, lr=0.05, foreach=True, amsgrad=True),
     "Adam, fused": all_groups(torch.optim.Adam, lr=0.05, fused=True, decoupled_weight_decay=True),
     "SGD, nesterov": all_groups(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
-    "one group": lambda model: torch.optim.RMSprop(groups_of(model, matrices_alone=True), lr=0.05, centered=True),
+    "one group": lambda model: torch.optim.RMSprop(
+        groups_of(model, matrices_alone=True), lr=0.05, centered=True
+    ),
 }
 OWN = {
     "Lion": all_groups(Lion),

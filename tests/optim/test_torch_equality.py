@@ -33,7 +33,11 @@ def test_step_equals_torch_optim(name, dtype, foreach):
     make, cls, options = TWINS[name]
     params, steps = suited(make, *example(dtype))
     kernel = {} if make is optim.muon else {"foreach": foreach and make is not optim.adafactor}
-    ours = {**options, **({"lr": WHEN} if foreach else {}), **({"fused": False} if make in FUSED else {})}
+    ours = {
+        **options,
+        **({"lr": WHEN} if foreach else {}),
+        **({"fused": False} if make in FUSED else {}),
+    }
     expected = by_torch(cls, params, steps, WHEN if foreach else None, **options, **kernel)
     assert same(leaves_of(by_step(make(**ours), params, steps)[0]), expected)
 
@@ -55,7 +59,9 @@ def test_default_step_equals_torch_fused_kernels(name, data):
     make, cls, options = TWINS[name]
     params, steps = data.draw(trees((torch.float32, torch.float64)))
     columns = zip(*(optim.leaves.Leaves.of(tree).leaves for tree in (params, *steps)), strict=True)
-    alone = [by_torch(cls, [p], [[g] for g in grads], fused=True, **options) for p, *grads in columns]
+    alone = [
+        by_torch(cls, [p], [[g] for g in grads], fused=True, **options) for p, *grads in columns
+    ]
     expected = [
         p for (p,) in alone
     ]  # torch's fused SGD takes no leaves together that have made different numbers of steps
@@ -69,9 +75,13 @@ def test_step_of_other_dtypes_equals_torch_foreach(name, dtype):
     """Where multiples are added in 16 bits, that is in the middle of a tensor, and of factors that 16 bits hold."""
     make, cls, options = TWINS[name]
     options = options if make is optim.sgd else {"eps": 1e-3, **options}
-    if dtype.itemsize == 2 and make is not optim.adamw and ("decay" in name or make is optim.sgd):  # it adds multiples
+    if (
+        dtype.itemsize == 2 and make is not optim.adamw and ("decay" in name or make is optim.sgd)
+    ):  # it adds multiples
         held = {"lr", "weight_decay", "momentum", "dampening"}
-        options = {key: ceil(value * 128) / 128 if key in held else value for key, value in options.items()}
+        options = {
+            key: ceil(value * 128) / 128 if key in held else value for key, value in options.items()
+        }
         params, *steps = ([tensor((n,), dtype, 10 * t + n) for n in (64, 192)] for t in range(6))
     else:
         params, steps = example(dtype)
@@ -91,12 +101,18 @@ def test_add_multiple_rounds_16_bits_once(dtype):
 def test_fused_step_accepts_any_gradient_strides():
     p, g = tensor((4, 6), torch.float32, 0), tensor((6, 4), torch.float32, 1).T
     for make in FUSED:
-        fused, plain = (by_step(make(0.1, fused=fused), [p], [[g]])[0][0] for fused in (True, False))
+        fused, plain = (
+            by_step(make(0.1, fused=fused), [p], [[g]])[0][0] for fused in (True, False)
+        )
         torch.testing.assert_close(fused, plain)
 
 
-@pytest.mark.parametrize("make", [optim.adafactor, lambda lr: optim.from_torch(torch.optim.Adafactor, lr=lr)])
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "make", [optim.adafactor, lambda lr: optim.from_torch(torch.optim.Adafactor, lr=lr)]
+)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str
+)
 def test_adafactor_uses_eps_of_each_dtype(make, dtypes):
     """Gradients are between the eps of both, so the first parameter's, which torch takes for all, would be seen."""
     params = [tensor((4, 3), dtype, 0) for dtype in dtypes]

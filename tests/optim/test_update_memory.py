@@ -53,9 +53,14 @@ def beyond(unit, stage):
     opt = fs.partition_optimizer(
         optim.sgd(0.1, momentum=0.9, fused=False), mesh=mesh, axis="data", stage=stage, unit=unit
     )
-    params = placed({str(i): torch.empty(SIZE, SIZE, device="meta") for i in range(COUNT)}, stage, mesh)
+    params = placed(
+        {str(i): torch.empty(SIZE, SIZE, device="meta") for i in range(COUNT)}, stage, mesh
+    )
     state = opt.init(params)
-    grads = {k: fs.device_put(torch.empty(x.shape, device="meta"), opt.gradients(x.layout)) for k, x in params.items()}
+    grads = {
+        k: fs.device_put(torch.empty(x.shape, device="meta"), opt.gradients(x.layout))
+        for k, x in params.items()
+    }
     with Peak(flatten_shards((params, grads, state))[0]) as peak:
         before = peak.now
         params, state = opt.step(grads, state, params)

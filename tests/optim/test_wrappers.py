@@ -15,7 +15,9 @@ def test_chain_steps_as_its_last_optimizer():
     params, steps = example()
     opt = optim.chain(optim.clip_by_value(0.5), optim.adamw(0.1, fused=False))
     clipped = [optim.clip_by_value(0.5).update(grads, (), None)[0] for grads in steps]
-    assert same(by_step(opt, params, steps)[0], by_step(optim.adamw(0.1, fused=False), params, clipped)[0])
+    assert same(
+        by_step(opt, params, steps)[0], by_step(optim.adamw(0.1, fused=False), params, clipped)[0]
+    )
     assert optim.chain(optim.adamw(0.1), optim.scale(0.5)).step is None
 
 
@@ -40,7 +42,9 @@ def test_nonfinite_gradient_skips_step_on_all_devices(bad):
     state = opt.init(params)
     with fs.ledger() as comm:
         updates, after = opt.update(fs.device_put([grads, torch.ones(4)], layout), state, params)
-    assert updates == [None, None] and after["skipped"] == 1 and same(after["inner"], state["inner"])
+    assert (
+        updates == [None, None] and after["skipped"] == 1 and same(after["inner"], state["inner"])
+    )
     assert comm.calls() == 1
     _, after = opt.update(fs.device_put([torch.ones(8), torch.ones(4)], layout), after, params)
     assert after["skipped"] == 1 and after["inner"]["count"] == 1
@@ -54,14 +58,24 @@ def test_accumulate_takes_one_step_with_mean():
     for grads in steps[1:]:
         total = at.rebuild([a + b for a, b in zip(leaves_of(total), leaves_of(grads), strict=True)])
     mean = optim.leaves.Leaves.of(total).mapped(lambda x: x / 5)
-    assert same(by_step(opt, params, steps)[0], by_step(optim.adamw(0.1, fused=False), params, [mean])[0])
+    assert same(
+        by_step(opt, params, steps)[0], by_step(optim.adamw(0.1, fused=False), params, [mean])[0]
+    )
 
 
 def test_accumulate_counts_a_missing_gradient_as_zero():
     """A parameter with none in all steps is left alone."""
-    opt, params = optim.accumulate(optim.sgd(1.0, momentum=0.5), every=2), [torch.ones(2), torch.ones(2)]
+    opt, params = (
+        optim.accumulate(optim.sgd(1.0, momentum=0.5), every=2),
+        [torch.ones(2), torch.ones(2)],
+    )
     state = opt.init(params)
-    for grads in ([torch.ones(2), torch.ones(2)], [None, torch.ones(2)], [torch.ones(2), None], [None, None]):
+    for grads in (
+        [torch.ones(2), torch.ones(2)],
+        [None, torch.ones(2)],
+        [torch.ones(2), None],
+        [None, None],
+    ):
         params, state = opt.step(grads, state, params)
     expected = [torch.ones(2), torch.ones(2)]
     plain = optim.sgd(1.0, momentum=0.5)
@@ -76,7 +90,9 @@ def test_ema_of_a_partitioned_optimizer_has_memory_of_its_own(stage):
     """The parameters are updated in place, and their averages are not."""
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params([torch.arange(6.0)], fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-    opt = fs.partition_optimizer(optim.ema(optim.sgd(0.5), 0.9), mesh=mesh, axis="data", stage=stage)
+    opt = fs.partition_optimizer(
+        optim.ema(optim.sgd(0.5), 0.9), mesh=mesh, axis="data", stage=stage
+    )
     state, grad = opt.init(params), torch.linspace(-1, 1, 6)
     expected = torch.arange(6.0)
     for step in range(1, 4):
@@ -105,7 +121,10 @@ def test_ema_averages_parameters_after_each_step():
 def test_master_weights_round_to_float32_bits(data):
     params, steps = data.draw(trees((torch.bfloat16, torch.float16)))
     inner = optim.adamw(data.draw(st.sampled_from([1e-4, 1.0, 1e2])))
-    wide = [optim.leaves.Leaves.of(tree).mapped(lambda x: x if x is None else x.float()) for tree in (params, *steps)]
+    wide = [
+        optim.leaves.Leaves.of(tree).mapped(lambda x: x if x is None else x.float())
+        for tree in (params, *steps)
+    ]
     for run in (by_step, by_update):
         after, state = run(optim.with_master_weights(inner), params, steps)
         alone, _ = run(inner, wide[0], wide[1:])

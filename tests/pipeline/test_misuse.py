@@ -16,7 +16,14 @@ from fshard.pipeline.schedule.weights import with_weights
 from fshard.pipeline.split.stages import split_stages
 
 MESH = fs.make_mesh({"pipe": 2})
-LAYERS = [nn.Embedding(50, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 50)]
+LAYERS = [
+    nn.Embedding(50, 8),
+    nn.Linear(8, 8),
+    nn.ReLU(),
+    nn.Linear(8, 8),
+    nn.Tanh(),
+    nn.Linear(8, 50),
+]
 ROWS = ((Action(Kind.F, 2, 0), Action(Kind.B, 0), Action(Kind.REDUCE, 0, 1)),)
 
 
@@ -75,11 +82,23 @@ MISUSE = {
         lambda: schedule_of("zb-v"),
         'There is no schedule "zb-v"; did you mean "zbv".*gpipe, 1f1b, interleaved',
     ),
-    "a name like none": (lambda: schedule_of("xyz"), r'There is no schedule "xyz"\. name must be one of'),
+    "a name like none": (
+        lambda: schedule_of("xyz"),
+        r'There is no schedule "xyz"\. name must be one of',
+    ),
     "no stages": (lambda: schedule_of(stages=0), "stages must be at least 1; got 0"),
-    "half a microbatch": (lambda: schedule_of(microbatches=2.5), "microbatches must be an integer; got 2.5"),
-    "a true number": (lambda: schedule_of("bfs", stages=True), "stages must be an integer; got True"),
-    "devices of 1f1b": (lambda: schedule_of(devices=4), "devices must be equal to stages=8 for 1f1b.*got 4"),
+    "half a microbatch": (
+        lambda: schedule_of(microbatches=2.5),
+        "microbatches must be an integer; got 2.5",
+    ),
+    "a true number": (
+        lambda: schedule_of("bfs", stages=True),
+        "stages must be an integer; got True",
+    ),
+    "devices of 1f1b": (
+        lambda: schedule_of(devices=4),
+        "devices must be equal to stages=8 for 1f1b.*got 4",
+    ),
     "devices of zbv": (
         lambda: schedule_of("zbv", devices=3),
         "devices must be 4 for zbv.*got 3. For 3 devices give stages=5 or 6",
@@ -94,42 +113,69 @@ MISUSE = {
         "device 3; actions must be of stages below 2; got 2F0; "
         "actions must have one microbatch, and REDUCE_GRAD, RESHARD, UNSHARD none; got 0B, 0REDUCE_GRAD1.",
     ),
-    "no placement": (lambda: Schedule("mine", (), 1, ((),)), "mine: placement must have at least one stage."),
+    "no placement": (
+        lambda: Schedule("mine", (), 1, ((),)),
+        "mine: placement must have at least one stage.",
+    ),
     "strings": (
         lambda: Schedule("mine", (0,), 1, (("0F0", Action(Kind.F, 1)),)),
         "mine: rows must consist of Actions; got '0F0'.",
     ),
-    "an action": (lambda: Action.parse("F0"), "An action must be a stage, one of F, B, I, W, SEND_F, RECV_F"),
+    "an action": (
+        lambda: Action.parse("F0"),
+        "An action must be a stage, one of F, B, I, W, SEND_F, RECV_F",
+    ),
     "stages on two devices": (
         lambda: parse("0F0,1F0\n0B0,3F0"),
         r"each stage must be on one device; got stage 0 on \[0, 1\], stage 2 on none. Give placement=.",
     ),
-    "text": (lambda: Schedule.from_text("0F0 0B0"), 'A schedule must begin with "name: 8 microbatches'),
-    "messages": (lambda: with_messages(parse("0F0,0B1,0F1,0B0\n1F0,1B0,1F1,1B1")), "device 0 waits for itself"),
+    "text": (
+        lambda: Schedule.from_text("0F0 0B0"),
+        'A schedule must begin with "name: 8 microbatches',
+    ),
+    "messages": (
+        lambda: with_messages(parse("0F0,0B1,0F1,0B0\n1F0,1B0,1F1,1B1")),
+        "device 0 waits for itself",
+    ),
     "weights": (
         lambda: with_weights(parse("0I0,0F0"), limit=1),
         "^mine: these wait for actions that never run: device 0 at 0I0.$",
     ),
     "no live stages": (lambda: with_units(gpipe(), live=0), "live must be at least 1.*got 0"),
-    "a cost of one stage": (lambda: simulate(gpipe(), forward=[1]), "simulate: forward must be a cost of at least 0"),
+    "a cost of one stage": (
+        lambda: simulate(gpipe(), forward=[1]),
+        "simulate: forward must be a cost of at least 0",
+    ),
     "a negative cost": (
         lambda: simulate(gpipe(), send=-1),
         "simulate: send must be a cost of at least 0 for each of 2",
     ),
     # stages
-    "too many stages": (lambda: split_stages(LAYERS, 7), "n must be from 1 to the number of layers, 6; got 7"),
+    "too many stages": (
+        lambda: split_stages(LAYERS, 7),
+        "n must be from 1 to the number of layers, 6; got 7",
+    ),
     "sizes": (
         lambda: split_stages(LAYERS, 2, [6]),
         r"balance must be a number of layers, at least 1, for each of 2 stages; got \[6\]",
     ),
-    "the sum of sizes": (lambda: split_stages(LAYERS, 2, [3, 2]), r"balance must add up to 6 layers; got \[3, 2\]"),
+    "the sum of sizes": (
+        lambda: split_stages(LAYERS, 2, [3, 2]),
+        r"balance must add up to 6 layers; got \[3, 2\]",
+    ),
     "a balance": (lambda: split_stages(LAYERS, 2, "size"), "balance must be .*; got 'size'"),
-    "no sample": (lambda: split_stages(LAYERS, 2, "time"), "must have a microbatch to measure on. Give sample="),
+    "no sample": (
+        lambda: split_stages(LAYERS, 2, "time"),
+        "must have a microbatch to measure on. Give sample=",
+    ),
     "no such layer": (
         lambda: split_stages(LAYERS, 2, "type:Conv"),
         "balance must match the class of a layer, Embedding, Linear, ReLU, Tanh; got 'type:Conv'",
     ),
-    "no layers": (lambda: split_stages([nn.ReLU(), 3, "x"], 2), r"got layers\[1\] is int, layers\[2\] is str"),
+    "no layers": (
+        lambda: split_stages([nn.ReLU(), 3, "x"], 2),
+        r"got layers\[1\] is int, layers\[2\] is str",
+    ),
     "a layer": (lambda: split_stages(nn.Bilinear(2, 2, 2), 2), "got Bilinear .* sample=x, blocks="),
     "a forward": (lambda: split_stages(Halved(*LAYERS), 2), "got Halved with its own forward"),
     "a hook": (lambda: split_stages(with_hook(), 2), "with its own hooks"),
@@ -145,7 +191,9 @@ MISUSE = {
         r'skips must lead to a later stage of 0..1; got "a": \(1, 1\); "b": \(0, 2\)',
     ),
     "no values": (
-        lambda: prepare(schedule=parse("0F0\n1F0"), mesh=fs.make_mesh({"pipe": 2}, runtime="abstract")),
+        lambda: prepare(
+            schedule=parse("0F0\n1F0"), mesh=fs.make_mesh({"pipe": 2}, runtime="abstract")
+        ),
         "give backward=False; mesh must have values",
     ),
     "a deadlock": (
@@ -153,7 +201,10 @@ MISUSE = {
         "devices 0 -> 1 -> 0 wait for each other",
     ),
     # steps
-    "microbatches": (lambda: take_step(batches=(1, 1, 1)), "microbatches must be 2, as in the schedule; got 3"),
+    "microbatches": (
+        lambda: take_step(batches=(1, 1, 1)),
+        "microbatches must be 2, as in the schedule; got 3",
+    ),
     "trees": (lambda: take_step(1), "params must be 2 trees, one for each stage; got 1"),
     "lengths": (
         lambda: take_step(batches=[(torch.ones(1), torch.ones(3))] * 2),

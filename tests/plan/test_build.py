@@ -24,7 +24,10 @@ MEGATRON = {"sequence_mode": "megatron"}
 class ExpertLayer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner, self.moe = nn.Linear(32, 32), fs.nn.MoE(32, 16, experts=8, top_k=2, axis="expert")
+        self.inner, self.moe = (
+            nn.Linear(32, 32),
+            fs.nn.MoE(32, 16, experts=8, top_k=2, axis="expert"),
+        )
 
     def forward(self, x):
         x = x + self.inner(functional.layer_norm(x, (32,)))
@@ -62,7 +65,9 @@ class KeywordModel(CountingModel):
 
     def forward(self, ids, labels):
         logits = super().forward(ids)
-        return SimpleNamespace(loss=functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+        return SimpleNamespace(
+            loss=functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        )
 
 
 def dense():
@@ -70,7 +75,9 @@ def dense():
 
 
 def dense_with_experts():
-    return replace(SMALL, experts=8, top_k=2, expert_ffn=16, shared=8).build().to_empty(device="cpu")
+    return (
+        replace(SMALL, experts=8, top_k=2, expert_ffn=16, shared=8).build().to_empty(device="cpu")
+    )
 
 
 IDS = torch.randint(0, 60, (8, 16), generator=torch.manual_seed(1))
@@ -110,13 +117,19 @@ def test_what_a_plan_builds_trains_as_on_one_device(build, options):
     plan, module = ModelPlan(**options), model()
     torch_optimizer, losses = torch.optim.AdamW(module.parameters(), lr=3e-3), []
     for _ in range(3):
-        loss = module(**batch).loss if named else functional.cross_entropy(module(IDS).flatten(0, 1), IDS.flatten())
+        loss = (
+            module(**batch).loss
+            if named
+            else functional.cross_entropy(module(IDS).flatten(0, 1), IDS.flatten())
+        )
         torch_optimizer.zero_grad()
         loss.backward()
         torch_optimizer.step()
         losses.append(loss.item())
     layered = layered_model(model(), batch, optim.adamw(3e-3), None, None)
-    step, *trees = PlanEstimate(plan, LayerTracer(layered, H100)).build(model(), mesh=fs.make_mesh(plan.mesh))
+    step, *trees = PlanEstimate(plan, LayerTracer(layered, H100)).build(
+        model(), mesh=fs.make_mesh(plan.mesh)
+    )
     for expected in losses:
         *trees, metrics = step(*trees, batch)
         assert metrics["loss"].item() == pytest.approx(expected, rel=1e-4)
@@ -129,20 +142,40 @@ def test_stages_of_sharded_experts_are_counted():
     model = Transformer(4, 64, 128, 4, 4, 60, 16, experts=8, top_k=2, expert_ffn=16)
     tracer = LayerTracer(layered_model(model, None, optim.sgd(0.1), None, None), H100)
     estimate = PlanEstimate(ModelPlan(pipeline=2, tensor=2, microbatches=4, **MEGATRON), tracer)
-    flops = [sum(x.flops for x in device.operations) for device in estimate.cost(model.build()).devices.values()]
+    flops = [
+        sum(x.flops for x in device.operations)
+        for device in estimate.cost(model.build()).devices.values()
+    ]
     assert estimate.flops == 2 * sum(flops)
 
 
 def test_a_search_tries_the_axis_of_experts():
     model = Transformer(4, 512, 2048, 8, 8, 1000, 128, experts=16, top_k=2, expert_ffn=512)
-    options = {"devices": 8, "cluster": H100, "global_batch": 32, "optimizer": optim.sgd(0.1), "tensor": 1, "rows": 1}
+    options = {
+        "devices": 8,
+        "cluster": H100,
+        "global_batch": 32,
+        "optimizer": optim.sgd(0.1),
+        "tensor": 1,
+        "rows": 1,
+    }
     plans = search(model, schedule="1f1b", zero_stage=(0, 1), recompute="never", **options)
     assert {x.plan.experts for x in plans} == {1, 8} and "expert=8" in str(plans)
     several = search(model, sequence=(1, 2), pipeline=1, experts=1, recompute="never", **options)
     assert {x.plan.sequence for x in several} == {1, 2}
-    copies = search(model, replicas=(1, 2), state_memory=("device", "host"), experts=1, recompute="never", **options)
+    copies = search(
+        model,
+        replicas=(1, 2),
+        state_memory=("device", "host"),
+        experts=1,
+        recompute="never",
+        **options,
+    )
     assert {(x.plan.replicas, x.plan.pipeline == 1) for x in copies} > {(1, False), (2, True)}
-    assert {(x.plan.state_memory, x.plan.pipeline == 1) for x in copies} > {("device", False), ("host", True)}
+    assert {(x.plan.state_memory, x.plan.pipeline == 1) for x in copies} > {
+        ("device", False),
+        ("host", True),
+    }
 
 
 NEAR = [
@@ -162,9 +195,18 @@ NEAR = [
     {"data": 4, "pipeline": 2, "zero_stage": 3, "microbatches": 4, "recompute": "full"},
     {"pipeline": 2, "tensor": 2, "microbatches": 4, **MEGATRON},
     {"pipeline": 2, "rows": 2, "microbatches": 4, "schedule": "zbv", "chunks": 2},
-    {"pipeline": 2, "rows": 2, "microbatches": 4, "schedule": "interleaved", "chunks": 2, "recompute": "full"},
+    {
+        "pipeline": 2,
+        "rows": 2,
+        "microbatches": 4,
+        "schedule": "interleaved",
+        "chunks": 2,
+        "recompute": "full",
+    },
 ]
-TRACER = LayerTracer(layered_model(LARGE, None, optim.with_master_weights(optim.adamw(3e-4)), None, None), H100)
+TRACER = LayerTracer(
+    layered_model(LARGE, None, optim.with_master_weights(optim.adamw(3e-4)), None, None), H100
+)
 
 
 @pytest.mark.parametrize("options", NEAR)
@@ -181,7 +223,9 @@ def test_estimates_are_near_the_cost_of_the_program(options):
 
 def test_the_best_plan_is_saved_scaled_and_built(tmp_path):
     model = Transformer(4, 64, 128, 4, 4, 60, 16, dtype=torch.float32)
-    plans = search(model, devices=8, cluster=H100, global_batch=32, optimizer=optim.sgd(0.1), tensor=2, rows=2)
+    plans = search(
+        model, devices=8, cluster=H100, global_batch=32, optimizer=optim.sgd(0.1), tensor=2, rows=2
+    )
     best = plans[0]
     best.save(tmp_path / "plan.toml")
     assert ModelPlan.load(tmp_path / "plan.toml") == best.plan and best.mesh == best.plan.mesh
@@ -189,11 +233,17 @@ def test_the_best_plan_is_saved_scaled_and_built(tmp_path):
     step, params, state = small.build(model.build().to_empty(device="cpu"))
     _, _, metrics = step(params, state, (torch.zeros(32, 16, dtype=torch.int64),) * 2)
     assert metrics["samples"] == 32 and step.mesh.size == 4
-    with pytest.raises(PlanError, match=r"mesh must have the sizes of the plan, .*; got Mesh\(data=4"):
+    with pytest.raises(
+        PlanError, match=r"mesh must have the sizes of the plan, .*; got Mesh\(data=4"
+    ):
         small.build(model.build(), mesh=fs.make_mesh({"data": 4}))
-    with pytest.raises(PlanError, match='replicas must be 1; got 2.*; state_memory must be "device"'):
+    with pytest.raises(
+        PlanError, match='replicas must be 1; got 2.*; state_memory must be "device"'
+    ):
         ModelPlan(replicas=2, state_memory="host").plugin(blocks="layers")
-    staged = replace(small, plan=ModelPlan(pipeline=2, tensor=2, microbatches=4, recompute="full", **MEGATRON))
+    staged = replace(
+        small, plan=ModelPlan(pipeline=2, tensor=2, microbatches=4, recompute="full", **MEGATRON)
+    )
     plugin = staged.plugin()
     assert (plugin.pipeline, plugin.blocks, plugin.sequence_mode) == (2, "layers", "megatron")
     with pytest.raises(

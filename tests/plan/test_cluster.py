@@ -19,7 +19,9 @@ def test_files_keep_a_machine(name, tmp_path):
 
 def test_nodes_have_another_size():
     assert [link.devices for link in cluster("h100", node=4).links] == [4, 0]
-    with pytest.raises(PlanError, match="node must be >= 1, of a machine with links in a node; got 2"):
+    with pytest.raises(
+        PlanError, match="node must be >= 1, of a machine with links in a node; got 2"
+    ):
         cluster("cpu", node=2)
 
 
@@ -28,10 +30,22 @@ def test_nodes_have_another_size():
     [
         ("memory = 80e9", "memory = 0", "memory must be > 0; got 0"),
         ("memory = 80e9", 'memory = "80 GB"', "memory must be a number; got '80 GB'"),
-        ("memory = 80e9", "ram = 80e9", "ram is unknown; the keys are name, flops, .*; memory is missing"),
-        ("devices = 0", "devices = 4", r"links must go from small groups to devices=0, .*; got \[8, 4\]"),
+        (
+            "memory = 80e9",
+            "ram = 80e9",
+            "ram is unknown; the keys are name, flops, .*; memory is missing",
+        ),
+        (
+            "devices = 0",
+            "devices = 4",
+            r"links must go from small groups to devices=0, .*; got \[8, 4\]",
+        ),
         ("f32 = ", "fp32 = ", 'flops must have "f32"'),
-        ("latency = 15e-6", "delay = 1", r"links\[1\].delay is unknown; .*; links\[1\].latency is missing"),
+        (
+            "latency = 15e-6",
+            "delay = 1",
+            r"links\[1\].delay is unknown; .*; links\[1\].latency is missing",
+        ),
         ("[flops]", "[flops", "the file must be TOML"),
     ],
 )
@@ -46,7 +60,8 @@ def test_wrong_files_raise_with_the_key(old, new, message, tmp_path):
 
 def test_unknown_names_raise_with_the_known_ones():
     with pytest.raises(
-        PlanError, match="must be one of a100, h100, h200, b200, cpu, or the path of a .toml file; got 'h1000'"
+        PlanError,
+        match="must be one of a100, h100, h200, b200, cpu, or the path of a .toml file; got 'h1000'",
     ):
         cluster("h1000")
 
@@ -54,7 +69,9 @@ def test_unknown_names_raise_with_the_known_ones():
 def test_calibration_predicts_a_product_of_another_size():
     """Rates of this machine are positive, and a product that was not measured takes about as long as they say."""
     machine = calibrate(fs.make_mesh({"all": 1}))
-    assert machine.efficiency.overlap == 0 and machine.flops["f32"] > 1e8 and machine.bandwidth > 1e8
+    assert (
+        machine.efficiency.overlap == 0 and machine.flops["f32"] > 1e8 and machine.bandwidth > 1e8
+    )
     assert 0 < machine.seconds_of_operation("mm", "f32", 2 * 512**3, 3 * 4 * 512**2) < 10
     assert machine.peak("i64") == machine.flops["f32"]
 

@@ -35,10 +35,17 @@ class Block(nn.Module):
         super().__init__()
         self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.k, self.v = (nn.Linear(WIDTH, WIDTH // HEADS * kv_heads) for _ in range(2))
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
 
     def forward(self, x):
-        heads = [layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+        heads = [
+            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        ]
         y = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norm(x))))
@@ -55,7 +62,9 @@ def program(sizes, *, layers, kv_heads, stage, name, recomputed, dtype, **option
     apply, params, buffers = fs.functionalize(model, plan=plan)
     within = None if plan is None else plan.rules
     params = fs.shard_params(
-        params, fs.fsdp("data", unit="[*]", within=within) if stage == 3 else within or P(), mesh=mesh
+        params,
+        fs.fsdp("data", unit="[*]", within=within) if stage == 3 else within or P(),
+        mesh=mesh,
     )
 
     def loss_fn(params, x):
@@ -65,7 +74,9 @@ def program(sizes, *, layers, kv_heads, stage, name, recomputed, dtype, **option
 
     opt = fs.partition_optimizer(OPTIMIZERS[name](), mesh=mesh, axis="data", stage=stage)
     local = () if plan is None else plan.axes
-    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True, local=local, **options)
+    step = fs.train_step(
+        loss_fn, opt, mesh=mesh, batch=P("data"), donate=True, local=local, **options
+    )
     return step, [params, opt.init(params), x]
 
 
@@ -98,18 +109,24 @@ PROGRAMS = st.fixed_dictionaries(
         "prefetch": st.sampled_from([0, 1]),
     }
 )
-MESHES = st.sampled_from([{"data": 1}, {"data": 2}, {"data": 4}, {"data": 2, "model": 2}, {"data": 8, "model": 2}])
+MESHES = st.sampled_from(
+    [{"data": 1}, {"data": 2}, {"data": 4}, {"data": 2, "model": 2}, {"data": 8, "model": 2}]
+)
 
 
 @settings(max_examples=60 if THOROUGH else 8, deadline=None)
-@given(MESHES, PROGRAMS.filter(lambda options: (options["name"], options["stage"]) != ("clipped", 0)))
+@given(
+    MESHES, PROGRAMS.filter(lambda options: (options["name"], options["stage"]) != ("clipped", 0))
+)
 def test_drawn_plans_have_the_bytes_and_the_peak_of_the_run(sizes, options):
     step, trees = program(sizes, **options)
     report = cost(step, *trees, cluster=H100)
     peak, sent = counted(step, trees)
     assert {axis: report.sent(axis) for axis in sizes} == sent
     assert report.peak() <= peak
-    assert report.peak() == peak or "model" in sizes  # along it devices differ by some numbers; checks need values
+    assert (
+        report.peak() == peak or "model" in sizes
+    )  # along it devices differ by some numbers; checks need values
     rows = report.operations()
     assert sum(row.seconds for row in rows) == pytest.approx(report.times.compute)
     assert max(sum(event.memory) for event in report.devices[0].operations) <= report.peak()
@@ -121,7 +138,9 @@ SCHEDULES = {
 }  # fmt: skip
 STAGED = st.fixed_dictionaries(
     {
-        "sizes": st.sampled_from([{"pipe": 2}, {"pipe": 2, "data": 2}, {"pipe": 4, "data": 2}, {"data": 4, "pipe": 3}]),
+        "sizes": st.sampled_from(
+            [{"pipe": 2}, {"pipe": 2, "data": 2}, {"pipe": 4, "data": 2}, {"data": 4, "pipe": 3}]
+        ),
         "schedule": st.sampled_from([*SCHEDULES]),
         "microbatches": st.sampled_from([2, 4]),
         "stage": st.integers(0, 3),
@@ -137,7 +156,9 @@ def staged(sizes, *, schedule, microbatches, stage, name, tied, **options):
     torch.manual_seed(0)
     mesh, x, devices = fs.make_mesh(sizes), torch.randn(ROWS, TOKENS, WIDTH), sizes["pipe"]
     stages, is_sharded = devices * SCHEDULES[schedule], stage > 0 and "data" in sizes
-    schedule = fs.pipeline_schedule(schedule, stages=stages, microbatches=microbatches, devices=devices)
+    schedule = fs.pipeline_schedule(
+        schedule, stages=stages, microbatches=microbatches, devices=devices
+    )
     model = nn.Sequential(*(Block(2) for _ in range(stages + 1)))
     if tied:
         model[-1].out.weight = model[0].out.weight
@@ -149,8 +170,16 @@ def staged(sizes, *, schedule, microbatches, stage, name, tied, **options):
     if is_sharded:
         opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
     batch = P("data") if "data" in sizes else P()
-    options |= {"schedule": schedule, "loss": lambda y, x: (y - x).square().mean(), "inputs": lambda x: x}
-    return fs.train_step(parts, opt, mesh=mesh, batch=batch, donate=True, **options), [params, opt.init(params), x]
+    options |= {
+        "schedule": schedule,
+        "loss": lambda y, x: (y - x).square().mean(),
+        "inputs": lambda x: x,
+    }
+    return fs.train_step(parts, opt, mesh=mesh, batch=batch, donate=True, **options), [
+        params,
+        opt.init(params),
+        x,
+    ]
 
 
 @settings(max_examples=30 if THOROUGH else 4, deadline=None)
@@ -159,8 +188,12 @@ def test_drawn_plans_of_stages_have_the_bytes_and_the_peak_of_the_run(options):
     """A device of each stage runs its program on the abstract mesh; all schedules, sharded and tied parameters."""
     step, trees = staged(**options)
     report = cost(step, *trees, cluster=H100)
-    assert (report.peak(), {axis: report.sent(axis) for axis in options["sizes"]}) == counted(step, trees)
-    assert report.seconds == max(device.times.step for device in report.devices.values()) and str(report)
+    assert (report.peak(), {axis: report.sent(axis) for axis in options["sizes"]}) == counted(
+        step, trees
+    )
+    assert report.seconds == max(device.times.step for device in report.devices.values()) and str(
+        report
+    )
 
 
 FIXED = {
@@ -191,7 +224,9 @@ def stages_in_process(stage, schedule):
     }
     step, trees = staged({"pipe": 2, "data": 2}, **options)
     report = cost(step, *trees, cluster=H100)
-    return (report.peak(), {axis: report.sent(axis) for axis in ("pipe", "data")}), counted(step, trees)
+    return (report.peak(), {axis: report.sent(axis) for axis in ("pipe", "data")}), counted(
+        step, trees
+    )
 
 
 @pytest.mark.parametrize(("stage", "schedule"), [(1, "1f1b"), (3, "zbv")])
@@ -200,7 +235,9 @@ def test_plans_of_stages_have_the_bytes_and_the_peak_of_four_processes(four, sta
     results = four.run(stages_in_process, stage, schedule)
     ((peak, sent),) = {(planned[0], tuple(planned[1].items())) for planned, _ in results}
     assert peak == max(found[0] for _, found in results)
-    assert dict(sent) == {axis: max(found[1][axis] for _, found in results) for axis in ("pipe", "data")}
+    assert dict(sent) == {
+        axis: max(found[1][axis] for _, found in results) for axis in ("pipe", "data")
+    }
 
 
 def test_operations_are_those_of_the_formula_and_recomputation_adds_a_forward():
@@ -212,7 +249,9 @@ def test_operations_are_those_of_the_formula_and_recomputation_adds_a_forward():
     flops = cost(step, *trees, cluster=H100).flops()
     again, same = program({"data": 1}, **{**FIXED, "recomputed": True})
     forward = 2 * weights * tokens + attention
-    inputs = 2 * tokens * WIDTH * (WIDTH + 2 * WIDTH // 2)  # of the first layer, which need no gradient
+    inputs = (
+        2 * tokens * WIDTH * (WIDTH + 2 * WIDTH // 2)
+    )  # of the first layer, which need no gradient
     assert flops - (3 * 2 * weights * tokens - inputs) in (3 * attention, int(3.5 * attention))
     last = 2 * tokens * 2 * WIDTH * WIDTH  # the recomputation ends before the last product
     assert cost(again, *same, cluster=H100).flops() == flops + forward - last
@@ -227,7 +266,9 @@ def test_other_sizes_are_those_of_a_mesh_of_that_size():
     same, trees = program({"data": 2}, **FIXED)
     each = cost(same, *trees[:2], torch.empty(4, TOKENS, WIDTH, device="meta"), cluster=H100)
     assert report.flops() == each.flops() and report.mesh.size == 1024
-    assert report.sent() > each.sent() and report.peak(purpose="state") <= each.peak(purpose="state")
+    assert report.sent() > each.sent() and report.peak(purpose="state") <= each.peak(
+        purpose="state"
+    )
 
 
 # -- time ----------------------------------------------------------------------------------------------------------------
@@ -241,7 +282,9 @@ PLAIN = replace(
     host=1.0,
     disk=0.5,
     links=(NetworkLink(2, 10.0, 0.0), NetworkLink(0, 1.0, 0.0)),
-    efficiency=replace(H100.efficiency, matmul=1.0, half=0.0, attention=0.5, memory=1.0, launch=0.0, link=1.0),
+    efficiency=replace(
+        H100.efficiency, matmul=1.0, half=0.0, attention=0.5, memory=1.0, launch=0.0, link=1.0
+    ),
 )
 
 
@@ -260,8 +303,16 @@ def sent(size, axis="a", *, starts=True):
         ([sent(4), work(3), CollectiveWait(0), work(1)], 5, 1),  # a collective beside an operation
         ([sent(4), work(5), CollectiveWait(0)], 5, 0),
         ([sent(4, starts=False), work(5)], 9, 4),
-        ([sent(4), sent(4), work(5), CollectiveWait(0), CollectiveWait(1)], 8, 3),  # one after another on a level
-        ([sent(4), sent(40, "b"), work(1), CollectiveWait(0), CollectiveWait(1)], 4, 3),  # the levels are independent
+        (
+            [sent(4), sent(4), work(5), CollectiveWait(0), CollectiveWait(1)],
+            8,
+            3,
+        ),  # one after another on a level
+        (
+            [sent(4), sent(40, "b"), work(1), CollectiveWait(0), CollectiveWait(1)],
+            4,
+            3,
+        ),  # the levels are independent
         ([Copy("device", "host", 4), work(1), Copy("host", "device", 2), work(1)], 4, 0),
         ([Copy("device", "disk", 4), work(1)], 8, 0),
     ],
@@ -269,7 +320,9 @@ def sent(size, axis="a", *, starts=True):
 def test_time_of_a_list_of_events(events, step, exposed):
     times = times_of({0: events}, PLAIN, MESH)[0]
     assert (times.step, sum(times.exposed.values())) == (step, exposed)
-    without = times_of({0: events}, replace(PLAIN, efficiency=replace(PLAIN.efficiency, overlap=0)), MESH)[0]
+    without = times_of(
+        {0: events}, replace(PLAIN, efficiency=replace(PLAIN.efficiency, overlap=0)), MESH
+    )[0]
     assert without.step >= step
 
 
@@ -285,7 +338,11 @@ EVENTS = st.lists(
 
 @given(EVENTS, st.data())
 def test_more_of_anything_is_never_slower(events, data):
-    for index in [i for i, event in enumerate(events) if isinstance(event, CollectiveStart) and event.is_started]:
+    for index in [
+        i
+        for i, event in enumerate(events)
+        if isinstance(event, CollectiveStart) and event.is_started
+    ]:
         events.append(CollectiveWait(index))
     factor = data.draw(st.floats(1.0, 8.0))
     changes = {
@@ -294,7 +351,8 @@ def test_more_of_anything_is_never_slower(events, data):
         "host": factor * H100.host,
         "disk": factor * H100.disk,
         "links": tuple(
-            NetworkLink(link.devices, factor * link.bandwidth, link.latency / factor) for link in H100.links
+            NetworkLink(link.devices, factor * link.bandwidth, link.latency / factor)
+            for link in H100.links
         ),
         "efficiency": replace(H100.efficiency, matmul=min(1.0, 0.75 * factor), half=2e9 / factor),
     }
@@ -308,8 +366,18 @@ def test_more_of_anything_is_never_slower(events, data):
     ("sizes", "axes", "level", "bandwidth"),
     [
         ({"data": 4, "model": 8}, ("model",), 0, 450e9),
-        ({"data": 4, "model": 8}, ("data",), 1, 50e9),  # each device of a node has its own link to others
-        ({"data": 4, "model": 8}, ("data", "model"), 1, 400e9),  # a ring through the nodes has the links of all
+        (
+            {"data": 4, "model": 8},
+            ("data",),
+            1,
+            50e9,
+        ),  # each device of a node has its own link to others
+        (
+            {"data": 4, "model": 8},
+            ("data", "model"),
+            1,
+            400e9,
+        ),  # a ring through the nodes has the links of all
         ({"data": 4, "model": 4}, ("data",), 1, 100e9),
         ({"data": 2, "model": 4}, ("data",), 0, 450e9),
     ],
@@ -324,7 +392,10 @@ def test_invalid_arguments_raise():
     step, trees = program({"data": 2}, **FIXED)
     with pytest.raises(PlanError, match="step must be one of train_step; got function"):
         cost(lambda x: x, *trees, cluster=H100)
-    mesh, weights = fs.make_mesh({"pipe": 1}, runtime="abstract"), [[torch.empty(2, 2, device="meta")]]
+    mesh, weights = (
+        fs.make_mesh({"pipe": 1}, runtime="abstract"),
+        [[torch.empty(2, 2, device="meta")]],
+    )
     schedule = fs.pipeline_schedule("1f1b", stages=1, microbatches=1)
     options = {"mesh": mesh, "batch": P(), "schedule": schedule, "loss": lambda y, x: y.sum()}
     params, opt = fs.shard_stages(weights, mesh=mesh, schedule=schedule), optim.sgd(0.1)
@@ -339,5 +410,7 @@ def test_a_step_that_does_not_fit_says_so():
     step, trees = program({"data": 2}, **FIXED)
     report = cost(step, *trees, cluster=replace(H100, memory=1000.0))
     assert not report.fits and "of 1,000: too many" in str(report)
-    assert report.utilization(flops=1e6) == pytest.approx(1e6 / 2 / report.seconds / H100.flops["f32"])
+    assert report.utilization(flops=1e6) == pytest.approx(
+        1e6 / 2 / report.seconds / H100.flops["f32"]
+    )
     assert isinstance(report.sent("data"), Fraction)

@@ -49,7 +49,15 @@ def flops(model, plan, batch):
     if plan.recompute == "never":
         return model.flops(batch, attention=not model.gated)
     s, h = model.sequence, model.hidden
-    return 96 * batch * s * model.layers * h * h * (1 + s / (6 * h) + model.vocab / (16 * model.layers * h))
+    return (
+        96
+        * batch
+        * s
+        * model.layers
+        * h
+        * h
+        * (1 + s / (6 * h) + model.vocab / (16 * model.layers * h))
+    )
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -67,6 +75,7 @@ def test_utilization_of_published_runs(name):
     # Megatron adds gradients of microbatches inside of matrix products, fshard in operations of their own.
     fused = [x.seconds / (x.seconds - x.terms["sums of gradients"]) for x in fitting]
     utilization = [
-        100 * x.utilization(flops(model, x.plan, batch)) * ratio for x, ratio in zip(fitting, fused, strict=True)
+        100 * x.utilization(flops(model, x.plan, batch)) * ratio
+        for x, ratio in zip(fitting, fused, strict=True)
     ]
     assert max(utilization) == pytest.approx(published, abs=3)

@@ -19,7 +19,9 @@ def program(mesh, *, stage, recomputed=False):
     """A GPT without values, of layers that "model" shards; the batch has 16 samples."""
     model = torch.nn.Sequential(Block(4), Block(4)).to("meta")
     x = torch.empty(16, TOKENS, WIDTH, device="meta")
-    plan = fs.tensor_parallel(model, axis="model", sample=torch.ones(2, TOKENS, WIDTH, device="meta"), check=False)
+    plan = fs.tensor_parallel(
+        model, axis="model", sample=torch.ones(2, TOKENS, WIDTH, device="meta"), check=False
+    )
     apply, params, buffers = fs.functionalize(model, plan=plan)
     rules = fs.fsdp("data", unit="[*]", within=plan.rules) if stage == 3 else plan.rules
     params = fs.shard_params(params, rules, mesh=mesh)
@@ -39,7 +41,11 @@ OPTIONS = {"stage": [0, 3], "recomputed": [False, True]}
 def test_all_are_tried_and_the_order_is_that_of_costs():
     plans = rank(program, devices=8, axes=["data", "model"], options=OPTIONS, cluster=H100)
     tried = [*plans, *plans.rejected]
-    assert len({(tuple(plan.sizes.values()), tuple(plan.options.values())) for plan in tried}) == len(tried) == 16
+    assert (
+        len({(tuple(plan.sizes.values()), tuple(plan.options.values())) for plan in tried})
+        == len(tried)
+        == 16
+    )
     assert all(prod(plan.sizes.values()) == 8 for plan in tried)
     assert [plan.cost.seconds for plan in plans] == sorted(plan.cost.seconds for plan in plans)
     assert {plan.sizes["model"] for plan in plans.rejected} == {8}  # there are 4 heads
@@ -54,8 +60,16 @@ def test_sizes_may_be_limited():
     axes = {"data": range(1, 9), "model": (2, 4)}
     plans = rank(program, devices=8, axes=axes, options={"stage": [3]}, cluster=H100)
     assert sorted(plan.sizes["model"] for plan in plans) == [2, 4]
-    with pytest.raises(PlanError, match="the sizes of data, model must have a product of 6; got none"):
-        rank(program, devices=6, axes={"data": (4,), "model": (2,)}, options={"stage": [3]}, cluster=H100)
+    with pytest.raises(
+        PlanError, match="the sizes of data, model must have a product of 6; got none"
+    ):
+        rank(
+            program,
+            devices=6,
+            axes={"data": (4,), "model": (2,)},
+            options={"stage": [3]},
+            cluster=H100,
+        )
 
 
 def test_plans_beyond_the_memory_are_rejected_with_the_excess():
@@ -69,14 +83,23 @@ def test_plans_beyond_the_memory_are_rejected_with_the_excess():
     assert [plan.options["stage"] for plan in plans] == [3]
     assert plans.rejected[0].reason.startswith(f"{peaks[0] - peaks[3]:,} bytes over the memory; ")
     with pytest.raises(
-        PlanError, match=r"no plan of 8 devices fits; the nearest is data=8, model=1, stage=3.*: 1 bytes over"
+        PlanError,
+        match=r"no plan of 8 devices fits; the nearest is data=8, model=1, stage=3.*: 1 bytes over",
     ):
-        rank(program, devices=8, axes=sizes, options=options, cluster=replace(small, memory=peaks[3] - 1.0))
+        rank(
+            program,
+            devices=8,
+            axes=sizes,
+            options=options,
+            cluster=replace(small, memory=peaks[3] - 1.0),
+        )
 
 
 def test_a_faster_network_changes_the_order_towards_more_communication():
     assert FIXED["stage"] == 3 and cluster("cpu").efficiency.overlap == 0
-    slow = replace(H100, links=tuple(replace(link, bandwidth=link.bandwidth / 1e4) for link in H100.links))
+    slow = replace(
+        H100, links=tuple(replace(link, bandwidth=link.bandwidth / 1e4) for link in H100.links)
+    )
     fast, slowed = (
         rank(program, devices=4, axes=["data", "model"], options={"stage": [0]}, cluster=machine)
         for machine in (H100, slow)

@@ -37,8 +37,13 @@ def estimate(plan, model=SMALL):
 @pytest.mark.parametrize("recompute", ["never", "selective", "full", "except attention"])
 def test_costs_of_other_microbatches_are_derived(tensor, recompute):
     """Sizes are linear in the samples: a derived step is the traced one."""
-    plan = ModelPlan(tensor=tensor, recompute=recompute, sequence_mode="megatron" if tensor > 1 else "gather")
-    derived, other = tracer(SMALL).cost(replace(plan, rows=8)), LayerTracer(tracer(SMALL).model, H100)
+    plan = ModelPlan(
+        tensor=tensor, recompute=recompute, sequence_mode="megatron" if tensor > 1 else "gather"
+    )
+    derived, other = (
+        tracer(SMALL).cost(replace(plan, rows=8)),
+        LayerTracer(tracer(SMALL).model, H100),
+    )
     other.cost(plan)
     trace = other.traces[replace(plan, recompute="never")]
     other.steps[replace(plan, rows=2)] = trace.record(rows=8, recompute=recompute)
@@ -46,11 +51,27 @@ def test_costs_of_other_microbatches_are_derived(tensor, recompute):
 
 
 @pytest.mark.parametrize(
-    "schedule", ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v"]
+    "schedule",
+    [
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "bfs",
+        "zb-h1",
+        "zb-h2",
+        "zbv",
+        "v-half",
+        "v-min",
+        "dualpipe-v",
+    ],
 )
 def test_the_least_memory_is_at_most_the_peak(schedule):
-    choices = plan_choices({"rows": (1, 2), "tensor": 1, "schedule": schedule, "zero_stage": (0, 1)})
-    plans = [plan for batch in (4, 12, 64) for plan in legal_plans(SMALL.layers, 4, batch, choices, H100)]
+    choices = plan_choices(
+        {"rows": (1, 2), "tensor": 1, "schedule": schedule, "zero_stage": (0, 1)}
+    )
+    plans = [
+        plan for batch in (4, 12, 64) for plan in legal_plans(SMALL.layers, 4, batch, choices, H100)
+    ]
     estimates = [estimate(plan) for plan in plans]
     assert len(estimates) > 10 and all(least_memory(x) <= x.peak for x in estimates)
 
@@ -69,12 +90,25 @@ def test_recomputation_has_less_memory_and_more_operations():
     names = ("never", "selective", "except attention, mlp", "except attention", "full")
     estimates = [estimate(ModelPlan(rows=ROWS, recompute=name)) for name in names]
     flops, saved = [x.flops for x in estimates], [x.model.layer.saved for x in estimates]
-    assert flops[0] < flops[1] < flops[2] < flops[3] < flops[4]  # selective: attention is fused, no product
+    assert (
+        flops[0] < flops[1] < flops[2] < flops[3] < flops[4]
+    )  # selective: attention is fused, no product
     assert saved == sorted(saved, reverse=True) and saved[4] < saved[0] / 4
-    assert saved[3] - saved[4] == ROWS * SMALL.sequence * (2 * SMALL.hidden + 4 * SMALL.heads)  # the log-sum-exp
+    assert saved[3] - saved[4] == ROWS * SMALL.sequence * (
+        2 * SMALL.hidden + 4 * SMALL.heads
+    )  # the log-sum-exp
     assert saved[2] - saved[3] == ROWS * SMALL.sequence * 2 * SMALL.ffn * 2
-    with pytest.raises(PlanError, match=r"names of fs.nn.checkpoint_name in the layers, attention, mlp; got attn"):
-        search(SMALL, devices=1, cluster=H100, global_batch=8, optimizer=ADAMW, recompute="except attn, mlp")
+    with pytest.raises(
+        PlanError, match=r"names of fs.nn.checkpoint_name in the layers, attention, mlp; got attn"
+    ):
+        search(
+            SMALL,
+            devices=1,
+            cluster=H100,
+            global_batch=8,
+            optimizer=ADAMW,
+            recompute="except attn, mlp",
+        )
 
 
 def test_plans_are_ranked_with_reasons():
@@ -82,7 +116,9 @@ def test_plans_are_ranked_with_reasons():
     chosen = options | {"rows": 8, "schedule": "1f1b"}
     plans = search(SMALL, cluster=H100, **chosen)
     assert [x.seconds for x in plans] == sorted(x.seconds for x in plans)
-    assert all(x.plan.devices == 8 and x.plan.data * x.plan.rows * x.plan.microbatches == 64 for x in plans)
+    assert all(
+        x.plan.devices == 8 and x.plan.data * x.plan.rows * x.plan.microbatches == 64 for x in plans
+    )
     assert "ms more" in plans.slower(plans[1]) or plans[1].seconds == plans[0].seconds
     assert "MFU" in str(plans) and "peak" in plans[0].explain()
     only = search(SMALL, cluster=H100, pipeline=4, zero_stage=1, rows=1, **options)
@@ -94,12 +130,18 @@ def test_plans_are_ranked_with_reasons():
     assert costs == sorted(costs) and {x.plan.devices for x in several} == {2, 8}
     tight = replace(H100, memory=float(least[0].peak + 1))
     fits = search(SMALL, cluster=tight, **chosen)
-    assert all(x.peak <= tight.memory for x in fits) and "GB over the memory" in fits.rejected[0].reason
+    assert (
+        all(x.peak <= tight.memory for x in fits)
+        and "GB over the memory" in fits.rejected[0].reason
+    )
 
 
 def test_the_plan_with_the_least_memory_is_that_of_alllegal_plans():
     """There are more plans than are simulated, so those with the least time are not enough."""
-    layered, choices = layered_model(SMALL, None, ADAMW, None, None), plan_choices({"rows": (1, 2), "tensor": 1})
+    layered, choices = (
+        layered_model(SMALL, None, ADAMW, None, None),
+        plan_choices({"rows": (1, 2), "tensor": 1}),
+    )
     peaks = [estimate(plan).peak for plan in legal_plans(layered.layers, 8, 64, choices, H100)]
     options = {"devices": 8, "global_batch": 64, "optimizer": ADAMW, "rows": (1, 2), "tensor": 1}
     plans = search(SMALL, cluster=H100, goal="memory", **options)
@@ -132,38 +174,57 @@ class Stubborn(Model):
 def test_any_module_with_a_list_of_layers_is_planned():
     batch = torch.ones(2, 8), torch.zeros(2, 4)
     options = {"devices": 2, "cluster": H100, "global_batch": 8, "optimizer": optim.sgd(0.1)}
-    plans = search(Model(), batch, loss=lambda y, batch: (y - batch[1]).square().mean(), tensor=1, **options)
+    plans = search(
+        Model(), batch, loss=lambda y, batch: (y - batch[1]).square().mean(), tensor=1, **options
+    )
     assert {x.plan.pipeline for x in plans} == {1, 2} and plans[0].layers == 6
-    with pytest.raises(PlanError, match=r"blocks must be a ModuleList of the model, inner.layers; got 'layers'"):
+    with pytest.raises(
+        PlanError, match=r"blocks must be a ModuleList of the model, inner.layers; got 'layers'"
+    ):
         search(Model(), batch, blocks="layers", **options)
     with pytest.raises(PlanError, match=r"must have its repeated layers in a ModuleList; got none"):
         search(nn.Linear(2, 2), batch, **options)
     with pytest.raises(
-        PlanError, match=r"the model cannot be planned, such as with ModelPlan.*must have same reduction dim"
+        PlanError,
+        match=r"the model cannot be planned, such as with ModelPlan.*must have same reduction dim",
     ):
         search(Stubborn(), batch, **options)
     unlike = Model()
     unlike.inner.layers[3] = nn.Linear(32, 32, bias=False)
-    with pytest.raises(PlanError, match=r"layers inner.layers must have equal parameters; those of 3 differ from 0's"):
+    with pytest.raises(
+        PlanError,
+        match=r"layers inner.layers must have equal parameters; those of 3 differ from 0's",
+    ):
         search(unlike, batch, **options)
     with pytest.raises(PlanError, match="goal must be one of time, cost, memory; got 'speed'"):
         search(Model(), batch, goal="speed", **options)
     with pytest.raises(PlanError, match=r"speed must be among data, pipeline, tensor"):
         search(Model(), batch, speed=3, **options)
     with pytest.raises(
-        PlanError, match=r"sizes must divide 2 devices, 6 layers and a global batch of 8; no plan with tensor=3"
+        PlanError,
+        match=r"sizes must divide 2 devices, 6 layers and a global batch of 8; no plan with tensor=3",
     ):
         search(Model(), batch, tensor=3, **options)
     for name, value, message in (
-        ("recompute", "names", "recompute must be one of never, selective, full, except a, b; got 'names'"),
+        (
+            "recompute",
+            "names",
+            "recompute must be one of never, selective, full, except a, b; got 'names'",
+        ),
         ("schedule", "1f2b", "schedule must be one of gpipe, 1f1b"),
         ("experts", 2, "experts must be 1, since the layers have none; got 2"),
         ("devices", (), r"devices and global_batch must be >= 1; got \(\) and 8"),
-        ("global_batch", 7, "Divisors: of devices 1, 2; of layers 1, 2, 3, 6; of global batch 1, 7"),
+        (
+            "global_batch",
+            7,
+            "Divisors: of devices 1, 2; of layers 1, 2, 3, 6; of global batch 1, 7",
+        ),
     ):
         with pytest.raises(PlanError, match=message):
             search(Model(), batch, **options | {"data": 2, name: value})
-    with pytest.raises(PlanError, match=r"no plan of 2 devices fits; the nearest is ModelPlan.* GB over the memory"):
+    with pytest.raises(
+        PlanError, match=r"no plan of 2 devices fits; the nearest is ModelPlan.* GB over the memory"
+    ):
         search(SMALL, **options | {"cluster": replace(H100, memory=1e6)})
 
 
@@ -184,7 +245,10 @@ def test_plans_are_saved_scaled_and_boosted(tmp_path):
     small = plan.scaled(4)
     assert (small.data, small.pipeline) == (2, 2)
     batch = torch.randn(16, 8), torch.randn(16, 4)
-    plugin = replace(small.plugin(blocks="inner.layers", sample=batch[0]), mesh=fs.make_mesh({"pipe": 2, "data": 2}))
+    plugin = replace(
+        small.plugin(blocks="inner.layers", sample=batch[0]),
+        mesh=fs.make_mesh({"pipe": 2, "data": 2}),
+    )
     booster = fs.Booster(plugin)
     state = booster.init(Model(), optim.sgd(0.1), lambda y, target: (y - target).square().mean())
     state, first = booster.step(state, batch)
@@ -210,7 +274,10 @@ def test_sizes_are_read_from_a_config_of_hugging_face(tmp_path, capsys):
     page = tmp_path / "plan.html"
     assert main(["explore", str(out), "-o", str(page)]) == 0 and "A step on 2" in page.read_text()
     (tmp_path / "bare.toml").write_text("data = 2\n")
-    for wrong, message in (("bare.toml", "must be a file of `fshard plan -o`"), ("plan.html", "must be a TOML file")):
+    for wrong, message in (
+        ("bare.toml", "must be a file of `fshard plan -o`"),
+        ("plan.html", "must be a TOML file"),
+    ):
         assert main(["explore", str(tmp_path / wrong)]) == 2 and message in capsys.readouterr().err
     gpt2 = {
         "model_type": "gpt2",
@@ -227,10 +294,18 @@ def test_sizes_are_read_from_a_config_of_hugging_face(tmp_path, capsys):
     moe = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 24}
     moe = Transformer.from_config({**CONFIG, **moe})
     assert (moe.experts, moe.top_k, moe.expert_ffn, moe.shared) == (4, 2, 128, 24)
-    assert moe.flops(1) == 6 * 32 * (moe.parameters - 3 * 2 * 3 * 64 * 128)  # two of four experts, in three layers
+    assert moe.flops(1) == 6 * 32 * (
+        moe.parameters - 3 * 2 * 3 * 64 * 128
+    )  # two of four experts, in three layers
     for each in (sizes, moe, Transformer.from_config(gpt2)):
         assert each.parameters == sum(x.numel() for x in each.build().parameters())
-    with pytest.raises(PlanError, match="must have hidden_size or n_embd, intermediate_size or n_inner, num_attention"):
+    with pytest.raises(
+        PlanError,
+        match="must have hidden_size or n_embd, intermediate_size or n_inner, num_attention",
+    ):
         Transformer.from_config({"num_hidden_layers": 3})
-    with pytest.raises(PlanError, match="equal layers with usual attention; got kv_lora_rank, first_k_dense_replace"):
+    with pytest.raises(
+        PlanError,
+        match="equal layers with usual attention; got kv_lora_rank, first_k_dense_replace",
+    ):
         Transformer.from_config({**CONFIG, "kv_lora_rank": 8, "first_k_dense_replace": 3})

@@ -43,7 +43,13 @@ def test_report_writes_metrics_of_train_step():
     _, _, metrics = step(params, opt.init(params), torch.ones(4, 2))
     with fs.report.Report(recorder, clock=seconds(0.0, 0.0)) as report:
         report(metrics, lr=0.5)
-    numbers = {"loss": 2.0, "grad_norm": pytest.approx(2**0.5), "finite": 1.0, "samples": 4.0, "lr": 0.5}
+    numbers = {
+        "loss": 2.0,
+        "grad_norm": pytest.approx(2**0.5),
+        "finite": 1.0,
+        "samples": 4.0,
+        "lr": 0.5,
+    }
     assert recorder.rows == [(1, numbers)] and recorder.closed == 1
 
 
@@ -59,9 +65,15 @@ def test_report_rate_counts_samples_of_all_steps():
 
 MISUSE = {
     "every": (lambda: fs.report.Report(every=0), "every= must be an integer >= 1; got 0"),
-    "two": (lambda: fs.report.Report(every=2.5, step="3"), "every= .* got 2.5; step= must be an integer >= 0; got '3'"),
+    "two": (
+        lambda: fs.report.Report(every=2.5, step="3"),
+        "every= .* got 2.5; step= must be an integer >= 0; got '3'",
+    ),
     "writer": (lambda: fs.report.Report(print), "cannot write: a writer has write"),
-    "profile": (lambda: fs.report.Profile("x", wait=-1, active=0), "wait= .* >= 0; got -1; active= .* >= 1; got 0"),
+    "profile": (
+        lambda: fs.report.Profile("x", wait=-1, active=0),
+        "wait= .* >= 0; got -1; active= .* >= 1; got 0",
+    ),
     "option of torch": (lambda: fs.report.Profile("x", stack=True), "stack"),
 }
 
@@ -82,10 +94,15 @@ def test_report_in_a_loop_counts_each_sample_once():
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
         booster = fs.Booster()
-        loader = booster.prepare_dataloader(torch.utils.data.TensorDataset(xs[:, None]), batch_size=8)
+        loader = booster.prepare_dataloader(
+            torch.utils.data.TensorDataset(xs[:, None]), batch_size=8
+        )
         model, *_ = booster.boost(model)
         recorder = recorders[fs.axis_index("data")]
-        with fs.report.Report(recorder, mesh=mesh, clock=seconds(0, 1, 2)) as report, torch.no_grad():
+        with (
+            fs.report.Report(recorder, mesh=mesh, clock=seconds(0, 1, 2)) as report,
+            torch.no_grad(),
+        ):
             for (x,) in loader:
                 report(loss=model(x).mean(), samples=loader.samples)
 
@@ -105,7 +122,9 @@ def reported_by_processes(folder):
         fs.report.Profile(folder, wait=0, warmup=1, active=1) as profile,
     ):
         for step in range(2):
-            report(loss=float(step + fs.run(lambda: fs.axis_index("data"), mesh=mesh)[0]), samples=4)
+            report(
+                loss=float(step + fs.run(lambda: fs.axis_index("data"), mesh=mesh)[0]), samples=4
+            )
             fs.run(lambda: fs.psum(torch.ones(4) @ torch.ones(4), "data"), mesh=mesh)
             profile.step()
 
@@ -113,7 +132,10 @@ def reported_by_processes(folder):
 def test_report_and_profile_on_processes(tmp_path, two):
     two.run(reported_by_processes, str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["loss"], line["samples"]) for line in lines] == [(1, 0.5, 8.0), (2, 1.5, 8.0)]
+    assert [(line["step"], line["loss"], line["samples"]) for line in lines] == [
+        (1, 0.5, 8.0),
+        (2, 1.5, 8.0),
+    ]
     for device in (0, 1):
         assert "aten::dot" in names_in(tmp_path / f"device-{device}.json", device)
     assert not (tmp_path / "host.json").exists()
@@ -139,7 +161,11 @@ def test_tensorboard_has_the_written_scalars(tmp_path):
         for step in range(4):
             report(loss=2.0**-step)
     found = EventAccumulator(str(tmp_path)).Reload()
-    assert [(point.step, point.value) for point in found.Scalars("loss")] == [(1, 1.0), (2, 0.5), (4, 0.125)]
+    assert [(point.step, point.value) for point in found.Scalars("loss")] == [
+        (1, 1.0),
+        (2, 0.5),
+        (4, 0.125),
+    ]
 
 
 # -- Bar ----------------------------------------------------------------------------------------------------------------
@@ -149,7 +175,10 @@ def shown(steps, total, **how):
     file = io.StringIO()
     bar = fs.report.Bar(total, file=file, clock=iter(map(float, range(1000))).__next__, **how)
     for step in range(1, steps + 1):
-        bar.write(step, {"loss": 1 / step, "samples": 8, "samples_per_second": 12345.6, "memory": 1.5 * 2**30})
+        bar.write(
+            step,
+            {"loss": 1 / step, "samples": 8, "samples_per_second": 12345.6, "memory": 1.5 * 2**30},
+        )
     bar.close()
     return file.getvalue()
 
@@ -166,7 +195,9 @@ def test_bar_has_a_line_per_tenth_in_a_file_and_one_in_a_terminal():
     ]
 
 
-@pytest.mark.parametrize(("module", "tty", "lines"), [("ipykernel.io", False, 1), ("x", True, 1), ("x", False, 2)])
+@pytest.mark.parametrize(
+    ("module", "tty", "lines"), [("ipykernel.io", False, 1), ("x", True, 1), ("x", False, 2)]
+)
 def test_bar_updates_in_terminals_and_notebooks_only(module, tty, lines):
     stream = type("Stream", (io.StringIO,), {"__module__": module, "isatty": lambda self: tty})()
     bar = fs.report.Bar(2, file=stream)
@@ -184,7 +215,9 @@ def names_in(path, device):
     events = json.loads(path.read_text())["traceEvents"]
     own = [event for event in events if event["ph"] == "X" and isinstance(event["pid"], int)]
     assert {event["pid"] for event in own} == {device}
-    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == [f"device {device}"]
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == [
+        f"device {device}"
+    ]
     return {event["name"] for event in own}
 
 
@@ -199,11 +232,17 @@ def test_profile_has_a_trace_per_virtual_device_and_host(tmp_path):
             elif step == 5:
                 torch.ones(1).cos()  # five steps are over: this is not recorded
             profile.step()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["device-0.json", "device-1.json", "host.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "device-0.json",
+        "device-1.json",
+        "host.json",
+    ]
     for device in (0, 1):
         found = names_in(tmp_path / f"device-{device}.json", device)
         assert "aten::mm" in found and "aten::linalg_inv" not in found
-    outside = {event["name"] for event in json.loads((tmp_path / "host.json").read_text())["traceEvents"]}
+    outside = {
+        event["name"] for event in json.loads((tmp_path / "host.json").read_text())["traceEvents"]
+    }
     assert "aten::linalg_inv" in outside and not {"aten::mm", "aten::cos"} & outside
     assert not any(name.startswith(MARK) for name in outside)
 

@@ -21,7 +21,9 @@ def serial(q, k, v, *, causal=False, scale=None, key_mask=None, document_ids=Non
         seen = seen & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
     if torchs:
         return F.scaled_dot_product_attention(q, k, v, seen, scale=scale)
-    scores = (q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(~seen, -1e30)
+    scores = (q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(
+        ~seen, -1e30
+    )
     return (scores.softmax(-1) * seen) @ v
 
 
@@ -30,11 +32,15 @@ def sharded(mesh, how, q, k, v, *, causal=False, scale=None, key_mask=None, docu
     n = mesh.shape["seq"]
 
     def order(x, dim, inverse=False):
-        return fs.tensor.zigzag(x, n, dim, inverse=inverse) if how == "zigzag" and x is not None else x
+        return (
+            fs.tensor.zigzag(x, n, dim, inverse=inverse) if how == "zigzag" and x is not None else x
+        )
 
     def local(q, k, v):
         masks = {"key_mask": order(key_mask, 1), "document_ids": order(document_ids, 1)}
-        own = {name: x.chunk(n, 1)[fs.axis_index("seq")] for name, x in masks.items() if x is not None}
+        own = {
+            name: x.chunk(n, 1)[fs.axis_index("seq")] for name, x in masks.items() if x is not None
+        }
         return fs.tensor.attention(q, k, v, "seq", how, causal=causal, scale=scale, **own)
 
     tokens = P(None, None, "seq")

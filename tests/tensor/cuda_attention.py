@@ -27,12 +27,19 @@ def scores(q, k, bias, causal, scale):
         assert bias.dtype == q.dtype and bias.shape == result.shape
         assert bias.stride(-1) == 1 and all(stride % 8 == 0 for stride in bias.stride()[:-1])
         result = result + bias.float()
-    return result.masked_fill(~torch.ones_like(result, dtype=torch.bool).tril(), -torch.inf) if causal else result
+    return (
+        result.masked_fill(~torch.ones_like(result, dtype=torch.bool).tril(), -torch.inf)
+        if causal
+        else result
+    )
 
 
 def attend(q, k, v, bias, causal, scale):
     """Return out, in the memory order (batch, tokens, heads, dim), and lse."""
-    assert all(x.stride(-1) == 1 and x.shape[-1] % 8 == 0 for x in (q, k, v)) and q.shape[1] == k.shape[1]
+    assert (
+        all(x.stride(-1) == 1 and x.shape[-1] % 8 == 0 for x in (q, k, v))
+        and q.shape[1] == k.shape[1]
+    )
     rows = scores(q, k, bias, causal, scale)
     out = (rows.softmax(-1) @ v.float()).to(q.dtype)
     return out.transpose(1, 2).contiguous().transpose(1, 2), rows.logsumexp(-1)
@@ -45,7 +52,9 @@ def pull_back(cotangent, q, k, v, out, lse, bias, causal, scale):
     assert weights.isfinite().all()
     cotangent, delta = cotangent.float(), (cotangent.float() * out.float()).sum(-1, keepdim=True)
     slopes = weights * (cotangent @ v.float().mT - delta) * scale
-    return [x.to(q.dtype) for x in (slopes @ k.float(), slopes.mT @ q.float(), weights.mT @ cotangent)]
+    return [
+        x.to(q.dtype) for x in (slopes @ k.float(), slopes.mT @ q.float(), weights.mT @ cotangent)
+    ]
 
 
 def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
@@ -57,11 +66,30 @@ def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, s
 
 
 def flash_backward(
-    grad_out, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None
+    grad_out,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cum_q,
+    cum_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    seed,
+    offset,
+    *,
+    scale=None,
 ):
     """Lse is contiguous: the kernel is not given its strides."""
     assert (max_q, max_k) == (q.shape[2], k.shape[2]) and cum_q is cum_k is None and not dropout_p
-    assert lse.is_contiguous() and lse.shape == q.shape[:3] and seed.dtype == offset.dtype == torch.uint64
+    assert (
+        lse.is_contiguous()
+        and lse.shape == q.shape[:3]
+        and seed.dtype == offset.dtype == torch.uint64
+    )
     return tuple(pull_back(grad_out, q, k, v, out, lse, None, is_causal, scale))
 
 
@@ -76,7 +104,20 @@ def efficient(q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
 
 
 def efficient_backward(
-    grad_out, q, k, v, bias, out, lse, seed, offset, dropout_p, wanted, is_causal=False, *, scale=None
+    grad_out,
+    q,
+    k,
+    v,
+    bias,
+    out,
+    lse,
+    seed,
+    offset,
+    dropout_p,
+    wanted,
+    is_causal=False,
+    *,
+    scale=None,
 ):
     """Rows of out are adjacent in memory, heads within a row; lse has a multiple of 32 rows."""
     assert list(wanted) == [True, True, True, False] and not dropout_p and seed.dtype == torch.int64

@@ -43,7 +43,9 @@ def derivatives(f, arguments, order=2):
     for _ in range(order):
         if value.requires_grad:
             options = {"create_graph": True, "materialize_grads": True}
-            first = torch.autograd.grad((value * randn(*value.shape, seed=len(found))).sum(), given, **options)
+            first = torch.autograd.grad(
+                (value * randn(*value.shape, seed=len(found))).sum(), given, **options
+            )
         else:
             first = [torch.zeros_like(x) for x in given]
         found += [x.detach() for x in first]
@@ -52,7 +54,9 @@ def derivatives(f, arguments, order=2):
 
 
 def assert_equal_to_serial(sharded, serial, arguments, order=2):
-    for a, b in zip(derivatives(sharded, arguments, order), derivatives(serial, arguments, order), strict=True):
+    for a, b in zip(
+        derivatives(sharded, arguments, order), derivatives(serial, arguments, order), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
@@ -78,7 +82,9 @@ def attend(q, k, v, causal):
     """Attention that can be differentiated twice."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT / q.shape[-1] ** 0.5
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1) if causal else torch.tensor(False)
+    later = (
+        torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1) if causal else torch.tensor(False)
+    )
     return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
 
 

@@ -39,8 +39,12 @@ class Layer(nn.Module):
         return self.qkv(x).chunk(3, -1)
 
     def forward(self, x):
-        heads = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.projected(self.norm(x)))
-        x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        heads = (
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.projected(self.norm(x))
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(self.dropped(F.gelu(self.up(x))))
 
 
@@ -53,7 +57,10 @@ class LayerOfParts(Layer):
         parts = zip(self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True)
         self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
         for part, (weight, bias) in zip((self.q, self.k, self.v), parts, strict=True):
-            part.weight, part.bias = nn.Parameter(weight.detach().clone()), nn.Parameter(bias.detach().clone())
+            part.weight, part.bias = (
+                nn.Parameter(weight.detach().clone()),
+                nn.Parameter(bias.detach().clone()),
+            )
         del self.qkv
 
     def projected(self, x):
@@ -66,7 +73,9 @@ def gpt(dropout=0.0, heads=2):
     head = nn.Linear(8, 11, bias=False)
     words = Words()
     head.weight = words.words.weight
-    return nn.Sequential(words, Layer(heads, dropout), nn.Dropout(dropout), Layer(heads), head).double()
+    return nn.Sequential(
+        words, Layer(heads, dropout), nn.Dropout(dropout), Layer(heads), head
+    ).double()
 
 
 def next_word(y, ids):
@@ -78,7 +87,17 @@ def adamw(model):
 
 
 def trained(
-    mesh, make=gpt, optimizer=adamw, *, ids=IDS, steps=STEPS, clip=None, accumulate=1, lora=None, state=False, **how
+    mesh,
+    make=gpt,
+    optimizer=adamw,
+    *,
+    ids=IDS,
+    steps=STEPS,
+    clip=None,
+    accumulate=1,
+    lora=None,
+    state=False,
+    **how,
 ):
     """Return what the devices have learnt, by a loop or a schedule; or with `state` also the optimizer's state.
 
@@ -93,7 +112,9 @@ def trained(
     def main():
         model = make()
         rows = len(ids) // how.get("data", mesh["data"]) // how.get("microbatches", 2)
-        booster = fs.Booster(fs.HybridParallelPlugin(**{"sample": ids[:rows], "microbatches": 2, **how}))
+        booster = fs.Booster(
+            fs.HybridParallelPlugin(**{"sample": ids[:rows], "microbatches": 2, **how})
+        )
         model = model if lora is None else booster.enable_lora(model, lora)
         model, opt, *_ = booster.boost(model, optimizer(model))
         n, at = fs.axis_size("data"), fs.axis_index("data")

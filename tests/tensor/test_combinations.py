@@ -25,7 +25,10 @@ from tests.tensor.small_gpt import (
 MODES = {
     "1d": ({"model": 2}, {"tensor": 2}),
     "2d": ({"model_i": 2, "model_j": 2}, {"tensor": 4, "tensor_mode": "2d"}),
-    "2.5d": ({"model_d": 2, "model_i": 2, "model_j": 2}, {"tensor": 8, "tensor_mode": "2.5d", "tensor_depth": 2}),
+    "2.5d": (
+        {"model_d": 2, "model_i": 2, "model_j": 2},
+        {"tensor": 8, "tensor_mode": "2.5d", "tensor_depth": 2},
+    ),
     "3d": ({"model_a": 2, "model_b": 2, "model_c": 2}, {"tensor": 8, "tensor_mode": "3d"}),
 }
 
@@ -59,7 +62,11 @@ def four_heads():
 class Attend(nn.Module):
     def forward(self, qkv):
         q, k, v = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in qkv.chunk(3, -1))
-        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return (
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 def layers_of_pairs():
@@ -141,7 +148,10 @@ def of_mode(mode, stages, zero_stage):
 
 
 def of_sequence(mode):
-    mesh, how = {"pipe": 2, "data": 2, "seq": 2, "model": 2}, {"sequence": 2, "sequence_mode": mode, "zero_stage": 3}
+    mesh, how = (
+        {"pipe": 2, "data": 2, "seq": 2, "model": 2},
+        {"sequence": 2, "sequence_mode": mode, "zero_stage": 3},
+    )
     return Run(mesh, how, four_heads, rows=8)
 
 
@@ -155,8 +165,12 @@ RUNS = {
     },
     **{mode: of_sequence(mode) for mode in ("gather", "ulysses", "ring", "rsa")},
     # A fused weight, or that of an MLP, is the last one of a stage; a layer is in two stages.
-    "a fused weight ends a stage": Run(STAGES, {"balance": [3, 8], "zero_stage": 1}, layers_of_pairs),
-    "an MLP's weight ends a stage": Run(STAGES, {"balance": [7, 4], "zero_stage": 1}, layers_of_pairs),
+    "a fused weight ends a stage": Run(
+        STAGES, {"balance": [3, 8], "zero_stage": 1}, layers_of_pairs
+    ),
+    "an MLP's weight ends a stage": Run(
+        STAGES, {"balance": [7, 4], "zero_stage": 1}, layers_of_pairs
+    ),
     "a layer in two stages": Run(STAGES, {"balance": [3, 2], "zero_stage": 1}, shared_layers),
     # The second stage has the table of words, and runs the code before its blocks without values.
     "blocks of a module, ZeRO 1": Run(STAGES, {"blocks": "layers", "zero_stage": 1}, **BLOCKS),
@@ -183,7 +197,9 @@ def test_sharded_layers_equal_one_device(name):
 
 
 def test_value_from_before_the_blocks_raises():
-    with pytest.raises(ValueError, match="must be given a tensor; got Sharded f64.* which skips blocks"):
+    with pytest.raises(
+        ValueError, match="must be given a tensor; got Sharded f64.* which skips blocks"
+    ):
         planned(STAGES, lambda: Blocks(skips=True), blocks="layers")
 
 
@@ -205,12 +221,18 @@ def untied_with_dropout():
 def in_bits(data, stages, zero_stage):
     """Return what was learnt in reproducible mode, from 8 slices."""
     mesh, microbatches = {"pipe": stages, "data": data, "model": 2}, 8 // data if stages > 1 else 1
-    how = {"microbatches": microbatches, "reproducible": True, "zero_stage": zero_stage, "sample": IDS[:1]}
+    how = {
+        "microbatches": microbatches,
+        "reproducible": True,
+        "zero_stage": zero_stage,
+        "sample": IDS[:1],
+    }
     return planned(mesh, untied_with_dropout, ids=token_ids(8), clip=0.5, **how)
 
 
 @pytest.mark.parametrize(
-    ("data", "stages", "zero_stage"), [(1, 1, 3), (2, 1, 1), (2, 1, 3), (1, 2, 3), (2, 2, 0), (2, 2, 3)]
+    ("data", "stages", "zero_stage"),
+    [(1, 1, 3), (2, 1, 1), (2, 1, 3), (1, 2, 3), (2, 2, 0), (2, 2, 3)],
 )
 def test_reproducible_mode_has_equal_bits_for_one_size_of_model(data, stages, zero_stage):
     """With dropout, clipping and recomputation."""
@@ -246,7 +268,12 @@ def exact_and_serial_error(make, precision):
 
 @pytest.mark.parametrize(
     ("mesh", "zero_stage", "make", "precision"),
-    [(ALONE, 3, single, "fp16"), (STAGES, 0, single, "bf16"), (ALONE, 0, brain, None), (STAGES, 3, brain, None)],
+    [
+        (ALONE, 3, single, "fp16"),
+        (STAGES, 0, single, "bf16"),
+        (ALONE, 0, brain, None),
+        (STAGES, 3, brain, None),
+    ],
 )
 def test_half_precision_errs_as_one_device_does(mesh, make, precision, zero_stage):
     exact, serial = exact_and_serial_error(make, precision)
@@ -293,7 +320,9 @@ def parts():
 
 
 def muon(model):
-    return optim.by_label({True: optim.muon(0.02), False: optim.adam(1e-2)}, lambda path, x: x.ndim == 2)
+    return optim.by_label(
+        {True: optim.muon(0.02), False: optim.adam(1e-2)}, lambda path, x: x.ndim == 2
+    )
 
 
 def lamb(model):
@@ -320,7 +349,9 @@ def test_parts_of_a_fused_weight_are_matrices_of_their_own():
     wanted = trained({"data": 1}, parts, muon)[0]
     for layer in "12":
         for kind in "weight", "bias":
-            wanted[f"{layer}.qkv.{kind}"] = torch.cat([wanted.pop(f"{layer}.{part}.{kind}") for part in "qkv"])
+            wanted[f"{layer}.qkv.{kind}"] = torch.cat(
+                [wanted.pop(f"{layer}.{part}.{kind}") for part in "qkv"]
+            )
     assert_learnt(planned(ALONE, fused, muon, zero_stage=1), wanted)
 
 

@@ -23,7 +23,9 @@ from tests.tensor.serial import (
 )
 
 T = fs.tensor
-BOTH = [(name, flipped) for name in GRIDS for flipped in (False, True) if not flipped or name[0] in "13"]
+BOTH = [
+    (name, flipped) for name in GRIDS for flipped in (False, True) if not flipped or name[0] in "13"
+]
 
 
 def settled(name, flipped):
@@ -60,8 +62,12 @@ def test_embeddings_equal_serial(name, flipped, by):
     rows = 2 * mode.size(mode.vocabulary)
     ids = torch.randint(rows, (batch, 3), generator=torch.Generator().manual_seed(0))
     spec = mode.embedding if by == "embedding" else mode.features
-    f = mapped(lambda i, w: getattr(T, by)(i, w, mode), mesh, (P(mode.tokens), spec), mode.activation(3))
-    assert_equal_to_serial(lambda w: f(ids, w), lambda w: F.embedding(ids, w), (randn(rows, features),))
+    f = mapped(
+        lambda i, w: getattr(T, by)(i, w, mode), mesh, (P(mode.tokens), spec), mode.activation(3)
+    )
+    assert_equal_to_serial(
+        lambda w: f(ids, w), lambda w: F.embedding(ids, w), (randn(rows, features),)
+    )
 
 
 @pytest.mark.parametrize("name", ["1d-2", "1d-4", "2d-2x2", "2.5d-2x2x2", "3d-2x2x2"])
@@ -86,7 +92,9 @@ def test_embedding_and_tied_classifier_take_any_vocabulary(name):
         return y * F.cross_entropy(F.linear(x + y, weight).mT, ids, reduction="none")[..., None]
 
     f = mapped(on_shards, mesh, (P(), P(), P()), mode.activation(3))
-    assert_equal_to_serial(lambda x, w: f(ids, x, w), serial, (randn(batch, 17, features), randn(51, features)))
+    assert_equal_to_serial(
+        lambda x, w: f(ids, x, w), serial, (randn(batch, 17, features), randn(51, features))
+    )
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -94,7 +102,10 @@ def test_tied_classifier_equals_serial(name):
     mode, mesh, batch, features = settled(name, False)
     rows = 2 * mode.size(mode.vocabulary) * mode.next.size()
     f = mapped(
-        lambda x, w: T.classifier(x, w, mode), mesh, (mode.activation(3), mode.embedding), mode.next.activation(3)
+        lambda x, w: T.classifier(x, w, mode),
+        mesh,
+        (mode.activation(3), mode.embedding),
+        mode.next.activation(3),
     )
     assert_equal_to_serial(f, F.linear, (randn(batch, 2, features), randn(rows, features)))
 
@@ -153,7 +164,14 @@ def test_dropout_drops_independently_with_its_probability(p):
     y = dropped(mode, mesh, torch.ones(n, n), p)
     assert set(y.unique().tolist()) <= {0.0, torch.tensor(1 / (1 - p)).item() if p < 1 else 0.0}
     zero, slack = (y == 0).double(), 5 * (p * (1 - p)) ** 0.5 / n
-    for shift in (0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (7, 3):  # alone, and together with a neighbour
+    for shift in (
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (0, 2),
+        (7, 3),
+    ):  # alone, and together with a neighbour
         expected = p if shift == (0, 0) else p * p
         assert abs((zero * zero.roll(shift, (0, 1))).mean() - expected) <= slack + 1e-12
     assert ((zero.mean(0) - p).abs() <= slack * n**0.5 + 1e-12).all()
@@ -178,10 +196,18 @@ def test_dropout_gradient_has_the_mask_of_its_forward():
 
 def kv_heads(name):
     n = mode_of(name)[0].next.size()
-    return [(name, 2 * n * group, kv) for group in (1, 3) for kv in (1, 2, n, 2 * n) if (2 * n * group) % kv == 0]
+    return [
+        (name, 2 * n * group, kv)
+        for group in (1, 3)
+        for kv in (1, 2, n, 2 * n)
+        if (2 * n * group) % kv == 0
+    ]
 
 
-CASES = sorted({case for name in GRIDS if "3x3x3" not in name for case in kv_heads(name)} | {("3d-3x3x3", 6, 2)})
+CASES = sorted(
+    {case for name in GRIDS if "3x3x3" not in name for case in kv_heads(name)}
+    | {("3d-3x3x3", 6, 2)}
+)
 
 
 @pytest.mark.parametrize(("name", "heads", "kv"), CASES)
@@ -189,7 +215,13 @@ def test_self_attention_equals_serial(name, heads, kv):
     mode, mesh = mode_of(name)
     batch, features = units(mode)
     n, width = features, 6 * heads
-    weights = randn(width, n), randn(6 * kv, n, seed=1), randn(6 * kv, n, seed=2), randn(6 * kv), randn(n, width)
+    weights = (
+        randn(width, n),
+        randn(6 * kv, n, seed=1),
+        randn(6 * kv, n, seed=2),
+        randn(6 * kv),
+        randn(n, width),
+    )
     inner = P(mode.next.hidden, mode.contracted), mode.kv_weight(kv), mode.kv_weight(kv)
     bias = P(mode.kv_weight(kv).entries[0] if mode.kv_weight(kv).entries else None)
     specs = mode.activation(3), *inner, bias, mode.next.weight
@@ -204,7 +236,9 @@ def test_self_attention_equals_serial(name, heads, kv):
         return F.linear(y.transpose(1, 2).flatten(2), out)
 
     arguments = randn(batch, 3, n), *weights
-    assert_equal_to_serial(mapped(on_shards, mesh, specs, mode.activation(3)), serial, arguments, order=1)
+    assert_equal_to_serial(
+        mapped(on_shards, mesh, specs, mode.activation(3)), serial, arguments, order=1
+    )
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -217,7 +251,9 @@ def test_mlp_equals_serial_to_the_second_derivative(name, gated):
 
     def on_shards(x, up, down, b, c):
         if gated:
-            return T.mlp(x, (2 * up, up), down, mode, up_bias=(None, b), down_bias=c, activation=F.silu)
+            return T.mlp(
+                x, (2 * up, up), down, mode, up_bias=(None, b), down_bias=c, activation=F.silu
+            )
         return T.mlp(x, up, down, mode, up_bias=b, down_bias=c)
 
     def serial(x, up, down, b, c):
@@ -229,13 +265,19 @@ def test_mlp_equals_serial_to_the_second_derivative(name, gated):
 
 @pytest.mark.parametrize(
     ("heads", "message"),
-    [((4, 4), "heads must be a multiple of 3; got 4"), ((6, 4), "kv_heads must divide heads, 6; got 4")],
+    [
+        ((4, 4), "heads must be a multiple of 3; got 4"),
+        ((6, 4), "kv_heads must divide heads, 6; got 4"),
+    ],
 )
 def test_heads_that_devices_do_not_divide_raise(heads, message):
     mode, mesh = mode_of("2d-3x3")
     x = torch.ones(1, 1, 1)
     with pytest.raises(ValueError, match=message):
-        fs.run(lambda: T.self_attention(x, (x[0],) * 3, x[0], mode, heads=heads[0], kv_heads=heads[1]), mesh=mesh)
+        fs.run(
+            lambda: T.self_attention(x, (x[0],) * 3, x[0], mode, heads=heads[0], kv_heads=heads[1]),
+            mesh=mesh,
+        )
 
 
 def test_shards_of_another_size_raise():
@@ -243,6 +285,8 @@ def test_shards_of_another_size_raise():
     ids = torch.zeros(1, 1, dtype=torch.long)
     for size in (52, 49):
         with pytest.raises(ValueError, match="vocabulary must be the global size"):
-            fs.run(lambda s=size: T.embedding(ids, torch.ones(25, 2), mode, vocabulary=s), mesh=mesh)
+            fs.run(
+                lambda s=size: T.embedding(ids, torch.ones(25, 2), mode, vocabulary=s), mesh=mesh
+            )
     with pytest.raises(ValueError, match="p must be a probability; got 1.5"):
         fs.run(lambda: T.dropout(torch.ones(2, 2), 1.5, mode), mesh=mesh)

@@ -10,10 +10,22 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
-from tests.tensor.serial import GRIDS, SMALL, assert_equal_to_serial, examples, mapped, mode_of, randn, shard_of, units
+from tests.tensor.serial import (
+    GRIDS,
+    SMALL,
+    assert_equal_to_serial,
+    examples,
+    mapped,
+    mode_of,
+    randn,
+    shard_of,
+    units,
+)
 
 # torch itself uses torch.jit.script in its first jvp
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 
 T = fs.tensor
 LAYERS = [(name, False) for name in GRIDS] + [(name, True) for name in GRIDS if name[0] in "13"]
@@ -90,7 +102,9 @@ def test_elements_sent_equal_the_theory(name, runtime):
     m, k, n = 2 * batch, 3 * features, 5 * features
     x, w = (torch.ones(m, k, device=mesh.device_type), torch.ones(n, k, device=mesh.device_type))
     if kind == "1d":
-        sent = ledger_of(mode, mesh, lambda x, w, v: T.linear(T.linear(x, w, mode), v.mT, mode.next), x, w, w).bytes()
+        sent = ledger_of(
+            mode, mesh, lambda x, w, v: T.linear(T.linear(x, w, mode), v.mT, mode.next), x, w, w
+        ).bytes()
         theory = Fraction(4 * (q - 1), q) * m * k
     else:
         sent = ledger_of(mode, mesh, lambda x, w: T.linear(x, w, mode), x, w).bytes()
@@ -121,13 +135,17 @@ def test_summa_saves_local_shards_only():
 
     def count(x, w):
         own = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda y: (own.append(y.numel()), y)[1], lambda y: y):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda y: (own.append(y.numel()), y)[1], lambda y: y
+        ):
             y = T.linear(x.requires_grad_(), w.requires_grad_(), mode)
         saved.append(sum(own))
         return y.detach()
 
     specs = mode.activation(2), mode.weight
-    fs.shard_map(count, mesh=mesh, in_specs=specs, out_specs=mode.activation(2))(torch.ones(6, 9), torch.ones(3, 9))
+    fs.shard_map(count, mesh=mesh, in_specs=specs, out_specs=mode.activation(2))(
+        torch.ones(6, 9), torch.ones(3, 9)
+    )
     assert set(saved) == {(6 * 9 + 3 * 9) // 9}
 
 
@@ -157,13 +175,24 @@ def test_torch_func_transforms_pass_through(name, transform):
     mode, mesh = mode_of(name)
     batch, features = units(mode)
     x, w = randn(batch, features), randn(features, features)
-    f = mapped(lambda x, w: T.linear(x, w, mode), mesh, (mode.activation(2), mode.weight), mode.next.activation(2))
-    sharded, serial = (TRANSFORMS[transform](lambda w, f=f: f(x, w).sin().sum(), w) for f in (f, F.linear))
+    f = mapped(
+        lambda x, w: T.linear(x, w, mode),
+        mesh,
+        (mode.activation(2), mode.weight),
+        mode.next.activation(2),
+    )
+    sharded, serial = (
+        TRANSFORMS[transform](lambda w, f=f: f(x, w).sin().sum(), w) for f in (f, F.linear)
+    )
     torch.testing.assert_close(sharded, serial)
 
 
 def test_weights_of_another_layout_raise():
     mode, mesh = mode_of("2d-2x2")
-    f = fs.shard_map(lambda x, *ws: T.linear(x, ws, mode)[0], mesh=mesh, in_specs=P(), out_specs=P())
-    with pytest.raises(ValueError, match=r'local shards \(out, 4\) of P\("b", "a"\); got \(4, 2\), \(4, 6\)'):
+    f = fs.shard_map(
+        lambda x, *ws: T.linear(x, ws, mode)[0], mesh=mesh, in_specs=P(), out_specs=P()
+    )
+    with pytest.raises(
+        ValueError, match=r'local shards \(out, 4\) of P\("b", "a"\); got \(4, 2\), \(4, 6\)'
+    ):
         f(torch.ones(2, 4), torch.ones(4, 2), torch.ones(4, 4), torch.ones(4, 6))

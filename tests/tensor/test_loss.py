@@ -8,7 +8,16 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
-from tests.tensor.serial import GRIDS, assert_equal_to_serial, examples, mapped, mode_of, randn, shard_of, units
+from tests.tensor.serial import (
+    GRIDS,
+    assert_equal_to_serial,
+    examples,
+    mapped,
+    mode_of,
+    randn,
+    shard_of,
+    units,
+)
 
 T = fs.tensor
 OPTIONS = st.fixed_dictionaries(
@@ -32,13 +41,17 @@ def test_cross_entropy_equals_serial_to_the_second_derivative(name):
     def check(classes, weighted, seed, options):
         if len(torch.empty(classes).chunk(n)) < n:
             return  # a shard is empty
-        labels = torch.randint(classes, (2 * batch, 3), generator=torch.Generator().manual_seed(seed))
+        labels = torch.randint(
+            classes, (2 * batch, 3), generator=torch.Generator().manual_seed(seed)
+        )
         labels[seed % len(labels)] = options["ignore_index"]
         weight = randn(classes).exp() if weighted else None
 
         def on_shards(z, labels):
             z = shard_of(fs.pvary(z, mesh.axis_names), mode.activation(3))
-            return T.cross_entropy(z, T.to_next(labels, before), mode, weight, vocabulary=classes, **options)
+            return T.cross_entropy(
+                z, T.to_next(labels, before), mode, weight, vocabulary=classes, **options
+            )
 
         def serial(z):
             return F.cross_entropy(z.movedim(-1, 1), labels, weight, **options)
@@ -56,7 +69,9 @@ def test_means_count_tokens_of_more_axes():
     labels = torch.tensor([[0, 1, 2, -100], [3, -100, -100, -100]])
     specs = P(None, "seq", "model"), P(None, "seq")
     f = mapped(lambda z, y: T.cross_entropy(z, y, mode, also="seq"), mesh, specs, P())
-    assert_equal_to_serial(lambda z: f(z, labels), lambda z: F.cross_entropy(z.mT, labels), (randn(2, 4, 6),))
+    assert_equal_to_serial(
+        lambda z: f(z, labels), lambda z: F.cross_entropy(z.mT, labels), (randn(2, 4, 6),)
+    )
 
 
 def test_logits_in_bfloat16_are_summed_in_float32_and_large_ones_stay_finite():
@@ -74,10 +89,14 @@ def test_logits_are_never_gathered():
     labels = torch.zeros(5, dtype=torch.long)
 
     def step(z):
-        return torch.autograd.grad(T.cross_entropy(z.requires_grad_(), labels, mode.next, label_smoothing=0.1), z)[0]
+        return torch.autograd.grad(
+            T.cross_entropy(z.requires_grad_(), labels, mode.next, label_smoothing=0.1), z
+        )[0]
 
     with fs.ledger() as comm:
-        fs.shard_map(step, mesh=mesh, in_specs=P(None, "a"), out_specs=P(None, "a"), check=False)(torch.ones(5, 4000))
+        fs.shard_map(step, mesh=mesh, in_specs=P(None, "a"), out_specs=P(None, "a"), check=False)(
+            torch.ones(5, 4000)
+        )
     assert comm.bytes() / 4 == 5 + 3 * 5  # the largest, and the sums
     assert comm.calls() == 2
 
@@ -91,4 +110,6 @@ def test_wrong_arguments_raise():
         ({"vocabulary": 5}, "vocabulary must be the global size"),
     ):
         with pytest.raises(ValueError, match=message):
-            fs.run(lambda w=wrong: T.cross_entropy(torch.ones(1, 2), labels, mode.next, **w), mesh=mesh)
+            fs.run(
+                lambda w=wrong: T.cross_entropy(torch.ones(1, 2), labels, mode.next, **w), mesh=mesh
+            )

@@ -7,9 +7,13 @@ from fshard import P
 
 MESH = fs.make_mesh({"a": 2, "b": 3, "c": 3, "d": 3, "e": 2}, runtime="abstract")
 TABLE = {  # activations, weight, bias, norm, embedding of a mode and its next
-    ("1d", "b"): [(P(), P("b"), P("b"), P(), P("b")), (P(None, "b"), P(None, "b"), P(), P("b"), P(None, "b"))],
+    ("1d", "b"): [
+        (P(), P("b"), P("b"), P(), P("b")),
+        (P(None, "b"), P(None, "b"), P(), P("b"), P(None, "b")),
+    ],
     ("2d", ("b", "c")): 2 * [(P("b", "c"), P("c", "b"), P("c"), P("c"), P("b", "c"))],
-    ("2.5d", ("a", "c", "d")): 2 * [(P(("a", "c"), "d"), P("d", "c"), P("d"), P("d"), P(("a", "c"), "d"))],
+    ("2.5d", ("a", "c", "d")): 2
+    * [(P(("a", "c"), "d"), P("d", "c"), P("d"), P("d"), P(("a", "c"), "d"))],
     ("3d", ("b", "c", "d")): [
         (P(("b", "d"), "c"), P("d", ("c", "b")), P("d"), P("c"), P(("d", "b"), "c")),
         (P(("b", "c"), "d"), P("c", ("d", "b")), P("c"), P("d"), P(("c", "b"), "d")),
@@ -21,7 +25,13 @@ TABLE = {  # activations, weight, bias, norm, embedding of a mode and its next
 def test_layouts_of_a_mode_and_its_next(kind, axes):
     mode = fs.tensor.mode(kind, axes, MESH)
     for found, expected in zip((mode, mode.next), TABLE[kind, axes], strict=True):
-        assert (found.activation(2), found.weight, found.bias, found.norm, found.embedding) == expected
+        assert (
+            found.activation(2),
+            found.weight,
+            found.bias,
+            found.norm,
+            found.embedding,
+        ) == expected
     assert mode.next.next == mode
     assert hash(mode.next.next) == hash(mode)
 
@@ -35,7 +45,11 @@ def test_layouts_of_a_mode_and_its_next(kind, axes):
             'a, b of "2d" must have equal sizes; got 2 x 3. The nearest legal sizes are 2 x 2 and 3 x 3',
         ),
         ("2.5d", ("b", "a", "c"), "a, c .* got 2 x 3"),
-        ("3d", ("a", "e", "c"), "got 2 x 2 x 3. The nearest legal sizes are 2 x 2 x 2 and 3 x 3 x 3"),
+        (
+            "3d",
+            ("a", "e", "c"),
+            "got 2 x 2 x 3. The nearest legal sizes are 2 x 2 x 2 and 3 x 3 x 3",
+        ),
         ("2d", ("a",), "\"2d\" with 2 axes, .* all different; got '2d' with a"),
         ("2d", ("a", "a"), "got '2d' with a, a"),
         ("4d", "a", "mode must be one of .* got '4d' with a"),

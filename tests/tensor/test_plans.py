@@ -29,15 +29,24 @@ def gradients(name, plan, mesh, rules=None, model=None, **more):
 
     def loss_fn(params, batch):
         output, _ = apply(params, buffers, **batch["given"], **options)
-        return plan.full(output.loss) if "labels" in more else plan.cross_entropy(output.logits, batch["labels"])
+        return (
+            plan.full(output.loss)
+            if "labels" in more
+            else plan.cross_entropy(output.logits, batch["labels"])
+        )
 
     tensors = {key: x for key, x in more.items() if isinstance(x, torch.Tensor)}
     batch = {"given": {**given, **tensors}, "labels": labels}
-    values = {key: tuple(y.detach() for y in x) if isinstance(x, tuple) else x.detach() for key, x in params.items()}
+    values = {
+        key: tuple(y.detach() for y in x) if isinstance(x, tuple) else x.detach()
+        for key, x in params.items()
+    }
     wanted, value = torch.func.grad_and_value(loss_fn)(values, batch)
     sharded = fs.shard_params(params, rules or fs.fsdp("data", within=plan.rules), mesh=mesh)
     with fs.ledger() as comm:
-        loss, found = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), local=plan.axes)(sharded, batch)
+        loss, found = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), local=plan.axes)(
+            sharded, batch
+        )
     return (loss, fs.unshard(found)), (value, wanted), comm
 
 
@@ -63,7 +72,10 @@ MODES = {
     "2d": ({"axis": ("i", "j"), "mode": "2d"}, SQUARE),
     "2.5d": ({"axis": ("d", "i", "j"), "mode": "2.5d"}, {**SQUARE, "data": 1, "d": 2}),
     "3d": ({"axis": ("a", "b", "c"), "mode": "3d"}, {"data": 1, "a": 2, "b": 2, "c": 2}),
-    **{how: ({"axis": "model", "sequence": "seq", "sequence_mode": how}, TOKENS) for how in get_args(Algorithm)},
+    **{
+        how: ({"axis": "model", "sequence": "seq", "sequence_mode": how}, TOKENS)
+        for how in get_args(Algorithm)
+    },
 }
 NO_CACHE, POSITIONS = {"use_cache": False}, {"position_ids": torch.arange(8).expand(4, -1)}
 WITH_LABELS = {"labels": inputs_of("Llama")[1]}
@@ -71,31 +83,46 @@ ROWS = [
     *((name, mode, {}) for name in ("Llama", "ViT") for mode in ("2d", "2.5d", "3d")),
     *(("Llama", how, {}) for how in get_args(Algorithm)),
     # Tokens are in their order for the model: its masks, positions and own loss are those of one device.
-    *(("Llama", how, more) for how in ("ring", "zigzag") for more in (NO_CACHE, NO_CACHE | POSITIONS, WITH_LABELS)),
+    *(
+        ("Llama", how, more)
+        for how in ("ring", "zigzag")
+        for more in (NO_CACHE, NO_CACHE | POSITIONS, WITH_LABELS)
+    ),
     ("GPT-2", "zigzag", {}),
     ("T5", "gather", {}),  # masked attention
     ("BERT", "gather", {}),
 ]
 
 
-@pytest.mark.parametrize(("name", "mode", "more"), ROWS, ids=lambda x: "-".join(x) if isinstance(x, dict) else x)
+@pytest.mark.parametrize(
+    ("name", "mode", "more"), ROWS, ids=lambda x: "-".join(x) if isinstance(x, dict) else x
+)
 def test_other_modes_and_sequences_are_exact(name, mode, more):
     options, grid = MODES[mode]
-    plan = fs.tensor_parallel(model_of(name), sample={**inputs_of(name)[0], **more}, check=False, **options)
+    plan = fs.tensor_parallel(
+        model_of(name), sample={**inputs_of(name)[0], **more}, check=False, **options
+    )
     comm = assert_planned(name, plan, fs.make_mesh(grid), **more)
     if more == NO_CACHE:
         along = {kind for (kind, axes), _ in comm.by_collective().items() if axes == ("seq",)}
         assert along == {"ppermute", "psum"}
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence": "seq", "sequence_mode": "zigzag"}], ids=["layers", "tokens"])
+@pytest.mark.parametrize(
+    "options", [{}, {"sequence": "seq", "sequence_mode": "zigzag"}], ids=["layers", "tokens"]
+)
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT"])
 def test_uneven_vocabularies_are_sharded_and_exact(name, options):
     """Of 67 words, which neither two nor three devices divide; without padding, and without gathering them."""
     model = model_of(name, vocab_size=67)
     labels = inputs_of(name)[1]
     plan = fs.tensor_parallel(
-        model, axis="model", size=2, sample={**inputs_of(name)[0], "labels": labels}, check=not options, **options
+        model,
+        axis="model",
+        size=2,
+        sample={**inputs_of(name)[0], "labels": labels},
+        check=not options,
+        **options,
     )
     words = [weight for weight, x in model.named_parameters() if x.shape[0] == 67 and x.ndim == 2]
     assert [plan.layers[weight].style for weight in words] == ["words"] * len(words)
@@ -107,7 +134,9 @@ def test_uneven_vocabularies_are_sharded_and_exact(name, options):
 
 
 def moved(comm):
-    return {kind: sent for (kind, axes), (_, sent) in comm.by_collective().items() if axes == ("model",)}
+    return {
+        kind: sent for (kind, axes), (_, sent) in comm.by_collective().items() if axes == ("model",)
+    }
 
 
 def test_pairs_of_layers_send_what_megatron_sends():
@@ -121,7 +150,9 @@ def test_pairs_of_layers_send_what_megatron_sends():
     # besides: the loss over the words, and gradients of replicated norms
     assert with_words * activation <= sums["psum"] <= 1.1 * with_words * activation
     assert "all_gather" not in sums
-    plan = fs.tensor_parallel(model_of("Llama"), sequence="model", sequence_mode="megatron", **options)
+    plan = fs.tensor_parallel(
+        model_of("Llama"), sequence="model", sequence_mode="megatron", **options
+    )
     sums = moved(assert_planned("Llama", plan, mesh))
     scattered = sums["psum_scatter"] + sums["all_gather"]
     assert with_words * activation <= scattered <= 1.1 * with_words * activation
@@ -129,7 +160,9 @@ def test_pairs_of_layers_send_what_megatron_sends():
 
 @pytest.mark.parametrize("options", [{}, {"sequence": "seq", "sequence_mode": "zigzag"}])
 def test_bytes_on_an_abstract_mesh_are_those_that_are_sent(options):
-    plan = fs.tensor_parallel(model_of("Llama"), axis="model", sample=inputs_of("Llama")[0], check=False, **options)
+    plan = fs.tensor_parallel(
+        model_of("Llama"), axis="model", sample=inputs_of("Llama")[0], check=False, **options
+    )
     apply, params, buffers = fs.functionalize(model_of("Llama"), plan=plan)
     found = []
     for runtime in ("virtual", "abstract"):
@@ -184,7 +217,9 @@ class Places(nn.Module):
         self.words, self.places, self.head = nn.Embedding(8, 4), nn.Embedding(8, 4), nn.Linear(4, 8)
 
     def forward(self, ids):
-        return self.head(F.layer_norm(self.words(ids) + self.places(torch.arange(ids.shape[1])), (4,)))
+        return self.head(
+            F.layer_norm(self.words(ids) + self.places(torch.arange(ids.shape[1])), (4,))
+        )
 
 
 def test_a_table_of_positions_is_no_table_of_words():
@@ -204,13 +239,20 @@ def test_frozen_parameters_are_checked_too():
 
 def test_rules_replace_what_is_found():
     model, x = Block().to(F64), torch.randn(4, 8, dtype=F64)
-    rules = {"t*.weight": "column", "three.weight": "row", "fused.weight": "replicated", "down.weight": "replicated"}
+    rules = {
+        "t*.weight": "column",
+        "three.weight": "row",
+        "fused.weight": "replicated",
+        "down.weight": "replicated",
+    }
     plan = fs.tensor_parallel(model, axis="model", sample=x, rules={**rules, "t*.weight": "row"})
     styles = {name.removesuffix(".weight"): layer.style for name, layer in plan.layers.items()}
     assert styles == {"one": "column", "two": "row", "three": "row"}
     assert plan.replicated["fused.weight"] == "named by rules"
     with pytest.raises(ValueError) as raised:
-        fs.tensor_parallel(model, axis="model", sample=x, rules={**rules, "four*": "row", "one.weight": "colum"})
+        fs.tensor_parallel(
+            model, axis="model", sample=x, rules={**rules, "four*": "row", "one.weight": "colum"}
+        )
     for text in (
         "'four*' matches no weight of a layer",
         "'one.weight' must be one of column, row, words, replicated; got 'colum'",
@@ -223,7 +265,9 @@ def test_rules_replace_what_is_found():
 
 
 def plan_of(name="Llama", **options):
-    return fs.tensor_parallel(model_of(name), axis="model", sample=inputs_of(name)[0], check=False, **options)
+    return fs.tensor_parallel(
+        model_of(name), axis="model", sample=inputs_of(name)[0], check=False, **options
+    )
 
 
 def plan_linear(**options):
@@ -238,16 +282,28 @@ def step(plan, sizes, name="Llama"):
 def step_without_local():
     plan, mesh = plan_of(), fs.make_mesh({"model": 2})
     apply, params, buffers = fs.functionalize(model_of("Llama"), plan=plan)
-    run = fs.grad(lambda p, x: plan.full(apply(p, buffers, input_ids=x)[0].logits.mean()), mesh=mesh, batch=P())
+    run = fs.grad(
+        lambda p, x: plan.full(apply(p, buffers, input_ids=x)[0].logits.mean()),
+        mesh=mesh,
+        batch=P(),
+    )
     run(fs.shard_params(params, P(), mesh=mesh), inputs_of("Llama")[1])
 
 
 def step_that_writes_buffers(train=True):
-    model, x = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).to(F64), torch.randn(8, 4, dtype=F64)
+    model, x = (
+        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).to(F64),
+        torch.randn(8, 4, dtype=F64),
+    )
     plan = fs.tensor_parallel(model, axis="model", sample=x)
     apply, params, buffers = fs.functionalize(model.train(train), plan=plan)
     mesh = fs.make_mesh({"data": 2, "model": 2})
-    run = fs.grad(lambda p, x: plan.full(apply(p, buffers, x)[0].square().mean()), mesh=mesh, batch=P(), local="model")
+    run = fs.grad(
+        lambda p, x: plan.full(apply(p, buffers, x)[0].square().mean()),
+        mesh=mesh,
+        batch=P(),
+        local="model",
+    )
     run(fs.shard_params(params, plan.rules, mesh=mesh), x)
 
 
@@ -261,17 +317,28 @@ MISUSE = {
         r"input_ids.*: .* 8 elements, which must be a multiple of 6",
     ),
     "masks": (
-        lambda: step(plan_of("T5", sequence="seq", sequence_mode="ring"), {"seq": 2, "model": 2}, "T5"),
+        lambda: step(
+            plan_of("T5", sequence="seq", sequence_mode="ring"), {"seq": 2, "model": 2}, "T5"
+        ),
         "got a mask",
     ),
-    "another model": (lambda: fs.functionalize(nn.Linear(2, 2), plan=plan_of()), "one of another model"),
+    "another model": (
+        lambda: fs.functionalize(nn.Linear(2, 2), plan=plan_of()),
+        "one of another model",
+    ),
     "no local=": (
         step_without_local,
         r"must have the shapes of a device.s shards; .*weight has .* give the step local=",
     ),
     "buffers": (step_that_writes_buffers, "must not write buffers.*1.running_mean, 1.running_var"),
-    "megatron": (lambda: plan_linear(sequence="seq", sequence_mode="megatron"), 'sequence must be one of "model"'),
-    "ring": (lambda: plan_linear(sequence="model", sequence_mode="ring"), "sequence must be another axis"),
+    "megatron": (
+        lambda: plan_linear(sequence="seq", sequence_mode="megatron"),
+        'sequence must be one of "model"',
+    ),
+    "ring": (
+        lambda: plan_linear(sequence="model", sequence_mode="ring"),
+        "sequence must be another axis",
+    ),
     "no tokens": (lambda: plan_linear(sequence_mode="ring"), "must have an axis of tokens"),
     "axes": (lambda: plan_linear(mode="2d"), '"2d" with 2 axes'),
 }
@@ -297,8 +364,12 @@ def test_layers_that_devices_do_not_divide_are_replicated():
 def test_a_wrong_plan_does_not_pass_its_check(monkeypatch):
     model = Block().to(F64)
     plan = fs.tensor_parallel(model, axis="model", sample=torch.randn(4, 8, dtype=F64))
-    monkeypatch.setattr(type(plan), "full", lambda self, x: x.shards[0] if isinstance(x, fs.Sharded) else x)
-    monkeypatch.setattr("fshard.array.communicate.Psum", type("Other", (), {}))  # a psum whose backward is left out
+    monkeypatch.setattr(
+        type(plan), "full", lambda self, x: x.shards[0] if isinstance(x, fs.Sharded) else x
+    )
+    monkeypatch.setattr(
+        "fshard.array.communicate.Psum", type("Other", (), {})
+    )  # a psum whose backward is left out
     with pytest.raises(LayoutError, match="the plan must compute what the model does"):
         plan.check(torch.randn(4, 8, dtype=F64))
 
@@ -318,7 +389,9 @@ def gradients_with_dropout(name):
     torch.manual_seed(0)
     model = nn.Sequential(Words(), Layer(dropout=0.3), nn.Linear(8, 12)).double()
     ids = token_ids(4)
-    labels = ids.roll(-1, 1).masked_fill(torch.arange(4) < torch.tensor([[2], [0], [1], [2]]), IGNORED)
+    labels = ids.roll(-1, 1).masked_fill(
+        torch.arange(4) < torch.tensor([[2], [0], [1], [2]]), IGNORED
+    )
     options, grid = PLANS[name or "1d"]
     plan = fs.tensor_parallel(model, sample=ids, check=False, **options)
     apply, params, buffers = fs.functionalize(model, plan=plan)
@@ -336,4 +409,6 @@ def gradients_with_dropout(name):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_planned_model_with_dropout_and_ignored_labels_equals_one_device(name):
-    torch.testing.assert_close(gradients_with_dropout(name), gradients_with_dropout(None), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        gradients_with_dropout(name), gradients_with_dropout(None), rtol=1e-6, atol=1e-6
+    )

@@ -15,7 +15,18 @@ from tests.tensor.cuda_attention import operations_of_cuda
 MASKS = ("none", "padding", "documents", "both")
 
 
-def inputs(n, *, batch=2, heads=None, kv_heads=None, chunk=2, dim=4, masks="none", seed=0, dtype=torch.float64):
+def inputs(
+    n,
+    *,
+    batch=2,
+    heads=None,
+    kv_heads=None,
+    chunk=2,
+    dim=4,
+    masks="none",
+    seed=0,
+    dtype=torch.float64,
+):
     """Return q, k, v, weights of the outputs, and masks in which some rows see no key."""
     draw = torch.Generator().manual_seed(seed)
     heads, tokens = heads or 2 * n, 2 * n * chunk
@@ -27,12 +38,16 @@ def inputs(n, *, batch=2, heads=None, kv_heads=None, chunk=2, dim=4, masks="none
         found["key_mask"][:, 0] = False
     if masks in ("documents", "both"):
         found["document_ids"] = torch.randint(0, 3, (batch, tokens), generator=draw).sort(1)[0]
-    return [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes], found
+    return [
+        torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes
+    ], found
 
 
 def choose(operation, bias, causal, scale):
     """Return an operation, or the one that takes a bias; None for None."""
-    takes_bias = EfficientAttention if operation is FlashAttention and bias is not None else operation
+    takes_bias = (
+        EfficientAttention if operation is FlashAttention and bias is not None else operation
+    )
     return takes_bias and takes_bias(bias, causal, scale)
 
 
@@ -76,15 +91,24 @@ def test_equals_serial_attention_and_derivatives(data):
 @pytest.mark.parametrize("how", HOWS)
 def test_error_is_at_most_four_times_that_of_torch(how, operation, dtype, masks, monkeypatch):
     """With the operations of CUDA too, under the rules that their source states."""
-    monkeypatch.setattr(blocks, "fused_attention", lambda q, k, v, *options: choose(operation, *options))
+    monkeypatch.setattr(
+        blocks, "fused_attention", lambda q, k, v, *options: choose(operation, *options)
+    )
     values, masks = inputs(4, heads=8, kv_heads=4, chunk=7, dim=8, masks=masks, dtype=dtype)
 
     def results(attend, xs, **options):
-        return derivatives(lambda *xs: attend(*xs, **masks, causal=True, **options), *xs, second=False)
+        return derivatives(
+            lambda *xs: attend(*xs, **masks, causal=True, **options), *xs, second=False
+        )
 
-    exact, alone = results(serial, [x.double() for x in values]), results(serial, values, torchs=True)
+    exact, alone = (
+        results(serial, [x.double() for x in values]),
+        results(serial, values, torchs=True),
+    )
     with operations_of_cuda():
-        found = results(lambda *xs, **options: sharded(fs.make_mesh({"seq": 4}), how, *xs, **options), values)
+        found = results(
+            lambda *xs, **options: sharded(fs.make_mesh({"seq": 4}), how, *xs, **options), values
+        )
     for want, rough, own in zip(exact, alone, found, strict=True):
         assert own.dtype == dtype
         assert (own - want).norm() <= 4 * (rough - want).norm()
@@ -132,10 +156,15 @@ def test_self_attention_of_one_tensor_has_partial_second_derivatives():
     """q, k, v depend on one tensor, and k on q: the second derivative counts each path once."""
     mesh, ((x, _, _, weights), _) = fs.make_mesh({"seq": 2}), inputs(2)
     results = []
-    for attend in (lambda *xs: sharded(mesh, "zigzag", *xs, causal=True), lambda *xs: serial(*xs, causal=True)):
+    for attend in (
+        lambda *xs: sharded(mesh, "zigzag", *xs, causal=True),
+        lambda *xs: serial(*xs, causal=True),
+    ):
         own = x.clone().requires_grad_()
         q = own.sin()
-        (first,) = torch.autograd.grad((attend(q, q * own, own) * weights).sum(), own, create_graph=True)
+        (first,) = torch.autograd.grad(
+            (attend(q, q * own, own) * weights).sum(), own, create_graph=True
+        )
         results.append((first, *torch.autograd.grad(first.square().sum(), own)))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
@@ -153,7 +182,9 @@ def test_transforms_of_torch_func(how):
     one, other = losses(lambda *xs, **options: sharded(mesh, how, *xs, **options)), losses(serial)
     torch.testing.assert_close(torch.func.hessian(one)(q), torch.func.hessian(other)(q))
     tangent = torch.randn_like(q)
-    torch.testing.assert_close(torch.func.jvp(one, (q,), (tangent,)), torch.func.jvp(other, (q,), (tangent,)))
+    torch.testing.assert_close(
+        torch.func.jvp(one, (q,), (tangent,)), torch.func.jvp(other, (q,), (tangent,))
+    )
     many = torch.stack([q, 2 * q])
     torch.testing.assert_close(torch.func.vmap(one)(many), torch.func.vmap(other)(many))
 
@@ -191,9 +222,9 @@ def computed_scores(how, n, monkeypatch):
 
     def counting(function):
         def counted(rows, k, *others):
-            counts[fs.axis_index("seq")] += (rows if isinstance(rows, torch.Tensor) else rows[0]).shape[-2] * k.shape[
-                -2
-            ]
+            counts[fs.axis_index("seq")] += (
+                rows if isinstance(rows, torch.Tensor) else rows[0]
+            ).shape[-2] * k.shape[-2]
             return function(rows, k, *others)
 
         return counted
@@ -221,8 +252,12 @@ def test_masked_blocks_are_skipped_and_zigzag_is_balanced(monkeypatch):
 def test_next_block_is_sent_before_the_block_is_used(monkeypatch):
     events, start, attend = [], blocks.BlockPlan.send_on, blocks._attend
     is_first = lambda: fs.axis_index("seq") == 0  # noqa: E731
-    monkeypatch.setattr(blocks.BlockPlan, "send_on", lambda *a: (is_first() and events.append("send"), start(*a))[1])
-    monkeypatch.setattr(blocks, "_attend", lambda *a: (is_first() and events.append("use"), attend(*a))[1])
+    monkeypatch.setattr(
+        blocks.BlockPlan, "send_on", lambda *a: (is_first() and events.append("send"), start(*a))[1]
+    )
+    monkeypatch.setattr(
+        blocks, "_attend", lambda *a: (is_first() and events.append("use"), attend(*a))[1]
+    )
     sharded(fs.make_mesh({"seq": 3}), "ring", *inputs(3)[0][:3])
     assert events == ["send", "use", "send", "use", "use"]
 
@@ -236,7 +271,9 @@ def test_bytes_on_an_abstract_mesh_equal_the_sent_ones(how):
 
         def step():
             xs = [x.clone().requires_grad_() for x in own]
-            torch.autograd.grad(fs.tensor.attention(*xs, "seq", how, causal=True, **masks).sum(), xs)
+            torch.autograd.grad(
+                fs.tensor.attention(*xs, "seq", how, causal=True, **masks).sum(), xs
+            )
 
         with fs.ledger() as comm:
             fs.run(step, mesh=fs.make_mesh({"seq": 4}, runtime=runtime))
@@ -253,7 +290,10 @@ def test_errors_name_all_offenders_and_legal_sizes():
     options = {"key_mask": torch.ones(2, 3), "causal": True}
 
     def call(how, q, k, v, **options):
-        fs.run(lambda: fs.tensor.attention(q, k, v, "seq", how, **options), mesh=fs.make_mesh({"seq": 2}))
+        fs.run(
+            lambda: fs.tensor.attention(q, k, v, "seq", how, **options),
+            mesh=fs.make_mesh({"seq": 2}),
+        )
 
     with pytest.raises(ValueError) as error:
         call("ulysses", q, k[:, :, :-1], v.float(), **options)

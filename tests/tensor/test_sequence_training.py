@@ -28,8 +28,13 @@ def test_zigzag_gives_each_device_an_early_and_a_late_chunk(n, chunk, dim):
 
 @pytest.mark.parametrize("how", ["ring", "zigzag"])
 def test_shard_sequence_gives_tokens_and_positions(how):
-    batch = {"ids": torch.arange(24).reshape(2, 12), "mask": torch.arange(24).reshape(2, 12) % 5 > 0}
-    rows = fs.run(lambda: fs.tensor.shard_sequence(batch, "seq", how=how), mesh=fs.make_mesh({"seq": 3}))
+    batch = {
+        "ids": torch.arange(24).reshape(2, 12),
+        "mask": torch.arange(24).reshape(2, 12) % 5 > 0,
+    }
+    rows = fs.run(
+        lambda: fs.tensor.shard_sequence(batch, "seq", how=how), mesh=fs.make_mesh({"seq": 3})
+    )
     assert sorted(torch.cat([positions for _, positions in rows]).tolist()) == list(range(12))
     for local, positions in rows:
         assert all(torch.equal(local[name], batch[name][:, positions]) for name in batch)
@@ -38,8 +43,13 @@ def test_shard_sequence_gives_tokens_and_positions(how):
 
 def test_shard_sequence_error_names_leaves_and_sizes():
     batch = {"ids": torch.zeros(2, 10), "mask": torch.zeros(2, 12)}
-    with pytest.raises(ValueError, match=r"multiple of 6; got .*ids.* 10 \(use 6 or 12\), .*mask.* 12") as error:
-        fs.run(lambda: fs.tensor.shard_sequence(batch, "seq", how="zigzag"), mesh=fs.make_mesh({"seq": 3}))
+    with pytest.raises(
+        ValueError, match=r"multiple of 6; got .*ids.* 10 \(use 6 or 12\), .*mask.* 12"
+    ) as error:
+        fs.run(
+            lambda: fs.tensor.shard_sequence(batch, "seq", how="zigzag"),
+            mesh=fs.make_mesh({"seq": 3}),
+        )
     assert "equally many tokens" in str(error.value)
     with pytest.raises(ValueError, match="multiple of 4; got 3. Use 4"):
         fs.tensor.zigzag(torch.zeros(3), 2, 0)
@@ -66,15 +76,26 @@ def test_token_mean_divides_by_the_global_count():
 
 def init():
     draw = torch.Generator().manual_seed(0)
-    shapes = {"embed": (VOCABULARY, WIDTH), "place": (TOKENS, WIDTH), "q": (WIDTH, WIDTH), "kv": (WIDTH, WIDTH)}
+    shapes = {
+        "embed": (VOCABULARY, WIDTH),
+        "place": (TOKENS, WIDTH),
+        "q": (WIDTH, WIDTH),
+        "kv": (WIDTH, WIDTH),
+    }
     shapes |= {"out": (WIDTH, WIDTH), "up": (WIDTH, 16), "down": (16, WIDTH)}
-    return {name: torch.randn(shape, generator=draw, dtype=torch.float64) / 3 for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=draw, dtype=torch.float64) / 3
+        for name, shape in shapes.items()
+    }
 
 
 def losses(params, batch, positions, attend):
     """Return the loss of each token of a small GPT with two kv heads."""
     x = params["embed"][batch["ids"]] + params["place"][positions]
-    q, kv = ((x @ params[name]).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for name in ("q", "kv"))
+    q, kv = (
+        (x @ params[name]).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+        for name in ("q", "kv")
+    )
     k, v = kv.chunk(2, 1)
     x = x + attend(q, k, v, batch["documents"]).transpose(1, 2).flatten(2) @ params["out"]
     x = x + F.gelu(x @ params["up"]) @ params["down"]
@@ -90,8 +111,13 @@ def alone(params, batch):
 def on_mesh(how):
     def loss_fn(params, batch):
         batch, positions = fs.tensor.shard_sequence(batch, "seq", how=how)
-        attend = lambda q, k, v, ids: fs.tensor.attention(q, k, v, "seq", how, causal=True, document_ids=ids)  # noqa: E731
-        return fs.tensor.token_mean(losses(params, batch, positions, attend), batch["mask"], ("data", "seq"))
+
+        def attend(q, k, v, ids):
+            return fs.tensor.attention(q, k, v, "seq", how, causal=True, document_ids=ids)
+
+        return fs.tensor.token_mean(
+            losses(params, batch, positions, attend), batch["mask"], ("data", "seq")
+        )
 
     return loss_fn
 
@@ -105,14 +131,19 @@ def batches(count):
         yield {"ids": ids[:, :-1], "labels": ids[:, 1:], "documents": documents, "mask": mask}
 
 
-@pytest.mark.parametrize(("how", "stage"), [("gather", 0), ("ulysses", 1), ("ring", 2), ("zigzag", 3), ("rsa", 3)])
+@pytest.mark.parametrize(
+    ("how", "stage"), [("gather", 0), ("ulysses", 1), ("ring", 2), ("zigzag", 3), ("rsa", 3)]
+)
 def test_ten_steps_equal_those_of_one_device(how, stage):
     mesh = fs.make_mesh({"data": 2, "seq": 2})
     want, opt = {name: x.requires_grad_() for name, x in init().items()}, fs.optim.adamw(1e-2)
     optimizer = torch.optim.AdamW(want.values(), lr=1e-2)
     params = fs.shard_params(init(), fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
     sharded = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
-    state, step = sharded.init(params), fs.train_step(on_mesh(how), sharded, mesh=mesh, batch=P("data"))
+    state, step = (
+        sharded.init(params),
+        fs.train_step(on_mesh(how), sharded, mesh=mesh, batch=P("data")),
+    )
     for batch in batches(10):
         optimizer.zero_grad()
         loss = alone(want, batch)

@@ -39,7 +39,10 @@ class NormedGradient(Function):
 class Apply(nn.Module):
     def __init__(self, function, width=0):
         super().__init__()
-        self.function, self.scale = function, nn.Parameter(torch.linspace(1, 2, width)) if width else None
+        self.function, self.scale = (
+            function,
+            nn.Parameter(torch.linspace(1, 2, width)) if width else None,
+        )
 
     def forward(self, x):
         return self.function.apply(x if self.scale is None else x * self.scale)
@@ -73,7 +76,12 @@ class Nested(Apply):
 class Mlp(nn.Module):
     def __init__(self, inner):
         super().__init__()
-        self.up, self.inner, self.down, self.unused = nn.Linear(4, 8), inner, nn.Linear(8, 4), nn.Linear(2, 2)
+        self.up, self.inner, self.down, self.unused = (
+            nn.Linear(4, 8),
+            inner,
+            nn.Linear(8, 4),
+            nn.Linear(2, 2),
+        )
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
 
     def forward(self, x):
@@ -107,7 +115,9 @@ def train(case):
 
     model(x).square().mean().backward()
     own = fs.shard_params(params, plan.rules, mesh=fs.make_mesh({"model": 2}))
-    _, grads = fs.value_and_grad(loss_fn, mesh=fs.make_mesh({"model": 2}), batch=P(), local="model")(own, x)
+    _, grads = fs.value_and_grad(
+        loss_fn, mesh=fs.make_mesh({"model": 2}), batch=P(), local="model"
+    )(own, x)
     wanted = {name: w.grad for name, w in model.named_parameters()}
     return fs.unshard(grads), wanted
 
@@ -130,7 +140,8 @@ class Root(nn.Module):
 def test_function_in_the_models_own_forward_raises():
     """No module inside contains it, so all of the model would be unsharded."""
     with pytest.raises(
-        LayoutError, match=r"SquaredRelu is a torch.autograd(.|\n)*Root \(test_unsharded_modules.py:\d+\)"
+        LayoutError,
+        match=r"SquaredRelu is a torch.autograd(.|\n)*Root \(test_unsharded_modules.py:\d+\)",
     ):
         fs.tensor_parallel(Root(), axis="model", sample=torch.ones(2, 4))
     with pytest.raises(LayoutError, match="no layer that can be sharded.*SquaredRelu"):

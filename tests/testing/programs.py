@@ -94,7 +94,12 @@ def zero_redundancy(rank, world):
 def by_fully_shard(rank, world, *, policy=None, reshard=True, **options):
     model, mesh = mlp(), world.mesh
     for module in (model[0], model[2], model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy or MixedPrecisionPolicy())
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=policy or MixedPrecisionPolicy(),
+        )
     batch = rows_of(mesh if mesh.ndim == 1 else mesh._flatten("all"))
     return model, square, batch, updates(model, **options)
 
@@ -127,7 +132,10 @@ def tensor_parallel_and_fully_shard(rank, world):
 def dtensors(rank, world):
     torch.manual_seed(0)
     mesh = world.mesh
-    w, v = (distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]).detach().requires_grad_() for _ in range(2))
+    w, v = (
+        distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]).detach().requires_grad_()
+        for _ in range(2)
+    )
 
     def loss(params, batch):
         x = distribute_tensor(batch[0], mesh, [Replicate()])
@@ -340,7 +348,9 @@ def experts(rank, world, *, mistake=None, clip=None):
         if clip is not None:
             squares = sum(x.grad.square().sum() for x in own)
             dist.all_reduce(squares)
-            norm = sum((x.grad.square().sum() for x in dense), squares * (mistake != "norm" or n == 1)).sqrt()
+            norm = sum(
+                (x.grad.square().sum() for x in dense), squares * (mistake != "norm" or n == 1)
+            ).sqrt()
             for x in model.parameters():
                 x.grad *= clip / norm
         opt.step()
@@ -356,7 +366,9 @@ def lost_microbatch(rank, world):
     def loss(model, batch):
         params = [*model.parameters()]
         for half in zip(*(x.chunk(2) for x in batch), strict=True):
-            for x, g in zip(params, torch.autograd.grad(square(model, half) / 2, params), strict=True):
+            for x, g in zip(
+                params, torch.autograd.grad(square(model, half) / 2, params), strict=True
+            ):
                 dist.all_reduce(g)
                 x.grad = g / world if x.grad is None or world > 1 else x.grad + g / world
 
@@ -409,14 +421,22 @@ RIGHT = {
     "fully_shard, clipped": (partial(by_fully_shard, clip=0.1), {"data": 4}, {}),
     "fully_shard, kept": (partial(by_fully_shard, reshard=False), {"data": 2}, {}),
     "fully_shard, bf16": (
-        partial(by_fully_shard, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), optimizer=torch.optim.SGD),
+        partial(
+            by_fully_shard,
+            policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+            optimizer=torch.optim.SGD,
+        ),
         {"data": 2},
         {"dtype": torch.bfloat16},
     ),
     "fully_shard, accumulation": (fully_shard_accumulation, {"data": 2}, {}),
     "hybrid shard": (by_fully_shard, {"replica": 2, "data": 2}, {}),
     "tensor parallel": (tensor_parallel, {"model": 2}, {}),
-    "tensor parallel and fully_shard": (tensor_parallel_and_fully_shard, {"data": 2, "model": 2}, {}),
+    "tensor parallel and fully_shard": (
+        tensor_parallel_and_fully_shard,
+        {"data": 2, "model": 2},
+        {},
+    ),
     "dtensors": (dtensors, {"data": 2}, {}),
     "by hand": (by_hand, {"data": 2}, {}),
     "columns and rows by hand": (megatron, {"model": 2}, {}),
@@ -425,19 +445,49 @@ RIGHT = {
     "experts of 4, clipped": (partial(experts, clip=0.1), {"expert": 4}, {}),
 }
 WRONG = {  # program, axes, a leaf that diverges, a part of its reason
-    "times experts' axis": (partial(experts, mistake="times experts' axis"), {"expert": 2}, "experts.0", "is 2 times"),
-    "not divided": (partial(experts, mistake="router summed"), {"expert": 4}, "router.weight", "is 4 times"),
+    "times experts' axis": (
+        partial(experts, mistake="times experts' axis"),
+        {"expert": 2},
+        "experts.0",
+        "is 2 times",
+    ),
+    "not divided": (
+        partial(experts, mistake="router summed"),
+        {"expert": 4},
+        "router.weight",
+        "is 4 times",
+    ),
     "norm without experts": (
         partial(experts, mistake="norm", clip=0.1),
         {"expert": 2},
         "experts.3",
         "times that of one device",
     ),
-    "detached router": (partial(experts, mistake="detached"), {"expert": 2}, "router.weight", "the gradient"),
-    "swapped": (partial(experts, mistake="swapped"), {"expert": 2}, "experts.0", "is that of experts.1"),
+    "detached router": (
+        partial(experts, mistake="detached"),
+        {"expert": 2},
+        "router.weight",
+        "the gradient",
+    ),
+    "swapped": (
+        partial(experts, mistake="swapped"),
+        {"expert": 2},
+        "experts.0",
+        "is that of experts.1",
+    ),
     "bias on each": (partial(megatron, bias_everywhere=True), {"model": 2}, "down.bias", "the"),
     "empty expert": (partial(experts, mistake="empty"), {"expert": 4}, "loss", "is not finite"),
-    "mean of means": (partial(experts, mistake="mean of means"), {"expert": 2}, "loss", "instead of"),
+    "mean of means": (
+        partial(experts, mistake="mean of means"),
+        {"expert": 2},
+        "loss",
+        "instead of",
+    ),
     "lost microbatch": (lost_microbatch, {"data": 2}, "0.weight", "instead of"),
-    "scaled twice": (partial(pipeline, scales_twice=True), {"pipe": 2}, "first.0.weight", "is 0.5 times"),
+    "scaled twice": (
+        partial(pipeline, scales_twice=True),
+        {"pipe": 2},
+        "first.0.weight",
+        "is 0.5 times",
+    ),
 }

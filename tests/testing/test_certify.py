@@ -41,7 +41,9 @@ def mlp_params():
 
 def certified(loss_fn=mlp, opt=MOMENTUM, *, sizes=None, params=None, batch=X, **options):
     mesh = fs.make_mesh(sizes or {"data": 4})
-    return certify(loss_fn, mlp_params() if params is None else params, batch, opt, mesh=mesh, **options)
+    return certify(
+        loss_fn, mlp_params() if params is None else params, batch, opt, mesh=mesh, **options
+    )
 
 
 def size():
@@ -64,7 +66,11 @@ def centred(params, x):
 
 
 def linear(params, x):
-    return (x @ params["up"]).sum(1).mean() + params["bias"].sum() * x.mean() * 0 + params["down"].sum()
+    return (
+        (x @ params["up"]).sum(1).mean()
+        + params["bias"].sum() * x.mean() * 0
+        + params["down"].sum()
+    )
 
 
 def over_the_model(reductions):
@@ -77,7 +83,8 @@ def over_the_model(reductions):
             up, down = params["up"].chunk(n, 1)[index], params["down"].chunk(n, 0)[index]
             y = y + reductions[axis](torch.tanh(x @ up) @ down, axis)
         return (
-            (y - reductions.get("data", lambda y, axis: 0 * y)(y.mean(0), "data")).square() * params["scale"]
+            (y - reductions.get("data", lambda y, axis: 0 * y)(y.mean(0), "data")).square()
+            * params["scale"]
         ).mean()
 
     return loss_fn
@@ -101,7 +108,9 @@ def chaotic(p, x):
 def batch_normed(sync):
     """Return a loss with buffers, its parameters and its buffers."""
     torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    module = torch.nn.Sequential(
+        torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
+    )
     apply, params, buffers = fs.functionalize(module, sync_batchnorm=sync)
 
     def loss_fn(params, buffers, x):
@@ -183,18 +192,40 @@ def test_certify_demands_bits_where_they_are_promised(name):
 
 def test_certify_has_a_row_for_every_kind_of_leaf():
     w = torch.ones(3)
-    params = {"tied": [w, w], "unused": torch.ones(2), "count": torch.arange(3), "empty": torch.ones(0), "none": None}
-    params["double"], params["complex"] = torch.ones(5).double(), torch.ones(2, dtype=torch.complex64)
+    params = {
+        "tied": [w, w],
+        "unused": torch.ones(2),
+        "count": torch.arange(3),
+        "empty": torch.ones(0),
+        "none": None,
+    }
+    params["double"], params["complex"] = (
+        torch.ones(5).double(),
+        torch.ones(2, dtype=torch.complex64),
+    )
 
     def loss_fn(p, x):
-        used = p["tied"][0].sum() + 2 * p["tied"][1].square().sum() + p["count"].sum() + p["empty"].sum()
-        return (used + p["double"].square().sum().float() + p["complex"].abs().square().sum()) * x.mean()
+        used = (
+            p["tied"][0].sum()
+            + 2 * p["tied"][1].square().sum()
+            + p["count"].sum()
+            + p["empty"].sum()
+        )
+        return (
+            used + p["double"].square().sum().float() + p["complex"].abs().square().sum()
+        ) * x.mean()
 
     certificate = certified(loss_fn, ADAMW, params=params, sizes={"data": 2}).check()
     paths = ["complex", "count", "double", "empty", "none", "tied[0]", "tied[1]", "unused"]
     assert [row.leaf for row in certificate.rows] == 4 * paths
-    buffers = [row for row in certified(**batch_normed("data")).rows if row.leaf.startswith("buffers")][:3]
-    assert [row.leaf[10:] for row in buffers] == ["num_batches_tracked", "running_mean", "running_var"]
+    buffers = [
+        row for row in certified(**batch_normed("data")).rows if row.leaf.startswith("buffers")
+    ][:3]
+    assert [row.leaf[10:] for row in buffers] == [
+        "num_batches_tracked",
+        "running_mean",
+        "running_var",
+    ]
     frozen = certified(params=frozen_up(), exact_inputs=True).check()
     assert {row.verdict for row in frozen.rows if row.leaf == "up"} == {"EXACT"}
 
@@ -243,7 +274,10 @@ def own_samples(params, buffers, x):
 
 def masked(params, x, generator=None):
     """Drop the same elements on each device: others than on one."""
-    return mlp(params, x * (torch.rand(x.shape, generator=generator or torch.Generator().manual_seed(0)) < 0.5))
+    return mlp(
+        params,
+        x * (torch.rand(x.shape, generator=generator or torch.Generator().manual_seed(0)) < 0.5),
+    )
 
 
 def optimizer_of(update):
@@ -257,7 +291,11 @@ def optimizer_of(update):
 
 
 BY_NORM = optimizer_of(lambda g: -g / (1 + g.norm()))
-FORGOTTEN = {"loss_fn": over_the_model({"model": lambda y, axis: y}), "stages": [0, 3], "opt": fs.optim.sgd(0.1)}
+FORGOTTEN = {
+    "loss_fn": over_the_model({"model": lambda y, axis: y}),
+    "stages": [0, 3],
+    "opt": fs.optim.sgd(0.1),
+}
 WRONG = {  # arguments, the first leaf that diverges, and a part of its reason
     "scaled, all stages": ({"loss_fn": lambda p, x: mlp(p, x) * size()}, "bias", "gradient is 4 times that of one device"),
     "divided, adamw": (
@@ -295,7 +333,9 @@ def assert_diverges(certificate, leaf, reason):
         first = next(row for row in certificate.rows if row.stage == stage and row.step == 0)
         assert (first.leaf, first.verdict) == (leaf, "DIVERGENT")
         assert all(words in first.reason for words in reason.split(".*")), first.reason
-    with pytest.raises(AssertionError, match="the sharded run is not the run on one device") as error:
+    with pytest.raises(
+        AssertionError, match="the sharded run is not the run on one device"
+    ) as error:
         certificate.check()
     assert str(certificate) in str(error.value) and not certificate.ok
 
@@ -309,23 +349,33 @@ def test_certify_finds_mistakes(name):
 def test_certify_names_only_leaves_that_diverge():
     rows = certified(of_one_scalar, stages=[0], steps=1).rows
     assert [row.leaf for row in rows if row.verdict == "DIVERGENT"] == ["scale"]
-    rows = certified(opt=optimizer_of(lambda g: -g * (g.numel() if g.numel() <= 2 else 1)), stages=[3]).rows
+    rows = certified(
+        opt=optimizer_of(lambda g: -g * (g.numel() if g.numel() <= 2 else 1)), stages=[3]
+    ).rows
     assert {row.reason for row in rows if row.leaf == "up"} == {"step 1: after bias has diverged"}
-    (row,) = (r for r in certified(**batch_normed(None), sizes={"data": 2}).rows if r.stage == 0 and "var" in r.leaf)
+    (row,) = (
+        r
+        for r in certified(**batch_normed(None), sizes={"data": 2}).rows
+        if r.stage == 0 and "var" in r.leaf
+    )
     assert row.verdict == "DIVERGENT" and "sync_batchnorm=axis" in row.reason
 
 
 @settings(max_examples=25)
 @given(st.data(), st.sampled_from(STAGES), st.sampled_from([ADAMW, fs.optim.sgd(0.1)]))
 def test_certify_finds_mistakes_in_every_leaf_on_any_mesh(data, stage, opt):
-    sizes = data.draw(st.sampled_from([{"a": 2, "b": 4}, {"a": 3, "b": 2}, {"a": 2, "b": 2}, {"a": 5}]))
+    sizes = data.draw(
+        st.sampled_from([{"a": 2, "b": 4}, {"a": 3, "b": 2}, {"a": 2, "b": 2}, {"a": 5}])
+    )
     subsets = [axes for count in (1, 2) for axes in combinations(sizes, count)]
     axes, batch_axes = data.draw(st.sampled_from(subsets)), data.draw(st.sampled_from(subsets))
     power = data.draw(st.sampled_from([None, 1, -1, 0.5, -0.5]))
 
     def mistaken(params, x):
         factor = fs.axis_index(axes) == 0 if power is None else fs.axis_size(axes) ** power
-        return (torch.tanh(x @ params["up"] + params["bias"]) @ params["down"]).square().mean() * factor
+        return (
+            torch.tanh(x @ params["up"] + params["bias"]) @ params["down"]
+        ).square().mean() * factor
 
     params = {name: mlp_params()[name] for name in ("bias", "down", "up")}
     x = torch.randn(24, 5, generator=torch.Generator().manual_seed(3))
@@ -334,11 +384,15 @@ def test_certify_finds_mistakes_in_every_leaf_on_any_mesh(data, stage, opt):
     assert [row.leaf for row in rows if row.verdict == "DIVERGENT"] == ["bias", "down", "up"]
     if power is not None:
         factor = prod(sizes[axis] for axis in axes) ** power
-        assert {row.reason for row in rows} == {f"step 0: the gradient is {factor:.4g} times that of one device"}
+        assert {row.reason for row in rows} == {
+            f"step 0: the gradient is {factor:.4g} times that of one device"
+        }
 
 
 def certified_on_processes():
-    return certified(of_one_element, stages=[3], sizes={"data": 2}).rows, certified(sizes={"data": 2}, opt=ADAMW).ok
+    return certified(of_one_element, stages=[3], sizes={"data": 2}).rows, certified(
+        sizes={"data": 2}, opt=ADAMW
+    ).ok
 
 
 def test_certify_on_processes_has_the_rows_of_virtual_devices(two):
@@ -355,7 +409,9 @@ def change_gradient(monkeypatch, change):
     def run(right, *args):
         value, grads = right.run(*args)
         axes = tuple(axis for axis in right.mesh.axis_names if right.mesh.shape[axis] > 1)
-        options = replace(right.options, gradients=lambda layout: fs.Layout(right.mesh, P(unreduced=axes)))
+        options = replace(
+            right.options, gradients=lambda layout: fs.Layout(right.mesh, P(unreduced=axes))
+        )
         summands = flatten(replace(right, options=options).run(*args)[1])[0]
         paths, leaves, structure = flatten_with_paths(grads)
         index = paths.index('["down"]')
@@ -372,7 +428,9 @@ def change_gradient(monkeypatch, change):
 @pytest.mark.parametrize("stage", STAGES)
 def test_certify_missing_reduction_diverges(monkeypatch, stage):
     def unreduced(g, summands):
-        shards = [fs.device_put(x, g.layout).shards[device] for device, x in enumerate(summands.shards)]
+        shards = [
+            fs.device_put(x, g.layout).shards[device] for device, x in enumerate(summands.shards)
+        ]
         return fs.Sharded(g.shape, g.layout, tuple(shards))
 
     change_gradient(monkeypatch, unreduced)
@@ -380,7 +438,9 @@ def test_certify_missing_reduction_diverges(monkeypatch, stage):
 
 
 def test_certify_compares_every_replica(monkeypatch):
-    change_gradient(monkeypatch, lambda g, _: fs.Sharded(g.shape, g.layout, (*g.shards[:3], g.shards[3] + 1)))
+    change_gradient(
+        monkeypatch, lambda g, _: fs.Sharded(g.shape, g.layout, (*g.shards[:3], g.shards[3] + 1))
+    )
     assert_diverges(certified(stages=[0]), "down", "(device 3)")
 
 
@@ -398,7 +458,9 @@ def change_step(monkeypatch, change):
 
             return run
 
-        return partitioned._replace(step=on_others(partitioned.step), update=on_others(partitioned.update))
+        return partitioned._replace(
+            step=on_others(partitioned.step), update=on_others(partitioned.update)
+        )
 
     monkeypatch.setattr(fs, "partition_optimizer", mistaken)
 
@@ -433,27 +495,34 @@ ELEMENTWISE = {
     "lion": fs.optim.lion(0.1),
     "clipped": fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adam(0.1)),
     "clip_by_value": fs.optim.clip_by_value(0.1),
-    "masked": fs.optim.masked(fs.optim.sgd(0.1), {"bias": True, "matrix": False, "scale": True, "stack": True}),
+    "masked": fs.optim.masked(
+        fs.optim.sgd(0.1), {"bias": True, "matrix": False, "scale": True, "stack": True}
+    ),
     "rmsprop": fs.optim.from_torch(torch.optim.RMSprop, lr=0.1),
 }
 
 
 def by_kind(others):
-    return fs.optim.by_label({True: fs.optim.muon(0.1), False: others}, lambda path, leaf: leaf.ndim == 2)
+    return fs.optim.by_label(
+        {True: fs.optim.muon(0.1), False: others}, lambda path, leaf: leaf.ndim == 2
+    )
 
 
 @pytest.mark.parametrize("name", NOT_ELEMENTWISE)
 def test_wrong_promise_of_an_optimizer_is_found(name):
     opt = optimizer_of(lambda g: -0.1 * NOT_ELEMENTWISE[name](g))
     with pytest.raises(
-        AssertionError, match=r"has elementwise=True, but on \d flat shards got another \w+, step 0: the "
+        AssertionError,
+        match=r"has elementwise=True, but on \d flat shards got another \w+, step 0: the ",
     ):
         check_elementwise(opt)
     for row in (certified(opt=opt, stages=[stage], steps=1).first for stage in (1, 3)):
         assert "The gradient agrees: is the optimizer elementwise?" in row.reason
 
 
-@pytest.mark.parametrize("opt", [*ELEMENTWISE.values(), by_kind(fs.optim.adamw(0.1))], ids=[*ELEMENTWISE, "by label"])
+@pytest.mark.parametrize(
+    "opt", [*ELEMENTWISE.values(), by_kind(fs.optim.adamw(0.1))], ids=[*ELEMENTWISE, "by label"]
+)
 def test_check_elementwise_passes_elementwise_optimizers(opt):
     check_elementwise(opt)
 
@@ -505,7 +574,10 @@ def test_what_cannot_be_certified_raises(name):
 def test_certify_notes_the_run_that_raised():
     with pytest.raises(RuntimeError) as error:
         certified(lambda params, x: (x.float() @ params["up"]).mean())
-    assert "certify: in the run on one device in float64: does the program name a dtype?" in error.value.__notes__
+    assert (
+        "certify: in the run on one device in float64: does the program name a dtype?"
+        in error.value.__notes__
+    )
     with pytest.raises(ValueError) as error:
         certified(stages=[0], gradients=lambda layout: fs.Layout(layout.mesh, P(unreduced="data")))
     assert "certify: in the run in stage 0" in error.value.__notes__
@@ -520,18 +592,36 @@ def test_certificate_prints_as_a_table():
     params = {"n": torch.ones(1), "w": torch.ones(5)}
     options = {"sizes": {"data": 2}, "stages": [0, 3], "exact_inputs": True}
     certificate = certified(
-        lambda p, x: (p["w"] * x).sum(1).mean() * size(), fs.optim.sgd(1.0), params=params, **options
+        lambda p, x: (p["w"] * x).sum(1).mean() * size(),
+        fs.optim.sgd(1.0),
+        params=params,
+        **options,
     )
     assert repr(certificate) == str(certificate) and "DIVERGENT" in certificate._repr_html_()
-    rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in str(certificate).splitlines() if "│" in line]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:4]]
+        for line in str(certificate).splitlines()
+        if "│" in line
+    ]
     rows = [row for row in rows if row[2]]
-    assert rows == [["0", "n", "EXACT"], ["", "w", "DIVERGENT"], ["3", "n", "EXACT"], ["", "w", "DIVERGENT"]]
+    assert rows == [
+        ["0", "n", "EXACT"],
+        ["", "w", "DIVERGENT"],
+        ["3", "n", "EXACT"],
+        ["", "w", "DIVERGENT"],
+    ]
     assert "Mesh(data=2; virtual, cpu) against one device, both in float64" in str(certificate)
 
 
 def test_dyadic_like_keeps_ties_and_integers():
     x = torch.ones(2, 3)
-    tree = {"a": x, "b": x, "c": x.clone(), "n": torch.arange(2), "z": torch.ones(2, dtype=torch.complex64)}
+    tree = {
+        "a": x,
+        "b": x,
+        "c": x.clone(),
+        "n": torch.arange(2),
+        "z": torch.ones(2, dtype=torch.complex64),
+    }
     drawn = dyadic_like(tree, 0)
     assert drawn["a"] is drawn["b"] and not torch.equal(drawn["a"], drawn["c"])
     assert torch.equal(drawn["n"], torch.arange(2)) and drawn["z"].dtype == torch.complex64

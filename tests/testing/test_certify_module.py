@@ -72,15 +72,20 @@ def test_certify_module_state_in_attribute_diverges(plugin):
 
 def test_certify_module_batchnorm_must_be_synchronised():
     first = certified(lambda: net(lambda: nn.BatchNorm1d(6)), fs.FSDPPlugin()).first
-    assert first is not None and first.verdict == "DIVERGENT" and "sync_batchnorm=True" in first.reason
+    assert (
+        first is not None and first.verdict == "DIVERGENT" and "sync_batchnorm=True" in first.reason
+    )
     certified(lambda: net(lambda: nn.BatchNorm1d(6)), fs.FSDPPlugin(sync_batchnorm=True)).check()
 
 
 def test_certify_module_dropout_needs_reproducible_mode():
-    with pytest.raises(fs.errors.PromiseError, match="For dropout give a plugin with reproducible=True"):
+    with pytest.raises(
+        fs.errors.PromiseError, match="For dropout give a plugin with reproducible=True"
+    ):
         certified(lambda: net(nn.Dropout), fs.FSDPPlugin())
     rows = certified(
-        lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 2)), fs.FSDPPlugin(reproducible=True)
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 2)),
+        fs.FSDPPlugin(reproducible=True),
     )
     assert {row.verdict for row in rows.check().rows} == {"EXACT"}
 
@@ -106,5 +111,7 @@ def test_certify_module_unseeded_factory_raises():
         torch.manual_seed(next(drawn))
         return Net()
 
-    with pytest.raises(fs.errors.PromiseError, match="factory must build equal parameters each time"):
+    with pytest.raises(
+        fs.errors.PromiseError, match="factory must build equal parameters each time"
+    ):
         certified(factory, fs.DDPPlugin())

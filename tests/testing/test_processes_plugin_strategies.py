@@ -27,7 +27,9 @@ def rank():
 
 
 def total(n):
-    return fs.run(lambda: fs.psum(torch.tensor([1.0, rank()]), "data"), mesh=fs.make_mesh({"data": n}))[0]
+    return fs.run(
+        lambda: fs.psum(torch.tensor([1.0, rank()]), "data"), mesh=fs.make_mesh({"data": n})
+    )[0]
 
 
 def fail(n, who, error):
@@ -112,14 +114,18 @@ def test_what_pickle_cannot_send_raises(two):
 def test_processes_hang_raises_with_stacks():
     with Processes(2, timeout=8) as pool:
         pids = pool.run(identify)
-        with pytest.raises(RuntimeError, match="process 1 of 2 did not finish hang within 8 s") as error:
+        with pytest.raises(
+            RuntimeError, match="process 1 of 2 did not finish hang within 8 s"
+        ) as error:
             pool.run(hang, 1)
         assert "in hang" in notes(error)
         assert all(gone(pid) for pid in pids)
         assert [x.tolist() for x in pool.run(total, 2)] == [[2, 1], [2, 1]]
 
 
-@pytest.mark.parametrize(("code", "words"), [(3, "ended with exit code 3"), (0, "was killed by SIGKILL")])
+@pytest.mark.parametrize(
+    ("code", "words"), [(3, "ended with exit code 3"), (0, "was killed by SIGKILL")]
+)
 def test_processes_death_is_the_reported_cause(code, words):
     with pytest.raises(RuntimeError, match=f"process 1 of 2 {words}") as error:
         run_processes(die, 2, 2, 1, code)
@@ -127,7 +133,9 @@ def test_processes_death_is_the_reported_cause(code, words):
 
 
 def test_collective_with_finished_process_raises():
-    with pytest.raises(fs.errors.LostProcessError, match=r"psum of float32\[2\] over data .* cannot end"):
+    with pytest.raises(
+        fs.errors.LostProcessError, match=r"psum of float32\[2\] over data .* cannot end"
+    ):
         run_processes(stay_away, 2, 2, 0)
     with pytest.raises(fs.errors.DeadlockError, match="process 0: has finished"):
         run_processes(stay_away, 2, 2, 0, environment={"FSHARD_CHECK": "1"})

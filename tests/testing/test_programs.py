@@ -34,14 +34,25 @@ def test_published_mistakes_are_found(certified, name):
 def test_several_meshes_and_wrappers_of_names(certified):
     certificate = certified(ddp, [{"data": 2}, {"data": 4}], steps=1)
     assert [row.stage for row in certificate.rows] == ["data=2"] * 5 + ["data=4"] * 5
-    assert {row.leaf for row in certificate.rows} == {"loss", "0.weight", "0.bias", "2.weight", "2.bias"}
+    assert {row.leaf for row in certificate.rows} == {
+        "loss",
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    }
 
 
 def unequal_rows(rank, world):
     """Means of unequal parts: their mean is not that of all."""
     model, loss, _, step = ddp(rank, world)
     x, y = programs.data()
-    return model, loss, (x, y) if world == 1 else tuple(v[:3] if rank == 0 else v[3:] for v in (x, y)), step
+    return (
+        model,
+        loss,
+        (x, y) if world == 1 else tuple(v[:3] if rank == 0 else v[3:] for v in (x, y)),
+        step,
+    )
 
 
 def own_gradients(rank, world):
@@ -89,13 +100,22 @@ def other_start(rank, world):
 
 def other_widths(rank, world):
     model, _, (x, y), step = ddp(rank, world)
-    return model, lambda model, batch: model(batch[0][:, :4]).sum(), (torch.cat([x, x[:, :rank]], 1), y), step
+    return (
+        model,
+        lambda model, batch: model(batch[0][:, :4]).sum(),
+        (torch.cat([x, x[:, :rank]], 1), y),
+        step,
+    )
 
 
 @pytest.mark.parametrize(
     ("program", "error", "text"),
     [
-        (unseeded, PromiseError, "two runs must begin alike; got other values of weight, bias. Call torch.manual_seed"),
+        (
+            unseeded,
+            PromiseError,
+            "two runs must begin alike; got other values of weight, bias. Call torch.manual_seed",
+        ),
         (draws, PromiseError, "the loss draws random numbers"),
         (ends, ZeroDivisionError, "in the program"),
         (trains_nothing, PromiseError, "must train parameters"),
@@ -110,10 +130,17 @@ def test_what_cannot_be_certified_raises(certified, program, error, text):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"meshes": []}, {"meshes": {"data": 2}, "steps": 0}, {"meshes": {"data": 2}, "dtype": torch.int8}]
+    "arguments",
+    [
+        {"meshes": []},
+        {"meshes": {"data": 2}, "steps": 0},
+        {"meshes": {"data": 2}, "dtype": torch.int8},
+    ],
 )
 def test_invalid_arguments_raise(arguments):
-    with pytest.raises(ValueError, match="certify_program: a mesh, steps >= 1 and a dtype of torch.float64"):
+    with pytest.raises(
+        ValueError, match="certify_program: a mesh, steps >= 1 and a dtype of torch.float64"
+    ):
         certify_program(ddp, **arguments)
 
 
@@ -140,14 +167,29 @@ def test_the_command_prints_the_certificate(tmp_path, capsys):
     (tmp_path / "train.py").write_text(FILE)
     out = tmp_path / "out.json"
     assert (
-        main(["certify", f"{tmp_path}/train.py:mistaken", "--mesh", "data=2", "--steps", "1", "--json", str(out)]) == 1
+        main(
+            [
+                "certify",
+                f"{tmp_path}/train.py:mistaken",
+                "--mesh",
+                "data=2",
+                "--steps",
+                "1",
+                "--json",
+                str(out),
+            ]
+        )
+        == 1
     )
     table, result = capsys.readouterr().out, json.loads(out.read_text())
     assert "is 2 times" in table and not result["ok"]
     assert [(row["mesh"], row["leaf"], row["verdict"]) for row in result["rows"]] == [
         ("data=2", name, "DIVERGENT") for name in ("loss", "weight", "bias")
     ]
-    for arguments in (["train.py:program", "--mesh", "data"], ["train.py:other", "--mesh", "data=1"]):
+    for arguments in (
+        ["train.py:program", "--mesh", "data"],
+        ["train.py:other", "--mesh", "data=1"],
+    ):
         assert main(["certify", f"{tmp_path}/{arguments[0]}", *arguments[1:]]) == 2
     assert "a mesh must be like data=2,model=4; got 'data'" in capsys.readouterr().err
     assert main(["certify", f"{tmp_path}/train.py:program", "--mesh", "data=2"]) == 0

@@ -19,13 +19,22 @@ def serial(loss_fn, params, batch):
 
 def sharded(loss_fn, params, batch, sizes, stage=0, rules=None, spec=DATA, **options):
     """Return the same on a mesh of these sizes, in a stage of ZeRO; replicated gradients have the same bits on all devices."""
-    mesh, rules = fs.make_mesh(sizes), (fs.fsdp("data") if stage == 3 else P()) if rules is None else rules
+    mesh, rules = (
+        fs.make_mesh(sizes),
+        (fs.fsdp("data") if stage == 3 else P()) if rules is None else rules,
+    )
     arrays = fs.shard_params(params, rules, mesh=mesh)
-    gradients = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=stage).gradients
-    loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=spec, gradients=gradients, **options)(arrays, batch)
+    gradients = fs.partition_optimizer(
+        fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=stage
+    ).gradients
+    loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=spec, gradients=gradients, **options)(
+        arrays, batch
+    )
     grads, _ = flatten(grads, none_is_leaf=True)
     for g in grads:
-        assert g is None or g.spec != P() or all(torch.equal(shard, g.shards[0]) for shard in g.shards)
+        assert (
+            g is None or g.spec != P() or all(torch.equal(shard, g.shards[0]) for shard in g.shards)
+        )
     return loss, [None if g is None else fs.unshard(g) for g in grads]
 
 

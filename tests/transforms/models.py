@@ -49,7 +49,11 @@ def pytrees(leaves):
         several = st.lists(inner, max_size=3)
         named = several.map(lambda children: dict(zip("abc", children, strict=False)))
         return st.one_of(
-            several, several.map(tuple), named, st.builds(Pair, inner, inner), st.builds(Couple, inner, inner)
+            several,
+            several.map(tuple),
+            named,
+            st.builds(Pair, inner, inner),
+            st.builds(Couple, inner, inner),
         )
 
     return st.recursive(st.one_of(leaves, st.none()), nodes, max_leaves=8)
@@ -81,7 +85,9 @@ class Loss:
                 if self.linear:
                     total = total + (row * batch[:, turn, None]).sum(1)
                 else:
-                    total = total + torch.sin(row * (1 + batch[:, 1, None] + total[:, None])).sum(1) / (1 + row.numel())
+                    total = total + torch.sin(row * (1 + batch[:, 1, None] + total[:, None])).sum(
+                        1
+                    ) / (1 + row.numel())
         return total if self.linear else total.square()
 
 
@@ -145,7 +151,9 @@ def _numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     """Return multiples of 1/8 from -1 to 1 that a seed chooses."""
     real = dtype.to_real()
     parts = (*shape, 2) if dtype.is_complex else shape
-    numbers = (torch.randint(-8, 9, parts, generator=torch.Generator().manual_seed(seed)) / 8).to(real)
+    numbers = (torch.randint(-8, 9, parts, generator=torch.Generator().manual_seed(seed)) / 8).to(
+        real
+    )
     return torch.view_as_complex(numbers) if dtype.is_complex else numbers
 
 

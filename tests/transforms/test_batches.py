@@ -25,7 +25,11 @@ def params():
 def batch_of(size, masked=False):
     generator = torch.Generator().manual_seed(size)
     x = torch.randn(size, 4, dtype=torch.float64, generator=generator)
-    mask = torch.randint(0, 2, (size, 3), generator=generator).double() if masked else torch.ones(size, 3).double()
+    mask = (
+        torch.randint(0, 2, (size, 3), generator=generator).double()
+        if masked
+        else torch.ones(size, 3).double()
+    )
     mask[-1] = 1.0  # there is something to predict
     return {"x": x, "mask": mask}
 
@@ -68,7 +72,9 @@ def test_batch_of_any_size_has_gradient_of_one_device(size, n, stage, accumulate
     weight = {"weight": lambda batch: batch["mask"].sum()} if kind == "masked" else {}
     mode = {**mode, "slices": 8 * n} if mode.get("reproducible") else mode
     accumulate = 1 if mode.get("reproducible") else accumulate
-    found = sharded(loss_fn, params(), batch, {"data": n}, stage, accumulate=accumulate, **mode, **weight)
+    found = sharded(
+        loss_fn, params(), batch, {"data": n}, stage, accumulate=accumulate, **mode, **weight
+    )
     assert_equal(found, serial(loss_fn, params(), batch))
 
 
@@ -117,7 +123,9 @@ def test_sharded_uneven_batch_is_accepted(spec):
     mesh = fs.make_mesh({"data": 2})
     own = fs.shard_params({"w": torch.ones(())}, P(), mesh=mesh)
     x = fs.device_put(torch.tensor([1.0, 2.0, 6.0]), fs.Layout(mesh, spec))
-    loss, grads = fs.value_and_grad(lambda p, x: (p["w"] * x).mean(), mesh=mesh, batch=P("data"))(own, x)
+    loss, grads = fs.value_and_grad(lambda p, x: (p["w"] * x).mean(), mesh=mesh, batch=P("data"))(
+        own, x
+    )
     assert (loss.item(), fs.unshard(grads)["w"].item()) == (3.0, 3.0)
 
 
@@ -138,7 +146,8 @@ MEANS = {
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
-    ("size", "refused"), [(8, set()), (16, set()), (7, {"pmean"}), (5, {"pmean"}), (3, {"pmean", "psum", "gather"})]
+    ("size", "refused"),
+    [(8, set()), (16, set()), (7, {"pmean"}), (5, {"pmean"}), (3, {"pmean", "psum", "gather"})],
 )
 @pytest.mark.parametrize("name", MEANS)
 def test_collective_in_loss_with_uneven_batch_raises(name, size, refused, stage):
@@ -148,7 +157,8 @@ def test_collective_in_loss_with_uneven_batch_raises(name, size, refused, stage)
     run = fs.value_and_grad(centred(MEANS[name]), mesh=mesh, batch=P("data"))
     if name in refused:
         with pytest.raises(
-            ValueError, match=f"in the loss function.*{size} samples of the batch are cut into 4 slices"
+            ValueError,
+            match=f"in the loss function.*{size} samples of the batch are cut into 4 slices",
         ):
             run(own, x)
         return
@@ -167,7 +177,9 @@ def metrics_of(loss_fn, batch, spec=DATA, **options):
     mesh = fs.make_mesh({"data": 2})
     opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=1)
     own = fs.shard_params({"w": torch.ones(())}, P(), mesh=mesh)
-    return fs.train_step(loss_fn, opt, mesh=mesh, batch=spec, **options)(own, opt.init(own), batch)[2]
+    return fs.train_step(loss_fn, opt, mesh=mesh, batch=spec, **options)(own, opt.init(own), batch)[
+        2
+    ]
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 4}, {"reproducible": True}], ids=str)
@@ -207,7 +219,9 @@ def test_aux_equals_that_of_the_global_batch(stage, size, options):
     (_, aux), _ = run(own, batch_of(size))
     _, expected = loss_fn(params(), batch_of(size))
     assert [str(fs.typeof(x)) for x in aux["rows"]] == (
-        [f"f64[{size}@data, 4]", f"bool[{size}@data]"] if size % 4 == 0 else [f"f64[{size}, 4]", f"bool[{size}]"]
+        [f"f64[{size}@data, 4]", f"bool[{size}@data]"]
+        if size % 4 == 0
+        else [f"f64[{size}, 4]", f"bool[{size}]"]
     )
     torch.testing.assert_close(fs.unshard(aux["rows"]), expected["rows"], rtol=0, atol=0)
     torch.testing.assert_close([aux["mean"], aux["sum"]], [expected["mean"], expected["sum"]])
@@ -227,22 +241,42 @@ def test_aux_rows_of_equal_samples_are_averaged():
         run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data", "seq"), aux="rows")
         (loss, aux), _ = run(own, x)
         mean, large = fs.unshard(aux)
-        assert (loss, mean.tolist(), large.tolist()) == (x.mean(), x.mean(1).tolist(), (x[:, 0] > 6).tolist())
+        assert (loss, mean.tolist(), large.tolist()) == (
+            x.mean(),
+            x.mean(1).tolist(),
+            (x[:, 0] > 6).tolist(),
+        )
 
 
 def test_aux_numbers_are_averaged_by_default():
     def loss_fn(p, x):
-        return p["w"] * x.mean(), {"mean": x.mean(), "share": (x > 1).any(), "count": len(x), "rows": x.sum()}
+        return p["w"] * x.mean(), {
+            "mean": x.mean(),
+            "share": (x > 1).any(),
+            "count": len(x),
+            "rows": x.sum(),
+        }
 
     found = metrics_of(loss_fn, torch.arange(4.0), has_aux=True)["aux"]
     assert found == {"mean": 1.5, "share": 0.5, "count": 2, "rows": 3}
     assert metrics_of(loss_fn, torch.arange(4.0), aux="rows")["aux"]["rows"] == 3
-    assert metrics_of(loss_fn, torch.arange(4.0), aux="sum")["aux"] == {"mean": 3, "share": 1, "count": 4, "rows": 6}
+    assert metrics_of(loss_fn, torch.arange(4.0), aux="sum")["aux"] == {
+        "mean": 3,
+        "share": 1,
+        "count": 4,
+        "rows": 6,
+    }
 
 
 def test_replicated_batch_accepts_per_sample_losses():
-    metrics = metrics_of(lambda p, x: (p["w"] * x, {"rows": x}), torch.arange(4.0), spec=P(), aux="rows")
-    assert (metrics["loss"], metrics["samples"], fs.unshard(metrics["aux"]["rows"]).tolist()) == (1.5, 4, [0, 1, 2, 3])
+    metrics = metrics_of(
+        lambda p, x: (p["w"] * x, {"rows": x}), torch.arange(4.0), spec=P(), aux="rows"
+    )
+    assert (metrics["loss"], metrics["samples"], fs.unshard(metrics["aux"]["rows"]).tolist()) == (
+        1.5,
+        4,
+        [0, 1, 2, 3],
+    )
     assert "samples" not in metrics_of(
         lambda p, x: p["w"] * x["a"].mean(), {"a": torch.ones(4), "b": torch.ones(2)}, spec=P()
     )
@@ -260,7 +294,9 @@ def test_replicated_batch_splits_into_slices():
 
 
 def linear_loss(params, batch):
-    return torch.tanh(torch.nn.functional.linear(batch["x"], params["w"], params["b"])).square().mean()
+    return (
+        torch.tanh(torch.nn.functional.linear(batch["x"], params["w"], params["b"])).square().mean()
+    )
 
 
 @settings(max_examples=30)

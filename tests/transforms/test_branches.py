@@ -41,7 +41,9 @@ def serial(loss_fn, params, codes):
     leaves, structure = torch.utils._pytree.tree_flatten(params)
     leaves = [x.clone().requires_grad_() for x in leaves]
     batch = batch_of(codes)
-    parts = [{name: x[2 * at : 2 * at + 2] for name, x in batch.items()} for at in range(len(codes))]
+    parts = [
+        {name: x[2 * at : 2 * at + 2] for name, x in batch.items()} for at in range(len(codes))
+    ]
     tree = torch.utils._pytree.tree_unflatten(leaves, structure)
     loss = sum(loss_fn(tree, part) for part in parts) / len(codes)
     return torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -51,11 +53,16 @@ def gradients(stage, n, steps, loss_fn=routed, **options):
     """Return the gradients of several steps of one function."""
     mesh = fs.make_mesh({"data": n})
     opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=stage)
-    own = fs.shard_params(experts(), fs.fsdp("data", unit="experts[*]") if stage == 3 else P(), mesh=mesh)
+    own = fs.shard_params(
+        experts(), fs.fsdp("data", unit="experts[*]") if stage == 3 else P(), mesh=mesh
+    )
     run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), gradients=opt.gradients, **options)
     found = [run(own, batch_of(codes))[1] for codes in steps]
     return [
-        [None if g is None else fs.unshard(g) for g in torch.utils._pytree.tree_leaves(step, is_leaf=is_gradient)]
+        [
+            None if g is None else fs.unshard(g)
+            for g in torch.utils._pytree.tree_leaves(step, is_leaf=is_gradient)
+        ]
         for step in found
     ]
 
@@ -84,7 +91,9 @@ OPTIONS = [
 
 @settings(max_examples=60)
 @given(
-    steps=st.lists(st.lists(st.integers(0, 2 << EXPERTS), min_size=4, max_size=4), min_size=1, max_size=4),
+    steps=st.lists(
+        st.lists(st.integers(0, 2 << EXPERTS), min_size=4, max_size=4), min_size=1, max_size=4
+    ),
     stage=st.sampled_from([0, 1, 2]),
     options=st.sampled_from(OPTIONS),
 )
@@ -100,7 +109,10 @@ def test_branches_have_gradients_of_one_device(steps, stage, options):
     accumulate=st.sampled_from([1, 2]),
 )
 def test_branches_in_reproducible_mode_have_equal_bits(codes, stage, accumulate):
-    found = [gradients(stage, n, [codes], reproducible=True, slices=8, accumulate=accumulate)[0] for n in (1, 2, 4)]
+    found = [
+        gradients(stage, n, [codes], reproducible=True, slices=8, accumulate=accumulate)[0]
+        for n in (1, 2, 4)
+    ]
     for first, *others in zip(*found, strict=True):
         assert all(first is None if g is None else bits(g) == bits(first) for g in others)
 
@@ -109,7 +121,9 @@ def bits(x):
     return x.numpy().tobytes()
 
 
-@pytest.mark.parametrize("options", [{"compute": torch.bfloat16}, {"reduce": torch.float64}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"compute": torch.bfloat16}, {"reduce": torch.float64}], ids=str
+)
 def test_missing_gradient_is_sent_as_zeros_of_equal_dtype(options):
     (found,) = gradients(2, 2, [[0b0001, 0b0000]], **options)
     assert [g is None for g in found] == [False, False, *[True] * 6, False]
@@ -133,7 +147,9 @@ def test_reductions_start_during_the_backward(monkeypatch):
     monkeypatch.setattr(Reductions, "end", ended)
     began.append([])
     gradients(2, 2, [[0b1111] * 2, [0b1111] * 2])
-    assert began == [[3, 2, 1, 0, 4]] * 4 + [[]]  # each backward of both devices, and after it nothing is left
+    assert began == [[3, 2, 1, 0, 4]] * 4 + [
+        []
+    ]  # each backward of both devices, and after it nothing is left
 
 
 # -- stage 3 -------------------------------------------------------------------------------------------------------------
@@ -160,13 +176,20 @@ def refused(codes, steps=()):
 def test_partial_all_gather_on_devices_raises_and_names_units(name):
     kind, notes = refused(CODES[name])
     assert kind in ("MismatchError", "DeadlockError")
-    assert f"value_and_grad: {'; '.join(GATHERED[name])}. An all-gather needs all devices. Let each of them" in notes
+    assert (
+        f"value_and_grad: {'; '.join(GATHERED[name])}. An all-gather needs all devices. Let each of them"
+        in notes
+    )
 
 
-@pytest.mark.parametrize("codes", [[0b0100, 0b1000], [0b0001, 0b1111], [0b0110, 0b0010 | 1 << EXPERTS]], ids=str)
+@pytest.mark.parametrize(
+    "codes", [[0b0100, 0b1000], [0b0001, 0b1111], [0b0110, 0b0010 | 1 << EXPERTS]], ids=str
+)
 def test_partial_all_gather_after_prefetches_raises_and_names_units(codes):
     kind, notes = refused(codes, steps=[[0b1111, 0b1111]] * 2)
-    assert kind in ("MismatchError", "DeadlockError") and "An all-gather needs all devices." in notes
+    assert (
+        kind in ("MismatchError", "DeadlockError") and "An all-gather needs all devices." in notes
+    )
 
 
 def marked(params, batch):
@@ -184,7 +207,10 @@ def marked(params, batch):
 
 @pytest.mark.parametrize("options", [{}, {"live_units": 1}, {"accumulate": 2}], ids=str)
 def test_partial_all_gather_fix_from_the_error_works(options):
-    steps = [codes * (1 + (len(options) and "accumulate" in options)) for codes in ([1, 0], [1, 2], [5, 15])]
+    steps = [
+        codes * (1 + (len(options) and "accumulate" in options))
+        for codes in ([1, 0], [1, 2], [5, 15])
+    ]
     assert_serial(gradients(3, 2, steps, marked, **options), steps, marked)
 
 

@@ -18,7 +18,10 @@ SIZES = {"w": (4, 6), "v": (6, 4), "b": (6,), "u": (4, 4)}
 
 def params():
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(*size, dtype=torch.float64, generator=generator) / 2 for name, size in SIZES.items()}
+    return {
+        name: torch.randn(*size, dtype=torch.float64, generator=generator) / 2
+        for name, size in SIZES.items()
+    }
 
 
 def batch_of(size):
@@ -46,13 +49,18 @@ def marked(p, batch):
 
 def sums_by_counts(p, batch):
     found = errors(p, batch)
-    return fs.psum(found.sum(), "data") / fs.psum(torch.tensor(float(len(found)), dtype=torch.float64), "data")
+    return fs.psum(found.sum(), "data") / fs.psum(
+        torch.tensor(float(len(found)), dtype=torch.float64), "data"
+    )
 
 
 def started(p, batch):
     """Devices wait in different orders."""
     z = hidden(p, batch[0])
-    handles = fs.psum.start(z.sum(0), "data"), fs.pmean.start((p["u"] * batch[0].mean(0)).sum(), "data")
+    handles = (
+        fs.psum.start(z.sum(0), "data"),
+        fs.pmean.start((p["u"] * batch[0].mean(0)).sum(), "data"),
+    )
     for handle in handles if fs.axis_index("data") else reversed(handles):
         handle.wait()
     return (z * handles[0].wait()).mean() + handles[1].wait()
@@ -171,7 +179,11 @@ def two_blocks_alone(p, batch):
 def run_again(p, batch):
     """The part that is cut is rematerialised."""
     x, y = batch
-    part = fs.remat(lambda p, h: fs.psum(torch.tanh(h @ cut(p["w"], 1) + cut(p["b"], 0)) @ cut(p["v"], 0), "model"))
+    part = fs.remat(
+        lambda p, h: fs.psum(
+            torch.tanh(h @ cut(p["w"], 1) + cut(p["b"], 0)) @ cut(p["v"], 0), "model"
+        )
+    )
     h = torch.tanh(x @ p["u"])
     return ((h + part(p, h) - y) @ p["u"]).square().mean()
 
@@ -209,7 +221,12 @@ LAYOUTS = {
     "fsdp of both": fs.fsdp(("data", "model")),
     "fsdp of model": fs.fsdp("model"),
     "tensor": {"w": P(None, "model"), "v": P("model"), "b": P("model"), "u": P()},
-    "other dims": {"w": P("data", "model"), "v": P(None, "model"), "b": P("data"), "u": P("model", "data")},
+    "other dims": {
+        "w": P("data", "model"),
+        "v": P(None, "model"),
+        "b": P("data"),
+        "u": P("model", "data"),
+    },
 }
 
 
@@ -243,7 +260,12 @@ def test_collective_over_batch_axis_has_gradient_of_one_device(name, n, stage, m
 @given(
     name=st.sampled_from([*MODEL_LOSSES]),
     sizes=st.sampled_from(
-        [{"data": 2, "model": 2}, {"model": 2, "data": 2}, {"data": 1, "model": 2}, {"data": 2, "model": 1}]
+        [
+            {"data": 2, "model": 2},
+            {"model": 2, "data": 2},
+            {"data": 1, "model": 2},
+            {"data": 2, "model": 1},
+        ]
     ),
     layout=st.sampled_from([*LAYOUTS]),
     stage=st.sampled_from([0, 2]),
@@ -269,10 +291,14 @@ def test_weight_zero_samples_count_in_collectives():
 
     def loss_fn(p, batch):
         first = len(batch[0]) * fs.axis_index("data")
-        return losses(p, batch, lambda x: fs.all_gather(x, "data"), first).sum() / batch[2].sum().clamp(min=1)
+        return losses(p, batch, lambda x: fs.all_gather(x, "data"), first).sum() / batch[
+            2
+        ].sum().clamp(min=1)
 
     batch = (*batch_of(8), mask)
-    found = on_mesh(loss_fn, batch, {"data": 4}, fs.fsdp("data"), weight=lambda batch: batch[2].sum())
+    found = on_mesh(
+        loss_fn, batch, {"data": 4}, fs.fsdp("data"), weight=lambda batch: batch[2].sum()
+    )
     assert_equal(found, alone_on(lambda p, batch: losses(p, batch).sum() / mask.sum(), batch))
 
 
@@ -284,27 +310,40 @@ def test_model_parallel_parts_have_their_gradients():
         return (fs.psum(own, "model") @ p["v"][:4] - batch[1]).square().mean()
 
     def alone(p, batch):
-        return ((batch[0] @ p["u"] + batch[0] @ p["w"][:, :4]) @ p["v"][:4] - batch[1]).square().mean()
+        return (
+            ((batch[0] @ p["u"] + batch[0] @ p["w"][:, :4]) @ p["v"][:4] - batch[1]).square().mean()
+        )
 
     expected, (_, u, _, w) = alone_on(alone, batch_of(8))
     for stage, accumulate in ((0, 1), (2, 1), (0, 2)):
         sizes, options = {"data": 2, "model": 2}, {"frozen": "v", "accumulate": accumulate}
-        assert_equal(on_mesh(loss_fn, batch_of(8), sizes, P(), stage=stage, **options), (expected, (None, u, None, w)))
+        assert_equal(
+            on_mesh(loss_fn, batch_of(8), sizes, P(), stage=stage, **options),
+            (expected, (None, u, None, w)),
+        )
 
 
 def test_unused_axis_has_no_messages():
     def sent(loss_fn):
         with fs.ledger() as found:
             on_mesh(loss_fn, batch_of(8), {"data": 2, "model": 2}, P())
-        return {row.axes for row, _, _ in found.rows()} - {("data", "model")}  # over which the first step agrees
+        return {row.axes for row, _, _ in found.rows()} - {
+            ("data", "model")
+        }  # over which the first step agrees
 
-    assert sent(errors) == sent(lambda p, batch: errors(p, batch) * fs.axis_size("model") / 2) == {("data",)}
+    assert (
+        sent(errors)
+        == sent(lambda p, batch: errors(p, batch) * fs.axis_size("model") / 2)
+        == {("data",)}
+    )
     assert {"model"} < {axis for axes in sent(tensor_parallel) for axis in axes}
 
 
 def test_reproducible_model_parallel_loss_has_equal_bits():
     def run(n, layout):
-        return on_mesh(two_blocks, batch_of(8), {"data": n, "model": 2}, LAYOUTS[layout], reproducible=True)
+        return on_mesh(
+            two_blocks, batch_of(8), {"data": n, "model": 2}, LAYOUTS[layout], reproducible=True
+        )
 
     loss, grads = run(1, "whole")
     assert_equal((loss, grads), alone_on(two_blocks_alone, batch_of(8)))
@@ -347,7 +386,11 @@ def started_from(what, n):
         own["w"].local.add_(rank)
         own["u"].local.add_(rank // 2)
     run = fs.value_and_grad(
-        errors, mesh=mesh, batch=P("data"), reproducible=what == "seed", slices=n if what == "seed" else None
+        errors,
+        mesh=mesh,
+        batch=P("data"),
+        reproducible=what == "seed",
+        slices=n if what == "seed" else None,
     )
     torch.manual_seed(rank if what == "seed" else 0)
     x, y = batch_of(8 + rank if what == "batch" else 8)

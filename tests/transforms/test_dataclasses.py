@@ -78,7 +78,10 @@ class Model:
 def model(kind, whole=Model):
     draw = torch.Generator().manual_seed(0)
     w = [torch.randn(4, 4, generator=draw, dtype=torch.float64) for _ in range(3)]
-    return whole(blocks=[kind(w=w[0], b=w[0][0].clone()), kind(w=w[1], b=None)], head=kind(w=w[2], b=w[2][0].clone()))
+    return whole(
+        blocks=[kind(w=w[0], b=w[0][0].clone()), kind(w=w[1], b=None)],
+        head=kind(w=w[2], b=w[2][0].clone()),
+    )
 
 
 class Block(dict):
@@ -86,7 +89,10 @@ class Block(dict):
 
 
 optree.register_pytree_node(
-    Block, lambda x: (list(x.values()), list(x)), lambda keys, xs: Block(zip(keys, xs, strict=True)), namespace="fshard"
+    Block,
+    lambda x: (list(x.values()), list(x)),
+    lambda keys, xs: Block(zip(keys, xs, strict=True)),
+    namespace="fshard",
 )
 
 
@@ -100,7 +106,10 @@ def trained(params, stage):
     mesh = fs.make_mesh({"data": 2})
     laid = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
     opt = fs.partition_optimizer(
-        fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adamw(0.1)), mesh=mesh, axis="data", stage=stage
+        fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adamw(0.1)),
+        mesh=mesh,
+        axis="data",
+        stage=stage,
     )
     state, step = opt.init(laid), fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"))
     for turn in range(2):
@@ -122,12 +131,24 @@ def test_dataclass_parameters_train_as_dicts(kind, stage):
 def test_rules_match_dataclass_fields(kind):
     mesh, params = fs.make_mesh({"data": 2}), model(kind)
     if kind is not Strict:  # which does not take specs
-        laid = fs.shard_params(params, Model([P("data"), P()], kind(w=P(None, "data"), b=P())), mesh=mesh)
-        assert [x.spec for x in flatten(laid)[0]] == [P("data"), P("data"), P(), P(None, "data"), P()]
+        laid = fs.shard_params(
+            params, Model([P("data"), P()], kind(w=P(None, "data"), b=P())), mesh=mesh
+        )
+        assert [x.spec for x in flatten(laid)[0]] == [
+            P("data"),
+            P("data"),
+            P(),
+            P(None, "data"),
+            P(),
+        ]
     if kind is not Pair:  # whose paths are numbers
         rules = {"blocks[*].w": P("data"), "head.**": P(None), "**": P()}
         laid = fs.shard_params(params, rules, mesh=mesh, frozen="blocks[0].b")
-        assert [x.spec for x in (laid.blocks[0].w, laid.blocks[0].b, laid.head.w)] == [P("data"), P(), P(None)]
+        assert [x.spec for x in (laid.blocks[0].w, laid.blocks[0].b, laid.head.w)] == [
+            P("data"),
+            P(),
+            P(None),
+        ]
         assert laid.blocks[0].b.layout.frozen and not laid.head.b.layout.frozen
 
 
@@ -139,4 +160,8 @@ def test_batch_and_aux_may_be_dataclasses():
     run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), has_aux=True)
     params = fs.shard_params(torch.ones(3), P(), mesh=mesh)
     (loss, aux), gradient = run(params, Frozen(torch.ones(4, 3), torch.zeros(4)))
-    assert fs.unshard(loss).item() == 3 and fs.unshard(gradient).tolist() == [1, 1, 1] and type(aux) is Plain
+    assert (
+        fs.unshard(loss).item() == 3
+        and fs.unshard(gradient).tolist() == [1, 1, 1]
+        and type(aux) is Plain
+    )

@@ -18,7 +18,9 @@ from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 
 def params_of(layers=4):
     draw = torch.Generator().manual_seed(0)
-    blocks = [{"w": torch.randn(6, 6, generator=draw) / 3, "b": torch.zeros(6)} for _ in range(layers)]
+    blocks = [
+        {"w": torch.randn(6, 6, generator=draw) / 3, "b": torch.zeros(6)} for _ in range(layers)
+    ]
     return {"blocks": blocks, "head": torch.randn(6, 2, generator=draw)}
 
 
@@ -42,7 +44,9 @@ def mean(p, batch):
 def evaluated(n, stage, rows, **options):
     mesh = fs.make_mesh({"data": n})
     params = fs.shard_params(params_of(), fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-    return fs.evaluate(mean, mesh=mesh, batch=P("data"), has_aux=True, **options)(params, batch_of(rows))
+    return fs.evaluate(mean, mesh=mesh, batch=P("data"), has_aux=True, **options)(
+        params, batch_of(rows)
+    )
 
 
 @given(
@@ -50,7 +54,12 @@ def evaluated(n, stage, rows, **options):
     stage=st.sampled_from([0, 3]),
     rows=st.integers(1, 9),
     options=st.sampled_from(
-        [{}, {"accumulate": 2}, {"live_units": 1, "prefetch": 0}, {"weight": lambda b: b["x"].shape[0]}]
+        [
+            {},
+            {"accumulate": 2},
+            {"live_units": 1, "prefetch": 0},
+            {"weight": lambda b: b["x"].shape[0]},
+        ]
     ),
     mode=st.sampled_from([torch.no_grad, torch.inference_mode, torch.enable_grad]),
 )
@@ -108,9 +117,13 @@ def test_evaluate_reads_buffers_and_follows_eval():
 
     kept = {name: x.clone() for name, x in buffers.items()}
     with torch.inference_mode():
-        loss = fs.evaluate(loss_fn, mesh=mesh, batch=P("data"), has_buffers=True)(params, buffers, batch)
+        loss = fs.evaluate(loss_fn, mesh=mesh, batch=P("data"), has_buffers=True)(
+            params, buffers, batch
+        )
     torch.testing.assert_close(loss, (model(batch["x"]) - batch["y"]).square().mean().detach())
-    assert all(torch.equal(x, buffers[name]) for name, x in kept.items()) and torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(x, buffers[name]) for name, x in kept.items()) and torch.equal(
+        before, torch.get_rng_state()
+    )
 
 
 # -- the pieces of a step ------------------------------------------------------------------------------------------
@@ -131,7 +144,10 @@ def test_gradient_and_scaled_optimizer_equal_the_step():
     for turn in range(5):
         scale = opt.loss_scale(state)
         loss, grads = gradient(params, batch_of(8 + turn), scale=scale)
-        assert torch.equal(fs.unshard(only(params, batch_of(8 + turn), scale=scale)["head"]), fs.unshard(grads["head"]))
+        assert torch.equal(
+            fs.unshard(only(params, batch_of(8 + turn), scale=scale)["head"]),
+            fs.unshard(grads["head"]),
+        )
         updates, state = opt.update(grads, state, params)
         params = fs.optim.apply_updates(params, updates)
     opt, others, again = begin()

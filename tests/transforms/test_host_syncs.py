@@ -52,7 +52,11 @@ class Watch(TorchDispatchMode):
 
     def note(self, what, waits):
         if waits:
-            names = [f.name for f in traceback.extract_stack() if Path(f.filename).is_relative_to(PACKAGE)]
+            names = [
+                f.name
+                for f in traceback.extract_stack()
+                if Path(f.filename).is_relative_to(PACKAGE)
+            ]
             if CPU_ONLY.isdisjoint(names):
                 self.waits.append(f"{what} in {names[-1]}" if names else what)
 
@@ -65,7 +69,9 @@ class Watch(TorchDispatchMode):
         made = {memory(x): x for x in tree_leaves(result) if isinstance(x, Tensor)}
         if there:
             self.there |= made
-        elif here or func is torch.ops.aten.lift_fresh.default:  # the tensor that torch.tensor makes of numbers
+        elif (
+            here or func is torch.ops.aten.lift_fresh.default
+        ):  # the tensor that torch.tensor makes of numbers
             self.here |= made
         return result
 
@@ -96,12 +102,19 @@ def waits(monkeypatch, opt, stage=0, loss_fn=loss_fn, n=1, **options):
 
 def steps(monkeypatch, opt, stage, loss_fn, mesh, options, known):
     generator = torch.Generator().manual_seed(0)
-    params = {"w": torch.randn(4, 3, generator=generator), "scale": torch.ones(3), "unused": torch.ones(2)}
+    params = {
+        "w": torch.randn(4, 3, generator=generator),
+        "scale": torch.ones(3),
+        "unused": torch.ones(2),
+    }
     params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
     opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
     state = opt.init(params)
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options)
-    batch = {"x": torch.randn(8, 4, generator=generator), "y": torch.randn(8, 3, generator=generator)}
+    batch = {
+        "x": torch.randn(8, 4, generator=generator),
+        "y": torch.randn(8, 3, generator=generator),
+    }
     batch = fs.device_put(batch, fs.Layout(mesh, P("data")))
     params, state, _ = step(params, state, batch)
     with watching(monkeypatch, (params, batch), state, known) as watch:
@@ -138,9 +151,15 @@ def test_step_launches_without_host_sync(monkeypatch, stage, n, options):
     assert waits(monkeypatch, fs.optim.adamw(0.1), stage, n=n, **options) == [[]] * n
 
 
-SCALED, ONE_READ = fs.optim.loss_scaled(fs.optim.adamw(0.1)), "_local_scalar_dense.default in all_finite"
+SCALED, ONE_READ = (
+    fs.optim.loss_scaled(fs.optim.adamw(0.1)),
+    "_local_scalar_dense.default in all_finite",
+)
 WAITS = {
-    **{name: (getattr(fs.optim, name)(0.1), {}, []) for name in ("sgd", "adam", "adamw", "lion", "lamb")},
+    **{
+        name: (getattr(fs.optim, name)(0.1), {}, [])
+        for name in ("sgd", "adam", "adamw", "lion", "lamb")
+    },
     "scaled": (SCALED, {}, [ONE_READ]),
     "scaled, fp16": (SCALED, {"precision": "fp16"}, [ONE_READ]),
     "weights on the device": (
@@ -159,7 +178,9 @@ def test_optimizers_and_weights_sync_at_most_once_a_step(monkeypatch, name):
 
 def model(count=4):
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.1)) for _ in range(count)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.1)) for _ in range(count))
+    )
 
 
 def stage_steps(monkeypatch, schedule, mesh, known, options):
@@ -182,7 +203,9 @@ def stage_steps(monkeypatch, schedule, mesh, known, options):
 def test_step_in_stages_launches_without_host_sync(monkeypatch, name, options):
     mesh = fs.make_mesh({"pipe": 2, "data": 2})
     schedule = fs.pipeline_schedule(name, stages=2, microbatches=4)
-    assert fs.run(stage_steps, monkeypatch, schedule, mesh, ({}, {}), options, mesh=mesh) == [[]] * 4
+    assert (
+        fs.run(stage_steps, monkeypatch, schedule, mesh, ({}, {}), options, mesh=mesh) == [[]] * 4
+    )
 
 
 def loop_steps(monkeypatch, plugin, known):
@@ -216,5 +239,7 @@ PLUGINS = {
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_step_of_a_loop_launches_without_host_sync(monkeypatch, name):
-    found = fs.run(loop_steps, monkeypatch, PLUGINS[name](), ({}, {}), mesh=fs.make_mesh({"data": 2}))
+    found = fs.run(
+        loop_steps, monkeypatch, PLUGINS[name](), ({}, {}), mesh=fs.make_mesh({"data": 2})
+    )
     assert found == [[]] * 2

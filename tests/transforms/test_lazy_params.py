@@ -16,7 +16,9 @@ from fshard import P
 from tests.transforms.gradients import assert_equal, serial, sharded
 from tests.transforms.module.zoo import MODULES, D
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 
 STAGES, N = (0, 3), {"data": 2}
 
@@ -42,18 +44,46 @@ def test_lazy_param_knows_metadata_before_unshard(stage):
         w, fixed = p["w"], p["fixed"]
         assert isinstance(w, Tensor)
         with fs.ledger() as comm:
-            known = w.shape, w.size(), w.size(1), w.ndim, w.dim(), w.numel(), len(w), w.dtype, w.device, w.is_cuda
-            assert known == ((4, 3), (4, 3), 3, 2, 2, 12, 4, torch.float32, torch.device("cpu"), False)
+            known = (
+                w.shape,
+                w.size(),
+                w.size(1),
+                w.ndim,
+                w.dim(),
+                w.numel(),
+                len(w),
+                w.dtype,
+                w.device,
+                w.is_cuda,
+            )
+            assert known == (
+                (4, 3),
+                (4, 3),
+                3,
+                2,
+                2,
+                12,
+                4,
+                torch.float32,
+                torch.device("cpu"),
+                False,
+            )
             assert (w.requires_grad, fixed.requires_grad) == (True, False)
             assert (w.is_floating_point(), w.element_size(), w.nbytes) == (True, 4, 48)
             assert repr(w) == "LazyParam(float32[4, 3])" and {w: 1}[w] == 1
         gathered.append(comm.calls())
-        copies = w.data, w.detach(), torch.utils._pytree.tree_map(lambda x: x + 0, {"a": [w]})["a"][0]
+        copies = (
+            w.data,
+            w.detach(),
+            torch.utils._pytree.tree_map(lambda x: x + 0, {"a": [w]})["a"][0],
+        )
         assert all(torch.equal(x, torch.ones(4, 3)) for x in copies)
         assert [x.requires_grad for x in copies] == [False, False, True]
         return (w @ x[0, :3] + fixed.sum()).mean()
 
-    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), frozen=lambda path: path == "fixed")
+    run = fs.value_and_grad(
+        loss_fn, mesh=mesh, batch=P("data"), frozen=lambda path: path == "fixed"
+    )
     run(own, torch.ones(2, 3))
     assert gathered == [0, 0]
 
@@ -80,15 +110,27 @@ def per_sample(p, x):
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "operators": lambda p, x: ((x @ p["w"] @ p["v"].T) ** 2).mean(),
     "a Function": lambda p, x: (Product.apply(Product.apply(x, p["w"]), p["v"].T) ** 2).mean(),
-    "a Function and operators": lambda p, x: (Product.apply(x @ p["w"], p["w"]) @ p["v"]).sin().mean(),
-    "vmap over samples": lambda p, x: vmap(lambda x, w: (w @ x @ p["v"]).sin().sum(), (0, None))(x, p["w"]).mean(),
-    "vmap over rows": lambda p, x: vmap(lambda row: (row @ p["v"]).sin().sum())(p["w"]).mean() * x.mean(),
-    "jvp": lambda p, x: jvp(lambda w: (x @ w @ p["v"]).sin(), (p["w"],), (p["v"],))[1].sum(1).mean(),
-    "checkpoint": lambda p, x: checkpoint(lambda w, x: (x @ w).sin() @ p["v"], p["w"], x, use_reentrant=False).mean(),
+    "a Function and operators": lambda p, x: (
+        (Product.apply(x @ p["w"], p["w"]) @ p["v"]).sin().mean()
+    ),
+    "vmap over samples": lambda p, x: vmap(lambda x, w: (w @ x @ p["v"]).sin().sum(), (0, None))(
+        x, p["w"]
+    ).mean(),
+    "vmap over rows": lambda p, x: (
+        vmap(lambda row: (row @ p["v"]).sin().sum())(p["w"]).mean() * x.mean()
+    ),
+    "jvp": lambda p, x: (
+        jvp(lambda w: (x @ w @ p["v"]).sin(), (p["w"],), (p["v"],))[1].sum(1).mean()
+    ),
+    "checkpoint": lambda p, x: checkpoint(
+        lambda w, x: (x @ w).sin() @ p["v"], p["w"], x, use_reentrant=False
+    ).mean(),
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reproducible": True, "slices": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": 2}, {"reproducible": True, "slices": 4}], ids=str
+)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_lazy_param_gets_gradients_by_every_path(name, stage, options):
@@ -108,7 +150,9 @@ def of_captured(p, x):
 
 
 def of_jacobians(p, x):
-    jacobian = vmap(jacrev(lambda w, v, row: (row @ w @ v).tanh(), argnums=(0, 1)), in_dims=(None, None, 0))
+    jacobian = vmap(
+        jacrev(lambda w, v, row: (row @ w @ v).tanh(), argnums=(0, 1)), in_dims=(None, None, 0)
+    )
     return sum(each.square().sum((1, 2, 3)) for each in jacobian(p["w"], p["v"], x)).mean()
 
 
@@ -128,11 +172,19 @@ def of_pullbacks(p, x):
 def between(p, x):
     """Transforms among operations that know nothing of them, and of the same parameters."""
     x = torch.tanh(F.linear(x, p["w"], p["v"][0]))
-    return per_sample(p, x + vmap(grad(lambda row: (row @ p["v"].T).sin().sum()))(x)) + (x @ p["w"]).mean()
+    return (
+        per_sample(p, x + vmap(grad(lambda row: (row @ p["v"].T).sin().sum()))(x))
+        + (x @ p["w"]).mean()
+    )
 
 
 TRANSFORMED = [per_sample, of_captured, of_jacobians, of_hessians, of_pullbacks, between]
-OPTIONS = [{}, {"accumulate": 2}, {"reproducible": True, "slices": 4}, {"reshard_after_forward": False}]
+OPTIONS = [
+    {},
+    {"accumulate": 2},
+    {"reproducible": True, "slices": 4},
+    {"reshard_after_forward": False},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -182,9 +234,13 @@ def test_compiled_loss_gets_unsharded_parameters():
     marked = fs.with_unsharded_params(part)
     for stage in STAGES:
         assert_equal(sharded(whole, params, x, N, stage), expected)
-        assert_equal(sharded(lambda p, x: ((marked(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, N, stage), expected)
+        assert_equal(
+            sharded(lambda p, x: ((marked(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, N, stage),
+            expected,
+        )
         with pytest.raises(
-            ValueError, match=r"torch.compile cannot trace .* fs.with_unsharded_params\(torch.compile\(fn\)\)"
+            ValueError,
+            match=r"torch.compile cannot trace .* fs.with_unsharded_params\(torch.compile\(fn\)\)",
         ):
             sharded(lambda p, x: ((part(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, N, stage)
 
@@ -194,7 +250,10 @@ def test_collective_accepts_lazy_param(stage):
     x = draw(4, 3)
 
     def loss_fn(p, x):
-        moved = fs.psum_scatter(fs.all_gather(p["w"], "data"), "data"), fs.all_to_all([p["w"]], "data")[0]
+        moved = (
+            fs.psum_scatter(fs.all_gather(p["w"], "data"), "data"),
+            fs.all_to_all([p["w"]], "data")[0],
+        )
         return (sum(moved).square().mean() + fs.psum.start(p["w"], "data").wait().mean()) * x.mean()
 
     def same(p, x):
@@ -209,15 +268,21 @@ def test_collective_accepts_lazy_param(stage):
 NAMES = ["linear", "convolutions", "tied words", "attention", "lstm"]
 
 
-def by_functional_call(name: str, stage: int, n: int = 2, wrap: Callable[..., Any] = lambda fn: fn) -> list[Tensor]:
+def by_functional_call(
+    name: str, stage: int, n: int = 2, wrap: Callable[..., Any] = lambda fn: fn
+) -> list[Tensor]:
     """Return a module's gradients, minus those of the module itself on the whole batch."""
     torch.manual_seed(0)
     module, x = MODULES[name]().double(), draw(8, D, seed=1)
     params = {key: value.detach() for key, value in module.named_parameters()}
     called = wrap(lambda p, x: functional_call(module, p, (x,)))
-    _, found = sharded(lambda p, x: called(p, x).sin().square().mean(), params, x, {"data": n}, stage, live_units=1)
+    _, found = sharded(
+        lambda p, x: called(p, x).sin().square().mean(), params, x, {"data": n}, stage, live_units=1
+    )
     module(x).sin().square().mean().backward()
-    return [g - module.get_parameter(key).grad for g, key in zip(found, sorted(params), strict=True)]
+    return [
+        g - module.get_parameter(key).grad for g, key in zip(found, sorted(params), strict=True)
+    ]
 
 
 def assert_zero(differences):

@@ -25,15 +25,25 @@ def sharded(params=PLAIN, stage=3, mesh=MESH):
 
 def gradient(loss_fn=loss_fn, params=PLAIN, batch=X, stage=3, spec=P("data"), mesh=MESH, **options):  # noqa: B008
     """Return loss and gradient of parameters that are sharded, unless they are arrays already."""
-    plain = any(isinstance(x, torch.Tensor) for x in params.values()) if isinstance(params, dict) else False
+    plain = (
+        any(isinstance(x, torch.Tensor) for x in params.values())
+        if isinstance(params, dict)
+        else False
+    )
     arrays = sharded(params, stage, mesh) if plain else params
     return fs.value_and_grad(loss_fn, mesh=mesh, batch=spec, **options)(arrays, batch)
 
 
 def step(loss_fn=loss_fn, opt=SGD, batch=X, stage=0, **options):
-    opt = fs.partition_optimizer(opt, mesh=MESH, axis="data", stage=stage) if isinstance(opt, tuple) else opt
+    opt = (
+        fs.partition_optimizer(opt, mesh=MESH, axis="data", stage=stage)
+        if isinstance(opt, tuple)
+        else opt
+    )
     params = sharded(stage=stage)
-    return fs.train_step(loss_fn, opt, mesh=MESH, batch=P("data"), **options)(params, opt.init(params), batch)
+    return fs.train_step(loss_fn, opt, mesh=MESH, batch=P("data"), **options)(
+        params, opt.init(params), batch
+    )
 
 
 def returning(*result):
@@ -67,7 +77,9 @@ def of_weights(*weights):
     """A step on samples of these weights."""
     batch = {"x": X, "w": torch.tensor(weights)}
     weight = {"weight": lambda part: part["w"].amax() + part["w"].amin()}
-    return lambda **options: step(lambda p, b: (b["x"] @ p["w"]).mean(), batch=batch, **weight, **options)
+    return lambda **options: step(
+        lambda p, b: (b["x"] @ p["w"]).mean(), batch=batch, **weight, **options
+    )
 
 
 ENTRANCES = {
@@ -177,7 +189,9 @@ def test_misuse_raises_and_names_the_fix(name):
         call()
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reproducible": True, "slices": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": 2}, {"reproducible": True, "slices": 4}], ids=str
+)
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
@@ -194,7 +208,8 @@ def test_weights_without_a_mean_raise(weights, words, options):
 
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize(
-    ("stage", "options"), [(0, {}), (1, {"compute": torch.bfloat16}), (2, {}), (3, {"live_units": 1})]
+    ("stage", "options"),
+    [(0, {}), (1, {"compute": torch.bfloat16}), (2, {}), (3, {"live_units": 1})],
 )
 def test_inplace_parameter_write_in_loss_raises(stage, options, recorded):
     with pytest.raises(fs.errors.ModuleError, match=r"writes to a parameter in place: w\. "):
@@ -205,11 +220,17 @@ def test_inplace_parameter_write_in_loss_raises(stage, options, recorded):
 def test_entrances_validate_their_arguments(caller):
     call, options = ENTRANCES[caller], {"mesh": MESH, "batch": P("data")}
     for spec in (None, "data"):
-        with pytest.raises(TypeError, match=f"{caller}: batch must be a P, .*; got {spec!r}. Write batch=P"):
+        with pytest.raises(
+            TypeError, match=f"{caller}: batch must be a P, .*; got {spec!r}. Write batch=P"
+        ):
             call(loss_fn, mesh=MESH, batch=spec)
-    with pytest.raises(TypeError, match=r"the batch must be a tree of tensors, sharded by P\(.data.\); got None"):
+    with pytest.raises(
+        TypeError, match=r"the batch must be a tree of tensors, sharded by P\(.data.\); got None"
+    ):
         call(loss_fn, **options)(sharded(), *([()] if caller == "train_step" else []), None)
-    with pytest.raises(TypeError, match=rf"{caller}: loss_fn must be a function .* module Linear. Write app"):
+    with pytest.raises(
+        TypeError, match=rf"{caller}: loss_fn must be a function .* module Linear. Write app"
+    ):
         call(torch.nn.Linear(4, 2), **options)
     for dtype in (torch.int8, torch.bool, torch.complex64, torch.float8_e5m2):
         for name in ("reduce", "compute") if caller != "evaluate" else ():
@@ -223,7 +244,10 @@ def test_entrances_validate_their_arguments(caller):
 def test_loss_with_swapped_arguments_names_the_order():
     with pytest.raises((TypeError, IndexError)) as error:
         gradient(lambda x, params: (x @ params["w"]).mean(), batch=[X])
-    assert "value_and_grad: The loss function is called as loss_fn(params, batch)." in error.value.__notes__
+    assert (
+        "value_and_grad: The loss function is called as loss_fn(params, batch)."
+        in error.value.__notes__
+    )
     with pytest.raises(ValueError) as error:
         gradient(lambda params, x: params["w"])
     assert "is called as" not in "".join(getattr(error.value, "__notes__", []))
@@ -234,7 +258,9 @@ def test_torch_func_on_resharded_params_names_the_fix(transform):
     def inner(params, x):
         return transform(loss_fn)(params, x)["w"].square().sum()
 
-    with pytest.raises(RuntimeError, match=r"saved tensor hooks[\s\S]*fs.with_unsharded_params\(part, keep=True\)"):
+    with pytest.raises(
+        RuntimeError, match=r"saved tensor hooks[\s\S]*fs.with_unsharded_params\(part, keep=True\)"
+    ):
         gradient(inner)
     loss, _ = gradient(fs.with_unsharded_params(inner, keep=True))
     assert loss == inner(PLAIN, torch.ones(2, 4))
@@ -301,4 +327,6 @@ def test_static_leaves_pass_through_a_training_step(stage):
         torch.testing.assert_close(metrics["loss"], loss.detach())
     torch.testing.assert_close(fs.unshard(params.w), w.detach())
     _, grads = gradient(configured, params)
-    assert static(grads) == (None, None, None, None, {"bias": None}) and fs.unshard(grads.w).shape == (4, 2)
+    assert static(grads) == (None, None, None, None, {"bias": None}) and fs.unshard(
+        grads.w
+    ).shape == (4, 2)

@@ -38,11 +38,15 @@ HOW = {
 @st.composite
 def runs(draw, powers=True):
     """A call of `certify` with everything but model and optimizer: a stage, a mesh, its axes in any order, and options."""
-    mesh = draw(meshes().filter(lambda mesh: not powers or set(mesh.shape.values()) <= {1, 2, 4, 8}))
+    mesh = draw(
+        meshes().filter(lambda mesh: not powers or set(mesh.shape.values()) <= {1, 2, 4, 8})
+    )
     names = draw(st.lists(st.sampled_from(sorted(HOW)), unique=True))
     options = {name: draw(HOW[name]) for name in names}
     cut, axis = draw(axis_subsets(mesh)), draw(axis_subsets(mesh))
-    return partial(certify, mesh=mesh, axis=axis, batch_spec=P(cut), stages=[draw(STAGES)], steps=2, **options)
+    return partial(
+        certify, mesh=mesh, axis=axis, batch_spec=P(cut), stages=[draw(STAGES)], steps=2, **options
+    )
 
 
 def verdicts(certificate):
@@ -56,9 +60,22 @@ def test_any_tree_trains_within_error_bounds(model, opt, run):
 
 
 @settings(max_examples=30)
-@given(models(COMPLEX, samples=st.integers(8, 12)), optimizers(), runs(), st.sampled_from([None, "bf16"]))
+@given(
+    models(COMPLEX, samples=st.integers(8, 12)),
+    optimizers(),
+    runs(),
+    st.sampled_from([None, "bf16"]),
+)
 def test_any_tree_has_equal_bits_in_reproducible_mode(model, opt, run, precision):
-    found = run(model.loss_fn, model.params, model.batch, opt, reproducible=True, slices=16, precision=precision)
+    found = run(
+        model.loss_fn,
+        model.params,
+        model.batch,
+        opt,
+        reproducible=True,
+        slices=16,
+        precision=precision,
+    )
     assert verdicts(found) == {"EXACT"}
 
 
@@ -113,6 +130,7 @@ def test_memory_of_any_tree_equals_theory(model, mesh, data, stage, options, mas
             worked_on = own if stage else torch.Tensor.numel
             assert held(params, device) == sum(lying(x) * x.itemsize for x in distinct)
             assert held(state, device) == sum(
-                worked_on(x) * (12 if masters and x.dtype in HALVES else 2 * x.itemsize) for x in trained
+                worked_on(x) * (12 if masters and x.dtype in HALVES else 2 * x.itemsize)
+                for x in trained
             )
         params, state, _ = step(params, state, model.batch)

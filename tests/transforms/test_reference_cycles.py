@@ -24,7 +24,9 @@ def kept_in_cycles(call):
     try:
         call()
         gc.collect()
-        large = [tuple(x.shape) for x in gc.garbage if isinstance(x, torch.Tensor) and x.nbytes >= LEAF]
+        large = [
+            tuple(x.shape) for x in gc.garbage if isinstance(x, torch.Tensor) and x.nbytes >= LEAF
+        ]
         return sorted({type(x).__name__ for x in gc.garbage}), large
     finally:
         gc.set_debug(0)
@@ -41,9 +43,14 @@ def loss(params, x):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_step_frees_all_tensors(stage):
     mesh = fs.make_mesh({"data": 2})
-    params = fs.shard_params([torch.eye(SIZE)] * 1 + [torch.ones(SIZE, SIZE)], fs.fsdp("data"), mesh=mesh)
+    params = fs.shard_params(
+        [torch.eye(SIZE)] * 1 + [torch.ones(SIZE, SIZE)], fs.fsdp("data"), mesh=mesh
+    )
     opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=stage)
-    step, state = fs.train_step(loss, opt, mesh=mesh, batch=P("data"), accumulate=2), opt.init(params)
+    step, state = (
+        fs.train_step(loss, opt, mesh=mesh, batch=P("data"), accumulate=2),
+        opt.init(params),
+    )
     _, large = kept_in_cycles(lambda: step(params, state, torch.ones(SIZE, SIZE)))
     assert large == []
 
@@ -63,12 +70,22 @@ def test_pipelined_step_frees_all_tensors(name):
 
 
 def test_staged_step_frees_all_tensors():
-    mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
-    stages = fs.pipeline.split_stages(torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE)), 2)
+    mesh, schedule = (
+        fs.make_mesh({"pipe": 2, "data": 2}),
+        fs.pipeline_schedule("1f1b", stages=2, microbatches=2),
+    )
+    stages = fs.pipeline.split_stages(
+        torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE)), 2
+    )
     params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule)
     opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=3)
     step = fs.train_step(
-        stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=lambda y, x: y.square().mean()
+        stages,
+        opt,
+        mesh=mesh,
+        batch=P("data"),
+        schedule=schedule,
+        loss=lambda y, x: y.square().mean(),
     )
     state = opt.init(params)
     assert kept_in_cycles(lambda: step(params, state, torch.ones(4 * SIZE, SIZE))) == ([], [])
@@ -109,7 +126,14 @@ def test_failed_and_evaluated_calls_leave_no_state(plugin, does):
     gc.freeze()  # only what is made from here on is looked at
 
     def main():
-        layers = nn.Linear(6, WIDE), nn.Tanh(), nn.Linear(WIDE, WIDE), nn.Dropout(0.0), nn.Sigmoid(), nn.Linear(WIDE, 2)
+        layers = (
+            nn.Linear(6, WIDE),
+            nn.Tanh(),
+            nn.Linear(WIDE, WIDE),
+            nn.Dropout(0.0),
+            nn.Sigmoid(),
+            nn.Linear(WIDE, 2),
+        )
         model, booster = nn.Sequential(*layers), fs.Booster(PLUGINS[plugin]())
         model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for step in range(10):

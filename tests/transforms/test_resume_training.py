@@ -13,7 +13,9 @@ from fshard import P, optim
 from fshard.mesh.layout import flatten
 from tests.optim.test_per_device import MOMENTUM, ROWS
 
-by_shape = optim.by_label({"m": optim.muon(0.1), "v": optim.adamw(0.1)}, lambda path, x: "m" if x.ndim == 2 else "v")
+by_shape = optim.by_label(
+    {"m": optim.muon(0.1), "v": optim.adamw(0.1)}, lambda path, x: "m" if x.ndim == 2 else "v"
+)
 OPTIMIZERS = {
     "adamw": optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1, fused=False)),
     "muon": optim.loss_scaled(optim.ema(by_shape, 0.5)),
@@ -27,7 +29,13 @@ MESHES = ({"data": 1}, {"data": 2}, {"data": 4}, {"data": 2, "model": 2})
 def fresh():
     torch.manual_seed(0)
     tied = torch.randn(6, 6)
-    return {"a": tied, "b": [torch.randn(6), tied], "c": torch.randn(6, 3), "d": torch.randn(3), "idle": torch.ones(5)}
+    return {
+        "a": tied,
+        "b": [torch.randn(6), tied],
+        "c": torch.randn(6, 3),
+        "d": torch.randn(3),
+        "idle": torch.ones(5),
+    }
 
 
 def loss_fn(p, batch):
@@ -88,7 +96,9 @@ def test_state_of_another_layout_raises_with_fix():
     params, state = go(*begun("adamw", {"data": 2}, 3), range(1))
     there = fs.shard_params(params, P(), mesh=params["a"].mesh)
     *_, opt, mesh = begun("adamw", {"data": 2}, 0)
-    with pytest.raises(ValueError, match=r"fs.device_put\(state, fs.mesh.layouts\(opt.init\(params\)\)\)"):
+    with pytest.raises(
+        ValueError, match=r"fs.device_put\(state, fs.mesh.layouts\(opt.init\(params\)\)\)"
+    ):
         go(there, state, opt, mesh, range(1))
 
 
@@ -98,7 +108,9 @@ def test_state_of_another_layout_raises_with_fix():
 def test_reshard_keeps_ties_units_and_frozen_leaves():
     mesh, other = fs.make_mesh({"data": 2}), fs.make_mesh({"data": 4})
     w = torch.arange(6.0)
-    params = fs.shard_params({"a": w, "b": [w], "c": torch.ones(3)}, fs.fsdp("data", unit=8), mesh=mesh, frozen="c")
+    params = fs.shard_params(
+        {"a": w, "b": [w], "c": torch.ones(3)}, fs.fsdp("data", unit=8), mesh=mesh, frozen="c"
+    )
     for moved in (
         fs.reshard(params, fs.Layout(mesh)),
         fs.device_put(params, fs.Layout(mesh)),
@@ -107,7 +119,10 @@ def test_reshard_keeps_ties_units_and_frozen_leaves():
     ):
         assert moved["a"] is moved["b"][0]
         assert [moved[name].layout.frozen for name in "ac"] == [False, True]
-    assert moved["c"].layout.unit == "c" and fs.reshard(params, fs.Layout(mesh))["c"].layout.unit == "unit 2"
+    assert (
+        moved["c"].layout.unit == "c"
+        and fs.reshard(params, fs.Layout(mesh))["c"].layout.unit == "unit 2"
+    )
     whole = fs.unshard(params)
     assert whole["a"] is whole["b"][0] and torch.equal(whole["a"], w)
     put = fs.device_put({"a": w, "b": w}, fs.Layout(mesh))

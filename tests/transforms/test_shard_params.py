@@ -44,7 +44,10 @@ def test_units_by_size_of_two_rules_differ():
     assert lying(TREE, rules) == [(FLAT, "unit 0"), (FLAT, "unit 1"), (FLAT, "unit 0 of rule 1")]
 
 
-SMALL = {"emb": torch.ones(4, 4), "blocks": [{"w": torch.ones(4, 4), "b": torch.ones(4)} for _ in range(2)]}
+SMALL = {
+    "emb": torch.ones(4, 4),
+    "blocks": [{"w": torch.ones(4, 4), "b": torch.ones(4)} for _ in range(2)],
+}
 MESH = fs.make_mesh({"data": 2, "model": 2})
 
 
@@ -58,11 +61,17 @@ RULES = {
     "a tree": (EXPECTED, EXPECTED),
     "patterns": ({"emb": P("model"), "blocks[*].w": P(None, "model"), "**.b": P()}, EXPECTED),
     "the rest": ({"emb": P("model"), "blocks[*].w": P(None, "model"), "**": P()}, EXPECTED),
-    "a function": (lambda path, x: {"emb": P("model"), "w": P(None, "model")}.get(path.rsplit(".")[-1], P()), EXPECTED),
+    "a function": (
+        lambda path, x: {"emb": P("model"), "w": P(None, "model")}.get(path.rsplit(".")[-1], P()),
+        EXPECTED,
+    ),
     "one": (P(), {"emb": P(), "blocks": [{"w": P(), "b": P()}] * 2}),
     "fsdp": (
         fs.fsdp(("data", "model")),
-        {"emb": P.flat("data", "model"), "blocks": [dict.fromkeys("wb", P.flat("data", "model"))] * 2},
+        {
+            "emb": P.flat("data", "model"),
+            "blocks": [dict.fromkeys("wb", P.flat("data", "model"))] * 2,
+        },
     ),
     "two stars first": ({"**": P(), "**.w": P(None, "model")}, {"emb": P(), "blocks": [BLOCK] * 2}),
     "two stars in turns": (
@@ -86,13 +95,21 @@ def test_units_may_be_blocks_sizes_or_patterns():
     assert units("blocks[*]") == ["blocks[0]", "blocks[0]", "blocks[1]", "blocks[1]", "emb"]
     assert units(80) == ["unit 0", "unit 0", "unit 1", "unit 1", "unit 2"]
     assert units("blocks") == ["blocks"] * 4 + ["emb"]
-    assert units(["blocks", "blocks[1]", "*[*].b"]) == ["blocks[0].b", "blocks", "blocks[1].b", "blocks[1]", "emb"]
+    assert units(["blocks", "blocks[1]", "*[*].b"]) == [
+        "blocks[0].b",
+        "blocks",
+        "blocks[1].b",
+        "blocks[1]",
+        "emb",
+    ]
 
 
 ODD = {"a": torch.ones(3, 2), **dict.fromkeys("bcef", torch.ones(2)), "d": object()}
 MISUSE = {
     "incomplete rules": (
-        lambda: specs({"emb": P("model"), "blocks[*].w": P(), "blocks[0].w": P("model"), "head.*": P()}),
+        lambda: specs(
+            {"emb": P("model"), "blocks[*].w": P(), "blocks[0].w": P("model"), "head.*": P()}
+        ),
         r'no leaf is for the rule "head.\*"; no rule is for blocks\[0\].b; "blocks\[\*\].w" \(P\(\)\) and '
         r'"blocks\[0\].w" \(P\("model"\)\) disagree about blocks\[0\].w; no rule is for blocks\[1\].b. The leaves are '
         r'blocks\[0\].b, .*, emb; "\*\*": P\(\) replicates what no other rule is for.',
@@ -102,14 +119,34 @@ MISUSE = {
         r'(?s)blocks\[0\].b, blocks\[0\].w, blocks\[1\].b, blocks\[1\].w: .*has no axis "bar".*emb: .*has no axis "foo"',
     ),
     "leaves": (
-        lambda: specs({"a": P(None, None, "data"), "b": P("foo"), "d": P(), "e": P(unreduced="data"), "**": P()}, ODD),
+        lambda: specs(
+            {
+                "a": P(None, None, "data"),
+                "b": P("foo"),
+                "d": P(),
+                "e": P(unreduced="data"),
+                "**": P(),
+            },
+            ODD,
+        ),
         r"(?s)shard_params: \n *a: .*\n *b: .*\n *d: .*\n *e: ",
     ),
-    "two stars": (lambda: specs({"**.w": P("model"), "blocks.**": P(), "**": P()}), "disagree about"),
-    "unreduced": (lambda: specs(P(unreduced="data")), r'P\(unreduced="data"\) is a sum that is not made yet'),
-    "frozen": (lambda: fs.shard_params({"a": torch.ones(2)}, P(), mesh=MESH, frozen="g"), 'frozen: no leaf is for "g"'),
+    "two stars": (
+        lambda: specs({"**.w": P("model"), "blocks.**": P(), "**": P()}),
+        "disagree about",
+    ),
+    "unreduced": (
+        lambda: specs(P(unreduced="data")),
+        r'P\(unreduced="data"\) is a sum that is not made yet',
+    ),
+    "frozen": (
+        lambda: fs.shard_params({"a": torch.ones(2)}, P(), mesh=MESH, frozen="g"),
+        'frozen: no leaf is for "g"',
+    ),
     "no rule": (
-        lambda: fs.nn.init_params(lambda: {"a": torch.ones(2), "b": torch.ones(2)}, {"a": P()}, mesh=MESH),
+        lambda: fs.nn.init_params(
+            lambda: {"a": torch.ones(2), "b": torch.ones(2)}, {"a": P()}, mesh=MESH
+        ),
         "no rule is for b",
     ),
     "units": (
@@ -153,7 +190,10 @@ def test_default_unit_is_a_repeated_block(monkeypatch):
         torch.nn.Embedding(4, 4), torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(2)])
     )
     assert units(fs.functionalize(model)[1]) == ["0", "1[0]", "1[0]", "1[1]", "1[1]"]
-    assert units({"blocks": [{"mlp": blocks(2)}, {"mlp": blocks(2)}]}) == ["blocks[0]"] * 2 + ["blocks[1]"] * 2
+    assert (
+        units({"blocks": [{"mlp": blocks(2)}, {"mlp": blocks(2)}]})
+        == ["blocks[0]"] * 2 + ["blocks[1]"] * 2
+    )
     assert units({"blocks": blocks(1)}) == ["blocks[0]"]
 
 
@@ -222,7 +262,9 @@ def test_init_params_keeps_ties_and_frozen_leaves():
         w = torch.randn(3, 3)
         return {"first": w, "last": w, "fixed": torch.randn(2)}
 
-    own = fs.nn.init_params(init_fn, fs.fsdp("data"), mesh=fs.make_mesh({"data": 2}), frozen="fixed")
+    own = fs.nn.init_params(
+        init_fn, fs.fsdp("data"), mesh=fs.make_mesh({"data": 2}), frozen="fixed"
+    )
     assert own["first"] is own["last"] and own["fixed"].layout.frozen
 
 

@@ -23,7 +23,9 @@ def placed(params, stage, mesh):
 
 
 def optimizer(stage, mesh, opt=None):
-    return fs.partition_optimizer(opt or fs.optim.adamw(3e-3, fused=False), mesh=mesh, axis="data", stage=stage)
+    return fs.partition_optimizer(
+        opt or fs.optim.adamw(3e-3, fused=False), mesh=mesh, axis="data", stage=stage
+    )
 
 
 def leaves_of(tree):
@@ -63,7 +65,13 @@ def test_reproducible_bits_are_equal_on_all_meshes_and_stages(name):
     options = {"reproducible": True, "steps": 3, **REPRODUCIBLE[name]}
     losses, params = train(fs.make_mesh({"data": 1}), 0, **options)
     assert len({*losses}) == 3
-    for n, stage, more in ((8, 0, {}), (4, 1, {}), (2, 2, {"accumulate": 2, "slices": 8}), (1, 3, {}), (8, 3, {})):
+    for n, stage, more in (
+        (8, 0, {}),
+        (4, 1, {}),
+        (2, 2, {"accumulate": 2, "slices": 8}),
+        (1, 3, {}),
+        (8, 3, {}),
+    ):
         found, again = train(fs.make_mesh({"data": n}), stage, **options, **more)
         assert found == losses and all(map(torch.equal, params, again))
 
@@ -71,7 +79,10 @@ def test_reproducible_bits_are_equal_on_all_meshes_and_stages(name):
 def step_with_threads(count):
     """Take a step on sums that torch cuts among its threads."""
     generator, mesh = torch.Generator().manual_seed(0), fs.make_mesh({"data": 2})
-    params = {"w": torch.randn(512, 512, generator=generator) / 20, "b": torch.randn(512, generator=generator)}
+    params = {
+        "w": torch.randn(512, 512, generator=generator) / 20,
+        "b": torch.randn(512, generator=generator),
+    }
 
     def loss_fn(p, x):
         for _ in range(3):
@@ -109,10 +120,14 @@ USES = {
 
 @settings(max_examples=40)
 @given(
-    uses=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(sorted(USES))), min_size=3, max_size=9),
+    uses=st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(sorted(USES))), min_size=3, max_size=9
+    ),
     n=st.sampled_from([1, 2, 4]),
     live_units=st.integers(1, 2),
-    options=st.sampled_from([{}, {"compute": torch.bfloat16}, {"accumulate": 2}, {"reshard_after_forward": False}]),
+    options=st.sampled_from(
+        [{}, {"compute": torch.bfloat16}, {"accumulate": 2}, {"reshard_after_forward": False}]
+    ),
 )
 def test_reproducible_bits_are_equal_for_repeated_uses(uses, n, live_units, options):
     n = 2 if "accumulate" in options else n
@@ -126,12 +141,23 @@ def test_reproducible_bits_are_equal_for_repeated_uses(uses, n, live_units, opti
         return x.square().mean()
 
     def gradients(n, stage, **options):
-        run = fs.grad(loss_fn, mesh=fs.make_mesh({"data": n}), batch=P("data"), reproducible=True, slices=4, **options)
-        found = flatten(run(placed(params, stage, fs.make_mesh({"data": n})), xs), none_is_leaf=True)[0]
+        run = fs.grad(
+            loss_fn,
+            mesh=fs.make_mesh({"data": n}),
+            batch=P("data"),
+            reproducible=True,
+            slices=4,
+            **options,
+        )
+        found = flatten(
+            run(placed(params, stage, fs.make_mesh({"data": n})), xs), none_is_leaf=True
+        )[0]
         return [None if g is None else fs.unshard(g) for g in found]
 
     compute = {key: x for key, x in options.items() if key == "compute"}
-    for ours, g in zip(gradients(n, 3, live_units=live_units, **options), gradients(1, 0, **compute), strict=True):
+    for ours, g in zip(
+        gradients(n, 3, live_units=live_units, **options), gradients(1, 0, **compute), strict=True
+    ):
         assert (ours is None) == (g is None)
         assert g is None or torch.equal(ours, g)
 
@@ -170,15 +196,24 @@ def test_dropout_differs_by_device_and_step_only():
     mesh = fs.make_mesh({"data": 2})
     params = placed({"w": torch.ones(64)}, 0, mesh)
     run = fs.value_and_grad(
-        loss_fn, mesh=mesh, batch=P("data"), gradients=lambda layout: fs.Layout(mesh, P(unreduced="data"))
+        loss_fn,
+        mesh=mesh,
+        batch=P("data"),
+        gradients=lambda layout: fs.Layout(mesh, P(unreduced="data")),
     )
 
     def masks():
         torch.manual_seed(3)
-        return [[shard.clone() for shard in run(params, torch.ones(2))[1]["w"].shards] for _ in range(2)]
+        return [
+            [shard.clone() for shard in run(params, torch.ones(2))[1]["w"].shards] for _ in range(2)
+        ]
 
     (first, second), (third, fourth) = masks()
-    assert not torch.equal(first, second) and not torch.equal(first, third) and not torch.equal(third, fourth)
+    assert (
+        not torch.equal(first, second)
+        and not torch.equal(first, third)
+        and not torch.equal(third, fourth)
+    )
     again = masks()
     assert torch.equal(again[0][0], first) and torch.equal(again[1][1], fourth)
 
@@ -196,26 +231,38 @@ def tower(params, x):
 
 def tower_step(stage, n, blocks=4, *, runtime="virtual", trains=True, **options):
     """Return the ledger and the gradients of a step on blocks of 16 x 16 weights and 16 biases."""
-    mesh, device = fs.make_mesh({"data": n}, runtime=runtime), "meta" if runtime == "abstract" else "cpu"
+    mesh, device = (
+        fs.make_mesh({"data": n}, runtime=runtime),
+        "meta" if runtime == "abstract" else "cpu",
+    )
     draw = torch.Generator().manual_seed(0)
-    params = [{"w": torch.randn(16, 16, generator=draw), "b": torch.randn(16, generator=draw)} for _ in range(blocks)]
+    params = [
+        {"w": torch.randn(16, 16, generator=draw), "b": torch.randn(16, generator=draw)}
+        for _ in range(blocks)
+    ]
     own = placed({"blocks": map_leaves(lambda x: x.to(device), params)}, stage, mesh)
-    opt, batch, options = optimizer(stage, mesh), torch.ones(4 * n, 16, device=device), {**options, "batch": P("data")}
+    opt, batch, options = (
+        optimizer(stage, mesh),
+        torch.ones(4 * n, 16, device=device),
+        {**options, "batch": P("data")},
+    )
     state = opt.init(own)
     with fs.ledger() as comm:
         if trains:
             fs.train_step(tower, opt, mesh=mesh, **options)(own, state, batch)
             return comm, None
-        _, grads = fs.value_and_grad(tower, mesh=mesh, gradients=opt.gradients, reduce_once=False, **options)(
-            own, batch
-        )
+        _, grads = fs.value_and_grad(
+            tower, mesh=mesh, gradients=opt.gradients, reduce_once=False, **options
+        )(own, batch)
     return comm, leaves_of(grads)
 
 
 def sent_per_step(stage, n, **options):
     """Return the bytes, as a multiple of the parameters'; besides there are some numbers, as the loss and the norm."""
     (comm, _), size = tower_step(stage, n, **options), 4 * BLOCK
-    numbers = comm.bytes(collective="psum") if stage else comm.bytes() - Fraction(2 * (n - 1) * size, n)
+    numbers = (
+        comm.bytes(collective="psum") if stage else comm.bytes() - Fraction(2 * (n - 1) * size, n)
+    )
     assert numbers < 400
     return (comm.bytes() - numbers) / size
 
@@ -251,7 +298,10 @@ def test_gradients_are_reduced_in_buckets_of_given_size(stage):
 def test_abstract_mesh_sends_the_same_bytes(stage):
     def rows(n, runtime):
         comm, _ = tower_step(stage, n, runtime=runtime, accumulate=2)
-        return [(row.collective, row.axes, row.site.function, calls, sent) for row, calls, sent in comm.rows()]
+        return [
+            (row.collective, row.axes, row.site.function, calls, sent)
+            for row, calls, sent in comm.rows()
+        ]
 
     assert rows(4, "abstract") == rows(4, "virtual")
     assert rows(4096, "abstract")
@@ -282,21 +332,25 @@ def test_frozen_integer_and_unused_leaves_stay_unchanged(stage):
     opt = optimizer(stage, mesh, fs.optim.sgd(1.0))
     own = placed(params, stage, mesh)
     state = opt.init(own)
-    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), frozen=lambda path: path == "fixed")
+    step = fs.train_step(
+        loss_fn, opt, mesh=mesh, batch=P("data"), frozen=lambda path: path == "fixed"
+    )
     new, state, _ = step(own, state, torch.ones(2))
     new = fs.unshard(new)
     assert torch.equal(new["w"], torch.zeros(3))
     assert all(torch.equal(new[name], params[name]) for name in params if name != "w")
-    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), frozen=lambda path: path == "fixed")(
-        own, torch.ones(2)
-    )
+    _, grads = fs.value_and_grad(
+        loss_fn, mesh=mesh, batch=P("data"), frozen=lambda path: path == "fixed"
+    )(own, torch.ones(2))
     assert [name for name in params if grads[name] is None] == ["fixed", "unused", "count"]
 
 
 # -- precision -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_half_precision_computes_low_and_keeps_masters(precision, dtype):
     """That it trains alike is in the table of tests/test_training.py."""
     seen = set()
@@ -323,16 +377,28 @@ def test_16_bit_gradients_are_accumulated_in_32_bits(stage):
 def test_overflow_on_one_device_is_skipped_by_all():
     mesh = fs.make_mesh({"data": 2})
     opt = fs.partition_optimizer(
-        fs.optim.loss_scaled(fs.optim.sgd(1.0), initial=2.0**14, interval=2), mesh=mesh, axis="data", stage=2
+        fs.optim.loss_scaled(fs.optim.sgd(1.0), initial=2.0**14, interval=2),
+        mesh=mesh,
+        axis="data",
+        stage=2,
     )
     params = fs.shard_params({"w": torch.ones(4)}, P(), mesh=mesh)
     state = opt.init(params)
-    step = fs.train_step(lambda p, x: (p["w"].sum() * x).mean(), opt, mesh=mesh, batch=P("data"), precision="fp16")
+    step = fs.train_step(
+        lambda p, x: (p["w"].sum() * x).mean(), opt, mesh=mesh, batch=P("data"), precision="fp16"
+    )
     found = []
     for x in ([0.5, 10.0], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]):
         params, state, metrics = step(params, state, torch.tensor(x))
-        found.append((state["scale"].item(), fs.unshard(params["w"])[0].item(), bool(metrics["finite"])))
-    assert found == [(2.0**13, 1.0, False), (2.0**13, 0.5, True), (2.0**14, 0.0, True), (2.0**14, -0.5, True)]
+        found.append(
+            (state["scale"].item(), fs.unshard(params["w"])[0].item(), bool(metrics["finite"]))
+        )
+    assert found == [
+        (2.0**13, 1.0, False),
+        (2.0**13, 0.5, True),
+        (2.0**14, 0.0, True),
+        (2.0**14, -0.5, True),
+    ]
     assert state["skipped"] == 1
 
 
@@ -367,6 +433,12 @@ def test_arrays_sharded_elsewhere_raise_by_name(stage, distant, made):
         with pytest.raises(ValueError) as error:
             mixed(far, given())
     message = str(error.value).split("\n")[0]
-    where = "outside of fs.run and used inside" if made == "outside" else "inside of fs.run and used outside"
+    where = (
+        "outside of fs.run and used inside"
+        if made == "outside"
+        else "inside of fs.run and used outside"
+    )
     assert f"sharded {where}: " in message
-    assert {part.split(".")[0] for part in message.split(": ")[2].split(". ")[0].split(", ")} == distant
+    assert {
+        part.split(".")[0] for part in message.split(": ")[2].split(". ")[0].split(", ")
+    } == distant

@@ -81,9 +81,15 @@ def export(
     >>> fs.restore(path)
     {'w': tensor([0., 1., 2., 3.])}
     """
-    errors = one_of("to", to, "hf", "dcp", "torch", "safetensors", "peft") + integer("shard_size", shard_size)
+    errors = one_of("to", to, "hf", "dcp", "torch", "safetensors", "peft") + integer(
+        "shard_size", shard_size
+    )
     errors += ["config is for to='hf'"] if config is not None and to != "hf" else []
-    errors += ["to='peft' needs model=, the module of fs.nn.lora"] if model is None and to == "peft" else []
+    errors += (
+        ["to='peft' needs model=, the module of fs.nn.lora"]
+        if model is None and to == "peft"
+        else []
+    )
     if errors:
         raise ValueError(f"export: {'; '.join(errors)}.")
     tree, merges = opened(params)[0], dict[str, Merge]()
@@ -97,7 +103,11 @@ def export(
         else:
             tree, merges = _merged(arrays, model)
     module = getattr(params, "module", params) if model is None else model  # of a boosted model
-    if to == "hf" and config is None and hasattr(module_config := getattr(module, "config", None), "save_pretrained"):
+    if (
+        to == "hf"
+        and config is None
+        and hasattr(module_config := getattr(module, "config", None), "save_pretrained")
+    ):
         config = module_config
     target, token = Path(path).absolute(), next_token()
     folder = target.with_name(f".{target.name}.{token}")
@@ -179,19 +189,31 @@ class Content:
     def loaded(self, names: Sequence[str]) -> Iterator[Tensor]:
         """Yield arrays in order, in memory."""
         for group in self.groups(names, _GROUP):
-            sources = {x: self.source.arrays[x] for name in group for x in (name, *self.merges.get(name, ())[1:])}
+            sources = {
+                x: self.source.arrays[x]
+                for name in group
+                for x in (name, *self.merges.get(name, ())[1:])
+            }
             arrays = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in sources.items()}
-            self.source.read([Target(name, full_span(x.shape), x.view(-1)) for name, x in arrays.items()])
+            self.source.read(
+                [Target(name, full_span(x.shape), x.view(-1)) for name, x in arrays.items()]
+            )
             for name in group:
                 merge = self.merges.get(name)
                 if merge:
-                    yield merge[0].merged(arrays.pop(name), arrays[merge[1]], arrays[merge[2]]).contiguous()
+                    yield (
+                        merge[0]
+                        .merged(arrays.pop(name), arrays[merge[1]], arrays[merge[2]])
+                        .contiguous()
+                    )
                 else:
                     yield arrays.pop(name)
             del arrays
 
 
-def convert(content: Content, target: Path, to: Format, config: Any = None, shard_size: int = 5 * 10**9) -> None:
+def convert(
+    content: Content, target: Path, to: Format, config: Any = None, shard_size: int = 5 * 10**9
+) -> None:
     """Write content in a format, one array at a time: see `export`."""
     _validate_export(target, to, content)
     folder = target.absolute().with_name(f".{target.name}.{secrets.token_hex(5)}")
@@ -216,7 +238,11 @@ def convert(content: Content, target: Path, to: Format, config: Any = None, shar
 def _validate_export(target: Path, to: Format, content: Content) -> None:
     """Raise if the target is shares, or the format cannot have the content."""
     is_file, source = to in ("torch", "safetensors"), content.source
-    if target.is_dir() if is_file else target.exists() and (target.is_file() or any(target.iterdir())):
+    if (
+        target.is_dir()
+        if is_file
+        else target.exists() and (target.is_file() or any(target.iterdir()))
+    ):
         kind = "a file" if is_file else "a new or empty folder"
         raise CheckpointError(f"{target} must be {kind}; it is there already.")
     source.check()
@@ -226,15 +252,21 @@ def _validate_export(target: Path, to: Format, content: Content) -> None:
     errors += [f"{name} has dtype {dtype}" for name, dtype in dtypes.items() if dtype not in legal]
     if errors and to not in ("torch", "dcp"):
         text = "; ".join(errors[:20])
-        raise CheckpointError(f"export to {to!r}: arrays of the dtypes of safetensors are needed; {text}.")
+        raise CheckpointError(
+            f"export to {to!r}: arrays of the dtypes of safetensors are needed; {text}."
+        )
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
-def _write_safetensors(path: Path, scratch: Path, content: Content, to: Format, config: Any, size: int) -> None:
+def _write_safetensors(
+    path: Path, scratch: Path, content: Content, to: Format, config: Any, size: int
+) -> None:
     """Write a file; or a folder of files, with an index if they are several, and a configuration."""
-    names = sorted(content.untied, key=lambda name: -content.source.arrays[name].dtype.itemsize)  # aligned
+    names = sorted(
+        content.untied, key=lambda name: -content.source.arrays[name].dtype.itemsize
+    )  # aligned
     groups, config_name = [names], PEFT_CONFIG if to == "peft" else "config.json"
     if to == "hf":
         groups = content.groups(names, size) or [names]
@@ -242,8 +274,13 @@ def _write_safetensors(path: Path, scratch: Path, content: Content, to: Format, 
         path.mkdir()
     paths = [{"safetensors": path, "hf": path / SAFETENSORS, "peft": path / PEFT}.get(to, path)]
     if len(groups) > 1:
-        paths = [path / f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
-        files = {name: file.name for file, group in zip(paths, groups, strict=True) for name in group}
+        paths = [
+            path / f"model-{n:05}-of-{len(groups):05}.safetensors"
+            for n in range(1, len(groups) + 1)
+        ]
+        files = {
+            name: file.name for file, group in zip(paths, groups, strict=True) for name in group
+        }
         index = {"metadata": {"total_size": sum(map(content.size, names))}, "weight_map": files}
         (path / f"{SAFETENSORS}.index.json").write_text(json.dumps(index, indent=2))
     for file, group in zip(paths, groups, strict=True):
@@ -263,7 +300,9 @@ def _mapped(path: Path, content: Content, names: Sequence[str]) -> dict[str, Ten
     for name, (start, end) in zip(names, pairwise(ends), strict=True):
         array = content.source.arrays[name]
         x = torch.empty(0, dtype=array.dtype)
-        mapped = x.set_(memory[start:end], 0, array.shape, strides(array.shape)) if start < end else x
+        mapped = (
+            x.set_(memory[start:end], 0, array.shape, strides(array.shape)) if start < end else x
+        )
         result[name] = mapped.reshape(array.shape)
     return result
 
@@ -271,7 +310,9 @@ def _mapped(path: Path, content: Content, names: Sequence[str]) -> dict[str, Ten
 def _mapped_tree(path: Path, content: Content) -> Any:
     """Return the tree of all arrays, mapped, and values."""
     mapped = _mapped(path, content, content.untied)
-    items = [(content.source.arrays[name].path, mapped[first]) for name, first in content.stored.items()]
+    items = [
+        (content.source.arrays[name].path, mapped[first]) for name, first in content.stored.items()
+    ]
     return build([*items, *content.source.values.values()])
 
 
@@ -279,7 +320,11 @@ def _write_dcp(folder: Path, tree: Any) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    tree = tree if isinstance(tree, dict) else dict(enumerate(tree if isinstance(tree, list) else [tree]))
+    tree = (
+        tree
+        if isinstance(tree, dict)
+        else dict(enumerate(tree if isinstance(tree, list) else [tree]))
+    )
     try:
         with warnings.catch_warnings(action="ignore"):  # that it is one process
             save(tree, checkpoint_id=folder, no_dist=True)
@@ -292,8 +337,15 @@ def _write_dcp(folder: Path, tree: Any) -> None:
 
 def _merged(arrays: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], dict[str, Merge]]:
     """Return parameters by the names of `fs.nn.merge_lora`, and the factors of differences, and what to merge."""
-    modules, names = dict(model.named_modules(remove_duplicate=False)), {id(x): n for n, x in model.named_parameters()}
-    params, result, merges = dict(model.named_parameters(remove_duplicate=False)), dict[str, Any](), dict[str, Merge]()
+    modules, names = (
+        dict(model.named_modules(remove_duplicate=False)),
+        {id(x): n for n, x in model.named_parameters()},
+    )
+    params, result, merges = (
+        dict(model.named_parameters(remove_duplicate=False)),
+        dict[str, Any](),
+        dict[str, Merge](),
+    )
     for name, x in params.items():
         parent, _, attribute = name.rpartition(".")
         path = parent.removesuffix("base_layer").removesuffix(".")
@@ -311,14 +363,20 @@ def _adapters(arrays: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, An
     """Return the trained parameters by peft's names, and the configuration of their adapter."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LowRank)}
     if not layers:
-        raise CheckpointError("export to peft: model must be one of fs.nn.lora; got one without LoRA weights.")
+        raise CheckpointError(
+            "export to peft: model must be one of fs.nn.lora; got one without LoRA weights."
+        )
     adapters = dict[str, Any]()
     for name, x in model.named_parameters():
         path, _, attribute = name.rpartition(".")
         new = name
         if path in layers:
             is_embedding = isinstance(layers[path].base_layer, nn.Embedding)
-            new = f"{path}.{attribute.replace('lora_', 'lora_embedding_')}" if is_embedding else f"{name}.weight"
+            new = (
+                f"{path}.{attribute.replace('lora_', 'lora_embedding_')}"
+                if is_embedding
+                else f"{name}.weight"
+            )
         if path in layers or x.requires_grad:
             adapters[f"base_model.model.{new}"] = arrays[name]
     config = next(iter(layers.values())).config
@@ -326,10 +384,15 @@ def _adapters(arrays: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, An
     return adapters, {
         "peft_type": "LORA",
         "task_type": None,
-        "base_model_name_or_path": getattr(getattr(model, "config", None), "_name_or_path", None) or None,
+        "base_model_name_or_path": getattr(getattr(model, "config", None), "_name_or_path", None)
+        or None,
         "inference_mode": True,
         **{key: getattr(config, key) for key in ("r", "lora_alpha", "lora_dropout", "bias")},
-        "target_modules": targets if isinstance(targets, str) else [*(layers if targets is None else targets)],
+        "target_modules": targets
+        if isinstance(targets, str)
+        else [*(layers if targets is None else targets)],
         "modules_to_save": [*config.modules_to_save] or None,
-        "fan_in_fan_out": any(type(layer.base_layer).__name__ == "Conv1D" for layer in layers.values()),
+        "fan_in_fan_out": any(
+            type(layer.base_layer).__name__ == "Conv1D" for layer in layers.values()
+        ),
     }

@@ -79,7 +79,10 @@ class ForeignFiles(Source):
             if not isinstance(x, Tensor):
                 values[name] = path, x
                 continue
-            self.arrays[name], self._load[name] = StoredArray(path, tuple(x.shape), x.dtype), x.detach
+            self.arrays[name], self._load[name] = (
+                StoredArray(path, tuple(x.shape), x.dtype),
+                x.detach,
+            )
             key = (x.data_ptr(), x.dtype, x.shape, x.stride()) if x.numel() else name
             if (first := firsts.setdefault(key, name)) != name:
                 ties[name] = first
@@ -103,10 +106,14 @@ def _indexed(index: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> dict[
     """Return the tensors of all files that an index of Hugging Face names."""
     file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
     if outside := [file for file in file_of.values() if Path(file).name != file]:
-        raise CheckpointError(f"{index}: files must be in its folder; got {', '.join(map(repr, outside[:20]))}.")
+        raise CheckpointError(
+            f"{index}: files must be in its folder; got {', '.join(map(repr, outside[:20]))}."
+        )
     files = [index.parent / file for file in dict.fromkeys(file_of.values())]
     tensors = {file.name: read(file) for file in files if file.is_file()}
-    missing = [f"{name} in {file}" for name, file in file_of.items() if name not in tensors.get(file, {})]
+    missing = [
+        f"{name} in {file}" for name, file in file_of.items() if name not in tensors.get(file, {})
+    ]
     if missing:
         raise CheckpointError(f"{index} names what is not there: {', '.join(missing[:20])}.")
     return {name: tensors[file][name] for name, file in file_of.items()}
@@ -123,7 +130,11 @@ def _peft(path: Path) -> ForeignFiles:
     tensors = dict[str, Tensor]()
     for name, x in load_file(path).items():
         name = name.removeprefix("base_model.model.").replace(".lora_embedding_", ".lora_")
-        tensors[name.removesuffix(".weight") if name.endswith((".lora_A.weight", ".lora_B.weight")) else name] = x
+        tensors[
+            name.removesuffix(".weight")
+            if name.endswith((".lora_A.weight", ".lora_B.weight"))
+            else name
+        ] = x
     return ForeignFiles(_by_name(tensors), partial=["**.lora_A", "**.lora_B", *tensors])
 
 
@@ -135,7 +146,11 @@ def _torch_leaves(path: Path) -> list[NamedLeaf]:
     leaves = leaves_of(_torch_load(path))
     validate_unique(leaves, str(path))
     tensors = [(leaf.name, leaf.value) for leaf in leaves if isinstance(leaf.value, Tensor)]
-    if unfit := [f"{name} is {x.layout}" for name, x in tensors if x.layout != torch.strided or x.is_quantized]:
+    if unfit := [
+        f"{name} is {x.layout}"
+        for name, x in tensors
+        if x.layout != torch.strided or x.is_quantized
+    ]:
         raise CheckpointError(f"{path}: tensors must be dense; got {', '.join(unfit[:20])}.")
     return leaves
 
@@ -162,11 +177,15 @@ def _distributed_checkpoint(path: Path) -> ForeignFiles:
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             x = StoredArray(paths.get(name, (name,)), tuple(entry.size), entry.properties.dtype)
-            loaders.append((x, lambda name=name, x=x: load({name: torch.empty(x.shape, dtype=x.dtype)})[name]))
+            loaders.append(
+                (x, lambda name=name, x=x: load({name: torch.empty(x.shape, dtype=x.dtype)})[name])
+            )
         else:
             names.append(name)
     items = load(dict.fromkeys(names))
     leaves = [
-        NamedLeaf((*paths.get(name, (name,)), *x.path), x.value) for name in names for x in leaves_of(items[name])
+        NamedLeaf((*paths.get(name, (name,)), *x.path), x.value)
+        for name in names
+        for x in leaves_of(items[name])
     ]
     return ForeignFiles(leaves, loaders)

@@ -89,7 +89,9 @@ def pmean(tree: PyTree, axis: Axes) -> CollectiveCall:
 
     def averageable(x: Tensor) -> Tensor:
         if not (x.is_floating_point() or x.is_complex()):
-            raise TypeError(f"the mean of {x.dtype} is no {x.dtype}. Write fs.pmean(x.float(), ...).")
+            raise TypeError(
+                f"the mean of {x.dtype} is no {x.dtype}. Write fs.pmean(x.float(), ...)."
+            )
         if x.dtype.itemsize == 1 or x.dtype == torch.complex32:
             wider = "x.to(torch.complex64)" if x.is_complex() else "x.float()"
             raise TypeError(f"torch does not divide {x.dtype}. Write fs.pmean({wider}, ...).")
@@ -123,7 +125,14 @@ def pmax(tree: PyTree, axis: Axes) -> CollectiveCall:
     >>> fs.run(lambda: fs.pmax(torch.tensor(fs.axis_index("data")), "data"), mesh=mesh)[0]
     tensor(3)
     """
-    return call("fs.pmax", tree, axis, lambda x, group: Extreme(True), before=_validate_ordered, equal="result")
+    return call(
+        "fs.pmax",
+        tree,
+        axis,
+        lambda x, group: Extreme(True),
+        before=_validate_ordered,
+        equal="result",
+    )
 
 
 @collective
@@ -135,7 +144,14 @@ def pmin(tree: PyTree, axis: Axes) -> CollectiveCall:
     >>> fs.run(lambda: fs.pmin(torch.tensor(fs.axis_index("data")), "data"), mesh=mesh)[0]
     tensor(0)
     """
-    return call("fs.pmin", tree, axis, lambda x, group: Extreme(False), before=_validate_ordered, equal="result")
+    return call(
+        "fs.pmin",
+        tree,
+        axis,
+        lambda x, group: Extreme(False),
+        before=_validate_ordered,
+        equal="result",
+    )
 
 
 @collective
@@ -226,13 +242,22 @@ def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> CollectiveCall:
     [tensor([2.]), tensor([4.])]
     """
     return call(
-        "fs.psum_scatter", tree, axis, lambda x, group: PsumScatter(_divisible_dim(x, dim, group)), before=_countable
+        "fs.psum_scatter",
+        tree,
+        axis,
+        lambda x, group: PsumScatter(_divisible_dim(x, dim, group)),
+        before=_countable,
     )
 
 
 @collective
 def all_to_all(
-    tree: PyTree, axis: Axes, *, split_dim: int = 0, concat_dim: int | None = None, counts: Any = None
+    tree: PyTree,
+    axis: Axes,
+    *,
+    split_dim: int = 0,
+    concat_dim: int | None = None,
+    counts: Any = None,
 ) -> CollectiveCall:
     """Split `split_dim` into a shard per device, exchange them, and concatenate the received ones along `concat_dim`.
 
@@ -260,7 +285,9 @@ def all_to_all(
             "fs.all_to_all",
             tree,
             axis,
-            lambda x, group: AllToAll(_divisible_dim(x, split_dim, group), _normalized_dim(x, concat)),
+            lambda x, group: AllToAll(
+                _divisible_dim(x, split_dim, group), _normalized_dim(x, concat)
+            ),
         )
     if (split_dim, concat) != (0, 0):
         raise ValueError(
@@ -279,13 +306,19 @@ def all_to_all(
         return x if len(x) == length else torch.cat([x, x.new_zeros(length - len(x), *x.shape[1:])])
 
     moves = lambda x, group: Rows(matrix, x[0].numel())  # noqa: E731
-    return call("fs.all_to_all", tree, axis, moves, before=padded, after=lambda y, group: y[:received])
+    return call(
+        "fs.all_to_all", tree, axis, moves, before=padded, after=lambda y, group: y[:received]
+    )
 
 
 def _counts_matrix(counts: Any, group: Group) -> tuple[tuple[int, ...], ...]:
     """Return the rows that each device of a group sends to each, from a matrix or this device's row of it."""
     n, table = group.size, counts.tolist() if isinstance(counts, Tensor) else counts
-    rows = table if isinstance(table, list | tuple) and all(isinstance(row, list | tuple) for row in table) else [table]
+    rows = (
+        table
+        if isinstance(table, list | tuple) and all(isinstance(row, list | tuple) for row in table)
+        else [table]
+    )
     is_row = isinstance(table, list | tuple) and len(table) == n and rows[0] is table
     if not (is_row or len(rows) == n) or not all(
         len(row) == n and all(_is_integer(x) and x >= 0 for x in row) for row in rows
@@ -348,7 +381,9 @@ def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> CollectiveCall:
     >>> fs.run(lambda: fs.broadcast(torch.tensor(fs.axis_index("data")), "data", source=2), mesh=mesh)
     [tensor(2), tensor(2), tensor(2)]
     """
-    check_index("fs.broadcast", "source", source, require("fs.broadcast").group(axis, "fs.broadcast"))
+    check_index(
+        "fs.broadcast", "source", source, require("fs.broadcast").group(axis, "fs.broadcast")
+    )
     return call("fs.broadcast", tree, axis, lambda x, group: Broadcast(source), equal="result")
 
 
@@ -357,7 +392,9 @@ def check_index(caller: str, role: str, index: int, group: Group) -> None:
     if not _is_integer(index) or not 0 <= index < group.size:
         kind = ValueError if _is_integer(index) else TypeError
         along = "+".join(group.axes)
-        raise kind(f"{caller}: {role} must be one of the indices 0..{group.size - 1} along {along}; got {index!r}.")
+        raise kind(
+            f"{caller}: {role} must be one of the indices 0..{group.size - 1} along {along}; got {index!r}."
+        )
 
 
 @uncompiled

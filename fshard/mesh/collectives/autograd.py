@@ -117,7 +117,9 @@ def apply_to_many(linear: LinearMap, xs: Tensors) -> Tensors:
     return over_many(lambda xs: apply(linear, xs), lambda xs: apply(linear.batched(), xs), xs)
 
 
-def over_many(f: Callable[[Tensors], Tensors], batched_f: Callable[[Tensors], Tensors], xs: Tensors) -> Tensors:
+def over_many(
+    f: Callable[[Tensors], Tensors], batched_f: Callable[[Tensors], Tensors], xs: Tensors
+) -> Tensors:
     """Call `f`, or `batched_f` on tensors with one more leading dim under autograd's own vmap.
 
     `is_grads_batched` and `vectorize` use that vmap; it does not call the vmap rules of Functions.
@@ -125,9 +127,14 @@ def over_many(f: Callable[[Tensors], Tensors], batched_f: Callable[[Tensors], Te
     if not any(map(is_legacy_batchedtensor, xs)):
         return f(xs)
     level = batches_nested()
-    batches = [_torch._remove_batch_dim(x, level, 1, 0) if is_legacy_batchedtensor(x) else None for x in xs]
+    batches = [
+        _torch._remove_batch_dim(x, level, 1, 0) if is_legacy_batchedtensor(x) else None for x in xs
+    ]
     size = next(batch.shape[0] for batch in batches if batch is not None)
-    arguments = tuple(leading(x, None, size) if batch is None else batch for x, batch in zip(xs, batches, strict=True))
+    arguments = tuple(
+        leading(x, None, size) if batch is None else batch
+        for x, batch in zip(xs, batches, strict=True)
+    )
     return tuple(_torch._add_batch_dim(y.contiguous(), 0, level) for y in batched_f(arguments))
 
 
@@ -148,7 +155,9 @@ class _Transformed(Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
         linear, *xs = args
-        batched = tuple(leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True))
+        batched = tuple(
+            leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True)
+        )
         ys = apply(linear.batched(), batched)
         return ys, (0,) * len(ys)
 
@@ -172,12 +181,16 @@ class Bound(LinearMap):
         if isinstance(move, Alone):
             return tuple([move.local(x, group.index, group.size) for x in xs])
         self._record_bytes(xs)
-        return world_of(group).start(cast("Wired", move), xs, group, self.site, self.purpose).wait()  # (6)
+        return (
+            world_of(group).start(cast("Wired", move), xs, group, self.site, self.purpose).wait()
+        )  # (6)
 
     def start(self, xs: Tensors) -> Pending:
         """Write it into the ledger and begin."""
         self._record_bytes(xs)
-        return world_of(self.group).start(cast("Wired", self.move), xs, self.group, self.site, self.purpose)
+        return world_of(self.group).start(
+            cast("Wired", self.move), xs, self.group, self.site, self.purpose
+        )
 
     def _record_bytes(self, xs: Tensors) -> None:
         for ledger in active():
@@ -233,7 +246,9 @@ class _Extreme(Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
         bound, *xs = args
-        batched = tuple(leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True))
+        batched = tuple(
+            leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True)
+        )
         return apply_extreme(bound.batched(), batched), (0,) * len(xs)
 
 

@@ -37,7 +37,9 @@ def delivered(move: Wired, x: Tensor, n: int) -> Tensor:
 class Delivery:
     """A collective or message in progress whose results are counted."""
 
-    def __init__(self, xs: tuple[Tensor, ...], results: Sequence[Tensor], start: Callable[[], Pending]) -> None:
+    def __init__(
+        self, xs: tuple[Tensor, ...], results: Sequence[Tensor], start: Callable[[], Pending]
+    ) -> None:
         self._xs, self._counters = xs, ambient.counters
         for counter in self._counters:
             counter.reserve(self, xs, sum([y.nbytes for y in results]))

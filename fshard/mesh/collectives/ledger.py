@@ -54,8 +54,12 @@ class Ledger(Tabular):
     process mesh, the representative's on an abstract one.
     """
 
-    devices: dict[int, dict[LedgerRow, Entry]] = field(default_factory=dict[int, dict[LedgerRow, Entry]])
-    moves: dict[int, Counter[tuple[Memory, Memory]]] = field(default_factory=dict[int, Counter[tuple[Memory, Memory]]])
+    devices: dict[int, dict[LedgerRow, Entry]] = field(
+        default_factory=dict[int, dict[LedgerRow, Entry]]
+    )
+    moves: dict[int, Counter[tuple[Memory, Memory]]] = field(
+        default_factory=dict[int, Counter[tuple[Memory, Memory]]]
+    )
 
     def record(self, device: int, row: LedgerRow, sent: Fraction) -> None:
         """Add one call of one device."""
@@ -73,24 +77,45 @@ class Ledger(Tabular):
         They are not part of `bytes`, which are sent to other devices.
         """
         if unknown := [kind for kind in (source, target) if kind not in MEMORIES]:
-            raise ValueError(f'ledger: a memory must be "device", "host" or "disk"; got {unknown[0]!r}.')
+            raise ValueError(
+                f'ledger: a memory must be "device", "host" or "disk"; got {unknown[0]!r}.'
+            )
         return max(
-            (count[source, target] for number, count in self.moves.items() if device in (None, number)), default=0
+            (
+                count[source, target]
+                for number, count in self.moves.items()
+                if device in (None, number)
+            ),
+            default=0,
         )
 
-    def bytes(self, device: int | None = None, *, collective: str | None = None, axis: str | None = None) -> Fraction:
+    def bytes(
+        self, device: int | None = None, *, collective: str | None = None, axis: str | None = None
+    ) -> Fraction:
         """Return the bytes that a device sent (default: the largest of all devices), in total or filtered.
 
         `collective` is one of `COUNTED`; `axis` selects calls along it, alone or with other axes.
         """
         entries = self._filtered_entries(device, collective, axis)
-        return max((sum((e.bytes for e in rows), Fraction(0)) for rows in entries), default=Fraction(0))
+        return max(
+            (sum((e.bytes for e in rows), Fraction(0)) for rows in entries), default=Fraction(0)
+        )
 
-    def calls(self, device: int | None = None, *, collective: str | None = None, axis: str | None = None) -> int:
+    def calls(
+        self, device: int | None = None, *, collective: str | None = None, axis: str | None = None
+    ) -> int:
         """Return the calls that a device made (default: the most that any made), in total or filtered."""
-        return max((sum(e.calls for e in rows) for rows in self._filtered_entries(device, collective, axis)), default=0)
+        return max(
+            (
+                sum(e.calls for e in rows)
+                for rows in self._filtered_entries(device, collective, axis)
+            ),
+            default=0,
+        )
 
-    def _filtered_entries(self, device: int | None, collective: object, axis: object) -> list[list[Entry]]:
+    def _filtered_entries(
+        self, device: int | None, collective: object, axis: object
+    ) -> list[list[Entry]]:
         """Return the entries of each device, or of one; raise for a filter whose total would always be 0."""
         if collective is not None and collective not in COUNTED:
             raise ValueError(
@@ -99,12 +124,18 @@ class Ledger(Tabular):
         if not isinstance(axis, str | None):
             raise TypeError(f"ledger: axis must be the name of one axis; got {axis!r}.")
         return [
-            [entry for row, entry in rows.items() if collective in (None, row.collective) and axis in (None, *row.axes)]
+            [
+                entry
+                for row, entry in rows.items()
+                if collective in (None, row.collective) and axis in (None, *row.axes)
+            ]
             for number, rows in self.devices.items()
             if device in (None, number)
         ]
 
-    def by_collective(self, device: int | None = None) -> dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]]:
+    def by_collective(
+        self, device: int | None = None
+    ) -> dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]]:
         """Return {(collective, axes): (calls, bytes)} of one device; default: the first recorded one."""
         totals: dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]] = {}
         device = min(self.devices, default=0) if device is None else device
@@ -126,12 +157,18 @@ class Ledger(Tabular):
         """Return the ledger as a rich table."""
         from rich.table import Table
 
-        table = Table("collective", "axis", "calls", "bytes per device", "source line", title="ledger")
+        table = Table(
+            "collective", "axis", "calls", "bytes per device", "source line", title="ledger"
+        )
         for row, calls, sent in self.rows():
-            table.add_row(row.collective, "+".join(row.axes), f"{calls:,}", _format_count(sent), str(row.site))
+            table.add_row(
+                row.collective, "+".join(row.axes), f"{calls:,}", _format_count(sent), str(row.site)
+            )
         table.add_section()
         table.add_row("all", "", f"{self.calls():,}", _format_count(self.bytes()), "")
-        for source, target in dict.fromkeys(pair for count in self.moves.values() for pair in count):
+        for source, target in dict.fromkeys(
+            pair for count in self.moves.values() for pair in count
+        ):
             table.add_row(f"{source} to {target}", "", "", f"{self.moved(source, target):,}", "")
         for column in (2, 3):
             table.columns[column].justify = "right"

@@ -236,8 +236,13 @@ class AllToAll(Wired):
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
         n, split, concat = len(xs), self.split + 1, self.concat
-        shards = torch.stack(xs).unflatten(split, (n, xs[0].shape[self.split] // n))  # (from, ..., to, shard, ...)
-        return [row.movedim(0, concat).flatten(concat, concat + 1).clone() for row in shards.unbind(split)]
+        shards = torch.stack(xs).unflatten(
+            split, (n, xs[0].shape[self.split] // n)
+        )  # (from, ..., to, shard, ...)
+        return [
+            row.movedim(0, concat).flatten(concat, concat + 1).clone()
+            for row in shards.unbind(split)
+        ]
 
     def transposed(self) -> Move:
         return AllToAll(self.concat, self.split)
@@ -274,7 +279,9 @@ class PartsMove(Wired):
         xs = [plain(x).contiguous() for x in xs]
         sent = [self.parcels(x, index) for index, x in enumerate(xs)]
         return [
-            self.unpacked(x, index, {source: sent[source][index] for source in self.expected(x, index)})
+            self.unpacked(
+                x, index, {source: sent[source][index] for source in self.expected(x, index)}
+            )
             for index, x in enumerate(xs)
         ]
 
@@ -305,12 +312,18 @@ class Rows(PartsMove):
 
     def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
         rows = self._as_rows(x).narrow(1, 0, sum(self.counts[index])).split(self.counts[index], 1)
-        return {to: parcel.reshape(-1) for to, parcel in enumerate(rows) if to != index and parcel.numel()}
+        return {
+            to: parcel.reshape(-1)
+            for to, parcel in enumerate(rows)
+            if to != index and parcel.numel()
+        }
 
     def expected(self, x: Tensor, index: int) -> dict[int, int]:
         each = len(self._as_rows(x)) * self.width
         return {
-            source: row[index] * each for source, row in enumerate(self.counts) if source != index and row[index] * each
+            source: row[index] * each
+            for source, row in enumerate(self.counts)
+            if source != index and row[index] * each
         }
 
     def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
@@ -342,13 +355,17 @@ class Permute(Wired):
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
         source = {to: xs[origin] for origin, to in self.pairs}
-        return [source[index] if index in source else torch.zeros_like(x) for index, x in enumerate(xs)]
+        return [
+            source[index] if index in source else torch.zeros_like(x) for index, x in enumerate(xs)
+        ]
 
     def transposed(self) -> Move:
         return Permute(tuple((to, origin) for origin, to in self.pairs))
 
     def sent(self, size: int, index: int | None, n: int) -> Fraction:
-        return Fraction(size * any(origin != to and index in (None, origin) for origin, to in self.pairs))
+        return Fraction(
+            size * any(origin != to and index in (None, origin) for origin, to in self.pairs)
+        )
 
 
 @dataclass(frozen=True)

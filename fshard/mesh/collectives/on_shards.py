@@ -25,7 +25,11 @@ def _groups_of_devices(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
     replicated = [axis for axis in mesh.axis_names if axis not in axes]
     devices = np.arange(mesh.size).reshape([size for _, size in mesh.axes])
     order = [mesh.axis_names.index(axis) for axis in (*replicated, *axes)]
-    return devices.transpose(order).reshape(-1, int(np.prod([mesh.shape[axis] for axis in axes]))).tolist()
+    return (
+        devices.transpose(order)
+        .reshape(-1, int(np.prod([mesh.shape[axis] for axis in axes])))
+        .tolist()
+    )
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,20 @@ class OnShards(LinearMap):
         return replace(self, move=self.move.batched())
 
 
-def apply_move(mesh: Mesh, move: Move, axes: tuple[str, ...], shards: Tensors, site: Site) -> Tensors:
+def apply_move(
+    mesh: Mesh, move: Move, axes: tuple[str, ...], shards: Tensors, site: Site
+) -> Tensors:
     """Apply a collective to the shards held here, differentiably (pmax and pmin: without a gradient)."""
     if is_outside(mesh):
         linear = OnShards(move, axes, mesh, site)
         return linear.run(shards) if isinstance(move, Extreme) else apply(linear, shards)
 
     def on_device(device: int) -> Tensors:
-        bound = Bound(move, require("an operation on arrays").called_group(axes, "an operation on arrays"), site)
+        bound = Bound(
+            move,
+            require("an operation on arrays").called_group(axes, "an operation on arrays"),
+            site,
+        )
         return bound.run(shards) if isinstance(move, Extreme) else apply(bound, shards)
 
     return run_on_devices(mesh, on_device)[0]

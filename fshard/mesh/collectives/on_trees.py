@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fshard.errors import LayoutError
-from fshard.mesh.collectives.autograd import Bound, LinearMap, Tensors, apply, apply_extreme, recorded, transformed
+from fshard.mesh.collectives.autograd import (
+    Bound,
+    LinearMap,
+    Tensors,
+    apply,
+    apply_extreme,
+    recorded,
+    transformed,
+)
 from fshard.mesh.collectives.moves import Alone, Extreme, Move, Pvary
 from fshard.mesh.layout import (
     Axes,
@@ -90,7 +98,11 @@ class CollectiveCall:
         """Start the collectives of tensors whose derivative nothing needs; run others now."""
         bounds = [batch.linear for batch in self.batches if isinstance(batch.linear, Bound)]
         is_plain = not transformed() and not any(recorded(batch.xs) for batch in self.batches)
-        if not is_plain or len(bounds) < len(self.batches) or any(isinstance(bound.move, Alone) for bound in bounds):
+        if (
+            not is_plain
+            or len(bounds) < len(self.batches)
+            or any(isinstance(bound.move, Alone) for bound in bounds)
+        ):
             result = self.run()
             return Handle(lambda: result)
         pending = [bound.start(batch.xs) for bound, batch in zip(bounds, self.batches, strict=True)]
@@ -201,7 +213,9 @@ def call(
         else:
             return CollectiveCall((LeafBatch(None, tuple(leaves), range(len(leaves))),), structure)
     elif equal is not None and scope.checked and scope.world.has_values:
-        guard = Guard(group, site, _ERROR_TEXTS[equal].replace("{what}", caller), forward=equal == "argument")
+        guard = Guard(
+            group, site, _ERROR_TEXTS[equal].replace("{what}", caller), forward=equal == "argument"
+        )
 
     xs, moves = list[Tensor](), list[Move]()
     for leaf in leaves:
@@ -213,7 +227,9 @@ def call(
             raise type(error)(f"{caller}: {path}{error}") from None
     last = None if after is None else lambda y: after(y, group)
     if structure is None:
-        return CollectiveCall((LeafBatch(Bound(moves[0], group, site), tuple(xs), (0,)),), None, guard, last)
+        return CollectiveCall(
+            (LeafBatch(Bound(moves[0], group, site), tuple(xs), (0,)),), None, guard, last
+        )
     batches = [
         LeafBatch(Bound(moves[indices[0]], group, site), leaves, indices)
         for indices, leaves, site in batched(xs, moves, structure, site)

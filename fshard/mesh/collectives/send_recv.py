@@ -18,7 +18,14 @@ from fshard.mesh.collectives.autograd import LinearMap, Tensors
 from fshard.mesh.collectives.delivery import world_of
 from fshard.mesh.collectives.ledger import LedgerRow, active
 from fshard.mesh.collectives.moves import Permute, Purpose
-from fshard.mesh.collectives.on_trees import CollectiveCall, Handle, LeafBatch, batched, collective, tensors_of
+from fshard.mesh.collectives.on_trees import (
+    CollectiveCall,
+    Handle,
+    LeafBatch,
+    batched,
+    collective,
+    tensors_of,
+)
 from fshard.mesh.layout import Axes, PyTree
 from fshard.mesh.spmd.scope import Group, require
 from fshard.source import Site, call_site
@@ -60,7 +67,9 @@ class Send(_Message):
         return (torch.zeros((), dtype=xs[0].dtype, device=xs[0].device),)
 
     def transposed(self) -> LinearMap:
-        return Receive(self.to, self.group, self.site, self.likes, from_token=True, purpose="cotangents")
+        return Receive(
+            self.to, self.group, self.site, self.likes, from_token=True, purpose="cotangents"
+        )
 
     def of_tangents(self) -> LinearMap:
         return replace(self, purpose="tangents")
@@ -102,7 +111,9 @@ class _SendAndZeros(_Message):
 
     def transposed(self) -> LinearMap:
         send = self.send
-        return Receive(send.to, send.group, send.site, send.likes, from_token=False, purpose="cotangents")
+        return Receive(
+            send.to, send.group, send.site, send.likes, from_token=False, purpose="cotangents"
+        )
 
     def of_tangents(self) -> LinearMap:
         return _SendAndZeros(replace(self.send, purpose="tangents"))
@@ -127,7 +138,10 @@ def send(tree: PyTree, axis: Axes, to: int) -> Any:
     check_index("fs.send", "to", to, group)
     leaves, structure = tensors_of("fs.send", tree)
     messages = batched(leaves, [None] * len(leaves), structure, call_site())
-    return _SendCall([LeafBatch(Send(to, group, site, _detached(xs)), xs, (0,)) for _, xs, site in messages], None)
+    return _SendCall(
+        [LeafBatch(Send(to, group, site, _detached(xs)), xs, (0,)) for _, xs, site in messages],
+        None,
+    )
 
 
 @collective
@@ -172,7 +186,9 @@ class _SendCall(CollectiveCall):
         """Return the sum of their tokens."""
         tokens = [token.real if token.is_complex() else token for (token,) in results]
         differentiable = [token for token in tokens if token.dtype.is_floating_point]
-        return sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())
+        return (
+            sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())
+        )
 
 
 class _ReceiveCall(CollectiveCall):

@@ -86,18 +86,32 @@ def zigzag(x: Tensor, n: int, dim: int = 1, *, inverse: bool = False) -> Tensor:
     """
     size, chunks = x.shape[dim], 2 * n
     if size % chunks:
-        nearest = [multiple for multiple in (size - size % chunks, size - size % chunks + chunks) if multiple]
+        nearest = [
+            multiple
+            for multiple in (size - size % chunks, size - size % chunks + chunks)
+            if multiple
+        ]
         raise ValueError(
             f"fs.tensor.zigzag: tokens must be a multiple of {chunks}; got {size}. Use {' or '.join(map(str, nearest))}."
         )
-    order = torch.tensor([chunk for index in range(n) for chunk in (index, chunks - 1 - index)], device=x.device)
+    order = torch.tensor(
+        [chunk for index in range(n) for chunk in (index, chunks - 1 - index)], device=x.device
+    )
     dim %= x.ndim
-    return x.unflatten(dim, (chunks, -1)).index_select(dim, order.argsort() if inverse else order).flatten(dim, dim + 1)
+    return (
+        x.unflatten(dim, (chunks, -1))
+        .index_select(dim, order.argsort() if inverse else order)
+        .flatten(dim, dim + 1)
+    )
 
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 WIDER: dict[torch.dtype, torch.dtype] = {
-    **{getattr(torch, name): torch.float32 for name in ("float16", "bfloat16", *_FLOAT8) if hasattr(torch, name)},
+    **{
+        getattr(torch, name): torch.float32
+        for name in ("float16", "bfloat16", *_FLOAT8)
+        if hasattr(torch, name)
+    },
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
     torch.uint64: torch.int64,
@@ -160,7 +174,9 @@ def _combine_in_tree(xs: list[Tensor], combine: Combine) -> Tensor:
 def combined(xs: list[Tensor], combine: Combine, buffer: Tensor | None, out: Tensor) -> Tensor:
     """Sum (or combine) two or more tensors in the fixed tree into `out`, in the memory of all but the one to keep."""
     wide = WIDER.get(out.dtype)
-    is_exact = wide is None or (len(xs) == 2 and wide.is_floating_point and out.element_size() > 1)  # rounded once
+    is_exact = wide is None or (
+        len(xs) == 2 and wide.is_floating_point and out.element_size() > 1
+    )  # rounded once
     if not is_exact:
         return out.copy_(tree_of(xs, combine))
     while len(xs) > 2:

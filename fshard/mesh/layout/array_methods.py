@@ -33,7 +33,9 @@ class ArrayMethods:
     """The array that this one is a view of, its version then, the operation's name and its arguments."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if any(getattr(kind, "computes_on_arrays", False) for kind in types):
             return NotImplemented  # a wrapper of arrays takes them apart
         return cls.operations(func, args, kwargs or {})
@@ -66,7 +68,9 @@ class ArrayMethods:
         if self.viewed is None:
             return
         if self.viewed[0].version != self.viewed[1]:
-            raise LayoutError(f"{self!r} is a view of an array that was changed in place since. Take the view again.")
+            raise LayoutError(
+                f"{self!r} is a view of an array that was changed in place since. Take the view again."
+            )
         self.viewed[0].check_view()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,24 +88,53 @@ class ArrayMethods:
         return self.operations("str", (self,), {})
 
     __hash__ = object.__hash__
-    __add__, __radd__, __iadd__ = _operator(Tensor.add), _operator(Tensor.add), _operator(Tensor.add_)
-    __sub__, __rsub__, __isub__ = _operator(Tensor.sub), _operator(torch.rsub), _operator(Tensor.sub_)
-    __mul__, __rmul__, __imul__ = _operator(Tensor.mul), _operator(Tensor.mul), _operator(Tensor.mul_)
+    __add__, __radd__, __iadd__ = (
+        _operator(Tensor.add),
+        _operator(Tensor.add),
+        _operator(Tensor.add_),
+    )
+    __sub__, __rsub__, __isub__ = (
+        _operator(Tensor.sub),
+        _operator(torch.rsub),
+        _operator(Tensor.sub_),
+    )
+    __mul__, __rmul__, __imul__ = (
+        _operator(Tensor.mul),
+        _operator(Tensor.mul),
+        _operator(Tensor.mul_),
+    )
     __truediv__, __rtruediv__ = _operator(Tensor.div), _operator(Tensor.__rtruediv__)
     __itruediv__ = _operator(Tensor.div_)
     __floordiv__, __rfloordiv__ = _operator(Tensor.floor_divide), _operator(Tensor.__rfloordiv__)
     __mod__, __rmod__ = _operator(Tensor.remainder), _operator(Tensor.__rmod__)
     __pow__, __rpow__ = _operator(Tensor.pow), _operator(Tensor.__rpow__)
-    __ifloordiv__, __imod__, __ipow__ = map(_operator, (Tensor.floor_divide_, Tensor.remainder_, Tensor.pow_))
+    __ifloordiv__, __imod__, __ipow__ = map(
+        _operator, (Tensor.floor_divide_, Tensor.remainder_, Tensor.pow_)
+    )
     __matmul__ = _operator(Tensor.matmul)
-    __neg__, __pos__, __abs__ = _operator(Tensor.neg), _operator(Tensor.positive), _operator(Tensor.abs)
+    __neg__, __pos__, __abs__ = (
+        _operator(Tensor.neg),
+        _operator(Tensor.positive),
+        _operator(Tensor.abs),
+    )
     __eq__, __ne__ = _operator(Tensor.eq), _operator(Tensor.ne)
     __lt__, __le__ = _operator(Tensor.lt), _operator(Tensor.le)
     __gt__, __ge__ = _operator(Tensor.gt), _operator(Tensor.ge)
-    __and__, __or__, __xor__ = _operator(Tensor.__and__), _operator(Tensor.__or__), _operator(Tensor.__xor__)
-    __iand__, __ior__, __ixor__ = map(_operator, (Tensor.bitwise_and_, Tensor.bitwise_or_, Tensor.bitwise_xor_))
+    __and__, __or__, __xor__ = (
+        _operator(Tensor.__and__),
+        _operator(Tensor.__or__),
+        _operator(Tensor.__xor__),
+    )
+    __iand__, __ior__, __ixor__ = map(
+        _operator, (Tensor.bitwise_and_, Tensor.bitwise_or_, Tensor.bitwise_xor_)
+    )
     __invert__ = _operator(torch.bitwise_not)
     __getitem__, __setitem__ = _operator(Tensor.__getitem__), _operator(Tensor.__setitem__)
-    __bool__, __float__, __int__ = map(_operator, (Tensor.__bool__, Tensor.__float__, Tensor.__int__))
+    __bool__, __float__, __int__ = map(
+        _operator, (Tensor.__bool__, Tensor.__float__, Tensor.__int__)
+    )
     __index__, __format__ = _operator(Tensor.__index__), _operator(Tensor.__format__)
-    __dlpack__, __dlpack_device__ = _operator(Tensor.__dlpack__), _operator(Tensor.__dlpack_device__)
+    __dlpack__, __dlpack_device__ = (
+        _operator(Tensor.__dlpack__),
+        _operator(Tensor.__dlpack_device__),
+    )

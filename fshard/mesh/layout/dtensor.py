@@ -27,10 +27,14 @@ def to_dtensor(x: Sharded) -> DTensor:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     if not isinstance(x, Sharded):
-        raise TypeError(f"to_dtensor: x must be a Sharded; got {type(x).__name__}. Make one with fs.device_put.")
+        raise TypeError(
+            f"to_dtensor: x must be a Sharded; got {type(x).__name__}. Make one with fs.device_put."
+        )
     spec, mesh = x.spec, x.mesh
     if spec.is_flat or spec.at or x.layout.memory != "device":
-        raise LayoutError(f"{x!r} has no DTensor: flat, owned and host layouts are fshard's own. Reshard it first.")
+        raise LayoutError(
+            f"{x!r} has no DTensor: flat, owned and host layouts are fshard's own. Reshard it first."
+        )
     placements: list[Placement] = [Replicate()] * len(mesh.axis_names)
     for dim, axes in enumerate(spec.dims(x.ndim)):
         if list(axes) != sorted(axes, key=mesh.axis_names.index):
@@ -58,7 +62,9 @@ def to_dtensor(x: Sharded) -> DTensor:
 
 def _dense_strides(shape: torch.Size, order: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a dense tensor whose dims are stored in this order, slowest first."""
-    return tuple(prod(shape[minor] for minor in order[order.index(dim) + 1 :]) for dim in range(len(shape)))
+    return tuple(
+        prod(shape[minor] for minor in order[order.index(dim) + 1 :]) for dim in range(len(shape))
+    )
 
 
 def from_dtensor(x: DTensor) -> Sharded:
@@ -76,7 +82,9 @@ def from_dtensor(x: DTensor) -> Sharded:
         elif isinstance(placement, Partial) and placement.reduce_op == "sum":
             unreduced.append(axis)
         elif not isinstance(placement, Replicate):
-            raise LayoutError(f'The DTensor is {placement} along "{axis}", which no layout expresses. Redistribute it.')
+            raise LayoutError(
+                f'The DTensor is {placement} along "{axis}", which no layout expresses. Redistribute it.'
+            )
     layout = Layout(mesh, P(*dims, unreduced=tuple(unreduced)))
     layout.check(x.shape, "the DTensor")
     return Sharded(tuple(x.shape), layout, (x.to_local(),))

@@ -23,7 +23,9 @@ def host_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
 
 
-def start_read(xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Callable[[], list[Tensor]]:
+def start_read(
+    xs: Sequence[Tensor], into: Sequence[Tensor] | None = None
+) -> Callable[[], list[Tensor]]:
     """Start copying tensors to the host; return the function that waits for the copies and returns them."""
     copies = [x if is_on_host(x) else host_like(x) for x in xs] if into is None else [*into]
     for x, copy in zip(xs, copies, strict=True):

@@ -74,7 +74,9 @@ class Layout(CachedHash):
             )
         self.mesh.check_axes(self.spec.axes, f"Layout with {self.spec}")
         if self.memory not in MEMORIES:
-            raise ValueError(f'Layout: memory must be "device", "host" or "disk"; got {self.memory!r}.')
+            raise ValueError(
+                f'Layout: memory must be "device", "host" or "disk"; got {self.memory!r}.'
+            )
         for axes, index in self.spec.at:
             n = prod(self.mesh.shape[axis] for axis in axes)
             if index >= n:
@@ -97,7 +99,9 @@ class Layout(CachedHash):
         """Raise if a tensor of `shape` cannot have this layout, naming every uneven dim; parameters, with a unit, may be."""
         spec, shape = self.spec, tuple(shape)
         if spec.shape is not None and spec.shape != shape:
-            raise LayoutError(f"{name} has shape {shape}, but its spec {spec} was written for shape {spec.shape}.")
+            raise LayoutError(
+                f"{name} has shape {shape}, but its spec {spec} was written for shape {spec.shape}."
+            )
         if len(spec.entries) > len(shape):
             raise LayoutError(
                 f"{name} of shape {shape} has {len(shape)} dims, but {spec} has {len(spec.entries)} entries."
@@ -195,7 +199,9 @@ class ShardType:
         notes += [f"at:{'+'.join(axes)}={index}" for axes, index in self.spec.at]
         notes += [f"U:{'+'.join(self.spec.unreduced)}"] if self.spec.unreduced else []
         notes += [self.memory] if self.memory != "device" else []
-        return f"{dtype_name(self.dtype)}[{', '.join(dims)}]" + (f"{{{', '.join(notes)}}}" if notes else "")
+        return f"{dtype_name(self.dtype)}[{', '.join(dims)}]" + (
+            f"{{{', '.join(notes)}}}" if notes else ""
+        )
 
     __repr__ = __str__
 

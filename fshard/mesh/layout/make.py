@@ -45,10 +45,14 @@ def make_mesh(
     if runtime is None:
         runtime = scope.mesh.runtime if scope else "process" if launched() else "virtual"
     mesh = Mesh(
-        pairs, runtime, _choose_device_type(runtime, device.type if isinstance(device, torch.device) else device)
+        pairs,
+        runtime,
+        _choose_device_type(runtime, device.type if isinstance(device, torch.device) else device),
     )
     if timeout is not None and runtime != "process":
-        raise MeshError(f"timeout={timeout} has no meaning on {mesh}: only processes can be waited for in vain.")
+        raise MeshError(
+            f"timeout={timeout} has no meaning on {mesh}: only processes can be waited for in vain."
+        )
     if scope is not None and runtime == scope.mesh.runtime and mesh.size != scope.mesh.root_size:
         raise MeshError(
             f"{mesh} has {mesh.size} devices, but this code runs on one of {scope.mesh.root_size}, of {scope.mesh}."
@@ -70,13 +74,20 @@ def _axes_with_sizes(axes: Any, names: Any) -> tuple[tuple[str, int], ...]:
     """Return names and sizes, of sizes alone with `names`, as in JAX's make_mesh."""
     if names is not None:
         if not _is_list(axes) or not _is_list(names) or len(axes) != len(names):
-            raise MeshError(f"make_mesh: with names, axes must be as many sizes; got axes={axes!r}, names={names!r}.")
+            raise MeshError(
+                f"make_mesh: with names, axes must be as many sizes; got axes={axes!r}, names={names!r}."
+            )
         axes = dict(zip(names, axes, strict=True))
     pairs = [*axes.items()] if isinstance(axes, Mapping) else axes
-    if not _is_list(pairs) or not all(isinstance(pair, tuple | list) and len(cast("Any", pair)) == 2 for pair in pairs):
-        raise MeshError(f'make_mesh: axes must be names with sizes, {{"data": 4, "model": 2}}; got {axes!r}.')
+    if not _is_list(pairs) or not all(
+        isinstance(pair, tuple | list) and len(cast("Any", pair)) == 2 for pair in pairs
+    ):
+        raise MeshError(
+            f'make_mesh: axes must be names with sizes, {{"data": 4, "model": 2}}; got {axes!r}.'
+        )
     return tuple(
-        (name, int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size) for name, size in pairs
+        (name, int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size)
+        for name, size in pairs
     )
 
 
@@ -87,14 +98,18 @@ def _is_list(x: Any) -> bool:
 def _choose_device_type(runtime: Runtime, device: str | None) -> str:
     if runtime == "abstract":
         if device not in (None, "meta"):
-            raise MeshError(f"an abstract mesh has no device, but device={device!r} was given. Leave it out.")
+            raise MeshError(
+                f"an abstract mesh has no device, but device={device!r} was given. Leave it out."
+            )
         return "meta"
     prefers_gpu = runtime == "process" and torch.cuda.is_available()
     kind = device or ("cuda" if prefers_gpu or torch.get_default_device().type == "cuda" else "cpu")
     if kind not in ("cpu", "cuda"):
         raise MeshError(f'device={kind!r} is neither "cpu" nor "cuda".')
     if kind == "cuda" and not torch.cuda.is_available():
-        raise MeshError('device="cuda" needs a GPU, but torch sees none. Leave it out, or write device="cpu".')
+        raise MeshError(
+            'device="cuda" needs a GPU, but torch sees none. Leave it out, or write device="cpu".'
+        )
     return kind
 
 
@@ -102,17 +117,23 @@ def to_device_mesh(mesh: Mesh) -> DeviceMesh:
     """Return torch's DeviceMesh for a process mesh: the same processes, axes and groups, for torch's own code."""
     mesh = require_mesh("to_device_mesh", mesh)
     if mesh.runtime != "process":
-        raise MeshError(f'{mesh} is {mesh.runtime}: a DeviceMesh is made of processes. Take runtime="process".')
+        raise MeshError(
+            f'{mesh} is {mesh.runtime}: a DeviceMesh is made of processes. Take runtime="process".'
+        )
     return process.device_mesh(mesh)
 
 
 def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     """Return the mesh for a torch DeviceMesh, with its groups.  The axes need names (`mesh_dim_names=`)."""
     if not isinstance(device_mesh, DeviceMesh):
-        raise TypeError(f"from_device_mesh: device_mesh must be a torch DeviceMesh; got {type(device_mesh).__name__}.")
+        raise TypeError(
+            f"from_device_mesh: device_mesh must be a torch DeviceMesh; got {type(device_mesh).__name__}."
+        )
     names = device_mesh.mesh_dim_names
     if names is None:
-        raise MeshError("This DeviceMesh has no axis names. Give init_device_mesh(..., mesh_dim_names=(...)).")
+        raise MeshError(
+            "This DeviceMesh has no axis names. Give init_device_mesh(..., mesh_dim_names=(...))."
+        )
     process.join(device_mesh.device_type, None)
     ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten().tolist())
     axes = tuple(zip(names, device_mesh.mesh.shape, strict=True))

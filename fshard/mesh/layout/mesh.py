@@ -64,7 +64,9 @@ class Mesh(CachedHash):
             if not isinstance(name, str) or not name.isidentifier():
                 complaints.append(f'axis name {name!r} is not a name like "data"')
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                complaints.append(f"axis {name!r} has size {size!r}: a size must be an integer >= 1")
+                complaints.append(
+                    f"axis {name!r} has size {size!r}: a size must be an integer >= 1"
+                )
         repeated = sorted({name for name in names if names.count(name) > 1}, key=str)
         if repeated:
             complaints.append(f"axis {_quote(repeated)} is named more than once")
@@ -104,19 +106,31 @@ class Mesh(CachedHash):
     def coordinates(self, device: int) -> dict[str, int]:
         """Return a device's coordinate along each axis: {"data": 2, "model": 1}."""
         if not 0 <= device < self.size:
-            raise MeshError(f"{self} has no device {device!r}: its {self.size} devices are counted from 0.")
-        return dict(zip(self.axis_names, arithmetic.unravel(device, [size for _, size in self.axes]), strict=True))
+            raise MeshError(
+                f"{self} has no device {device!r}: its {self.size} devices are counted from 0."
+            )
+        return dict(
+            zip(
+                self.axis_names,
+                arithmetic.unravel(device, [size for _, size in self.axes]),
+                strict=True,
+            )
+        )
 
     def index(self, coordinates: Mapping[str, int]) -> int:
         """Return the number of the device at `coordinates`; an axis left out counts as 0."""
         self.check_axes((*coordinates,), f"mesh.index({dict(coordinates)})")
         for name, coordinate in coordinates.items():
             if not 0 <= coordinate < self.shape[name]:
-                raise MeshError(f'mesh.index: "{name}" has coordinates 0 to {self.shape[name] - 1}; got {coordinate}.')
+                raise MeshError(
+                    f'mesh.index: "{name}" has coordinates 0 to {self.shape[name] - 1}; got {coordinate}.'
+                )
         return self._ravel_coordinates(coordinates)
 
     def _ravel_coordinates(self, coordinates: Mapping[str, int]) -> int:
-        return arithmetic.ravel([coordinates.get(name, 0) for name in self.axis_names], [size for _, size in self.axes])
+        return arithmetic.ravel(
+            [coordinates.get(name, 0) for name in self.axis_names], [size for _, size in self.axes]
+        )
 
     def local_index(self, root_device: int) -> int:
         """Return the number that a device of the parent mesh has in this one."""
@@ -129,7 +143,9 @@ class Mesh(CachedHash):
         names = as_axes(axes)
         unbound = [name for name in names if name not in self.axis_names]
         if unbound:
-            raise MeshError(f"{where}: {self} has no axis {_quote(unbound)}. Its axes are {_quote(self.axis_names)}.")
+            raise MeshError(
+                f"{where}: {self} has no axis {_quote(unbound)}. Its axes are {_quote(self.axis_names)}."
+            )
         return names
 
     def __getitem__(self, axes: Axes) -> Mesh:
@@ -147,7 +163,11 @@ class Mesh(CachedHash):
 
     def __str__(self) -> str:
         grid = ", ".join(f"{name}={size}" for name, size in self.axes)
-        cut = "" if self.parent is None else " of " + ", ".join(f"{name}={size}" for name, size in self.parent)
+        cut = (
+            ""
+            if self.parent is None
+            else " of " + ", ".join(f"{name}={size}" for name, size in self.parent)
+        )
         order = f", zigzag over {self.zigzag}" if self.zigzag else ""
         return f"Mesh({grid}{cut}; {self.runtime}, {self.device_type}{order})"
 
@@ -175,7 +195,9 @@ def require_mesh(caller: str, mesh: object = None) -> Mesh:
     mesh = ambient.mesh if mesh is None else mesh
     if isinstance(mesh, Mesh):
         return mesh
-    hint = "" if mesh is not None else " Write mesh=, or call it in a block: with fs.use_mesh(mesh)."
+    hint = (
+        "" if mesh is not None else " Write mesh=, or call it in a block: with fs.use_mesh(mesh)."
+    )
     raise TypeError(
         f'{caller}: mesh must be a Mesh, such as fs.make_mesh({{"data": 4}}); got {type(mesh).__name__}.{hint}'
     )

@@ -93,7 +93,9 @@ class Sharded(ArrayMethods):
         self.check_view()
         devices = local_devices(self.mesh)
         if len(self.shards) != len(devices):
-            was, used = ("outside of", "inside") if len(self.shards) > 1 else ("inside of", "outside")
+            was, used = (
+                ("outside of", "inside") if len(self.shards) > 1 else ("inside of", "outside")
+            )
             raise LayoutError(
                 f"{self!r} was made {was} fs.run and is used {used}. Make it where it is used. In shard_map, pass it as an "
                 "argument, or take its local shard: x.local."
@@ -115,23 +117,38 @@ def _validate_shards(caller: str, shards: Sequence[Any]) -> None:
     """Raise unless shards are dense tensors of one dtype."""
     dtypes = {x.dtype if isinstance(x, Tensor) and is_dense(x) else None for x in shards}
     if len(dtypes) > 1 or None in dtypes:
-        kinds = {dtype_name(x.dtype) if isinstance(x, Tensor) and is_dense(x) else type(x).__name__ for x in shards}
-        raise LayoutError(f"{caller} are not dense tensors of one dtype: {', '.join(sorted(kinds))}.")
+        kinds = {
+            dtype_name(x.dtype) if isinstance(x, Tensor) and is_dense(x) else type(x).__name__
+            for x in shards
+        }
+        raise LayoutError(
+            f"{caller} are not dense tensors of one dtype: {', '.join(sorted(kinds))}."
+        )
 
 
 def stack(x: Sharded, axes: Axes, mesh: Mesh | None = None) -> Sharded:
     """Return an array with a first dim for the values that devices have along `axes`, varying or unreduced, in place."""
     names, mesh = as_axes(axes), mesh or x.mesh
     return _with_reshaped_shards(
-        x, (prod(mesh.shape[axis] for axis in names), *x.shape), (names, *x.spec.entries), names, mesh
+        x,
+        (prod(mesh.shape[axis] for axis in names), *x.shape),
+        (names, *x.spec.entries),
+        names,
+        mesh,
     )
 
 
 def unstack(x: Sharded, axes: Axes, mesh: Mesh | None = None) -> Sharded:
     """Return the array whose values along `axes`, varying ones, an array has along its first dim, in place."""
     names = as_axes(axes)
-    if not x.ndim or x.spec.dims(1)[0] != names or x.shape[0] != prod(x.mesh.shape[axis] for axis in names):
-        raise LayoutError(f"replicas must have a first dim along {axes}, as the `init` of their step makes; got {x!r}.")
+    if (
+        not x.ndim
+        or x.spec.dims(1)[0] != names
+        or x.shape[0] != prod(x.mesh.shape[axis] for axis in names)
+    ):
+        raise LayoutError(
+            f"replicas must have a first dim along {axes}, as the `init` of their step makes; got {x!r}."
+        )
     return _with_reshaped_shards(x, x.shape[1:], x.spec.entries[1:], names, mesh or x.mesh)
 
 
@@ -140,7 +157,11 @@ def _with_reshaped_shards(
 ) -> Sharded:
     layout = _layout_with_entries(x.layout, entries, axes, mesh)
     shapes = _local_shapes(layout, shape, local_devices(mesh))
-    return Sharded(shape, layout, tuple([shard.reshape(local) for shard, local in zip(x.shards, shapes, strict=True)]))
+    return Sharded(
+        shape,
+        layout,
+        tuple([shard.reshape(local) for shard, local in zip(x.shards, shapes, strict=True)]),
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -151,7 +172,9 @@ def _layout_with_entries(layout: Layout, entries: Any, axes: tuple[str, ...], me
 
 
 @lru_cache(maxsize=4096)
-def _local_shapes(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _local_shapes(
+    layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
     return tuple(layout.local_shape(shape, device) for device in devices)
 
 
@@ -218,7 +241,9 @@ def typeof(x: Sharded | Tensor) -> ShardType:
 
 
 @uncompiled
-def from_local(shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None) -> Sharded:
+def from_local(
+    shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None
+) -> Sharded:
     """Build a global array from each device's local shard.
 
     Nothing is sent, but along axes that `layout` does not name: replicas are compared there by a hash, in one small
@@ -237,7 +262,9 @@ def from_local(shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
     tensor([0, 0, 1, 1])
     """
     if not isinstance(layout, Layout):
-        raise TypeError(f"from_local: layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}.")
+        raise TypeError(
+            f"from_local: layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}."
+        )
     layout = layout.on(resolve_mesh(layout.mesh))
     devices = local_devices(layout.mesh)
     if isinstance(shard, Tensor) and len(devices) > 1:
@@ -245,17 +272,23 @@ def from_local(shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
             f"from_local got one shard for the {len(devices)} devices of {layout.mesh}. Give a function of the "
             f"coordinates, from_local(lambda {', '.join(layout.mesh.axis_names)}: ..., layout), or call it inside fs.run."
         )
-    shards = [shard(**layout.mesh.coordinates(device)) if callable(shard) else shard for device in devices]
+    shards = [
+        shard(**layout.mesh.coordinates(device)) if callable(shard) else shard for device in devices
+    ]
     _validate_shards("from_local: the shards", shards)
     full_shape = tuple(shape) if shape is not None else layout.global_shape(shards[0].shape)
     layout.check(full_shape, "the tensor")
-    for device, x, local_shape in zip(devices, shards, _local_shapes(layout, full_shape, devices), strict=True):
+    for device, x, local_shape in zip(
+        devices, shards, _local_shapes(layout, full_shape, devices), strict=True
+    ):
         if tuple(x.shape) != local_shape:
             raise LayoutError(
                 f"from_local: the shard of device {layout.mesh.coordinates(device)} must have shape {local_shape}, that of a "
                 f"tensor of shape {full_shape} as {layout.spec}; got {tuple(x.shape)}."
             )
-    array = Sharded(full_shape, layout, tuple([in_memory(x, layout.mesh, layout.memory) for x in shards]))
+    array = Sharded(
+        full_shape, layout, tuple([in_memory(x, layout.mesh, layout.memory) for x in shards])
+    )
     agree(layout.mesh, f"from_local of {typeof(array)}")
     if layout.replicated_axes:
         compare_inputs("from_local", layout.mesh, {"": array.shards}, layout.replicated_axes)

@@ -55,7 +55,9 @@ def as_axes(axes: Axes | Iterable[str] | None) -> tuple[str, ...]:
     names = tuple(axes) if isinstance(axes, Iterable) else (axes,)
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f'An axis must be a name like "data" or a tuple of names; got {name!r}.')
+            raise TypeError(
+                f'An axis must be a name like "data" or a tuple of names; got {name!r}.'
+            )
     return names
 
 
@@ -112,7 +114,9 @@ class P(CachedHash):
         assign(self, "unreduced", tuple(sorted(as_axes(unreduced))))
         assign(self, "flat_axes", as_axes(flat) or None)
         assign(self, "at", _normalized_coordinates(at))
-        is_shape = isinstance(shape, tuple | list) and all(isinstance(length, int) for length in shape)
+        is_shape = isinstance(shape, tuple | list) and all(
+            isinstance(length, int) for length in shape
+        )
         if shape is not None and not is_shape:
             raise TypeError(f"shape must be a tuple of integers; got {shape!r}.")
         assign(self, "shape", None if shape is None else tuple(shape))
@@ -139,7 +143,9 @@ class P(CachedHash):
                 f'P.flat: axes must be names, as in P.flat("data", "model"); got {axes}. Write P.flat(*axes).'
             )
         if not axes:
-            raise ValueError('P.flat() names no axis. Write P.flat("data"), or P() for a replicated tensor.')
+            raise ValueError(
+                'P.flat() names no axis. Write P.flat("data"), or P() for a replicated tensor.'
+            )
         return cls(flat=axes, unreduced=unreduced, at=at, shape=shape)
 
     def replace(self, **changes: Any) -> P:
@@ -168,7 +174,10 @@ class P(CachedHash):
     @property
     def split_axes(self) -> tuple[str, ...]:
         """Axes that split the tensor: its dims, then the flattened one."""
-        return (*(axis for entry in self.entries for axis in as_axes(entry)), *(self.flat_axes or ()))
+        return (
+            *(axis for entry in self.entries for axis in as_axes(entry)),
+            *(self.flat_axes or ()),
+        )
 
     @property
     def at_axes(self) -> tuple[str, ...]:
@@ -194,12 +203,16 @@ class P(CachedHash):
         return {
             axis: index
             for axes, number in self.at
-            for axis, index in zip(axes, unravel(number, [sizes[axis] for axis in axes]), strict=True)
+            for axis, index in zip(
+                axes, unravel(number, [sizes[axis] for axis in axes]), strict=True
+            )
         }
 
     def dims(self, ndim: int) -> tuple[tuple[str, ...], ...]:
         """Return the axes of each of `ndim` dims; () for an unsharded dim."""
-        return tuple(as_axes(self.entries[dim]) if dim < len(self.entries) else () for dim in range(ndim))
+        return tuple(
+            as_axes(self.entries[dim]) if dim < len(self.entries) else () for dim in range(ndim)
+        )
 
     def block(
         self, shape: Sequence[int], sizes: Mapping[str, int], coordinates: Mapping[str, int]
@@ -212,7 +225,9 @@ class P(CachedHash):
         ranges: list[Range] = []
         for length, axes in zip(shape, self.dims(len(shape)), strict=True):
             parts = [sizes[axis] for axis in axes]
-            ranges.append(flat_range(length, prod(parts), ravel([coordinates[axis] for axis in axes], parts)))
+            ranges.append(
+                flat_range(length, prod(parts), ravel([coordinates[axis] for axis in axes], parts))
+            )
         return tuple(ranges)
 
     def ranges(
@@ -228,8 +243,15 @@ class P(CachedHash):
         block = self.block(shape, sizes, coordinates)
         if self.flat_axes is None:
             return block
-        total, parts = prod([stop - start for start, stop in block]), [sizes[axis] for axis in self.flat_axes]
-        return (flat_range(total, prod(parts), ravel([coordinates[axis] for axis in self.flat_axes], parts)),)
+        total, parts = (
+            prod([stop - start for start, stop in block]),
+            [sizes[axis] for axis in self.flat_axes],
+        )
+        return (
+            flat_range(
+                total, prod(parts), ravel([coordinates[axis] for axis in self.flat_axes], parts)
+            ),
+        )
 
     def local_shape(
         self, shape: Sequence[int], sizes: Mapping[str, int], coordinates: Mapping[str, int]
@@ -247,7 +269,9 @@ class P(CachedHash):
         elif self.flat_axes is not None:
             head, parts = "P.flat", [f'"{axis}"' for axis in self.flat_axes]
         if self.at:
-            parts.append(f"at={{{', '.join(f'{as_written(axes)}: {index}' for axes, index in self.at)}}}")
+            parts.append(
+                f"at={{{', '.join(f'{as_written(axes)}: {index}' for axes, index in self.at)}}}"
+            )
         if self.unreduced:
             parts.append(f"unreduced={as_written(self.unreduced)}")
         if self.shape is not None:
@@ -255,13 +279,17 @@ class P(CachedHash):
         return f"{head}({', '.join(parts)})"
 
 
-def _normalized_coordinates(coordinates: Coordinates | None) -> tuple[tuple[tuple[str, ...], int], ...]:
+def _normalized_coordinates(
+    coordinates: Coordinates | None,
+) -> tuple[tuple[tuple[str, ...], int], ...]:
     """Validate and sort `coordinates`."""
     if not isinstance(coordinates, Mapping | None):
         raise TypeError(f'at must map axes to coordinates, {{"pipe": 2}}; got {coordinates!r}.')
     for axes, index in (coordinates or {}).items():
         if not axes or not isinstance(index, int) or isinstance(index, bool) or index < 0:
-            raise ValueError(f'at must map axes to coordinates, {{"pipe": 0}}; got {{{axes!r}: {index!r}}}.')
+            raise ValueError(
+                f'at must map axes to coordinates, {{"pipe": 0}}; got {{{axes!r}: {index!r}}}.'
+            )
     return tuple(sorted((as_axes(axes), index) for axes, index in (coordinates or {}).items()))
 
 
@@ -273,4 +301,6 @@ def _normalized_entry(entry: object) -> Axes | None:
     if isinstance(entry, tuple | list) and all(isinstance(axis, str) for axis in entry):
         axes = tuple(entry)
         return axes[0] if len(axes) == 1 else axes
-    raise TypeError(f"An entry of P must be None, an axis name or a tuple of axis names; got {entry!r}.")
+    raise TypeError(
+        f"An entry of P must be None, an axis name or a tuple of axis names; got {entry!r}."
+    )

@@ -38,11 +38,16 @@ def flatten(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[Any], Str
     return leaves, structure
 
 
-_LEAVES = [cast("Structure", _o.tree_structure(0, none_is_leaf=flag, namespace=NAMESPACE)) for flag in (False, True)]
+_LEAVES = [
+    cast("Structure", _o.tree_structure(0, none_is_leaf=flag, namespace=NAMESPACE))
+    for flag in (False, True)
+]
 """The structure of a single leaf: most messages and results are one tensor."""
 
 
-def flatten_with_paths(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[str], list[Any], Structure]:
+def flatten_with_paths(
+    tree: PyTree, *, none_is_leaf: bool = False
+) -> tuple[list[str], list[Any], Structure]:
     """Return the path of each leaf as an expression (`["w"][3]`), the leaves and the structure."""
     leaves, structure = flatten(tree, none_is_leaf=none_is_leaf)
     return [*paths_of(structure)], leaves, structure
@@ -99,8 +104,13 @@ def collected(name: str) -> Generator[Callable[[str], Any]]:
         paths: dict[str, list[str]] = {}
         for path, error in errors:
             paths.setdefault(str(error), []).append(path)
-        lines = [f"{', '.join(leaves)}: {text}" if any(leaves) else text for text, leaves in paths.items()]
-        kind = kinds.pop() if len(kinds) == 1 else LayoutError if LayoutError in kinds else ValueError
+        lines = [
+            f"{', '.join(leaves)}: {text}" if any(leaves) else text
+            for text, leaves in paths.items()
+        ]
+        kind = (
+            kinds.pop() if len(kinds) == 1 else LayoutError if LayoutError in kinds else ValueError
+        )
         raise kind(f"{name}: " + ("\n  " if len(lines) > 1 else "") + "\n  ".join(lines))
 
 
@@ -134,13 +144,18 @@ Node = tuple[Callable[[Any], tuple[Any, Any, Any]], Callable[[Any, Any], Any]]
 def _dataclass_node(kind: type) -> Node:
     """Return how to flatten a dataclass."""
     is_static = {
-        each.name: each.metadata.get("static", not each.metadata.get("pytree_node", True)) for each in fields(kind)
+        each.name: each.metadata.get("static", not each.metadata.get("pytree_node", True))
+        for each in fields(kind)
     }
     names = tuple(name for name in is_static if not is_static[name])
     static = tuple(name for name in is_static if is_static[name])
 
     def flatten(x: Any) -> tuple[Any, Any, Any]:
-        return [getattr(x, name) for name in names], tuple(getattr(x, name) for name in static), names
+        return (
+            [getattr(x, name) for name in names],
+            tuple(getattr(x, name) for name in static),
+            names,
+        )
 
     def unflatten(values: Any, children: Any) -> Any:
         x = object.__new__(kind)
@@ -160,7 +175,10 @@ def _torch_node(kind: type) -> Node:
         if node.flatten_with_keys_fn is None:
             return children, context, range(len(children))
         keys = [key for key, _ in node.flatten_with_keys_fn(x)[0]]
-        names = [next(getattr(key, name) for name in ("name", "key", "idx") if hasattr(key, name)) for key in keys]
+        names = [
+            next(getattr(key, name) for name in ("name", "key", "idx") if hasattr(key, name))
+            for key in keys
+        ]
         return children, context, names
 
     def unflatten(context: Any, children: Any) -> Any:

@@ -97,7 +97,9 @@ def _slices(
     ]
 
 
-def _shard_view(x: Tensor, layout: Layout, block: tuple[slice, ...], ranges: tuple[slice, ...]) -> Tensor:
+def _shard_view(
+    x: Tensor, layout: Layout, block: tuple[slice, ...], ranges: tuple[slice, ...]
+) -> Tensor:
     x = x[block] if block else x
     flat = x.reshape(-1) if layout.spec.is_flat or not x.ndim else x
     return flat[ranges] if ranges else x
@@ -117,7 +119,9 @@ def moves(x: Sharded, layout: Layout) -> bool:
     """Return True if an array must be resharded to have this layout in the devices' memory."""
     x.check()
     before = x.layout
-    return before is not layout and (before.memory != "device" or bool(plan_reshard(before, layout, x.shape).steps))
+    return before is not layout and (
+        before.memory != "device" or bool(plan_reshard(before, layout, x.shape).steps)
+    )
 
 
 def _reshard_tree(
@@ -128,7 +132,9 @@ def _reshard_tree(
     try:
         targets = broadcast_prefix(layouts, tree, none_is_leaf=True)
     except ValueError:
-        raise ValueError(f"{caller}: the layouts {layouts!r} are no prefix of the tree {structure}.") from None
+        raise ValueError(
+            f"{caller}: the layouts {layouts!r} are no prefix of the tree {structure}."
+        ) from None
     arrays: dict[int, tuple[Sharded, Layout]] = {}
     with collected(caller) as attempt:
         for index, (path, leaf, to) in enumerate(zip(paths, leaves, targets, strict=True)):
@@ -137,7 +143,9 @@ def _reshard_tree(
             with attempt(path):
                 layout = Layout(require_mesh(caller), to) if isinstance(to, P) else to
                 if not isinstance(layout, Layout):
-                    raise TypeError(f"a layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}.")
+                    raise TypeError(
+                        f"a layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}."
+                    )
                 if path and is_static(leaf, layout.spec):
                     continue
                 before = leaf.layout if isinstance(leaf, Sharded) else layout
@@ -145,7 +153,9 @@ def _reshard_tree(
                 layout = Layout(resolve_mesh(layout.mesh), layout.spec, layout.memory, unit, frozen)
                 if (array := as_array(leaf, layout)) is not None:
                     arrays[index] = array, layout
-    resharded = reshard_all([x for x, _ in arrays.values()], [layout for _, layout in arrays.values()], call_site())
+    resharded = reshard_all(
+        [x for x, _ in arrays.values()], [layout for _, layout in arrays.values()], call_site()
+    )
     for index, x in zip(arrays, resharded, strict=True):
         leaves[index] = x
     return unflatten(structure, leaves)
@@ -154,7 +164,9 @@ def _reshard_tree(
 def is_static(leaf: Any, spec: P) -> bool:
     """Return True for a leaf that passes unchanged: a string, a function, a number that is replicated."""
     has_elements = isinstance(leaf, Number | np.generic | Set | Iterator)
-    return not isinstance(leaf, Tensor | Sharded | np.ndarray) and not (has_elements and spec != P())
+    return not isinstance(leaf, Tensor | Sharded | np.ndarray) and not (
+        has_elements and spec != P()
+    )
 
 
 def validate_leaf(leaf: Any, layout: Layout) -> None:
@@ -196,9 +208,15 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
     result = put_equal(tree, layout)
     paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
     pairs = zip(paths, leaves, flatten(result, none_is_leaf=True)[0], strict=True)
-    tensors = [(path, x, y.mesh) for path, x, y in pairs if isinstance(x, Tensor) and isinstance(y, Sharded)]
+    tensors = [
+        (path, x, y.mesh)
+        for path, x, y in pairs
+        if isinstance(x, Tensor) and isinstance(y, Sharded)
+    ]
     for mesh in dict.fromkeys([mesh for *_, mesh in tensors]):
-        compare_inputs("device_put", mesh, {path: (x,) for path, x, root in tensors if root == mesh})
+        compare_inputs(
+            "device_put", mesh, {path: (x,) for path, x, root in tensors if root == mesh}
+        )
     return result
 
 
@@ -273,9 +291,13 @@ def reshard(tree: PyTree, layout: PyTree) -> PyTree:
             return None
         validate_leaf(x, to)
         if not isinstance(x, Sharded):
-            raise TypeError(f"a Sharded is needed; got {type(x).__name__}. Shard tensors with fs.device_put.")
+            raise TypeError(
+                f"a Sharded is needed; got {type(x).__name__}. Shard tensors with fs.device_put."
+            )
         if x.mesh != to.mesh:
-            raise LayoutError(f"the tensor is on {x.mesh} and cannot be resharded to {to.mesh}. Use fs.device_put.")
+            raise LayoutError(
+                f"the tensor is on {x.mesh} and cannot be resharded to {to.mesh}. Use fs.device_put."
+            )
         return x
 
     return _reshard_tree("reshard", tree, layout, as_array)
@@ -292,18 +314,24 @@ def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) ->
     for mesh, indices in by_mesh.items():
         arrays = [xs[index] for index in indices]
         _validate_reshardable(arrays, mesh)
-        plans = [plan_reshard(xs[index].layout, layouts[index], xs[index].shape) for index in indices]
+        plans = [
+            plan_reshard(xs[index].layout, layouts[index], xs[index].shape) for index in indices
+        ]
         kinds: list[Memory] = [
-            "device" if plan.steps else x.layout.memory for x, plan in zip(arrays, plans, strict=True)
+            "device" if plan.steps else x.layout.memory
+            for x, plan in zip(arrays, plans, strict=True)
         ]
         columns = [
-            _moved_to_memory(x.shards, mesh, x.layout.memory, kind) for x, kind in zip(arrays, kinds, strict=True)
+            _moved_to_memory(x.shards, mesh, x.layout.memory, kind)
+            for x, kind in zip(arrays, kinds, strict=True)
         ]
         if any(plan.steps for plan in plans):
             columns = run_mapped(mesh, partial(_execute_plans, plans, site), columns)
         for index, shards, kind in zip(indices, columns, kinds, strict=True):
             to = layouts[index]
-            resharded[index] = Sharded(xs[index].shape, to, _moved_to_memory(tuple(shards), mesh, kind, to.memory))
+            resharded[index] = Sharded(
+                xs[index].shape, to, _moved_to_memory(tuple(shards), mesh, kind, to.memory)
+            )
     return [resharded[first] for first in firsts]
 
 
@@ -312,7 +340,10 @@ def _first_tied_indices(xs: Sequence[Sharded], layouts: Sequence[Layout]) -> Seq
     if len({id(x.shards[0]) for x in xs}) == len(xs):
         return range(len(xs))
     firsts: dict[object, int] = {}
-    return [firsts.setdefault((*key_of(x), to), index) for index, (x, to) in enumerate(zip(xs, layouts, strict=True))]
+    return [
+        firsts.setdefault((*key_of(x), to), index)
+        for index, (x, to) in enumerate(zip(xs, layouts, strict=True))
+    ]
 
 
 def _execute_plans(plans: Sequence[ReshardPlan], site: Site, device: int, xs: Tensors) -> Tensors:
@@ -327,7 +358,11 @@ def _validate_reshardable(xs: Sequence[Sharded], mesh: Mesh) -> None:
             "fs.array.constrain."
         )
     scope = inside(mesh)
-    if scope is not None and not scope.own.isdisjoint(mesh.axis_names) and any(recorded(x.shards) for x in xs):
+    if (
+        scope is not None
+        and not scope.own.isdisjoint(mesh.axis_names)
+        and any(recorded(x.shards) for x in xs)
+    ):
         raise LayoutError(
             "a tensor that depends on parameters cannot be resharded in a loss function of value_and_grad, where every "
             "value is varying. Use collectives: fs.all_gather(x, axis) for the full tensor."
@@ -351,7 +386,9 @@ def unshard(tree: PyTree) -> PyTree:
     arrays = {index: x for index, x in enumerate(leaves) if isinstance(x, Sharded)}
     for x in arrays.values():
         x.check()
-    replicated = reshard_all([*arrays.values()], [Layout(x.mesh) for x in arrays.values()], call_site())
+    replicated = reshard_all(
+        [*arrays.values()], [Layout(x.mesh) for x in arrays.values()], call_site()
+    )
     full: dict[int, Tensor] = {}
     for index, x in zip(arrays, replicated, strict=True):
         if id(x) not in full:  # tied tensors stay tied

@@ -31,7 +31,15 @@ from fshard.mesh.collectives.moves import Alone, Move, PartsMove, plain
 from fshard.mesh.layout import P
 from fshard.mesh.layout.arithmetic import strides, unravel
 from fshard.mesh.layout.spec import CachedHash
-from fshard.mesh.reshard.regions import Numbers, Sizes, elements, intersect, regions_of, replicas, volume
+from fshard.mesh.reshard.regions import (
+    Numbers,
+    Sizes,
+    elements,
+    intersect,
+    regions_of,
+    replicas,
+    volume,
+)
 
 
 class Box(NamedTuple):
@@ -94,7 +102,9 @@ class Supply(CachedHash):
         held, rows = self.held, replicas(self.group, self.before.sharded_axes)
         needed_by = {*self.before.sharded_axes} - {*self.after.sharded_axes}
         times = prod(size for axis, size in self.group if axis in needed_by)
-        counts = volume(held[rows[:, 0]]) * times - volume(intersect(held, self.wanted))[rows].sum(1)
+        counts = volume(held[rows[:, 0]]) * times - volume(intersect(held, self.wanted))[rows].sum(
+            1
+        )
         result = np.empty(len(held), np.int64)
         result[rows] = np.diff(np.arange(rows.shape[1] + 1) * counts[:, None] // rows.shape[1])
         return result
@@ -105,16 +115,30 @@ class Supply(CachedHash):
         rows = replicas(self.group, self.before.sharded_axes)
         ((row, replica),) = np.argwhere(rows == index)
         requests = _requests_for_row(self, int(row))
-        sends = {int(to): requests.served(int(to), int(replica)) for to in np.flatnonzero(volume(requests.regions))}
+        sends = {
+            int(to): requests.served(int(to), int(replica))
+            for to in np.flatnonzero(volume(requests.regions))
+        }
         gets: dict[int, list[Numbers]] = {}
         for row in np.flatnonzero(volume(intersect(self.held[rows[:, 0]], wanted))):
             requests = _requests_for_row(self, int(row))
             if volume(requests.regions[index]):
-                gets |= {int(source): requests.served(index, number) for number, source in enumerate(rows[row])}
+                gets |= {
+                    int(source): requests.served(index, number)
+                    for number, source in enumerate(rows[row])
+                }
         keeps = elements(intersect(held, wanted), 0, int(volume(held)))
         return Traffic(
-            {to: self._local_boxes(self.before, boxes, index) for to, boxes in sends.items() if boxes},
-            {source: self._local_boxes(self.after, boxes, index) for source, boxes in gets.items() if boxes},
+            {
+                to: self._local_boxes(self.before, boxes, index)
+                for to, boxes in sends.items()
+                if boxes
+            },
+            {
+                source: self._local_boxes(self.after, boxes, index)
+                for source, boxes in gets.items()
+                if boxes
+            },
             [
                 *zip(
                     self._local_boxes(self.before, keeps, index),
@@ -133,7 +157,10 @@ class Supply(CachedHash):
         first = sum(start * step for (start, _), step in zip(block, steps, strict=True))
         if spec.is_flat:
             first += spec.ranges(self.shape, sizes, coordinates)[0][0]
-        return [Box(int(box[:, 0] @ steps) - first, tuple((box[:, 1] - box[:, 0]).tolist()), steps) for box in boxes]
+        return [
+            Box(int(box[:, 0] @ steps) - first, tuple((box[:, 1] - box[:, 0]).tolist()), steps)
+            for box in boxes
+        ]
 
 
 class Requests(NamedTuple):
@@ -175,7 +202,11 @@ class Parts(CachedHash, PartsMove):
     def sizes(self) -> Callable[[int], list[tuple[int, int]]]:
         """From a device to the number of elements of its old and new shard of each tensor."""
         pairs = [(leaf.held, leaf.wanted) for leaf in self.leaves]
-        return cache(lambda index: [(int(volume(held[index])), int(volume(wanted[index]))) for held, wanted in pairs])
+        return cache(
+            lambda index: [
+                (int(volume(held[index])), int(volume(wanted[index]))) for held, wanted in pairs
+            ]
+        )
 
     @cached_property
     def _transposed(self) -> Parts:
@@ -215,7 +246,9 @@ class Parts(CachedHash, PartsMove):
         # copied: a view would keep the row alive, and unaligned matmuls round differently
         return [shard[0].clone() for shard in self._shards_in_rows(row[None], index, 1)]
 
-    def _shards_in_rows(self, rows: Tensor, index: int, is_after: Literal[0, 1]) -> Sequence[Tensor]:
+    def _shards_in_rows(
+        self, rows: Tensor, index: int, is_after: Literal[0, 1]
+    ) -> Sequence[Tensor]:
         """Return the old or the new shard of each tensor in the rows of a device.  (rows, length) -> (rows, size) each"""
         sizes = [pair[is_after] for pair in self.sizes(index)]
         return rows.split([*sizes, rows.shape[1] - sum(sizes)], 1)[:-1]
@@ -266,5 +299,8 @@ class KeptRange(Alone):
 
     def new_shard(self, x: Tensor, index: int) -> Tensor:
         """Return the new shard, flat, from a device's old one; a view if it is contiguous there."""
-        boxes = [box.of(plain(x).reshape(1, -1)).reshape(-1) for box, _ in self.parts.traffic(index)[0].keeps]
+        boxes = [
+            box.of(plain(x).reshape(1, -1)).reshape(-1)
+            for box, _ in self.parts.traffic(index)[0].keeps
+        ]
         return boxes[0] if len(boxes) == 1 else torch.cat([x.new_empty(0), *boxes])

@@ -40,7 +40,9 @@ class ReshardPlan:
 @lru_cache(maxsize=4096)
 def plan_reshard(before: Layout, after: Layout, shape: tuple[int, ...]) -> ReshardPlan:
     """Return the plan from one layout to another on the same mesh."""
-    return ReshardPlan(plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes), shape)
+    return ReshardPlan(
+        plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes), shape
+    )
 
 
 def go(
@@ -53,8 +55,13 @@ def go(
     scope, results = require("fs.reshard"), dict(enumerate(xs))
     started: list[tuple[SharedStep, Pending]] = []
     for step in _shared_steps(tuple(plans), tuple([x.dtype for x in xs]), AT_ONCE):
-        move, shards = step.move, [results.pop(index) for index in step.indices]  # freed once they are packed
-        if step.at and any(scope.group(axes, "fs.reshard").index != index for axes, index in step.at):
+        move, shards = (
+            step.move,
+            [results.pop(index) for index in step.indices],
+        )  # freed once they are packed
+        if step.at and any(
+            scope.group(axes, "fs.reshard").index != index for axes, index in step.at
+        ):
             ys = step.skipped(shards, scope, site)
         elif move is None or (step.is_slice and _is_plain(shards)):
             ys = step.views(shards, scope)
@@ -65,7 +72,9 @@ def go(
                 started.append((step, bound.start(packed)))
                 continue
             is_plain = not isinstance(move, Alone) and _is_plain(shards)
-            ys = step.unpacked(bound.start(packed).wait() if is_plain else apply(bound, packed), scope)
+            ys = step.unpacked(
+                bound.start(packed).wait() if is_plain else apply(bound, packed), scope
+            )
         results.update(zip(step.indices, ys, strict=True))
 
     def finish() -> list[Tensor]:
@@ -84,17 +93,26 @@ def _is_plain(shards: list[Tensor]) -> bool:
 class SharedStep:
     """One step that several leaves take together, of which `shapes` are the global shapes."""
 
-    def __init__(self, indices: list[int], steps: list[Step], shapes: list[tuple[int, ...]], *, is_last: bool) -> None:
+    def __init__(
+        self, indices: list[int], steps: list[Step], shapes: list[tuple[int, ...]], *, is_last: bool
+    ) -> None:
         step = steps[0]
         self.indices, self.steps, self.shapes, self.is_last = indices, steps, shapes, is_last
         self.kind, self.axes, self.at = step.kind, step.axes, step.at
         self.move: Move | None = step.move
         if isinstance(step.move, Parts):
             self.move = Parts(
-                tuple(leaf for step in steps if isinstance(step.move, Parts) for leaf in step.move.leaves)
+                tuple(
+                    leaf
+                    for step in steps
+                    if isinstance(step.move, Parts)
+                    for leaf in step.move.leaves
+                )
             )
         self.is_slice = step.kind == "flat_slice" or isinstance(self.move, KeptRange)
-        self._axes = tuple(dict.fromkeys(axis for step in steps for axis in step.after.sharded_axes))
+        self._axes = tuple(
+            dict.fromkeys(axis for step in steps for axis in step.after.sharded_axes)
+        )
         self._local_shapes: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
     def local_shapes(self, scope: Scope) -> list[tuple[int, ...]]:
@@ -121,7 +139,9 @@ class SharedStep:
             return tuple([_padded(x, chunk(x.numel(), n) * n) for x in xs])
         if self.kind == "flat_gather":
             shapes = self.local_shapes(scope)
-            return tuple([_padded(x, chunk(prod(shape), n)) for x, shape in zip(xs, shapes, strict=True)])
+            return tuple(
+                [_padded(x, chunk(prod(shape), n)) for x, shape in zip(xs, shapes, strict=True)]
+            )
         return tuple(xs)
 
     def unpacked(self, ys: Sequence[Tensor], scope: Scope) -> list[Tensor]:
@@ -146,13 +166,25 @@ class SharedStep:
 
         A device that represents all of an abstract mesh records the bytes of one that takes part.
         """
-        groups = () if scope.world.has_values else [(scope.group(axes, "fs.reshard"), index) for axes, index in self.at]
+        groups = (
+            ()
+            if scope.world.has_values
+            else [(scope.group(axes, "fs.reshard"), index) for axes, index in self.at]
+        )
         is_all = bool(groups) and all(group.represents_all for group, _ in groups)
         if is_all and self.move is not None and not isinstance(self.move, Alone):
-            sent = sum(step.elements * x.element_size() for x, step in zip(xs, self.steps, strict=True))
-            device = scope.device + sum((index - group.index) * group.dims[0][1] for group, index in groups)
+            sent = sum(
+                step.elements * x.element_size() for x, step in zip(xs, self.steps, strict=True)
+            )
+            device = scope.device + sum(
+                (index - group.index) * group.dims[0][1] for group, index in groups
+            )
             for ledger in active():
-                ledger.record(device, LedgerRow(self.move.name, self.axes, site._replace(leaves=())), Fraction(sent))
+                ledger.record(
+                    device,
+                    LedgerRow(self.move.name, self.axes, site._replace(leaves=())),
+                    Fraction(sent),
+                )
         return [_trimmed(x, shape) for x, shape in zip(xs, self.local_shapes(scope), strict=True)]
 
 
@@ -197,5 +229,7 @@ def _trimmed(y: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the first elements of a padded result, in a shape."""
     size = prod(shape)
     if y.numel() != size:
-        y = y.reshape(-1)[:size] if size else y.reshape(-1)[:0].clone()  # a view would keep all of it alive
+        y = (
+            y.reshape(-1)[:size] if size else y.reshape(-1)[:0].clone()
+        )  # a view would keep all of it alive
     return y if y.shape == shape else y.reshape(shape)

@@ -20,7 +20,15 @@ from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
-from fshard.mesh.collectives.moves import AllGather, AllToAll, Move, Psum, PsumScatter, Summand, Take
+from fshard.mesh.collectives.moves import (
+    AllGather,
+    AllToAll,
+    Move,
+    Psum,
+    PsumScatter,
+    Summand,
+    Take,
+)
 from fshard.mesh.layout import P
 from fshard.mesh.layout.arithmetic import chunk
 from fshard.mesh.reshard.exchange import KeptRange, Parts, Supply
@@ -62,7 +70,11 @@ def plan(before: P, after: P, shape: tuple[int, ...], axes: Sizes) -> tuple[Step
     if before.is_flat > start.is_flat and steps:  # the first step needs the dims
         steps.insert(0, Step("reshape", None, (), Fraction(0), start))
     if not steps:
-        return () if before.is_flat == after.is_flat else (Step("reshape", None, (), Fraction(0), after),)
+        return (
+            ()
+            if before.is_flat == after.is_flat
+            else (Step("reshape", None, (), Fraction(0), after),)
+        )
     return (*steps[:-1], replace(steps[-1], after=after))
 
 
@@ -72,9 +84,13 @@ def _normalized_spec(spec: P, sizes: Mapping[str, int]) -> P:
     def large(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(axis for axis in names if sizes[axis] > 1)
 
-    coordinates = {axis: index for axis, index in spec.coordinates(sizes).items() if sizes[axis] > 1}
+    coordinates = {
+        axis: index for axis, index in spec.coordinates(sizes).items() if sizes[axis] > 1
+    }
     dims = map(large, spec.dims(len(spec.entries)))
-    return P(*dims, flat=large(spec.flat_axes or ()), unreduced=large(spec.unreduced), at=coordinates)
+    return P(
+        *dims, flat=large(spec.flat_axes or ()), unreduced=large(spec.unreduced), at=coordinates
+    )
 
 
 def _route(start: P, goal: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Step]:
@@ -85,10 +101,22 @@ def _route(start: P, goal: P, shape: tuple[int, ...], sizes: Mapping[str, int]) 
         return [Step("reshape", None, (), Fraction(0), goal)]
     if common := [pair for pair in start.at if pair in goal.at]:
         fixed = {axis for axes, _ in common for axis in axes}
-        ends = [spec.replace(at=dict(pair for pair in spec.at if pair not in common)) for spec in (start, goal)]
-        steps = _route(ends[0], ends[1], shape, {axis: size for axis, size in sizes.items() if axis not in fixed})
+        ends = [
+            spec.replace(at=dict(pair for pair in spec.at if pair not in common))
+            for spec in (start, goal)
+        ]
+        steps = _route(
+            ends[0],
+            ends[1],
+            shape,
+            {axis: size for axis, size in sizes.items() if axis not in fixed},
+        )
         return [
-            replace(step, at=(*common, *step.at), after=step.after.replace(at=dict((*common, *step.after.at))))
+            replace(
+                step,
+                at=(*common, *step.at),
+                after=step.after.replace(at=dict((*common, *step.after.at))),
+            )
             for step in steps
         ]
     path, reduced = _ReshardPath(start, shape, sizes), _without(start.unreduced, goal.unreduced)
@@ -99,7 +127,9 @@ def _route(start: P, goal: P, shape: tuple[int, ...], sizes: Mapping[str, int]) 
         for axis in added:
             path.step("summand", Summand(), (axis,), unreduced=(*path.spec.unreduced, axis))
     elif reduced and goal.at and not {*goal.at_axes} & {*start.sharded_axes, *start.unreduced}:
-        path.direct(start.replace(at=dict(start.at + goal.at)))  # only the devices there need the sum
+        path.direct(
+            start.replace(at=dict(start.at + goal.at))
+        )  # only the devices there need the sum
         path.follow(goal)
     elif reduced:
         path.sum_up(goal)
@@ -121,7 +151,12 @@ class _ReshardPath:
         self.spec, self.shape, self.sizes = start, shape, sizes
 
     def step(
-        self, kind: Kind, move: Move | None, axes: tuple[str, ...], sent: Fraction | int = 0, **changes: Any
+        self,
+        kind: Kind,
+        move: Move | None,
+        axes: tuple[str, ...],
+        sent: Fraction | int = 0,
+        **changes: Any,
     ) -> None:
         """Append a step that changes these fields of the spec."""
         self.spec = self.spec.replace(**changes)
@@ -159,7 +194,9 @@ class _ReshardPath:
             sizes = {axis: size for axis, size in self.sizes.items() if axis not in split}
             steps = _route(start.replace(entries=()), goal.replace(entries=()), block, sizes)
             if self.is_even(start) or not any(step.kind == "direct" for step in steps):
-                self.steps += [replace(step, after=step.after.replace(entries=start.entries)) for step in steps]
+                self.steps += [
+                    replace(step, after=step.after.replace(entries=start.entries)) for step in steps
+                ]
                 self.spec = goal
                 return
         if start.unreduced == goal.unreduced and (goal.is_flat or goal.at):
@@ -168,7 +205,8 @@ class _ReshardPath:
         via, reduced = start.replace(flat=None), _without(start.unreduced, goal.unreduced)
         if goal.is_flat and goal.entries:
             scattered = goal.replace(
-                flat=None, unreduced=_without(start.unreduced, _without(reduced, goal.flat_axes or ()))
+                flat=None,
+                unreduced=_without(start.unreduced, _without(reduced, goal.flat_axes or ())),
             )
             summed = start.replace(flat=None, unreduced=_without(start.unreduced, reduced))
             via = scattered if scattered != start else summed
@@ -188,21 +226,40 @@ class _ReshardPath:
             self.step("flat_scatter", PsumScatter(0), flat, sent, flat=flat, unreduced=unreduced)
             by_dims = False
         for dim, axes in enumerate(self._further_axes(goal) if by_dims else ()):
-            scattered = axes[: next((i for i, axis in enumerate(axes) if axis not in reduced), len(axes))]
+            scattered = axes[
+                : next((i for i, axis in enumerate(axes) if axis not in reduced), len(axes))
+            ]
             if scattered:
                 n, unreduced = self.count(scattered), _without(self.spec.unreduced, scattered)
                 entries = self._changed_entries({dim: self.dims(self.spec)[dim] + scattered})
                 sent = Fraction(n - 1, n) * self.local
-                self.step("psum_scatter", PsumScatter(dim), scattered, sent, entries=entries, unreduced=unreduced)
-        axes = tuple(axis for axis in self.sizes if axis in _without(self.spec.unreduced, goal.unreduced))
+                self.step(
+                    "psum_scatter",
+                    PsumScatter(dim),
+                    scattered,
+                    sent,
+                    entries=entries,
+                    unreduced=unreduced,
+                )
+        axes = tuple(
+            axis for axis in self.sizes if axis in _without(self.spec.unreduced, goal.unreduced)
+        )
         if axes:
             n = self.count(axes)
-            self.step("psum", Psum(), axes, Fraction(2 * (n - 1), n) * self.local, unreduced=goal.unreduced)
+            self.step(
+                "psum",
+                Psum(),
+                axes,
+                Fraction(2 * (n - 1), n) * self.local,
+                unreduced=goal.unreduced,
+            )
 
     def _further_axes(self, goal: P) -> list[tuple[str, ...]]:
         """Return the axes by which the target splits each dim further; none where the dim is split differently already."""
         pairs = zip(self.dims(self.spec), self.dims(goal), strict=True)
-        return [target[len(axes) :] if target[: len(axes)] == axes else () for axes, target in pairs]
+        return [
+            target[len(axes) :] if target[: len(axes)] == axes else () for axes, target in pairs
+        ]
 
     def _changed_entries(self, changes: Mapping[int, tuple[str, ...]]) -> list[tuple[str, ...]]:
         return [changes.get(dim, axes) for dim, axes in enumerate(self.dims(self.spec))]
@@ -219,7 +276,9 @@ class _ReshardPath:
     def change(self, goal: P) -> None:
         """Change the spec without sums: by collectives of equal rows, else by a direct exchange."""
         start = self.spec
-        if {*start.at_axes} - {*goal.sharded_axes}:  # elements that many devices need are sent once, then forwarded
+        if {*start.at_axes} - {
+            *goal.sharded_axes
+        }:  # elements that many devices need are sent once, then forwarded
             unsharded = not start.split_axes
             axes = start.at_axes if unsharded else _without(self.sizes, start.unreduced)
             self.follow(P.flat(*axes, unreduced=start.unreduced))
@@ -244,7 +303,11 @@ class _ReshardPath:
         if not before:
             kind, move, axes = "flat_slice", Take(0), after
         elif not after:
-            kind, move, sent = "flat_gather", AllGather(0, replicated=True), (self.count(before) - 1) * self.local
+            kind, move, sent = (
+                "flat_gather",
+                AllGather(0, replicated=True),
+                (self.count(before) - 1) * self.local,
+            )
         self.step(kind, move, axes, sent, entries=goal.entries, flat=goal.flat_axes)
 
     def _change_dims(self, goal: P) -> None:
@@ -257,15 +320,31 @@ class _ReshardPath:
             n = self.count(suffix)
             if not suffix:
                 continue
-            splits = [d for d, more in enumerate(self._further_axes(goal)) if more[: len(suffix)] == suffix]
+            splits = [
+                d
+                for d, more in enumerate(self._further_axes(goal))
+                if more[: len(suffix)] == suffix
+            ]
             if splits:
                 split = splits[0]
-                entries = self._changed_entries({dim: target, split: self.dims(self.spec)[split] + suffix})
-                self.step("all_to_all", AllToAll(split, dim), suffix, Fraction(n - 1, n) * self.local, entries=entries)
+                entries = self._changed_entries(
+                    {dim: target, split: self.dims(self.spec)[split] + suffix}
+                )
+                self.step(
+                    "all_to_all",
+                    AllToAll(split, dim),
+                    suffix,
+                    Fraction(n - 1, n) * self.local,
+                    entries=entries,
+                )
             elif {*suffix}.isdisjoint(goal.split_axes):
                 gather = AllGather(dim, replicated=True)
                 self.step(
-                    "all_gather", gather, suffix, (n - 1) * self.local, entries=self._changed_entries({dim: target})
+                    "all_gather",
+                    gather,
+                    suffix,
+                    (n - 1) * self.local,
+                    entries=self._changed_entries({dim: target}),
                 )
         if self.spec.entries != goal.entries:
             self.spec, self.steps = start, []
@@ -276,7 +355,9 @@ class _ReshardPath:
         before, after = (spec.replace(unreduced=None) for spec in (self.spec, goal))
         is_flat = self.is_even(before, after) and max(len(before.entries), len(after.entries)) < 2
         shape = (prod(self.shape),) if is_flat else self.shape
-        group = tuple((axis, size) for axis, size in self.sizes.items() if axis in before.axes + after.axes)
+        group = tuple(
+            (axis, size) for axis, size in self.sizes.items() if axis in before.axes + after.axes
+        )
         parts = Parts((Supply(before, after, shape, group),))
         busiest = parts.sent(parts.length, None, 0)
         move = parts if busiest else KeptRange(parts)

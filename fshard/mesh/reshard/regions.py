@@ -37,7 +37,9 @@ def regions_of(spec: P, shape: tuple[int, ...], group: Sizes) -> Numbers:
     regions = blocks[:, None]
     if spec.flat_axes is not None:
         regions = _flat_regions(
-            blocks, prod(sizes[axis] for axis in spec.flat_axes), _indices_along(group, spec.flat_axes)
+            blocks,
+            prod(sizes[axis] for axis in spec.flat_axes),
+            _indices_along(group, spec.flat_axes),
         )
     for axes, index in spec.at:
         regions = regions * (_indices_along(group, axes) == index)[:, None, None, None]
@@ -53,7 +55,9 @@ def _flat_regions(blocks: Numbers, parts: int, index: Numbers) -> Numbers:
     regions = np.empty((len(blocks), 2 ** blocks.shape[1] - 1, blocks.shape[1], 2), np.int64)
     for block_shape in np.unique(lengths, axis=0):
         is_shape = (lengths == block_shape).all(1)
-        regions[is_shape] = _boxes_of_ranges(start[is_shape], stop[is_shape], np.maximum(block_shape, 1).tolist())
+        regions[is_shape] = _boxes_of_ranges(
+            start[is_shape], stop[is_shape], np.maximum(block_shape, 1).tolist()
+        )
     # The boxes that hold anything come first; those that no device needs are left out.
     is_full = np.all(regions[..., 1] > regions[..., 0], axis=-1)  # (n, k)
     order = np.argsort(~is_full, axis=1, kind="stable")
@@ -64,7 +68,9 @@ def _flat_regions(blocks: Numbers, parts: int, index: Numbers) -> Numbers:
 def _indices_along(group: Sizes, axes: Sequence[str]) -> Numbers:
     """Return the index of every device of a group along some axes. (n,)"""
     sizes = dict(group)
-    coordinates = dict(zip(sizes, np.indices([*sizes.values()]).reshape(len(sizes), -1), strict=True))
+    coordinates = dict(
+        zip(sizes, np.indices([*sizes.values()]).reshape(len(sizes), -1), strict=True)
+    )
     index = np.zeros(prod(sizes.values()), np.int64)
     for axis in axes:
         index = index * sizes[axis] + coordinates[axis]
@@ -78,13 +84,20 @@ def _boxes_of_ranges(start: Numbers, stop: Numbers, shape: Sequence[int]) -> Num
     each = prod(shape[1:])
     row, top, bottom = start // each, -(-start // each), stop // each
     head = _boxes_of_ranges(
-        start - row * each, np.where(start % each, np.minimum(stop - row * each, each), 0), shape[1:]
+        start - row * each,
+        np.where(start % each, np.minimum(stop - row * each, each), 0),
+        shape[1:],
     )
     tail = _boxes_of_ranges(np.zeros_like(stop), np.where(top > bottom, 0, stop % each), shape[1:])
-    rows = [np.stack([top, bottom], -1), *(np.stack([0 * top, 0 * top + length], -1) for length in shape[1:])]
+    rows = [
+        np.stack([top, bottom], -1),
+        *(np.stack([0 * top, 0 * top + length], -1) for length in shape[1:]),
+    ]
 
     def in_row(row: Numbers, boxes: Numbers) -> Numbers:
-        side = np.broadcast_to(np.stack([row, row + 1], -1)[:, None, None], (*boxes.shape[:2], 1, 2))
+        side = np.broadcast_to(
+            np.stack([row, row + 1], -1)[:, None, None], (*boxes.shape[:2], 1, 2)
+        )
         return np.concatenate([side, boxes], 2)
 
     return np.concatenate([in_row(row, head), np.stack(rows, 1)[:, None], in_row(bottom, tail)], 1)
@@ -122,4 +135,6 @@ def elements(region: Numbers, start: int, stop: int) -> list[Numbers]:
 def replicas(group: Sizes, axes: Sequence[str]) -> Numbers:
     """Return the devices in rows of equal coordinates along some axes. (rows, devices in each)"""
     index = _indices_along(group, [axis for axis, _ in group if axis in axes])
-    return np.argsort(index, kind="stable").reshape(-1, prod(size for axis, size in group if axis not in axes))
+    return np.argsort(index, kind="stable").reshape(
+        -1, prod(size for axis, size in group if axis not in axes)
+    )

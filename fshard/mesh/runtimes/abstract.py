@@ -64,17 +64,31 @@ class AbstractWorld(OneProcessWorld):
         """Return itself: it has no state."""
         return self
 
-    def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values") -> Done:
+    def start(
+        self,
+        move: Wired,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        site: Site,
+        purpose: Purpose = "values",
+    ) -> Done:
         """Return tensors of the shapes that the collective would return."""
         return Done(tuple(delivered(move, x.to("meta"), group.size) for x in xs))
 
-    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
+    def send(
+        self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"
+    ) -> None:
         """Send tensors to a representative, if there are several: else there is no receiver."""
         if ambient.representative is not None:
             ambient.representative.mail.put(group.device, group.member(to), xs)
 
     def receive(
-        self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
+        self,
+        likes: tuple[Tensor, ...],
+        group: Group,
+        source: int,
+        site: Site,
+        purpose: Purpose = "values",
     ) -> Done | PendingMessage:
         """Return the tensors of a representative, or some like those announced."""
         if ambient.representative is not None:
@@ -100,7 +114,9 @@ class Mail:
     def put(self, source: int, to: int, xs: tuple[Tensor, ...]) -> None:
         """Send tensors."""
         with self.running:
-            self._boxes[source, to].append(tuple([torch.empty_like(x) if x.is_meta else x.clone() for x in xs]))
+            self._boxes[source, to].append(
+                tuple([torch.empty_like(x) if x.is_meta else x.clone() for x in xs])
+            )
             self.running.notify_all()
 
     def get(self, source: int, to: int) -> tuple[Tensor, ...]:
@@ -143,7 +159,9 @@ class Representative(NamedTuple):
     site: Site
 
 
-def represented(devices: Sequence[int], axis: str | None, body: Callable[[int], Result], mail: Mail) -> list[Result]:
+def represented(
+    devices: Sequence[int], axis: str | None, body: Callable[[int], Result], mail: Mail
+) -> list[Result]:
     """Run a function as each of some devices of an abstract mesh, in threads that exchange messages.
 
     Args:

@@ -34,7 +34,9 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=CPU)
     x: Any = torch.empty(0, dtype=dtype, device=CPU)  # torch's stub of set_ has no shape argument
     with _lock:
-        storage = next((storage for storage in _pool if storage.nbytes() == size and _is_idle(storage)), None)
+        storage = next(
+            (storage for storage in _pool if storage.nbytes() == size and _is_idle(storage)), None
+        )
         if storage is None:
             storage = torch.UntypedStorage(size)
             _make_room(size)

@@ -25,8 +25,20 @@ CALL = (1 << 32) - 1
 class CallInfo:
     """A collective, or a message (`move` is None)."""
 
-    __slots__ = ("_dtype", "_shapes", "_stamp", "group", "is_send", "meeting", "move", "purpose", "site")
-    meeting: tuple[str, tuple[int, ...]]  # on groups of torch.distributed: its name on all processes, and their ranks
+    __slots__ = (
+        "_dtype",
+        "_shapes",
+        "_stamp",
+        "group",
+        "is_send",
+        "meeting",
+        "move",
+        "purpose",
+        "site",
+    )
+    meeting: tuple[
+        str, tuple[int, ...]
+    ]  # on groups of torch.distributed: its name on all processes, and their ranks
 
     def __init__(
         self,
@@ -74,10 +86,16 @@ class CallInfo:
 
 @lru_cache(maxsize=4096)
 def _stamp(
-    move: Wired | None, dtype: torch.dtype, shapes: tuple[torch.Size, ...], axes: tuple[str, ...], site: Site
+    move: Wired | None,
+    dtype: torch.dtype,
+    shapes: tuple[torch.Size, ...],
+    axes: tuple[str, ...],
+    site: Site,
 ) -> int:
     line = _hash_file(site.file) << 16 | site.line & 0xFFFF
-    shared_line = line if move is not None and compares_lines() else None  # a message has a line at each end
+    shared_line = (
+        line if move is not None and compares_lines() else None
+    )  # a message has a line at each end
     call = zlib.crc32(f"{move} {dtype} {shapes} {axes} {site.leaves} {shared_line}".encode())
     return line << 32 | call & ~3
 
@@ -89,8 +107,14 @@ def compares_lines() -> bool:
 
 def line_of(stamp: int, call: CallInfo) -> str:
     """Return the source line of a stamp that another process made; `call` is the local one."""
-    files = (call.site.file, *[getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]])
-    name = next((os.path.basename(file) for file in files if _hash_file(file) == stamp >> 48), "another file")
+    files = (
+        call.site.file,
+        *[getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]],
+    )
+    name = next(
+        (os.path.basename(file) for file in files if _hash_file(file) == stamp >> 48),
+        "another file",
+    )
     return f"{name}:{stamp >> 32 & 0xFFFF}"
 
 

@@ -64,7 +64,12 @@ class DeviceThreads:
         self._finished.release()
 
     def run(
-        self, names: list[str], work: Callable[[int], None], *, stop: Callable[[], None], keep: bool = True
+        self,
+        names: list[str],
+        work: Callable[[int], None],
+        *,
+        stop: Callable[[], None],
+        keep: bool = True,
     ) -> None:
         """Wake the first thread, and wait until as many as there are names have done their work.
 
@@ -79,7 +84,9 @@ class DeviceThreads:
             raise
         try:
             self.wake(0)
-            while not self._finished.acquire(timeout=0.5):  # a Ctrl-C just before sleeping does not end the sleep
+            while not self._finished.acquire(
+                timeout=0.5
+            ):  # a Ctrl-C just before sleeping does not end the sleep
                 pass
         except BaseException as error:
             self._is_ending = True
@@ -101,7 +108,9 @@ class DeviceThreads:
         for device in range(len(self._threads), len(names)):
             self._batons.append(_new_baton())
             self._threads.append(
-                threading.Thread(target=self._work_when_woken, args=(device,), name=names[device], daemon=True)
+                threading.Thread(
+                    target=self._work_when_woken, args=(device,), name=names[device], daemon=True
+                )
             )
             self._threads[-1].start()
 

@@ -39,7 +39,15 @@ Smaller ones share messages, which costs two copies.
 """
 SMALL = 1 << 20
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""
-_GLOO_DTYPES = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
+_GLOO_DTYPES = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.int8,
+}
 
 
 def _with_gloo_dtype(x: Tensor) -> Tensor:
@@ -47,7 +55,9 @@ def _with_gloo_dtype(x: Tensor) -> Tensor:
     return x if x.dtype in _GLOO_DTYPES else x.view(torch.uint8)
 
 
-def _exchange_with_all(call: GroupCall, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
+def _exchange_with_all(
+    call: GroupCall, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
+) -> list[Any]:
     """Start sending `outgoing[i]` to process i and receiving `incoming[i]` from it, for all others."""
     peers, works = [(call.index + step) % call.n for step in range(1, call.n)], list[Any]()
     for peer in reversed(peers):
@@ -77,7 +87,9 @@ def _reduce_by_doubling(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
             call.pg.recv([_with_gloo_dtype(received)], peer, tag),
             call.pg.send([_with_gloo_dtype(total)], peer, tag),
         ]
-        pair = [received, total] if call.index & distance else [total, received]  # 0.0 and -0.0 keep their order
+        pair = (
+            [received, total] if call.index & distance else [total, received]
+        )  # 0.0 and -0.0 keep their order
         total = combined(pair, combine, None, result)
         distance *= 2
     return total
@@ -133,7 +145,10 @@ def _scatter_by_halving(call: GroupCall, rows: list[Tensor], combine: Combine, o
     distance = 1
     while distance < call.n:
         step = 2 * distance
-        summands, outgoing = rows[call.index % step :: step], rows[(call.index ^ distance) % step :: step]
+        summands, outgoing = (
+            rows[call.index % step :: step],
+            rows[(call.index ^ distance) % step :: step],
+        )
         sums = list(empty((len(summands), *out.shape), out.dtype)) if len(summands) > 1 else [out]
         yield _exchange_at_distance(call, distance, outgoing, sums)
         for row, x in zip(summands, sums, strict=True):  # x was received
@@ -149,7 +164,9 @@ def gather(call: GroupCall, x: Tensor, move: Wired, result: Tensor | None = None
     is_new = result is None
     result = empty((call.n, *x.shape), x.dtype) if result is None else result
     rows = list(result)
-    works = [] if _uses_recursion(call, result.nbytes) else _exchange_with_all(call, [x] * call.n, rows)
+    works = (
+        [] if _uses_recursion(call, result.nbytes) else _exchange_with_all(call, [x] * call.n, rows)
+    )
     if is_new:
         result[call.index] = x  # while it is on its way
     if works:
@@ -159,7 +176,10 @@ def gather(call: GroupCall, x: Tensor, move: Wired, result: Tensor | None = None
     while distance:
         step = 2 * distance
         yield _exchange_at_distance(
-            call, distance, rows[call.index % step :: step], rows[(call.index ^ distance) % step :: step]
+            call,
+            distance,
+            rows[call.index % step :: step],
+            rows[(call.index ^ distance) % step :: step],
         )
         distance //= 2
     return result
@@ -169,9 +189,14 @@ def _move_rows(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Send and receive the rows of the move's plan; the row that stays is copied while others are in flight."""
     plan, length = row_plan(move, call.index, call.n), x.shape[-1]
     result = empty(plan.shape(length), x.dtype)
-    local_rows = x.view(-1, length) if length else x.view(call.n if move.wire == "exchange" else 1, 0)
+    local_rows = (
+        x.view(-1, length) if length else x.view(call.n if move.wire == "exchange" else 1, 0)
+    )
     rows, tag = result.view(plan.rows, length), call.tag
-    works: list[Any] = [call.pg.recv([_with_gloo_dtype(rows[row])], source, tag) for source, row in reversed(plan.gets)]
+    works: list[Any] = [
+        call.pg.recv([_with_gloo_dtype(rows[row])], source, tag)
+        for source, row in reversed(plan.gets)
+    ]
     works += [call.pg.send([_with_gloo_dtype(local_rows[row])], to, tag) for to, row in plan.sends]
     if plan.keeps is not None:
         rows[plan.keeps[1]] = local_rows[plan.keeps[0]]
@@ -191,7 +216,11 @@ def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     tag, distance, result = call.tag, (call.index - move.source) % call.n, empty(x.shape, x.dtype)
     lowest = distance & -distance or 1 << call.n.bit_length()
     if distance:
-        yield [call.pg.recv([_with_gloo_dtype(result)], (move.source + distance - lowest) % call.n, tag)]
+        yield [
+            call.pg.recv(
+                [_with_gloo_dtype(result)], (move.source + distance - lowest) % call.n, tag
+            )
+        ]
     bits = [lowest >> down for down in range(1, lowest.bit_length())]
     children = [(move.source + distance + bit) % call.n for bit in bits if distance + bit < call.n]
     message = _with_gloo_dtype(result if distance else x)
@@ -206,9 +235,15 @@ def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Exchange of unequal parts: receive from each process what is missing. (elements,) -> (elements,)"""
     assert isinstance(move, PartsMove)
     tag, outgoing = call.tag, move.parcels(x, call.index)
-    incoming = {source: empty((size,), x.dtype) for source, size in move.expected(x, call.index).items()}
-    works: list[Any] = [call.pg.recv([_with_gloo_dtype(buffer)], source, tag) for source, buffer in incoming.items()]
-    yield works + [call.pg.send([_with_gloo_dtype(buffer)], to, tag) for to, buffer in outgoing.items()]
+    incoming = {
+        source: empty((size,), x.dtype) for source, size in move.expected(x, call.index).items()
+    }
+    works: list[Any] = [
+        call.pg.recv([_with_gloo_dtype(buffer)], source, tag) for source, buffer in incoming.items()
+    ]
+    yield works + [
+        call.pg.send([_with_gloo_dtype(buffer)], to, tag) for to, buffer in outgoing.items()
+    ]
     return move.unpacked(x, call.index, incoming)
 
 
@@ -216,7 +251,9 @@ def side_by_side(call: GroupCall, wire: WireFunction, xs: Sequence[Tensor], move
     """Run a wire for each large tensor and one for the small ones, which share a buffer, in the same rounds."""
     small = [index for index, x in enumerate(xs) if x.nbytes < ALONE]
     wires: dict[tuple[int, ...], Wire] = {
-        (index,): wire(call, x.contiguous(), move) for index, x in enumerate(xs) if x.nbytes >= ALONE
+        (index,): wire(call, x.contiguous(), move)
+        for index, x in enumerate(xs)
+        if x.nbytes >= ALONE
     }
     if small:
         wires[tuple(small)] = wire(call, joined([xs[index] for index in small]), move)

@@ -57,7 +57,9 @@ def interface_of(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address
-                row = fcntl.ioctl(end.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                row = fcntl.ioctl(
+                    end.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15])
+                )
                 if socket.inet_ntoa(row[20:24]) == address:
                     return name
     return None

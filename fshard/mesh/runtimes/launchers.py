@@ -71,7 +71,9 @@ LAUNCHERS = {
     "Open MPI": LauncherVariables(
         *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
     ),
-    "MPI": LauncherVariables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH's, Intel's
+    "MPI": LauncherVariables(
+        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+    ),  # MPICH's, Intel's
     "SLURM": LauncherVariables("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 }
 """Launchers, by priority."""
@@ -153,7 +155,9 @@ def read_variables(variables: Variables, parent: int = 0) -> ProcessInfo | None:
     return None
 
 
-def _read_launcher(launcher: str, names: LauncherVariables, variables: Variables, parent: int) -> ProcessInfo:
+def _read_launcher(
+    launcher: str, names: LauncherVariables, variables: Variables, parent: int
+) -> ProcessInfo:
     world = _read_number(names.world, variables, 1)
     rank = _read_number(names.rank, variables, 0, world)
     address, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
@@ -161,9 +165,19 @@ def _read_launcher(launcher: str, names: LauncherVariables, variables: Variables
     if variables.get(names.local_world):
         is_local = _read_number(names.local_world, variables, 1) == world
     else:
-        is_local = not {",", "["} & {*hosts} if hosts else address in ("", "127.0.0.1", "localhost", "::1")
-    local_names = [name for name in (names.local_rank, "LOCAL_RANK", "SLURM_LOCALID") if variables.get(name)]
-    local_rank = _read_number(local_names[0], variables, 0, world) if local_names else rank if is_local else 0
+        is_local = (
+            not {",", "["} & {*hosts} if hosts else address in ("", "127.0.0.1", "localhost", "::1")
+        )
+    local_names = [
+        name for name in (names.local_rank, "LOCAL_RANK", "SLURM_LOCALID") if variables.get(name)
+    ]
+    local_rank = (
+        _read_number(local_names[0], variables, 0, world)
+        if local_names
+        else rank
+        if is_local
+        else 0
+    )
     if launcher != "torchrun":
         address = address or ("127.0.0.1" if is_local else first_host(hosts))
         port = port or _derived_port(variables, parent if launcher == "MPI" and is_local else 0)
@@ -171,7 +185,12 @@ def _read_launcher(launcher: str, names: LauncherVariables, variables: Variables
         missing = ["MASTER_ADDR"] * (not address) + ["MASTER_PORT"] * (not port)
         raise _environment_error(f"it was started by {launcher}; missing: {', '.join(missing)}")
     return ProcessInfo(
-        rank, world, local_rank, address, _read_number("MASTER_PORT", {"MASTER_PORT": port}, 1, 65536), launcher
+        rank,
+        world,
+        local_rank,
+        address,
+        _read_number("MASTER_PORT", {"MASTER_PORT": port}, 1, 65536),
+        launcher,
     )
 
 
@@ -227,7 +246,11 @@ def meet_all(device_type: str, limit: timedelta) -> None:
     """Form torch's default group of all processes."""
     info = read_variables(os.environ, os.getppid())
     if info is None:
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        missing = [
+            name
+            for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            if name not in os.environ
+        ]
         raise MeshError(
             "A process mesh needs processes: the environment variables that torchrun, srun or mpirun set are not there; "
             f"missing: {', '.join(missing)}. Start with `torchrun --nproc-per-node 8 file.py` or `fshard run --processes 8 "
@@ -237,14 +260,22 @@ def meet_all(device_type: str, limit: timedelta) -> None:
         torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
     host = f"[{info.address}]" if ":" in info.address else info.address
     try:
-        store, rank, world = _connect_store(f"tcp://{host}:{info.port}", info.rank, info.world, limit)
+        store, rank, world = _connect_store(
+            f"tcp://{host}:{info.port}", info.rank, info.world, limit
+        )
         store.set_timeout(limit)
         choose_interface(info.address, info.port)
-        backend = _choose_backend(device_type, PrefixStore(f"meeting {next(_meetings)}", store), world, info)
+        backend = _choose_backend(
+            device_type, PrefixStore(f"meeting {next(_meetings)}", store), world, info
+        )
         default = PrefixStore("default_pg", store)
         gpu = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
-        backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend  # gloo is for tensors in host memory
-        dist.init_process_group(backend, store=default, rank=rank, world_size=world, timeout=limit, device_id=gpu)
+        backend = (
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+        )  # gloo is for tensors in host memory
+        dist.init_process_group(
+            backend, store=default, rank=rank, world_size=world, timeout=limit, device_id=gpu
+        )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise MeshError(
             f"Process {info.rank} of {info.world}, started by {info.launcher}, did not meet the others at {info.address}, port "
@@ -275,7 +306,9 @@ def _connect_store(url: str, rank: int, world: int, limit: timedelta) -> tuple[A
     try:
         return meeting.result(limit.total_seconds())
     except TimeoutError:
-        raise dist.DistNetworkError(f"No store answered there within {limit.total_seconds():g} s.") from None
+        raise dist.DistNetworkError(
+            f"No store answered there within {limit.total_seconds():g} s."
+        ) from None
 
 
 def time_limit(seconds: float | None) -> timedelta:
@@ -285,7 +318,9 @@ def time_limit(seconds: float | None) -> timedelta:
         if (limit := float(value)) > 0:
             return timedelta(seconds=min(limit, 30 * 86400))
     name = "FSHARD_TIMEOUT" if seconds is None else "timeout"
-    raise MeshError(f"{name} must be a positive number of seconds, or inf for no limit; got {value!r}.")
+    raise MeshError(
+        f"{name} must be a positive number of seconds, or inf for no limit; got {value!r}."
+    )
 
 
 def _choose_backend(device_type: str, store: Any, world: int, info: ProcessInfo) -> str:

@@ -30,11 +30,15 @@ from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFu
 from fshard.mesh.runtimes.transport import Wire, Works
 
 _dist: Any = dist
-_all_gather = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor  # the name before torch 2.13
+_all_gather = (
+    getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor
+)  # the name before torch 2.13
 _reduce_scatter = getattr(_dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
 
 _REDUCES_AS = {
-    **{dtype: wide for dtype, wide in WIDER.items() if dtype not in (torch.float16, torch.bfloat16)},
+    **{
+        dtype: wide for dtype, wide in WIDER.items() if dtype not in (torch.float16, torch.bfloat16)
+    },
     torch.bool: torch.uint8,
     torch.int16: torch.int32,
 }
@@ -73,7 +77,10 @@ def _reduce_float_extreme(call: GroupCall, x: Tensor, move: Extreme) -> Wire:
     """All-reduce to the largest or smallest, or to NaN, which the backend keeps or drops depending on the dtype."""
     result, dtype = _reducible(x), x.dtype
     is_nan = result.isnan()
-    result, has_nan = result.masked_fill(is_nan, -torch.inf if move.largest else torch.inf), is_nan.to(torch.uint8)
+    result, has_nan = (
+        result.masked_fill(is_nan, -torch.inf if move.largest else torch.inf),
+        is_nan.to(torch.uint8),
+    )
     del x, is_nan
     works = [dist.all_reduce(result, _reduce_operation(move), call.pg, async_op=True)]
     yield [*works, dist.all_reduce(has_nan, dist.ReduceOp.MAX, call.pg, async_op=True)]
@@ -84,7 +91,11 @@ def gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """All-gather. (elements,), or in place (n, elements) with this process's row -> (n, elements)"""
     rows = x if x.ndim == 2 else x.new_empty(call.n, x.numel())
     shard = x[call.index] if x.ndim == 2 else x
-    yield [_all_gather(rows.view(-1).view(torch.uint8), shard.view(torch.uint8), call.pg, async_op=True)]
+    yield [
+        _all_gather(
+            rows.view(-1).view(torch.uint8), shard.view(torch.uint8), call.pg, async_op=True
+        )
+    ]
     return rows
 
 
@@ -101,7 +112,9 @@ def exchange(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
     result = torch.empty_like(rows)
     flat = rows.contiguous().view(-1)
     yield [
-        dist.all_to_all_single(result.view(-1).view(torch.uint8), flat.view(torch.uint8), group=call.pg, async_op=True)
+        dist.all_to_all_single(
+            result.view(-1).view(torch.uint8), flat.view(torch.uint8), group=call.pg, async_op=True
+        )
     ]
     return result
 
@@ -115,7 +128,9 @@ def permute(call: GroupCall, x: Tensor, move: Wired) -> Wire:
         if source == to == call.index:
             result.copy_(x)
         elif to == call.index:
-            messages.append(dist.P2POp(dist.irecv, result.view(torch.uint8), group=call.pg, group_peer=source))
+            messages.append(
+                dist.P2POp(dist.irecv, result.view(torch.uint8), group=call.pg, group_peer=source)
+            )
         elif source == call.index:
             messages.append(dist.P2POp(dist.isend, sent_bytes, group=call.pg, group_peer=to))
     yield dist.batch_isend_irecv(messages) if messages else []
@@ -126,7 +141,11 @@ def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Broadcast. (elements,) -> (elements,)"""
     assert isinstance(move, Broadcast)
     result = x.clone()
-    yield [dist.broadcast(result.view(torch.uint8), group=call.pg, group_src=move.source, async_op=True)]
+    yield [
+        dist.broadcast(
+            result.view(torch.uint8), group=call.pg, group_src=move.source, async_op=True
+        )
+    ]
     return result
 
 
@@ -223,7 +242,9 @@ def direction(sender: int, receiver: int) -> str:
 class MessageLinks:
     """The transports of one rank's messages, by direction; indices in them are ranks of the world."""
 
-    def __init__(self, works: Works, rank: int, device_type: str, make_group: Callable[[str], ProcessGroup]) -> None:
+    def __init__(
+        self, works: Works, rank: int, device_type: str, make_group: Callable[[str], ProcessGroup]
+    ) -> None:
         self._rank, self._device_type = rank, device_type
         groups = {name: make_group(f"messages {name}") for name in ("up", "down")}
         self._transports = {name: Nccl(works, pg, rank, pg.size()) for name, pg in groups.items()}
@@ -243,8 +264,15 @@ class MessageLinks:
             sender, receiver = route = members[pair[0]], members[pair[1]]
             if self._rank in route and sender != receiver and route not in self._connected:
                 self._connected.add(route)
-                byte, pg = torch.zeros(1, dtype=torch.uint8, device=self._device_type), self.transport(*route).pg
-                work = pg.send([byte], receiver, 0) if self._rank == sender else pg.recv([byte], sender, 0)
+                byte, pg = (
+                    torch.zeros(1, dtype=torch.uint8, device=self._device_type),
+                    self.transport(*route).pg,
+                )
+                work = (
+                    pg.send([byte], receiver, 0)
+                    if self._rank == sender
+                    else pg.recv([byte], sender, 0)
+                )
                 work.wait()
 
 

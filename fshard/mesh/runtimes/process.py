@@ -26,7 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MeshError, MismatchError
+from fshard.errors import (
+    CollectiveTimeoutError,
+    DeadlockError,
+    LostProcessError,
+    MeshError,
+    MismatchError,
+)
 from fshard.mesh.collectives.moves import uneven
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
@@ -82,10 +88,14 @@ class ProcessWorld:
             context = self._works, torch.cuda.current_stream(), self._store, self._has_left
             Thread(target=end_hangs, args=context, name="fshard-hangs", daemon=True).start()
         if not self._staged:
-            make_unbound = partial(self.make_group, tuple(range(dist.get_world_size())), backend=self.backend)
+            make_unbound = partial(
+                self.make_group, tuple(range(dist.get_world_size())), backend=self.backend
+            )
             self._messages = MessageLinks(self._works, self.rank, self.device_type, make_unbound)
         self.has_failed = False
-        self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = defaultdict(deque)
+        self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = (
+            defaultdict(deque)
+        )
         self._watch: Watch | None = None
         if watching():
             self._watch = Watch(self.rank, timeout, self._peers.has_gone, self._works.advance)
@@ -97,7 +107,9 @@ class ProcessWorld:
         if world is not None and world._works.error is not None:
             raise world._works.error
         if world is None or not dist.is_initialized():
-            raise MeshError(f"{mesh} has no processes: call fs.make_mesh in every process, under torchrun.")
+            raise MeshError(
+                f"{mesh} has no processes: call fs.make_mesh in every process, under torchrun."
+            )
         return world
 
     def device(self, mesh: Mesh) -> int:
@@ -105,7 +117,9 @@ class ProcessWorld:
         if mesh.ranks is None:
             return self.rank
         if self.rank not in mesh.ranks:
-            raise MeshError(f"Process {self.rank} is not part of {mesh}, whose processes are {mesh.ranks}.")
+            raise MeshError(
+                f"Process {self.rank} is not part of {mesh}, whose processes are {mesh.ranks}."
+            )
         return mesh.ranks.index(self.rank)
 
     def current(self) -> ProcessWorld:
@@ -115,7 +129,12 @@ class ProcessWorld:
     # -- collectives --------------------------------------------------------------------------------------------
 
     def start(
-        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values"
+        self,
+        move: Wired,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        site: Site,
+        purpose: Purpose = "values",
     ) -> Pending:
         """Pack the tensors, and start the group's transport."""
         n = group.size
@@ -123,8 +142,13 @@ class ProcessWorld:
             return Done(tuple([move.meaning([x])[0].clone() for x in xs]))
         call, device = CallInfo(move, xs, group, site, purpose), xs[0].device
         verify = None
-        if self._watch is not None:  # under FSHARD_CHECK=1, publish the call, and compare it with those of the others
-            meeting, members = self._watch.start(group, call.signature, site, purpose), group.members
+        if (
+            self._watch is not None
+        ):  # under FSHARD_CHECK=1, publish the call, and compare it with those of the others
+            meeting, members = (
+                self._watch.start(group, call.signature, site, purpose),
+                group.members,
+            )
             verify = partial(self._watch.meet, meeting)
             if not self.are_near(members) and not (self._staged and members in self._transports):
                 verify()  # calls have no tags on NCCL, and to make a group all must come
@@ -145,7 +169,9 @@ class ProcessWorld:
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
+    def send(
+        self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"
+    ) -> None:
         """Send tensors as one buffer, which is kept alive until it is sent."""
         call = CallInfo(None, xs, group, site, purpose, is_send=True)
         if self._watch is not None:
@@ -159,7 +185,12 @@ class ProcessWorld:
         transport.start(transport.send(xs, index, call), call)
 
     def receive(
-        self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
+        self,
+        likes: tuple[Tensor, ...],
+        group: Group,
+        source: int,
+        site: Site,
+        purpose: Purpose = "values",
     ) -> Pending:
         """Start receiving tensors like these, as one buffer."""
         call = CallInfo(None, likes, group, site, purpose)
@@ -168,12 +199,19 @@ class ProcessWorld:
             if verify is not None:
                 verify()
             return Done(self._receive_from_itself(call))
-        size, device = sum([like.numel() for like in likes]), "cpu" if self._staged else likes[0].device
+        size, device = (
+            sum([like.numel() for like in likes]),
+            "cpu" if self._staged else likes[0].device,
+        )
         make = partial(torch.empty, size, dtype=likes[0].dtype, device=device)
         transport, index = self._transport_of_message(group, source, likes[0].device)
-        return transport.start(transport.receive(make, index, call), call, partial(_split_message, likes), verify)
+        return transport.start(
+            transport.receive(make, index, call), call, partial(_split_message, likes), verify
+        )
 
-    def listen(self, like: Tensor, group: Group, source: int, arrived: SimpleQueue[tuple[int, Any]]) -> None:
+    def listen(
+        self, like: Tensor, group: Group, source: int, arrived: SimpleQueue[tuple[int, Any]]
+    ) -> None:
         """Receive a message of the device at index `source` in a thread; put the index and the tensor, or the error, into a
         queue. With one queue for several sources, the first message to arrive is the first in it.
         """
@@ -192,7 +230,9 @@ class ProcessWorld:
                 if isinstance(transport, Gloo):
                     # A time-out closes gloo's connections: else others wait for this process.
                     with suppress(RuntimeError):
-                        transport.pg.recv_anysource([torch.empty(1)], 0).wait(timedelta(milliseconds=1))
+                        transport.pg.recv_anysource([torch.empty(1)], 0).wait(
+                            timedelta(milliseconds=1)
+                        )
             arrived.put((source, result))
 
         Thread(target=wait, name="fshard-listener", daemon=True).start()
@@ -208,13 +248,17 @@ class ProcessWorld:
         """Return the transport of a message in the memory of a device, and the index of its other end in it."""
         if self._messages is not None and device.type == self.device_type:
             rank = group.members[peer]
-            return self._messages.transport(*((self.rank, rank) if is_send else (rank, self.rank))), rank
+            return self._messages.transport(
+                *((self.rank, rank) if is_send else (rank, self.rank))
+            ), rank
         return self.transport(group, device), peer
 
     def _receive_from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
         sent = self._to_itself[call.group.members]
         if not sent:
-            raise DeadlockError(f"process {self.rank} waits for {call} from itself, but has sent none.")
+            raise DeadlockError(
+                f"process {self.rank} waits for {call} from itself, but has sent none."
+            )
         sender, xs = sent.popleft()
         if (sender.stamp ^ call.stamp) & CALL:
             raise MismatchError(
@@ -229,13 +273,19 @@ class ProcessWorld:
         """Leave a group in which others may wait for this process."""
         self.has_failed = True
         if group.size > 1 and self.are_near(group.members):
-            is_reported = isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError)
+            is_reported = isinstance(
+                error, MismatchError | LostProcessError | CollectiveTimeoutError
+            )
             failed = f"process {self.rank} has failed: {type(error).__name__}: {error}"
             self.transport(group).fail(error if is_reported else MismatchError(failed))
 
     def finish(self, waiting: bool) -> None:
         """End all calls; `waiting` for sent messages to arrive, and raising if some never will."""
-        calls = [call for messages in self._to_itself.values() for call, _ in messages] if waiting else []
+        calls = (
+            [call for messages in self._to_itself.values() for call, _ in messages]
+            if waiting
+            else []
+        )
         if waiting:
             calls += self._works.finish_sends() + self._peers.unreceived()
         if self._watch is not None:
@@ -244,7 +294,9 @@ class ProcessWorld:
         self.has_failed |= not waiting
         if self.has_failed and not self._staged:
             with suppress(RuntimeError):  # the process with the store has failed
-                self._store.compare_set("failure", "", f"Process {self.rank} has failed: look for its own error.")
+                self._store.compare_set(
+                    "failure", "", f"Process {self.rank} has failed: look for its own error."
+                )
         self._peers.close()
         self._messages = None
         groups = (self._transports, self._hosts, self._groups)
@@ -252,7 +304,9 @@ class ProcessWorld:
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
         if calls and not self.has_failed:
             self.has_failed = True
-            raise MismatchError("\n  ".join(["Messages were sent but never received:", *sorted({*map(str, calls)})]))
+            raise MismatchError(
+                "\n  ".join(["Messages were sent but never received:", *sorted({*map(str, calls)})])
+            )
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -265,7 +319,9 @@ class ProcessWorld:
         if transport is None:
             if not self.are_near(members):
                 return self.add(members, self.axis_group(members))
-            transport = self._transports[members] = SharedMemory(self._works, self._peers, members, self.rank)
+            transport = self._transports[members] = SharedMemory(
+                self._works, self._peers, members, self.rank
+            )
         return transport
 
     def _host_transport(self, members: tuple[int, ...]) -> Transport:
@@ -284,7 +340,9 @@ class ProcessWorld:
             return transport  # another would number its messages from 0 again
         self._groups[members] = pg
         kind = Gloo if self._staged else Nccl
-        self._transports[members] = transport = kind(self._works, pg, members.index(self.rank), len(members))
+        self._transports[members] = transport = kind(
+            self._works, pg, members.index(self.rank), len(members)
+        )
         if not self._staged:
             # A first call that some members do not make, such as a batch of messages, would hang.
             dist.all_reduce(torch.zeros(1, device=self.device_type), group=pg)
@@ -294,7 +352,9 @@ class ProcessWorld:
         """Return the group of torch.distributed along an axis; the first call makes it."""
         if members not in self._groups:
             is_world = members == tuple(range(dist.get_world_size()))
-            self._groups[members] = dist.group.WORLD if is_world else self.make_group(members, "axis")
+            self._groups[members] = (
+                dist.group.WORLD if is_world else self.make_group(members, "axis")
+            )
         return self._groups[members]
 
     def make_group(self, members: tuple[int, ...], purpose: str, backend: str | None = None) -> Any:
@@ -306,7 +366,9 @@ class ProcessWorld:
         world: Any = dist.group.WORLD
         gpu, world.bound_device_id = world.bound_device_id, None
         backend, device = (backend, None) if backend is not None else (dist.get_backend(), gpu)
-        name = hashlib.sha1(f"fshard {purpose} {members}".encode(), usedforsecurity=False).hexdigest()
+        name = hashlib.sha1(
+            f"fshard {purpose} {members}".encode(), usedforsecurity=False
+        ).hexdigest()
         n, index, store = len(members), members.index(self.rank), _C10D._get_default_store()
         try:
             pg, _ = _C10D._new_process_group_helper(
@@ -359,11 +421,15 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
     """Join the world of processes, or return the one that this process is in."""
     if _state["world"] is not None and dist.is_initialized():
         if device_type == "cuda" and _state["world"].device_type == "cpu":
-            raise MeshError('device must be "cpu"; got "cuda" after a mesh of CPUs. Make the mesh of GPUs first.')
+            raise MeshError(
+                'device must be "cpu"; got "cuda" after a mesh of CPUs. Make the mesh of GPUs first.'
+            )
         return _state["world"]
     limit = time_limit(timeout)
     if not dist.is_initialized():
-        import_module("torch.distributed.nn.functional")  # torch.func.grad imports it, and then it would keep the group
+        import_module(
+            "torch.distributed.nn.functional"
+        )  # torch.func.grad imports it, and then it would keep the group
         meet_all(device_type, limit)
         _state["process"] = os.getpid()
         atexit.register(_leave_at_exit)
@@ -379,13 +445,17 @@ def leave(*, waiting: bool = True) -> None:
         try:
             world.finish(waiting)
         finally:
-            hangs = world.has_failed and world.backend != "gloo"  # in calls that the others may never make
+            hangs = (
+                world.has_failed and world.backend != "gloo"
+            )  # in calls that the others may never make
             (_C10D._abort_process_group if hangs else dist.destroy_process_group)()
 
 
 def _leave_at_exit() -> None:
     if os.getpid() == _state["process"]:  # else this is a fork of the process that joined
-        leave(waiting=not hasattr(sys, "last_value"))  # after an error the others may never receive anything
+        leave(
+            waiting=not hasattr(sys, "last_value")
+        )  # after an error the others may never receive anything
 
 
 def _share_random_state(device_type: str) -> None:
@@ -414,7 +484,9 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
                 for size, stride in mesh.steps.values()
             ]
             grid = torch.tensor(ranks).reshape(tuple(mesh.shape.values()))
-            torch_mesh = DeviceMesh.from_group(groups, mesh.device_type, grid, mesh_dim_names=mesh.axis_names)
+            torch_mesh = DeviceMesh.from_group(
+                groups, mesh.device_type, grid, mesh_dim_names=mesh.axis_names
+            )
         use_groups(mesh, torch_mesh)
     return torch_mesh
 
@@ -425,7 +497,11 @@ def use_groups(mesh: Mesh, torch_mesh: DeviceMesh) -> None:
     world = ProcessWorld.of(mesh)
     for axis in mesh.axis_names:
         pg: Any = torch_mesh.get_group(axis)
-        if isinstance(pg, dist.ProcessGroup) and not world.are_near(members := tuple(dist.get_process_group_ranks(pg))):
+        if isinstance(pg, dist.ProcessGroup) and not world.are_near(
+            members := tuple(dist.get_process_group_ranks(pg))
+        ):
             world.add(members, pg)
             n = len(members)
-            world.connect(members, {(i, (i + step) % n) for i in range(n) for step in (1, -1)})  # a ring
+            world.connect(
+                members, {(i, (i + step) % n) for i in range(n) for step in (1, -1)}
+            )  # a ring

@@ -81,8 +81,13 @@ class GroupTransport(Transport):
 
     def _message_tag(self, peer: int, call: CallInfo) -> int:
         """Return the tag of a message: its number between the two processes, and its stamp."""
-        number, ranks = next(self.messages[peer, call.is_send]), dist.get_process_group_ranks(self.pg)
-        route = (ranks[self.index], ranks[peer]) if call.is_send else (ranks[peer], ranks[self.index])
+        number, ranks = (
+            next(self.messages[peer, call.is_send]),
+            dist.get_process_group_ranks(self.pg),
+        )
+        route = (
+            (ranks[self.index], ranks[peer]) if call.is_send else (ranks[peer], ranks[self.index])
+        )
         call.meeting = f"{self.pg.group_name}/{route}/{number}", route
         return MESSAGE_TAG + number * (_STAMP + 1) + (call.stamp & _STAMP)
 

@@ -59,14 +59,17 @@ class ThreadState:
             inference=torch.is_inference_mode_enabled(),
             forward_grad=_C._is_fwd_grad_enabled(),
             autocast={
-                kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds
+                kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+                for kind in kinds
             },
             autocast_cache=torch.is_autocast_cache_enabled(),
             function_modes=tuple(_get_current_function_mode_stack()),
             dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
             torch_function=(_C._is_torch_function_enabled(), _C._is_torch_function_all_disabled()),
             saved_hooks=_C._autograd._top_saved_tensors_default_hooks(True),
-            cuda=(torch.cuda.current_device(), torch.cuda.current_stream()) if device_type == "cuda" else None,
+            cuda=(torch.cuda.current_device(), torch.cuda.current_stream())
+            if device_type == "cuda"
+            else None,
             batches=batches_nested(),
         )
 
@@ -148,7 +151,9 @@ process_wide_state = _ProcessWideState()
 
 def random_state(device_type: str) -> Tensor:
     """Return the state of the default generator of the device."""
-    return torch.cuda.get_rng_state() if device_type == "cuda" else torch.default_generator.get_state()
+    return (
+        torch.cuda.get_rng_state() if device_type == "cuda" else torch.default_generator.get_state()
+    )
 
 
 def set_random_state(device_type: str, state: Tensor) -> None:

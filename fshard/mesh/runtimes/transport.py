@@ -26,7 +26,14 @@ from fshard.mesh.collectives.moves import Wired
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CallInfo
 
-LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed", "remote process")
+LOST = (
+    "onnection closed",
+    "onnection reset",
+    "onnection refused",
+    "roken pipe",
+    "Socket closed",
+    "remote process",
+)
 """Error texts of backends for a lost peer."""
 
 UNLIMITED = timedelta(days=30)
@@ -186,7 +193,9 @@ class Work:
 
     def wait(self) -> Tensors:
         """Return the results, for use on the caller's stream: see Note [Buffers belong to one stream]."""
-        if self._stream is None or self._stream == (stream := torch.cuda.current_stream(self._stream.device)):
+        if self._stream is None or self._stream == (
+            stream := torch.cuda.current_stream(self._stream.device)
+        ):
             return self._finish_wire()
         with torch.cuda.stream(self._stream):
             results = self._finish_wire()
@@ -255,7 +264,11 @@ class Work:
         if not self.advancing.acquire(blocking=False):
             return False
         try:
-            if self.is_done or self._error is not None or not self._transport.is_ready(self.needs, self.call):
+            if (
+                self.is_done
+                or self._error is not None
+                or not self._transport.is_ready(self.needs, self.call)
+            ):
                 return False
             with suppress(Exception):
                 self._step_wire()
@@ -329,7 +342,9 @@ class Helper:
         """Queue a task that raises nothing; return an event that is set when it has ended."""
         if not self._started:
             self._started = True
-            Thread(target=_run_queue, args=(self._tasks,), name="fshard-helper", daemon=True).start()
+            Thread(
+                target=_run_queue, args=(self._tasks,), name="fshard-helper", daemon=True
+            ).start()
             finalize(self, self._tasks.put, None)
         ended = Event()
         self._tasks.put((task, ended, torch.is_inference_mode_enabled()))

@@ -166,7 +166,9 @@ class VirtualWorld(OneProcessWorld):
 
     # -- the run ------------------------------------------------------------------------------------------------
 
-    def run(self, body: Callable[[int], Any], random: Tensor | None = None, *, keep: bool = True) -> list[Any]:
+    def run(
+        self, body: Callable[[int], Any], random: Tensor | None = None, *, keep: bool = True
+    ) -> list[Any]:
         """Run `body(device)` on every device and return the results; raise the error of the first device that fails.
 
         Devices begin with the caller's random state, and the caller continues with device 0's. With the state `random`
@@ -279,10 +281,14 @@ class VirtualWorld(OneProcessWorld):
             return
         if not self._ready and not self._stopping:
             self._stop_with_error(device, self._deadlock_error())
-        self._threads.wake(next(iter(self._unfinished)) if self._stopping else self._ready.popleft())
+        self._threads.wake(
+            next(iter(self._unfinished)) if self._stopping else self._ready.popleft()
+        )
 
     def _deadlock_error(self) -> DeadlockError:
-        texts = [status if isinstance(status, str) else f"waits in {status}" for status in self._status]
+        texts = [
+            status if isinstance(status, str) else f"waits in {status}" for status in self._status
+        ]
         lines = [(self.name(device), text) for device, text in enumerate(texts)]
         return DeadlockError(
             f"No device of {self.mesh} can go on: {len(self._unfinished)} of {self.mesh.size} wait, the others have "
@@ -296,7 +302,9 @@ class VirtualWorld(OneProcessWorld):
         scope = here()
         if scope is not None and isinstance(scope.world, VirtualWorld):
             return scope.world
-        if self._is_over:  # but for that, autograd changes threads in deeply nested checkpoints; the baton stays
+        if (
+            self._is_over
+        ):  # but for that, autograd changes threads in deeply nested checkpoints; the baton stays
             raise ScopeError(
                 "A collective of a virtual mesh was differentiated outside the function that called it. Take the "
                 "gradient inside, or pass the tensors through shard_map's arguments and results."
@@ -304,7 +312,12 @@ class VirtualWorld(OneProcessWorld):
         return self
 
     def start(
-        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values"
+        self,
+        move: Wired,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        site: Site,
+        purpose: Purpose = "values",
     ) -> Arrival | Done:
         """Add this device's tensors to a collective; the last device of the group computes it."""
         if self._stopping:
@@ -317,7 +330,9 @@ class VirtualWorld(OneProcessWorld):
         if slot is None:
             slot = CollectiveSlot(call, group.size)
             slots.append(slot)
-        elif call != slot.call or ((scope := here()) and scope.checked and site not in slot.sites.values()):
+        elif call != slot.call or (
+            (scope := here()) and scope.checked and site not in slot.sites.values()
+        ):
             self._raise_mismatch(slot, call, group, site)
         slot.values[index] = xs
         slot.sites[index] = site
@@ -328,8 +343,12 @@ class VirtualWorld(OneProcessWorld):
             self._ready.extend(slot.waiting)
         return Arrival(self, slot, index, group.device)
 
-    def _raise_mismatch(self, slot: CollectiveSlot, call: VirtualCall, group: Group, site: Site) -> NoReturn:
-        lines = [(group.member(index), slot.call.text_at(slot.sites[index])) for index in slot.values]
+    def _raise_mismatch(
+        self, slot: CollectiveSlot, call: VirtualCall, group: Group, site: Site
+    ) -> NoReturn:
+        lines = [
+            (group.member(index), slot.call.text_at(slot.sites[index])) for index in slot.values
+        ]
         lines.append((group.device, call.text_at(site)))
         hint = " Only the lines differ: if that is meant, check=False." if call == slot.call else ""
         raise MismatchError(
@@ -342,7 +361,9 @@ class VirtualWorld(OneProcessWorld):
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
+    def send(
+        self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"
+    ) -> None:
         """Put copies into the mail; the sender runs on."""
         if self._stopping:
             raise Stopped
@@ -353,7 +374,12 @@ class VirtualWorld(OneProcessWorld):
             self._ready.append(self.listening.pop(route))
 
     def receive(
-        self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
+        self,
+        likes: tuple[Tensor, ...],
+        group: Group,
+        source: int,
+        site: Site,
+        purpose: Purpose = "values",
     ) -> Parcel:
         """Request the next message of the device at index `source`."""
         if self._stopping:
@@ -366,11 +392,14 @@ class VirtualWorld(OneProcessWorld):
         if incomplete:
             lines = [slot.call.text_at(site) for slot in incomplete for site in slot.sites.values()]
             raise MismatchError(
-                "Collectives were started, but not by all devices of their group:\n  " + "\n  ".join(sorted(set(lines)))
+                "Collectives were started, but not by all devices of their group:\n  "
+                + "\n  ".join(sorted(set(lines)))
             )
         unreceived = [str(message) for box in self.mail.values() for message in box]
         if unreceived:
-            raise MismatchError("Messages were sent but never received:\n  " + "\n  ".join(unreceived))
+            raise MismatchError(
+                "Messages were sent but never received:\n  " + "\n  ".join(unreceived)
+            )
 
     # -- words --------------------------------------------------------------------------------------------------
 
@@ -383,7 +412,10 @@ class VirtualWorld(OneProcessWorld):
 def device_names(mesh: Mesh) -> list[str]:
     """Return each device's coordinates in words: `device (data=0, model=1)`."""
     coordinates = (mesh.coordinates(device).items() for device in range(mesh.size))
-    return ["device (" + ", ".join(f"{axis}={coordinate}" for axis, coordinate in each) + ")" for each in coordinates]
+    return [
+        "device (" + ", ".join(f"{axis}={coordinate}" for axis, coordinate in each) + ")"
+        for each in coordinates
+    ]
 
 
 def _table_of_devices(lines: list[tuple[str, str]]) -> str:
@@ -394,7 +426,10 @@ def _table_of_devices(lines: list[tuple[str, str]]) -> str:
             merged[-1] = (merged[-1][0], name, text)
         else:
             merged.append((name, name, text))
-    return "\n".join(f"  {first if first == last else f'{first} to {last}'}: {text}" for first, last, text in merged)
+    return "\n".join(
+        f"  {first if first == last else f'{first} to {last}'}: {text}"
+        for first, last, text in merged
+    )
 
 
 def _signature(xs: tuple[Tensor, ...]) -> Signature:
@@ -411,7 +446,9 @@ def _compute_results(slot: CollectiveSlot) -> list[tuple[Tensor, ...]]:
     Results that occur twice or are arguments are copied: lazily on the CPU, until one of the two is written to.
     """
     columns: list[list[Tensor]] = []
-    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # autograd sees a different view
+    with (
+        torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+    ):  # autograd sees a different view
         for number in range(len(slot.call.signature)):
             arguments = [slot.values[index][number] for index in range(slot.n)]
             column, ids = list[Tensor](), {*map(id, arguments)}

@@ -67,9 +67,18 @@ class Watch:
     """The published state of one process, and its view of the others."""
 
     def __init__(
-        self, rank: int, timeout: timedelta, has_gone: Callable[[int], bool], advance: Callable[[], bool]
+        self,
+        rank: int,
+        timeout: timedelta,
+        has_gone: Callable[[int], bool],
+        advance: Callable[[], bool],
     ) -> None:
-        self.rank, self._timeout, self._has_gone, self._advance = rank, timeout.total_seconds(), has_gone, advance
+        self.rank, self._timeout, self._has_gone, self._advance = (
+            rank,
+            timeout.total_seconds(),
+            has_gone,
+            advance,
+        )
         self.size = dist.get_world_size()
         self.store = open_store()
         self._counts: dict[str, int] = defaultdict(int)
@@ -102,7 +111,9 @@ class Watch:
 
     def _compare_calls(self, meeting: Meeting) -> None:
         """Raise if those that have started a collective have started different ones."""
-        if error := _mismatch_error(self.store, meeting.ranks, meeting.keys, lines=compares_lines()):
+        if error := _mismatch_error(
+            self.store, meeting.ranks, meeting.keys, lines=compares_lines()
+        ):
             self._parted[meeting.group] = error
             raise error
 
@@ -111,14 +122,19 @@ class Watch:
     def sent(self, call: CallInfo, to: int) -> None:
         """Publish that a message has been sent."""
         route = f"{self.rank}>{call.group.members[to]}"
-        self.store.set(f"sent/{route}/{self._next_number(route)}", _call_row(call.signature, call.site, call.purpose))
+        self.store.set(
+            f"sent/{route}/{self._next_number(route)}",
+            _call_row(call.signature, call.site, call.purpose),
+        )
 
     def expect(self, call: CallInfo, source: int) -> None:
         """Wait until the message has been sent, and raise unless it is the one expected."""
         sender, signature = call.group.members[source], call.signature
         route = f"{sender}>{self.rank}"
         key = f"sent/{route}/{self._next_number(route)}"
-        self._wait_for_keys([key], [sender], f"recv of {signature} from process {sender} at {call.site}")
+        self._wait_for_keys(
+            [key], [sender], f"recv of {signature} from process {sender} at {call.site}"
+        )
         message = json.loads(self.store.get(key))
         self.store.delete_key(key)
         if message["call"] != signature:
@@ -137,7 +153,9 @@ class Watch:
             self._publish_state("has finished", [], "")
             deadline = time.monotonic() + 10
             while self.rank == 0 and time.monotonic() < deadline:
-                if not any(state["keys"] or state["action"] == "runs" for state in self._read_states()):
+                if not any(
+                    state["keys"] or state["action"] == "runs" for state in self._read_states()
+                ):
                     return
                 time.sleep(READ_INTERVAL)
 
@@ -165,7 +183,9 @@ class Watch:
                 for meeting in self._open_meetings:
                     self._compare_calls(meeting)
                 self._raise_if_deadlocked()
-                self._raise_if_lost_or_late(ranks, text, is_late=time.monotonic() - began > self._timeout)
+                self._raise_if_lost_or_late(
+                    ranks, text, is_late=time.monotonic() - began > self._timeout
+                )
                 looked = time.monotonic()
         self._publish_state("runs", [], "")
 
@@ -181,18 +201,23 @@ class Watch:
                 f"{text} cannot end: process {gone_ranks[0]} has failed or ended. Its own error is the one to look for."
             )
         if is_late:
-            raise CollectiveTimeoutError(f"{text} did not end within {self._timeout:g} s.\n{_table_of_states(states)}")
+            raise CollectiveTimeoutError(
+                f"{text} did not end within {self._timeout:g} s.\n{_table_of_states(states)}"
+            )
 
     def _read_states(self) -> list[dict[str, Any]]:
         keys = [f"state/{rank}" for rank in range(self.size)]
         initial = {"action": "runs", "keys": [], "text": ""}
-        return [json.loads(self.store.get(key)) if self.store.check([key]) else initial for key in keys]
+        return [
+            json.loads(self.store.get(key)) if self.store.check([key]) else initial for key in keys
+        ]
 
     def _raise_if_deadlocked(self) -> None:
         """Raise if no process can continue."""
         states = self._read_states()
         stuck = all(
-            state["action"] == "has finished" or (state["action"] == "waits" and not self.store.check(state["keys"]))
+            state["action"] == "has finished"
+            or (state["action"] == "waits" and not self.store.check(state["keys"]))
             for state in states
         )
         if stuck and states == self._read_states():
@@ -212,13 +237,21 @@ def compare_failed(call: CallInfo) -> None:
     """Publish a call that failed over a group of torch.distributed; raise if others failed in a different one."""
     prefix, ranks = call.meeting
     keys = [f"failed/{prefix}/{rank}" for rank in ranks]
-    with contextlib.suppress(dist.DistError, ValueError):  # the process with the store has failed; this one has left
+    with contextlib.suppress(
+        dist.DistError, ValueError
+    ):  # the process with the store has failed; this one has left
         store = open_store()
-        store.set(f"failed/{prefix}/{dist.get_rank()}", _call_row(call.signature, call.site, call.purpose))
+        store.set(
+            f"failed/{prefix}/{dist.get_rank()}", _call_row(call.signature, call.site, call.purpose)
+        )
         deadline = time.monotonic() + 1
-        while not store.check(keys) and time.monotonic() < deadline:  # another process may not have failed
+        while (
+            not store.check(keys) and time.monotonic() < deadline
+        ):  # another process may not have failed
             time.sleep(MAX_PAUSE)
-        if error := _mismatch_error(store, ranks, keys, lines=call.move is not None and compares_lines()):
+        if error := _mismatch_error(
+            store, ranks, keys, lines=call.move is not None and compares_lines()
+        ):
             raise error
 
 
@@ -227,16 +260,22 @@ def _call_row(call: str, site: Site, purpose: str) -> str:
 
 
 def _table_of_states(states: list[dict[str, Any]]) -> str:
-    return "\n".join(f"  process {rank}: {state['text'] or state['action']}" for rank, state in enumerate(states))
+    return "\n".join(
+        f"  process {rank}: {state['text'] or state['action']}" for rank, state in enumerate(states)
+    )
 
 
-def _mismatch_error(store: Any, ranks: Sequence[int], keys: Sequence[str], *, lines: bool) -> MismatchError | None:
+def _mismatch_error(
+    store: Any, ranks: Sequence[int], keys: Sequence[str], *, lines: bool
+) -> MismatchError | None:
     """Return the error that lists the calls that processes have published, if they differ."""
     rows = zip(ranks, keys, strict=True)
     calls = {rank: json.loads(store.get(key)) for rank, key in rows if store.check([key])}
     if len({(call["call"], call["site"] if lines else "") for call in calls.values()}) <= 1:
         return None
-    table = "\n".join(f"  process {rank}: {call['call']} at {call['site']}" for rank, call in calls.items())
+    table = "\n".join(
+        f"  process {rank}: {call['call']} at {call['site']}" for rank, call in calls.items()
+    )
     purposes = sorted({call["for"] for call in calls.values()})
     hint = uneven(purposes[0], purposes[-1])
     if len({call["call"] for call in calls.values()}) == 1:

@@ -28,16 +28,22 @@ def meet(timeout: timedelta) -> Peers:
     Returns none if one of them may not read the memory of another.
     """
     rank, libc = dist.get_rank(), _libc()
-    token = torch.tensor([secrets.randbits(62)])  # a process that can read this can read this process's memory
+    token = torch.tensor(
+        [secrets.randbits(62)]
+    )  # a process that can read this can read this process's memory
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        table = _all_gather([_machine_id() if libc is not None else 0, os.getpid(), int(token), token.data_ptr()])
+        table = _all_gather(
+            [_machine_id() if libc is not None else 0, os.getpid(), int(token), token.data_ptr()]
+        )
         names = [f"\0fshard-{pid}-{secret}" for _, pid, secret, _ in table]
         local_ranks = [peer for peer, row in enumerate(table) if row[0] == table[rank][0] != 0]
         if local_ranks:
             listener.bind(names[rank])
             listener.listen(len(local_ranks))
             listener.settimeout(timeout.total_seconds())
-        can_read = len(local_ranks) > 1 and _can_read(libc, table[local_ranks[local_ranks.index(rank) - 1]])
+        can_read = len(local_ranks) > 1 and _can_read(
+            libc, table[local_ranks[local_ranks.index(rank) - 1]]
+        )
         verdicts = _all_gather([can_read])  # from now on, all listen
         if not local_ranks or not all(verdicts[peer][0] for peer in local_ranks):
             return Peers({}, timeout)
@@ -49,11 +55,17 @@ def meet(timeout: timedelta) -> Peers:
         awaited = {table[peer][1] for peer in local_ranks if peer < rank}
         while awaited:
             end, _ = listener.accept()
-            pid, _, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            pid, _, _ = struct.unpack(
+                "3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            )
             if pid in awaited:  # any process may connect
                 awaited.remove(pid)
                 ends[pid] = end
-    peers = {peer: Peer(peer, table[peer][1], ends[table[peer][1]], libc) for peer in local_ranks if peer != rank}
+    peers = {
+        peer: Peer(peer, table[peer][1], ends[table[peer][1]], libc)
+        for peer in local_ranks
+        if peer != rank
+    }
     return Peers(peers, timeout, libc)
 
 
@@ -83,8 +95,17 @@ def _libc() -> Any:
         return None
     word = ctypes.c_ulong
     libc.process_vm_readv.restype = ctypes.c_ssize_t
-    libc.process_vm_readv.argtypes = [ctypes.c_int, ctypes.c_void_p, word, ctypes.c_void_p, word, word]
-    with suppress(OSError):  # permit siblings to read this process's memory, where Yama permits only parents
+    libc.process_vm_readv.argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p,
+        word,
+        ctypes.c_void_p,
+        word,
+        word,
+    ]
+    with suppress(
+        OSError
+    ):  # permit siblings to read this process's memory, where Yama permits only parents
         if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
             set_ptracer, any_process = 0x59616D61, ctypes.c_ulong(-1)
             libc.prctl(set_ptracer, any_process, 0, 0, 0)

@@ -50,7 +50,9 @@ class Peer:
 
     def __init__(self, rank: int, pid: int, end: socket.socket, libc: Any) -> None:
         self.rank, self.pid, self.socket, self._libc = rank, pid, end, libc
-        end.setblocking(True)  # whatever the default: with a time-out of Python's, flags are not heeded
+        end.setblocking(
+            True
+        )  # whatever the default: with a time-out of Python's, flags are not heeded
         outgoing = rings.new_ring()
         socket.send_fds(end, [b"ring"], [outgoing])
         _, (incoming,), _, _ = socket.recv_fds(end, 4, 1)
@@ -96,7 +98,10 @@ class Peer:
             count = self._libc.process_vm_readv(self.pid, *vectors, 0) if source[1] else 0
             if count < 0 or (source[1] and not count):
                 raise self._read_error(ctypes.get_errno())
-            address, spans = address + count, _skip_bytes(spans, count) if count < source[1] else spans[MAX_SPANS:]
+            address, spans = (
+                address + count,
+                _skip_bytes(spans, count) if count < source[1] else spans[MAX_SPANS:],
+            )
         if self.incoming.is_closed:
             raise self.lost()
 
@@ -147,7 +152,12 @@ class Peers:
     """All other processes of this machine, by rank."""
 
     def __init__(self, by_rank: Mapping[int, Peer], timeout: timedelta, libc: Any = None) -> None:
-        self.by_rank, self.timeout, self._libc, self._sleepers = by_rank, timeout.total_seconds(), libc, 0
+        self.by_rank, self.timeout, self._libc, self._sleepers = (
+            by_rank,
+            timeout.total_seconds(),
+            libc,
+            0,
+        )
         self.lock = RLock()  # held by the thread that receives, or steps a wire
         if by_rank:
             this = ref(self)
@@ -195,7 +205,9 @@ class Peers:
             for peer in self.by_rank.values():
                 if not peer.is_gone:
                     sockets.register(peer.socket.fileno(), select.POLLIN)
-            if not any(peer.incoming.is_filled for peer in self.by_rank.values()):  # before others saw that it sleeps
+            if not any(
+                peer.incoming.is_filled for peer in self.by_rank.values()
+            ):  # before others saw that it sleeps
                 sockets.poll(seconds * 1e3)
         finally:
             self._announce_sleep(-1)
@@ -226,7 +238,10 @@ class Peers:
             peer.outgoing.close()
         for peer in self.by_rank.values():
             words = peer.outgoing.words
-            while not (has_left := peer.is_gone or peer.incoming.is_closed) and words[RECEIVED] < peer.sent:
+            while (
+                not (has_left := peer.is_gone or peer.incoming.is_closed)
+                and words[RECEIVED] < peer.sent
+            ):
                 if time.monotonic() > deadline:
                     break
                 self._sleep(0.001)

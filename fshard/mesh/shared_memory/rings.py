@@ -62,7 +62,10 @@ class RingWriter(Ring):
 
     def put(self, key: int, address: int, size: int, stamp: int, source: int | None = None) -> bool:
         """Write a message, with the bytes at the address `source` inside; return False if there is no space."""
-        position, length = self._position, _GRAIN if source is None else _GRAIN + (size + _GRAIN - 1 & -_GRAIN)
+        position, length = (
+            self._position,
+            _GRAIN if source is None else _GRAIN + (size + _GRAIN - 1 & -_GRAIN),
+        )
         offset = position & SIZE - 1
         if length > SIZE - offset:  # records are contiguous: the rest of the ring is skipped
             position += SIZE - offset
@@ -136,7 +139,9 @@ class RingReader(Ring):
     @property
     def is_filled(self) -> bool:
         """True if the ring has a message that is not in the inbox."""
-        return self.words[HEAD] != self._position + (self._last_record[1] if self._last_record is not None else 0)
+        return self.words[HEAD] != self._position + (
+            self._last_record[1] if self._last_record is not None else 0
+        )
 
     @property
     def is_closed(self) -> bool:

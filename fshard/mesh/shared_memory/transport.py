@@ -55,11 +55,15 @@ class SharedMemory(Transport):
     def __init__(self, works: Works, peers: Peers, members: tuple[int, ...], rank: int) -> None:
         super().__init__(works, members.index(rank), len(members))
         self._all_peers, self.lock = peers, peers.lock
-        self.peers = {index: peers.by_rank[member] for index, member in enumerate(members) if member != rank}
+        self.peers = {
+            index: peers.by_rank[member] for index, member in enumerate(members) if member != rank
+        }
         self.neighbours = [(self.index + step) % self.n for step in range(1, self.n)]
         self._group = zlib.crc32(repr(members).encode()) << 32
         self._calls = cycle(range(1 << 28))
-        self._messages: dict[tuple[int, bool], Iterator[int]] = defaultdict(lambda: cycle(range(0, 1 << 31, 8)))
+        self._messages: dict[tuple[int, bool], Iterator[int]] = defaultdict(
+            lambda: cycle(range(0, 1 << 31, 8))
+        )
 
     def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
         exchange = Exchange(self, self._group | next(self._calls) << 3, call)
@@ -86,7 +90,9 @@ class SharedMemory(Transport):
 
     def _message_exchange(self, peer: int, call: CallInfo) -> Exchange:
         """Return the exchange of the next message to or from a process."""
-        return Exchange(self, self._group | MESSAGE | next(self._messages[peer, call.is_send]), call)
+        return Exchange(
+            self, self._group | MESSAGE | next(self._messages[peer, call.is_send]), call
+        )
 
     def put(self, to: int, *message: int) -> None:
         """Write a message to a process, when there is space."""
@@ -103,7 +109,9 @@ class SharedMemory(Transport):
         return all(self._all_peers.has_arrived(peer, key) for peer, key in needs)
 
     def fail(self, error: BaseException) -> None:
-        for peer in self.peers.values():  # after an error, others must not read memory that may be freed
+        for (
+            peer
+        ) in self.peers.values():  # after an error, others must not read memory that may be freed
             peer.close(error)
 
 
@@ -119,7 +127,9 @@ class Exchange:
         self.transport, self._key, self._call = transport, key, call
         self.index, self.n, self.neighbours = transport.index, transport.n, transport.neighbours
 
-    def offer(self, to: int, address: int, size: int, round: int = 0, inside: bool | None = None) -> None:
+    def offer(
+        self, to: int, address: int, size: int, round: int = 0, inside: bool | None = None
+    ) -> None:
         """Offer memory to a process; it must stay until it has been read, unless the message has it inside."""
         key, stamp = self._key | round, self._call.stamp
         if size <= INLINE if inside is None else inside:
@@ -153,7 +163,10 @@ class Exchange:
             return [self.take(source, sizes[0], round)]
         message = self.take(source, 8 * len(sizes), round)
         table = array("q", ctypes.string_at(message.inside, message.size))
-        return [RingMessage(address, size, message.stamp, 0) for address, size in zip(table, sizes, strict=True)]
+        return [
+            RingMessage(address, size, message.stamp, 0)
+            for address, size in zip(table, sizes, strict=True)
+        ]
 
     def get_rows(self, source: int, rows: Sequence[Tensor], round: int = 0) -> None:
         """Copy the rows of a process to memory of this one, and confirm it."""
@@ -163,7 +176,9 @@ class Exchange:
         if len(rows) > 1 or messages[0].address != INSIDE:
             self.confirm(source)
 
-    def copy(self, source: int, message: RingMessage, spans: Sequence[Span], offset: int = 0) -> None:
+    def copy(
+        self, source: int, message: RingMessage, spans: Sequence[Span], offset: int = 0
+    ) -> None:
         """Copy what a process offers, from an offset on, to memory of this one."""
         if message.address != INSIDE:
             self.transport.peers[source].read(message.address + offset, spans)
@@ -216,7 +231,9 @@ def _move_rows(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
             result.zero_()
     yield exchange.needs([source for source, _ in plan.gets])
     for source, row in plan.gets:
-        spans = [(begin + row * length, length) for begin, length in zip(begins, sizes, strict=True)]
+        spans = [
+            (begin + row * length, length) for begin, length in zip(begins, sizes, strict=True)
+        ]
         exchange.get(source, spans)
     if size > INLINE:
         yield from exchange.confirmed([to for to, _ in plan.sends])
@@ -246,7 +263,9 @@ def _all_reduce(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     yield from _sum_columns(exchange, shards, combining(move), local, confirms=False)
     for peer in exchange.neighbours:
         exchange.offer_rows(peer, local, round=1)
-    yield exchange.needs(exchange.neighbours, round=1)  # these are offered after all of the first round has been read
+    yield exchange.needs(
+        exchange.neighbours, round=1
+    )  # these are offered after all of the first round has been read
     for peer in exchange.neighbours:
         exchange.get_rows(peer, [rows[peer] for rows in sums], round=1)
     if _are_offered_by_address(local):
@@ -268,12 +287,20 @@ def _sums_in_order(xs: Sequence[Tensor], totals: list[Tensor]) -> Tensor | list[
     if len(totals) == 1:
         return totals[0]
     widths = [x.shape[-1] for x in xs if x.nbytes < OWN_SUM]
-    small, large = iter(totals[0].split(widths) if widths else ()), iter(totals[1:] if widths else totals)
+    small, large = (
+        iter(totals[0].split(widths) if widths else ()),
+        iter(totals[1:] if widths else totals),
+    )
     return [next(small if x.nbytes < OWN_SUM else large) for x in xs]
 
 
 def _sum_columns(
-    exchange: Exchange, columns: list[list[Tensor]], combine: Combine, totals: list[Tensor], *, confirms: bool = True
+    exchange: Exchange,
+    columns: list[list[Tensor]],
+    combine: Combine,
+    totals: list[Tensor],
+    *,
+    confirms: bool = True,
 ) -> Wire:
     """Offer each process its row of each column; combine the local ones with those that all others offer, in chunks.
 
@@ -298,7 +325,11 @@ def _sum_columns(
         chunk, total, rows = local_rows[column], totals[column], scratch
         if size < sizes[column] or size < largest:
             elements = slice(begin // item, (begin + size) // item)
-            chunk, total, rows = chunk[elements], total[elements], [row[: size // item] for row in scratch]
+            chunk, total, rows = (
+                chunk[elements],
+                total[elements],
+                [row[: size // item] for row in scratch],
+            )
         for peer, row in zip(peers, rows, strict=True):
             exchange.copy(peer, offers[peer][column], [(row.data_ptr(), size)], begin)
             if confirms and number == len(chunks):
@@ -318,7 +349,9 @@ def _exchange_parts(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wi
     assert isinstance(move, PartsMove)
     x = joined(xs)
     outgoing = move.parcels(x, exchange.index)
-    incoming = {source: empty((size,), x.dtype) for source, size in move.expected(x, exchange.index).items()}
+    incoming = {
+        source: empty((size,), x.dtype) for source, size in move.expected(x, exchange.index).items()
+    }
     for to, shard in outgoing.items():
         exchange.offer(to, shard.data_ptr(), shard.nbytes)
     if incoming:

@@ -36,7 +36,9 @@ from fshard.mesh.spmd.run import is_outside
 from fshard.mesh.spmd.scope import require
 from fshard.source import Site
 
-UNEQUAL_ARGUMENT = "must be equal along {axes}, but its values differ. Shard it in its spec, or make it equal"
+UNEQUAL_ARGUMENT = (
+    "must be equal along {axes}, but its values differ. Shard it in its spec, or make it equal"
+)
 UNEQUAL_ARGUMENT_GRADIENT = (
     "is equal along {{axes}}, so its gradient must be; but it was used with each device's own data. "
     "Write {path} = fs.pvary({path}, {{axes}}) before that use"
@@ -85,7 +87,9 @@ class ArgumentPlan:
     entries: tuple[PlannedTensor, ...]
     structure: Structure
     keywords: tuple[str, ...]
-    checked: WeakKeyDictionary[object, bool] = field(default_factory=WeakKeyDictionary[object, bool], repr=False)
+    checked: WeakKeyDictionary[object, bool] = field(
+        default_factory=WeakKeyDictionary[object, bool], repr=False
+    )
 
     def shards(self, leaves: list[Any], site: Site, *, recorded: bool) -> list[Tensors]:
         """Return the shards of each tensor in its layout inside, on the devices held here."""
@@ -96,8 +100,13 @@ class ArgumentPlan:
             for x, to in tensors
         ]  # fmt: skip
         moved = [index for index, shards in enumerate(columns) if shards is None]
-        xs = [spread(x, to) if isinstance(x, Tensor) else x for x, to in (tensors[index] for index in moved)]
-        for index, x in zip(moved, reshard_all(xs, [tensors[index][1] for index in moved], site), strict=True):
+        xs = [
+            spread(x, to) if isinstance(x, Tensor) else x
+            for x, to in (tensors[index] for index in moved)
+        ]
+        for index, x in zip(
+            moved, reshard_all(xs, [tensors[index][1] for index in moved], site), strict=True
+        ):
             columns[index] = x.shards
         return [shards for shards in columns if shards is not None]
 
@@ -138,7 +147,9 @@ class CallPlans:
         self._arguments: dict[Any, ArgumentPlan] = {}
         self._results: dict[Any, ResultPlan] = {}
 
-    def of_arguments(self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ArgumentPlan, list[Any]]:
+    def of_arguments(
+        self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[ArgumentPlan, list[Any]]:
         """Return the plan for these arguments, and their leaves."""
         values = [*args, *kwargs.values()]
         leaves, structure = flatten(values, none_is_leaf=True)
@@ -150,18 +161,24 @@ class CallPlans:
             _cleared_if_full(self._arguments)[key] = plan
         return plan, leaves
 
-    def _plan_arguments(self, mesh: Mesh, names: list[str], values: list[Any]) -> tuple[PlannedTensor, ...]:
+    def _plan_arguments(
+        self, mesh: Mesh, names: list[str], values: list[Any]
+    ) -> tuple[PlannedTensor, ...]:
         entries: list[PlannedTensor] = []
         index = 0
         with collected(f"shard_map of {self.name}") as attempt:
-            for name, value, spec in zip(names, values, self._spec_per_argument(names), strict=True):
+            for name, value, spec in zip(
+                names, values, self._spec_per_argument(names), strict=True
+            ):
                 leaves: list[tuple[str, Any, Any]] = []
                 with attempt(f"argument {name}"):
                     leaves += _leaves_with_specs(value, spec)
                 for path, leaf, leaf_spec in leaves:
                     with attempt(f"argument {name}{path}"):
                         if isinstance(leaf, Tensor | Sharded):
-                            entries.append(self._plan_argument(mesh, index, name + path, leaf, leaf_spec))
+                            entries.append(
+                                self._plan_argument(mesh, index, name + path, leaf, leaf_spec)
+                            )
                         elif isinstance(leaf_spec, P) and not is_static(leaf, leaf_spec):
                             raise TypeError(
                                 f"it is a {type(leaf).__name__}, which is not sharded. Write torch.as_tensor(...) around it, "
@@ -185,32 +202,52 @@ class CallPlans:
             )
         return list(specs)
 
-    def _plan_argument(self, mesh: Mesh, index: int, path: str, value: Tensor | Sharded, spec: Any) -> PlannedTensor:
+    def _plan_argument(
+        self, mesh: Mesh, index: int, path: str, value: Tensor | Sharded, spec: Any
+    ) -> PlannedTensor:
         if spec is None and isinstance(value, Sharded):
             spec = value.spec
         layout, shape = self._layout_of_tensor(mesh, value, spec, "spec"), tuple(value.shape)
         if isinstance(value, Sharded) and value.mesh != mesh:
-            raise LayoutError(f"it is on {value.mesh}, but shard_map runs on {mesh}. Unshard it first: fs.unshard(x).")
+            raise LayoutError(
+                f"it is on {value.mesh}, but shard_map runs on {mesh}. Unshard it first: fs.unshard(x)."
+            )
         layout.check(shape)
         subject = f"argument {path} of {self.name}, with spec {spec},"
         is_single = isinstance(value, Tensor) and is_outside(mesh)
         value_error = "" if is_single else f"{subject} {UNEQUAL_ARGUMENT}"
         gradient_error = f"{subject} {UNEQUAL_ARGUMENT_GRADIENT.format(path=path)}"
-        return PlannedTensor(index, path, shape, layout, unnamed(self.mapped, layout.spec), value_error, gradient_error)
+        return PlannedTensor(
+            index,
+            path,
+            shape,
+            layout,
+            unnamed(self.mapped, layout.spec),
+            value_error,
+            gradient_error,
+        )
 
-    def _layout_of_tensor(self, mesh: Mesh, value: Tensor | Sharded, spec: Any, role: str) -> Layout:
+    def _layout_of_tensor(
+        self, mesh: Mesh, value: Tensor | Sharded, spec: Any, role: str
+    ) -> Layout:
         """Return the layout of a tensor with this spec, or raise."""
         if not isinstance(spec, P):
-            raise TypeError(f"is a tensor, but its {role} is None. Give P() for one that is the same on all devices.")
+            raise TypeError(
+                f"is a tensor, but its {role} is None. Give P() for one that is the same on all devices."
+            )
         if isinstance(value, Tensor) and not is_dense(value):
             raise LayoutError(f"{no_dense(value)}.")
         return self._layout_of_spec(mesh, spec)
 
     def _layout_of_spec(self, mesh: Mesh, spec: P) -> Layout:
         """Return the layout of a spec; raise if it names axes of an inner shard_map."""
-        foreign = [axis for axis in spec.axes if axis in mesh.axis_names and axis not in self.mapped]
+        foreign = [
+            axis for axis in spec.axes if axis in mesh.axis_names and axis not in self.mapped
+        ]
         if foreign:
-            raise LayoutError(f"{spec} names {', '.join(foreign)}, which this shard_map is not mapped over.")
+            raise LayoutError(
+                f"{spec} names {', '.join(foreign)}, which this shard_map is not mapped over."
+            )
         return Layout(mesh, spec)
 
     def of_results(self, mesh: Mesh, result: PyTree) -> tuple[ResultPlan, list[Any]]:
@@ -241,9 +278,13 @@ class CallPlans:
                         entries.append(self._plan_result(mesh, index, path, leaf, spec))
         return tuple(entries)
 
-    def _plan_result(self, mesh: Mesh, index: int, path: str, leaf: Tensor, spec: Any) -> PlannedTensor:
+    def _plan_result(
+        self, mesh: Mesh, index: int, path: str, leaf: Tensor, spec: Any
+    ) -> PlannedTensor:
         layout = self._layout_of_tensor(mesh, leaf, spec, "out_spec")
-        subject = f"result{path} of {self.name}, with out_spec {spec}, must be equal along {{axes}}, but"
+        subject = (
+            f"result{path} of {self.name}, with out_spec {spec}, must be equal along {{axes}}, but"
+        )
         return PlannedTensor(
             index, path, layout.global_shape(leaf.shape), layout, unnamed(self.mapped, spec),
             f"{subject} {UNEQUAL_RESULT}", f"the gradient of {subject} differs",
@@ -257,7 +298,9 @@ def _validate_specs(caller: str, specs: PyTree) -> PyTree:
         if not isinstance(leaf, P | Layout | None):
             hint = f" Write P({leaf!r})." if isinstance(leaf, str) else ""
             raise TypeError(f"{caller}{path} must be a P, a Layout or None; got {leaf!r}.{hint}")
-    return unflatten(structure, [leaf.spec if isinstance(leaf, Layout) else leaf for leaf in leaves])
+    return unflatten(
+        structure, [leaf.spec if isinstance(leaf, Layout) else leaf for leaf in leaves]
+    )
 
 
 def unnamed(mapped: tuple[str, ...], spec: P) -> tuple[str, ...]:
@@ -289,7 +332,11 @@ def _argument_names(f: Callable[..., Any], positional: int, keywords: tuple[str,
         parameters = {}
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [name for name, parameter in parameters.items() if parameter.kind in kinds]
-    return names[:positional] + [str(number) for number in range(len(names), positional)] + list(keywords)
+    return (
+        names[:positional]
+        + [str(number) for number in range(len(names), positional)]
+        + list(keywords)
+    )
 
 
 def _leaves_with_specs(tree: PyTree, specs: PyTree) -> Iterator[tuple[str, Any, Any]]:

@@ -56,12 +56,24 @@ class RefuseTransformed(TorchFunctionMode):
     """Raise where a device makes a tensor of one that a torch.func transform around the run looks at."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         arguments: Any = (args, kwargs or {})
-        lifted = [x for x in flatten_shards(arguments)[0] if isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)]
-        if lifted and not transformed() and any(isinstance(x, Tensor) for x in flatten_shards(result)[0]):
+        lifted = [
+            x
+            for x in flatten_shards(arguments)[0]
+            if isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)
+        ]
+        if (
+            lifted
+            and not transformed()
+            and any(isinstance(x, Tensor) for x in flatten_shards(result)[0])
+        ):
             raise LayoutError(
                 f"The function uses a tensor from outside (shape {tuple(lifted[0].shape)}, {lifted[0].dtype}) that a transform "
                 "of torch.func looks at and that is not one of its arguments, so its derivative would be lost. Pass it as an "

@@ -61,7 +61,10 @@ class Guard(LinearMap):
         for number, verdict in enumerate(verdicts.T.bool()):
             if verdict.all():
                 continue
-            axes, position = self.group.axes, f" (tensor {number} of {len(xs)})" if len(xs) > 1 else ""
+            axes, position = (
+                self.group.axes,
+                f" (tensor {number} of {len(xs)})" if len(xs) > 1 else "",
+            )
             equal, unequal = (mask.nonzero().flatten().tolist() for mask in (verdict, ~verdict))
             raise PromiseError(
                 f"A promise of equality is broken: {self.error_text.replace('{axes}', as_written(axes))}.\n"
@@ -75,5 +78,7 @@ class Guard(LinearMap):
 
 
 def _list_indices(indices: list[int]) -> str:
-    shown = ", ".join(map(str, indices[:8])) + (f" and {len(indices) - 8} more" if len(indices) > 8 else "")
+    shown = ", ".join(map(str, indices[:8])) + (
+        f" and {len(indices) - 8} more" if len(indices) > 8 else ""
+    )
     return f"index {shown}" if len(indices) == 1 else f"indices {shown}"

@@ -50,9 +50,16 @@ def deterministic(wanted: bool, device_type: str) -> Generator[None]:
 
 def missing_cuda_settings() -> list[str]:
     """List the lines that a program needs, so that its kernels are deterministic."""
-    lines = [f"torch.{name} = {value!r}" for name, value in _SETTINGS.items() if attrgetter(name)(torch) != value]
+    lines = [
+        f"torch.{name} = {value!r}"
+        for name, value in _SETTINGS.items()
+        if attrgetter(name)(torch) != value
+    ]
     if torch.get_deterministic_debug_mode() < 2:  # 1: torch only warns
         lines.insert(0, "torch.use_deterministic_algorithms(True)")
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
-        lines.insert(0, 'os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before the first CUDA operation')
+        lines.insert(
+            0,
+            'os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before the first CUDA operation',
+        )
     return lines

@@ -43,7 +43,9 @@ def samples_of(params: PyTree) -> dict[str, Tensors]:
     return samples
 
 
-def compare_inputs(call: str, mesh: Mesh, tensors: Mapping[str, Tensors], axes: tuple[str, ...] | None = None) -> None:
+def compare_inputs(
+    call: str, mesh: Mesh, tensors: Mapping[str, Tensors], axes: tuple[str, ...] | None = None
+) -> None:
     """Raise on all devices unless they have equal tensors, along some axes or all.
 
     `tensors`: by path, one for each local device. Those outside of a virtual mesh, of which there is one, values inside of
@@ -52,7 +54,9 @@ def compare_inputs(call: str, mesh: Mesh, tensors: Mapping[str, Tensors], axes: 
     mesh, site = resolve_mesh(mesh), call_site()
     scope, devices = inside(mesh), local_devices(mesh)
     axes = tuple(axis for axis in axes or mesh.axis_names if mesh.shape[axis] > 1)
-    tensors = {path: xs for path, xs in tensors.items() if len(xs) == len(devices) and not xs[0].is_meta}
+    tensors = {
+        path: xs for path, xs in tensors.items() if len(xs) == len(devices) and not xs[0].is_meta
+    }
     is_varying = scope is not None and (scope.mapped or scope.own)
     if not axes or not tensors or is_varying or transformed() or mesh.runtime == "abstract":
         return
@@ -61,9 +65,17 @@ def compare_inputs(call: str, mesh: Mesh, tensors: Mapping[str, Tensors], axes: 
         group = require(call).group(axes, call)
         digests = torch.tensor([digest(xs[devices.index(device)]) for xs in tensors.values()])
         first, *peers = gather_all(digests, group, site).tolist()
-        paths = [path or "the tensor" for path, *row in zip(tensors, first, *peers, strict=True) if len({*row}) > 1]
+        paths = [
+            path or "the tensor"
+            for path, *row in zip(tensors, first, *peers, strict=True)
+            if len({*row}) > 1
+        ]
         if paths:
-            numbers = [str(number) for number, row in zip(group.members[1:], peers, strict=True) if row != first]
+            numbers = [
+                str(number)
+                for number, row in zip(group.members[1:], peers, strict=True)
+                if row != first
+            ]
             raise MismatchError(
                 f"{call}: {', '.join(paths[:8])}{', ...' * (len(paths) > 8)} must be equal on all {kind} along "
                 f"{'+'.join(axes)}; got other values on {kind} {', '.join(numbers)} than on {group.members[0]}. "

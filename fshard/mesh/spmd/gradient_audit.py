@@ -61,7 +61,9 @@ class Audit(LinearMap):
             self.done.add(scope.device)
             kind = scope.mesh.device_type
             random = random_state(kind)
-            unwatched = saved_tensors_hooks(_identity, _identity) if saving_is_watched() else nullcontext()
+            unwatched = (
+                saved_tensors_hooks(_identity, _identity) if saving_is_watched() else nullcontext()
+            )
             with uncounted(), unwatched, torch.enable_grad():
                 self._compare_gradients(tuple([x[(0,) * self.depth] for x in xs]), random)
             set_random_state(kind, random)
@@ -86,19 +88,29 @@ class Audit(LinearMap):
         is_equal = all(map(_is_close, results, varying_results))
         row = [
             float(is_equal),
-            *(nan if _is_close(x, y) else _ratio_of_gradients(x, y) for x, y in zip(typed, varying_grads, strict=True)),
+            *(
+                nan if _is_close(x, y) else _ratio_of_gradients(x, y)
+                for x, y in zip(typed, varying_grads, strict=True)
+            ),
         ]
         group = scope.group(self.plans.mapped, "shard_map")
-        table = gather_all(torch.tensor(row, dtype=torch.float64, device=xs[0].device), group, self.site)
+        table = gather_all(
+            torch.tensor(row, dtype=torch.float64, device=xs[0].device), group, self.site
+        )
         if table[:, 0].all():
             self._validate_ratios(table[:, 1:])
 
     def _differentiate_by_types(self, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the gradients of the program as it is, and its results."""
-        arguments = [entry.checked(x, self.site) for x, entry in zip(shards, self.plan.entries, strict=True)]
+        arguments = [
+            entry.checked(x, self.site) for x, entry in zip(shards, self.plan.entries, strict=True)
+        ]
         ys, entries = self._call_program(arguments)
         ys = [entry.checked(y, self.site) for y, entry in zip(ys, entries, strict=True)]
-        gs = [_random_cotangent(index, y, entry) for index, (y, entry) in enumerate(zip(ys, entries, strict=True))]
+        gs = [
+            _random_cotangent(index, y, entry)
+            for index, (y, entry) in enumerate(zip(ys, entries, strict=True))
+        ]
         return _gradients(ys, shards, gs), [y.detach() for y in ys]
 
     def _differentiate_by_devices(self, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -106,16 +118,21 @@ class Audit(LinearMap):
         scope = require("shard_map")
         ys, entries = self._call_program(shards)
         gs = [
-            _random_cotangent(index, y, entry) / prod(scope.mesh.shape[axis] for axis in self._replicated_axes(entry))
+            _random_cotangent(index, y, entry)
+            / prod(scope.mesh.shape[axis] for axis in self._replicated_axes(entry))
             for index, (y, entry) in enumerate(zip(ys, entries, strict=True))
         ]
         sums = list[Tensor]()
         for g, entry in zip(_gradients(ys, shards, gs), self.plan.entries, strict=True):
             axes = self._replicated_axes(entry)
-            sums += Bound(Psum(), scope.group(axes, "shard_map"), self.site).run((g,)) if axes else (g,)
+            sums += (
+                Bound(Psum(), scope.group(axes, "shard_map"), self.site).run((g,)) if axes else (g,)
+            )
         return sums, [y.detach() for y in ys]
 
-    def _call_program(self, arguments: list[Tensor]) -> tuple[list[Tensor], tuple[PlannedTensor, ...]]:
+    def _call_program(
+        self, arguments: list[Tensor]
+    ) -> tuple[list[Tensor], tuple[PlannedTensor, ...]]:
         plan, leaves = self.plans.of_results(require("shard_map").mesh, self.call(tuple(arguments)))
         return [leaves[entry.index] for entry in plan.entries], plan.entries
 
@@ -156,7 +173,11 @@ def _random_cotangent(index: int, y: Tensor, entry: PlannedTensor) -> Tensor:
     scope = require("shard_map")
     device = entry.layout.mesh.local_index(scope.device)
     generator = torch.Generator().manual_seed(index)
-    full = torch.randn(entry.shape, generator=generator, dtype=torch.complex128 if y.is_complex() else torch.float64)
+    full = torch.randn(
+        entry.shape,
+        generator=generator,
+        dtype=torch.complex128 if y.is_complex() else torch.float64,
+    )
     return shard_of(full, entry.layout, device).to(y.device, y.dtype)
 
 

@@ -90,8 +90,12 @@ def run_mapped(
         (results,) = run_on_devices(mesh, body, mapped=mapped, checked=checked)
         return [(result,) for result in results]
     random = random_state(mesh.device_type)
-    run = MappedRun(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed(), random=random)
-    return _shards_by_tensor(_apply_run(run, tuple([x for column in columns for x in column])), mesh.size)
+    run = MappedRun(
+        mesh, program, mapped, checked, torch.is_grad_enabled(), transformed(), random=random
+    )
+    return _shards_by_tensor(
+        _apply_run(run, tuple([x for column in columns for x in column])), mesh.size
+    )
 
 
 def _shards_by_tensor(flat: tuple[Item, ...], n: int) -> list[tuple[Item, ...]]:
@@ -106,10 +110,14 @@ def _apply_run(run: MappedRun, flat: Tensors) -> Tensors:
     """
     if transformed():
         return _MappedFunction.apply(run, None, *flat)
-    needs = tuple(any(x.requires_grad for x in column) for column in _shards_by_tensor(flat, run.mesh.size))
+    needs = tuple(
+        any(x.requires_grad for x in column) for column in _shards_by_tensor(flat, run.mesh.size)
+    )
     if run.grad and any(needs) and not saving_is_watched():
         return _MappedFunction.apply(run, Tape(needs), *flat)
-    return _MappedFunction.apply(run, None, *flat) if recorded(flat) else _run_program(run, None, flat)
+    return (
+        _MappedFunction.apply(run, None, *flat) if recorded(flat) else _run_program(run, None, flat)
+    )
 
 
 def saving_is_watched() -> bool:
@@ -119,7 +127,10 @@ def saving_is_watched() -> bool:
 
 def _run_program(run: MappedRun, tape: Tape | None, flat: Tensors) -> Tensors:
     """Run the program; with a tape, keep the graph."""
-    inputs = [tuple([x.detach() for x in flat[device :: run.mesh.size]]) for device in range(run.mesh.size)]
+    inputs = [
+        tuple([x.detach() for x in flat[device :: run.mesh.size]])
+        for device in range(run.mesh.size)
+    ]
     if tape is not None:
         for xs in inputs:
             for x, need in zip(xs, tape.needs, strict=True):
@@ -132,7 +143,9 @@ def _run_program(run: MappedRun, tape: Tape | None, flat: Tensors) -> Tensors:
         tape.inputs, tape.outputs = inputs, outputs
     if not run.derived:
         validate_captured(run.mesh, inputs, outputs)
-    return tuple([_without_overlap(y.detach()) for column in zip(*outputs, strict=True) for y in column])
+    return tuple(
+        [_without_overlap(y.detach()) for column in zip(*outputs, strict=True) for y in column]
+    )
 
 
 def _without_overlap(x: Tensor) -> Tensor:
@@ -146,7 +159,9 @@ def _backward_of_tape(run: MappedRun, tape: Tape, cotangents: Tensors) -> tuple[
     targets = [index for index, need in enumerate(tape.needs) if need]
 
     def back(device: int, xs: Tensors) -> Tensors:
-        return backward(tape.outputs[device], [xs[index] for index in targets], cotangents[device::n])
+        return backward(
+            tape.outputs[device], [xs[index] for index in targets], cotangents[device::n]
+        )
 
     gradients = run.devices(tape.inputs, back)
     tape.inputs, tape.outputs = [], []
@@ -177,7 +192,9 @@ def backward(ys: Tensors, xs: list[Tensor], gs: Tensors, *, create_graph: bool =
     if not pairs or not xs:
         return tuple(torch.zeros_like(x) for x in xs)
     ys, gs = zip(*pairs, strict=True)
-    return torch.autograd.grad(ys, xs, gs, create_graph=create_graph, allow_unused=True, materialize_grads=True)
+    return torch.autograd.grad(
+        ys, xs, gs, create_graph=create_graph, allow_unused=True, materialize_grads=True
+    )
 
 
 def _vjp_run(run: MappedRun, targets: tuple[int, ...], width: int) -> MappedRun:
@@ -190,7 +207,8 @@ def _vjp_run(run: MappedRun, targets: tuple[int, ...], width: int) -> MappedRun:
         higher = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
         with torch.enable_grad():
             chosen = [
-                x if x.requires_grad else x.detach().requires_grad_() for x in (inputs[index] for index in targets)
+                x if x.requires_grad else x.detach().requires_grad_()
+                for x in (inputs[index] for index in targets)
             ]
             ys = run.program(device, _replaced_inputs(inputs, targets, tuple(chosen)))
             return backward(ys, chosen, gs, create_graph=higher)
@@ -198,7 +216,9 @@ def _vjp_run(run: MappedRun, targets: tuple[int, ...], width: int) -> MappedRun:
     return replace(run, program=program, derived=True)
 
 
-def _vjp_by_func(f: Callable[..., Tensors], xs: Tensors, targets: tuple[int, ...], gs: Tensors) -> Tensors:
+def _vjp_by_func(
+    f: Callable[..., Tensors], xs: Tensors, targets: tuple[int, ...], gs: Tensors
+) -> Tensors:
     """Pull cotangents back to the inputs at `targets`, under a torch.func transform."""
     moves = [y.is_floating_point() or y.is_complex() for y in gs]
 
@@ -219,7 +239,9 @@ def _jvp_run(run: MappedRun, width: int, moving: tuple[int, ...]) -> MappedRun:
         def of_moving(*chosen: Tensor) -> Tensors:
             return run.program(device, _replaced_inputs(inputs, moving, chosen))
 
-        return torch.func.jvp(of_moving, tuple(_without_overlap(inputs[index]) for index in moving), tangents)[1]
+        return torch.func.jvp(
+            of_moving, tuple(_without_overlap(inputs[index]) for index in moving), tangents
+        )[1]
 
     return replace(run, program=program, derived=True)
 
@@ -241,7 +263,9 @@ def _apply_derivative(derived: MappedRun, flat: Tensors, moved: Tensors) -> Tens
     n = derived.mesh.size
     batched = _vmap_run(derived, (None,) * (len(flat) // n) + (0,) * (len(moved) // n), "same")
     return over_many(
-        lambda moved: _apply_run(derived, (*flat, *moved)), lambda moved: _apply_run(batched, (*flat, *moved)), moved
+        lambda moved: _apply_run(derived, (*flat, *moved)),
+        lambda moved: _apply_run(batched, (*flat, *moved)),
+        moved,
     )
 
 
@@ -255,7 +279,9 @@ class _MappedFunction(Function):
         ctx.run, ctx.tape, *flat = inputs
         ctx.save_for_backward(*flat)
         ctx.save_for_forward(*flat)
-        ctx.mark_non_differentiable(*(y for y in output if not (y.is_floating_point() or y.is_complex())))
+        ctx.mark_non_differentiable(
+            *(y for y in output if not (y.is_floating_point() or y.is_complex()))
+        )
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
@@ -265,7 +291,9 @@ class _MappedFunction(Function):
             return None, None, *_backward_of_tape(run, tape, cotangents)
         flat: Tensors = ctx.saved_tensors
         firsts = flat[::n]
-        targets = tuple(index for index, x in enumerate(firsts) if x.is_floating_point() or x.is_complex())
+        targets = tuple(
+            index for index, x in enumerate(firsts) if x.is_floating_point() or x.is_complex()
+        )
         pulled = replace(_vjp_run(run, targets, len(firsts)), grad=torch.is_grad_enabled())
         gradients = _shards_by_tensor(_apply_derivative(pulled, flat, cotangents), n)
         return None, None, *_gradients_of_inputs(gradients, targets, len(firsts), n)
@@ -275,7 +303,9 @@ class _MappedFunction(Function):
         run, n = ctx.run, ctx.run.mesh.size
         flat: Tensors = ctx.saved_tensors
         columns = _shards_by_tensor(grad_inputs[2:], n)
-        moving = tuple(index for index, column in enumerate(columns) if any(x is not None for x in column))
+        moving = tuple(
+            index for index, column in enumerate(columns) if any(x is not None for x in column)
+        )
         moved = tuple(
             torch.zeros_like(x) if tangent is None else tangent
             for index in moving
@@ -295,6 +325,8 @@ class _MappedFunction(Function):
             for column, column_dims, is_mapped in zip(columns, dims_of_columns, mapped, strict=True)
             for x, dim in zip(column, column_dims, strict=True)
         )
-        inner = _vmap_run(run, tuple(0 if is_mapped else None for is_mapped in mapped), info.randomness)
+        inner = _vmap_run(
+            run, tuple(0 if is_mapped else None for is_mapped in mapped), info.randomness
+        )
         results = _apply_run(inner, batched)
         return results, (0,) * len(results)

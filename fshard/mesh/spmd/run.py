@@ -41,7 +41,11 @@ Result = TypeVar("Result")
 def inside(mesh: Mesh) -> Scope | None:
     """Return the scope in which the caller is a device of `mesh`; None outside."""
     scope = here()
-    is_inside = scope is not None and scope.mesh.runtime == mesh.runtime and scope.mesh.root_size == mesh.root_size
+    is_inside = (
+        scope is not None
+        and scope.mesh.runtime == mesh.runtime
+        and scope.mesh.root_size == mesh.root_size
+    )
     return scope if is_inside else None
 
 
@@ -77,7 +81,10 @@ def agree(mesh: Mesh, call: str) -> None:
     """Under `FSHARD_CHECK=1`, raise on all processes of a mesh unless all make this call."""
     if mesh.runtime == "process" and watching():
         site, axes = call_site(), mesh.axis_names
-        run_on_devices(mesh, lambda device: ProcessWorld.of(mesh).agree(call, require(call).group(axes, call), site))
+        run_on_devices(
+            mesh,
+            lambda device: ProcessWorld.of(mesh).agree(call, require(call).group(axes, call), site),
+        )
 
 
 def run_on_devices(
@@ -112,7 +119,9 @@ def run_on_devices(
 
 
 @contextmanager
-def as_one_device(mesh: Mesh, *, mapped: tuple[str, ...] = (), checked: bool = False) -> Generator[Scope]:
+def as_one_device(
+    mesh: Mesh, *, mapped: tuple[str, ...] = (), checked: bool = False
+) -> Generator[Scope]:
     """Enter the scope of the one device that the caller is: a process, a virtual device, or any of an abstract mesh.
 
     It is made once for each world or outer scope.
@@ -162,7 +171,11 @@ def mark(device: int) -> None:
 
 @uncompiled
 def run(
-    main: Callable[..., Any], *args: Any, mesh: Mesh | None = None, check: bool = False, **kwargs: Any
+    main: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh | None = None,
+    check: bool = False,
+    **kwargs: Any,
 ) -> list[Any]:
     """Run `main(*args, **kwargs)` as each device of the mesh, as torchrun would; return the results of local devices.
 
@@ -177,8 +190,12 @@ def run(
     """
     mesh = require_mesh("fs.run", mesh)
     if not callable(main):
-        raise TypeError(f"fs.run: main must be a function, called as each device; got {type(main).__name__}.")
-    return run_on_devices(resolve_mesh(mesh), lambda device: main(*args, **kwargs), checked=check, keep=False)
+        raise TypeError(
+            f"fs.run: main must be a function, called as each device; got {type(main).__name__}."
+        )
+    return run_on_devices(
+        resolve_mesh(mesh), lambda device: main(*args, **kwargs), checked=check, keep=False
+    )
 
 
 _CONSTRUCTORS: frozenset[Any] = frozenset(_device_constructors())
@@ -188,7 +205,11 @@ class Valueless(TorchFunctionMode):
     """Make all tensors without values, and let those that meet such a tensor forget theirs."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         named = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
         if func in _CONSTRUCTORS:
@@ -199,7 +220,9 @@ class Valueless(TorchFunctionMode):
         if not any(isinstance(x, ArrayMethods) or x.is_meta for x in tensors):
             return func(*args, **(kwargs or {}))
         if len(tensors) > 1:
-            args, named = unflatten(structure, [without_values(x) if isinstance(x, Tensor) else x for x in leaves])
+            args, named = unflatten(
+                structure, [without_values(x) if isinstance(x, Tensor) else x for x in leaves]
+            )
         if func is scaled_dot_product_attention:
             func = attention_without_values
         try:
@@ -227,11 +250,18 @@ def attention_without_values(
     xs = query, key, value
     is_fused = all(type(x) is Tensor for x in xs)  # arrays have rules for torch's own function
     is_fused &= (
-        query.ndim == 4 and not dropout_p and not enable_gqa and all(x.numel() and x.stride(-1) == 1 for x in xs)
+        query.ndim == 4
+        and not dropout_p
+        and not enable_gqa
+        and all(x.numel() and x.stride(-1) == 1 for x in xs)
     )
     is_fused &= len({(*x.shape[:2], x.shape[-1]) for x in xs}) == 1 and query.is_floating_point()
-    if not is_fused or (attn_mask is not None and (attn_mask.requires_grad or attn_mask.dtype == torch.bool)):
-        return scaled_dot_product_attention(*xs, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if not is_fused or (
+        attn_mask is not None and (attn_mask.requires_grad or attn_mask.dtype == torch.bool)
+    ):
+        return scaled_dot_product_attention(
+            *xs, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(*xs, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 

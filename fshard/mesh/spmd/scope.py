@@ -54,14 +54,19 @@ class Group:
         """Return the device number, in the full mesh, of the device at `index` of the group."""
         coordinates = unravel(index, [size for size, _ in self.dims])
         return self.base + sum(
-            coordinate * stride for coordinate, (_, stride) in zip(coordinates, self.dims, strict=True)
+            coordinate * stride
+            for coordinate, (_, stride) in zip(coordinates, self.dims, strict=True)
         )
 
     @cached_property
     def members(self) -> tuple[int, ...]:
         """The ranks (or numbers) of all devices of the group, in its order."""
         numbers = (self.member(index) for index in range(self.size))
-        return tuple(numbers) if self.ranks is None else tuple(self.ranks[number] for number in numbers)
+        return (
+            tuple(numbers)
+            if self.ranks is None
+            else tuple(self.ranks[number] for number in numbers)
+        )
 
     @property
     def represents_all(self) -> bool:
@@ -79,7 +84,9 @@ class SliceState:
     """The slice of the batch that a device's loss function runs on."""
 
     is_idle: bool = False  # it has no samples of its own, but a neighbour's
-    moments: list[Any] | None = None  # BatchNorm layers append their sums, if the statistics are taken over all slices
+    moments: list[Any] | None = (
+        None  # BatchNorm layers append their sums, if the statistics are taken over all slices
+    )
 
 
 class Scope:
@@ -101,7 +108,9 @@ class Scope:
         self.mapped = mapped + (outer.mapped if outer else ())
         self.checked = checked
         self.mapped_axes = frozenset(self.mapped)
-        self.axes: Mapping[str, tuple[int, int]] = {**outer.axes, **mesh.steps} if outer else mesh.steps
+        self.axes: Mapping[str, tuple[int, int]] = (
+            {**outer.axes, **mesh.steps} if outer else mesh.steps
+        )
         self._groups: dict[Axes, Group] = {}
         self.inner: dict[object, Scope] = {}
         self.own: frozenset[str] = outer.own if outer else frozenset()
@@ -126,13 +135,19 @@ class Scope:
             if unbound or not names or len(set(names)) < len(names):
                 bound = ", ".join(f'"{name}"' for name in self.axes)
                 named = ", ".join(f'"{name}"' for name in names) or "no axis"
-                problem = "an axis is named twice" if names and not unbound else f"the axes bound here are {bound}"
+                problem = (
+                    "an axis is named twice"
+                    if names and not unbound
+                    else f"the axes bound here are {bound}"
+                )
                 raise ScopeError(
                     f"{caller} over {named}: {problem}. Name axes of the mesh that shard_map or run was given."
                 )
             dims = tuple([self.axes[name] for name in names])
             position = _group_position(self.device, dims)
-            group = self._groups[axes] = Group(names, dims, *position, self.device, self.world, self.mesh.ranks)
+            group = self._groups[axes] = Group(
+                names, dims, *position, self.device, self.world, self.mesh.ranks
+            )
         return group
 
     def called_group(self, axes: Axes, caller: str) -> Group:
@@ -148,7 +163,9 @@ def _group_position(device: int, dims: tuple[tuple[int, int], ...]) -> tuple[int
     """Return the first device of the group through a device, the device's index in it, and the group's size."""
     sizes = [size for size, _ in dims]
     coordinates = [device // stride % size for size, stride in dims]
-    base = device - sum(coordinate * stride for coordinate, (_, stride) in zip(coordinates, dims, strict=True))
+    base = device - sum(
+        coordinate * stride for coordinate, (_, stride) in zip(coordinates, dims, strict=True)
+    )
     return base, ravel(coordinates, sizes), prod(sizes)
 
 
@@ -165,14 +182,20 @@ def outside() -> AbstractContextManager[None]:
 
 
 def loss_scope(
-    axes: Iterable[str], notice: Notice | None = None, *, is_idle: bool = False, moments: list[Any] | None = None
+    axes: Iterable[str],
+    notice: Notice | None = None,
+    *,
+    is_idle: bool = False,
+    moments: list[Any] | None = None,
 ) -> AbstractContextManager[None]:
     """Run a loss function, in which every value is varying along axes: see `fshard.transforms.loss_collectives`.
 
     `notice` gets the collectives that it calls; `is_idle` and `moments` describe its slice.
     """
     scope = require("a loss function")
-    return entered(scope.replaced(own=frozenset(axes), notice=notice, slice=SliceState(is_idle, moments)))
+    return entered(
+        scope.replaced(own=frozenset(axes), notice=notice, slice=SliceState(is_idle, moments))
+    )
 
 
 @contextmanager
@@ -229,7 +252,12 @@ class World(Protocol):
     def current(self) -> World: ...
 
     def start(
-        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values"
+        self,
+        move: Wired,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        site: Site,
+        purpose: Purpose = "values",
     ) -> Pending:
         """Start one collective on tensors of one dtype; the result has one tensor for each."""
         ...
@@ -238,14 +266,21 @@ class World(Protocol):
         """Prepare for messages between members, given as indices of sender and receiver: both call it, before any."""
         ...
 
-    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None: ...
+    def send(
+        self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"
+    ) -> None: ...
 
     def report_failure(self, group: Group, error: BaseException) -> None:
         """Report to the other devices of a group that this one failed, if they cannot detect it."""
         ...
 
     def receive(
-        self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
+        self,
+        likes: tuple[Tensor, ...],
+        group: Group,
+        source: int,
+        site: Site,
+        purpose: Purpose = "values",
     ) -> Pending:
         """Start receiving the next message of the device at index `source`: tensors with these shapes and dtypes."""
         ...

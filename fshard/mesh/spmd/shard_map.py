@@ -79,10 +79,14 @@ def shard_map(
     tensor([6., 6.])
     """
     if f is None:
-        return partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axes=axes, check=check)
+        return partial(
+            shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axes=axes, check=check
+        )
     mesh = require_mesh("shard_map", mesh)
     if not callable(f):
-        raise TypeError(f"shard_map: f must be a function of local tensors; got {type(f).__name__}.")
+        raise TypeError(
+            f"shard_map: f must be a function of local tensors; got {type(f).__name__}."
+        )
     mapped = mesh.axis_names if axes is None else mesh.check_axes(axes, "shard_map(axes=)")
     name = getattr(f, "__name__", type(f).__name__)
     plans = CallPlans(f, name, in_specs, out_specs, mapped)
@@ -91,7 +95,9 @@ def shard_map(
     @uncompiled
     def on_mesh(*args: Any, **kwargs: Any) -> PyTree:
         call = MappedCall(plans, resolve_mesh(mesh), args, kwargs, check)  # (1)
-        results = run_mapped(call.mesh, call.run, call.columns(), mapped=mapped, checked=call.is_checked)  # (2)
+        results = run_mapped(
+            call.mesh, call.run, call.columns(), mapped=mapped, checked=call.is_checked
+        )  # (2)
         return call.assemble(results)  # (7)
 
     return on_mesh
@@ -101,7 +107,12 @@ class MappedCall:
     """One call of a mapped function: its arguments, how it is checked, and the results of its devices."""
 
     def __init__(
-        self, plans: CallPlans, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | None
+        self,
+        plans: CallPlans,
+        mesh: Mesh,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        check: bool | None,
     ) -> None:
         scope = inside(mesh)
         if scope is not None:
@@ -110,16 +121,26 @@ class MappedCall:
         self.plan, self.leaves = plans.of_arguments(mesh, args, kwargs)
         self._tensors = [_counted_tensors(self.leaves[entry.index]) for entry in self.plan.entries]
         self._versions = [[x._version for x in xs] for xs in self._tensors]
-        self._is_recorded = transformed() or recorded(tuple([x for xs in self._tensors for x in xs]))
+        self._is_recorded = transformed() or recorded(
+            tuple([x for xs in self._tensors for x in xs])
+        )
         self._caller: object = scope or self.plan
         # See Note [First calls are checked]. The vmap of autograd shows no plain tensor.
         self._is_auditable = self._is_recorded and not batches_nested()
         is_loss = scope is not None and bool(scope.own)
         is_new = self.plan.checked.get(self._caller, -1) < self._is_auditable
         self._is_first = is_new and check is not False and not is_loss
-        has_audit = self._is_first and self._is_auditable and mesh.size > 1 and mesh.runtime != "abstract"
-        self._audit = Audit(plans, self.plan, self.apply, self.site) if has_audit and self.plan.entries else None
-        self.is_checked = bool(check or (check is None and watching()) or (self._is_first and self._audit is None))
+        has_audit = (
+            self._is_first and self._is_auditable and mesh.size > 1 and mesh.runtime != "abstract"
+        )
+        self._audit = (
+            Audit(plans, self.plan, self.apply, self.site)
+            if has_audit and self.plan.entries
+            else None
+        )
+        self.is_checked = bool(
+            check or (check is None and watching()) or (self._is_first and self._audit is None)
+        )
         self._results: dict[int, tuple[ResultPlan, list[Any]]] = {}
 
     def columns(self) -> list[Tensors]:
@@ -129,7 +150,11 @@ class MappedCall:
         """
         columns = self.plan.shards(self.leaves, self.site, recorded=self._is_recorded)
         if (self.is_checked or self._audit is not None) and not batches_nested():
-            values = [(entry.path, self.leaves[entry.index]) for entry in self.plan.entries if entry.layout.spec.axes]
+            values = [
+                (entry.path, self.leaves[entry.index])
+                for entry in self.plan.entries
+                if entry.layout.spec.axes
+            ]
             plain = {path: (x,) for path, x in values if isinstance(x, Tensor)}
             compare_inputs(f"shard_map of {self.plans.name}", self.mesh, plain)
         return columns
@@ -139,13 +164,23 @@ class MappedCall:
         if self._audit is not None:
             apply(self._audit, xs)
         if self.is_checked:
-            xs = tuple([entry.checked(x, self.site) for x, entry in zip(xs, self.plan.entries, strict=True)])
+            xs = tuple(
+                [
+                    entry.checked(x, self.site)
+                    for x, entry in zip(xs, self.plan.entries, strict=True)
+                ]
+            )
         plan, leaves = self.plans.of_results(self.mesh, self.apply(xs))
         tensors = tuple([leaves[entry.index] for entry in plan.entries])
         if self.mesh.runtime == "abstract":
             tensors = tuple(map(without_values, tensors))
         if self.is_checked:
-            tensors = tuple([entry.checked(x, self.site) for x, entry in zip(tensors, plan.entries, strict=True)])
+            tensors = tuple(
+                [
+                    entry.checked(x, self.site)
+                    for x, entry in zip(tensors, plan.entries, strict=True)
+                ]
+            )
         for entry in plan.entries:
             leaves[entry.index] = Tensor
         self._results[device] = plan, leaves
@@ -164,7 +199,9 @@ class MappedCall:
 
     def assemble(self, columns: list[Tensors]) -> PyTree:
         """Put the devices' results together."""
-        for entry, xs, versions in zip(self.plan.entries, self._tensors, self._versions, strict=True):
+        for entry, xs, versions in zip(
+            self.plan.entries, self._tensors, self._versions, strict=True
+        ):
             if [x._version for x in xs] != versions:
                 raise ValueError(
                     f"{self.plans.name} changed its argument {entry.path} in place. Arguments belong to the caller, and all "
@@ -172,7 +209,9 @@ class MappedCall:
                 )
         plan, leaves = next(iter(self._results.values()))
         leaves = list(leaves)
-        may_differ = plan.uneven or any(result_plan is not plan for result_plan, _ in self._results.values())
+        may_differ = plan.uneven or any(
+            result_plan is not plan for result_plan, _ in self._results.values()
+        )
         for entry, shards in zip(plan.entries, columns, strict=True):
             if may_differ:
                 self._validate_shards(shards, entry)
@@ -218,11 +257,19 @@ def _counted_tensors(value: Tensor | Sharded) -> list[Tensor]:
     """Return the tensors that f must not change, as far as torch counts changes."""
     if isinstance(value, Sharded):
         value.check()
-    return [x for x in (value.shards if isinstance(value, Sharded) else (value,)) if not x.is_inference()]
+    return [
+        x
+        for x in (value.shards if isinstance(value, Sharded) else (value,))
+        if not x.is_inference()
+    ]
 
 
 def _are_equal(x: Any, y: Any) -> bool:
     """Return True if two devices return equal values; NaN equals NaN."""
     if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
-        return type(x) is type(y) and (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+        return type(x) is type(y) and (x.dtype, x.shape, x.tobytes()) == (
+            y.dtype,
+            y.shape,
+            y.tobytes(),
+        )
     return x is y or x == y or (x != x and y != y)

@@ -75,13 +75,24 @@ def adam(
         foreach.addcdiv_(p, m, denominators(v, shards.steps, betas[1], eps), sizes)
 
     def fused_rule(shards: ShardLists, lr: float) -> None:
-        m, v, largest = (shards.state.get(name, []) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
-        numbers = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay, "eps": eps}
+        m, v, largest = (
+            shards.state.get(name, []) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        )
+        numbers = {
+            "lr": lr,
+            "beta1": betas[0],
+            "beta2": betas[1],
+            "weight_decay": weight_decay,
+            "eps": eps,
+        }
         flags = {"amsgrad": amsgrad, "maximize": maximize}
         kernel(shards.params, shards.grads, m, v, largest, step_tensors(shards), **numbers, **flags)
 
     return optimizer_of_rule(
-        lr, dict.fromkeys(names, torch.zeros_like), each_kind(rule), fast=fused_or(fused_rule, rule, fused)
+        lr,
+        dict.fromkeys(names, torch.zeros_like),
+        each_kind(rule),
+        fast=fused_or(fused_rule, rule, fused),
     )
 
 
@@ -106,7 +117,9 @@ def adamw(
     return adam(lr, betas, eps, weight_decay, fused=fused, **flags)
 
 
-def moments(m: list[torch.Tensor], v: list[torch.Tensor], g: Any, betas: tuple[float, float]) -> None:
+def moments(
+    m: list[torch.Tensor], v: list[torch.Tensor], g: Any, betas: tuple[float, float]
+) -> None:
     """Move the means of the gradient and of its square."""
     foreach.lerp_(m, g, 1 - betas[0])
     foreach.mul_(v, betas[1])

@@ -27,7 +27,10 @@ from fshard.optim.schedules import Rate
 
 
 def lamb(
-    lr: Rate = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.0
+    lr: Rate = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
 ) -> Optimizer:
     """Make LAMB: p = p - lr |p| / |u| u, where u is Adam's direction; for parameters in any layout.
 
@@ -59,12 +62,16 @@ def lamb(
                 foreach.add_multiple_(u, as_real.params, weight_decay)
             by_param |= zip(map(id, kind.params), u, strict=True)
         directions = [by_param[id(param)] for param in shards.params]
-        for param, direction, ratio in zip(shards.params, directions, _ratios(shards, directions), strict=True):
+        for param, direction, ratio in zip(
+            shards.params, directions, _ratios(shards, directions), strict=True
+        ):
             real = torch.view_as_real(param) if param.is_complex() else param
             real.sub_(direction * (lr * ratio).to(direction.device, direction.dtype))
 
     slots = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
-    return optimizer_of_rule(lr, slots, rule, check=partial(check_summable, "lamb"), elementwise=False)
+    return optimizer_of_rule(
+        lr, slots, rule, check=partial(check_summable, "lamb"), elementwise=False
+    )
 
 
 def _ratios(shards: ShardLists, directions: list[Tensor]) -> list[Tensor]:
@@ -72,10 +79,16 @@ def _ratios(shards: ShardLists, directions: list[Tensor]) -> list[Tensor]:
     groups: dict[int, list[int]] = {}  # the shards of each leaf
     for i, leaf in enumerate(shards.leaves):
         groups.setdefault(id(leaf), []).append(i)
-    leaves = [like(shards.leaves[group[0]], [shards.params[i] for i in group]) for group in groups.values()]
+    leaves = [
+        like(shards.leaves[group[0]], [shards.params[i] for i in group])
+        for group in groups.values()
+    ]
     leaf_of = {i: number for number, group in enumerate(groups.values()) for i in group}
     index_of = {id(x): i for i, x in enumerate(shards.params)}
-    device, precision = shards.params[0].device, "exact" if shows_all_bits(shards.leaves) else "float64"
+    device, precision = (
+        shards.params[0].device,
+        "exact" if shows_all_bits(shards.leaves) else "float64",
+    )
     each = torch.stack(
         [squares(xs, device, precision) for xs in (shards.params, directions)], 1
     )  # (shards, 2, columns)

@@ -18,7 +18,9 @@ from fshard.optim.rules.shard_lists import ShardLists, each_kind
 from fshard.optim.schedules import Rate
 
 
-def lion(lr: Rate = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> Optimizer:
+def lion(
+    lr: Rate = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+) -> Optimizer:
     """Make Lion: p = p - lr sign((1 - beta1) g + beta1 m), then m = beta2 m + (1 - beta2) g.
 
     Args:

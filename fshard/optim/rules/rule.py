@@ -26,7 +26,15 @@ from fshard.memory.state import stored
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import key_of
 from fshard.optim.contract import ArrayOptimizer, Optimizer, Update, copied, differences
-from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, shards_of, state_leaf, trainable
+from fshard.optim.leaves import (
+    Leaf,
+    Leaves,
+    count_from_zero,
+    map_shards,
+    shards_of,
+    state_leaf,
+    trainable,
+)
 from fshard.optim.rules.shard_lists import Rule, ShardLists, numbers_of
 from fshard.optim.schedules import Rate, rate_at
 
@@ -60,9 +68,13 @@ def optimizer_of_rule(
         at, zero = Leaves.of(params), torch.zeros(())
         check(at)
         makers = {"step": lambda leaf: zero} | {
-            name: lambda leaf, make=make: stored(state_leaf(leaf, make)) for name, make in slots.items()
+            name: lambda leaf, make=make: stored(state_leaf(leaf, make))
+            for name, make in slots.items()
         }
-        trees = {name: at.mapped(lambda x, f=f: f(x) if trainable(x) else None) for name, f in makers.items()}
+        trees = {
+            name: at.mapped(lambda x, f=f: f(x) if trainable(x) else None)
+            for name, f in makers.items()
+        }
         return {"count": count_from_zero()} | trees
 
     names = {"count", "step", *slots}
@@ -71,7 +83,11 @@ def optimizer_of_rule(
         @torch.no_grad()
         def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             if not isinstance(state, dict) or state.keys() != names:
-                keys = f"one of {sorted(map(str, state))}" if isinstance(state, dict) else f"a {type(state).__name__}"
+                keys = (
+                    f"one of {sorted(map(str, state))}"
+                    if isinstance(state, dict)
+                    else f"a {type(state).__name__}"
+                )
                 raise OptimizerError(
                     f"state must be a dict of {sorted(names)}, as from init of this optimizer; got {keys}. "
                     "Write state = opt.init(params)."
@@ -105,21 +121,32 @@ def _open(at: Leaves, grads: PyTree, state: PyTree) -> tuple[dict[str, list[Leaf
     gradients, firsts = at.gradients(grads), at.firsts
     _validate_tied(at, gradients)
     columns = {"params": at.leaves} | {
-        name: at.gradients(tree, f'state["{name}"]', any_shape=True) for name, tree in state.items() if name != "count"
+        name: at.gradients(tree, f'state["{name}"]', any_shape=True)
+        for name, tree in state.items()
+        if name != "count"
     }
     leaves = zip(firsts, at.leaves, gradients, strict=True)
-    moved = [i for i, (first, param, grad) in enumerate(leaves) if i == first and grad is not None and trainable(param)]
+    moved = [
+        i
+        for i, (first, param, grad) in enumerate(leaves)
+        if i == first and grad is not None and trainable(param)
+    ]
 
     def only(column: list[Leaf]) -> list[Leaf]:
         return [column[i] for i in moved]
 
-    written = {name: (_next if name == "step" else _writable)(only(column)) for name, column in columns.items()}
+    written = {
+        name: (_next if name == "step" else _writable)(only(column))
+        for name, column in columns.items()
+    }
     shards = ShardLists.of(only(at.leaves), only(gradients), written)
     if len(moved) == len(firsts):
         return written, shards
     for name, column in columns.items():
         after = dict(zip(moved, written[name], strict=True))
-        columns[name] = [after.get(first, before) for first, before in zip(firsts, column, strict=True)]
+        columns[name] = [
+            after.get(first, before) for first, before in zip(firsts, column, strict=True)
+        ]
     return columns, shards
 
 
@@ -136,7 +163,10 @@ def _writable(leaves: list[Leaf]) -> list[Leaf]:
     pointers = [pointer for x in shards if (pointer := x.data_ptr())]  # 0: without memory
     if len({*pointers}) == len(pointers) and all(map(Tensor.is_contiguous, shards)):
         return leaves
-    return [map_shards(lambda x: x.detach().clone().requires_grad_(x.requires_grad), leaf) for leaf in leaves]
+    return [
+        map_shards(lambda x: x.detach().clone().requires_grad_(x.requires_grad), leaf)
+        for leaf in leaves
+    ]
 
 
 def _validate_tied(at: Leaves, grads: list[Leaf]) -> None:

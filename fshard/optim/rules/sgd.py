@@ -50,7 +50,9 @@ def sgd(
     >>> params, state["momentum_buffer"]
     ([tensor([1.5000])], [tensor([3.])])
     """
-    unfit = f"nesterov needs momentum and no dampening; got momentum={momentum}, dampening={dampening}"
+    unfit = (
+        f"nesterov needs momentum and no dampening; got momentum={momentum}, dampening={dampening}"
+    )
     validate(
         "sgd",
         within("[0, inf)", lr=lr, momentum=momentum, weight_decay=weight_decay),
@@ -73,12 +75,24 @@ def sgd(
         foreach.add_multiple_(shards.params, g, -lr)
 
     def fused_rule(shards: ShardLists, lr: float) -> None:
-        numbers = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        for is_first in (True, False):  # the kernel makes the first step of all its tensors, or of none
+        numbers = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+        }
+        for is_first in (
+            True,
+            False,
+        ):  # the kernel makes the first step of all its tensors, or of none
             some = shards.only([i for i, t in enumerate(shards.steps) if (t == 1) is is_first])
             if some.params:
                 buffers = some.state.get("momentum_buffer", [])
-                flags = {"nesterov": nesterov, "maximize": maximize, "is_first_step": bool(momentum) and is_first}
+                flags = {
+                    "nesterov": nesterov,
+                    "maximize": maximize,
+                    "is_first_step": bool(momentum) and is_first,
+                }
                 foreach.fused_sgd_(some.params, some.grads, buffers, **numbers, **flags)
 
     slots = {"momentum_buffer": torch.zeros_like} if momentum else {}

@@ -26,7 +26,12 @@ from fshard.optim.schedules import Rate
 
 
 def shampoo(
-    lr: Rate = 1e-1, momentum: float = 0.0, weight_decay: float = 0.0, eps: float = 1e-4, *, longest: int = 2048
+    lr: Rate = 1e-1,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    eps: float = 1e-4,
+    *,
+    longest: int = 2048,
 ) -> Optimizer:
     """Make Shampoo: p = p - lr l^(-1/4) g r^(-1/4), for parameters that are unsharded on their devices.
 
@@ -80,7 +85,11 @@ def _wide(x: Tensor) -> torch.dtype:
 def _preconditioner(dim: int, eps: float, longest: int) -> Callable[[Tensor], Tensor | None]:
     def make(p: Tensor) -> Tensor | None:
         length = _matrix(p).shape[dim]
-        return eps * torch.eye(length, dtype=_wide(p), device=p.device) if 1 < length <= longest else None
+        return (
+            eps * torch.eye(length, dtype=_wide(p), device=p.device)
+            if 1 < length <= longest
+            else None
+        )
 
     return make
 

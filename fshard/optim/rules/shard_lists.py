@@ -54,26 +54,45 @@ class ShardLists:
         is_single = all(count == 1 for count in counts)
 
         def repeated(column: list[Any]) -> list[Any]:
-            return column if is_single else [x for x, n in zip(column, counts, strict=True) for _ in range(n)]
+            return (
+                column
+                if is_single
+                else [x for x, n in zip(column, counts, strict=True) for _ in range(n)]
+            )
 
         def shards(column: list[Leaf]) -> list[Any]:
             if is_single:
                 return [x.shards[0] if isinstance(x, Sharded) else x for x in column]
-            return [x for leaf, n in zip(column, counts, strict=True) for x in (shards_of(leaf) or (None,) * n)]
+            return [
+                x
+                for leaf, n in zip(column, counts, strict=True)
+                for x in (shards_of(leaf) or (None,) * n)
+            ]
 
         written = shards(columns["params"])
         return ShardLists(
             leaves=repeated(leaves),
             params=written,
-            grads=[g if g.dtype is p.dtype else g.to(p.dtype) for g, p in zip(shards(grads), written, strict=True)],
+            grads=[
+                g if g.dtype is p.dtype else g.to(p.dtype)
+                for g, p in zip(shards(grads), written, strict=True)
+            ],
             steps=repeated(numbers_of(columns["step"])),
-            state={name: shards(column) for name, column in columns.items() if name not in ("params", "step")},
+            state={
+                name: shards(column)
+                for name, column in columns.items()
+                if name not in ("params", "step")
+            },
         )
 
     @staticmethod
     def of_pairs(pairs: Sequence[tuple[Leaf, Leaf]]) -> ShardLists:
         """Return the shards of leaves beside those of others, as parameters with gradients."""
-        columns = [(leaf, *shards) for leaf, x in pairs for shards in zip(shards_of(leaf), shards_of(x), strict=True)]
+        columns = [
+            (leaf, *shards)
+            for leaf, x in pairs
+            for shards in zip(shards_of(leaf), shards_of(x), strict=True)
+        ]
         leaves, params, grads = ([column[i] for column in columns] for i in range(3))
         return ShardLists(leaves, params, grads, [0.0] * len(leaves), {})
 
@@ -83,14 +102,24 @@ class ShardLists:
         def taken(column: list[Any]) -> list[Any]:
             return [column[i] for i in indices]
 
-        leaves, params, grads, steps = map(taken, (self.leaves, self.params, self.grads, self.steps))
-        return ShardLists(leaves, params, grads, steps, {name: taken(column) for name, column in self.state.items()})
+        leaves, params, grads, steps = map(
+            taken, (self.leaves, self.params, self.grads, self.steps)
+        )
+        return ShardLists(
+            leaves,
+            params,
+            grads,
+            steps,
+            {name: taken(column) for name, column in self.state.items()},
+        )
 
     def nonempty(self) -> ShardLists:
         """Return the shards that have elements, or a number of state; others are those of other stages' devices."""
 
         def has_number(i: int) -> bool:
-            return any(column[i] is not None and column[i].ndim == 0 for column in self.state.values())
+            return any(
+                column[i] is not None and column[i].ndim == 0 for column in self.state.values()
+            )
 
         some = [i for i, param in enumerate(self.params) if param.numel() or has_number(i)]
         return self if len(some) == len(self.params) else self.only(some)
@@ -101,13 +130,19 @@ class ShardLists:
         if offload is None:
             yield self
             return
-        starts = [i for i, leaf in enumerate(self.leaves) if not i or leaf is not self.leaves[i - 1]]
+        starts = [
+            i for i, leaf in enumerate(self.leaves) if not i or leaf is not self.leaves[i - 1]
+        ]
         spans = [range(*pair) for pair in pairwise([*starts, len(self.leaves)])]
         groups = groups_of([_local_bytes(self.leaves[i]) * (1 + len(self.state)) for i in starts])
         rows = [[row for i in group for row in spans[i]] for group in groups]
         devices = [device for i in starts for _, device in shards_and_devices(self.leaves[i])]
-        for chosen, (params, *slots) in streamed([self.params, *self.state.values()], devices, rows, offload):
-            yield replace(self.only(chosen), params=params, state=dict(zip(self.state, slots, strict=True)))
+        for chosen, (params, *slots) in streamed(
+            [self.params, *self.state.values()], devices, rows, offload
+        ):
+            yield replace(
+                self.only(chosen), params=params, state=dict(zip(self.state, slots, strict=True))
+            )
 
     def split(self, parts: Callable[[Tensor], Sequence[Tensor]]) -> ShardLists:
         """Return views of the parts of each tensor, with those of its gradient and state."""
@@ -120,7 +155,13 @@ class ShardLists:
             return [part for x in column for part in parts(x)]
 
         state = {name: views(column) for name, column in self.state.items()}
-        return ShardLists(repeated(self.leaves), views(self.params), views(self.grads), repeated(self.steps), state)
+        return ShardLists(
+            repeated(self.leaves),
+            views(self.params),
+            views(self.grads),
+            repeated(self.steps),
+            state,
+        )
 
     def real(self) -> ShardLists:
         """Return complex shards as shards of real numbers, in the same memory."""
@@ -130,7 +171,9 @@ class ShardLists:
             self,
             params=list(map(torch.view_as_real, self.params)),
             grads=[torch.view_as_real(grad.resolve_conj()) for grad in self.grads],
-            state={name: list(map(torch.view_as_real, column)) for name, column in self.state.items()},
+            state={
+                name: list(map(torch.view_as_real, column)) for name, column in self.state.items()
+            },
         )
 
     def by_kind(self) -> Iterator[ShardLists]:
@@ -138,12 +181,18 @@ class ShardLists:
         kinds = [(param.device, param.dtype) for param in self.params]
         if len(different := dict.fromkeys(kinds)) == 1:
             return iter((self,))
-        return (self.only([i for i, pair in enumerate(kinds) if pair == kind]) for kind in different)
+        return (
+            self.only([i for i, pair in enumerate(kinds) if pair == kind]) for kind in different
+        )
 
 
 def _local_bytes(leaf: Leaf) -> int:
     """Return the bytes of the largest shard of a leaf, about: the same number on all devices."""
-    parts = prod(leaf.mesh.shape[axis] for axis in leaf.spec.split_axes) if isinstance(leaf, Sharded) else 1
+    parts = (
+        prod(leaf.mesh.shape[axis] for axis in leaf.spec.split_axes)
+        if isinstance(leaf, Sharded)
+        else 1
+    )
     return prod(leaf.shape) * leaf.dtype.itemsize // parts
 
 
@@ -197,10 +246,17 @@ def has_fused(shards: ShardLists) -> bool:
     dtype = shards.params[0].dtype
     tensors = [x for column in (shards.params, *shards.state.values()) for x in column]
     is_supported = dtype in _FUSED.get(shards.params[0].device.type, ())
-    return is_supported and {x.dtype for x in tensors} == {dtype} and all(map(Tensor.is_contiguous, tensors))
+    return (
+        is_supported
+        and {x.dtype for x in tensors} == {dtype}
+        and all(map(Tensor.is_contiguous, tensors))
+    )
 
 
 def step_tensors(shards: ShardLists) -> list[Tensor]:
     """Return each shard's count of steps as the kernels want it: on the shard's device, one tensor for each count."""
-    counts = {t: torch.full((), t, dtype=torch.float32, device=shards.params[0].device) for t in set(shards.steps)}
+    counts = {
+        t: torch.full((), t, dtype=torch.float32, device=shards.params[0].device)
+        for t in set(shards.steps)
+    }
     return [counts[t] for t in shards.steps]

@@ -58,7 +58,9 @@ def _numbers(*names: str) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def _unless_real_matrix(leaf: Leaf) -> str | None:
-    return complex_is_unsupported(leaf) or (None if leaf.ndim == 2 else f"it has {leaf.ndim} dims, not 2")
+    return complex_is_unsupported(leaf) or (
+        None if leaf.ndim == 2 else f"it has {leaf.ndim} dims, not 2"
+    )
 
 
 _FACTORS: Slots = {
@@ -78,11 +80,16 @@ CLASSES: dict[type[torch.optim.Optimizer], TorchClass] = {
     torch.optim.NAdam: TorchClass(_MEANS | _numbers("mu_product")),
     torch.optim.RAdam: TorchClass(_MEANS),
     torch.optim.RMSprop: TorchClass(
-        _like("square_avg", "momentum_buffer", "grad_avg"), {"momentum_buffer": "momentum", "grad_avg": "centered"}
+        _like("square_avg", "momentum_buffer", "grad_avg"),
+        {"momentum_buffer": "momentum", "grad_avg": "centered"},
     ),
     torch.optim.Rprop: TorchClass(_like("prev", "step_size")),
-    torch.optim.SGD: TorchClass(_like("momentum_buffer"), {"momentum_buffer": "momentum"}, counts=False),
-    torch.optim.Adafactor: TorchClass(_FACTORS, elementwise=False, unsupported=complex_is_unsupported),
+    torch.optim.SGD: TorchClass(
+        _like("momentum_buffer"), {"momentum_buffer": "momentum"}, counts=False
+    ),
+    torch.optim.Adafactor: TorchClass(
+        _FACTORS, elementwise=False, unsupported=complex_is_unsupported
+    ),
     torch.optim.Muon: TorchClass(
         _like("momentum_buffer"), elementwise=False, counts=False, unsupported=_unless_real_matrix
     ),
@@ -145,10 +152,16 @@ class MuonParts(NamedTuple):
             return reason
         length, parts = leaf.shape[self.dim], self.parts
         fits = length % parts == 0 if isinstance(parts, int) else length == sum(parts)
-        return None if fits else f"its dim {self.dim} has {length} elements, which parts={parts} do not divide"
+        return (
+            None
+            if fits
+            else f"its dim {self.dim} has {length} elements, which parts={parts} do not divide"
+        )
 
 
-def muon(lr: Rate = 1e-3, *, parts: int | Sequence[int] = 1, parts_dim: int = 0, **options: Any) -> Optimizer:
+def muon(
+    lr: Rate = 1e-3, *, parts: int | Sequence[int] = 1, parts_dim: int = 0, **options: Any
+) -> Optimizer:
     """Make Muon (Jordan 2024): p = p - lr orthogonalized(momentum), for matrices, unsharded on their devices.
 
     Args:
@@ -167,7 +180,9 @@ def muon(lr: Rate = 1e-3, *, parts: int | Sequence[int] = 1, parts_dim: int = 0,
     True
     """
     lengths = parts if isinstance(parts, int) else tuple(parts)
-    if parts_dim not in (0, 1) or (lengths < 1 if isinstance(lengths, int) else min(lengths, default=0) < 1):
+    if parts_dim not in (0, 1) or (
+        lengths < 1 if isinstance(lengths, int) else min(lengths, default=0) < 1
+    ):
         raise OptimizerError(
             f"muon: parts must be positive, and parts_dim 0 or 1; got parts={parts}, parts_dim={parts_dim}."
         )
@@ -175,7 +190,10 @@ def muon(lr: Rate = 1e-3, *, parts: int | Sequence[int] = 1, parts_dim: int = 0,
 
 
 def _pure(
-    cls: type[torch.optim.Optimizer], who: str, options: dict[str, Any], parts: MuonParts | None = None
+    cls: type[torch.optim.Optimizer],
+    who: str,
+    options: dict[str, Any],
+    parts: MuonParts | None = None,
 ) -> Optimizer:
     check_divisible(cls)
     if cls not in CLASSES:
@@ -184,11 +202,17 @@ def _pure(
             "a pair: fs.optim.Optimizer(init, update)."
         )
     known = CLASSES[cls] if parts is None else CLASSES[cls]._replace(unsupported=parts.unsupported)
-    usual = {name: x.default for name, x in signature(cls).parameters.items() if x.default is not x.empty}
+    usual = {
+        name: x.default for name, x in signature(cls).parameters.items() if x.default is not x.empty
+    }
     lr: Rate = options.pop("lr", usual["lr"])
-    cls([torch.zeros(2, 2)], **({} if callable(lr) else {"lr": lr}), **options)  # raises where options are wrong
+    cls(
+        [torch.zeros(2, 2)], **({} if callable(lr) else {"lr": lr}), **options
+    )  # raises where options are wrong
     chosen = usual | options
-    unfused = _rule(cls, known, options | {"fused": False} if options.get("fused") else options, parts)
+    unfused = _rule(
+        cls, known, options | {"fused": False} if options.get("fused") else options, parts
+    )
 
     def check(at: Leaves) -> None:
         if not known.elementwise:
@@ -196,7 +220,11 @@ def _pure(
 
     return optimizer_of_rule(
         lr,
-        {name: make for name, make in known.state.items() if name not in known.options or chosen[known.options[name]]},
+        {
+            name: make
+            for name, make in known.state.items()
+            if name not in known.options or chosen[known.options[name]]
+        },
         _in_32_bits(unfused) if known.elementwise else each_kind(unfused, complex_as_real=False),
         fast=_rule(cls, known, options) if options.get("fused") else None,
         check=check,
@@ -207,10 +235,14 @@ def _pure(
 def check_divisible(cls: Any) -> None:
     """Raise if a class of torch.optim does not step by dense gradients alone."""
     if cls in _REFUSED:
-        raise OptimizerError(f"torch.optim.{cls.__name__} cannot step on shards: {_REFUSED[cls]}. Take another class.")
+        raise OptimizerError(
+            f"torch.optim.{cls.__name__} cannot step on shards: {_REFUSED[cls]}. Take another class."
+        )
 
 
-def _rule(cls: Any, known: TorchClass, options: Mapping[str, Any], parts: MuonParts | None = None) -> Rule:
+def _rule(
+    cls: Any, known: TorchClass, options: Mapping[str, Any], parts: MuonParts | None = None
+) -> Rule:
     """Return the rule that is a step of an instance of a class, on the parts of fused weights."""
     on_device = options.get("fused") or options.get("capturable")  # where torch then has its counts
 
@@ -225,13 +257,20 @@ def _rule(cls: Any, known: TorchClass, options: Mapping[str, Any], parts: MuonPa
         for i, (param, grad, t) in enumerate(zip(params, shards.grads, shards.steps, strict=True)):
             param.grad = grad.clone()  # torch may write into it
             if t > 1:
-                kept = {name: column[i] for name, column in shards.state.items() if column[i] is not None}
+                kept = {
+                    name: column[i]
+                    for name, column in shards.state.items()
+                    if column[i] is not None
+                }
                 count = torch.tensor(t - 1.0, device=param.device if on_device else None)
                 optimizer.state[param] = kept | {"step": count} if known.counts else kept
         optimizer.step()
         for i, param in enumerate(params):
             for name, column in shards.state.items():
-                if column[i] is not None and (made := optimizer.state[param][name]) is not column[i]:
+                if (
+                    column[i] is not None
+                    and (made := optimizer.state[param][name]) is not column[i]
+                ):
                     column[i].copy_(made)
 
     return rule
@@ -245,9 +284,13 @@ def _in_32_bits(rule: Rule) -> Rule:
 
     def written(shards: ShardLists, lr: float) -> None:
         state = {name: widened(column) for name, column in shards.state.items()}
-        wide = replace(shards, params=widened(shards.params), grads=widened(shards.grads), state=state)
+        wide = replace(
+            shards, params=widened(shards.params), grads=widened(shards.grads), state=state
+        )
         rule(wide, lr)
-        for own, other in zip([shards.params, *shards.state.values()], [wide.params, *state.values()], strict=True):
+        for own, other in zip(
+            [shards.params, *shards.state.values()], [wide.params, *state.values()], strict=True
+        ):
             for x, computed in zip(own, other, strict=True):
                 if computed is not x:
                     x.copy_(computed)

@@ -46,8 +46,14 @@ class InstanceState:
     def state_dict(self) -> ByKey:
         """Return arrays, and values that are equal on all devices; all devices must call it."""
         held = {name: param for name, param in self.params.items() if param.shards[0].numel()}
-        states = {name: self.optimizer.state.get(param.shards[0], {}) for name, param in held.items()}
-        entries = {(key, name): _entry(held[name], x) for name, state in states.items() for key, x in state.items()}
+        states = {
+            name: self.optimizer.state.get(param.shards[0], {}) for name, param in held.items()
+        }
+        entries = {
+            (key, name): _entry(held[name], x)
+            for name, state in states.items()
+            for key, x in state.items()
+        }
         keys = [key for key in self.optimizer.state if not isinstance(key, Tensor)]
         entries |= {(key, "no parameter"): "must be that of a parameter" for key in keys}
         merged, errors = dict[tuple[Any, str], Any](), dict[str, None]()
@@ -57,7 +63,9 @@ class InstanceState:
                 if isinstance(entry, str):
                     errors[f"{key!r} of {name} {entry}"] = None
                 elif repr(first) != repr(entry):
-                    errors[f"{key!r} of {name} must be equal on all devices; got {first[2]} and {entry[2]}"] = None
+                    errors[
+                        f"{key!r} of {name} must be equal on all devices; got {first[2]} and {entry[2]}"
+                    ] = None
         if errors:
             raise OptimizerError(
                 f"{type(self.optimizer).__name__}: this state cannot be saved: {'; '.join(errors)}. Keep all else in "
@@ -72,14 +80,22 @@ class InstanceState:
             by_key.setdefault(key, {})[name] = value
         return by_key
 
-    def state_memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Sharded | Tensor | None:
+    def state_memory(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> Sharded | Tensor | None:
         """Return memory for saved state of a parameter; None if there is no such parameter."""
         if name not in self.params:
             return None
         is_number = not shape and self.params[name].shape
-        return torch.empty((), dtype=dtype) if is_number else self._array(name, tuple(shape), dtype, None)
+        return (
+            torch.empty((), dtype=dtype)
+            if is_number
+            else self._array(name, tuple(shape), dtype, None)
+        )
 
-    def _array(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, shard: Tensor | None) -> Sharded:
+    def _array(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, shard: Tensor | None
+    ) -> Sharded:
         """Return state with this device's tensor, or new memory: that of a split parameter has its shape."""
         param = self.params[name]
         like = (
@@ -106,7 +122,11 @@ class InstanceState:
         for name, param in self.params.items():
             (shard,) = param.shards
             self.optimizer.state.pop(shard, None)
-            state = {key: local(key, x[name], shard.device) for key, x in dict(state_dict).items() if name in x}
+            state = {
+                key: local(key, x[name], shard.device)
+                for key, x in dict(state_dict).items()
+                if name in x
+            }
             if state and shard.numel():
                 self.optimizer.state[shard] = state
 

@@ -61,7 +61,11 @@ def optimizer_source(optimizer: Any, params: Mapping[str, Tensor], caller: str) 
         check_optimizer(optimizer, caller)
         return OptimizerSource(optimizer)
     check_divisible(type(optimizer))
-    return GroupsSource(optimizer, params) if type(optimizer) in CLASSES else InstanceSource(optimizer, params)
+    return (
+        GroupsSource(optimizer, params)
+        if type(optimizer) in CLASSES
+        else InstanceSource(optimizer, params)
+    )
 
 
 class TorchSource(OptimizerSource):
@@ -81,7 +85,9 @@ class TorchSource(OptimizerSource):
 
     def groups(self) -> list[list[str]]:
         """Return the names of the parameters in each group."""
-        groups = [[self._names.get(x) for x in group["params"]] for group in self.optimizer.param_groups]
+        groups = [
+            [self._names.get(x) for x in group["params"]] for group in self.optimizer.param_groups
+        ]
         if foreign := [f"param_groups[{i}]" for i, names in enumerate(groups) if None in names]:
             raise OptimizerError(
                 f"{self}: in {', '.join(foreign)} are tensors that are no parameters of the model. Make the optimizer of "
@@ -91,14 +97,20 @@ class TorchSource(OptimizerSource):
 
     def name_at(self, path: str) -> str:
         """Return the model's name of the parameter at a path."""
-        name = path.rpartition('["')[2].partition('"]')[0]  # a part of a fused weight has an index behind
+        name = path.rpartition('["')[2].partition('"]')[
+            0
+        ]  # a part of a fused weight has an index behind
         return self._aliases.get(name, name)
 
     def freeze_untrained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Freeze the parameters that are in no group; ties stay ties."""
         trained = {name for names in self.groups() for name in names}
         self._aliases |= {name: self._names.get(x, name) for name, x in params.items()}
-        idle = {name: x for name, x in params.items() if x.requires_grad and self._aliases[name] not in trained}
+        idle = {
+            name: x
+            for name, x in params.items()
+            if x.requires_grad and self._aliases[name] not in trained
+        }
         self._idle |= {self._aliases[name] for name in idle}
         for x in idle.values():
             self._frozen.setdefault(x, nn.Parameter(x.detach(), requires_grad=False))
@@ -108,7 +120,10 @@ class TorchSource(OptimizerSource):
         """Replace the parameters in the groups by these tensors."""
         for group, names in zip(self.optimizer.param_groups, self.groups(), strict=True):
             group["params"] = [params[name] for name in names]
-        self._names, self._frozen = WeakIdKeyDictionary({x: name for name, x in params.items()}), WeakIdKeyDictionary()
+        self._names, self._frozen = (
+            WeakIdKeyDictionary({x: name for name, x in params.items()}),
+            WeakIdKeyDictionary(),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the groups, and all else that the class saves, but for the state of parameters."""
@@ -120,19 +135,26 @@ class TorchSource(OptimizerSource):
         self.optimizer.load_state_dict({**state_dict, "state": {}})
         self.optimizer.state.update(state)
 
-    def add_group_state(self, params: PyTree, state: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, PyTree]:
+    def add_group_state(
+        self, params: PyTree, state: PyTree, init: Callable[[PyTree], PyTree]
+    ) -> tuple[PyTree, PyTree]:
         """Return parameters of which those in groups that were added are trained, and the state with theirs.
 
         `init` makes a state of all groups, of which the parts that are new are taken.
         """
-        leaves, added = Leaves.of(params), {name for names in self.groups() for name in names} & self._idle
+        leaves, added = (
+            Leaves.of(params),
+            {name for names in self.groups() for name in names} & self._idle,
+        )
         self._idle -= added
 
         def unfrozen(path: str, leaf: Sharded) -> Sharded:
             layout = replace(leaf.layout, frozen=False)
             return Sharded(leaf.shape, layout, leaf.shards) if self.name_at(path) in added else leaf
 
-        params = leaves.rebuild([unfrozen(path, leaf) for path, leaf in zip(leaves.paths, leaves.leaves, strict=True)])
+        params = leaves.rebuild(
+            [unfrozen(path, leaf) for path, leaf in zip(leaves.paths, leaves.leaves, strict=True)]
+        )
         return params, _filled(init(params), state)
 
 
@@ -171,8 +193,14 @@ class GroupsSource(TorchSource):
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
         super().__init__(optimizer, params)
         for state in optimizer.state.values():
-            numbers = [state["step"]] if "step" in state else state.values()  # some start with a state of zeros
-            if any(bool(torch.as_tensor(x).any()) for x in numbers if isinstance(x, Tensor | int | float)):
+            numbers = (
+                [state["step"]] if "step" in state else state.values()
+            )  # some start with a state of zeros
+            if any(
+                bool(torch.as_tensor(x).any())
+                for x in numbers
+                if isinstance(x, Tensor | int | float)
+            ):
                 raise OptimizerError(
                     f"{self} has taken steps already, and its state would be lost. Boost it before its first step."
                 )
@@ -181,12 +209,17 @@ class GroupsSource(TorchSource):
 
     def current_optimizer(self) -> Optimizer:
         """Return the optimizer that the groups describe; learning rates are read in each step."""
-        hooks: list[Any] = [vars(self.optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+        hooks: list[Any] = [
+            vars(self.optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")
+        ]
         if any(hooks):
             raise OptimizerError(
                 f"{self}: hooks of its steps are not called, since it does not step itself. Call them beside step()."
             )
-        described = self.groups(), [_options(type(self.optimizer), group) for group in self.optimizer.param_groups]
+        described = (
+            self.groups(),
+            [_options(type(self.optimizer), group) for group in self.optimizer.param_groups],
+        )
         if described != self._described:
             names, options = described
             group_of = {name: i for i, group in enumerate(names) for name in group}
@@ -195,7 +228,10 @@ class GroupsSource(TorchSource):
             def label(path: str, leaf: Leaf) -> int:
                 return group_of.get(self.name_at(path), 0)  # those of no group are frozen
 
-            self._described, self.opt = described, opts[0] if len(opts) == 1 else by_label(opts, label, every=False)
+            self._described, self.opt = (
+                described,
+                opts[0] if len(opts) == 1 else by_label(opts, label, every=False),
+            )
         return self.opt
 
     def rebind(self, params: Mapping[str, Tensor]) -> None:
@@ -212,14 +248,22 @@ class GroupsSource(TorchSource):
         if cls not in _RULES or options.get("capturable") or options.get("differentiable"):
             return from_torch(cls, lr=rate, **options)
         rule, names = _RULES[cls]
-        return rule(rate, **{name: options[name] for name in names}, fused=bool(options.get("fused")))
+        return rule(
+            rate, **{name: options[name] for name in names}, fused=bool(options.get("fused"))
+        )
 
 
 def _options(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group that the class takes, but for the learning rate; numbers as such."""
 
     def plain(x: Any) -> Any:
-        return tuple(map(plain, x)) if isinstance(x, tuple) else x.item() if isinstance(x, Tensor) else x
+        return (
+            tuple(map(plain, x))
+            if isinstance(x, tuple)
+            else x.item()
+            if isinstance(x, Tensor)
+            else x
+        )
 
     taken = signature(cls).parameters.keys() - {"params", "lr"}
     return {name: plain(x) for name, x in group.items() if name in taken}
@@ -240,7 +284,9 @@ class InstanceSource(TorchSource):
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
         super().__init__(optimizer, params)
-        self._local: dict[str, Sharded] = {}  # the data of whose shards, `nn.Parameter`s, is replaced in each step
+        self._local: dict[
+            str, Sharded
+        ] = {}  # the data of whose shards, `nn.Parameter`s, is replaced in each step
         self.state = InstanceState(optimizer, self._local)
         self._step_instance = optimizer.step  # `boost` replaces it by one that raises
         elementwise = bool(getattr(type(optimizer), "elementwise", False))
@@ -260,7 +306,11 @@ class InstanceSource(TorchSource):
 
     def _localize(self, params: Leaves) -> dict[str, int]:
         """Replace the parameters in the groups by local shards; return the index of the leaf of each."""
-        firsts = [i for i, first in enumerate(params.firsts) if i == first and params.leaves[i] is not None]
+        firsts = [
+            i
+            for i, first in enumerate(params.firsts)
+            if i == first and params.leaves[i] is not None
+        ]
         names = [self.name_at(params.paths[i]) for i in firsts]
         if fused := [name for name, count in Counter(names).items() if count > 1]:
             raise OptimizerError(
@@ -292,7 +342,10 @@ class InstanceSource(TorchSource):
         before, offload = {*self._local}, current_offload()
         self.state.memory = "device" if offload is None else offload.memory
         for param, i in self._localize(leaves).items():
-            leaf, state = leaves.leaves[i], self.optimizer.state.get(self._local[param].shards[0], {})
+            leaf, state = (
+                leaves.leaves[i],
+                self.optimizer.state.get(self._local[param].shards[0], {}),
+            )
             for name, x in state.items() if param not in before else ():
                 if not isinstance(x, Tensor) or x.shape != leaf.shape or not x.numel():
                     continue
@@ -309,7 +362,8 @@ class InstanceSource(TorchSource):
         leaves = Leaves.of(params)
         gradients = leaves.gradients(grads)
         steps = [
-            (self._local[name].shards[0], leaves.leaves[i], gradients[i]) for name, i in self._localize(leaves).items()
+            (self._local[name].shards[0], leaves.leaves[i], gradients[i])
+            for name, i in self._localize(leaves).items()
         ]
         for local, leaf, grad in steps:
             (shard,) = shards_of(leaf)
@@ -319,7 +373,9 @@ class InstanceSource(TorchSource):
         self._step_with_state()
         for local, leaf, _ in steps:
             local.grad = None
-            if local.data_ptr() != shards_of(leaf)[0].data_ptr():  # the class has written `param.data = ...`
+            if (
+                local.data_ptr() != shards_of(leaf)[0].data_ptr()
+            ):  # the class has written `param.data = ...`
                 shards_of(leaf)[0].copy_(local.data)
         return params, state
 
@@ -328,20 +384,35 @@ class InstanceSource(TorchSource):
         offload, state = current_offload(), self.optimizer.state
         if offload is None:
             self._step_instance()
-            for x in [x for entry in state.values() for x in entry.values()] if self.state.memory == "host" else ():
-                if isinstance(x, Tensor) and x.ndim and memory_of(x) != "host":  # the step has made it, there
+            for x in (
+                [x for entry in state.values() for x in entry.values()]
+                if self.state.memory == "host"
+                else ()
+            ):
+                if (
+                    isinstance(x, Tensor) and x.ndim and memory_of(x) != "host"
+                ):  # the step has made it, there
                     mark_memory(x, "host")
             return
-        keys = [(param, name) for param, entry in state.items() for name, x in entry.items() if is_away(x)]
+        keys = [
+            (param, name)
+            for param, entry in state.items()
+            for name, x in entry.items()
+            if is_away(x)
+        ]
         homes = [state[param][name] for param, name in keys]
         for (param, name), x in zip(keys, fetched(homes, offload), strict=True):
             state[param][name] = x
         self._step_instance()
         results = [state[param][name] for param, name in keys]
-        for (param, name), x in zip(keys, written_back(results, homes, offload, in_place=True), strict=True):
+        for (param, name), x in zip(
+            keys, written_back(results, homes, offload, in_place=True), strict=True
+        ):
             state[param][name] = x
         for entry in state.values():  # that the step has made
-            entry.update({name: stored(x) for name, x in entry.items() if isinstance(x, Tensor) and x.ndim})
+            entry.update(
+                {name: stored(x) for name, x in entry.items() if isinstance(x, Tensor) and x.ndim}
+            )
 
     def _update(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         after, state = self._step(grads, state, copied(params))

@@ -106,7 +106,11 @@ class StageDevice:
             Kind.I: self._backward,
             Kind.W: self._backward_weight,
         }
-        units = {Kind.UNSHARD: self.work.gather, Kind.RESHARD: self.work.free, Kind.REDUCE: self.work.reduce}
+        units = {
+            Kind.UNSHARD: self.work.gather,
+            Kind.RESHARD: self.work.free,
+            Kind.REDUCE: self.work.reduce,
+        }
         for routed in self.route.actions[self.index]:  # (3)
             began, action = perf_counter(), routed.action
             try:
@@ -125,7 +129,9 @@ class StageDevice:
     # -- the actions of a row -----------------------------------------------------------------------------------
 
     def _forward(self, routed: RoutedAction, stage: int, microbatch: int) -> None:
-        values = [StageValue(*self._receive(message, source)) for message, source in routed.inputs]  # (4)
+        values = [
+            StageValue(*self._receive(message, source)) for message, source in routed.inputs
+        ]  # (4)
         if stage == 0:
             values.append(first_value(self.work.begin(microbatch)))
         saved = SavedActivations() if (stage, microbatch) in self.route.split else None
@@ -136,26 +142,42 @@ class StageDevice:
             skips = {message.wire.name or "": tree for (message, _), (tree, _) in named}
             with nullcontext() if saved is None else saved.recording():
                 y = self.work.call(stage, microbatch, inputs[0][0], skips)  # (5)
-            outputs = [as_output(tree) for tree in self._stage_outputs(routed, stage, microbatch, y)]
-        for (message, to), (value, _) in zip(routed.outputs, outputs, strict=False):  # no device receives the loss
+            outputs = [
+                as_output(tree) for tree in self._stage_outputs(routed, stage, microbatch, y)
+            ]
+        for (message, to), (value, _) in zip(
+            routed.outputs, outputs, strict=False
+        ):  # no device receives the loss
             self._send(message, to, value)
         if self.backward:  # (6)
             ends = [edge for _, edges in outputs for edge in edges]
-            self.records[stage, microbatch] = ForwardRecord(ends, [edges for _, edges in inputs], saved)
+            self.records[stage, microbatch] = ForwardRecord(
+                ends, [edges for _, edges in inputs], saved
+            )
 
-    def _stage_outputs(self, routed: RoutedAction, stage: int, microbatch: int, y: PyTree) -> list[PyTree]:
+    def _stage_outputs(
+        self, routed: RoutedAction, stage: int, microbatch: int, y: PyTree
+    ) -> list[PyTree]:
         """Return the outputs of a stage, in the order of sending; of the last stage, the loss."""
         names = self.route.skips[stage]
         skips: dict[str, PyTree] = {}
         if names:
-            if not isinstance(y, tuple) or len(y) != 2 or not isinstance(y[1], dict) or y[1].keys() != names:
+            if (
+                not isinstance(y, tuple)
+                or len(y) != 2
+                or not isinstance(y[1], dict)
+                or y[1].keys() != names
+            ):
                 wanted = ", ".join(f"{name!r}: ..." for name in sorted(names))
                 raise ValueError(
                     f"stage {stage} must return (y, {{{wanted}}}), since it has skips; got {type(y).__name__}."
                 )
             y, skips = y
         if routed.outputs:
-            return [y if (name := message.wire.name) is None else skips[name] for message, _ in routed.outputs]
+            return [
+                y if (name := message.wire.name) is None else skips[name]
+                for message, _ in routed.outputs
+            ]
         loss = self.work.end(microbatch, y)
         return [] if loss is None else [loss]
 
@@ -166,13 +188,22 @@ class StageDevice:
             gs = [g for message, source in routed.inputs for g in self._receive(message, source)[0]]
         else:
             gs = [self.work.start(microbatch) for _ in record.outputs]
-        ends = record.outputs, gs, [edge for edges in record.inputs for edge in edges], self.work.edges(stage)
+        ends = (
+            record.outputs,
+            gs,
+            [edge for edges in record.inputs for edge in edges],
+            self.work.edges(stage),
+        )
         accumulate, gws = self.work.may_accumulate(stage, microbatch), None
         if routed.action.kind is Kind.B:
             gxs, gws = run_backward(*ends, accumulate=accumulate)  # (7)
         else:
-            gxs, self.weight_backwards[stage, microbatch] = split_backward(*ends, record.saved, accumulate=accumulate)
-        remaining = iter(gxs)  # they are sent first: another device waits for them; a microbatch needs no gradient
+            gxs, self.weight_backwards[stage, microbatch] = split_backward(
+                *ends, record.saved, accumulate=accumulate
+            )
+        remaining = iter(
+            gxs
+        )  # they are sent first: another device waits for them; a microbatch needs no gradient
         for (message, to), edges in zip(routed.outputs, record.inputs, strict=False):
             self._send(message, to, ([*islice(remaining, len(edges))],))
         if gws is not None:

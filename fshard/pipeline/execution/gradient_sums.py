@@ -41,12 +41,16 @@ class RunningSum:
             self._accumulators = [weight.grad for weight in weights if weight.grad is not None]
         return True
 
-    def add(self, microbatch: int, gs: Gradients, dtypes: Sequence[torch.dtype] | None = None) -> None:
+    def add(
+        self, microbatch: int, gs: Gradients, dtypes: Sequence[torch.dtype] | None = None
+    ) -> None:
         """Add the gradients of a microbatch, to sums of these dtypes; by default their own."""
         sums = self._sums = self._sums or [None] * len(gs)
         for index, (g, dtype) in enumerate(zip(gs, dtypes or [None] * len(gs), strict=True)):
             if g is not None:
-                total = sums[index]  # the first gradient is copied, since its memory may be another's too
+                total = sums[
+                    index
+                ]  # the first gradient is copied, since its memory may be another's too
                 sums[index] = g.to(dtype or g.dtype, copy=True) if total is None else total.add_(g)
 
     def result(self) -> list[Tensor | None]:
@@ -71,14 +75,22 @@ class OrderedSum:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = weights
-        self._nodes: dict[tuple[int, int], list[Tensor | None]] = {}  # sums by height and index in the tree
+        self._nodes: dict[
+            tuple[int, int], list[Tensor | None]
+        ] = {}  # sums by height and index in the tree
         self._dtypes: list[torch.dtype | None] = []
 
     def add(self, microbatch: int, gs: Gradients) -> None:
         """Add the gradients of a microbatch, and all sums in the tree that are complete then."""
         dtypes = self._dtypes or [None] * len(gs)
-        self._dtypes = [dtype if g is None else g.dtype for dtype, g in zip(dtypes, gs, strict=True)]
-        sums, index, count = [self._weighted(g, self._weights[microbatch]) for g in gs], microbatch, len(self._weights)
+        self._dtypes = [
+            dtype if g is None else g.dtype for dtype, g in zip(dtypes, gs, strict=True)
+        ]
+        sums, index, count = (
+            [self._weighted(g, self._weights[microbatch]) for g in gs],
+            microbatch,
+            len(self._weights),
+        )
         height = 0
         while count > 1:
             sibling = index ^ 1
@@ -111,7 +123,9 @@ class OrderedSum:
         return g if weight == 1.0 else g * weight
 
 
-def add_gradients(a: Tensor | None, b: Tensor | None, missing: float | None = None) -> Tensor | None:
+def add_gradients(
+    a: Tensor | None, b: Tensor | None, missing: float | None = None
+) -> Tensor | None:
     """Add two gradients. With `missing=0.0`, one that is None counts as zeros, which turn -0.0 into 0.0."""
     if a is None or b is None:
         summand = b if a is None else a

@@ -25,16 +25,22 @@ class StageValue(NamedTuple):
 
     def copied(self) -> StageValue:
         """Return the same in other memory."""
-        return self._replace(leaves=[x.clone() if isinstance(x, Tensor) else x for x in self.leaves])
+        return self._replace(
+            leaves=[x.clone() if isinstance(x, Tensor) else x for x in self.leaves]
+        )
 
     def as_input(self) -> tuple[PyTree, list[GradientEdge]]:
         """Return the tree for a stage, which may modify it in place, and the edges of its gradients."""
-        leaves = [x.data if isinstance(x, Tensor) else x for x in self.leaves]  # changes are not counted together
+        leaves = [
+            x.data if isinstance(x, Tensor) else x for x in self.leaves
+        ]  # changes are not counted together
         edges: list[GradientEdge] = []
         if torch.is_grad_enabled():
             for index in [index for index, needed in enumerate(self.differentiable) if needed]:
                 leaf = leaves[index].requires_grad_()
-                leaves[index] = x = _unsafe_view(leaf, leaf.shape)  # neither leaf nor view: it may be modified in place
+                leaves[index] = x = _unsafe_view(
+                    leaf, leaf.shape
+                )  # neither leaf nor view: it may be modified in place
                 edges.append(GradientEdge(x.grad_fn.next_functions[0][0], 0))
         return unflatten(self.structure, leaves), edges
 
@@ -43,8 +49,12 @@ def as_output(tree: PyTree) -> tuple[StageValue, list[GradientEdge]]:
     """Return the output of a stage, to be sent, and the edges where its gradients enter."""
     leaves, structure = flatten_shards(tree, none_is_leaf=True)
     differentiable = tuple([isinstance(x, Tensor) and x.requires_grad for x in leaves])
-    edges = [get_gradient_edge(x) for x, needed in zip(leaves, differentiable, strict=True) if needed]
-    return StageValue([x.detach() if isinstance(x, Tensor) else x for x in leaves], differentiable, structure), edges
+    edges = [
+        get_gradient_edge(x) for x, needed in zip(leaves, differentiable, strict=True) if needed
+    ]
+    return StageValue(
+        [x.detach() if isinstance(x, Tensor) else x for x in leaves], differentiable, structure
+    ), edges
 
 
 def first_value(microbatch: PyTree) -> StageValue:
@@ -64,7 +74,11 @@ class Params:
         self._indices = list[int]()
         for i, x in enumerate(leaves if trained else ()):
             is_frozen = isinstance(x, nn.Parameter) and not x.requires_grad
-            if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and not is_frozen:
+            if (
+                isinstance(x, Tensor)
+                and (x.is_floating_point() or x.is_complex())
+                and not is_frozen
+            ):
                 self._indices.append(i)
         self.trained: list[Tensor] = [detached[index].requires_grad_() for index in self._indices]
         self.edges = [get_gradient_edge(x) for x in self.trained]

@@ -37,7 +37,9 @@ class _TensorLike(NamedTuple):
         return f"{str(self.dtype)[6:]}{list(self.shape)}"
 
     def placeholder(self, device: torch.device) -> Tensor:
-        return torch.empty((), dtype=self.dtype, device="cpu" if self.is_cpu else device).expand(self.shape)
+        return torch.empty((), dtype=self.dtype, device="cpu" if self.is_cpu else device).expand(
+            self.shape
+        )
 
 
 class MessageForm(NamedTuple):
@@ -57,7 +59,10 @@ class MessageForm(NamedTuple):
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, _TensorLike):
                 indices.setdefault((leaf.dtype, leaf.is_cpu), []).append(index)
-        buffers = [(group, tuple([leaves[index].placeholder(device) for index in group])) for group in indices.values()]
+        buffers = [
+            (group, tuple([leaves[index].placeholder(device) for index in group]))
+            for group in indices.values()
+        ]
         return MessageForm(leaves, description, buffers)
 
 
@@ -82,7 +87,13 @@ class Mailbox:
         keys: Sequence[Hashable],
         forms: Forms | None,
     ) -> None:
-        self._group, self._site, self._device, self._keys, self._forms = group, site, device, keys, forms
+        self._group, self._site, self._device, self._keys, self._forms = (
+            group,
+            site,
+            device,
+            keys,
+            forms,
+        )
         self._world: Any = world_of(group)
         self._expected = {source: deque(messages) for source, messages in receives.items()}
         self._started: dict[int, tuple[MessageForm, list[Pending]]] = {}
@@ -93,12 +104,20 @@ class Mailbox:
     def send(self, message: Message, to: int, content: Content) -> None:
         """Send a message to a device, without waiting for it."""
         leaves, *description = content
-        header = tuple([_TensorLike(x.shape, x.dtype, x.is_cpu) if isinstance(x, Tensor) else x for x in leaves])
+        header = tuple(
+            [
+                _TensorLike(x.shape, x.dtype, x.is_cpu) if isinstance(x, Tensor) else x
+                for x in leaves
+            ]
+        )
         form = self._form(message, to)
         if form is None:
             form = self._add_form(message, to, header, tuple(description))
             data = torch.frombuffer(bytearray(pickle.dumps(form[:2])), dtype=torch.uint8)
-            self._send((torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.int64),), to)
+            self._send(
+                (torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.int64),),
+                to,
+            )
             self._send((data,), to)
         elif (header, tuple(description)) != form[:2]:
             raise ValueError(
@@ -113,11 +132,15 @@ class Mailbox:
         """Wait for a message from a device, and return it; those before it are kept."""
         while message not in self._arrived:
             arriving = self._expected[source].popleft()
-            form, buffers = self._started.pop(source, None) or self._receive_header(arriving, source)
+            form, buffers = self._started.pop(source, None) or self._receive_header(
+                arriving, source
+            )
             leaves = list(form.leaves)
             for (indices, _), pending in zip(form.buffers, buffers, strict=True):
                 for index, x in zip(indices, pending.wait(), strict=True):
-                    is_aligned = x.data_ptr() % _ALIGNED == 0  # kernels round differently at other alignments
+                    is_aligned = (
+                        x.data_ptr() % _ALIGNED == 0
+                    )  # kernels round differently at other alignments
                     leaves[index] = x if is_aligned else x.clone()
             self._arrived[arriving] = leaves, *form.description
             self._start_next(source)
@@ -125,13 +148,18 @@ class Mailbox:
 
     def _start_next(self, source: int) -> None:
         """Start receiving the next message, if its form is known, so that it arrives during computation."""
-        if self._expected[source] and (form := self._form(self._expected[source][0], self._group.index)) is not None:
+        if (
+            self._expected[source]
+            and (form := self._form(self._expected[source][0], self._group.index)) is not None
+        ):
             self._started[source] = form, self._start_buffers(form, source)
 
     def _receive_header(self, message: Message, source: int) -> tuple[MessageForm, list[Pending]]:
         """Receive the header of a message, and start receiving its tensors."""
         (length,) = self._receive((torch.empty(1, dtype=torch.int64, device="cpu"),), source).wait()
-        (data,) = self._receive((torch.empty(int(length), dtype=torch.uint8, device="cpu"),), source).wait()
+        (data,) = self._receive(
+            (torch.empty(int(length), dtype=torch.uint8, device="cpu"),), source
+        ).wait()
         form = self._add_form(message, self._group.index, *pickle.loads(data.numpy().tobytes()))
         return form, self._start_buffers(form, source)
 
@@ -144,7 +172,9 @@ class Mailbox:
     def _form(self, message: Message, to: int) -> MessageForm | None:
         return None if self._forms is None else self._forms.get(self._form_key(message, to))
 
-    def _add_form(self, message: Message, to: int, leaves: tuple[Any, ...], description: Content) -> MessageForm:
+    def _add_form(
+        self, message: Message, to: int, leaves: tuple[Any, ...], description: Content
+    ) -> MessageForm:
         form = MessageForm.of(leaves, description, self._device)
         if self._forms is not None:
             self._forms[self._form_key(message, to)] = form

@@ -28,7 +28,8 @@ def weights_of(microbatches: Sequence[PyTree], weights: Sequence[float] | None) 
     """Return the given weights of microbatches, or their numbers of rows."""
     if weights is None:
         counts = [
-            {x.shape[0] for x in flatten_shards(tree)[0] if isinstance(x, Tensor) and x.ndim} for tree in microbatches
+            {x.shape[0] for x in flatten_shards(tree)[0] if isinstance(x, Tensor) and x.ndim}
+            for tree in microbatches
         ]
         if unequal := next((rows for rows in counts if len(rows) > 1), None):
             raise ValueError(
@@ -38,16 +39,22 @@ def weights_of(microbatches: Sequence[PyTree], weights: Sequence[float] | None) 
         weights = [max(rows, default=1) for rows in counts]
     numbers = [*map(float, weights)]
     if len(numbers) != len(microbatches) or min(numbers) < 0 or not sum(numbers) > 0:
-        raise ValueError(f"weights must be {len(microbatches)} numbers of at least 0, not all 0; got {numbers}.")
+        raise ValueError(
+            f"weights must be {len(microbatches)} numbers of at least 0, not all 0; got {numbers}."
+        )
     return numbers
 
 
-def mean_result(results: Sequence[tuple[Tensor, PyTree]], weights: Sequence[float]) -> tuple[Tensor, PyTree]:
+def mean_result(
+    results: Sequence[tuple[Tensor, PyTree]], weights: Sequence[float]
+) -> tuple[Tensor, PyTree]:
     """Return the means of losses, in at least 32 bits, and of metrics; integers are summed."""
     losses, metrics = zip(*results, strict=True)
     loss = tree_mean([x.reshape(()) for x in losses], weights)
     means: list[Any] = []
-    for column in zip(*[flatten_shards(tree, none_is_leaf=True)[0] for tree in metrics], strict=True):
+    for column in zip(
+        *[flatten_shards(tree, none_is_leaf=True)[0] for tree in metrics], strict=True
+    ):
         first = column[0]
         if not isinstance(first, Tensor):
             means.append(first)

@@ -87,7 +87,9 @@ def pipelined(
     forms: dict[int, Forms] = {}  # of messages, by device
 
     def step(
-        params: Sequence[PyTree], microbatches: Sequence[PyTree], weights: Sequence[float] | None = None
+        params: Sequence[PyTree],
+        microbatches: Sequence[PyTree],
+        weights: Sequence[float] | None = None,
     ) -> PipelinedResult:
         current, site = resolve_mesh(mesh), call_site()
         if len(microbatches) != schedule.microbatches:
@@ -95,7 +97,9 @@ def pipelined(
                 f"microbatches must be {schedule.microbatches}, as in the schedule; got {len(microbatches)}."
             )
         if len(params) != len(stages):
-            raise ValueError(f"params must be {len(stages)} trees, one for each stage; got {len(params)}.")
+            raise ValueError(
+                f"params must be {len(stages)} trees, one for each stage; got {len(params)}."
+            )
         if is_outside(current) and current.size != current.shape[axis]:
             raise ValueError(
                 f"pipelined must be called inside shard_map or run, as {current} has other axes than {axis}."
@@ -105,15 +109,24 @@ def pipelined(
         def run_device(_: int) -> PipelinedResult:
             group = require("pipelined").group(axis, "pipelined")
             work = FunctionWork(stages, loss_fn, microbatches, counts, reproducible)
-            for stage in [stage for stage, device in enumerate(route.placement) if device == group.index]:
+            for stage in [
+                stage for stage, device in enumerate(route.placement) if device == group.index
+            ]:
                 work.params[stage] = Params(params[stage], backward)
                 work.sums[stage] = OrderedSum(counts) if reproducible else RunningSum()
-            device, cache = torch.device(current.device_type), None if dynamic else forms.setdefault(group.device, {})
+            device, cache = (
+                torch.device(current.device_type),
+                None if dynamic else forms.setdefault(group.device, {}),
+            )
             options = {"backward": backward, "has_outcome": loss_fn is not None}
             with parting(group):
-                outcome = StageDevice(route, work, group, device, site, keys, cache, **options).run()
+                outcome = StageDevice(
+                    route, work, group, device, site, keys, cache, **options
+                ).run()
             loss, metrics = outcome or (None, [y for _, y in sorted(work.results.items())] or None)
-            return PipelinedResult(loss, work.gradients() if backward else [None] * len(stages), metrics)
+            return PipelinedResult(
+                loss, work.gradients() if backward else [None] * len(stages), metrics
+            )
 
         try:
             with deterministic(reproducible, current.device_type):
@@ -121,29 +134,53 @@ def pipelined(
         except BaseException:
             forms.clear()  # some devices may have cached message forms that others have not
             raise
-        gradients = [_first_present(trees) for trees in zip(*[result.gradients for result in results], strict=True)]
-        return PipelinedResult(results[0].loss, gradients, _first_present([result.metrics for result in results]))
+        gradients = [
+            _first_present(trees)
+            for trees in zip(*[result.gradients for result in results], strict=True)
+        ]
+        return PipelinedResult(
+            results[0].loss, gradients, _first_present([result.metrics for result in results])
+        )
 
     return step
 
 
 def _validate(
-    stages: Sequence[Stage], schedule: Schedule, loss_fn: object, mesh: Mesh, axis: str, backward: bool
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    loss_fn: object,
+    mesh: Mesh,
+    axis: str,
+    backward: bool,
 ) -> None:
     mesh = require_mesh("pipelined", mesh)
     mesh.check_axes(axis, "pipelined(axis=)")
     if not isinstance(schedule, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"schedule must be a Schedule; got {type(schedule).__name__}. Write fs.pipeline_schedule(...).")
+        raise TypeError(
+            f"schedule must be a Schedule; got {type(schedule).__name__}. Write fs.pipeline_schedule(...)."
+        )
     kinds = {action.kind for row in schedule.rows for action in row}
     errors = [
-        (len(stages) != schedule.stages, f"stages must be {schedule.stages}, as in the schedule; got {len(stages)}"),
+        (
+            len(stages) != schedule.stages,
+            f"stages must be {schedule.stages}, as in the schedule; got {len(stages)}",
+        ),
         (
             mesh.shape[axis] != schedule.devices,
             f"axis {axis} must have {schedule.devices} devices, as the schedule; got {mesh.shape[axis]}",
         ),
-        (backward and loss_fn is None, "a backward begins with a loss: give loss_fn=, or backward=False"),
-        (backward and not kinds & {Kind.B, Kind.I, Kind.W}, "the schedule has no backward: give backward=False"),
-        (mesh.runtime == "abstract", "mesh must have values; on an abstract one use schedule.simulate, without stages"),
+        (
+            backward and loss_fn is None,
+            "a backward begins with a loss: give loss_fn=, or backward=False",
+        ),
+        (
+            backward and not kinds & {Kind.B, Kind.I, Kind.W},
+            "the schedule has no backward: give backward=False",
+        ),
+        (
+            mesh.runtime == "abstract",
+            "mesh must have values; on an abstract one use schedule.simulate, without stages",
+        ),
     ]
     if texts := [text for is_error, text in errors if is_error]:
         raise ValueError(f"pipelined by {schedule.name}: {'; '.join(texts)}.")
@@ -164,8 +201,12 @@ class FunctionWork:
     weights: list[float]
     reproducible: bool
     params: dict[int, Params] = field(default_factory=dict[int, Params])
-    sums: dict[int, RunningSum | OrderedSum] = field(default_factory=dict[int, RunningSum | OrderedSum])
-    results: dict[int, Any] = field(default_factory=dict[int, Any])  # loss and metrics of each microbatch, or y
+    sums: dict[int, RunningSum | OrderedSum] = field(
+        default_factory=dict[int, RunningSum | OrderedSum]
+    )
+    results: dict[int, Any] = field(
+        default_factory=dict[int, Any]
+    )  # loss and metrics of each microbatch, or y
 
     def begin(self, microbatch: int) -> PyTree:
         return self.microbatches[microbatch]
@@ -181,8 +222,14 @@ class FunctionWork:
         result = self.loss_fn(y, self.microbatches[microbatch])
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, ())
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            form = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"loss_fn must return one floating number, or it and metrics; got {form}.")
+            form = (
+                f"{loss.dtype} of shape {tuple(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else type(loss).__name__
+            )
+            raise ValueError(
+                f"loss_fn must return one floating number, or it and metrics; got {form}."
+            )
         self.results[microbatch] = map_tensors(Tensor.detach, (loss, metrics))
         return loss
 
@@ -212,5 +259,7 @@ class FunctionWork:
 
     def gradients(self) -> list[PyTree]:
         """Return the gradients of each stage; None for those of other devices."""
-        trees = {stage: self.params[stage].tree_of(total.result()) for stage, total in self.sums.items()}
+        trees = {
+            stage: self.params[stage].tree_of(total.result()) for stage, total in self.sums.items()
+        }
         return [trees.get(stage) for stage in range(len(self.stages))]

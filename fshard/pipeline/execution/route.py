@@ -60,23 +60,47 @@ class Route:
         backward: False drops all but the forwards.
     """
 
-    def __init__(self, schedule: Schedule, skips: Mapping[str, tuple[int, int]], backward: bool) -> None:
-        errors = [f'"{name}": {ends}' for name, ends in skips.items() if not 0 <= ends[0] < ends[1] < schedule.stages]
+    def __init__(
+        self, schedule: Schedule, skips: Mapping[str, tuple[int, int]], backward: bool
+    ) -> None:
+        errors = [
+            f'"{name}": {ends}'
+            for name, ends in skips.items()
+            if not 0 <= ends[0] < ends[1] < schedule.stages
+        ]
         if errors:
-            raise ValueError(f"skips must lead to a later stage of 0..{schedule.stages - 1}; got {'; '.join(errors)}.")
+            raise ValueError(
+                f"skips must lead to a later stage of 0..{schedule.stages - 1}; got {'; '.join(errors)}."
+            )
         self.placement = schedule.placement
         wires = [Wire(*pair) for pair in pairwise(range(schedule.stages))]
         wires += [Wire(*ends, name) for name, ends in skips.items()]
-        wires.sort(key=lambda wire: -wire.to)  # gradients are accumulated in this order, as in one backward
-        self._outgoing = [[wire for wire in wires if wire.source == stage] for stage in range(schedule.stages)]
-        self._incoming = [[wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)]
-        self.skips = [{wire.name for wire in wires if wire.name is not None} for wires in self._outgoing]
+        wires.sort(
+            key=lambda wire: -wire.to
+        )  # gradients are accumulated in this order, as in one backward
+        self._outgoing = [
+            [wire for wire in wires if wire.source == stage] for stage in range(schedule.stages)
+        ]
+        self._incoming = [
+            [wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)
+        ]
+        self.skips = [
+            {wire.name for wire in wires if wire.name is not None} for wires in self._outgoing
+        ]
         kinds = (COMPUTE if backward else frozenset({Kind.F})) | UNITS
         rows = schedule.without(frozenset(Kind) - kinds).rows
-        self.split = {(action.stage, action.microbatch) for row in rows for action in row if action.kind is Kind.I}
+        self.split = {
+            (action.stage, action.microbatch)
+            for row in rows
+            for action in row
+            if action.kind is Kind.I
+        }
         self.actions = [[self._route_action(action) for action in row] for row in rows]
         devices = range(schedule.devices)
-        self.receives = [{source: list[Message]() for source in devices if source != device} for device in devices]
+        self.receives = [
+            {source: list[Message]() for source in devices if source != device}
+            for device in devices
+        ]
         self.pairs = set[tuple[int, int]]()
         for source, row in enumerate(self.actions):
             for message, to in (output for routed in row for output in routed.outputs):
@@ -91,7 +115,8 @@ class Route:
         elif action.kind is not Kind.F:
             return RoutedAction(action)
         received, sent = (
-            [Message(kind, wire, action.microbatch or 0) for wire in wires] for wires in (inputs, outputs)
+            [Message(kind, wire, action.microbatch or 0) for wire in wires]
+            for wires in (inputs, outputs)
         )
         return RoutedAction(
             action,

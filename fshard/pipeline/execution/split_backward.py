@@ -28,7 +28,8 @@ Slot = tuple[Node, int]
 """An input of a node, where a gradient enters."""
 
 PRODUCTS = frozenset(
-    f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Addmv", "Convolution", "Linear")
+    f"{name}Backward0"
+    for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Addmv", "Convolution", "Linear")
 )
 """Operations worth deferring, whose node computes the gradient of each operand separately."""
 
@@ -54,7 +55,15 @@ def run_backward(
         nothing: Gradients = [None] * len(weights)
         return [None] * len(inputs), None if accumulate else nothing
     edges, gs = zip(*ends, strict=True)
-    results = _engine(edges, gs, retain, False, (*inputs, *weights), allow_unreachable=True, accumulate_grad=accumulate)
+    results = _engine(
+        edges,
+        gs,
+        retain,
+        False,
+        (*inputs, *weights),
+        allow_unreachable=True,
+        accumulate_grad=accumulate,
+    )
     if accumulate:
         return [cast(Any, edge.node).variable.grad for edge in inputs], None
     return [*results[: len(inputs)]], [*results[len(inputs) :]]
@@ -85,11 +94,15 @@ def split_backward(
     saved = SavedActivations() if saved is None else saved
     ends = [edge for edge, g in zip(outputs, gradients, strict=True) if g is not None]
     early, late = divide(ends, inputs, weights, saved)
-    deferred: list[tuple[Node, Sequence[Tensor | None]]] = []  # products, and their output gradients
+    deferred: list[
+        tuple[Node, Sequence[Tensor | None]]
+    ] = []  # products, and their output gradients
     hooks = [hook for node in late for hook in _hook_product(node, deferred, saved)]
     targets = [GradientEdge(*slot) for slot in early]
     try:
-        gxs, gws = run_backward(outputs, gradients, inputs, targets, accumulate=accumulate, retain=True)
+        gxs, gws = run_backward(
+            outputs, gradients, inputs, targets, accumulate=accumulate, retain=True
+        )
     finally:
         for hook in hooks:
             hook.remove()
@@ -102,7 +115,9 @@ def split_backward(
             node, gs = deferred.pop(0)
             weight_gs |= _run_weight_backward(node, gs, late[node], accumulate)
             saved.free_read()
-        return None if accumulate else [weight_gs.get((edge.node, edge.output_nr)) for edge in weights]
+        return (
+            None if accumulate else [weight_gs.get((edge.node, edge.output_nr)) for edge in weights]
+        )
 
     return gxs, weight_backward
 
@@ -127,7 +142,10 @@ def _run_weight_backward(
 ) -> dict[Slot, Tensor | None]:
     """Run a backward from one product to the weights below it alone: then it computes nothing for its input."""
     hook = node.register_prehook(lambda _: gs)  # the hooks of the node have run in I
-    edges, targets = [GradientEdge(node, number) for number in range(len(gs))], [GradientEdge(*slot) for slot in slots]
+    edges, targets = (
+        [GradientEdge(node, number) for number in range(len(gs))],
+        [GradientEdge(*slot) for slot in slots],
+    )
     _, gws = run_backward(edges, gs, (), targets, accumulate=accumulate, retain=True)
     hook.remove()
     return {} if gws is None else dict(zip(slots, gws, strict=True))

@@ -17,7 +17,9 @@ from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.weights import forwards, gradients, swapped, with_weights
 
 
-def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int | None = None) -> Schedule:
+def pipeline_schedule(
+    name: str, *, stages: int, microbatches: int, devices: int | None = None
+) -> Schedule:
     """Return a schedule by its name.
 
     On p devices, where F, I and W of a device's stages take 1 each, and the activations of a microbatch on them are 1:
@@ -56,8 +58,12 @@ def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int
     if name not in BUILDERS:
         guess = get_close_matches(str(name).lower(), BUILDERS, n=1)
         hint = f'; did you mean "{guess[0]}"?' if guess else "."
-        raise ValueError(f'There is no schedule "{name}"{hint} name must be one of {", ".join(BUILDERS)}.')
-    numbers = {"stages": stages, "microbatches": microbatches} | ({} if devices is None else {"devices": devices})
+        raise ValueError(
+            f'There is no schedule "{name}"{hint} name must be one of {", ".join(BUILDERS)}.'
+        )
+    numbers = {"stages": stages, "microbatches": microbatches} | (
+        {} if devices is None else {"devices": devices}
+    )
     for argument, n in numbers.items():
         if not isinstance(n, int) or isinstance(n, bool):
             raise TypeError(f"{argument} must be an integer; got {n!r}.")
@@ -88,7 +94,12 @@ def breadth_first(name: str, placement: Placement, microbatches: int) -> Schedul
     device 2   .  .  F0 F1 F2 F3 f0 f1 f2 f3 b0 -- b1 -- b2 -- b3 -- B0 -- B1 -- B2 -- B3 --
     """
     return in_order_of_time(
-        name, placement, microbatches, lambda stage, m: (0, stage, m), lambda stage, m: (1, -stage, m), Kind.B
+        name,
+        placement,
+        microbatches,
+        lambda stage, m: (0, stage, m),
+        lambda stage, m: (1, -stage, m),
+        Kind.B,
     )
 
 
@@ -117,7 +128,9 @@ def interleaved(name: str, placement: Placement, microbatches: int) -> Schedule:
     devices = max(placement) + 1
     loops = -(-len(placement) // devices)
     groups = max(1, microbatches // devices)
-    begins = [-(-group * microbatches // groups) for group in range(groups + 1)]  # the larger groups go first
+    begins = [
+        -(-group * microbatches // groups) for group in range(groups + 1)
+    ]  # the larger groups go first
     group_of = [group for group in range(groups) for _ in range(begins[group], begins[group + 1])]
 
     def position(loop: int, m: int) -> int:
@@ -130,7 +143,12 @@ def interleaved(name: str, placement: Placement, microbatches: int) -> Schedule:
 
     def backward(stage: int, m: int) -> int:
         loop, device = divmod(stage, devices)
-        return forward(loops * devices - 1, 0) + 1 + 4 * (devices - 1 - device) + 3 * position(loops - 1 - loop, m)
+        return (
+            forward(loops * devices - 1, 0)
+            + 1
+            + 4 * (devices - 1 - device)
+            + 3 * position(loops - 1 - loop, m)
+        )
 
     return in_order_of_time(name, placement, microbatches, forward, backward, Kind.B)
 
@@ -143,7 +161,9 @@ def zero_bubble_h1(name: str, placement: Placement, microbatches: int) -> Schedu
     device 2   .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 I4 W2 W3 W4
     device 3   .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 W2 W3 W4
     """
-    return with_weights(along_path(name, placement, microbatches, legs=(1, 2)), limit=len(placement))
+    return with_weights(
+        along_path(name, placement, microbatches, legs=(1, 2)), limit=len(placement)
+    )
 
 
 def zero_bubble_h2(name: str, placement: Placement, microbatches: int) -> Schedule:
@@ -153,7 +173,9 @@ def zero_bubble_h2(name: str, placement: Placement, microbatches: int) -> Schedu
     device 1   .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 I4 W1 W2 I5 W3 W4 W5
     device 2   .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
     """
-    return with_weights(along_path(name, placement, microbatches, legs=(2, 4)), limit=2 * len(placement) - 1)
+    return with_weights(
+        along_path(name, placement, microbatches, legs=(2, 4)), limit=2 * len(placement) - 1
+    )
 
 
 def zero_bubble_v(name: str, placement: Placement, microbatches: int) -> Schedule:
@@ -223,7 +245,10 @@ def dualpipe_v(name: str, placement: Placement, microbatches: int) -> Schedule:
             *["W"] * (device + 1),
         ]
         rows.append(_actions_of_plan(plan, (device, 2 * devices - 1 - device)))
-    rows = [[a for a in row if a.stage < len(placement) and (a.microbatch or 0) < microbatches] for row in rows]
+    rows = [
+        [a for a in row if a.stage < len(placement) and (a.microbatch or 0) < microbatches]
+        for row in rows
+    ]
     return Schedule(name, placement, microbatches, tuple(map(tuple, rows)))
 
 

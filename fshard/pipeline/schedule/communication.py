@@ -37,7 +37,9 @@ def with_messages(schedule: Schedule) -> Schedule:
     1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
     schedule = schedule.without(MESSAGES)
-    timed: list[tuple[Number, int, int, int, Action]] = []  # when, messages first, in the order of the rows
+    timed: list[
+        tuple[Number, int, int, int, Action]
+    ] = []  # when, messages first, in the order of the rows
     for number, event in enumerate(chain(*simulate(schedule).events)):
         device, action = event.device, event.action
         timed.append((event.start, 1, number, device, action))
@@ -45,7 +47,9 @@ def with_messages(schedule: Schedule) -> Schedule:
             send = Action(_SENDS[action.kind], action.stage, action.microbatch)
             if schedule.crosses(action.stage, send.partner.stage - action.stage):
                 timed.append((event.end, 0, number, device, send))
-                timed.append((event.end, 0, number, schedule.placement[send.partner.stage], send.partner))
+                timed.append(
+                    (event.end, 0, number, schedule.placement[send.partner.stage], send.partner)
+                )
     rows: list[list[Action]] = [[] for _ in schedule.rows]
     for *_, device, action in sorted(timed, key=lambda entry: entry[:3]):
         rows[device].append(action)
@@ -68,14 +72,20 @@ def with_units(schedule: Schedule, live: int = 2) -> Schedule:
     <BLANKLINE>
     """
     if live < 1:
-        raise ValueError(f"live must be at least 1, since a stage computes with unsharded weights; got {live}.")
+        raise ValueError(
+            f"live must be at least 1, since a stage computes with unsharded weights; got {live}."
+        )
     return schedule.with_rows(_row_with_units(row, live) for row in schedule.without(UNITS).rows)
 
 
 def _row_with_units(row: Sequence[Action], limit: int) -> Iterator[Action]:
-    last = {action.stage: number for number, action in enumerate(row) if action.kind in {Kind.B, Kind.W}}
+    last = {
+        action.stage: number for number, action in enumerate(row) if action.kind in {Kind.B, Kind.W}
+    }
     following = list[int]()
-    stages_ahead = list[list[int]]()  # of each action, the last one first: the first stages that compute from it on
+    stages_ahead = list[
+        list[int]
+    ]()  # of each action, the last one first: the first stages that compute from it on
     for action in reversed(row):
         if action.kind in COMPUTE:
             following = [action.stage, *(stage for stage in following if stage != action.stage)]

@@ -41,7 +41,9 @@ class Dependencies:
     parts: list[tuple[Action, ...]]  # I and W of a B, any other action itself
     device: list[int]  # of each action
     begin: list[int]  # of each row, and the end of the last one
-    needs: list[list[int]]  # of each action, those that must end before it starts, as far as they exist
+    needs: list[
+        list[int]
+    ]  # of each action, those that must end before it starts, as far as they exist
     partner: dict[int, int]  # the receive of each send, and the send of each receive
 
     def row(self, device: int) -> range:
@@ -65,7 +67,11 @@ class Dependencies:
                 if mate is not None and position[device[mate]] != mate:
                     missing = mate
                 else:
-                    needs = self.needs[number] if mate is None else self.needs[number] + self.needs[mate]
+                    needs = (
+                        self.needs[number]
+                        if mate is None
+                        else self.needs[number] + self.needs[mate]
+                    )
                     missing = next((need for need in needs if not ended[need]), None)
                 if missing is not None:
                     waits[current] = Wait(number, missing)
@@ -103,7 +109,9 @@ def find_dependencies(schedule: ScheduleRows) -> Dependencies:
     actions = [action for row in schedule.rows for action in row]
     device = [index for index, row in enumerate(schedule.rows) for _ in row]
     parts = [
-        (action._replace(kind=Kind.I), action._replace(kind=Kind.W)) if action.kind is Kind.B else (action,)
+        (action._replace(kind=Kind.I), action._replace(kind=Kind.W))
+        if action.kind is Kind.B
+        else (action,)
         for action in actions
     ]
     number_of: dict[Action, int] = {}
@@ -121,15 +129,25 @@ def find_dependencies(schedule: ScheduleRows) -> Dependencies:
         elif action.kind in COMPUTE and actions[unshards.get(stage, number)].kind is Kind.UNSHARD:
             needs[number].append(unshards[stage])
         if schedule.placement[action.stage] == device[number]:
-            inputs = [need for half in parts[number] for need in inputs_of(schedule, half, has_messages=has_messages)]
-            needs[number] += [n for n in map(number_of.get, inputs) if n is not None and n != number]
+            inputs = [
+                need
+                for half in parts[number]
+                for need in inputs_of(schedule, half, has_messages=has_messages)
+            ]
+            needs[number] += [
+                n for n in map(number_of.get, inputs) if n is not None and n != number
+            ]
             mate = number_of.get(action.partner) if action.kind in MESSAGES else None
             if mate is not None and device[mate] != device[number] and number_of[action] == number:
                 partner[number] = mate
-    return Dependencies(schedule, actions, parts, device, [0, *accumulate(map(len, schedule.rows))], needs, partner)
+    return Dependencies(
+        schedule, actions, parts, device, [0, *accumulate(map(len, schedule.rows))], needs, partner
+    )
 
 
-def inputs_of(schedule: ScheduleRows, action: Action, *, has_messages: bool = False) -> Iterator[Action]:
+def inputs_of(
+    schedule: ScheduleRows, action: Action, *, has_messages: bool = False
+) -> Iterator[Action]:
     """Yield what an action needs, also before the first stage and after the last."""
     kind, stage, m = action
     if kind is Kind.F:
@@ -144,4 +162,6 @@ def inputs_of(schedule: ScheduleRows, action: Action, *, has_messages: bool = Fa
     elif kind is Kind.W or kind is Kind.SEND_B:
         yield Action(Kind.I, stage, m)
     elif kind is Kind.REDUCE:
-        yield from (Action(Kind.W, stage, microbatch) for microbatch in range(schedule.microbatches))
+        yield from (
+            Action(Kind.W, stage, microbatch) for microbatch in range(schedule.microbatches)
+        )

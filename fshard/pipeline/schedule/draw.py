@@ -48,7 +48,10 @@ def draw_text(schedule: ScheduleRows, events: Events, summary: str) -> str:
             if event.action.kind in COMPUTE and start < end <= total:
                 fill = " " if end == start + 1 else "─"
                 line += "·".ljust(labels.width + 1) * (start - column)
-                line += labels.action(event.action).ljust((labels.width + 1) * (end - start) - 1, fill) + " "
+                line += (
+                    labels.action(event.action).ljust((labels.width + 1) * (end - start) - 1, fill)
+                    + " "
+                )
                 column = end
         line += "·".ljust(labels.width + 1) * (total - column)
         line += "…" if _column(makespan, unit) > total else ""
@@ -68,13 +71,18 @@ def draw_svg(schedule: ScheduleRows, events: Events, summary: str) -> str:
         parts.append(_text(labels.device(device), 0, top + _ROW / 2 + 4))
         for event in row:
             if event.start < event.end <= columns * unit:
-                x, width = margin + scale * float(event.start / unit), scale * float((event.end - event.start) / unit)
+                x, width = (
+                    margin + scale * float(event.start / unit),
+                    scale * float((event.end - event.start) / unit),
+                )
                 kinds.add(event.action.kind)
                 parts.append(_box(event, labels, x, top, width))
     bottom = _LINE + 6 + schedule.devices * (_ROW + _BAR + 3) + 6
     x = margin
     for colour, word in dict.fromkeys(_COLOURS[kind] for kind in _COLOURS if kind in kinds):
-        parts.append(f'<rect x="{x:g}" y="{bottom:g}" width="12" height="12" rx="2" fill="{colour}"/>')
+        parts.append(
+            f'<rect x="{x:g}" y="{bottom:g}" width="12" height="12" rx="2" fill="{colour}"/>'
+        )
         parts.append(_text(word, x + 17, bottom + 10.5))
         x += _LETTER * len(word) + 34
     if columns * unit < _makespan(events):
@@ -119,7 +127,10 @@ class _Labels:
         self.width = max((len(self.action(action)) for action in computed), default=1)
         self.digits = len(str(schedule.devices - 1))
         self.shade = [
-            1 - 0.45 * schedule.placement[:stage].count(device) / max(schedule.placement.count(device) - 1, 1)
+            1
+            - 0.45
+            * schedule.placement[:stage].count(device)
+            / max(schedule.placement.count(device) - 1, 1)
             for stage, device in enumerate(schedule.placement)
         ]
 
@@ -131,9 +142,7 @@ class _Labels:
 
 
 def _title(schedule: ScheduleRows) -> str:
-    return (
-        f"{schedule.name}: {schedule.microbatches} microbatches, {schedule.stages} stages on {schedule.devices} devices"
-    )
+    return f"{schedule.name}: {schedule.microbatches} microbatches, {schedule.stages} stages on {schedule.devices} devices"
 
 
 def _makespan(events: Events) -> Number:
@@ -151,6 +160,8 @@ def _column(time: Number, unit: Number) -> int:
     return floor(time / unit + Fraction(1, 2))
 
 
-def _text(text: str, x: float, y: float, colour: str = _PAGE, anchor: str = "start", *, bold: bool = False) -> str:
+def _text(
+    text: str, x: float, y: float, colour: str = _PAGE, anchor: str = "start", *, bold: bool = False
+) -> str:
     weight = ' font-weight="600"' if bold else ""
     return f'<text x="{x:g}" y="{y:g}" fill="{colour}" text-anchor="{anchor}"{weight}>{escape(text)}</text>'

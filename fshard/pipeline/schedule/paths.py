@@ -41,7 +41,12 @@ def in_order_of_time(
         for m in range(microbatches):
             rows[device].append((forward(stage, m), Action(Kind.F, stage, m)))
             rows[device].append((backward(stage, m), Action(kind, stage, m)))
-    return Schedule(name, placement, microbatches, tuple(tuple(action for _, action in sorted(row)) for row in rows))
+    return Schedule(
+        name,
+        placement,
+        microbatches,
+        tuple(tuple(action for _, action in sorted(row)) for row in rows),
+    )
 
 
 def along_path(

@@ -36,15 +36,25 @@ class ScheduleRows:
             yield f"microbatches must be at least 1; got {self.microbatches}"
         if not self.placement:
             yield "placement must have at least one stage"
-        if errors := [f"stage {n} on device {d}" for n, d in enumerate(self.placement) if not 0 <= d < self.devices]:
+        if errors := [
+            f"stage {n} on device {d}"
+            for n, d in enumerate(self.placement)
+            if not 0 <= d < self.devices
+        ]:
             yield f"placement must be on the {self.devices} devices that have rows; got {', '.join(errors)}"
-        if errors := [action for row in self.rows for action in row if not isinstance(action, Action)]:
+        if errors := [
+            action for row in self.rows for action in row if not isinstance(action, Action)
+        ]:
             yield f"rows must consist of Actions; got {', '.join(map(repr, errors))}"
             return
         actions = {action for row in self.rows for action in row}
-        if errors := sorted(str(action) for action in actions if not 0 <= action.stage < self.stages):
+        if errors := sorted(
+            str(action) for action in actions if not 0 <= action.stage < self.stages
+        ):
             yield f"actions must be of stages below {self.stages}; got {', '.join(errors)}"
-        misnumbered = [action for action in actions if (action.microbatch is None) != (action.kind in UNITS)]
+        misnumbered = [
+            action for action in actions if (action.microbatch is None) != (action.kind in UNITS)
+        ]
         if errors := sorted(map(str, misnumbered)):
             yield f"actions must have one microbatch, and {', '.join(sorted(UNITS))} none; got {', '.join(errors)}"
 
@@ -64,11 +74,16 @@ class ScheduleRows:
 
     def without(self, kinds: frozenset[str]) -> Self:
         """Return a copy without the actions of some kinds."""
-        return self.with_rows([action for action in row if action.kind not in kinds] for row in self.rows)
+        return self.with_rows(
+            [action for action in row if action.kind not in kinds] for row in self.rows
+        )
 
     def crosses(self, stage: int, step: int) -> bool:
         """Return True if the stage `step` after (or before) this one exists on another device."""
-        return 0 <= stage + step < self.stages and self.placement[stage + step] != self.placement[stage]
+        return (
+            0 <= stage + step < self.stages
+            and self.placement[stage + step] != self.placement[stage]
+        )
 
     def to_csv(self) -> str:
         """Write a row of cells per device, in the format of torch.distributed.pipelining.
@@ -80,7 +95,12 @@ class ScheduleRows:
 
     @classmethod
     def from_csv(
-        cls, text: str, *, name: str = "csv", placement: Iterable[int] | None = None, microbatches: int | None = None
+        cls,
+        text: str,
+        *,
+        name: str = "csv",
+        placement: Iterable[int] | None = None,
+        microbatches: int | None = None,
     ) -> Self:
         """Parse the result of `to_csv` or torch.distributed.pipelining.
 
@@ -94,9 +114,14 @@ class ScheduleRows:
             microbatches: their number; default: as many as occur.
         """
         lines = _OVERLAPPED.sub(lambda cell: cell[1].replace(";", ","), text).splitlines()
-        rows = [tuple([Action.parse(cell.strip()) for cell in line.split(",") if cell.strip()]) for line in lines]
+        rows = [
+            tuple([Action.parse(cell.strip()) for cell in line.split(",") if cell.strip()])
+            for line in lines
+        ]
         if microbatches is None:
-            microbatches = 1 + max((action.microbatch or 0 for row in rows for action in row), default=0)
+            microbatches = 1 + max(
+                (action.microbatch or 0 for row in rows for action in row), default=0
+            )
         devices = _find_placement(name, rows) if placement is None else placement
         return cls(name, tuple(devices), microbatches, tuple(rows))
 
@@ -117,7 +142,9 @@ class ScheduleRows:
         name, microbatches, placement = match.groups()
         csv = "\n".join("" if line == "-" else ",".join(line.split()) for line in lines)
         devices = map(int, placement.split())
-        return cls.from_csv(f"{csv}\n", name=name, placement=devices, microbatches=int(microbatches))
+        return cls.from_csv(
+            f"{csv}\n", name=name, placement=devices, microbatches=int(microbatches)
+        )
 
 
 def _find_placement(name: str, rows: Sequence[Sequence[Action]]) -> list[int]:
@@ -128,8 +155,12 @@ def _find_placement(name: str, rows: Sequence[Sequence[Action]]) -> list[int]:
         for action in row:
             devices[action.stage].add(device)
     errors = [
-        f"stage {stage} on {sorted(numbers) or 'none'}" for stage, numbers in enumerate(devices) if len(numbers) != 1
+        f"stage {stage} on {sorted(numbers) or 'none'}"
+        for stage, numbers in enumerate(devices)
+        if len(numbers) != 1
     ]
     if errors:
-        raise ScheduleError(f"{name}: each stage must be on one device; got {', '.join(errors)}. Give placement=.")
+        raise ScheduleError(
+            f"{name}: each stage must be on one device; got {', '.join(errors)}. Give placement=."
+        )
     return [device for (device,) in devices]

@@ -53,7 +53,9 @@ class Simulation:
     @property
     def busy(self) -> tuple[Number, ...]:
         """Time that each device computes."""
-        return tuple(_exact(sum(event.end - event.start for event in row)) for row in self._computed)
+        return tuple(
+            _exact(sum(event.end - event.start for event in row)) for row in self._computed
+        )
 
     @property
     def idle_by_device(self) -> tuple[Number, ...]:
@@ -138,13 +140,21 @@ def simulate(
     >>> simulate(gpipe, forward=[1, 2], send=Fraction(1, 2)).makespan
     Fraction(12, 1)
     """
-    compute = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
-    costs = _by_stage(schedule, **compute, send=send, gather=gather, reduce=reduce, activation=activation)
+    compute = {
+        "forward": forward,
+        "backward_input": backward_input,
+        "backward_weight": backward_weight,
+    }
+    costs = _by_stage(
+        schedule, **compute, send=send, gather=gather, reduce=reduce, activation=activation
+    )
     graph, order = verified_order(schedule)
     zero: list[Number] = [0] * schedule.stages
     durations = {
         Kind.F: costs["forward"],
-        Kind.B: [i + w for i, w in zip(costs["backward_input"], costs["backward_weight"], strict=True)],
+        Kind.B: [
+            i + w for i, w in zip(costs["backward_input"], costs["backward_weight"], strict=True)
+        ],
         Kind.I: costs["backward_input"],
         Kind.W: costs["backward_weight"],
         Kind.SEND_F: zero,
@@ -162,7 +172,10 @@ def simulate(
         number = cause[number]
     return Simulation(
         graph.schedule,
-        events=tuple(tuple(events[number] for number in graph.row(device)) for device in range(schedule.devices)),
+        events=tuple(
+            tuple(events[number] for number in graph.row(device))
+            for device in range(schedule.devices)
+        ),
         critical_path=tuple(reversed(path)),
         peak_activations=tuple(graph.peak_activations(costs["activation"])),
         messages=messages,
@@ -170,13 +183,18 @@ def simulate(
 
 
 def _times(
-    graph: Dependencies, order: Sequence[int], durations: Mapping[Kind, list[Number]], latency: list[Number]
+    graph: Dependencies,
+    order: Sequence[int],
+    durations: Mapping[Kind, list[Number]],
+    latency: list[Number],
 ) -> tuple[list[Number], list[Number], list[int | None], int]:
     """Run each action as soon as it can; return starts, ends, the last action that each has waited for, and messages."""
     starts: list[Number] = [0] * len(graph.actions)
     ends: list[Number] = [0] * len(graph.actions)
     causes: list[int | None] = [None] * len(graph.actions)
-    free: dict[int, tuple[Number, int | None]] = defaultdict(lambda: (0, None))  # by device; -1 - device: its weights
+    free: dict[int, tuple[Number, int | None]] = defaultdict(
+        lambda: (0, None)
+    )  # by device; -1 - device: its weights
     messages = 0
     for number in order:
         here, (kind, stage, _) = graph.device[number], graph.actions[number]
@@ -209,7 +227,11 @@ def _by_stage(schedule: ScheduleRows, **costs: Cost) -> dict[str, list[Number]]:
     numbers: dict[str, list[Number]] = {}
     stages = range(schedule.stages)
     for name, cost in costs.items():
-        numbers[name] = [*cost] if isinstance(cost, Sequence) else [cost(s) if callable(cost) else cost for s in stages]
+        numbers[name] = (
+            [*cost]
+            if isinstance(cost, Sequence)
+            else [cost(s) if callable(cost) else cost for s in stages]
+        )
         if len(numbers[name]) != schedule.stages or not all(each >= 0 for each in numbers[name]):
             raise ValueError(
                 f"simulate: {name} must be a cost of at least 0 for each of {schedule.stages} stages; got {numbers[name]}."

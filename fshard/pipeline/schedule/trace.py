@@ -52,19 +52,39 @@ def to_chrome_trace(events: Iterable[Event], *, unit: float = 1) -> str:
     records: list[dict[str, object]] = []
     names: dict[str, dict[str, object]] = {}
     for device, action, start, end in events:
-        lane = "compute" if action.kind in COMPUTE else "messages" if action.kind in MESSAGES else "weights"
+        lane = (
+            "compute"
+            if action.kind in COMPUTE
+            else "messages"
+            if action.kind in MESSAGES
+            else "weights"
+        )
         line = {"pid": device, "tid": _LANES.index(lane)}
-        names[f"{device:9}"] = {"ph": "M", "pid": device, "name": "process_name", "args": {"name": f"device {device}"}}
-        names[f"{device:9} {lane}"] = {"ph": "M", **line, "name": "thread_name", "args": {"name": lane}}
+        names[f"{device:9}"] = {
+            "ph": "M",
+            "pid": device,
+            "name": "process_name",
+            "args": {"name": f"device {device}"},
+        }
+        names[f"{device:9} {lane}"] = {
+            "ph": "M",
+            **line,
+            "name": "thread_name",
+            "args": {"name": lane},
+        }
         begin, length = float(start) * unit, float(end - start) * unit
-        records.append({"ph": "X", **line, "name": str(action), "cat": action.kind, "ts": begin, "dur": length})
+        records.append(
+            {"ph": "X", **line, "name": str(action), "cat": action.kind, "ts": begin, "dur": length}
+        )
         if action.kind in MESSAGES:
             arrow = (
                 {"ph": "s", "id": str(action)}
                 if action.kind in SENDS
                 else {"ph": "f", "bp": "e", "id": str(action.partner)}
             )
-            records.append({**arrow, **line, "name": "message", "cat": "message", "ts": begin + length / 2})
+            records.append(
+                {**arrow, **line, "name": "message", "cat": "message", "ts": begin + length / 2}
+            )
     lines = map(json.dumps, [*(names[key] for key in sorted(names)), *records])
     return '{"traceEvents": [\n' + ",\n".join(lines) + "\n]}"
 

@@ -39,7 +39,11 @@ class Proof:
     def __repr__(self) -> str:
         proven = [
             "every action runs once and after its inputs",
-            *([f"{self.messages} messages are received even if sends block"] if self.messages else []),
+            *(
+                [f"{self.messages} messages are received even if sends block"]
+                if self.messages
+                else []
+            ),
             *([f"{self.collectives} collectives have one order"] if self.collectives else []),
             f"devices hold at most {', '.join(map(str, self.peak_activations))} activations",
         ]
@@ -76,7 +80,9 @@ def verified_order(schedule: ScheduleRows) -> tuple[Dependencies, list[int]]:
     errors = [*_count_errors(graph), *_sharding_errors(graph), *_deadlocks(graph, waits)]
     if errors:
         more = [f"and {len(errors) - _MAX_NAMED} more errors"] if len(errors) > _MAX_NAMED else []
-        raise ScheduleError("\n- ".join([f'"{schedule.name}" cannot run:', *errors[:_MAX_NAMED], *more]))
+        raise ScheduleError(
+            "\n- ".join([f'"{schedule.name}" cannot run:', *errors[:_MAX_NAMED], *more])
+        )
     return graph, order
 
 
@@ -128,7 +134,9 @@ def _expected_actions(graph: Dependencies) -> set[Action]:
             Kind.RECV_B: after and backward,
         }
         of_stage = [kind for kind, is_needed in needed.items() if is_needed]
-        expected |= {Action(kind, stage, m) for kind in of_stage for m in range(schedule.microbatches)}
+        expected |= {
+            Action(kind, stage, m) for kind in of_stage for m in range(schedule.microbatches)
+        }
         if backward and Kind.REDUCE in kinds:
             expected.add(Action(Kind.REDUCE, stage))
     return expected
@@ -142,12 +150,17 @@ def _sharding_errors(graph: Dependencies) -> Iterator[str]:
         unsharded: set[int] = set()
         for number in graph.row(device):
             kind, stage, _ = graph.actions[number]
-            if kind in COMPUTE | {Kind.RESHARD, Kind.UNSHARD} and (kind is Kind.UNSHARD) == (stage in unsharded):
+            if kind in COMPUTE | {Kind.RESHARD, Kind.UNSHARD} and (kind is Kind.UNSHARD) == (
+                stage in unsharded
+            ):
                 state = "unsharded already" if stage in unsharded else "sharded"
                 yield f"stage {stage} is {state} at {_located(graph, number)}"
             unsharded |= {stage} if kind is Kind.UNSHARD else set()
             unsharded -= {stage} if kind is Kind.RESHARD else set()
-        yield from (f"stage {stage} is not resharded at the end of device {device}" for stage in sorted(unsharded))
+        yield from (
+            f"stage {stage} is not resharded at the end of device {device}"
+            for stage in sorted(unsharded)
+        )
 
 
 def _deadlocks(graph: Dependencies, waits: dict[int, Wait]) -> Iterator[str]:
@@ -178,7 +191,9 @@ def _draw_cycle(graph: Dependencies, waits: list[Wait]) -> str:
         for device, wait in zip(devices, waits, strict=True)
     ]
     width = max(map(len, rows))
-    drawn = "".join(f"\n    {row:{width}}   {text}" for row, text in zip(rows, reasons, strict=True))
+    drawn = "".join(
+        f"\n    {row:{width}}   {text}" for row, text in zip(rows, reasons, strict=True)
+    )
     cycle = f"devices {' -> '.join(map(str, [*devices, devices[0]]))} wait for each other"
     return f"{f'device {devices[0]} waits for itself' if len(devices) == 1 else cycle}:{drawn}"
 
@@ -186,11 +201,15 @@ def _draw_cycle(graph: Dependencies, waits: list[Wait]) -> str:
 def _draw_neighbours(graph: Dependencies, device: int, *marked: int) -> str:
     """Draw the actions that are marked, in brackets, and their neighbours."""
     row = graph.row(device)
-    shown = sorted({number for mark in marked for number in (mark - 1, mark, mark + 1) if number in row})
+    shown = sorted(
+        {number for mark in marked for number in (mark - 1, mark, mark + 1) if number in row}
+    )
     words = ["…"] if shown[0] > row[0] else []
     for before, number in zip([shown[0] - 1, *shown], shown, strict=False):
         words += ["…"] if number > before + 1 else []
-        words.append(f"[{graph.actions[number]}]" if number in marked else f"{graph.actions[number]}")
+        words.append(
+            f"[{graph.actions[number]}]" if number in marked else f"{graph.actions[number]}"
+        )
     return " ".join([f"device {device}:", *words, *(["…"] if shown[-1] < row[-1] else [])])
 
 

@@ -48,17 +48,27 @@ def with_weights(schedule: Schedule, limit: int, early: tuple[Rule, ...] = ()) -
     def next_action(device: int) -> Action | None:
         """Return the action that a device begins in this tick."""
         row, free = remaining[device], limit - held[device]
-        if row and can_run(row[0]) and (row[0].kind is not Kind.F or free > 0 or not weights[device]):
+        if (
+            row
+            and can_run(row[0])
+            and (row[0].kind is not Kind.F or free > 0 or not weights[device])
+        ):
             return row[0]
         if weights[device]:
             return weights[device][0]
         return next(filter(can_run, chain.from_iterable(rule(row, free) for rule in early)), None)
 
     while any(remaining) or any(weights):
-        started = {device: action for device in range(schedule.devices) if (action := next_action(device))}
+        started = {
+            device: action for device in range(schedule.devices) if (action := next_action(device))
+        }
         if not started:
-            devices = ", ".join(f"device {device} at {row[0]}" for device, row in enumerate(remaining) if row)
-            raise ScheduleError(f"{schedule.name}: these wait for actions that never run: {devices}.")
+            devices = ", ".join(
+                f"device {device} at {row[0]}" for device, row in enumerate(remaining) if row
+            )
+            raise ScheduleError(
+                f"{schedule.name}: these wait for actions that never run: {devices}."
+            )
         for device, action in started.items():
             rows[device].append(action)
             done.add(action)

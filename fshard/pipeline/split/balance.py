@@ -33,7 +33,9 @@ def check_balance(balance: Balance, n: int, sample: PyTree) -> None:
     if not isinstance(balance, str):
         sizes = [*balance]
         if len(sizes) != n or not all(type(size) is int and size > 0 for size in sizes):
-            raise ValueError(f"balance must be a number of layers, at least 1, for each of {n} stages; got {sizes}.")
+            raise ValueError(
+                f"balance must be a number of layers, at least 1, for each of {n} stages; got {sizes}."
+            )
     elif not balance.startswith("type:") and balance not in _BALANCES:
         raise ValueError(
             f'balance must be "uniform", "parameters", "time", "memory", "type:regex" or the number of layers of each '
@@ -43,7 +45,9 @@ def check_balance(balance: Balance, n: int, sample: PyTree) -> None:
         raise ValueError(f'balance="{balance}" must have a microbatch to measure on. Give sample=.')
 
 
-def stage_sizes(layers: Sequence[nn.Module], n: int, balance: Balance, sample: PyTree) -> Sequence[int]:
+def stage_sizes(
+    layers: Sequence[nn.Module], n: int, balance: Balance, sample: PyTree
+) -> Sequence[int]:
     """Return the number of layers of each stage."""
     if not 1 <= n <= len(layers):
         raise ValueError(f"n must be from 1 to the number of layers, {len(layers)}; got {n}.")
@@ -76,7 +80,11 @@ def _layer_costs(layers: Sequence[nn.Module], balance: str, sample: PyTree) -> l
     states = [map_tensors(torch.clone, layer.state_dict()) for layer in layers]
     try:
         with torch.enable_grad(), torch.random.fork_rng():
-            return _measured_seconds(layers, sample) if balance == "time" else _saved_bytes(layers, sample)
+            return (
+                _measured_seconds(layers, sample)
+                if balance == "time"
+                else _saved_bytes(layers, sample)
+            )
     finally:
         for layer, state in zip(layers, states, strict=True):
             layer.load_state_dict(state)  # restore: BatchNorm counts its inputs
@@ -103,7 +111,11 @@ def _measured_seconds(layers: Sequence[nn.Module], sample: PyTree) -> list[float
             began = time.perf_counter()
             y = layer(x)
             result, outputs = as_output(y)
-            gs = [torch.ones_like(x) for x in flatten_shards(y)[0] if isinstance(x, Tensor) and x.requires_grad]
+            gs = [
+                torch.ones_like(x)
+                for x in flatten_shards(y)[0]
+                if isinstance(x, Tensor) and x.requires_grad
+            ]
             run_backward(outputs, gs, inputs, weights)
             seconds.append(time.perf_counter() - began)
         value = result
@@ -161,6 +173,8 @@ def _best_partition(
                 cost = sums[end] - sums[begin]
                 if cost > bound:
                     break
-                if begin in before and (end not in best or add(before[begin][0], cost) < best[end][0]):
+                if begin in before and (
+                    end not in best or add(before[begin][0], cost) < best[end][0]
+                ):
                     best[end] = add(before[begin][0], cost), [*before[begin][1], end - begin]
     return best[count]

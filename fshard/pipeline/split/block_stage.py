@@ -65,7 +65,9 @@ def without_floats(inputs: Arguments) -> Arguments:
     """Return the part of a microbatch that later stages receive: floating tensors are described."""
 
     def describe(x: Any) -> Any:
-        is_floating = isinstance(x, Tensor | Sharded) and (x.dtype.is_floating_point or x.dtype.is_complex)
+        is_floating = isinstance(x, Tensor | Sharded) and (
+            x.dtype.is_floating_point or x.dtype.is_complex
+        )
         return Described.of(x) if is_floating else x
 
     return map_leaves(describe, inputs)
@@ -91,7 +93,9 @@ class BlockRange(NamedTuple):
     sent: Sequence[Key] = ()
 
     def __str__(self) -> str:
-        return f"the stage of {self.title} from {self.names[self.begin]} to {self.names[self.end - 1]}"
+        return (
+            f"the stage of {self.title} from {self.names[self.begin]} to {self.names[self.end - 1]}"
+        )
 
 
 class NextStage(BaseException):  # no Exception: a forward may catch those
@@ -105,7 +109,9 @@ class NextStage(BaseException):  # no Exception: a forward may catch those
 class StageRun:
     """A stage in one call; `values` are the tensors that it has received, None for the first stage."""
 
-    def __init__(self, blocks: BlockRange, values: Sequence[Any] | None, device: torch.device) -> None:
+    def __init__(
+        self, blocks: BlockRange, values: Sequence[Any] | None, device: torch.device
+    ) -> None:
         self._blocks, self._mode = blocks, None if values is None else ValuelessMode(device)
         self._received = dict(zip(blocks.received, values or (), strict=True))
         self._sent: dict[Key, Any] = dict.fromkeys(blocks.sent)
@@ -135,13 +141,17 @@ class StageRun:
             result = block(*arguments.args, **arguments.kwargs)
         return self._record(index, result, is_result=True)
 
-    def call_absent(self, index: int, shapes: Callable[[Arguments], Any], arguments: Arguments) -> Any:
+    def call_absent(
+        self, index: int, shapes: Callable[[Arguments], Any], arguments: Arguments
+    ) -> Any:
         """Replace a block of another stage: return a result without values, or end the stage."""
         self._record(index, arguments, is_result=False)
         if index < self._blocks.end:
             return self._record(index, shapes(arguments), is_result=True)
         if invalid := [
-            f"{path}: {type(x).__name__}" for path, x in leaves_by_path(arguments).items() if not isinstance(x, PLAIN)
+            f"{path}: {type(x).__name__}"
+            for path, x in leaves_by_path(arguments).items()
+            if not isinstance(x, PLAIN)
         ]:
             raise ValueError(
                 f"{self._blocks} must end with tensors and plain values; got {', '.join(invalid)} as arguments of "
@@ -168,7 +178,9 @@ class StageRun:
 
     def _finish(self, result: Any) -> Any:
         """Raise unless the forward has passed the blocks, and its result has values."""
-        if self._blocks.end < len(self._blocks.names) or (self._mode is not None and not self._mode.arrived):
+        if self._blocks.end < len(self._blocks.names) or (
+            self._mode is not None and not self._mode.arrived
+        ):
             raise ValueError(
                 f"{self._blocks} does not reach the blocks that it was split at, as it did with the sample."
             )
@@ -188,7 +200,9 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
 
 def _validate_values(subject: str, tree: PyTree) -> None:
     missing = [
-        f"{path or 'a tensor'}: {Described.of(x)}" for path, x in leaves_by_path(tree).items() if is_valueless(x)
+        f"{path or 'a tensor'}: {Described.of(x)}"
+        for path, x in leaves_by_path(tree).items()
+        if is_valueless(x)
     ]
     if missing and has_values():
         raise MissingValueError(f"{subject} {', '.join(missing)}")
@@ -206,7 +220,9 @@ class BlockStage:
         inputs, values = (Arguments.of(value), None) if self._blocks.begin == 0 else value
         run = StageRun(self._blocks, values, device_of(values))
         try:
-            return run.forward(_call_of_base_class(BlockStage, self), map_leaves(described_as_meta, inputs))
+            return run.forward(
+                _call_of_base_class(BlockStage, self), map_leaves(described_as_meta, inputs)
+            )
         except NextStage as end:
             return StageMessage(without_floats(inputs), end.values)
         except MissingValueError as error:
@@ -224,7 +240,11 @@ class PresentBlock:
         run, call = _active.get(), _call_of_base_class(PresentBlock, self)
         wrap = vars(self).get("_wrap")
         block = call if wrap is None else wrap(call)
-        return block(*args, **kwargs) if run is None else run.call_block(self._index, block, Arguments(args, kwargs))
+        return (
+            block(*args, **kwargs)
+            if run is None
+            else run.call_block(self._index, block, Arguments(args, kwargs))
+        )
 
 
 def wrap_blocks(stage: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
@@ -246,7 +266,11 @@ class AbsentBlock(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Read attributes of the block, such as its index, from the forward."""
-        return getattr(vars(self)["_block"], name) if "_block" in vars(self) else super().__getattr__(name)
+        return (
+            getattr(vars(self)["_block"], name)
+            if "_block" in vars(self)
+            else super().__getattr__(name)
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return a result without values, or end the stage."""
@@ -265,16 +289,22 @@ class AbsentBlock(nn.Module):
         if result is None:
             args, kwargs = unflatten(structure, metas := [*map(described_as_meta, described)])
             with torch.no_grad(), setting(absent=True, counters=()):
-                outputs, form = flatten(vars(self)["_block"].train(self.training)(*args, **kwargs), none_is_leaf=True)
+                outputs, form = flatten(
+                    vars(self)["_block"].train(self.training)(*args, **kwargs), none_is_leaf=True
+                )
             first_index = {
-                id(x): index for index, x in reversed([*enumerate([*metas, *outputs])]) if isinstance(x, Tensor)
+                id(x): index
+                for index, x in reversed([*enumerate([*metas, *outputs])])
+                if isinstance(x, Tensor)
             }
             result = form, [(first_index.get(id(x)), Described.of(x)) for x in outputs]
             if key is not None:
                 self._shapes[key] = result
         form, outputs = result
         for index, x in outputs:  # the same tensor where the block returns the same
-            leaves.append(described_as_meta(x) if index is None or index == len(leaves) else leaves[index])
+            leaves.append(
+                described_as_meta(x) if index is None or index == len(leaves) else leaves[index]
+            )
         return unflatten(form, leaves[len(described) :])
 
 

@@ -33,7 +33,12 @@ from fshard.pipeline.split.block_stage import (
     specialize,
     without_floats,
 )
-from fshard.pipeline.split.valueless import MissingValueError, ValuelessMode, described_as_meta, is_valueless
+from fshard.pipeline.split.valueless import (
+    MissingValueError,
+    ValuelessMode,
+    described_as_meta,
+    is_valueless,
+)
 
 
 class Blocks:
@@ -47,13 +52,19 @@ class Blocks:
 
     def __init__(self, module: nn.Module, paths: Iterable[str], sample: PyTree) -> None:
         self._module = module
-        self.names = [f"{path}.{name}" for path in paths for name, _ in _list_of_blocks(module, path).named_children()]
+        self.names = [
+            f"{path}.{name}"
+            for path in paths
+            for name, _ in _list_of_blocks(module, path).named_children()
+        ]
         self.blocks = [module.get_submodule(name) for name in self.names]
         self._tensors = {id(x): x for x in (*module.parameters(), *module.buffers())}
         self._meta = dict[int, Tensor]()
         for key, x in self._tensors.items():
             meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
-            self._meta[key] = nn.Parameter(meta, requires_grad=False) if isinstance(x, nn.Parameter) else meta
+            self._meta[key] = (
+                nn.Parameter(meta, requires_grad=False) if isinstance(x, nn.Parameter) else meta
+            )
         self._meta_blocks = [copied(block, {**self._meta}) for block in self.blocks]
         self._trace = self._find_uses(sample)
 
@@ -61,14 +72,22 @@ class Blocks:
         """Return stages with these numbers of blocks."""
         ranges = [*pairwise(accumulate(sizes, initial=0))]
         owned: list[set[int]] = [
-            {id(x) for block in self.blocks[begin:end] for x in (*block.parameters(), *block.buffers())}
+            {
+                id(x)
+                for block in self.blocks[begin:end]
+                for x in (*block.parameters(), *block.buffers())
+            }
             for begin, end in ranges
         ]
         for keys, (begin, end) in zip(owned, ranges, strict=True):
             keys |= {
-                key for key, x in self._meta.items() if any(begin <= block < end for block in self._trace.used[id(x)])
+                key
+                for key, x in self._meta.items()
+                if any(begin <= block < end for block in self._trace.used[id(x)])
             }
-        owned[0] |= self._tensors.keys() - {key for keys in owned for key in keys}  # used by no stage
+        owned[0] |= self._tensors.keys() - {
+            key for keys in owned for key in keys
+        }  # used by no stage
         return [self._make_stage(*bounds, keys) for bounds, keys in zip(ranges, owned, strict=True)]
 
     def _make_stage(self, begin: int, end: int, owned: set[int]) -> nn.Module:
@@ -85,7 +104,9 @@ class Blocks:
         for child in stage.modules():
             for registered in (vars(child)["_parameters"], vars(child)["_buffers"]):
                 for name in [name for name, x in registered.items() if id(x) in absent_tensors]:
-                    vars(child)[name] = registered.pop(name)  # an attribute, for the forward, but not the stage's
+                    vars(child)[name] = registered.pop(
+                        name
+                    )  # an attribute, for the forward, but not the stage's
         keys = self._tensors_sent_to(begin), self._tensors_sent_to(end)
         blocks = BlockRange(type(self._module).__name__, self.names, begin, end, *keys)
         return specialize(BlockStage, stage, _blocks=blocks)
@@ -111,7 +132,9 @@ class Blocks:
                 f"blocks must be modules that the forward of {title} calls once, in order; got the calls {calls}. Give the "
                 "ones to split at: blocks=."
             )
-        for x in () if is_complete else self._meta.values():  # the end reads values: it may use anything
+        for x in (
+            () if is_complete else self._meta.values()
+        ):  # the end reads values: it may use anything
             run.used.setdefault(id(x), {len(self.names) - 1})
         return run
 
@@ -134,7 +157,9 @@ class UseTrace(StageRun):
         super().__init__(blocks, None, device)
         self.called: list[int] = []
         self.used: dict[int, set[int]] = defaultdict(set)
-        self.computed: dict[int, tuple[Key, Tensor]] = {}  # by the id of the tensor, which is kept alive
+        self.computed: dict[
+            int, tuple[Key, Tensor]
+        ] = {}  # by the id of the tensor, which is kept alive
         self._mode: ValuelessMode | None = ValuelessMode(device, self._observe)
 
     def _observe(self, xs: Iterable[Any], result: Any) -> None:
@@ -172,7 +197,9 @@ def _list_of_blocks(module: nn.Module, path: str) -> nn.Module:
         blocks = None
     if blocks is None or not [*blocks.children()]:
         lists = [
-            name for name, child in module.named_modules() if name and isinstance(child, nn.ModuleList | nn.Sequential)
+            name
+            for name, child in module.named_modules()
+            if name and isinstance(child, nn.ModuleList | nn.Sequential)
         ]
         raise ValueError(
             f'blocks must be a list of blocks of {type(module).__name__}; got "{path}". It has {", ".join(lists) or "none"}.'

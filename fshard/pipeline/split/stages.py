@@ -35,13 +35,23 @@ class Call(nn.Module):
 
 @overload
 def split_stages(
-    layers: nn.Sequential | Iterable[Layer], n: int, balance: Balance = ..., *, sample: PyTree = ..., blocks: None = ...
+    layers: nn.Sequential | Iterable[Layer],
+    n: int,
+    balance: Balance = ...,
+    *,
+    sample: PyTree = ...,
+    blocks: None = ...,
 ) -> list[nn.Sequential]: ...
 
 
 @overload
 def split_stages(
-    layers: nn.Module, n: int, balance: Balance = ..., *, sample: PyTree, blocks: str | Sequence[str]
+    layers: nn.Module,
+    n: int,
+    balance: Balance = ...,
+    *,
+    sample: PyTree,
+    blocks: str | Sequence[str],
 ) -> list[nn.Module]: ...
 
 
@@ -90,9 +100,13 @@ def split_stages(
         sizes = stage_sizes([*named.values()], n, balance, sample)
         return [nn.Sequential(OrderedDict(islice(remaining, size))) for size in sizes]
     if not isinstance(layers, nn.Module):
-        raise TypeError(f"layers must be a module to be split between its blocks=; got {type(layers).__name__}.")
+        raise TypeError(
+            f"layers must be a module to be split between its blocks=; got {type(layers).__name__}."
+        )
     if sample is None:
-        raise ValueError("blocks= must come with a microbatch, on whose shapes the module is run once. Give sample=.")
+        raise ValueError(
+            "blocks= must come with a microbatch, on whose shapes the module is run once. Give sample=."
+        )
     split = Blocks(layers, [blocks] if isinstance(blocks, str) else blocks, sample)
     # The cost of code before and after the blocks counts with the first and the last one.
     has_cost_outside = balance in ("parameters", "time", "memory")
@@ -104,7 +118,11 @@ def _named_layers(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Modul
     if isinstance(layers, nn.Module):
         attributes = vars(layers)
         is_plain = type(layers) in (nn.Sequential, nn.ModuleList) and "forward" not in attributes
-        has_hooks = any(x for name, x in attributes.items() if name.endswith("_hooks") and "state_dict" not in name)
+        has_hooks = any(
+            x
+            for name, x in attributes.items()
+            if name.endswith("_hooks") and "state_dict" not in name
+        )
         extras = ["forward"] * (not is_plain) + ["hooks"] * has_hooks
         if extras := [*extras, *attributes["_parameters"], *attributes["_buffers"]]:
             raise TypeError(
@@ -115,7 +133,14 @@ def _named_layers(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Modul
         named = attributes["_modules"]
     else:
         named = dict(enumerate(layers))
-    errors = [f"layers[{name}] is {type(layer).__name__}" for name, layer in named.items() if not callable(layer)]
+    errors = [
+        f"layers[{name}] is {type(layer).__name__}"
+        for name, layer in named.items()
+        if not callable(layer)
+    ]
     if errors:
         raise TypeError(f"layers must be modules and functions; got {', '.join(errors)}.")
-    return {str(name): layer if isinstance(layer, nn.Module) else Call(layer) for name, layer in named.items()}
+    return {
+        str(name): layer if isinstance(layer, nn.Module) else Call(layer)
+        for name, layer in named.items()
+    }

@@ -77,14 +77,20 @@ class ValuelessMode(TorchFunctionMode):
     """
 
     def __init__(
-        self, device: torch.device, observe: Callable[[Sequence[Tensor], Any], object] = lambda xs, result: None
+        self,
+        device: torch.device,
+        observe: Callable[[Sequence[Tensor], Any], object] = lambda xs, result: None,
     ) -> None:
         super().__init__()
         self._device, self._observe, self.arrived = device, observe, False
         self.values: dict[int, tuple[object, Any]] = {}
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         named = kwargs or {}
         if self.arrived and self.values:
@@ -94,7 +100,9 @@ class ValuelessMode(TorchFunctionMode):
         if valueless and func == _DEVICE:
             return self._device
         if valueless and not self.arrived:
-            args, named = map_leaves(lambda x: _META if isinstance(x, torch.device) else as_meta(x), (args, named))
+            args, named = map_leaves(
+                lambda x: _META if isinstance(x, torch.device) else as_meta(x), (args, named)
+            )
             named |= {"device": _META} if "device" in named else {}
             args = tuple([_META if func == Tensor.to and isinstance(x, str) else x for x in args])
         elif 0 < len(valueless) < len(tensors) and has_values():

@@ -18,4 +18,11 @@ from fshard.testing.certify.elementwise import check_elementwise
 from fshard.testing.certify.losses import certify, dyadic_like
 from fshard.testing.certify.modules import certify_module
 
-__all__ = ["Certificate", "CertificateRow", "certify", "certify_module", "check_elementwise", "dyadic_like"]
+__all__ = [
+    "Certificate",
+    "CertificateRow",
+    "certify",
+    "certify_module",
+    "check_elementwise",
+    "dyadic_like",
+]

@@ -18,7 +18,9 @@ from fshard.testing.verdicts import Comparison, judge, largest
 from fshard.transforms.patterns import named, parts_of
 
 
-def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, seed: int = 0) -> None:
+def check_elementwise(
+    opt: Optimizer, params: PyTree = None, *, steps: int = 3, seed: int = 0
+) -> None:
     """Train with an optimizer on full tensors, and partitioned over virtual meshes of several sizes; raise if they differ.
 
     With `elementwise=True` each device updates a flat shard of every leaf, else the leaves that it owns (in a `by_label`,
@@ -43,7 +45,11 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
     """
     draw = torch.Generator().manual_seed(seed)
     shapes = {"bias": (7,), "matrix": (6, 5), "scale": (), "stack": (2, 3, 4)}
-    params = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} if params is None else params
+    params = (
+        {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+        if params is None
+        else params
+    )
     promised, leaves = elementwise_leaves(opt.elementwise, params), Leaves.of(params)
     names = [named(parts_of(path)) or "params" for path in leaves.paths]
     if isinstance(opt, ArrayOptimizer) and not any(promised):
@@ -84,7 +90,9 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
 
 
 def _put(tree: PyTree, layout: Layout) -> PyTree:
-    return Leaves.of(tree).mapped(lambda x: fs.device_put(x, layout) if isinstance(x, Tensor) else x)
+    return Leaves.of(tree).mapped(
+        lambda x: fs.device_put(x, layout) if isinstance(x, Tensor) else x
+    )
 
 
 def _train(opt: Any, params: PyTree, grads: list[PyTree]) -> list[list[Leaf]]:

@@ -98,11 +98,15 @@ def certify(
     step 0: the gradient is 2 times that of one device
     """
     if mesh.runtime == "abstract" or steps < 1:
-        raise ValueError(f"certify: mesh must have values, and steps must be at least 1; got {mesh}, {steps=}.")
+        raise ValueError(
+            f"certify: mesh must have values, and steps must be at least 1; got {mesh}, {steps=}."
+        )
     opt = array_optimizer(opt, "certify")
     _validate_serial(opt, params=params, batch=batch, buffers=buffers)
     if options.setdefault("has_buffers", buffers is not None) != (buffers is not None):
-        raise ValueError("certify: a loss function that has_buffers is given them by buffers=, and none else is.")
+        raise ValueError(
+            "certify: a loss function that has_buffers is given them by buffers=, and none else is."
+        )
     if exact_inputs:
         params, batch = dyadic_like(params, seed), dyadic_like(batch, seed + 1)
     reproducible = bool(options.get("reproducible"))
@@ -112,11 +116,19 @@ def certify(
     params, buffers, batch = (on_device(tree, mesh, wide=not reproducible) for tree in trees)
     within = P() if within is None else within
     rules = within, fs.fsdp(axis, unit=unit, within=within)
-    program = _Program(loss_fn, params, buffers, batch, batch_spec, opt, axis, rules, options, steps, seed)
+    program = _Program(
+        loss_fn, params, buffers, batch, batch_spec, opt, axis, rules, options, steps, seed
+    )
     names = [named(parts_of(path)) or "params" for path in Leaves.of(params).paths]
-    buffer_names = [f"buffers.{named(parts_of(path))}".rstrip(".") for path in Leaves.of(buffers).paths]
+    buffer_names = [
+        f"buffers.{named(parts_of(path))}".rstrip(".") for path in Leaves.of(buffers).paths
+    ]
     single, alone = (
-        Mesh(tuple((name, n if name in axes else 1) for name, n in mesh.axes), "virtual", mesh.device_type)
+        Mesh(
+            tuple((name, n if name in axes else 1) for name, n in mesh.axes),
+            "virtual",
+            mesh.device_type,
+        )
         for axes in ((), as_axes(options.get("local")))
     )
     train, names = partial(_train_sharded, program), Snapshot(names, names, buffer_names)
@@ -141,7 +153,9 @@ class _Program:
     seed: int
 
 
-def _train_sharded(program: _Program, mesh: Mesh, stage: Any, serial: Sequence[Snapshot]) -> list[Snapshot]:
+def _train_sharded(
+    program: _Program, mesh: Mesh, stage: Any, serial: Sequence[Snapshot]
+) -> list[Snapshot]:
     """Train by `train_step`, in a stage of ZeRO; the optimizer is given the gradients of the serial run, if there is one."""
     opt: Any = fs.partition_optimizer(program.opt, mesh=mesh, axis=program.axis, stage=stage)
     snapshots, recorded = list[Snapshot](), list[PyTree]()
@@ -163,13 +177,19 @@ def _train_sharded(program: _Program, mesh: Mesh, stage: Any, serial: Sequence[S
     params = fs.shard_params(program.params, program.rules[stage == 3], mesh=mesh)
     state, buffers = opt.init(params), fs.device_put(program.buffers, Layout(mesh))
     recorder = opt._replace(step=recording(step_of(opt)), update=recording(opt.update))
-    step = fs.train_step(program.loss_fn, recorder, mesh=mesh, batch=program.batch_spec, **program.options)
+    step = fs.train_step(
+        program.loss_fn, recorder, mesh=mesh, batch=program.batch_spec, **program.options
+    )
     for turn in range(program.steps):
         with fs.keyed_random(program.seed, turn):
-            params, state, *after, _ = step(params, state, *([buffers] * program.options["has_buffers"]), program.batch)
+            params, state, *after, _ = step(
+                params, state, *([buffers] * program.options["has_buffers"]), program.batch
+            )
         buffers = after[0] if after else buffers
         trees = recorded[-1], copied(params), copied(buffers)
-        snapshots.append(Snapshot(*(Leaves.of(tree).leaves for tree in trees)).mapped(gather_processes))
+        snapshots.append(
+            Snapshot(*(Leaves.of(tree).leaves for tree in trees)).mapped(gather_processes)
+        )
     return snapshots
 
 
@@ -191,14 +211,22 @@ def _gradients(program: _Program, params: PyTree, buffers: PyTree) -> tuple[list
     leaves, has_buffers = Leaves.of(params), program.options["has_buffers"]
 
     def variable(x: Leaf, is_frozen: bool) -> Leaf:
-        return x.detach().requires_grad_(trainable(x) and not is_frozen) if isinstance(x, Tensor) else x
+        return (
+            x.detach().requires_grad_(trainable(x) and not is_frozen)
+            if isinstance(x, Tensor)
+            else x
+        )
 
     tree = leaves.mapped(variable, chosen(program.options.get("frozen"), leaves.paths, "frozen"))
     result = program.loss_fn(tree, *([buffers] * has_buffers), program.batch)
-    loss, *more = result if has_buffers or {"has_aux", "aux"} & program.options.keys() else (result,)
+    loss, *more = (
+        result if has_buffers or {"has_aux", "aux"} & program.options.keys() else (result,)
+    )
     if loss.requires_grad:
         loss.mean().backward()  # of one number, or of one for each sample
-    buffers = Leaves.of(more[0] if has_buffers else ()).mapped(lambda x: x.detach() if isinstance(x, Tensor) else x)
+    buffers = Leaves.of(more[0] if has_buffers else ()).mapped(
+        lambda x: x.detach() if isinstance(x, Tensor) else x
+    )
     return [x.grad if isinstance(x, Tensor) else None for x in Leaves.of(tree).leaves], buffers
 
 
@@ -228,7 +256,11 @@ def dyadic_like(tree: PyTree, seed: int) -> PyTree:
 
 def _validate_serial(opt: Optimizer, **trees: PyTree) -> None:
     """Raise if an argument is sharded already, or if the optimizer scales the loss."""
-    sharded = [name for name, tree in trees.items() if any(isinstance(x, fs.Sharded) for x in flatten(tree)[0])]
+    sharded = [
+        name
+        for name, tree in trees.items()
+        if any(isinstance(x, fs.Sharded) for x in flatten(tree)[0])
+    ]
     if sharded := [*sharded, *["the optimizer"] * hasattr(opt, "on_mesh")]:
         raise fs.errors.LayoutError(
             f"certify: all tensors must be full and the optimizer not partitioned; got {', '.join(sharded)} sharded. "

@@ -15,10 +15,22 @@ import fshard as fs
 from fshard.mesh.layout import Mesh
 from fshard.optim.contract import copied
 from fshard.testing.certificate import Certificate
-from fshard.testing.certify.runs import LOWER_DTYPES, SUBJECTS, Snapshot, certificate_of, gather_processes, on_device
+from fshard.testing.certify.runs import (
+    LOWER_DTYPES,
+    SUBJECTS,
+    Snapshot,
+    certificate_of,
+    gather_processes,
+    on_device,
+)
 
 Plugin = fs.DDPPlugin | fs.ZeroPlugin | fs.FSDPPlugin | fs.HybridParallelPlugin
-_PLUGINS: tuple[Plugin, ...] = (fs.DDPPlugin(), fs.ZeroPlugin(stage=1), fs.ZeroPlugin(stage=2), fs.FSDPPlugin())
+_PLUGINS: tuple[Plugin, ...] = (
+    fs.DDPPlugin(),
+    fs.ZeroPlugin(stage=1),
+    fs.ZeroPlugin(stage=2),
+    fs.FSDPPlugin(),
+)
 _CURE = (
     "For dropout give a plugin with reproducible=True. Else factory must build equal parameters each time, by generators "
     "that it seeds; and nothing may be counted outside of the module."
@@ -81,16 +93,28 @@ def certify_module(
 
     new_optimizer = optimizer or partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     first = module()
-    params, buffers = [name for name, _ in first.named_parameters()], [name for name, _ in first.named_buffers()]
+    params, buffers = (
+        [name for name, _ in first.named_parameters()],
+        [name for name, _ in first.named_buffers()],
+    )
 
     def train(mesh: Mesh, *_: Any) -> list[Snapshot]:
-        booster, model, snapshots = fs.Booster(replace(plugin, mesh=mesh)), module(), list[Snapshot]()
+        booster, model, snapshots = (
+            fs.Booster(replace(plugin, mesh=mesh)),
+            module(),
+            list[Snapshot](),
+        )
         state = booster.init(model, new_optimizer(model.parameters()), loss)
         for batch in batches:
             state, metrics = booster.step(state, batch)
             trees = (copied(tree) for tree in (state.params, state.buffers))
-            after, moved = (tree if isinstance(tree, Mapping) else ChainMap(*tree) for tree in trees)  # of stages
-            leaves = [after[name] for name in params], [*(moved[name] for name in buffers), metrics["loss"]]
+            after, moved = (
+                tree if isinstance(tree, Mapping) else ChainMap(*tree) for tree in trees
+            )  # of stages
+            leaves = (
+                [after[name] for name in params],
+                [*(moved[name] for name in buffers), metrics["loss"]],
+            )
             snapshots.append(Snapshot([], *leaves).mapped(gather_processes))
         return snapshots
 
@@ -100,12 +124,16 @@ def certify_module(
         opt = new_optimizer(model.parameters())
         for step, batch in enumerate(batches):
             with fs.keyed_random(seed, key, step):
-                mean = (model(**batch).loss if loss is None else loss(model(batch[0]), batch[1])).mean()
+                mean = (
+                    model(**batch).loss if loss is None else loss(model(batch[0]), batch[1])
+                ).mean()
                 mean.backward()
                 opt.step()
             opt.zero_grad()
             trees = model.parameters(), (*model.buffers(), mean)
-            snapshots.append(Snapshot([], *([x.detach().clone() for x in leaves] for leaves in trees)))
+            snapshots.append(
+                Snapshot([], *([x.detach().clone() for x in leaves] for leaves in trees))
+            )
         return snapshots
 
     names = Snapshot([], params, [*(f"buffers.{name}" for name in buffers), "loss"])

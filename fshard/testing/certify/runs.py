@@ -68,7 +68,10 @@ def certificate_of(
     when it is repeated.
     """
     rows, dtype, run = list[CertificateRow](), None, "on one device"
-    title, unseen = "a mesh of one device, bit for bit", "It does not see an error that a mesh of one device makes too."
+    title, unseen = (
+        "a mesh of one device, bit for bit",
+        "It does not see an error that a mesh of one device makes too.",
+    )
     try:
         with nullcontext() if train_serial is None else float64_by_default():
             if train_serial is None:
@@ -77,7 +80,11 @@ def certificate_of(
                 run = "on one device in float64: does the program name a dtype?"
                 with _Casts() as casts:
                     serial = train_serial(0)
-                dtype, title, run = casts.dtype, "one device, both in float64", "on one device, repeated"
+                dtype, title, run = (
+                    casts.dtype,
+                    "one device, both in float64",
+                    "on one device, repeated",
+                )
                 first = first_of(judge(compared(serial, train_serial(1), names, {}, dtype), ""))
                 if first is not None and first.verdict == "DIVERGENT":
                     raise fs.errors.PromiseError(
@@ -113,7 +120,9 @@ def compared(
         for field, subject in SUBJECTS.items():
             leaves, expected = getattr(snapshot, field), getattr(reference, field)
             largest_of_all = 0.0 if field == "buffers" else max(map(largest, expected), default=0.0)
-            for name, leaf, full in zip(getattr(names, field) if leaves else (), leaves, expected, strict=True):
+            for name, leaf, full in zip(
+                getattr(names, field) if leaves else (), leaves, expected, strict=True
+            ):
                 bound = bound_of(full, largest_of_all, dtype) if dtype else 0.0
                 shards = None if leaf is None else shards_of(leaf)
                 yield Comparison(step, name, subject, shards, full, bound, hints.get(field, ""))
@@ -125,7 +134,9 @@ def shards_of(leaf: fs.Sharded | Tensor) -> Shards:
     if not isinstance(leaf, fs.Sharded):
         return Shards([leaf], [0], lambda full: [full])
     layout, devices = leaf.layout, local_devices(leaf.mesh)
-    return Shards(leaf.shards, devices, lambda full: [shard_of(full, layout, device) for device in devices])
+    return Shards(
+        leaf.shards, devices, lambda full: [shard_of(full, layout, device) for device in devices]
+    )
 
 
 def gather_processes(leaf: Leaf) -> Leaf:
@@ -137,7 +148,11 @@ def gather_processes(leaf: Leaf) -> Leaf:
         return leaf
     shards: list[Any] = [None] * leaf.mesh.size
     dist.all_gather_object(shards, leaf.shards[0])
-    return fs.Sharded(leaf.shape, leaf.layout.on(Mesh(leaf.mesh.axes, "virtual", leaf.mesh.device_type)), tuple(shards))
+    return fs.Sharded(
+        leaf.shape,
+        leaf.layout.on(Mesh(leaf.mesh.axes, "virtual", leaf.mesh.device_type)),
+        tuple(shards),
+    )
 
 
 class _Casts(TorchDispatchMode):
@@ -148,7 +163,9 @@ class _Casts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and is_floating(args[0]) and is_floating(result):
-            self.dtype = max(self.dtype, result.dtype.to_real(), key=lambda dtype: TOLERANCES.get(dtype, 0.0))
+            self.dtype = max(
+                self.dtype, result.dtype.to_real(), key=lambda dtype: TOLERANCES.get(dtype, 0.0)
+            )
         return result
 
 

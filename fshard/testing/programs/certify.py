@@ -76,7 +76,8 @@ def certify_program(
             ranks = pools[prod(axes.values())].run(record, program, axes, steps, 1)
             batch = joined_batch(ranks, axes)
             single, again = (
-                pools[1].run(record, program, dict.fromkeys(axes, 1), steps, seed, batch)[0] for seed in (2, 3)
+                pools[1].run(record, program, dict.fromkeys(axes, 1), steps, seed, batch)[0]
+                for seed in (2, 3)
             )
             _validate(single, again)
             rows += judge_ranks(axes, ranks, single, dtype)
@@ -85,7 +86,9 @@ def certify_program(
 
 def _validate(single: RankRecord, again: RankRecord) -> None:
     """Raise if a program draws what is not seeded, draws in its loss, or trains nothing."""
-    if unseeded := [name for name, x in single.start.items() if not torch.equal(x, again.start[name])]:
+    if unseeded := [
+        name for name, x in single.start.items() if not torch.equal(x, again.start[name])
+    ]:
         raise PromiseError(
             f"certify_program: two runs must begin alike; got other values of {', '.join(unseeded)}. Call torch.manual_seed(0) "
             "first in the program."

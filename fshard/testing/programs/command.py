@@ -39,10 +39,16 @@ def run(arguments: Sequence[str]) -> int:
         program = FromFile(str(Path(path).resolve()), name)
         meshes = [_axes(text) for text in options.mesh]
         certificate = certify_program(
-            program, meshes, steps=options.steps, dtype=DTYPES[options.dtype], timeout=options.timeout
+            program,
+            meshes,
+            steps=options.steps,
+            dtype=DTYPES[options.dtype],
+            timeout=options.timeout,
         )
     except Exception as error:
-        sys.stderr.write("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]) + "\n")
+        sys.stderr.write(
+            "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]) + "\n"
+        )
         return 2
     sys.stdout.write(f"{certificate}\n")
     if options.json:
@@ -68,12 +74,19 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a program of torch.distributed on CPUs in processes and in one, and compare losses, gradients and "
         "parameters: see fshard.testing.certify_program. Status 0: they agree; 1: they do not; 2: an error.",
     )
-    parser.add_argument("program", metavar="FILE:NAME", help="a function program(rank, world) in a file")
     parser.add_argument(
-        "--mesh", action="append", required=True, help="axes, such as data=2,model=2; several are tried"
+        "program", metavar="FILE:NAME", help="a function program(rank, world) in a file"
+    )
+    parser.add_argument(
+        "--mesh",
+        action="append",
+        required=True,
+        help="axes, such as data=2,model=2; several are tried",
     )
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--dtype", choices=DTYPES, default="float64", help="the lowest precision of the program")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float64", help="the lowest precision of the program"
+    )
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for each mesh")
     parser.add_argument("--json", help="a file for the certificate")
     return parser

@@ -52,7 +52,10 @@ def _concatenated(line: Sequence[Sequence[Any]]) -> list[Any]:
         raise ValueError(
             f"certify_program: the batches of processes must differ in rows only; got rows of {'; '.join(errors)}."
         )
-    return [torch.cat(column) if isinstance(column[0], Tensor) and column[0].ndim else column[0] for column in columns]
+    return [
+        torch.cat(column) if isinstance(column[0], Tensor) and column[0].ndim else column[0]
+        for column in columns
+    ]
 
 
 class _Slice(NamedTuple):
@@ -83,7 +86,9 @@ def judge_ranks(
     return judge(_comparisons(ranks, single, slices, dtype), mesh, sizes, 1e-6 + TOLERANCES[dtype])
 
 
-def _slices(name: str, axes: Axes, ranks: Sequence[RankRecord], single: RankRecord) -> dict[int, _Slice]:
+def _slices(
+    name: str, axes: Axes, ranks: Sequence[RankRecord], single: RankRecord
+) -> dict[int, _Slice]:
     """Return the slice of a parameter in each rank that has it, by the values before the first step; none if they differ.
 
     All ranks have the full parameter, or a part of a dim, in the order of an axis.
@@ -95,44 +100,85 @@ def _slices(name: str, axes: Axes, ranks: Sequence[RankRecord], single: RankReco
     for dim, axis in [(0, None), *product(range(full.ndim), range(len(axes)))]:
         lines: dict[Any, list[int]] = {}
         for rank in shards:
-            key = rank if axis is None else (*coordinates[rank][:axis], *coordinates[rank][axis + 1 :])
+            key = (
+                rank
+                if axis is None
+                else (*coordinates[rank][:axis], *coordinates[rank][axis + 1 :])
+            )
             lines.setdefault(key, []).append(rank)
-        slices = {rank: _Slice(dim, i, len(line)) for line in lines.values() for i, rank in enumerate(line)}
+        slices = {
+            rank: _Slice(dim, i, len(line))
+            for line in lines.values()
+            for i, rank in enumerate(line)
+        }
         if all(torch.equal(shards[rank], part.of(full)) for rank, part in slices.items()):
             return slices
     return {}
 
 
 def _comparisons(
-    ranks: Sequence[RankRecord], single: RankRecord, slices: Mapping[str, Mapping[int, _Slice]], dtype: torch.dtype
+    ranks: Sequence[RankRecord],
+    single: RankRecord,
+    slices: Mapping[str, Mapping[int, _Slice]],
+    dtype: torch.dtype,
 ) -> Iterator[Comparison]:
     """Compare the losses, gradients and changes of parameters of all steps."""
     for step, grads in enumerate(single.grads):
         if (loss := _mean_loss(ranks, step)) is not None and single.losses[step] is not None:
             expected = torch.tensor(single.losses[step], dtype=torch.float64)
             yield Comparison(
-                step, "loss", "loss", Shards([loss], [0], lambda x: [x]), expected, bound_of(expected, 0.0, dtype)
+                step,
+                "loss",
+                "loss",
+                Shards([loss], [0], lambda x: [x]),
+                expected,
+                bound_of(expected, 0.0, dtype),
             )
         largest_of_all = max(map(largest, grads.values()), default=0.0)
         for name, of_ranks in slices.items():
             start = single.start[name]
-            parts = {rank: ranks[rank].grads[step][name] for rank in of_ranks if name in ranks[rank].grads[step]}
+            parts = {
+                rank: ranks[rank].grads[step][name]
+                for rank in of_ranks
+                if name in ranks[rank].grads[step]
+            }
             if parts or name in grads:
                 expected = grads.get(name, torch.zeros_like(start))
-                parts = parts or {rank: torch.zeros_like(ranks[rank].start[name]) for rank in of_ranks}
+                parts = parts or {
+                    rank: torch.zeros_like(ranks[rank].start[name]) for rank in of_ranks
+                }
                 bound = bound_of(expected, largest_of_all, dtype)
-                yield Comparison(step, name, "gradient", _shards(parts, of_ranks), expected, bound, rivals=grads)
-            parts = {rank: ranks[rank].params[step][name] - ranks[rank].start[name] for rank in of_ranks}
-            expected, bound = single.params[step][name] - start, bound_of(single.params[step][name], 0.0, dtype)
-            yield Comparison(step, name, "change of the parameter", _shards(parts, of_ranks), expected, bound)
+                yield Comparison(
+                    step, name, "gradient", _shards(parts, of_ranks), expected, bound, rivals=grads
+                )
+            parts = {
+                rank: ranks[rank].params[step][name] - ranks[rank].start[name] for rank in of_ranks
+            }
+            expected, bound = (
+                single.params[step][name] - start,
+                bound_of(single.params[step][name], 0.0, dtype),
+            )
+            yield Comparison(
+                step, name, "change of the parameter", _shards(parts, of_ranks), expected, bound
+            )
 
 
 def _shards(parts: Mapping[int, Tensor], slices: Mapping[int, _Slice]) -> Shards:
-    return Shards([*parts.values()], [*parts], lambda full: [slices[rank].of(full) for rank in parts])
+    return Shards(
+        [*parts.values()], [*parts], lambda full: [slices[rank].of(full) for rank in parts]
+    )
 
 
 def _mean_loss(ranks: Sequence[RankRecord], step: int) -> Tensor | None:
     """Return the mean of the losses, weighted by rows, of processes that have one."""
-    pairs = [(loss, rows_of(rank.batch) or 1) for rank in ranks if (loss := rank.losses[step]) is not None]
+    pairs = [
+        (loss, rows_of(rank.batch) or 1)
+        for rank in ranks
+        if (loss := rank.losses[step]) is not None
+    ]
     rows = sum(rows for _, rows in pairs)
-    return torch.tensor(sum(loss * rows for loss, rows in pairs) / rows, dtype=torch.float64) if rows else None
+    return (
+        torch.tensor(sum(loss * rows for loss, rows in pairs) / rows, dtype=torch.float64)
+        if rows
+        else None
+    )

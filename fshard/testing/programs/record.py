@@ -15,9 +15,13 @@ from torch.distributed.tensor import DTensor
 from fshard.mesh.layout import PyTree, flatten, map_leaves
 from fshard.testing.verdicts import float64_by_default
 
-Program = Callable[[int, "ProgramWorld"], tuple[Any, Callable[[Any, Any], Any], Any, Callable[[], object]]]
+Program = Callable[
+    [int, "ProgramWorld"], tuple[Any, Callable[[Any, Any], Any], Any, Callable[[], object]]
+]
 Tensors = dict[str, Tensor]
-_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
+_WRAPPERS = re.compile(
+    r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)"
+)
 
 
 class ProgramWorld(int):
@@ -44,7 +48,9 @@ class RankRecord(NamedTuple):
     params: list[Tensors]
 
 
-def record(program: Program, axes: Mapping[str, int], steps: int, seed: int, batch: PyTree = None) -> RankRecord:
+def record(
+    program: Program, axes: Mapping[str, int], steps: int, seed: int, batch: PyTree = None
+) -> RankRecord:
     """Run a program in this process, with the batch of all processes if there is one."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     rank = dist.get_rank()
@@ -59,8 +65,15 @@ def record(program: Program, axes: Mapping[str, int], steps: int, seed: int, bat
         for _ in range(steps):
             torch.manual_seed(1000 * seed + rank)  # so that a loss that draws differs too
             loss = loss_fn(model, batch)
-            taken = [x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad for _, x in _named(model)]
-            if isinstance(loss, Tensor) and loss.requires_grad and not any(g is not None and g.any() for g in taken):
+            taken = [
+                x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad
+                for _, x in _named(model)
+            ]
+            if (
+                isinstance(loss, Tensor)
+                and loss.requires_grad
+                and not any(g is not None and g.any() for g in taken)
+            ):
                 loss.backward()  # the program has not taken gradients itself
             losses.append(None if loss is None else float(loss.detach()))
             grads.append(full_tensors(model, gradients=True))
@@ -81,7 +94,9 @@ def full_tensors(model: Any, *, gradients: bool = False) -> Tensors:
     """
     tensors = ((name, x.grad if gradients else x) for name, x in _named(model) if x.requires_grad)
     return {
-        _WRAPPERS.sub(r"\1", name).replace("..", ".").lstrip("."): (x.full_tensor() if isinstance(x, DTensor) else x)
+        _WRAPPERS.sub(r"\1", name).replace("..", ".").lstrip("."): (
+            x.full_tensor() if isinstance(x, DTensor) else x
+        )
         .detach()
         .clone()
         for name, x in tensors

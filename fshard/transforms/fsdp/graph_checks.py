@@ -36,8 +36,16 @@ def validate_no_reentrant_checkpoint(output: Any) -> None:
 
 def nodes_behind(tree: Any, is_end: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
     """Yield the nodes of a tree's graph, including the given ends, not those behind these."""
-    leaves = [tree] if type(tree) is Tensor else [x for leaf in tree_leaves(tree) for x in shards_of(leaf)]
-    pending = [x.grad_fn or get_gradient_edge(x).node for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    leaves = (
+        [tree]
+        if type(tree) is Tensor
+        else [x for leaf in tree_leaves(tree) for x in shards_of(leaf)]
+    )
+    pending = [
+        x.grad_fn or get_gradient_edge(x).node
+        for x in leaves
+        if isinstance(x, Tensor) and x.requires_grad
+    ]
     visited = set[Any]()
     while pending:
         node = pending.pop()
@@ -61,7 +69,9 @@ def validate_no_other_parameters(loss: Tensor) -> None:
 def validate_joined(loss: Tensor, ends: list[Tensor]) -> None:
     """Raise if a loss leads to parameters otherwise than through the outputs of slices: that gradient would be lost."""
     stops = {get_gradient_edge(x).node for x in ends}
-    if any(isinstance(node, PARAM_NODES) for node in nodes_behind(loss, lambda node: node in stops)):
+    if any(
+        isinstance(node, PARAM_NODES) for node in nodes_behind(loss, lambda node: node in stops)
+    ):
         raise ModuleError(
             "reproducible=True: the loss depends on parameters, or on what a layer left in an attribute, beside the model's "
             "outputs, and that gradient would be lost. Return it from the model."

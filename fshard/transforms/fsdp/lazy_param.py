@@ -80,7 +80,9 @@ class LazyParam(Tensor):
         """Return the lazy parameter at a position in a unit."""
         plan = unit.plans[position]
         dtype = unit.runtime.options.used_in(plan.dtype)
-        param = _T._make_wrapper_subclass(LazyParam, plan.shape, dtype=dtype, device=unit.shards[position].device)
+        param = _T._make_wrapper_subclass(
+            LazyParam, plan.shape, dtype=dtype, device=unit.shards[position].device
+        )
         param.unit, param.position = unit, position
         return param
 
@@ -97,7 +99,11 @@ class LazyParam(Tensor):
                     "is needed of it with has_aux=True, or take it from the parameters that the step returns."
                 )
         x = unit.pre_forward()[self.position]
-        return unit.use_once(x, self.position) if runtime.options.reproducible and x.requires_grad else x
+        return (
+            unit.use_once(x, self.position)
+            if runtime.options.reproducible and x.requires_grad
+            else x
+        )
 
     @property
     def step(self) -> Any:
@@ -143,7 +149,11 @@ class LazyParam(Tensor):
     def _check_device(self) -> None:
         """Raise if the parameter belongs to another device."""
         runtime, scope = self.unit.runtime, here()
-        if scope is not None and scope.device != runtime.scope.device and scope.mesh is runtime.scope.mesh:
+        if (
+            scope is not None
+            and scope.device != runtime.scope.device
+            and scope.mesh is runtime.scope.mesh
+        ):
             raise ModuleError(
                 f"device {scope.device} of {scope.mesh} uses the parameter {self._path} of device {runtime.scope.device}: "
                 "virtual devices are threads, and share the module that torch.func.functional_call writes to. Write "
@@ -175,7 +185,9 @@ def _set_requires_grad(param: LazyParam, requires_grad: bool = True) -> LazyPara
 
 _ATTRIBUTE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _T.grad.__get__: _read_grad,
-    _T.data.__get__: lambda param: param.unshard().detach(),  # it shares the version counter, so writes are detected
+    _T.data.__get__: lambda param: (
+        param.unshard().detach()
+    ),  # it shares the version counter, so writes are detected
     _T.data.__set__: LazyParam.raise_written,
     _T.requires_grad.__set__: _set_requires_grad,
     _T.requires_grad_: _set_requires_grad,
@@ -211,8 +223,14 @@ class _LazyParams(Function):
     def forward(ctx: Any, anchor: Tensor, runtime: Any) -> tuple[Tensor, ...]:
         ctx.runtime = weakref.ref(runtime)
         ctx.set_materialize_grads(False)
-        lazy_params = [LazyParam.of(unit, position) for unit in runtime.units for position in range(len(unit.plans))]
-        ctx.mark_non_differentiable(*(x for x in lazy_params if not x.unit.plans[x.position].trained))
+        lazy_params = [
+            LazyParam.of(unit, position)
+            for unit in runtime.units
+            for position in range(len(unit.plans))
+        ]
+        ctx.mark_non_differentiable(
+            *(x for x in lazy_params if not x.unit.plans[x.position].trained)
+        )
         return tuple(lazy_params)
 
     @staticmethod
@@ -274,7 +292,9 @@ class SavedTensors:
     def register(self, unit: LazyUnit) -> None:
         """Register the storages of an unsharded unit."""
         for position, x in enumerate(unit.values if self._is_needed else ()):
-            self._storages[_storage_address(x)] = _Storage(unit, position, x.dtype, StorageWeakRef(x.untyped_storage()))
+            self._storages[_storage_address(x)] = _Storage(
+                unit, position, x.dtype, StorageWeakRef(x.untyped_storage())
+            )
 
     def clear(self) -> None:
         """End a slice."""
@@ -289,15 +309,25 @@ class SavedTensors:
             return x
         storage = self._storages.get(_storage_address(x))
         if storage is None or x.dtype != storage.dtype:
-            return x.detach() if x.requires_grad else x  # an output saved by its own operation would be a cycle
+            return (
+                x.detach() if x.requires_grad else x
+            )  # an output saved by its own operation would be a cycle
         return _SavedView(  # (5)
-            storage.unit, storage.position, x.size(), x.stride(), int(x.storage_offset()), x.is_conj(), x.is_neg()
+            storage.unit,
+            storage.position,
+            x.size(),
+            x.stride(),
+            int(x.storage_offset()),
+            x.is_conj(),
+            x.is_neg(),
         )
 
     def _unpack(self, saved: Any) -> Tensor:
         if not isinstance(saved, _SavedView):
             return saved
-        x = saved.unit.pre_backward()[saved.position].as_strided(saved.size, saved.stride, saved.offset)
+        x = saved.unit.pre_backward()[saved.position].as_strided(
+            saved.size, saved.stride, saved.offset
+        )
         x = x.conj() if saved.conj else x
         return _torch._neg_view(x) if saved.neg else x
 

@@ -58,7 +58,12 @@ class ParamRuntime(UnitSchedule):
     """
 
     def __init__(
-        self, plans: ParamPlans, shards: Sequence[Tensor], device: int, options: StepOptions, site: Site
+        self,
+        plans: ParamPlans,
+        shards: Sequence[Tensor],
+        device: int,
+        options: StepOptions,
+        site: Site,
     ) -> None:
         super().__init__(options, site, plans.order)
         self.leaves = local_plans(plans.leaves, device) if options.local else plans.leaves
@@ -68,7 +73,9 @@ class ParamRuntime(UnitSchedule):
             LazyUnit(self, number, plan, [shards[index] for index in plan.indices])
             for number, plan in enumerate(plans.units(device if options.local else None))
         ]
-        self.saved = SavedTensors(options.reshard_after_forward and any(unit.is_sharded for unit in self.units))
+        self.saved = SavedTensors(
+            options.reshard_after_forward and any(unit.is_sharded for unit in self.units)
+        )
         self.reductions = Reductions(
             self.units,
             self.leaves,
@@ -81,9 +88,14 @@ class ParamRuntime(UnitSchedule):
         )
         indices = [index for unit in self.units for index in unit.indices]
         params = dict(zip(indices, lazy_params_of(self), strict=True))
-        if plain := [index for index in range(len(self.leaves)) if index not in params]:  # integers may be indices
+        if plain := [
+            index for index in range(len(self.leaves)) if index not in params
+        ]:  # integers may be indices
             unit = Unit(
-                UnitRuntime(options, site), 0, UnitPlan.of(self.leaves, plain), [shards[index] for index in plain]
+                UnitRuntime(options, site),
+                0,
+                UnitPlan.of(self.leaves, plain),
+                [shards[index] for index in plain],
             )
             unit.unshard()
             params.update(zip(plain, unit.wait_for_unshard(), strict=True))
@@ -210,7 +222,9 @@ class ParamPlans:
     axes: tuple[str, ...]
     in_order: bool
     order: Order | None = None
-    _units: dict[int | None, list[UnitPlan]] = field(default_factory=dict[int | None, list[UnitPlan]])
+    _units: dict[int | None, list[UnitPlan]] = field(
+        default_factory=dict[int | None, list[UnitPlan]]
+    )
     _reduction_plans: dict[Along, list[ReshardPlan | None]] = field(
         default_factory=dict[Along, list[ReshardPlan | None]]
     )
@@ -222,7 +236,9 @@ class ParamPlans:
             units: dict[str, list[int]] = {}
             for index, leaf in enumerate(leaves):
                 if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-                    is_moved = self.mesh.size > 1 or leaf.memory != "device"  # else one unit is enough
+                    is_moved = (
+                        self.mesh.size > 1 or leaf.memory != "device"
+                    )  # else one unit is enough
                     units.setdefault(leaf.unit if is_moved else "", []).append(index)
             self._units[device] = [UnitPlan.of(leaves, indices) for indices in units.values()]
         return self._units[device]
@@ -231,7 +247,9 @@ class ParamPlans:
         """Return the plans that reduce gradients over the batch's axes and these: the batch's first, in reproducible mode."""
         if along not in self._reduction_plans:
             self._reduction_plans[along] = [
-                plan_reduction(self.mesh, (*along, *self.axes), leaf, in_order=self.in_order) if leaf.trained else None
+                plan_reduction(self.mesh, (*along, *self.axes), leaf, in_order=self.in_order)
+                if leaf.trained
+                else None
                 for leaf in self.leaves
             ]
         return self._reduction_plans[along]
@@ -251,7 +269,10 @@ def numbered(leaves: Sequence[Any]) -> tuple[list[int], list[int]]:
 
 
 def plan_param(
-    path: str, x: Sharded, gradients: Callable[[Layout], Layout] | None, unsharded: Layout | None = None
+    path: str,
+    x: Sharded,
+    gradients: Callable[[Layout], Layout] | None,
+    unsharded: Layout | None = None,
 ) -> ParamPlan:
     """Return the plan of a parameter; `gradients` maps its layout to its gradient's, None if it is frozen.
 
@@ -266,10 +287,22 @@ def plan_param(
         )
     wanted = wanted.with_memory("host") if wanted.memory == "disk" else wanted
     gather, unit = plan_reshard(layout, unsharded, x.shape), layout.unit or unit_of(path)
-    return ParamPlan(path, x.shape, x.dtype, unit, gather, gradients is not None, wanted, unsharded.spec, layout.memory)
+    return ParamPlan(
+        path,
+        x.shape,
+        x.dtype,
+        unit,
+        gather,
+        gradients is not None,
+        wanted,
+        unsharded.spec,
+        layout.memory,
+    )
 
 
-def validate_ties_frozen(paths: Sequence[str], numbers: Sequence[int], frozen: Sequence[bool]) -> None:
+def validate_ties_frozen(
+    paths: Sequence[str], numbers: Sequence[int], frozen: Sequence[bool]
+) -> None:
     """Raise naming parameters that are frozen under one name and trained under another."""
     names: dict[int, list[str]] = {}
     for path, number in zip(paths, numbers, strict=True):
@@ -277,4 +310,6 @@ def validate_ties_frozen(paths: Sequence[str], numbers: Sequence[int], frozen: S
     pairs = {*zip(numbers, frozen, strict=True)}
     if half := [number for number in names if {(number, True), (number, False)} <= pairs]:
         errors = "; ".join(" and ".join(names[number]) for number in half)
-        raise ValueError(f"frozen: {errors} are one parameter (tied), and only one name of it is frozen. Freeze all.")
+        raise ValueError(
+            f"frozen: {errors} are one parameter (tied), and only one name of it is frozen. Freeze all."
+        )

@@ -45,7 +45,9 @@ ReductionPlans = Callable[[Along], Sequence[ReshardPlan | None]]
 """From axes to the reshard plans of gradients, None where frozen: from summands to the layouts of gradients."""
 
 
-def plan_reduction(mesh: Mesh, axes: tuple[str, ...], leaf: ParamPlan, *, in_order: bool) -> ReshardPlan:
+def plan_reduction(
+    mesh: Mesh, axes: tuple[str, ...], leaf: ParamPlan, *, in_order: bool
+) -> ReshardPlan:
     """Return the plan from summands over `axes`, or shards along those where it is used so, to the layout of a gradient."""
     axes, used = tuple([axis for axis in axes if axis not in leaf.used.split_axes]), leaf.used
     if in_order:
@@ -86,7 +88,12 @@ def plan_in_order(
     if added == [axis for axis in axes if mesh.shape[axis] > 1]:
         return plan
     return ReshardPlan(
-        tuple(step for leg in pairwise([*summands, wanted]) for step in plan_reshard(*leg, shape).steps), shape
+        tuple(
+            step
+            for leg in pairwise([*summands, wanted])
+            for step in plan_reshard(*leg, shape).steps
+        ),
+        shape,
     )
 
 

@@ -78,7 +78,13 @@ class GradientSums:
         wide: bool,
         along: Along = (),
     ) -> None:
-        self.leaves, self.device, self.options, self.wide, self.along = leaves, device, options, wide, along
+        self.leaves, self.device, self.options, self.wide, self.along = (
+            leaves,
+            device,
+            options,
+            wide,
+            along,
+        )
         self._reduction_plans, self.site = reduction_plans, site
         self.used = [False] * len(leaves)
         self.sums: list[Tensor | None] = [None] * len(leaves)
@@ -90,11 +96,15 @@ class GradientSums:
         self._packed_ahead = 0 if to_host else max(options.in_flight - 1, 0)
         self._sent: dict[int, tuple[Transfer, int]] = {}  # gradients under way to the host
 
-    def record(self, indices: Sequence[int], gs: Sequence[Tensor | None], *, is_idle: bool) -> Gradients:
+    def record(
+        self, indices: Sequence[int], gs: Sequence[Tensor | None], *, is_idle: bool
+    ) -> Gradients:
         """Record parameters as used; return their gradients, dense, or None if the slice is idle."""
         for index, g in zip(indices, gs, strict=True):
             self.used[index] |= g is not None
-        return [None if is_idle else g.to_dense() if g is not None and g.is_sparse else g for g in gs]
+        return [
+            None if is_idle else g.to_dense() if g is not None and g.is_sparse else g for g in gs
+        ]
 
     def reduced_in(self, index: int) -> torch.dtype:
         """Return the dtype that the gradient of a parameter is reduced in."""
@@ -103,7 +113,10 @@ class GradientSums:
     def cast(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> Gradients:
         """Cast gradients to the dtypes that they are reduced in."""
         dtypes = map(self.reduced_in, indices)
-        return [g if g is None or g.dtype is dtype else g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)]
+        return [
+            g if g is None or g.dtype is dtype else g.to(dtype)
+            for g, dtype in zip(gs, dtypes, strict=True)
+        ]
 
     @made_for("gradients")
     def put(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> None:
@@ -111,7 +124,11 @@ class GradientSums:
         for index, g in zip(indices, self.cast(indices, gs), strict=True):
             leaf = self.leaves[index]
             if leaf.trained:
-                g = torch.zeros(leaf.shape, dtype=self.reduced_in(index), device=self.device) if g is None else g
+                g = (
+                    torch.zeros(leaf.shape, dtype=self.reduced_in(index), device=self.device)
+                    if g is None
+                    else g
+                )
                 self._bucket.append((index, g))
                 self._size += g.nbytes
         claim([g for _, g in self._bucket], "gradients")
@@ -137,7 +154,9 @@ class GradientSums:
         with purpose("gradients"):
             wait = go(xs, bucket_plans, self.site, ahead=self.options.in_flight > 0)  # (8)
         shape = self.leaves[0].gradient.mesh.shape
-        self._in_flight.append(PendingReduction(indices, wait, prod([shape[axis] for axis in self.along])))
+        self._in_flight.append(
+            PendingReduction(indices, wait, prod([shape[axis] for axis in self.along]))
+        )
 
     def finish(self, in_flight: int = 0) -> None:
         """Wait for reductions, the oldest first, until at most `in_flight` are left."""
@@ -145,7 +164,11 @@ class GradientSums:
             pending = self._in_flight.pop(0)
             with purpose("gradients"):
                 for index, g in zip(pending.indices, pending.wait(), strict=True):
-                    add = self._send_to_host if self.leaves[index].gradient.memory == "host" else self._add
+                    add = (
+                        self._send_to_host
+                        if self.leaves[index].gradient.memory == "host"
+                        else self._add
+                    )
                     add(index, g, pending.copies)
 
     def _add(self, index: int, g: Tensor, copies: int) -> None:
@@ -196,7 +219,9 @@ class Reductions(GradientSums):
         wide: bool,
         site: Site,
     ) -> None:
-        super().__init__(leaves, device, options, reduction_plans, site, wide=wide, along=order.along)
+        super().__init__(
+            leaves, device, options, reduction_plans, site, wide=wide, along=order.along
+        )
         self.units, self.sequence = units, [*order.turns]
         self._accumulate_into: AccumulateInto | None = None
         self._position, self._is_idle = 0, False
@@ -238,14 +263,18 @@ class Reductions(GradientSums):
         if sums.is_meta:
             return [*used][::-1]
         firsts, users = sums.view(2, count).tolist()
-        return sorted((number for number in range(count) if users[number]), key=lambda number: -firsts[number])
+        return sorted(
+            (number for number in range(count) if users[number]), key=lambda number: -firsts[number]
+        )
 
     def receive(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> None:
         """Receive the cotangents of one use of a unit; after that of the last use, reduce all units whose turn has come."""
         gs = self._record_use(unit, gs)
         if self._accumulate_into is not None:
             self._accumulate_into(unit, gs)
-        elif unit.pending_backwards or unit.number in self._waiting:  # it was resharded and unsharded again
+        elif (
+            unit.pending_backwards or unit.number in self._waiting
+        ):  # it was resharded and unsharded again
             unit.accumulate(gs)
         else:
             self._waiting[unit.number] = unit.take_accumulated(gs)
@@ -264,7 +293,9 @@ class Reductions(GradientSums):
 
     def _reduce_due(self, *, is_end: bool = False) -> None:
         """Reduce the units whose turn has come; at the end of a backward, those that it has not reached too, as zeros."""
-        while self._position < len(self.sequence) and (is_end or self.sequence[self._position] in self._waiting):
+        while self._position < len(self.sequence) and (
+            is_end or self.sequence[self._position] in self._waiting
+        ):
             unit = self.units[self.sequence[self._position]]
             self._position += 1
             gs = self._waiting.pop(unit.number, [None] * len(unit.indices))
@@ -286,7 +317,9 @@ class Reductions(GradientSums):
         self.send()
         self.finish()
         numbers = dict.fromkeys([*self.sequence, *(unit.number for unit in units)])
-        self.sequence = [number for number in numbers if any(used[index] for index in self.units[number].indices)]
+        self.sequence = [
+            number for number in numbers if any(used[index] for index in self.units[number].indices)
+        ]
 
     def reduce(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> None:
         """Put the gradients of a unit into the bucket, and send it if it is full or the unit is sharded."""

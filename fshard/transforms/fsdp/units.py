@@ -80,7 +80,12 @@ class UnitPlan(NamedTuple):
     def of(leaves: Sequence[ParamPlan], indices: list[int]) -> UnitPlan:
         """Return the plan of the unit of these leaves."""
         params = [leaves[index] for index in indices]
-        return UnitPlan(indices, params, any(plan.is_sharded for plan in params), any(plan.trained for plan in params))
+        return UnitPlan(
+            indices,
+            params,
+            any(plan.is_sharded for plan in params),
+            any(plan.trained for plan in params),
+        )
 
 
 class Unit:
@@ -89,18 +94,27 @@ class Unit:
     `values` are the unsharded parameters, none while the unit is sharded.
     """
 
-    def __init__(self, runtime: UnitRuntime, number: int, plan: UnitPlan, shards: Sequence[Tensor]) -> None:
+    def __init__(
+        self, runtime: UnitRuntime, number: int, plan: UnitPlan, shards: Sequence[Tensor]
+    ) -> None:
         self._shared, self.number, self.indices, self.shards = runtime, number, plan.indices, shards
         self.plans, self.is_sharded, self.is_trained = plan.params, plan.is_sharded, plan.is_trained
         self.values: list[Tensor] = []
         self.versions: list[int] = []
         self.pending: Callable[[], list[Tensor]] | None = None
-        self._copies: list[Transfer] | None = None  # of shards in other memory, under way to the device
+        self._copies: list[Transfer] | None = (
+            None  # of shards in other memory, under way to the device
+        )
 
     @torch.no_grad()  # so that a region of `remat`, which may run again when the unit is there, does not count operations
     def fetch(self) -> None:
         """Start to copy shards from other memory to the device, unless the unit is unsharded or about to be."""
-        if self.values or self.pending is not None or self._copies is not None or not self.is_sharded:
+        if (
+            self.values
+            or self.pending is not None
+            or self._copies is not None
+            or not self.is_sharded
+        ):
             return
         self._copies = []
         with purpose("unsharded"):
@@ -108,7 +122,9 @@ class Unit:
                 if plan.memory != "device":
                     mesh = plan.gradient.mesh
                     link = Link(plan.memory, "device", mesh.runtime, self._shared.scope.device)
-                    self._copies.append(start(x, empty_in("device", x.shape, x.dtype, mesh.device_type), link))
+                    self._copies.append(
+                        start(x, empty_in("device", x.shape, x.dtype, mesh.device_type), link)
+                    )
 
     def _wait_for_fetch(self) -> list[Tensor]:
         """Return the shards, all in the device's memory."""
@@ -134,7 +150,9 @@ class Unit:
                 mark(str(plan.gradient.unit))
             if self.is_sharded:
                 shared.sequence.append(self.number)
-                self.pending = go(xs, [plan.gather for plan in self.plans], shared.site, ahead=True)  # (4)
+                self.pending = go(
+                    xs, [plan.gather for plan in self.plans], shared.site, ahead=True
+                )  # (4)
                 return
             values = [x.reshape(plan.shape) for x, plan in zip(xs, self.plans, strict=True)]
             self.pending = lambda: values
@@ -190,7 +208,9 @@ class UnitSchedule(UnitRuntime):
         super().__init__(options, site)
         self.state: Literal["idle", "forward", "backward", "closed"] = "idle"
         self.units: list[LazyUnit] = []
-        self.anchor = torch.zeros((), requires_grad=True)  # the input that makes autograd call the backwards of units
+        self.anchor = torch.zeros(
+            (), requires_grad=True
+        )  # the input that makes autograd call the backwards of units
         self.observed, self.expected = Order([], []), order or Order([], [])
         self.used_units: dict[int, None] = {}  # the units that the forward has used, by first use
         self.live: list[LazyUnit] = []  # the sharded units that are unsharded, the last used last
@@ -229,7 +249,9 @@ class UnitSchedule(UnitRuntime):
 class LazyUnit(Unit):
     """A unit of a full model, which is unsharded when a loss function uses one of its lazy parameters."""
 
-    def __init__(self, runtime: UnitSchedule, number: int, plan: UnitPlan, shards: Sequence[Tensor]) -> None:
+    def __init__(
+        self, runtime: UnitSchedule, number: int, plan: UnitPlan, shards: Sequence[Tensor]
+    ) -> None:
         super().__init__(runtime, number, plan, shards)
         self.runtime = runtime
         self.outputs: tuple[Tensor, ...] | None = None
@@ -251,7 +273,9 @@ class LazyUnit(Unit):
             else:
                 with torch.no_grad():
                     outputs = tuple([x.detach() for x in self.wait_for_unshard()])
-        is_recomputed = _C._current_graph_task_id() != -1  # it ends with the backward that it is part of
+        is_recomputed = (
+            _C._current_graph_task_id() != -1
+        )  # it ends with the backward that it is part of
         if self.is_trained and has_grad and not is_recomputed:
             self.pending_backwards += 1
             runtime.used_units.setdefault(self.number)
@@ -299,10 +323,14 @@ class LazyUnit(Unit):
 
     def accumulate(self, gs: Gradients) -> None:
         """Add gradients to those of earlier slices, in at least 32 bits; they are reduced together."""
-        gs = [g.float() if g is not None and g.dtype in (torch.bfloat16, torch.float16) else g for g in gs]
+        gs = [
+            g.float() if g is not None and g.dtype in (torch.bfloat16, torch.float16) else g
+            for g in gs
+        ]
         sums = self.accumulated or [None] * len(gs)
         self.accumulated = [
-            total if g is None else g if total is None else total + g for total, g in zip(sums, gs, strict=True)
+            total if g is None else g if total is None else total + g
+            for total, g in zip(sums, gs, strict=True)
         ]
 
     def take_accumulated(self, gs: Gradients) -> Gradients:
@@ -320,8 +348,12 @@ class _UseUnit(Function):
     def forward(ctx: Any, anchor: Tensor, unit: LazyUnit) -> tuple[Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
-        values = [x.detach() for x in unit.wait_for_unshard()]  # `check_unchanged` finds writes to them
-        ctx.mark_non_differentiable(*(x for x, plan in zip(values, unit.plans, strict=True) if not plan.trained))
+        values = [
+            x.detach() for x in unit.wait_for_unshard()
+        ]  # `check_unchanged` finds writes to them
+        ctx.mark_non_differentiable(
+            *(x for x, plan in zip(values, unit.plans, strict=True) if not plan.trained)
+        )
         return tuple(values)
 
     @staticmethod

@@ -32,14 +32,18 @@ def _record_moments(layer: Any, x: Tensor) -> None:
     scope = here()
     moments = None if scope is None else scope.slice.moments
     if moments is not None and layer.training and layer.running_mean is not None:
-        weight = 1 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
+        weight = (
+            1 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
+        )
         moments.append(Moments(layer.running_mean, layer.running_var, weight, sums_of(x.detach())))
 
 
 def synchronise(module: nn.Module, axis: Axes | None) -> Callable[..., Any] | None:
     """Return a forward that takes a BatchNorm's statistics over all devices along `axis`; None for other modules."""
     if axis is not None and isinstance(module, _BatchNorm):
-        return partial(_synchronised_forward, weakref.ref(module), axis)  # weak, or it would refer to itself
+        return partial(
+            _synchronised_forward, weakref.ref(module), axis
+        )  # weak, or it would refer to itself
     return partial(_local_forward, weakref.ref(module)) if isinstance(module, _NormBase) else None
 
 
@@ -57,7 +61,11 @@ def local_forward(layer: Any, x: Tensor) -> Tensor:
     params, statistics = dict(slots), layer.running_mean
     if statistics is not None:
         slots.update(
-            {k: w.to(statistics.dtype) for k, w in params.items() if w is not None and w.dtype != statistics.dtype}
+            {
+                k: w.to(statistics.dtype)
+                for k, w in params.items()
+                if w is not None and w.dtype != statistics.dtype
+            }
         )
     try:
         return type(layer).forward(layer, x)

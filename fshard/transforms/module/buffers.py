@@ -55,9 +55,13 @@ def entry_of(path: str, x: Tensor | float) -> BufferEntry:
 class Buffers:
     """The buffers that a step is given, replicated unless `layout_of` returns other layouts by path."""
 
-    def __init__(self, tree: PyTree, mesh: Mesh, layout_of: Callable[[str], Layout] | None = None) -> None:
+    def __init__(
+        self, tree: PyTree, mesh: Mesh, layout_of: Callable[[str], Layout] | None = None
+    ) -> None:
         paths, leaves, self._structure = flatten_with_paths(tree, none_is_leaf=True)
-        self._layouts = {path: Layout(mesh) if layout_of is None else layout_of(path) for path in paths}
+        self._layouts = {
+            path: Layout(mesh) if layout_of is None else layout_of(path) for path in paths
+        }
         self._inputs = dict(zip(paths, leaves, strict=True))
         columns: list[Sequence[Any]] = []
         for path, x in self._inputs.items():
@@ -69,7 +73,11 @@ class Buffers:
             x = put_equal(x, self._layouts[path]) if isinstance(x, Tensor) else x
             columns.append(x.shards if isinstance(x, Sharded) else (x,) * mesh.size)
         self._columns = columns
-        self.paths = [path for path, x in self._inputs.items() if isinstance(x, Tensor | Sharded | int | float)]
+        self.paths = [
+            path
+            for path, x in self._inputs.items()
+            if isinstance(x, Tensor | Sharded | int | float)
+        ]
 
     def part(self, index: int) -> PyTree:
         """Return the buffers of the local device at `index`."""
@@ -77,7 +85,9 @@ class Buffers:
 
     def before(self, index: int) -> dict[str, Any]:
         """Return the same by path."""
-        return {path: column[index] for path, column in zip(self._inputs, self._columns, strict=True)}
+        return {
+            path: column[index] for path, column in zip(self._inputs, self._columns, strict=True)
+        }
 
     def changed(self, index: int, tree: PyTree, device: torch.device) -> dict[str, Tensor]:
         """Return the buffers of a returned tree that are not the given ones, by path, numbers as tensors on a device."""
@@ -87,9 +97,13 @@ class Buffers:
         before = self.before(index)
         for path in sorted(before.keys() ^ {*paths}):
             error = f"{named(parts_of(path))} {'is missing' if path in before else 'was not given'}"
-            raise ValueError(f"the loss function must return the buffers that it was given; {error}.")
+            raise ValueError(
+                f"the loss function must return the buffers that it was given; {error}."
+            )
         return {
-            path: number_of(path, x, device) for path, x in zip(paths, leaves, strict=True) if x is not before[path]
+            path: number_of(path, x, device)
+            for path, x in zip(paths, leaves, strict=True)
+            if x is not before[path]
         }
 
     def after(self, changed: Sequence[Mapping[str, Tensor]]) -> PyTree:
@@ -98,8 +112,13 @@ class Buffers:
         for path in {path for buffers in changed for path in buffers}:
             x, layout = self._inputs[path], self._layouts[path]
             if isinstance(x, Sharded):
-                shards = tuple(buffers.get(path, shard) for buffers, shard in zip(changed, x.shards, strict=True))
-                leaves[path] = Sharded(x.shape if layout.spec.at else tuple(shards[0].shape), layout, shards)
+                shards = tuple(
+                    buffers.get(path, shard)
+                    for buffers, shard in zip(changed, x.shards, strict=True)
+                )
+                leaves[path] = Sharded(
+                    x.shape if layout.spec.at else tuple(shards[0].shape), layout, shards
+                )
             else:
                 leaves[path] = changed[0][path]
         return unflatten(self._structure, [*leaves.values()])
@@ -117,7 +136,9 @@ def number_of(path: str, x: Any, device: torch.device) -> Tensor:
         return x
     if isinstance(x, int | float):
         return torch.full((), x, device=device)
-    raise TypeError(f"{named(parts_of(path))} must be a tensor or a number to be averaged; got {type(x).__name__}.")
+    raise TypeError(
+        f"{named(parts_of(path))} must be a tensor or a number to be averaged; got {type(x).__name__}."
+    )
 
 
 # -- the mean over slices and devices -------------------------------------------------------------------------------
@@ -130,11 +151,20 @@ def written_paths(slices: Iterable[Written]) -> set[str]:
 
 def irregular(slices: Iterable[Written], before: Mapping[str, Any]) -> list[BufferEntry]:
     """Return the buffers that slices wrote with another shape or dtype, in a fixed order."""
-    entries = {entry_of(path, x) for written in slices if written.weight for path, x in written.changed.items()}
-    return sorted((entry for entry in entries if entry_of(entry.path, before[entry.path]) != entry), key=repr)
+    entries = {
+        entry_of(path, x)
+        for written in slices
+        if written.weight
+        for path, x in written.changed.items()
+    }
+    return sorted(
+        (entry for entry in entries if entry_of(entry.path, before[entry.path]) != entry), key=repr
+    )
 
 
-def irregular_difference(slices: Sequence[Written], before: Mapping[str, Any], group: Group | None) -> dict[str, float]:
+def irregular_difference(
+    slices: Sequence[Written], before: Mapping[str, Any], group: Group | None
+) -> dict[str, float]:
     """Return the difference of the irregular buffers: not 0 unless all devices have the same, each of one shape."""
     entries = irregular(slices, before)
     has_several_shapes = len({entry.path for entry in entries}) < len(entries)
@@ -147,7 +177,11 @@ def flags(paths: Sequence[str], written: Collection[str]) -> list[float]:
 
 
 def entries_to_average(
-    paths: Sequence[str], flags: Sequence[float], slices: Sequence[Written], before: Mapping[str, Any], agreed: bool
+    paths: Sequence[str],
+    flags: Sequence[float],
+    slices: Sequence[Written],
+    before: Mapping[str, Any],
+    agreed: bool,
 ) -> list[BufferEntry]:
     """Return the buffers to average: those with a flag, and irregular ones if all devices have the same of them.
 
@@ -161,14 +195,21 @@ def entries_to_average(
     entries = irregular(slices, before)
     irregular_paths = {entry.path for entry in entries}
     if not agreed:
-        names = ", ".join(sorted(named(parts_of(path)) for path in irregular_paths)) or "of other devices"
+        names = (
+            ", ".join(sorted(named(parts_of(path)) for path in irregular_paths))
+            or "of other devices"
+        )
         warnings.warn(
             f"buffers {names} have different shapes or dtypes on different devices or slices, so they have no mean and are "
             "as before the step. That is right for a buffer that can be computed again, such as a mask.",
             stacklevel=2,
         )
         entries = []
-    flagged = [path for path, count in zip(paths, flags, strict=True) if count and path not in irregular_paths]
+    flagged = [
+        path
+        for path, count in zip(paths, flags, strict=True)
+        if count and path not in irregular_paths
+    ]
     return [entry_of(path, before[path]) for path in flagged] + entries
 
 
@@ -188,8 +229,14 @@ def averaged(
         return {}
     with torch.no_grad():
         # Integers are averaged as differences from those before, so that large ones keep all digits.
-        integers = [(entry, before.get(entry.path)) for entry in entries if entry.dtype is torch.int64]
-        bases = {entry.path: x for entry, x in integers if isinstance(x, Tensor) and entry_of(entry.path, x) == entry}
+        integers = [
+            (entry, before.get(entry.path)) for entry in entries if entry.dtype is torch.int64
+        ]
+        bases = {
+            entry.path: x
+            for entry, x in integers
+            if isinstance(x, Tensor) and entry_of(entry.path, x) == entry
+        }
         sums = tree_sum([_weighted_row(written, entries, bases, device) for written in slices])
     (sums,) = reduce_rows((sums,), group, site)
     *totals, counts = sums.split([*(_numel(entry) for entry in entries), len(entries)])
@@ -200,14 +247,20 @@ def averaged(
             x = torch.view_as_complex(x.reshape(*shape, 2))
         elif not dtype.is_floating_point:
             x = x.round()
-        like = next((written.changed[path] for written in slices if path in written.changed), before.get(path))
+        like = next(
+            (written.changed[path] for written in slices if path in written.changed),
+            before.get(path),
+        )
         x = x.reshape(shape).to(like.device if isinstance(like, Tensor) else device, dtype)
         result[path] = bases[path] + x if path in bases else x
     return result
 
 
 def _weighted_row(
-    written: Written, entries: Sequence[BufferEntry], bases: Mapping[str, Tensor], device: torch.device
+    written: Written,
+    entries: Sequence[BufferEntry],
+    bases: Mapping[str, Tensor],
+    device: torch.device,
 ) -> Tensor:
     """Return all numbers of a slice, times its weight, and for each entry the weight itself."""
     values, weights = list[Tensor](), list[float]()

@@ -32,11 +32,17 @@ Apply = Callable[..., tuple[Any, Tensors]]
 class ModulePlan(Protocol):
     """A plan by which a module runs in a step."""
 
-    def functionalize(self, module: nn.Module, **options: Any) -> tuple[Apply, Tensors, Tensors]: ...
+    def functionalize(
+        self, module: nn.Module, **options: Any
+    ) -> tuple[Apply, Tensors, Tensors]: ...
 
 
 def functionalize(
-    module: nn.Module, *, buffers: Choice = None, sync_batchnorm: Axes | None = None, plan: ModulePlan | None = None
+    module: nn.Module,
+    *,
+    buffers: Choice = None,
+    sync_batchnorm: Axes | None = None,
+    plan: ModulePlan | None = None,
 ) -> tuple[Apply, Tensors, Tensors]:
     """Turn a module into a pure function; return `(apply, params, buffers)`.
 
@@ -71,7 +77,11 @@ def functionalize(
     (tensor(0), tensor(1))
     """
     options: Any = {"buffers": buffers, "sync_batchnorm": sync_batchnorm}
-    return module_function(module, **options, in_place=False) if plan is None else plan.functionalize(module, **options)
+    return (
+        module_function(module, **options, in_place=False)
+        if plan is None
+        else plan.functionalize(module, **options)
+    )
 
 
 def module_function(
@@ -94,7 +104,9 @@ def module_function(
         module_buffers[name] = params.pop(name)
     param_names, buffer_names = frozenset(params), frozenset(module_buffers)
     replicas = Replicas(
-        module, lambda path, child: synchronise(child, sync_batchnorm) or adapt(path, child), in_place=in_place
+        module,
+        lambda path, child: synchronise(child, sync_batchnorm) or adapt(path, child),
+        in_place=in_place,
     )
     title = f"apply of {type(module).__name__}"
 
@@ -110,7 +122,9 @@ def module_function(
         copies = {name: lazy_copy(x) for name, x in buffers.items()}
         outer, replica.installed = replica.installed, {**params, **copies}
         replica.install(replica.installed)
-        step = next((step for x in params.values() if (step := getattr(x, "step", None)) is not None), None)
+        step = next(
+            (step for x in params.values() if (step := getattr(x, "step", None)) is not None), None
+        )
         if step is not None:
             step.use(replica)
         replica.layers.enter(key_now())
@@ -118,22 +132,38 @@ def module_function(
         try:
             output = replica.module(*args, **kwargs)
             after = replica.buffers_after(buffers, copies)
-            written = zip(params, versions, versions_of([*params.values()]), strict=True) if step is None else ()
+            written = (
+                zip(params, versions, versions_of([*params.values()]), strict=True)
+                if step is None
+                else ()
+            )
             errors = [f"binds the parameter {name} to another" for name in replica.rebound(params)]
-            errors += [f"writes to the parameter {name}" for name, before, version in written if before != version]
-            errors += [f"removes the buffer {name}" for name in sorted(buffer_names) if after.get(name) is None]
+            errors += [
+                f"writes to the parameter {name}"
+                for name, before, version in written
+                if before != version
+            ]
+            errors += [
+                f"removes the buffer {name}"
+                for name in sorted(buffer_names)
+                if after.get(name) is None
+            ]
             if errors:
                 raise ModuleError(f"{title}: its forward {errors[0]}. {WRITES}")
         finally:
             replica.installed = outer
             if outer is not None:  # a recomputation within the forward
                 replica.install(outer)
-            elif step is None and not torch.is_grad_enabled():  # else a backward may run a part again
+            elif (
+                step is None and not torch.is_grad_enabled()
+            ):  # else a backward may run a part again
                 replica.rest()
         return output, after
 
     detached = {
-        name: x.detach().requires_grad_() if x.requires_grad else nn.Parameter(x.detach(), requires_grad=False)
+        name: x.detach().requires_grad_()
+        if x.requires_grad
+        else nn.Parameter(x.detach(), requires_grad=False)
         for name, x in params.items()
     }
     return apply, detached, {name: x.detach() for name, x in module_buffers.items()}
@@ -155,13 +185,19 @@ def _params_declared_as_buffers(params: Mapping[str, Tensor], declared: Choice) 
 def _validate_module(module: nn.Module) -> None:
     """Raise if a module cannot be functionalized."""
     title = f"functionalize of {type(module).__name__}"
-    if lazy := [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]:
+    if lazy := [
+        name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)
+    ]:
         raise ModuleError(
             f"{title}: {', '.join(lazy)} must have a shape; the module is lazy. Run it once on an example first: "
             "module(example)."
         )
     validate_no_hooks(module)
-    if scripted := [name or "the module" for name, child in module.named_modules() if isinstance(child, ScriptModule)]:
+    if scripted := [
+        name or "the module"
+        for name, child in module.named_modules()
+        if isinstance(child, ScriptModule)
+    ]:
         raise ModuleError(
             f"{title}: {', '.join(scripted)} must not be compiled by torch.jit, whose parameters cannot be exchanged. Give "
             "the module before torch.jit.script."
@@ -171,6 +207,12 @@ def _validate_module(module: nn.Module) -> None:
 def validate_no_hooks(module: nn.Module) -> None:
     """Raise naming parameters that have gradient hooks, which would not be called."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    hooked = [name for name, x in module.named_parameters() if any(getattr(x, kind, None) for kind in kinds)]
+    hooked = [
+        name
+        for name, x in module.named_parameters()
+        if any(getattr(x, kind, None) for kind in kinds)
+    ]
     if hooked:
-        raise ModuleError(f"{type(module).__name__}: {', '.join(hooked)} must have no gradient hooks. {NO_HOOKS}")
+        raise ModuleError(
+            f"{type(module).__name__}: {', '.join(hooked)} must have no gradient hooks. {NO_HOOKS}"
+        )

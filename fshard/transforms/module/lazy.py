@@ -100,7 +100,11 @@ def materialize(module: Module, *, seed: int) -> Module:
 
     def take(name: str, value: Tensor) -> None:
         x = tensors[name]
-        built[id(x)] = nn.Parameter(value, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else value
+        built[id(x)] = (
+            nn.Parameter(value, requires_grad=x.requires_grad)
+            if isinstance(x, nn.Parameter)
+            else value
+        )
 
     draw(module, seed, without_memory(module), take, "fs.nn.materialize")
     result = copied(module, built)
@@ -116,24 +120,43 @@ def without_memory(module: nn.Module) -> list[str]:
 
 def _lazy_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Recipe]]:
     """Yield the lazy layers of a module with their paths and recipes."""
-    return ((path, layer, vars(layer)[_RECIPE]) for path, layer in module.named_modules() if _RECIPE in vars(layer))
+    return (
+        (path, layer, vars(layer)[_RECIPE])
+        for path, layer in module.named_modules()
+        if _RECIPE in vars(layer)
+    )
 
 
 def draw(
-    module: nn.Module, seed: int, names: Collection[str], take: Callable[[str, Tensor], None], caller: str = "fs.lazy"
+    module: nn.Module,
+    seed: int,
+    names: Collection[str],
+    take: Callable[[str, Tensor], None],
+    caller: str = "fs.lazy",
 ) -> None:
     """Make one lazy layer after the other, and hand over their tensors of some names, by the first name of each."""
     names = {*names}
-    undrawn = {id(x): name for name, x in reversed([*_named_tensors(module)]) if name in names and x.is_meta}
+    undrawn = {
+        id(x): name
+        for name, x in reversed([*_named_tensors(module)])
+        if name in names and x.is_meta
+    }
     for path, layer, recipe in _lazy_layers(module) if undrawn else ():
-        tensors = {key: x for key, x in _named_tensors(layer) if id(x) in undrawn and key in recipe.names}
+        tensors = {
+            key: x for key, x in _named_tensors(layer) if id(x) in undrawn and key in recipe.names
+        }
         if not tensors:
             continue
         with _seeded_by_path(seed, path):
             values = dict(_named_tensors(recipe.make()))
         for key, x in tensors.items():
             value = values.pop(key, None)
-            if value is not None and not value.is_meta and value.shape == x.shape and id(x) in undrawn:
+            if (
+                value is not None
+                and not value.is_meta
+                and value.shape == x.shape
+                and id(x) in undrawn
+            ):
                 take(undrawn.pop(id(x)), value.detach().to(x.dtype))
     if undrawn:
         raise ModuleError(
@@ -164,13 +187,17 @@ def reserved(x: Any, layout: Layout) -> Sharded:
     shards = list[Tensor]()
     for device in local_devices(layout.mesh):
         with owned_by(device):
-            shards.append(empty_in(layout.memory, layout.local_shape(x.shape, device), x.dtype, kind))
+            shards.append(
+                empty_in(layout.memory, layout.local_shape(x.shape, device), x.dtype, kind)
+            )
     return Sharded(tuple(x.shape), layout, tuple(shards))
 
 
 def fill(x: Sharded, value: Tensor) -> None:
     """Copy a full tensor's values into empty shards."""
-    for shard, source in zip(x.shards, put_equal(value, x.layout.with_memory("device")).shards, strict=True):
+    for shard, source in zip(
+        x.shards, put_equal(value, x.layout.with_memory("device")).shards, strict=True
+    ):
         shard.copy_(source)
 
 

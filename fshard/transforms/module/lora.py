@@ -51,17 +51,25 @@ class LoraConfig:
     def __post_init__(self) -> None:
         targets, rate = self.target_modules, self.lora_dropout
         errors = [*integer("r", self.r), *one_of("bias", self.bias, "none", "all", "lora_only")]
-        errors += must_be("lora_alpha", "a number", self.lora_alpha, isinstance(self.lora_alpha, Real))
+        errors += must_be(
+            "lora_alpha", "a number", self.lora_alpha, isinstance(self.lora_alpha, Real)
+        )
         is_rate = isinstance(rate, Real) and 0 <= rate < 1
         errors += must_be("lora_dropout", "a number from 0 to below 1", rate, is_rate)
         if isinstance(targets, str):
             try:
                 re.compile(targets)
             except re.error as error:
-                errors.append(f"target_modules must be names or a regular expression; got {targets!r}: {error}")
+                errors.append(
+                    f"target_modules must be names or a regular expression; got {targets!r}: {error}"
+                )
         elif targets is not None:
-            errors += must_be("target_modules", "names or a pattern", targets, isinstance(targets, Sequence))
-        is_list = isinstance(self.modules_to_save, Sequence) and not isinstance(self.modules_to_save, str)
+            errors += must_be(
+                "target_modules", "names or a pattern", targets, isinstance(targets, Sequence)
+            )
+        is_list = isinstance(self.modules_to_save, Sequence) and not isinstance(
+            self.modules_to_save, str
+        )
         errors += must_be("modules_to_save", "a list of names", self.modules_to_save, is_list)
         if errors:
             raise ModuleError(f"LoraConfig: {'; '.join(errors)}.")
@@ -117,22 +125,30 @@ def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
     """
     config = config or LoraConfig()
     if not isinstance(model, nn.Module) or not isinstance(config, LoraConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ModuleError(f"lora: model must be a module and config an fs.nn.LoraConfig; got {model!r} and {config!r}.")
+        raise ModuleError(
+            f"lora: model must be a module and config an fs.nn.LoraConfig; got {model!r} and {config!r}."
+        )
     if any(isinstance(child, LowRank) for child in model.modules()):
         raise ModuleError(
             "lora: this model learns differences already. Put them into its weights first: merge_lora(model)."
         )
     layers = _target_layers(model, config)
     errors = [
-        f"{name or 'it'} is a {type(x).__name__}, {_reason_unfit(x)}" for name, x in layers.items() if _reason_unfit(x)
+        f"{name or 'it'} is a {type(x).__name__}, {_reason_unfit(x)}"
+        for name, x in layers.items()
+        if _reason_unfit(x)
     ]
     errors += [f"no layer is called {name!r}" for name in _unmatched_names(model, config)]
     if lazy := [name for name, x in model.named_parameters() if is_lazy(x)]:
-        errors.append(f"call the model once before, on an example: {', '.join(lazy)} has no shape yet")
+        errors.append(
+            f"call the model once before, on an example: {', '.join(lazy)} has no shape yet"
+        )
     if not layers and not errors:
         errors.append("there is no linear layer")
     if errors:
-        suited = ", ".join(name for name, x in model.named_modules() if _is_linear(x) and not _reason_unfit(x))
+        suited = ", ".join(
+            name for name, x in model.named_modules() if _is_linear(x) and not _reason_unfit(x)
+        )
         raise ModuleError(f"lora: {'; '.join(errors)}. Linear layers are: {suited or 'none'}.")
     frozen = {id(x): nn.Parameter(x.detach(), requires_grad=False) for x in model.parameters()}
     model = copied(model, {**frozen, **{id(x): x for x in model.buffers()}})
@@ -162,7 +178,9 @@ def merge_lora(model: nn.Module) -> nn.Module:
     model = copied(model, {})
     learnt = [layer for layer in model.modules() if isinstance(layer, LowRank)]
     for layer in learnt:  # a new tensor: the old one may be tied to that of another layer, whose difference is another
-        layer.base_layer.weight = nn.Parameter(layer.weight, requires_grad=_weight(layer.base_layer).requires_grad)
+        layer.base_layer.weight = nn.Parameter(
+            layer.weight, requires_grad=_weight(layer.base_layer).requires_grad
+        )
     return _replace_modules(model, {id(layer): layer.base_layer for layer in learnt})
 
 
@@ -170,7 +188,9 @@ def _replace_modules(model: nn.Module, changed: dict[int, nn.Module]) -> nn.Modu
     """Replace modules wherever they occur; return the model, which may be replaced itself."""
     for child in [*model.modules()]:
         children = vars(child)["_modules"]
-        children.update({name: changed[id(child)] for name, child in children.items() if id(child) in changed})
+        children.update(
+            {name: changed[id(child)] for name, child in children.items() if id(child) in changed}
+        )
     return changed.get(id(model), model)
 
 
@@ -179,14 +199,21 @@ def _target_layers(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]
     targets, named = config.target_modules, dict(model.named_modules())
     if targets is not None:
         return {name: x for name, x in named.items() if _is_named(name, targets)}
-    saved = {id(child) for name, x in named.items() if _is_named(name, config.modules_to_save) for child in x.modules()}
+    saved = {
+        id(child)
+        for name, x in named.items()
+        if _is_named(name, config.modules_to_save)
+        for child in x.modules()
+    }
     return {name: x for name, x in named.items() if _is_linear(x) and id(x) not in saved}
 
 
 def _unmatched_names(model: nn.Module, config: LoraConfig) -> list[str]:
     """Return the names in a configuration that nothing in the model has."""
     names, targets = [name for name, _ in model.named_modules()], config.target_modules
-    wanted: list[str | list[str]] = [targets] if isinstance(targets, str) else [[name] for name in targets or ()]
+    wanted: list[str | list[str]] = (
+        [targets] if isinstance(targets, str) else [[name] for name in targets or ()]
+    )
     wanted += [[name] for name in config.modules_to_save]
     missing = [pattern for pattern in wanted if not any(_is_named(name, pattern) for name in names)]
     return [pattern if isinstance(pattern, str) else pattern[0] for pattern in missing]

@@ -134,7 +134,9 @@ def _validated_policy(policy: str | Policy) -> Policy:
     return Policy(cast(Any, policy))
 
 
-def _call_checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_checkpointed(
+    fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run fn in torch's checkpoint.  Only plain tensors are its arguments: it would look into handles."""
     leaves, structure = flatten((args, kwargs), none_is_leaf=True)
     indices = [index for index, x in enumerate(leaves) if type(x) in (Tensor, nn.Parameter)]
@@ -158,21 +160,29 @@ def _call_checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, 
         region = Region(None, frozenset(), host=policy.host)
     else:
         on_host = policy.names if policy.host else policy.offloaded
-        memories: dict[str, ActivationMemory] = {name: "host" if name in on_host else "device" for name in policy.names}
+        memories: dict[str, ActivationMemory] = {
+            name: "host" if name in on_host else "device" for name in policy.names
+        }
         memories |= {name: x for name, x in (ambient.activations or {}).items() if name in memories}
         names = frozenset([name for name, memory in memories.items() if memory != "recomputed"])
-        region = Region(names, frozenset([name for name in names if memories[name] == "host"]), host=False)
+        region = Region(
+            names, frozenset([name for name in names if memories[name] == "host"]), host=False
+        )
     return checkpoint(body, *tensors, use_reentrant=False, context_fn=lambda: (region, region))
 
 
 def _to_host(x: Tensor) -> Tensor | HostCopy:
-    return HostCopy(x) if can_leave(x) and not x.is_leaf else x  # parameters and inputs are referenced elsewhere
+    return (
+        HostCopy(x) if can_leave(x) and not x.is_leaf else x
+    )  # parameters and inputs are referenced elsewhere
 
 
 def _from_host(packed: Tensor | HostCopy) -> Tensor:
     x = packed if isinstance(packed, Tensor) else packed.get()
     if x is None:
-        raise RuntimeError("a tensor that the backward needs must not be written to in place; got one that was.")
+        raise RuntimeError(
+            "a tensor that the backward needs must not be written to in place; got one that was."
+        )
     return x
 
 
@@ -180,7 +190,19 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _aten: Any = torch.ops.aten
 DOTS = frozenset(
     getattr(_aten, op).default
-    for op in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "convolution", "_scaled_mm")
+    for op in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addbmm",
+        "mv",
+        "addmv",
+        "dot",
+        "vdot",
+        "convolution",
+        "_scaled_mm",
+    )
 )
 
 
@@ -206,8 +228,12 @@ class KeptCall(NamedTuple):
 
     def get(self) -> Any:
         """Return the results, or None if one of them has been written to."""
-        results = tuple([x.get() if isinstance(x, KeptResult | HostCopy) else x for x in self.results])
-        if any(x is None and kept is not None for x, kept in zip(results, self.results, strict=True)):
+        results = tuple(
+            [x.get() if isinstance(x, KeptResult | HostCopy) else x for x in self.results]
+        )
+        if any(
+            x is None and kept is not None for x, kept in zip(results, self.results, strict=True)
+        ):
             return None
         return results if self.is_tuple else results[0]
 
@@ -234,7 +260,9 @@ class Region(TorchDispatchMode):
     It keeps dots if `names` is None, else the results with these names; on the host the `offloaded` ones, dots by `host`.
     """
 
-    def __init__(self, names: frozenset[str] | None, offloaded: frozenset[str], *, host: bool) -> None:
+    def __init__(
+        self, names: frozenset[str] | None, offloaded: frozenset[str], *, host: bool
+    ) -> None:
         super().__init__()
         self.names, self._offloaded, self._host = names, offloaded, host
         self._state: Literal["forward", "recompute"] = "forward"
@@ -255,7 +283,11 @@ class Region(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         is_numbered = torch.is_grad_enabled() and (self.names is not None or func in DOTS)
         if not is_numbered:
@@ -267,12 +299,18 @@ class Region(TorchDispatchMode):
             return func(*args, **(kwargs or {})) if result is None else result
         result = func(*args, **(kwargs or {}))
         if self.names is None:
-            self._kept[number] = KeptCall((self._keep(result, None, on_host=self._host),), is_tuple=False)
+            self._kept[number] = KeptCall(
+                (self._keep(result, None, on_host=self._host),), is_tuple=False
+            )
             return result
-        y, others = (result[0], result[1:]) if isinstance(result, tuple) and result else (result, None)
+        y, others = (
+            (result[0], result[1:]) if isinstance(result, tuple) and result else (result, None)
+        )
         if isinstance(y, Tensor) and y.layout == torch.strided:
             memory = _storage_id(y)
-            is_view = any(isinstance(x, Tensor) and _storage_id(x) == memory for x in args)  # or in place
+            is_view = any(
+                isinstance(x, Tensor) and _storage_id(x) == memory for x in args
+            )  # or in place
             if not is_view:
                 strides = tuple(y.shape), y.stride(), int(y.storage_offset())
                 memory_ref = StorageWeakRef(y.untyped_storage())
@@ -294,12 +332,16 @@ class Region(TorchDispatchMode):
 
         One that has been written to in place is recomputed: the write would be repeated on what is kept.
         """
-        producer = self._producers.get(_storage_id(x)) if self.names and label in self.names else None
+        producer = (
+            self._producers.get(_storage_id(x)) if self.names and label in self.names else None
+        )
         if producer is not None and x._version == producer.version:
             with torch.no_grad():  # so that these two are not numbered
                 result = x.detach().as_strided(producer.size, producer.stride, producer.offset)
                 results = (result, *(producer.others or ()))
-                kept = tuple([self._keep(x, label, on_host=label in self._offloaded) for x in results])
+                kept = tuple(
+                    [self._keep(x, label, on_host=label in self._offloaded) for x in results]
+                )
                 self._kept[producer.number] = KeptCall(kept, is_tuple=producer.others is not None)
 
 
@@ -309,5 +351,7 @@ def _storage_id(x: Tensor) -> int:
 
 def _alias(x: Tensor) -> Tensor:
     """Return another tensor of the same memory and version, below autograd."""
-    with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):  # which shares the version
+    with _C._SetExcludeDispatchKeyGuard(
+        _C.DispatchKey.ADInplaceOrView, False
+    ):  # which shares the version
         return x.detach()

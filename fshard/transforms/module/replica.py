@@ -84,7 +84,9 @@ class Replica:
         for entries, key, name in slots:
             x = entries.get(key)
             is_rebound = x is not installed[name]
-            if x is not None and (is_rebound or name not in after):  # of two names, the one that was rebound
+            if x is not None and (
+                is_rebound or name not in after
+            ):  # of two names, the one that was rebound
                 after[name] = x if is_rebound or not untouched(x) else before[name]
         for entries, key, name in slots:
             entries[key] = lazy_copy(after.get(name))
@@ -92,11 +94,17 @@ class Replica:
 
     def rebound(self, params: Mapping[str, Any]) -> list[str]:
         """Return the parameters that a call has bound to something else."""
-        return [name for entries, key, name in self._params if name in params and entries.get(key) is not params[name]]
+        return [
+            name
+            for entries, key, name in self._params
+            if name in params and entries.get(key) is not params[name]
+        ]
 
     def rest(self) -> None:
         """Take the parameters of the last call out of the module."""
-        for (entries, key, _), x in zip(self._params, self._params_between_steps or [], strict=False):
+        for (entries, key, _), x in zip(
+            self._params, self._params_between_steps or [], strict=False
+        ):
             entries[key] = x
         for layer in self._recurrent:
             _refresh_flat_weights(layer)
@@ -109,22 +117,32 @@ def slot_names(module: nn.Module) -> list[tuple[Names, Names]]:
     for name, x in (*module.named_parameters(), *module.named_buffers()):
         names.setdefault(id(x), name)
     children: list[Any] = [*module.modules()]
-    return [(_names_by_key(child._parameters, names), _names_by_key(child._buffers, names)) for child in children]
+    return [
+        (_names_by_key(child._parameters, names), _names_by_key(child._buffers, names))
+        for child in children
+    ]
 
 
 def _names_by_key(entries: Mapping[str, Any], names: Mapping[int, str]) -> Names:
     return {key: names[id(x)] for key, x in entries.items() if x is not None}
 
 
-def replace_by_placeholders(modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
+def replace_by_placeholders(
+    modules: Sequence[nn.Module], device: torch.device | None = None
+) -> None:
     """Replace the modules' own parameters by placeholders of the same shapes, dtypes and devices.
 
     Tied parameters stay tied. Those on the meta device are replaced by the given one.
     """
     placeholders: dict[int, Placeholder] = {}
-    children: list[Any] = [*{id(child): child for module in modules for child in module.modules()}.values()]
+    children: list[Any] = [
+        *{id(child): child for module in modules for child in module.modules()}.values()
+    ]
     params = [
-        (child._parameters, key, x) for child in children for key, x in child._parameters.items() if x is not None
+        (child._parameters, key, x)
+        for child in children
+        for key, x in child._parameters.items()
+        if x is not None
     ]
     for entries, key, x in params:
         if id(x) not in placeholders:
@@ -176,7 +194,9 @@ class Placeholder(nn.Parameter):
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if grad is not None:
-            raise ModuleError("gradients of a boosted model are sharded, so its parameters have no .grad.")
+            raise ModuleError(
+                "gradients of a boosted model are sharded, so its parameters have no .grad."
+            )
 
     @property
     def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -201,7 +221,9 @@ class Placeholder(nn.Parameter):
     register_post_accumulate_grad_hook = register_hook
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:  # by `state_dict`
             with torch.inference_mode(mode=False):  # the first call of stages may be in it
                 return _placeholder(args[0], None)
@@ -215,7 +237,9 @@ class Placeholder(nn.Parameter):
 
 
 def _placeholder(x: Tensor, device: torch.device | None) -> Placeholder:
-    element = torch.zeros((), dtype=x.dtype, device=device if x.is_meta and device is not None else x.device)
+    element = torch.zeros(
+        (), dtype=x.dtype, device=device if x.is_meta and device is not None else x.device
+    )
     return Placeholder(element.expand(x.shape), requires_grad=x.requires_grad)
 
 
@@ -229,7 +253,11 @@ class Replicas:
     """
 
     def __init__(
-        self, module: nn.Module, adapt: Callable[[str, nn.Module], Callable[..., Any] | None], *, in_place: bool
+        self,
+        module: nn.Module,
+        adapt: Callable[[str, nn.Module], Callable[..., Any] | None],
+        *,
+        in_place: bool,
     ) -> None:
         self._names, self._adapt = slot_names(module), adapt
         self._original = weakref.ref(module)
@@ -260,5 +288,7 @@ def copy_on_meta(module: nn.Module) -> nn.Module:
     """Copy a module with its registered tensors on the meta device."""
     meta: dict[int, Any] = {id(x): torch.empty_like(x, device="meta") for x in module.buffers()}
     for x in module.parameters():
-        meta[id(x)] = nn.Parameter(torch.empty_like(x, device="meta"), requires_grad=x.requires_grad)
+        meta[id(x)] = nn.Parameter(
+            torch.empty_like(x, device="meta"), requires_grad=x.requires_grad
+        )
     return copied(module, meta)

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten  # it has the output classes of other libraries' modules
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_unflatten,
+)  # it has the output classes of other libraries' modules
 
 from fshard.transforms.fsdp.graph_checks import raise_foreign_backward, validate_joined
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
@@ -32,7 +35,10 @@ class JoinedOutput(NamedTuple):
         if self.joined.ndim:
             columns = zip(self.parts, g.split([*self.rows]), self.rows, strict=True)
             return [(x[:count], sample.clone()) for x, sample, count in columns]
-        return [(x, g * (count / sum(self.rows))) for x, count in zip(self.parts, self.rows, strict=True)]
+        return [
+            (x, g * (count / sum(self.rows)))
+            for x, count in zip(self.parts, self.rows, strict=True)
+        ]
 
 
 def join(outputs: Sequence[Any], rows: Sequence[int]) -> tuple[Any, list[JoinedOutput]]:
@@ -83,11 +89,17 @@ def split_backward(
     """Call `backward` with the outputs and cotangents of each slice in turn; `start` is the cotangent of the loss."""
     validate_joined(loss, [output.joined for output in outputs])
     cotangents = (
-        torch.autograd.grad(loss, [output.joined for output in outputs], start, allow_unused=True) if outputs else ()
+        torch.autograd.grad(loss, [output.joined for output in outputs], start, allow_unused=True)
+        if outputs
+        else ()
     )
-    reached = [output.split(g) for output, g in zip(outputs, cotangents, strict=True) if g is not None]
+    reached = [
+        output.split(g) for output, g in zip(outputs, cotangents, strict=True) if g is not None
+    ]
     if not reached:
-        raise ValueError("backward: the loss must depend on what this model has returned; got another model's.")
+        raise ValueError(
+            "backward: the loss must depend on what this model has returned; got another model's."
+        )
     for pairs in zip(*reached, strict=True):
         backward([x for x, _ in pairs], [g for _, g in pairs])
         trees.end_slice(1.0)

@@ -76,7 +76,9 @@ class DrawState:
     def set(self, key: int | None = None) -> None:
         """Let the generators go on from here, the CPU's by another name, if a key is given: nothing is drawn from a seed."""
         if key is not None:
-            c_uint64.from_address(self._states[0].data_ptr()).value = key  # offset of the seed in torch's state
+            c_uint64.from_address(
+                self._states[0].data_ptr()
+            ).value = key  # offset of the seed in torch's state
         for generator, state in zip(self.generators, self._states, strict=True):
             generator.set_state(state)
 
@@ -152,7 +154,9 @@ _MULTIPLIER = 0x9E3779B97F4B
 
 def folded(*key: int | str) -> int:
     """Return a 64-bit key in which every component and its position count."""
-    return _MARK << _BITS | _digest(*(item if isinstance(item, str) else index(item) for item in key))
+    return _MARK << _BITS | _digest(
+        *(item if isinstance(item, str) else index(item) for item in key)
+    )
 
 
 def turned(key: int, *parts: int | str) -> int:
@@ -172,7 +176,9 @@ def _digest(*parts: int | str) -> int:
     return int.from_bytes(digest, "little")
 
 
-_cached_digest = lru_cache(maxsize=1 << 16)(_digest)  # a digest is soon made, but not among products of matrices
+_cached_digest = lru_cache(maxsize=1 << 16)(
+    _digest
+)  # a digest is soon made, but not among products of matrices
 
 
 _DRAWING = (
@@ -220,10 +226,14 @@ class Layers:
     """
 
     def __init__(
-        self, modules: Iterable[tuple[str, nn.Module]], adapt: Callable[[str, nn.Module], Callable[..., Any] | None]
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        adapt: Callable[[str, nn.Module], Callable[..., Any] | None],
     ) -> None:
         self._calls: list[Calls] = []  # at most one
-        self._forwards: list[tuple[dict[str, Any], Callable[..., Any] | None, Callable[..., Any]]] = []
+        self._forwards: list[
+            tuple[dict[str, Any], Callable[..., Any] | None, Callable[..., Any]]
+        ] = []
         self._is_entered, self._keys = False, dict[tuple[int, str], int]()
         for name, module in modules:
             original, adapted = vars(module).get("forward"), adapt(name, module)

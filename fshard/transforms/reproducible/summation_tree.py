@@ -45,7 +45,9 @@ class TreeAccumulator:
         for unit, trees in self._trees.items():
             gs = self._slice_sums.get(unit, [None] * len(unit.indices))
             gs = self._reductions.cast(unit.indices, gs)
-            trees.append((0, gs if weight == 1.0 else [None if g is None else g * weight for g in gs]))
+            trees.append(
+                (0, gs if weight == 1.0 else [None if g is None else g * weight for g in gs])
+            )
             while len(trees) > 1 and trees[-1][0] == trees[-2][0]:
                 (height, first_sum), (_, right) = trees[-2:]
                 trees[-2:] = [(height + 1, _add_leaves(first_sum, right))]

@@ -35,7 +35,9 @@ def with_buffers(stage: nn.Module | Stage, *, in_place: bool = False) -> Stage:
     return lambda state, x, **skips: apply(*state, x, **skips)
 
 
-def stage_buffers(caller: str, trees: PyTree, mesh: Mesh, axis: str, placement: Sequence[int]) -> Buffers:
+def stage_buffers(
+    caller: str, trees: PyTree, mesh: Mesh, axis: str, placement: Sequence[int]
+) -> Buffers:
     """Return the buffers that a step is given: a tree for each stage, replicated on the devices of the stage."""
     count = len(trees) if isinstance(trees, list | tuple) else None
     if count != len(placement):
@@ -72,7 +74,11 @@ class StageWrites:
     """
 
     def __init__(self, caller: str, buffers: Buffers, number: int) -> None:
-        self.parts, self._caller, self._before = buffers.part(number), caller, buffers.before(number)
+        self.parts, self._caller, self._before = (
+            buffers.part(number),
+            caller,
+            buffers.before(number),
+        )
         self._written: dict[int, dict[str, Tensor]] = {}
         self._moments: dict[tuple[str, str], dict[int, Moments]] = {}
 
@@ -81,27 +87,42 @@ class StageWrites:
         """The buffers of all stages."""
         return [*self._before]
 
-    def record(self, stage: int, microbatch: int, after: PyTree, moments: Sequence[Moments]) -> None:
+    def record(
+        self, stage: int, microbatch: int, after: PyTree, moments: Sequence[Moments]
+    ) -> None:
         """Record the buffers that a stage returned; raise unless they are the given ones, of their shapes and dtypes."""
         paths, leaves, _ = flatten_with_paths(after, none_is_leaf=True)
         returned = {f"[{stage}]{path}": x for path, x in zip(paths, leaves, strict=True)}
         expected = {path for path in self._before if stage_of(path) == stage}
         cpu = torch.device("cpu")
-        new = {path: number_of(path, x, cpu) for path, x in returned.items() if x is not self._before.get(path, self)}
+        new = {
+            path: number_of(path, x, cpu)
+            for path, x in returned.items()
+            if x is not self._before.get(path, self)
+        }
         changed = {
-            path for path in new.keys() & expected if entry_of(path, new[path]) != entry_of(path, self._before[path])
+            path
+            for path in new.keys() & expected
+            if entry_of(path, new[path]) != entry_of(path, self._before[path])
         }
         for path in sorted((expected ^ returned.keys()) | changed):
             x = new.get(path)
             error = (
-                "is missing" if x is None else f"is {str(x.dtype)[6:]}{list(x.shape)}" if path in expected else "is new"
+                "is missing"
+                if x is None
+                else f"is {str(x.dtype)[6:]}{list(x.shape)}"
+                if path in expected
+                else "is new"
             )
             raise ValueError(
                 f"{self._caller}: stage {stage} must return (y, buffers), of the names, shapes and dtypes that it was given; "
                 f"{named(parts_of(path)[1:])} {error}."
             )
         self._written.setdefault(microbatch, {}).update(new)
-        names, calls = {id(x): path for path, x in new.items()}, [id(x.running_mean) for x in moments]
+        names, calls = (
+            {id(x): path for path, x in new.items()},
+            [id(x.running_mean) for x in moments],
+        )
         for x in moments:  # of a layer that is called twice, the mean over microbatches is kept
             paths = names.get(id(x.running_mean), ""), names.get(id(x.running_var), "")
             if all(paths) and calls.count(id(x.running_mean)) == 1:
@@ -109,10 +130,18 @@ class StageWrites:
 
     def written(self, weights: Sequence[float]) -> list[Written]:
         """Return the buffers that each microbatch has written to, with its weight."""
-        return [Written(weight, self._written.get(microbatch, {})) for microbatch, weight in enumerate(weights)]
+        return [
+            Written(weight, self._written.get(microbatch, {}))
+            for microbatch, weight in enumerate(weights)
+        ]
 
     def average(
-        self, written: Sequence[Written], flagged: Sequence[str], stages: Sequence[int], group: Group | None, site: Site
+        self,
+        written: Sequence[Written],
+        flagged: Sequence[str],
+        stages: Sequence[int],
+        group: Group | None,
+        site: Site,
     ) -> dict[str, Tensor]:
         """Return the changed buffers after all microbatches; a collective of a group of devices.
 
@@ -126,15 +155,20 @@ class StageWrites:
         statistics = self._move_statistics([entry.weight for entry in written], group, site)
         paths = [path for path in flagged if stage_of(path) in stages and path not in statistics]
         entries = [entry_of(path, self._before[path]) for path in paths]
-        return statistics | averaged(written, entries, group, self._before, torch.device("cpu"), site)
+        return statistics | averaged(
+            written, entries, group, self._before, torch.device("cpu"), site
+        )
 
-    def _move_statistics(self, weights: Sequence[float], group: Group | None, site: Site) -> dict[str, Tensor]:
+    def _move_statistics(
+        self, weights: Sequence[float], group: Group | None, site: Site
+    ) -> dict[str, Tensor]:
         """Return running statistics moved towards those of all microbatches; those of weight 0 add nothing."""
         result = dict[str, Tensor]()
         for paths, moments in sorted(self._moments.items()):
             zero = torch.zeros_like(next(iter(moments.values())).sums)
             rows = [
-                moments[number].sums if weight and number in moments else zero for number, weight in enumerate(weights)
+                moments[number].sums if weight and number in moments else zero
+                for number, weight in enumerate(weights)
             ]
             (sums,) = reduce_rows((tree_sum(rows),), group, site)
             total, squares = sums[:-1].chunk(2)

@@ -24,7 +24,13 @@ from fshard.pipeline.execution.device import StageDevice
 from fshard.pipeline.execution.leaves import stage_for
 from fshard.pipeline.execution.microbatches import shape_key
 from fshard.source import Site, call_site
-from fshard.transforms.agreement import SliceLoss, StepAgreement, average_losses, input_differences, tree_sum
+from fshard.transforms.agreement import (
+    SliceLoss,
+    StepAgreement,
+    average_losses,
+    input_differences,
+    tree_sum,
+)
 from fshard.transforms.batch import Batch
 from fshard.transforms.device_step import DeviceResult, DeviceStep, validate_is_trained
 from fshard.transforms.fsdp.graph_checks import validate_no_reentrant_checkpoint
@@ -73,17 +79,23 @@ class StageStep(DeviceStep):
         self.pipe = self.scope.group(plan.program.axis, options.caller)
         self.local = self.collectives.along
         self.same_stages = self.along((*self.local, *batch.axes))
-        self.everyone = self.scope.group((plan.program.axis, *self.local, *batch.axes), options.caller)
+        self.everyone = self.scope.group(
+            (plan.program.axis, *self.local, *batch.axes), options.caller
+        )
         self.slices = self.slice_turns()
         placement = plan.program.route.placement
-        self.stages = [stage for stage, coordinate in enumerate(placement) if coordinate == self.pipe.index]
+        self.stages = [
+            stage for stage, coordinate in enumerate(placement) if coordinate == self.pipe.index
+        ]
         self.device = shards[0].device
         shards = self._borrow(shards)
         self.units = dict[int, StageUnit]()
         for stage in self.stages:
             params = plan.by_stage[stage]
             if options.local:
-                params = StageLeaves.of(local_plans(tuple(params.leaves), device), params.indices, params.tree)
+                params = StageLeaves.of(
+                    local_plans(tuple(params.leaves), device), params.indices, params.tree
+                )
             shards_of_stage = [shards[index] for index in params.indices]
             self.units[stage] = StageUnit(self.runtime, stage, params, shards_of_stage, self.device)
         self.sums = StageSums(
@@ -118,14 +130,19 @@ class StageStep(DeviceStep):
         options, pipe = self.options, self.pipe
         forms = None if self.program.dynamic else self.plan.messages.setdefault(pipe.device, {})
         keys: list[Hashable] = [  # idle slices have rows of others
-            (shape_key(slice_turn.slice.leaves), slice_turn.slice.rows) for slice_turn in self.slices
+            (shape_key(slice_turn.slice.leaves), slice_turn.slice.rows)
+            for slice_turn in self.slices
         ]
         flags = {"backward": options.backward, "has_outcome": True}
         with self.loss_scope(), parting(self.everyone):
-            device = StageDevice(self.program.route, self, pipe, self.device, self.site, keys, forms, **flags)
+            device = StageDevice(
+                self.program.route, self, pipe, self.device, self.site, keys, forms, **flags
+            )
             try:
                 loss, scale_ratio, aux = device.run()
-            except RuntimeError:  # raised by autograd, for saved tensors that a stage has written to
+            except (
+                RuntimeError
+            ):  # raised by autograd, for saved tensors that a stage has written to
                 self._validate_unwritten()
                 raise
             finally:
@@ -135,7 +152,9 @@ class StageStep(DeviceStep):
         agreement, buffers = self._agree()
         weight = nonzero_weight(agreement.weight)
         divisor = scale_ratio if self.scale != 1.0 else 1.0
-        gradients = self.sums.gradients(agreement.used, scale_ratio * weight if options.reproducible else divisor)
+        gradients = self.sums.gradients(
+            agreement.used, scale_ratio * weight if options.reproducible else divisor
+        )
         gradients = [
             self._empty_gradient(index) if users and g is None else g
             for index, (g, users) in enumerate(zip(gradients, agreement.used, strict=True))
@@ -172,7 +191,10 @@ class StageStep(DeviceStep):
         is_moved = self.writes is not None and not self.options.reproducible
         moments = list[Any]() if is_moved else None
         with self._seeded(microbatch, index=stage), self._slice_scope(microbatch, moments):
-            called, params = stage_for(self.program.stages[stage], microbatch), self.units[stage].tree
+            called, params = (
+                stage_for(self.program.stages[stage], microbatch),
+                self.units[stage].tree,
+            )
             if self.writes is None:
                 y = called(params, x, **skips)
             else:
@@ -185,7 +207,9 @@ class StageStep(DeviceStep):
     def _seeded(self, microbatch: int, index: int) -> AbstractContextManager[None]:
         return keyed_apart(folded(self.key, 0, self.slices[microbatch].number), index)
 
-    def _slice_scope(self, microbatch: int, moments: list[Any] | None = None) -> AbstractContextManager[None]:
+    def _slice_scope(
+        self, microbatch: int, moments: list[Any] | None = None
+    ) -> AbstractContextManager[None]:
         return self.loss_scope(is_idle=not self.slices[microbatch].slice.rows, moments=moments)
 
     def end(self, microbatch: int, y: PyTree) -> Tensor:
@@ -196,7 +220,10 @@ class StageStep(DeviceStep):
             values = unpack_result(result, ["loss", "aux"] if options.has_aux else ["loss"])
             loss = one_loss(options, values["loss"], slice)
         metrics = metrics_of(values.get("aux", ()), slice, loss.device, options.aux)
-        self.parts[microbatch] = slice_loss(loss, self.slices[microbatch].weight.weight, metrics), metrics
+        self.parts[microbatch] = (
+            slice_loss(loss, self.slices[microbatch].weight.weight, metrics),
+            metrics,
+        )
         self.scaled = finite_scale(loss.dtype, self.scale)
         return loss
 
@@ -232,17 +259,27 @@ class StageStep(DeviceStep):
 
     def outcome(self) -> tuple[Tensor, Tensor, PyTree]:
         """Return the loss, the ratio of its scale to the given one, and the metrics."""
-        losses, metrics = zip(*(self.parts[microbatch] for microbatch in range(len(self.slices))), strict=True)
-        mean, _ = average_losses(losses, [self.weight], self.same_stages, self.site, copies=self.collectives.copies)
+        losses, metrics = zip(
+            *(self.parts[microbatch] for microbatch in range(len(self.slices))), strict=True
+        )
+        mean, _ = average_losses(
+            losses, [self.weight], self.same_stages, self.site, copies=self.collectives.copies
+        )
         aux = self.combine_metrics(metrics, self.slices, mean)
-        return mean.loss, torch.full_like(mean.loss, self.scaled / self.scale, dtype=torch.float64), aux
+        return (
+            mean.loss,
+            torch.full_like(mean.loss, self.scaled / self.scale, dtype=torch.float64),
+            aux,
+        )
 
     # -- agreement with all devices -----------------------------------------------------------------------------------
 
     def record(self, call: str, group: Group) -> None:
         """Raise if a stage calls a collective that stages may not call."""
         legal = (*self.batch.axes, *self.local)
-        elsewhere = {axis for axis in group.axes if self.scope.mesh.shape.get(axis, 1) > 1} - {*legal}
+        elsewhere = {axis for axis in group.axes if self.scope.mesh.shape.get(axis, 1) > 1} - {
+            *legal
+        }
         if elsewhere and call not in LOCAL_CALLS:
             raise ValueError(
                 f"{call} over {', '.join(sorted(elsewhere))} in a stage, at {call_site()}: stages of a pipeline may "
@@ -252,15 +289,31 @@ class StageStep(DeviceStep):
 
     def _agree(self) -> tuple[StepAgreement, dict[str, Tensor]]:
         """Return the sums over all devices, and the buffers that changed; raise if inputs differ."""
-        options, writes, key = self.options, self.writes, self.key if self.options.reproducible else None
+        options, writes, key = (
+            self.options,
+            self.writes,
+            self.key if self.options.reproducible else None,
+        )
         along = (self.program.axis, *self.local)
-        written = [] if writes is None else writes.written([slice_turn.weight.weight for slice_turn in self.slices])
+        written = (
+            []
+            if writes is None
+            else writes.written([slice_turn.weight.weight for slice_turn in self.slices])
+        )
         paths = [] if writes is None else writes.paths
-        is_first_copy = self.everyone.index < (1 if self.group is None else self.group.size)  # of the same samples
+        is_first_copy = self.everyone.index < (
+            1 if self.group is None else self.group.size
+        )  # of the same samples
         agreement = StepAgreement(
             self.weight if is_first_copy else 0.0,
             input_differences(
-                self.batch, self.index, key, (), self.everyone, self.along(along), is_first_step=self.is_first_step
+                self.batch,
+                self.index,
+                key,
+                (),
+                self.everyone,
+                self.along(along),
+                is_first_step=self.is_first_step,
             ),
             written=flags(paths, written_paths(written)),
             used=[*map(float, self.sums.used)],

@@ -56,24 +56,38 @@ def stage_functions(
     """
     _validate_recompute(stages, recompute, microbatches)
     modules = in_groups(stages, recompute, policy) if isinstance(recompute, int) else stages
-    functions, params = zip(*[_stage_function(number, stage) for number, stage in enumerate(modules)], strict=True)
+    functions, params = zip(
+        *[_stage_function(number, stage) for number, stage in enumerate(modules)], strict=True
+    )
     if isinstance(recompute, int) or recompute == "never":
         return [*functions], [*params]
     saved = (microbatches or 0) - 1 if recompute == "except_last" else -1
     pairs = [(function, _recomputed(function, policy, 1)) for function in functions]
-    return [ByMicrobatch(lambda number, pair=pair: pair[number != saved]) for pair in pairs], [*params]
+    return [ByMicrobatch(lambda number, pair=pair: pair[number != saved]) for pair in pairs], [
+        *params
+    ]
 
 
-def _validate_recompute(stages: Sequence[object], recompute: Recompute, microbatches: int | None) -> None:
+def _validate_recompute(
+    stages: Sequence[object], recompute: Recompute, microbatches: int | None
+) -> None:
     errors: list[str] = []
     is_count = isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0
     if not is_count and recompute not in ("never", "always", "except_last"):
-        errors.append(f'recompute must be "never", "always", "except_last" or a number of layers; got {recompute!r}')
+        errors.append(
+            f'recompute must be "never", "always", "except_last" or a number of layers; got {recompute!r}'
+        )
     if recompute == "except_last" and not microbatches:
         errors.append('"except_last" needs to know how many there are: microbatches=')
     if isinstance(recompute, int):
-        functions = [str(number) for number, stage in enumerate(stages) if not isinstance(stage, nn.Module)]
-        errors += [f"stage {', '.join(functions)} is a function, which has no layers"] if functions else []
+        functions = [
+            str(number) for number, stage in enumerate(stages) if not isinstance(stage, nn.Module)
+        ]
+        errors += (
+            [f"stage {', '.join(functions)} is a function, which has no layers"]
+            if functions
+            else []
+        )
     if errors:
         raise PolicyError(f"stage_functions: {'; '.join(errors)}.")
 
@@ -96,7 +110,9 @@ def _stage_function(number: int, stage: nn.Module | Stage) -> tuple[Stage, PyTre
     return call, params
 
 
-def _recomputed(function: Callable[..., Any], policy: str | Policy, fixed: int = 0) -> Callable[..., Any]:
+def _recomputed(
+    function: Callable[..., Any], policy: str | Policy, fixed: int = 0
+) -> Callable[..., Any]:
     """Recompute a function from its arguments; it may modify them in place, except the `fixed` first ones."""
 
     def on_copies(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +147,9 @@ class Grouped(nn.Sequential):
         return input
 
 
-def in_groups(stages: Sequence[nn.Module | Stage], size: int, policy: str | Policy = "nothing") -> list[nn.Module]:
+def in_groups(
+    stages: Sequence[nn.Module | Stage], size: int, policy: str | Policy = "nothing"
+) -> list[nn.Module]:
     """Return modules like these whose layers are recomputed n at a time."""
     _validate_recompute(stages, size, None)
     modules = list[nn.Module]()

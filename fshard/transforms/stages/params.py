@@ -70,21 +70,32 @@ class StageUnit(Unit):
     """
 
     def __init__(
-        self, runtime: UnitRuntime, stage: int, params: StageLeaves, shards: Sequence[Tensor], device: torch.device
+        self,
+        runtime: UnitRuntime,
+        stage: int,
+        params: StageLeaves,
+        shards: Sequence[Tensor],
+        device: torch.device,
     ) -> None:
         plans, sharded, replicated = params.leaves, params.sharded, params.replicated
         super().__init__(runtime, stage, sharded, [shards[index] for index in sharded.indices])
-        replicated_unit = Unit(runtime, stage, replicated, [shards[index] for index in replicated.indices])
+        replicated_unit = Unit(
+            runtime, stage, replicated, [shards[index] for index in replicated.indices]
+        )
         replicated_unit.unshard()
         memory = dict(zip(replicated.indices, replicated_unit.wait_for_unshard(), strict=True))
         for index in sharded.indices:
             dtype = runtime.options.used_in(plans[index].dtype)
             memory[index] = torch.empty(plans[index].shape, dtype=dtype, device=device)
             memory[index].untyped_storage().resize_(0)
-        self._params = [memory[index].detach().as_subclass(_StageParam) for index in range(len(plans))]
+        self._params = [
+            memory[index].detach().as_subclass(_StageParam) for index in range(len(plans))
+        ]
         for x, plan in zip(self._params, plans, strict=True):
             x.path, x.step = plan.path, runtime
-        self.trained = [x.requires_grad_() for x, plan in zip(self._params, plans, strict=True) if plan.trained]
+        self.trained = [
+            x.requires_grad_() for x, plan in zip(self._params, plans, strict=True) if plan.trained
+        ]
         self._edges = [get_gradient_edge(x) for x in self.trained]
         self._tree, self._all_plans = params.tree([*self._params]), plans
         self._first_versions = versions_of(self._params)
@@ -159,27 +170,35 @@ class StageSums(GradientSums):
     ) -> None:
         options = plan.options
         wide = options.reproducible or options.accumulate > 1
-        super().__init__(leaves, device, options, lambda _: plan.reduction_plans, site, wide=wide, along=along)
+        super().__init__(
+            leaves, device, options, lambda _: plan.reduction_plans, site, wide=wide, along=along
+        )
         self._ties, self._weights, self._coordinate = plan.ties, weights, coordinate
         self._trained = {
-            stage: [index for index in plan.by_stage[stage].indices if leaves[index].trained] for stage in stages
+            stage: [index for index in plan.by_stage[stage].indices if leaves[index].trained]
+            for stage in stages
         }
         self._is_plain = {  # the sums are in the dtype in which parameters are used
             stage: all(
-                options.reduced_in(leaves[index].dtype, wide=wide) is options.used_in(leaves[index].dtype)
+                options.reduced_in(leaves[index].dtype, wide=wide)
+                is options.used_in(leaves[index].dtype)
                 for index in indices
             )
             for stage, indices in self._trained.items()
         }
         self._totals = {stage: self._new_sum() for stage in stages}
         self._tied = {tie.leaf for tie in plan.ties}
-        self._tied_sums = {(stage, tie.leaf): dict[int, Tensor]() for tie in plan.ties for stage in tie.stages}
+        self._tied_sums = {
+            (stage, tie.leaf): dict[int, Tensor]() for tie in plan.ties for stage in tie.stages
+        }
 
     def _new_sum(self) -> RunningSum | OrderedSum:
         return RunningSum() if self._weights is None else OrderedSum(self._weights)
 
     @made_for("gradients")
-    def add(self, stage: int, microbatch: int, gs: Sequence[Tensor | None], *, is_idle: bool) -> None:
+    def add(
+        self, stage: int, microbatch: int, gs: Sequence[Tensor | None], *, is_idle: bool
+    ) -> None:
         """Add the gradients of one microbatch; an idle one counts as zero."""
         indices = self._trained[stage]
         row = self.record(indices, gs, is_idle=is_idle)
@@ -203,7 +222,11 @@ class StageSums(GradientSums):
     def let_accumulate(self, stage: int, weights: Sequence[Tensor]) -> bool:
         """Let autograd accumulate into the weights' `.grad`, if sums are plain; return True if so."""
         total = self._totals[stage]
-        return self._is_plain[stage] and isinstance(total, RunningSum) and total.let_accumulate(weights)
+        return (
+            self._is_plain[stage]
+            and isinstance(total, RunningSum)
+            and total.let_accumulate(weights)
+        )
 
     def reduce(self, stage: int) -> None:
         """Start reducing the gradients of a stage, except tied ones."""
@@ -229,10 +252,18 @@ class StageSums(GradientSums):
     def _reduce_ties(self) -> None:
         """Send gradients of borrowers to the owners, which add and reduce them."""
         rows = [(tie, index) for tie in self._ties for index in range(1, len(tie.stages))]
-        stacks = go([self._stack_tied(*row) for row in rows], [tie.to_owner[index] for tie, index in rows], self.site)()
+        stacks = go(
+            [self._stack_tied(*row) for row in rows],
+            [tie.to_owner[index] for tie, index in rows],
+            self.site,
+        )()
         for tie in self._ties:
             if tie.coordinates[0] == self._coordinate:
-                stacks_of_tie = [stack for (row_tie, _), stack in zip(rows, stacks, strict=True) if row_tie is tie]
+                stacks_of_tie = [
+                    stack
+                    for (row_tie, _), stack in zip(rows, stacks, strict=True)
+                    if row_tie is tie
+                ]
                 total = self._new_sum()
                 summed = reduce(
                     torch.add, reversed([self._stack_tied(tie, 0), *stacks_of_tie])

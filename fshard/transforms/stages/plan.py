@@ -19,7 +19,17 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout, Memory, Mesh, P, PyTree, Structure, flatten, flatten_with_paths, unflatten
+from fshard.mesh.layout import (
+    Layout,
+    Memory,
+    Mesh,
+    P,
+    PyTree,
+    Structure,
+    flatten,
+    flatten_with_paths,
+    unflatten,
+)
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard
@@ -52,7 +62,9 @@ class StageLeaves(NamedTuple):
     replicated: UnitPlan
 
     @staticmethod
-    def of(leaves: Sequence[ParamPlan], indices: list[int], tree: Callable[[list[Tensor]], PyTree]) -> StageLeaves:
+    def of(
+        leaves: Sequence[ParamPlan], indices: list[int], tree: Callable[[list[Tensor]], PyTree]
+    ) -> StageLeaves:
         """Return the plan of a stage from the plans of its parameters."""
         units = list[int](), list[int]()
         for index, leaf in enumerate(leaves):
@@ -126,7 +138,9 @@ class StagePlan:
     borrowed: list[Borrowed]
     ties: list[Tie]
     messages: dict[int, Forms] = field(default_factory=dict[int, Forms])
-    empty_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
+    empty_gradients: dict[tuple[int, int], Tensor] = field(
+        default_factory=dict[tuple[int, int], Tensor]
+    )
     order: Order | None = None
 
 
@@ -145,7 +159,10 @@ class StagePlanner:
         return self.program.axis
 
     def plan(
-        self, structures: Sequence[Structure], params: Sequence[tuple[str, Sharded, bool]], numbers: Sequence[int]
+        self,
+        structures: Sequence[Structure],
+        params: Sequence[tuple[str, Sharded, bool]],
+        numbers: Sequence[int],
     ) -> StagePlan:
         """Return the plan.
 
@@ -155,14 +172,23 @@ class StagePlanner:
             numbers: of each, equal for tied ones.
         """
         next_number, placement = iter(numbers), self.program.route.placement
-        indices = [[next(next_number) for _ in range(structure.num_leaves)] for structure in structures]
+        indices = [
+            [next(next_number) for _ in range(structure.num_leaves)] for structure in structures
+        ]
         firsts = [params[numbers.index(index)] for index in range(len({*numbers}))]
-        leaves, layouts = [self._plan_param(*first) for first in firsts], [x.layout for _, x, _ in firsts]
+        leaves, layouts = (
+            [self._plan_param(*first) for first in firsts],
+            [x.layout for _, x, _ in firsts],
+        )
         borrowed, ties = list[Borrowed](), list[Tie]()
         for index, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
             stages = [stage for stage, row in enumerate(indices) if index in row]
-            for coordinate in sorted({placement[stage] for stage in stages} - {coordinate_of(layout, self.axis)}):
-                plan = plan_reshard(layout, at_coordinate(layout, self.axis, coordinate), leaf.shape)
+            for coordinate in sorted(
+                {placement[stage] for stage in stages} - {coordinate_of(layout, self.axis)}
+            ):
+                plan = plan_reshard(
+                    layout, at_coordinate(layout, self.axis, coordinate), leaf.shape
+                )
                 borrowed.append(Borrowed(index, coordinate, plan))
             if leaf.trained and len(stages) > 1:
                 ties.append(self._plan_tie(index, leaf, stages))
@@ -171,19 +197,31 @@ class StagePlanner:
             for row, structure, coordinate in zip(indices, structures, placement, strict=True)
         ]
         reduction_plans = [
-            plan_reduction(self.mesh, self.over, leaf, in_order=self.options.reproducible) if leaf.trained else None
+            plan_reduction(self.mesh, self.over, leaf, in_order=self.options.reproducible)
+            if leaf.trained
+            else None
             for leaf in leaves
         ]
-        return StagePlan(self.options, self.program, leaves, by_stage, reduction_plans, borrowed, ties)
+        return StagePlan(
+            self.options, self.program, leaves, by_stage, reduction_plans, borrowed, ties
+        )
 
     def _used_layout(self, layout: Layout, coordinate: int) -> Layout:
         """Return the layout in which a parameter is used by the devices of a coordinate."""
         return at_coordinate(self.options.used(layout), self.axis, coordinate)
 
     def _plan_param(self, path: str, x: Sharded, frozen: bool) -> ParamPlan:
-        trained, coordinate = self.options.backward and trainable(x) and not frozen, coordinate_of(x.layout, self.axis)
+        trained, coordinate = (
+            self.options.backward and trainable(x) and not frozen,
+            coordinate_of(x.layout, self.axis),
+        )
         assert coordinate is not None
-        leaf = plan_param(path, x, self.options.gradients if trained else None, self._used_layout(x.layout, coordinate))
+        leaf = plan_param(
+            path,
+            x,
+            self.options.gradients if trained else None,
+            self._used_layout(x.layout, coordinate),
+        )
         if coordinate_of(leaf.gradient, self.axis) != coordinate:
             raise LayoutError(
                 f"{self.options.caller}: gradients= gives that of {named(parts_of(path))} the layout {leaf.gradient.spec}, not "
@@ -205,7 +243,9 @@ class StagePlanner:
 
         def plan_in_stage(index: int) -> ParamPlan:
             shard, leaf = at_coordinate(layouts[index], self.axis, coordinate), leaves[index]
-            return leaf._replace(gather=plan_reshard(shard, self._used_layout(shard, coordinate), leaf.shape))
+            return leaf._replace(
+                gather=plan_reshard(shard, self._used_layout(shard, coordinate), leaf.shape)
+            )
 
         def tree(xs: list[Tensor]) -> PyTree:
             return unflatten(structure, [xs[position] for position in positions])
@@ -256,17 +296,30 @@ def shard_stages(
     >>> fs.typeof(params[1]["weight"]), [tuple(shard.shape) for shard in params[1]["weight"].shards]
     (f32[2, 4]{at:pipe=1}, [(0, 0), (0, 0), (2, 4), (2, 4)])
     """
-    trees = [dict(stage.named_parameters()) if isinstance(stage, nn.Module) else stage for stage in stages]
+    trees = [
+        dict(stage.named_parameters()) if isinstance(stage, nn.Module) else stage
+        for stage in stages
+    ]
     target: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
-    modules = all(isinstance(stage, nn.Module) for stage in stages)  # other tensors have no initializer
+    modules = all(
+        isinstance(stage, nn.Module) for stage in stages
+    )  # other tensors have no initializer
     put = put_equal if seed is None or not modules else reserved
     result = place_stages(trees, rules, **target, frozen=frozen, put=put, memory=memory)
     compare_inputs("shard_stages", mesh, samples_of(trees))
     seen: set[tuple[int, ...]] = set()
-    for stage, tree, sharded, is_local in zip(stages, trees, result, has_stages(**target), strict=True):
+    for stage, tree, sharded, is_local in zip(
+        stages, trees, result, has_stages(**target), strict=True
+    ):
         if isinstance(stage, nn.Module) and seed is not None and put is reserved and is_local:
             new = [name for name, x in tree.items() if key_of(x) not in seen]
-            draw(stage, seed, new, lambda name, x, sharded=sharded: fill(sharded[name], x), "shard_stages")
+            draw(
+                stage,
+                seed,
+                new,
+                lambda name, x, sharded=sharded: fill(sharded[name], x),
+                "shard_stages",
+            )
         seen |= {key_of(x) for x in flatten(tree)[0]}
     return result
 
@@ -284,9 +337,13 @@ def place_stages(
 ) -> list[PyTree]:
     """Place the parameters of stages on the devices that have them, each by `put`."""
     validate_schedule_fits("shard_stages", len(trees), mesh, schedule, axis)
-    layouts = layouts_of(trees, P() if rules is None else rules, mesh, frozen, "shard_stages", memory)
+    layouts = layouts_of(
+        trees, P() if rules is None else rules, mesh, frozen, "shard_stages", memory
+    )
     _validate_placement(trees, layouts, mesh, axis, schedule.placement)
-    coordinates = [x for x, tree in zip(schedule.placement, trees, strict=True) for _ in flatten(tree)[0]]
+    coordinates = [
+        x for x, tree in zip(schedule.placement, trees, strict=True) for _ in flatten(tree)[0]
+    ]
     leaves, structure = flatten([*trees])
     local = (at_coordinate(layout, axis, x) for layout, x in zip(layouts, coordinates, strict=True))
     return unflatten(structure, put_all(leaves, local, put))
@@ -295,16 +352,25 @@ def place_stages(
 def has_stages(mesh: Mesh, schedule: Schedule, axis: str) -> list[bool]:
     """Return, for each stage, True if the caller has tensors of it: meta tensors belong to none."""
     coordinates = (
-        {mesh.coordinates(device)[axis] for device in local_devices(mesh)} if mesh.runtime != "abstract" else set[int]()
+        {mesh.coordinates(device)[axis] for device in local_devices(mesh)}
+        if mesh.runtime != "abstract"
+        else set[int]()
     )
     return [coordinate in coordinates for coordinate in schedule.placement]
 
 
 def _validate_placement(
-    trees: Sequence[PyTree], layouts: Sequence[Layout], mesh: Mesh, axis: str, placement: Sequence[int]
+    trees: Sequence[PyTree],
+    layouts: Sequence[Layout],
+    mesh: Mesh,
+    axis: str,
+    placement: Sequence[int],
 ) -> None:
     """Raise naming the parameters whose rules contradict the placement of their stages."""
-    next_leaf, firsts = iter(zip(flatten_with_paths(trees)[0], layouts, strict=True)), dict[tuple[int, ...], int]()
+    next_leaf, firsts = (
+        iter(zip(flatten_with_paths(trees)[0], layouts, strict=True)),
+        dict[tuple[int, ...], int](),
+    )
     errors = list[str]()
     for tree, coordinate in zip(trees, placement, strict=True):
         for leaf in flatten(tree)[0]:
@@ -323,7 +389,9 @@ def _validate_placement(
         )
 
 
-def validate_schedule_fits(caller: str, stages: int, mesh: Mesh, schedule: Schedule, axis: str, *errors: str) -> None:
+def validate_schedule_fits(
+    caller: str, stages: int, mesh: Mesh, schedule: Schedule, axis: str, *errors: str
+) -> None:
     """Raise unless a schedule fits the stages and the mesh, naming all errors."""
     mesh.check_axes(axis, f"{caller}(axis=)")
     if not isinstance(schedule, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -333,7 +401,9 @@ def validate_schedule_fits(caller: str, stages: int, mesh: Mesh, schedule: Sched
         )
     all_errors = [*errors]
     if stages != schedule.stages:
-        all_errors.append(f"the schedule {schedule.name} has {schedule.stages} stages, {stages} are given")
+        all_errors.append(
+            f"the schedule {schedule.name} has {schedule.stages} stages, {stages} are given"
+        )
     if mesh.shape[axis] != schedule.devices:
         all_errors.append(
             f"the schedule {schedule.name} is for {schedule.devices} devices, axis {axis} has {mesh.shape[axis]}"
@@ -344,7 +414,9 @@ def validate_schedule_fits(caller: str, stages: int, mesh: Mesh, schedule: Sched
 
 def at_coordinate(layout: Layout, axis: str, coordinate: int) -> Layout:
     """Return a layout restricted to one coordinate of an axis."""
-    return layout.with_spec(layout.spec.replace(at={**dict(layout.spec.at), (axis,): coordinate}).shapeless)
+    return layout.with_spec(
+        layout.spec.replace(at={**dict(layout.spec.at), (axis,): coordinate}).shapeless
+    )
 
 
 def coordinate_of(layout: Layout, axis: str) -> int | None:

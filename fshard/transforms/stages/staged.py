@@ -37,7 +37,13 @@ from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.stages.buffers import StageWrites, stage_buffers, stage_of, with_buffers
 from fshard.transforms.stages.device import StageStep
 from fshard.transforms.stages.functions import Recompute, in_groups, stage_functions
-from fshard.transforms.stages.plan import StagePlan, StagePlanner, StageProgram, coordinate_of, validate_schedule_fits
+from fshard.transforms.stages.plan import (
+    StagePlan,
+    StagePlanner,
+    StageProgram,
+    coordinate_of,
+    validate_schedule_fits,
+)
 
 _SHARD_STAGES = "fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)"
 
@@ -60,9 +66,13 @@ def staged(
     **extras: Any,
 ) -> Staged:
     """Return the gradient of stages that run by a schedule; for its options see `train_step`."""
-    functions: list[Any] = [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
+    functions: list[Any] = (
+        [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
+    )
     errors = _argument_errors(functions, mesh, batch, axis, loss)
-    errors += wrong_options({**extras, "inputs": inputs, "dynamic": dynamic, "recompute": recompute})
+    errors += wrong_options(
+        {**extras, "inputs": inputs, "dynamic": dynamic, "recompute": recompute}
+    )
     errors += [f"the axis of the stages, {axis}, is local, but shards no parameter"] * (
         axis in as_axes(extras.get("local", ()))
     )
@@ -71,14 +81,23 @@ def staged(
     count, microbatches = len(functions), schedule.microbatches
     slices = prod(mesh.shape[name] for name in _sharded_axes(batch, mesh)) * microbatches
     options = StepOptions.of(
-        loss, {**extras, "slices": slices}, caller=caller, backward=backward, accumulate=microbatches, in_flight=count
+        loss,
+        {**extras, "slices": slices},
+        caller=caller,
+        backward=backward,
+        accumulate=microbatches,
+        in_flight=count,
     )
     if not backward:
-        schedule = schedule.with_rows([action for action in row if action.kind is Kind.F] for row in schedule.rows)
+        schedule = schedule.with_rows(
+            [action for action in row if action.kind is Kind.F] for row in schedule.rows
+        )
     if not any(action.kind in UNITS for row in schedule.rows for action in row):
         schedule = with_units(schedule, options.live_units)
     if not backward:
-        schedule = schedule.with_rows([a for a in row if a.kind is not Kind.REDUCE] for row in schedule.rows)
+        schedule = schedule.with_rows(
+            [a for a in row if a.kind is not Kind.REDUCE] for row in schedule.rows
+        )
     verify(schedule)
     route = Route(schedule, skips or {}, backward)
     if options.has_buffers:
@@ -86,10 +105,14 @@ def staged(
             functions, recompute = in_groups(functions, recompute), "never"
         functions = [with_buffers(stage, in_place=in_place) for stage in functions]
     called, _ = stage_functions(functions, recompute, microbatches=microbatches)
-    return Staged(options, mesh, batch, StageProgram(axis, called, inputs or first_of_two, route, dynamic))
+    return Staged(
+        options, mesh, batch, StageProgram(axis, called, inputs or first_of_two, route, dynamic)
+    )
 
 
-def _argument_errors(stages: Sequence[Any], mesh: Mesh, batch: PyTree, axis: str, loss: object) -> list[str]:
+def _argument_errors(
+    stages: Sequence[Any], mesh: Mesh, batch: PyTree, axis: str, loss: object
+) -> list[str]:
     """Return the errors of the arguments."""
     errors = [
         f"stage {number} is {type(stage).__name__}, which is not called"
@@ -97,9 +120,13 @@ def _argument_errors(stages: Sequence[Any], mesh: Mesh, batch: PyTree, axis: str
         if not callable(stage)
     ]
     if not callable(loss):
-        errors.append("the last stage returns no loss: give loss=, a function of its result and the microbatch")
+        errors.append(
+            "the last stage returns no loss: give loss=, a function of its result and the microbatch"
+        )
     if axis in _sharded_axes(batch, mesh):
-        errors.append(f"the batch is sharded along {axis}, the axis of the stages: all of them need the same samples")
+        errors.append(
+            f"the batch is sharded along {axis}, the axis of the stages: all of them need the same samples"
+        )
     return errors
 
 
@@ -110,7 +137,11 @@ def _sharded_axes(specs: PyTree, mesh: Mesh) -> list[str]:
 
 def first_of_two(microbatch: PyTree) -> PyTree:
     """Return the default input of the first stage: x of a pair (x, target), or the full microbatch."""
-    return microbatch[0] if isinstance(microbatch, tuple | list) and len(microbatch) == 2 else microbatch
+    return (
+        microbatch[0]
+        if isinstance(microbatch, tuple | list) and len(microbatch) == 2
+        else microbatch
+    )
 
 
 @dataclass(frozen=True)
@@ -119,7 +150,9 @@ class Staged(GradientFunction):
 
     program: StageProgram
 
-    def check_params(self, params: PyTree, leaves: Sequence[Any], structure: Structure, mesh: Mesh) -> None:
+    def check_params(
+        self, params: PyTree, leaves: Sequence[Any], structure: Structure, mesh: Mesh
+    ) -> None:
         """Raise unless there is a tree per stage, of parameters placed on the stage or on one it is tied to."""
         if mesh.runtime == "abstract" and ambient.representative is None:
             raise ValueError(
@@ -127,17 +160,25 @@ class Staged(GradientFunction):
                 "are unknown. Run them by fs.plan.cost, or on a virtual mesh."
             )
         if not isinstance(params, list | tuple) or len(params) != len(self.program.stages):
-            got = f"{len(params)} are given" if isinstance(params, list | tuple) else f"found {type(params).__name__}"
+            got = (
+                f"{len(params)} are given"
+                if isinstance(params, list | tuple)
+                else f"found {type(params).__name__}"
+            )
             raise ValueError(
                 f"{self.options.caller}: {len(self.program.stages)} stages have a list of as many trees of parameters; {got}."
             )
         if not leaves:
-            raise ValueError(f"{self.options.caller}: no stage has a parameter, so there is nothing to train.")
+            raise ValueError(
+                f"{self.options.caller}: no stage has a parameter, so there is nothing to train."
+            )
         validate_mesh(leaves, structure, mesh, self.options.caller, _SHARD_STAGES)
 
     def buffers_on(self, mesh: Mesh, buffers: PyTree) -> Buffers:
         """Return the given buffers of all stages on the mesh."""
-        return stage_buffers(self.options.caller, buffers, mesh, self.program.axis, self.program.route.placement)
+        return stage_buffers(
+            self.options.caller, buffers, mesh, self.program.axis, self.program.route.placement
+        )
 
     def plan(
         self,
@@ -153,21 +194,34 @@ class Staged(GradientFunction):
         for (path, x, _), number in zip(params, numbers, strict=True):
             coordinate = placement[stage_of(path)]
             if number not in numbers_so_far and coordinate_of(x.layout, axis) != coordinate:
-                errors.append(f"{named(parts_of(path))} has {x.spec}, its stage the coordinate {coordinate}")
+                errors.append(
+                    f"{named(parts_of(path))} has {x.spec}, its stage the coordinate {coordinate}"
+                )
             numbers_so_far.add(number)
         if errors:
             raise LayoutError(
                 f"{self.options.caller}: parameters must be on the devices of their stages, along {axis}: "
                 f"{'; '.join(errors)}. Put them there: {_SHARD_STAGES}."
             )
-        sum_axes = (*(name for name in mesh.axis_names if name in self.options.local and name not in axes), *axes)
-        return StagePlanner(self.options, self.program, mesh, sum_axes).plan(structure.children(), params, numbers)
+        sum_axes = (
+            *(name for name in mesh.axis_names if name in self.options.local and name not in axes),
+            *axes,
+        )
+        return StagePlanner(self.options, self.program, mesh, sum_axes).plan(
+            structure.children(), params, numbers
+        )
 
-    def device_step(self, plans: StagePlan, inputs: StepInputs, index: int, device: int) -> StageStep:
+    def device_step(
+        self, plans: StagePlan, inputs: StepInputs, index: int, device: int
+    ) -> StageStep:
         """Return the step of a device, the local one at `index`."""
         *_, batch, buffers, key, scale, site = inputs
-        writes = StageWrites(self.options.caller, buffers, index) if self.options.has_buffers else None
-        return StageStep(plans, inputs.shards(index), device, writes, site, batch, index, key, scale)
+        writes = (
+            StageWrites(self.options.caller, buffers, index) if self.options.has_buffers else None
+        )
+        return StageStep(
+            plans, inputs.shards(index), device, writes, site, batch, index, key, scale
+        )
 
     def failed(self, mesh: Mesh, steps: Mapping[int, StageStep], error: BaseException) -> None:
         """Forget the plans: some devices may have cached message forms that others have not."""

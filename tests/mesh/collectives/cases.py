@@ -81,7 +81,9 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype, *seeds: int) -> Tensor:
     """Return random values: the same for the same seeds, in whatever process."""
     generator = torch.Generator().manual_seed(hash(seeds) % 2**63)
     if kind(dtype) in "bi":
-        return torch.randint(0, 2 if dtype == torch.bool else 100, shape, generator=generator).to(dtype)
+        return torch.randint(0, 2 if dtype == torch.bool else 100, shape, generator=generator).to(
+            dtype
+        )
     wide = torch.complex128 if dtype.is_complex else torch.float64
     return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
 
@@ -92,9 +94,17 @@ def _in_format(x: Tensor, form: Form) -> Tensor:
         case "strided":
             return x.clone() if x.ndim < 2 else x.transpose(0, -1).contiguous().transpose(0, -1)
         case "conjugate":
-            return x.conj().resolve_conj().conj() if x.is_complex() else torch.complex(x, -x).conj().imag
+            return (
+                x.conj().resolve_conj().conj()
+                if x.is_complex()
+                else torch.complex(x, -x).conj().imag
+            )
         case "slice":
-            return torch.cat([x, x]).narrow(0, x.shape[0], x.shape[0]) if x.ndim else torch.stack([x, x])[1]
+            return (
+                torch.cat([x, x]).narrow(0, x.shape[0], x.shape[0])
+                if x.ndim
+                else torch.stack([x, x])[1]
+            )
         case "expanded" | "plain":
             return x
 
@@ -126,11 +136,17 @@ def routes(n: int) -> list[Options]:
 def two_dims(n: int) -> list[Options]:
     """Take one dim to split and one to concatenate along."""
     pairs = [(0, 1), (1, 0), (-1, 0)]
-    return [{"split_dim": 0}, {"split_dim": 1}, *({"split_dim": split, "concat_dim": join} for split, join in pairs)]
+    return [
+        {"split_dim": 0},
+        {"split_dim": 1},
+        *({"split_dim": split, "concat_dim": join} for split, join in pairs),
+    ]
 
 
 OPTIONS: dict[str, Callable[[int], list[Options]]] = {
-    "all_gather": lambda n: [{"dim": dim, "to": to} for dim in (0, -1) for to in ("varying", "replicated")],
+    "all_gather": lambda n: [
+        {"dim": dim, "to": to} for dim in (0, -1) for to in ("varying", "replicated")
+    ],
     "psum_scatter": lambda n: [{"dim": dim} for dim in (0, 1, -1)],
     "all_to_all": two_dims,
     "ppermute": lambda n: [*routes(n), {"perm": ()}, {"perm": tuple((i, i) for i in range(n))}],
@@ -151,8 +167,12 @@ def options_of(collective: str, n: int) -> list[Options]:
 def axes_choices(mesh: fs.Mesh) -> list[tuple[str, ...]]:
     """Return every axis, and every choice of several: in the mesh's order, and in the opposite one."""
     names = mesh.axis_names
-    several = [chosen for count in range(2, len(names) + 1) for chosen in combinations(names, count)]
-    return [(name,) for name in names] + [order for chosen in several for order in (chosen, chosen[::-1])]
+    several = [
+        chosen for count in range(2, len(names) + 1) for chosen in combinations(names, count)
+    ]
+    return [(name,) for name in names] + [
+        order for chosen in several for order in (chosen, chosen[::-1])
+    ]
 
 
 def all_cases(mesh: fs.Mesh, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
@@ -219,4 +239,6 @@ def drawn_cases(draw: st.DrawFn, mesh: fs.Mesh, name: str | None = None) -> Case
     forms = st.sampled_from(["plain", "strided", "slice"])
     operands = draw(st.lists(st.builds(Operand, dtypes, sizes, forms), min_size=1, max_size=5))
     mode: CallMode = draw(st.sampled_from(get_args(CallMode)))
-    return Case(name, axes, tuple(operands), tuple(options.items()), mode, draw(st.integers(0, 2**31)))
+    return Case(
+        name, axes, tuple(operands), tuple(options.items()), mode, draw(st.integers(0, 2**31))
+    )

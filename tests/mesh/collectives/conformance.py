@@ -26,7 +26,9 @@ def group_of(mesh, device, axes):
     """Return the devices that `device` meets along `axes`, in their order: major to minor, as the axes are named."""
     names, grid = list(mesh.shape), torch.arange(mesh.size).reshape(tuple(mesh.shape.values()))
     coordinates = (grid == device).nonzero()[0].tolist()
-    group = grid[tuple(slice(None) if name in axes else coordinates[dim] for dim, name in enumerate(names))]
+    group = grid[
+        tuple(slice(None) if name in axes else coordinates[dim] for dim, name in enumerate(names))
+    ]
     group_names = [name for name in names if name in axes]
     return group.permute([group_names.index(name) for name in axes]).flatten().tolist()
 
@@ -102,8 +104,14 @@ def _send_recv(tree, axis, is_started, *, perm):
     origins = [origin for origin, to in perm if to == index]
     if not origins:  # zeros that autograd takes for a function of x
         no = torch.zeros((), dtype=torch.bool)
-        return [torch.where(no.to(x.device), x, torch.zeros_like(x)) for x in optree.tree_leaves(tree)], tokens
-    received = fs.recv.start(tree, axis, origins[0]).wait() if is_started else fs.recv(tree, axis, origins[0])
+        return [
+            torch.where(no.to(x.device), x, torch.zeros_like(x)) for x in optree.tree_leaves(tree)
+        ], tokens
+    received = (
+        fs.recv.start(tree, axis, origins[0]).wait()
+        if is_started
+        else fs.recv(tree, axis, origins[0])
+    )
     return optree.tree_leaves(received), tokens
 
 
@@ -130,17 +138,24 @@ def _check(mesh, case, outcomes):
     expected = {}
     adds_here = mesh.runtime != "process" or mesh.device_type == "cpu"
     exact, exact_backward = (adds_here or not has_sums for has_sums in case.oracle.sums)
-    exact_backward = exact_backward and case.collective not in ("pmax", "pmin")  # a cotangent is divided
+    exact_backward = exact_backward and case.collective not in (
+        "pmax",
+        "pmin",
+    )  # a cotangent is divided
     for device, outcome in outcomes.items():
         if device not in expected:
             members = group_of(mesh, device, case.axes)
-            expected |= dict(zip(members, expect(case, members, mesh.runtime == "abstract"), strict=True))
+            expected |= dict(
+                zip(members, expect(case, members, mesh.runtime == "abstract"), strict=True)
+            )
         want = expected[device]
         assert outcome[2:] == want[2:], f"{case}, device {device}: bytes and calls"
         for xs, ys, bits in (outcome[0], want[0], exact), (outcome[1], want[1], exact_backward):
             assert len(xs) == len(ys), f"{case}, device {device}"
             for number, (x, y) in enumerate(zip(xs, ys, strict=True)):
-                assert _is_same(x, y, bits), f"{case}, device {device}, tensor {number}: {x} instead of {y}"
+                assert _is_same(x, y, bits), (
+                    f"{case}, device {device}, tensor {number}: {x} instead of {y}"
+                )
 
 
 def expect(case: Case, members, is_abstract):
@@ -151,20 +166,34 @@ def expect(case: Case, members, is_abstract):
         xs = [operand(case, number, device) for device in members]
         results.append(oracle.forward(xs, **options))
         if is_differentiable(xs[0]):
-            gs = [cotangent(case, number, device, y) for device, y in zip(members, results[-1], strict=True)]
+            gs = [
+                cotangent(case, number, device, y)
+                for device, y in zip(members, results[-1], strict=True)
+            ]
             gradients.append(oracle.backward(gs, xs, **options))
-    dtypes = [torch.int64 if oracle.counts and x.dtype == torch.bool else x.dtype for x in case.operands]
-    size = sum(prod(x.shape) * dtype.itemsize for x, dtype in zip(case.operands, dtypes, strict=True))
+    dtypes = [
+        torch.int64 if oracle.counts and x.dtype == torch.bool else x.dtype for x in case.operands
+    ]
+    size = sum(
+        prod(x.shape) * dtype.itemsize for x, dtype in zip(case.operands, dtypes, strict=True)
+    )
     sent = [oracle.sent(size, index, n, **options) for index in range(n)]
     calls = [len({*dtypes})] * n  # one for all tensors of a dtype
     if case.collective == "send_recv":
-        calls = [calls[0] * sum(origin == index for origin, _ in options["perm"]) for index in range(n)]
+        calls = [
+            calls[0] * sum(origin == index for origin, _ in options["perm"]) for index in range(n)
+        ]
     elif is_abstract:
         sent = [max(sent)] * n  # one device represents all
     if case.collective == "pvary":
         calls = [0] * n
     return [
-        CaseOutcome([ys[index] for ys in results], [gs[index] for gs in gradients], sent[index], calls[index])
+        CaseOutcome(
+            [ys[index] for ys in results],
+            [gs[index] for gs in gradients],
+            sent[index],
+            calls[index],
+        )
         for index in range(n)
     ]
 
@@ -176,7 +205,9 @@ def _is_same(x, y, bits):
     if bits or not is_differentiable(x):
         return torch.equal(_as_bits(x.cpu()), _as_bits(y))
     eps, wide = torch.finfo(x.dtype).eps, torch.complex128 if x.is_complex() else torch.float64
-    return torch.allclose(x.cpu().to(wide), y.to(wide), rtol=16 * eps, atol=16 * eps, equal_nan=True)
+    return torch.allclose(
+        x.cpu().to(wide), y.to(wide), rtol=16 * eps, atol=16 * eps, equal_nan=True
+    )
 
 
 def _as_bits(x):

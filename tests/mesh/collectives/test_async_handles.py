@@ -34,13 +34,20 @@ def wait_in_many_orders(n):
         expected = [collective(x, "d", **options) for collective, x, options in calls]
         for turn in range(12):
             handles = [collective.start(x, "d", **options) for collective, x, options in calls]
-            order = torch.randperm(len(handles), generator=torch.Generator().manual_seed(turn + index))
+            order = torch.randperm(
+                len(handles), generator=torch.Generator().manual_seed(turn + index)
+            )
             assert all(torch.equal(handles[number].wait(), expected[number]) for number in order)
             assert handles[0].wait() is handles[0].wait()
         x = x[:12].div(6).requires_grad_()
         losses = [
-            sum((collective(x * x, "d", **options) ** 2).mean() for collective, _, options in calls),
-            sum((collective.start(x * x, "d", **options).wait() ** 2).mean() for collective, _, options in calls),
+            sum(
+                (collective(x * x, "d", **options) ** 2).mean() for collective, _, options in calls
+            ),
+            sum(
+                (collective.start(x * x, "d", **options).wait() ** 2).mean()
+                for collective, _, options in calls
+            ),
         ]
         gradients = [torch.autograd.grad(loss, x, create_graph=True)[0] for loss in losses]
         torch.testing.assert_close(*gradients)
@@ -52,7 +59,9 @@ def wait_in_many_orders(n):
 
 def test_handles_waited_in_any_order_are_exact(two, four):
     runs = (
-        [wait_in_many_orders(n) for n in (1, 2, 3)] + two.run(wait_in_many_orders, 2) + four.run(wait_in_many_orders, 4)
+        [wait_in_many_orders(n) for n in (1, 2, 3)]
+        + two.run(wait_in_many_orders, 2)
+        + four.run(wait_in_many_orders, 4)
     )
     assert all(map(all, runs))
 
@@ -85,7 +94,9 @@ def wait_in_vain():
             time.sleep(2.5)
             return "came too late"
         handle = fs.psum.start(torch.ones(5_000_000), "d")
-        fs.all_gather.start(torch.ones(3), "d")  # something else: from now on a helper carries the sum on
+        fs.all_gather.start(
+            torch.ones(3), "d"
+        )  # something else: from now on a helper carries the sum on
         try:
             handle.wait()
         except fs.errors.CollectiveTimeoutError as error:
@@ -96,7 +107,11 @@ def wait_in_vain():
 
 def test_helper_error_is_raised_at_wait():
     text, _ = run_processes(wait_in_vain, 2, environment={"FSHARD_DIRECT": "0"}, timeout=60)
-    assert "psum of float32[5000000]" in text and "test_async_handles.py" in text and "within 1 s" in text
+    assert (
+        "psum of float32[5000000]" in text
+        and "test_async_handles.py" in text
+        and "within 1 s" in text
+    )
 
 
 def wait_for_the_first_of_two():

@@ -51,7 +51,13 @@ def test_conformance_in_one_process(runtime, shape, step):
 
 @pytest.mark.parametrize(
     ("shape", "step"),
-    [({"a": 2}, 1), ({"a": 1, "b": 2}, 3), ({"a": 4}, 2), ({"a": 2, "b": 2}, 3), ({"a": 2, "b": 1, "c": 2}, 7)],
+    [
+        ({"a": 2}, 1),
+        ({"a": 1, "b": 2}, 3),
+        ({"a": 4}, 2),
+        ({"a": 2, "b": 2}, 3),
+        ({"a": 2, "b": 1, "c": 2}, 7),
+    ],
     ids=str,
 )
 def test_conformance_on_processes(two, four, shape, step):
@@ -62,7 +68,9 @@ def test_conformance_on_processes(two, four, shape, step):
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_conformance_of_large_tensors_between_processes(link, two, four, n):
     """Over gloo on 4 processes by recursive halving and doubling."""
-    cases = [*large_cases(fs.make_mesh({"a": n}), 400_001)][::3]  # in a thorough run, too: they take long
+    cases = [*large_cases(fs.make_mesh({"a": n}), 400_001)][
+        ::3
+    ]  # in a thorough run, too: they take long
     if n == 3:
         counts = run_processes(suite, n, {"a": n}, cases, environment=link, timeout=300)
     else:
@@ -70,7 +78,15 @@ def test_conformance_of_large_tensors_between_processes(link, two, four, n):
     assert min(counts) > 10
 
 
-SHAPES = [{"a": 1}, {"a": 2}, {"a": 3}, {"a": 6}, {"a": 2, "b": 3}, {"a": 3, "b": 1}, {"a": 2, "b": 2, "c": 2}]
+SHAPES = [
+    {"a": 1},
+    {"a": 2},
+    {"a": 3},
+    {"a": 6},
+    {"a": 2, "b": 3},
+    {"a": 3, "b": 1},
+    {"a": 2, "b": 2, "c": 2},
+]
 
 
 @pytest.mark.timeout(900)
@@ -101,12 +117,21 @@ def program():
     with fs.ledger() as comm:
         h = fs.pvary(w, ("a", "b")).sin()
         h = fs.psum(h, "a") + fs.all_gather(h[:2], "b", dim=0)
-        h = fs.psum_scatter(fs.pvary({"x": h, "y": (h.bfloat16(), h)}, ("b", "a")), ("b", "a"), dim=0)["y"][1]
+        h = fs.psum_scatter(
+            fs.pvary({"x": h, "y": (h.bfloat16(), h)}, ("b", "a")), ("b", "a"), dim=0
+        )["y"][1]
         h = fs.ppermute(fs.all_to_all(h.repeat(2, 1), "a"), "b", [(0, 1)])
         h = fs.pmax(h, "a") * fs.pmean(h, ("a", "b")) + fs.broadcast(h, "b", source=1)
         torch.autograd.grad(h.sum(), w)
-    rows = comm.devices[min(comm.devices)] if len(comm.devices) == 1 else comm.devices[fs.axis_index(("a", "b"))]
-    return {(row.collective, row.axes, row.site.function): (entry.calls, entry.bytes) for row, entry in rows.items()}
+    rows = (
+        comm.devices[min(comm.devices)]
+        if len(comm.devices) == 1
+        else comm.devices[fs.axis_index(("a", "b"))]
+    )
+    return {
+        (row.collective, row.axes, row.site.function): (entry.calls, entry.bytes)
+        for row, entry in rows.items()
+    }
 
 
 def run_program(runtime):
@@ -117,11 +142,19 @@ def test_ledger_on_processes_equals_virtual_and_abstract(four):
     virtual, (abstract,) = run_program("virtual"), run_program("abstract")
     assert four.run(run_program, "process") == [[rows] for rows in virtual]
     assert abstract.keys() == virtual[0].keys()
-    for row, (calls, sent) in abstract.items():  # of each call it counts what the busiest device sends
+    for row, (
+        calls,
+        sent,
+    ) in abstract.items():  # of each call it counts what the busiest device sends
         busiest = max(rows[row][1] for rows in virtual)
         is_bound = row[0] in ("ppermute", "broadcast")
         assert calls == virtual[0][row][0] and (sent >= busiest if is_bound else sent == busiest)
-    assert {collective for collective, _, _ in virtual[0]} == set(ORACLES) - {"pvary", "pmean", "pmin", "send_recv"}
+    assert {collective for collective, _, _ in virtual[0]} == set(ORACLES) - {
+        "pvary",
+        "pmean",
+        "pmin",
+        "send_recv",
+    }
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ from fshard.testing.oracles import ORACLES
 from tests.mesh.collectives.cases import options_of
 
 # torch itself uses torch.jit.script in its first jvp
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 
 B, D = 12, 4  # batch, features: every mesh here divides both
 
@@ -63,7 +65,12 @@ def backward(loss, w, x, v):
 def checkpointed(reentrant):
     def kind(loss, w, x, v):
         w = w.detach().requires_grad_()
-        y = checkpoint(lambda w, x: checkpoint(loss, w, x, use_reentrant=reentrant), w, x, use_reentrant=reentrant)
+        y = checkpoint(
+            lambda w, x: checkpoint(loss, w, x, use_reentrant=reentrant),
+            w,
+            x,
+            use_reentrant=reentrant,
+        )
         y.backward()  # a reentrant one knows no autograd.grad
         return w.grad
 
@@ -96,16 +103,28 @@ KINDS = {
     "hessian": lambda loss, w, x, v: hessian(loss)(w, x),
     "hessian reverse over reverse": lambda loss, w, x, v: jacrev(jacrev(loss))(w, x),
     "hessian forward over forward": lambda loss, w, x, v: jacfwd(jacfwd(loss))(w, x),
-    "hvp forward over reverse": lambda loss, w, x, v: jvp(lambda w: grad(loss)(w, x), (w,), (v,))[1],
-    "hvp reverse over forward": lambda loss, w, x, v: grad(lambda w: jvp(lambda w: loss(w, x), (w,), (v,))[1])(w),
+    "hvp forward over reverse": lambda loss, w, x, v: jvp(lambda w: grad(loss)(w, x), (w,), (v,))[
+        1
+    ],
+    "hvp reverse over forward": lambda loss, w, x, v: grad(
+        lambda w: jvp(lambda w: loss(w, x), (w,), (v,))[1]
+    )(w),
     "grad of grad": lambda loss, w, x, v: grad(lambda w: (grad(loss)(w, x) * v).sum())(w),
-    "vmap over weights": lambda loss, w, x, v: vmap(lambda w: loss(w, x))(torch.stack([w, v, w + v])),
+    "vmap over weights": lambda loss, w, x, v: vmap(lambda w: loss(w, x))(
+        torch.stack([w, v, w + v])
+    ),
     "vmap of grad": lambda loss, w, x, v: vmap(lambda w: grad(loss)(w, x))(torch.stack([w, v])),
-    "grad of vmap": lambda loss, w, x, v: grad(lambda w: vmap(lambda s: loss(w * s, x))(torch.arange(3.0)).sum())(w),
+    "grad of vmap": lambda loss, w, x, v: grad(
+        lambda w: vmap(lambda s: loss(w * s, x))(torch.arange(3.0)).sum()
+    )(w),
     "gradients batched": batched_gradients,
-    "jacrev of jvp": lambda loss, w, x, v: jacrev(lambda w: jvp(lambda w: loss(w, x), (w,), (w**2,))[1])(w),
+    "jacrev of jvp": lambda loss, w, x, v: jacrev(
+        lambda w: jvp(lambda w: loss(w, x), (w,), (w**2,))[1]
+    )(w),
     "jacfwd of vmap": lambda loss, w, x, v: jacfwd(vmap(lambda w: loss(w, x)))(torch.stack([w, v])),
-    "hessian vectorized": lambda loss, w, x, v: functional.hessian(lambda w: loss(w, x), w.detach(), vectorize=True),
+    "hessian vectorized": lambda loss, w, x, v: functional.hessian(
+        lambda w: loss(w, x), w.detach(), vectorize=True
+    ),
     "hessian forward vectorized": lambda loss, w, x, v: functional.hessian(
         lambda w: loss(w, x), w.detach(), vectorize=True, outer_jacobian_strategy="forward-mode"
     ),
@@ -144,12 +163,16 @@ def in_run(kind, n):
 def in_shard_map(kind):
     specs = {"in_specs": (P(), P("data"), P()), "out_specs": P()}
     mesh = fs.make_mesh({"data": 2})
-    mapped = fs.shard_map(lambda w, x, v: KINDS[kind](data_parallel, w, x, v), mesh=mesh, **specs, check=True)
+    mapped = fs.shard_map(
+        lambda w, x, v: KINDS[kind](data_parallel, w, x, v), mesh=mesh, **specs, check=True
+    )
     return [fs.unshard(mapped(*data()[:3]))]
 
 
 def on_mesh(mesh):
-    mapped = fs.shard_map(data_parallel, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check=True)
+    mapped = fs.shard_map(
+        data_parallel, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check=True
+    )
     return lambda w, x: fs.unshard(mapped(w, x))
 
 
@@ -157,7 +180,11 @@ def of_shard_map(kind, **axes):
     return [KINDS[kind](on_mesh(fs.make_mesh(axes)), *data()[:3])]
 
 
-INSIDE = {"in run, 1": partial(in_run, n=1), "in run, 3": partial(in_run, n=3), "in shard_map": in_shard_map}
+INSIDE = {
+    "in run, 1": partial(in_run, n=1),
+    "in run, 3": partial(in_run, n=3),
+    "in shard_map": in_shard_map,
+}
 OUTSIDE = {
     "of shard_map, 1": partial(of_shard_map, data=1),
     "of shard_map, 3": partial(of_shard_map, data=3),
@@ -179,7 +206,9 @@ def test_derivative_equals_serial(kind, mode):
 def test_derivative_at_sharded_argument_equals_serial(kind):
     w, x, _, _ = data()
     loss = on_mesh(fs.make_mesh({"data": 3}))
-    derivatives = [KINDS[kind](lambda x, w, f=f: f(w, x), x, w, x.sin()) for f in (loss, serial_loss)]
+    derivatives = [
+        KINDS[kind](lambda x, w, f=f: f(w, x), x, w, x.sin()) for f in (loss, serial_loss)
+    ]
     close(*derivatives)
 
 
@@ -228,7 +257,9 @@ def reverse_mapped(f, x, dim):
 
 FORWARD = {
     "jacfwd": lambda f, x: jacfwd(f)(x),
-    "functional, dual": lambda f, x: functional.jacobian(f, x, vectorize=True, strategy="forward-mode"),
+    "functional, dual": lambda f, x: functional.jacobian(
+        f, x, vectorize=True, strategy="forward-mode"
+    ),
     **{f"vmap over dim {dim}": partial(forward_mapped, dim=dim) for dim in range(3)},
 }
 REVERSE = {
@@ -241,7 +272,9 @@ HESSIANS = {
     "hessian": lambda f, x: hessian(lambda x: (f(x) ** 3).sum())(x),
     "reverse over reverse": lambda f, x: jacrev(jacrev(lambda x: (f(x) ** 3).sum()))(x),
     "functional": lambda f, x: functional.hessian(lambda x: (f(x) ** 3).sum(), x),
-    "functional vectorized": lambda f, x: functional.hessian(lambda x: (f(x) ** 3).sum(), x, vectorize=True),
+    "functional vectorized": lambda f, x: functional.hessian(
+        lambda x: (f(x) ** 3).sum(), x, vectorize=True
+    ),
     "functional, dual": lambda f, x: functional.hessian(
         lambda x: (f(x) ** 3).sum(), x, vectorize=True, outer_jacobian_strategy="forward-mode"
     ),
@@ -249,7 +282,10 @@ HESSIANS = {
 
 
 def shards():
-    return [torch.arange(8.0, dtype=torch.float64).reshape(2, 4) * (1 - 3 * index) / 4 for index in range(2)]
+    return [
+        torch.arange(8.0, dtype=torch.float64).reshape(2, 4) * (1 - 3 * index) / 4
+        for index in range(2)
+    ]
 
 
 def jacobians_of(name, options, started, dual):
@@ -257,10 +293,15 @@ def jacobians_of(name, options, started, dual):
 
     def f(x):
         collective = getattr(fs, name)
-        return collective.start(x, "a", **options).wait() if started else collective(x, "a", **options)
+        return (
+            collective.start(x, "a", **options).wait() if started else collective(x, "a", **options)
+        )
 
     x, tables = shards()[fs.axis_index("a")], (FORWARD, REVERSE, HESSIANS)
-    return [{kind: of(f, x) for kind, of in table.items() if dual or "dual" not in kind} for table in tables]
+    return [
+        {kind: of(f, x) for kind, of in table.items() if dual or "dual" not in kind}
+        for table in tables
+    ]
 
 
 def jacobians_by_oracle(name, options):
@@ -269,7 +310,10 @@ def jacobians_by_oracle(name, options):
     ys = oracle.forward(xs, **options)
     forward = [oracle.forward([t, t], **options) for t in basis(xs[0], 0)]
     reverse = [oracle.backward([g, g], xs, **options) for g in basis(ys[0], 0)]
-    hessian = [oracle.backward([6 * y * dy for y, dy in zip(ys, dys, strict=True)], xs, **options) for dys in forward]
+    hessian = [
+        oracle.backward([6 * y * dy for y, dy in zip(ys, dys, strict=True)], xs, **options)
+        for dys in forward
+    ]
     return [
         [
             torch.stack([row[device] for row in forward], -1).unflatten(-1, xs[0].shape),
@@ -290,11 +334,18 @@ def run_jacobians(dual):
 
 def test_jacobians_and_hessians_of_every_collective(two):
     in_processes = zip(*two.run(run_jacobians, True), strict=True)
-    for (name, options), threads, processes in zip(LINEAR, run_jacobians(False), in_processes, strict=True):
+    for (name, options), threads, processes in zip(
+        LINEAR, run_jacobians(False), in_processes, strict=True
+    ):
         expected = jacobians_by_oracle(name, options)
-        for device, tables in [*enumerate(threads), *((rank, tables) for rank, (tables,) in enumerate(processes))]:
+        for device, tables in [
+            *enumerate(threads),
+            *((rank, tables) for rank, (tables,) in enumerate(processes)),
+        ]:
             for table, jacobian in zip(tables, expected[device], strict=True):
-                wrong = [kind for kind, result in table.items() if not torch.equal(result, jacobian)]
+                wrong = [
+                    kind for kind, result in table.items() if not torch.equal(result, jacobian)
+                ]
                 assert table and wrong == [], (name, options)
 
 
@@ -302,7 +353,11 @@ def extremes():
     """Compare derivatives of pmax and pmin with those of the maximum and minimum of all devices' tensors."""
     index, n = fs.axis_index("a"), fs.axis_size("a")
     xs = torch.randn(n, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    x, t, weight = xs[index], torch.ones_like(xs[0]), torch.arange(12.0, dtype=torch.float64).reshape(3, 4)
+    x, t, weight = (
+        xs[index],
+        torch.ones_like(xs[0]),
+        torch.arange(12.0, dtype=torch.float64).reshape(3, 4),
+    )
     for collective, extreme in ((fs.pmax, torch.amax), (fs.pmin, torch.amin)):
         f = lambda x, collective=collective: (collective(x, "a").exp() * weight).sum()  # noqa: E731
         serial = lambda xs, extreme=extreme: (extreme(xs, 0).exp() * weight).sum()  # noqa: E731
@@ -342,14 +397,22 @@ def test_gradients_at_local_shards():
     leaves = fs.Sharded(sharded.shape, sharded.layout, tuple(shards))
     w.requires_grad_()
     mapped = fs.shard_map(
-        lambda w, x: (x @ fs.pvary(w, "data")).tanh(), mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+        lambda w, x: (x @ fs.pvary(w, "data")).tanh(),
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
     )
-    gw, *gx = torch.autograd.grad(fs.unshard(mapped(w, leaves)).sum(), [w, *shards], create_graph=True)
+    gw, *gx = torch.autograd.grad(
+        fs.unshard(mapped(w, leaves)).sum(), [w, *shards], create_graph=True
+    )
     x.requires_grad_()
     expected = torch.autograd.grad((x @ w).tanh().sum(), [w, x], create_graph=True)
     close((gw, torch.cat(gx)), expected)
     seconds = torch.autograd.grad((gw**2).sum() + sum((g**2).sum() for g in gx), [w, *shards])
-    close((seconds[0], torch.cat(seconds[1:])), torch.autograd.grad(sum((g**2).sum() for g in expected), [w, x]))
+    close(
+        (seconds[0], torch.cat(seconds[1:])),
+        torch.autograd.grad(sum((g**2).sum() for g in expected), [w, x]),
+    )
 
 
 def test_backward_twice_through_retained_graph():
@@ -426,13 +489,17 @@ SPECS = {
     data=st.sampled_from([1, 2, 3]),
     model=st.sampled_from([1, 2, 3]),
     swapped=st.booleans(),
-    blocks=st.lists(st.sampled_from([("replicated",), ("columns", "rows")]), min_size=1, max_size=3),
+    blocks=st.lists(
+        st.sampled_from([("replicated",), ("columns", "rows")]), min_size=1, max_size=3
+    ),
     width=st.integers(1, 3),
     seed=st.integers(0, 2**20),
     mode=st.sampled_from(["inside", "outside", "outside func"]),
 )
 def test_gradients_equal_serial_program(data, model, swapped, blocks, width, seed, mode):
-    mesh = fs.make_mesh({"model": model, "data": data} if swapped else {"data": data, "model": model})
+    mesh = fs.make_mesh(
+        {"model": model, "data": data} if swapped else {"data": data, "model": model}
+    )
     generator, kinds, features = torch.Generator().manual_seed(seed), sum(blocks, ()), 6 * width
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     params = [(draw(features, features) / features**0.5, draw(features)) for _ in kinds]
@@ -443,7 +510,9 @@ def test_gradients_equal_serial_program(data, model, swapped, blocks, width, see
         return fs.pmean((mlp(fs.pvary(params, "data"), x, kinds) ** 2).mean(), "data")
 
     if mode == "inside":
-        step = fs.shard_map(grad(loss), mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check=True)
+        step = fs.shard_map(
+            grad(loss), mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check=True
+        )
         close([tuple(map(fs.unshard, pair)) for pair in step(params, x)], expected)
         return
     mapped = fs.shard_map(loss, mesh=mesh, in_specs=(specs, P("data")), out_specs=P(), check=True)

@@ -76,7 +76,9 @@ def test_wrong_call_raises_and_names_the_argument(call, text):
 @pytest.mark.parametrize("name", [name for name in ORACLES if name != "send_recv"])
 def test_collective_outside_shard_map_raises(name):
     options = {"perm": [(0, 0)]} if name == "ppermute" else {}
-    with pytest.raises(fs.errors.ScopeError, match=f"fs.{name} was called outside shard_map and run"):
+    with pytest.raises(
+        fs.errors.ScopeError, match=f"fs.{name} was called outside shard_map and run"
+    ):
         getattr(fs, name)(X, "a", **options)
 
 
@@ -84,5 +86,7 @@ def test_collective_outside_shard_map_raises(name):
 def test_help_shows_the_signature(function):
     text = pydoc.render_doc(function, renderer=pydoc.plaintext)
     names = list(inspect.signature(function).parameters)
-    assert inspect.isfunction(function) and all(name in text.splitlines()[2] for name in names), text
+    assert inspect.isfunction(function) and all(name in text.splitlines()[2] for name in names), (
+        text
+    )
     assert "wait" not in names and "Handle" in str(inspect.signature(function.start))

@@ -7,7 +7,9 @@ from torch.func import grad, jvp
 import fshard as fs
 from fshard import P
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 
 
 def ring_sum(x):
@@ -21,7 +23,9 @@ def ring_sum(x):
 
 
 def mapped(f, **options):
-    return fs.shard_map(f, mesh=fs.make_mesh({"data": 4}), in_specs=P("data"), out_specs=P(), **options)
+    return fs.shard_map(
+        f, mesh=fs.make_mesh({"data": 4}), in_specs=P("data"), out_specs=P(), **options
+    )
 
 
 X = torch.arange(8.0)  # integers: a ring adds in another order on each device

@@ -33,7 +33,11 @@ def run(n, function):
 @given(drawn(), st.sampled_from(["row", "matrix", "tensor"]))
 def test_rows_are_those_of_lists(problem, kind):
     counts, xs = problem
-    argument = {"row": lambda i: counts[i], "matrix": lambda i: counts, "tensor": lambda i: torch.tensor(counts)}[kind]
+    argument = {
+        "row": lambda i: counts[i],
+        "matrix": lambda i: counts,
+        "tensor": lambda i: torch.tensor(counts),
+    }[kind]
     with fs.ledger() as comm:
         results = run(len(xs), lambda i: fs.all_to_all(xs[i], "d", counts=argument(i)))
     assert all(map(torch.equal, results, exchanged(xs, counts)))
@@ -43,7 +47,9 @@ def test_rows_are_those_of_lists(problem, kind):
     assert [comm.bytes(i) - gathered for i in range(len(xs))] == sent
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's, at its first jvp
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)  # torch's, at its first jvp
 @given(drawn(most=3))
 def test_derivatives_are_those_of_lists(problem):
     """Backward, a second backward through it, and forward mode: of sums of squares."""
@@ -57,7 +63,9 @@ def test_derivatives_are_those_of_lists(problem):
         y = fs.all_to_all(x, "d", counts=counts)
         (g,) = torch.autograd.grad((weights[i] * y**3).sum(), x, create_graph=True)
         (h,) = torch.autograd.grad((g * g).sum(), x)
-        _, tangent = torch.func.jvp(lambda x: fs.all_to_all(x, "d", counts=counts), (xs[i],), (2 * xs[i],))
+        _, tangent = torch.func.jvp(
+            lambda x: fs.all_to_all(x, "d", counts=counts), (xs[i],), (2 * xs[i],)
+        )
         return g.detach(), h, tangent
 
     leaves = [x.clone().requires_grad_() for x in xs]
@@ -73,9 +81,17 @@ def test_vmap_and_trees_and_start():
     counts = [[1, 2], [3, 0]]
     xs = [torch.randn(5, 3, 2), torch.randn(5, 3, 2)]  # 5 samples of 3 rows
     mapped = run(2, lambda i: torch.vmap(lambda x: fs.all_to_all(x, "d", counts=counts))(xs[i]))
-    tree = run(2, lambda i: fs.all_to_all.start({"a": xs[i][0], "b": xs[i][1, :, 0]}, "d", counts=counts).wait())
+    tree = run(
+        2,
+        lambda i: fs.all_to_all.start(
+            {"a": xs[i][0], "b": xs[i][1, :, 0]}, "d", counts=counts
+        ).wait(),
+    )
     rows = [([y[sample] for y in mapped], [x[sample] for x in xs]) for sample in range(5)]
-    rows += [([y["a"] for y in tree], [x[0] for x in xs]), ([y["b"] for y in tree], [x[1, :, 0] for x in xs])]
+    rows += [
+        ([y["a"] for y in tree], [x[0] for x in xs]),
+        ([y["b"] for y in tree], [x[1, :, 0] for x in xs]),
+    ]
     for results, arguments in rows:
         assert all(map(torch.equal, results, exchanged(arguments, counts)))
 
@@ -92,7 +108,10 @@ def test_along_one_axis_of_two():
 def test_expected_rows_on_an_abstract_mesh():
     mesh = fs.make_mesh({"d": 4}, runtime="abstract")
     with fs.ledger() as comm, fs.memory.limit() as used:
-        (y,) = fs.run(lambda: fs.all_to_all(torch.empty(8, 5, device="meta"), "d", counts=[2, 2, 2, 2]), mesh=mesh)
+        (y,) = fs.run(
+            lambda: fs.all_to_all(torch.empty(8, 5, device="meta"), "d", counts=[2, 2, 2, 2]),
+            mesh=mesh,
+        )
     assert y.shape == (8, 5) and comm.bytes() == 6 * 20 and used.peak() >= 8 * 20
 
 
@@ -119,4 +138,9 @@ def test_processes_exchange_the_same_rows(two):
 
 def test_matrices_that_differ_between_devices_raise():
     with pytest.raises(fs.errors.MismatchError, match="all_to_all"):
-        run(2, lambda i: fs.all_to_all(torch.ones(2), "d", counts=[[1, 1], [1, 1]] if i else [[2, 0], [1, 1]]))
+        run(
+            2,
+            lambda i: fs.all_to_all(
+                torch.ones(2), "d", counts=[[1, 1], [1, 1]] if i else [[2, 0], [1, 1]]
+            ),
+        )

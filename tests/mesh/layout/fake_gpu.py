@@ -20,14 +20,22 @@ class FakeGpu:
         self.log, self.host, self.current = [], {}, "compute"
         self._queue, self._started, self._copy = deque(), 0, Tensor.copy_
         host_like = host_copies.host_like
-        monkeypatch.setattr(Tensor, "copy_", lambda x, source, non_blocking=False: self.copy(x, source, non_blocking))
+        monkeypatch.setattr(
+            Tensor,
+            "copy_",
+            lambda x, source, non_blocking=False: self.copy(x, source, non_blocking),
+        )
         monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: None)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(self, "copies"))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(self, self.current))
+        monkeypatch.setattr(
+            torch.cuda, "current_stream", lambda device: FakeStream(self, self.current)
+        )
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
         for module in (host_copies, *modules):
             monkeypatch.setattr(module, "is_on_host", lambda x: memory(x) in self.host)
-            monkeypatch.setattr(module, "host_like", lambda x: self.on_host(host_like(x)), raising=False)
+            monkeypatch.setattr(
+                module, "host_like", lambda x: self.on_host(host_like(x)), raising=False
+            )
 
     def on_host(self, x):
         self.host[memory(x)] = x  # held: no other memory gets its name

@@ -36,7 +36,11 @@ def test_mesh_compared_and_hashed_by_value():
         MESH["model", "data"],
     ):
         assert other != MESH
-    assert (MESH.size, MESH.axis_names, dict(MESH.shape)) == (8, ("data", "model"), {"data": 4, "model": 2})
+    assert (MESH.size, MESH.axis_names, dict(MESH.shape)) == (
+        8,
+        ("data", "model"),
+        {"data": 4, "model": 2},
+    )
     assert fs.make_mesh([2], names=["data"], runtime="abstract").shape == {"data": 2}
     assert str(fs.make_mesh({"data": np.int64(2)})) == "Mesh(data=2; virtual, cpu)"
     assert MESH["data", "model"] is MESH and MESH["data"]["data"] == MESH["data"]
@@ -49,7 +53,12 @@ def test_mesh_compared_and_hashed_by_value():
 def test_mesh_indexed_by_axes_keeps_parent():
     mesh = fs.make_mesh({"pipe": 2, "data": 3, "model": 4})
     row = mesh["data"]
-    assert (row.size, row.axis_names, dict(row.strides), row.root_size) == (3, ("data",), {"data": 4}, 24)
+    assert (row.size, row.axis_names, dict(row.strides), row.root_size) == (
+        3,
+        ("data",),
+        {"data": 4},
+        24,
+    )
     plane = mesh["model", "pipe"]
     assert (plane.axis_names, dict(plane.strides)) == (("model", "pipe"), {"model": 1, "pipe": 12})
     assert plane["pipe"] == mesh["pipe"]
@@ -58,7 +67,9 @@ def test_mesh_indexed_by_axes_keeps_parent():
 
 def test_device_numbers_are_row_major():
     coordinates = [MESH.coordinates(device) for device in range(8)]
-    assert coordinates == [{"data": data, "model": model} for data in range(4) for model in range(2)]
+    assert coordinates == [
+        {"data": data, "model": model} for data in range(4) for model in range(2)
+    ]
     assert [*map(MESH.index, coordinates)] == [*range(8)]
 
 
@@ -67,7 +78,9 @@ def test_spec_is_hashable_leaf():
     assert P("data") != P(None, "data")
     assert P(unreduced=("b", "a")) == P(unreduced=("a", "b"))
     assert not isinstance(P("data"), tuple)
-    assert repr(P(("a", "b"), None, "c", unreduced="d")) == 'P(("a", "b"), None, "c", unreduced="d")'
+    assert (
+        repr(P(("a", "b"), None, "c", unreduced="d")) == 'P(("a", "b"), None, "c", unreduced="d")'
+    )
     assert repr(P.flat("a", "b", shape=(3, 5))) == 'P.flat("a", "b", shape=(3, 5))'
     assert P(("a", "b"), None, "c").dims(4) == (("a", "b"), (), ("c",), ())
 
@@ -92,10 +105,23 @@ NO_VALUES = "a meta tensor (shape (4,)) has no values to lay on Mesh"
 LIST = 'make_mesh: axes must be names with sizes, {"data": 4, "model": 2}; got'
 TWICE = "names an axis more than once: "
 WRONG = [  # the call, the errors of which one is raised, and what the message must say
-    (lambda: fs.make_mesh({"data": 0}), "MeshError", "axis 'data' has size 0: a size must be an integer >= 1"),
-    (lambda: fs.make_mesh({"data": -2, "model": 2.0}), "MeshError", "'data' has size -2: ", "'model' has size 2.0"),
+    (
+        lambda: fs.make_mesh({"data": 0}),
+        "MeshError",
+        "axis 'data' has size 0: a size must be an integer >= 1",
+    ),
+    (
+        lambda: fs.make_mesh({"data": -2, "model": 2.0}),
+        "MeshError",
+        "'data' has size -2: ",
+        "'model' has size 2.0",
+    ),
     (lambda: fs.make_mesh({"data": True}), "MeshError", "axis 'data' has size True"),
-    (lambda: fs.make_mesh([("data", 2), ("data", 4)]), "MeshError", 'axis "data" is named more than once'),
+    (
+        lambda: fs.make_mesh([("data", 2), ("data", 4)]),
+        "MeshError",
+        'axis "data" is named more than once',
+    ),
     (lambda: fs.make_mesh({}), "MeshError", "it has no axis"),
     (lambda: fs.make_mesh({"": 2}), "MeshError", "axis name '' is not a name like"),
     (lambda: fs.make_mesh(["a", "b"]), "MeshError", f"{LIST} ['a', 'b']."),
@@ -105,11 +131,23 @@ WRONG = [  # the call, the errors of which one is raised, and what the message m
     (lambda: fs.make_mesh({"data": 4}, ("data",)), "MeshError", NAMED),
     (lambda: fs.make_mesh(4, "d"), "MeshError", NAMED),
     (lambda: fs.make_mesh((4,), 5), "MeshError", NAMED),
-    (lambda: fs.make_mesh({"a": 2}, runtime="imaginary"), "MeshError", '"imaginary" is none of "virtual", "process"'),
-    (lambda: fs.make_mesh({"a": 2}, runtime="abstract", device="cuda"), "MeshError", "an abstract mesh has no device"),
+    (
+        lambda: fs.make_mesh({"a": 2}, runtime="imaginary"),
+        "MeshError",
+        '"imaginary" is none of "virtual", "process"',
+    ),
+    (
+        lambda: fs.make_mesh({"a": 2}, runtime="abstract", device="cuda"),
+        "MeshError",
+        "an abstract mesh has no device",
+    ),
     (lambda: fs.make_mesh({"a": 2}, device="tpu"), "MeshError", "device='tpu' is neither"),
     (lambda: fs.make_mesh({"a": 2}, timeout=3.0), "MeshError", "timeout=3.0 has no meaning"),
-    (lambda: fs.make_mesh({"data": 4})["model", "x"], "MeshError", 'has no axis "model", "x". Its axes are "data"'),
+    (
+        lambda: fs.make_mesh({"data": 4})["model", "x"],
+        "MeshError",
+        'has no axis "model", "x". Its axes are "data"',
+    ),
     (lambda: fs.Layout(LINE, P("model")), "MeshError", 'has no axis "model"'),
     (lambda: P("a", "a"), "LayoutError", f"{TWICE}a"),
     (lambda: P(("a", "b"), "b"), "LayoutError", f"{TWICE}b"),
@@ -123,7 +161,11 @@ WRONG = [  # the call, the errors of which one is raised, and what the message m
     (lambda: P.flat(("data",)), "TypeError", "Write P.flat(*axes)"),
     (lambda: P.flat(), "ValueError", "names no axis"),
     (lambda: P.flat("data", shape=4), "TypeError", "shape must be a tuple of integers; got 4."),
-    (lambda: P(at={"data": 0}, shape=("four",)), "TypeError", "shape must be a tuple of integers; got ('four',)."),
+    (
+        lambda: P(at={"data": 0}, shape=("four",)),
+        "TypeError",
+        "shape must be a tuple of integers; got ('four',).",
+    ),
     (lambda: P(at={"data": True}), "ValueError", "True"),
     (lambda: fs.typeof(3), "TypeError", "must be a Sharded or a dense tensor; got int"),
     (
@@ -132,18 +174,30 @@ WRONG = [  # the call, the errors of which one is raised, and what the message m
         "got Layout. Give the tensor or shape: fs.visualize((8, 6)",
     ),
     (lambda: fs.device_put(META, fs.Layout(LINE, P("data"))), "LayoutError", NO_VALUES),
-    (lambda: fs.from_local(lambda data: META, fs.Layout(LINE, P("data"))), "LayoutError", NO_VALUES),
-    (lambda: fs.shard_map(abs, mesh=LINE, in_specs=P("data"), out_specs=P("data"))(META), "LayoutError", NO_VALUES),
+    (
+        lambda: fs.from_local(lambda data: META, fs.Layout(LINE, P("data"))),
+        "LayoutError",
+        NO_VALUES,
+    ),
+    (
+        lambda: fs.shard_map(abs, mesh=LINE, in_specs=P("data"), out_specs=P("data"))(META),
+        "LayoutError",
+        NO_VALUES,
+    ),
 ]
 if not torch.cuda.is_available():
     WRONG.append((lambda: fs.make_mesh({"data": 2}, device="cuda"), "MeshError", "torch sees none"))
 
 
-@pytest.mark.parametrize(("call", "error", "texts"), [(call, error, texts) for call, error, *texts in WRONG])
+@pytest.mark.parametrize(
+    ("call", "error", "texts"), [(call, error, texts) for call, error, *texts in WRONG]
+)
 def test_what_cannot_be_raises(call, error, texts):
     with pytest.raises((fs.errors.FshardError, TypeError, ValueError)) as raised:
         call()
-    assert type(raised.value).__name__ == error and all(text in str(raised.value) for text in texts), raised.value
+    assert type(raised.value).__name__ == error and all(
+        text in str(raised.value) for text in texts
+    ), raised.value
 
 
 def test_version_matches_package_metadata():
@@ -166,7 +220,9 @@ def test_ravel_is_inverse_of_unravel(axes, seed):
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_flat_ranges_cover_every_element_in_order(total, parts):
     ranges = [arithmetic.flat_range(total, parts, index) for index in range(parts)]
-    assert [element for start, stop in ranges for element in range(start, stop)] == list(range(total))
+    assert [element for start, stop in ranges for element in range(start, stop)] == list(
+        range(total)
+    )
     lengths = [stop - start for start, stop in ranges]
     assert lengths == sorted(lengths, reverse=True)
 
@@ -175,7 +231,9 @@ def test_flat_ranges_cover_every_element_in_order(total, parts):
 def test_spec_blocks_cover_every_element_once(order, first, times):
     axes = {"a": 2, "b": 3, "c": 2}
     dims = (tuple(order[:first]), tuple(order[first:]))
-    shape = tuple(times * torch.tensor([axes[axis] for axis in names] or [1]).prod().item() for names in dims)
+    shape = tuple(
+        times * torch.tensor([axes[axis] for axis in names] or [1]).prod().item() for names in dims
+    )
     covered = torch.zeros(shape)
     for device in range(12):
         coordinates = dict(zip(axes, arithmetic.unravel(device, list(axes.values())), strict=True))
@@ -188,7 +246,9 @@ def test_spec_blocks_cover_every_element_once(order, first, times):
 
 def test_in_memory_tensor_of_another_gpu_moves_to_this_process():
     """`to("cuda")` moves to the process's GPU and compares the index: a tensor of cuda:0 may not stay on rank 3."""
-    x = SimpleNamespace(device=torch.device("cuda", 0), is_meta=False, to=lambda target: ("moved", target))
+    x = SimpleNamespace(
+        device=torch.device("cuda", 0), is_meta=False, to=lambda target: ("moved", target)
+    )
     assert in_memory(x, SimpleNamespace(device_type="cuda"), "device") == ("moved", "cuda")
 
 
@@ -197,7 +257,10 @@ def test_stacked_summands_have_the_arrays_memory_and_its_total(data):
     mesh = data.draw(strategies.meshes())
     shape = data.draw(strategies.shapes_for(mesh))
     layout = data.draw(strategies.layouts(mesh, shape).filter(lambda layout: layout.spec.unreduced))
-    x, axes = fs.device_put(data.draw(strategies.dyadic(shape, torch.float32)), layout), layout.spec.unreduced
+    x, axes = (
+        fs.device_put(data.draw(strategies.dyadic(shape, torch.float32)), layout),
+        layout.spec.unreduced,
+    )
     stacked = stack(x, axes)
     stacked.check()
     assert torch.equal(fs.unshard(stacked).sum(0), fs.unshard(x))
@@ -209,7 +272,9 @@ def test_stacked_summands_have_the_arrays_memory_and_its_total(data):
 
 
 @pytest.mark.parametrize(
-    "spec", [P("data"), P.flat("data", "model"), P(at={("data", "model"): 1}), P(None, unreduced="model")], ids=str
+    "spec",
+    [P("data"), P.flat("data", "model"), P(at={("data", "model"): 1}), P(None, unreduced="model")],
+    ids=str,
 )
 def test_sharded_saved_and_loaded_is_equal(spec):
     assert fs.Sharded not in torch.serialization.get_safe_globals()  # importing registers none

@@ -23,7 +23,9 @@ def numbers(shape, seed):
 def test_spec_at_is_normalized():
     assert P(at={"pipe": 2}) == P(at={("pipe",): 2})
     both = P("model", at={"pipe": 2, "data": 1})
-    assert both == P("model", at={"data": 1, "pipe": 2}) and hash(both) == hash(P("model", at={"data": 1, "pipe": 2}))
+    assert both == P("model", at={"data": 1, "pipe": 2}) and hash(both) == hash(
+        P("model", at={"data": 1, "pipe": 2})
+    )
     assert both != P("model", at={"pipe": 1, "data": 1}) and both != P("model")
     assert (both.split_axes, both.at_axes, both.sharded_axes) == (
         ("model",),
@@ -45,7 +47,10 @@ def test_spec_at_is_normalized():
     [
         (P.flat("data", at={"pipe": 1}), "f32[4, 6]{flat:data, at:pipe=1}"),
         (P("data", at={"pipe": 1}), "f32[4@data, 6]{at:pipe=1}"),
-        (P(at={"pipe": 0, "data": 1}, unreduced="model"), "f32[4, 6]{at:data=1, at:pipe=0, U:model}"),
+        (
+            P(at={"pipe": 0, "data": 1}, unreduced="model"),
+            "f32[4, 6]{at:data=1, at:pipe=0, U:model}",
+        ),
         (P(None, "model", at={("pipe", "data"): 3}), "f32[4, 6@model]{at:pipe+data=3}"),
     ],
 )
@@ -53,7 +58,9 @@ def test_typeof_shows_coordinates(spec, text):
     mesh = fs.make_mesh({**MESH, "model": 3})
     x = fs.device_put(torch.ones(4, 6), fs.Layout(mesh, spec))
     assert str(fs.typeof(x)) == text
-    assert [shard.numel() > 0 for shard in x.shards] == [x.layout.has_any(device) for device in range(mesh.size)]
+    assert [shard.numel() > 0 for shard in x.shards] == [
+        x.layout.has_any(device) for device in range(mesh.size)
+    ]
 
 
 def test_spec_at_invalid_raises():
@@ -73,7 +80,9 @@ def test_spec_at_invalid_raises():
         fs.Layout(mesh, P("data", at={"pipe": 1}, shape=(3,))).global_shape((1,))
 
 
-@pytest.mark.parametrize("spec", [P.flat("data", at={"pipe": 1}), P("data", at={"pipe": 1})], ids=str)
+@pytest.mark.parametrize(
+    "spec", [P.flat("data", at={"pipe": 1}), P("data", at={"pipe": 1})], ids=str
+)
 def test_reshard_at_coordinate_sends_only_there(spec):
     """Else a stage would wait for another."""
     mesh = fs.make_mesh(MESH)
@@ -81,11 +90,17 @@ def test_reshard_at_coordinate_sends_only_there(spec):
     x = fs.device_put(whole, fs.Layout(mesh, spec))
     with fs.ledger() as comm:
         y = fs.reshard(x, fs.Layout(mesh, P(at={"pipe": 1})))
-    assert [comm.bytes(device) for device in range(4)] == [0, 0, 16, 16] == [4 * n for n in (0, 0, 4, 4)]
+    assert (
+        [comm.bytes(device) for device in range(4)]
+        == [0, 0, 16, 16]
+        == [4 * n for n in (0, 0, 4, 4)]
+    )
     assert [comm.calls(device) for device in range(4)] == [0, 0, 1, 1]
     assert [shard.tolist() for shard in y.shards] == [[], [], whole.tolist(), whole.tolist()]
     with fs.ledger() as counted:
-        z = fs.device_put(torch.empty(8, device="meta"), fs.Layout(fs.make_mesh(MESH, runtime="abstract"), spec))
+        z = fs.device_put(
+            torch.empty(8, device="meta"), fs.Layout(fs.make_mesh(MESH, runtime="abstract"), spec)
+        )
         fs.reshard(z, fs.Layout(z.mesh, P(at={"pipe": 1})))
     assert (counted.bytes(), counted.bytes(0), counted.bytes(2)) == (16, 0, 16)
 
@@ -94,7 +109,10 @@ def test_visualize_at_coordinate_shows_devices(capsys):
     mesh = fs.make_mesh(MESH)
     fs.visualize(fs.device_put(torch.ones(4, 6), fs.Layout(mesh, P("data", at={"pipe": 1}))))
     text = capsys.readouterr().out
-    assert "at coordinate 1 along pipe, nothing elsewhere" in text and "48 B on each of 4 devices" in text
+    assert (
+        "at coordinate 1 along pipe, nothing elsewhere" in text
+        and "48 B on each of 4 devices" in text
+    )
     assert "│  2  │" in text and "│  3  │" in text
 
 
@@ -127,7 +145,9 @@ def trained(mesh, name, stage, wholes, specs):
     state = opt.init(params)
     for step in (1, 2):
         grads = [numbers(x.shape, 10 * step + seed) for seed, x in enumerate(wholes)]
-        laid = [fs.device_put(g, opt.gradients(x.layout)) for g, x in zip(grads, params, strict=True)]
+        laid = [
+            fs.device_put(g, opt.gradients(x.layout)) for g, x in zip(grads, params, strict=True)
+        ]
         params, state = pure_step(opt)(laid, state, params)
     return params, state
 
@@ -147,7 +167,9 @@ def by_itself(name, wholes):
 def test_optimizer_at_coordinates_equals_one_without(data):
     name = data.draw(st.sampled_from(sorted(OPTIMIZERS)))
     stage = data.draw(st.sampled_from([0, 1, 2, 3]))
-    shapes = data.draw(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=4))
+    shapes = data.draw(
+        st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=4)
+    )
     wholes = [numbers(shape, seed) for seed, shape in enumerate(shapes)]
     rest = P.flat("data") if stage == 3 else P()
     specs = [rest.replace(at={"pipe": data.draw(st.sampled_from([0, 1]))}) for _ in shapes]
@@ -171,7 +193,9 @@ def test_loss_with_params_at_coordinates_equals_serial(stage):
     def loss(params, x):
         return (x @ params[0] @ params[1]).square().mean()
 
-    value, grads = fs.value_and_grad(loss, mesh=mesh, batch=P("data"))(fs.shard_params(wholes, rest, mesh=mesh), x)
+    value, grads = fs.value_and_grad(loss, mesh=mesh, batch=P("data"))(
+        fs.shard_params(wholes, rest, mesh=mesh), x
+    )
     leaves = [whole.clone().requires_grad_() for whole in wholes]
     expected = loss(leaves, x)
     torch.testing.assert_close(value, expected.detach())

@@ -16,7 +16,9 @@ from fshard.testing.processes import Processes
 from tests.mesh.reshard.test_reshard import as_laid, problems
 
 # torch itself uses torch.jit.script in its first jvp
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 
 
 def settled(spec):
@@ -30,7 +32,11 @@ def sent(x, layout):
     with fs.ledger() as comm:
         y = fs.reshard(x, layout)
     item = x.shards[0].element_size()
-    return y, sum(comm.bytes(device) for device in range(layout.mesh.size)) / item, comm.bytes() / item
+    return (
+        y,
+        sum(comm.bytes(device) for device in range(layout.mesh.size)) / item,
+        comm.bytes() / item,
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +58,10 @@ def test_direct_exchange_sends_only_missing_elements(shape, before, after, expec
     whole = torch.arange(1.0, prod(shape) + 1).reshape(shape)
     y, total, _ = sent(fs.device_put(whole, fs.Layout(mesh, before)), fs.Layout(mesh, after))
     assert total == expected
-    assert all(torch.equal(shard, piece) for shard, piece in zip(y.shards, as_laid(whole, y.layout), strict=True))
+    assert all(
+        torch.equal(shard, piece)
+        for shard, piece in zip(y.shards, as_laid(whole, y.layout), strict=True)
+    )
 
 
 # -- on other runtimes ----------------------------------------------------------------------------------------------
@@ -67,7 +76,9 @@ def some_problems(count=40):
     def draw(problem):
         axes, shape, before, after = problem
         steps = plan(before, after, shape, tuple(axes.items()))
-        is_told = any(step.kind == "direct" or step.at for step in steps) and {*after.unreduced} <= {*before.unreduced}
+        is_told = any(step.kind == "direct" or step.at for step in steps) and {
+            *after.unreduced
+        } <= {*before.unreduced}
         if is_told and len(cases) < 2 * count:
             cases.extend((*problem, dtype) for dtype in (torch.float32, torch.bfloat16))
 
@@ -82,7 +93,9 @@ def resharded(axes, shape, before, after, dtype, runtime):
 
     def piece(**place):
         seed = sum(
-            index * 10**digit for digit, index in enumerate(place.values()) if [*place][digit] in before.unreduced
+            index * 10**digit
+            for digit, index in enumerate(place.values())
+            if [*place][digit] in before.unreduced
         )
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
         return as_laid(whole, fs.Layout(mesh, settled(before)))[mesh.index(place)]
@@ -91,7 +104,9 @@ def resharded(axes, shape, before, after, dtype, runtime):
     with fs.ledger() as comm:
         y = fs.reshard(x, fs.Layout(mesh, after))
     devices = range(mesh.size) if runtime == "virtual" else [torch.distributed.get_rank()]
-    return {device: (shard, comm.bytes(device)) for device, shard in zip(devices, y.shards, strict=True)}
+    return {
+        device: (shard, comm.bytes(device)) for device, shard in zip(devices, y.shards, strict=True)
+    }
 
 
 def in_processes(table, cases):
@@ -99,9 +114,13 @@ def in_processes(table, cases):
     if table == "native":
         dist = torch.distributed
         everybody = tuple(range(dist.get_world_size()))
-        world._transports[everybody] = Nccl(world._works, dist.group.WORLD, dist.get_rank(), len(everybody))
+        world._transports[everybody] = Nccl(
+            world._works, dist.group.WORLD, dist.get_rank(), len(everybody)
+        )
     try:
-        with deterministic(table == "native", "cpu"):  # else the backend adds in an order of its own
+        with deterministic(
+            table == "native", "cpu"
+        ):  # else the backend adds in an order of its own
             return [resharded(*case, "process") for case in cases]
     finally:
         world._transports.clear()
@@ -110,7 +129,9 @@ def in_processes(table, cases):
 @pytest.mark.parametrize("table", ["direct", "gloo", "native"])
 def test_direct_exchange_between_processes_equals_virtual(table):
     cases = some_problems()
-    with Processes(4, environment={"FSHARD_DIRECT": "1" if table == "direct" else "0"}, timeout=90) as pool:
+    with Processes(
+        4, environment={"FSHARD_DIRECT": "1" if table == "direct" else "0"}, timeout=90
+    ) as pool:
         reports = pool.run(in_processes, table, cases)
     for number, case in enumerate(cases):
         expected = resharded(*case, "virtual")
@@ -133,7 +154,9 @@ def test_abstract_mesh_counts_bytes_of_busiest_device(problem):
             y = fs.reshard(x, fs.Layout(mesh, after))
         assert y.shards[0].shape == y.layout.local_shape(shape)
         counts.append({row[:2]: count for row, _, count in comm.rows()})
-    if [step.kind for step in ways] == ["direct"]:  # in several, another device may be the busiest each time
+    if [step.kind for step in ways] == [
+        "direct"
+    ]:  # in several, another device may be the busiest each time
         assert counts[0] == counts[1]
 
 
@@ -153,7 +176,9 @@ def test_reshard_derivatives_equal_identity(shape, before, after):
     assert any(step.kind == "direct" for step in plan(before, after, shape, mesh.axes))
 
     def same(x):
-        return fs.unshard(fs.reshard(fs.device_put(x, fs.Layout(mesh, before)), fs.Layout(mesh, after)))
+        return fs.unshard(
+            fs.reshard(fs.device_put(x, fs.Layout(mesh, before)), fs.Layout(mesh, after))
+        )
 
     def cubed(x):
         return (same(x) ** 3).sum()

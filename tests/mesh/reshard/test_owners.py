@@ -53,7 +53,9 @@ OPTIMIZERS = {
     "torch's adafactor": optim.masked(optim.from_torch(torch.optim.Adafactor), is_not_empty),
     "clipped": optim.chain(optim.clip_by_value(0.5), matrices_and_others(optim.muon(0.1), adamw())),
     "accumulated": optim.accumulate(optim.shampoo(0.1), every=2),
-    "averaged, if finite": optim.ema(optim.skip_if_not_finite(optim.masked(optim.muon(0.1), is_matrix)), 0.9),
+    "averaged, if finite": optim.ema(
+        optim.skip_if_not_finite(optim.masked(optim.muon(0.1), is_matrix)), 0.9
+    ),
     "masters": optim.with_master_weights(matrices_and_others(optim.muon(0.1), adamw())),
 }
 
@@ -73,7 +75,10 @@ def trees(draw):
     shapes = draw(st.dictionaries(st.sampled_from("abcdefg"), shape, min_size=1))
     params = {name: numbers(own, draw(seeds)) for name, own in shapes.items()}
     grads = [
-        {name: numbers(own, draw(seeds)) if draw(st.integers(0, 4)) else None for name, own in shapes.items()}
+        {
+            name: numbers(own, draw(seeds)) if draw(st.integers(0, 4)) else None
+            for name, own in shapes.items()
+        }
         for _ in range(3)
     ]
     return params, grads
@@ -86,7 +91,10 @@ def run_on(mesh, opt, stage, params, grads, unit=None):
     own = fs.shard_params(params, rules, mesh=mesh)
     state = divided.init(own)
     for each in grads:
-        laid = {k: g if g is None else fs.device_put(g, divided.gradients(own[k].layout)) for k, g in each.items()}
+        laid = {
+            k: g if g is None else fs.device_put(g, divided.gradients(own[k].layout))
+            for k, g in each.items()
+        }
         own, state = pure_step(divided)(laid, state, own)
     return own, state
 
@@ -100,7 +108,9 @@ def run_alone(opt, params, grads):
 
 def same(ours, theirs):
     (a, at), (b, bt) = flatten(fs.unshard(ours)), flatten(theirs)
-    return at == bt and all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
+    return at == bt and all(
+        torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -108,8 +118,15 @@ def same(ours, theirs):
 @settings(max_examples=12)
 def test_partitioned_optimizer_equals_one_device(name, data):
     params, grads = data.draw(trees())
-    axes = data.draw(st.sampled_from([{"data": 2}, {"data": 1}, {"data": 4}, {"data": 8}, {"data": 2, "node": 3}]))
-    stage, unit = data.draw(st.sampled_from([0, *STAGES])), data.draw(st.sampled_from([None, "matrix"]))
+    axes = data.draw(
+        st.sampled_from(
+            [{"data": 2}, {"data": 1}, {"data": 4}, {"data": 8}, {"data": 2, "node": 3}]
+        )
+    )
+    stage, unit = (
+        data.draw(st.sampled_from([0, *STAGES])),
+        data.draw(st.sampled_from([None, "matrix"])),
+    )
     expected = run_alone(OPTIMIZERS[name], params, grads)
     found = run_on(fs.make_mesh(axes), OPTIMIZERS[name], stage, params, grads, unit)
     assert same(found, expected)
@@ -123,12 +140,27 @@ def on_processes(n):
     return [fs.unshard(result) for result in results], [str(types(result)) for result in results]
 
 
-CASES = [*(("muon and adamw", stage) for stage in STAGES), ("shampoo", 1), ("lamb", 2), ("adafactor", 3)]
+CASES = [
+    *(("muon and adamw", stage) for stage in STAGES),
+    ("shampoo", 1),
+    ("lamb", 2),
+    ("adafactor", 3),
+]
 
 
 def fixed():
-    shapes = {"a": (6, 4), "b": (5, 7), "bias": (9,), "c": (3, 3), "empty": (0, 3), "number": (), "stack": (2, 3, 4)}
-    params, *grads = [{k: numbers(own, 10 * t + i) for i, (k, own) in enumerate(shapes.items())} for t in range(4)]
+    shapes = {
+        "a": (6, 4),
+        "b": (5, 7),
+        "bias": (9,),
+        "c": (3, 3),
+        "empty": (0, 3),
+        "number": (),
+        "stack": (2, 3, 4),
+    }
+    params, *grads = [
+        {k: numbers(own, 10 * t + i) for i, (k, own) in enumerate(shapes.items())} for t in range(4)
+    ]
     return params, grads
 
 
@@ -144,7 +176,10 @@ def test_partitioned_optimizer_between_processes_equals_one_device(two, four):
 def loss_fn(params, x):
     """A loss with another gradient for every sample."""
     leaves = [leaf for leaf in flatten(params)[0] if leaf.numel()]
-    return sum(((leaf.sin().sum() + 1) * (place + x.sum(1)).cos()).mean() for place, leaf in enumerate(leaves))
+    return sum(
+        ((leaf.sin().sum() + 1) * (place + x.sum(1)).cos()).mean()
+        for place, leaf in enumerate(leaves)
+    )
 
 
 def types(tree):
@@ -181,7 +216,9 @@ def test_training_any_tree_equal_bits_and_layouts(name, data):
     stage = data.draw(st.sampled_from([0, *STAGES]))
     precision, donate = data.draw(st.sampled_from([None, None, "bf16"])), data.draw(st.booleans())
     options = {"accumulate": accumulate, "precision": precision, "donate": donate}
-    expected = steps_of_training(opt, fs.make_mesh({"data": 1}), 0, params, batches, precision=precision)
+    expected = steps_of_training(
+        opt, fs.make_mesh({"data": 1}), 0, params, batches, precision=precision
+    )
     found = steps_of_training(opt, fs.make_mesh({"data": n}), stage, params, batches, **options)
     assert same(found, fs.unshard(expected))
 
@@ -192,17 +229,33 @@ def test_training_any_tree_equal_bits_and_layouts(name, data):
 @given(st.lists(st.integers(0, 50)), st.integers(1, 9))
 def test_owners_have_balanced_loads(sizes, n):
     owners = assign_owners(sizes, n)
-    loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == own) for own in range(n)]
+    loads = [
+        sum(size for size, owner in zip(sizes, owners, strict=True) if owner == own)
+        for own in range(n)
+    ]
     assert sum(loads) == sum(sizes) and assign_owners(sizes, n) == owners
     assert max(loads) <= Fraction(sum(sizes), n) + max(sizes, default=0)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_optimizer_state_at_owners_or_in_flat_ranges(stage):
-    n, shapes = 4, {"a": (6, 4), "bias": (9,), "c": (3, 3), "d": (5, 7), "e": (2, 2), "f": (7, 2), "number": ()}
+    n, shapes = (
+        4,
+        {
+            "a": (6, 4),
+            "bias": (9,),
+            "c": (3, 3),
+            "d": (5, 7),
+            "e": (2, 2),
+            "f": (7, 2),
+            "number": (),
+        },
+    )
     mesh = fs.make_mesh({"data": n})
     params = placed({name: numbers(shape, 0) for name, shape in shapes.items()}, stage, mesh)
-    opt = fs.partition_optimizer(matrices_and_others(optim.muon(), optim.adamw()), mesh=mesh, axis="data", stage=stage)
+    opt = fs.partition_optimizer(
+        matrices_and_others(optim.muon(), optim.adamw()), mesh=mesh, axis="data", stage=stage
+    )
     state = opt.init(params)
     sizes = [prod(shape) for shape in shapes.values() if len(shape) == 2]
     owners = assign_owners(sizes, n)
@@ -210,7 +263,9 @@ def test_optimizer_state_at_owners_or_in_flat_ranges(stage):
     assert [x.spec for x in matrices] == [P(at={"data": owner}) for owner in owners]
     for device in range(n):
         held = sum(x.shards[device].numel() for x in matrices)
-        assert held == sum(size for size, owner in zip(sizes, owners, strict=True) if owner == device)
+        assert held == sum(
+            size for size, owner in zip(sizes, owners, strict=True) if owner == device
+        )
         for name in ("exp_avg", "exp_avg_sq"):
             lengths = [x.shards[device].numel() for x in flatten(state[False][name])[0]]
             assert lengths == [[3, 3, 3, 0][device], int(device == 0)]  # of the bias and the number
@@ -221,7 +276,9 @@ def test_optimizer_state_at_owners_or_in_flat_ranges(stage):
 def test_state_of_other_shape_follows_its_matrix():
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"a": torch.ones(4, 3), "b": torch.ones(2, 3)}, P(), mesh=mesh)
-    state = fs.partition_optimizer(optim.shampoo(longest=3), mesh=mesh, axis="data", stage=1).init(params)
+    state = fs.partition_optimizer(optim.shampoo(longest=3), mesh=mesh, axis="data", stage=1).init(
+        params
+    )
     found = {
         name: {k: None if x is None else str(fs.typeof(x)) for k, x in state[name].items()}
         for name in ("left", "right")
@@ -238,7 +295,9 @@ def test_tied_matrices_share_owner_and_integers_stay(at_once, monkeypatch):
     monkeypatch.setattr(optim.partition, "AT_ONCE", at_once)
     mesh = fs.make_mesh({"data": 2})
     w = torch.ones(3, 2)
-    params = fs.shard_params({"a": w, "b": torch.ones(2, 2), "c": w, "steps": torch.tensor([3])}, P(), mesh=mesh)
+    params = fs.shard_params(
+        {"a": w, "b": torch.ones(2, 2), "c": w, "steps": torch.tensor([3])}, P(), mesh=mesh
+    )
     opt = fs.partition_optimizer(optim.shampoo(0.5), mesh=mesh, axis="data", stage=1)
     state = opt.init(params)
     assert state["left"]["a"] is state["left"]["c"] and state["left"]["steps"] is None
@@ -272,7 +331,9 @@ def test_update_at_owners_sends_minimal_bytes(stage):
     opt = fs.partition_optimizer(optim.shampoo(), mesh=mesh, axis="data", stage=stage)
     params = placed({str(i): numbers((4, 6), i) for i in range(matrices)}, stage, mesh)
     state = opt.init(params)
-    grads = {k: fs.device_put(numbers((4, 6), 9), opt.gradients(x.layout)) for k, x in params.items()}
+    grads = {
+        k: fs.device_put(numbers((4, 6), 9), opt.gradients(x.layout)) for k, x in params.items()
+    }
     with fs.ledger() as comm:
         opt.step(grads, state, params)
     size = matrices * 24 * 4
@@ -283,7 +344,11 @@ def test_update_at_owners_sends_minimal_bytes(stage):
     assert comm.by_collective() == expected
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1), st.integers(2, 5), st.integers(1, 300))
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1),
+    st.integers(2, 5),
+    st.integers(1, 300),
+)
 @settings(max_examples=50)
 def test_owner_exchange_any_round_limit_is_exact(shapes, n, at_once):
     mesh = fs.make_mesh({"data": n})
@@ -303,7 +368,9 @@ def test_owner_exchange_any_round_limit_is_exact(shapes, n, at_once):
 def test_direct_exchange_above_limit_runs_in_rounds(monkeypatch):
     monkeypatch.setattr(fs.mesh.reshard.execute, "AT_ONCE", 32)
     mesh = fs.make_mesh({"data": 2})
-    flat = fs.device_put([torch.arange(8.0), torch.ones(8), torch.zeros(8)], fs.Layout(mesh, P.flat("data")))
+    flat = fs.device_put(
+        [torch.arange(8.0), torch.ones(8), torch.zeros(8)], fs.Layout(mesh, P.flat("data"))
+    )
     with fs.ledger() as comm:
         fs.reshard(flat, [fs.Layout(mesh, P(at={"data": owner})) for owner in (0, 1, 0)])
     assert comm.calls() == 2 and comm.bytes() == 2 * 16

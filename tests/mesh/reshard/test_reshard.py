@@ -14,7 +14,14 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.reshard.plan import plan
 
-MESHES = [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 4, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2}]
+MESHES = [
+    {"a": 2},
+    {"a": 3},
+    {"a": 2, "b": 2},
+    {"a": 4, "b": 2},
+    {"a": 2, "b": 3},
+    {"a": 2, "b": 2, "c": 2},
+]
 
 
 @st.composite
@@ -44,7 +51,11 @@ def specs(draw, mesh, shape):
         elif choice != "nothing":
             dims[choice].append(axis)
     unreduced = tuple(unreduced)
-    on = {tuple(placed): draw(st.integers(0, prod(mesh[axis] for axis in placed) - 1))} if placed else {}
+    on = (
+        {tuple(placed): draw(st.integers(0, prod(mesh[axis] for axis in placed) - 1))}
+        if placed
+        else {}
+    )
     if cut:
         return P.flat(*cut, unreduced=unreduced, at=on)
     return P(*(tuple(dim) for dim in dims), unreduced=unreduced, at=on)
@@ -63,7 +74,11 @@ def as_laid(whole, layout):
     for device in range(layout.mesh.size):
         ranges = layout.ranges(whole.shape, device)
         source = whole.reshape(-1) if layout.spec.is_flat else whole
-        piece = source[tuple(slice(*one) for one in ranges)] if whole.ndim or layout.spec.is_flat else whole
+        piece = (
+            source[tuple(slice(*one) for one in ranges)]
+            if whole.ndim or layout.spec.is_flat
+            else whole
+        )
         nothing = [0] * (1 if layout.spec.is_flat else max(whole.ndim, 1))
         piece = piece if layout.has_any(device) else piece.reshape(-1)[:0].reshape(nothing)
         place = layout.mesh.coordinates(device)
@@ -85,18 +100,28 @@ def test_reshard_any_layout_to_any_layout(problem):
         assert torch.equal(shard, expected)
     with fs.ledger() as comm:
         y = fs.reshard(x, fs.Layout(mesh, after))
-    assert [shard.shape for shard in y.shards] == [y.layout.local_shape(shape, d) for d in range(mesh.size)]
+    assert [shard.shape for shard in y.shards] == [
+        y.layout.local_shape(shape, d) for d in range(mesh.size)
+    ]
     assert torch.equal(fs.unshard(y), full)
     if not after.unreduced:
         for shard, expected in zip(y.shards, as_laid(full, y.layout), strict=True):
             assert torch.equal(shard, expected)
 
-    planned = sum((step.elements for step in plan(before, after, shape, mesh.axes)), Fraction(0)) * 4
+    planned = (
+        sum((step.elements for step in plan(before, after, shape, mesh.axes)), Fraction(0)) * 4
+    )
     sent = sum(comm.bytes(device) for device in range(mesh.size))
-    assert sent <= planned * mesh.size and comm.bytes() <= planned  # a device that keeps its shard sends less
+    assert (
+        sent <= planned * mesh.size and comm.bytes() <= planned
+    )  # a device that keeps its shard sends less
     through_full = [plan(before, P(), shape, mesh.axes), plan(P(), after, shape, mesh.axes)]
     padding = 8 * mesh.size  # of uneven ranges
-    assert planned <= 4 * sum((step.elements for steps in through_full for step in steps), Fraction(0)) + padding
+    assert (
+        planned
+        <= 4 * sum((step.elements for steps in through_full for step in steps), Fraction(0))
+        + padding
+    )
 
     full.requires_grad_()
     weight = torch.arange(prod(shape), 0.0, -1).reshape(shape)
@@ -135,7 +160,9 @@ def kinds(before, after, shape, mesh):
 )
 def test_plan_steps_for_known_layouts(before, after, expected):
     steps = kinds(before, after, (16, 16), {"a": 4, "b": 2})
-    assert [step for step in steps if step[0] != "reshape"] == [step for step in expected if step[0] != "reshape"]
+    assert [step for step in steps if step[0] != "reshape"] == [
+        step for step in expected if step[0] != "reshape"
+    ]
 
 
 def test_reshard_uneven_flat_shards_pads():
@@ -168,7 +195,9 @@ def test_reshard_plan_time_independent_of_mesh_size(before, after):
     def cost(each):
         mesh = fs.make_mesh(dict.fromkeys("abcd", each), runtime="abstract")
         shape = (65521, 65537) if before.is_flat else (65536, 65536)
-        piece = torch.empty(fs.Layout(mesh, before).local_shape(shape), device="meta", requires_grad=True)
+        piece = torch.empty(
+            fs.Layout(mesh, before).local_shape(shape), device="meta", requires_grad=True
+        )
         x = fs.from_local(piece, fs.Layout(mesh, before), shape=shape)
         began = time.process_time()
         with fs.ledger() as comm:
@@ -181,7 +210,9 @@ def test_reshard_plan_time_independent_of_mesh_size(before, after):
 
     cost(2)
     small, large = cost(4), cost(16)
-    assert large < 3 * small + 0.3  # to pair 65,536 devices takes as long for each step that is weighed
+    assert (
+        large < 3 * small + 0.3
+    )  # to pair 65,536 devices takes as long for each step that is weighed
 
 
 def test_device_put_error_names_all_leaves():
@@ -221,6 +252,8 @@ def test_reshard_axis_of_one_device_sends_nothing(shape, axes):
         with fs.ledger() as comm:
             z = fs.reshard(y, fs.Layout(mesh, after))
         assert torch.equal(fs.unshard(z), x)
-        assert [tuple(shard.shape) for shard in z.shards] == [z.layout.local_shape(shape, d) for d in range(mesh.size)]
+        assert [tuple(shard.shape) for shard in z.shards] == [
+            z.layout.local_shape(shape, d) for d in range(mesh.size)
+        ]
         assert all("a" not in axes or mesh.shape["a"] > 1 for _, axes in comm.by_collective())
         assert mesh.size > 1 or not comm.calls()

@@ -29,16 +29,22 @@ def static(block):
     return block.activation, block.name, block.heads, block.rate, block.bias
 
 
-@pytest.mark.parametrize("layout", [SHARDED, {"block": SHARDED, "label": None}], ids=["one", "prefix"])
+@pytest.mark.parametrize(
+    "layout", [SHARDED, {"block": SHARDED, "label": None}], ids=["one", "prefix"]
+)
 def test_device_put_static_leaves_pass_unchanged(layout):
     tree = {"block": Block(torch.arange(4.0)), "label": "adam"}
     put = fs.device_put(tree, layout)
     moved = fs.reshard(put, {"block": fs.Layout(MESH, P()), "label": None})
     back = fs.unshard(moved)
-    assert str(fs.typeof(put["block"].weight)) == "f32[4@data]" and str(fs.typeof(moved["block"].weight)) == "f32[4]"
+    assert (
+        str(fs.typeof(put["block"].weight)) == "f32[4@data]"
+        and str(fs.typeof(moved["block"].weight)) == "f32[4]"
+    )
     assert torch.equal(back["block"].weight, torch.arange(4.0))
     assert all(
-        static(each["block"]) == static(tree["block"]) and each["label"] == "adam" for each in (put, moved, back)
+        static(each["block"]) == static(tree["block"]) and each["label"] == "adam"
+        for each in (put, moved, back)
     )
 
 

@@ -104,7 +104,9 @@ class EchoGroup(dist.ProcessGroup):
 def echoing(n):
     """Make this process rank 0 of n."""
     if "ECHO" not in dir(dist.Backend):
-        dist.Backend.register_backend("echo", lambda store, rank, n, timeout: EchoGroup(rank, n), devices=["cpu"])
+        dist.Backend.register_backend(
+            "echo", lambda store, rank, n, timeout: EchoGroup(rank, n), devices=["cpu"]
+        )
     dist.init_process_group("echo", store=dist.HashStore(), rank=0, world_size=n)
     forget()
     try:

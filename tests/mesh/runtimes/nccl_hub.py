@@ -57,7 +57,9 @@ class Op:
     is_matched: bool = False
 
     def __str__(self) -> str:
-        ends = ", ".join(f"{'receive from' if data is None else 'send to'} {to}" for to, _, data in self.messages)
+        ends = ", ".join(
+            f"{'receive from' if data is None else 'send to'} {to}" for to, _, data in self.messages
+        )
         what = ends if self.messages else " ".join([self.name, *map(str, self.signature)])
         return f"rank {self.rank}'s {what} (no. {self.id} there, group {' '.join(self.comm)})"
 
@@ -68,7 +70,10 @@ def _listed(ops: Iterable[Op]) -> str:
 
 def _reduced(name: str, dtype: torch.dtype, rows: list[bytes], start: int) -> bytes:
     """Combine the ranks' rows, beginning with one that depends on the number of operations before."""
-    xs = [torch.frombuffer(bytearray(row), dtype=dtype) if row else torch.empty(0, dtype=dtype) for row in rows]
+    xs = [
+        torch.frombuffer(bytearray(row), dtype=dtype) if row else torch.empty(0, dtype=dtype)
+        for row in rows
+    ]
     xs = xs[start % len(xs) :] + xs[: start % len(xs)]
     result = xs[0].clone()
     for x in xs[1:]:
@@ -89,7 +94,10 @@ def _collective(op: Op, data: list[Sequence[bytes]], number: int) -> list[Sequen
         sums = [_reduced(reduction, dtype, [*rows], number) for rows in zip(*data, strict=True)]
         if op.name == "all_reduce":
             return [sums] * n
-        return [[sums[i]] if op.name == "reduce_scatter" or i == op.signature[-1] else [] for i in range(n)]
+        return [
+            [sums[i]] if op.name == "reduce_scatter" or i == op.signature[-1] else []
+            for i in range(n)
+        ]
     if op.name == "broadcast":
         return [data[op.signature[-1]]] * n
     if op.name == "all_to_all":
@@ -128,7 +136,9 @@ class Hub:
             self.ranks[connection] = connection.recv()
         self.listener.close()
         while self.ranks:
-            limit = min([at for at, _ in self.due], default=time.monotonic() + 0.1) - time.monotonic()
+            limit = (
+                min([at for at, _ in self.due], default=time.monotonic() + 0.1) - time.monotonic()
+            )
             for connection in wait([*self.ranks], max(0.0, limit)):
                 assert isinstance(connection, Connection)
                 self.take(connection, self.ranks[connection])
@@ -177,13 +187,19 @@ class Hub:
 
     def match(self, comm: Any, members: tuple[int, ...]) -> None:
         """Start what the heads of a communicator's queues allow."""
-        heads = {rank: queue[0] for rank in members if (queue := self.queues[comm, rank]) and not queue[0].is_matched}
+        heads = {
+            rank: queue[0]
+            for rank in members
+            if (queue := self.queues[comm, rank]) and not queue[0].is_matched
+        }
         collectives = [op for op in heads.values() if not op.messages]
         if len({(op.name, op.signature) for op in collectives}) > 1:
             self.fail(f"Operations are paired by order, but these differ: {_listed(collectives)}.")
         elif len(collectives) == len(members):
             self.numbers[comm] += 1
-            results = _collective(collectives[0], [op.data for op in collectives], self.numbers[comm])
+            results = _collective(
+                collectives[0], [op.data for op in collectives], self.numbers[comm]
+            )
             for op, result in zip(collectives, results, strict=True):
                 if [len(row) for row in result] != [*op.sizes]:
                     self.fail(f"{op} has {[*op.sizes]} bytes for {[len(row) for row in result]}.")
@@ -201,17 +217,25 @@ class Hub:
             to, size, data = op.messages[i]
             if data is None or to not in heads:
                 continue
-            receives = [j for j in sorted(heads[to].pending) if heads[to].messages[j][::2] == (op.rank, None)]
+            receives = [
+                j
+                for j in sorted(heads[to].pending)
+                if heads[to].messages[j][::2] == (op.rank, None)
+            ]
             if receives:
                 if size != heads[to].messages[receives[0]][1]:
-                    self.fail(f"Messages are paired by order, but sizes differ: {_listed([op, heads[to]])}.")
+                    self.fail(
+                        f"Messages are paired by order, but sizes differ: {_listed([op, heads[to]])}."
+                    )
                 heads[to].results[receives[0]] = data
                 heads[to].pending.discard(receives[0])
                 op.pending.discard(i)
 
     def schedule(self, op: Op) -> None:
         op.is_matched = True
-        delay = DELAY * (self.random.random() if self.random.random() < 0.8 else 8)  # a few are overtaken by others
+        delay = DELAY * (
+            self.random.random() if self.random.random() < 0.8 else 8
+        )  # a few are overtaken by others
         self.due.append((time.monotonic() + delay, op))
 
     def complete(self) -> None:
@@ -243,11 +267,15 @@ class Hub:
                 if isinstance(end, Op):
                     self.fail(f"Deadlock: {text}.")
                 elif end in self.ended:
-                    self.fail(f"NCCL: a remote process has exited: {text}, which has ended.", "remote")
+                    self.fail(
+                        f"NCCL: a remote process has exited: {text}, which has ended.", "remote"
+                    )
         if self.blocked and silence > STALL:
             self.fail(f"Nothing has happened for {STALL:g} s. Open: {_listed(self.ops.values())}.")
 
-    def paths(self, op: Op, path: dict[Op, Op | int]) -> Iterator[tuple[Op | int, list[tuple[Op, Op | int]]]]:
+    def paths(
+        self, op: Op, path: dict[Op, Op | int]
+    ) -> Iterator[tuple[Op | int, list[tuple[Op, Op | int]]]]:
         """Yield the cycles of operations that wait for each other, and the paths to ranks that are not blocked."""
         if op in path:
             steps = [*path.items()]
@@ -265,7 +293,11 @@ class Hub:
         if op in queue[1:]:
             yield queue[queue.index(op) - 1]
             return
-        peers = [op.messages[i][0] for i in op.pending] if op.messages else [r for r in op.members if r != op.rank]
+        peers = (
+            [op.messages[i][0] for i in op.pending]
+            if op.messages
+            else [r for r in op.members if r != op.rank]
+        )
         for peer in peers:
             if op.name == "rendezvous":
                 posted = [self.joining[op.comm][peer]] if peer in self.joining[op.comm] else []
@@ -282,7 +314,9 @@ def _pairs(op: Op, after: Op) -> bool:
     if not op.messages or not after.messages:
         return not op.messages and not after.messages
     ends = {(to, data is None) for to, _, data in (op.messages[i] for i in op.pending)}
-    return any(to == op.rank and (after.rank, data is not None) in ends for to, _, data in after.messages)
+    return any(
+        to == op.rank and (after.rank, data is not None) in ends for to, _, data in after.messages
+    )
 
 
 def _reason(after: Op | int) -> str:

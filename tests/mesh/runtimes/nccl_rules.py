@@ -147,7 +147,9 @@ class Engine:
 class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class that torch lets Python derive from
     """An operation that was started."""
 
-    def __init__(self, group: NcclRules, op: Op, inputs: Sequence[Tensor], outputs: dict[int, Tensor]) -> None:
+    def __init__(
+        self, group: NcclRules, op: Op, inputs: Sequence[Tensor], outputs: dict[int, Tensor]
+    ) -> None:
         super().__init__()
         self.group, self.op, self.event, self.stream = group, op, threading.Event(), _stream()
         self.results: dict[int, bytes] | None = None
@@ -178,7 +180,9 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
             counts["host syncs"] += 1
             _violate(f"wait({timeout}) blocks the host until {self.op} has completed; call wait().")
         if _stream() != self.stream:
-            _violate(f"{self.op} was started in one thread and is waited for in another, which has other streams.")
+            _violate(
+                f"{self.op} was started in one thread and is waited for in another, which has other streams."
+            )
         counts["waits"] += 1
         if self.is_held:
             self.let_go()
@@ -210,7 +214,14 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
 
 
 INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
-FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+FLOATS = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+}
 DTYPES = INTEGERS | FLOATS
 """The dtypes of torch's map for NCCL."""
 
@@ -227,7 +238,9 @@ def _check_tensors(xs: Sequence[Tensor]) -> None:
 
 def _reduction(op: Any, dtype: torch.dtype) -> str:
     name = str(op.op if hasattr(op, "op") else op).split(".")[-1]
-    if name not in ("SUM", "AVG", "PRODUCT", "MIN", "MAX") or (name == "AVG" and dtype == torch.bool):
+    if name not in ("SUM", "AVG", "PRODUCT", "MIN", "MAX") or (
+        name == "AVG" and dtype == torch.bool
+    ):
         _violate(f"Cannot use ReduceOp.{name} with NCCL")
     if "float8" in str(dtype):
         _violate("Unsupported Float8 type for NCCL reduction")
@@ -237,7 +250,9 @@ def _reduction(op: Any, dtype: torch.dtype) -> str:
 class NcclRules(dist.ProcessGroup):
     """A group; ranks in messages to the hub are those of the world."""
 
-    def __init__(self, engine: Engine, name: str, members: tuple[int, ...], timeout: timedelta) -> None:
+    def __init__(
+        self, engine: Engine, name: str, members: tuple[int, ...], timeout: timedelta
+    ) -> None:
         super().__init__(members.index(engine.rank), len(members))
         self.engine, self.name, self.members, self.timeout = engine, name, members, timeout
         engine.names[name] += 1
@@ -290,9 +305,20 @@ class NcclRules(dist.ProcessGroup):
         counts["launches"] += 1
         data = [bytes_of(x) for x in (inputs if rows is None else rows)]
         sizes = [x.nbytes for x in outputs]
-        op = Op(next(self.engine.ids), self.engine.rank, comm, self.members, name, signature, data, sizes)
+        op = Op(
+            next(self.engine.ids),
+            self.engine.rank,
+            comm,
+            self.members,
+            name,
+            signature,
+            data,
+            sizes,
+        )
         in_place = {x.data_ptr() for x in outputs}
-        return self.post(op, [x for x in inputs if x.data_ptr() not in in_place], dict(enumerate(outputs)))
+        return self.post(
+            op, [x for x in inputs if x.data_ptr() not in in_place], dict(enumerate(outputs))
+        )
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
@@ -304,14 +330,25 @@ class NcclRules(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        signature = tensors[0].dtype, _reduction(opts.reduceOp, tensors[0].dtype), tensors[0].numel(), opts.rootRank
-        return self.launch("reduce", signature, tensors, tensors if self.rank() == opts.rootRank else [])
+        signature = (
+            tensors[0].dtype,
+            _reduction(opts.reduceOp, tensors[0].dtype),
+            tensors[0].numel(),
+            opts.rootRank,
+        )
+        return self.launch(
+            "reduce", signature, tensors, tensors if self.rank() == opts.rootRank else []
+        )
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         signature = tensors[0].dtype, tensors[0].numel(), opts.rootRank
-        return self.launch("broadcast", signature, tensors if self.rank() == opts.rootRank else [], tensors)
+        return self.launch(
+            "broadcast", signature, tensors if self.rank() == opts.rootRank else [], tensors
+        )
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
         return self.launch("all_gather", (inputs[0].dtype, inputs[0].numel()), inputs, outputs[0])
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
@@ -319,7 +356,8 @@ class NcclRules(dist.ProcessGroup):
             _violate("output tensor size must be equal to world_size times input tensor size")
         _check_tensors([output, input])
         return self.allgather(
-            [[*output.view(-1).chunk(self.size())] if output.numel() else [output] * self.size()], [input]
+            [[*output.view(-1).chunk(self.size())] if output.numel() else [output] * self.size()],
+            [input],
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
@@ -327,30 +365,50 @@ class NcclRules(dist.ProcessGroup):
         rows = [*input.view(-1).chunk(self.size())] if input.numel() else [input] * self.size()
         return self._reduce_scatter(output, [input], rows, opts)
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> Work:
         return self._reduce_scatter(outputs[0], inputs[0], inputs[0], opts)
 
-    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], rows: Sequence[Tensor], opts: Any) -> Work:
+    def _reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], rows: Sequence[Tensor], opts: Any
+    ) -> Work:
         if sum([x.numel() for x in inputs]) != output.numel() * self.size():
             _violate("input tensor must be the same size as output size times world size")
         reduction = _reduction(opts.reduceOp if opts else dist.ReduceOp.SUM, output.dtype)
-        return self.launch("reduce_scatter", (output.dtype, reduction, output.numel()), inputs, [output], rows)
+        return self.launch(
+            "reduce_scatter", (output.dtype, reduction, output.numel()), inputs, [output], rows
+        )
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any = None,
     ) -> Work:
         _check_tensors([output, input])
-        parts = [_split(x, sizes, self.size()) for x, sizes in ((output, output_sizes), (input, input_sizes))]
+        parts = [
+            _split(x, sizes, self.size())
+            for x, sizes in ((output, output_sizes), (input, input_sizes))
+        ]
         return self.launch("all_to_all", (input.dtype,), [input], parts[0], parts[1])
 
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+    def alltoall(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
         return self.launch("all_to_all", (inputs[0].dtype,), inputs, outputs)
 
-    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
+    def scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
+    ) -> Work:
         signature = outputs[0].dtype, outputs[0].numel(), opts.rootRank
         return self.launch("scatter", signature, inputs[0] if inputs else [], outputs)
 
-    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
+    def gather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
         signature = inputs[0].dtype, inputs[0].numel(), opts.rootRank
         return self.launch("gather", signature, inputs, outputs[0] if outputs else [])
 
@@ -380,7 +438,9 @@ class NcclRules(dist.ProcessGroup):
             self.batch.append((peer, x, is_send))
             return None
         if peer == self.rank():
-            _violate("Cannot send to or receive from itself outside a batch: it would wait for itself.")
+            _violate(
+                "Cannot send to or receive from itself outside a batch: it would wait for itself."
+            )
         return self._messages([(peer, x, is_send)], is_batch=False)
 
     def _messages(self, messages: Sequence[tuple[int, Tensor, bool]], *, is_batch: bool) -> Work:
@@ -391,7 +451,10 @@ class NcclRules(dist.ProcessGroup):
         comm = self.meet(channel, members)
         counts.update(["send" if is_send else "receive" for *_, is_send in messages])
         counts["launches"] += 1
-        coded = [(self.members[to], x.nbytes, bytes_of(x) if is_send else None) for to, x, is_send in messages]
+        coded = [
+            (self.members[to], x.nbytes, bytes_of(x) if is_send else None)
+            for to, x, is_send in messages
+        ]
         op = Op(next(self.engine.ids), self.engine.rank, comm, members, "messages", messages=coded)
         received = {i: x for i, (_, x, is_send) in enumerate(messages) if not is_send}
         return self.post(op, [x for _, x, is_send in messages if is_send], received)

@@ -27,7 +27,9 @@ BODIES = {
     "a device context": lambda x: x + in_context(),
     "values": lambda x: x + torch.tensor([1.0, 2.0]),
     "numpy": lambda x: x + torch.from_numpy(np.ones(2)),
-    "random numbers": lambda x: x + torch.rand(2) + torch.rand(2, generator=torch.Generator().manual_seed(1)),
+    "random numbers": lambda x: (
+        x + torch.rand(2) + torch.rand(2, generator=torch.Generator().manual_seed(1))
+    ),
     "a new result": lambda x: torch.ones(2),
     "a result from outside": lambda x: CONSTANT,
     "a collective of what is new": lambda x: fs.psum(torch.ones(2), "data"),
@@ -72,9 +74,7 @@ ASKS = {
 @pytest.mark.parametrize("name", ASKS)
 def test_abstract_mesh_reading_a_value_raises(name):
     mesh = fs.make_mesh({"data": 4}, runtime="abstract")
-    words = (
-        rf"{name} at tests/mesh/runtimes/test_abstract.py:\d+ in .* needs the value of a tensor of shape .* have none"
-    )
+    words = rf"{name} at tests/mesh/runtimes/test_abstract.py:\d+ in .* needs the value of a tensor of shape .* have none"
     with pytest.raises(fs.errors.LayoutError, match=words):
         fs.shard_map(ASKS[name], mesh=mesh, in_specs=P("data"), out_specs=P("data"))(torch.ones(8))
     with pytest.raises(fs.errors.LayoutError, match=words):

@@ -28,7 +28,10 @@ def world(monkeypatch):
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    for module, name in ((dist, "destroy_process_group"), (dist.distributed_c10d, "_abort_process_group")):
+    for module, name in (
+        (dist, "destroy_process_group"),
+        (dist.distributed_c10d, "_abort_process_group"),
+    ):
         monkeypatch.setattr(module, name, lambda name=name: state.left.append(name))
     state.mesh = fs.make_mesh({"d": 2}, device="cpu", timeout=1)
     state.process = process._state["world"]

@@ -33,14 +33,25 @@ from fshard.testing.processes import run_processes
 
 
 def by_hand(rank, world, address, port):
-    return dict(zip(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), (rank, world, address, port), strict=True))
+    return dict(
+        zip(
+            ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+            (rank, world, address, port),
+            strict=True,
+        )
+    )
 
 
 TORCHRUN = {
     **by_hand("5", "8", "gpu1", "29500"), "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
     "ROLE_RANK": "5", "TORCHELASTIC_RUN_ID": "none",
 }  # fmt: skip
-JOB = {"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2"}
+JOB = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_JOB_NODELIST": "gpu[01-02]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NNODES": "2",
+}
 # What a batch script sees under `sbatch --ntasks 8`: one process, though SLURM_NTASKS is 8.
 BATCH = {
     **JOB, "SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
@@ -63,7 +74,13 @@ OPEN_MPI_OF_ONE = {
     **OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
 }  # fmt: skip
-HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
+HYDRA = {
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PMI_FD": "9",
+    "MPI_LOCALRANKID": "3",
+    "MPI_LOCALNRANKS": "4",
+}
 HYDRA_OF_TWO_MACHINES = {**HYDRA, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 LIMITS = ["abc", "-1", "0", "nan"]
@@ -156,7 +173,11 @@ def test_launched_single_slurm_or_mpi_process_is_false(variables, monkeypatch):
         ({"RANK": "0", "WORLD_SIZE": "2"}, {}, "missing: MASTER_ADDR, MASTER_PORT"),
         ({"WORLD_SIZE": "4"}, {}, "WORLD_SIZE is set, but RANK is not"),
         *[
-            (TORCHRUN | {"FSHARD_TIMEOUT": value}, {}, "FSHARD_TIMEOUT must be a positive number .*")
+            (
+                TORCHRUN | {"FSHARD_TIMEOUT": value},
+                {},
+                "FSHARD_TIMEOUT must be a positive number .*",
+            )
             for value in LIMITS
         ],
     ],
@@ -178,7 +199,12 @@ NAMES = sorted({name for names in LAUNCHERS.values() for name in names if name} 
 })  # fmt: skip
 
 
-@given(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(["0", "1", "2", "4", "", "x", "a[1-", "2(x2),1", "²"])))
+@given(
+    st.dictionaries(
+        st.sampled_from(NAMES),
+        st.sampled_from(["0", "1", "2", "4", "", "x", "a[1-", "2(x2),1", "²"]),
+    )
+)
 def test_read_variables_any_values_return_or_raise_mesh_error(variables):
     try:
         info = read_variables(variables, parent=7)
@@ -189,7 +215,9 @@ def test_read_variables_any_values_return_or_raise_mesh_error(variables):
         assert info.address and 0 < info.port < 65536
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 10**7), st.integers(0, 50))
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 10**7), st.integers(0, 50)
+)
 def test_slurm_step_processes_agree_on_meeting_point(tasks, job, step):
     """A step of any shape: all have different numbers, and meet at one host and port."""
     n, nodes = sum(tasks), f"n[0-{len(tasks) - 1}]" if len(tasks) > 1 else "n0"
@@ -200,10 +228,17 @@ def test_slurm_step_processes_agree_on_meeting_point(tasks, job, step):
     positions = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
     infos = []
     for rank, position in enumerate(positions):
-        numbers = zip(("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"), map(str, (rank, *position)), strict=True)
+        numbers = zip(
+            ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"),
+            map(str, (rank, *position)),
+            strict=True,
+        )
         infos.append(read_variables({**variables, **dict(numbers)}))
     address, port = "127.0.0.1" if len(tasks) == 1 else "n0", infos[0].port
-    expected = [ProcessInfo(rank, n, local, address, port, "SLURM") for rank, (_, local) in enumerate(positions)]
+    expected = [
+        ProcessInfo(rank, n, local, address, port, "SLURM")
+        for rank, (_, local) in enumerate(positions)
+    ]
     assert infos == expected and port in PORTS
 
 
@@ -218,7 +253,14 @@ def test_default_port_of_two_jobs_differs():
 def as_started_by(kind):
     """Forget what torchrun sets, be a process of another launcher, and sum over the world."""
     rank = int(os.environ["RANK"])
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         os.environ.pop(name, None)
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # process 0 keeps the store
     os.environ.update({name: value.format(rank) for name, value in WORLDS[kind].items()})
@@ -238,12 +280,19 @@ WORLDS = {
 
 @pytest.mark.parametrize("kind", WORLDS)
 def test_make_mesh_under_each_launcher_sums_ranks(kind):
-    assert run_processes(as_started_by, 2, kind) == [(True, "process", rank, 3) for rank in range(2)]
+    assert run_processes(as_started_by, 2, kind) == [
+        (True, "process", rank, 3) for rank in range(2)
+    ]
 
 
 def ask_whose_gpus(gpus):
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return [each_its_own(each[fs.mesh.process_index()], dist.PrefixStore(each, store), 2) for each in gpus]
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
+    return [
+        each_its_own(each[fs.mesh.process_index()], dist.PrefixStore(each, store), 2)
+        for each in gpus
+    ]
 
 
 def test_each_its_own_shared_gpu_is_false_everywhere():
@@ -255,7 +304,9 @@ def take_another_backend():
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers "fake"
 
     first_calls, all_reduce = [], dist.all_reduce
-    dist.all_reduce = lambda x, *, group: first_calls.append((x.numel(), dist.get_process_group_ranks(group)))
+    dist.all_reduce = lambda x, *, group: first_calls.append(
+        (x.numel(), dist.get_process_group_ranks(group))
+    )
     try:
         mesh = fs.make_mesh({"a": 2, "b": 2, "c": 1}, device="cpu")
     finally:
@@ -269,12 +320,22 @@ def test_fshard_backend_replaces_the_chosen_one_and_connects_groups():
     results = run_processes(take_another_backend, 4, environment={"FSHARD_BACKEND": "fake"})
     for rank, (*kind, first_calls) in enumerate(results):
         assert kind == ["fake", {"Nccl"}, False, False]
-        assert first_calls == [(1, [rank % 2, rank % 2 + 2]), (1, [rank // 2 * 2, rank // 2 * 2 + 1])]
+        assert first_calls == [
+            (1, [rank % 2, rank % 2 + 2]),
+            (1, [rank // 2 * 2, rank // 2 * 2 + 1]),
+        ]
 
 
 GPUS = {  # the local rank, the GPUs' identities, FSHARD_BACKEND; the expected backend, GPU and warning
     "a GPU each": ("1", ["a", "b"], "", "cpu:gloo,cuda:nccl", 1, None),
-    "local rank unknown": ("", ["a", "a"], "", "gloo", None, "Process 1 has local rank 0 and GPU 0"),
+    "local rank unknown": (
+        "",
+        ["a", "a"],
+        "",
+        "gloo",
+        None,
+        "Process 1 has local rank 0 and GPU 0",
+    ),
     "an override": ("1", ["a", "a"], "nccl", "cpu:gloo,cuda:nccl", 1, None),
 }
 
@@ -283,7 +344,11 @@ GPUS = {  # the local rank, the GPUs' identities, FSHARD_BACKEND; the expected b
 def test_meet_all_on_gpus_binds_the_gpu_or_warns(kind, monkeypatch, recwarn):
     """Process 1 of 2 on a machine with 4 GPUs, which do not exist."""
     local_rank, gpus, override, backend, bound, warning = GPUS[kind]
-    variables = {**by_hand("1", "2", "gpu1", "1"), "LOCAL_RANK": local_rank, "FSHARD_BACKEND": override}
+    variables = {
+        **by_hand("1", "2", "gpu1", "1"),
+        "LOCAL_RANK": local_rank,
+        "FSHARD_BACKEND": override,
+    }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     store, current, calls = dist.HashStore(), [0], []

@@ -76,7 +76,9 @@ def test_waiter_on_another_stream_waits_for_the_stream_of_the_start(mesh, monkey
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: recorded.append((x.shape, stream.name)))
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda x, stream: recorded.append((x.shape, stream.name))
+    )
     monkeypatch.setattr(echo.EchoWork, "wait", lambda work: steps.append(current[-1].name))
     other = Stream("other")
 
@@ -141,7 +143,9 @@ def test_result_of_a_gather_is_freed_once_it_is_unpacked(mesh, monkeypatch, coun
     monkeypatch.setitem(nccl.WIRES, "gather", gather)
 
     def main():
-        pending = group().world.start(AllGather(1), (torch.ones(2, 2),) * count, group(), call_site())
+        pending = group().world.start(
+            AllGather(1), (torch.ones(2, 2),) * count, group(), call_site()
+        )
         full = pending.wait()
         assert references[0]() is None and [y.shape for y in full] == [(2, 4)] * count
 
@@ -157,7 +161,11 @@ def under_rules_of_nccl():
         """Start all while nothing completes, and wait in another order: a launch and a wait each, two for pmax."""
         started, x = sum(nccl_rules.counts[name] for name in ("launches", "waits")), torch.ones(4)
         handles = [fs.all_gather.start([torch.ones(3), torch.ones(2)], "d"), fs.psum.start(x, "d")]
-        handles += [fs.broadcast.start(x, "d", source=0), fs.pmax.start(x, "d"), fs.psum_scatter.start(x, "d")]
+        handles += [
+            fs.broadcast.start(x, "d", source=0),
+            fs.pmax.start(x, "d"),
+            fs.psum_scatter.start(x, "d"),
+        ]
         handles += [fs.all_to_all.start(x, "d"), fs.ppermute.start(x, "d", [(0, 1), (1, 0)])]
         for handle in reversed(handles):
             handle.wait()
@@ -172,7 +180,9 @@ def under_rules_of_nccl():
 def test_collectives_obey_the_rules_of_nccl():
     results = run_processes(under_rules_of_nccl, 2, environment={"FSHARD_BACKEND": "nccl_rules"})
     expected = fs.run(lambda: (each_collective(), extremes()), mesh=fs.make_mesh({"d": 2}))
-    for (values, texts, *counts), (expected_values, expected_texts) in zip(results, expected, strict=True):
+    for (values, texts, *counts), (expected_values, expected_texts) in zip(
+        results, expected, strict=True
+    ):
         assert all(torch.equal(x, y) for x, y in zip(values, expected_values, strict=True))
         assert texts == expected_texts and counts == [16, 0, []]
 

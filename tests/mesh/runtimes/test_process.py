@@ -33,17 +33,26 @@ def the_example():
     def matmul(a, b):
         return fs.psum(a @ b, "model")
 
-    f = fs.shard_map(matmul, mesh=mesh, in_specs=(P("data", "model"), P("model")), out_specs=P("data"))
+    f = fs.shard_map(
+        matmul, mesh=mesh, in_specs=(P("data", "model"), P("model")), out_specs=P("data")
+    )
     with fs.ledger() as comm:
         y = f(x, w)
         full = fs.unshard(y)
-    return full, str(fs.typeof(y)), str(comm), [comm.by_collective(device) for device in sorted(comm.devices)]
+    return (
+        full,
+        str(fs.typeof(y)),
+        str(comm),
+        [comm.by_collective(device) for device in sorted(comm.devices)],
+    )
 
 
 def test_readme_example_on_processes_equals_virtual(four):
     full, *texts, ledgers = the_example()
     for rank, (full_of_rank, *texts_of_rank, (ledger,)) in enumerate(four.run(the_example)):
-        assert torch.equal(full, full_of_rank) and texts == texts_of_rank and ledgers[rank] == ledger
+        assert (
+            torch.equal(full, full_of_rank) and texts == texts_of_rank and ledgers[rank] == ledger
+        )
 
 
 SPECS = [
@@ -97,14 +106,20 @@ def to_and_from_torch():
         assert torch.equal(d.full_tensor(), full)
         back = fs.mesh.from_dtensor(d)
         assert back.layout == x.layout and back.local.data_ptr() == x.local.data_ptr()
-    turned = fs.shard_map(lambda x: x.t(), mesh=mesh, in_specs=P("data"), out_specs=P(None, "data"))(full)
-    gaps = fs.shard_map(lambda x: x[:, ::2], mesh=mesh, in_specs=P("data"), out_specs=P("data"))(full)
+    turned = fs.shard_map(
+        lambda x: x.t(), mesh=mesh, in_specs=P("data"), out_specs=P(None, "data")
+    )(full)
+    gaps = fs.shard_map(lambda x: x[:, ::2], mesh=mesh, in_specs=P("data"), out_specs=P("data"))(
+        full
+    )
     for x, expected, is_shared in ((turned, full.t(), True), (gaps, full[:, ::2], False)):
         d = fs.mesh.to_dtensor(x)
         assert (d.to_local().data_ptr() == x.local.data_ptr()) == is_shared
         assert d.stride() == (expected.clone() + 0).stride()
         views = d.contiguous().view(-1).view(expected.shape), d.reshape(-1).view(expected.shape)
-        assert all(torch.equal(same.full_tensor(), expected) for same in (d, d + 0, d.clone(), *views))
+        assert all(
+            torch.equal(same.full_tensor(), expected) for same in (d, d + 0, d.clone(), *views)
+        )
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     theirs = DTensor.from_local(torch.ones(2, 3), grid, [Shard(0), Shard(1)])
     assert str(fs.typeof(fs.mesh.from_dtensor(theirs))) == "f32[4@a, 6@b]"
@@ -126,7 +141,10 @@ def a_mesh_in_another_order():
 
     def main():
         rank = torch.tensor([float(dist.get_rank())])
-        return [fs.axis_index(("a", "b")), *(fs.all_gather(rank, axes).tolist() for axes in (("a", "b"), ("b", "a")))]
+        return [
+            fs.axis_index(("a", "b")),
+            *(fs.all_gather(rank, axes).tolist() for axes in (("a", "b"), ("b", "a"))),
+        ]
 
     return fs.run(main, mesh=fs.mesh.from_device_mesh(theirs))[0]
 
@@ -215,7 +233,9 @@ def run_on_each_link(main):
 def each_collective():
     x = torch.arange(6.0).reshape(2, 3) + 10 * fs.axis_index("d")
     sizes = 2, 180_003, 1, 600_001  # over gloo, small tensors share a buffer, and large ones do not
-    several = [torch.arange(2.0 * size).reshape(2, size) + 10 * fs.axis_index("d") for size in sizes]
+    several = [
+        torch.arange(2.0 * size).reshape(2, size) + 10 * fs.axis_index("d") for size in sizes
+    ]
     trees = [x], [x.to(torch.complex64)], several, several[1::2]
     calls = [
         (fs.psum, {}),
@@ -227,7 +247,12 @@ def each_collective():
         (fs.ppermute, {"perm": [(0, 1), (1, 0)]}),
         (fs.broadcast, {"source": 1}),
     ]
-    results = [y for collective, options in calls for tree in trees for y in collective(tree, "d", **options)]
+    results = [
+        y
+        for collective, options in calls
+        for tree in trees
+        for y in collective(tree, "d", **options)
+    ]
     return [fs.pmax(x, "d"), fs.psum(x.to(torch.int16), "d"), *results]
 
 
@@ -236,9 +261,19 @@ def extremes():
     is_first = fs.axis_index("d") == 0
     nan, inf = torch.nan, torch.inf
     floats = torch.tensor([nan, 1, nan, -inf, 2, -nan] if is_first else [1, nan, nan, inf, -3, inf])
-    unsigned = torch.tensor([2**63, 5, 2**64 - 1] if is_first else [1, 2**63 + 7, 2**63], dtype=torch.uint64)
+    unsigned = torch.tensor(
+        [2**63, 5, 2**64 - 1] if is_first else [1, 2**63 + 7, 2**63], dtype=torch.uint64
+    )
     signed = torch.tensor([-1, 2, -(2**63)] if is_first else [1, -2, 2**63 - 1])
-    xs = [floats, floats.bfloat16(), floats.double(), unsigned, signed, signed.short(), signed.bool()]
+    xs = [
+        floats,
+        floats.bfloat16(),
+        floats.double(),
+        unsigned,
+        signed,
+        signed.short(),
+        signed.bool(),
+    ]
     return [str(y.tolist()) for x in xs for y in (fs.pmax(x, "d"), fs.pmin(x, "d"))]
 
 
@@ -266,7 +301,9 @@ def between_hosts():
     def main():
         group = require("here").group("d", "here")
         fs.send(torch.full((1,), float(group.index)), "d", to=1 - group.index)
-        rows = reduce_rows((torch.tensor([1.0, float(group.index)]), torch.ones(1)), group, call_site())
+        rows = reduce_rows(
+            (torch.tensor([1.0, float(group.index)]), torch.ones(1)), group, call_site()
+        )
         return *rows, fs.recv(torch.empty(1), "d", source=1 - group.index) + group.index
 
     try:
@@ -286,7 +323,10 @@ def share_state_of_gpus():
     fs.make_mesh({"d": 2})
     before = torch.cuda.get_rng_state, torch.cuda.set_rng_state
     states = [torch.full((16,), 1 + dist.get_rank(), dtype=torch.uint8)]
-    torch.cuda.get_rng_state, torch.cuda.set_rng_state = lambda: states[0], lambda state: states.append(state.clone())
+    torch.cuda.get_rng_state, torch.cuda.set_rng_state = (
+        lambda: states[0],
+        lambda state: states.append(state.clone()),
+    )
     try:
         process._share_random_state("cuda")
     finally:
@@ -321,15 +361,26 @@ def make_groups_unevenly():
             sums += [host_sum("data")]
         sums += [host_sum("pipe"), fs.psum(torch.tensor(1.0 + rank), ("data", "pipe")).item()]
         device_mesh = fs.mesh.to_device_mesh(mesh)
-        limits = {group._get_backend(torch.device("cpu")).options._timeout for group in device_mesh.get_all_groups()}
+        limits = {
+            group._get_backend(torch.device("cpu")).options._timeout
+            for group in device_mesh.get_all_groups()
+        }
         return sums, limits == {world.timeout}
 
     return fs.run(main, mesh=mesh)[0]
 
 
 def test_groups_made_by_some_processes_only_do_not_hang():
-    expected = [([3.0, 4.0, 10.0], True), ([3.0, 6.0, 10.0], True), ([4.0, 10.0], True), ([6.0, 10.0], True)]
-    assert run_processes(make_groups_unevenly, 4, environment={"FSHARD_DIRECT": "0"}, timeout=40) == expected
+    expected = [
+        ([3.0, 4.0, 10.0], True),
+        ([3.0, 6.0, 10.0], True),
+        ([4.0, 10.0], True),
+        ([6.0, 10.0], True),
+    ]
+    assert (
+        run_processes(make_groups_unevenly, 4, environment={"FSHARD_DIRECT": "0"}, timeout=40)
+        == expected
+    )
 
 
 def test_buffer_pool_free_buffer_is_reused():
@@ -360,14 +411,18 @@ DIFFERENT = {  # calls of equal size on two processes
 
 def call_differently(kind):
     try:
-        fs.run(lambda: DIFFERENT[kind](fs.axis_index("d") == 0), mesh=fs.make_mesh({"d": 2}, timeout=1))
+        fs.run(
+            lambda: DIFFERENT[kind](fs.axis_index("d") == 0), mesh=fs.make_mesh({"d": 2}, timeout=1)
+        )
     except fs.errors.MismatchError as error:
         return str(error)
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_gloo_mismatched_calls_raise_without_mixing_bytes(kind):
-    for text in run_processes(call_differently, 2, kind, environment={"FSHARD_DIRECT": "0"}, timeout=60):
+    for text in run_processes(
+        call_differently, 2, kind, environment={"FSHARD_DIRECT": "0"}, timeout=60
+    ):
         assert text.count("test_process.py:") == 2
 
 

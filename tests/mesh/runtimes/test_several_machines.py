@@ -43,23 +43,45 @@ def hosts():
 def train(mesh):
     """Return the parameters after three ZeRO-3 steps."""
     torch.manual_seed(0)
-    params = fs.shard_params({"w": torch.randn(24, 40), "v": torch.randn(40, 3)}, fs.fsdp("data"), mesh=mesh)
+    params = fs.shard_params(
+        {"w": torch.randn(24, 40), "v": torch.randn(40, 3)}, fs.fsdp("data"), mesh=mesh
+    )
     opt = fs.partition_optimizer(fs.optim.adamw(1e-2), mesh=mesh, axis="data", stage=3)
     loss_fn = lambda p, x: (x @ p["w"]).tanh().matmul(p["v"]).square().mean()  # noqa: E731
     step, state = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data")), opt.init(params)
     for seed in range(3):
-        params, state, _ = step(params, state, torch.randn(8, 24, generator=torch.Generator().manual_seed(seed)))
+        params, state, _ = step(
+            params, state, torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
+        )
     return fs.unshard(params)
 
 
 def test_two_machines_have_the_bits_of_virtual_devices(hosts, tmp_path):
     """The host's name resolves to loopback in the namespaces, so an interface is chosen."""
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    environment |= {"WORLD_SIZE": "4", "MASTER_ADDR": HOSTS[hosts[0]], "MASTER_PORT": "29501", "LOCAL_WORLD_SIZE": "2"}
+    environment |= {
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": HOSTS[hosts[0]],
+        "MASTER_PORT": "29501",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     processes = [
         subprocess.Popen(
-            ["ip", "netns", "exec", hosts[rank // 2], sys.executable, __file__, str(tmp_path / str(rank))],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "FSHARD_TIMEOUT": "200"},
+            [
+                "ip",
+                "netns",
+                "exec",
+                hosts[rank // 2],
+                sys.executable,
+                __file__,
+                str(tmp_path / str(rank)),
+            ],
+            env={
+                **environment,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % 2),
+                "FSHARD_TIMEOUT": "200",
+            },
             stderr=subprocess.PIPE,
             text=True,
         )

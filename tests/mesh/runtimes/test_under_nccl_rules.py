@@ -27,7 +27,9 @@ def stages(name, count):
     schedule = fs.pipeline_schedule(name, stages=n, microbatches=2 * count)
     split = fs.pipeline.split_stages(layers(count=n), n, "uniform")
     params = fs.shard_stages(split, P(), mesh=mesh, schedule=schedule)
-    gradient = fs.value_and_grad(split, mesh=mesh, batch=P(), schedule=schedule, loss=lambda y, x: y.square().mean())
+    gradient = fs.value_and_grad(
+        split, mesh=mesh, batch=P(), schedule=schedule, loss=lambda y, x: y.square().mean()
+    )
     losses = []
     for seed in range(3):
         loss, grads = gradient(params, draw(4 * count, 4, seed=seed))
@@ -54,7 +56,10 @@ def experts():
     """Train two layers of experts under ZeRO-3: rows of differing numbers, and an expert without any."""
     mesh, axes = fs.make_mesh({"data": 2, "expert": 2}), ("data", "expert")
     shapes = {"gate": (3, 5), "up": (3, 5), "down": (5, 3)}
-    weights = {"router": draw(3, 4), "experts": {name: draw(4, *shape) for name, shape in shapes.items()}}
+    weights = {
+        "router": draw(3, 4),
+        "experts": {name: draw(4, *shape) for name, shape in shapes.items()},
+    }
     within = {"experts.*": P("expert"), "**": P()}
     params = fs.shard_params(weights, fs.fsdp(axes, within=within), mesh=mesh)
 
@@ -64,7 +69,9 @@ def experts():
             x = x + fs.experts.moe(x, routing, p["experts"], axis="expert")[0]
         return x.square().mean() + fs.experts.balance_loss(routing, axes)
 
-    loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P(axes), local="expert")(params, draw(16, 3))
+    loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P(axes), local="expert")(
+        params, draw(16, 3)
+    )
     return loss, fs.unshard(grads)
 
 
@@ -79,7 +86,9 @@ def checkpoint(stage=3):
     state = opt.init(params)
     params, state, _ = step(params, state, draw(8, 4))
     with tempfile.TemporaryDirectory() as folder:
-        paths = fs.run(lambda: fs.broadcast(torch.tensor([*folder.encode()]), "data", source=0), mesh=mesh)[0]
+        paths = fs.run(
+            lambda: fs.broadcast(torch.tensor([*folder.encode()]), "data", source=0), mesh=mesh
+        )[0]
         path = bytes(paths.tolist()).decode()
         fs.save(f"{path}/saved", (params, state))
         params, state = fs.restore(f"{path}/saved", (params, state))
@@ -103,7 +112,11 @@ def hybrid():
 
 
 TWO = {
-    **{name: program for name, (program, _) in test_foreign_backward.PROGRAMS.items() if name != "refused"},
+    **{
+        name: program
+        for name, (program, _) in test_foreign_backward.PROGRAMS.items()
+        if name != "refused"
+    },
     **{f"{name} of 2": partial(stages, name, 2) for name in BUILDERS},
     "checkpoint": checkpoint,
 }
@@ -150,6 +163,8 @@ def pools():
 def test_program_under_the_rules_of_nccl_has_equal_results(name):
     n = 2 if name in TWO else 4
     reports = processes(n, "nccl_rules").run(run, name)
-    for expected, (result, violations, syncs) in zip(processes(n).run(run_plainly, name), reports, strict=True):
+    for expected, (result, violations, syncs) in zip(
+        processes(n).run(run_plainly, name), reports, strict=True
+    ):
         assert (violations, syncs) == ([], 0)
         torch.testing.assert_close(result, expected)

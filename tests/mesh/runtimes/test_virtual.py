@@ -20,7 +20,9 @@ def run(main, **axes):
 
 def line_of(text):
     with open(__file__) as file:
-        return next(number for number, line in enumerate(file, 1) if text in line and "line_of" not in line)
+        return next(
+            number for number, line in enumerate(file, 1) if text in line and "line_of" not in line
+        )
 
 
 # -- a mismatch never hangs -----------------------------------------------------------------------------------------
@@ -39,7 +41,9 @@ def test_missing_collective_of_one_in_64_raises_at_once():
     line = line_of("# the one that 41 leaves out")
     assert "63 of 64 wait, the others have finished" in text
     assert "device (data=41): has finished" in text
-    waiting = f'waits in psum over "data" of f32[3] at tests/mesh/runtimes/test_virtual.py:{line} in main'
+    waiting = (
+        f'waits in psum over "data" of f32[3] at tests/mesh/runtimes/test_virtual.py:{line} in main'
+    )
     assert f"device (data=0) to device (data=40): {waiting}" in text
 
 
@@ -99,15 +103,30 @@ def test_program_that_cannot_go_on_raises(name):
     [
         (lambda: fs.psum(X, "d"), lambda: fs.psum(torch.ones(3), "d"), ["f32[2]", "f32[3]"]),
         (lambda: fs.psum(X, "d"), lambda: fs.psum(X.double(), "d"), ["f32[2]", "f64[2]"]),
-        (lambda: fs.psum(X, "d"), lambda: fs.all_gather(X, "d"), ["psum over", "all_gather(dim=0) over"]),
-        (lambda: fs.all_to_all(SQUARE, "d"), lambda: fs.all_to_all(SQUARE, "d", split_dim=1), ["split=0", "split=1"]),
-        (lambda: fs.broadcast(X, "d"), lambda: fs.broadcast(X, "d", source=1), ["source=0", "source=1"]),
+        (
+            lambda: fs.psum(X, "d"),
+            lambda: fs.all_gather(X, "d"),
+            ["psum over", "all_gather(dim=0) over"],
+        ),
+        (
+            lambda: fs.all_to_all(SQUARE, "d"),
+            lambda: fs.all_to_all(SQUARE, "d", split_dim=1),
+            ["split=0", "split=1"],
+        ),
+        (
+            lambda: fs.broadcast(X, "d"),
+            lambda: fs.broadcast(X, "d", source=1),
+            ["source=0", "source=1"],
+        ),
     ],
 )
 def test_different_collectives_in_one_group_raise(first, second, words):
     with pytest.raises(fs.errors.MismatchError, match="met in one collective") as error:
         run(first_or_second(first, second), d=2)
-    assert all(word in str(error.value) for word in [*words, "device (d=0)", "device (d=1)", "test_virtual.py"])
+    assert all(
+        word in str(error.value)
+        for word in [*words, "device (d=0)", "device (d=1)", "test_virtual.py"]
+    )
 
 
 def test_collectives_on_different_lines_raise_under_check():
@@ -131,7 +150,9 @@ def test_gradient_outside_the_run_raises_scope_error():
         leaves.append((fs.all_gather(x, "d").sum(), x))
 
     run(main, d=2)
-    with pytest.raises(fs.errors.ScopeError, match="differentiated outside the function that called it"):
+    with pytest.raises(
+        fs.errors.ScopeError, match="differentiated outside the function that called it"
+    ):
         torch.autograd.grad(*leaves[0])
 
 
@@ -151,7 +172,9 @@ def test_device_error_has_device_note_and_traceback(n):
 
     with pytest.raises(KeyError, match="lost") as error:
         run(main, a=n, b=n)
-    assert error.value.__notes__ == [f"raised on device (a={n - 1}, b={n - 1}) of Mesh(a={n}, b={n}; virtual, cpu)"]
+    assert error.value.__notes__ == [
+        f"raised on device (a={n - 1}, b={n - 1}) of Mesh(a={n}, b={n}; virtual, cpu)"
+    ]
     assert "broken" in [entry.name for entry in error.traceback]
 
 
@@ -168,7 +191,10 @@ def test_device_error_unwinds_the_other_devices():
 
     with pytest.raises(KeyError, match="gone"):
         run(main, d=4)
-    assert sorted(unwound) in ([0, 1, 2], [0, 1, 2, 3])  # a device that has not begun has nothing to unwind
+    assert sorted(unwound) in (
+        [0, 1, 2],
+        [0, 1, 2, 3],
+    )  # a device that has not begun has nothing to unwind
 
 
 @pytest.mark.parametrize("fail", [False, True])
@@ -225,7 +251,11 @@ def test_interrupted_device_without_collective_ends_at_its_next_one():
 
 
 def settings():
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    modes = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+    )
     return *modes, torch.empty(1).device.type
 
 
@@ -255,7 +285,9 @@ def test_device_threads_have_the_callers_hooks_and_context():
         (x * x).sum().backward()
         return color.get()
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.shape) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: packed.append(x.shape) or x, lambda x: x
+    ):
         assert run(main, d=2) == ["blue"] * 2
     assert len(packed) >= 4
 
@@ -334,7 +366,10 @@ def test_results_share_no_memory_with_arguments_or_each_other(n):
         assert torch.equal(x, torch.arange(4.0) + index)
         x -= 5
         fs.psum(x, "d")
-        return all(torch.equal(y, copy + 100 * (1 + index)) for y, copy in zip(results, copies, strict=True))
+        return all(
+            torch.equal(y, copy + 100 * (1 + index))
+            for y, copy in zip(results, copies, strict=True)
+        )
 
     assert run(main, d=n) == [True] * n
 

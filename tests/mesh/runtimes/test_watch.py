@@ -20,7 +20,9 @@ from fshard.mesh.spmd.scope import require
 from fshard.testing.processes import Processes, run_processes
 from tests.mesh.shared_memory.test_direct import UNEVEN, uneven_message
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 
 
 def exchange(other):
@@ -86,7 +88,9 @@ def test_check_wrong_program_raises_instead_of_hanging(kind, checked):
     if error is None:
         assert checked.run(run_program, kind) == [5.0, 5.0]
         return
-    run = checked.run_last if error is DeadlockError else checked.run  # that takes processes that really end
+    run = (
+        checked.run_last if error is DeadlockError else checked.run
+    )  # that takes processes that really end
     with pytest.raises(error) as raised:
         run(run_program, kind)
     assert all(word in str(raised.value) for word in words)
@@ -99,7 +103,9 @@ def test_check_of_shapes_allows_different_lines():
 def global_array(of):
     layout = fs.Layout(fs.make_mesh({"data": 2}), P("data"))
     x = fs.from_local(torch.ones(of[dist.get_rank()]), layout)
-    row = fs.shard_map(lambda x: fs.from_local(x, layout).local, mesh=layout.mesh, in_specs=P(), out_specs=P())
+    row = fs.shard_map(
+        lambda x: fs.from_local(x, layout).local, mesh=layout.mesh, in_specs=P(), out_specs=P()
+    )
     return fs.unshard(x).tolist(), row(torch.ones(1)).shape
 
 
@@ -107,17 +113,26 @@ def test_check_from_local_of_unequal_shapes_raises(checked):
     assert checked.run(global_array, (2, 2)) == [([1.0] * 4, (1,))] * 2
     with pytest.raises(MismatchError) as raised:
         checked.run(global_array, (2, 3))
-    assert all(f"process {rank}: from_local of f32[{n}@data]" in str(raised.value) for rank, n in [(0, 4), (1, 6)])
+    assert all(
+        f"process {rank}: from_local of f32[{n}@data]" in str(raised.value)
+        for rank, n in [(0, 4), (1, 6)]
+    )
 
 
 # -- handles ------------------------------------------------------------------------------------------------------
 
 CALLS = {  # what is started with a tensor of one element, and the result from the numbers of the group
     "psum": (lambda x, axes: fs.psum.start(x, axes), lambda xs: [sum(xs)]),
-    "wide psum": (lambda x, axes: fs.psum.start(x.expand(3000).contiguous(), axes), lambda xs: [sum(xs)] * 3000),
+    "wide psum": (
+        lambda x, axes: fs.psum.start(x.expand(3000).contiguous(), axes),
+        lambda xs: [sum(xs)] * 3000,
+    ),
     "all_gather": (lambda x, axes: fs.all_gather.start(x, axes), lambda xs: xs),
     "broadcast": (lambda x, axes: fs.broadcast.start(x, axes, source=1), lambda xs: [xs[1]]),
-    "all_to_all": (lambda x, axes: fs.all_to_all.start(x.repeat(fs.axis_size(axes)), axes), lambda xs: xs),
+    "all_to_all": (
+        lambda x, axes: fs.all_to_all.start(x.repeat(fs.axis_size(axes)), axes),
+        lambda xs: xs,
+    ),
 }
 
 
@@ -134,7 +149,9 @@ def legal_order(calls, draw):
             starts[index] = call
     steps = [(call, True) for call in starts]
     for call in draw.sample(range(len(calls)), len(calls)):
-        before = [index for index, (started, begins) in enumerate(steps) if begins and started <= call]
+        before = [
+            index for index, (started, begins) in enumerate(steps) if begins and started <= call
+        ]
         steps.insert(draw.randint(max(before) + 1, len(steps)), (call, False))
     return steps
 
@@ -148,13 +165,18 @@ def run_in_legal_order(calls, seed):
             if begins:
                 handles[call] = start(torch.tensor([100.0 * call + dist.get_rank()]), axes)
             else:
-                xs = [100.0 * call + member for member in require("the test").group(axes, "the test").members]
+                xs = [
+                    100.0 * call + member
+                    for member in require("the test").group(axes, "the test").members
+                ]
                 result = handles[call].wait().tolist()
                 wrong += [] if result == expected(xs) else [(name, axes, result)]
         return wrong
 
     mesh = fs.make_mesh({"a": 2, "b": 2})
-    fs.run(lambda: fs.psum(torch.ones(1), ("a", "b")), mesh=mesh)  # over gloo this makes a group, for which all wait
+    fs.run(
+        lambda: fs.psum(torch.ones(1), ("a", "b")), mesh=mesh
+    )  # over gloo this makes a group, for which all wait
     return fs.run(main, mesh=mesh)[0]
 
 
@@ -266,7 +288,9 @@ def test_check_uneven_differentiation_raises_on_all_waiting(f, checked):
 
 def test_gloo_uneven_differentiation_raises():
     for f in UNEVEN:
-        told = run_processes(differentiate_unevenly, 2, f, 2, environment={"FSHARD_DIRECT": "0"}, timeout=60)
+        told = run_processes(
+            differentiate_unevenly, 2, f, 2, environment={"FSHARD_DIRECT": "0"}, timeout=60
+        )
         told = [text for text in told if text is not None]
         # a sender does not wait for its receiver; but one that comes a second late finds it gone
         assert len(told) == 2 or (f is uneven_message and len(told) == 1), f
@@ -300,5 +324,7 @@ def call_with_process_that(fate, path):
 def test_check_dead_or_late_process_raises(fate, words, tmp_path):
     path = tmp_path / "error"
     with contextlib.suppress(RuntimeError):
-        run_processes(call_with_process_that, 2, fate, path, environment={"FSHARD_CHECK": "1"}, timeout=30)
+        run_processes(
+            call_with_process_that, 2, fate, path, environment={"FSHARD_CHECK": "1"}, timeout=30
+        )
     assert re.match(words, path.read_text()), path.read_text()

@@ -15,7 +15,9 @@ from fshard.mesh.shared_memory import meet
 from fshard.mesh.shared_memory.transport import SharedMemory
 from fshard.testing.processes import Processes, run_processes
 
-pytestmark = pytest.mark.skipif(meet._libc() is None, reason="this system does not read other processes' memory")
+pytestmark = pytest.mark.skipif(
+    meet._libc() is None, reason="this system does not read other processes' memory"
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,9 @@ def mapped(main, **shape):
 
 def kind_of_link():
     mapped(lambda: fs.psum(torch.ones(1), "d"))
-    return [type(link).__name__ for link in ProcessWorld.of(fs.make_mesh({"d": 2}))._transports.values()]
+    return [
+        type(link).__name__ for link in ProcessWorld.of(fs.make_mesh({"d": 2}))._transports.values()
+    ]
 
 
 def one_may_not_read():
@@ -156,7 +160,9 @@ def test_uneven_differentiation_raises_mismatch(pair, f):
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_mismatched_calls_raise_without_check(pair, kind):
     for rank, text in enumerate(pair.run(call_differently, kind)):
-        assert text.count("test_direct.py:") == 2 and f"process {1 - rank} makes another call" in text
+        assert (
+            text.count("test_direct.py:") == 2 and f"process {1 - rank} makes another call" in text
+        )
 
 
 # -- what is under way --------------------------------------------------------------------------------------------
@@ -165,9 +171,14 @@ def test_mismatched_calls_raise_without_check(pair, kind):
 def many_under_way(count, size):
     def main():
         index = fs.axis_index("d")
-        handles = [fs.all_gather.start(torch.full((size,), index + 10.0 * call), "d") for call in range(count)]
+        handles = [
+            fs.all_gather.start(torch.full((size,), index + 10.0 * call), "d")
+            for call in range(count)
+        ]
         for call in reversed(range(count)):
-            expected = torch.tensor([other + 10.0 * call for other in range(fs.axis_size("d"))]).repeat_interleave(size)
+            expected = torch.tensor(
+                [other + 10.0 * call for other in range(fs.axis_size("d"))]
+            ).repeat_interleave(size)
             assert torch.equal(handles[call].wait(), expected), call
         return True
 
@@ -235,7 +246,10 @@ def change_at_once():
                     (fs.psum(x, "d"), float(sum(turn + other for other in range(n)))),
                     (fs.psum_scatter(x, "d"), float(sum(turn + other for other in range(n)))),
                     (fs.broadcast(x, "d", source=turn % n), float(turn + turn % n)),
-                    (fs.ppermute(x, "d", [(one, (one + 1) % n) for one in range(n)]), float(turn + (index - 1) % n)),
+                    (
+                        fs.ppermute(x, "d", [(one, (one + 1) % n) for one in range(n)]),
+                        float(turn + (index - 1) % n),
+                    ),
                 ]
                 gathered = fs.all_gather(x[:size], "d"), fs.all_to_all(x, "d")
                 x.fill_(-1.0)  # what was given may be changed as soon as the call has returned
@@ -274,7 +288,13 @@ def die_while_others_wait(size):
 def test_killed_process_raises_lost_process_error(tmp_path, size):
     answer = tmp_path / "answer"
     with pytest.raises(RuntimeError):
-        run_processes(die_while_others_wait, 2, size, environment={"FSHARD_TEST_TELLS": str(answer)}, timeout=30)
+        run_processes(
+            die_while_others_wait,
+            2,
+            size,
+            environment={"FSHARD_TEST_TELLS": str(answer)},
+            timeout=30,
+        )
     assert f"psum of float32[{size}]" in answer.read_text()
 
 

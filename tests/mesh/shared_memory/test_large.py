@@ -20,9 +20,12 @@ COLLECTIVES = {
     "with odd ends": lambda xs: fs.psum([x[1:] for x in xs], "d"),
     "of a conjugate": lambda xs: fs.psum([torch.complex(x, x).conj() for x in xs], "d"),
     "one large, many small": lambda xs: fs.psum([xs[3], *(xs[1] + k for k in range(5))], "d"),
-    "at once": lambda xs: [handle.wait() for handle in [fs.psum.start(xs, "d"), fs.psum_scatter.start(xs, "d")][::-1]],
+    "at once": lambda xs: [
+        handle.wait() for handle in [fs.psum.start(xs, "d"), fs.psum_scatter.start(xs, "d")][::-1]
+    ],
     "rows that leave the ring as copies": lambda xs: [
-        handle.wait() for handle in [fs.psum_scatter.start(ys, "d") for ys in (xs[3].view(4, -1), xs[5])][::-1]
+        handle.wait()
+        for handle in [fs.psum_scatter.start(ys, "d") for ys in (xs[3].view(4, -1), xs[5])][::-1]
     ],
 }
 
@@ -39,7 +42,10 @@ def collected(n, name, dtype):
         copies = [x.clone() for x in xs]
         ys = COLLECTIVES[name](xs)
         assert all(map(torch.equal, xs, copies))
-        given, results = ({x.untyped_storage().data_ptr() for x in flatten(tree)[0] if x.numel()} for tree in (xs, ys))
+        given, results = (
+            {x.untyped_storage().data_ptr() for x in flatten(tree)[0] if x.numel()}
+            for tree in (xs, ys)
+        )
         assert given.isdisjoint(results)
         return ys
 
@@ -47,7 +53,9 @@ def collected(n, name, dtype):
 
 
 KINDS = [(name, torch.float32) for name in COLLECTIVES] + [
-    (name, dtype) for name in ("psum", "psum_scatter") for dtype in (torch.bfloat16, torch.int16, torch.float64)
+    (name, dtype)
+    for name in ("psum", "psum_scatter")
+    for dtype in (torch.bfloat16, torch.int16, torch.float64)
 ]
 
 
@@ -65,7 +73,9 @@ def in_many_parts():
     return collected(2, "all_gather", torch.float32)
 
 
-@pytest.mark.skipif(meet._libc() is None, reason="this system does not read other processes' memory")
+@pytest.mark.skipif(
+    meet._libc() is None, reason="this system does not read other processes' memory"
+)
 def test_more_spans_than_one_call_reads_equal_virtual():
     for (found,), expected in zip(
         run_processes(in_many_parts, 2), collected(2, "all_gather", torch.float32), strict=True
@@ -93,6 +103,11 @@ def one_does_something_else():
     return fs.run(main, mesh=fs.make_mesh({"d": 2}, timeout=20))[0]
 
 
-@pytest.mark.skipif(meet._libc() is None, reason="this system does not read other processes' memory")
+@pytest.mark.skipif(
+    meet._libc() is None, reason="this system does not read other processes' memory"
+)
 def test_started_collective_of_a_late_process_does_not_block():
-    assert run_processes(one_does_something_else, 2, environment={"FSHARD_LINES": "0"}) == [3.0, 3.0]
+    assert run_processes(one_does_something_else, 2, environment={"FSHARD_LINES": "0"}) == [
+        3.0,
+        3.0,
+    ]

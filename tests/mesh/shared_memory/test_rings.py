@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from fshard.mesh.shared_memory import meet, rings
 
-pytestmark = pytest.mark.skipif(meet._libc() is None, reason="this system does not read other processes' memory")
+pytestmark = pytest.mark.skipif(
+    meet._libc() is None, reason="this system does not read other processes' memory"
+)
 
 
 def ring(wake=lambda: None):
@@ -50,7 +52,10 @@ def test_ring_any_message_can_be_taken_in_order(plan):
             if put(writer, key, text):
                 waiting.append((key, text))
             else:  # so there is no room, but for what the reader has not passed yet
-                assert sum(len(text) + 96 for _, text in waiting) + 2 * (64 << 10) + number > rings.SIZE
+                assert (
+                    sum(len(text) + 96 for _, text in waiting) + 2 * (64 << 10) + number
+                    > rings.SIZE
+                )
             key += 1
         elif what == "look" and waiting:
             wanted = waiting[min(number, len(waiting) - 1)][0]

@@ -37,7 +37,9 @@ def body(x):
 
 def on_mesh(f):
     spec = P("data")
-    g = fs.shard_map(lambda x: f(x).reshape(1) * x, mesh=MESH, in_specs=spec, out_specs=spec, check=False)
+    g = fs.shard_map(
+        lambda x: f(x).reshape(1) * x, mesh=MESH, in_specs=spec, out_specs=spec, check=False
+    )
     return lambda x: fs.unshard(g(x))
 
 
@@ -47,7 +49,9 @@ def run_on_all(x):
 
 def put(x):
     y = fs.reshard(fs.device_put(x, CUT), fs.Layout(MESH, P.flat("data")))
-    return fs.unshard(y) * fs.unshard(fs.from_local(lambda data: torch.full((4,), float(data)), CUT))
+    return fs.unshard(y) * fs.unshard(
+        fs.from_local(lambda data: torch.full((4,), float(data)), CUT)
+    )
 
 
 def trained(x):
@@ -61,7 +65,12 @@ def trained(x):
     return fs.unshard(params)["w"] + metrics["loss"] + loss
 
 
-CALLS = {"shard_map": lambda x: on_mesh(body)(x), "run": run_on_all, "device_put": put, "train_step": trained}
+CALLS = {
+    "shard_map": lambda x: on_mesh(body)(x),
+    "run": run_on_all,
+    "device_put": put,
+    "train_step": trained,
+}
 
 
 @pytest.mark.filterwarnings("ignore:torch.compile.step. has no effect")
@@ -102,7 +111,11 @@ def test_compile_around_and_inside_on_devices_and_processes():
 
 # -- torch's loop -----------------------------------------------------------------------------------------------------
 
-PLUGINS = {"ddp": fs.DDPPlugin, "fsdp": fs.FSDPPlugin, "reproducible": partial(fs.FSDPPlugin, reproducible=True)}
+PLUGINS = {
+    "ddp": fs.DDPPlugin,
+    "fsdp": fs.FSDPPlugin,
+    "reproducible": partial(fs.FSDPPlugin, reproducible=True),
+}
 
 
 class Net(nn.Module):
@@ -118,7 +131,9 @@ class Net(nn.Module):
         return self.b(self.act(y))
 
 
-def trained_in_a_loop(plugin, make=Net, loss=lambda model, x: MEAN(model, x), around=lambda model: model):
+def trained_in_a_loop(
+    plugin, make=Net, loss=lambda model, x: MEAN(model, x), around=lambda model: model
+):
     def main():
         model = make()
         booster = fs.Booster(PLUGINS[plugin]())
@@ -149,7 +164,9 @@ COMPILED = {  # options of `trained_in_a_loop`
 def test_boosted_model_trains_as_without_compile(name, plugin):
     trained = trained_in_a_loop(plugin, **COMPILED[name]())
     captured = counters["stats"]["calls_captured"]
-    assert name == "around the model" or captured >= (3 if "loss" in name else 1)  # what is made of the output
+    assert name == "around the model" or captured >= (
+        3 if "loss" in name else 1
+    )  # what is made of the output
     torch.testing.assert_close(trained, trained_in_a_loop(plugin))
 
 
@@ -171,5 +188,7 @@ def compiled_in_place():
     ids=["parts", "whole", "in place"],
 )
 def test_boost_of_compiled_module_raises(make, parts):
-    with pytest.raises(fs.errors.ModuleError, match=rf"^boost: {parts} is compiled, .* fs.with_unsharded_params\("):
+    with pytest.raises(
+        fs.errors.ModuleError, match=rf"^boost: {parts} is compiled, .* fs.with_unsharded_params\("
+    ):
         trained_in_a_loop("ddp", make)

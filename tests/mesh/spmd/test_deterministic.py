@@ -18,7 +18,11 @@ SUMMANDS = torch.tensor([1e8, 1.0, -1e8, 1.0, 1e8, 3.0, -1e8, 0.1])
 
 def summands(count, dtype, index):
     """Return the summands of a device: numbers whose sum depends on the order in which they are added."""
-    xs = torch.stack([SUMMANDS.roll(index + i % 5)[0] * (1 + i % 3) for i in range(count)]) if count else torch.ones(0)
+    xs = (
+        torch.stack([SUMMANDS.roll(index + i % 5)[0] * (1 + i % 3) for i in range(count)])
+        if count
+        else torch.ones(0)
+    )
     return xs.to(dtype)
 
 
@@ -75,10 +79,20 @@ def test_nccl_sums_in_reproducible_mode_have_the_bits_of_virtual_ones():
 def unset(monkeypatch):
     """Restore the settings of the process after a test."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    owners = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    owners = (
+        torch.backends.cuda.matmul,
+        torch.backends.cudnn,
+        torch.backends.cudnn.conv,
+        torch.backends.cudnn.rnn,
+    )
     reductions = (f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16"))
     names = "benchmark", *reductions, "fp32_precision"
-    before = [(owner, name, getattr(owner, name)) for owner in owners for name in names if hasattr(owner, name)]
+    before = [
+        (owner, name, getattr(owner, name))
+        for owner in owners
+        for name in names
+        if hasattr(owner, name)
+    ]
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     torch.backends.cudnn.benchmark = True
     torch.use_deterministic_algorithms(True, warn_only=True)

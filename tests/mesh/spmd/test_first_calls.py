@@ -27,7 +27,9 @@ def marked(w, x):
 
 
 def mapped(f, **options):
-    f = fs.shard_map(f, mesh=fs.make_mesh({"d": 2}), in_specs=(P(), P("d")), out_specs=P(), **options)
+    f = fs.shard_map(
+        f, mesh=fs.make_mesh({"d": 2}), in_specs=(P(), P("d")), out_specs=P(), **options
+    )
     return lambda w: fs.unshard(f(w, X))
 
 
@@ -57,7 +59,11 @@ def observe():
         runs.append(1)
         return marked(w, x)
 
-    f, each, collectives = mapped(counted), 1 if fs.make_mesh({"d": 2}).runtime == "process" else 0.5, set()
+    f, each, collectives = (
+        mapped(counted),
+        1 if fs.make_mesh({"d": 2}).runtime == "process" else 0.5,
+        set(),
+    )
     expected = grad_by_autograd(lambda w: (X @ w).square().mean())
     results["runs"] = []
     for _ in range(3):

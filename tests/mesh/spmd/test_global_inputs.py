@@ -22,7 +22,9 @@ def tree(x):
 
 def boost(mesh, x):
     layer = linear(x)
-    return fs.Booster(fs.FSDPPlugin(mesh=mesh)).boost(layer, torch.optim.SGD(layer.parameters(), 0.1))
+    return fs.Booster(fs.FSDPPlugin(mesh=mesh)).boost(
+        layer, torch.optim.SGD(layer.parameters(), 0.1)
+    )
 
 
 def shard_stages(mesh, x):
@@ -52,8 +54,12 @@ CALLS = {  # with another x on each device
     "from_local": lambda mesh, x: fs.from_local(torch.tensor([x]), fs.Layout(mesh, P())),
 }
 ALLOWED = {
-    "a shard of its own": lambda mesh, x: fs.from_local(torch.tensor([x]), fs.Layout(mesh, P("data"))),
-    "a summand": lambda mesh, x: fs.from_local(torch.tensor([x]), fs.Layout(mesh, P(unreduced="data"))),
+    "a shard of its own": lambda mesh, x: fs.from_local(
+        torch.tensor([x]), fs.Layout(mesh, P("data"))
+    ),
+    "a summand": lambda mesh, x: fs.from_local(
+        torch.tensor([x]), fs.Layout(mesh, P(unreduced="data"))
+    ),
     "NaN": put(lambda x: torch.tensor([torch.nan]), P()),
     "strides": put(lambda x: torch.ones(2, 2).mT if x else torch.ones(1).expand(2, 2), P()),
     "values in shard_map": lambda mesh, x: map_data(
@@ -95,7 +101,10 @@ def test_unequal_inputs_raise_on_devices_and_processes(two):
 
 def test_unequal_replicas_from_local_raise_on_virtual_mesh():
     layout = fs.Layout(fs.make_mesh({"data": 2, "model": 2}), P("data"))
-    assert fs.unshard(fs.from_local(lambda data, model: torch.tensor([data]), layout)).tolist() == [0, 1]
+    assert fs.unshard(fs.from_local(lambda data, model: torch.tensor([data]), layout)).tolist() == [
+        0,
+        1,
+    ]
     text = r"equal on all devices along model; got other values on devices \d than on \d"
     with pytest.raises(MismatchError, match=text):
         fs.from_local(lambda data, model: torch.tensor([model]), layout)

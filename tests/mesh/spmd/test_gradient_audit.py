@@ -12,10 +12,15 @@ import fshard as fs
 from fshard import P
 from fshard.errors import PromiseError
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 
 ARGUMENT = "argument b of <lambda>, with spec P(), is equal along", "Write b = fs.pvary(b, "
-RESULT = "result of <lambda>, with out_spec P(), must be equal along", "Reduce it with fs.psum or fs.pmean"
+RESULT = (
+    "result of <lambda>, with out_spec P(), must be equal along",
+    "Reduce it with fs.psum or fs.pmean",
+)
 TYPES = "its types do not fit"
 WHERE = "test_gradient_audit.py", "index 1 along d differs from index 0"
 
@@ -38,14 +43,22 @@ WRONG = {  # name: what each device does, the spec of its results, words of the 
     "psum of what is equal": (lambda x, b: fs.psum(x, "d") + fs.psum(b, "d"), P(), TYPES),
     "pmean of what is equal": (lambda x, b: fs.psum(x, "d") + fs.pmean(b, "d"), P(), TYPES),
     "pmax of what is equal": (lambda x, b: fs.psum(x, "d") + fs.pmax(b, "d"), P(), TYPES),
-    "psum_scatter of what is equal": (lambda x, b: x.sum() + fs.psum_scatter(b, "d"), P("d"), TYPES),
+    "psum_scatter of what is equal": (
+        lambda x, b: x.sum() + fs.psum_scatter(b, "d"),
+        P("d"),
+        TYPES,
+    ),
     "all_gather of what is equal": (
         lambda x, b: fs.psum(x, "d").sum() + fs.all_gather(b, "d", to="replicated"),
         P(),
         "b",
     ),
     "a bias before a psum": (lambda x, b: fs.psum(x * x + b, "d"), P(), TYPES),
-    "a sum started for later": (lambda x, b: fs.psum(x, "d") + fs.psum.start(b, "d").wait(), P(), TYPES),
+    "a sum started for later": (
+        lambda x, b: fs.psum(x, "d") + fs.psum.start(b, "d").wait(),
+        P(),
+        TYPES,
+    ),
     "no psum": (lambda x, b: (x * fs.pvary(b, "d")).sum(), P(), *RESULT, *WHERE),
     "a gradient without psum": (
         lambda x, b: torch.autograd.grad((b * x).sum(), b, create_graph=True)[0],
@@ -53,25 +66,55 @@ WRONG = {  # name: what each device does, the spec of its results, words of the 
         *RESULT,
     ),
     "torch.func inside": (lambda x, b: torch.func.grad(lambda b: (x * b).sum())(b), P(), *RESULT),
-    "a gradient inside": (lambda x, b: gradient_of_mean(x, b), P("d"), "the result of fs.psum over", *WHERE),
-    "a psum used alone": (used_alone("psum"), P("d"), 'Put fs.pvary(x, "d") around the result', *WHERE),
-    "a pmax used alone": (used_alone("pmax"), P("d"), 'the result of fs.pmax over "d" is equal on all devices'),
+    "a gradient inside": (
+        lambda x, b: gradient_of_mean(x, b),
+        P("d"),
+        "the result of fs.psum over",
+        *WHERE,
+    ),
+    "a psum used alone": (
+        used_alone("psum"),
+        P("d"),
+        'Put fs.pvary(x, "d") around the result',
+        *WHERE,
+    ),
+    "a pmax used alone": (
+        used_alone("pmax"),
+        P("d"),
+        'the result of fs.pmax over "d" is equal on all devices',
+    ),
     "a pmean used alone": (used_alone("pmean"), P("d"), "the result of fs.pmean"),
     "a broadcast used alone": (used_alone("broadcast"), P("d"), "the result of fs.broadcast"),
-    "an all_gather used alone": (used_alone("all_gather", to="replicated"), P("d"), "the result of fs.all_gather"),
-    "unequal values declared equal": (lambda x, b: fs.replicated(x, "d"), P(), 'argument of fs.replicated over "d"'),
-    "a ring": (lambda x, b: x + fs.ppermute(x, "d", [(0, 1), (1, 0)]), P(), "declare it with fs.replicated(x, axis)"),
+    "an all_gather used alone": (
+        used_alone("all_gather", to="replicated"),
+        P("d"),
+        "the result of fs.all_gather",
+    ),
+    "unequal values declared equal": (
+        lambda x, b: fs.replicated(x, "d"),
+        P(),
+        'argument of fs.replicated over "d"',
+    ),
+    "a ring": (
+        lambda x, b: x + fs.ppermute(x, "d", [(0, 1), (1, 0)]),
+        P(),
+        "declare it with fs.replicated(x, axis)",
+    ),
 }
 
 
 def loss_of(body, out, x, b, check=None):
     """Return a sum, whose cotangents are equal everywhere."""
     mesh = fs.make_mesh({"d": 2})
-    return fs.unshard(fs.shard_map(body, mesh=mesh, in_specs=(P("d"), P()), out_specs=out, check=check)(x, b)).sum()
+    return fs.unshard(
+        fs.shard_map(body, mesh=mesh, in_specs=(P("d"), P()), out_specs=out, check=check)(x, b)
+    ).sum()
 
 
 def arguments():
-    return torch.arange(1.0, 5).double().requires_grad_(), torch.tensor([2.0, 3.0]).double().requires_grad_()
+    return torch.arange(1.0, 5).double().requires_grad_(), torch.tensor(
+        [2.0, 3.0]
+    ).double().requires_grad_()
 
 
 @pytest.mark.parametrize("check", [None, True])
@@ -93,7 +136,9 @@ def test_wrong_gradient_without_check_does_not_raise(name):
 
 def test_nan_equals_nan():
     x = torch.tensor([float("nan"), 1.0])
-    mapped = fs.shard_map(lambda x: x, mesh=fs.make_mesh({"d": 2}), in_specs=P(), out_specs=P(), check=True)
+    mapped = fs.shard_map(
+        lambda x: x, mesh=fs.make_mesh({"d": 2}), in_specs=P(), out_specs=P(), check=True
+    )
     assert fs.unshard(mapped(x)).isnan().tolist() == [True, False]
 
 
@@ -205,7 +250,10 @@ def verdict(program, seed):
     return "right" if torch.allclose(gradient, rises, rtol=1e-4, atol=1e-6) else "wrong"
 
 
-@given(st.lists(st.builds(Op, st.sampled_from(NAMES), st.booleans()), min_size=1, max_size=4), st.integers(0, 99))
+@given(
+    st.lists(st.builds(Op, st.sampled_from(NAMES), st.booleans()), min_size=1, max_size=4),
+    st.integers(0, 99),
+)
 def test_audited_gradient_is_right_or_raises(program, seed):
     assert verdict(program, seed) != "wrong"
 
@@ -213,7 +261,10 @@ def test_audited_gradient_is_right_or_raises(program, seed):
 def verdicts(seed, count):
     fs.make_mesh({"d": 2})  # processes meet outside of torch.func
     draw = random.Random(seed)
-    programs = [[Op(draw.choice(NAMES), draw.random() < 0.5) for _ in range(draw.randint(1, 4))] for _ in range(count)]
+    programs = [
+        [Op(draw.choice(NAMES), draw.random() < 0.5) for _ in range(draw.randint(1, 4))]
+        for _ in range(count)
+    ]
     return [verdict(program, seed) for seed, program in enumerate(programs)]
 
 

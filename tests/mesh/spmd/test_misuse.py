@@ -41,7 +41,11 @@ def inner_sharded(x):
 
 def psum_over_both(x):
     return call(
-        lambda x: fs.psum(x.sum(), ("data", "model")), x, mesh=MESH["model"], in_specs=P("model"), out_specs=P()
+        lambda x: fs.psum(x.sum(), ("data", "model")),
+        x,
+        mesh=MESH["model"],
+        in_specs=P("model"),
+        out_specs=P(),
     )
 
 
@@ -54,7 +58,10 @@ def unequal_shards():
 
 def unequal_in_run():
     double = fs.shard_map(lambda x: 2 * x, mesh=LINE, in_specs=P(), out_specs=P(), check=True)
-    assert fs.unshard(double(torch.ones(2))).tolist() == [2, 2]  # outside, one tensor is passed to all devices
+    assert fs.unshard(double(torch.ones(2))).tolist() == [
+        2,
+        2,
+    ]  # outside, one tensor is passed to all devices
     fs.run(lambda: double(torch.full((2,), float(fs.axis_index("data")))), mesh=LINE)
 
 

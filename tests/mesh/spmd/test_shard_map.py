@@ -54,14 +54,20 @@ def test_prefix_specs_and_static_leaves(mesh):
 
     def f(params, sizes, flag, number):
         assert (flag, params["name"], params["none"], number) == ("yes", "layer", None, 2)
-        return params, {"sum": fs.psum(params["w"].sum(), "data"), "sizes": sizes, "shape": tuple(params["w"].shape)}
+        return params, {
+            "sum": fs.psum(params["w"].sum(), "data"),
+            "sizes": sizes,
+            "shape": tuple(params["w"].shape),
+        }
 
     mapped = fs.shard_map(f, mesh=mesh, in_specs=(specs, None, None, P()), out_specs=(specs, P()))
     out, info = mapped(params, [1, 2], "yes", 2)
     assert str(fs.typeof(out["w"])) == "f32[4@data, 2]"
     assert str(fs.typeof(out["deep"].left)) == "f32[4@model]"
     assert out["name"] == "layer" and out["none"] is None
-    assert fs.unshard(info["sum"]).item() == 28 and info["sizes"] == [1, 2] and info["shape"] == (2, 2)
+    assert (
+        fs.unshard(info["sum"]).item() == 28 and info["sizes"] == [1, 2] and info["shape"] == (2, 2)
+    )
     tree = {1: w, "a": w, None: w, (2,): w}  # keys that cannot be sorted
     put = fs.device_put(tree, fs.Layout(mesh, P("data")))
     assert identity(mesh, P("data"), P("data"))(put).keys() == tree.keys()
@@ -101,7 +107,11 @@ def test_shard_changed_in_place_raises_but_for_copies(mesh, spec):
 
 def use_defaults():
     """Return the results of programs without in_specs and without a mesh, on this runtime."""
-    mesh, other, x = fs.make_mesh({"data": 2}), fs.make_mesh({"data": 2, "model": 1}), torch.arange(4.0)
+    mesh, other, x = (
+        fs.make_mesh({"data": 2}),
+        fs.make_mesh({"data": 2, "model": 1}),
+        torch.arange(4.0),
+    )
 
     @fs.shard_map(mesh=mesh, out_specs=P("data"))
     def double(x, scale=2.0):
@@ -114,7 +124,9 @@ def use_defaults():
         total = fs.shard_map(lambda x: fs.psum(x.sum(), "data"), out_specs=P())(put)
         y = fs.shard_map(lambda x: x, in_specs=P("data"), out_specs=P("data"))(x)
         w = fs.shard_params({"w": x}, fs.fsdp("data"))["w"]
-        inside = fs.run(lambda: fs.unshard(fs.reshard(fs.device_put(x, P("data")), P())).tolist())[0]
+        inside = fs.run(lambda: fs.unshard(fs.reshard(fs.device_put(x, P("data")), P())).tolist())[
+            0
+        ]
         assert fs.device_put(x, fs.Layout(other, P("data"))).mesh == other
     types = [str(fs.typeof(array)) for array in (double(put), put, y, w)]
     return [types, fs.unshard(double(put, scale=3)).tolist(), fs.unshard(total).item(), inside]
@@ -129,17 +141,24 @@ def test_mesh_and_specs_have_defaults_on_processes_too(two):
 
 
 def test_nested_shard_maps_have_values_and_gradients(mesh):
-    x, w = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    x, w = (
+        torch.randn(4, 6, dtype=torch.float64),
+        torch.randn(6, 3, dtype=torch.float64, requires_grad=True),
+    )
     specs = {"in_specs": (P(None, "model"), P("model")), "out_specs": P()}
 
     def outer(x, w):
-        y = fs.shard_map(lambda x, w: fs.psum(x @ w, "model"), mesh=mesh["model"], **specs)(x, fs.pvary(w, "data"))
+        y = fs.shard_map(lambda x, w: fs.psum(x @ w, "model"), mesh=mesh["model"], **specs)(
+            x, fs.pvary(w, "data")
+        )
         assert y.mesh.axis_names == ("model",)
         return fs.psum((fs.unshard(y) ** 2).sum(), "data")
 
     (expected,) = torch.autograd.grad(((x @ w) ** 2).sum(), w)
     for options in ({"mesh": mesh, "axes": "data"}, {"mesh": mesh["data"]}):
-        total = fs.unshard(fs.shard_map(outer, in_specs=(P("data"), P()), out_specs=P(), **options)(x, w))
+        total = fs.unshard(
+            fs.shard_map(outer, in_specs=(P("data"), P()), out_specs=P(), **options)(x, w)
+        )
         torch.testing.assert_close(total, ((x @ w) ** 2).sum())
         torch.testing.assert_close(torch.autograd.grad(total, w)[0], expected)
 
@@ -153,12 +172,20 @@ def test_array_on_submesh_has_shards_of_entire_mesh(mesh):
 
 
 def test_from_local_builds_arrays(mesh):
-    x = fs.from_local(lambda data, model: torch.full((1, 2), 10 * data + model), fs.Layout(mesh, P("data", "model")))
+    x = fs.from_local(
+        lambda data, model: torch.full((1, 2), 10 * data + model),
+        fs.Layout(mesh, P("data", "model")),
+    )
     assert fs.unshard(x).tolist() == [[0, 0, 1, 1], [10, 10, 11, 11]]
     layout = fs.Layout(mesh, P("data"))
-    inside = lambda: fs.unshard(fs.from_local(torch.tensor([fs.axis_index("data")]), layout)).tolist()  # noqa: E731
+
+    def inside():
+        return fs.unshard(fs.from_local(torch.tensor([fs.axis_index("data")]), layout)).tolist()
+
     assert fs.run(inside, mesh=mesh) == [[0, 1]] * 4
-    flat = fs.from_local(lambda data, model: torch.ones(3 - data), fs.Layout(mesh, P.flat("data")), shape=(5,))
+    flat = fs.from_local(
+        lambda data, model: torch.ones(3 - data), fs.Layout(mesh, P.flat("data")), shape=(5,)
+    )
     assert fs.unshard(flat).tolist() == [1] * 5
 
 
@@ -203,7 +230,9 @@ def test_device_put_owns_its_memory(mesh):
 
 def test_abstract_mesh_gradients_of_meta_tensors():
     mesh = fs.make_mesh({"data": 4}, runtime="abstract")
-    mapped = fs.shard_map(lambda w: fs.psum((w**2).sum(), "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+    mapped = fs.shard_map(
+        lambda w: fs.psum((w**2).sum(), "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+    )
     w = torch.ones(8, device="meta", requires_grad=True)
     fs.unshard(mapped(w)).backward()
     assert w.grad.shape == (8,)
@@ -213,13 +242,22 @@ def test_abstract_mesh_gradients_of_meta_tensors():
 def test_abstract_mesh_time_independent_of_size():
     def cost(n):
         mesh = fs.make_mesh({"data": n, "model": 8}, runtime="abstract")
-        x = fs.device_put(torch.empty(n * 8, 64, device="meta"), fs.Layout(mesh, P("data", "model")))
+        x = fs.device_put(
+            torch.empty(n * 8, 64, device="meta"), fs.Layout(mesh, P("data", "model"))
+        )
 
         def body(x):
             full = fs.all_gather(x, ("data", "model"), dim=0)
-            return fs.psum_scatter(full, ("model", "data"), dim=0), fs.ppermute(x, "model", [(0, 1)])
+            return fs.psum_scatter(full, ("model", "data"), dim=0), fs.ppermute(
+                x, "model", [(0, 1)]
+            )
 
-        f, times = fs.shard_map(body, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model")), []
+        f, times = (
+            fs.shard_map(
+                body, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model")
+            ),
+            [],
+        )
         for _ in range(20):  # what others on the machine do makes some slower, and none faster
             began = time.perf_counter()
             assert f(x)[0].shape[0] == n * 8

@@ -113,7 +113,11 @@ class Machine:
         if source is None or target is None or source == target:
             raise Harm("a message to or from nobody")
         sent, received = self.current(source), self.current(target)
-        if sent is None or sent.kind not in SENDS or self.home(sent.stage + SENDS[sent.kind]) != target:
+        if (
+            sent is None
+            or sent.kind not in SENDS
+            or self.home(sent.stage + SENDS[sent.kind]) != target
+        ):
             return False
         if (
             received is None
@@ -121,8 +125,15 @@ class Machine:
             or self.home(received.stage + RECEIVES[received.kind]) != source
         ):
             return False
-        value = take(self.unsent, (sent.kind in {Kind.SEND_F}, sent.stage, sent.microbatch), "value to send")
-        put(self.inputs, (received.kind is Kind.RECV_F, received.stage, received.microbatch), value, "input")
+        value = take(
+            self.unsent, (sent.kind in {Kind.SEND_F}, sent.stage, sent.microbatch), "value to send"
+        )
+        put(
+            self.inputs,
+            (received.kind is Kind.RECV_F, received.stage, received.microbatch),
+            value,
+            "input",
+        )
         self.at[source] += 1
         self.at[target] += 1
         return True
@@ -151,7 +162,11 @@ class Machine:
     def do_F(self, stage, microbatch):
         if not 0 <= microbatch < self.schedule.microbatches:
             raise Harm("no such microbatch")
-        x = sample(microbatch)[0] if stage == 0 else take(self.inputs, (True, stage, microbatch), "input")
+        x = (
+            sample(microbatch)[0]
+            if stage == 0
+            else take(self.inputs, (True, stage, microbatch), "input")
+        )
         y = (self.use(stage) * x + stage) % PRIME
         if self.backward:
             put(self.saved, (stage, microbatch), x, "activation")

@@ -45,6 +45,12 @@ def test_headers_and_host_tensors_stay_in_host_memory():
     for message in messages:
         boxes[0].send(message, 1, content)
         (x, y, z, word), _ = boxes[1].receive(message, 0)
-        assert (x.tolist(), y.shape, y.is_meta, z.tolist(), word) == ([1.0] * 3, (2,), True, [0.0], "word")
+        assert (x.tolist(), y.shape, y.is_meta, z.tolist(), word) == (
+            [1.0] * 3,
+            (2,),
+            True,
+            [0.0],
+            "word",
+        )
     header, buffers = [["cpu"], ["cpu"]], [["cpu", "cpu"], ["meta"]]
     assert line.received == header + 2 * buffers

@@ -57,14 +57,21 @@ class Replay:
 
     def queue(self, device, number):
         kind, peer = self.rows[device][number]
-        return self.queues[device, self.queue_of(*((device, peer) if kind == "send" else (peer, device)))]
+        return self.queues[
+            device, self.queue_of(*((device, peer) if kind == "send" else (peer, device)))
+        ]
 
     def partner(self, device, number):
         """Return the first call of the peer for this message's direction that is not done, or None."""
         kind, peer = self.rows[device][number]
         match = ("recv" if kind == "send" else "send", device)
         return next(
-            (i for i in range(self.at[peer]) if self.rows[peer][i] == match and (peer, i) not in self.done), None
+            (
+                i
+                for i in range(self.at[peer])
+                if self.rows[peer][i] == match and (peer, i) not in self.done
+            ),
+            None,
         )
 
     def step(self, device):
@@ -85,7 +92,10 @@ class Replay:
             peer = self.rows[device][queue[0]][1] if queue else None
             partner = self.partner(device, queue[0]) if queue else None
             if partner is not None and self.queue(peer, partner)[0] == partner:
-                self.done |= {(device, queue.popleft()), (peer, self.queue(peer, partner).popleft())}
+                self.done |= {
+                    (device, queue.popleft()),
+                    (peer, self.queue(peer, partner).popleft()),
+                }
                 ran = True
         return ran
 
@@ -112,7 +122,10 @@ class Replay:
             return f"{text} is behind", (device, first)
         if partner is not None:
             return f"{text} needs", (peer, partner)
-        return f"{text} needs one that device {peer} calls after", (peer, self.rows[peer][self.at[peer]][1])
+        return f"{text} needs one that device {peer} calls after", (
+            peer,
+            self.rows[peer][self.at[peer]][1],
+        )
 
 
 def one_queue_a_pair(sender, receiver):
@@ -131,7 +144,10 @@ def step_of(name, devices, microbatches, mesh=None, skips=(), **options):
     """Return a step by a schedule, without arguments."""
     stages = devices * (1 + (name in TWO_EACH))
     schedule = pipeline_schedule(name, stages=stages, microbatches=microbatches)
-    functions = [(lambda w, x, s=s: (w * x, {f"{s}": x})) if (s, s + 2) in skips else scaled for s in range(stages)]
+    functions = [
+        (lambda w, x, s=s: (w * x, {f"{s}": x})) if (s, s + 2) in skips else scaled
+        for s in range(stages)
+    ]
     options["skips"] = {f"{s}": (s, t) for s, t in skips}
     mesh = mesh or fs.make_mesh({"pipe": devices})
     step = pipelined(functions, schedule, lambda y, x: y.mean(), mesh=mesh, axis="pipe", **options)
@@ -177,7 +193,9 @@ def around_a_ring(n):
     me = fs.axis_index("pipe")
     for step in (1, -1):
         fs.send(torch.full((2 + step,), float(me)), "pipe", to=(me + step) % n)
-    return [fs.recv(torch.empty(2 + step), "pipe", source=(me - step) % n)[0].item() for step in (1, -1)]
+    return [
+        fs.recv(torch.empty(2 + step), "pipe", source=(me - step) % n)[0].item() for step in (1, -1)
+    ]
 
 
 def many_messages():
@@ -188,16 +206,24 @@ def many_messages():
         results.append(fs.run(lambda n=n: around_a_ring(n), mesh=mesh))
         for name, dynamic in (("1f1b", True), ("interleaved", False), ("v-half", False)):
             step = step_of(name, n, 4, mesh, skips, dynamic=dynamic)
-            results.append(fs.run(lambda step=step: [step().loss.item() for _ in range(3)], mesh=mesh))
+            results.append(
+                fs.run(lambda step=step: [step().loss.item() for _ in range(3)], mesh=mesh)
+            )
     return results
 
 
 def under_rules_of_nccl():
-    return [values for (values,) in many_messages()], nccl_rules.counts["host syncs"], nccl_rules.violations
+    return (
+        [values for (values,) in many_messages()],
+        nccl_rules.counts["host syncs"],
+        nccl_rules.violations,
+    )
 
 
 def test_messages_obey_the_rules_of_nccl():
     environment = {"FSHARD_BACKEND": "nccl_rules", "NCCL_RULES_DELAY": "0.0001"}
     results = run_processes(under_rules_of_nccl, 4, environment=environment)
-    for values, (of_process, *counts) in zip(zip(*many_messages(), strict=True), results, strict=True):
+    for values, (of_process, *counts) in zip(
+        zip(*many_messages(), strict=True), results, strict=True
+    ):
         assert [*values] == of_process and counts == [0, []]

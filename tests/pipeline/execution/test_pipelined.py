@@ -40,7 +40,12 @@ def any_schedule(choose, placement, microbatches, split=()):
     def kinds(stage):
         return (Kind.F, Kind.I, Kind.W) if stage in split else (Kind.F, Kind.B)
 
-    left = [(kind, stage, m) for stage in range(stages) for m in range(microbatches) for kind in kinds(stage)]
+    left = [
+        (kind, stage, m)
+        for stage in range(stages)
+        for m in range(microbatches)
+        for kind in kinds(stage)
+    ]
     while left:
         ready = [one for one in left if done.issuperset(needs(*one))]
         one = choose(ready)
@@ -75,9 +80,12 @@ def reused(params, x):
 
 def stage_of(kind, in_place, sends=None):
     """Return a stage on trees (x, tokens, a word): what is no float goes along."""
-    body = {"dense": dense, "residual": residual, "reused": reused, "rectified": partial(rectified, in_place=in_place)}[
-        kind
-    ]
+    body = {
+        "dense": dense,
+        "residual": residual,
+        "reused": reused,
+        "rectified": partial(rectified, in_place=in_place),
+    }[kind]
 
     def stage(params, given, **skips):
         x, others = given["x"], given["others"]
@@ -108,20 +116,29 @@ def params_of(kind, seed):
 def batches(rows):
     draw = torch.Generator().manual_seed(5)
     return [
-        {"x": torch.randn(n, length, 4, generator=draw), "others": (torch.arange(1, n + 1), "word", None)}
+        {
+            "x": torch.randn(n, length, 4, generator=draw),
+            "others": (torch.arange(1, n + 1), "word", None),
+        }
         for n, length in rows
     ]
 
 
 def loss_fn(y, batch):
     assert y["others"][1:] == ("word", None) and torch.equal(y["others"][0], batch["others"][0])
-    return (y["x"] - batch["x"].roll(1)).square().mean(), {"mean": y["x"].mean(), "n": torch.tensor(len(y["x"]))}
+    return (y["x"] - batch["x"].roll(1)).square().mean(), {
+        "mean": y["x"].mean(),
+        "n": torch.tensor(len(y["x"])),
+    }
 
 
 def serial(stages, params, microbatches, skips):
     """Run each microbatch in one graph, add up in the fixed tree."""
     losses, gradients, total = [], [], sum(len(one["x"]) for one in microbatches)
-    leaves = [[x.clone().requires_grad_(x.is_floating_point()) for x in flatten(tree)[0]] for tree in params]
+    leaves = [
+        [x.clone().requires_grad_(x.is_floating_point()) for x in flatten(tree)[0]]
+        for tree in params
+    ]
     for batch in microbatches:
         kept, value = {}, batch
         for number, (stage, tree) in enumerate(zip(stages, params, strict=True)):
@@ -170,7 +187,12 @@ class Case:
         expected, gradients = serial(self.plain, self.params, self.batches, self.skips)
         for reproducible in modes:
             step = pipelined(
-                self.stages, self.schedule, loss_fn, mesh=mesh, skips=self.skips, reproducible=reproducible
+                self.stages,
+                self.schedule,
+                loss_fn,
+                mesh=mesh,
+                skips=self.skips,
+                reproducible=reproducible,
             )
             for _ in range(2):
                 found = step(self.params, self.batches)
@@ -179,7 +201,9 @@ class Case:
                 exact = [next(wanted) if x.is_floating_point() else None for x in flatten(tree)[0]]
                 if own is None and tree is not None:
                     continue  # a stage of another process
-                for ours, g in zip(flatten(own, none_is_leaf=True)[0] if exact else (), exact, strict=True):
+                for ours, g in zip(
+                    flatten(own, none_is_leaf=True)[0] if exact else (), exact, strict=True
+                ):
                     assert (ours is None) == (g is None)
                     if g is not None and reproducible:
                         assert torch.equal(ours, g)
@@ -199,7 +223,10 @@ def test_random_schedule_equals_serial_run_bitwise(source, devices):
 def test_named_schedules_give_equal_bits(name):
     """Also with fewer microbatches than stages, and with messages and actions on weights."""
     for microbatches in (1, 6):
-        for schedule in (named(name, 4, microbatches), with_units(with_messages(named(name, 4, microbatches)))):
+        for schedule in (
+            named(name, 4, microbatches),
+            with_units(with_messages(named(name, 4, microbatches))),
+        ):
             case = Case(random.Random(1).choice, 4, schedule=schedule)
             case.check(fs.make_mesh({"pipe": schedule.devices}), modes=(True,))
 
@@ -230,7 +257,9 @@ def on_odd_addresses(sizes):
     mesh = fs.make_mesh({"pipe": 2})
     for n in sizes:
         draw = torch.Generator().manual_seed(n)
-        params = [(torch.randn(6, 6, generator=draw), torch.randn(6, generator=draw)) for _ in range(2)]
+        params = [
+            (torch.randn(6, 6, generator=draw), torch.randn(6, generator=draw)) for _ in range(2)
+        ]
         step = pipelined(
             [two_tensors, of_two_tensors],
             named("gpipe", 2, 1),
@@ -239,7 +268,9 @@ def on_odd_addresses(sizes):
             reproducible=True,
         )
         outcome = step(params, [torch.randn(n, 6, generator=draw)])
-        found.append([outcome.loss, *(g for tree in outcome.gradients if tree is not None for g in tree)])
+        found.append(
+            [outcome.loss, *(g for tree in outcome.gradients if tree is not None for g in tree)]
+        )
     return found
 
 
@@ -248,7 +279,9 @@ def test_received_tensors_are_aligned_for_equal_bits(two):
     whole = on_odd_addresses(range(1, 9))
     first, last = two.run(on_odd_addresses, range(1, 9))
     for all_of_it, *parts in zip(whole, first, last, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(all_of_it, [*parts[0], *parts[1][1:]], strict=True))
+        assert all(
+            torch.equal(x, y) for x, y in zip(all_of_it, [*parts[0], *parts[1][1:]], strict=True)
+        )
 
 
 # -- what devices hold and send -----------------------------------------------------------------------------------
@@ -264,7 +297,9 @@ def test_one_f_one_b_frees_activations_after_their_backward(stages, microbatches
         y = torch.sigmoid(x @ w)
         alive[number].append(weakref.ref(y.untyped_storage()))
         most[number] = max(most[number], sum(one() is not None for one in alive[number]))
-        assert not any(one() is not None for one in made)  # results are sent and let go, but for what is saved of them
+        assert not any(
+            one() is not None for one in made
+        )  # results are sent and let go, but for what is saved of them
         result = y * 2
         made.append(weakref.ref(result.untyped_storage()))
         return result
@@ -303,7 +338,11 @@ def test_message_header_is_sent_once_per_shape():
     two = 2  # messages that tell what another is
     alone = [4, 4 + 4, 4 + 2]  # values and gradients; and the last tells two others the outcome
     assert messages(3, 3, 5, 3) == [alone[0] + 2 * two, alone[1] + 4 * two, alone[2] + 4 * two]
-    assert messages(5, 3, 3, 3) == [alone[0], alone[1], alone[2] + 2 * two]  # the outcome of another batch
+    assert messages(5, 3, 3, 3) == [
+        alone[0],
+        alone[1],
+        alone[2] + 2 * two,
+    ]  # the outcome of another batch
     assert messages(3, 3, 5, 3) == messages(5, 3, 3, 3) == alone
     assert messages(3, 3, 5, 4) == [alone[0] + two, alone[1] + 2 * two, alone[2] + 3 * two]
 
@@ -314,16 +353,25 @@ def shapes_where_values_are_not_needed(pretend):
     first = torch.distributed.get_rank() == 0
     x, target = (torch.randn(6, 4, generator=draw) for _ in range(2))
     if pretend:
-        x, target = (x, target.new_empty(()).expand(6, 4)) if first else (x.new_empty(()).expand(6, 4), target)
+        x, target = (
+            (x, target.new_empty(()).expand(6, 4))
+            if first
+            else (x.new_empty(()).expand(6, 4), target)
+        )
     stages = [lambda w, batch: batch[0] @ w, lambda w, x: x @ w]
-    step = pipelined(stages, named("1f1b", 2, 3), lambda y, batch: F.mse_loss(y, batch[1]), mesh=mesh)
-    outcome = step([torch.eye(4), torch.ones(4, 4)], list(zip(x.chunk(3), target.chunk(3), strict=True)))
+    step = pipelined(
+        stages, named("1f1b", 2, 3), lambda y, batch: F.mse_loss(y, batch[1]), mesh=mesh
+    )
+    outcome = step(
+        [torch.eye(4), torch.ones(4, 4)], list(zip(x.chunk(3), target.chunk(3), strict=True))
+    )
     return outcome.loss, outcome.gradients[0 if first else 1]
 
 
 def test_placeholder_inputs_on_other_processes_give_equal_bits(two):
     for (loss, g), (same_loss, same) in zip(
-        *(two.run(shapes_where_values_are_not_needed, pretend) for pretend in (False, True)), strict=True
+        *(two.run(shapes_where_values_are_not_needed, pretend) for pretend in (False, True)),
+        strict=True,
     ):
         assert torch.equal(loss, same_loss) and torch.equal(g, same)
 
@@ -350,7 +398,8 @@ def test_value_dependent_shapes_need_dynamic():
     stages, ws = [positive, scaled], [torch.tensor(3.0), torch.tensor(2.0)]
     mesh = fs.make_mesh({"pipe": 2})
     with pytest.raises(
-        ValueError, match="the result of stage 0 for microbatch 1 must be .*2, 1.*got .*1, 1.*dynamic=True"
+        ValueError,
+        match="the result of stage 0 for microbatch 1 must be .*2, 1.*got .*1, 1.*dynamic=True",
     ):
         pipelined(stages, named("gpipe", 2, 2), total, mesh=mesh)(ws, xs)
     found = pipelined(stages, named("gpipe", 2, 2), total, mesh=mesh, dynamic=True)(ws, xs, [1, 1])
@@ -373,9 +422,15 @@ def test_forward_only_step_evaluates_and_infers():
         return y.mean(), {"largest": y.max()}
 
     evaluated = pipelined([stage] * 2, named("1f1b", 2, 3), loss, mesh=mesh, backward=False)(ws, xs)
-    assert (evaluated.loss, evaluated.gradients, evaluated.metrics) == (6.0, [None, None], {"largest": 6.0})
+    assert (evaluated.loss, evaluated.gradients, evaluated.metrics) == (
+        6.0,
+        [None, None],
+        {"largest": 6.0},
+    )
     inferred = pipelined([stage] * 2, named("1f1b", 2, 3), mesh=mesh, backward=False)(ws, xs)
-    assert inferred.loss is None and all(torch.equal(y, 6 * x) for y, x in zip(inferred.metrics, xs, strict=True))
+    assert inferred.loss is None and all(
+        torch.equal(y, 6 * x) for y, x in zip(inferred.metrics, xs, strict=True)
+    )
     assert not any(recording)
 
 
@@ -387,7 +442,10 @@ def on_two_axes():
     def main():
         x = torch.full((1, 1), 1.0 + fs.axis_index("data"))
         place = fs.axis_index("pipe")
-        found = step([torch.tensor(2.0) if place == 0 else None, torch.tensor(3.0) if place == 1 else None], [x, x])
+        found = step(
+            [torch.tensor(2.0) if place == 0 else None, torch.tensor(3.0) if place == 1 else None],
+            [x, x],
+        )
         return found.loss.item(), [None if g is None else g.item() for g in found.gradients]
 
     return fs.run(main, mesh=mesh)
@@ -420,7 +478,11 @@ def test_reproducible_step_uses_one_thread(devices):
 
     schedule = pipeline_schedule("bfs", stages=2, microbatches=1, devices=devices)
     step = pipelined(
-        [stage] * 2, schedule, lambda y, x: y.sum(), mesh=fs.make_mesh({"pipe": devices}), reproducible=True
+        [stage] * 2,
+        schedule,
+        lambda y, x: y.sum(),
+        mesh=fs.make_mesh({"pipe": devices}),
+        reproducible=True,
     )
     torch.set_num_threads(3)
     try:
@@ -433,7 +495,9 @@ def test_reproducible_step_uses_one_thread(devices):
 def test_error_in_a_stage_notes_stage_and_microbatch():
     schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=3)
     stages = [lambda w, x: x * w, lambda w, x: x @ w]
-    step = fs.pipeline.pipelined(stages, schedule, lambda y, x: y.sum(), mesh=fs.make_mesh({"pipe": 2}))
+    step = fs.pipeline.pipelined(
+        stages, schedule, lambda y, x: y.sum(), mesh=fs.make_mesh({"pipe": 2})
+    )
     weights = [torch.ones(()), torch.ones(2, 2)]
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
         step(weights, [torch.ones(1, 2), torch.ones(1, 3), torch.ones(1, 2)])
@@ -448,7 +512,9 @@ def watch_a_step(name):
     """Run a step; return the schedule and what the devices of this process did."""
     schedule = fs.pipeline_schedule(name, stages=4, microbatches=3)
     mesh = fs.make_mesh({"pipe": schedule.devices})
-    step = fs.pipeline.pipelined([lambda w, x: w * x] * 4, schedule, lambda y, x: y.sum(), mesh=mesh)
+    step = fs.pipeline.pipelined(
+        [lambda w, x: w * x] * 4, schedule, lambda y, x: y.sum(), mesh=mesh
+    )
     with fs.pipeline.timeline() as run:
         step([torch.ones(())] * 4, [torch.ones(2)] * 3)
     step([torch.ones(())] * 4, [torch.ones(2)] * 3)  # nobody looks any more

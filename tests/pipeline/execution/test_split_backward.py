@@ -24,8 +24,29 @@ from fshard.pipeline.schedule.builders import pipeline_schedule
 class Work(TorchDispatchMode):
     """Counts the operations that cost something: all that neither look at memory otherwise nor copy it."""
 
-    FREE = ("view", "t", "transpose", "permute", "expand", "detach", "alias", "clone", "unsqueeze", "squeeze", "select")
-    MADE = ("zeros", "ones_like", "zeros_like", "new_zeros", "_unsafe_view", "slice", "as_strided", "empty_like")
+    FREE = (
+        "view",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "detach",
+        "alias",
+        "clone",
+        "unsqueeze",
+        "squeeze",
+        "select",
+    )
+    MADE = (
+        "zeros",
+        "ones_like",
+        "zeros_like",
+        "new_zeros",
+        "_unsafe_view",
+        "slice",
+        "as_strided",
+        "empty_like",
+    )
 
     def __init__(self):
         super().__init__()
@@ -54,7 +75,11 @@ def compare(f, xs, ws, *, watched=True, deferred=None, seed=0):
                 ys = f(own, ws)
         torch.manual_seed(seed)
         moving = [y for y in ys if y.requires_grad]
-        return edges(moving), [torch.randn_like(y) for y in moving], edges(x for x in own if x.requires_grad)
+        return (
+            edges(moving),
+            [torch.randn_like(y) for y in moving],
+            edges(x for x in own if x.requires_grad),
+        )
 
     weights = edges(w for w in ws if w.requires_grad)
     ends, gs, sources = forward()
@@ -79,7 +104,9 @@ def compare(f, xs, ws, *, watched=True, deferred=None, seed=0):
 
 
 def t(*shape, grad=True, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_(grad)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=dtype
+    ).requires_grad_(grad)
 
 
 # -- the bits of one backward, and its work -----------------------------------------------------------------------
@@ -102,7 +129,10 @@ class Twice(Function):
 
 def attention(xs, ws):
     q, k, v = (F.linear(xs[0], w) for w in ws[:3])
-    return (F.linear(F.gelu(F.scaled_dot_product_attention(q[None], k[None], v[None])[0]), ws[3]) + xs[0],)
+    return (
+        F.linear(F.gelu(F.scaled_dot_product_attention(q[None], k[None], v[None])[0]), ws[3])
+        + xs[0],
+    )
 
 
 X, W = t(3, 4), [t(4, 4, seed=seed) for seed in range(1, 5)]
@@ -180,7 +210,9 @@ def test_split_backward_equals_one_backward_and_repeats_no_product(name, watched
 def test_split_backward_defers_all_products_of_a_transformer():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
-    work, early, late = compare(lambda xs, ws: (layer(xs[0]),), [t(2, 5, 16)], [*layer.parameters()], deferred=4)
+    work, early, late = compare(
+        lambda xs, ws: (layer(xs[0]),), [t(2, 5, 16)], [*layer.parameters()], deferred=4
+    )
     assert early["mm"] == 4 and early["sum"] + late["sum"] == work["sum"] and early + late == work
 
 
@@ -250,14 +282,20 @@ def test_saved_tensor_modified_in_place_raises():
         h = (x @ W[0]).sigmoid()
         y = h @ W[1]
     h.add_(1)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"
+    ):
         split_backward(edges([y]), [torch.ones_like(y)], edges([x]), edges(W[:2]), saved)
 
 
 def test_run_backward_accumulates_into_given_weights_only():
-    weights = [torch.randn(150, 150, requires_grad=True) for _ in range(4)] + [torch.randn(150, requires_grad=True)]
+    weights = [torch.randn(150, 150, requires_grad=True) for _ in range(4)] + [
+        torch.randn(150, requires_grad=True)
+    ]
     unused, x = torch.randn(150, 150, requires_grad=True), torch.randn(2, 150, requires_grad=True)
-    users = torch.randn(150, requires_grad=True)  # of the stage function's own, not of its parameters
+    users = torch.randn(
+        150, requires_grad=True
+    )  # of the stage function's own, not of its parameters
 
     def outputs():
         y = x
@@ -271,9 +309,14 @@ def test_run_backward_accumulates_into_given_weights_only():
     for _ in range(3):
         x.grad = None
         total.let_accumulate([*weights, unused])
-        found, rest = run_backward(outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own, accumulate=True)
+        found, rest = run_backward(
+            outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own, accumulate=True
+        )
         assert found[0].equal(gx) and rest is None
-    assert all(torch.equal(total, g + g + g) for total, g in zip(total.result()[:5], expected[:5], strict=True))
+    assert all(
+        torch.equal(total, g + g + g)
+        for total, g in zip(total.result()[:5], expected[:5], strict=True)
+    )
     assert total.result()[5] is None and users.grad is None
 
 
@@ -287,7 +330,12 @@ def test_running_sum_mixes_added_and_accumulated_gradients():
     total.add(3, [torch.ones(2), torch.ones(2), None, torch.ones(2)])
     total.let_accumulate(weights)
     weights[3].sum().backward()
-    assert [None if x is None else x.tolist() for x in total.result()] == [[4, 4], [3, 3], None, [2, 2]]
+    assert [None if x is None else x.tolist() for x in total.result()] == [
+        [4, 4],
+        [3, 3],
+        None,
+        [2, 2],
+    ]
     assert first.tolist() == [1, 1]  # somebody else's
 
 
@@ -306,7 +354,10 @@ class Keeping(torch.autograd.Function):
 
 def test_running_sum_does_not_write_to_shared_memory():
     kept, part = torch.ones(3, 1), torch.ones(5)
-    total, (w, v) = RunningSum(), (torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True))
+    total, (w, v) = (
+        RunningSum(),
+        (torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)),
+    )
     for _ in range(3):
         total.let_accumulate([w, v])
         (Keeping.apply(w, kept).sum() + Keeping.apply(v, part[:3]).sum()).backward()
@@ -324,7 +375,10 @@ def test_running_sum_of_sparse_gradients_is_dense():
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv"])
 def test_accumulated_gradients_equal_those_of_the_full_model(name):
-    schedule, draw = pipeline_schedule(name, stages=4, microbatches=3), torch.Generator().manual_seed(0)
+    schedule, draw = (
+        pipeline_schedule(name, stages=4, microbatches=3),
+        torch.Generator().manual_seed(0),
+    )
     weights = [torch.randn(150, 150, generator=draw) / 12 for _ in range(4)]
     microbatches = [torch.randn(rows, 150, generator=draw) for rows in (2, 1, 3)]
     mesh = fs.make_mesh({"pipe": schedule.devices})
@@ -340,7 +394,9 @@ def test_accumulated_gradients_equal_those_of_the_full_model(name):
         torch.testing.assert_close(g, expected.float(), rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("hooked", [lambda y: y, lambda y: y.grad_fn], ids=["of a tensor", "of its node"])
+@pytest.mark.parametrize(
+    "hooked", [lambda y: y, lambda y: y.grad_fn], ids=["of a tensor", "of its node"]
+)
 def test_hooks_of_a_deferred_product_run_once(hooked):
     torch.manual_seed(0)
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)
@@ -348,7 +404,9 @@ def test_hooks_of_a_deferred_product_run_once(hooked):
     def product():
         y = x @ w
         register = y.register_hook if hooked(y) is y else y.grad_fn.register_prehook
-        register(lambda g: g * 0.5 if isinstance(g, torch.Tensor) else tuple(each * 0.5 for each in g))
+        register(
+            lambda g: g * 0.5 if isinstance(g, torch.Tensor) else tuple(each * 0.5 for each in g)
+        )
         return y.tanh()
 
     given = [torch.ones(3, 2)]

@@ -67,7 +67,10 @@ def peaks(schedule: Schedule) -> list[int]:
     """Count what each device holds at most: an F begins to hold a stage's activations, its B or W lets them go."""
     found = []
     for row in schedule.rows:
-        held = [sum({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in row[:n]) for n in range(len(row) + 1)]
+        held = [
+            sum({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in row[:n])
+            for n in range(len(row) + 1)
+        ]
         found.append(max(held))
     return found
 
@@ -86,7 +89,10 @@ def test_named_schedule_of_any_size_is_complete(name, stages, microbatches, data
     counts = Counter(action for row in schedule.rows for action in row)
     for stage in range(stages):
         for m in range(microbatches):
-            whole, halves = Action(Kind.B, stage, m), {Action(Kind.I, stage, m), Action(Kind.W, stage, m)}
+            whole, halves = (
+                Action(Kind.B, stage, m),
+                {Action(Kind.I, stage, m), Action(Kind.W, stage, m)},
+            )
             assert counts.pop(Action(Kind.F, stage, m)) == 1
             assert counts.pop(whole, 0) == 1 or [counts.pop(half) for half in halves] == [1, 1]
     assert not counts
@@ -98,8 +104,18 @@ def test_named_schedule_of_any_size_is_complete(name, stages, microbatches, data
 @pytest.mark.parametrize(("devices", "microbatches"), [(4, 8), (8, 16), (16, 64)])
 def test_idle_time_is_that_of_the_papers(devices, microbatches):
     less = devices - 1
-    golden = {"gpipe": 3 * less, "1f1b": 3 * less, "zb-h1": less, "zb-h2": less, "zbv": Fraction(less, 2)}
-    golden |= {"dualpipe-v": Fraction(less, 2), "interleaved": Fraction(3 * less, 2), "bfs": Fraction(3 * less, 2)}
+    golden = {
+        "gpipe": 3 * less,
+        "1f1b": 3 * less,
+        "zb-h1": less,
+        "zb-h2": less,
+        "zbv": Fraction(less, 2),
+    }
+    golden |= {
+        "dualpipe-v": Fraction(less, 2),
+        "interleaved": Fraction(3 * less, 2),
+        "bfs": Fraction(3 * less, 2),
+    }
     assert {name: idle(build(name, devices, microbatches)) for name in golden} == golden
     assert idle(build("interleaved", devices, microbatches, loops=4)) == Fraction(3 * less, 4)
     assert idle(build("bfs", devices, microbatches, loops=4)) == Fraction(3 * less, 4)
@@ -112,7 +128,11 @@ def shortest(devices: int, held: int) -> Fraction:
 
 @given(devices=st.integers(1, 12), more=st.integers(0, 12))
 def test_v_schedules_reach_the_lower_bound_of_the_bubble(devices, more):
-    for name, held in (("zbv", devices), ("v-half", (devices + 2) // 2), ("v-min", (devices + 4) // 3)):
+    for name, held in (
+        ("zbv", devices),
+        ("v-half", (devices + 2) // 2),
+        ("v-min", (devices + 4) // 3),
+    ):
         schedule = build(name, devices, devices + more)
         assert max(peaks(schedule)) <= 2 * held
         assert idle(schedule) == shortest(devices, 2 * held), name
@@ -121,7 +141,10 @@ def test_v_schedules_reach_the_lower_bound_of_the_bubble(devices, more):
 @given(devices=st.integers(1, 9))
 def test_v_half_period_tolerates_latency_of_half_a_tick(devices):
     once, twice = (build("v-half", devices, times * devices) for times in (3, 6))
-    assert twice.simulate(send=Fraction(1, 2)).makespan - once.simulate(send=Fraction(1, 2)).makespan == 18 * devices
+    assert (
+        twice.simulate(send=Fraction(1, 2)).makespan - once.simulate(send=Fraction(1, 2)).makespan
+        == 18 * devices
+    )
 
 
 @given(devices=st.integers(1, 9), more=st.integers(0, 9))
@@ -136,7 +159,9 @@ def test_peak_activations_equal_those_of_the_papers(devices, microbatches):
         return max(peaks(build(name, devices, microbatches)))
 
     assert peaks(build("gpipe", devices, microbatches)) == [microbatches] * devices
-    assert peaks(build("1f1b", devices, microbatches)) == [min(microbatches, devices - s) for s in range(devices)]
+    assert peaks(build("1f1b", devices, microbatches)) == [
+        min(microbatches, devices - s) for s in range(devices)
+    ]
     assert most("zb-h1") == min(microbatches, devices)
     assert most("zb-h2") == min(microbatches, 2 * devices - 1)
     # of the others a device's whole stage is two
@@ -163,13 +188,17 @@ def test_peak_activations_with_two_microbatches_per_device(devices, microbatches
     limit=st.integers(1, 12),
     rules=st.permutations([forwards, gradients, swapped]),
 )
-def test_early_actions_do_not_exceed_the_activation_limit(legs, devices, microbatches, limit, rules):
+def test_early_actions_do_not_exceed_the_activation_limit(
+    legs, devices, microbatches, limit, rules
+):
     placement = (*range(devices), *reversed(range(devices)))[: devices * len(legs) // 2]
     steps, pauses = zip(*legs, strict=True)
     path = along_path("any", placement, microbatches, steps, pauses)
     strict, early = with_weights(path, limit), with_weights(path, limit, early=tuple(rules))
     assert max(peaks(early)) <= max(*peaks(strict), limit)
-    assert Counter(a for row in early.rows for a in row) == Counter(a for row in strict.rows for a in row)
+    assert Counter(a for row in early.rows for a in row) == Counter(
+        a for row in strict.rows for a in row
+    )
     for schedule in (early, strict):
         if len(legs) == 4 and max(peaks(schedule)) < 2 * microbatches:
             assert idle(schedule) >= shortest(devices, max(peaks(schedule)))

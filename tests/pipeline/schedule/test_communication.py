@@ -10,7 +10,9 @@ from fshard.pipeline.schedule.builders import BUILDERS, pipeline_schedule
 from fshard.pipeline.schedule.communication import with_messages, with_units
 
 schedules = st.builds(
-    lambda name, stages, microbatches: pipeline_schedule(name, stages=stages, microbatches=microbatches),
+    lambda name, stages, microbatches: pipeline_schedule(
+        name, stages=stages, microbatches=microbatches
+    ),
     st.sampled_from([*BUILDERS]),
     st.integers(1, 10),
     st.integers(1, 10),

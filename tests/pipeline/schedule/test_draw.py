@@ -16,8 +16,14 @@ def titles(svg):
 
 def boxes(svg):
     """Return the title of each box with its edges."""
-    groups = [(g.find(f"{SVG}title"), g.find(f"{SVG}rect")) for g in ElementTree.fromstring(svg).iter(f"{SVG}g")]
-    return {title.text: {key: float(box.get(key)) for key in ("x", "y", "width", "height")} for title, box in groups}
+    groups = [
+        (g.find(f"{SVG}title"), g.find(f"{SVG}rect"))
+        for g in ElementTree.fromstring(svg).iter(f"{SVG}g")
+    ]
+    return {
+        title.text: {key: float(box.get(key)) for key in ("x", "y", "width", "height")}
+        for title, box in groups
+    }
 
 
 def test_schedule_prints_as_a_timeline():
@@ -36,7 +42,9 @@ time 18, bubble 1/3, at most 3 activations on a device
 
 
 def test_simulation_is_drawn_to_scale_of_shortest_action():
-    found = simulate(pipeline_schedule("gpipe", stages=2, microbatches=2), forward=[Fraction(1, 2), 1], send=1)
+    found = simulate(
+        pipeline_schedule("gpipe", stages=2, microbatches=2), forward=[Fraction(1, 2), 1], send=1
+    )
     assert str(found) == (
         """gpipe: 2 microbatches, 2 stages on 2 devices
 device 0 │ F0 F1 ·  ·  ·  ·  ·  ·  ·  ·  ·  ·  ·  B0───────── B1─────────
@@ -48,7 +56,11 @@ time 21/2, bubble 10/21, at most 2 activations on a device"""
 def test_long_schedule_is_truncated():
     schedule = pipeline_schedule("1f1b", stages=2, microbatches=900)
     lines = str(schedule).splitlines()
-    assert lines[1].endswith("…") and len(lines[1]) < 256 * 6 and lines[-1].startswith("time 2703, bubble 1/901")
+    assert (
+        lines[1].endswith("…")
+        and len(lines[1]) < 256 * 6
+        and lines[-1].startswith("time 2703, bubble 1/901")
+    )
     svg = simulate(schedule).to_svg()
     assert 300 < len(titles(svg)) < 400 and len(svg) < 100_000 and "; drawn up to 256<" in svg
 
@@ -64,7 +76,9 @@ def test_svg_has_a_box_per_action_at_its_time():
         word, when = words[event.action.kind], f"{event.start} to {event.end}"
         box = drawn[f"{event.action}: {word}, {when}, device {event.device}"]
         left = (box["x"] - first["x"]) / (first["width"] + 1)
-        assert abs(left - float(event.start)) < 1e-3 and (box["y"] == first["y"]) == (event.device == 0)
+        assert abs(left - float(event.start)) < 1e-3 and (box["y"] == first["y"]) == (
+            event.device == 0
+        )
 
 
 def test_svg_draws_communication_below_computation():
@@ -74,5 +88,7 @@ def test_svg_draws_communication_below_computation():
     high = {title.split(":")[0]: box["height"] for title, box in boxes(svg).items()}
     assert high["0F0"] > 20 and high["0UNSHARD"] == high["1RECV_F0"] == high["1REDUCE_GRAD"] == 5
     assert len(high) == sum(len(row) for row in found.events) - 2  # freeing takes no time
-    assert all(word in svg for word in (">forward<", ">backward<", ">message<", ">unshard<", ">reduce<"))
+    assert all(
+        word in svg for word in (">forward<", ">backward<", ">message<", ">unshard<", ">reduce<")
+    )
     assert ">unshard<" not in simulate(schedule).to_svg()

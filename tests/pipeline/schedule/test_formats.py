@@ -10,14 +10,29 @@ from fshard.pipeline.schedule.builders import pipeline_schedule
 from fshard.pipeline.schedule.communication import with_messages, with_units
 from fshard.pipeline.schedule.schedule import Schedule
 
-NAMES = ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v")
+NAMES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "bfs",
+    "zb-h1",
+    "zb-h2",
+    "zbv",
+    "v-half",
+    "v-min",
+    "dualpipe-v",
+)
 schedules = st.builds(
-    lambda name, stages, microbatches: pipeline_schedule(name, stages=stages, microbatches=microbatches),
+    lambda name, stages, microbatches: pipeline_schedule(
+        name, stages=stages, microbatches=microbatches
+    ),
     st.sampled_from(NAMES),
     st.integers(1, 9),
     st.integers(1, 9),
 )
-changes = st.sampled_from([lambda s: s, with_messages, with_units, lambda s: with_messages(with_units(s))])
+changes = st.sampled_from(
+    [lambda s: s, with_messages, with_units, lambda s: with_messages(with_units(s))]
+)
 
 
 @given(schedules, changes)
@@ -32,7 +47,11 @@ def test_device_without_actions_is_written_and_parsed():
     schedule = Schedule("one", (1,), 2, ((), (Action(Kind.F, 0, 0), Action(Kind.F, 0, 1)), ()))
     assert schedule.to_csv() == "\n0F0,0F1\n\n"
     assert schedule.to_text() == "one: 2 microbatches, stages on devices 1\n-\n0F0 0F1\n-"
-    assert Schedule.from_csv(schedule.to_csv(), name="one") == schedule == Schedule.from_text(schedule.to_text())
+    assert (
+        Schedule.from_csv(schedule.to_csv(), name="one")
+        == schedule
+        == Schedule.from_text(schedule.to_text())
+    )
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -54,7 +73,9 @@ def runtime(schedule: Schedule, kind=torch_schedules._PipelineScheduleRuntime):
         schedule.stages,
     )
     made.num_stages, made.n_local_stages, made._stages = schedule.stages, loops, [None] * loops
-    made.microbatches_per_round = schedule.microbatches // max(1, schedule.microbatches // schedule.devices)
+    made.microbatches_per_round = schedule.microbatches // max(
+        1, schedule.microbatches // schedule.devices
+    )
     made.pipeline_order, made._defer_pp_recv = {}, False
     return made
 
@@ -81,7 +102,9 @@ def test_torch_loads_both_csv_formats(path, schedule):
     read = load(schedule, full.to_csv(), "compute_comms", path).pipeline_order_with_comms
     assert [[*map(str, row)] for row in read.values()] == [[*map(str, row)] for row in full.rows]
     sent = load(schedule, with_messages(schedule).to_csv(), "compute_comms", path)
-    assert [[*filter(None, row)] for row in sent._simulate().values()] == [*sent.pipeline_order_with_comms.values()]
+    assert [[*filter(None, row)] for row in sent._simulate().values()] == [
+        *sent.pipeline_order_with_comms.values()
+    ]
 
 
 def torch_rows(kind, schedule: Schedule) -> str:
@@ -89,11 +112,15 @@ def torch_rows(kind, schedule: Schedule) -> str:
     theirs = runtime(schedule, kind)
     if hasattr(kind, "_calculate_single_rank_operations"):
         for theirs.rank in range(schedule.devices):
-            theirs.pipeline_order[theirs.rank] = theirs._calculate_single_rank_operations(theirs.rank)
+            theirs.pipeline_order[theirs.rank] = theirs._calculate_single_rank_operations(
+                theirs.rank
+            )
     else:
         theirs.pipeline_order = theirs._get_pipeline_order()
     rows = theirs.pipeline_order.values()
-    return "\n".join(",".join("" if action is None else str(action) for action in row) for row in rows)
+    return "\n".join(
+        ",".join("" if action is None else str(action) for action in row) for row in rows
+    )
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ def test_latency_delays_messages_but_not_devices():
 
 
 def test_unshard_and_reduce_overlap_computation():
-    schedule = Schedule.from_csv("0UNSHARD,0F0,1UNSHARD,1F0,1B0,1REDUCE_GRAD,1RESHARD,0B0,0REDUCE_GRAD,0RESHARD")
+    schedule = Schedule.from_csv(
+        "0UNSHARD,0F0,1UNSHARD,1F0,1B0,1REDUCE_GRAD,1RESHARD,0B0,0REDUCE_GRAD,0RESHARD"
+    )
     found = simulate(schedule, gather=3, reduce=[4, 1])
     assert text(found.events[0]) == [
         "0UNSHARD 0-3", "0F0 3-4", "1UNSHARD 4-7", "1F0 7-8", "1B0 8-10", "1REDUCE_GRAD 10-11", "1RESHARD 11-11",
@@ -70,10 +72,21 @@ def test_unshard_and_reduce_overlap_computation():
 def test_simulated_times_equal_a_fixed_point_iteration():
     for seed in range(60):
         draw = random.Random(seed)
-        schedule = pipeline_schedule(draw.choice(NAMES), stages=draw.randint(1, 5), microbatches=draw.randint(1, 4))
-        cost = {kind: [Fraction(draw.randint(0, 9), draw.randint(1, 4)) for _ in schedule.placement] for kind in "FIW"}
+        schedule = pipeline_schedule(
+            draw.choice(NAMES), stages=draw.randint(1, 5), microbatches=draw.randint(1, 4)
+        )
+        cost = {
+            kind: [Fraction(draw.randint(0, 9), draw.randint(1, 4)) for _ in schedule.placement]
+            for kind in "FIW"
+        }
         send = Fraction(draw.randint(0, 5), 3)
-        found = simulate(schedule, forward=cost["F"], backward_input=cost["I"], backward_weight=cost["W"], send=send)
+        found = simulate(
+            schedule,
+            forward=cost["F"],
+            backward_input=cost["I"],
+            backward_weight=cost["W"],
+            send=send,
+        )
         starts = {(e.device, e.action): e.start for row in found.events for e in row}
         assert starts == turned(schedule, cost, send), seed
 
@@ -82,7 +95,9 @@ def turned(schedule, cost, send):
     """Move every action back behind what it waits for, again and again."""
 
     def lasts(action):
-        return sum(cost[kind][action.stage] for kind in ("IW" if action.kind is Kind.B else action.kind))
+        return sum(
+            cost[kind][action.stage] for kind in ("IW" if action.kind is Kind.B else action.kind)
+        )
 
     def before(action):
         kind, stage, microbatch = action
@@ -90,7 +105,10 @@ def turned(schedule, cost, send):
             return [Action(Kind.F, stage - 1, microbatch)]
         if kind is Kind.W:
             return [Action(Kind.I, stage, microbatch)]
-        return [Action(Kind.F, stage, microbatch), *(Action(k, stage + 1, microbatch) for k in (Kind.B, Kind.I))]
+        return [
+            Action(Kind.F, stage, microbatch),
+            *(Action(k, stage + 1, microbatch) for k in (Kind.B, Kind.I)),
+        ]
 
     home = {action: device for device, row in enumerate(schedule.rows) for action in row}
     start, changed = dict.fromkeys(home, Fraction(0)), True
@@ -100,7 +118,10 @@ def turned(schedule, cost, send):
             for previous, action in pairwise([None, *row]):
                 waits = [start[previous] + lasts(previous)] if previous else [Fraction(0)]
                 needs = [need for need in before(action) if need in home]
-                waits += [start[need] + lasts(need) + send * (home[need] != home[action]) for need in needs]
+                waits += [
+                    start[need] + lasts(need) + send * (home[need] != home[action])
+                    for need in needs
+                ]
                 changed |= max(waits) != start[action]
                 start[action] = max(waits)
     return {(home[action], action): when for action, when in start.items()}
@@ -109,10 +130,19 @@ def turned(schedule, cost, send):
 def test_explicit_messages_take_as_long_as_derived_ones():
     for seed in range(40):
         draw = random.Random(seed)
-        schedule = pipeline_schedule(draw.choice(NAMES), stages=draw.randint(1, 6), microbatches=draw.randint(1, 5))
+        schedule = pipeline_schedule(
+            draw.choice(NAMES), stages=draw.randint(1, 6), microbatches=draw.randint(1, 5)
+        )
         latency = draw.randint(0, 3)
-        bare, sent = simulate(schedule, send=latency), simulate(with_messages(schedule), send=latency)
-        assert (bare.makespan, bare.idle_span, bare.messages) == (sent.makespan, sent.idle_span, sent.messages)
+        bare, sent = (
+            simulate(schedule, send=latency),
+            simulate(with_messages(schedule), send=latency),
+        )
+        assert (bare.makespan, bare.idle_span, bare.messages) == (
+            sent.makespan,
+            sent.idle_span,
+            sent.messages,
+        )
         assert sent.messages == verify(sent.schedule).messages
 
 
@@ -122,7 +152,9 @@ def test_critical_path_has_no_gaps():
         found = simulate(some_schedule(draw), forward=draw.randint(1, 3), gather=2, reduce=3)
         path = found.critical_path
         assert path[0].start == 0 and path[-1].end == found.makespan
-        assert all(before.end == after.start for before, after in pairwise(path) if before[2:] != after[2:]), seed
+        assert all(
+            before.end == after.start for before, after in pairwise(path) if before[2:] != after[2:]
+        ), seed
 
 
 # Numbers, exact and not.
@@ -130,10 +162,21 @@ def test_critical_path_has_no_gaps():
 
 def test_exact_costs_give_fractions():
     found = simulate(TWO, forward=[1, Fraction(1, 3)], send=[1, Fraction(1, 7)])
-    numbers = [found.makespan, found.idle, found.bubble, *found.idle_span, *found.busy, found.events[1][0].start]
+    numbers = [
+        found.makespan,
+        found.idle,
+        found.bubble,
+        *found.idle_span,
+        *found.busy,
+        found.events[1][0].start,
+    ]
     assert all(isinstance(number, Fraction) for number in numbers)
     assert isinstance(simulate(TWO, forward=[1, 0.5]).makespan, float)
-    assert simulate(TWO, forward=lambda stage: stage + 1).makespan == simulate(TWO, forward=(1, 2)).makespan == 11
+    assert (
+        simulate(TWO, forward=lambda stage: stage + 1).makespan
+        == simulate(TWO, forward=(1, 2)).makespan
+        == 11
+    )
 
 
 def test_simulate_of_invalid_schedule_raises_as_verify():
@@ -156,14 +199,21 @@ def test_large_schedule_simulates_within_four_seconds():
 
 
 def test_chrome_trace_has_every_event_and_message():
-    found = simulate(with_units(with_messages(pipeline_schedule("zbv", stages=4, microbatches=3))), send=1, gather=1)
+    found = simulate(
+        with_units(with_messages(pipeline_schedule("zbv", stages=4, microbatches=3))),
+        send=1,
+        gather=1,
+    )
     records = json.loads(found.to_chrome_trace(unit=1000))["traceEvents"]
     done = [record for record in records if record["ph"] == "X"]
     events = [event for row in found.events for event in row]
     assert [(r["pid"], r["name"], r["ts"], r["dur"]) for r in done] == [
-        (e.device, str(e.action), float(e.start * 1000), float((e.end - e.start) * 1000)) for e in events
+        (e.device, str(e.action), float(e.start * 1000), float((e.end - e.start) * 1000))
+        for e in events
     ]
-    tips = {kind: sorted(record["id"] for record in records if record["ph"] == kind) for kind in "sf"}
+    tips = {
+        kind: sorted(record["id"] for record in records if record["ph"] == kind) for kind in "sf"
+    }
     assert tips["s"] == tips["f"] and len(tips["s"]) == found.messages
     lines = {(r["pid"], r.get("tid")): r["args"]["name"] for r in records if r["ph"] == "M"}
     assert {name for (_, line), name in lines.items() if line is None} == {"device 0", "device 1"}

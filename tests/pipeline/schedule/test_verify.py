@@ -13,12 +13,25 @@ from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.verify import verify
 from tests.pipeline.execution.pipeline_oracle import harm
 
-NAMES = ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v"]
+NAMES = [
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "bfs",
+    "zb-h1",
+    "zb-h2",
+    "zbv",
+    "v-half",
+    "v-min",
+    "dualpipe-v",
+]
 
 
 def some_schedule(draw):
     """Draw a schedule that can run."""
-    schedule = pipeline_schedule(draw.choice(NAMES), stages=draw.randint(1, 5), microbatches=draw.randint(1, 4))
+    schedule = pipeline_schedule(
+        draw.choice(NAMES), stages=draw.randint(1, 5), microbatches=draw.randint(1, 4)
+    )
     if draw.random() < 0.5:
         schedule = with_messages(schedule)
     return with_units(schedule, live=draw.randint(1, 3)) if draw.random() < 0.3 else schedule
@@ -74,17 +87,24 @@ def test_verify_agrees_with_the_oracle_on_corrupted_schedules():
 
 
 def lowered_by_torch(schedule, *, deferred=False):
-    rows = {d: [torch_schedules._Action.from_str(str(action)) for action in row] for d, row in enumerate(schedule.rows)}
+    rows = {
+        d: [torch_schedules._Action.from_str(str(action)) for action in row]
+        for d, row in enumerate(schedule.rows)
+    }
     home = schedule.placement.__getitem__
     rows = torch_schedules._add_send_recv(rows, home, schedule.stages)
     rows = torch_schedules._defer_recv_ops(rows, home) if deferred else rows
-    return Schedule.from_csv("\n".join(",".join(map(str, rows[device])) for device in range(len(rows))), name="torch")
+    return Schedule.from_csv(
+        "\n".join(",".join(map(str, rows[device])) for device in range(len(rows))), name="torch"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_schedules_lowered_by_torch_verify(name):
     schedule = pipeline_schedule(name, stages=6, microbatches=5)
-    assert verify(lowered_by_torch(schedule)).messages == verify(with_messages(schedule)).messages > 0
+    assert (
+        verify(lowered_by_torch(schedule)).messages == verify(with_messages(schedule)).messages > 0
+    )
 
 
 def test_crossed_messages_of_torch_raise():
@@ -101,7 +121,10 @@ ERRORS = {
 - 1B0 (device 0, index 1) must not be there: stage 1 is on device 1
 - 1F3 (device 1, index 3) must not be there: microbatches are below 2""",
     ),
-    "a repetition": ("0F0,0B0,0B0\n1F0,1B0", "\n- 0B0 (device 0, index 2) repeats 0B0 (device 0, index 1)"),
+    "a repetition": (
+        "0F0,0B0,0B0\n1F0,1B0",
+        "\n- 0B0 (device 0, index 2) repeats 0B0 (device 0, index 1)",
+    ),
     "no weight gradients": (
         "0F0,0I0,0W0,0F1\n1F0,1I0,1W0,1F1,1I1",
         "\n- missing on device 0: 0B1\n- missing on device 1: 1W1",
@@ -165,4 +188,6 @@ def test_proof_prints_as_a_sentence():
 
 
 def test_forward_only_schedule_verifies():
-    assert verify(Schedule.from_csv("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1")).peak_activations == (1, 1)
+    assert verify(
+        Schedule.from_csv("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1")
+    ).peak_activations == (1, 1)

@@ -19,7 +19,11 @@ class Block(nn.Module):
     def __init__(self, index, drop):
         super().__init__()
         self.index = index
-        self.qkv, self.up, self.drop = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(drop)
+        self.qkv, self.up, self.drop = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Dropout(drop),
+        )
         self.register_buffer("bias", torch.full((WIDTH,), index / 8))
 
     def forward(self, x, mask=None, *, turns, scale=None):
@@ -36,10 +40,15 @@ class Decoder(nn.Module):
 
     def __init__(self, drop=0.0):
         super().__init__()
-        self.words, self.memory = nn.Embedding(WORDS, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.words, self.memory = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.LSTM(WIDTH, WIDTH, batch_first=True),
+        )
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.blocks = nn.ModuleList(Block(index, drop) for index in range(BLOCKS))
-        self.scales, self.between, self.unused = (nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)) for _ in range(3))
+        self.scales, self.between, self.unused = (
+            nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)) for _ in range(3)
+        )
         self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
         self.register_buffer("speeds", torch.linspace(0, 1, WIDTH), persistent=False)
         self.head.weight = self.words.weight
@@ -66,12 +75,16 @@ def tokens(rows, length, seed):
 
 def functions(stages):
     made = [fs.functionalize(stage) for stage in stages]
-    return [lambda p, x, apply=apply, b=b: apply(p, b, x)[0] for apply, _, b in made], [params for _, params, _ in made]
+    return [lambda p, x, apply=apply, b=b: apply(p, b, x)[0] for apply, _, b in made], [
+        params for _, params, _ in made
+    ]
 
 
 def gradients(model, loss):
     trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
-    return dict(zip(trained, torch.autograd.grad(loss, [*trained.values()], allow_unused=True), strict=True))
+    return dict(
+        zip(trained, torch.autograd.grad(loss, [*trained.values()], allow_unused=True), strict=True)
+    )
 
 
 def summed(found):
@@ -79,7 +92,9 @@ def summed(found):
     total = {}
     for own in reversed(found):
         for name, g in own.items():
-            total[name] = g if total.get(name) is None else total[name] if g is None else total[name] + g
+            total[name] = (
+                g if total.get(name) is None else total[name] if g is None else total[name] + g
+            )
     return total
 
 
@@ -88,12 +103,16 @@ def check_bits(model, stages, batch, loss_of, name="1f1b"):
     fns, params = functions(stages)
     schedule = fs.pipeline_schedule(name, stages=len(stages), microbatches=1)
     mesh = fs.make_mesh({"pipe": schedule.devices})
-    step = fs.pipeline.pipelined(fns, schedule, lambda y, _: loss_of(y), mesh=mesh, reproducible=True)
+    step = fs.pipeline.pipelined(
+        fns, schedule, lambda y, _: loss_of(y), mesh=mesh, reproducible=True
+    )
     found = step(params, [batch], weights=[1])
     with deterministic(True, "cpu"):
         loss = loss_of(model(**batch))
         expected = gradients(model, loss)
-    assert torch.equal(found.loss, loss.detach().float() if loss.dtype != torch.float64 else loss.detach())
+    assert torch.equal(
+        found.loss, loss.detach().float() if loss.dtype != torch.float64 else loss.detach()
+    )
     for name, g in summed(found.gradients).items():
         if expected.get(name) is None:
             assert g is None, name
@@ -103,7 +122,10 @@ def check_bits(model, stages, batch, loss_of, name="1f1b"):
     held = [{id(x) for x in (*stage.parameters(), *stage.buffers())} for stage in stages]
     assert set().union(*held) == names.keys()
     assert all(
-        names[id(x)] == key for s in stages for key, x in (*s.named_parameters(), *s.named_buffers()) if id(x) in names
+        names[id(x)] == key
+        for s in stages
+        for key, x in (*s.named_parameters(), *s.named_buffers())
+        if id(x) in names
     )
     return [{names[key] for key in keys} for keys in held]
 
@@ -116,13 +138,19 @@ def test_block_stages_of_any_split_equal_the_model_bitwise(n, data):
     torch.manual_seed(0)
     model = Decoder().double()
     stages = fs.pipeline.split_stages(
-        model, n, sizes, sample={"tokens": tokens(1, 3, 0), "targets": tokens(1, 3, 0)}, blocks="blocks"
+        model,
+        n,
+        sizes,
+        sample={"tokens": tokens(1, 3, 0), "targets": tokens(1, 3, 0)},
+        blocks="blocks",
     )
     rows, length = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 5))
     batch = {"tokens": tokens(rows, length, 1).clamp(min=1), "targets": tokens(rows, length, 2)}
     batch |= data.draw(st.sampled_from([{}, {"pause": 1, "masked": False}]))
     batch["tokens"][0, 0] = 2
-    held = check_bits(model, stages, batch, lambda y: y, data.draw(st.sampled_from(["1f1b", "zb-h1"])))
+    held = check_bits(
+        model, stages, batch, lambda y: y, data.draw(st.sampled_from(["1f1b", "zb-h1"]))
+    )
     shared = {name for own in held for name in own if sum(name in other for other in held) > 1}
     assert shared <= {"words.weight", "scales"}
 
@@ -144,7 +172,9 @@ class Skipping(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.downs, self.ups = (nn.ModuleList(kind(WIDTH, WIDTH) for _ in range(3)) for kind in (Down, Up))
+        self.downs, self.ups = (
+            nn.ModuleList(kind(WIDTH, WIDTH) for _ in range(3)) for kind in (Down, Up)
+        )
 
     def forward(self, tokens):
         x = first = self.words(tokens)
@@ -164,7 +194,9 @@ class Skipping(nn.Module):
 def test_skips_between_stages_equal_the_model_bitwise(n, schedule):
     model, batch = Skipping().double(), {"tokens": tokens(2, 3, 0)}
     stages = fs.pipeline.split_stages(model, n, sample=batch, blocks=["downs", "ups"])
-    check_bits(model, stages, batch, lambda y: y["logits"].square().sum() + y["middle"].sum(), schedule)
+    check_bits(
+        model, stages, batch, lambda y: y["logits"].square().sum() + y["middle"].sum(), schedule
+    )
 
 
 def test_stage_sends_tensors_that_depend_on_weights_once():
@@ -182,15 +214,21 @@ class HeadOfBlock(Skipping):
 
 def test_weights_of_a_block_used_by_another_stage_raise_with_the_line():
     batch = {"tokens": tokens(1, 3, 0)}
-    first, second = fs.pipeline.split_stages(HeadOfBlock(), 2, sample=batch, blocks=["downs", "ups"])
-    with pytest.raises(ValueError, match=r"HeadOfBlock \(test_blocks.py:\d+\): matmul must be given values"):
+    first, second = fs.pipeline.split_stages(
+        HeadOfBlock(), 2, sample=batch, blocks=["downs", "ups"]
+    )
+    with pytest.raises(
+        ValueError, match=r"HeadOfBlock \(test_blocks.py:\d+\): matmul must be given values"
+    ):
         second(first(batch))
 
 
 def test_stage_has_only_the_weights_it_uses():
     model = Decoder()
     stages = fs.pipeline.split_stages(model, 2, sample=tokens(1, 2, 0), blocks="blocks")
-    before, after = ({name.partition(".")[0] for name, _ in stage.named_parameters()} for stage in stages)
+    before, after = (
+        {name.partition(".")[0] for name, _ in stage.named_parameters()} for stage in stages
+    )
     assert before == {"words", "memory", "frozen", "unused", "scales", "between", "blocks"}
     assert after == {"words", "norm", "scales", "blocks"}  # the head is the embedding
     assert [name for name, _ in stages[1].named_buffers()] == ["blocks.2.bias", "blocks.3.bias"]
@@ -217,7 +255,10 @@ def test_block_stages_of_microbatches_equal_the_model():
     """Of two lengths, in stages of which each device has two."""
     torch.manual_seed(0)
     model = Decoder().double()
-    batches = [{"tokens": tokens(2, length, 1).clamp(min=1), "targets": tokens(2, length, 2)} for length in (3, 5, 3)]
+    batches = [
+        {"tokens": tokens(2, length, 1).clamp(min=1), "targets": tokens(2, length, 2)}
+        for length in (3, 5, 3)
+    ]
     stages = fs.pipeline.split_stages(model, 4, sample=batches[0], blocks="blocks")
     fns, params = functions(stages)
     schedule = fs.pipeline_schedule("interleaved", stages=4, microbatches=3)
@@ -240,7 +281,9 @@ def test_hugging_face_models_split_with_equal_bits(make, n):
     check_bits(model, stages, batch, lambda y: y.loss)
     if n == 2:
         if make is not hugging_face.bert:
-            with pytest.raises(ValueError, match="must end with tensors and plain values; got .*: DynamicCache"):
+            with pytest.raises(
+                ValueError, match="must end with tensors and plain values; got .*: DynamicCache"
+            ):
                 stages[0](batch | {"use_cache": True})
         assert not any(f"{path}.1." in name for name, _ in stages[0].named_parameters())
 

@@ -28,7 +28,9 @@ def test_partition_is_optimal(costs, data):
     assert (max(own), sum(x * x for x in own)) == best
 
 
-@given(st.lists(st.sampled_from([0.1, 0.3, 0.7, 1.1, 1e9]), min_size=5, max_size=40), st.integers(1, 5))
+@given(
+    st.lists(st.sampled_from([0.1, 0.3, 0.7, 1.1, 1e9]), min_size=5, max_size=40), st.integers(1, 5)
+)
 def test_partition_of_rounded_costs_keeps_all_layers(costs, parts):
     sizes = partition(costs, parts)
     assert len(sizes) == parts and min(sizes) >= 1 and sum(sizes) == len(costs)
@@ -61,7 +63,12 @@ class Slow(nn.Module):
 
 def model():
     return nn.Sequential(
-        nn.Embedding(50, 8), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 50)
+        nn.Embedding(50, 8),
+        nn.Linear(8, 8),
+        nn.ReLU(inplace=True),
+        nn.Linear(8, 8),
+        nn.Tanh(),
+        nn.Linear(8, 50),
     )
 
 
@@ -70,7 +77,12 @@ TOKENS = torch.arange(6).reshape(2, 3)
 
 @pytest.mark.parametrize(
     ("balance", "expected"),
-    [("uniform", [2, 2, 2]), ("parameters", [1, 4, 1]), ("type:linear", [3, 2, 1]), ([1, 2, 3], [1, 2, 3])],
+    [
+        ("uniform", [2, 2, 2]),
+        ("parameters", [1, 4, 1]),
+        ("type:linear", [3, 2, 1]),
+        ([1, 2, 3], [1, 2, 3]),
+    ],
     ids=["uniform", "parameters", "type", "sizes"],
 )
 def test_stages_are_balanced_by_each_measure(balance, expected):
@@ -100,13 +112,23 @@ def test_layers_may_be_functions_and_keep_names():
 def test_measuring_balance_leaves_layers_unchanged(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("fshard.pipeline.split.balance.time", clock)
-    layers = nn.Sequential(nn.BatchNorm1d(4), Slow(clock, 2), nn.Tanh(), Slow(clock, 1), nn.Dropout(), Slow(clock, 3))
+    layers = nn.Sequential(
+        nn.BatchNorm1d(4), Slow(clock, 2), nn.Tanh(), Slow(clock, 1), nn.Dropout(), Slow(clock, 3)
+    )
     before = {name: x.clone() for name, x in layers.state_dict().items()}
     wide = nn.Sequential(
-        nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 400), nn.Sigmoid(), nn.Linear(400, 4), nn.Tanh()
+        nn.Linear(4, 4),
+        nn.ReLU(inplace=True),
+        nn.Linear(4, 400),
+        nn.Sigmoid(),
+        nn.Linear(400, 4),
+        nn.Tanh(),
     )
     sample, state = torch.ones(3, 4), torch.get_rng_state()
-    assert [len(stage) for stage in split_stages(layers, 2, "time", sample=sample)] in ([4, 2], [5, 1])
+    assert [len(stage) for stage in split_stages(layers, 2, "time", sample=sample)] in (
+        [4, 2],
+        [5, 1],
+    )
     assert [len(stage) for stage in split_stages(wide, 2, "memory", sample=sample)] == [3, 3]
     assert all(torch.equal(before[name], x) for name, x in layers.state_dict().items())
     assert all(x.grad is None for x in [*layers.parameters(), *wide.parameters()])

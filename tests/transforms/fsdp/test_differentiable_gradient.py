@@ -7,7 +7,9 @@ from torch.func import grad
 import fshard as fs
 from fshard import P
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch itself uses it in its first jvp
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script"
+)  # torch itself uses it in its first jvp
 
 jvp, vjp = fs.array.lift(torch.func.jvp), fs.array.lift(torch.func.vjp)
 TORCH = torch.Generator().manual_seed(0)
@@ -15,9 +17,15 @@ SERIAL = {
     "w": torch.randn(6, 4, generator=TORCH, dtype=torch.float64),
     "b": torch.randn(4, generator=TORCH, dtype=torch.float64),
 }
-TANGENT = {name: torch.randn(x.shape, generator=TORCH, dtype=torch.float64) for name, x in SERIAL.items()}
+TANGENT = {
+    name: torch.randn(x.shape, generator=TORCH, dtype=torch.float64) for name, x in SERIAL.items()
+}
 BATCH = torch.randn(7, 6, generator=TORCH, dtype=torch.float64)
-RULES = {"replicated": P(), "flat": fs.fsdp("data"), "dim": {"w": P("data", "model"), "b": P("model")}}
+RULES = {
+    "replicated": P(),
+    "flat": fs.fsdp("data"),
+    "dim": {"w": P("data", "model"), "b": P("model")},
+}
 
 
 def losses(params, x):
@@ -60,7 +68,9 @@ def test_forward_over_reverse(rules, kind):
     gradient = fs.grad(loss_fn, mesh=mesh, batch=P("data"), **options)
     found = jvp(lambda p: gradient(p, BATCH), (params,), (tangent,))
     for each, wanted in zip(found, jvp(serial(loss_fn), (SERIAL,), (TANGENT,)), strict=True):
-        assert {name: x.layout for name, x in each.items()} == {name: x.layout for name, x in params.items()}
+        assert {name: x.layout for name, x in each.items()} == {
+            name: x.layout for name, x in params.items()
+        }
         torch.testing.assert_close(fs.unshard(each), wanted)
 
 

@@ -29,20 +29,29 @@ def params(dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
 
     def draw(shape):
-        return (torch.randn(*shape, dtype=torch.float64, generator=generator) / math.sqrt(shape[0])).to(dtype)
+        return (
+            torch.randn(*shape, dtype=torch.float64, generator=generator) / math.sqrt(shape[0])
+        ).to(dtype)
 
     first, last = ({name: draw(shape) for name, (shape, _) in LEAVES.items()} for _ in range(2))
     return [first, {**last, "emb": first["emb"]}]
 
 
 def batch_of(size):
-    return torch.randint(WORDS, (2, size, LENGTH), generator=torch.Generator().manual_seed(size)).unbind()
+    return torch.randint(
+        WORDS, (2, size, LENGTH), generator=torch.Generator().manual_seed(size)
+    ).unbind()
 
 
 def block(p, h, sent=lambda x: x, summed=lambda x: x):
     x = sent(h * p["norm"])
-    q, k, v = (F.linear(x, p[name].T).unflatten(-1, (-1, 12 // HEADS)).transpose(-2, -3) for name in "qkv")
-    h = h + summed(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3).flatten(-2) @ p["o"])
+    q, k, v = (
+        F.linear(x, p[name].T).unflatten(-1, (-1, 12 // HEADS)).transpose(-2, -3) for name in "qkv"
+    )
+    h = h + summed(
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3).flatten(-2)
+        @ p["o"]
+    )
     return h + summed(torch.tanh(sent(h) @ p["up"] + p["bias"]) @ p["down"]) + p["shift"]
 
 
@@ -106,7 +115,9 @@ def assert_equal(found, expected, tolerance=1e-12):
     for ours, theirs in zip(fs.unshard(found[0]), fs.unshard(expected[0]), strict=True):
         for name in theirs:
             torch.testing.assert_close(ours[name], theirs[name], atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(torch.tensor(found[2]), torch.tensor(expected[2]), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        torch.tensor(found[2]), torch.tensor(expected[2]), atol=tolerance, rtol=tolerance
+    )
 
 
 @pytest.fixture(scope="module")
@@ -119,18 +130,33 @@ def expected():
     data=st.sampled_from([1, 2, 3]),
     model=st.sampled_from([2, 3, 1]),
     stage=st.sampled_from([0, 1, 2, 3]),
-    way=st.sampled_from([{}, {"accumulate": 2}, {"accumulate": 2, "reduce_once": False}, {"bucket": 0}]),
+    way=st.sampled_from(
+        [{}, {"accumulate": 2}, {"accumulate": 2, "reduce_once": False}, {"bucket": 0}]
+    ),
 )
 def test_local_parameters_train_as_on_one_device(expected, data, model, stage, way):
     """With clipping by the global norm, tied embeddings, and batches that devices do not divide."""
-    assert_equal(train(local_loss, {"data": data, "model": model}, stage, local="model", **way), expected)
+    assert_equal(
+        train(local_loss, {"data": data, "model": model}, stage, local="model", **way), expected
+    )
 
 
 def test_optimizer_keeps_layouts_within_shards():
     own, state, _ = train(local_loss, {"data": 2, "model": 2}, 3, steps=1, local="model")
-    kinds = [{str(fs.typeof(x)) for x in tree.values()} for tree in (own[1], state[1]["exp_avg"][1])]
-    assert {"f64[51@model, 8]{flat:data}", "f64[8, 12@model]{flat:data}", "f64[8]{flat:data}"} <= kinds[0] == kinds[1]
-    assert [len(x) for x in own[0]["emb"].shards] == [104, 100, 104, 100]  # 26 and 25 words of 8 numbers, on 2 devices
+    kinds = [
+        {str(fs.typeof(x)) for x in tree.values()} for tree in (own[1], state[1]["exp_avg"][1])
+    ]
+    assert (
+        {"f64[51@model, 8]{flat:data}", "f64[8, 12@model]{flat:data}", "f64[8]{flat:data}"}
+        <= kinds[0]
+        == kinds[1]
+    )
+    assert [len(x) for x in own[0]["emb"].shards] == [
+        104,
+        100,
+        104,
+        100,
+    ]  # 26 and 25 words of 8 numbers, on 2 devices
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -139,14 +165,21 @@ def test_sharded_parameters_send_nothing_over_local_axes(stage):
 
     def sent(width):
         def loss_fn(p, x):
-            return fs.psum(torch.tanh(fs.pvary(x, "model") @ p["up"]) @ p["down"], "model").square().mean()
+            return (
+                fs.psum(torch.tanh(fs.pvary(x, "model") @ p["up"]) @ p["down"], "model")
+                .square()
+                .mean()
+            )
 
         mesh = fs.make_mesh({"data": 2, "model": 2})
         lay = {"up": COLUMN, "down": ROW}
         tree = {"up": torch.ones(4, width), "down": torch.ones(width, 4)}
         own = fs.shard_params(tree, fs.fsdp("data", within=lay) if stage == 3 else lay, mesh=mesh)
         opt = fs.partition_optimizer(CLIPPED, mesh=mesh, axis="data", stage=stage)
-        state, step = opt.init(own), fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), local="model")
+        state, step = (
+            opt.init(own),
+            fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), local="model"),
+        )
         own, state, _ = step(own, state, torch.ones(8, 4))
         with fs.ledger() as comm:
             step(own, state, torch.ones(8, 4))
@@ -164,7 +197,10 @@ def test_lazy_parameters_are_drawn_for_local_layouts():
     lay = {"**.weight": ROW, "**.bias": P()}
     model = nn.Sequential(fs.lazy(nn.Linear, 4, 7), fs.lazy(nn.Linear, 7, 5))
     mesh = fs.make_mesh({"data": 2, "model": 2})
-    found = [fs.shard_params(model, rule, mesh=mesh, seed=1) for rule in (P(), lay, fs.fsdp("data", within=lay))]
+    found = [
+        fs.shard_params(model, rule, mesh=mesh, seed=1)
+        for rule in (P(), lay, fs.fsdp("data", within=lay))
+    ]
     for name in found[0]:
         assert all(torch.equal(fs.unshard(one[name]), fs.unshard(found[0][name])) for one in found)
     assert [tuple(x.shape) for x in found[1]["0.weight"].shards] == [(4, 4), (3, 4)] * 2
@@ -179,18 +215,27 @@ def test_evaluate_gives_loss_of_one_device():
 
 
 def test_certify_finds_forgotten_psum():
-    mesh, how = fs.make_mesh({"data": 2, "model": 2}), {"within": {"up": COLUMN, "down": ROW}, "local": "model"}
+    mesh, how = (
+        fs.make_mesh({"data": 2, "model": 2}),
+        {"within": {"up": COLUMN, "down": ROW}, "local": "model"},
+    )
     tree = {"up": torch.randn(4, 6), "down": torch.randn(6, 4)}
 
     def right(p, x):
-        return fs.psum(torch.tanh(fs.pvary(x, "model") @ p["up"]) @ p["down"], "model").square().mean()
+        return (
+            fs.psum(torch.tanh(fs.pvary(x, "model") @ p["up"]) @ p["down"], "model").square().mean()
+        )
 
     def wrong(p, x):
         return (torch.tanh(x @ p["up"]) @ p["down"]).square().mean()
 
     for options in ({}, {"reproducible": True}, {"reproducible": True, "precision": "bf16"}):
-        fs.testing.certify(right, tree, torch.randn(8, 4), CLIPPED, mesh, stages=[0, 2, 3], **how, **options).check()
-    assert not fs.testing.certify(wrong, tree, torch.randn(8, 4), CLIPPED, mesh, stages=[3], **how).ok
+        fs.testing.certify(
+            right, tree, torch.randn(8, 4), CLIPPED, mesh, stages=[0, 2, 3], **how, **options
+        ).check()
+    assert not fs.testing.certify(
+        wrong, tree, torch.randn(8, 4), CLIPPED, mesh, stages=[3], **how
+    ).ok
 
 
 def started_from_others(axis):
@@ -200,9 +245,12 @@ def started_from_others(axis):
     own = fs.shard_params({"w": torch.ones(4)}, ROW, mesh=mesh)
     own["w"].local.add_(at)
     try:
-        fs.value_and_grad(lambda p, x: fs.psum((x * p["w"]).sum(), "model"), mesh=mesh, batch=P("data"), local="model")(
-            own, torch.ones(4, 2)
-        )
+        fs.value_and_grad(
+            lambda p, x: fs.psum((x * p["w"]).sum(), "model"),
+            mesh=mesh,
+            batch=P("data"),
+            local="model",
+        )(own, torch.ones(4, 2))
     except fs.errors.MismatchError as error:
         return str(error)
 
@@ -222,7 +270,9 @@ def layouts(draw, ndim):
     for axis in draw(st.permutations(MESH.axis_names)):
         use = draw(st.sampled_from([*entries, *entries, flat, unreduced, []]))
         use.append(axis)
-    return fs.Layout(MESH, P(*map(tuple, entries), flat=tuple(flat), unreduced=tuple(unreduced)), unit="u")
+    return fs.Layout(
+        MESH, P(*map(tuple, entries), flat=tuple(flat), unreduced=tuple(unreduced)), unit="u"
+    )
 
 
 @given(st.data(), st.lists(st.integers(1, 7), min_size=1, max_size=3))
@@ -239,11 +289,17 @@ def test_layouts_that_are_not_local_raise_together():
     lay = {"w": P("data", "model"), "v": P.flat("model"), "u": P("model")}
     own = fs.shard_params({name: torch.ones(4, 4) for name in lay}, lay, mesh=mesh)
     with pytest.raises(fs.errors.LayoutError, match="v is .*; w is ") as error:
-        fs.grad(lambda p, x: p["u"].sum(), mesh=mesh, batch=P("data"), local="model")(own, torch.ones(4))
+        fs.grad(lambda p, x: p["u"].sum(), mesh=mesh, batch=P("data"), local="model")(
+            own, torch.ones(4)
+        )
     assert "u is" not in str(error.value)
     with pytest.raises(fs.errors.MeshError, match='has no axis "rows", "columns"'):
         fs.grad(alone, mesh=mesh, batch=P("data"), local=("rows", "columns"))
-    how = {"schedule": fs.pipeline_schedule("1f1b", stages=2, microbatches=2), "axis": "model", "loss": entropy}
+    how = {
+        "schedule": fs.pipeline_schedule("1f1b", stages=2, microbatches=2),
+        "axis": "model",
+        "loss": entropy,
+    }
     with pytest.raises(ValueError, match="the axis of the stages, model, is local"):
         fs.train_step([first, last], CLIPPED, mesh=mesh, batch=P("data"), local="model", **how)
     with pytest.raises(fs.errors.LayoutError, match="muon needs full matrices"):
@@ -270,9 +326,15 @@ def steps_with_samples(mesh, kind, stages=False):
     if stages:
         schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
         options = {"schedule": schedule, "loss": lambda y, x: y.square().mean()}
-        w, given = fs.shard_stages([torch.ones(2), torch.ones(2)], mesh=mesh, schedule=schedule), [torch.mul] * 2
+        w, given = (
+            fs.shard_stages([torch.ones(2), torch.ones(2)], mesh=mesh, schedule=schedule),
+            [torch.mul] * 2,
+        )
     else:
-        options, w = {"local": "model"}, fs.shard_params(torch.ones(2, 2), P(None, "model"), mesh=mesh)
+        options, w = (
+            {"local": "model"},
+            fs.shard_params(torch.ones(2, 2), P(None, "model"), mesh=mesh),
+        )
 
         def given(w, x):
             return fs.psum((x @ w).square().mean(), "model")
@@ -284,7 +346,9 @@ def steps_with_samples(mesh, kind, stages=False):
     try:
         for step in range(3):
             x = fs.from_local(samples_of(coordinates["data"], along, step, "right"), layout)
-            x.shards[0].copy_(samples_of(coordinates["data"], along, step, kind))  # from_local compares its shards
+            x.shards[0].copy_(
+                samples_of(coordinates["data"], along, step, kind)
+            )  # from_local compares its shards
             run(w, x)
     except fs.errors.MismatchError as error:
         return str(error)
@@ -292,14 +356,19 @@ def steps_with_samples(mesh, kind, stages=False):
 
 def samples_on_processes(stages):
     mesh = fs.make_mesh({"data": 2, "pipe" if stages else "model": 2})
-    return [steps_with_samples(mesh, kind, stages) for kind in ("right", "values", "order", "late", "exchanged")]
+    return [
+        steps_with_samples(mesh, kind, stages)
+        for kind in ("right", "values", "order", "late", "exchanged")
+    ]
 
 
 @pytest.mark.parametrize("stages", [False, True], ids=["local", "stages"])
 def test_different_samples_in_a_group_raise(four, stages):
     """Of devices along a local axis, and along that of stages: other values, another order, later, or exchanged."""
     mesh = fs.make_mesh({"data": 2, "pipe" if stages else "model": 2}, runtime="virtual")
-    found = [fs.run(steps_with_samples, mesh, kind, stages, mesh=mesh)[0] for kind in ("right", "late")]
+    found = [
+        fs.run(steps_with_samples, mesh, kind, stages, mesh=mesh)[0] for kind in ("right", "late")
+    ]
     for right, *others in [*four.run(samples_on_processes, stages), found]:
         assert right is None
         assert all("must have the same samples" in str(error) for error in others)

@@ -46,7 +46,9 @@ class LiveBytes(TorchDispatchMode):
 
     def sample(self):
         """Count: FSDP2 frees memory by setting its size to 0."""
-        sizes = [storage.nbytes() for known in self.storages.values() if (storage := known()) is not None]
+        sizes = [
+            storage.nbytes() for known in self.storages.values() if (storage := known()) is not None
+        ]
         self.most = max(self.most, sum(size for size in sizes if size >= LEAF // N))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -63,8 +65,18 @@ def after_two_steps(stage=3, **options):
     apply, params, _ = fs.functionalize(torch.nn.Sequential(*[Block() for _ in range(UNITS)]))
     params = fs.shard_params(params, fs.fsdp("data", unit="*") if stage == 3 else P(), mesh=mesh)
     opt = fs.partition_optimizer(fs.optim.sgd(0.1), mesh=mesh, axis="data", stage=stage)
-    step = fs.train_step(lambda p, x: apply(p, {}, x)[0].sum(), opt, mesh=mesh, batch=P("data"), donate=True, **options)
-    state, batch = opt.init(params), fs.device_put(torch.ones(2 * N, SIZE), fs.Layout(mesh, P("data")))
+    step = fs.train_step(
+        lambda p, x: apply(p, {}, x)[0].sum(),
+        opt,
+        mesh=mesh,
+        batch=P("data"),
+        donate=True,
+        **options,
+    )
+    state, batch = (
+        opt.init(params),
+        fs.device_put(torch.ones(2 * N, SIZE), fs.Layout(mesh, P("data"))),
+    )
     for _ in range(2):
         params, state, _ = step(params, state, batch)
     echo.forget()
@@ -86,7 +98,9 @@ def test_step_launches_everything_before_anything_completes(alone):
     names = [work.name for work in echo.works]
     forward, backward, end = names[:UNITS], names[UNITS:-2], names[-2:]
     assert forward == ["all_gather"] * UNITS
-    assert sorted(backward) == ["all_gather"] * (UNITS - 2) + ["reduce_scatter"] * UNITS  # two units were kept
+    assert (
+        sorted(backward) == ["all_gather"] * (UNITS - 2) + ["reduce_scatter"] * UNITS
+    )  # two units were kept
     assert end == ["all_reduce"] * 2  # the loss, the norm
     assert echo.blocking == []
     assert not any(work.is_completed() for work in echo.works)
@@ -121,11 +135,16 @@ def fsdp2_peak():
     return live.most - UNITS * SHARD
 
 
-@pytest.mark.parametrize(("prefetch", "in_flight"), [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("prefetch", "in_flight"), [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
+)
 def test_peak_is_two_units_and_those_prefetched_and_packed(alone, prefetch, in_flight):
     """At its last gradient a unit has its parameters and gradients; later ones are prefetched, earlier ones packed."""
     reduced = UNITS - 1 - prefetch if in_flight else UNITS
-    assert peak(prefetch=prefetch, in_flight=in_flight) == (2 + prefetch + in_flight) * UNIT + reduced * SHARD
+    assert (
+        peak(prefetch=prefetch, in_flight=in_flight)
+        == (2 + prefetch + in_flight) * UNIT + reduced * SHARD
+    )
 
 
 def test_peak_of_one_reduction_in_flight_is_that_of_fsdp2(alone):

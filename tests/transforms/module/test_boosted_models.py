@@ -18,7 +18,11 @@ BOTH = {
 }  # fmt: skip
 SOUND = {"num_mel_bins": 3, "max_source_positions": 8, "bos_token_id": 1, "eos_token_id": 2}
 MODELS = {
-    "Falcon": ("FalconForCausalLM", "FalconConfig", {**DECODER, "num_hidden_layers": 2, "num_attention_heads": 4}),
+    "Falcon": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**DECODER, "num_hidden_layers": 2, "num_attention_heads": 4},
+    ),
     "BLOOM": ("BloomForCausalLM", "BloomConfig", {**DECODER, "n_layer": 2, "n_head": 4}),
     "BART": ("BartForConditionalGeneration", "BartConfig", BOTH),
     "Whisper": ("WhisperForConditionalGeneration", "WhisperConfig", {**BOTH, **SOUND}),
@@ -34,7 +38,12 @@ def model_of(name):
         with reachable("diffusers"):
             from diffusers import UNet2DModel
 
-            sizes = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
+            sizes = {
+                "sample_size": 8,
+                "layers_per_block": 1,
+                "block_out_channels": (8, 16),
+                "norm_num_groups": 4,
+            }
             kinds = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
             return UNet2DModel(**sizes, **kinds).double().eval()
     transformers = pytest.importorskip("transformers")
@@ -45,7 +54,9 @@ def model_of(name):
 def batch_of(name, mask=None):
     if name == "UNet2D":
         return {"sample": X, "timestep": torch.arange(4)}
-    inputs = {"input_features": X[:, :, 0].repeat(1, 1, 2)} if name == "Whisper" else {"input_ids": IDS}
+    inputs = (
+        {"input_features": X[:, :, 0].repeat(1, 1, 2)} if name == "Whisper" else {"input_ids": IDS}
+    )
     inputs |= {} if mask is None else {"attention_mask": MASKS[mask]}
     return {**inputs, "labels": IDS, "use_cache": False}
 
@@ -88,15 +99,24 @@ def assert_equal(devices, name, mask=None):
         torch.testing.assert_close(found, {key: wanted[key] for key in found}, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["BART", "UNet2D"])  # the others are in the tests below, and in those of plans
+@pytest.mark.parametrize(
+    "name", ["BART", "UNet2D"]
+)  # the others are in the tests below, and in those of plans
 def test_models_in_sharded_layers_equal_one_device(name):
     mesh = fs.make_mesh({"data": 1, "model": 2})
     assert_equal(fs.run(lambda: train(name, tensor=2, sample=batch_of(name)), mesh=mesh), name)
 
 
-@pytest.mark.parametrize(("name", "mask"), [("Falcon", "left"), ("BLOOM", "right"), ("BLOOM", "ones")])
+@pytest.mark.parametrize(
+    ("name", "mask"), [("Falcon", "left"), ("BLOOM", "right"), ("BLOOM", "ones")]
+)
 def test_lazy_models_are_planned_with_the_values_of_masks(name, mask):
-    options = {"make": partial(fs.lazy, model_of), "mask": mask, "tensor": 2, "sample": batch_of(name, mask)}
+    options = {
+        "make": partial(fs.lazy, model_of),
+        "mask": mask,
+        "tensor": 2,
+        "sample": batch_of(name, mask),
+    }
     devices = fs.run(lambda: train(name, **options), mesh=fs.make_mesh({"data": 1, "model": 2}))
     assert_equal(devices, name, mask)
 
@@ -106,4 +126,6 @@ def test_models_in_stages_equal_one_device(name):
     blocks = BLOCKS.get(name, ["model.encoder.layers", "model.decoder.layers"])
     sample = {key: x[:2] if isinstance(x, torch.Tensor) else x for key, x in batch_of(name).items()}
     options = {"pipeline": 2, "microbatches": 2, "blocks": blocks, "sample": sample}
-    assert_equal(fs.run(lambda: train(name, **options), mesh=fs.make_mesh({"pipe": 2, "data": 1})), name)
+    assert_equal(
+        fs.run(lambda: train(name, **options), mesh=fs.make_mesh({"pipe": 2, "data": 1})), name
+    )

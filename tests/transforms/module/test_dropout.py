@@ -43,14 +43,20 @@ class Stack(nn.Module):
 
     def forward(self, x):
         return {
-            f"{name}.{key}": mask for name, block in self.blocks.items() for key, mask in self.run(block, x).items()
+            f"{name}.{key}": mask
+            for name, block in self.blocks.items()
+            for key, mask in self.run(block, x).items()
         }
 
 
 def masks(module, key=0):
     apply, params, buffers = fs.functionalize(module)
     with keyed_random(1, 2, key):
-        return {name: mask for name, mask in apply(params, buffers, torch.ones(WIDTH))[0].items() if mask is not None}
+        return {
+            name: mask
+            for name, mask in apply(params, buffers, torch.ones(WIDTH))[0].items()
+            if mask is not None
+        }
 
 
 def same(one, other):
@@ -75,7 +81,9 @@ def again(f, x):
     return checkpoint(f, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("inner", [None, again, lambda f, x: fs.remat(f)(x)], ids=["", "checkpoint", "remat"])
+@pytest.mark.parametrize(
+    "inner", [None, again, lambda f, x: fs.remat(f)(x)], ids=["", "checkpoint", "remat"]
+)
 @pytest.mark.parametrize(
     "run",
     [again, lambda f, x: fs.remat(f)(x), lambda f, x: fs.remat(f, "dots")(x)],
@@ -137,9 +145,15 @@ def test_dropout_masks_are_equal_on_any_mesh(stage):
             return (apply(params, buffers, x)[0] * torch.arange(10.0)[:, None, None]).mean()
 
         torch.manual_seed(0)
-        run = fs.grad(loss_fn, mesh=mesh, batch=P("data"), reproducible=True, slices=4, accumulate=accumulate)
+        run = fs.grad(
+            loss_fn, mesh=mesh, batch=P("data"), reproducible=True, slices=4, accumulate=accumulate
+        )
         return fs.unshard(run(laid, torch.ones(4, WIDTH)))["w"]
 
     expected = gradient(1)
     assert expected.unique().numel() > 5
-    assert gradient(2, 2).equal(expected) and gradient(4).equal(expected) and gradient(1, 4).equal(expected)
+    assert (
+        gradient(2, 2).equal(expected)
+        and gradient(4).equal(expected)
+        and gradient(1, 4).equal(expected)
+    )

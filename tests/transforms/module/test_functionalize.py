@@ -27,7 +27,9 @@ pytestmark = [
 ]
 
 
-KINDS = [kind for kind in MODULES if kind != "closing"]  # its function refers to the module that was given
+KINDS = [
+    kind for kind in MODULES if kind != "closing"
+]  # its function refers to the module that was given
 each_module = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -42,9 +44,16 @@ def close(got, expected):
 
 def snapshot(module):
     """Everything that could have changed: names, objects, values, versions, attributes."""
-    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
     own = [(name, id(x), x._version, x.detach().clone()) for name, x in tensors]
-    attributes = [(name, key, id(value)) for name, part in module.named_modules() for key, value in vars(part).items()]
+    attributes = [
+        (name, key, id(value))
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+    ]
     return own, attributes
 
 
@@ -70,7 +79,9 @@ def test_apply_called_twice_equals_module_called_twice(kind, train):
         output, after = apply(params, buffers, x)
         close(output, expected)
         wanted = {name: p for name, p in params.items() if p.requires_grad}
-        gradients = torch.autograd.grad(output.square().sum(), list(wanted.values()), allow_unused=True)
+        gradients = torch.autograd.grad(
+            output.square().sum(), list(wanted.values()), allow_unused=True
+        )
         for name, g in zip(wanted, gradients, strict=True):
             own = plain.get_parameter(name).grad
             assert (g is None) == (own is None), name
@@ -120,14 +131,19 @@ def test_frozen_parameters_declared_as_buffers_are_updated():
 
         def forward(self, x):
             with torch.no_grad():
-                for mine, other in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                for mine, other in zip(
+                    self.online.parameters(), self.target.parameters(), strict=True
+                ):
                     other.mul_(0.5).add_(mine, alpha=0.5)
             return self.online(x) - self.target(x)
 
     module = Momentum()
     plain = copy.deepcopy(module)
     apply, params, buffers = functionalize(module, buffers="target.**")
-    assert [*params] == ["online.weight", "online.bias"] and [*buffers] == ["target.weight", "target.bias"]
+    assert [*params] == ["online.weight", "online.bias"] and [*buffers] == [
+        "target.weight",
+        "target.bias",
+    ]
     before = {name: x.clone() for name, x in buffers.items()}
     x, now = torch.randn(3, D), buffers
     for _ in range(3):
@@ -152,7 +168,11 @@ def test_attributes_are_private_to_the_device_and_persist():
 
     module = Counting()
     apply, params, buffers = functionalize(module)
-    assert [apply(params, buffers, torch.ones(())).__getitem__(0).item() for _ in range(3)] == [1, 2, 3]
+    assert [apply(params, buffers, torch.ones(())).__getitem__(0).item() for _ in range(3)] == [
+        1,
+        2,
+        3,
+    ]
 
     def main():
         own = fs.axis_index("data")
@@ -213,10 +233,15 @@ def test_checkpoint_recomputation_keeps_returned_buffers(again):
     y, after = apply(params, buffers, torch.randn(4, 3))
     known = {name: x.clone() for name, x in after.items()}
     y.square().sum().backward()
-    assert all(torch.equal(after[name], x) for name, x in known.items()) and known["num_batches_tracked"] == 1
+    assert (
+        all(torch.equal(after[name], x) for name, x in known.items())
+        and known["num_batches_tracked"] == 1
+    )
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "stateful"])  # which counts the recomputation
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind != "stateful"]
+)  # which counts the recomputation
 def test_remat_of_apply_has_equal_gradients(kind, request):
     if kind == "lstm with weight norm":
         reason = "torch computes a list of weights that are no leaves by another kernel when it runs again"
@@ -235,7 +260,8 @@ def test_remat_of_apply_has_equal_gradients(kind, request):
 
 
 @pytest.mark.parametrize(
-    "kind", ["tied words", "called three times", "lists", "batch norm", "parametrized", "weight norm"]
+    "kind",
+    ["tied words", "called three times", "lists", "batch norm", "parametrized", "weight norm"],
 )
 def test_torch_func_transforms_apply_to_the_function(kind):
     module = made(kind)
@@ -276,7 +302,9 @@ def test_any_module_tree_equals_the_module(data):
         leaves[i].weight = leaves[j].weight
     tree = st.recursive(
         st.integers(0, 3).map(lambda i: leaves[i]),
-        lambda inner: st.lists(inner, min_size=1, max_size=3).map(lambda parts: nn.Sequential(*parts)),
+        lambda inner: st.lists(inner, min_size=1, max_size=3).map(
+            lambda parts: nn.Sequential(*parts)
+        ),
         max_leaves=6,
     )
     module = nn.Sequential(data.draw(tree))
@@ -310,8 +338,14 @@ def test_torch_lazy_module_raises():
 def test_unknown_names_raise():
     apply, params, buffers = functionalize(nn.BatchNorm1d(D))
     with pytest.raises(ModuleError) as error:
-        apply({"weight": params["weight"], "wieght": params["bias"]}, {"a.b": torch.ones(1)}, torch.ones(2, D))
-    assert str(error.value).endswith("are a.b, bias, num_batches_tracked, running_mean, running_var, wieght.")
+        apply(
+            {"weight": params["weight"], "wieght": params["bias"]},
+            {"a.b": torch.ones(1)},
+            torch.ones(2, D),
+        )
+    assert str(error.value).endswith(
+        "are a.b, bias, num_batches_tracked, running_mean, running_var, wieght."
+    )
     with pytest.raises(ModuleError, match="in this order"):
         apply(buffers, params, torch.ones(2, D))
 
@@ -377,9 +411,17 @@ def test_synchronised_batchnorm_equals_global_batch(dims, options, train):
         params = {name: p.requires_grad_() for name, p in params.items()}
         output, after = apply(fs.pvary(params, "data"), buffers, x)
         loss = fs.psum(output.sin().sum(), "data")
-        return loss, torch.autograd.grad(loss, list(params.values()), materialize_grads=True, allow_unused=True), after
+        return (
+            loss,
+            torch.autograd.grad(
+                loss, list(params.values()), materialize_grads=True, allow_unused=True
+            ),
+            after,
+        )
 
-    step = fs.shard_map(device, mesh=fs.make_mesh({"data": 4}), in_specs=(P(), P("data")), out_specs=P())
+    step = fs.shard_map(
+        device, mesh=fs.make_mesh({"data": 4}), in_specs=(P(), P("data")), out_specs=P()
+    )
     loss, gradients, after = step({name: p.detach() for name, p in params.items()}, x)
     expected = module(x).sin().sum()
     expected.backward()

@@ -68,7 +68,9 @@ def trained(model, n, stage, unit=None, **options):
     mesh = fs.make_mesh({"data": n})
     apply, params, buffers = fs.functionalize(model)
     laid = fs.shard_params(params, fs.fsdp("data", unit=unit) if stage == 3 else P(), mesh=mesh)
-    opt = fs.partition_optimizer(fs.optim.sgd(1.0, momentum=0.9), mesh=mesh, axis="data", stage=stage)
+    opt = fs.partition_optimizer(
+        fs.optim.sgd(1.0, momentum=0.9), mesh=mesh, axis="data", stage=stage
+    )
 
     def loss_fn(params, tokens):
         output, _ = apply(params, buffers, input_ids=tokens, labels=tokens, use_cache=False)

@@ -40,13 +40,19 @@ def test_materialized_stage_draws_by_names():
     last = fs.nn.materialize(stages[2], seed=1)
     assert [width for where, width in Noted.made if where != "meta"] == [4]
     whole = fs.nn.materialize(nn.Sequential(*layers), seed=1)
-    found = {name: x for stage in stages for name, x in state(fs.nn.materialize(stage, seed=1)).items()}
+    found = {
+        name: x for stage in stages for name, x in state(fs.nn.materialize(stage, seed=1)).items()
+    }
     assert found.keys() == state(whole).keys()
     assert all(torch.equal(x, found[name]) for name, x in state(whole).items())
     assert all(torch.equal(x, found[name]) for name, x in state(last).items())
     assert not torch.equal(found["0.inner.weight_ih_l0"], found["4.inner.weight_ih_l0"])
-    assert not torch.equal(found["2.0.weight"], state(fs.nn.materialize(stages[0], seed=2))["2.0.weight"])
-    assert torch.equal(torch.get_rng_state(), before) and all(x.is_meta for x in state(stages[0]).values())
+    assert not torch.equal(
+        found["2.0.weight"], state(fs.nn.materialize(stages[0], seed=2))["2.0.weight"]
+    )
+    assert torch.equal(torch.get_rng_state(), before) and all(
+        x.is_meta for x in state(stages[0]).values()
+    )
     x = torch.randn(2, 3, 8)
     assert torch.equal(last(x), whole[4](x))
 
@@ -55,16 +61,23 @@ def test_materialize_keeps_tensors_and_ties():
     first, second = fs.lazy(nn.Linear, 4, 4), fs.lazy(nn.Linear, 4, 4)
     second.weight, real = first.weight, nn.Linear(4, 4)
     made = fs.nn.materialize(nn.Sequential(first, real, second), seed=0)
-    assert made[0].weight is made[2].weight and made[1].weight is real.weight and not made[0].weight.is_meta
+    assert (
+        made[0].weight is made[2].weight
+        and made[1].weight is real.weight
+        and not made[0].weight.is_meta
+    )
     assert isinstance(made[0].weight, nn.Parameter) and made[0].weight.requires_grad
 
 
 def test_lazy_blocks_split_into_stages():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, 0, batch_first=True), 1)
-    model.layers = nn.ModuleList(fs.lazy(nn.TransformerEncoderLayer, 4, 2, 4, 0, batch_first=True) for _ in range(3))
+    model.layers = nn.ModuleList(
+        fs.lazy(nn.TransformerEncoderLayer, 4, 2, 4, 0, batch_first=True) for _ in range(3)
+    )
     x = torch.ones(1, 2, 4)
     stages = [
-        fs.nn.materialize(stage, seed=0) for stage in fs.pipeline.split_stages(model, 3, sample=x, blocks="layers")
+        fs.nn.materialize(stage, seed=0)
+        for stage in fs.pipeline.split_stages(model, 3, sample=x, blocks="layers")
     ]
     y = x
     for stage in stages:
@@ -78,7 +91,11 @@ def test_lazy_of_unsuitable_factories_raises():
     with pytest.raises(fs.errors.ModuleError, match="factory must return a module; got int"):
         fs.lazy(int, "3")
     for made in (nn.Linear(2, 2), 3):
-        with pytest.raises(fs.errors.ModuleError, match="fs.lazy: factory must be a function that makes a module"):
+        with pytest.raises(
+            fs.errors.ModuleError, match="fs.lazy: factory must be a function that makes a module"
+        ):
             fs.lazy(made)
     with pytest.raises(fs.errors.ModuleError, match="0.weight, 0.bias must be described"):
-        fs.nn.materialize(nn.Sequential(nn.Linear(2, 2, device="meta"), fs.lazy(nn.Linear, 2, 2)), seed=0)
+        fs.nn.materialize(
+            nn.Sequential(nn.Linear(2, 2, device="meta"), fs.lazy(nn.Linear, 2, 2)), seed=0
+        )

@@ -112,11 +112,16 @@ def test_lora_trains_selected_parameters(config, trained):
     assert {name for name, x in tuned.named_parameters() if x.requires_grad} == trained
 
 
-TOKENS, LABELS = torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(1)), torch.arange(8)
+TOKENS, LABELS = (
+    torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(1)),
+    torch.arange(8),
+)
 
 
 CONFIG = fs.nn.LoraConfig(r=2, target_modules=["up", "head", "mix.out_proj"], bias="lora_only")
-CASE = Case(lambda: learnt(lora(Tied(), CONFIG)), given=lambda x: (x.abs() * 9).long() % 11, width=4)
+CASE = Case(
+    lambda: learnt(lora(Tied(), CONFIG)), given=lambda x: (x.abs() * 9).long() % 11, width=4
+)
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
@@ -139,7 +144,9 @@ def test_lora_frozen_weights_have_no_state_nor_gradient():
     with fs.ledger() as comm:
         held = fs.run(main, mesh=fs.make_mesh({"data": 2}))
     assert held == [200, 200]  # two moments of 100 + 100 numbers, half of them on each device
-    assert comm.bytes() < 2 * 4 * 200  # their gradients, and what they become: nothing of 10,000 weights is sent
+    assert (
+        comm.bytes() < 2 * 4 * 200
+    )  # their gradients, and what they become: nothing of 10,000 weights is sent
 
 
 MISUSE = {
@@ -147,11 +154,22 @@ MISUSE = {
         lambda: fs.nn.LoraConfig(lora_alpha="8", lora_dropout="x"),
         "lora_alpha must be a number, got '8'; lora_dropout must be .*'x'",
     ),
-    "a pattern": (lambda: fs.nn.LoraConfig(target_modules="("), r"a regular expression; got .\(.: missing \)"),
+    "a pattern": (
+        lambda: fs.nn.LoraConfig(target_modules="("),
+        r"a regular expression; got .\(.: missing \)",
+    ),
     "a dict": (lambda: lora(3, {"r": 2}), "got 3 and {'r': 2}"),
-    "twice": (lambda: lora(lora(nn.Linear(2, 2))), r"learns differences already.*merge_lora\(model\)"),
+    "twice": (
+        lambda: lora(lora(nn.Linear(2, 2))),
+        r"learns differences already.*merge_lora\(model\)",
+    ),
     "names": (
-        lambda: lora(Tied(), fs.nn.LoraConfig(target_modules=["mix", "q_proj", "up"], modules_to_save=["classifier"])),
+        lambda: lora(
+            Tied(),
+            fs.nn.LoraConfig(
+                target_modules=["mix", "q_proj", "up"], modules_to_save=["classifier"]
+            ),
+        ),
         "lora: mix is a MultiheadAttention, which has no low rank; no layer is called 'q_proj'; no layer is called "
         "'classifier'. Linear layers are: mix.out_proj, up, head.",
     ),
@@ -159,7 +177,10 @@ MISUSE = {
         lambda: lora(Tied(), fs.nn.LoraConfig(target_modules="v_proj")),
         "no layer is called 'v_proj'. Linear layers are",
     ),
-    "no layers": (lambda: lora(nn.BatchNorm1d(2)), "there is no linear layer. Linear layers are: none."),
+    "no layers": (
+        lambda: lora(nn.BatchNorm1d(2)),
+        "there is no linear layer. Linear layers are: none.",
+    ),
 }
 
 

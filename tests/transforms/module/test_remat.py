@@ -13,18 +13,38 @@ from fshard import P
 from fshard.transforms.module.remat import PolicyError, checkpoint_name, offload, remat, save_names
 from fshard.transforms.reproducible.randomness import keyed_random
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 
 D = 4
-POLICIES = ["everything", "nothing", "dots", save_names("hidden"), offload("everything"), offload("dots")]
+POLICIES = [
+    "everything",
+    "nothing",
+    "dots",
+    save_names("hidden"),
+    offload("everything"),
+    offload("dots"),
+]
 POLICIES += [offload(save_names("hidden"))]
-NAMES = ["everything", "nothing", "dots", "names", "offload everything", "offload dots", "offload names"]
+NAMES = [
+    "everything",
+    "nothing",
+    "dots",
+    "names",
+    "offload everything",
+    "offload dots",
+    "offload names",
+]
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
 
 
 def values(*shapes, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in shapes
+    ]
 
 
 def mlp(w, v, x):
@@ -55,7 +75,10 @@ def test_remat_gradients_equal_the_function(policy):
 @each_policy
 def test_remat_of_results_that_are_written_to(policy):
     """Unlike relu, sin gives something else if it runs twice."""
-    (w, x), f = values((D, D), (3, D)), lambda w, x: checkpoint_name((x @ w).sin_(), "hidden").exp().sum()
+    (w, x), f = (
+        values((D, D), (3, D)),
+        lambda w, x: checkpoint_name((x @ w).sin_(), "hidden").exp().sum(),
+    )
     close(torch.autograd.grad(remat(f, policy)(w, x), (w, x)), torch.autograd.grad(f(w, x), (w, x)))
 
 
@@ -80,16 +103,21 @@ def test_remat_nested_has_equal_gradients(policy, inner):
 
     nested = remat(twice(remat(mlp, inner)), policy)
     close(
-        torch.autograd.grad(loss(nested, w, v, x), (w, v, x)), torch.autograd.grad(loss(twice(mlp), w, v, x), (w, v, x))
+        torch.autograd.grad(loss(nested, w, v, x), (w, v, x)),
+        torch.autograd.grad(loss(twice(mlp), w, v, x), (w, v, x)),
     )
 
 
 TRANSFORMS = {
     "grad": lambda f, w, v, x: grad(lambda w, v: loss(f, w, v, x), argnums=(0, 1))(w, v),
-    "grad of grad": lambda f, w, v, x: grad(lambda w: grad(lambda w: loss(f, w, v, x))(w).square().sum())(w),
+    "grad of grad": lambda f, w, v, x: grad(
+        lambda w: grad(lambda w: loss(f, w, v, x))(w).square().sum()
+    )(w),
     "jvp": lambda f, w, v, x: jvp(lambda w: loss(f, w, v, x), (w,), (v,)),
     "hessian": lambda f, w, v, x: jacrev(lambda w: grad(lambda w: loss(f, w, v, x))(w))(w),
-    "vmap of grad": lambda f, w, v, x: vmap(grad(lambda w, x: loss(f, w, v, x)), (None, 0), randomness="same")(w, x),
+    "vmap of grad": lambda f, w, v, x: vmap(
+        grad(lambda w, x: loss(f, w, v, x)), (None, 0), randomness="same"
+    )(w, x),
 }
 
 
@@ -104,7 +132,9 @@ def test_torch_func_transforms_apply_to_the_function(kind, policy):
 
 
 def mlp_out_of_place(w, v, x):
-    return (torch.nn.functional.dropout(checkpoint_name((x @ w).sigmoid(), "hidden").sin(), 0.3) @ v).tanh()
+    return (
+        torch.nn.functional.dropout(checkpoint_name((x @ w).sigmoid(), "hidden").sin(), 0.3) @ v
+    ).tanh()
 
 
 # -- what is kept, and what runs again ------------------------------------------------------------------------------
@@ -157,11 +187,16 @@ def test_checkpoint_name_on_view_keeps_its_base():
         return checkpoint_name((x @ w).sin().view(-1)[2:].reshape(2, 5), "s").exp().square()
 
     assert count(f, save_names("s"), x.detach(), w)["sin"] == 1
-    close(torch.autograd.grad(remat(f, save_names("s"))(x, w).sum(), w), torch.autograd.grad(f(x, w).sum(), w))
+    close(
+        torch.autograd.grad(remat(f, save_names("s"))(x, w).sum(), w),
+        torch.autograd.grad(f(x, w).sum(), w),
+    )
 
 
 MULTIPLE = {
-    "_scaled_dot_product_flash_attention_for_cpu": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "_scaled_dot_product_flash_attention_for_cpu": lambda x: F.scaled_dot_product_attention(
+        x, x, x, is_causal=True
+    ),
     "native_layer_norm": lambda x: F.layer_norm(x, (D,)),
     "max_pool2d_with_indices": lambda x: F.max_pool2d(x, 2),
 }
@@ -177,8 +212,14 @@ def test_a_named_result_is_kept_with_the_others_of_its_operation(operation, host
         return checkpoint_name(MULTIPLE[operation](x @ w), "a").exp().square()
 
     policy = save_names(offload="a") if host else save_names("a")
-    assert count(f, policy, x.detach(), w, operations=(operation, "exp")) == {operation: 1, "exp": 2}
-    close(torch.autograd.grad(remat(f, policy)(x, w).sum(), (x, w)), torch.autograd.grad(f(x, w).sum(), (x, w)))
+    assert count(f, policy, x.detach(), w, operations=(operation, "exp")) == {
+        operation: 1,
+        "exp": 2,
+    }
+    close(
+        torch.autograd.grad(remat(f, policy)(x, w).sum(), (x, w)),
+        torch.autograd.grad(f(x, w).sum(), (x, w)),
+    )
 
 
 def kept_bytes(f, *args):
@@ -274,7 +315,10 @@ def test_remat_of_shard_map_has_equal_gradients(policy):
         on_mesh = fs.shard_map(own, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
         return checkpoint_name(fs.unshard(on_mesh(w, x)), "hidden").sin()
 
-    close(torch.autograd.grad(remat(f, policy)(w, x).sum(), (w, x)), torch.autograd.grad(f(w, x).sum(), (w, x)))
+    close(
+        torch.autograd.grad(remat(f, policy)(w, x).sum(), (w, x)),
+        torch.autograd.grad(f(w, x).sum(), (w, x)),
+    )
 
 
 def gradient_and_ledger(policy, x, runtime=None):
@@ -285,7 +329,9 @@ def gradient_and_ledger(policy, x, runtime=None):
         return torch.autograd.grad(remat(block, policy)(w, x).sum(), w)[0]
 
     mesh = fs.make_mesh({"data": 2, "model": 2}, runtime=runtime)
-    step = fs.shard_map(device, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"), check=False)
+    step = fs.shard_map(
+        device, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"), check=False
+    )
     torch.manual_seed(0)
     with fs.ledger() as comm:
         result = step(w, x)
@@ -298,7 +344,9 @@ def test_remat_repeats_collectives_on_any_mesh(policy):
     again = policy != "everything" and policy != offload("everything")
     expected = {"all_gather": 1 + again, "psum": 2 + again}
     for runtime, device in (("virtual", "cpu"), ("abstract", "meta")):
-        _, calls = gradient_and_ledger(policy, torch.ones(6, D, dtype=torch.float64, device=device), runtime)
+        _, calls = gradient_and_ledger(
+            policy, torch.ones(6, D, dtype=torch.float64, device=device), runtime
+        )
         assert calls == expected, runtime
 
 
@@ -348,7 +396,9 @@ def test_remat_with_torch_func_inside_has_equal_gradients(kind, policy):
     for _ in range(2):
         for got, expected in zip(derivatives(again), derivatives(f), strict=True):
             close(got, expected)
-    for got, expected in zip(derivatives(nested), derivatives(lambda w, v, x: f(w, v, f(w, v, x))), strict=True):
+    for got, expected in zip(
+        derivatives(nested), derivatives(lambda w, v, x: f(w, v, f(w, v, x))), strict=True
+    ):
         close(got, expected)
 
 
@@ -360,7 +410,9 @@ class Residual(nn.Module):
         self.up, self.down, self.policy = nn.Linear(4, 4), nn.Linear(4, 4), policy
 
     def forward(self, x):
-        layer = remat(lambda x: x + self.down(torch.sin(checkpoint_name(self.up(x), "hidden"))), self.policy)
+        layer = remat(
+            lambda x: x + self.down(torch.sin(checkpoint_name(self.up(x), "hidden"))), self.policy
+        )
         return layer(layer(x))
 
 
@@ -378,6 +430,8 @@ def test_remat_of_sharded_layers_has_equal_gradients(policy):
         def loss(params, x, apply=apply, buffers=buffers, plan=plan):
             return plan.full(apply(params, buffers, x)[0]).square().mean()
 
-        gradient = fs.value_and_grad(loss, mesh=fs.make_mesh({"model": 2}), batch=P(), local="model")
+        gradient = fs.value_and_grad(
+            loss, mesh=fs.make_mesh({"model": 2}), batch=P(), local="model"
+        )
         results.append([*map(fs.unshard, gradient(params, x)[1].values())])
     close(*results)

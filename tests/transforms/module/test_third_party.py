@@ -48,7 +48,9 @@ MODELS = {
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers' own
-@pytest.mark.parametrize(("name", "plugin", "way"), in_pairs(MODELS, PLUGINS, ("loop", "step", "bits")))
+@pytest.mark.parametrize(
+    ("name", "plugin", "way"), in_pairs(MODELS, PLUGINS, ("loop", "step", "bits"))
+)
 def test_third_party_model_trains_as_in_torch(name, plugin, way):
     model = MODELS[name]
     with reachable(model.module):

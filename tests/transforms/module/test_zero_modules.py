@@ -31,14 +31,18 @@ def placed(params, stage, mesh):
 
 def batches(width: int, size: int = 8) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, width, dtype=torch.float64, generator=generator)[:size] for _ in range(STEPS)]
+    return [
+        torch.randn(8, width, dtype=torch.float64, generator=generator)[:size] for _ in range(STEPS)
+    ]
 
 
 def loss_of(y: Tensor) -> Tensor:
     return (y.flatten(1).sin() * y.flatten(1)).mean()
 
 
-def serial(module: nn.Module, width: int, size: int = 8) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+def serial(
+    module: nn.Module, width: int, size: int = 8
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Train a copy of a module in plain torch; return losses, parameters and buffers."""
     module = copy.deepcopy(module)
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
@@ -49,7 +53,11 @@ def serial(module: nn.Module, width: int, size: int = 8) -> tuple[list[float], d
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, {name: x.detach() for name, x in module.named_parameters()}, dict(module.named_buffers())
+    return (
+        losses,
+        {name: x.detach() for name, x in module.named_parameters()},
+        dict(module.named_buffers()),
+    )
 
 
 # -- frozen parameters ------------------------------------------------------------------------------------------------
@@ -57,12 +65,19 @@ def serial(module: nn.Module, width: int, size: int = 8) -> tuple[list[float], d
 
 @pytest.mark.parametrize(
     "frozen",
-    ["blocks.1.*", ["blocks[1].weight", "blocks[1].bias"], '["blocks"][1].**', lambda path: "blocks[1]." in path],
+    [
+        "blocks.1.*",
+        ["blocks[1].weight", "blocks[1].bias"],
+        '["blocks"][1].**',
+        lambda path: "blocks[1]." in path,
+    ],
     ids=["pattern", "paths", "quoted", "function"],
 )
 def test_frozen_patterns_match_module_names(frozen):
     kind = MODULES["tied, frozen and unused"]
-    _, params = by_train_step(Case(lambda: kind().requires_grad_(True), width=D), 3, 2, frozen=frozen)
+    _, params = by_train_step(
+        Case(lambda: kind().requires_grad_(True), width=D), 3, 2, frozen=frozen
+    )
     torch.manual_seed(1)
     start = dict(kind().double().named_parameters())
     same = {name for name, x in params.items() if torch.equal(x, start[name].detach())}
@@ -75,8 +90,12 @@ def test_frozen_parameters_have_no_state_nor_messages(stage, n):
     """A device holds two numbers for each trained one, the parameters at rest, and sends what training the rest takes."""
     mesh = fs.make_mesh({"data": n})
     base, head = nn.Linear(16, 32), nn.Linear(32, 16)
-    apply, params, buffers = fs.functionalize(nn.Sequential(base.requires_grad_(False), nn.Tanh(), head))
-    opt = fs.partition_optimizer(fs.optim.adamw(0.1, fused=False), mesh=mesh, axis="data", stage=stage)
+    apply, params, buffers = fs.functionalize(
+        nn.Sequential(base.requires_grad_(False), nn.Tanh(), head)
+    )
+    opt = fs.partition_optimizer(
+        fs.optim.adamw(0.1, fused=False), mesh=mesh, axis="data", stage=stage
+    )
     own = placed(params, stage, mesh)
     assert [x.layout.frozen for x in own.values()] == [True, True, False, False]
     state = opt.init(own)
@@ -84,15 +103,21 @@ def test_frozen_parameters_have_no_state_nor_messages(stage, n):
     everything = trained + sum(x.numel() for x in base.parameters())
     pieces = [x for x in flatten(state)[0] if isinstance(x, fs.Sharded) and x.ndim]
     for device in range(n):
-        assert sum(x.shards[device].numel() for x in own.values()) == everything // (n if stage == 3 else 1)
+        assert sum(x.shards[device].numel() for x in own.values()) == everything // (
+            n if stage == 3 else 1
+        )
         assert sum(x.shards[device].numel() for x in pieces) == 2 * trained // (n if stage else 1)
-    step = fs.train_step(lambda p, x: loss_of(apply(p, buffers, x)[0]), opt, mesh=mesh, batch=P("data"), live_units=2)
+    step = fs.train_step(
+        lambda p, x: loss_of(apply(p, buffers, x)[0]), opt, mesh=mesh, batch=P("data"), live_units=2
+    )
     with fs.ledger() as comm:
         after, state, _ = step(own, state, torch.ones(8, 16))
     moved = 4 * Fraction(n - 1, n) * (2 * trained + (everything - trained if stage == 3 else 0))
     assert moved <= comm.bytes() < moved + 400
     assert all(
-        x is y for name in ("0.weight", "0.bias") for x, y in zip(own[name].shards, after[name].shards, strict=True)
+        x is y
+        for name in ("0.weight", "0.bias")
+        for x, y in zip(own[name].shards, after[name].shards, strict=True)
     )
     assert [x.layout.frozen for x in after.values()] == [True, True, False, False]
 
@@ -110,7 +135,9 @@ def with_buffers(module, stage, n=N, size=8, lay=lambda buffers, mesh: buffers, 
     mesh = fs.make_mesh({"data": n})
     sync = None if options.get("reproducible") else "data"
     apply, params, buffers = fs.functionalize(module, sync_batchnorm=sync)
-    opt = fs.partition_optimizer(fs.optim.sgd(0.1, momentum=0.9), mesh=mesh, axis="data", stage=stage)
+    opt = fs.partition_optimizer(
+        fs.optim.sgd(0.1, momentum=0.9), mesh=mesh, axis="data", stage=stage
+    )
 
     def loss_fn(params, buffers, x):
         y, buffers = apply(params, buffers, x)
@@ -145,7 +172,9 @@ def test_buffers_update_once_a_step_with_accumulation():
         return y.square().mean(), buffers, {"first": [*y[0]]}
 
     x, *_ = batches(6)
-    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), accumulate=2, has_buffers=True, has_aux=True)
+    run = fs.value_and_grad(
+        loss_fn, mesh=mesh, batch=P("data"), accumulate=2, has_buffers=True, has_aux=True
+    )
     (_, found, aux), grads = run(fs.shard_params(params, P(), mesh=mesh), buffers, x)
     slices = [copy.deepcopy(module) for _ in range(4)]
     first = [one(part)[0] for one, part in zip(slices, x.chunk(4), strict=True)]
@@ -159,13 +188,17 @@ def test_buffers_update_once_a_step_with_accumulation():
 
 
 @pytest.mark.parametrize(
-    "options", [{"reproducible": True, "slices": 4}, {"accumulate": 2}, {"reshard_after_forward": False}], ids=str
+    "options",
+    [{"reproducible": True, "slices": 4}, {"accumulate": 2}, {"reshard_after_forward": False}],
+    ids=str,
 )
 def test_buffers_are_equal_in_every_zero_stage(options):
     losses, params, buffers = with_buffers(batch_normed(), 0, 2, **options)
     for stage in (1, 3):
         others, again, after = with_buffers(batch_normed(), stage, 2, **options)
-        torch.testing.assert_close((others, again, after), (losses, params, buffers), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            (others, again, after), (losses, params, buffers), rtol=1e-10, atol=1e-12
+        )
 
 
 def test_buffers_keep_their_dtype_in_low_precision():
@@ -180,19 +213,29 @@ def test_buffers_on_the_mesh_keep_their_layout():
 
     _, _, found = with_buffers(batch_normed(), 3, lay=lay)
     assert all(isinstance(x, fs.Sharded) and x.spec == P() for x in found.values())
-    torch.testing.assert_close(fs.unshard(found), serial(batch_normed(), 6)[2], rtol=1e-10, atol=1e-12)
-    with pytest.raises(ValueError, match=r"buffers must be replicated .*; 1.num_batches_tracked has P.flat"):
-        with_buffers(batch_normed(), 3, lay=lambda x, mesh: fs.device_put(x, fs.Layout(mesh, P.flat("data"))))
+    torch.testing.assert_close(
+        fs.unshard(found), serial(batch_normed(), 6)[2], rtol=1e-10, atol=1e-12
+    )
+    with pytest.raises(
+        ValueError, match=r"buffers must be replicated .*; 1.num_batches_tracked has P.flat"
+    ):
+        with_buffers(
+            batch_normed(), 3, lay=lambda x, mesh: fs.device_put(x, fs.Layout(mesh, P.flat("data")))
+        )
 
 
 # -- rematerialisation --------------------------------------------------------------------------------------------------------
 
 
-def tower(params: dict, x: Tensor, wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Tensor:
+def tower(
+    params: dict, x: Tensor, wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+) -> Tensor:
     """Blocks with dropout, each of which `wrap` may change."""
 
     def block(w, x):
-        return x + nn.functional.dropout(torch.tanh(fs.nn.checkpoint_name(x @ w["up"], "up")) @ w["down"], 0.25)
+        return x + nn.functional.dropout(
+            torch.tanh(fs.nn.checkpoint_name(x @ w["up"], "up")) @ w["down"], 0.25
+        )
 
     for w in params["blocks"]:
         x = wrap(block)(w, x)
@@ -205,7 +248,10 @@ def tower_params() -> dict:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=generator) / 3
 
-    return {"blocks": [{"up": draw(6, 9), "down": draw(9, 6)} for _ in range(5)], "head": draw(6, 2)}
+    return {
+        "blocks": [{"up": draw(6, 9), "down": draw(9, 6)} for _ in range(5)],
+        "head": draw(6, 2),
+    }
 
 
 WRAPS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor]]] = {
@@ -227,7 +273,11 @@ def tower_gradient(wrap, stage, **options):
     torch.manual_seed(5)  # of the dropout
     run = fs.value_and_grad(lambda p, x: tower(p, x, wrap), mesh=mesh, batch=P("data"), **options)
     loss, grads = run(placed(tower_params(), stage, mesh), batches(6)[0])
-    return [loss, fs.unshard(grads["head"]), *(fs.unshard(g) for w in grads["blocks"] for g in w.values())]
+    return [
+        loss,
+        fs.unshard(grads["head"]),
+        *(fs.unshard(g) for w in grads["blocks"] for g in w.values()),
+    ]
 
 
 @pytest.mark.parametrize("options", [{}, {"live_units": 1}, {"accumulate": 2}], ids=str)
@@ -284,7 +334,13 @@ def most_whole(monkeypatch, loss_fn, own, mesh, width=6, **options) -> Most:
 def test_live_units_bound_unsharded_units(monkeypatch, name, live, prefetch):
     wrap = {"plain": lambda block: block, **WRAPS}[name]
     options, mesh = {"live_units": live, "prefetch": prefetch}, fs.make_mesh({"data": N})
-    found = most_whole(monkeypatch, lambda p, x: tower(p, x, wrap), placed(tower_params(), 3, mesh), mesh, **options)
+    found = most_whole(
+        monkeypatch,
+        lambda p, x: tower(p, x, wrap),
+        placed(tower_params(), 3, mesh),
+        mesh,
+        **options,
+    )
     assert 1 <= found.units <= live + prefetch
 
 
@@ -294,7 +350,9 @@ class Nested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
-        self.body = nn.Sequential(nn.Linear(6, 6), nn.TransformerEncoder(layer, 4, enable_nested_tensor=False))
+        self.body = nn.Sequential(
+            nn.Linear(6, 6), nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        )
         self.head = nn.Linear(6, 6)
         self.head.weight = self.body[0].weight
 
@@ -319,12 +377,24 @@ def test_units_of_class_bound_unsharded_memory(monkeypatch, live):
     own = fs.shard_params(params, fs.fsdp("data", unit=units), mesh=mesh)
     layer = sum(x.nbytes for name, x in params.items() if name.startswith("body.1.layers.0."))
     found = most_whole(
-        monkeypatch, lambda p, x: loss_of(apply(p, buffers, x)[0]), own, mesh, 18, live_units=live, prefetch=0
+        monkeypatch,
+        lambda p, x: loss_of(apply(p, buffers, x)[0]),
+        own,
+        mesh,
+        18,
+        live_units=live,
+        prefetch=0,
     )
     assert found.bytes <= live * layer < sum(x.nbytes for x in params.values())
     coarse = fs.shard_params(params, fs.fsdp("data", unit=["body", "head"]), mesh=mesh)
     whole = most_whole(
-        monkeypatch, lambda p, x: loss_of(apply(p, buffers, x)[0]), coarse, mesh, 18, live_units=live, prefetch=0
+        monkeypatch,
+        lambda p, x: loss_of(apply(p, buffers, x)[0]),
+        coarse,
+        mesh,
+        18,
+        live_units=live,
+        prefetch=0,
     )
     assert whole.bytes > 4 * layer
 
@@ -345,13 +415,19 @@ def of_conjugates(p, x):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("loss_fn", "dtype"), [(with_teacher, torch.float64), (of_conjugates, torch.complex128)])
+@pytest.mark.parametrize(
+    ("loss_fn", "dtype"), [(with_teacher, torch.float64), (of_conjugates, torch.complex128)]
+)
 def test_loss_on_units_of_one_leaf_has_gradient_of_torch(loss_fn, dtype, stage):
     draw = torch.randn(3, 4, 4, dtype=dtype, generator=torch.Generator().manual_seed(0))
     params, x, mesh = {"a": draw[0], "b": draw[1]}, draw[2], fs.make_mesh({"data": N})
     own = fs.shard_params(params, fs.fsdp("data", unit=1) if stage == 3 else P(), mesh=mesh)
-    gradients = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=stage).gradients
-    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), live_units=1, gradients=gradients)(own, x)
+    gradients = fs.partition_optimizer(
+        fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=stage
+    ).gradients
+    _, grads = fs.value_and_grad(
+        loss_fn, mesh=mesh, batch=P("data"), live_units=1, gradients=gradients
+    )(own, x)
     leaves = {name: w.clone().requires_grad_() for name, w in params.items()}
     expected = torch.autograd.grad(loss_fn(leaves, x), [*leaves.values()])
     torch.testing.assert_close([fs.unshard(g) for g in grads.values()], [*expected])
@@ -364,13 +440,18 @@ def test_unwritten_buffers_are_not_sent():
     buffers = {"mask": torch.ones(1000), "seen": torch.tensor(0.0), "name": "what is no tensor"}
 
     def loss_fn(p, buffers, x):
-        return (p["w"] * x * buffers["mask"].mean()).mean(), buffers | {"seen": buffers["seen"] + x.mean()}
+        return (p["w"] * x * buffers["mask"].mean()).mean(), buffers | {
+            "seen": buffers["seen"] + x.mean()
+        }
 
     run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), has_buffers=True)
     with fs.ledger() as comm:
         (_, after), _ = run(own, buffers, torch.arange(4.0))
     assert comm.bytes() < buffers["mask"].nbytes / 10
-    assert after["mask"] is buffers["mask"] and (after["seen"], after["name"]) == (1.5, buffers["name"])
+    assert after["mask"] is buffers["mask"] and (after["seen"], after["name"]) == (
+        1.5,
+        buffers["name"],
+    )
 
 
 def test_frozen_option_applies_to_one_step():

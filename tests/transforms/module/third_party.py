@@ -26,7 +26,9 @@ def reachable(name: str) -> Iterator[None]:
     """Import a module, and let others of its package be imported; skip where that is missing."""
     sys.path.append(str(PLACE))
     try:
-        with warnings.catch_warnings(action="ignore"):  # all of them warn of each other while they are imported
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # all of them warn of each other while they are imported
             try:
                 _declare_what_torchvision_lacks()
                 import_module(name)
@@ -58,7 +60,14 @@ def convit_base() -> nn.Module:
     """Return a vision transformer: two blocks that look near them first, and one that looks everywhere."""
     import timm
 
-    small = {"img_size": 6, "patch_size": 2, "embed_dim": 2, "num_heads": 4, "depth": 3, "local_up_to_layer": 2}
+    small = {
+        "img_size": 6,
+        "patch_size": 2,
+        "embed_dim": 2,
+        "num_heads": 4,
+        "depth": 3,
+        "local_up_to_layer": 2,
+    }
     return timm.create_model("convit_base", pretrained=False, num_classes=5, **small)
 
 
@@ -75,8 +84,12 @@ def tables():
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
     configs = [
-        EmbeddingBagConfig(name="words", embedding_dim=4, num_embeddings=11, feature_names=["title", "text"]),
-        EmbeddingBagConfig(name="places", embedding_dim=4, num_embeddings=7, feature_names=["place"]),
+        EmbeddingBagConfig(
+            name="words", embedding_dim=4, num_embeddings=11, feature_names=["title", "text"]
+        ),
+        EmbeddingBagConfig(
+            name="places", embedding_dim=4, num_embeddings=7, feature_names=["place"]
+        ),
     ]
     return EmbeddingBagCollection(tables=configs)
 
@@ -84,7 +97,9 @@ def tables():
 def dlrm() -> nn.Module:
     from torchrec.models.dlrm import DLRM
 
-    return DLRM(tables(), dense_in_features=3, dense_arch_layer_sizes=[5, 4], over_arch_layer_sizes=[5, 1])
+    return DLRM(
+        tables(), dense_in_features=3, dense_arch_layer_sizes=[5, 4], over_arch_layer_sizes=[5, 1]
+    )
 
 
 def deepfm() -> nn.Module:
@@ -98,7 +113,12 @@ def gpt2() -> nn.Module:
     import transformers
 
     sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}
+    no_dropout = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "summary_first_dropout": 0.0,
+    }
     return transformers.GPT2DoubleHeadsModel(transformers.GPT2Config(**sizes, **no_dropout))
 
 
@@ -117,10 +137,19 @@ def features(x: torch.Tensor):
     """Return bags of indices for each sample and feature, of as many as the sample says: none at all in some."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    lengths = (x.abs() * 2).long().t().reshape(-1) % 4  # (features * samples,), all samples of a feature first
+    lengths = (x.abs() * 2).long().t().reshape(
+        -1
+    ) % 4  # (features * samples,), all samples of a feature first
     starts = (x.exp() * 9).long().t().reshape(-1)
-    values = torch.cat([(start + 3 * torch.arange(n)) % 7 for start, n in zip(starts, lengths.tolist(), strict=True)])
-    return KeyedJaggedTensor.from_lengths_sync(keys=["title", "text", "place"], values=values, lengths=lengths)
+    values = torch.cat(
+        [
+            (start + 3 * torch.arange(n)) % 7
+            for start, n in zip(starts, lengths.tolist(), strict=True)
+        ]
+    )
+    return KeyedJaggedTensor.from_lengths_sync(
+        keys=["title", "text", "place"], values=values, lengths=lengths
+    )
 
 
 class OfTensors(nn.Module):

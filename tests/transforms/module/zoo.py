@@ -144,7 +144,12 @@ class Stateful(nn.Module):
         keep(self, x)
         latest = self.layer(x)
         self.smooth = latest if self.smooth is None else 0.9 * self.smooth.detach() + 0.1 * latest
-        y = self.smooth.detach() + latest * self.calls + self.mean * self.seen + self.table * self.steps
+        y = (
+            self.smooth.detach()
+            + latest * self.calls
+            + self.mean * self.seen
+            + self.table * self.steps
+        )
         return (y if self.odd else -y) + self.first + self.kept
 
 
@@ -175,7 +180,9 @@ class Strided(nn.Module):
         self.offset = torch.linspace(0, 1, 4)
 
     def forward(self, x):
-        return (x @ self.weight.t().contiguous().t() + self.bias.expand(4) + self.offset).t()[::2].t()
+        return (
+            (x @ self.weight.t().contiguous().t() + self.bias.expand(4) + self.offset).t()[::2].t()
+        )
 
 
 class Sparse(nn.Module):
@@ -211,7 +218,9 @@ class Slope(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.energy = nn.Sequential(nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.energy = nn.Sequential(
+            nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)
+        )
 
     def forward(self, x):
         with torch.enable_grad():
@@ -252,7 +261,10 @@ class Attention(nn.Module):
         super().__init__()
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
         self.encoders = nn.Sequential(
-            *(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True, norm_first=first) for first in (True, False))
+            *(
+                nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True, norm_first=first)
+                for first in (True, False)
+            )
         )
 
     def forward(self, x):
@@ -282,7 +294,15 @@ def parametrized():
 
 def convolutions():
     down, up = nn.Conv2d(3, 4, 2, padding=1), nn.ConvTranspose2d(4, 3, 2)
-    return nn.Sequential(nn.Unflatten(1, (3, 2, 2)), down, nn.GroupNorm(2, 4), nn.GELU(), up, nn.PReLU(3), nn.Flatten())
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 2, 2)),
+        down,
+        nn.GroupNorm(2, 4),
+        nn.GELU(),
+        up,
+        nn.PReLU(3),
+        nn.Flatten(),
+    )
 
 
 def normed(norm):

@@ -16,7 +16,9 @@ from fshard.pipeline.execution.leaves import Params
 from fshard.pipeline.execution.saved_tensors import SavedActivations
 from fshard.pipeline.execution.split_backward import split_backward
 
-pytestmark = pytest.mark.filterwarnings("ignore:Layer.counts was changed by a forward")  # where the tests count
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Layer.counts was changed by a forward"
+)  # where the tests count
 
 LAYERS, MICROBATCHES = 3, 4
 WAYS = ["always", "except_last", 1, 2, LAYERS]
@@ -72,7 +74,11 @@ def run(name, recompute):
     functions, params = fs.nn.stage_functions(stages, recompute, microbatches=MICROBATCHES)
     schedule = fs.pipeline_schedule(name, stages=2, microbatches=MICROBATCHES)
     step = fs.pipeline.pipelined(
-        functions, schedule, lambda y, _: y.square().mean(), mesh=fs.make_mesh({"pipe": 2}), reproducible=True
+        functions,
+        schedule,
+        lambda y, _: y.square().mean(),
+        mesh=fs.make_mesh({"pipe": 2}),
+        reproducible=True,
     )
     found = step(params, torch.linspace(0.5, 1, MICROBATCHES * 8).reshape(MICROBATCHES, 2, 4))
     return found, counts
@@ -86,9 +92,13 @@ def test_stage_recomputation_has_equal_bits(name):
         found, counts = run(name, recompute)
         assert torch.equal(found.loss, expected.loss)
         for own, grads in zip(found.gradients, expected.gradients, strict=True):
-            assert own.keys() == grads.keys() and all(torch.equal(own[key], grads[key]) for key in grads), recompute
+            assert own.keys() == grads.keys() and all(
+                torch.equal(own[key], grads[key]) for key in grads
+            ), recompute
         again = 9 if recompute == "except_last" else 12
-        assert counts.calls == {0: 12 + again, 1: 12 + again}, recompute  # in two halves it is not done twice either
+        assert counts.calls == {0: 12 + again, 1: 12 + again}, (
+            recompute
+        )  # in two halves it is not done twice either
 
 
 def test_stage_recomputation_holds_less_memory():
@@ -113,7 +123,9 @@ def test_stage_recomputation_defers_weight_products(recompute):
     with Products() as second:
         found = later()
     # recomputed layers have both their gradients in I; checkpoint stops early, before products whose results are not read
-    assert (first.count, second.count) == {"never": (2, 2), "always": (1 + 4, 0), 1: (4, 0)}[recompute]
+    assert (first.count, second.count) == {"never": (2, 2), "always": (1 + 4, 0), 1: (4, 0)}[
+        recompute
+    ]
     assert all(g is not None for g in [gx, *found])
 
 
@@ -156,8 +168,16 @@ def test_stage_blocks_recompute_one_by_one():
             reproducible=True,
         )
         found.append((step(params, torch.ones(2, 3, 4)), [*model.counts.calls.values()]))
-    shapes = torch.tensor([1, 1, 0, 0])  # the second stage asks the first one's blocks once what they make of a shape
-    assert [(torch.tensor(calls) - shapes).tolist() for _, calls in found] == [[2] * 4, [4] * 4, [4] * 4]
+    shapes = torch.tensor(
+        [1, 1, 0, 0]
+    )  # the second stage asks the first one's blocks once what they make of a shape
+    assert [(torch.tensor(calls) - shapes).tolist() for _, calls in found] == [
+        [2] * 4,
+        [4] * 4,
+        [4] * 4,
+    ]
     for (one, _), (other, _) in pairwise(found):
         for own, grads in zip(one.gradients, other.gradients, strict=True):
-            assert own.keys() == grads.keys() and all(torch.equal(own[key], grads[key]) for key in grads)
+            assert own.keys() == grads.keys() and all(
+                torch.equal(own[key], grads[key]) for key in grads
+            )

@@ -24,8 +24,13 @@ WORDS, WIDTH, LENGTH = 13, 6, 5
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH), nn.Dropout(0.1))
+        self.norm, self.attention = (
+            nn.LayerNorm(WIDTH),
+            nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True),
+        )
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH), nn.Dropout(0.1)
+        )
         self.register_buffer("mask", torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1))
 
     def forward(self, x):
@@ -50,7 +55,9 @@ def gpt(blocks, seed=0):
 
 
 def tokens(size, seed=1):
-    found = torch.randint(0, WORDS, (size, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    found = torch.randint(
+        0, WORDS, (size, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
+    )
     return found[:, :-1], found[:, 1:]
 
 
@@ -62,7 +69,12 @@ def of_words(y, batch):
     """The mean over the words that are not 0, and what there is beside it: a mean, a count, a row for each sample."""
     losses = F.cross_entropy(y.transpose(1, 2), batch[1], reduction="none", ignore_index=0)
     best = y.argmax(-1)
-    beside = {"sure": y.softmax(-1).amax(-1).mean(), "right": (best == batch[1]).sum(), "best": best, "last": y[:, -1]}
+    beside = {
+        "sure": y.softmax(-1).amax(-1).mean(),
+        "right": (best == batch[1]).sum(),
+        "best": best,
+        "last": y[:, -1],
+    }
     return losses.sum() / words(batch), beside
 
 
@@ -102,21 +114,30 @@ def serial(model, batches, opt, data, zero=None, loss=entropy, has_buffers=False
         y, after = apply(params, inputs[0] if has_buffers else buffers, inputs[-1][0])
         return (loss(y, inputs[-1]), after) if has_buffers else loss(y, inputs[-1])
 
-    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), has_buffers=has_buffers, **options)
+    step = fs.train_step(
+        loss_fn, opt, mesh=mesh, batch=P("data"), has_buffers=has_buffers, **options
+    )
     return trained(step, params, opt, batches, buffers if has_buffers else None)
 
 
-def in_stages(model, batches, opt, data, schedule, zero=None, loss=entropy, make=fs.train_step, **options):
+def in_stages(
+    model, batches, opt, data, schedule, zero=None, loss=entropy, make=fs.train_step, **options
+):
     """Train it in stages; return what `serial` does."""
     mesh = fs.make_mesh({"pipe": schedule.devices, "data": data})
     stages, buffers = fs.pipeline.split_stages(model, schedule.stages, "uniform"), None
-    params, opt = fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule), optimizer(opt, mesh, zero)
+    params, opt = (
+        fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule),
+        optimizer(opt, mesh, zero),
+    )
     if options.get("has_buffers"):
         trees = [dict(stage.named_buffers()) for stage in stages]
         buffers = fs.shard_stages(trees, mesh=mesh, schedule=schedule)
     step = make(stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=loss, **options)
     trees, metrics, buffers = trained(step, params, opt, batches, buffers)
-    params, buffers = ({name: x for tree in part for name, x in tree.items()} for part in (trees, buffers))
+    params, buffers = (
+        {name: x for tree in part for name, x in tree.items()} for part in (trees, buffers)
+    )
     names = dict(model.named_parameters(remove_duplicate=False))
     ties = {id(x): name for name, x in reversed(names.items())}
     assert {ties[id(names[name])] for name in params} == {*ties.values()}
@@ -130,7 +151,9 @@ def by_hand(stages, opt, *, precision=None, donate=False, aux=None, **options):
     if precision is not None:
         options["compute"] = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         options["reduce"] = {"bf16": None, "fp16": torch.float32}[precision]
-    gradient = fs.value_and_grad(stages, aux=aux, gradients=getattr(opt, "gradients", None), **options)
+    gradient = fs.value_and_grad(
+        stages, aux=aux, gradients=getattr(opt, "gradients", None), **options
+    )
 
     def step(params, state, batch):
         scale = None if opt.loss_scale is None else opt.loss_scale(state)
@@ -147,7 +170,11 @@ def at_once(stages, opt, **options):
 
     def step(*given):
         params, state, metrics = whole(*given)
-        return params, state, (metrics["loss"], metrics["aux"]) if "aux" in metrics else metrics["loss"]
+        return (
+            params,
+            state,
+            (metrics["loss"], metrics["aux"]) if "aux" in metrics else metrics["loss"],
+        )
 
     return step
 
@@ -171,10 +198,13 @@ OPTIMIZERS = {
     "sgd": fs.optim.sgd(0.1, momentum=0.9),
     "adamw": fs.optim.adamw(0.01),
     "clipped": fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adam(0.01)),
-    "scaled": fs.optim.loss_scaled(fs.optim.adam(0.01, eps=1e-4), initial=2.0**14),  # with precision="fp16"
+    "scaled": fs.optim.loss_scaled(
+        fs.optim.adam(0.01, eps=1e-4), initial=2.0**14
+    ),  # with precision="fp16"
     "careful": fs.optim.skip_if_not_finite(fs.optim.sgd(0.1)),
     "muon": fs.optim.by_label(
-        {"muon": fs.optim.muon(0.01), "adam": fs.optim.adam(0.01)}, lambda path, x: "muon" if x.ndim == 2 else "adam"
+        {"muon": fs.optim.muon(0.01), "adam": fs.optim.adam(0.01)},
+        lambda path, x: "muon" if x.ndim == 2 else "adam",
     ),
 }
 
@@ -186,11 +216,18 @@ class Drawn:
         self.data, self.zero = choose(datas), choose(zeros)
         name, count = choose(sorted(BUILDERS)), choose(devices)
         stages = count * (1 if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2)
-        self.microbatches = choose([1, 2, 3, 4, 6] if self.data == 1 else [1, 2, 4])  # so many make a branch of a tree
+        self.microbatches = choose(
+            [1, 2, 3, 4, 6] if self.data == 1 else [1, 2, 4]
+        )  # so many make a branch of a tree
         self.opt = choose(sorted(OPTIMIZERS))
         self.schedule = fs.pipeline_schedule(name, stages=stages, microbatches=self.microbatches)
         self.options = choose(
-            [{}, {"precision": "bf16"}, {"donate": True}, {"loss": of_words, "weight": words, "aux": AUX}]
+            [
+                {},
+                {"precision": "bf16"},
+                {"donate": True},
+                {"loss": of_words, "weight": words, "aux": AUX},
+            ]
         )
         self.recompute = choose(["never", "never", "always", "except_last", 1])
         self.options = {"precision": "fp16"} if self.opt == "scaled" else self.options
@@ -209,16 +246,36 @@ class Drawn:
             options["accumulate"] = self.microbatches
         model.train(reproducible)  # draws are the same only there
         opt = OPTIMIZERS[self.opt if reproducible else "sgd"]
-        expected = serial(model, batches, opt, 1 if reproducible else self.data, self.zero, **options)
+        expected = serial(
+            model, batches, opt, 1 if reproducible else self.data, self.zero, **options
+        )
         options = {name: x for name, x in options.items() if name not in ("slices", "accumulate")}
-        found = in_stages(model, batches, opt, self.data, self.schedule, self.zero, recompute=self.recompute, **options)
+        found = in_stages(
+            model,
+            batches,
+            opt,
+            self.data,
+            self.schedule,
+            self.zero,
+            recompute=self.recompute,
+            **options,
+        )
         assert_same(found, expected, 0.0 if reproducible else 1e-4)
 
     def check_pieces(self):
         model, batches = gpt(self.blocks), [tokens(self.size, seed) for seed in (1, 2)]
         options = {"recompute": self.recompute, "reproducible": True, **self.options}
         found, whole = (
-            in_stages(model, batches, OPTIMIZERS[self.opt], self.data, self.schedule, self.zero, make=make, **options)
+            in_stages(
+                model,
+                batches,
+                OPTIMIZERS[self.opt],
+                self.data,
+                self.schedule,
+                self.zero,
+                make=make,
+                **options,
+            )
             for make in (by_hand, at_once)
         )
         assert_same(found, whole)
@@ -256,7 +313,10 @@ def mean_square(y, batch):
 def weights(stages, width=6):
     draw = torch.Generator().manual_seed(0)
     return [
-        {"w": torch.randn(width, width, generator=draw) / 2, "b": torch.randn(width, generator=draw)}
+        {
+            "w": torch.randn(width, width, generator=draw) / 2,
+            "b": torch.randn(width, generator=draw),
+        }
         for _ in range(stages)
     ]
 
@@ -283,7 +343,9 @@ def test_staged_memory_and_bytes_equal_theory(name, gathers, zero):
         return linear(w, x)
 
     options = {"loss": mean_square, "live_units": 1}
-    step = fs.train_step([watched] * stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, **options)
+    step = fs.train_step(
+        [watched] * stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, **options
+    )
     batch = torch.ones(12 * data, 6)
     step(params, state, batch)
     with fs.ledger() as comm:
@@ -291,19 +353,26 @@ def test_staged_memory_and_bytes_equal_theory(name, gathers, zero):
     for device in range(mesh.size):
         at = mesh.coordinates(device)
         own = [stage for stage, place in enumerate(schedule.placement) if place == at["pipe"]]
-        pieces = sum(max(min(chunk(size, data), size - at["data"] * chunk(size, data)), 0) for size in sizes)
+        pieces = sum(
+            max(min(chunk(size, data), size - at["data"] * chunk(size, data)), 0) for size in sizes
+        )
         held = sum(x.shards[device].numel() for tree in params for x in tree.values())
         assert held == len(own) * (pieces if zero == 3 else whole)
         moments = sum(x.shards[device].numel() for tree in state["exp_avg"] for x in tree.values())
         assert moments == len(own) * (pieces if zero else whole)
-        sent = {what: comm.bytes(device, collective=what) / 4 for what in ("all_gather", "psum_scatter", "psum")}
+        sent = {
+            what: comm.bytes(device, collective=what) / 4
+            for what in ("all_gather", "psum_scatter", "psum")
+        }
         others = sum(chunk(size, data) for size in sizes) * (data - 1)
         gathered = sum(gathers[stage] for stage in own) if zero == 3 else len(own) if zero else 0
         assert sent["all_gather"] == gathered * others
         assert sent["psum_scatter"] == (len(own) * others if zero else 0)
         if zero == 0:
             assert sent["psum"] > len(own) * 2 * (data - 1) * whole / data
-    assert all(bool(x.untyped_storage().nbytes()) == (zero != 3) for x in seen)  # let go at last, if it was gathered
+    assert all(
+        bool(x.untyped_storage().nbytes()) == (zero != 3) for x in seen
+    )  # let go at last, if it was gathered
 
 
 def test_live_units_bound_unsharded_stages():
@@ -324,7 +393,9 @@ def test_live_units_bound_unsharded_stages():
             return y.square().mean()
 
         options = {"loss": count, "live_units": live}
-        step = fs.train_step([watched] * 6, opt, mesh=mesh, batch=P("data"), schedule=schedule, **options)
+        step = fs.train_step(
+            [watched] * 6, opt, mesh=mesh, batch=P("data"), schedule=schedule, **options
+        )
         step(params, opt.init(params), torch.ones(16, 6))
         seen.clear()
     assert most[1] <= 4 and most[1] < most[3]
@@ -357,7 +428,10 @@ def test_nonfinite_step_is_skipped_by_all_stages():
 
     batches = [tokens(4, seed) for seed in range(3)]
     batches[1][1][0, 0], batches[0][1][:, 0], batches[2][1][:, 0] = 0, 1, 1
-    for opt in (fs.optim.skip_if_not_finite(fs.optim.sgd(0.1)), fs.optim.loss_scaled(fs.optim.sgd(0.1))):
+    for opt in (
+        fs.optim.skip_if_not_finite(fs.optim.sgd(0.1)),
+        fs.optim.loss_scaled(fs.optim.sgd(0.1)),
+    ):
         expected = serial(model, batches, opt, 2, 3, burst, reproducible=True, slices=4)
         found = in_stages(model, batches, opt, 2, schedule, 3, burst, reproducible=True)
         assert [bool(finite) for _, _, finite, *_ in found.metrics] == [True, False, True]
@@ -369,7 +443,9 @@ def test_microbatch_of_weight_zero_adds_nothing(reproducible):
     model, schedule = gpt(2), fs.pipeline_schedule("zb-h1", stages=2, microbatches=4)
 
     def of_words_alone(y, batch):
-        return F.cross_entropy(y.flatten(0, 1), batch[1].flatten(), ignore_index=0)  # no number, where there are none
+        return F.cross_entropy(
+            y.flatten(0, 1), batch[1].flatten(), ignore_index=0
+        )  # no number, where there are none
 
     batch = tokens(4)
     batch[1][1:3] = 0
@@ -386,7 +462,10 @@ def test_microbatch_of_weight_zero_adds_nothing(reproducible):
 
 
 def test_function_stages_accept_skips_and_any_batch():
-    mesh, schedule = fs.make_mesh({"pipe": 3, "data": 2}), fs.pipeline_schedule("gpipe", stages=3, microbatches=2)
+    mesh, schedule = (
+        fs.make_mesh({"pipe": 3, "data": 2}),
+        fs.pipeline_schedule("gpipe", stages=3, microbatches=2),
+    )
 
     def first(w, x):
         return x["x"] * w, {"far": {"x": x["x"], "n": x["n"]}}
@@ -408,7 +487,11 @@ def test_function_stages_accept_skips_and_any_batch():
         frozen="[2]",
     )
     x = torch.arange(10.0).view(5, 2)
-    batch = {"in": {"x": x, "n": torch.arange(5)}, "goal": torch.ones(5, 2), "scale": torch.tensor(2.0)}
+    batch = {
+        "in": {"x": x, "n": torch.arange(5)},
+        "goal": torch.ones(5, 2),
+        "scale": torch.tensor(2.0),
+    }
     after, _, metrics = step(params, fs.optim.sgd(0.1).init(params), batch)
     loss = 2 * (6 * x + x * torch.arange(5)[:, None] - 1).mean()
     torch.testing.assert_close(metrics["loss"], loss)
@@ -417,20 +500,38 @@ def test_function_stages_accept_skips_and_any_batch():
 
 
 def test_unused_stage_parameters_stay_unchanged():
-    mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
-    trees = [{"w": torch.tensor(2.0), "idle": torch.ones(3), "n": torch.tensor(4)}, {"w": torch.tensor(3.0)}]
+    mesh, schedule = (
+        fs.make_mesh({"pipe": 2, "data": 2}),
+        fs.pipeline_schedule("1f1b", stages=2, microbatches=2),
+    )
+    trees = [
+        {"w": torch.tensor(2.0), "idle": torch.ones(3), "n": torch.tensor(4)},
+        {"w": torch.tensor(3.0)},
+    ]
     params = fs.shard_stages(trees, fs.fsdp("data"), mesh=mesh, schedule=schedule)
-    opt = fs.partition_optimizer(fs.optim.adamw(0.1, weight_decay=0.5), mesh=mesh, axis="data", stage=3)
+    opt = fs.partition_optimizer(
+        fs.optim.adamw(0.1, weight_decay=0.5), mesh=mesh, axis="data", stage=3
+    )
     stages = [lambda w, x: x * w["w"] * w["n"], lambda w, x: x * w["w"]]
-    step = fs.train_step(stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=mean_square)
+    step = fs.train_step(
+        stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=mean_square
+    )
     after, _, _ = step(params, opt.init(params), torch.ones(4, 1))
-    assert torch.equal(fs.unshard(after[0]["idle"]), torch.ones(3)) and fs.unshard(after[0]["n"]) == 4
+    assert (
+        torch.equal(fs.unshard(after[0]["idle"]), torch.ones(3)) and fs.unshard(after[0]["n"]) == 4
+    )
     assert fs.unshard(after[0]["w"]) < 2.0
 
 
 def normalised(seed=0):
     torch.manual_seed(seed)
-    layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None)]
+    layers = [
+        nn.Linear(4, 6),
+        nn.BatchNorm1d(6),
+        nn.Tanh(),
+        nn.Linear(6, 6),
+        nn.BatchNorm1d(6, momentum=None),
+    ]
     return nn.Sequential(*layers).double()
 
 
@@ -438,11 +539,21 @@ def normalised(seed=0):
 def test_stage_buffers_are_means_over_microbatches(recompute):
     """In reproducible mode: as without stages, to the bit; two steps."""
     model, schedule = normalised(), fs.pipeline_schedule("zbv", stages=4, microbatches=2)
-    batches = [(torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)),) for n in (1, 2)]
+    batches = [
+        (torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)),)
+        for n in (1, 2)
+    ]
     options = {"loss": mean_square, "has_buffers": True, "reproducible": True}
     expected = serial(model, batches, fs.optim.sgd(0.1), 2, slices=4, **options)
     found = in_stages(
-        model, batches, fs.optim.sgd(0.1), 2, schedule, recompute=recompute, inputs=lambda batch: batch[0], **options
+        model,
+        batches,
+        fs.optim.sgd(0.1),
+        2,
+        schedule,
+        recompute=recompute,
+        inputs=lambda batch: batch[0],
+        **options,
     )
     assert_same((found.params, found.buffers), (expected.params, expected.buffers))
 
@@ -450,12 +561,29 @@ def test_stage_buffers_are_means_over_microbatches(recompute):
 def running_statistics(data, microbatches, momentum=0.1, sync=None, samples=12):
     """Train two steps in stages, of which the first is a BatchNorm; return its buffers, and those of torch's."""
     schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=microbatches)
-    mesh, layer = fs.make_mesh({"pipe": 2, "data": data}), nn.BatchNorm2d(3, momentum=momentum).double()
+    mesh, layer = (
+        fs.make_mesh({"pipe": 2, "data": data}),
+        nn.BatchNorm2d(3, momentum=momentum).double(),
+    )
     apply, params, buffers = fs.functionalize(layer, sync_batchnorm=sync)
-    trees = [fs.shard_stages([tree, {}], mesh=mesh, schedule=schedule) for tree in (params, buffers)]
-    stages = [lambda params, buffers, x: apply(params, buffers, x), lambda params, buffers, x: (x, buffers)]
-    options = {"batch": P("data"), "mesh": mesh, "schedule": schedule, "loss": mean_square, "has_buffers": True}
-    step, state = fs.train_step(stages, fs.optim.sgd(0.1), **options), fs.optim.sgd(0.1).init(trees[0])
+    trees = [
+        fs.shard_stages([tree, {}], mesh=mesh, schedule=schedule) for tree in (params, buffers)
+    ]
+    stages = [
+        lambda params, buffers, x: apply(params, buffers, x),
+        lambda params, buffers, x: (x, buffers),
+    ]
+    options = {
+        "batch": P("data"),
+        "mesh": mesh,
+        "schedule": schedule,
+        "loss": mean_square,
+        "has_buffers": True,
+    }
+    step, state = (
+        fs.train_step(stages, fs.optim.sgd(0.1), **options),
+        fs.optim.sgd(0.1).init(trees[0]),
+    )
     draw = torch.Generator().manual_seed(0)
     for _ in range(2):
         x = torch.randn(samples, 3, 2, 2, dtype=torch.float64, generator=draw)
@@ -465,7 +593,9 @@ def running_statistics(data, microbatches, momentum=0.1, sync=None, samples=12):
     return fs.unshard(trees[1][0]), dict(layer.named_buffers())
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"sync": "data"}, {"samples": 7, "sync": "data"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"sync": "data"}, {"samples": 7, "sync": "data"}], ids=str
+)
 def test_stage_batchnorm_has_running_statistics_of_the_batch(options):
     for data, microbatches in [(1, 1), (1, 4), (2, 2)]:
         found, expected = running_statistics(data, microbatches, **options)
@@ -475,10 +605,20 @@ def test_stage_batchnorm_has_running_statistics_of_the_batch(options):
 @pytest.mark.parametrize("zero", [0, 3])
 def test_evaluate_runs_stages_forward_only(zero):
     model, batch = gpt(3).eval(), tokens(7)
-    mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("zbv", stages=4, microbatches=2)
+    mesh, schedule = (
+        fs.make_mesh({"pipe": 2, "data": 2}),
+        fs.pipeline_schedule("zbv", stages=4, microbatches=2),
+    )
     stages = fs.pipeline.split_stages(model, 4)
     params = fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule)
-    options = {"mesh": mesh, "batch": P("data"), "schedule": schedule, "loss": of_words, "weight": words, "aux": AUX}
+    options = {
+        "mesh": mesh,
+        "batch": P("data"),
+        "schedule": schedule,
+        "loss": of_words,
+        "weight": words,
+        "aux": AUX,
+    }
     before = torch.random.get_rng_state()
     with fs.ledger() as comm, torch.inference_mode():
         loss, aux = fs.evaluate(stages, **options)(params, batch)
@@ -506,7 +646,9 @@ def of_lazy_layers():
     stages = lazily(4, made)
     params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule, seed=3)
     built = len(made)
-    step = fs.train_step(stages, fs.optim.sgd(0.1), mesh=mesh, batch=P("data"), schedule=schedule, loss=mean_square)
+    step = fs.train_step(
+        stages, fs.optim.sgd(0.1), mesh=mesh, batch=P("data"), schedule=schedule, loss=mean_square
+    )
     whole = fs.unshard(params)
     step(params, fs.optim.sgd(0.1).init(params), torch.ones(4, 6))
     return whole, built
@@ -516,7 +658,9 @@ def test_lazy_layers_are_built_on_their_stage_only(four):
     expected = [dict(fs.nn.materialize(stage, seed=3).named_parameters()) for stage in lazily(4)]
     for whole, built in (of_lazy_layers(), *four.run(of_lazy_layers)):
         assert all(
-            torch.equal(one[name], x) for one, tree in zip(whole, expected, strict=True) for name, x in tree.items()
+            torch.equal(one[name], x)
+            for one, tree in zip(whole, expected, strict=True)
+            for name, x in tree.items()
         )
         assert built in (2, 4)
     assert built == 2  # of a process
@@ -538,7 +682,9 @@ def fail_and_go_on(who):
         return linear(w, x)
 
     params = fs.shard_stages(weights(2), fs.fsdp("data"), mesh=mesh, schedule=schedule)
-    gradient = fs.value_and_grad([failing] * 2, mesh=mesh, batch=P("data"), schedule=schedule, loss=mean_square)
+    gradient = fs.value_and_grad(
+        [failing] * 2, mesh=mesh, batch=P("data"), schedule=schedule, loss=mean_square
+    )
     for _ in range(2):
         try:
             gradient(params, torch.ones(16, 6))
@@ -552,15 +698,23 @@ def test_failed_process_is_named_by_waiting_processes(who):
     for rank, (first, second) in enumerate(run_processes(fail_and_go_on, 4, who, timeout=60)):
         if rank == who:
             assert "KeyError: 'mine'" in first
-            assert "MismatchError" in second and f"process {who} has failed: KeyError: 'mine'" in second
+            assert (
+                "MismatchError" in second
+                and f"process {who} has failed: KeyError: 'mine'" in second
+            )
         else:
-            assert first.startswith("LostProcessError") and "another process of the group has failed" in first
+            assert (
+                first.startswith("LostProcessError")
+                and "another process of the group has failed" in first
+            )
             assert second.startswith("LostProcessError")
 
 
 # -- misuse -------------------------------------------------------------------------------------------------------
 
-MESH = fs.make_mesh({"pipe": 2, "data": 2}, runtime="virtual")  # the module is imported in processes too
+MESH = fs.make_mesh(
+    {"pipe": 2, "data": 2}, runtime="virtual"
+)  # the module is imported in processes too
 GPIPE = fs.pipeline_schedule("gpipe", stages=3, microbatches=1)
 ONE_F = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
 ENTRANCES = {
@@ -571,7 +725,9 @@ ENTRANCES = {
 
 
 def prepare(stages, caller="train_step", **options):
-    return ENTRANCES[caller](stages, **{"mesh": MESH, "batch": P("data"), "loss": mean_square, **options})
+    return ENTRANCES[caller](
+        stages, **{"mesh": MESH, "batch": P("data"), "loss": mean_square, **options}
+    )
 
 
 def placed(trees):
@@ -620,7 +776,9 @@ MISUSE = {
     },
     **{
         f"an axis of {name}": (
-            lambda name=name: prepare([linear] * 3, name, batch={"y": P(("pipe", "dat"))}, schedule=GPIPE),
+            lambda name=name: prepare(
+                [linear] * 3, name, batch={"y": P(("pipe", "dat"))}, schedule=GPIPE
+            ),
             rf'{name}\(batch=\): .* has no axis "dat". Its axes are "pipe", "data"',
         )
         for name in ENTRANCES
@@ -662,7 +820,10 @@ MISUSE = {
         lambda: take_step(gradients=lambda layout: layout.with_spec(P())),
         r"gradients= gives that of 0.b the layout P\(\), not on the devices of the parameter",
     ),
-    "buffers": (with_buffers, "stage 0 changes its buffers running_mean, running_var, num.*has_buffers=True"),
+    "buffers": (
+        with_buffers,
+        "stage 0 changes its buffers running_mean, running_var, num.*has_buffers=True",
+    ),
 }
 
 
