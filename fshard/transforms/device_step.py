@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from fshard.errors import FshardError
 from fshard.mesh.layout import PyTree
+from fshard.mesh.runtimes.watch import watching
 from fshard.mesh.spmd.global_inputs import digest
 from fshard.mesh.spmd.scope import Group, loss_scope, require
 from fshard.optim.scaling import finite_scale
@@ -24,6 +26,7 @@ from fshard.transforms.agreement import (
     average_losses,
     difference,
     input_differences,
+    losses_by_index,
     tree_sum,
 )
 from fshard.transforms.batch import Batch
@@ -125,6 +128,18 @@ class DeviceStep:
     def record(self, call: str, group: Group) -> None:
         """Record a collective of the loss function."""
         self.collectives.record(call, group)
+
+    @property
+    def local(self) -> tuple[str, ...]:
+        """The local axes along which all devices have the same samples."""
+        return tuple([axis for axis in self.collectives.along if axis in self.options.local])
+
+    def compared_losses(self, losses: Sequence[SliceLoss], *, is_first_step: bool) -> list[float]:
+        """Return the row that compares the losses of devices along local axes, where they can be read."""
+        is_in_host_memory = self.batch.mesh.device_type == "cpu"
+        if not (is_in_host_memory or is_first_step or watching()):
+            return []
+        return losses_by_index(losses, self.along(self.local))
 
     def combine_metrics(
         self, metrics: Sequence[SliceMetrics], slice_turns: Sequence[SliceTurn], mean: SliceLoss
@@ -312,6 +327,7 @@ class ModelStep(DeviceStep):
         agreement = StepAgreement(
             tree_sum([slice.weight for slice in losses]),
             differences | (irregular_difference(written, before, group) if paths else {}),
+            losses=self.compared_losses(losses, is_first_step=runtime.is_first_step),
             written=flags(paths, written_paths(written)),
             accumulated=[float(unit.accumulated is not None) for unit in runtime.units],
             used=[*map(float, runtime.reductions.used)],
@@ -320,6 +336,8 @@ class ModelStep(DeviceStep):
         mean, row = average_losses(losses, agreement.pack(), group, self.site, copies=copies)
         agreement = agreement.unpack(row)
         agreement.check_inputs(self.options.caller, self.collectives.along)
+        copies = prod(self.batch.mesh.shape[axis] for axis in self.local)
+        agreement.check_losses(self.options.caller, self.local, agreement.weight / copies)
         if any(leaf.trained for leaf in runtime.leaves):
             validate_is_trained(agreement.used)
         runtime.reductions.rest(agreement.accumulated, agreement.used)

@@ -74,7 +74,7 @@ def certify(
         mesh: the devices.
         axis: over which parameters (stage 3) and the optimizer (1 to 3) are sharded.
         unit: the units of stage 3: see `fsdp`.
-        within: in every stage, the rules that shard dims of parameters along `local=` axes.
+        within: in every stage, the rules that shard dims of parameters along `local=` axes, which need them; P() if none is.
         batch_spec: the spec of the batch.
         buffers: full tensors that the loss function takes and returns, if it `has_buffers`; they are compared too.
         stages: of ZeRO.
@@ -100,6 +100,11 @@ def certify(
     if mesh.runtime == "abstract" or steps < 1:
         raise ValueError(
             f"certify: mesh must have values, and steps must be at least 1; got {mesh}, {steps=}."
+        )
+    if options.get("local") and within is None:
+        raise ValueError(
+            f"certify(local={options['local']!r}): within must be the rules that shard parameters along these axes, as for "
+            "fs.shard_params; got None. Give within=P() if all parameters are replicated along them."
         )
     opt = array_optimizer(opt, "certify")
     _validate_serial(opt, params=params, batch=batch, buffers=buffers)

@@ -77,7 +77,6 @@ class StageStep(DeviceStep):
         self.plan, self.program, self.number, self.writes = plan, plan.program, device, writes
         self.is_first_step = plan.order is None
         self.pipe = self.scope.group(plan.program.axis, options.caller)
-        self.local = self.collectives.along
         self.same_stages = self.along((*self.local, *batch.axes))
         self.everyone = self.scope.group(
             (plan.program.axis, *self.local, *batch.axes), options.caller
@@ -304,6 +303,7 @@ class StageStep(DeviceStep):
         is_first_copy = self.everyone.index < (
             1 if self.group is None else self.group.size
         )  # of the same samples
+        losses = [loss for loss, _ in self.parts.values()]  # of the last stage
         agreement = StepAgreement(
             self.weight if is_first_copy else 0.0,
             input_differences(
@@ -315,10 +315,12 @@ class StageStep(DeviceStep):
                 self.along(along),
                 is_first_step=self.is_first_step,
             ),
+            losses=self.compared_losses(losses, is_first_step=self.is_first_step),
             written=flags(paths, written_paths(written)),
             used=[*map(float, self.sums.used)],
         ).reduce(self.everyone, self.site)
         agreement.check_inputs(options.caller, along)
+        agreement.check_losses(options.caller, self.local, agreement.weight)
         if options.backward:
             validate_is_trained(agreement.used)
         if writes is None:

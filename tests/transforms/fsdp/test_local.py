@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
+from fshard.errors import PromiseError
 from fshard.mesh.spmd.run import device_of
 
 # -- a GPT: two blocks and tied embeddings of 51 words, which neither two nor four devices divide ----------------------
@@ -214,28 +215,122 @@ def test_evaluate_gives_loss_of_one_device():
         torch.testing.assert_close(found.double(), alone(params(), batch_of(7)))
 
 
-def test_certify_finds_forgotten_psum():
-    mesh, how = (
-        fs.make_mesh({"data": 2, "model": 2}),
-        {"within": {"up": COLUMN, "down": ROW}, "local": "model"},
-    )
-    tree = {"up": torch.randn(4, 6), "down": torch.randn(6, 4)}
+# -- a forgotten psum ---------------------------------------------------------------------------------------------------
 
-    def right(p, x):
-        return (
-            fs.psum(torch.tanh(fs.pvary(x, "model") @ p["up"]) @ p["down"], "model").square().mean()
-        )
+TWO_LAYERS = {"up": COLUMN, "down": ROW}
 
-    def wrong(p, x):
-        return (torch.tanh(x @ p["up"]) @ p["down"]).square().mean()
 
+def two_layers():
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"up": (4, 6), "down": (6, 4)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def summed_loss(p, x):
+    return fs.psum(torch.tanh(x @ p["up"]) @ p["down"], "model").square().mean()
+
+
+def loss_without_psum(p, x):
+    return (torch.tanh(x @ p["up"]) @ p["down"]).square().mean()
+
+
+def loss_with_own_penalty(p, x):
+    """A penalty of the device's shards alone, small beside the loss."""
+    return summed_loss(p, x) + 1e-3 * p["up"].square().mean()
+
+
+FORGOTTEN = {"output": loss_without_psum, "penalty": loss_with_own_penalty}
+
+
+@pytest.mark.parametrize("loss_fn", FORGOTTEN.values(), ids=FORGOTTEN)
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reproducible": True}], ids=str)
+@pytest.mark.parametrize("call", [fs.value_and_grad, fs.evaluate], ids=["gradient", "evaluate"])
+def test_loss_that_differs_along_a_local_axis_raises(call, loss_fn, options):
+    if call is fs.evaluate and "accumulate" in options:
+        options = {}
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    p = fs.shard_params(two_layers(), fs.fsdp("data", within=TWO_LAYERS), mesh=mesh)
+    function = call(loss_fn, mesh=mesh, batch=P("data"), local="model", **options)
+    with pytest.raises(PromiseError, match=r'\(local=\): the loss must be equal .* along "model"'):
+        function(p, torch.ones(8, 4))
+
+
+def test_psum_that_zeros_hide_is_missed_in_the_next_step():
+    """As LoRA's second matrix is zero at first, and with it each device's part of the loss."""
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    full = {**two_layers(), "down": torch.zeros(6, 4)}
+    p = fs.shard_params(full, TWO_LAYERS, mesh=mesh)
+    opt = fs.optim.sgd(0.1)
+
+    def loss_fn(p, x):
+        return (torch.tanh(x @ p["up"]) @ p["down"] - 1).square().mean()
+
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), local="model")
+    p, state, _ = step(p, opt.init(p), torch.ones(8, 4))
+    with pytest.raises(PromiseError, match="must be equal"):
+        step(p, state, torch.ones(8, 4))
+
+
+def test_loss_that_differs_by_rounding_is_equal():
+    """A ring adds in another order on each device."""
+    mesh, x = fs.make_mesh({"data": 1, "model": 3}), torch.randn(9, 4)
+    shards = {"up": torch.randn(4, 6), "down": torch.randn(6, 4)}
+    p = fs.shard_params(shards, TWO_LAYERS, mesh=mesh)
+
+    def ring_sum(x):
+        total, passed = x, x
+        for _ in range(2):
+            passed = fs.ppermute(passed, "model", [(0, 1), (1, 2), (2, 0)])
+            total = total + passed
+        return total
+
+    def loss_fn(p, x):
+        return ring_sum(torch.tanh(x @ p["up"]) @ p["down"]).square().mean()
+
+    loss, _ = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), local="model")(p, x)
+    expected = (torch.tanh(x @ shards["up"]) @ shards["down"]).square().mean()
+    torch.testing.assert_close(loss, expected)
+
+
+def test_pmean_of_losses_that_differ_trains_their_mean():
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    full, x = two_layers(), torch.randn(8, 4)
+    p = fs.shard_params(full, TWO_LAYERS, mesh=mesh)
+
+    def loss_fn(p, x):
+        return fs.pmean(loss_without_psum(p, x), "model")
+
+    def expected_loss(p):
+        halves = [loss_without_psum({"up": p["up"][:, i], "down": p["down"][i]}, x) for i in PARTS]
+        return sum(halves) / 2
+
+    function = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), local="model")
+    loss, grads = function(p, x)
+    expected, expected_grads = torch.func.grad_and_value(expected_loss)(full)[::-1]
+    torch.testing.assert_close((loss, fs.unshard(grads)), (expected, expected_grads))
+
+
+PARTS = (slice(0, 3), slice(3, 6))
+
+
+def test_certify_names_forgotten_psum():
+    mesh, tree = fs.make_mesh({"data": 2, "model": 2}), two_layers()
+    how = {"within": TWO_LAYERS, "local": "model"}
+    x = torch.randn(8, 4)
     for options in ({}, {"reproducible": True}, {"reproducible": True, "precision": "bf16"}):
-        fs.testing.certify(
-            right, tree, torch.randn(8, 4), CLIPPED, mesh, stages=[0, 2, 3], **how, **options
-        ).check()
-    assert not fs.testing.certify(
-        wrong, tree, torch.randn(8, 4), CLIPPED, mesh, stages=[3], **how
-    ).ok
+        certificate = fs.testing.certify(
+            summed_loss, tree, x, CLIPPED, mesh, stages=[0, 2, 3], **how, **options
+        )
+        certificate.check()
+    with pytest.raises(PromiseError, match="must be equal"):
+        fs.testing.certify(loss_without_psum, tree, x, CLIPPED, mesh, stages=[3], **how)
+
+
+def test_certify_needs_the_rules_of_local_axes():
+    """Without them each device would have full parameters, and the verdict would be reversed."""
+    mesh, x = fs.make_mesh({"data": 2, "model": 2}), torch.randn(8, 4)
+    with pytest.raises(ValueError, match="within must be the rules"):
+        fs.testing.certify(summed_loss, two_layers(), x, CLIPPED, mesh, local="model")
 
 
 def started_from_others(axis):
