@@ -107,7 +107,7 @@ class StepAgreement(NamedTuple):
             if self.differences.get(name):
                 raise MismatchError(f"{caller}: {error.format(axes=', '.join(axes))}")
 
-    def check_losses(self, caller: str, axes: Sequence[str], weight: float) -> None:
+    def check_losses(self, caller: str, axes: tuple[str, ...], weight: float) -> None:
         """Raise if the losses of devices along local axes differ by more than rounding.
 
         `weight`: the total of all samples, each counted once.

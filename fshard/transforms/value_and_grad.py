@@ -57,10 +57,11 @@ def value_and_grad(
             Parameters that are never trained are better frozen by `shard_params`: they have no optimizer state either.
         local: axes along which a parameter is used as it is stored: the loss function gets the device's shard of one with
             P(None, "model"). Its gradient is not reduced along them, that of a replicated one is. Beside them ZeRO shards
-            the flattened shards: `fsdp("data", within=...)`. The loss calls collectives along these axes itself, and is the
-            mean over them. Shards of uneven dims are shorter or empty at the end. A local axis may shard the batch too, as that
-            of experts: what is sharded along it is used for the samples of all its devices (see `fshard.experts`), and in
-            reproducible mode it is the first in the batch's spec.
+            the flattened shards: `fsdp("data", within=...)`. The loss calls collectives along these axes itself; it must be
+            equal along them, which is compared (on accelerators in the first step only): a forgotten psum raises. Shards of
+            uneven dims are shorter or empty at the end. A local axis may shard the batch too, as that of experts: what
+            is sharded along it is used for the samples of all its devices (see `fshard.experts`), and in reproducible
+            mode it is the first in the batch's spec.
         reproducible: equal bits on every mesh, for a fixed size of local axes: see `fshard.transforms.gradient`.
         slices: number of slices of the entire batch in reproducible mode, on any mesh; default 8. With several devices,
             each must have 1, 2, 4, ... of them, since other numbers would round differently.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from numbers import Integral
 from typing import Any, cast
 
@@ -13,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fshard.errors import MeshError
 from fshard.mesh.layout.mesh import Mesh, Runtime, require_mesh
 from fshard.mesh.runtimes import process
-from fshard.mesh.runtimes.launchers import launched
-from fshard.mesh.spmd.scope import here
+from fshard.mesh.runtimes.launchers import launched, process_count
+from fshard.mesh.spmd.scope import Scope, here
 
 
 def make_mesh(
@@ -28,7 +29,8 @@ def make_mesh(
     """Make a mesh of named axes, major to minor.
 
     Args:
-        axes: {"name": size, ...}; or the sizes alone, with `names`.
+        axes: {"name": size, ...}; or the sizes alone, with `names`. One size may be -1: all other processes, or, inside of
+            `fs.run`, devices.
         names: of the axes, as in JAX: `make_mesh((4, 2), ("data", "model"))`.
         runtime: "virtual" (devices are threads of this process), "process" (devices are processes, over gloo or NCCL) or
             "abstract" (shapes only). By default: process under torchrun, srun, mpirun and `fs.launch`, else virtual; inside
@@ -44,6 +46,7 @@ def make_mesh(
     scope = here()
     if runtime is None:
         runtime = scope.mesh.runtime if scope else "process" if launched() else "virtual"
+    pairs = _fill_rest(pairs, _count_devices(runtime, scope))
     mesh = Mesh(
         pairs,
         runtime,
@@ -89,6 +92,38 @@ def _axes_with_sizes(axes: Any, names: Any) -> tuple[tuple[str, int], ...]:
         (name, int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size)
         for name, size in pairs
     )
+
+
+def _count_devices(runtime: Runtime, scope: Scope | None) -> int | None:
+    """Return the number of devices that a mesh must have; None if any number can be made."""
+    if scope is not None and runtime == scope.mesh.runtime:
+        return scope.mesh.root_size
+    return process_count() if runtime == "process" else None
+
+
+def _fill_rest(
+    pairs: tuple[tuple[str, int], ...], devices: int | None
+) -> tuple[tuple[str, int], ...]:
+    """Replace the size -1 of an axis by what the other sizes leave of the devices."""
+    unknown = [name for name, size in pairs if size == -1]
+    if not unknown:
+        return pairs
+    if len(unknown) > 1:
+        raise MeshError(
+            f"make_mesh: one size at most may be -1; got {dict(pairs)}. Give the size of {unknown[0]}."
+        )
+    if devices is None:
+        raise MeshError(
+            f"make_mesh: the size of {unknown[0]} must be a number here, since no processes were started together; got -1. "
+            "fs.mesh.process_count(default=8) is their number under torchrun, and 8 elsewhere."
+        )
+    known = prod([size for _, size in pairs if size != -1])
+    rest, remainder = divmod(devices, known) if known > 0 else (0, 0)
+    if remainder:
+        raise MeshError(
+            f"make_mesh: the sizes beside -1 must divide the number of devices, {devices}; got {dict(pairs)}. Change one."
+        )
+    return tuple((name, rest if size == -1 else size) for name, size in pairs)
 
 
 def _is_list(x: Any) -> bool:

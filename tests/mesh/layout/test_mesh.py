@@ -3,6 +3,7 @@
 import importlib.metadata
 import io
 import pickle
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -288,3 +289,31 @@ def test_sharded_saved_and_loaded_is_equal(spec):
         assert (y.layout, y.shape, hash(y.layout)) == (x.layout, x.shape, hash(x.layout))
         assert all(map(torch.equal, y.shards, x.shards))
         assert torch.equal(fs.unshard(y), torch.arange(4.0))
+
+
+# -- a size of -1 --------------------------------------------------------------------------------------------------------
+
+
+def test_size_minus_one_is_the_rest_of_the_devices_of_a_run():
+    def sizes():
+        return dict(fs.make_mesh({"data": -1, "model": 2}).shape)
+
+    assert fs.run(sizes, mesh=fs.make_mesh({"all": 6})) == [{"data": 3, "model": 2}] * 6
+
+
+@pytest.mark.parametrize(
+    ("axes", "text"),
+    [
+        ({"data": -1}, "process_count(default=8)"),
+        ({"data": -1, "model": -1}, "one size at most may be -1"),
+        ({"data": -2}, "size -2"),
+    ],
+)
+def test_size_minus_one_without_processes_names_the_way_out(axes, text):
+    with pytest.raises(fs.errors.MeshError, match=re.escape(text)):
+        fs.make_mesh(axes)
+
+
+def test_size_minus_one_that_does_not_divide_raises():
+    with pytest.raises(fs.errors.MeshError, match="must divide the number of devices, 6"):
+        fs.run(lambda: fs.make_mesh({"data": -1, "model": 4}), mesh=fs.make_mesh({"all": 6}))
