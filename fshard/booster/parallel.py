@@ -1,14 +1,17 @@
-"""`parallel`: a plugin from Colossal-AI's parallel configuration, a dict or a TOML file."""
+"""`parallel`: a plugin from Colossal-AI's parallel configuration, or DeepSpeed's, as a dict or a file."""
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from fshard.booster.deepspeed import is_deepspeed, plugin_of_deepspeed
 from fshard.booster.hybrid import MODEL_AXES, HybridParallelPlugin
+from fshard.booster.plugins import Plugin
 from fshard.foreign_names import hint
 from fshard.mesh.runtimes.launchers import process_count
 from fshard.mesh.spmd.scope import here
@@ -17,10 +20,8 @@ from fshard.transforms.options import one_of, refusal, unknown
 _MODES = [*MODEL_AXES, "sequence"]
 
 
-def parallel(
-    config: Mapping[str, Any] | str | PathLike[str], **plugin_options: Any
-) -> HybridParallelPlugin:
-    """Return the plugin of a parallel configuration. One error names all that is wrong.
+def parallel(config: Mapping[str, Any] | str | PathLike[str], **plugin_options: Any) -> Plugin:
+    """Return the plugin of a configuration of Colossal-AI or DeepSpeed. One error names all that is wrong.
 
     Args:
         config: a dict, or the path of a TOML file, with any of `data` (the number of devices with other samples; by
@@ -28,25 +29,26 @@ def parallel(
             dict(size=)) and `tensor`: a dict of `size`, `mode` ("1d", "2d", "2.5d", "3d", or "sequence": tokens are sharded,
             with ring self-attention) and `depth`, of "2.5d". They may be in a table named "parallel". Inside `fs.run`, and in
             several processes, the product of all sizes must be the number of devices; elsewhere this is checked when a model
-            is boosted.
-        plugin_options: further ones of `HybridParallelPlugin`: sample=, zero_stage=, microbatches=, ...
+            is boosted. Or DeepSpeed's: a dict, or the path of its JSON file, with "zero_optimization", "fp16", "bf16", ...
+            What no plugin expresses, such as "gradient_clipping", is named in a warning, with the way to write it.
+        plugin_options: further ones of the plugin: sample=, zero_stage=, microbatches=, ... of `HybridParallelPlugin`.
 
     >>> plugin = parallel(dict(pipeline=2, tensor=dict(size=4, mode="2d")), microbatches=4)
     >>> plugin.pipeline, plugin.tensor, plugin.tensor_mode
     (2, 4, '2d')
+    >>> parallel({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}).precision
+    'bf16'
     >>> parallel(dict(tensor=4))
     Traceback (most recent call last):
     ValueError: parallel: tensor must have a mode: write tensor=dict(size=4, mode=...), with one of ['1d', '2d', ...
     """
     if not isinstance(config, Mapping) and Path(config).suffix == ".py":
         raise ValueError(
-            f"parallel: config must be a dict or a TOML file; got {str(config)!r}.{hint('a Python file')}"
+            f"parallel: config must be a dict or a file of TOML or JSON; got {str(config)!r}.{hint('a Python file')}"
         )
-    table: Any = (
-        config
-        if isinstance(config, Mapping)
-        else tomllib.loads(Path(config).read_text(encoding="utf-8"))
-    )
+    table: Any = config if isinstance(config, Mapping) else _read(Path(config))
+    if is_deepspeed(table):
+        return plugin_of_deepspeed(table, **plugin_options)
     table = table.get("parallel", table)
     if not isinstance(table, Mapping):
         raise ValueError(
@@ -73,6 +75,12 @@ def parallel(
             f"parallel: {'; '.join(error.removeprefix('HybridParallelPlugin: ') for error in errors)}."
         )
     return plugins[0]
+
+
+def _read(path: Path) -> Any:
+    """Return the table of a file of TOML or JSON."""
+    text = path.read_text(encoding="utf-8")
+    return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
 
 
 def _sized(x: Any) -> Mapping[str, Any]:

@@ -20,7 +20,6 @@ from torch import nn
 
 from fshard.comm.graph import Graph
 from fshard.comm.replicas import ReplicaGroup, gossip_rule, local_sgd_rule
-from fshard.foreign_names import NAMES
 from fshard.memory.placement import Role
 from fshard.memory.state import UpdateOn
 from fshard.mesh.layout import Memory, Mesh, P, PyTree
@@ -88,8 +87,7 @@ class Plugin:
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        foreign = {name: x for name, x in options.items() if name in NAMES}
-        if errors := unknown(cls.__name__, foreign, cls.__dataclass_fields__):
+        if errors := unknown(cls.__name__, options, cls.__dataclass_fields__):
             raise TypeError(f"{errors[0]}.")
         return super().__new__(cls)
 

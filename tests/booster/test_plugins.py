@@ -199,7 +199,7 @@ INVALID = {
     ),
     "Python file": (
         lambda: fs.parallel("config.py"),
-        r"must be a dict or a TOML file; got .*config.py.*Use fs.parallel\(dict\(",
+        r"must be a dict or a file of TOML or JSON; got .*config.py.*Use fs.parallel\(dict\(",
     ),
     "many": (
         lambda: parallel(
@@ -236,7 +236,10 @@ INVALID = {
         r"no 'shard' \(use fs.export\(",
     ),
     "offload": (lambda: fs.ZeroPlugin(cpu_offload=True), "no 'cpu_offload' .use offload=\"host\""),
-    "no keyword": (lambda: fs.FSDPPlugin(nothing=1), "unexpected keyword argument 'nothing'"),
+    "no keyword": (
+        lambda: fs.FSDPPlugin(nothing=1),
+        "FSDPPlugin has no 'nothing'; legal: mesh, axis",
+    ),
     "option of others": (
         lambda: fs.DDPPlugin(options={"max_norm": 1.0}),
         "'max_norm' .use booster.clip_grad_norm",

@@ -135,6 +135,50 @@ def test_drawn_models_equal_those_of_one_device(data_size, shards, stage, expert
     assert str(layout) == f"f64[{experts}@{axes}, 4, 3]" + ("{flat:data}" if stage == 3 else "")
 
 
+# -- capacity ------------------------------------------------------------------------------------------------------------
+
+
+def moe_by_hand(x, routing, weights, limit):
+    """Visit tokens in the order of the batch: an expert that has had `limit` tokens gives the next ones nothing."""
+    counts = [0] * len(weights["up"])
+    y = torch.zeros_like(x)
+    for token, experts in enumerate(routing.experts.tolist()):
+        for choice, expert in enumerate(experts):
+            if counts[expert] == limit:
+                continue
+            counts[expert] += 1
+            gate, up, down = (weights[name][expert] for name in ("gate", "up", "down"))
+            hidden = functional.silu(x[token] @ gate) * (x[token] @ up)
+            y[token] += routing.weights[token, choice] * (hidden @ down)
+    return y, torch.tensor(counts)
+
+
+@pytest.mark.parametrize(("top_k", "capacity", "limit"), [(1, 0.5, 2), (2, 1.0, 8), (2, 0.4, 4)])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_tokens_beyond_the_capacity_get_nothing(devices, top_k, capacity, limit):
+    """16 tokens of 4 experts: the mean is 4 rows with top_k=1 and 8 with top_k=2, and a limit is rounded up."""
+    mesh = fs.make_mesh({"expert": devices})
+    full, x = weights(4, 1)[0], data()["x"]
+    logits = x @ full["router"] + torch.tensor([2.0, 0.0, 0.0, -1.0])  # the first expert has many
+
+    def on_device(x, logits, experts):
+        routing = route(logits, top_k)
+        y, stats = moe(x, routing, experts, axis="expert", capacity=capacity)
+        return y, stats.load[None], stats.dropped[None]
+
+    specs = P("expert"), P("expert"), P("expert")
+    results = fs.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=specs)(
+        x, logits, full["experts"]
+    )
+    y, loads, dropped = map(fs.unshard, results)
+    expected, counts = moe_by_hand(x, route(logits, top_k), full["experts"], limit)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(load, counts) for load in loads)
+    expected_dropped = top_k * ROWS - int(counts.sum())
+    assert dropped.tolist() == [expected_dropped] * devices
+    assert expected_dropped > 0
+
+
 def in_process(sizes, stage, options):
     numbers, params, _, _ = trained(sizes, stage, 4, options)
     return numbers, optree.tree_leaves(params)

@@ -326,6 +326,13 @@ def test_time_of_a_list_of_events(events, step, exposed):
     assert without.step >= step
 
 
+def test_collectives_along_two_axes_of_one_level_follow_each_other():
+    """Both axes have the link between nodes, so the second collective begins when the first ends."""
+    mesh = fs.make_mesh({"a": 2, "c": 2, "b": 2}, runtime="abstract")
+    events = [sent(4, "a"), sent(4, "c"), work(5), CollectiveWait(0), CollectiveWait(1)]
+    assert times_of({0: events}, PLAIN, mesh)[0].step == 8
+
+
 EVENTS = st.lists(
     st.one_of(
         st.builds(Operation, st.sampled_from(["mm", "add", "attention"]), st.just("u"), st.just("f32"), st.integers(0, 10**12), st.integers(0, 10**9)),
