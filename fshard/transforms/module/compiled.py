@@ -43,7 +43,7 @@ def compiled_in_place(module: nn.Module) -> nn.Module:
 
 
 def uncompile(module: nn.Module, reason: str) -> None:
-    """Let all modules in a module run without their graphs, with a warning that says why."""
+    """Let all modules in a module run without their graphs, with a warning that has the reason."""
     compiled = [(name, child) for name, child in module.named_modules() if is_compiled(child)]
     for _, child in compiled:
         setattr(child, COMPILED_CALL, None)
@@ -62,12 +62,19 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return inner
 
 
+Unsharding = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""`with_unsharded_params`: returns a function that unshards the parameters in its arguments."""
+
+
 def call_compiled(
-    module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any
+    unsharding: Unsharding,
+    module: nn.Module,
+    compiled: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Call a compiled module with its parameters unsharded: Note [Compiled modules]."""
-    from fshard.transforms.fsdp.param_runtime import with_unsharded_params  # it imports modules
-
     children: list[Any] = [*module.modules()]
     slots = [(child._parameters, key) for child in children for key in child._parameters]
     lazy_params = [entries[key] for entries, key in slots]
@@ -77,7 +84,7 @@ def call_compiled(
         return compiled(*args, **kwargs)
 
     try:
-        return with_unsharded_params(run)(*lazy_params)
+        return unsharding(run)(*lazy_params)
     finally:
         _fill(slots, lazy_params)
 

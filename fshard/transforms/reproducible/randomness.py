@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fshard.transforms.module.compiled import COMPILED_CALL, call_compiled, is_compiled
+from fshard.transforms.module.compiled import COMPILED_CALL, Unsharding, call_compiled, is_compiled
 
 
 def keyed_random(seed: int, *key: int | str) -> AbstractContextManager[None]:
@@ -225,14 +225,16 @@ class Layers:
     Args:
         modules: with their names, each before those inside of it.
         adapt: returns another forward for a path and its module, None for its own.
+        unsharding: `with_unsharded_params`, for compiled modules.
     """
 
     def __init__(
         self,
         modules: Iterable[tuple[str, nn.Module]],
         adapt: Callable[[str, nn.Module], Callable[..., Any] | None],
+        unsharding: Unsharding,
     ) -> None:
-        self._modules, self._adapt = [*modules], adapt
+        self._modules, self._adapt, self._unsharding = [*modules], adapt, unsharding
         self._calls: list[Calls] = []  # at most one
         self._is_entered, self._keys = False, dict[tuple[int, str], int]()
         self._compiled = self._compiled_names()
@@ -250,7 +252,10 @@ class Layers:
             key, call = "forward", adapted or attributes.get("forward")
 
             if is_compiled(module):
-                key, call = COMPILED_CALL, partial(call_compiled, module, attributes[COMPILED_CALL])
+                key, call = (
+                    COMPILED_CALL,
+                    partial(call_compiled, self._unsharding, module, attributes[COMPILED_CALL]),
+                )
             if draws and not self._is_inside_graph(name):
                 call = partial(_seeded_forward, self._calls, weakref.ref(module), call, name)
             if call is not attributes.get(key):
