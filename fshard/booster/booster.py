@@ -31,6 +31,7 @@ from fshard.mesh.spmd.scope import here
 from fshard.optim.partition import Partitioned
 from fshard.optim.torch_optim.instances import InstanceSource, OptimizerSource, optimizer_source
 from fshard.pipeline.split.stages import Layer, split_stages
+from fshard.transforms.module.compiled import compiled_in_place
 from fshard.transforms.module.lora import LoraConfig, lora
 from fshard.transforms.reproducible.randomness import folded, keyed_random
 from fshard.transforms.train_step import Metrics, train_step
@@ -74,6 +75,8 @@ class Booster(Checkpointing):
     ) -> tuple[nn.Module, Plugin, OptimizerSource, Callable[[], Partitioned]]:
         """Return a module, its plugin, whose draws differ from those of the models before, and its optimizer."""
         model = split_stages(model, 1)[0] if isinstance(model, list) else model
+        if isinstance(model, nn.Module):
+            model = compiled_in_place(model)
         source, state, plugin = (
             _source_of(caller, model, optimizer),
             self._state,
@@ -314,15 +317,6 @@ def _source_of(caller: str, model: Any, optimizer: Any) -> OptimizerSource:
             raise ModuleError(
                 f"{caller}: the model must be a module that no library has sharded; got {type(module).__name__} at {path!r}. "
                 "Give the module before fully_shard, of DDP model.module: fs.FSDPPlugin() and fs.DDPPlugin() do this."
-            )
-        is_compiled = (
-            "_torchdynamo_orig_callable" in vars(module)
-            or vars(module).get("_compiled_call_impl") is not None
-        )
-        if is_compiled and any(True for _ in module.parameters()):
-            raise ModuleError(
-                f"{caller}: {path or 'the model'} is compiled, and a compiled module does not gather its parameters. Compile "
-                "functions that it calls, those of parameters as fs.with_unsharded_params(torch.compile(fn))."
             )
     return optimizer_source(optimizer, dict(model.named_parameters()), caller)
 

@@ -26,6 +26,7 @@ from fshard.pipeline.split.balance import Balance, check_balance
 from fshard.pipeline.split.stages import split_stages
 from fshard.tensor.layer_plans import SequenceMode
 from fshard.tensor.plan import Plan, tensor_parallel
+from fshard.transforms.module.compiled import uncompile
 from fshard.transforms.module.lazy import without_memory
 from fshard.transforms.module.replica import copy_on_meta
 from fshard.transforms.options import integer, refusal, wrong_options
@@ -226,6 +227,8 @@ class HybridParallelPlugin(Plugin):
         return options
 
     def split(self, model: nn.Module) -> Sequence[tuple[nn.Module, Plan | None]]:
+        if self.in_stages() or self.inner_axes():
+            uncompile(model, "stages, and layers by a plan, run uncompiled. Leave it out.")
         stages, plan = [model], self._layer_plan(model) if self.inner_axes() else None
         if self.experts > 1 or plan is not None or self.in_stages():
             shard_experts(model, tuple(self._expert_axis()), tuple(self.inner_axes()))

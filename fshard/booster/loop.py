@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fshard.booster.loader import DeviceState
-from fshard.booster.model import BoostedModel, validate_inside
+from fshard.booster.model import COMPILE_INSIDE, BoostedModel, validate_inside
 from fshard.booster.plugins import Plugin
 from fshard.errors import MismatchError, ModuleError
 from fshard.memory.kinds import claim, purpose
@@ -155,7 +155,7 @@ class LoopModel(BoostedModel):
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    @uncompiled
+    @partial(uncompiled, warning=COMPILE_INSIDE)
     @as_device
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this device's part of the batch."""

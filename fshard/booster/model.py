@@ -155,6 +155,9 @@ def validate_inside(mesh: Mesh) -> None:
         )
 
 
+COMPILE_INSIDE = "torch.compile(model) of a boosted model has no effect. Compile it in place, model.compile(), or its blocks."
+
+
 class BoostedModel(nn.Module):
     """A model whose parameters are sharded by its plugin: called as before, on this device's part of the batch.
 
@@ -206,6 +209,10 @@ class BoostedModel(nn.Module):
             mesh, lambda _: replicas.run(params, None, self._steps, step_here)
         )
         return params, state
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Compile the module that was boosted, as `torch.nn.Module.compile` does."""
+        self.module.compile(*args, **kwargs)
 
     def end_step(self) -> None:
         """Count a step of the optimizer."""

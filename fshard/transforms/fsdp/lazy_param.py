@@ -58,8 +58,9 @@ _CONSTANTS = {_T.grad_fn.__get__: None, _T.is_leaf.__get__: True}
 """Attributes whose value is the same for all parameters."""
 
 _COMPILED = (
-    "torch.compile cannot trace a parameter that is gathered when it is used. Compile the entire loss function, or a part that "
-    "is called with unsharded parameters: fs.with_unsharded_params(torch.compile(fn))."
+    "torch.compile cannot trace a parameter that is gathered when it is used. Compile a block of a boosted model in place, "
+    "block.compile(); else the entire loss function, or a part that is called with unsharded parameters: "
+    "fs.with_unsharded_params(torch.compile(fn))."
 )
 WRITES = (
     "Declare a frozen parameter that the forward updates as a buffer, fs.functionalize(module, buffers=...), or update it "

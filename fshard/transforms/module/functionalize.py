@@ -20,6 +20,7 @@ from fshard.copying import lazy_copy
 from fshard.errors import ModuleError
 from fshard.mesh.layout import Axes
 from fshard.transforms.fsdp.lazy_param import WRITES
+from fshard.transforms.fsdp.param_runtime import with_unsharded_params
 from fshard.transforms.fsdp.plans import versions_of
 from fshard.transforms.module.batchnorm import synchronise
 from fshard.transforms.module.replica import NO_HOOKS, Replicas, Tensors
@@ -106,6 +107,7 @@ def module_function(
     replicas = Replicas(
         module,
         lambda path, child: synchronise(child, sync_batchnorm) or adapt(path, child),
+        with_unsharded_params,
         in_place=in_place,
     )
     title = f"apply of {type(module).__name__}"

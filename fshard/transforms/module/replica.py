@@ -21,6 +21,7 @@ from fshard.ambient import setting
 from fshard.copying import copied, lazy_copy, untouched
 from fshard.errors import ModuleError
 from fshard.mesh.spmd.scope import here
+from fshard.transforms.module.compiled import Unsharding
 from fshard.transforms.reproducible.randomness import Layers
 
 Tensors = dict[str, Tensor]
@@ -43,6 +44,7 @@ class Replica:
         module: the module to run.
         names: of each of its modules, the names of the tensors in its `_parameters` and `_buffers`, by their keys.
         adapt: returns another forward for a path and its module, None for its own.
+        unsharding: `with_unsharded_params`, for compiled modules.
 
     The slots of parameters hold the tensors of the first call between steps: see `replace_by_placeholders`.
     """
@@ -52,6 +54,7 @@ class Replica:
         module: nn.Module,
         names: Sequence[tuple[Names, Names]],
         adapt: Callable[[str, nn.Module], Callable[..., Any] | None],
+        unsharding: Unsharding,
     ) -> None:
         self.module = module
         self.modules = dict(module.named_modules())
@@ -61,7 +64,7 @@ class Replica:
             self._params += [ModuleSlot(child._parameters, *item) for item in param_names.items()]
             self._buffers += [ModuleSlot(child._buffers, *item) for item in buffer_names.items()]
         self._recurrent: list[Any] = [layer for layer in children if isinstance(layer, nn.RNNBase)]
-        self.layers = Layers(self.modules.items(), adapt)
+        self.layers = Layers(self.modules.items(), adapt, unsharding)
         self._params_between_steps: list[Any] | None = None
         self.installed: Mapping[str, Any] | None = None  # while a call runs
 
@@ -248,7 +251,7 @@ class Replicas:
 
     Args:
         module: the module, in its present state; later only `train()` and `eval()` are followed.
-        adapt: see `Replica`.
+        adapt, unsharding: see `Replica`.
         in_place: the module itself is run, by a single device.
     """
 
@@ -256,15 +259,16 @@ class Replicas:
         self,
         module: nn.Module,
         adapt: Callable[[str, nn.Module], Callable[..., Any] | None],
+        unsharding: Unsharding,
         *,
         in_place: bool,
     ) -> None:
-        self._names, self._adapt = slot_names(module), adapt
+        self._names, self._adapt, self._unsharding = slot_names(module), adapt, unsharding
         self._original = weakref.ref(module)
         self._replicas: dict[int | None, Replica] = {}
         self._template = None if in_place else copy_on_meta(module)
         if in_place:
-            self._replicas[None] = Replica(module, self._names, adapt)
+            self._replicas[None] = Replica(module, self._names, adapt, unsharding)
 
     def of_this_device(self) -> Replica:
         """Return the calling device's replica, in the mode that the module is in."""
@@ -276,7 +280,9 @@ class Replicas:
         if replica is None:
             with setting(counters=()):  # its tensors are on the meta device
                 module = copy.deepcopy(self._template)
-            replica = self._replicas[device] = Replica(module, self._names, self._adapt)
+            replica = self._replicas[device] = Replica(
+                module, self._names, self._adapt, self._unsharding
+            )
         original = self._original()
         if original is not None:
             for source, child in zip(original.modules(), replica.modules.values(), strict=False):

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fshard.transforms.module.compiled import COMPILED_CALL, Unsharding, call_compiled, is_compiled
+
 
 def keyed_random(seed: int, *key: int | str) -> AbstractContextManager[None]:
     """Draw all random numbers of torch's default generators from a state that depends only on the key.
@@ -218,50 +220,103 @@ class Calls:
 
 
 class Layers:
-    """The forwards of a replica's modules: adapted ones, and those that draw by their own key.
+    """The forwards of a replica's modules: adapted and compiled ones, and those that draw by their own key.
 
     Args:
-        modules: with their names.
+        modules: with their names, each before those inside of it.
         adapt: returns another forward for a path and its module, None for its own.
+        unsharding: `with_unsharded_params`, for compiled modules.
     """
 
     def __init__(
         self,
         modules: Iterable[tuple[str, nn.Module]],
         adapt: Callable[[str, nn.Module], Callable[..., Any] | None],
+        unsharding: Unsharding,
     ) -> None:
+        self._modules, self._adapt, self._unsharding = [*modules], adapt, unsharding
         self._calls: list[Calls] = []  # at most one
-        self._forwards: list[
-            tuple[dict[str, Any], Callable[..., Any] | None, Callable[..., Any]]
-        ] = []
         self._is_entered, self._keys = False, dict[tuple[int, str], int]()
-        for name, module in modules:
-            original, adapted = vars(module).get("forward"), adapt(name, module)
-            forward = adapted or original
-            if isinstance(module, _DRAWING) or not type(module).__module__.startswith("torch.nn."):
-                forward = partial(_seeded_forward, self._calls, weakref.ref(module), forward, name)
-            if forward is not original and forward is not None:
-                self._forwards.append((vars(module), original, forward))
+        self._compiled = self._compiled_names()
+        self._replacements = self._replace()
+
+    def _compiled_names(self) -> list[str]:
+        return [name for name, module in self._modules if is_compiled(module)]
+
+    def _replace(self) -> list[Replacement]:
+        """Return the attributes to replace in a call: Note [Compiled modules]."""
+        replacements = list[Replacement]()
+        for name, module in self._modules:
+            attributes, adapted = vars(module), self._adapt(name, module)
+            draws = isinstance(module, _DRAWING) or not _is_of_torch(module)
+            key, call = "forward", adapted or attributes.get("forward")
+
+            if is_compiled(module):
+                key, call = (
+                    COMPILED_CALL,
+                    partial(call_compiled, self._unsharding, module, attributes[COMPILED_CALL]),
+                )
+            if draws and not self._is_inside_graph(name):
+                call = partial(_seeded_forward, self._calls, weakref.ref(module), call, name)
+            if call is not attributes.get(key):
+                replacements.append(Replacement(attributes, key, call))
+        return replacements
+
+    def _is_inside_graph(self, name: str) -> bool:
+        """Return True if a module is inside of a compiled one."""
+        outer = [compiled for compiled in self._compiled if compiled != name]
+        return any(compiled == "" or name.startswith(f"{compiled}.") for compiled in outer)
 
     def enter(self, key: int | None) -> None:
         """Install the forwards for a call of the module; with a key, layers draw by their names."""
         if len(self._keys) > _MAX_CACHED_KEYS:
             self._keys.clear()
         self._calls[:] = [] if key is None else [Calls(key, self._keys)]
-        if not self._is_entered:
-            self._is_entered = True
-            for attributes, _, forward in self._forwards:
-                attributes["forward"] = forward
+        if self._is_entered:
+            return
+        self._is_entered = True
+        compiled = self._compiled_names()  # a module may be compiled between two steps
+        if compiled != self._compiled:
+            self._compiled = compiled
+            self._replacements = self._replace()
+        for replacement in self._replacements:
+            replacement.install()
 
     def leave(self) -> None:
         """Put the modules' own forwards back."""
         self._is_entered = False
         self._keys.clear()
-        for attributes, original, _ in self._forwards:
-            if original is None:
-                attributes.pop("forward", None)
-            else:
-                attributes["forward"] = original
+        for replacement in self._replacements:
+            replacement.remove()
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
+
+
+class Replacement:
+    """An attribute of a module that has another value in a call.
+
+    Args:
+        attributes: of the module.
+        key: of the attribute.
+        call: its value in a call.
+    """
+
+    def __init__(self, attributes: dict[str, Any], key: str, call: Any) -> None:
+        self._attributes, self._key, self._call = attributes, key, call
+        self._is_own, self._original = key in attributes, attributes.get(key)
+
+    def install(self) -> None:
+        """Set the attribute for a call."""
+        self._attributes[self._key] = self._call
+
+    def remove(self) -> None:
+        """Set the attribute to its value outside of calls."""
+        if self._is_own:
+            self._attributes[self._key] = self._original
+        else:
+            self._attributes.pop(self._key, None)
 
 
 def _seeded_forward(
