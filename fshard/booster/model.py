@@ -20,13 +20,13 @@ from fshard.mesh.layout import Layout, Mesh, PyTree, map_leaves
 from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.mesh.spmd.run import is_outside, resolve_mesh, run_on_devices
 from fshard.optim.torch_optim.instances import OptimizerSource
+from fshard.randomness import keyed_random
 from fshard.tensor.joined import concatenated
 from fshard.tensor.plan import Plan
 from fshard.transforms.fsdp.lazy_param import LazyParam
 from fshard.transforms.module.functionalize import module_function, validate_no_hooks
 from fshard.transforms.module.lazy import draw, reserved
 from fshard.transforms.module.replica import Placeholder, replace_by_placeholders
-from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import apply_rules
 from fshard.transforms.stages.plan import has_stages, place_stages
 

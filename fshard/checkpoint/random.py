@@ -16,7 +16,7 @@ from fshard.checkpoint.snapshot import calling_device
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.sharded import Sharded
-from fshard.transforms.reproducible.randomness import folded
+from fshard.randomness import folded
 
 _ROOM = 8192
 """Bytes for the text of a state of Python or numpy, which has up to 625 numbers of 32 bits."""

@@ -21,7 +21,7 @@ from fshard.ambient import setting
 from fshard.copying import copied, lazy_copy, untouched
 from fshard.errors import ModuleError
 from fshard.mesh.spmd.scope import here
-from fshard.transforms.reproducible.randomness import Layers
+from fshard.transforms.reproducible.layer_keys import Layers
 
 Tensors = dict[str, Tensor]
 Names = dict[str, str]
