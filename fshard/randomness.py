@@ -128,6 +128,12 @@ def key_now() -> int | None:
     return seed if seed >> 48 == _MARK else None
 
 
+def has_drawn(generator: torch.Generator) -> bool:
+    """Return True if a generator has drawn since it was seeded."""
+    seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    return not torch.equal(seeded.get_state(), generator.get_state())
+
+
 def _generators() -> tuple[torch.Generator, ...]:
     """Return the generators that the calling thread draws from."""
     if not torch.cuda.is_initialized():  # then no tensor is there yet
