@@ -33,7 +33,12 @@ def keyed_random(seed: int, *key: int | str) -> AbstractContextManager[None]:
     >>> torch.equal(a, b), torch.equal(a, c)
     (True, False)
     """
-    return _KeyedRandom(folded(seed, *key))
+    return seeded_by(folded(seed, *key))
+
+
+def seeded_by(key: int) -> AbstractContextManager[None]:
+    """Draw all random numbers by a key, as `folded` or `turned` returns it."""
+    return _KeyedRandom(key)
 
 
 def keyed_apart(key: int, index: int) -> AbstractContextManager[None]:

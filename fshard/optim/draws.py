@@ -33,7 +33,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import shard_of
 from fshard.optim.leaves import Leaf, Leaves
 from fshard.optim.norms import cut_axes
-from fshard.randomness import drawn_key, has_drawn, keyed_random, turned
+from fshard.randomness import drawn_key, folded, has_drawn, seeded_by, turned
 
 _OF_TENSORS = frozenset[Any](
     {
@@ -79,7 +79,7 @@ class UpdateDraws(TorchFunctionMode):
 
     def __init__(self, params: Leaves, updated: Sequence[int], device: int, key: int) -> None:
         super().__init__()
-        self.key, self.has_drawn = key, False
+        self.key, self.has_drawn = folded(key), False
         self._params, self._device = params, device
         self._updated = [params.leaves[i] for i in updated]
         self._names = names_of(params.structure)
@@ -90,7 +90,7 @@ class UpdateDraws(TorchFunctionMode):
     @contextmanager
     def seeded(self) -> Generator[None]:
         """Draw by the key within the context; raise if devices have drawn differently by other functions."""
-        with keyed_random(self.key):
+        with seeded_by(self.key):
             with self:
                 yield
             is_own_key = torch.default_generator.initial_seed() == self.key
@@ -227,7 +227,7 @@ class UpdateDraws(TorchFunctionMode):
         count = self._counts.get((key, leaf), 0)
         self._counts[key, leaf] = count + 1
         name = "" if leaf is None else self._names[leaf]
-        with keyed_random(turned(key, name, count)):
+        with seeded_by(turned(key, name, count)):
             yield
         if key != self.key:
             drawn_key()  # a sign that the next draw is not the first of this key

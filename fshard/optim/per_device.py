@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -83,19 +84,27 @@ def array_optimizer(opt: Any, who: str) -> Any:
     check_optimizer(opt, who)
     if isinstance(opt, ArrayOptimizer) or hasattr(opt, "gradients"):
         return opt
+    return device_optimizer(opt, ReplicaCheck())
+
+
+def device_optimizer(opt: Any, check: ReplicaCheck | None = None) -> ArrayOptimizer:
+    """Return a pair of functions of one device's tensors as an optimizer of arrays.
+
+    With a check it is an own one: its draws are those of one device, and what replicas have equal is compared. Without,
+    its functions communicate, and their results may differ between devices, as those of a compressor.
+    """
     elementwise, step = getattr(opt, "elementwise", False), getattr(opt, "step", None)
 
     @torch.no_grad()
     def init(params: PyTree) -> PyTree:
         return _DeviceTrees(params, elementwise).init(opt.init)
 
-    check = ReplicaCheck()
-
     def on_devices(act: Update, *, writes: bool) -> Update:
         @torch.no_grad()
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             trees = _DeviceTrees(params, elementwise, grads)
-            return trees.act(act, state, drawn_key(), check, writes=writes)
+            key = None if check is None else drawn_key()
+            return trees.act(act, state, key, check, writes=writes)
 
         return run
 
@@ -195,11 +204,17 @@ class _DeviceTrees:
         return first.mapped(assembled, *[state.entries for state in states])
 
     def act(
-        self, act: Update, state: PyTree, key: int, check: ReplicaCheck, *, writes: bool
+        self,
+        act: Update,
+        state: PyTree,
+        key: int | None,
+        check: ReplicaCheck | None,
+        *,
+        writes: bool,
     ) -> tuple[PyTree, PyTree]:
         """Run an update, or a step (`writes`), on each device; return arrays.
 
-        `key`: of its random draws, the same on all devices.
+        `key`: of its random draws, the same on all devices. Without it the function draws as it likes.
         """
         at, before = self.params, _State.of(state, self.params.structure)
 
@@ -213,7 +228,9 @@ class _DeviceTrees:
                 }
                 return [like(leaves[i], [shard]) for i, shard in local.items()]
 
-            draws = UpdateDraws(at, self.updated, self.devices[index], key)
+            draws = None
+            if key is not None:
+                draws = UpdateDraws(at, self.updated, self.devices[index], key)
             local_state = before.mapped(
                 lambda leaves: self.local(leaves, index, draws), before.entries
             )
@@ -224,16 +241,18 @@ class _DeviceTrees:
 
             def update() -> tuple[PyTree, PyTree]:
                 local_arrays.set(arrays)
-                with draws.seeded(), self.collectives_over_shards():
+                if draws is None:
+                    return act(grads, local_state, params)
+                with draws.seeded(), sums_over_shards(at, self.updated):
                     return act(grads, local_state, params)
 
             result, after = copy_context().run(update)
             entries = zip(before.structure.flatten_up_to(after), before.is_like, strict=True)
             updates = at.beside(result, "updates")
             states = [at.beside(x, "state") if is_like else x for x, is_like in entries]
-            if self.mesh is not None:
-                equal = self.equal_results(before, updates, states)
-                check.compare(self.mesh, self.devices[index], equal, draws)
+            if self.mesh is not None and check is not None and draws is not None:
+                results = partial(self.equal_results, before, updates, states)
+                check.compare(self.mesh, self.devices[index], results, draws)
             return updates, states
 
         if self.mesh is None:
@@ -260,28 +279,6 @@ class _DeviceTrees:
         )
         return at.rebuild(leaves), state
 
-    def collectives_over_shards(self) -> AbstractContextManager[None]:
-        """Return the context of an update, in which sums over replicas raise: they would count a parameter several times."""
-        scope = here()
-        if self.mesh is None or scope is None:
-            return nullcontext()
-        sizes, names = self.mesh.shape, self.params.paths
-
-        def validate_sum(call: str, group: Group) -> None:
-            if call not in ("fs.psum", "fs.psum_scatter"):
-                return
-            for i in self.updated:
-                split = self.params.leaves[i].spec.sharded_axes
-                axes = [axis for axis in group.axes if axis not in split and sizes.get(axis, 1) > 1]
-                if axes:
-                    raise OptimizerError(
-                        f"{call} in an update must be over axes that shard all parameters; got {', '.join(axes)}, along which "
-                        f"params{names[i]} is replicated, so that it would count {prod(sizes[axis] for axis in axes)} times. "
-                        "A norm that is right in every stage is fs.optim.global_norm(grads)."
-                    )
-
-        return entered(scope.replaced(notice=validate_sum))
-
     def equal_results(
         self, before: _State, updates: list[Any], states: list[Any]
     ) -> list[EqualResult]:
@@ -303,7 +300,30 @@ class _DeviceTrees:
         return results
 
 
-# -- results that are equal on several devices -----------------------------------------------------------------------
+# -- checks of own updates --------------------------------------------------------------------------------------------
+
+
+def sums_over_shards(params: Leaves, updated: Sequence[int]) -> AbstractContextManager[None]:
+    """Return the context of an own update on a device: sums over replicas raise, as they count parameters several times."""
+    scope = here()
+    if scope is None:
+        return nullcontext()
+
+    def validate_sum(call: str, group: Group) -> None:
+        if call not in ("fs.psum", "fs.psum_scatter"):
+            return
+        for i in updated:
+            spec, sizes = params.leaves[i].spec, params.leaves[i].mesh.shape
+            replicated = [axis for axis in group.axes if axis not in spec.sharded_axes]
+            copies = prod(sizes.get(axis, 1) for axis in replicated)
+            if copies > 1:
+                raise OptimizerError(
+                    f"{call} in an update must be over axes that shard all parameters; got {', '.join(replicated)}, along "
+                    f"which params{params.paths[i]} is replicated, so that it would count {copies} times. "
+                    "A norm that is right in every stage is fs.optim.global_norm(grads)."
+                )
+
+    return entered(scope.replaced(notice=validate_sum))
 
 
 class EqualResult(NamedTuple):
@@ -325,7 +345,11 @@ class ReplicaCheck:
         self._calls = dict[tuple[Mesh, int], int]()
 
     def compare(
-        self, mesh: Mesh, device: int, results: Sequence[EqualResult], draws: UpdateDraws
+        self,
+        mesh: Mesh,
+        device: int,
+        results_of_device: Callable[[], list[EqualResult]],
+        draws: UpdateDraws,
     ) -> None:
         """Raise on all devices unless their results are equal, and the keys of their draws."""
         calls = self._calls[mesh, device] = self._calls.get((mesh, device), 0) + 1
@@ -333,6 +357,7 @@ class ReplicaCheck:
         if mesh.size == 1 or mesh.runtime == "abstract" or not is_due:
             return
         group = require("an update").group(mesh.axis_names, "an update")
+        results = results_of_device()
         hashes = [int(draws.has_drawn), draws.key >> 1, *[_hash(x.value) for x in results]]
         rows = gather_all(torch.tensor(hashes), group, call_site()).tolist()
         if any(has_drawn for has_drawn, *_ in rows) and len({row[1] for row in rows}) > 1:
@@ -343,14 +368,20 @@ class ReplicaCheck:
         for column, result in enumerate(results, 2):
             values = dict[tuple[int, ...], int]()
             for member, row in enumerate(rows):
-                place = _place(result.layout, mesh, member)
-                if place is not None and values.setdefault(place, row[column]) != row[column]:
+                place, value = _place(result.layout, mesh, member), row[column]
+                if place is None or value == _NOTHING:
+                    continue
+                if values.setdefault(place, value) != value:
                     raise OptimizerError(
                         f"{result.name} must be equal on all devices that have it; got another value on device "
                         f"{mesh.coordinates(member)}. An update sees this device's shards: make a number from those of all, by "
                         "fs.optim.global_norm(grads) or fs.psum(x, axis) over the axes that shard the parameters; or leave "
                         "out elementwise=True, for owners."
                     )
+
+
+_NOTHING = 0
+"""The hash of a result that a device does not have, which is not compared."""
 
 
 def _place(layout: Layout | None, mesh: Mesh, device: int) -> tuple[int, ...] | None:
@@ -366,7 +397,7 @@ def _place(layout: Layout | None, mesh: Mesh, device: int) -> tuple[int, ...] | 
 def _hash(x: Any) -> int:
     """Return a hash of 63 bits: of a tensor, large ones at samples of 64 KiB, or of a value's text."""
     if x is None:
-        return 0
+        return _NOTHING
     if isinstance(x, Tensor):
         return digest(x.reshape(-1)[:: 1 + x.nbytes // (1 << 16)])
     return digest(torch.tensor([*repr(x).encode()], dtype=torch.uint8))
