@@ -1,4 +1,4 @@
-"""Random draws in an own `update`: those that one device would make, whatever the layout of the parameters.
+"""Random draws in an own `update` or `init`: those of one device, whatever the layout of the parameters.
 
 An update of plain tensors sees shards. `torch.randn_like(g)` there is the device's shard of the draw that one device
 would make for the leaf, which is seeded by the step, the leaf, and the number of its draws before:
@@ -61,6 +61,8 @@ _OF_TENSORS = frozenset[Any](
 _OF_SIZES = frozenset[Any]({torch.rand, torch.randn, torch.randint, torch.normal, torch.randperm})
 """The functions of torch that draw a tensor of a given size."""
 
+_DRAWING = _OF_TENSORS | _OF_SIZES
+
 _FIX = (
     "Draw like a tensor of one leaf: torch.randn_like(g), rand_like, bernoulli, normal_, uniform_; or by a key of your "
     "own: with fs.keyed_random(seed, step, name)."
@@ -118,7 +120,11 @@ class UpdateDraws(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _OF_TENSORS and func not in _OF_SIZES:
+        if (
+            torch.compiler.is_compiling()
+        ):  # draws of compiled functions are not divided: `seeded` finds them
+            return func(*args, **kwargs)
+        if func not in _DRAWING:
             result = func(*args, **kwargs)
             self._follow_results(args, kwargs, result)
             return result

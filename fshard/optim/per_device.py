@@ -97,7 +97,8 @@ def device_optimizer(opt: Any, check: ReplicaCheck | None = None) -> ArrayOptimi
 
     @torch.no_grad()
     def init(params: PyTree) -> PyTree:
-        return _DeviceTrees(params, elementwise).init(opt.init)
+        key = None if check is None else drawn_key()
+        return _DeviceTrees(params, elementwise).init(opt.init, key)
 
     def on_devices(act: Update, *, writes: bool) -> Update:
         @torch.no_grad()
@@ -173,15 +174,22 @@ class _DeviceTrees:
                 draws.follow(shard, i)
         return self.tree(shards)
 
-    def init(self, init: Callable[[PyTree], PyTree]) -> PyTree:
-        """Run an init on each device, and assemble the state."""
-        at = self.params
-        trees = [self.local(at.leaves, index) for index in range(len(self.devices))]
+    def init(self, init: Callable[[PyTree], PyTree], key: int | None) -> PyTree:
+        """Run an init on each device, and assemble the state. `key`: of its random draws, as in `act`."""
+        at, results = self.params, list[PyTree]()
+        for index, device in enumerate(self.devices):
+            if key is None:
+                results.append(init(self.local(at.leaves, index)))
+                continue
+            draws = UpdateDraws(at, self.updated, device, key)
+            params = self.local(at.leaves, index, draws)
+            with draws.seeded():
+                results.append(init(params))
         if elsewhere := {
             i: shape_of_shard(at.leaves[i]) for i in {*self.updated}.difference(*self.held)
         }:
-            trees.append(self.tree(elsewhere))  # the state that other processes own: its shapes
-        first, *others = states = [_State.of(init(tree), at.structure) for tree in trees]
+            results.append(init(self.tree(elsewhere)))  # the state of other processes: its shapes
+        first, *others = states = [_State.of(result, at.structure) for result in results]
         if any(
             (state.structure, state.is_like) != (first.structure, first.is_like) for state in others
         ):
