@@ -123,8 +123,11 @@ class drawing_from:
 
 
 def drawn_key() -> int:
-    """Draw the key of a step from torch's default generator."""
-    return int(torch.randint(1 << 62, ()).item())
+    """Draw the key of a step, or of another call, from torch's default generator."""
+    with (
+        torch._C._DisableFuncTorch()
+    ):  # within a transform of torch.func a draw would be batched, or raise
+        return int(torch.randint(1 << 62, ()).item())
 
 
 def key_now() -> int | None:

@@ -428,5 +428,5 @@ class Adapting(ElementwiseLangevin):
 
 
 def test_state_number_of_optimizer_class_from_a_shard_raises():
-    with pytest.raises(OptimizerError, match=r"the state of 0\.weight must be equal"):
+    with pytest.raises(OptimizerError, match=r"'norm' of 0\.weight must be equal"):
         fs.run(boosted, Adapting, fs.ZeroPlugin(stage=1), mesh=fs.make_mesh({"data": 2}))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -27,7 +28,7 @@ from fshard.mesh.layout import P, PyTree
 from fshard.mesh.layout.kinds import mark_memory, memory_of
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
-from fshard.mesh.spmd.run import local_devices
+from fshard.mesh.spmd.run import as_one_device, local_devices
 from fshard.optim.by_label import NOTHING, by_label
 from fshard.optim.contract import ArrayOptimizer, Optimizer, check_optimizer, copied, differences
 from fshard.optim.draws import UpdateDraws
@@ -384,11 +385,12 @@ class InstanceSource(TorchSource):
         mesh = next((leaf.mesh for _, leaf, _ in steps if isinstance(leaf, Sharded)), None)
         device = 0 if mesh is None else local_devices(mesh)[0]
         draws = UpdateDraws(leaves, updated, device, drawn_key())
-        with sums_over_shards(leaves, updated):
-            self._step_with_state(draws, indices)
-        if mesh is not None:
-            results = partial(self._equal_results, leaves, indices)
-            self._check.compare(mesh, device, results, draws)
+        with as_one_device(mesh) if mesh is not None else nullcontext():
+            with sums_over_shards(leaves, updated):
+                self._step_with_state(draws, indices)
+            if mesh is not None:
+                results = partial(self._equal_results, leaves, indices)
+                self._check.compare(mesh, device, results, draws)
 
         for local, leaf, _ in steps:
             local.grad = None
@@ -406,7 +408,8 @@ class InstanceSource(TorchSource):
             results.append(EqualResult(name, local.detach(), layout))
             numbers = _numbers_of(self.optimizer.state.get(local, {}))
             at_owner = layout.with_spec(P(at=dict(layout.spec.at)))
-            results.append(EqualResult(f"the state of {name}", numbers or None, at_owner))
+            keys = ", ".join(map(repr, numbers)) or "the state"
+            results.append(EqualResult(f"{keys} of {name}", numbers or None, at_owner))
         return results
 
     def _run_instance(self, draws: UpdateDraws, indices: Mapping[str, int]) -> None:
@@ -458,12 +461,12 @@ class InstanceSource(TorchSource):
         return differences(params, after, grads), state
 
 
-def _numbers_of(state: Mapping[Any, Any]) -> list[str]:
-    """Return the numbers in the state of a parameter, by key, as text."""
-    texts = list[str]()
+def _numbers_of(state: Mapping[Any, Any]) -> dict[Any, float]:
+    """Return the numbers in the state of a parameter."""
+    numbers = dict[Any, float]()
     for key, x in state.items():
         if isinstance(x, Tensor) and not x.ndim:
-            texts.append(f"{key}: {x.item()}")
+            numbers[key] = x.item()
         elif isinstance(x, int | float):
-            texts.append(f"{key}: {x}")
-    return sorted(texts)
+            numbers[key] = x
+    return numbers

@@ -293,6 +293,60 @@ def test_recomputed_backward_repeats_random_draws(mesh):
     assert torch.equal(*after)
 
 
+def test_draws_in_mapped_function_differ_by_call_and_along_named_axes(mesh):
+    """Along an axis that no spec names all values are equal, so draws are."""
+
+    def draw(x):
+        return x + torch.rand_like(x)
+
+    noisy = fs.shard_map(draw, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check=True)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        runs.append([fs.unshard(noisy(torch.zeros(8))) for _ in range(2)])
+    assert len(torch.cat(runs[0]).unique()) == 16
+    assert all(map(torch.equal, *runs))
+
+
+def test_draws_in_mapped_function_without_named_axes_are_equal(mesh):
+    f = fs.shard_map(lambda: torch.rand(3), mesh=mesh, out_specs=P(), check=True)
+    assert len(torch.cat([fs.unshard(f()) for _ in range(2)]).unique()) == 6
+
+
+def test_draws_of_results_that_are_sharded_differ_by_device(mesh):
+    f = fs.shard_map(lambda: torch.rand(3), mesh=mesh, out_specs=P("data"), check=True)
+    values = fs.unshard(f())
+    assert len(values.unique()) == len(values) > 3
+
+
+def test_draws_in_mapped_function_by_a_key_are_equal_on_all_devices(mesh):
+    def f(x):
+        with fs.keyed_random(3):
+            return fs.psum(x, "data") + torch.rand_like(x)
+
+    mapped = fs.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P(), check=True)
+    assert torch.equal(fs.unshard(mapped(torch.ones(4))), fs.unshard(mapped(torch.ones(4))))
+
+
+def test_draws_that_differ_in_a_replicated_result_raise(mesh):
+    mapped = fs.shard_map(lambda x: torch.rand(2), mesh=mesh, in_specs=P("data"), out_specs=P())
+    with pytest.raises(PromiseError, match=r"fs\.keyed_random\(seed\) draws the same"):
+        mapped(torch.ones(4))
+
+
+def test_draws_in_mapped_function_advance_the_callers_state_alike_under_transforms(mesh):
+    """Each call draws one key, whatever the function draws, and the state of the caller is not that of a device."""
+    f = fs.shard_map(
+        torch.dropout, mesh=mesh, in_specs=(P("data"), None, None), out_specs=P("data")
+    )
+    after = []
+    for call in (lambda x: f(x, 0.5, True), torch.func.vmap(lambda x: f(x[0], 0.5, False))):
+        torch.manual_seed(1)
+        call(torch.ones(1, 4) if after else torch.ones(4))
+        after.append(torch.rand(2))
+    assert torch.equal(*after)
+
+
 def test_argument_used_by_some_devices_has_gradient(mesh):
     def f(w, x):
         y = (fs.pvary(w, "model") * x) if fs.axis_index("data") == 0 else x.detach()
