@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P
+from fshard.errors import PromiseError
 from fshard.mesh.spmd.call_plan import CallPlans
 
 
@@ -337,14 +338,15 @@ def test_draws_that_differ_in_a_replicated_result_raise(mesh):
 def test_draws_in_mapped_function_advance_the_callers_state_alike_under_transforms(mesh):
     """Each call draws one key, whatever the function draws, and the state of the caller is not that of a device."""
     f = fs.shard_map(
-        torch.dropout, mesh=mesh, in_specs=(P("data"), None, None), out_specs=P("data")
+        lambda x: x * torch.rand(()), mesh=mesh, in_specs=P("data"), out_specs=P("data")
     )
-    after = []
-    for call in (lambda x: f(x, 0.5, True), torch.func.vmap(lambda x: f(x[0], 0.5, False))):
+    batched = torch.func.vmap(lambda x: fs.unshard(f(x)), randomness="same")
+    results, after = [], []
+    for call, x in ((lambda x: fs.unshard(f(x)), torch.ones(4)), (batched, torch.ones(1, 4))):
         torch.manual_seed(1)
-        call(torch.ones(1, 4) if after else torch.ones(4))
+        results.append(call(x).flatten())
         after.append(torch.rand(2))
-    assert torch.equal(*after)
+    assert torch.equal(*after) and torch.equal(*results)
 
 
 def test_argument_used_by_some_devices_has_gradient(mesh):
