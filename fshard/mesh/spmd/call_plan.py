@@ -45,7 +45,8 @@ UNEQUAL_ARGUMENT_GRADIENT = (
 )
 UNEQUAL_RESULT = (
     "its values differ. Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with fs.pvary where its "
-    "use begins), or shard it in its out_spec. fs.replicated declares a result that is equal by construction"
+    "use begins), or shard it in its out_spec. fs.replicated declares a result that is equal by construction. Random draws "
+    "differ along the axes of all specs: in fs.keyed_random(seed) they are equal"
 )
 
 

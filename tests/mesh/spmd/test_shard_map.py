@@ -331,7 +331,7 @@ def test_draws_in_mapped_function_by_a_key_are_equal_on_all_devices(mesh):
 
 def test_draws_that_differ_in_a_replicated_result_raise(mesh):
     mapped = fs.shard_map(lambda x: torch.rand(2), mesh=mesh, in_specs=P("data"), out_specs=P())
-    with pytest.raises(PromiseError, match=r"fs\.keyed_random\(seed\) draws the same"):
+    with pytest.raises(PromiseError, match=r"in fs\.keyed_random\(seed\) they are equal"):
         mapped(torch.ones(4))
 
 
