@@ -60,13 +60,13 @@ from fshard.mesh.spmd.run import run
 from fshard.mesh.spmd.shard_map import shard_map
 from fshard.optim.partition import partition_optimizer
 from fshard.pipeline.schedule.builders import pipeline_schedule
+from fshard.randomness import keyed_random
 from fshard.tensor.plan import tensor_parallel
 from fshard.transforms.evaluate import evaluate
 from fshard.transforms.fsdp.param_runtime import with_unsharded_params
 from fshard.transforms.module.functionalize import functionalize
 from fshard.transforms.module.lazy import lazy
 from fshard.transforms.module.remat import remat
-from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import fsdp, shard_params
 from fshard.transforms.stages.plan import shard_stages
 from fshard.transforms.train_step import train_step

@@ -21,13 +21,23 @@ ROOT = Path(__file__).parents[1]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Single modules below all packages, such as fshard/errors.py.
-GROUND = {"ambient", "copying", "errors", "foreign_names", "source", "tables", "uncompiled"}
+GROUND = {
+    "ambient",
+    "copying",
+    "errors",
+    "foreign_names",
+    "randomness",
+    "source",
+    "tables",
+    "uncompiled",
+}
 # package -> the packages it may import, besides itself. `fshard` is fshard/__init__.py.
 MAY_IMPORT = {
     "ambient": set(),
     "errors": set(),
     "source": {"ambient", "errors"},
     "foreign_names": set(),
+    "randomness": set(),
     "tables": set(),
     "uncompiled": set(),
     "copying": {"errors"},

@@ -31,9 +31,9 @@ from fshard.mesh.spmd.scope import here
 from fshard.optim.partition import Partitioned
 from fshard.optim.torch_optim.instances import InstanceSource, OptimizerSource, optimizer_source
 from fshard.pipeline.split.stages import Layer, split_stages
+from fshard.randomness import folded, keyed_random
 from fshard.transforms.module.compiled import compiled_in_place
 from fshard.transforms.module.lora import LoraConfig, lora
-from fshard.transforms.reproducible.randomness import folded, keyed_random
 from fshard.transforms.train_step import Metrics, train_step
 from fshard.uncompiled import uncompiled
 

@@ -24,13 +24,13 @@ from fshard.pipeline.schedule.builders import pipeline_schedule
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.split.balance import Balance, check_balance
 from fshard.pipeline.split.stages import split_stages
+from fshard.randomness import keyed_random
 from fshard.tensor.layer_plans import SequenceMode
 from fshard.tensor.plan import Plan, tensor_parallel
 from fshard.transforms.module.compiled import uncompile
 from fshard.transforms.module.lazy import without_memory
 from fshard.transforms.module.replica import copy_on_meta
 from fshard.transforms.options import integer, refusal, wrong_options
-from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import Rules, fsdp
 from fshard.transforms.stages.functions import Recompute
 

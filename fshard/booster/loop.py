@@ -33,6 +33,7 @@ from fshard.mesh.spmd.deterministic import deterministic
 from fshard.mesh.spmd.run import as_one_device, local_devices, resolve_mesh
 from fshard.optim.partition import Partitioned
 from fshard.optim.torch_optim.instances import OptimizerSource
+from fshard.randomness import drawn_key
 from fshard.source import call_site
 from fshard.transforms.agreement import SliceLoss, hash_of
 from fshard.transforms.batch import Slice
@@ -47,7 +48,6 @@ from fshard.transforms.fsdp.units import LazyUnit
 from fshard.transforms.gradient import gradient_tree, unstaged
 from fshard.transforms.module.buffers import Buffers
 from fshard.transforms.reproducible.joined_outputs import JoinedOutput, join, split_backward
-from fshard.transforms.reproducible.randomness import drawn_key
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 from fshard.uncompiled import uncompiled
 

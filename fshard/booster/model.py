@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -20,13 +20,13 @@ from fshard.mesh.layout import Layout, Mesh, PyTree, map_leaves
 from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.mesh.spmd.run import is_outside, resolve_mesh, run_on_devices
 from fshard.optim.torch_optim.instances import OptimizerSource
+from fshard.randomness import drawn_key, keyed_random
 from fshard.tensor.joined import concatenated
 from fshard.tensor.plan import Plan
 from fshard.transforms.fsdp.lazy_param import LazyParam
 from fshard.transforms.module.functionalize import module_function, validate_no_hooks
 from fshard.transforms.module.lazy import draw, reserved
 from fshard.transforms.module.replica import Placeholder, replace_by_placeholders
-from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import apply_rules
 from fshard.transforms.stages.plan import has_stages, place_stages
 
@@ -200,6 +200,13 @@ class BoostedModel(nn.Module):
             return keyed_random(self._seed, self._steps, "no_grad", self._others)
         self._forwards += 1
         return keyed_random(self._seed, self._steps, self._forwards - 1)
+
+    @contextmanager
+    def draws_of_update(self) -> Generator[None]:
+        """Seed the draws of the optimizer's step as `Booster.step` does: after the key of the gradient."""
+        with keyed_random(self._seed, self._steps - 1, 0):  # the gradients have ended the step
+            drawn_key()
+            yield
 
     def combine(self, step: Callable[[PyTree], tuple[PyTree, PyTree]]) -> tuple[PyTree, PyTree]:
         """Return the parameters after an optimizer's step, combined with those of other replicas, and its state."""

@@ -203,9 +203,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
         with torch.no_grad(), deterministic(exact, model.mesh.device_type), exact_norms(exact):
             write = partial(step_of(Optimizer(opt.init, opt.update, step)), self.grads, self.state)
             params = model.params
-            model.params, self.state = (
-                write(params) if model.replicas is None else model.combine(write)
-            )
+            with model.draws_of_update():
+                model.params, self.state = (
+                    write(params) if model.replicas is None else model.combine(write)
+                )
         self._grads = None
         self._steps += 1
         if (

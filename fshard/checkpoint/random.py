@@ -16,7 +16,7 @@ from fshard.checkpoint.snapshot import calling_device
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.sharded import Sharded
-from fshard.transforms.reproducible.randomness import folded
+from fshard.randomness import folded
 
 _ROOM = 8192
 """Bytes for the text of a state of Python or numpy, which has up to 625 numbers of 32 bits."""
@@ -25,8 +25,9 @@ _ROOM = 8192
 class RandomState:
     """The states of the generators of torch (on the CPU and the current GPU), numpy and Python, and of `generators`.
 
-    Each device saves its own. Restored on more devices, the others are seeded by a row and their number, so that they draw
-    other numbers; unless all of several rows are equal, as those of a generator that shuffles alike on all devices.
+    Each device saves its own. Restored on more devices, a generator that was in one state on all, or on the one that there
+    was, is in this state on all: devices draw alike until they are seeded differently. If there were several states, the
+    other devices are seeded by a row and their number, so that they draw other numbers.
 
     >>> state = RandomState()
     >>> saved, drawn = state.state_dict(), torch.rand(2)
@@ -77,7 +78,7 @@ class RandomState:
             )
         for name, column in zip(sizes, rows.split([*sizes.values()], 1), strict=True):
             row, is_common = column[device % len(column)].clone(), bool((column == column[0]).all())
-            if name in generators and (device < len(column) or (is_common and len(column) > 1)):
+            if name in generators and (device < len(column) or is_common):
                 generators[name].set(
                     row if name.endswith(("cpu", "cuda")) else json.loads(row.numpy().tobytes())
                 )

@@ -23,7 +23,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaf, Leaves, each_shard
-from fshard.optim.per_device import array_optimizer
+from fshard.optim.per_device import device_optimizer
 
 Handles = dict[tuple[str, int], Any]  # of reductions that are started, by axis and device
 
@@ -156,10 +156,8 @@ class Compression:
 
     def _on_devices(self, axis: str, update: Callable[..., Any]) -> Optimizer:
         """Return a function of an axis and one device's trees as one of arrays."""
-        return array_optimizer(
-            Optimizer(self._compressors[axis].init, partial(update, axis), elementwise=True),
-            "compress",
-        )
+        init = self._compressors[axis].init
+        return device_optimizer(Optimizer(init, partial(update, axis), elementwise=True))
 
 
 def _scaled(grads: PyTree, factor: float) -> PyTree:

@@ -8,24 +8,44 @@
 
 A device gets its shards of the parameters with a gradient, and None for all others: parameters of other owners or stages,
 frozen ones, ties after the first, and those without a gradient, whose state does not change.
+
+Random draws are those of one device: see `optim/draws.py`. What must be equal on several devices is compared in the
+updates 1, 2, 4, 8, ...: see `ReplicaCheck`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
+from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from fshard.errors import OptimizerError
+from fshard.errors import MismatchError, OptimizerError
 from fshard.memory.state import at_once, stored
-from fshard.mesh.layout import NAMESPACE, PyTree, Structure, flatten, unflatten
+from fshard.mesh.layout import (
+    NAMESPACE,
+    Layout,
+    Mesh,
+    PyTree,
+    Structure,
+    flatten,
+    paths_of,
+    unflatten,
+)
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.runtimes.watch import watching
+from fshard.mesh.spmd.check_equal import gather_all
+from fshard.mesh.spmd.global_inputs import digest
 from fshard.mesh.spmd.run import local_devices, run_on_devices
+from fshard.mesh.spmd.scope import Group, entered, here, require
 from fshard.optim.contract import ArrayOptimizer, Update, check_optimizer
+from fshard.optim.draws import UpdateDraws
 from fshard.optim.leaves import (
     Leaf,
     Leaves,
@@ -38,6 +58,8 @@ from fshard.optim.leaves import (
     trainable,
 )
 from fshard.optim.norms import cut_axes, local_arrays
+from fshard.randomness import drawn_key
+from fshard.source import call_site
 
 _optree: Any = optree
 
@@ -62,16 +84,28 @@ def array_optimizer(opt: Any, who: str) -> Any:
     check_optimizer(opt, who)
     if isinstance(opt, ArrayOptimizer) or hasattr(opt, "gradients"):
         return opt
+    return device_optimizer(opt, ReplicaCheck())
+
+
+def device_optimizer(opt: Any, check: ReplicaCheck | None = None) -> ArrayOptimizer:
+    """Return a pair of functions of one device's tensors as an optimizer of arrays.
+
+    With a check it is an own one: its draws are those of one device, and what replicas have equal is compared. Without,
+    its functions communicate, and their results may differ between devices, as those of a compressor.
+    """
     elementwise, step = getattr(opt, "elementwise", False), getattr(opt, "step", None)
 
     @torch.no_grad()
     def init(params: PyTree) -> PyTree:
-        return _DeviceTrees(params, elementwise).init(opt.init)
+        key = None if check is None else drawn_key()
+        return _DeviceTrees(params, elementwise).init(opt.init, key)
 
     def on_devices(act: Update, *, writes: bool) -> Update:
         @torch.no_grad()
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            return _DeviceTrees(params, elementwise, grads).act(act, state, writes=writes)
+            trees = _DeviceTrees(params, elementwise, grads)
+            key = None if check is None else drawn_key()
+            return trees.act(act, state, key, check, writes=writes)
 
         return run
 
@@ -132,19 +166,30 @@ class _DeviceTrees:
         """Return a tree of some leaves, by index: None for the others."""
         return self.params.rebuild([leaves.get(i) for i in range(len(self.params.leaves))])
 
-    def local(self, leaves: list[Leaf], index: int) -> PyTree:
-        """Return the tree of a local device."""
-        return self.tree({i: _shard(leaves[i], index) for i in self.held[index]})
+    def local(self, leaves: list[Leaf], index: int, draws: UpdateDraws | None = None) -> PyTree:
+        """Return the tree of a local device, whose random draws are then like those leaves."""
+        shards = {i: _shard(leaves[i], index) for i in self.held[index]}
+        if draws is not None:
+            for i, shard in shards.items():
+                draws.follow(shard, i)
+        return self.tree(shards)
 
-    def init(self, init: Callable[[PyTree], PyTree]) -> PyTree:
-        """Run an init on each device, and assemble the state."""
-        at = self.params
-        trees = [self.local(at.leaves, index) for index in range(len(self.devices))]
+    def init(self, init: Callable[[PyTree], PyTree], key: int | None) -> PyTree:
+        """Run an init on each device, and assemble the state. `key`: of its random draws, as in `act`."""
+        at, results = self.params, list[PyTree]()
+        for index, device in enumerate(self.devices):
+            if key is None:
+                results.append(init(self.local(at.leaves, index)))
+                continue
+            draws = UpdateDraws(at, self.updated, device, key)
+            params = self.local(at.leaves, index, draws)
+            with draws.seeded():
+                results.append(init(params))
         if elsewhere := {
             i: shape_of_shard(at.leaves[i]) for i in {*self.updated}.difference(*self.held)
         }:
-            trees.append(self.tree(elsewhere))  # the state that other processes own: its shapes
-        first, *others = states = [_State.of(init(tree), at.structure) for tree in trees]
+            results.append(init(self.tree(elsewhere)))  # the state of other processes: its shapes
+        first, *others = states = [_State.of(result, at.structure) for result in results]
         if any(
             (state.structure, state.is_like) != (first.structure, first.is_like) for state in others
         ):
@@ -166,8 +211,19 @@ class _DeviceTrees:
 
         return first.mapped(assembled, *[state.entries for state in states])
 
-    def act(self, act: Update, state: PyTree, *, writes: bool) -> tuple[PyTree, PyTree]:
-        """Run an update, or a step (`writes`), on each device; return arrays."""
+    def act(
+        self,
+        act: Update,
+        state: PyTree,
+        key: int | None,
+        check: ReplicaCheck | None,
+        *,
+        writes: bool,
+    ) -> tuple[PyTree, PyTree]:
+        """Run an update, or a step (`writes`), on each device; return arrays.
+
+        `key`: of its random draws, the same on all devices. Without it the function draws as it likes.
+        """
         at, before = self.params, _State.of(state, self.params.structure)
 
         def on_device(index: int) -> tuple[list[Any], list[Any]]:
@@ -180,15 +236,32 @@ class _DeviceTrees:
                 }
                 return [like(leaves[i], [shard]) for i, shard in local.items()]
 
-            context = copy_context()
-            context.run(local_arrays.set, arrays)
-            local_state = before.mapped(lambda leaves: self.local(leaves, index), before.entries)
-            grads, params = self.local(self.grads, index), self.local(at.leaves, index)
-            result, after = context.run(act, grads, local_state, params)
+            draws = None
+            if key is not None:
+                draws = UpdateDraws(at, self.updated, self.devices[index], key)
+            local_state = before.mapped(
+                lambda leaves: self.local(leaves, index, draws), before.entries
+            )
+            grads, params = (
+                self.local(self.grads, index, draws),
+                self.local(at.leaves, index, draws),
+            )
+
+            def update() -> tuple[PyTree, PyTree]:
+                local_arrays.set(arrays)
+                if draws is None:
+                    return act(grads, local_state, params)
+                with draws.seeded(), sums_over_shards(at, self.updated):
+                    return act(grads, local_state, params)
+
+            result, after = copy_context().run(update)
             entries = zip(before.structure.flatten_up_to(after), before.is_like, strict=True)
-            return at.beside(result, "updates"), [
-                at.beside(x, "state") if is_like else x for x, is_like in entries
-            ]
+            updates = at.beside(result, "updates")
+            states = [at.beside(x, "state") if is_like else x for x, is_like in entries]
+            if self.mesh is not None and check is not None and draws is not None:
+                results = partial(self.equal_results, before, updates, states)
+                check.compare(self.mesh, self.devices[index], results, draws)
+            return updates, states
 
         if self.mesh is None:
             results = [on_device(0)]
@@ -213,6 +286,129 @@ class _DeviceTrees:
             lambda leaves, *trees: at.rebuild(joined(leaves, *trees)), before.entries, *states
         )
         return at.rebuild(leaves), state
+
+    def equal_results(
+        self, before: _State, updates: list[Any], states: list[Any]
+    ) -> list[EqualResult]:
+        """Return the results of a device that are equal on others: of replicas, and numbers of the state."""
+        at, results = self.params, list[EqualResult]()
+        for i in self.updated:
+            results.append(EqualResult(f"update{at.paths[i]}", updates[i], at.leaves[i].layout))
+        columns = zip(
+            paths_of(before.structure), before.entries, before.is_like, states, strict=True
+        )
+        for path, entry, is_like, state in columns:
+            if not is_like:
+                results.append(EqualResult(f"state{path}", state, None))
+                continue
+            for i in self.updated:
+                if isinstance(entry[i], Sharded):
+                    name = f"state{path}{at.paths[i]}"
+                    results.append(EqualResult(name, state[i], entry[i].layout))
+        return results
+
+
+# -- checks of own updates --------------------------------------------------------------------------------------------
+
+
+def sums_over_shards(params: Leaves, updated: Sequence[int]) -> AbstractContextManager[None]:
+    """Return the context of an own update on a device: sums over replicas raise, as they count parameters several times."""
+    scope = here()
+    if scope is None:
+        return nullcontext()
+
+    def validate_sum(call: str, group: Group) -> None:
+        if call not in ("fs.psum", "fs.psum_scatter"):
+            return
+        for i in updated:
+            spec, sizes = params.leaves[i].spec, params.leaves[i].mesh.shape
+            replicated = [axis for axis in group.axes if axis not in spec.sharded_axes]
+            copies = prod(sizes.get(axis, 1) for axis in replicated)
+            if copies > 1:
+                raise OptimizerError(
+                    f"{call} in an update must be over axes that shard all parameters; got {', '.join(replicated)}, along "
+                    f"which params{params.paths[i]} is replicated, so that it would count {copies} times. "
+                    "A norm that is right in every stage is fs.optim.global_norm(grads)."
+                )
+
+    return entered(scope.replaced(notice=validate_sum))
+
+
+class EqualResult(NamedTuple):
+    """A result of an update that is equal on the devices that hold one shard of a layout; without one, on all."""
+
+    name: str
+    value: Any
+    layout: Layout | None
+
+
+class ReplicaCheck:
+    """Compare, between devices, what an own update must return equal: in its calls 1, 2, 4, 8, ...
+
+    Differences often begin after the first step. In these calls the devices gather a row of hashes; those of large
+    tensors are of samples. With FSHARD_CHECK=1 they do so in every call.
+    """
+
+    def __init__(self) -> None:
+        self._calls = dict[tuple[Mesh, int], int]()
+
+    def compare(
+        self,
+        mesh: Mesh,
+        device: int,
+        results_of_device: Callable[[], list[EqualResult]],
+        draws: UpdateDraws,
+    ) -> None:
+        """Raise on all devices unless their results are equal, and the keys of their draws."""
+        calls = self._calls[mesh, device] = self._calls.get((mesh, device), 0) + 1
+        is_due = calls & (calls - 1) == 0 or watching()
+        if mesh.size == 1 or mesh.runtime == "abstract" or not is_due:
+            return
+        group = require("an update").group(mesh.axis_names, "an update")
+        results = results_of_device()
+        hashes = [int(draws.has_drawn), draws.key >> 1, *[_hash(x.value) for x in results]]
+        rows = gather_all(torch.tensor(hashes), group, call_site()).tolist()
+        if any(has_drawn for has_drawn, *_ in rows) and len({row[1] for row in rows}) > 1:
+            raise MismatchError(
+                "the random state must be the same on all devices, for draws in an update. Give all processes one seed: "
+                "torch.manual_seed(0), not that of a rank."
+            )
+        for column, result in enumerate(results, 2):
+            values = dict[tuple[int, ...], int]()
+            for member, row in enumerate(rows):
+                place, value = _place(result.layout, mesh, member), row[column]
+                if place is None or value == _NOTHING:
+                    continue
+                if values.setdefault(place, value) != value:
+                    raise OptimizerError(
+                        f"{result.name} must be equal on all devices that have it; got another value on device "
+                        f"{mesh.coordinates(member)}. An update sees this device's shards: make a number from those of all, by "
+                        "fs.optim.global_norm(grads) or fs.psum(x, axis) over the axes that shard the parameters; or leave "
+                        "out elementwise=True, for owners."
+                    )
+
+
+_NOTHING = 0
+"""The hash of a result that a device does not have, which is not compared."""
+
+
+def _place(layout: Layout | None, mesh: Mesh, device: int) -> tuple[int, ...] | None:
+    """Return the coordinates of a device along the axes that shard an array; None if it holds none of it."""
+    if layout is None:
+        return ()
+    if not layout.has_any(device):
+        return None
+    coordinates = mesh.coordinates(device)
+    return tuple([coordinates[axis] for axis in layout.spec.sharded_axes])
+
+
+def _hash(x: Any) -> int:
+    """Return a hash of 63 bits: of a tensor, large ones at samples of 64 KiB, or of a value's text."""
+    if x is None:
+        return _NOTHING
+    if isinstance(x, Tensor):
+        return digest(x.reshape(-1)[:: 1 + x.nbytes // (1 << 16)])
+    return digest(torch.tensor([*repr(x).encode()], dtype=torch.uint8))
 
 
 # -- shards of a leaf -------------------------------------------------------------------------------------------------

@@ -31,10 +31,10 @@ from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import spread
 from fshard.pipeline.split.valueless import ValuelessMode
+from fshard.randomness import keyed_random
 from fshard.source import locate
 from fshard.tensor.joined import ranges_of
 from fshard.tensor.unsharded import run_unsharded
-from fshard.transforms.reproducible.randomness import keyed_random
 
 USE_MODULE = (
     "Call what arrays lack in a small module of its own, which then runs on unsharded tensors."

@@ -20,6 +20,7 @@ from fshard.mesh.runtimes.watch import watching
 from fshard.mesh.spmd.global_inputs import digest
 from fshard.mesh.spmd.scope import Group, loss_scope, require
 from fshard.optim.scaling import finite_scale
+from fshard.randomness import keyed_random
 from fshard.transforms.agreement import (
     SliceLoss,
     StepAgreement,
@@ -47,7 +48,6 @@ from fshard.transforms.module.buffers import (
     written_paths,
 )
 from fshard.transforms.options import StepOptions
-from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 from fshard.transforms.slices import SliceTurn, nonzero_weight, one_loss, slice_turns, unpack_result
 

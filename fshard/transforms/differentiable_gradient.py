@@ -19,11 +19,11 @@ from fshard.mesh.reshard.device_put import reshard, unshard
 from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.scope import loss_scope, require
 from fshard.optim.leaves import like, trainable, without_static
+from fshard.randomness import drawn_key, keyed_random
 from fshard.transforms.array_checks import validate_mesh
 from fshard.transforms.batch import shard_batch
 from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import chosen
-from fshard.transforms.reproducible.randomness import drawn_key, keyed_random
 from fshard.transforms.slices import one_loss, weight_of
 
 

@@ -57,7 +57,8 @@ def evaluate(
             call `module.eval()` before, which `functionalize`'s apply follows.
 
     Communicates an all_gather per sharded unit and the psum of the means. It works under `torch.no_grad` and
-    `torch.inference_mode`, and restores the random state.
+    `torch.inference_mode`. Random draws differ from call to call and between samples, as in a step: each call draws one
+    key. In `fs.keyed_random(0)` all calls draw alike, and the random state stays.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -83,7 +84,7 @@ def evaluate(
     def run(params: PyTree, *inputs: PyTree) -> Any:
         buffers, batch = inputs if has_buffers else ((), *inputs)
         validate_run(mesh, "evaluate", params=params, buffers=buffers, batch=batch)
-        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=()):
+        with torch.inference_mode(False), torch.no_grad():
             value, _ = forward.run(params, buffers, batch, call_site())
         return (value.loss, value.aux) if has_aux else value.loss
 

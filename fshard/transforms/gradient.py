@@ -43,6 +43,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 from fshard.optim.leaves import trainable, without_static
+from fshard.randomness import drawn_key
 from fshard.source import Site, call_site
 from fshard.transforms.agreement import FIX_UNEVEN_GATHERS
 from fshard.transforms.array_checks import validate_mesh, validate_run
@@ -60,7 +61,6 @@ from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import StepOptions, wrong_options
 from fshard.transforms.patterns import chosen, named, parts_of
-from fshard.transforms.reproducible.randomness import drawn_key
 from fshard.uncompiled import uncompiled
 
 

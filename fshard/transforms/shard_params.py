@@ -45,6 +45,7 @@ from fshard.mesh.layout.sharded import key_of
 from fshard.mesh.reshard.device_put import collected, put_equal, validate_leaf
 from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.optim.leaves import is_frozen, without_static
+from fshard.randomness import drawing_from, random_state
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.patterns import (
     Choice,
@@ -56,7 +57,6 @@ from fshard.transforms.patterns import (
     named,
     parts_of,
 )
-from fshard.transforms.reproducible.randomness import drawing_from, random_state
 from fshard.uncompiled import uncompiled
 
 Rules = Any

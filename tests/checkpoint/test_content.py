@@ -17,6 +17,7 @@ import fshard as fs
 from fshard import P
 from fshard.checkpoint.names import JoinedArray
 from fshard.errors import CheckpointError
+from fshard.testing.processes import run_processes
 from tests.checkpoint.programs import mesh
 
 # -- random generators ------------------------------------------------------------------------------------------------
@@ -86,15 +87,34 @@ def run_draws(n, path, load):
 @pytest.mark.parametrize("before", [1, 2, 4])
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 7])
 def test_devices_take_their_rows_and_others_draw_other_numbers(before, after, tmp_path):
+    """Of one state there are no others: all devices continue with it, as they begin with one."""
     wanted = run_draws(before, tmp_path, load=False)
     drawn = run_draws(after, tmp_path, load=True)
     for (x, _), (y, _) in zip(drawn, wanted, strict=False):
         assert torch.equal(x, y)
-    assert len({tuple(x.tolist()) for x, _ in drawn}) == after
-    if before > 1:  # the generator that draws alike on all devices still does
-        assert all(torch.equal(x, wanted[0][1]) for _, x in drawn)
+    assert len({tuple(x.tolist()) for x, _ in drawn}) == (after if before > 1 else 1)
+    assert all(torch.equal(x, wanted[0][1]) for _, x in drawn)  # it draws alike on all devices
     repeated = run_draws(after, tmp_path, load=True)
     assert all(torch.equal(x, y) for (x, _), (y, _) in zip(drawn, repeated, strict=True))
+
+
+def draw_after_saving(folder):
+    torch.manual_seed(3)
+    fs.save(folder, {"random": fs.RandomState()})
+    return torch.rand(2)
+
+
+def draw_after_restoring(folder):
+    fs.make_mesh({"data": 2})
+    fs.restore(folder, {"random": fs.RandomState()})
+    return torch.rand(2)
+
+
+def test_two_processes_continue_with_the_state_of_one(tmp_path):
+    drawn = draw_after_saving(tmp_path / "one")
+    assert all(
+        torch.equal(x, drawn) for x in run_processes(draw_after_restoring, 2, tmp_path / "one")
+    )
 
 
 def test_rows_are_one_array_by_device(tmp_path):

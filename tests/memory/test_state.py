@@ -50,6 +50,72 @@ def test_bits_equal_those_of_state_on_the_device(disk_folder, case, place):
     assert same_bits(result, expected)
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("donate", [False, True])
+def test_state_of_mixed_dtypes_equals_state_on_the_device(disk_folder, place, donate):
+    """Leaves of one group have one buffer, in which each keeps its dtype, whatever its size."""
+    if place[0] == "disk" and not donate:
+        pytest.skip("state on disk is updated in place")
+    dtypes = [torch.float64, torch.bfloat16, torch.float32, torch.float16, torch.float64]
+    mesh, draw = fs.make_mesh({"data": 2}), torch.Generator().manual_seed(0)
+    values = {
+        str(i): torch.randn(3 + 2 * i, generator=draw).to(dtype) for i, dtype in enumerate(dtypes)
+    }
+
+    def after(**options):
+        params = fs.shard_params(values, P(), mesh=mesh)
+        opt = fs.partition_optimizer(optim.adamw(0.1), mesh=mesh, axis="data", stage=2, **options)
+
+        def loss_fn(params, x):
+            return sum((p.float() - 1).square().sum() for p in params.values()) * x.mean()
+
+        step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=donate)
+        state = opt.init(params)
+        for _ in range(3):
+            params, state, _ = step(params, state, torch.ones(4))
+        return [fs.unshard(x) for tree in (params, state["exp_avg"]) for x in tree.values()]
+
+    expected = after()
+    with stress(poison=True):
+        results = after(state_memory=place[0], update_on=place[1])
+    assert [x.dtype for x in results] == [x.dtype for x in expected]
+    assert all(map(torch.equal, results, expected))
+
+
+@pytest.mark.parametrize("update_on", ["device", "host"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_state_that_changes_its_dtype_keeps_it_on_the_host(update_on, donate):
+    """An own update may return state of a wider dtype: it is stored so, not rounded to that of before."""
+
+    def update(grads, state, params):
+        state = {name: state[name].double() + grads[name].double() / 3 for name in grads}
+        return {name: -x.to(params[name]) for name, x in state.items()}, state
+
+    own = optim.Optimizer(
+        lambda params: {name: torch.zeros_like(x) for name, x in params.items()},
+        update,
+        elementwise=True,
+    )
+    mesh = fs.make_mesh({"data": 2})
+
+    def after(**options):
+        params = fs.shard_params({"w": torch.linspace(0, 1, 7)}, P(), mesh=mesh)
+        opt = fs.partition_optimizer(own, mesh=mesh, axis="data", stage=1, **options)
+
+        def loss_fn(params, x):
+            return params["w"].square().sum() * x.mean()
+
+        step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=donate)
+        state = opt.init(params)
+        for _ in range(3):
+            params, state, _ = step(params, state, torch.ones(4))
+        return fs.unshard(params["w"]), fs.unshard(state["w"]), state["w"]
+
+    expected, result = after(), after(state_memory="host", update_on=update_on)
+    assert result[1].dtype == torch.float64 and result[2].layout.memory == "host"
+    assert all(map(torch.equal, result[:2], expected[:2]))
+
+
 @pytest.mark.parametrize("place", [("host", "device"), ("disk", "host")])
 def test_a_missing_wait_changes_bits(disk_folder, monkeypatch, place):
     expected = trained(**CASE)

@@ -280,15 +280,24 @@ class Hoarder(Lars):
 
 
 class Averager(Lion):
-    """Claims to be elementwise, and has a mean and rows of its shards."""
+    """Claims to be elementwise, and has a mean of its shards."""
 
     def step(self, closure=None):
         super().step(closure)
         for p, state in self.state.items():
-            state |= {"mean": float(p.mean()), "row": torch.zeros(3, 7)}
+            state |= {"mean": float(p.mean())}
 
 
-KINDS |= {"Hoarder": Hoarder, "Averager": Averager}
+class Rower(Lion):
+    """Claims to be elementwise, and has rows of its shards."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state |= {"row": torch.zeros(3, 7)}
+
+
+KINDS |= {"Hoarder": Hoarder, "Averager": Averager, "Rower": Rower}
 
 
 def saved_in(folder):
@@ -322,10 +331,10 @@ MISUSE = {
     ),
     "numbers that differ": (
         lambda folder: train("Averager", "zero 1", 2, range(1), save=folder),
-        r"'mean' of first.weight must be equal on all devices; got .*\d and .*\d",
+        r"'mean' of first.weight must be equal on all devices",
     ),
     "other shapes": (
-        lambda folder: train("Averager", "fsdp", 2, range(1)),
+        lambda folder: train("Rower", "fsdp", 2, range(1)),
         r"'row' of \S+ must have the shape of the shard, \(8,\), or of a number",
     ),
     "rows in a folder": (

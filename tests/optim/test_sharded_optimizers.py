@@ -138,3 +138,24 @@ def test_step_on_abstract_mesh_keeps_layouts(name):
     for _ in range(2):
         params, state = optim.step_of(ALL[name])(params, state, params)
     assert all(x.spec == P.flat("data") for x in params.values())
+
+
+def owners_of(frozen):
+    """Return the owner of each trained parameter's state; those at `frozen` indices are not trained."""
+    mesh = fs.make_mesh({"data": 3})
+    shapes = [(8, 5), (4, 4), (3, 4), (5, 2), (2, 2)]
+    leaves = [
+        torch.nn.Parameter(torch.ones(shape), requires_grad=i not in frozen)
+        for i, shape in enumerate(shapes)
+    ]
+    params = fs.shard_params(leaves, P(), mesh=mesh)
+    opt = fs.partition_optimizer(optim.muon(0.1), mesh=mesh, axis="data", stage=1)
+    state = opt.init(params)["momentum_buffer"]
+    return {i: x.spec.at for i, x in enumerate(state) if x is not None}
+
+
+@pytest.mark.parametrize("frozen", [{0}, {1, 2}, {0, 3, 4}])
+def test_owners_are_unchanged_by_freezing(frozen):
+    """Else the state of a parameter would move, or be lost, when another one is frozen or trained again."""
+    everywhere = owners_of(set())
+    assert owners_of(frozen) == {i: at for i, at in everywhere.items() if i not in frozen}

@@ -108,7 +108,7 @@ def test_evaluate_reads_buffers_and_follows_eval():
     model(torch.randn(20, 6))
     apply, params, buffers = fs.functionalize(model, sync_batchnorm="data")
     model.eval()
-    mesh, batch, before = fs.make_mesh({"data": 4}), batch_of(7), torch.get_rng_state()
+    mesh, batch = fs.make_mesh({"data": 4}), batch_of(7)
     params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
 
     def loss_fn(p, b, batch):
@@ -121,9 +121,34 @@ def test_evaluate_reads_buffers_and_follows_eval():
             params, buffers, batch
         )
     torch.testing.assert_close(loss, (model(batch["x"]) - batch["y"]).square().mean().detach())
-    assert all(torch.equal(x, buffers[name]) for name, x in kept.items()) and torch.equal(
-        before, torch.get_rng_state()
-    )
+    assert all(torch.equal(x, buffers[name]) for name, x in kept.items())
+
+
+def test_evaluate_draws_differ_by_call_and_sample_and_repeat_by_seed():
+    mesh = fs.make_mesh({"data": 4})
+
+    def sampled(params, x):
+        noise = torch.rand(x.shape[0])
+        return noise.mean(), noise
+
+    test = fs.evaluate(sampled, mesh=mesh, batch=P("data"), aux="rows")
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        runs.append([test({}, torch.ones(8))[1] for _ in range(2)])
+    first, second = runs[0]
+    assert len(torch.cat([first, second]).unique()) == 16
+    assert torch.equal(first, runs[1][0]) and torch.equal(second, runs[1][1])
+
+
+def test_evaluate_in_keyed_random_draws_alike_and_keeps_the_random_state():
+    mesh, before = fs.make_mesh({"data": 4}), torch.get_rng_state()
+    test = fs.evaluate(lambda params, x: torch.rand(2).mean(), mesh=mesh, batch=P("data"))
+    losses = []
+    for _ in range(2):
+        with fs.keyed_random(0):
+            losses.append(test({}, torch.ones(8)))
+    assert losses[0] == losses[1] and torch.equal(before, torch.get_rng_state())
 
 
 # -- the pieces of a step ------------------------------------------------------------------------------------------

@@ -45,7 +45,8 @@ UNEQUAL_ARGUMENT_GRADIENT = (
 )
 UNEQUAL_RESULT = (
     "its values differ. Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with fs.pvary where its "
-    "use begins), or shard it in its out_spec. fs.replicated declares a result that is equal by construction"
+    "use begins), or shard it in its out_spec. fs.replicated declares a result that is equal by construction. Random draws "
+    "differ along the axes of all specs: in fs.keyed_random(seed) they are equal"
 )
 
 
@@ -80,6 +81,7 @@ class PlannedTensor:
 class ArgumentPlan:
     """The tensors among the arguments of a call, and how to call with others instead.
 
+    `named_axes`: those that the spec of any argument or result names; along the others all values are equal.
     `checked`: the callers that have made a checked call, each a device's scope, or the plan where there is none;
     True once its gradients have been audited too.
     """
@@ -87,6 +89,7 @@ class ArgumentPlan:
     entries: tuple[PlannedTensor, ...]
     structure: Structure
     keywords: tuple[str, ...]
+    named_axes: tuple[str, ...]
     checked: WeakKeyDictionary[object, bool] = field(
         default_factory=WeakKeyDictionary[object, bool], repr=False
     )
@@ -157,9 +160,17 @@ class CallPlans:
         plan = self._arguments.get(key)
         if plan is None:
             names = _argument_names(self.f, len(args), tuple(kwargs))
-            plan = ArgumentPlan(self._plan_arguments(mesh, names, values), structure, tuple(kwargs))
+            entries = self._plan_arguments(mesh, names, values)
+            plan = ArgumentPlan(entries, structure, tuple(kwargs), self._named_axes(entries))
             _cleared_if_full(self._arguments)[key] = plan
         return plan, leaves
+
+    def _named_axes(self, entries: tuple[PlannedTensor, ...]) -> tuple[str, ...]:
+        """Return the mapped axes that the spec of any argument or result names."""
+        specs = [entry.layout.spec for entry in entries]
+        specs += [spec for spec in flatten(self.out_specs)[0] if isinstance(spec, P)]
+        named = {axis for spec in specs for axis in spec.axes}
+        return tuple([axis for axis in self.mapped if axis in named])
 
     def _plan_arguments(
         self, mesh: Mesh, names: list[str], values: list[Any]

@@ -34,7 +34,8 @@ from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.gradient_audit import Audit
 from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.run import inside, local_devices, resolve_mesh, without_values
-from fshard.mesh.spmd.scope import Scope
+from fshard.mesh.spmd.scope import Scope, require
+from fshard.randomness import drawn_key, folded, seeded_by, turned
 from fshard.source import call_site
 from fshard.uncompiled import uncompiled
 
@@ -66,7 +67,8 @@ def shard_map(
             mapped function is checked again: make it once, outside of loops.
 
     Arguments are plain tensors (the global value, the same on every process) or `Sharded`, which are resharded if
-    their layout differs. Results are `Sharded`. Random draws inside f are equal on all devices; see `fs.keyed_random`.
+    their layout differs. Results are `Sharded`. Random draws inside f differ from call to call, and from device to device
+    along the axes that any spec names; along the others they are equal. `fs.keyed_random` in f draws as its key says.
     To compile, compile f: `shard_map(torch.compile(f), ...)`.
 
     >>> import torch, fshard as fs
@@ -142,6 +144,7 @@ class MappedCall:
             check or (check is None and watching()) or (self._is_first and self._audit is None)
         )
         self._results: dict[int, tuple[ResultPlan, list[Any]]] = {}
+        self._key = None if mesh.runtime == "abstract" else folded(drawn_key())
 
     def columns(self) -> list[Tensors]:
         """Return the shards of each argument, on the devices held here.
@@ -193,9 +196,15 @@ class MappedCall:
         return tensors
 
     def apply(self, xs: Tensors) -> PyTree:
-        """Call the function on a device's shards."""
+        """Call the function on a device's shards; its draws differ along the axes that are named, and are repeated."""
         args, kwargs = self.plan.arguments(self.leaves, xs)
-        return self.plans.f(*args, **kwargs)
+        if self._key is None:
+            return self.plans.f(*args, **kwargs)
+        axes, index = self.plan.named_axes, 0
+        if axes:
+            index = require("shard_map").group(axes, "shard_map").index
+        with seeded_by(turned(self._key, index)):
+            return self.plans.f(*args, **kwargs)
 
     def assemble(self, columns: list[Tensors]) -> PyTree:
         """Put the devices' results together."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -22,17 +24,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fshard.errors import OptimizerError
 from fshard.memory.state import current_offload, fetched, is_away, stored, written_back
-from fshard.mesh.layout import PyTree
+from fshard.mesh.layout import P, PyTree
 from fshard.mesh.layout.kinds import mark_memory, memory_of
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
+from fshard.mesh.spmd.run import as_one_device, local_devices
 from fshard.optim.by_label import NOTHING, by_label
 from fshard.optim.contract import ArrayOptimizer, Optimizer, check_optimizer, copied, differences
+from fshard.optim.draws import UpdateDraws
 from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable
+from fshard.optim.per_device import EqualResult, ReplicaCheck, sums_over_shards
 from fshard.optim.rules.adam import adam, adamw
 from fshard.optim.rules.sgd import sgd
 from fshard.optim.torch_optim.classes import CLASSES, check_divisible, from_torch
 from fshard.optim.torch_optim.instance_state import InstanceState
+from fshard.randomness import drawn_key
 
 
 class OptimizerSource:
@@ -289,6 +295,7 @@ class InstanceSource(TorchSource):
         ] = {}  # the data of whose shards, `nn.Parameter`s, is replaced in each step
         self.state = InstanceState(optimizer, self._local)
         self._step_instance = optimizer.step  # `boost` replaces it by one that raises
+        self._check = ReplicaCheck()
         elementwise = bool(getattr(type(optimizer), "elementwise", False))
         self.opt = ArrayOptimizer(self._init, self._update, self._step, elementwise)
 
@@ -361,16 +368,30 @@ class InstanceSource(TorchSource):
     def _step(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         leaves = Leaves.of(params)
         gradients = leaves.gradients(grads)
+        indices = self._localize(leaves)
         steps = [
             (self._local[name].shards[0], leaves.leaves[i], gradients[i])
-            for name, i in self._localize(leaves).items()
+            for name, i in indices.items()
         ]
         for local, leaf, grad in steps:
             (shard,) = shards_of(leaf)
             local.grad, local.data = None, shard.detach()
             if grad is not None and trainable(leaf) and shard.numel():
                 local.grad = shards_of(grad)[0].to(shard.dtype)
-        self._step_with_state()
+
+        updated = [
+            i for i in indices.values() if gradients[i] is not None and trainable(leaves.leaves[i])
+        ]
+        mesh = next((leaf.mesh for _, leaf, _ in steps if isinstance(leaf, Sharded)), None)
+        device = 0 if mesh is None else local_devices(mesh)[0]
+        draws = UpdateDraws(leaves, updated, device, drawn_key())
+        with as_one_device(mesh) if mesh is not None else nullcontext():
+            with sums_over_shards(leaves, updated):
+                self._step_with_state(draws, indices)
+            if mesh is not None:
+                results = partial(self._equal_results, leaves, indices)
+                self._check.compare(mesh, device, results, draws)
+
         for local, leaf, _ in steps:
             local.grad = None
             if (
@@ -379,11 +400,32 @@ class InstanceSource(TorchSource):
                 shards_of(leaf)[0].copy_(local.data)
         return params, state
 
-    def _step_with_state(self) -> None:
+    def _equal_results(self, params: Leaves, indices: Mapping[str, int]) -> list[EqualResult]:
+        """Return the parameters, which replicas have equal, and the numbers of their state."""
+        results = list[EqualResult]()
+        for name, i in indices.items():
+            layout, local = params.leaves[i].layout, self._local[name].shards[0]
+            results.append(EqualResult(name, local.detach(), layout))
+            numbers = _numbers_of(self.optimizer.state.get(local, {}))
+            at_owner = layout.with_spec(P(at=dict(layout.spec.at)))
+            keys = ", ".join(map(repr, numbers)) or "the state"
+            results.append(EqualResult(f"{keys} of {name}", numbers or None, at_owner))
+        return results
+
+    def _run_instance(self, draws: UpdateDraws, indices: Mapping[str, int]) -> None:
+        """Call the step of the instance, whose random draws are like the parameters and their state."""
+        for name, i in indices.items():
+            local = self._local[name].shards[0]
+            for x in (local, local.grad, *self.optimizer.state.get(local, {}).values()):
+                draws.follow(x, i)
+        with draws.seeded():
+            self._step_instance()
+
+    def _step_with_state(self, draws: UpdateDraws, indices: Mapping[str, int]) -> None:
         """Call the step of the instance, with its state in the memory of the update."""
         offload, state = current_offload(), self.optimizer.state
         if offload is None:
-            self._step_instance()
+            self._run_instance(draws, indices)
             for x in (
                 [x for entry in state.values() for x in entry.values()]
                 if self.state.memory == "host"
@@ -403,7 +445,7 @@ class InstanceSource(TorchSource):
         homes = [state[param][name] for param, name in keys]
         for (param, name), x in zip(keys, fetched(homes, offload), strict=True):
             state[param][name] = x
-        self._step_instance()
+        self._run_instance(draws, indices)
         results = [state[param][name] for param, name in keys]
         for (param, name), x in zip(
             keys, written_back(results, homes, offload, in_place=True), strict=True
@@ -417,3 +459,14 @@ class InstanceSource(TorchSource):
     def _update(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         after, state = self._step(grads, state, copied(params))
         return differences(params, after, grads), state
+
+
+def _numbers_of(state: Mapping[Any, Any]) -> dict[Any, float]:
+    """Return the numbers in the state of a parameter."""
+    numbers = dict[Any, float]()
+    for key, x in state.items():
+        if isinstance(x, Tensor) and not x.ndim:
+            numbers[key] = x.item()
+        elif isinstance(x, int | float):
+            numbers[key] = x
+    return numbers

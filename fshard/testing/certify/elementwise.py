@@ -25,13 +25,14 @@ def check_elementwise(
 
     With `elementwise=True` each device updates a flat shard of every leaf, else the leaves that it owns (in a `by_label`,
     leaf by leaf). The gradients are random and differ in size from shard to shard. An optimizer may communicate, as
-    `clip_by_global_norm` does, and `global_norm` in an own `update`.
+    `clip_by_global_norm` does, and `global_norm` in an own `update`. It may draw: all runs begin with one random state,
+    and draws of an own `update` like a gradient, a parameter or state must be those on full tensors.
 
     Args:
         opt: an optimizer, or a transformation of gradients; if of arrays, elementwise for some leaves.
         params: default: a few leaves of odd shapes.
         steps: number of steps.
-        seed: of the gradients.
+        seed: of the gradients, and of the optimizer's draws.
 
     >>> import torch, fshard as fs
     >>> check_elementwise(fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(0.1)))
@@ -66,12 +67,13 @@ def check_elementwise(
         return (torch.randn(x.shape, generator=draw) * sizes).to(x)
 
     grads = [leaves.mapped(uneven) for _ in range(steps)]
-    expected = _train(opt, params, grads)
+    expected = _train(opt, params, grads, seed)
     for axes in ({"data": 2}, {"data": 3}, {"data": 2, "model": 2}, {"data": 7}):
         mesh = Mesh(tuple(axes.items()), "virtual", "cpu")
         parted = fs.partition_optimizer(opt, mesh=mesh, axis=mesh.axis_names, stage=1)
         replicated, shards = Layout(mesh), parted.gradients(Layout(mesh))
-        trained = _train(parted, _put(params, replicated), [_put(tree, shards) for tree in grads])
+        gradients = [_put(tree, shards) for tree in grads]
+        trained = _train(parted, _put(params, replicated), gradients, seed)
         comparisons = list[Comparison]()
         for step, (sharded, serial) in enumerate(zip(trained, expected, strict=True)):
             for name, x, y in zip(names, sharded, serial, strict=True):
@@ -95,9 +97,11 @@ def _put(tree: PyTree, layout: Layout) -> PyTree:
     )
 
 
-def _train(opt: Any, params: PyTree, grads: list[PyTree]) -> list[list[Leaf]]:
-    step, state, snapshots = pure_step(opt), opt.init(params), list[list[Leaf]]()
-    for tree in grads:
-        params, state = step(tree, state, params)
-        snapshots.append(Leaves.of(params).leaves)
+def _train(opt: Any, params: PyTree, grads: list[PyTree], seed: int) -> list[list[Leaf]]:
+    step, snapshots = pure_step(opt), list[list[Leaf]]()
+    with fs.keyed_random(seed):
+        state = opt.init(params)
+        for tree in grads:
+            params, state = step(tree, state, params)
+            snapshots.append(Leaves.of(params).leaves)
     return snapshots

@@ -19,13 +19,13 @@ from torch.nn.parameter import is_lazy
 from fshard.copying import lazy_copy
 from fshard.errors import ModuleError
 from fshard.mesh.layout import Axes
+from fshard.randomness import key_now
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.fsdp.param_runtime import with_unsharded_params
 from fshard.transforms.fsdp.plans import versions_of
 from fshard.transforms.module.batchnorm import synchronise
 from fshard.transforms.module.replica import NO_HOOKS, Replicas, Tensors
 from fshard.transforms.patterns import Choice, chosen
-from fshard.transforms.reproducible.randomness import key_now
 
 Apply = Callable[..., tuple[Any, Tensors]]
 

@@ -28,7 +28,7 @@ from fshard.mesh.layout.kinds import empty_in, owned_by
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.run import local_devices
-from fshard.transforms.reproducible.randomness import folded, keyed_random
+from fshard.randomness import folded, keyed_random
 
 Args = ParamSpec("Args")
 Module = TypeVar("Module", bound=nn.Module)

@@ -22,7 +22,7 @@ from fshard.copying import copied, lazy_copy, untouched
 from fshard.errors import ModuleError
 from fshard.mesh.spmd.scope import here
 from fshard.transforms.module.compiled import Unsharding
-from fshard.transforms.reproducible.randomness import Layers
+from fshard.transforms.reproducible.layer_keys import Layers
 
 Tensors = dict[str, Tensor]
 Names = dict[str, str]

@@ -23,6 +23,7 @@ from fshard.optim.scaling import finite_scale
 from fshard.pipeline.execution.device import StageDevice
 from fshard.pipeline.execution.leaves import stage_for
 from fshard.pipeline.execution.microbatches import shape_key
+from fshard.randomness import folded, keyed_apart
 from fshard.source import Site, call_site
 from fshard.transforms.agreement import (
     SliceLoss,
@@ -41,7 +42,6 @@ from fshard.transforms.loss_collectives import LOCAL_CALLS
 from fshard.transforms.metrics import SliceMetrics, metrics_of, slice_loss
 from fshard.transforms.module.buffers import flags, written_paths
 from fshard.transforms.patterns import named, parts_of
-from fshard.transforms.reproducible.randomness import folded, keyed_apart
 from fshard.transforms.slices import nonzero_weight, one_loss, unpack_result
 from fshard.transforms.stages.buffers import StageWrites
 from fshard.transforms.stages.params import StageSums, StageUnit

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P
+from fshard.errors import PromiseError
 from fshard.mesh.spmd.call_plan import CallPlans
 
 
@@ -291,6 +292,61 @@ def test_recomputed_backward_repeats_random_draws(mesh):
             torch.autograd.grad(y.sum(), x, create_graph=True)
         after.append(torch.randn(2))
     assert torch.equal(*after)
+
+
+def test_draws_in_mapped_function_differ_by_call_and_along_named_axes(mesh):
+    """Along an axis that no spec names all values are equal, so draws are."""
+
+    def draw(x):
+        return x + torch.rand_like(x)
+
+    noisy = fs.shard_map(draw, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check=True)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        runs.append([fs.unshard(noisy(torch.zeros(8))) for _ in range(2)])
+    assert len(torch.cat(runs[0]).unique()) == 16
+    assert all(map(torch.equal, *runs))
+
+
+def test_draws_in_mapped_function_without_named_axes_are_equal(mesh):
+    f = fs.shard_map(lambda: torch.rand(3), mesh=mesh, out_specs=P(), check=True)
+    assert len(torch.cat([fs.unshard(f()) for _ in range(2)]).unique()) == 6
+
+
+def test_draws_of_results_that_are_sharded_differ_by_device(mesh):
+    f = fs.shard_map(lambda: torch.rand(3), mesh=mesh, out_specs=P("data"), check=True)
+    values = fs.unshard(f())
+    assert len(values.unique()) == len(values) > 3
+
+
+def test_draws_in_mapped_function_by_a_key_are_equal_on_all_devices(mesh):
+    def f(x):
+        with fs.keyed_random(3):
+            return fs.psum(x, "data") + torch.rand_like(x)
+
+    mapped = fs.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P(), check=True)
+    assert torch.equal(fs.unshard(mapped(torch.ones(4))), fs.unshard(mapped(torch.ones(4))))
+
+
+def test_draws_that_differ_in_a_replicated_result_raise(mesh):
+    mapped = fs.shard_map(lambda x: torch.rand(2), mesh=mesh, in_specs=P("data"), out_specs=P())
+    with pytest.raises(PromiseError, match=r"in fs\.keyed_random\(seed\) they are equal"):
+        mapped(torch.ones(4))
+
+
+def test_draws_in_mapped_function_advance_the_callers_state_alike_under_transforms(mesh):
+    """Each call draws one key, whatever the function draws, and the state of the caller is not that of a device."""
+    f = fs.shard_map(
+        lambda x: x * torch.rand(()), mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    )
+    batched = torch.func.vmap(lambda x: fs.unshard(f(x)), randomness="same")
+    results, after = [], []
+    for call, x in ((lambda x: fs.unshard(f(x)), torch.ones(4)), (batched, torch.ones(1, 4))):
+        torch.manual_seed(1)
+        results.append(call(x).flatten())
+        after.append(torch.rand(2))
+    assert torch.equal(*after) and torch.equal(*results)
 
 
 def test_argument_used_by_some_devices_has_gradient(mesh):

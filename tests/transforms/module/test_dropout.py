@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P
-from fshard.transforms.reproducible.randomness import keyed_random
+from fshard.randomness import keyed_random
 
 WIDTH = 32
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import fshard as fs
 from fshard import P
 from fshard.errors import ModuleError
+from fshard.randomness import keyed_random
 from fshard.transforms.module.functionalize import functionalize
 from fshard.transforms.module.remat import remat
-from fshard.transforms.reproducible.randomness import keyed_random
 from tests.transforms.module.zoo import MODULES, D
 
 pytestmark = [

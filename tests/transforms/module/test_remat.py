@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
+from fshard.randomness import keyed_random
 from fshard.transforms.module.remat import PolicyError, checkpoint_name, offload, remat, save_names
-from fshard.transforms.reproducible.randomness import keyed_random
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated:DeprecationWarning"

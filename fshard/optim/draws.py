@@ -1,0 +1,322 @@
+"""Random draws in an own `update` or `init`: those of one device, whatever the layout of the parameters.
+
+An update of plain tensors sees shards. `torch.randn_like(g)` there is the device's shard of the draw that one device
+would make for the leaf, which is seeded by the step, the leaf, and the number of its draws before:
+
+    leaf w, 6 elements      one device draws    [a b c d e f]
+                            device 0 gets       [a b c]            the same leaf on other meshes, at owners, in
+                            device 1 gets             [d e f]      replicas and in pipeline stages has the same draws
+
+So each device draws for the full leaf, and keeps its shard. The leaf of a draw is that of the tensor, or of the `shape`,
+that torch's function is given: a gradient, a parameter, state, or what was computed from these.
+
+A draw that is like no leaf, `torch.rand(())`, is the same on all devices. It raises where devices update different
+leaves: there the n-th draw of one device is not that of another.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Size, Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fshard.errors import OptimizerError
+from fshard.mesh.layout import Layout, Structure, paths_of
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import shard_of
+from fshard.optim.leaves import Leaf, Leaves
+from fshard.optim.norms import cut_axes
+from fshard.randomness import drawn_key, folded, has_drawn, seeded_by, turned
+
+_OF_TENSORS = frozenset[Any](
+    {
+        torch.rand_like,
+        torch.randn_like,
+        torch.randint_like,
+        torch.bernoulli,
+        torch.normal,
+        torch.Tensor.bernoulli,
+        torch.Tensor.bernoulli_,
+        torch.Tensor.cauchy_,
+        torch.Tensor.exponential_,
+        torch.Tensor.geometric_,
+        torch.Tensor.log_normal_,
+        torch.Tensor.normal_,
+        torch.Tensor.random_,
+        torch.Tensor.uniform_,
+        nn.init.normal_,
+        nn.init.trunc_normal_,
+        nn.init.uniform_,
+    }
+)
+"""The functions of torch that draw, from as many random bits, a number for each element of a tensor."""
+
+_OF_SIZES = frozenset[Any]({torch.rand, torch.randn, torch.randint, torch.normal, torch.randperm})
+"""The functions of torch that draw a tensor of a given size."""
+
+_DRAWING = _OF_TENSORS | _OF_SIZES
+
+_FIX = (
+    "Draw like a tensor of one leaf: torch.randn_like(g), rand_like, bernoulli, normal_, uniform_; or by a key of your "
+    "own: with fs.keyed_random(seed, step, name)."
+)
+
+
+class UpdateDraws(TorchFunctionMode):
+    """The random draws of one device in an own update: a mode, in which torch's functions draw shards.
+
+    Args:
+        params: of all devices.
+        updated: the indices of the leaves that any device updates.
+        device: the number of this device in the mesh of the leaves.
+        key: of the update; the same on all devices.
+    """
+
+    def __init__(self, params: Leaves, updated: Sequence[int], device: int, key: int) -> None:
+        super().__init__()
+        self.key, self.has_drawn = folded(key), False
+        self._params, self._device = params, device
+        self._updated = [params.leaves[i] for i in updated]
+        self._names = names_of(params.structure)
+        self._tensors = dict[int, tuple[Callable[[], Tensor | None], int]]()
+        self._sizes = dict[int, tuple[Size, int]]()
+        self._counts = dict[tuple[int, int | None], int]()
+
+    @contextmanager
+    def seeded(self) -> Generator[None]:
+        """Draw by the key within the context; raise if devices have drawn differently by other functions."""
+        with seeded_by(self.key):
+            with self:
+                yield
+            is_own_key = torch.default_generator.initial_seed() == self.key
+            is_advanced = is_own_key and has_drawn(torch.default_generator)
+        if is_advanced and not all(map(_is_full_everywhere, self._updated)):
+            raise OptimizerError(
+                "an update must draw by functions that draw one number for each element; got another one, such as dropout, "
+                f"multinomial or poisson, whose draws depend on the shards. {_FIX}"
+            )
+
+    def follow(self, x: Any, leaf: int | None) -> None:
+        """Record that a tensor, or its size, belongs to a leaf."""
+        if leaf is None:
+            return
+        if isinstance(x, Tensor):
+            self._tensors[id(x)] = weakref.ref(x), leaf
+        elif isinstance(x, Size):
+            self._sizes[id(x)] = x, leaf
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (
+            torch.compiler.is_compiling()
+        ):  # draws of compiled functions are not divided: `seeded` finds them
+            return func(*args, **kwargs)
+        if func not in _DRAWING:
+            result = func(*args, **kwargs)
+            self._follow_results(args, kwargs, result)
+            return result
+
+        self._validate_options(kwargs)
+        self.has_drawn = True
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if func in _OF_TENSORS and tensors:
+            example = max(tensors, key=Tensor.numel)
+            leaf, size = self._leaf_of(example), example.shape
+        else:
+            example, size = None, _size_among(args, kwargs)
+            leaf = self._leaf_of(size)
+        if leaf is None:
+            self._validate_unlike(func, size)
+
+        with self._seeded_for(leaf):
+            if leaf is None or not self._is_shard(size, leaf):
+                result = func(*args, **kwargs)
+            elif example is None:
+                result = self._draw_of_size(func, args, kwargs, size, leaf)
+            else:
+                result = self._draw_like(func, args, kwargs, example, leaf)
+        self.follow(result, leaf)
+        return result
+
+    # -- the leaf of a draw ---------------------------------------------------------------------------------------
+
+    def _leaf_of(self, x: Any) -> int | None:
+        """Return the index of the leaf that a tensor or a size belongs to, None if there is none."""
+        if isinstance(x, Tensor):
+            entry = self._tensors.get(id(x))
+            is_same = entry is not None and entry[0]() is x
+        else:
+            entry = self._sizes.get(id(x))
+            is_same = entry is not None and entry[0] is x
+        return entry[1] if entry is not None and is_same else None
+
+    def _follow_results(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Record that a result belongs to the leaf of the first argument that belongs to one.
+
+        Functions of lists, torch._foreach_add, have a result for each item: it belongs to the leaf of that item.
+        """
+        if isinstance(result, Tensor | Size):
+            self.follow(result, self._first_leaf((*args, *kwargs.values())))
+        elif isinstance(result, list | tuple):
+            lists = [x for x in args if type(x) in (list, tuple) and len(x) == len(result)]
+            for i, x in enumerate(result):
+                candidates = [items[i] for items in lists] or args
+                self.follow(x, self._first_leaf(candidates))
+
+    def _first_leaf(self, values: Sequence[Any]) -> int | None:
+        for x in values:
+            leaf = self._first_leaf(x) if type(x) in (list, tuple) else self._leaf_of(x)
+            if leaf is not None:
+                return leaf
+        return None
+
+    def _is_shard(self, size: Sequence[int], leaf: int) -> bool:
+        """Return True if a draw of this size for a leaf is a shard of it; False if it is drawn as it is.
+
+        As they are, numbers are drawn, state of another shape at an owner, and what has no elements.
+        """
+        param = self._params.leaves[leaf]
+        if not isinstance(param, Sharded):
+            return tuple(size) == tuple(param.shape)
+        if not param.layout.has_any(self._device):
+            return False
+        local_shape = param.layout.local_shape(param.shape, self._device)
+        if tuple(size) == local_shape:
+            return True
+        if not param.spec.split_axes or not size:
+            return False
+        raise OptimizerError(
+            f"a draw in an update must have the shape of its leaf's shard, {local_shape}, or be one number; got "
+            f"{tuple(size)} for {self._names[leaf]}. {_FIX}"
+        )
+
+    def _validate_options(self, kwargs: dict[str, Any]) -> None:
+        """Raise if a draw is not from the generator that is seeded, or not to a result of its own."""
+        given = [name for name in ("generator", "out") if kwargs.get(name) is not None]
+        if given and any(isinstance(x, Sharded) and x.mesh.size > 1 for x in self._updated):
+            raise OptimizerError(
+                f"a draw in an update must be of torch's default generator and have no out=; got {given[0]}=. Devices would "
+                "share it, or have it in different states. Leave it out: torch.manual_seed seeds the draws of updates too."
+            )
+
+    def _validate_unlike(self, func: Any, size: Sequence[int]) -> None:
+        """Raise if a draw that is like no leaf may differ between devices, or be meant as a shard."""
+        is_at_owners = any(isinstance(x, Sharded) and bool(x.spec.at) for x in self._updated)
+        if is_at_owners or any(_has_shards_of(x, tuple(size)) for x in self._updated):
+            raise OptimizerError(
+                "a draw in an update must be like a tensor of one leaf, where devices update other leaves or shards; got "
+                f"{getattr(func, '__name__', func)} of size {tuple(size)}, which belongs to none. {_FIX}"
+            )
+
+    # -- draws ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _seeded_for(self, leaf: int | None) -> Generator[None]:
+        """Draw by the leaf, the number of its draws before, and the update's key, or a key of the caller's within it."""
+        generator = torch.default_generator
+        key = generator.initial_seed()
+        if key != self.key and not has_drawn(generator):
+            self._counts = {at: n for at, n in self._counts.items() if at[0] != key}
+        count = self._counts.get((key, leaf), 0)
+        self._counts[key, leaf] = count + 1
+        name = "" if leaf is None else self._names[leaf]
+        with seeded_by(turned(key, name, count)):
+            yield
+        if key != self.key:
+            drawn_key()  # a sign that the next draw is not the first of this key
+
+    def _draw_like(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        example: Tensor,
+        leaf: int,
+    ) -> Tensor:
+        """Call a function of tensors for the full leaf, and return this device's shard of the result."""
+
+        def in_full(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.shape != example.shape:
+                return x
+            full = torch.zeros(self._params.leaves[leaf].shape, dtype=x.dtype, device=x.device)
+            self._shard(full, leaf).copy_(x)
+            return full
+
+        options = {name: in_full(x) for name, x in kwargs.items()}
+        full = func(*map(in_full, args), **options)
+        shard = self._shard(full, leaf)
+        is_in_place = func.__name__.endswith("_")
+        return args[0].copy_(shard) if is_in_place else _alone(shard)
+
+    def _draw_of_size(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        size: Sequence[int],
+        leaf: int,
+    ) -> Tensor:
+        """Call a function of a size for the full leaf, and return this device's shard of the result."""
+        full_size = tuple(self._params.leaves[leaf].shape)
+        arguments = [full_size if x is size else x for x in args]
+        options = {name: full_size if x is size else x for name, x in kwargs.items()}
+        return _alone(self._shard(func(*arguments, **options), leaf))
+
+    def _shard(self, full: Tensor, leaf: int) -> Tensor:
+        """Return a view: this device's shard of a tensor of the shape of a leaf."""
+        param = self._params.leaves[leaf]
+        return shard_of(full, param.layout, self._device) if isinstance(param, Sharded) else full
+
+
+@lru_cache(maxsize=64)
+def names_of(params: Structure) -> tuple[str, ...]:
+    """Return the names by which leaves draw: the last parts of their paths, if these differ, so that stages do not count.
+
+    >>> from fshard.mesh.layout import flatten
+    >>> names_of(flatten([{"0.weight": 1}, {"2.weight": 1}])[1]), names_of(flatten([{"w": 1}, {"w": 1}])[1])
+    (('0.weight', '2.weight'), ('[0]["w"]', '[1]["w"]'))
+    """
+    lasts = [path[-1] if path else None for path in params.paths()]
+    are_names = all(isinstance(last, str) for last in lasts)
+    return tuple(lasts) if are_names and len({*lasts}) == len(lasts) else paths_of(params)
+
+
+def _size_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[int]:
+    """Return the size among the arguments of a function that draws a tensor: the object itself."""
+    sizes = [x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple)]
+    return sizes[0] if sizes else [x for x in args if type(x) is int]
+
+
+def _is_full_everywhere(leaf: Leaf) -> bool:
+    """Return True if all devices update the same full leaf."""
+    return not isinstance(leaf, Sharded) or not cut_axes(leaf.layout)
+
+
+def _has_shards_of(leaf: Leaf, size: tuple[int, ...]) -> bool:
+    """Return True if some device's shard of a leaf that is split has as many elements, or this shape."""
+    return not _is_full_everywhere(leaf) and _is_size_of_shard(leaf.layout, leaf.shape, size)
+
+
+@lru_cache(maxsize=4096)
+def _is_size_of_shard(layout: Layout, shape: tuple[int, ...], size: tuple[int, ...]) -> bool:
+    shapes = {layout.local_shape(shape, device) for device in range(layout.mesh.size)}
+    counts = {prod(local_shape) for local_shape in shapes}
+    return size in shapes or (prod(size) > 1 and prod(size) in counts)
+
+
+def _alone(x: Tensor) -> Tensor:
+    """Return a tensor with memory of its own: a view would keep the draw for the full leaf."""
+    return x.clone() if x._base is not None else x

@@ -1,0 +1,187 @@
+"""Random draws that depend only on a key: not on the device, and not on earlier draws.
+
+Dropout seeded by (seed, step, slice) draws the same masks on 1 device as on 8. The key is the generator's seed, which
+torch stores with the generator's state. Keys of layers are those of `transforms/reproducible/layer_keys.py`, keys of
+an optimizer's leaves those of `optim/draws.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ContextDecorator
+from ctypes import c_uint64
+from functools import lru_cache
+from operator import index
+
+import torch
+
+
+def keyed_random(seed: int, *key: int | str) -> AbstractContextManager[None]:
+    """Draw all random numbers of torch's default generators from a state that depends only on the key.
+
+    The generators of the CPU and the current CUDA device are restored after. Contexts may be nested.
+
+    >>> import torch
+    >>> step, slice = 3, 0
+    >>> with keyed_random(17, step, slice):
+    ...     a = torch.rand(2)
+    >>> with keyed_random(17, step, slice):
+    ...     b = torch.rand(2)
+    >>> with keyed_random(17, step, slice, "blocks.1"):
+    ...     c = torch.rand(2)
+    >>> torch.equal(a, b), torch.equal(a, c)
+    (True, False)
+    """
+    return seeded_by(folded(seed, *key))
+
+
+def seeded_by(key: int) -> AbstractContextManager[None]:
+    """Draw all random numbers by a key, as `folded` or `turned` returns it."""
+    return _KeyedRandom(key)
+
+
+def keyed_apart(key: int, index: int) -> AbstractContextManager[None]:
+    """Draw by a key in the first of several parts; the others draw differently, except in layers.
+
+    >>> key = folded(17, 0)
+    >>> def draw(part):
+    ...     with keyed_apart(key, part):
+    ...         return torch.rand(()).item(), key_now()
+    >>> with keyed_random(17, 0):
+    ...     first = torch.rand(()).item(), key_now()
+    >>> first == draw(0), first[0] == draw(1)[0], first[1] == draw(1)[1]
+    (True, False, True)
+    """
+    return _KeyedRandom(turned(key, index), key) if index else _KeyedRandom(key)
+
+
+class DrawState:
+    """The states of some generators; no tree, so that no transform looks at them."""
+
+    __slots__ = ("_states", "generators")
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self.generators = generators
+        self._states = [*map(torch.Generator.get_state, generators)]
+
+    def begin(self, key: int) -> None:
+        """Let the generators draw by a key from now on."""
+        for generator in self.generators:
+            generator.manual_seed(key)
+
+    def set(self, key: int | None = None) -> None:
+        """Let the generators go on from here, the CPU's by another name, if a key is given: nothing is drawn from a seed."""
+        if key is not None:
+            c_uint64.from_address(
+                self._states[0].data_ptr()
+            ).value = key  # offset of the seed in torch's state
+        for generator, state in zip(self.generators, self._states, strict=True):
+            generator.set_state(state)
+
+
+def random_state(*generators: torch.Generator) -> DrawState:
+    """Return the states of the calling thread's generators, and of others."""
+    return DrawState((*_generators(), *generators) if generators else _generators())
+
+
+class _KeyedRandom(ContextDecorator):
+    """Draw by a key, and restore after; `reported` is reported as the key of these draws."""
+
+    __slots__ = ("_before", "_key", "_reported")
+
+    def __init__(self, key: int, reported: int | None = None) -> None:
+        self._key, self._reported = key, reported
+
+    def _recreate_cm(self) -> _KeyedRandom:
+        return type(self)(self._key, self._reported)
+
+    def __enter__(self) -> None:
+        self._before = random_state()
+        self._before.begin(self._key)
+        if self._reported is not None:
+            random_state().set(self._reported)
+
+    def __exit__(self, *_: object) -> None:
+        self._before.set()
+
+
+class drawing_from:
+    """Set generators to a state, and put all of them back afterwards."""
+
+    __slots__ = ("_before", "_state")
+
+    def __init__(self, state: DrawState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._before = random_state(*self._state.generators)
+        self._state.set()
+
+    def __exit__(self, *_: object) -> None:
+        self._before.set()
+
+
+def drawn_key() -> int:
+    """Draw the key of a step, or of another call, from torch's default generator."""
+    with (
+        torch._C._DisableFuncTorch()
+    ):  # within a transform of torch.func a draw would be batched, or raise
+        return int(torch.randint(1 << 62, ()).item())
+
+
+def key_now() -> int | None:
+    """Return the key that the calling thread draws by; None if it draws by no key."""
+    seed = torch.default_generator.initial_seed()
+    return seed if seed >> 48 == _MARK else None
+
+
+def has_drawn(generator: torch.Generator) -> bool:
+    """Return True if a generator has drawn since it was seeded."""
+    seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    return not torch.equal(seeded.get_state(), generator.get_state())
+
+
+def _generators() -> tuple[torch.Generator, ...]:
+    """Return the generators that the calling thread draws from."""
+    if not torch.cuda.is_initialized():  # then no tensor is there yet
+        return (torch.default_generator,)
+    return torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+_MARK = 0xF5A2
+"""The prefix of seeds that are keys."""
+
+_BITS = 48
+
+_MULTIPLIER = 0x9E3779B97F4B
+"""An odd number: no two keys are turned to one."""
+
+
+def folded(*key: int | str) -> int:
+    """Return a 64-bit key in which every component and its position count."""
+    return _MARK << _BITS | _digest(
+        *(item if isinstance(item, str) else index(item) for item in key)
+    )
+
+
+def turned(key: int, *parts: int | str) -> int:
+    """Return another key for each of a few parts, numbers and strings that come again for many keys; their order counts.
+
+    >>> key = folded(17, 3)
+    >>> turned(key, "blocks.1", 0) == turned(key, "blocks.1", 0) != turned(key, "blocks.1", 1)
+    True
+    >>> key == turned(turned(key, "a"), "a"), turned(turned(key, "a"), "b") == turned(turned(key, "b"), "a")
+    (False, False)
+    """
+    return _MARK << _BITS | (key ^ _cached_digest(*parts)) * _MULTIPLIER % (1 << _BITS)
+
+
+def _digest(*parts: int | str) -> int:
+    digest = hashlib.blake2b(repr([*parts]).encode(), digest_size=_BITS // 8).digest()
+    return int.from_bytes(digest, "little")
+
+
+_cached_digest = lru_cache(maxsize=1 << 16)(
+    _digest
+)  # a digest is soon made, but not among products of matrices

@@ -1,0 +1,432 @@
+"""Random draws in an own optimizer are those of one device, and what replicas return is compared."""
+
+import pytest
+import torch
+from optree import tree_map
+from torch import nn
+
+import fshard as fs
+from fshard import P
+from fshard.errors import MismatchError, OptimizerError
+from fshard.testing import check_elementwise
+from fshard.testing.processes import run_processes
+
+SHAPES = {"a": (5, 3), "b": (5, 3), "c": (7,), "d": (), "f": (15,), "one": (1,)}
+
+
+def each(of_leaf):
+    """Return an update that is a function of the gradient and the parameter of each leaf."""
+    return lambda grads, state, params: (tree_map(of_leaf, grads, params), state)
+
+
+def rounded(grad, param):
+    """Round to multiples of 1/4, up or down at random."""
+    x = 4 * (param - 0.1 * grad)
+    return (x + torch.rand_like(x)).floor() / 4 - param
+
+
+def by_lists(grads, state, params):
+    names = [name for name, grad in grads.items() if grad is not None]
+    doubled = torch._foreach_mul([grads[name] for name in names], 2.0)
+    noise = torch._foreach_mul([torch.randn_like(x) for x in doubled], 0.5)
+    return {**dict.fromkeys(grads), **dict(zip(names, noise, strict=True))}, state
+
+
+def by_own_keys(grads, state, params):
+    updates = dict.fromkeys(grads)
+    for name, grad in grads.items():
+        if grad is not None:
+            with fs.keyed_random(5, name):
+                updates[name] = torch.randn_like(grad)
+            with fs.keyed_random(5, name):
+                assert torch.equal(torch.randn_like(grad), updates[name])
+    return updates, state
+
+
+UPDATES = {
+    "randn_like": each(lambda g, p: torch.randn_like(g) - torch.rand_like(p)),
+    "stochastic rounding": each(rounded),
+    "a size": each(lambda g, p: torch.randn(g.shape) + torch.normal(0.0, 1.0, size=p.size())),
+    "normal_": each(lambda g, p: torch.empty_like(g).normal_() + torch.empty(g.shape).uniform_()),
+    "bernoulli": each(lambda g, p: torch.bernoulli(torch.sigmoid(p)) + g.bernoulli(0.3)),
+    "normal of tensors": each(lambda g, p: torch.normal(g, p.abs())),
+    "distributions": each(lambda g, p: torch.distributions.Laplace(g, 1.0).sample()),
+    "lists": by_lists,
+    "own keys": by_own_keys,
+}
+
+
+def trained(
+    update, devices, stage, *, elementwise=True, init=lambda params: (), rules=None, axes=None
+):
+    """Train two steps from one seed; return the parameters."""
+    torch.manual_seed(0)
+    mesh = fs.make_mesh(axes or {"data": devices})
+    draw = torch.Generator().manual_seed(1)
+    params = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+    rules = rules or (fs.fsdp("data") if stage == 3 else P())
+    params = fs.shard_params(params, rules, mesh=mesh)
+    opt = fs.optim.Optimizer(init, update, elementwise=elementwise)
+    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+
+    def loss_fn(params, x):
+        return sum(p.square().sum() for p in params.values()) * x.mean()
+
+    step, state = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data")), opt.init(params)
+    for _ in range(2):
+        params, state, _ = step(params, state, torch.ones(8))
+    return {name: fs.unshard(x) for name, x in params.items()}
+
+
+def same(actual, expected):
+    return all(torch.allclose(actual[name], x, atol=1e-5) for name, x in expected.items())
+
+
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize(("devices", "stage"), [(2, 0), (3, 1), (4, 3)])
+def test_draws_of_update_equal_one_devices(name, devices, stage):
+    expected = trained(UPDATES[name], 1, 0)
+    assert same(trained(UPDATES[name], devices, stage), expected)
+    assert same(trained(UPDATES[name], devices, stage, elementwise=False), expected)
+
+
+def test_draws_of_replicas_of_shards_equal_one_devices():
+    expected = trained(UPDATES["randn_like"], 1, 0)
+    assert same(trained(UPDATES["randn_like"], 4, 3, axes={"pod": 2, "data": 2}), expected)
+
+
+def test_draws_of_dims_equal_one_devices():
+    """A leaf that is sharded by a dim over one axis and flat over another gets its elements of the full draw."""
+
+    def after(axes, spec, stage):
+        torch.manual_seed(0)
+        mesh = fs.make_mesh(axes)
+        params = fs.shard_params({"w": torch.zeros(4, 6)}, {"w": spec}, mesh=mesh)
+        opt = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], elementwise=True)
+        opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+        grads = fs.device_put(torch.zeros(4, 6), opt.gradients(params["w"].layout))
+        return fs.unshard(opt.update({"w": grads}, opt.init(params), params)[0]["w"])
+
+    expected = after({"data": 1, "model": 1}, P(), 0)
+    assert torch.equal(after({"data": 2, "model": 2}, P(None, "model"), 1), expected)
+    assert torch.equal(after({"data": 1, "model": 3}, P(None, "model"), 0), expected)
+
+
+def test_draws_differ_by_leaf_and_step_and_repeat_by_seed():
+    first = trained(UPDATES["a size"], 2, 3)
+    assert same(trained(UPDATES["a size"], 2, 3), first)
+    one = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], elementwise=True)
+    params = fs.shard_params(
+        {"a": torch.zeros(4), "b": torch.zeros(4)}, P(), mesh=fs.make_mesh({"data": 2})
+    )
+    opt = fs.partition_optimizer(one, mesh=params["a"].mesh, axis="data", stage=0)
+    draws = [fs.unshard(x) for _ in range(2) for x in opt.update(params, (), params)[0].values()]
+    assert len(torch.cat(draws).unique()) == 16
+
+
+def test_draws_of_stages_equal_those_of_the_full_model():
+    def loss(y, batch):
+        return (y - batch[1]).square().mean()
+
+    def model():
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+
+    noisy = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], elementwise=True)
+    batch = torch.ones(8, 2), torch.ones(8, 1)
+
+    def after(step_of, params, mesh, stage):
+        torch.manual_seed(0)
+        opt = fs.partition_optimizer(noisy, mesh=mesh, axis="data", stage=stage)
+        trees = step_of(opt)(params, opt.init(params), batch)[0]
+        trees = trees if isinstance(trees, list) else [trees]
+        return {name: fs.unshard(x) for tree in trees for name, x in tree.items()}
+
+    one = fs.make_mesh({"data": 1})
+    apply, params, buffers = fs.functionalize(model())
+
+    def loss_fn(params, batch):
+        return loss(apply(params, buffers, batch[0])[0], batch)
+
+    params = fs.shard_params(params, P(), mesh=one)
+    expected = after(
+        lambda opt: fs.train_step(loss_fn, opt, mesh=one, batch=P("data")), params, one, 0
+    )
+
+    mesh = fs.make_mesh({"pipe": 3, "data": 2})
+    schedule = fs.pipeline_schedule("1f1b", stages=3, microbatches=2)
+    stages = fs.pipeline.split_stages(model(), 3)
+    params = fs.shard_stages(stages, P(), mesh=mesh, schedule=schedule)
+    options = {"mesh": mesh, "batch": P("data"), "schedule": schedule, "loss": loss}
+    assert same(after(lambda opt: fs.train_step(stages, opt, **options), params, mesh, 1), expected)
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_draws_of_init_equal_one_devices(elementwise):
+    def init(params):
+        return tree_map(torch.randn_like, params)
+
+    def update(grads, state, params):
+        return tree_map(lambda g, s: s - g, grads, state), state
+
+    expected = trained(update, 1, 0, init=init)
+    assert same(trained(update, 2, 1, init=init, elementwise=elementwise), expected)
+    assert same(trained(update, 4, 3, init=init, elementwise=elementwise), expected)
+
+
+def test_draws_in_chain_labels_and_host_memory_equal_one_devices():
+    noisy = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], elementwise=True)
+    opts = {"x": fs.optim.chain(noisy, fs.optim.sgd(0.1)), "y": noisy._replace(elementwise=False)}
+    opt = fs.optim.by_label(opts, {"a": "x", "b": "y", "c": "y"})
+
+    def after(devices, stage, **options):
+        torch.manual_seed(0)
+        mesh = fs.make_mesh({"data": devices})
+        zeros = {"a": torch.zeros(4, 3), "b": torch.zeros(4, 3), "c": torch.zeros(5)}
+        params = fs.shard_params(zeros, P(), mesh=mesh)
+        parted = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage, **options)
+        layouts = fs.mesh.layouts(params)
+        grads = {
+            name: fs.device_put(x, parted.gradients(layouts[name])) for name, x in zeros.items()
+        }
+        params, _ = parted.step(grads, parted.init(params), params)
+        return {name: fs.unshard(x) for name, x in params.items()}
+
+    expected = after(1, 0)
+    assert same(after(2, 1), expected)
+    assert same(after(3, 2, state_memory="host", update_on="host"), expected)
+
+
+class Langevin(torch.optim.Optimizer):
+    """SGLD with momentum, as an optimizer class of one's own."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.mul_(0.5).add_(p.grad)
+                p.add_(momentum + torch.randn_like(momentum), alpha=-group["lr"])
+                p.data.add_(torch.randn(p.shape), alpha=group["lr"])
+
+
+class ElementwiseLangevin(Langevin):
+    elementwise = True
+
+
+def boosted(cls, plugin):
+    torch.manual_seed(0)
+    booster = fs.Booster(plugin=plugin)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 1))
+    model, opt, *_ = booster.boost(model, cls(model.parameters()))
+    x = torch.linspace(-1, 1, 32).view(8, 4)
+    for _ in range(2):
+        y = model(x.chunk(fs.axis_size("data"))[fs.axis_index("data")])
+        booster.backward(y.square().mean(), opt)
+        opt.step()
+        opt.zero_grad()
+    return torch.cat([x.reshape(-1) for x in model.state_dict().values()])
+
+
+@pytest.mark.parametrize("cls", [Langevin, ElementwiseLangevin])
+def test_draws_of_optimizer_class_equal_one_devices(cls):
+    plugins = {1: fs.DDPPlugin(), 2: fs.ZeroPlugin(stage=2), 4: fs.FSDPPlugin()}
+    rows = {
+        n: fs.run(boosted, cls, plugin, mesh=fs.make_mesh({"data": n}))
+        for n, plugin in plugins.items()
+    }
+    for row in (rows[2], rows[4]):
+        assert all(torch.allclose(x, rows[1][0], atol=1e-5) for x in row)
+
+
+def in_processes():
+    return [trained(UPDATES["stochastic rounding"], 2, stage) for stage in (0, 3)]
+
+
+def seeded_by_rank():
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.shard_params({"a": torch.zeros(4)}, P(), mesh=mesh)
+    noisy = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], elementwise=True)
+    opt = fs.partition_optimizer(noisy, mesh=mesh, axis="data", stage=0)
+    state = opt.init(params)
+    torch.manual_seed(fs.run(lambda: fs.axis_index("data"), mesh=mesh)[0])
+    with pytest.raises(MismatchError, match="random state must be the same"):
+        opt.update(params, state, params)
+
+
+def test_draws_of_processes_equal_one_devices():
+    expected = trained(UPDATES["stochastic rounding"], 1, 0)
+    for results in run_processes(in_processes, 2):
+        assert all(same(result, expected) for result in results)
+
+
+def test_draws_of_processes_with_seeds_by_rank_raise():
+    run_processes(seeded_by_rank, 2)
+
+
+# -- draws that raise --------------------------------------------------------------------------------------------------
+
+GENERATOR = torch.Generator()
+REFUSED = {
+    "an own generator": (
+        lambda g, p: torch.randn(g.shape, generator=GENERATOR),
+        "generator=",
+        0,
+        True,
+    ),
+    "plain numbers of a shard": (
+        lambda g, p: torch.randn(g.numel()).view_as(g),
+        "belongs to none",
+        1,
+        True,
+    ),
+    "randperm": (
+        lambda g, p: g.flatten()[torch.randperm(g.numel())].view_as(g),
+        "belongs to none",
+        1,
+        True,
+    ),
+    "a number for each leaf": (lambda g, p: g * torch.rand(()), "belongs to none", 1, False),
+    "dropout": (lambda g, p: torch.dropout(g, 0.5, True), "one number for each element", 1, True),
+    "poisson": (lambda g, p: torch.poisson(g.abs()), "one number for each element", 3, True),
+    "several for an element": (
+        lambda g, p: torch.rand_like(torch.stack([g, g]))[0],
+        "shape of its leaf",
+        1,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_draw_that_would_depend_on_shards_raises(name):
+    of_leaf, text, stage, elementwise = REFUSED[name]
+    trained(each(of_leaf), 1, 0, elementwise=elementwise)
+    with pytest.raises(OptimizerError, match=text):
+        trained(each(of_leaf), 2, stage, elementwise=elementwise)
+
+
+def test_number_that_is_like_no_leaf_is_equal_on_all_devices():
+    update = each(lambda g, p: -g * torch.rand(()))
+    assert same(trained(update, 3, 1), trained(update, 1, 0))
+
+
+def test_check_elementwise_accepts_draws_like_leaves():
+    for name in ("randn_like", "stochastic rounding", "own keys"):
+        opt = fs.optim.Optimizer(lambda params: (), UPDATES[name], elementwise=True)
+        check_elementwise(opt)
+        check_elementwise(opt._replace(elementwise=False))
+
+
+def test_check_elementwise_of_draws_of_shards_raises():
+    update = each(lambda g, p: torch.randn(g.numel()).view_as(g))
+    with pytest.raises(OptimizerError, match=r"torch\.randn_like"):
+        check_elementwise(fs.optim.Optimizer(lambda params: (), update, elementwise=True))
+
+
+def test_compiled_update_runs_on_shards():
+    update = torch.compile(each(lambda g, p: -g * 2), backend="eager", fullgraph=True)
+    assert same(trained(update, 2, 1), trained(each(lambda g, p: -g * 2), 1, 0))
+
+
+# -- what replicas return ----------------------------------------------------------------------------------------------
+
+
+def adapted(norm):
+    """Return an update whose step size is from a sum of squares, by a norm of the gradients."""
+
+    def update(grads, state, params):
+        total = state["total"] + norm(grads)
+        return tree_map(lambda g: -g / (1 + total), grads), {"total": total}
+
+    return update
+
+
+def total_of(params):
+    return {"total": torch.zeros((), dtype=torch.float64)}
+
+
+def shard_sum(grads):
+    return sum(g.double().square().sum() for g in grads.values() if g is not None)
+
+
+@pytest.mark.parametrize(("devices", "stage"), [(2, 1), (4, 3)])
+def test_state_number_from_a_shard_raises(devices, stage):
+    with pytest.raises(OptimizerError, match=r'state\["total"\] must be equal on all devices'):
+        trained(adapted(shard_sum), devices, stage, init=total_of)
+
+
+def test_state_number_that_differs_from_the_second_step_on_raises():
+    """As in D-adaptation, whose inner product of moves and gradients is 0 at first."""
+
+    def late(grads, state, params):
+        total = state["total"] + shard_sum(grads) * (state["count"] > 0)
+        return tree_map(torch.neg, grads), {"total": total, "count": state["count"] + 1}
+
+    with pytest.raises(OptimizerError, match=r'state\["total"\] must be equal'):
+        trained(late, 2, 3, init=lambda params: {**total_of(params), "count": torch.tensor(0)})
+
+
+def test_state_number_of_a_leaf_from_a_shard_raises():
+    def update(grads, state, params):
+        return grads, tree_map(lambda g: g.norm(), grads)
+
+    def init(params):
+        return tree_map(lambda p: torch.zeros(()), params)
+
+    with pytest.raises(OptimizerError, match=r'state\["a"\] must be equal on all devices'):
+        trained(update, 2, 1, init=init)
+
+
+@pytest.mark.parametrize(("devices", "stage"), [(2, 0), (3, 1), (4, 3)])
+def test_state_number_from_global_norm_equals_one_devices(devices, stage):
+    update = adapted(lambda grads: fs.optim.global_norm(grads).square())
+    expected = trained(update, 1, 0, init=total_of)
+    assert same(trained(update, devices, stage, init=total_of), expected)
+
+
+def test_psum_in_update_over_shards_equals_one_devices():
+    update = adapted(lambda grads: fs.psum(shard_sum(grads), "data"))
+    expected = trained(adapted(shard_sum), 1, 0, init=total_of)
+    assert same(trained(update, 2, 1, init=total_of), expected)
+    assert same(trained(update, 4, 3, init=total_of), expected)
+
+
+def test_psum_in_update_over_replicas_raises():
+    update = adapted(lambda grads: fs.psum(shard_sum(grads), "data"))
+    with pytest.raises(OptimizerError, match="is replicated, so that it would count 2 times"):
+        trained(update, 2, 0, init=total_of)
+    over_both = adapted(lambda grads: fs.psum(shard_sum(grads), ("pod", "data")))
+    with pytest.raises(OptimizerError, match="got pod, along which"):
+        trained(over_both, 4, 3, init=total_of, axes={"pod": 2, "data": 2})
+
+
+def test_noise_by_axis_index_on_replicas_raises():
+    def update(grads, state, params):
+        with fs.keyed_random(1, fs.axis_index("data")):
+            return tree_map(torch.randn_like, grads), state
+
+    with pytest.raises(OptimizerError, match=r'update\["a"\] must be equal on all devices'):
+        trained(update, 2, 0)
+
+
+class Adapting(ElementwiseLangevin):
+    """An own class whose state has a number from the shard."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["norm"] = p.grad.norm()
+                    p.sub_(p.grad, alpha=0.1)
+
+
+def test_state_number_of_optimizer_class_from_a_shard_raises():
+    with pytest.raises(OptimizerError, match=r"'norm' of 0\.weight must be equal"):
+        fs.run(boosted, Adapting, fs.ZeroPlugin(stage=1), mesh=fs.make_mesh({"data": 2}))
