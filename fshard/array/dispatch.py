@@ -9,14 +9,17 @@ Everything that depends only on shapes, dtypes and layouts is a `CachedCall`, ca
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from math import prod
 from operator import attrgetter
+from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
 from torch.overrides import resolve_name
 
 from fshard.ambient import ambient, setting
@@ -44,6 +47,10 @@ from fshard.uncompiled import uncompiled
 
 DIRECT: dict[str, Callable[..., Any]] = {}
 """Functions that are no operations on values: attributes, autograd, conversions. Called with the arrays."""
+_apply: Any = Function.apply
+APPLY = _apply.__func__.__code__
+"""The code of `torch.autograd.Function.apply`."""
+_is_forward_mode_on: Any = torch._C._is_fwd_grad_enabled  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 _RENAMED = {
     "__rtruediv__": "rdiv",
     "__rdiv__": "rdiv",
@@ -114,12 +121,50 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return result
     if isinstance(func, str):
         func = attrgetter(func)
+    if not _is_forward_mode_on() and not torch.is_inference_mode_enabled():
+        _validate_no_function()
     key, arrays = [name], list[Sharded]()
     is_known = _describe(args, key, arrays) and (not kwargs or _describe(kwargs, key, arrays))
     call = _calls.get(tuple(key)) if is_known else None
     if call is not None:
         return _run(call, arrays, args, kwargs)
     return _first_run(name, func, args, kwargs)
+
+
+# Note [Functions of torch]
+# `Function.apply` takes an array for a constant: its forward computes, and no backward is recorded. It cannot be
+# overridden for arrays. But a forward runs with forward-mode derivatives switched off, which `torch.no_grad` does not do,
+# so only the operations of a forward look for the frame of `apply`, and for arrays among its arguments.
+def _validate_no_function() -> None:
+    """Raise within a `torch.autograd.Function` that was given arrays which need a gradient."""
+    frame: FrameType | None = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while (frame := function_frame(frame)) is not None:
+        arguments = (*frame.f_locals["args"], *frame.f_locals["kwargs"].values())
+        arrays = [x for x in arguments if isinstance(x, Sharded)]
+        if any(x.shards[0].requires_grad for x in arrays):
+            raise _has_own_backward(frame.f_locals["cls"].__name__)
+        frame = frame.f_back
+
+
+def function_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the next frame, from this one outwards, of a call of a `torch.autograd.Function`."""
+    while frame is not None and frame.f_code is not APPLY:
+        frame = frame.f_back
+    return frame
+
+
+def _has_own_backward(title: str) -> LayoutError:
+    """Return the error of a function of tensors whose backward arrays would not call."""
+    if title == "CheckpointFunction":
+        return LayoutError(
+            "checkpoint of arrays must not be reentrant; got use_reentrant=True. Write "
+            "torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)."
+        )
+    return LayoutError(
+        f"{title} must get tensors, since it is a torch.autograd.Function; got arrays, at {call_site()}, whose gradient "
+        "would be lost. Write fs.array.custom_function(forward, backward), in operations on arrays; or call it on "
+        "local tensors in fs.shard_map."
+    )
 
 
 def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -149,6 +194,8 @@ def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     kwargs = {
         name: value for name, value in kwargs.items() if not (name == "out" and value is None)
     }
+    if name == "custom_function_call":  # a torch.autograd.Function under torch.func
+        raise _has_own_backward(args[0].__name__)
     if row is None or "out" in kwargs:
         raise _no_row(
             f"{resolve_name(func) or name}{'(out=)' if 'out' in kwargs else ''}", args, kwargs
