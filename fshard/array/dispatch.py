@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
+from torch.nn import functional as F
 from torch.overrides import resolve_name
 
 from fshard.ambient import ambient, setting
@@ -103,11 +104,35 @@ _calls: dict[Any, CachedCall] = {}
 MAX_CALLS = 16384
 
 
+_OTHER_FUNCTIONS = {
+    f"functional.{F.unfold.__name__}": F.unfold,
+    **{
+        f"torch.{name}": getattr(torch, name)
+        for name in (
+            *(
+                "batch_norm",
+                "binary_cross_entropy_with_logits",
+                "cosine_embedding_loss",
+                "embedding",
+            ),
+            *("hinge_embedding_loss", "instance_norm", "kl_div", "margin_ranking_loss"),
+            *("poisson_nll_loss", "triplet_margin_loss"),
+        )
+    },
+}
+"""Functions that share the name of another one, but not its arguments."""
+_NAMES_OF_OTHERS = {func: name for name, func in _OTHER_FUNCTIONS.items()}
+_getter = lru_cache(maxsize=4096)(attrgetter)
+"""Returns the function that reads an attribute; the same one again, since it is part of the keys of calls."""
+
+
 @lru_cache(maxsize=4096)
 def name_of(func: Any) -> str:
     """Return the name of a torch function in the table: add for torch.add, Tensor.add and Tensor.__iadd__; .T for x.T."""
     if isinstance(func, str):
         return f".{func}"
+    if func in _NAMES_OF_OTHERS:
+        return _NAMES_OF_OTHERS[func]
     name: str = getattr(func, "__name__", "") or ""
     return _RENAMED.get(name) or name.removeprefix("__").removesuffix("__")
 
@@ -120,10 +145,10 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if direct is not None and (result := direct(*args, **kwargs)) is not NotImplemented:
         return result
     if isinstance(func, str):
-        func = attrgetter(func)
+        func = _getter(func)
     if not _is_forward_mode_on() and not torch.is_inference_mode_enabled():
         _validate_no_function()
-    key, arrays = [name], list[Sharded]()
+    key, arrays = [func], list[Sharded]()  # functions of one name may order arguments in other ways
     is_known = _describe(args, key, arrays) and (not kwargs or _describe(kwargs, key, arrays))
     call = _calls.get(tuple(key)) if is_known else None
     if call is not None:
@@ -136,12 +161,13 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # overridden for arrays. But a forward runs with forward-mode derivatives switched off, which `torch.no_grad` does not do,
 # so only the operations of a forward look for the frame of `apply`, and for arrays among its arguments.
 def _validate_no_function() -> None:
-    """Raise within a `torch.autograd.Function` that was given arrays which need a gradient."""
+    """Raise within a `torch.autograd.Function` that was given arrays, if an argument needs a gradient."""
     frame: FrameType | None = sys._getframe()  # pyright: ignore[reportPrivateUsage]
     while (frame := function_frame(frame)) is not None:
         arguments = (*frame.f_locals["args"], *frame.f_locals["kwargs"].values())
-        arrays = [x for x in arguments if isinstance(x, Sharded)]
-        if any(x.shards[0].requires_grad for x in arrays):
+        has_arrays = any(isinstance(x, Sharded) for x in arguments)
+        tensors = [x for x in arguments if isinstance(x, Sharded | Tensor)]
+        if has_arrays and any(x.requires_grad for x in tensors):
             raise _has_own_backward(frame.f_locals["cls"].__name__)
         frame = frame.f_back
 
@@ -207,7 +233,7 @@ def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
             return result
     if row.rule is None:
         raise _no_row(name, args, kwargs)
-    key, arrays = [name], list[Sharded]()
+    key, arrays = [func], list[Sharded]()
     is_known = _describe(args, key, arrays) and _describe(kwargs, key, arrays)
     arrays = arrays_in(args, kwargs)
     call = _plan(name, func, row, arrays, args, kwargs)
@@ -219,6 +245,11 @@ def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def _no_row(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayoutError:
     """Return the error of an operation that the table does not have, or not with these arguments."""
     types = ", ".join(str(typeof(x)) for x in arrays_in(args, kwargs) if isinstance(x, Sharded))
+    if name in _OTHER_FUNCTIONS:
+        return LayoutError(
+            f"{name} is no operation on arrays; got {types}, at {call_site()}. Write torch.nn.functional."
+            f"{name.removeprefix('torch.')}, whose arguments have another order."
+        )
     return LayoutError(
         f"{name} is no operation on arrays with these arguments; got {types}, at {call_site()}. Compute it on local "
         "tensors in fs.shard_map, after fs.array.constrain(x, P(...)) for dims that every device needs in full; or on "

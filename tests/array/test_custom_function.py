@@ -279,6 +279,12 @@ def test_autograd_function_of_arrays_raises(call, spec):
         call(x)
 
 
+def test_autograd_function_of_array_and_tensor_that_requires_grad_raises():
+    scale = torch.ones((), dtype=F64, requires_grad=True)
+    with pytest.raises(LayoutError, match=r"fs\.array\.custom_function"):
+        Product.apply(put(draw(8, 4), MESH, P("data")), put(draw(4, 6), MESH, P()), scale)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_autograd_function_of_arrays_raises_under_lift():
     class Square(torch.autograd.Function):
