@@ -199,7 +199,7 @@ def _flat_choices(op: LabelledOperation, mesh: Mesh) -> list[LayoutChoice]:
     if len(shapes) != 1 or len(labels) != 1:
         return []
     (dims,) = labels
-    is_broadcast = None in dims
+    is_broadcast = None in dims or not dims
     is_partly_summed = any(
         y.labels != dims and (y.shape or not op.summed >= {*dims}) for y in op.outputs
     )

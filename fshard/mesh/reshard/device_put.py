@@ -24,6 +24,7 @@ from fshard.mesh.layout import (
     Mesh,
     P,
     PyTree,
+    as_layout,
     broadcast_prefix,
     collected,
     flatten,
@@ -31,7 +32,6 @@ from fshard.mesh.layout import (
     is_dense,
     map_leaves,
     no_dense,
-    require_mesh,
     unflatten,
 )
 from fshard.mesh.layout.kinds import copy_in, owned_by
@@ -141,11 +141,7 @@ def _reshard_tree(
             if to is None or leaf is None:
                 continue
             with attempt(path):
-                layout = Layout(require_mesh(caller), to) if isinstance(to, P) else to
-                if not isinstance(layout, Layout):
-                    raise TypeError(
-                        f"a layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}."
-                    )
+                layout = as_layout(to, leaf.mesh if isinstance(leaf, Sharded) else None)
                 if path and is_static(leaf, layout.spec):
                     continue
                 before = leaf.layout if isinstance(leaf, Sharded) else layout
@@ -194,7 +190,7 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
         tree: a tensor or tree of tensors, the same on every process. A `Sharded` is resharded; one of another mesh is
             unsharded first. Tied tensors stay tied.
         layout: a layout, or a tree of layouts that is a prefix of `tree`; None leaves a leaf unchanged. A P is a layout on
-            the mesh of `fs.use_mesh`.
+            the mesh of `fs.use_mesh`, or else of the array.
 
     Leaves that are no tensors, such as strings and functions, are unchanged; numbers must be replicated, P().
 
