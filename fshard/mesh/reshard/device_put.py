@@ -135,15 +135,18 @@ def _reshard_tree(
         raise ValueError(
             f"{caller}: the layouts {layouts!r} are no prefix of the tree {structure}."
         ) from None
+    meshes = list(dict.fromkeys([leaf.mesh for leaf in leaves if isinstance(leaf, Sharded)]))
+    tree_mesh = meshes[0] if len(meshes) == 1 else None
     arrays: dict[int, tuple[Sharded, Layout]] = {}
     with collected(caller) as attempt:
         for index, (path, leaf, to) in enumerate(zip(paths, leaves, targets, strict=True)):
             if to is None or leaf is None:
                 continue
             with attempt(path):
-                layout = as_layout(to, leaf.mesh if isinstance(leaf, Sharded) else None)
-                if path and is_static(leaf, layout.spec):
+                spec = to.spec if isinstance(to, Layout) else to
+                if path and isinstance(spec, P) and is_static(leaf, spec):
                     continue
+                layout = as_layout(to, leaf.mesh if isinstance(leaf, Sharded) else tree_mesh)
                 before = leaf.layout if isinstance(leaf, Sharded) else layout
                 unit, frozen = layout.unit or before.unit, layout.frozen or before.frozen
                 layout = Layout(resolve_mesh(layout.mesh), layout.spec, layout.memory, unit, frozen)
@@ -190,7 +193,7 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
         tree: a tensor or tree of tensors, the same on every process. A `Sharded` is resharded; one of another mesh is
             unsharded first. Tied tensors stay tied.
         layout: a layout, or a tree of layouts that is a prefix of `tree`; None leaves a leaf unchanged. A P is a layout on
-            the mesh of `fs.use_mesh`, or else of the array.
+            the mesh of `fs.use_mesh`, or else of the arrays in `tree`.
 
     Leaves that are no tensors, such as strings and functions, are unchanged; numbers must be replicated, P().
 
