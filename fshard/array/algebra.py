@@ -153,6 +153,12 @@ equations("bucketize", "...,B->...")
 equations("one_hot", "...->...N")
 
 
+@compose("one_hot")
+def _one_hot(x: Any, num_classes: int = -1) -> Any:
+    """Find the number of classes, where it is not given."""
+    return NotImplemented if num_classes >= 0 else F.one_hot(x, int(x.max()) + 1)
+
+
 @rule("tensordot")
 def _tensordot(results: Any, a: Any, b: Any, dims: Any = 2, out: Any = None) -> Rule:
     first, second = (range(a.ndim - dims, a.ndim), range(dims)) if isinstance(dims, int) else dims

@@ -189,9 +189,8 @@ def _flat_choices(op: LabelledOperation, mesh: Mesh) -> list[LayoutChoice]:
     largest = max([x.shape for x in op.inputs], key=lambda shape: (prod(shape), len(shape)))
 
     def is_number(x: Value) -> bool:
-        return (
-            x.shape in ((), (1,)) and x.shape != largest
-        )  # it broadcasts to the one dim of a flat shard
+        is_single = x.shape in ((), (1,))  # it broadcasts to the one dim of a flat shard
+        return is_single and x.shape != largest
 
     inputs = [x for x in op.inputs if not is_number(x)]
     shapes = {x.shape for x in inputs}
@@ -200,11 +199,12 @@ def _flat_choices(op: LabelledOperation, mesh: Mesh) -> list[LayoutChoice]:
         return []
     (dims,) = labels
     is_broadcast = None in dims or not dims
-    is_partly_summed = any(
-        y.labels != dims and (y.shape or not op.summed >= {*dims}) for y in op.outputs
-    )
-    if is_broadcast or is_partly_summed:
+    if is_broadcast:
         return []
+    for y in op.outputs:
+        is_sum_of_all = not y.shape and op.summed >= {*dims}
+        if y.labels != dims and not is_sum_of_all:
+            return []
 
     specs = dict.fromkeys(x.layout.spec.shapeless for x in inputs if x.layout)
     choices: list[LayoutChoice] = []

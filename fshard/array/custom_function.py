@@ -77,7 +77,7 @@ class _ArrayForm(NamedTuple):
     shape: tuple[int, ...]
     layout: Layout
     dtype: torch.dtype
-    count: int
+    shard_count: int
     """The number of shards that this process holds."""
 
     @property
@@ -101,7 +101,9 @@ class _Form:
         leaves: list[Any] = []
         for leaf in self.leaves:
             if type(leaf) is _ArrayForm:
-                leaves.append(Sharded(leaf.shape, leaf.layout, tuple(islice(shards, leaf.count))))
+                leaves.append(
+                    Sharded(leaf.shape, leaf.layout, tuple(islice(shards, leaf.shard_count)))
+                )
             else:
                 leaves.append(leaf)
         return unflatten(self.structure, leaves)
@@ -169,7 +171,7 @@ class _Call:
         leaves: list[Any] = []
         for leaf in self.output.leaves:
             is_array = type(leaf) is _ArrayForm
-            column = tuple(islice(remaining, leaf.count)) if is_array else ()
+            column = tuple(islice(remaining, leaf.shard_count)) if is_array else ()
             leaves.append(_incoming(column, leaf) if is_array and leaf.is_continuous else None)
         returned = self.backward(residuals, unflatten(self.output.structure, leaves))
 
@@ -269,7 +271,7 @@ def _outgoing(number: int, form: _Form, cotangent: PyTree) -> list[Tensor | None
         if type(x) is not _ArrayForm:
             continue
         if leaf is None or not x.is_continuous:
-            shards += [None] * x.count
+            shards += [None] * x.shard_count
             continue
         is_like = isinstance(leaf, Sharded) and leaf.shape == x.shape
         if not is_like or leaf.mesh != x.layout.mesh:

@@ -104,22 +104,16 @@ _calls: dict[Any, CachedCall] = {}
 MAX_CALLS = 16384
 
 
-_OTHER_FUNCTIONS = {
-    f"functional.{F.unfold.__name__}": F.unfold,
-    **{
-        f"torch.{name}": getattr(torch, name)
-        for name in (
-            *(
-                "batch_norm",
-                "binary_cross_entropy_with_logits",
-                "cosine_embedding_loss",
-                "embedding",
-            ),
-            *("hinge_embedding_loss", "instance_norm", "kl_div", "margin_ranking_loss"),
-            *("poisson_nll_loss", "triplet_margin_loss"),
-        )
-    },
+_OTHER_ARGUMENTS = (
+    *("batch_norm", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "embedding"),
+    *("hinge_embedding_loss", "instance_norm", "kl_div", "margin_ranking_loss"),
+    *("poisson_nll_loss", "triplet_margin_loss"),
+)
+"""Names of functions of torch whose arguments are not those of the function of torch.nn.functional."""
+_OTHER_FUNCTIONS: dict[str, Any] = {
+    f"torch.{name}": getattr(torch, name) for name in _OTHER_ARGUMENTS
 }
+_OTHER_FUNCTIONS["functional.unfold"] = F.unfold
 """Functions that share the name of another one, but not its arguments."""
 _NAMES_OF_OTHERS = {func: name for name, func in _OTHER_FUNCTIONS.items()}
 _getter = lru_cache(maxsize=4096)(attrgetter)
