@@ -182,6 +182,6 @@ def _digest(*parts: int | str) -> int:
     return int.from_bytes(digest, "little")
 
 
-_cached_digest = lru_cache(maxsize=1 << 16)(
+_cached_digest = lru_cache(maxsize=1 << 16, typed=True)(
     _digest
 )  # a digest is soon made, but not among products of matrices

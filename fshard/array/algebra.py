@@ -146,10 +146,17 @@ for _count in (1, 2, 3):
         f"nC{_s},CC{_s}->nC{_s} nC{_s},CC{_s},+C->nC{_s} C{_s},CC{_s}->C{_s} C{_s},CC{_s},+C->C{_s}"
     )
     equations(f"conv{_count}d conv_transpose{_count}d", _forms, "each")
+equations("functional.unfold", "nCSS->nCS CSS->CS", "each")
 equations("cdist", "...iD,...jD->...ij")
 equations("pairwise_distance", "...D,...D->...")
 equations("bucketize", "...,B->...")
 equations("one_hot", "...->...N")
+
+
+@compose("one_hot")
+def _one_hot(x: Any, num_classes: int = -1) -> Any:
+    """Find the number of classes, where it is not given."""
+    return NotImplemented if num_classes >= 0 else F.one_hot(x, int(x.max()) + 1)
 
 
 @rule("tensordot")

@@ -363,7 +363,7 @@ def _scaled(x: Any, dims: Sequence[int], eps: float, weight: Any) -> Any:
 
 @where_sharded("layer_norm", _shape, is_reduction=False)
 def _layer_norm(
-    x: Any, dims: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    x: Any, dims: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
 ) -> Any:
     y = _scaled(x - x.mean(dims, True), dims, eps, weight)
     return y if bias is None else y + bias

@@ -45,7 +45,7 @@ def _requires_grad(x: Sharded, requires_grad: bool = True) -> Sharded:
 @direct(".grad")
 def _attribute_grad(x: Sharded, *value: Any) -> Any:
     if not value:
-        return _as_gradient([shard.grad for shard in x.shards], x)
+        return as_gradient([shard.grad for shard in x.shards], x)
     spec = x.spec.replace(unreduced=None)
     gradient = None if value[0] is None else with_spec(value[0], spec, "grad")
     for number, shard in enumerate(x.shards):
@@ -53,7 +53,7 @@ def _attribute_grad(x: Sharded, *value: Any) -> Any:
     return None
 
 
-def _as_gradient(gradients: Sequence[Any], x: Any) -> Any:
+def as_gradient(gradients: Sequence[Any], x: Any) -> Any:
     """Return the gradients of an array's shards as an array; that of an unreduced one is replicated."""
     if not isinstance(x, Sharded) or any(g is None for g in gradients):
         return None if isinstance(x, Sharded) else gradients[0]
@@ -71,8 +71,13 @@ def _as_cotangent(g: Any, y: Sharded) -> Tensors:
         raise RuntimeError(
             f"grad can be implicitly created only for scalar outputs, and must be an array like {y!r}; got {g!r}."
         )
-    spec = y.spec.replace(unreduced=None)
-    return transfer(g, plan_transfer(g.shape, g.layout, spec, y.spec.unreduced), "grad")
+    return cotangent_shards(g, y.spec)
+
+
+def cotangent_shards(g: Sharded, spec: P) -> Tensors:
+    """Return the cotangent of an array of this spec as the cotangents of its shards."""
+    to = plan_transfer(g.shape, g.layout, spec.replace(unreduced=None), spec.unreduced)
+    return transfer(g, to, "grad")
 
 
 def _listed(xs: Any) -> list[Any]:
@@ -116,7 +121,7 @@ def _gradients(
         gradients = iter(
             torch.autograd.grad(tensors, [shard for x in xs for shard in _shards(x)], gs, **kwargs)
         )
-    return tuple(_as_gradient([next(gradients) for _ in _shards(x)], x) for x in xs)
+    return tuple(as_gradient([next(gradients) for _ in _shards(x)], x) for x in xs)
 
 
 @direct("register_hook")
@@ -126,7 +131,7 @@ def _register_hook(x: Sharded, hook: Callable[[Sharded], None]) -> Any:
         raise RuntimeError("a hook needs an array that requires grad. Call requires_grad_().")
 
     def call(gradients: Sequence[Any]) -> None:
-        if hook(_as_gradient(gradients, x)) is not None:
+        if hook(as_gradient(gradients, x)) is not None:
             raise LayoutError(
                 "a hook of an array must return None. Change x.grad after the backward instead."
             )

@@ -1,4 +1,5 @@
-"""Choose the layouts of an operation's inputs: the fewest bytes to send, then the least memory. Pure data.
+"""Choose the layouts of an operation's inputs: the fewest bytes to send, then the least memory, then the fewest
+elements in another layout than before, so that a result keeps the layout of the larger input. Pure data.
 
 For each axis of the mesh an operation has a few ways to run:
 
@@ -34,22 +35,28 @@ class LayoutChoice(NamedTuple):
     """The axes of every sharded label."""
     bytes: Fraction
     memory: int
+    changed: int
+    """The number of elements of inputs whose layout is another."""
+
+    @property
+    def cost(self) -> tuple[Fraction, int, int]:
+        return self.bytes, self.memory, self.changed
 
 
 def choose(op: LabelledOperation, mesh: Mesh) -> LayoutChoice:
     """Return the cheapest layouts."""
-    if op.is_elementwise and (flat := _keep_flat(op, mesh)):
-        return flat
+    choices = _flat_choices(op, mesh)
+    if choices and choices[0].changed == 0:
+        return choices[0]
     splits = [x.layout.spec.split_axes for x in op.inputs if x.layout]
     orders = dict.fromkeys(
         (*axes, *(a for a in mesh.axis_names if a not in axes)) for axes in ((), *splits)
     )
-    choices: list[LayoutChoice] = []
     for order in orders:  # major to minor, where axes share a label
         for ways in product(*(_ways(op, axis) for axis in order)):
             choice = _evaluate(op, mesh, dict(zip(order, ways, strict=True)))
             choices += [] if choice is None else [choice]
-    return min(choices, key=lambda choice: (choice.bytes, choice.memory))
+    return min(choices, key=lambda choice: choice.cost)
 
 
 def _ways(op: LabelledOperation, axis: str) -> list[Way]:
@@ -59,7 +66,11 @@ def _ways(op: LabelledOperation, axis: str) -> list[Way]:
         assert x.layout
         spec = x.layout.spec
         if axis in spec.unreduced:
-            ways += [number for number, group in enumerate(op.linear) if index in group]
+            ways += [
+                number
+                for number, group in enumerate(op.linear)
+                if index in group and _may_stay_unreduced(op, group, axis)
+            ]
         if axis in spec.split_axes:
             dims = zip(x.labels, spec.dims(len(x.shape)), strict=True)
             split_label = next((label for label, axes in dims if axis in axes), None)
@@ -68,6 +79,19 @@ def _ways(op: LabelledOperation, axis: str) -> list[Way]:
             )  # an all_to_all is cheaper than an all_gather
             ways += [label for label in labels if op.is_shardable(label)]
     return list(dict.fromkeys(ways))
+
+
+def _may_stay_unreduced(op: LabelledOperation, group: frozenset[int], axis: str) -> bool:
+    """Return False for a sum that is broadcast to more elements, which would all have to be reduced later."""
+    if not op.is_elementwise:
+        return True
+    size = max([prod(y.shape) for y in op.outputs])
+    for index in group:
+        x = op.inputs[index]
+        assert x.layout
+        if axis in x.layout.spec.unreduced and prod(x.shape) >= size:
+            return True
+    return False
 
 
 def _evaluate(op: LabelledOperation, mesh: Mesh, ways: dict[str, Way]) -> LayoutChoice | None:
@@ -79,13 +103,10 @@ def _evaluate(op: LabelledOperation, mesh: Mesh, ways: dict[str, Way]) -> Layout
     if not all(_is_divided(op, mesh, label, axes) for label, axes in labels.items()):
         return None
 
-    def local_size(x: Value, spec: P) -> int:
-        return x.itemsize * prod(x.shape) // prod(mesh.shape[axis] for axis in spec.split_axes)
-
     def spec_of(x: Value, unreduced: Sequence[str]) -> P:
         return P(*(labels.get(label or "", ()) for label in x.labels), unreduced=tuple(unreduced))
 
-    sent, memory, transfers = Fraction(0), 0, list[LayoutChange]()
+    transfers: list[LayoutChange] = []
     summed = [axis for label, axes in labels.items() if label in op.summed for axis in axes]
     for index, x in enumerate(op.inputs):
         assert x.layout
@@ -97,15 +118,37 @@ def _evaluate(op: LabelledOperation, mesh: Mesh, ways: dict[str, Way]) -> Layout
             axis for axis in mesh.axis_names if ways[axis] is not None and axis not in spec.axes
         )
         transfers.append(plan_transfer(x.shape, x.layout, spec, vary))
-        sent += transfers[-1].elements * x.itemsize
-        memory += local_size(x, spec)
     layouts: list[Layout] = []
     for y in op.outputs:
         reduced = [axis for label, axes in labels.items() if label not in y.labels for axis in axes]
         linear = [axis for axis, way in ways.items() if isinstance(way, int)]
         layouts.append(Layout(mesh, spec_of(y, [*linear, *reduced])))
-        memory += local_size(y, layouts[-1].spec)
-    return LayoutChoice(tuple(transfers), tuple(layouts), labels, sent, memory)
+    return _choice(op, transfers, layouts, labels)
+
+
+def _choice(
+    op: LabelledOperation,
+    transfers: Sequence[LayoutChange],
+    layouts: Sequence[Layout],
+    labels: dict[str, tuple[str, ...]],
+) -> LayoutChoice:
+    """Return a choice with its costs."""
+    sent, memory, changed = Fraction(0), 0, 0
+    for x, to in zip(op.inputs, transfers, strict=True):
+        assert x.layout
+        sent += to.elements * x.itemsize
+        memory += _local_size(x, to.layout)
+        if to.layout.spec != x.layout.spec.shapeless:
+            changed += prod(x.shape)
+    for y, layout in zip(op.outputs, layouts, strict=True):
+        memory += _local_size(y, layout)
+    return LayoutChoice(tuple(transfers), tuple(layouts), labels, sent, memory, changed)
+
+
+def _local_size(x: Value, layout: Layout) -> int:
+    """Return the bytes of a shard."""
+    devices = prod(layout.mesh.shape[axis] for axis in layout.spec.split_axes)
+    return x.itemsize * prod(x.shape) // devices
 
 
 def _is_divided(op: LabelledOperation, mesh: Mesh, label: str, axes: tuple[str, ...]) -> bool:
@@ -136,27 +179,47 @@ def _is_divided(op: LabelledOperation, mesh: Mesh, label: str, axes: tuple[str, 
     )
 
 
-def _keep_flat(op: LabelledOperation, mesh: Mesh) -> LayoutChoice | None:
-    """Keep a flat layout, where an operation is elementwise or sums up all elements."""
-    operands = {
-        (x.shape, x.layout.spec, x.labels)
-        for x in op.inputs
-        if x.layout and (x.shape or x.layout.spec.axes)
-    }
-    if len(operands) != 1:
-        return None
-    ((shape, spec, labels),) = operands
-    if not shape or None in labels or not spec.is_flat or spec.at or spec.unreduced:
-        return None
-    if any(y.labels != labels and (y.shape or not op.summed >= {*labels}) for y in op.outputs):
-        return None
-    layouts = [
-        Layout(mesh, spec.shapeless if y.shape else P(unreduced=spec.split_axes))
-        for y in op.outputs
-    ]
-    transfers = [
-        LayoutChange(x.layout, (), () if x.layout.spec == spec else spec.split_axes, Fraction(0))
-        for x in op.inputs
-        if x.layout
-    ]
-    return LayoutChoice(tuple(transfers), tuple(layouts), {}, Fraction(0), 0)
+def _flat_choices(op: LabelledOperation, mesh: Mesh) -> list[LayoutChoice]:
+    """Return the choices of one flat layout for all inputs, of elementwise operations and sums of all elements.
+
+    Single numbers are replicated. Inputs that broadcast otherwise have no flat layout.
+    """
+    if not op.is_elementwise or not op.inputs:
+        return []
+    largest = max([x.shape for x in op.inputs], key=lambda shape: (prod(shape), len(shape)))
+
+    def is_number(x: Value) -> bool:
+        is_single = x.shape in ((), (1,))  # it broadcasts to the one dim of a flat shard
+        return is_single and x.shape != largest
+
+    inputs = [x for x in op.inputs if not is_number(x)]
+    shapes = {x.shape for x in inputs}
+    labels = {x.labels for x in inputs}
+    if len(shapes) != 1 or len(labels) != 1:
+        return []
+    (dims,) = labels
+    is_broadcast = None in dims or not dims
+    if is_broadcast:
+        return []
+    for y in op.outputs:
+        is_sum_of_all = not y.shape and op.summed >= {*dims}
+        if y.labels != dims and not is_sum_of_all:
+            return []
+
+    specs = dict.fromkeys(x.layout.spec.shapeless for x in inputs if x.layout)
+    choices: list[LayoutChoice] = []
+    for spec in specs:
+        if not spec.is_flat or spec.at or spec.unreduced:
+            continue
+        transfers: list[LayoutChange] = []
+        for x in op.inputs:
+            assert x.layout
+            if is_number(x):
+                transfers.append(plan_transfer(x.shape, x.layout, P(), spec.split_axes))
+            elif x.layout.spec.shapeless == spec:
+                transfers.append(LayoutChange(x.layout, (), (), Fraction(0)))
+            else:
+                transfers.append(plan_transfer(x.shape, x.layout, spec))
+        results = [spec if y.shape else P(unreduced=spec.split_axes) for y in op.outputs]
+        choices.append(_choice(op, transfers, [Layout(mesh, each) for each in results], {}))
+    return choices

@@ -115,7 +115,9 @@ def transfer(x: Sharded, to: LayoutChange, operation: str) -> Tensors:
         backward = _current_backward()  # which recomputes all that a forward has made
         key = (
             to,
-            torch.is_grad_enabled(),
+            recorded(x.shards),
+            torch.is_inference_mode_enabled(),
+            ambient.fixed_order,
             x.version,
             tuple([shard._version for shard in x.shards]),
             backward,

@@ -14,7 +14,7 @@ import torch
 from fshard.array.communicate import in_loss, in_zigzag_order, spec_like
 from fshard.array.rules import compose
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout
+from fshard.mesh.layout import Layout, as_layout
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import shard_of, spread
 from fshard.mesh.spmd.global_inputs import compare_inputs
@@ -31,7 +31,8 @@ def full(size: Sequence[int], value: complex, *, layout: Layout, dtype: DType = 
     >>> fs.typeof(x), float(x.sum())
     (f32[4@data, 2], 12.0)
     """
-    layout, shape = layout.on(resolve_mesh(layout.mesh)), tuple(size)
+    layout, shape = as_layout(layout), tuple(size)
+    layout = layout.on(resolve_mesh(layout.mesh))
     layout.check(shape, "the array")
     if layout.spec.unreduced:
         raise LayoutError(f"layout must not be unreduced for a given value; got {layout.spec}.")
@@ -105,6 +106,7 @@ def _drawn(
     shape: Sequence[int], layout: Layout, draw: Callable[[Any], Any], generator: Any, dtype: DType
 ) -> Sharded:
     """Draw an array in full, and keep the shards of the devices held here."""
+    layout = as_layout(layout)
     array = zeros(shape, layout=layout, dtype=dtype)
     if array.mesh.runtime != "abstract":
         if (

@@ -9,14 +9,18 @@ Everything that depends only on shapes, dtypes and layouts is a `CachedCall`, ca
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from math import prod
 from operator import attrgetter
+from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
+from torch.nn import functional as F
 from torch.overrides import resolve_name
 
 from fshard.ambient import ambient, setting
@@ -44,6 +48,10 @@ from fshard.uncompiled import uncompiled
 
 DIRECT: dict[str, Callable[..., Any]] = {}
 """Functions that are no operations on values: attributes, autograd, conversions. Called with the arrays."""
+_apply: Any = Function.apply
+APPLY = _apply.__func__.__code__
+"""The code of `torch.autograd.Function.apply`."""
+_is_forward_mode_on: Any = torch._C._is_fwd_grad_enabled  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 _RENAMED = {
     "__rtruediv__": "rdiv",
     "__rdiv__": "rdiv",
@@ -96,11 +104,29 @@ _calls: dict[Any, CachedCall] = {}
 MAX_CALLS = 16384
 
 
+_OTHER_ARGUMENTS = (
+    *("batch_norm", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "embedding"),
+    *("hinge_embedding_loss", "instance_norm", "kl_div", "margin_ranking_loss"),
+    *("poisson_nll_loss", "triplet_margin_loss"),
+)
+"""Names of functions of torch whose arguments are not those of the function of torch.nn.functional."""
+_OTHER_FUNCTIONS: dict[str, Any] = {
+    f"torch.{name}": getattr(torch, name) for name in _OTHER_ARGUMENTS
+}
+_OTHER_FUNCTIONS["functional.unfold"] = F.unfold
+"""Functions that share the name of another one, but not its arguments."""
+_NAMES_OF_OTHERS = {func: name for name, func in _OTHER_FUNCTIONS.items()}
+_getter = lru_cache(maxsize=4096)(attrgetter)
+"""Returns the function that reads an attribute; the same one again, since it is part of the keys of calls."""
+
+
 @lru_cache(maxsize=4096)
 def name_of(func: Any) -> str:
     """Return the name of a torch function in the table: add for torch.add, Tensor.add and Tensor.__iadd__; .T for x.T."""
     if isinstance(func, str):
         return f".{func}"
+    if func in _NAMES_OF_OTHERS:
+        return _NAMES_OF_OTHERS[func]
     name: str = getattr(func, "__name__", "") or ""
     return _RENAMED.get(name) or name.removeprefix("__").removesuffix("__")
 
@@ -113,13 +139,52 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if direct is not None and (result := direct(*args, **kwargs)) is not NotImplemented:
         return result
     if isinstance(func, str):
-        func = attrgetter(func)
-    key, arrays = [name], list[Sharded]()
+        func = _getter(func)
+    if not _is_forward_mode_on() and not torch.is_inference_mode_enabled():
+        _validate_no_function()
+    key, arrays = [func], list[Sharded]()  # functions of one name may order arguments in other ways
     is_known = _describe(args, key, arrays) and (not kwargs or _describe(kwargs, key, arrays))
     call = _calls.get(tuple(key)) if is_known else None
     if call is not None:
         return _run(call, arrays, args, kwargs)
     return _first_run(name, func, args, kwargs)
+
+
+# Note [Functions of torch]
+# `Function.apply` takes an array for a constant: its forward computes, and no backward is recorded. It cannot be
+# overridden for arrays. But a forward runs with forward-mode derivatives switched off, which `torch.no_grad` does not do,
+# so only the operations of a forward look for the frame of `apply`, and for arrays among its arguments.
+def _validate_no_function() -> None:
+    """Raise within a `torch.autograd.Function` that was given arrays, if an argument needs a gradient."""
+    frame: FrameType | None = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while (frame := function_frame(frame)) is not None:
+        arguments = (*frame.f_locals["args"], *frame.f_locals["kwargs"].values())
+        has_arrays = any(isinstance(x, Sharded) for x in arguments)
+        tensors = [x for x in arguments if isinstance(x, Sharded | Tensor)]
+        if has_arrays and any(x.requires_grad for x in tensors):
+            raise _has_own_backward(frame.f_locals["cls"].__name__)
+        frame = frame.f_back
+
+
+def function_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the next frame, from this one outwards, of a call of a `torch.autograd.Function`."""
+    while frame is not None and frame.f_code is not APPLY:
+        frame = frame.f_back
+    return frame
+
+
+def _has_own_backward(title: str) -> LayoutError:
+    """Return the error of a function of tensors whose backward arrays would not call."""
+    if title == "CheckpointFunction":
+        return LayoutError(
+            "checkpoint of arrays must not be reentrant; got use_reentrant=True. Write "
+            "torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)."
+        )
+    return LayoutError(
+        f"{title} must get tensors, since it is a torch.autograd.Function; got arrays, at {call_site()}, whose gradient "
+        "would be lost. Write fs.array.custom_function(forward, backward), in operations on arrays; or call it on "
+        "local tensors in fs.shard_map."
+    )
 
 
 def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -149,6 +214,8 @@ def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     kwargs = {
         name: value for name, value in kwargs.items() if not (name == "out" and value is None)
     }
+    if name == "custom_function_call":  # a torch.autograd.Function under torch.func
+        raise _has_own_backward(args[0].__name__)
     if row is None or "out" in kwargs:
         raise _no_row(
             f"{resolve_name(func) or name}{'(out=)' if 'out' in kwargs else ''}", args, kwargs
@@ -160,7 +227,7 @@ def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
             return result
     if row.rule is None:
         raise _no_row(name, args, kwargs)
-    key, arrays = [name], list[Sharded]()
+    key, arrays = [func], list[Sharded]()
     is_known = _describe(args, key, arrays) and _describe(kwargs, key, arrays)
     arrays = arrays_in(args, kwargs)
     call = _plan(name, func, row, arrays, args, kwargs)
@@ -172,6 +239,11 @@ def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def _no_row(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayoutError:
     """Return the error of an operation that the table does not have, or not with these arguments."""
     types = ", ".join(str(typeof(x)) for x in arrays_in(args, kwargs) if isinstance(x, Sharded))
+    if name in _OTHER_FUNCTIONS:
+        return LayoutError(
+            f"{name} is no operation on arrays; got {types}, at {call_site()}. Write torch.nn.functional."
+            f"{name.removeprefix('torch.')}, whose arguments have another order."
+        )
     return LayoutError(
         f"{name} is no operation on arrays with these arguments; got {types}, at {call_site()}. Compute it on local "
         "tensors in fs.shard_map, after fs.array.constrain(x, P(...)) for dims that every device needs in full; or on "

@@ -162,11 +162,12 @@ def _loss(
     if reduction == "none":
         return NotImplemented
     losses = func(*args, reduction="none", **more)
-    return (
-        _reduced(losses, "sum") / losses.shape[0]
-        if reduction == "batchmean"
-        else _reduced(losses, reduction)
-    )
+    if reduction == "batchmean":
+        return _reduced(losses, "sum") / losses.shape[0]
+    weight = more.get("weight")
+    if func is F.mse_loss and weight is not None:  # the others divide by the number of elements
+        return _reduced(losses, reduction, weight.sum())
+    return _reduced(losses, reduction)
 
 
 def _rows(results: Any, *args: Any, weight: Any = None, **kwargs: Any) -> Rule:

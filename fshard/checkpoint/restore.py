@@ -326,7 +326,8 @@ def _explained(differences: Differences) -> str:
     starts = "missing in the checkpoint: ", "unexpected in the checkpoint: ", ""
     for start, comma, names in zip(starts, (", ", ", ", "; "), differences, strict=True):
         more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-        texts += [f"{start}{comma.join(names[:20])}{more}"] if names else []
+        shown = [name or "a leaf without a name" for name in names[:20]]
+        texts += [f"{start}{comma.join(shown)}{more}"] if names else []
     if all(any(name.startswith("state.") for name in names) for names in differences[:2]):
         texts.append("the state is of another optimizer")
     return f"{'. '.join(texts)}. Give only=, rename= or strict=False to restore a part."

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from html import escape
 from math import cos, pi, sin
 
 import torch
@@ -91,7 +92,10 @@ class Graph:
 
     def _repr_svg_(self) -> str:
         """Draw the devices on a circle for each of the first rounds, with edges as opaque as their weights."""
-        parts, count = [f'<text x="10" y="20">{self!r}</text>'], min(len(self.rounds), 6)
+        parts, count = (
+            [f'<text x="10" y="20">{escape(repr(self))}</text>'],
+            min(len(self.rounds), 6),
+        )
         for number in range(count):
             angles = [2 * pi * i / self.size for i in range(self.size)]
             ends = [

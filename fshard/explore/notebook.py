@@ -1,21 +1,28 @@
-"""Pictures of a bare `Sharded` or `Mesh` at the end of a notebook's cell."""
+"""Pictures of a bare `Sharded`, `Mesh` or `Layout` at the end of a notebook's cell."""
 
 from __future__ import annotations
 
-import sys
+from html import escape
 from typing import Any
 
 from fshard.explore.picture import picture
-from fshard.mesh.layout import Mesh
+from fshard.mesh.layout import Layout, Mesh
 from fshard.mesh.layout.sharded import Sharded
 
 
 def register() -> None:
-    """Let the IPython shell that runs, if any, show fshard's values as pictures. IPython is never imported."""
-    ipython: Any = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if shell is None:
-        return
-    html = shell.display_formatter.formatters["text/html"]
-    for kind in (Sharded, Mesh):
-        html.for_type(kind, lambda x: picture(x)._repr_html_())  # pyright: ignore[reportPrivateUsage]
+    """Give fshard's values the method by which notebooks show a picture. IPython is never imported."""
+    kinds: tuple[Any, ...] = (Sharded, Mesh)
+    for kind in kinds:
+        kind._repr_html_ = _picture_of
+    layout: Any = Layout
+    layout._repr_html_ = _picture_of_layout
+
+
+def _picture_of(x: Sharded | Mesh) -> str:
+    return picture(x)._repr_html_()  # pyright: ignore[reportPrivateUsage]
+
+
+def _picture_of_layout(layout: Layout) -> str:
+    """Return the layout in words, and the picture of its mesh: a layout has no shape."""
+    return f"<div><code>{escape(repr(layout))}</code></div>{_picture_of(layout.mesh)}"

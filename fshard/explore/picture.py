@@ -23,7 +23,7 @@ from fshard.explore.grid import Grid, plan_grid, plan_mesh
 from fshard.explore.inventory import Branch, Leaf, meshes_of, take_stock
 from fshard.explore.page import framed, is_report
 from fshard.explore.svg import html_of, svg_of
-from fshard.mesh.layout import Layout, Mesh, PyTree, ShardType
+from fshard.mesh.layout import Layout, Mesh, PyTree, ShardType, as_layout
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import device_of
 from fshard.mesh.spmd.scope import here
@@ -121,10 +121,11 @@ def picture(
     if layout is not None:
         shape, dtype = (x.shape, x.dtype) if isinstance(x, Sharded | Tensor) else (x, dtype)
         is_shape = isinstance(shape, Sequence) and all(isinstance(length, int) for length in shape)
-        if not is_shape or not isinstance(layout, Layout):
+        if not is_shape:
             raise TypeError(
                 f"layout must be a Layout of a tensor or a shape; got {type(layout).__name__} of {x!r}."
             )
+        layout = as_layout(layout, x.mesh if isinstance(x, Sharded) else None)
         layout.check(tuple(shape))
         return Picture(
             plan_grid(ShardType(dtype, tuple(shape), layout.spec, layout.memory), layout.mesh)

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
 
 from fshard.ambient import setting
 from fshard.array.algebra import PRODUCTS
-from fshard.array.dispatch import operate
+from fshard.array.dispatch import APPLY, function_frame, operate
 from fshard.array.modules import shard_module
 from fshard.array.rules import Rule, arrays_in, describe
 from fshard.errors import LayoutError
@@ -42,8 +41,6 @@ USE_MODULE = (
 EXPERTS = "each device has experts of its own, and gets all tokens"
 _tensor: Any = Tensor
 _IS_META = _tensor.is_meta.__get__
-_apply: Any = Function.apply
-_APPLY = _apply.__func__.__code__
 
 
 class DimRange(NamedTuple):
@@ -111,7 +108,7 @@ def follow(
                 -1
             ], unsharded
         except Exception as error:
-            path, line = locate(error, paths, _APPLY)
+            path, line = locate(error, paths, APPLY)
             if path in unsharded:
                 error.add_note(
                     f"{path or type(model).__name__} ({line}) cannot run on arrays. {USE_MODULE}"
@@ -298,11 +295,9 @@ _NAMES = frozenset(name for names in PRODUCTS for name in names.split())
 
 def _validate_no_function() -> None:
     """Raise if a `torch.autograd.Function` calls."""
-    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        if frame.f_code is _APPLY:
-            title = frame.f_locals["cls"].__name__
-            raise LayoutError(
-                f"{title} is a torch.autograd.Function, whose backward arrays do not call."
-            )
-        frame = frame.f_back
+    frame = function_frame(sys._getframe())  # pyright: ignore[reportPrivateUsage]
+    if frame is not None:
+        title = frame.f_locals["cls"].__name__
+        raise LayoutError(
+            f"{title} is a torch.autograd.Function, whose backward arrays do not call."
+        )

@@ -267,7 +267,9 @@ def shard_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
         try:
             cut, shards = _shard_leaf(leaf, spec, mesh)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"batch: {paths_of(structure)[index]}: {error}") from None
+            path = paths_of(structure)[index]
+            subject = f"batch: {path}" if path else "batch"
+            raise type(error)(f"{subject}: {error}") from None
         cuts.append(cut)
         columns.append(shards)
     if not any(cuts):

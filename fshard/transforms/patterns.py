@@ -39,6 +39,15 @@ def named(parts: Sequence[str]) -> str:
     )[1:]
 
 
+def titled(path: str, subject: str = "the parameter") -> str:
+    """Return the name of a leaf for a message: `subject` where the tree is that leaf, which has no name.
+
+    >>> titled('["blocks"][3]["w"]'), titled("")
+    ('blocks[3].w', 'the parameter')
+    """
+    return named(parts_of(path)) or subject
+
+
 @lru_cache(maxsize=65536)
 def matches(pattern: str, path: str) -> bool:
     """Return True if a pattern matches a path: `*` matches anything within a component, `**` any number of
@@ -127,5 +136,5 @@ def chosen(choice: Choice, paths: Sequence[str], name: str) -> list[bool]:
 
 def listed(paths: Sequence[str]) -> str:
     """Return the first paths in words, for messages."""
-    shown = ", ".join(named(parts_of(path)) for path in list(paths)[:8])
+    shown = ", ".join([titled(path, "one without a name") for path in list(paths)[:8]])
     return f"The leaves are {shown}{', ...' if len(paths) > 8 else ''}"

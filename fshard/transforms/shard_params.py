@@ -56,6 +56,7 @@ from fshard.transforms.patterns import (
     matches_parts,
     named,
     parts_of,
+    titled,
 )
 from fshard.uncompiled import uncompiled
 
@@ -388,10 +389,10 @@ def _match_patterns(
         matching = [rule for rule in rules if matches(rule, path)]
         best = [rule for rule in matching if ranks[rule] == min(ranks[rule] for rule in matching)]
         if not best:
-            errors.append(f"no rule is for {named(parts_of(path))}")
+            errors.append(f"no rule is for {titled(path)}")
         elif len({rules[rule] for rule in best}) > 1:
             clash = " and ".join(f'"{rule}" ({rules[rule]})' for rule in best)
-            errors.append(f"{clash} disagree about {named(parts_of(path))}")
+            errors.append(f"{clash} disagree about {titled(path)}")
         specs += [rules[rule] for rule in best[:1]]
     if errors:
         raise LayoutError(f"{'; '.join(errors)}. {listed(paths)}; {fix}.")

@@ -6,7 +6,8 @@ params, state, buffers, batch  ─> (with buffers) ─> params, state, buffers, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, Unpack
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fshard.memory.kinds import claim, mark, purpose
-from fshard.mesh.layout import Mesh, PyTree
+from fshard.mesh.layout import Mesh, PyTree, flatten_with_paths
+from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.optim.contract import Optimizer, copied, step_of
 from fshard.optim.norms import exact_norms, norm_later
@@ -25,6 +27,7 @@ from fshard.source import call_site
 from fshard.transforms.array_checks import validate_run
 from fshard.transforms.gradient import StepValue
 from fshard.transforms.options import Options, StepOptions
+from fshard.transforms.patterns import titled
 from fshard.transforms.value_and_grad import gradient_of
 from fshard.uncompiled import uncompiled
 
@@ -193,6 +196,7 @@ def train_step(
             deterministic(exact, mesh.device_type),
             exact_norms(exact),
             purpose(None, site),
+            _naming_dtypes(grads),
         ):
             if not donate:
                 params, state = copied((params, state))
@@ -232,6 +236,31 @@ def _step_with_changes(
     partition = getattr(opt, "on_mesh", None)
     opt = partition(changes["mesh"]) if partition is not None and "mesh" in changes else opt
     return train_step(loss_fn, opt, **{**options, **changes})
+
+
+@contextmanager
+def _naming_dtypes(grads: PyTree) -> Generator[None]:
+    """Name the trained parameters whose dtype torch does not compute with, if an update fails for it."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise _without_arithmetic(grads) or error from error
+
+
+def _without_arithmetic(grads: PyTree) -> TypeError | None:
+    """Return the error of trained parameters of float8; None if there are none."""
+    paths, leaves, _ = flatten_with_paths(grads)
+    narrow = [
+        f"{titled(path)} is {str(x.dtype).removeprefix('torch.')}"
+        for path, x in zip(paths, leaves, strict=True)
+        if isinstance(x, Sharded) and x.dtype.is_floating_point and x.dtype.itemsize == 1
+    ]
+    if not narrow:
+        return None
+    return TypeError(
+        f"train_step: trained parameters must have a dtype that torch computes with; {', '.join(narrow)}. Keep them in "
+        "bfloat16 or float32 and cast them in the loss function, or freeze them: frozen=[names]."
+    )
 
 
 def _metrics(options: StepOptions, value: StepValue, norm: Tensor) -> Metrics:

@@ -293,6 +293,7 @@ c("index_select", lambda a, i: a.index_select(0, i), R(8, 4), I(8, 6))
 c("index_add", lambda a, i, b: a.index_add(0, i, b), R(8, 4), I(8, 6), R(6, 4))
 c("tad", lambda a, i: torch.take_along_dim(a, i, 1), R(8, 4), I(4, 8, 2))
 c("one_hot", lambda i: F.one_hot(i, 5), I(5, 8))
+c("one_hot_max", lambda i: F.one_hot(i), I(5, 8))
 c("embedding", lambda i, w: F.embedding(i, w), I(8, 4, 2), R(8, 4))
 c("embp", lambda i, w: F.embedding(i, w, padding_idx=1), I(8, 4, 2), R(8, 4))
 for n in ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"]:

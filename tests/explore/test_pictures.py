@@ -2,8 +2,9 @@
 
 import json
 import re
+from dataclasses import replace
+from html import escape
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -12,7 +13,6 @@ from torch import nn
 
 import fshard as fs
 from fshard import P
-from fshard.explore import notebook
 from fshard.explore.palette import _FILLS, INK, MUTED
 from fshard.explore.picture import picture
 
@@ -162,22 +162,40 @@ def test_mesh_picture_has_devices_at_their_coordinates():
     assert lines[6] == "   0 │ 0 │ 1 │ 2 │" and lines[8] == "   1 │ 3 │ 4 │ 5 │"
 
 
-def test_bare_sharded_and_mesh_are_pictures_in_notebooks(monkeypatch):
+def test_bare_arrays_meshes_and_layouts_are_pictures_in_notebooks():
     interactive = pytest.importorskip("IPython.core.interactiveshell")
     shell = interactive.InteractiveShell()
-    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
-    notebook.register()
     mesh = fs.make_mesh({"data": 2})
-    for x in (mesh, fs.device_put(torch.ones(4), fs.Layout(mesh, P("data")))):
+    layout = fs.Layout(mesh, P("data"))
+    for x in (mesh, layout, fs.device_put(torch.ones(4), layout)):
         shown, _ = shell.display_formatter.format(x)
         assert "<svg" in shown["text/html"] and shown["text/plain"] == repr(x)
 
 
-def test_register_outside_of_notebooks_does_nothing(monkeypatch):
-    monkeypatch.setitem(
-        __import__("sys").modules, "IPython", SimpleNamespace(get_ipython=lambda: None)
-    )
-    notebook.register()
+def test_html_of_values_is_their_picture_without_ipython():
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    layout = fs.Layout(mesh, P("data", unreduced="model"), unit="<b>")
+    x = fs.device_put(torch.ones(4), fs.Layout(mesh, P("data")))
+    assert x._repr_html_() == picture(x)._repr_html_()
+    assert mesh._repr_html_() == picture(mesh)._repr_html_()
+    assert escape(repr(layout)) in layout._repr_html_()
+    assert "<b>" not in layout._repr_html_()
+
+
+def test_pictures_escape_names_of_users():
+    name = '<script>alert("x")</script>'
+    graph = fs.comm.from_matrix([[0.5, 0.5], [0.5, 0.5]], name=name)
+    layout = fs.Layout(fs.make_mesh({"data": 2}), P("data"))
+    tree = {name: fs.device_put(torch.ones(4), layout), "other": name}
+    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+    schedule = replace(schedule, name=name)
+    for text in (
+        graph._repr_svg_(),
+        picture(tree)._repr_html_(),
+        schedule._repr_html_(),
+    ):
+        assert "<script" not in text
+        assert "&lt;script" in text
 
 
 def test_tree_of_stages_totals_the_fullest_device():

@@ -1,7 +1,15 @@
 """Meshes, specs, layouts, sharded arrays and trees of them."""
 
 from fshard.mesh.layout.kinds import Memory
-from fshard.mesh.layout.layout import Layout, ShardType, dtype_name, holders, is_dense, no_dense
+from fshard.mesh.layout.layout import (
+    Layout,
+    ShardType,
+    as_layout,
+    dtype_name,
+    holders,
+    is_dense,
+    no_dense,
+)
 from fshard.mesh.layout.mesh import Mesh, Runtime, require_mesh, use_mesh
 from fshard.mesh.layout.spec import Axes, P, as_axes, as_written
 from fshard.mesh.layout.tree import (
@@ -29,6 +37,7 @@ __all__ = [
     "ShardType",
     "Structure",
     "as_axes",
+    "as_layout",
     "as_written",
     "broadcast_prefix",
     "collected",

@@ -21,6 +21,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from fshard.ambient import ambient
 from fshard.errors import LayoutError
 from fshard.mesh.layout.arithmetic import Range
 from fshard.mesh.layout.kinds import MEMORIES, Memory
@@ -175,6 +176,28 @@ class Layout(CachedHash):
         memory = "" if self.memory == "device" else f', "{self.memory}"'
         unit = "" if self.unit is None else f", unit={self.unit!r}"
         return f"Layout({self.mesh}, {self.spec}{memory}{unit}{', frozen=True' if self.frozen else ''})"
+
+
+def as_layout(layout: object, mesh: Mesh | None = None) -> Layout:
+    """Return a layout; a P is one on the mesh of `use_mesh`, or else on `mesh`.
+
+    >>> from fshard.mesh.layout.make import make_mesh
+    >>> as_layout(P("data"), make_mesh({"data": 2}))
+    Layout(Mesh(data=2; virtual, cpu), P("data"))
+    """
+    if isinstance(layout, Layout):
+        return layout
+    if not isinstance(layout, P):
+        raise TypeError(
+            f"a layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}."
+        )
+    mesh = ambient.mesh or mesh
+    if mesh is None:
+        raise TypeError(
+            f"a layout must have a mesh; got {layout}. Write fs.Layout(mesh, {layout}), or call it in a "
+            "block: with fs.use_mesh(mesh)."
+        )
+    return Layout(mesh, layout)
 
 
 @dataclass(frozen=True)

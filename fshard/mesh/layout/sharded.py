@@ -22,7 +22,7 @@ from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.host_copies import start_read
 from fshard.mesh.layout.kinds import Memory, copy_in, memory_of
-from fshard.mesh.layout.layout import Layout, ShardType, dtype_name, is_dense, no_dense
+from fshard.mesh.layout.layout import Layout, ShardType, as_layout, dtype_name, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import Axes, P, as_axes
 from fshard.mesh.layout.tree import NAMESPACE, PyTree, Structure, flatten, unflatten
@@ -224,25 +224,38 @@ def key_of(x: Any) -> tuple[int, ...]:
     return () if x is None else (id(x),)
 
 
-def typeof(x: Sharded | Tensor) -> ShardType:
-    """Return dtype, shape and layout of a tensor; prints as one token.
+def typeof(x: PyTree) -> Any:
+    """Return dtype, shape and layout of a tensor, which prints as one token; of a tree, the tree of these.
+
+    Leaves that are no tensors, such as numbers, stay as they are.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
     >>> print(typeof(fs.device_put(torch.zeros(8, 6), fs.Layout(fs.make_mesh({"data": 4, "model": 2}), P("data", "model")))))
     f32[8@data, 6@model]
+    >>> typeof({"w": torch.zeros(8, 6), "step": 3})
+    {'w': f32[8, 6], 'step': 3}
     """
+    if isinstance(x, Sharded | Tensor):
+        return _type_of(x)
+    leaves, structure = flatten(x, none_is_leaf=True)
+    if not any(isinstance(leaf, Sharded | Tensor) for leaf in leaves):
+        raise TypeError(f"typeof: x must be a tensor or a tree of tensors; got {type(x).__name__}.")
+    types = [_type_of(leaf) if isinstance(leaf, Sharded | Tensor) else leaf for leaf in leaves]
+    return unflatten(structure, types)
+
+
+def _type_of(x: Sharded | Tensor) -> ShardType:
     if isinstance(x, Sharded):
         return ShardType(x.dtype, x.shape, x.spec, x.layout.memory)
-    if not isinstance(x, Tensor) or not is_dense(x):
-        kind = no_dense(x) if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"typeof: x must be a Sharded or a dense tensor; got {kind}.")
+    if not is_dense(x):
+        raise TypeError(f"typeof: x must be a Sharded or a dense tensor; got {no_dense(x)}.")
     return ShardType(x.dtype, tuple(x.shape))
 
 
 @uncompiled
 def from_local(
-    shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None
+    shard: Tensor | Callable[..., Tensor], layout: Layout | P, *, shape: Sequence[int] | None = None
 ) -> Sharded:
     """Build a global array from each device's local shard.
 
@@ -252,7 +265,7 @@ def from_local(
     Args:
         shard: this process's shard, on a process mesh or inside `run`; on a virtual mesh from outside, a function of
             the device's coordinates, `piece(data=0, model=1)`. A function works everywhere.
-        layout: of the global array.
+        layout: of the global array; a P is one on the mesh of `fs.use_mesh`.
         shape: the global shape; needed for flat layouts only.
 
     >>> import torch, fshard as fs
@@ -261,10 +274,7 @@ def from_local(
     >>> fs.unshard(fs.from_local(lambda data: torch.full((2,), data), fs.Layout(mesh, P("data"))))
     tensor([0, 0, 1, 1])
     """
-    if not isinstance(layout, Layout):
-        raise TypeError(
-            f"from_local: layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}."
-        )
+    layout = as_layout(layout)
     layout = layout.on(resolve_mesh(layout.mesh))
     devices = local_devices(layout.mesh)
     if isinstance(shard, Tensor) and len(devices) > 1:

@@ -24,6 +24,7 @@ from fshard.mesh.layout import (
     Mesh,
     P,
     PyTree,
+    as_layout,
     broadcast_prefix,
     collected,
     flatten,
@@ -31,7 +32,6 @@ from fshard.mesh.layout import (
     is_dense,
     map_leaves,
     no_dense,
-    require_mesh,
     unflatten,
 )
 from fshard.mesh.layout.kinds import copy_in, owned_by
@@ -135,19 +135,18 @@ def _reshard_tree(
         raise ValueError(
             f"{caller}: the layouts {layouts!r} are no prefix of the tree {structure}."
         ) from None
+    meshes = list(dict.fromkeys([leaf.mesh for leaf in leaves if isinstance(leaf, Sharded)]))
+    tree_mesh = meshes[0] if len(meshes) == 1 else None
     arrays: dict[int, tuple[Sharded, Layout]] = {}
     with collected(caller) as attempt:
         for index, (path, leaf, to) in enumerate(zip(paths, leaves, targets, strict=True)):
             if to is None or leaf is None:
                 continue
             with attempt(path):
-                layout = Layout(require_mesh(caller), to) if isinstance(to, P) else to
-                if not isinstance(layout, Layout):
-                    raise TypeError(
-                        f"a layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}."
-                    )
-                if path and is_static(leaf, layout.spec):
+                spec = to.spec if isinstance(to, Layout) else to
+                if path and isinstance(spec, P) and is_static(leaf, spec):
                     continue
+                layout = as_layout(to, leaf.mesh if isinstance(leaf, Sharded) else tree_mesh)
                 before = leaf.layout if isinstance(leaf, Sharded) else layout
                 unit, frozen = layout.unit or before.unit, layout.frozen or before.frozen
                 layout = Layout(resolve_mesh(layout.mesh), layout.spec, layout.memory, unit, frozen)
@@ -194,7 +193,7 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
         tree: a tensor or tree of tensors, the same on every process. A `Sharded` is resharded; one of another mesh is
             unsharded first. Tied tensors stay tied.
         layout: a layout, or a tree of layouts that is a prefix of `tree`; None leaves a leaf unchanged. A P is a layout on
-            the mesh of `fs.use_mesh`.
+            the mesh of `fs.use_mesh`, or else of the arrays in `tree`.
 
     Leaves that are no tensors, such as strings and functions, are unchanged; numbers must be replicated, P().
 

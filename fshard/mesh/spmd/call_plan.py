@@ -87,7 +87,6 @@ class ArgumentPlan:
     """
 
     entries: tuple[PlannedTensor, ...]
-    structure: Structure
     keywords: tuple[str, ...]
     named_axes: tuple[str, ...]
     checked: WeakKeyDictionary[object, bool] = field(
@@ -113,12 +112,14 @@ class ArgumentPlan:
             columns[index] = x.shards
         return [shards for shards in columns if shards is not None]
 
-    def arguments(self, leaves: list[Any], shards: Tensors) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(
+        self, structure: Structure, leaves: list[Any], shards: Tensors
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments and keywords of a call, with these shards for the tensors."""
         leaves = list(leaves)
         for x, entry in zip(shards, self.entries, strict=True):
             leaves[entry.index] = x
-        values: list[Any] = unflatten(self.structure, leaves)
+        values: list[Any] = unflatten(structure, leaves)
         positional = len(values) - len(self.keywords)
         return values[:positional], dict(zip(self.keywords, values[positional:], strict=True))
 
@@ -128,7 +129,6 @@ class ResultPlan:
     """The tensors among the results of a call; devices with equal plans return shards of equal shapes and dtypes."""
 
     entries: tuple[PlannedTensor, ...]
-    structure: Structure
     uneven: bool
     """True if devices may return shards of different shapes."""
 
@@ -152,8 +152,11 @@ class CallPlans:
 
     def of_arguments(
         self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[ArgumentPlan, list[Any]]:
-        """Return the plan for these arguments, and their leaves."""
+    ) -> tuple[ArgumentPlan, Structure, list[Any]]:
+        """Return the plan for these arguments, their structure and their leaves.
+
+        Structures that compare equal, as of {1: x} and {True: x}, share a plan, which holds none.
+        """
         values = [*args, *kwargs.values()]
         leaves, structure = flatten(values, none_is_leaf=True)
         key = mesh, is_outside(mesh), structure, tuple(kwargs), tuple(map(_cache_key, leaves))
@@ -161,9 +164,9 @@ class CallPlans:
         if plan is None:
             names = _argument_names(self.f, len(args), tuple(kwargs))
             entries = self._plan_arguments(mesh, names, values)
-            plan = ArgumentPlan(entries, structure, tuple(kwargs), self._named_axes(entries))
+            plan = ArgumentPlan(entries, tuple(kwargs), self._named_axes(entries))
             _cleared_if_full(self._arguments)[key] = plan
-        return plan, leaves
+        return plan, structure, leaves
 
     def _named_axes(self, entries: tuple[PlannedTensor, ...]) -> tuple[str, ...]:
         """Return the mapped axes that the spec of any argument or result names."""
@@ -261,16 +264,16 @@ class CallPlans:
             )
         return Layout(mesh, spec)
 
-    def of_results(self, mesh: Mesh, result: PyTree) -> tuple[ResultPlan, list[Any]]:
-        """Return the plan for one device's result, and its leaves."""
+    def of_results(self, mesh: Mesh, result: PyTree) -> tuple[ResultPlan, Structure, list[Any]]:
+        """Return the plan for one device's result, its structure and its leaves."""
         leaves, structure = flatten(result, none_is_leaf=True)
         key = mesh, structure, tuple(map(_cache_key, leaves))
         plan = self._results.get(key)
         if plan is None:
             entries = self._plan_results(mesh, result)
             uneven = any(entry.layout.spec.is_flat or entry.layout.spec.at for entry in entries)
-            plan = _cleared_if_full(self._results)[key] = ResultPlan(entries, structure, uneven)
-        return plan, leaves
+            plan = _cleared_if_full(self._results)[key] = ResultPlan(entries, uneven)
+        return plan, structure, leaves
 
     def _plan_results(self, mesh: Mesh, result: PyTree) -> tuple[PlannedTensor, ...]:
         entries: list[PlannedTensor] = []
@@ -327,9 +330,9 @@ def _cleared_if_full(plans: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _cache_key(leaf: Any) -> Any:
-    """Return the cache key of a leaf: shapes of tensors, layouts of global arrays, types of anything else."""
+    """Return the cache key of a leaf: shape, dtype and layout of tensors and arrays, the type of anything else."""
     if isinstance(leaf, Sharded):
-        return leaf.layout, leaf.shape
+        return leaf.layout, leaf.shape, leaf.dtype
     if not isinstance(leaf, Tensor) or leaf.is_nested:  # which has no shape
         return type(leaf)
     return leaf.shape, leaf.dtype, leaf.layout

@@ -133,7 +133,9 @@ class Audit(LinearMap):
     def _call_program(
         self, arguments: list[Tensor]
     ) -> tuple[list[Tensor], tuple[PlannedTensor, ...]]:
-        plan, leaves = self.plans.of_results(require("shard_map").mesh, self.call(tuple(arguments)))
+        plan, _, leaves = self.plans.of_results(
+            require("shard_map").mesh, self.call(tuple(arguments))
+        )
         return [leaves[entry.index] for entry in plan.entries], plan.entries
 
     def _replicated_axes(self, entry: PlannedTensor) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fshard.errors import LayoutError, MeshError, MismatchError
 from fshard.mesh.collectives.autograd import Tensors, apply, recorded, transformed
-from fshard.mesh.layout import Axes, Mesh, PyTree, require_mesh, unflatten
+from fshard.mesh.layout import Axes, Mesh, PyTree, Structure, require_mesh, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.runtimes.thread_state import batches_nested
 from fshard.mesh.runtimes.watch import watching
@@ -120,7 +120,7 @@ class MappedCall:
         if scope is not None:
             _validate_outer_scope(plans, mesh, scope)
         self.plans, self.mesh, self.site = plans, mesh, call_site()
-        self.plan, self.leaves = plans.of_arguments(mesh, args, kwargs)
+        self.plan, self.structure, self.leaves = plans.of_arguments(mesh, args, kwargs)
         self._tensors = [_counted_tensors(self.leaves[entry.index]) for entry in self.plan.entries]
         self._versions = [[x._version for x in xs] for xs in self._tensors]
         self._is_recorded = transformed() or recorded(
@@ -143,7 +143,7 @@ class MappedCall:
         self.is_checked = bool(
             check or (check is None and watching()) or (self._is_first and self._audit is None)
         )
-        self._results: dict[int, tuple[ResultPlan, list[Any]]] = {}
+        self._results: dict[int, tuple[ResultPlan, Structure, list[Any]]] = {}
         self._key = None if mesh.runtime == "abstract" else folded(drawn_key())
 
     def columns(self) -> list[Tensors]:
@@ -173,7 +173,7 @@ class MappedCall:
                     for x, entry in zip(xs, self.plan.entries, strict=True)
                 ]
             )
-        plan, leaves = self.plans.of_results(self.mesh, self.apply(xs))
+        plan, structure, leaves = self.plans.of_results(self.mesh, self.apply(xs))
         tensors = tuple([leaves[entry.index] for entry in plan.entries])
         if self.mesh.runtime == "abstract":
             tensors = tuple(map(without_values, tensors))
@@ -186,18 +186,18 @@ class MappedCall:
             )
         for entry in plan.entries:
             leaves[entry.index] = Tensor
-        self._results[device] = plan, leaves
-        first, (first_plan, values) = next(iter(self._results.items()))
-        if plan.structure != first_plan.structure or not all(map(_are_equal, values, leaves)):
+        self._results[device] = plan, structure, leaves
+        first, (_, first_structure, values) = next(iter(self._results.items()))
+        if structure != first_structure or not all(map(_are_equal, values, leaves)):
             raise MismatchError(
                 f"shard_map of {self.plans.name}: devices {first} and {device} return different trees or values: "
-                f"{values} in {first_plan.structure}, and {leaves} in {plan.structure}. What is no tensor must be the same."
+                f"{values} in {first_structure}, and {leaves} in {structure}. What is no tensor must be the same."
             )
         return tensors
 
     def apply(self, xs: Tensors) -> PyTree:
         """Call the function on a device's shards; its draws differ along the axes that are named, and are repeated."""
-        args, kwargs = self.plan.arguments(self.leaves, xs)
+        args, kwargs = self.plan.arguments(self.structure, self.leaves, xs)
         if self._key is None:
             return self.plans.f(*args, **kwargs)
         axes, index = self.plan.named_axes, 0
@@ -216,10 +216,10 @@ class MappedCall:
                     f"{self.plans.name} changed its argument {entry.path} in place. Arguments belong to the caller, and all "
                     "devices get the same plain tensor. Work on a copy: x = x.clone()."
                 )
-        plan, leaves = next(iter(self._results.values()))
+        plan, structure, leaves = next(iter(self._results.values()))
         leaves = list(leaves)
         may_differ = plan.uneven or any(
-            result_plan is not plan for result_plan, _ in self._results.values()
+            result_plan is not plan for result_plan, *_ in self._results.values()
         )
         for entry, shards in zip(plan.entries, columns, strict=True):
             if may_differ:
@@ -227,7 +227,7 @@ class MappedCall:
             leaves[entry.index] = Sharded(entry.shape, entry.layout, shards)
         if self._is_first:
             self.plan.checked[self._caller] = self._is_auditable
-        return unflatten(plan.structure, leaves)
+        return unflatten(structure, leaves)
 
     def _validate_shards(self, shards: Tensors, entry: PlannedTensor) -> None:
         """Raise unless the devices' shards have one dtype and form one global shape."""

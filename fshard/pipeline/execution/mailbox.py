@@ -66,6 +66,14 @@ class MessageForm(NamedTuple):
         return MessageForm(leaves, description, buffers)
 
 
+def _are_equal(leaves: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """Return True if the leaves of two headers are the same: 1, 1.0 and True are not, nor 0.0 and -0.0."""
+    if leaves != others or [*map(type, leaves)] != [*map(type, others)]:
+        return False
+    numbers = [x for x in (*leaves, *others) if isinstance(x, float | complex)]
+    return not numbers or repr(leaves) == repr(others)
+
+
 class Mailbox:
     """The messages of one device.
 
@@ -119,7 +127,7 @@ class Mailbox:
                 to,
             )
             self._send((data,), to)
-        elif (header, tuple(description)) != form[:2]:
+        elif not _are_equal(header, form.leaves) or tuple(description) != form.description:
             raise ValueError(
                 f"{message} must be {form.leaves}, as for another microbatch of the same shapes; got {header}. If messages "
                 "depend on values, as a mask that is None where nothing is padded, give dynamic=True, or "

@@ -284,7 +284,9 @@ class AbsentBlock(nn.Module):
         described = [*map(Described.of, leaves)]
         key = None
         if all(isinstance(x, PLAIN) for x in described):
-            key = structure, tuple([(type(x), x) for x in described]), self.training
+            # The text of a number has its type and its sign, which are lost where -0.0 == 0.
+            texts = [repr(x) if isinstance(x, int | float | complex) else x for x in described]
+            key = structure, tuple(map(type, described)), tuple(texts), self.training
         result = self._shapes.get(key)
         if result is None:
             args, kwargs = unflatten(structure, metas := [*map(described_as_meta, described)])

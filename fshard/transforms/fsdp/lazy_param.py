@@ -31,7 +31,7 @@ from fshard.mesh.spmd.scope import here
 from fshard.transforms.fsdp.plans import versions_of
 from fshard.transforms.fsdp.units import USE_NODES, LazyUnit
 from fshard.transforms.module.replica import TRAINED_IS_FIXED
-from fshard.transforms.patterns import named, parts_of
+from fshard.transforms.patterns import titled
 
 _compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
 """Returns the callback of torch.compile for this frame, None outside of it."""
@@ -113,11 +113,16 @@ class LazyParam(Tensor):
 
     def raise_written(self, *arguments: Any) -> None:
         """Raise: a forward writes to a parameter."""
-        raise ModuleError(f"a forward writes to the parameter {self._path}. {WRITES}")
+        raise ModuleError(f"a forward writes to {self._subject}. {WRITES}")
 
     @property
     def _path(self) -> str:
-        return named(parts_of(self.unit.plans[self.position].path))
+        return titled(self.unit.plans[self.position].path)
+
+    @property
+    def _subject(self) -> str:
+        path = self.unit.plans[self.position].path
+        return f"the parameter {titled(path)}" if path else titled(path)
 
     @classmethod
     def __torch_function__(
@@ -156,7 +161,7 @@ class LazyParam(Tensor):
             and scope.mesh is runtime.scope.mesh
         ):
             raise ModuleError(
-                f"device {scope.device} of {scope.mesh} uses the parameter {self._path} of device {runtime.scope.device}: "
+                f"device {scope.device} of {scope.mesh} uses {self._subject} of device {runtime.scope.device}: "
                 "virtual devices are threads, and share the module that torch.func.functional_call writes to. Write "
                 "apply, params, buffers = fs.functionalize(module), or fs.with_unsharded_params around the call."
             )

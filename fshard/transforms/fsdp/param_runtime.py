@@ -43,7 +43,7 @@ from fshard.transforms.fsdp.plans import Along, ParamPlan, local_plans, plan_red
 from fshard.transforms.fsdp.reductions import Reductions
 from fshard.transforms.fsdp.units import LazyUnit, Order, Unit, UnitPlan, UnitRuntime, UnitSchedule
 from fshard.transforms.options import StepOptions
-from fshard.transforms.patterns import named, parts_of, unit_of
+from fshard.transforms.patterns import named, parts_of, titled, unit_of
 
 
 class ParamRuntime(UnitSchedule):
@@ -143,10 +143,11 @@ class ParamRuntime(UnitSchedule):
         versions = zip(versions_of(self.shards), lazy_versions(self.lazy_params), strict=True)
         rows = zip(self.leaves, versions, self._versions, strict=True)
         written |= {leaf.path for leaf, version, before in rows if version != before}
-        if path := next((leaf.path for leaf in self.leaves if leaf.path in written), None):
+        path = next((leaf.path for leaf in self.leaves if leaf.path in written), None)
+        if path is not None:
             raise ModuleError(
                 "the loss function, a forward in it, or the loop before the optimizer's step, writes to a parameter in place: "
-                f"{named(parts_of(path))}. {WRITES}"
+                f"{titled(path)}. {WRITES}"
             )
 
     def close(self, *, wait: bool = True) -> None:
@@ -282,7 +283,7 @@ def plan_param(
     wanted = layout if gradients is None else gradients(layout)
     if not isinstance(wanted, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"value_and_grad: {gradients=!r} must return a Layout for {named(parts_of(path))}; got {wanted!r}. "
+            f"value_and_grad: {gradients=!r} must return a Layout for {titled(path)}; got {wanted!r}. "
             "Write opt.gradients of a partitioned optimizer, or leave it out."
         )
     wanted = wanted.with_memory("host") if wanted.memory == "disk" else wanted
@@ -306,7 +307,7 @@ def validate_ties_frozen(
     """Raise naming parameters that are frozen under one name and trained under another."""
     names: dict[int, list[str]] = {}
     for path, number in zip(paths, numbers, strict=True):
-        names.setdefault(number, []).append(named(parts_of(path)))
+        names.setdefault(number, []).append(titled(path))
     pairs = {*zip(numbers, frozen, strict=True)}
     if half := [number for number in names if {(number, True), (number, False)} <= pairs]:
         errors = "; ".join(" and ".join(names[number]) for number in half)

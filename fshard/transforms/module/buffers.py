@@ -28,7 +28,7 @@ from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
 from fshard.transforms.agreement import difference, reduce_rows, tree_sum
-from fshard.transforms.patterns import named, parts_of
+from fshard.transforms.patterns import titled
 
 
 class Written(NamedTuple):
@@ -66,9 +66,10 @@ class Buffers:
         columns: list[Sequence[Any]] = []
         for path, x in self._inputs.items():
             if isinstance(x, Sharded) and (x.mesh, x.spec) != (mesh, self._layouts[path].spec):
+                name = titled(path, "the buffer")
                 raise LayoutError(
-                    f"buffers must be replicated on {mesh}; {named(parts_of(path))} has {x.spec} on {x.mesh}. Replicate them, "
-                    "P(), or give plain tensors."
+                    f"buffers must be replicated on {mesh}; {name} has {x.spec} on {x.mesh}. Replicate them, P(), or "
+                    "give plain tensors."
                 )
             x = put_equal(x, self._layouts[path]) if isinstance(x, Tensor) else x
             columns.append(x.shards if isinstance(x, Sharded) else (x,) * mesh.size)
@@ -96,7 +97,7 @@ class Buffers:
         paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
         before = self.before(index)
         for path in sorted(before.keys() ^ {*paths}):
-            error = f"{named(parts_of(path))} {'is missing' if path in before else 'was not given'}"
+            error = f"{titled(path, 'the buffer')} {'is missing' if path in before else 'was not given'}"
             raise ValueError(
                 f"the loss function must return the buffers that it was given; {error}."
             )
@@ -137,7 +138,7 @@ def number_of(path: str, x: Any, device: torch.device) -> Tensor:
     if isinstance(x, int | float):
         return torch.full((), x, device=device)
     raise TypeError(
-        f"{named(parts_of(path))} must be a tensor or a number to be averaged; got {type(x).__name__}."
+        f"{titled(path, 'the buffer')} must be a tensor or a number to be averaged; got {type(x).__name__}."
     )
 
 
@@ -196,7 +197,7 @@ def entries_to_average(
     irregular_paths = {entry.path for entry in entries}
     if not agreed:
         names = (
-            ", ".join(sorted(named(parts_of(path)) for path in irregular_paths))
+            ", ".join(sorted(titled(path, "the buffer") for path in irregular_paths))
             or "of other devices"
         )
         warnings.warn(

@@ -172,7 +172,8 @@ class StageStep(DeviceStep):
 
     def _validate_unwritten(self) -> None:
         """Raise if a stage has written to a parameter: to frozen ones, too, since it has done so for each microbatch."""
-        if path := next((path for unit in self.units.values() for path in unit.written()), None):
+        path = next((path for unit in self.units.values() for path in unit.written()), None)
+        if path is not None:
             error = f"stages write to a parameter in place: {named(parts_of(path))}"
             raise ModuleError(f"{self.options.caller}: {error}. {WRITES}")
 

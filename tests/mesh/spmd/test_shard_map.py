@@ -365,3 +365,35 @@ def test_plan_cache_is_bounded(mesh):
     for size in range(600):
         plans.of_arguments(mesh, (torch.empty(size),), {})
     assert len(plans._arguments) <= 512
+
+
+# -- plans that are shared by calls that compare equal --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [(1, True), (True, 1), (1.0, 1), (0.0, -0.0)], ids=str)
+def test_trees_that_compare_equal_keep_their_own_keys(mesh, keys):
+    seen = []
+
+    def f(tree):
+        seen.extend(tree)
+        return {key: x + 1 for key, x in tree.items()}
+
+    mapped = fs.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    for key in keys:
+        (result,) = mapped({key: torch.ones(4)})
+        assert (type(result), str(result), str(seen.pop())) == (type(key), str(key), str(key))
+
+
+@pytest.mark.parametrize("scales", [(1, True), (2, 2.0), (0.0, -0.0)], ids=str)
+def test_numbers_that_compare_equal_are_passed_unchanged(mesh, scales):
+    f = fs.shard_map(
+        lambda x, scale: (x * scale, scale),
+        mesh=mesh,
+        in_specs=(P("data"), None),
+        out_specs=(P("data"), None),
+    )
+    for scale in scales:
+        x = torch.arange(4)
+        y, passed = f(x, scale)
+        assert fs.unshard(y).dtype == (x * scale).dtype
+        assert repr(passed) == repr(scale)

@@ -3,6 +3,7 @@
 from collections import deque
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from fshard.pipeline.execution.mailbox import Mailbox
@@ -28,19 +29,36 @@ class Line:
         return SimpleNamespace(wait=self.messages.popleft)
 
 
-def test_headers_and_host_tensors_stay_in_host_memory():
-    line, messages = Line(), [Message(Kind.F, Wire(0, 1), microbatch) for microbatch in range(2)]
-    boxes = [
+def boxes_of(line, messages, device):
+    return [
         Mailbox(
             SimpleNamespace(index=index, world=line),
             call_site(),
-            torch.device("meta"),
+            torch.device(device),
             {1 - index: messages * index},
             ["key", "key"],
             {},
         )
         for index in range(2)
     ]
+
+
+def two_messages():
+    return [Message(Kind.F, Wire(0, 1), microbatch) for microbatch in range(2)]
+
+
+@pytest.mark.parametrize("values", [(1, True), (1, 1.0), (0.0, -0.0), (True, 1)], ids=str)
+def test_value_of_another_microbatch_that_compares_equal_raises(values):
+    line, messages = Line(), two_messages()
+    sender, _ = boxes_of(line, messages, "cpu")
+    sender.send(messages[0], 1, ([torch.ones(3), values[0]], "description"))
+    with pytest.raises(ValueError, match="dynamic=True"):
+        sender.send(messages[1], 1, ([torch.ones(3), values[1]], "description"))
+
+
+def test_headers_and_host_tensors_stay_in_host_memory():
+    line, messages = Line(), two_messages()
+    boxes = boxes_of(line, messages, "meta")
     content = [torch.ones(3), torch.empty(2, device="meta"), torch.zeros(1), "word"], "description"
     for message in messages:
         boxes[0].send(message, 1, content)
