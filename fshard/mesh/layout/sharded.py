@@ -286,9 +286,11 @@ def from_local(
                 f"from_local: the shard of device {layout.mesh.coordinates(device)} must have shape {local_shape}, that of a "
                 f"tensor of shape {full_shape} as {layout.spec}; got {tuple(x.shape)}."
             )
-    array = Sharded(
-        full_shape, layout, tuple([in_memory(x, layout.mesh, layout.memory) for x in shards])
-    )
+    copies = list[Tensor]()
+    for x in shards:
+        stored = in_memory(x, layout.mesh, layout.memory)
+        copies.append(stored.clone() if stored is x else stored)  # the array never changes with x
+    array = Sharded(full_shape, layout, tuple(copies))
     agree(layout.mesh, f"from_local of {typeof(array)}")
     if layout.replicated_axes:
         compare_inputs("from_local", layout.mesh, {"": array.shards}, layout.replicated_axes)
