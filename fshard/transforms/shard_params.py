@@ -257,6 +257,7 @@ def apply_rules(
     )
 
 
+@torch.no_grad()
 @made_for("parameters")
 def put_all(
     leaves: Sequence[Any], layouts: Iterable[Layout], put: Callable[[Any, Layout], Any]
@@ -265,7 +266,7 @@ def put_all(
     arrays: dict[tuple[int, ...], Any] = {}
     for leaf, layout in zip(leaves, layouts, strict=True):
         if key_of(leaf) not in arrays:
-            arrays[key_of(leaf)] = put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
+            arrays[key_of(leaf)] = put(leaf, layout)
     return [arrays[key_of(leaf)] for leaf in leaves]
 
 

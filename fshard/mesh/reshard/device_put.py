@@ -179,6 +179,12 @@ def _reshard_tree(
     return unflatten(structure, leaves)
 
 
+def shares_memory(x: Sharded | Tensor, y: Sharded | Tensor) -> bool:
+    """Return True if a write to one may change the other."""
+    storages = {_storage(shard) for shard in _tensors(x)}
+    return any(_storage(shard) in storages for shard in _tensors(y))
+
+
 def without_aliases(results: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
     """Return results, arrays or tensors, with copies of those that share memory with a source; ties stay ties.
 
