@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import LayoutError, ModuleError
-from fshard.memory.kinds import made_for
+from fshard.memory.kinds import claim, made_for
 from fshard.mesh.layout import (
     Layout,
     Memory,
@@ -263,6 +263,8 @@ def put_all(
     leaves: Sequence[Any], layouts: Iterable[Layout], put: Callable[[Any, Layout], Any]
 ) -> list[Any]:
     """Give each parameter its layout by `put`, a tied one once."""
+    leaves = [*leaves]
+    claim([leaf for leaf in leaves if isinstance(leaf, Tensor)], "source")
     arrays: dict[tuple[int, ...], Any] = {}
     for leaf, layout in zip(leaves, layouts, strict=True):
         if key_of(leaf) not in arrays:
