@@ -117,6 +117,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         plugin: Plugin,
     ) -> None:
         self.optim, self._source, self._partitioned, self.model = optim, source, partitioned, model
+        self._plugin = plugin
         self._unplaced = (
             plugin if isinstance(plugin, GeminiPlugin) and plugin.placement == "auto" else None
         )
@@ -201,6 +202,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
         model, opt, exact = self.model, self._partitioned(), self.model.is_reproducible
         step = None if exact else opt.step  # fused kernels round otherwise where a shard ends
         claim(self.state, "state")
+        if isinstance(self._plugin, GeminiPlugin):
+            self._plugin.validate_peak()
         with torch.no_grad(), deterministic(exact, model.mesh.device_type), exact_norms(exact):
             write = partial(step_of(Optimizer(opt.init, opt.update, step)), self.grads, self.state)
             params = model.params
