@@ -13,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from warnings import warn
 
 import torch
 from torch import Tensor
 
 from fshard.ambient import ambient
 from fshard.booster.plugins import ShardedPlugin
-from fshard.errors import MemoryLimitError
+from fshard.errors import LayoutError, MemoryLimitError
 from fshard.memory.placement import (
     MemoryGroup,
     Placement,
@@ -139,14 +140,26 @@ class GeminiPlugin(ShardedPlugin):
         state: PyTree,
         buffers: PyTree,
         batch: PyTree,
-    ) -> tuple[UpdateOn, Placement]:
-        """Return where a step updates, on the device if that has room, and its placement."""
+    ) -> tuple[UpdateOn, Placement | None]:
+        """Return where a step updates, on the device if that has room, and its placement.
+
+        There is no placement, and all stays on the host, if the model reads values, which an abstract mesh has not: such
+        as the masks of transformers' causal models.
+        """
         mesh = self.default_mesh()
         batch = _of_first_device(batch, mesh)
         limits: Any = {"device": _limit(self.device, mesh), "host": self.host}
-        with suppress(MemoryLimitError):
-            return "device", place(make("device"), params, state, buffers, batch, **limits)
-        return "host", place(make("host"), params, state, buffers, batch, **limits)
+        try:
+            with suppress(MemoryLimitError):
+                return "device", place(make("device"), params, state, buffers, batch, **limits)
+            return "host", place(make("host"), params, state, buffers, batch, **limits)
+        except LayoutError as error:
+            warn(
+                "GeminiPlugin: all parameters and state stay on the host, since the step cannot be measured before it runs: "
+                f"{error} Leave out what makes the model read values, such as an attention_mask of ones.",
+                stacklevel=5,
+            )
+            return "host", None
 
     def validate_loop(
         self, run: Callable[..., Any], opt: Partitioned, params: PyTree, buffers: PyTree, batch: Any
