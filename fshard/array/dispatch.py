@@ -38,10 +38,11 @@ from fshard.array.rules import (
     map_arrays,
 )
 from fshard.errors import LayoutError, MeshError
+from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.arithmetic import ravel
 from fshard.mesh.layout.sharded import Sharded, typeof
-from fshard.mesh.reshard.device_put import spread
+from fshard.mesh.reshard.device_put import shares_memory, spread
 from fshard.mesh.spmd.run import local_devices
 from fshard.source import call_site
 from fshard.uncompiled import uncompiled
@@ -67,6 +68,8 @@ def explicit() -> setting:
 def constrain(x: Sharded, spec: P) -> Sharded:
     """Pin the layout of an array; its gradient gets it too. Communicates also within `explicit`.
 
+    The result of one that has the layout already is a view, as `x.detach()` is: after a change of x in place, take it again.
+
     >>> import fshard as fs
     >>> x = fs.array.ones(4, 4, layout=fs.Layout(fs.make_mesh({"data": 2}), fs.P("data")))
     >>> fs.typeof(fs.array.constrain(x, fs.P(None, "data")))
@@ -77,7 +80,10 @@ def constrain(x: Sharded, spec: P) -> Sharded:
             f"constrain takes an array and a P; got {type(x).__name__} and {type(spec).__name__}."
         )
     Layout(x.mesh, spec).check(x.shape, "constrain: the array")
-    return with_spec(x, spec, "constrain", is_explicit=True)
+    y = with_spec(x, spec, "constrain", is_explicit=True)
+    if not transformed() and shares_memory(x, y):
+        y.viewed = (x, x.version, "constrain", ())
+    return y
 
 
 class CachedCall(NamedTuple):

@@ -257,12 +257,11 @@ class Booster(Checkpointing):
             optimizers = {name: partitioned(plugin, source, name) for name in get_args(UpdateOn)}
             trees = state.params, state.optimizer, state.buffers
             name, plan = plugin.placed_step(lambda name: make(optimizers[name]()), *trees, batch)
-            current[:] = [
-                (
-                    optimizers[name],
-                    lru_cache(maxsize=1)(partial(make, activations=plan.activations)),
-                )
-            ]
+            activations = {} if plan is None else plan.activations
+            train = lru_cache(maxsize=1)(partial(make, activations=activations))
+            current[:] = [(optimizers[name], train)]
+            if plan is None:
+                return state
             params, optimizer = plan.apply(state.params, state.optimizer)
             return state._replace(params=params, optimizer=optimizer)
 
@@ -273,6 +272,8 @@ class Booster(Checkpointing):
                 params, optimizer, buffers, metrics = train(optimizer_of())(
                     state.params, state.optimizer, state.buffers, batch
                 )
+            if isinstance(plugin, GeminiPlugin):
+                plugin.validate_peak()
             return state._replace(
                 params=params, optimizer=optimizer, buffers=buffers, steps=state.steps + 1
             ), metrics

@@ -1,29 +1,45 @@
 """`GeminiPlugin`: ZeRO 3 whose units of parameters and state are in host memory as far as device memory needs it.
 
 auto, a functional step    begins with all on the host; the first step's placement is that of `fs.memory.place`
-auto, torch's loop         begins with all on the host; after two steps, whose peak is known, what has room returns
+auto, torch's loop         begins with all on the host, where a step must fit; after two steps, whose peak is known, what has
+                           room returns
 static                     fractions of parameters and state, by units
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+from warnings import warn
 
 import torch
+from torch import Tensor
 
 from fshard.ambient import ambient
 from fshard.booster.plugins import ShardedPlugin
-from fshard.errors import MemoryLimitError
-from fshard.memory.placement import MemoryGroup, Placement, Role, group_sizes, in_memories, place
+from fshard.errors import LayoutError, MemoryLimitError
+from fshard.memory.placement import (
+    MemoryGroup,
+    Placement,
+    Role,
+    abstract_like,
+    group_sizes,
+    holders_of,
+    in_memories,
+    least,
+    place,
+)
 from fshard.memory.state import UpdateOn
 from fshard.mesh.collectives.api import pmax
-from fshard.mesh.layout import Memory, Mesh, P, PyTree, map_leaves
+from fshard.mesh.layout import Memory, Mesh, P, PyTree, flatten, map_leaves
 from fshard.mesh.spmd.run import run_on_devices
+from fshard.optim.partition import Partitioned
 from fshard.transforms.batch import BatchPart, rows_of
 from fshard.transforms.shard_params import Fsdp, Rules
+from fshard.transforms.train_step import train_step
 
 MOST = 1 << 62
 """The limit of a mesh of CPUs, whose memory is the host's."""
@@ -124,14 +140,68 @@ class GeminiPlugin(ShardedPlugin):
         state: PyTree,
         buffers: PyTree,
         batch: PyTree,
-    ) -> tuple[UpdateOn, Placement]:
-        """Return where a step updates, on the device if that has room, and its placement."""
+    ) -> tuple[UpdateOn, Placement | None]:
+        """Return where a step updates, on the device if that has room, and its placement.
+
+        There is no placement, and all stays on the host, if the model reads values, which an abstract mesh has not: such
+        as the masks of transformers' causal models.
+        """
         mesh = self.default_mesh()
         batch = _of_first_device(batch, mesh)
         limits: Any = {"device": _limit(self.device, mesh), "host": self.host}
-        with suppress(MemoryLimitError):
-            return "device", place(make("device"), params, state, buffers, batch, **limits)
-        return "host", place(make("host"), params, state, buffers, batch, **limits)
+        try:
+            with suppress(MemoryLimitError):
+                return "device", place(make("device"), params, state, buffers, batch, **limits)
+            return "host", place(make("host"), params, state, buffers, batch, **limits)
+        except LayoutError as error:
+            warn(
+                "GeminiPlugin: all parameters and state stay on the host, since the step cannot be measured before it runs: "
+                f"{error} Leave out what makes the model read values, such as an attention_mask of ones.",
+                stacklevel=5,
+            )
+            return "host", None
+
+    def validate_loop(
+        self, run: Callable[..., Any], opt: Partitioned, params: PyTree, buffers: PyTree, batch: Any
+    ) -> None:
+        """Raise if a loop's step passes the limit with all parameters and state on the host.
+
+        The step runs on the abstract mesh with a loss in place of the caller's, of one tensor of the output's size. A model
+        that cannot run there, since it reads values, is not measured: `validate_peak` finds what is counted.
+        """
+        limit = _limit(self.device, self.default_mesh())
+        if self.placement == "static" or limit == MOST:
+            return
+
+        def loss(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
+            args, kwargs = batch
+            output, after = run(params, buffers, *args, **kwargs)
+            floats = [x for x in flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad]
+            return torch.stack([(2 * x).abs().square().mean().float() for x in floats]).sum(), after
+
+        step = train_step(loss, opt, donate=True, **self.gradient_options())
+        batch = _of_first_device(batch, self.default_mesh())
+        try:
+            plan = _measured(step, opt, params, buffers, batch)
+        except Exception:
+            return
+        if plan.peak() > limit:
+            raise MemoryLimitError(
+                f"GeminiPlugin: device memory must be at least {plan.peak():,} bytes per device for a step of this loop, with "
+                f"all parameters and state on the host; got device={limit:,}. The largest holders are then {holders_of(plan)}. "
+                'Raise the limit, shard over more devices, or use smaller units (unit="*") or parts of the batch.'
+            )
+
+    def validate_peak(self) -> None:
+        """Raise if the steps so far have passed the limit, as far as a `memory.limit` around them has counted."""
+        limit = _limit(self.device, self.default_mesh())
+        events = [event for counter in ambient.counters for event in counter.usage.timeline]
+        peak = max([event.peak for event in events], default=0)
+        if self.placement == "auto" and peak > limit:
+            raise MemoryLimitError(
+                f"GeminiPlugin: device memory must be at least {peak:,} bytes per device, the peak of the steps so far; got "
+                f"device={limit:,}. Raise the limit, shard over more devices, or use smaller units or parts of the batch."
+            )
 
     def placed_in_loop(self, params: PyTree, state: PyTree) -> tuple[UpdateOn, PyTree, PyTree]:
         """Return where a loop updates from its third step on, and what has room on the device there: see `_room`."""
@@ -158,6 +228,22 @@ class GeminiPlugin(ShardedPlugin):
             gradients + sum(size for group, size in sizes.items() if group not in to_device)
         )
         return "host", in_memories(params, "parameters", to_device), state
+
+
+def _measured(
+    step: Any, opt: Partitioned, params: PyTree, buffers: PyTree, batch: Any
+) -> Placement:
+    """Measure a step on the abstract mesh, in a thread: the caller is a device of another mesh."""
+    assert opt.on_mesh is not None
+    mesh = replace(step.mesh, runtime="abstract", device_type="meta", ranks=None)
+    abstract_params = abstract_like(params, mesh, lambda x: x.layout.memory)
+    abstract_opt = opt.on_mesh(mesh)
+
+    def run() -> Placement:
+        return least(step, params, abstract_opt.init(abstract_params), buffers, batch)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 _FRACTIONS = ("offload_optim_frac", "offload_param_frac", "shard_param_frac")

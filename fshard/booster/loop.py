@@ -23,6 +23,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fshard.booster.gemini import GeminiPlugin
 from fshard.booster.loader import DeviceState
 from fshard.booster.model import COMPILE_INSIDE, BoostedModel, validate_inside
 from fshard.booster.plugins import Plugin
@@ -132,6 +133,7 @@ class LoopModel(BoostedModel):
     ) -> None:
         super().__init__(module, plugin, source)
         self._axes, self._state = plugin.replica_axes(), state
+        self._unmeasured = (plugin, opt) if isinstance(plugin, GeminiPlugin) else None
         self._options = plugin.gradient_options()
         self.set_gradients(opt.gradients)
         self._step: _Step | None = None
@@ -164,6 +166,10 @@ class LoopModel(BoostedModel):
             resolve_mesh(self.mesh),
             self._state.part_of((args, kwargs)),
         )
+        if grad and self._unmeasured is not None:
+            plugin, opt = self._unmeasured
+            self._unmeasured = None
+            plugin.validate_loop(self.function, opt, self.params, self.module_buffers, shard)
         step = self._step if self._step is not None and grad else self._begin(mesh)
         if not step.is_pending:
             step.runtime.begin_slice()

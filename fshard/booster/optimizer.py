@@ -25,7 +25,7 @@ from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.optim.arguments import validate, within
 from fshard.optim.chain import clipped, shrunk
-from fshard.optim.contract import Optimizer, Update, step_of
+from fshard.optim.contract import Optimizer, Update, donating, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.norms import exact_norms, global_norm
 from fshard.optim.partition import Partitioned, partition_optimizer
@@ -85,7 +85,8 @@ def _with_zeros(opt: Partitioned) -> Partitioned:
         leaves = Leaves.of(params)
         return update(leaves.mapped(filled, leaves.beside(grads, "grads")), state, params)
 
-    return opt._replace(update=partial(run, opt.update), step=opt.step and partial(run, opt.step))
+    step = opt.step and donating(partial(run, step_of(opt)))
+    return opt._replace(update=partial(run, opt.update), step=step)
 
 
 _stale_step = refusing(
@@ -116,6 +117,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         plugin: Plugin,
     ) -> None:
         self.optim, self._source, self._partitioned, self.model = optim, source, partitioned, model
+        self._plugin = plugin
         self._unplaced = (
             plugin if isinstance(plugin, GeminiPlugin) and plugin.placement == "auto" else None
         )
@@ -200,6 +202,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
         model, opt, exact = self.model, self._partitioned(), self.model.is_reproducible
         step = None if exact else opt.step  # fused kernels round otherwise where a shard ends
         claim(self.state, "state")
+        if isinstance(self._plugin, GeminiPlugin):
+            self._plugin.validate_peak()
         with torch.no_grad(), deterministic(exact, model.mesh.device_type), exact_norms(exact):
             write = partial(step_of(Optimizer(opt.init, opt.update, step)), self.grads, self.state)
             params = model.params

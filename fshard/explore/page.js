@@ -187,7 +187,7 @@ function moveDevice([dx, dy]) {
 
 // -- the timeline -----------------------------------------------------------------------------------------------------
 const [GUTTER, MEMORY] = [108, 112]; // the width of the names of lanes, the height of a memory curve
-const purposeFill = (k) => fills[[0, 3, 4, 1, 2, 6, 10][k]];
+const purposeFill = (k) => fills[[0, 3, 4, 1, 2, 6, 8, 10][k]];
 let lanes = []; // of the timeline as drawn: { y, h, plan, device, lane, name }, or { y, h, plan, device, title }
 const allLanes = [...new Set(plans.flatMap((plan) => plan.devices.flatMap((device) => device.lanes)))].slice(1);
 const networks = allLanes.filter((name) => name.startsWith("network"));

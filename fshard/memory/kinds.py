@@ -27,9 +27,12 @@ from fshard.source import Site
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 Purpose = Literal[
-    "parameters", "gradients", "state", "unsharded", "activations", "buffers", "other"
+    "parameters", "gradients", "state", "unsharded", "activations", "buffers", "source", "other"
 ]
-"""The purpose that a storage was made for: "other" outside of steps, such as batches."""
+"""The purpose that a storage was made for: "other" outside of steps, such as batches.
+
+"source" are the plain, full tensors that parameters are sharded from: the caller has them, no device needs them.
+"""
 
 ActivationMemory = Literal["device", "host", "recomputed"]
 """The memory of an activation with a name from the forward to the backward."""

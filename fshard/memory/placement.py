@@ -30,7 +30,7 @@ from fshard.memory.limit import limit
 from fshard.memory.usage import MemoryUsage
 from fshard.mesh.collectives.ledger import Ledger, ledger
 from fshard.mesh.layout import Memory, Mesh, PyTree, flatten, map_leaves
-from fshard.mesh.layout.kinds import empty_in
+from fshard.mesh.layout.kinds import MEMORIES, empty_in
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.device_put import reshard
 from fshard.mesh.spmd.run import local_devices
@@ -222,10 +222,22 @@ def place(
     )
 
 
+def least(step: Any, params: PyTree, state: PyTree, *inputs: PyTree) -> Placement:
+    """Return the placement with all sharded parameters and all state on the host, as `place` measures it."""
+    run = _Measurement(step, params, state, inputs)
+    resident = run.measured((), dict.fromkeys(MEMORIES), Rates())
+    absent = [option for option in run.options(resident) if option.group.role != "activations"]
+    return run.measured(absent, resident.limits, resident.rates, resident.needed)
+
+
+def holders_of(plan: Placement) -> str:
+    """Return the largest holders of device memory at the peak of a step, as text."""
+    rows = plan.used.holders()[:5]
+    return "; ".join(f"{row.bytes:,} bytes for {row.purpose} at {row.site}" for row in rows)
+
+
 def _too_small(plan: Placement, device: int) -> MemoryLimitError:
-    holders = "; ".join(
-        f"{x.bytes:,} bytes for {x.purpose} at {x.site}" for x in plan.used.holders()[:5]
-    )
+    holders = holders_of(plan)
     return MemoryLimitError(
         f"memory.place: device memory must be at least {plan.peak():,} bytes per device, with as much elsewhere as may leave; "
         f"got device={device:,}. The largest holders are then {holders}. Raise the limit, shard over more devices, use smaller "

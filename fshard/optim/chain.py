@@ -16,7 +16,13 @@ from torch import Tensor
 from fshard.memory.state import at_once
 from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
-from fshard.optim.contract import ArrayOptimizer, Optimizer, Update, elementwise_leaves
+from fshard.optim.contract import (
+    ArrayOptimizer,
+    Optimizer,
+    Update,
+    elementwise_leaves,
+    step_of,
+)
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, map_shards, trainable
 from fshard.optim.norms import global_norm
 from fshard.optim.per_device import inner_optimizer
@@ -46,7 +52,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     return ArrayOptimizer(
         lambda params: tuple(opt.init(params) for opt in links),
         _through(updates),
-        _through([*map(at_once, updates[:-1]), links[-1].step])
+        _through([*map(at_once, updates[:-1]), step_of(links[-1])])
         if links and links[-1].step
         else None,
         elementwise if any(map(callable, flags)) else all(flags),

@@ -12,6 +12,7 @@ as torch.optim would write them, and may reuse the memory of its arguments.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from fshard.errors import OptimizerError
 from fshard.memory.state import Update, at_once
 from fshard.mesh.layout import PyTree, flatten, unflatten
 from fshard.mesh.layout.kinds import empty_in, memory_of
-from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.layout.sharded import Sharded, donated
 from fshard.optim.leaves import Leaf, Leaves, is_frozen, like, map_shards, shards_of, trainable
 from fshard.optim.rules import foreach
 
@@ -37,7 +38,8 @@ class Optimizer(NamedTuple):
         update: from gradients, state and parameters to updates and state. Does not modify its arguments. A gradient
             that is None (an unused parameter) has the update None, and its state does not change.
         step: from gradients, state and parameters to parameters and state. May reuse the memory of its arguments: the
-            fast path. None for a transformation of gradients.
+            fast path. None for a transformation of gradients. The steps of `fs.optim` donate global arrays: each later use
+            of the given parameters and state raises. Plain tensors are written in place, as by torch.optim.
         elementwise: True if an element's update depends on that element alone (and on numbers): then it runs on flat
             shards. Else each parameter is stored in full by an owner. A function of the parameters, where that differs by
             leaf (`by_label`).
@@ -63,7 +65,42 @@ class Optimizer(NamedTuple):
 
 
 class ArrayOptimizer(Optimizer):
-    """An optimizer of `fshard.optim`, whose functions take trees of plain tensors or of global arrays (`Sharded`)."""
+    """An optimizer of `fshard.optim`, whose functions take trees of plain tensors or of global arrays (`Sharded`).
+
+    Its step donates arrays: see `DonatingStep`.
+    """
+
+    def __new__(
+        cls,
+        init: Callable[[PyTree], PyTree],
+        update: Update,
+        step: Update | None = None,
+        elementwise: Elementwise = False,
+        loss_scale: Callable[[PyTree], Tensor] | None = None,
+    ) -> ArrayOptimizer:
+        return super().__new__(cls, init, update, donating(step), elementwise, loss_scale)
+
+
+@dataclass(frozen=True)
+class DonatingStep:
+    """A step after which each use of the given parameters and state raises, if they are arrays.
+
+    Args:
+        write: the step itself, which writes into their memory. Optimizers that contain another call it, by `step_of`:
+            only the outermost step knows that nobody uses its arguments any more.
+    """
+
+    write: Update
+
+    def __call__(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        return donated((params, state), self.write(grads, state, params))
+
+
+def donating(step: Update | None) -> Update | None:
+    """Return a step that donates its parameters and state; None for none."""
+    if step is None or isinstance(step, DonatingStep):
+        return step
+    return DonatingStep(step)
 
 
 @torch.no_grad()
@@ -118,6 +155,8 @@ def no_updates(grads: PyTree) -> PyTree:
 def step_of(opt: Optimizer) -> Update:
     """Return an optimizer's step; if it has none: update, then params + updates.
 
+    The step may write into the memory of its arguments, and does not mark them as donated.
+
     >>> import torch, fshard.optim as optim
     >>> params, state = step_of(optim.scale(-1.0))([torch.ones(1)], optim.scale(-1.0).init([]), [torch.ones(1)])
     >>> params
@@ -129,6 +168,8 @@ def step_of(opt: Optimizer) -> Update:
         updates, state = opt.update(grads, state, params)
         return apply_updates(params, updates), state
 
+    if isinstance(opt.step, DonatingStep):
+        return opt.step.write
     return opt.step or at_once(applied, writes=True)
 
 
@@ -237,6 +278,6 @@ def conditional(
     return ArrayOptimizer(
         lambda params: {**init(params), "inner": opt.init(params)},
         acting(opt.update, lambda grads, params: no_updates(grads)),
-        acting(opt.step, lambda grads, params: params) if opt.step else None,
+        acting(step_of(opt), lambda grads, params: params) if opt.step else None,
         opt.elementwise,
     )

@@ -35,7 +35,14 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard_all
 from fshard.mesh.spmd.run import resolve_mesh
 from fshard.optim.compression import Compression
-from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
+from fshard.optim.contract import (
+    Elementwise,
+    Optimizer,
+    Update,
+    donating,
+    elementwise_leaves,
+    step_of,
+)
 from fshard.optim.leaves import Leaf, Leaves, kind_of
 from fshard.optim.offload import offloaded
 from fshard.optim.per_device import array_optimizer, check_not_partitioned
@@ -180,7 +187,7 @@ def partition_optimizer(
     partitioned = Partitioned(
         init,
         divided(inner.update, donated=False) if is_divided else inner.update,
-        divided(step_of(inner), donated=True) if is_divided else inner.step,
+        donating(divided(step_of(inner), donated=True)) if is_divided else inner.step,
         inner.elementwise,
         inner.loss_scale,
         lambda layout: of_gradients(shard_layout(layout, axes) if is_divided else layout),
@@ -217,7 +224,7 @@ def _compressed(
     return opt._replace(
         init=lambda params: {"compress": reduced.init(params), "inner": opt.init(params)},
         update=compressed(opt.update),
-        step=opt.step and compressed(opt.step),
+        step=opt.step and donating(compressed(step_of(opt))),
         loss_scale=None if scale is None else lambda state: scale(state["inner"]),
         gradients=reduced.layout,
         compression=reduced,

@@ -43,7 +43,7 @@ from fshard.mesh.layout import (
 from fshard.mesh.layout.arithmetic import Range, balanced_range, ravel
 from fshard.mesh.layout.kinds import owned_by
 from fshard.mesh.layout.sharded import Sharded, in_memory
-from fshard.mesh.reshard.device_put import put_equal, unshard
+from fshard.mesh.reshard.device_put import full_values, put_equal
 from fshard.mesh.spmd.run import local_devices
 
 
@@ -320,14 +320,16 @@ def _shard_leaf(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any
     cut, layout = _cut_and_layout(mesh, spec, tuple(leaf.shape))
     is_even = cut is None or cut.is_even
     if isinstance(leaf, Sharded) and is_even:
-        return cut, (leaf if leaf.layout == layout else put_equal(leaf, layout)).shards
-    x = leaf if type(leaf) is Tensor else unshard(leaf)
+        return cut, (
+            leaf if leaf.layout == layout else put_equal(leaf, layout, may_alias=True)
+        ).shards
+    x = full_values(leaf) if isinstance(leaf, Sharded) else leaf
     is_plain = not x.requires_grad and is_dense(x)
     if cut is not None and mesh.size > 1 and (not is_even or is_plain):
         return cut, _shard_samples(x, cut, layout)
     is_cut = mesh.size > 1 and (layout.spec.is_flat or layout.spec.axes)
     if is_cut or not is_plain or not x.is_contiguous():
-        return cut, put_equal(x, layout).shards
+        return cut, put_equal(x, layout, may_alias=True).shards
     copy_ = in_memory(x, mesh, "device")
     copies = list[Tensor]()
     for device in local_devices(mesh):

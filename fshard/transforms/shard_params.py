@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import LayoutError, ModuleError
-from fshard.memory.kinds import made_for
+from fshard.memory.kinds import claim, made_for
 from fshard.mesh.layout import (
     Layout,
     Memory,
@@ -258,15 +258,18 @@ def apply_rules(
     )
 
 
+@torch.no_grad()
 @made_for("parameters")
 def put_all(
     leaves: Sequence[Any], layouts: Iterable[Layout], put: Callable[[Any, Layout], Any]
 ) -> list[Any]:
     """Give each parameter its layout by `put`, a tied one once."""
+    leaves = [*leaves]
+    claim([leaf for leaf in leaves if isinstance(leaf, Tensor)], "source")
     arrays: dict[tuple[int, ...], Any] = {}
     for leaf, layout in zip(leaves, layouts, strict=True):
         if key_of(leaf) not in arrays:
-            arrays[key_of(leaf)] = put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
+            arrays[key_of(leaf)] = put(leaf, layout)
     return [arrays[key_of(leaf)] for leaf in leaves]
 
 

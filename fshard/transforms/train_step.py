@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fshard.memory.kinds import claim, mark, purpose
 from fshard.mesh.layout import Mesh, PyTree, flatten_with_paths
-from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.layout.sharded import Sharded, donated
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.optim.contract import Optimizer, copied, step_of
 from fshard.optim.norms import exact_norms, norm_later
@@ -66,7 +66,8 @@ def train_step(
         opt: an optimizer; `partition_optimizer` shards its state over the devices.
         mesh: the devices.
         batch: the spec of the batch.
-        donate: True to reuse the memory of the parameters and state that a step gets for its results.
+        donate: True to reuse the memory of the parameters and state that a step gets for its results: each later use of the
+            given arrays raises. Frozen ones are the same arrays.
         precision: "bf16" or "fp16" computes in that dtype, while parameters and state stay in their own (float32 masters).
             Parameters are gathered in 16 bits; gradients are reduced in them (bf16) or in float32 (fp16), unless `reduce`
             names another dtype. "fp16" needs `fs.optim.loss_scaled(opt)`.
@@ -204,7 +205,11 @@ def train_step(
                 grads, state = compression.reduce(grads, state, early)
             mark("update")
             norm_of = norm_later(grads, exact=exact)
+            given = params, state
             params, state = write(grads, state, params)  # (9)
+            if donate:
+                params, state = donated(given, (params, state))
+            del given
             norm = norm_of() / scale
         claim(params, "parameters")
         claim(state, "state")

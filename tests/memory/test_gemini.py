@@ -1,5 +1,6 @@
 """`GeminiPlugin`: bits of a run without offload, limits that hold from the first step on, fractions, checkpoints."""
 
+import re
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 import fshard as fs
 from fshard import P, optim
+from fshard.errors import MemoryLimitError
 from fshard.mesh.layout import flatten
 from tests.booster.loops import Loop, on_devices
 from tests.memory.test_plugins import OPTIMIZERS, batch, is_same, network, steps
@@ -34,14 +36,14 @@ def stepped(plugin, n, limit=None, model=network, optimizer="adamw", steps=3):
     return [(full, (state.params, state.optimizer), used)]
 
 
-def looped(plugin, n, limit=None, model=network, optimizer="adamw", evaluates=False):
+def looped(plugin, n, limit=None, model=network, optimizer="adamw", evaluates=False, count=3):
     """Return what each device has after a loop with two backwards a step: losses, full parameters and state; memories."""
 
     def body(loop):
         with fs.memory.limit(device=limit) as used:
             with torch.no_grad():
                 losses = [loop.model(loop.part(batch(9)[0])).sum()] if evaluates else []
-            losses += steps(loop)
+            losses += steps(loop, count)
         return (
             (losses, loop.state(), loop.opt.state_dict()),
             (loop.model.params, loop.opt.state),
@@ -159,18 +161,75 @@ def test_bits_equal_those_of_all_on_the_device(run, optimizer):
         )
 
 
+ON_HOST = partial(GEMINI, placement="static", offload_optim_frac=1.0, offload_param_frac=1.0)
+
+
+def smallest_limit(plugin, n, **options):
+    """Return the limit that the error of a limit of one byte names."""
+    with pytest.raises(MemoryLimitError, match="for a step of this loop") as error:
+        looped(partial(plugin, device=1), n, **options)
+    (text,) = re.findall(r"at least ([\d,]+) bytes", str(error.value))
+    return int(text.replace(",", ""))
+
+
 def test_a_loop_returns_to_the_device_what_has_room():
-    arrays = {limit: looped(partial(GEMINI, device=limit), 2)[0][1] for limit in (1, 1 << 30)}
-    assert in_memory(arrays[1], "device") == in_memory(arrays[1 << 30], "host") == 0
-    used = looped(partial(GEMINI, device=1), 2)[0][2]
+    arrays = looped(partial(GEMINI, device=1 << 30), 2)[0][1]
+    assert in_memory(arrays, "host") == 0
+    needed = looped(ON_HOST, 2)[0][2].peak()
     for room in (400, 700):
-        (_, (params, _), _), *_ = looped(partial(GEMINI, device=used.peak() + room), 2)
+        (_, (params, _), used), *_ = looped(partial(GEMINI, device=needed + room), 2)
         assert 0 < in_memory(params, "device") <= room
+        assert used.peak() <= needed + room
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_loop_holds_its_limit_or_raises(n):
+    """The smallest limit is named before the first step. It is near what is counted, but for the caller's own tensors."""
+    smallest = smallest_limit(GEMINI, n)
+    needed = looped(ON_HOST, n, count=1)[0][2].peak()
+    assert 0.7 * needed <= smallest <= 1.1 * needed
+    for part in (0.7, 1.0, 1.2, 2.0):
+        limit, used = int(part * needed), None
+        try:
+            used = looped(partial(GEMINI, device=limit), n)[0][2]
+        except MemoryLimitError as error:
+            assert "GeminiPlugin: device memory must be at least" in str(error)
+        assert used is None or used.peak() <= limit
+        assert part < 2 or used is not None
+
+
+def test_a_model_that_reads_values_trains_with_all_on_the_host():
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x) if bool(x.sum() > -1e9) else x
+
+    def model():
+        torch.manual_seed(0)
+        return Reading()
+
+    def run(plugin):
+        booster = fs.Booster(plugin(mesh=fs.make_mesh({"data": 2})))
+        state = booster.init(model(), optim.adamw(0.1), square)
+        for _ in range(2):
+            state, metrics = booster.step(state, (torch.ones(4, 4), torch.zeros(4, 4)))
+        return metrics["loss"], fs.unshard(state.params), state
+
+    with pytest.warns(UserWarning, match="cannot be measured before it runs: __bool__"):
+        loss, params, state = run(partial(GEMINI, device=2000))
+    expected_loss, expected, _ = run(RESIDENT)
+    assert in_memory((state.params, state.optimizer), "device") == 0
+    assert torch.equal(loss, expected_loss)
+    assert all(torch.equal(params[name], expected[name]) for name in expected)
 
 
 def test_a_host_that_is_too_small_for_a_loop_raises():
     """Before training for what begins there; after two steps for what stays there, gradients included."""
-    everything = looped(partial(GEMINI, device=1), 2)[0][1]
+    _, everything, used = looped(ON_HOST, 2, count=2)[0]
+    full = used.peak()  # there is no room for anything else
     params, state = (in_memory(tree, "host") for tree in everything)
     with pytest.raises(
         fs.errors.MemoryLimitError,
@@ -178,8 +237,8 @@ def test_a_host_that_is_too_small_for_a_loop_raises():
     ):
         looped(partial(GEMINI, device=1, host=params - 1), 2)
     with pytest.raises(fs.errors.MemoryLimitError, match=f"at least {2 * params + state:,} bytes"):
-        looped(partial(GEMINI, device=1, host=2 * params + state - 1), 2)
-    looped(partial(GEMINI, device=1, host=2 * params + state), 2)
+        looped(partial(GEMINI, device=full, host=2 * params + state - 1), 2)
+    looped(partial(GEMINI, device=full, host=2 * params + state), 2, count=2)
 
 
 def test_evaluation_comes_first_and_lora_trains():
@@ -188,7 +247,7 @@ def test_evaluation_comes_first_and_lora_trains():
         return fs.Booster().enable_lora(network(), fs.nn.LoraConfig(r=2))
 
     for model in (network, with_lora):
-        result = looped(partial(GEMINI, device=2500), 2, model=model, evaluates=True)
+        result = looped(partial(GEMINI, device=3500), 2, model=model, evaluates=True)
         assert equal(result, looped(RESIDENT, 2, model=model, evaluates=True))
 
 

@@ -363,3 +363,41 @@ def test_state_counts_for_the_devices_of_parameters_from_before(runtime):
         with fs.memory.limit() as used:
             state = opt.init(params)
         assert used.peak("device", "state") == 2 * 16 + 8 + 4 and used.peak() == 16 + 44 and state
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_full_tensors_that_parameters_are_sharded_from_count_as_source(devices):
+    mesh = fs.make_mesh({"data": devices})
+    full = {"w": torch.ones(64, 6), "b": torch.ones(12), "tied": None}
+    full["tied"] = full["w"]
+    size, shard = 4 * (64 * 6 + 12), 4 * (64 * 6 + 12) // devices
+    with fs.memory.limit() as used:
+        params = fs.shard_params(full, fs.fsdp("data"), mesh=mesh)
+    assert used.peak("device", "source") == size
+    assert used.peak("device", "parameters") == shard
+    assert used.peak() == size + shard
+    with fs.memory.limit() as used:
+        fs.shard_params(params, fs.fsdp("data"), mesh=mesh)  # arrays are no source
+    assert used.peak("device", "source") == 0
+
+
+def test_full_tensors_made_in_the_block_are_source_until_they_are_freed():
+    mesh = fs.make_mesh({"data": 2})
+    with fs.memory.limit() as used:
+        full = [torch.ones(64)]
+        fs.shard_params(full, P.flat("data"), mesh=mesh)
+        assert (used.peak(), used.peak("device", "source")) == (256 + 128, 256)
+        del full
+    with fs.memory.limit(device=300):
+        full = [torch.ones(64)]
+        with pytest.raises(fs.errors.MemoryLimitError, match="256 bytes for source at"):
+            fs.shard_params(full, P.flat("data"), mesh=mesh)
+
+
+def test_modules_of_a_booster_are_source():
+    def main():
+        with fs.memory.limit() as used:
+            fs.Booster(fs.FSDPPlugin()).boost(torch.nn.Linear(64, 64, bias=False))
+        return used.peak("device", "source"), used.peak("device", "parameters")
+
+    assert fs.run(main, mesh=fs.make_mesh({"data": 2}))[0] == (4 * 64 * 64, 2 * 64 * 64)

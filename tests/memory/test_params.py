@@ -189,3 +189,38 @@ def test_tied_parameters_are_in_one_memory():
     w, mesh = torch.ones(4), fs.make_mesh({"data": 2})
     with pytest.raises(fs.errors.LayoutError, match="tied to a leaf in host memory"):
         fs.shard_params({"a": w, "b": w}, P(), mesh=mesh, memory={"a": "host", "b": "device"})
+
+
+@pytest.mark.parametrize("update_on", ["device", "host"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_of_parameters_on_the_host_are_summed_along_the_axes_that_replicate_them(
+    update_on, accumulate
+):
+    """HSDP: sharded along "data", and each shard's gradient is a sum along "node" too."""
+    mesh = fs.make_mesh({"node": 2, "data": 2})
+    torch.manual_seed(0)
+    full = {"w": torch.randn(5, 3), "b": torch.randn(3)}
+    x, axes = torch.randn(8, 5), ("node", "data")
+
+    def loss_fn(params, x):
+        return (torch.tanh(x @ params["w"]) + params["b"]).square().mean()
+
+    params = fs.shard_params(full, fs.fsdp("data"), mesh=mesh, memory="host")
+    opt = fs.partition_optimizer(
+        fs.optim.sgd(0.5), mesh=mesh, axis="data", stage=3, state_memory="host", update_on=update_on
+    )
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P(axes), donate=True, accumulate=accumulate)
+    state = opt.init(params)
+    expected = {name: value.clone().requires_grad_() for name, value in full.items()}
+    for _ in range(2):
+        params, state, _ = step(params, state, x)
+        grads = torch.autograd.grad(loss_fn(expected, x), [*expected.values()])
+        with torch.no_grad():
+            for value, grad in zip(expected.values(), grads, strict=True):
+                value -= 0.5 * grad
+    for name, value in expected.items():
+        assert params[name].layout.memory == "host"
+        torch.testing.assert_close(fs.unshard(params[name]), value.detach())
+        shards = params[name].shards
+        assert torch.equal(shards[0], shards[2])  # replicas along "node"
+        assert torch.equal(shards[1], shards[3])

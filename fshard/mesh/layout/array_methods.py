@@ -41,7 +41,15 @@ class ArrayMethods:
         return cls.operations(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method or an attribute that tensors have; methods become those of the class when they are first used."""
+        """Return a method or an attribute that tensors have; methods become those of the class when they are first used.
+
+        A donated array has no shards any more, so each use of them comes here and raises.
+        """
+        if name == "shards":
+            raise LayoutError(
+                f"an array must not be donated to be used; got {self!r}, whose memory has the results of a step. Use what the "
+                "step returned, or copy before it: fs.device_put(x, x.layout)."
+            )
         method = None if name.startswith("_") else getattr(Tensor, name, None)
         if method is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -67,6 +75,10 @@ class ArrayMethods:
         """Raise if this is a view of an array that was changed in place since."""
         if self.viewed is None:
             return
+        if self.viewed[0].is_donated:
+            raise LayoutError(
+                f"{self!r} is a view of an array that was donated to a step since. Copy it before the step: x.clone()."
+            )
         if self.viewed[0].version != self.viewed[1]:
             raise LayoutError(
                 f"{self!r} is a view of an array that was changed in place since. Take the view again."

@@ -57,6 +57,11 @@ class Sharded(ArrayMethods):
     shards: tuple[Tensor, ...]
 
     @property
+    def is_donated(self) -> bool:
+        """True once a step has taken the memory for its results: then each use of the array raises."""
+        return "shards" not in self.__dict__
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.shards[0].dtype
 
@@ -108,9 +113,33 @@ class Sharded(ArrayMethods):
                 f"of a tensor of shape {self.shape} as {self.spec}. Trees of shards are for elementwise functions."
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes to copy or pickle; raise for a donated array, which has no values."""
+        assert self.shards is not None
+        return self.__dict__
+
     def __repr__(self) -> str:
+        if self.is_donated:
+            return f"Sharded of shape {self.shape}, donated, on {self.mesh}"
         kinds = [type(shard).__name__ for shard in self.shards if not isinstance(shard, Tensor)]
         return f"Sharded {kinds[0] if kinds else typeof(self)} on {self.mesh}"
+
+
+def donated(arguments: PyTree, results: PyTree) -> PyTree:
+    """Return results, which have the memory of arrays among the arguments, and let each use of these arguments raise.
+
+    A frozen array is not donated, since no step writes it.
+    """
+    arrays = {
+        id(x): x for x in flatten(arguments)[0] if isinstance(x, Sharded) and not x.layout.frozen
+    }
+    if not arrays:
+        return results
+    successors = {key: Sharded(x.shape, x.layout, x.shards) for key, x in arrays.items()}
+    leaves, structure = flatten(results)
+    for x in arrays.values():
+        del x.shards
+    return unflatten(structure, [successors.get(id(leaf), leaf) for leaf in leaves])
 
 
 def _validate_shards(caller: str, shards: Sequence[Any]) -> None:
@@ -296,9 +325,11 @@ def from_local(
                 f"from_local: the shard of device {layout.mesh.coordinates(device)} must have shape {local_shape}, that of a "
                 f"tensor of shape {full_shape} as {layout.spec}; got {tuple(x.shape)}."
             )
-    array = Sharded(
-        full_shape, layout, tuple([in_memory(x, layout.mesh, layout.memory) for x in shards])
-    )
+    copies = list[Tensor]()
+    for x in shards:
+        stored = in_memory(x, layout.mesh, layout.memory)
+        copies.append(stored.clone() if stored is x else stored)  # the array never changes with x
+    array = Sharded(full_shape, layout, tuple(copies))
     agree(layout.mesh, f"from_local of {typeof(array)}")
     if layout.replicated_axes:
         compare_inputs("from_local", layout.mesh, {"": array.shards}, layout.replicated_axes)

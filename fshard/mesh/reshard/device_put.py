@@ -2,6 +2,14 @@
 
 Each is a function of one device, made of collectives and local moves with transposes, and run on every device of the
 caller. `plan` chooses the steps, `execute` runs them.
+
+# Note [Results do not alias]
+What these functions return never changes with their arguments: a snapshot keeps its values when a step writes the
+parameters in place, and a write to the snapshot changes no array. A result that no collective has moved would be the
+argument's own memory, or a view of it, so it is copied: as many bytes as it has, once. The public functions do that.
+`reshard_all`, `full_values` and `put_equal(may_alias=True)` do not: steps call them, and only read what they return.
+torch's copy-on-write storages (`_lazy_clone`) would spare copies that nobody writes to. But memory limits would not see
+when they become copies, and shards in page-locked memory or in files cannot have them.
 """
 
 from __future__ import annotations
@@ -125,9 +133,17 @@ def moves(x: Sharded, layout: Layout) -> bool:
 
 
 def _reshard_tree(
-    caller: str, tree: PyTree, layouts: PyTree, as_array: Callable[[Any, Layout], Sharded | None]
+    caller: str,
+    tree: PyTree,
+    layouts: PyTree,
+    as_array: Callable[[Any, Layout], Sharded | None],
+    *,
+    may_alias: bool = False,
 ) -> PyTree:
-    """Reshard leaves, as arrays, by a prefix tree of layouts; `unit` and `frozen` are kept where the layout has none."""
+    """Reshard leaves, as arrays, by a prefix tree of layouts; `unit` and `frozen` are kept where the layout has none.
+
+    Results share no memory with the leaves, unless they `may_alias` them.
+    """
     paths, leaves, structure = flatten_with_paths(tree, none_is_leaf=True)
     try:
         targets = broadcast_prefix(layouts, tree, none_is_leaf=True)
@@ -155,9 +171,52 @@ def _reshard_tree(
     resharded = reshard_all(
         [x for x, _ in arrays.values()], [layout for _, layout in arrays.values()], call_site()
     )
+    if not may_alias:
+        resharded = without_aliases(resharded, [leaves[index] for index in arrays])
     for index, x in zip(arrays, resharded, strict=True):
         leaves[index] = x
     return unflatten(structure, leaves)
+
+
+def shares_memory(x: Sharded | Tensor, y: Sharded | Tensor) -> bool:
+    """Return True if a write to one may change the other."""
+    storages = {_storage(shard) for shard in _tensors(x)}
+    return any(_storage(shard) in storages for shard in _tensors(y))
+
+
+def without_aliases(results: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+    """Return results, arrays or tensors, with copies of those that share memory with a source; ties stay ties.
+
+    See Note [Results do not alias].
+    """
+    storages = {_storage(x) for source in sources for x in _tensors(source)}
+    distinct: dict[tuple[int, ...], Any] = {}
+    for result in results:
+        key = key_of(result)
+        if key not in distinct:
+            is_alias = any(_storage(x) in storages for x in _tensors(result))
+            distinct[key] = _copy(result) if is_alias else result
+    return [distinct[key_of(result)] for result in results]
+
+
+def _tensors(x: Sharded | Tensor) -> Tensors:
+    return x.shards if isinstance(x, Sharded) else (x,)
+
+
+def _storage(x: Tensor) -> int:
+    """Return the identity of a tensor's storage; 0 for all of them where torch.func hides them."""
+    return 0 if transformed() else x.untyped_storage()._cdata
+
+
+def _copy(x: Sharded | Tensor) -> Sharded | Tensor:
+    """Return a copy in the same memory, which autograd records."""
+    if isinstance(x, Tensor):
+        return x.clone()
+    copies = list[Tensor]()
+    for device, shard in zip(local_devices(x.mesh), x.shards, strict=True):
+        with owned_by(device):
+            copies.append(copy_in(x.layout.memory, shard, x.mesh.device_type))
+    return Sharded(x.shape, x.layout, tuple(copies))
 
 
 def is_static(leaf: Any, spec: P) -> bool:
@@ -197,6 +256,8 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
 
     Leaves that are no tensors, such as strings and functions, are unchanged; numbers must be replicated, P().
 
+    The result never changes with the tree, nor the tree with the result: an array that has its layout already is copied.
+
     >>> import torch, fshard as fs
     >>> from fshard import P
     >>> mesh = fs.make_mesh({"data": 4, "model": 2})
@@ -219,8 +280,11 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
     return result
 
 
-def put_equal(tree: PyTree, layout: PyTree) -> PyTree:
-    """Shard global values as `device_put` does, without comparing those of the processes: nothing is sent."""
+def put_equal(tree: PyTree, layout: PyTree, *, may_alias: bool = False) -> PyTree:
+    """Shard global values as `device_put` does, without comparing those of the processes: nothing is sent.
+
+    With `may_alias`, arrays that are not moved share the memory of the given ones.
+    """
     arrays: dict[object, Sharded] = {}
 
     def as_array(x: Any, to: Layout) -> Sharded:
@@ -229,10 +293,10 @@ def put_equal(tree: PyTree, layout: PyTree) -> PyTree:
             return x
         key = key_of(x), to
         if key not in arrays:
-            arrays[key] = _shard_value(x if isinstance(x, Tensor) else unshard(x), to)
+            arrays[key] = _shard_value(x if isinstance(x, Tensor) else full_values(x), to)
         return arrays[key]
 
-    return _reshard_tree("device_put", tree, layout, as_array)
+    return _reshard_tree("device_put", tree, layout, as_array, may_alias=may_alias)
 
 
 def layouts(tree: PyTree) -> PyTree:
@@ -272,7 +336,8 @@ def _moved_to_memory(shards: Tensors, mesh: Mesh, before: Memory, after: Memory)
 def reshard(tree: PyTree, layout: PyTree) -> PyTree:
     """Change the layouts of global arrays on their mesh, by collectives: see `plan`.
 
-    Plain tensors, which are global values, and leaves whose layout is None are returned unchanged.
+    Plain tensors, which are global values, and leaves whose layout is None are returned unchanged. An array that has its
+    layout already is copied: a result never changes with its source.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -372,7 +437,7 @@ def _validate_reshardable(xs: Sequence[Sharded], mesh: Mesh) -> None:
 def unshard(tree: PyTree) -> PyTree:
     """Return global arrays as plain, full tensors; on a process mesh, on every process. Other leaves are unchanged.
 
-    Tied tensors stay tied. To move parameters to another mesh give them to `shard_params` or `device_put` directly: a
+    The tensors are copies, of replicated arrays too: write to them as you like. Tied tensors stay tied. To move parameters to another mesh give them to `shard_params` or `device_put` directly: a
     plain tensor has lost its unit and whether it is frozen.
 
     >>> import torch, fshard as fs
@@ -382,15 +447,25 @@ def unshard(tree: PyTree) -> PyTree:
     tensor([0, 1, 2, 3])
     """
     leaves, structure = flatten(tree)
-    arrays = {index: x for index, x in enumerate(leaves) if isinstance(x, Sharded)}
-    for x in arrays.values():
+    indices = [index for index, x in enumerate(leaves) if isinstance(x, Sharded)]
+    arrays = [leaves[index] for index in indices]
+    tensors = without_aliases(_full_tensors(arrays), arrays)
+    for index, x in zip(indices, tensors, strict=True):
+        leaves[index] = x
+    return unflatten(structure, leaves)
+
+
+def full_values(array: Sharded) -> Tensor:
+    """Return an array as a plain, full tensor to read: that of a replicated array is its shard."""
+    return _full_tensors([array])[0]
+
+
+def _full_tensors(arrays: Sequence[Sharded]) -> list[Tensor]:
+    for x in arrays:
         x.check()
-    replicated = reshard_all(
-        [*arrays.values()], [Layout(x.mesh) for x in arrays.values()], call_site()
-    )
+    replicated = reshard_all(arrays, [Layout(x.mesh) for x in arrays], call_site())
     full: dict[int, Tensor] = {}
-    for index, x in zip(arrays, replicated, strict=True):
+    for x in replicated:
         if id(x) not in full:  # tied tensors stay tied
             full[id(x)] = apply(First(len(x.shards)), x.shards)[0]
-        leaves[index] = full[id(x)]
-    return unflatten(structure, leaves)
+    return [full[id(x)] for x in replicated]

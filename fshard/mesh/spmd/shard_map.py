@@ -27,6 +27,7 @@ from fshard.errors import LayoutError, MeshError, MismatchError
 from fshard.mesh.collectives.autograd import Tensors, apply, recorded, transformed
 from fshard.mesh.layout import Axes, Mesh, PyTree, Structure, require_mesh, unflatten
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import without_aliases
 from fshard.mesh.runtimes.thread_state import batches_nested
 from fshard.mesh.runtimes.watch import watching
 from fshard.mesh.spmd.call_plan import CallPlans, PlannedTensor, ResultPlan
@@ -225,9 +226,19 @@ class MappedCall:
             if may_differ:
                 self._validate_shards(shards, entry)
             leaves[entry.index] = Sharded(entry.shape, entry.layout, shards)
+        if not transformed():  # whose values nobody can write to
+            self._copy_aliases(plan, leaves)
         if self._is_first:
             self.plan.checked[self._caller] = self._is_auditable
         return unflatten(structure, leaves)
+
+    def _copy_aliases(self, plan: ResultPlan, leaves: list[Any]) -> None:
+        """Replace results that share memory with an argument by copies: see Note [Results do not alias]."""
+        indices = [entry.index for entry in plan.entries]
+        arguments = [self.leaves[entry.index] for entry in self.plan.entries]
+        distinct = without_aliases([leaves[index] for index in indices], arguments)
+        for index, x in zip(indices, distinct, strict=True):
+            leaves[index] = x
 
     def _validate_shards(self, shards: Tensors, entry: PlannedTensor) -> None:
         """Raise unless the devices' shards have one dtype and form one global shape."""
