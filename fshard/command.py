@@ -21,8 +21,9 @@ USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard plan CONFIG --devices N --gpu NAME --global-batch N [--sequence N] [-o FILE]
        fshard explore PLAN -o PAGE
        fshard calibrate [--processes N] [-o FILE]
-       fshard checkpoint inspect|verify PATH
-       fshard checkpoint convert --to hf|dcp|torch|safetensors [--only NAME] PATH OUT
+       fshard checkpoint inspect PATH
+       fshard checkpoint verify [--trust] PATH
+       fshard checkpoint convert --to hf|dcp|torch|safetensors [--only NAME] [--trust] PATH OUT
        fshard --version
 
 run      start a file in several processes: fshard run train.py (options: fshard run --help)

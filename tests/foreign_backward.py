@@ -7,6 +7,7 @@ calling thread. FSHARD_FOREIGN_BACKWARD=1 runs all tests and their processes so:
 
 import sys
 import threading
+from _thread import start_new_thread
 from contextlib import contextmanager
 from functools import update_wrapper
 
@@ -49,9 +50,10 @@ class ForeignEngine:
             finally:
                 undo()
 
-        thread = threading.Thread(target=body, name="foreign backward")
-        thread.start()
-        thread.join()
+        ended = threading.Lock()
+        ended.acquire()
+        start_new_thread(lambda: (body(), ended.release()), ())  # Python does not know it
+        ended.acquire()
         if errors:
             raise errors[0]
         return results[0]

@@ -123,16 +123,24 @@ class Job:
             with suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
             agent.wait()
-        for pid in self.lines():
-            if is_alive(pid):
-                os.kill(pid, signal.SIGKILL)
+        kill(self.lines())
+
+
+def kill(pids):
+    """Kill processes, of which some may have ended."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def is_alive(pid):
+    """Return True unless a process has ended: before its file is opened, or while it is read."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    state = text.rpartition(")")[2].split()[0]
+    return state not in ("Z", "X")
 
 
 def gone(pids, within):
@@ -161,12 +169,12 @@ def test_training_goes_on_with_fewer_and_more_processes_with_equal_bits(tmp_path
             )
             victims += [int(pid) for pid in children.stdout.split()]
             os.kill(agent.pid, signal.SIGKILL)
-        for pid in victims:
-            os.kill(pid, signal.SIGKILL)
+        kill(victims)
         survivors = [pid for pid in four if pid not in victims]
+        assert len(survivors) == 2
         assert (
-            len(survivors) == 2 and gone(survivors, 10) < 5
-        )  # 1 s on a machine with nothing else to do
+            gone(survivors, within=60) < 60
+        )  # 1 s on an idle machine; their group waits for minutes
         since = time.time()
         assert re.search(r"LostProcessError: .* by process \d", job.text())
         job.trained(2, after=since, steps=6)

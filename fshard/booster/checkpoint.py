@@ -61,10 +61,12 @@ class Checkpointing:
         tree = restore(folder, tree, only=only) if is_path else folder.restore(tree, only=only)
         vars(model).update(tree["counters"])
 
-    def load_model(self, model: BoostedModel, checkpoint: Folder, strict: bool = True) -> None:
+    def load_model(
+        self, model: BoostedModel, checkpoint: Folder, strict: bool = True, *, trust: bool = False
+    ) -> None:
         """Load all replicas' parameters and buffers from any source of `fs.restore`; those that have all names if `strict`."""
         target: Any = model if model.replicas is None else model.state_dict()
-        restore(checkpoint, target, strict=strict)
+        restore(checkpoint, target, strict=strict, trust=trust)
         if target is not model:
             model.load_state_dict(target)
 

@@ -264,6 +264,8 @@ class _SlowLinkPlugin(Plugin):
         if value is None or isinstance(value, Mapping):
             return value
         axes = [axis for axis in self.axes() if self.default_mesh().shape[axis] > 1]
+        if not axes:  # one device: it has the state that a checkpoint of several has
+            axes = list(self.axes()[:1])
         if len(axes) > 1:
             raise ValueError(
                 f"{name} must be for each axis of {', '.join(axes)}, as {{{axes[0]!r}: ...}}; got {value}."

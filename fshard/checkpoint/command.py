@@ -33,6 +33,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "path", type=Path, help="a folder of fs.save, or a file or folder that fs.restore reads"
         )
+    for command in (verify, converting):
+        command.add_argument(
+            "--trust", action="store_true", help="read pickles of torch.distributed.checkpoint"
+        )
     converting.add_argument("out", type=Path, help="a new folder; for torch and safetensors a file")
     converting.add_argument("--to", required=True, choices=("hf", "dcp", "torch", "safetensors"))
     converting.add_argument("--only", help='a name: the part below it, such as "params"')
@@ -43,20 +47,21 @@ def run(words: Sequence[str]) -> int:
     """Run a command on a checkpoint; return the exit status."""
     options = _parser().parse_args(words)
     if options.command == "verify":
-        return _verify(options.path)
-    source = open_source(options.path)
+        return _verify(options.path, options.trust)
     if options.command == "convert":
+        source = open_source(options.path, trust=options.trust)
         convert(Content(RenamedSource(source, options.only)), options.out, options.to)
         return 0
+    source = open_source(options.path)
     sys.stdout.writelines(f"{line}\n" for line in _table(options.path, source))
     return 0
 
 
-def _verify(path: Path) -> int:
+def _verify(path: Path, trust: bool) -> int:
     """Compare all bytes with their digests; of files without digests, the headers with the sizes."""
     text, errors = "it has no digests; headers and sizes agree", list[str]()
     with _collected(errors):
-        source = open_source(path)
+        source = open_source(path, trust=trust)
         writers = source.index.writers if isinstance(source, SavedFolder) else ()
         if writers:
             text = f"{sum(writer.size for writer in writers):,} bytes are as they were written"

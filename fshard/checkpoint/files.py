@@ -1,7 +1,8 @@
 """Files of a checkpoint: written once, fsynced, with a digest (XXH3) of every 4 MiB, and verified block by block when read.
 
 A data file is a safetensors file: the length of the header, the header (JSON), and the bytes of the tensors in order.
-Every change of the disk is a method of `disk`, so that a test can let each of them fail.
+Every change of the disk is a method of `disk`, so that a test can let each of them fail. Locks are files of their own:
+see `Lock`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import fcntl
 import json
 import mmap
 import os
-from collections.abc import Generator, Iterable, Sequence
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from math import prod
@@ -48,6 +52,9 @@ class Disk:
 
     def open_new(self, path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+
+    def open_lock(self, path: Path) -> int:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
     def write(self, file: int, data: memoryview) -> int:
         return os.write(file, data)
@@ -95,12 +102,10 @@ def make_folder(path: Path) -> None:
 
 
 class DigestWriter:
-    """A new file whose bytes are digested as they are written; locked until it is released, or its process ends."""
+    """A new file whose bytes are digested as they are written."""
 
     def __init__(self, path: Path) -> None:
-        self._file = disk.open_new(path)
-        with suppress(OSError):  # some file systems have no locks
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._file = _opened(disk.open_new, path)
         self._pending = bytearray()
         self._hash, self.size = xxhash.xxh3_64(), 0
         self.digests = list[str]()
@@ -122,8 +127,8 @@ class DigestWriter:
         disk.fsync(self._file)
 
     def release(self) -> None:
-        """Close the file, complete or not, and unlock it."""
-        os.close(self._file)
+        """Close the file, complete or not."""
+        _close(self._file)
 
     def _flush(self) -> None:
         if self._pending:
@@ -147,26 +152,182 @@ def _write_all(file: int, data: memoryview) -> None:
         data = data[disk.write(file, data) :]
 
 
+# -- locks ------------------------------------------------------------------------------------------------------------
+
+PAUSE = 0.002
+"""Seconds between two looks at a lock, or at a folder."""
+LOCK = "index.lock"
+"""The lock of a folder: whoever has it writes the index, or removes files."""
+
+_fork_guard = threading.RLock()
+_files = set[int]()  # open files that a child closes
+_holders = set[tuple[int, str]]()  # threads that take or have the lock of a folder, and that folder
+
+
+def _opened(open_file: Callable[[Path], int], path: Path) -> int:
+    """Open a file that children of this process close.
+
+    A lock belongs to the open file, which a fork shares: a child that keeps it, such as a worker of a DataLoader, keeps
+    the lock after its parent has ended the save. It keeps the bytes of a file that is removed, too.
+    """
+    with _fork_guard:  # no fork between the two lines
+        file = open_file(path)
+        _files.add(file)
+    return file
+
+
+def _close(file: int) -> None:
+    """Close a file, unless this is a child in which it is closed."""
+    with _fork_guard:
+        if file in _files:
+            _files.remove(file)
+            os.close(file)
+
+
+def _close_in_child() -> None:
+    for file in _files:
+        with suppress(OSError):
+            os.close(file)
+    _files.clear()
+    _holders.clear()
+    _fork_guard.release()
+
+
+os.register_at_fork(
+    before=_fork_guard.acquire,
+    after_in_parent=_fork_guard.release,
+    after_in_child=_close_in_child,
+)
+
+
+class Lock:
+    """A file of mode 0600 that is locked until it is released, which removes it, or its process ends.
+
+    Not a lock of the folder, or of a file of data: all who may read those could lock them, and stop every save.
+    """
+
+    def __init__(self, path: Path, file: int) -> None:
+        self._path, self._file = path, file
+
+    @staticmethod
+    def take(path: Path) -> Lock | None:
+        """Make and lock a file, and write there who has it; return None if another has it."""
+        while True:
+            file = _opened(disk.open_lock, path)
+            try:
+                with suppress(_NoLocks):
+                    _flock(file, fcntl.LOCK_EX)
+                if _is_named(file, path):
+                    with suppress(OSError):  # the text is only for errors
+                        os.ftruncate(file, 0)
+                        os.pwrite(file, _this_process().encode(), 0)
+                    return Lock(path, file)
+            except BlockingIOError:
+                _close(file)
+                return None
+            except BaseException:
+                _close(file)
+                raise
+            _close(file)  # the one who had it has removed it since it was opened
+
+    def release(self) -> None:
+        """Remove the file, and unlock it: in this order, so that no two have locks of one name."""
+        try:
+            if self._file in _files:
+                with suppress(OSError):  # what stays is unlocked: the next one takes it
+                    disk.unlink(self._path)
+        finally:
+            _close(self._file)
+
+
+class _NoLocks(Exception):
+    """The file system has no locks."""
+
+
+def _flock(file: int, kind: int) -> None:
+    """Lock a file without waiting; raise BlockingIOError if another has it."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        raise _NoLocks from None
+
+
+def _is_named(file: int, path: Path) -> bool:
+    """Return True if a path still names an open file."""
+    try:
+        named = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(named, os.fstat(file))
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} of {socket.gethostname()}"
+
+
 def is_locked(path: Path) -> bool:
-    """Return True if a `DigestWriter` has a file, in any process."""
+    """Return True if a `Lock` of this path is held, by any process."""
     try:
         with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
+            _flock(file.fileno(), fcntl.LOCK_SH)
+    except (BlockingIOError, PermissionError):  # another user's, which may be held
+        return True
+    except (OSError, _NoLocks):
+        return False
     return False
 
 
+class FolderLockedError(CheckpointError):
+    """The lock of a folder is not free before the limit."""
+
+
+def check_not_committing(folder: Path) -> None:
+    """Raise in a function that interrupts a commit of the same folder in the same thread: a handler of a signal."""
+    if (threading.get_ident(), os.path.realpath(folder)) in _holders:
+        raise CheckpointError(
+            f"{folder} must not be saved while this thread commits a save there; got a save that interrupts it, as from "
+            "the handler of a signal. Set a flag in the handler and save after the step, as fs.Checkpoints does on "
+            "SIGTERM, or save to another folder."
+        )
+
+
 @contextmanager
-def locked_folder(path: Path) -> Generator[None]:
-    """Wait until no other process has a folder, and lock it."""
-    file = os.open(path, os.O_RDONLY)
+def locked_folder(folder: Path, timeout: float) -> Generator[None]:
+    """Wait up to some seconds until no other thread or process has the lock of a folder, and take it."""
+    check_not_committing(folder)
+    holder, lock = (threading.get_ident(), os.path.realpath(folder)), None
+    path, deadline = folder / LOCK, time.monotonic() + timeout
+    _holders.add(holder)  # before the lock is taken: a signal is handled between any two lines
     try:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+        while (lock := Lock.take(path)) is None:
+            if time.monotonic() > deadline:
+                raise FolderLockedError(
+                    f"{path} must be free within the limit of time; got one that {_owner(path)} has. Wait until it has "
+                    "saved, or end it."
+                )
+            time.sleep(PAUSE)
         yield
     finally:
-        os.close(file)
+        try:
+            if lock is not None:
+                lock.release()
+        finally:
+            _holders.discard(holder)
+
+
+def _owner(path: Path) -> str:
+    """Return who has a lock, in words."""
+    try:
+        return path.read_text() or "another process"
+    except PermissionError:
+        return f"a process of user {path.stat().st_uid}"
+    except OSError:
+        return "another process"
+
+
+# -- small files, digests, headers ------------------------------------------------------------------------------------
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ from weakref import WeakSet
 
 import torch
 
-from fshard.checkpoint.files import disk
+from fshard.checkpoint.files import LOCK, FolderLockedError, disk, locked_folder
 from fshard.checkpoint.index import INDEX, read_index
 from fshard.checkpoint.restore import restore
 from fshard.checkpoint.save import ended_saves, meet, next_token, run_token, snapshot, write
@@ -79,6 +80,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._staging: dict[int, torch.Tensor] = {}
         self._error: BaseException | None = None
+        self._callers = set[int]()  # threads that are in `save`
         self._metrics: dict[int, Mapping[str, float]] = {}
 
     @property
@@ -118,6 +120,19 @@ class Checkpoints:
         """
         if errors := integer("step", step, 0):
             raise ValueError(f"Checkpoints.save: {errors[0]}.")
+        caller = threading.get_ident()
+        if caller in self._callers:
+            raise CheckpointError(
+                f"{self.path} must not be saved while this thread saves there; got a save that interrupts it, as from the "
+                "handler of a signal. Set a flag in the handler and save after the step: on SIGTERM that is done for you."
+            )
+        self._callers.add(caller)
+        try:
+            self._save(step, tree, wait, metrics)
+        finally:
+            self._callers.discard(caller)
+
+    def _save(self, step: int, tree: PyTree, wait: bool, metrics: Mapping[str, Any] | None) -> None:
         termination.listen(self)
         is_last = self._ends_at(step)
         if step % self.every and not is_last:
@@ -273,12 +288,20 @@ def remove(path: Path) -> None:
     if path.is_symlink():
         disk.unlink(path)
         return
-    names = {*os.listdir(path)}
-    if INDEX in names:
-        disk.unlink(path / INDEX)
-        disk.fsync_folder(path)
-    files = ended_saves(path)
-    for name in files:
-        disk.unlink(path / name)
+    try:
+        with locked_folder(path, 0):  # else a save that ends meanwhile would lose its files
+            names = {*os.listdir(path)} - {LOCK}
+            if INDEX in names:
+                disk.unlink(path / INDEX)
+                disk.fsync_folder(path)
+            files = ended_saves(path)
+            for name in files:
+                disk.unlink(path / name)
+    except FolderLockedError:  # another job commits there, or removes it
+        return
     if names <= {INDEX, *files}:
-        disk.remove_folder(path)
+        try:
+            disk.remove_folder(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another job saves there
+                raise

@@ -144,7 +144,14 @@ def read_index(folder: Path) -> Index:
         writers = [WriterFiles(*files) for files in content["writers"]]
         index = Index(content["devices"], arrays, ties, values, dict(content["metrics"]), writers)
         _validate(index)
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise _invalid(folder / INDEX, error) from error
     return index
 

@@ -10,8 +10,10 @@ field, a number is a position, and a list of one entry is any other key of a dic
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -237,6 +239,23 @@ def build(items: Sequence[tuple[TreePath, Any]]) -> PyTree:
     >>> build([(("a", 0), 1), (("a", 1), 2), (("b", [3]), 4)])
     {'a': [1, 2], 'b': {3: 4}}
     """
+    with limited_depth():
+        return _build(items)
+
+
+@contextmanager
+def limited_depth() -> Generator[None]:
+    """Raise for a tree that is nested too deep for Python as for any other that is no checkpoint."""
+    try:
+        yield
+    except RecursionError as error:
+        text = (
+            f"a tree must be nested less deep than Python's limit, {sys.getrecursionlimit()} calls"
+        )
+        raise CheckpointError(f"{text}; got one that is deeper. Flatten its containers.") from error
+
+
+def _build(items: Sequence[tuple[TreePath, Any]]) -> PyTree:
     if len(items) == 1 and items[0][0] == ():
         return items[0][1]
     children: dict[Any, list[tuple[TreePath, Any]]] = {}
@@ -249,7 +268,7 @@ def build(items: Sequence[tuple[TreePath, Any]]) -> PyTree:
         children.setdefault(("key", key[0]) if isinstance(key, list) else key, []).append(
             (path[1:], value)
         )
-    trees = {key: build(child) for key, child in children.items()}
+    trees = {key: _build(child) for key, child in children.items()}
     if trees and all(isinstance(key, int) for key in trees):
         return [trees[key] for key in sorted(trees)]
     return {key[1] if isinstance(key, tuple) else key: x for key, x in trees.items()}

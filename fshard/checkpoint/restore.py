@@ -74,6 +74,7 @@ def restore(
     rename: Renaming = None,
     strict: bool = True,
     cast: bool = False,
+    trust: bool = False,
 ) -> Any:
     """Return the content of a folder or file, in the layouts of `target`.
 
@@ -87,12 +88,13 @@ def restore(
         rename: from stored names to the target's: {"layers.*.q_proj.*": "blocks.*.q.*"}, or a function of the name.
         strict: False: what only one side has stays as it is; returns (tree, differences).
         cast: convert to the target's dtypes.
+        trust: True: read a folder of torch.distributed.checkpoint too, whose metadata is a pickle that can run any code.
     """
     if mesh is None and isinstance(target, P | Fsdp):
         raise ValueError(
             "restore: mesh must be that of the rules; got None. Give mesh=, or a tree to restore into."
         )
-    source = RenamedSource(open_source(Path(path)), only, rename)
+    source = RenamedSource(open_source(Path(path), trust=trust), only, rename)
     source.check()
     if mesh is not None:
         target = _tree_of(source, lambda tree: apply_rules(tree, target, mesh, put=reserved))

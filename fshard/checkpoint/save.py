@@ -4,8 +4,8 @@ snapshot     the share of each device held here, and the index: `TreeSnapshot`
 write        data, fsync, manifest, fsync            by each device
 commit       the index aside, fsync, rename, fsync   by whichever device first sees all manifests; the others wait for it
 
-Data files are locked until their save has ended, and a folder during a commit: another job that saves in the folder removes
-only what no process writes.
+Each device has a lock until its save has ended, and a folder has one during a commit: another job that saves in the folder
+removes only what no process writes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
@@ -27,8 +27,12 @@ import torch
 import torch.distributed as dist
 
 from fshard.checkpoint.files import (
+    PAUSE,
     DigestWriter,
+    FolderLockedError,
+    Lock,
     bytes_of,
+    check_not_committing,
     digest,
     disk,
     header_of,
@@ -46,10 +50,8 @@ from fshard.mesh.layout import PyTree
 from fshard.mesh.runtimes.process import has_ended
 from fshard.mesh.spmd.scope import here
 
-_SAVE_FILE = re.compile(r"[0-9a-f]{11,}-[0-9]+\.(safetensors|json|failed|index)(\.tmp)?")
+_SAVE_FILE = re.compile(r"[0-9a-f]{11,}-[0-9]+\.(safetensors|json|failed|index|lock)(\.tmp)?")
 """The names of the files of a save: they begin with its token."""
-PAUSE = 0.002
-"""Seconds between two looks at the folder."""
 _STEP = 16 << 20
 """Bytes of a tensor that are copied from a GPU at a time."""
 
@@ -72,7 +74,7 @@ def save(
         tree: arrays in any layouts; plain tensors, which are equal on all processes; values of JSON; objects with
             `state_dict` and `load_state_dict`.
         metrics: a tree, of which the numbers are saved with it; those of device 0 if they differ.
-        timeout: seconds to wait for the other processes.
+        timeout: seconds to wait for the other processes, and for another job that commits in the folder.
 
     >>> import tempfile, torch, fshard as fs
     >>> from fshard import P
@@ -126,6 +128,7 @@ def write(folder: Path, tree: TreeSnapshot, token: str, timeout: float) -> None:
     device, failure = min(tree.shares), None
     with ExitStack() as locks:
         try:
+            check_not_committing(folder)
             with named_errors(f"{folder} cannot be made"):
                 make_folder(folder)
                 if (index := folder / INDEX).is_file() and not index.read_bytes().startswith(
@@ -173,7 +176,10 @@ def meet() -> None:
 def _write_share(
     folder: Path, tree: TreeSnapshot, device: int, token: str, locks: ExitStack
 ) -> None:
-    """Write the data of one device and its manifest; `locks` releases the data."""
+    """Write the data of one device and its manifest; `locks` releases its lock."""
+    lock = Lock.take(folder / f"{token}-{device}.lock")
+    if lock is not None:  # nobody else makes a file of this name
+        locks.callback(lock.release)
     arrays, ranges = tree.index.arrays, tree.shares[device]
     header = header_of((arrays[x.array].data_name, arrays[x.array].dtype, x.shape) for x in ranges)
     file = DigestWriter(folder / f"{token}-{device}.safetensors")
@@ -204,11 +210,7 @@ def _commit(folder: Path, index: Index, token: str, device: int, timeout: float)
     check, end = time.monotonic() + 1, time.monotonic() + timeout
     while True:
         names = {*os.listdir(folder)}
-        if marks := sorted(
-            name for name in names if name.startswith(f"{token}-") and name.endswith(".failed")
-        ):
-            texts = "; ".join((folder / name).read_text() for name in marks)
-            raise CheckpointError(f"{folder} is not saved, since another device failed: {texts}")
+        _check_marks(folder, token, names)
         missing = [writer for name, writer in manifests.items() if name not in names]
         if not missing:
             break
@@ -233,17 +235,36 @@ def _commit(folder: Path, index: Index, token: str, device: int, timeout: float)
             _mark_failed(folder, token, device, reason)  # so that those do not commit it later
             raise CheckpointError(f"{folder} is not saved: {reason}")
         time.sleep(PAUSE)
-    with locked_folder(folder):
-        committed = (folder / INDEX).read_bytes() if (folder / INDEX).exists() else b""
-        if f'"{token}-0.json"'.encode() not in committed:
-            _write_index(folder, index, token, device)
-        _validate_files(folder, token, index, {INDEX})
+    try:
+        with locked_folder(folder, end - time.monotonic()):
+            if not _is_committed(folder, token):
+                _check_marks(folder, token, os.listdir(folder))  # a device may not wait any more
+                _write_index(folder, index, token, device)
+            _validate_files(folder, token, index, {INDEX})
+    except FolderLockedError as error:
+        if not _is_committed(folder, token):
+            _mark_failed(folder, token, device, error)
+            raise CheckpointError(f"{folder} is not saved after {timeout} s: {error}") from error
+
+
+def _is_committed(folder: Path, token: str) -> bool:
+    """Return True if the index of a folder is of this save."""
+    index = folder / INDEX
+    return index.exists() and f'"{token}-0.json"'.encode() in index.read_bytes()
+
+
+def _check_marks(folder: Path, token: str, names: Iterable[str]) -> None:
+    """Raise if another device has left a mark that it has failed."""
+    marks = [name for name in names if name.startswith(f"{token}-") and name.endswith(".failed")]
+    if marks:
+        texts = "; ".join((folder / name).read_text() for name in sorted(marks))
+        raise CheckpointError(f"{folder} is not saved, since another device failed: {texts}")
 
 
 def _has_ended(folder: Path, index: Index, token: str, writer: int, device: int) -> bool:
-    """Return True if the process of a writer has ended: its link is closed, or its data unlocked, where locks work."""
-    file, locked_file = (folder / f"{token}-{number}.safetensors" for number in (writer, device))
-    is_unlocked = file.exists() and not is_locked(file) and is_locked(locked_file)
+    """Return True if the process of a writer has ended: its link is closed, or its lock free, where locks work."""
+    lock, own_lock = (folder / f"{token}-{number}.lock" for number in (writer, device))
+    is_unlocked = lock.exists() and not is_locked(lock) and is_locked(own_lock)
     is_process = dist.is_initialized() and index.devices == dist.get_world_size()
     return is_unlocked or (is_process and has_ended(writer))
 
@@ -322,5 +343,7 @@ def _differences(index: Index, replicas: Sequence[Sequence[str]]) -> list[str]:
 def ended_saves(folder: Path) -> list[str]:
     """Return the files of saves of which no process is in progress, complete or not."""
     files = [name for name in sorted(os.listdir(folder)) if _SAVE_FILE.fullmatch(name)]
-    locked = {name.partition("-")[0] for name in files if is_locked(folder / name)}
+    # Locks are listed after the files: a lock is made before the files of its save.
+    locks = [name for name in os.listdir(folder) if name.endswith(".lock")]
+    locked = {name.partition("-")[0] for name in locks if is_locked(folder / name)}
     return [name for name in files if name.partition("-")[0] not in locked]

@@ -19,6 +19,7 @@ from fshard.checkpoint.names import (
     is_array,
     is_object,
     leaves_of,
+    limited_depth,
     opened,
     stored_parts,
     tie_key,
@@ -76,7 +77,8 @@ class TreeSnapshot:
 
 def snapshot_of(tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeSnapshot:
     """Return the ranges that the devices held here write, and the index of the tree."""
-    leaves = [*_with_states(leaves_of(opened(tree)[0]))]
+    with limited_depth():
+        leaves = [*_with_states(leaves_of(opened(tree)[0]))]
     validate_unique(leaves, "save")
     validate_storable(leaves)
     arrays = [leaf for leaf in leaves if is_array(leaf.value)]

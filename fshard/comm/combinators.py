@@ -5,18 +5,19 @@ A residual is a sum not yet made: the total of these residuals over devices is w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from fshard.comm.compressor import Compressor, Phases, Reduced
-from fshard.mesh.collectives.api import axis_size
 from fshard.mesh.collectives.on_trees import Handle
 from fshard.mesh.layout import Axes, PyTree, map_leaves
 from fshard.optim.arguments import validate, within
 
 
-def _combinator(compress: Compressor, phases: Callable[..., Phases], *names: str) -> Compressor:
+def _combinator(
+    compress: Compressor, phases: Callable[..., Phases], *names: str, totals: Sequence[str] = ()
+) -> Compressor:
     """Return a compressor around a compressor, with state of the parameters' structure: trees of zeros by name."""
 
     def init(params: PyTree) -> PyTree:
@@ -26,7 +27,7 @@ def _combinator(compress: Compressor, phases: Callable[..., Phases], *names: str
         }
         return {"inner": compress.init(params), **zeros}
 
-    return Compressor(init, phases, compress.full)
+    return Compressor(init, phases, compress.full, totals=(*compress.totals, *totals))
 
 
 def error_feedback(compress: Compressor, *, decay: float = 1.0) -> Compressor:
@@ -53,14 +54,11 @@ def ef21(compress: Compressor) -> Compressor:
     def phases(grads: PyTree, state: PyTree, axis: Axes) -> Phases:
         change = map_leaves(torch.sub, grads, state["estimate"])
         total, sent, inner = yield compress.start(change, state["inner"], axis)
-        estimate, n = map_leaves(torch.add, state["estimate"], sent), axis_size(axis)
-        share = map_leaves(
-            lambda x, y: x + y / n, state["share"], total
-        )  # of the total of all estimates
-        total = map_leaves(lambda x: x * n, share)
-        return Reduced(total, estimate, {"inner": inner, "estimate": estimate, "share": share})
+        estimate = map_leaves(torch.add, state["estimate"], sent)
+        total = map_leaves(torch.add, state["total"], total)  # of all estimates
+        return Reduced(total, estimate, {"inner": inner, "estimate": estimate, "total": total})
 
-    return _combinator(compress, phases, "estimate", "share")
+    return _combinator(compress, phases, "estimate", "total", totals=["total"])
 
 
 def momentum_corrected(compress: Compressor, momentum: float = 0.9) -> Compressor:

@@ -43,6 +43,8 @@ class Compressor(NamedTuple):
         full: it needs full leaves, in their shapes: no shards.
         encoding: the form of the leaves, for `chain`; None: it cannot be chained.
         early: starts, from the state and the axis, what needs no gradients: `phases` then takes the handle too.
+        totals: names of trees in its state, and in that of compressors inside it, that are equal on all devices along the
+            axis. Other trees of the structure of the gradients are unreduced: another mesh keeps their sum alone.
 
     >>> import torch, fshard as fs
     >>> mesh, compress = fs.make_mesh({"data": 2}), fs.comm.top_k(0.1)
@@ -58,6 +60,7 @@ class Compressor(NamedTuple):
     full: bool = False
     encoding: Any = None
     early: Callable[[PyTree, Axes], Handle] | None = None
+    totals: Sequence[str] = ()
 
     def start(self, grads: PyTree, state: PyTree, axis: Axes, *early: Handle) -> Handle:
         """Start a reduction, which `wait` of the handle finishes."""

@@ -11,6 +11,7 @@ import torch
 from fshard.errors import MeshError
 from fshard.launching.pool import Processes
 from fshard.mesh.runtimes.launchers import launched, process_count, process_index
+from fshard.mesh.spmd.run import error_of_deferred
 from fshard.mesh.spmd.scope import here
 
 Result = TypeVar("Result")
@@ -64,7 +65,9 @@ def _validate(fn: Any, processes: Any, device: Any, timeout: Any) -> None:
     """Raise with all that is wrong with a call."""
     integer = isinstance(processes, int) and not isinstance(processes, bool)
     positive = isinstance(timeout, int | float) and timeout > 0
+    deferred = error_of_deferred("fn", fn).removesuffix(".")
     checks = {
+        deferred: not deferred,
         f"fn must be a function; got {fn!r}": callable(fn),
         f"processes must be an integer >= 1; got {processes!r}": integer and processes >= 1,
         f'device must be "cpu" or "cuda"; got {device!r}': device in (None, "cpu", "cuda"),

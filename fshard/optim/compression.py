@@ -9,7 +9,7 @@ on another mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,9 +56,7 @@ class Compression:
             )
         for axis in compressors:
             mesh.check_axes(axis, "partition_optimizer(compress=)")
-        self._compressors = {
-            axis: each for axis, each in compressors.items() if mesh.shape[axis] > 1
-        }
+        self._compressors = dict(compressors)
         self._has_gradient: list[bool] = []  # of each leaf in the last step
 
     def layout(self, layout: Layout, first: int = 0) -> Layout:
@@ -80,14 +78,12 @@ class Compression:
 
     def init(self, params: PyTree) -> PyTree:
         """Return the state of each compressor."""
-        leaves, steps = (
-            Leaves.of(params),
-            {axis: self._on_devices(axis, self._reduce) for axis in self._compressors},
-        )
-        return {
-            axis: step.init(leaves.mapped(partial(self._example, axis)))
-            for axis, step in steps.items()
-        }
+        leaves, states = Leaves.of(params), dict[str, PyTree]()
+        for axis, compressor in self._compressors.items():
+            gradients = leaves.mapped(partial(self._example, axis))
+            state = self._on_devices(axis, self._reduce).init(gradients)
+            states[axis] = _with_replicated(state, compressor.totals, axis)
+        return states
 
     def start(self, state: PyTree, params: PyTree) -> Handles:
         """Start, before the forward, what needs no gradients; `reduce` takes the result."""
@@ -158,6 +154,32 @@ class Compression:
         """Return a function of an axis and one device's trees as one of arrays."""
         init = self._compressors[axis].init
         return device_optimizer(Optimizer(init, partial(update, axis), elementwise=True))
+
+
+def _with_replicated(state: PyTree, names: Sequence[str], axis: str) -> PyTree:
+    """Return the state of a compressor whose trees of these names are replicated along its axis.
+
+    `init` gives all trees of the structure of the gradients their layout, unreduced. A total with that layout would be zero
+    on all devices but one of another mesh, and parameters would differ from then on.
+    """
+
+    def replicated(x: Leaf) -> Leaf:
+        if not isinstance(x, Sharded):
+            return x
+        unreduced = [name for name in x.spec.unreduced if name != axis]
+        return Sharded(x.shape, x.layout.with_spec(x.spec.replace(unreduced=unreduced)), x.shards)
+
+    if not names or not isinstance(state, dict):
+        return state
+    result = dict[str, PyTree]()
+    for name, tree in state.items():
+        if name == "inner":
+            result[name] = _with_replicated(tree, names, axis)
+        elif name in names:
+            result[name] = map_leaves(replicated, tree)
+        else:
+            result[name] = tree
+    return result
 
 
 def _scaled(grads: PyTree, factor: float) -> PyTree:

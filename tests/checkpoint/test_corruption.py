@@ -244,6 +244,40 @@ def test_manipulated_index_raises_and_allocates_no_more_than_files_hold(
             fs.restore(path, **options)
 
 
+@pytest.mark.parametrize("depth", [900, 100_000])
+@pytest.mark.parametrize("key", ["all", "values", "value", "path", "layouts", "version", "metrics"])
+def test_index_that_is_nested_deep_is_refused(key, depth, saved, tmp_path):
+    """Deeper than Python's limit of calls, in what is read as JSON or in the tree that it describes."""
+    path = written(tmp_path, saved[0])
+    index, deep = read_sealed(path / "index.json"), "[" * depth + "]" * depth
+    change = {
+        "value": {"values": [[["n"], "@"]]},
+        "path": {"values": [[["a"] * depth, 1]]},
+    }.get(key, {key: "@"})
+    text = as_text("@" if key == "all" else {**index, **change}).replace('"@"', deep)
+    (path / "index.json").write_bytes(sealed(text))
+    with pytest.raises(CheckpointError):
+        fs.restore(path)
+
+
+def test_tree_that_is_nested_too_deep_is_not_saved(tmp_path):
+    tree = 1
+    for _ in range(5000):
+        tree = {"a": tree}
+    with pytest.raises(CheckpointError, match="nested less deep"):
+        fs.save(tmp_path / "deep", tree)
+    assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_json_of_other_formats_that_is_nested_deep_is_refused(name, tmp_path):
+    deep = b"[" * 100_000 + b"]" * 100_000
+    is_header = name == "model.safetensors"
+    (tmp_path / name).write_bytes(len(deep).to_bytes(8, "little") + deep if is_header else deep)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        fs.restore(tmp_path)
+
+
 def test_manifest_of_another_size_is_refused(saved, tmp_path):
     path = written(tmp_path, saved[0])
     manifest = next(path.glob("*-1.json"))
@@ -359,5 +393,5 @@ def test_a_failed_restore_leaves_the_target_as_it_was(write, runtime, tmp_path):
     if runtime == "virtual":
         target = fs.device_put(target, layout)
     with pytest.raises(CheckpointError):
-        fs.restore(tmp_path / "7", target)
+        fs.restore(tmp_path / "7", target, trust=True)
     assert all(not fs.unshard(x).any() for x in target.values())

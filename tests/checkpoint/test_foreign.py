@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import struct
 import sys
 
@@ -19,6 +20,7 @@ from fshard import P
 from fshard.checkpoint.copying import Span
 from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.source import Target
+from fshard.command import main
 from fshard.errors import CheckpointError
 from fshard.testing.processes import run_processes
 from tests.checkpoint.programs import growth_of_memory, mesh, save_dtensors
@@ -84,8 +86,8 @@ def test_foreign_arrays_are_restored_in_any_layout(writer, data, tmp_path_factor
     want = data.draw(tensors())
     path = WRITERS[writer](tmp_path_factory.mktemp("foreign"), want)
     for restored in (
-        fs.restore(path),
-        fs.unshard(fs.restore(path, data.draw(st.sampled_from(RULES)), mesh=mesh())),
+        fs.restore(path, trust=True),
+        fs.unshard(fs.restore(path, data.draw(st.sampled_from(RULES)), mesh=mesh(), trust=True)),
     ):
         assert restored.keys() == want.keys()
         for name, x in want.items():
@@ -165,7 +167,7 @@ def test_trees_of_torch_formats_keep_values_and_containers(tmp_path):
     dcp.save(dict(tree), checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert fs.restore(tmp_path / "x.pt").pop(3) == "x"
     for path in (tmp_path / "x.pt", tmp_path / "dcp"):
-        restored = fs.restore(path)
+        restored = fs.restore(path, trust=True)
         assert [restored["n"], restored["model"]["a.w"].tolist()] == [None, [1, 1]]
         assert restored["optim"] == [{"lr": 0.1, "betas": [0.9, 0.99], "step": torch.zeros(())}]
         target = {
@@ -173,10 +175,10 @@ def test_trees_of_torch_formats_keep_values_and_containers(tmp_path):
             "model": {"a.w": torch.zeros(2)},
             "optim": [{"lr": 0, "betas": (0, 0), "step": torch.ones(())}],
         }
-        assert fs.restore(path, target, strict=False)[0]["optim"] == [
+        assert fs.restore(path, target, strict=False, trust=True)[0]["optim"] == [
             {"lr": 0.1, "betas": (0.9, 0.99), "step": torch.zeros(())}
         ]
-        assert fs.restore(path, only="optim")[0]["betas"] == [0.9, 0.99]
+        assert fs.restore(path, only="optim", trust=True)[0]["betas"] == [0.9, 0.99]
 
 
 def test_rules_are_for_arrays_alone(tmp_path):
@@ -192,7 +194,7 @@ def test_rules_are_for_arrays_alone(tmp_path):
 def test_chunks_of_dtensors_are_joined(tmp_path):
     run_processes(save_dtensors, 2, tmp_path)
     for rules in RULES:
-        restored = fs.unshard(fs.restore(tmp_path, rules, mesh=mesh()))
+        restored = fs.unshard(fs.restore(tmp_path, rules, mesh=mesh(), trust=True))
         assert all(
             torch.equal(restored[name], torch.arange(35.0).reshape(5, 7))
             for name in ("rows", "columns")
@@ -326,11 +328,11 @@ def test_truncated_files_are_refused_and_damaged_ones_allocate_no_more_than_they
     content = file.read_bytes()
     file.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
     with pytest.raises(CheckpointError):
-        fs.restore(path)
+        fs.restore(path, trust=True)
     byte, bit = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 7))
     file.write_bytes(content[:byte] + bytes([content[byte] ^ 1 << bit]) + content[byte + 1 :])
     try:
-        restored = fs.restore(path)
+        restored = fs.restore(path, trust=True)
     except CheckpointError:
         return
     size = sum(x.stat().st_size for x in files)
@@ -354,8 +356,76 @@ def test_torch_files_with_code_sparse_tensors_or_the_old_format_raise(tmp_path):
     assert not marker.exists()
 
 
+@pytest.fixture
+def planted(tmp_path):
+    """Return the mark of code that has run, and the metadata of DCP that runs it."""
+    return tmp_path / "ran", pickle.dumps(Evil(tmp_path / "ran"))
+
+
+@pytest.mark.parametrize("writer", ["safetensors", "torch", "hf", "hf in pickles", "save"])
+def test_metadata_of_dcp_beside_another_format_is_not_read(writer, planted, tmp_path):
+    """Not if it is trusted either: the other format has the arrays."""
+    marker, metadata = planted
+    folder, x = tmp_path / "folder", torch.ones(2)
+    folder.mkdir()
+    if writer == "save":
+        fs.save(folder, {"w": x})
+    else:
+        path = WRITERS[writer](folder, {"w": x})
+        if path.is_file():
+            path.rename(folder / {"torch": "pytorch_model.bin"}.get(writer, "model.safetensors"))
+        else:
+            folder = path
+    (folder / ".metadata").write_bytes(metadata)
+    for options in ({}, {"trust": True}):
+        assert fs.restore(folder, **options)["w"].equal(x)
+    assert not marker.exists()
+
+
+def test_dcp_is_read_only_if_it_is_trusted(planted, tmp_path):
+    marker, metadata = planted
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(CheckpointError, match="trust=True"):
+        fs.restore(tmp_path / "dcp")
+    assert fs.restore(tmp_path / "dcp", trust=True)["w"].equal(torch.ones(2))
+    (tmp_path / "dcp" / ".metadata").write_bytes(metadata)
+    with pytest.raises(CheckpointError, match="trust=True"):
+        fs.restore(tmp_path / "dcp", {"w": torch.zeros(2)}, strict=False)
+    with pytest.raises(CheckpointError, match="trust=True"):
+        fs.restore(tmp_path / "dcp", P(), mesh=mesh())
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "convert --to safetensors"])
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_commands_run_no_code_of_a_folder(command, is_alone, planted, tmp_path, capsys):
+    marker, metadata = planted
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(metadata)
+    if not is_alone:
+        write_safetensors(folder, {"w": torch.ones(2)}).rename(folder / "model.safetensors")
+    out = [str(tmp_path / "out")] if "convert" in command else []
+    status = main(["checkpoint", *command.split(), str(folder), *out])
+    printed = capsys.readouterr()
+    assert (status != 0) == is_alone
+    assert ("--trust" in printed.out + printed.err) == is_alone
+    assert not marker.exists()
+
+
+def test_commands_read_dcp_that_is_trusted(tmp_path, capsys):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    path, out = str(tmp_path / "dcp"), str(tmp_path / "out")
+    assert main(["checkpoint", "verify", "--trust", path]) == 0
+    assert main(["checkpoint", "convert", "--to", "safetensors", "--trust", path, out]) == 0
+    assert fs.restore(out)["w"].equal(torch.ones(2))
+    with pytest.raises(SystemExit):
+        main(["checkpoint", "inspect", "--trust", path])
+    assert "unrecognized" in capsys.readouterr().err
+
+
 def test_dcp_value_with_tensors_inside(tmp_path):
     value = (torch.arange(3.0), {"k": torch.zeros(1)}, 3)
     dcp.save({"w": torch.ones(2), "value": value}, checkpoint_id=tmp_path, no_dist=True)
-    restored = fs.restore(tmp_path)["value"]
+    restored = fs.restore(tmp_path, trust=True)["value"]
     assert torch.equal(restored[0], value[0]) and restored[1:] == [{"k": torch.zeros(1)}, 3]

@@ -189,7 +189,10 @@ def test_resumed_loops_have_the_bits_of_others(name, tmp_path):
     assert torch.equal(results[0][0][1], results[2][0][1]) != is_replica
 
 
-def test_totals_of_residuals_are_kept_on_another_mesh(tmp_path):
+@pytest.mark.parametrize(
+    "axes", [{"node": 3, "gpu": 1}, {"node": 1, "gpu": 1}, {"node": 1, "gpu": 2}]
+)
+def test_totals_of_residuals_are_kept_on_another_mesh(axes, tmp_path):
     def main(plugin, act):
         loop = Loop(plugin)
         act(loop)
@@ -202,9 +205,7 @@ def test_totals_of_residuals_are_kept_on_another_mesh(tmp_path):
         loop.booster.load(tmp_path, *loop.parts)
 
     expected = fs.run(main, PLUGINS["compress"], save, mesh=fs.make_mesh(NODES))[0]
-    for found in fs.run(
-        main, fs.DDPPlugin(compress=COMPRESS), load, mesh=fs.make_mesh({"node": 3, "gpu": 1})
-    ):
+    for found in fs.run(main, fs.DDPPlugin(compress=COMPRESS), load, mesh=fs.make_mesh(axes)):
         torch.testing.assert_close(found, expected)
     assert any(x.any() for x in expected.values())
 
@@ -228,8 +229,31 @@ def test_state_dict_lists_residuals_as_those_of_compressors(make):
     older = {**state, "loss_scale": state["loss_scale"] | state["compress"]}
     del older["compress"]
     for saved in (state, older):
-        for loaded in fs.run(main, saved, mesh=fs.make_mesh({"node": 3, "gpu": 1})):
-            torch.testing.assert_close(loaded, state)
+        for nodes in (3, 1):
+            for loaded in fs.run(main, saved, mesh=fs.make_mesh({"node": nodes, "gpu": 1})):
+                torch.testing.assert_close(loaded, state)
+
+
+@pytest.mark.parametrize("devices", [(2, 1), (1, 2)])
+def test_a_compressor_of_all_axes_is_resumed_from_and_on_one_device(devices, tmp_path):
+    """Given without an axis, it is along the axis of the batch, on one device too."""
+    plugin = fs.DDPPlugin(compress=comm.error_feedback(comm.top_k(0.1)))
+
+    def residuals(act):
+        loop = Loop(plugin)
+        act(loop)
+        return fs.unshard(loop.opt.state["compress"]["data"]["residual"])
+
+    def save(loop):
+        loop.booster.save(tmp_path, *loop.steps(2).parts)
+
+    def load(loop):
+        loop.booster.load(tmp_path, *loop.parts)
+
+    saving, restoring = (fs.make_mesh({"data": n}) for n in devices)
+    expected = fs.run(residuals, save, mesh=saving)[0]
+    torch.testing.assert_close(fs.run(residuals, load, mesh=restoring)[0], expected)
+    assert any(x.any() for x in expected.values()) == (devices[0] > 1)
 
 
 def test_states_of_replicas_are_their_mean(tmp_path):

@@ -277,6 +277,102 @@ def test_residuals_are_unreduced_and_keep_their_total_on_another_mesh(
         torch.testing.assert_close(full["w"] - params["w"] + sum(residuals), gradient)
 
 
+def compressed_run(compress, nodes, stage):
+    """Return the parameters, the initial state and the step of a run whose gradients are means of rows."""
+    mesh = fs.make_mesh({"node": nodes, "gpu": 2})
+    opt = fs.partition_optimizer(
+        fs.optim.sgd(1.0), mesh=mesh, axis="gpu", stage=stage, compress={"node": compress}
+    )
+    rules = fs.fsdp("gpu") if stage == 3 else P()
+    params = fs.shard_params({"w": torch.zeros(6, 5), "odd": torch.zeros(7)}, rules, mesh=mesh)
+
+    def loss(params, x):
+        return (params["w"] * x.mean(0)[:, None]).sum() + (params["odd"] * x.mean()).sum()
+
+    return params, opt.init(params), fs.train_step(loss, opt, mesh=mesh, batch=P(mesh.axis_names))
+
+
+def totals(state, *names):
+    """Return the sum over devices of each array below these keys of the compressor's state."""
+    trees = [state["compress"]["node"]]
+    for name in names:
+        trees = [tree[name] for tree in trees]
+    return fs.unshard(trees[0])
+
+
+MOVES = [(4, 1, 0), (1, 4, 0), (2, 3, 1), (2, 1, 2), (1, 3, 3)]
+"""Nodes that save, nodes that restore, and the stage of ZeRO."""
+
+
+def moved(compress, saving, restoring, stage, path):
+    """Save a run after two steps and restore it on other nodes; return both, and the step there."""
+    params, state, step = compressed_run(compress, saving, stage)
+    for _ in range(2):
+        params, state, _ = step(params, state, torch.ones(24, 6).cumsum(1))
+    fs.save(path, {"params": params, "state": state})
+    target, initial, step = compressed_run(compress, restoring, stage)
+    restored = fs.restore(path, {"params": target, "state": initial})
+    return (params, state), (restored["params"], restored["state"]), step
+
+
+@pytest.mark.parametrize(("saving", "restoring", "stage"), MOVES)
+@pytest.mark.parametrize(
+    ("compress", "names"),
+    [
+        (FEEDBACK, ("residual",)),
+        (comm.momentum_corrected(comm.top_k(FRACTION)), ("inner", "residual")),
+        (comm.ef21(comm.top_k(FRACTION)), ("estimate",)),
+        (comm.delayed(FEEDBACK), ("queue_0",)),
+    ],
+    ids=["feedback", "momentum", "ef21", "delayed"],
+)
+def test_totals_of_compressors_are_kept_on_any_number_of_devices(
+    compress, names, saving, restoring, stage, tmp_path
+):
+    (_, before), (_, after), _ = moved(compress, saving, restoring, stage, tmp_path / "c")
+    for name, x in totals(before, *names).items():
+        torch.testing.assert_close(totals(after, *names)[name], x)
+
+
+@pytest.mark.parametrize(("saving", "restoring", "stage"), MOVES)
+def test_residuals_of_several_devices_are_sent_by_one(saving, restoring, stage, tmp_path):
+    """Nothing of the gradients of all steps is lost: the parameters and the residuals are their sum."""
+    _, (params, state), step = moved(FEEDBACK, saving, restoring, stage, tmp_path / "c")
+    x = torch.ones(24, 6).cumsum(1)
+    params, state, _ = step(params, state, x)
+    residuals = totals(state, "residual")
+    gradients = {"w": x.mean(0)[:, None].expand(6, 5), "odd": x.mean().expand(7)}
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(residuals[name] - fs.unshard(params[name]), 3 * gradient)
+        assert restoring > 1 or not residuals[name].any()
+
+
+@pytest.mark.parametrize(("saving", "restoring", "stage"), MOVES)
+def test_ef21_continues_with_the_total_of_its_estimates(saving, restoring, stage, tmp_path):
+    """Where all is sent the estimates are the gradients, so a step is that of plain SGD, on every device."""
+    everything = comm.ef21(comm.top_k(1.0))
+    _, (params, state), step = moved(everything, saving, restoring, stage, tmp_path / "c")
+    x = torch.ones(24, 6).cumsum(1)
+    after, *_ = step(params, state, x)
+    fs.save(tmp_path / "d", after)  # raises if replicas differ
+    for name, gradient in {"w": x.mean(0)[:, None].expand(6, 5), "odd": x.mean().expand(7)}.items():
+        change = fs.unshard(params[name]) - fs.unshard(after[name])
+        torch.testing.assert_close(change, gradient)
+
+
+@pytest.mark.parametrize("saving", [1, 2])
+def test_delayed_gradients_of_a_checkpoint_are_applied_by_any_number_of_devices(saving, tmp_path):
+    delayed = comm.delayed(FEEDBACK)
+    _, (params, state), step = moved(delayed, saving, 3 - saving, 0, tmp_path / "c")
+    x = torch.ones(24, 6).cumsum(1)
+    after, state, _ = step(params, state, torch.zeros(24, 6))
+    waiting = totals(state, "queue_0")
+    assert not any(each.any() for each in waiting.values())
+    residuals = totals(state, "inner", "residual")
+    for name, gradient in {"w": x.mean(0)[:, None].expand(6, 5), "odd": x.mean().expand(7)}.items():
+        torch.testing.assert_close(residuals[name] - fs.unshard(after[name]), 2 * gradient)
+
+
 @pytest.mark.parametrize(
     "compress",
     [

@@ -2,8 +2,8 @@
 
 safetensors, Hugging Face, peft    arrays are mapped into memory: only what is copied is read
 torch.save                         the same, with weights_only=True
-torch.distributed.checkpoint       one array at a time. Its metadata is a pickle, which can run code when it is read, as by
-                                   torch itself: restore folders that you trust.
+torch.distributed.checkpoint       one array at a time. Its metadata is a pickle, which can run any code when it is read: only
+                                   if it is trusted, and only in folders without another format
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ SAFETENSORS, TORCH, DCP = "model.safetensors", "pytorch_model.bin", ".metadata"
 PEFT, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def open_source(path: Path) -> Source:
-    """Return the arrays of a folder or file of any format."""
+def open_source(path: Path, *, trust: bool = False) -> Source:
+    """Return the arrays of a folder or file of any format; of one that can run code only if `trust` is True."""
     readers: Mapping[str, Callable[[Path], Source]] = {
         INDEX: lambda _: SavedFolder(path),
-        DCP: _distributed_checkpoint,
         SAFETENSORS: lambda file: ForeignFiles(_by_name(load_file(file))),
         f"{SAFETENSORS}.index.json": lambda file: ForeignFiles(_by_name(_indexed(file, load_file))),
         TORCH: lambda file: ForeignFiles(_torch_leaves(file)),
@@ -48,6 +47,15 @@ def open_source(path: Path) -> Source:
         if (path / name).is_file():
             with _named_errors(path / name):
                 return read(path / name)
+    if (path / DCP).is_file():
+        if not trust:
+            raise CheckpointError(
+                f"{path} must be trusted to be read; its {DCP} is a pickle of torch.distributed.checkpoint, which can run "
+                "any code. If you know who wrote it, give trust=True to fs.restore, or --trust to fshard checkpoint verify "
+                "or convert."
+            )
+        with _named_errors(path / DCP):
+            return _distributed_checkpoint(path / DCP)
     raise CheckpointError(f"{path} is no checkpoint: {explain_absence(path)}.")
 
 

@@ -9,6 +9,7 @@ the most that any device sends.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -189,13 +190,20 @@ def _format_count(count: Fraction) -> str:
     return f"{float(count):,.{digits}f}"
 
 
-_shared: list[Ledger] = []
-"""The open ledgers, which all threads share but those of devices; these have the list of their caller."""
+_open: list[Ledger] = []
+"""The open ledgers of all threads, which the threads of autograd write to."""
 
 
 def active() -> Sequence[Ledger]:
-    """Return the ledgers that the calling thread writes to."""
-    return _shared if ambient.ledgers is None else ambient.ledgers
+    """Return the ledgers that the calling thread writes to: those that it has opened, or that its caller has."""
+    if ambient.ledgers is not None:
+        return ambient.ledgers
+    return _open if _open and _is_thread_of_autograd() else ()
+
+
+def _is_thread_of_autograd() -> bool:
+    """Return True if Python has not started the thread: autograd runs backwards of an accelerator there, for any thread."""
+    return isinstance(threading.current_thread(), threading._DummyThread)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def uncounted() -> AbstractContextManager[None]:
@@ -205,7 +213,7 @@ def uncounted() -> AbstractContextManager[None]:
 
 @contextmanager
 def ledger() -> Generator[Ledger]:
-    """Count the collectives that are run inside the block.
+    """Count the collectives that the calling thread runs inside the block, and the devices that it runs.
 
     Each process of a process mesh has a ledger of its own; `if fs.mesh.process_index() == 0: print(comm)` prints one.
 
@@ -218,12 +226,9 @@ def ledger() -> Generator[Ledger]:
     {('psum', ('data',)): (1, Fraction(12, 1))}
     """
     opened = Ledger()
-    if ambient.ledgers is None:
-        _shared.append(opened)
-        try:
+    _open.append(opened)
+    try:
+        with setting(ledgers=(*active(), opened)):
             yield opened
-        finally:
-            _shared[:] = [shared for shared in _shared if shared is not opened]
-    else:
-        with setting(ledgers=(*ambient.ledgers, opened)):
-            yield opened
+    finally:
+        _open[:] = [other for other in _open if other is not opened]

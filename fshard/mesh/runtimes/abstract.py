@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fshard.ambient import ambient, setting
 from fshard.mesh.collectives.delivery import delivered
+from fshard.mesh.collectives.ledger import active
 from fshard.mesh.runtimes.device_threads import Stopped
 from fshard.source import Site, call_site
 
@@ -171,10 +172,11 @@ def represented(
         mail: the messages.
     """
 
-    site = call_site()
+    site, ledgers = call_site(), tuple(active())
 
     def run(device: int) -> Result:
-        with mail.running, setting(representative=Representative(device, axis, mail, site)):
+        representative = Representative(device, axis, mail, site)
+        with mail.running, setting(representative=representative, ledgers=ledgers):
             return body(device)
 
     if axis is None:

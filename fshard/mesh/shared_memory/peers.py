@@ -34,8 +34,11 @@ from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.shared_memory import rings
 from fshard.mesh.shared_memory.rings import ASLEEP, RECEIVED, RingReader, RingWriter
 
-SPINS = 400
-"""Number of checks for a message, yielding the CPU in between, before sleeping: waking up takes longer."""
+SPIN = 0.001
+"""Seconds of checks for a message, yielding the CPU in between, before sleeping: waking up takes longer.
+
+Not a number of checks: on a loaded machine each yield takes as long as the others' turns, and hundreds of them seconds.
+"""
 MAX_SLEEP = 0.1
 """Maximal seconds to sleep before the time limit is checked."""
 MAX_SPANS = 1024
@@ -174,22 +177,23 @@ class Peers:
 
     def wait(self, needs: Sequence[Need], advance: Callable[[], bool]) -> None:
         """Wait for messages; advance whatever else is in progress, since others may wait for that."""
-        deadline, spins = 0.0, SPINS
+        begin = spin_begin = 0.0
         for peer, key in needs:
             while not self.has_arrived(peer, key):
                 if peer.is_gone and not self.has_arrived(peer, key):
                     raise peer.lost()
-                if advance():
-                    continue
-                if spins:
-                    spins -= 1
-                    os.sched_yield()
-                    continue
+
                 clock = time.monotonic()
-                deadline = deadline or clock + self.timeout
-                if clock > deadline:
+                if not begin:
+                    begin = spin_begin = clock
+                if clock - begin > self.timeout:
                     raise RuntimeError(f"Timed out waiting for process {peer.rank}")
-                self._sleep(MAX_SLEEP)
+                if advance():
+                    spin_begin = clock
+                elif clock - spin_begin < SPIN:
+                    os.sched_yield()
+                else:
+                    self._sleep(MAX_SLEEP)  # which looks whether peers have ended
 
     def has_arrived(self, peer: Peer, key: int) -> bool:
         """Return True if a message has arrived."""

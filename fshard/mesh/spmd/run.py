@@ -10,9 +10,12 @@ ones where they meet a tensor without values (`Valueless`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -193,9 +196,45 @@ def run(
         raise TypeError(
             f"fs.run: main must be a function, called as each device; got {type(main).__name__}."
         )
-    return run_on_devices(
-        resolve_mesh(mesh), lambda device: main(*args, **kwargs), checked=check, keep=False
-    )
+    if error := error_of_deferred("main", main):
+        raise TypeError(f"fs.run: {error}")
+
+    def run_main(device: int) -> Any:
+        result = main(*args, **kwargs)
+        if isinstance(result, Generator | AsyncGenerator | Coroutine):  # of a function inside
+            kind = type(result).__name__
+            if isinstance(result, Coroutine):
+                result.close()  # else Python warns that nobody has awaited it
+            raise TypeError(
+                f"fs.run: main must return values; got a {kind}, whose body would run outside of the devices. Run it in "
+                "main: return list(...), or asyncio.run(...)."
+            )
+        return result
+
+    return run_on_devices(resolve_mesh(mesh), run_main, checked=check, keep=False)
+
+
+def error_of_deferred(name: str, f: Any) -> str:
+    """Return the error of a function whose call runs nothing: a generator or coroutine function; "" for another."""
+    called = f.func if isinstance(f, partial) else f
+    if not isinstance(called, FunctionType | MethodType | type):
+        called = getattr(called, "__call__", called)  # noqa: B004
+    if isgeneratorfunction(called) or isasyncgenfunction(called):
+        return (
+            f"{name} must be a function that returns its result; got {_name_of(f)}, a generator function, whose body would "
+            "run outside of the devices. Return a list instead of yielding."
+        )
+    if iscoroutinefunction(called):
+        return (
+            f"{name} must be a function that returns its result; got {_name_of(f)}, a coroutine function, whose body would "
+            "run outside of the devices. Call asyncio.run in a plain function."
+        )
+    return ""
+
+
+def _name_of(f: Any) -> str:
+    inner = f.func if isinstance(f, partial) else f
+    return getattr(inner, "__qualname__", type(inner).__name__)
 
 
 _CONSTRUCTORS: frozenset[Any] = frozenset(_device_constructors())

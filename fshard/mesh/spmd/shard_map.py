@@ -34,7 +34,13 @@ from fshard.mesh.spmd.call_plan import CallPlans, PlannedTensor, ResultPlan
 from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.gradient_audit import Audit
 from fshard.mesh.spmd.outer_autograd import run_mapped
-from fshard.mesh.spmd.run import inside, local_devices, resolve_mesh, without_values
+from fshard.mesh.spmd.run import (
+    error_of_deferred,
+    inside,
+    local_devices,
+    resolve_mesh,
+    without_values,
+)
 from fshard.mesh.spmd.scope import Scope, require
 from fshard.randomness import drawn_key, folded, seeded_by, turned
 from fshard.source import call_site
@@ -90,6 +96,8 @@ def shard_map(
         raise TypeError(
             f"shard_map: f must be a function of local tensors; got {type(f).__name__}."
         )
+    if error := error_of_deferred("f", f):
+        raise TypeError(f"shard_map: {error}")
     mapped = mesh.axis_names if axes is None else mesh.check_axes(axes, "shard_map(axes=)")
     name = getattr(f, "__name__", type(f).__name__)
     plans = CallPlans(f, name, in_specs, out_specs, mapped)

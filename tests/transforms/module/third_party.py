@@ -7,7 +7,7 @@ only while a model is made or called, so that all else is as without them.
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,16 +43,21 @@ def _declare_what_torchvision_lacks() -> None:
     """Declare two operators that torchvision looks up as it is imported, where its own library does not load.
 
     It does not on a torch without CUDA.  No model calls them; timm imports torchvision, and so does diffusers.
+    A torchvision that is imported already, or whose library loads, has them, and must not get them twice.
     """
-    torchvision = find_spec("torchvision")
-    if _kept or torchvision is None or torchvision.origin is None:
+    if _kept or "torchvision" in sys.modules:
         return
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    _kept.append(library)
-    try:
-        torch.ops.load_library(Path(torchvision.origin).with_name("_C.so"))
-    except OSError:
-        for name in ("nms", "qnms"):
+    torchvision = find_spec("torchvision")
+    if torchvision is None or torchvision.origin is None:
+        return
+    for file in sorted(Path(torchvision.origin).parent.glob("_C*.so")):
+        with suppress(OSError):
+            torch.ops.load_library(file)
+    missing = [name for name in ("nms", "qnms") if not hasattr(torch.ops.torchvision, name)]
+    if missing:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        _kept.append(library)
+        for name in missing:
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
