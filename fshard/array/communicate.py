@@ -36,6 +36,7 @@ from fshard.mesh.layout.arithmetic import chunk, flat_range, ravel, zigzag
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import reshard
 from fshard.mesh.reshard.execute import plan_reshard
+from fshard.mesh.reshard.varying import leave_loss
 from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import here, require
 from fshard.source import Site, call_site
@@ -282,6 +283,7 @@ def operation_site(operation: str) -> Site:
 
 def with_spec(x: Sharded, spec: P, operation: str, *, is_explicit: bool = False) -> Sharded:
     """Reshard an array within an operation; with `is_explicit`, also within `explicit`."""
+    x = leave_loss(x)
     to = plan_transfer(x.shape, x.layout, spec)
     if ambient.explicit and to.elements and not is_explicit:
         raise_implicit(operation, [x], [to])

@@ -38,6 +38,7 @@ from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.arithmetic import ravel
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import spread
+from fshard.mesh.reshard.varying import enter_loss, leave_loss
 from fshard.mesh.spmd.run import local_devices
 from fshard.source import call_site
 from fshard.uncompiled import uncompiled
@@ -89,6 +90,7 @@ class CachedCall(NamedTuple):
     is_local: bool
     """Nothing is sent, and in a loss function, where every value is varying, nothing is converted either."""
     is_view: bool
+    is_varying: bool  # it was planned in a loss function
     is_same: bool  # torch returns the argument itself, as `float` does for float32
 
 
@@ -123,6 +125,7 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = map_arrays(leave_loss, args), map_arrays(leave_loss, kwargs)
     row, operands = TABLE.get(name), arrays_in(args, kwargs)
     mesh = next(x.mesh for x in operands if isinstance(x, Sharded))
     if (
@@ -288,6 +291,8 @@ def _on_mesh(
                 f"{name}: a plain tensor of shape {tuple(x.shape)} meets arrays on {mesh}. Put it on the mesh: "
                 "fs.device_put(x, fs.Layout(mesh, P())). In shard_map, pass the array as an argument, or take array.local."
             )
+        if mesh.is_varying:
+            x = enter_loss(x, mesh)
         return spread(x, Layout(mesh))
 
     return map_arrays(check_or_replicate, args), map_arrays(check_or_replicate, kwargs)
@@ -337,6 +342,7 @@ def _plan(
         is_free,
         is_local,
         is_view,
+        mesh.is_varying,
         is_same,
     )
 
@@ -364,6 +370,8 @@ def _run(
     call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Compute on the shards of every device held here."""
+    if call.is_varying and not in_loss():  # an array of a loss function, used in the loop around it
+        return _first_run(call.name, call.func, args, kwargs)
     if call.is_same:
         return arrays[0]
     if call.is_free or (call.is_local and in_loss()):

@@ -208,8 +208,16 @@ class LayerPlans:
         scope = here()
         if scope is None or not {*self.axes} <= {*scope.mesh.axis_names}:
             return None
-        mesh = scope.mesh[self.axes]
-        return replace(mesh, zigzag=self.sequence) if self.sequence_mode == "zigzag" else mesh
+        zigzag = self.sequence if self.sequence_mode == "zigzag" else None
+        return _mesh_of_arrays(scope.mesh, self.axes, zigzag, bool(scope.own))
+
+
+@cache
+def _mesh_of_arrays(
+    mesh: Mesh, axes: tuple[str, ...], zigzag: str | None, is_varying: bool
+) -> Mesh:
+    """Return the mesh of some axes, whose arrays are those of a loss function if it `is_varying`."""
+    return replace(mesh[axes], zigzag=zigzag, is_varying=is_varying)
 
 
 @cache

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from fshard.ambient import ambient, setting
 from fshard.array.dispatch import DIRECT, constrain
-from fshard.errors import LayoutError
+from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.layout import Layout, Mesh, P, collected, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.varying import enter_loss
 from fshard.mesh.spmd.run import local_devices
 from fshard.tensor.joined import Joined
 from fshard.tensor.layer_plans import LayerPlans
@@ -32,6 +33,7 @@ from fshard.tensor.unsharded import run_unsharded
 from fshard.transforms.module.functionalize import module_function
 
 Shape = tuple[int, ...]
+_modules: Any = torch.nn.modules.module
 _without_lazy_params: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
 """A context in which the attributes of lazy parameters cost no call of Python."""
 
@@ -43,6 +45,8 @@ class PlannedModule:
         self, plan: LayerPlans, module: nn.Module, *, in_place: bool = False, **options: Any
     ) -> None:
         self.plan = plan
+        for path, submodule in module.named_modules():
+            validate_no_backward_hooks(path, submodule)
         hooks = _token_hooks(plan, module) if plan.sequence_mode == "megatron" else []
         adapt = partial(_forward_by, plan)
         self._apply, params, self.buffers = module_function(
@@ -157,6 +161,17 @@ def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
     return hooks
 
 
+def validate_no_backward_hooks(path: str, module: nn.Module) -> None:
+    """Raise if a module, or all modules, have backward hooks: torch calls them for tensors, not for arrays."""
+    of_all_modules = _modules._global_backward_hooks, _modules._global_backward_pre_hooks
+    if any((module._backward_hooks, module._backward_pre_hooks, *of_all_modules)):
+        raise ModuleError(
+            f"{path or 'the model'} ({type(module).__name__}) must have no backward hooks, since its layers are "
+            "sharded by a plan and the hooks would not be called; got a hook of a backward. Register it on the model "
+            "that boost returned; or register a forward hook that calls output.register_hook(f): f gets the gradient."
+        )
+
+
 def running(plan: LayerPlans) -> setting:
     """Run operations of a plan: plain tensors are equal on all devices, and partial sums are reduced at once."""
     return setting(constants=True, reduces=plan.sequence_mode != "megatron", plan=plan)
@@ -168,6 +183,7 @@ def _forward_by(plan: LayerPlans, path: str, module: nn.Module) -> Callable[...,
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         target: Any = reference()
+        validate_no_backward_hooks(path, target)
         call = partial(type(target).forward, target) if override is None else override
         with nullcontext() if ambient.plan is plan else running(plan):
             mesh = plan.own_mesh() if path and path in plan.unsharded else None
@@ -226,6 +242,8 @@ def sharded_inputs(plan: LayerPlans, inputs: Any, mesh: Mesh) -> Any:
                 spec = P(plan.mode.tokens if x.ndim else (), plan.sequence if x.ndim > 1 else None)
                 if "" in plan.unsharded and not spec.axes and not x.is_floating_point():
                     continue  # a plain tensor is equal on all devices
+                if mesh.is_varying:
+                    x = enter_loss(x, mesh)
                 with attempt(path):
                     leaves[number] = constrain(Sharded(tuple(x.shape), Layout(mesh), (x,)), spec)
     return unflatten(structure, leaves)
