@@ -102,6 +102,8 @@ class PlannedModule:
                     f"parameters must have the shapes of a device's shards; {name} has {shapes}. Shard them by "
                     f"fs.fsdp(..., within=plan.rules), and give the step local={self.plan.axes}."
                 )
+            for shard in shards:
+                shard.is_in_array = True
             of_parts = [
                 Sharded(shape, layout, (shard,))
                 for shard, (shape, layout, _) in zip(shards, parts, strict=True)
