@@ -11,6 +11,7 @@ import copy
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from contextlib import nullcontext
 from functools import partial
 from math import gcd
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from fshard.pipeline.split.valueless import ValuelessMode
 from fshard.source import locate
 from fshard.tensor.joined import ranges_of
 from fshard.tensor.unsharded import run_unsharded
+from fshard.transforms.module.lazy import without_memory
 from fshard.transforms.reproducible.randomness import keyed_random
 
 USE_MODULE = (
@@ -131,9 +133,15 @@ def _follow(
 ) -> Products:
     """Return the products of a copy of a model, in the order of their first use."""
     mesh = make_mesh({"followed": 1}, runtime="virtual")
-    lazy_mode = _LazyMode(torch.device(mesh.device_type))
+    lazy_mode: Any = nullcontext()
+    if without_memory(model):
+        lazy_mode = _LazyMode(torch.device(mesh.device_type))
     with lazy_mode:
         sharded = shard_module(model, {}, mesh=mesh)
+    layout = Layout(mesh)
+    arrays: list[Any] = [*sharded.parameters(), *sharded.buffers()]
+    for x in arrays:
+        x.layout = layout  # one for all, so that operations of equal blocks are planned once
     observer = _DimFollower({id(x): name for name, x in sharded.named_parameters()})
     for path in filter(None, unsharded):
         submodule = sharded.get_submodule(path)

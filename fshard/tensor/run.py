@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -119,13 +119,19 @@ class PlannedModule:
     ) -> tuple[int, list[tuple[Shape, Layout, Shape]]]:
         """Return the dim along which a parameter has parts; of each part its shape, layout, and the device's shape."""
         parts, dim = self.plan.parts_of(name)
-        shape, layout = self.plan.shapes[name], Layout(mesh, self.plan.spec(name))
+        shape, layout = self.plan.shapes[name], _layout(mesh, self.plan.spec(name))
         shapes = (
             [(*shape[:dim], length, *shape[dim + 1 :]) for length in parts]
             if len(parts) > 1
             else [shape]
         )
         return dim, [(each, layout, layout.local_shape(each, device)) for each in shapes]
+
+
+@cache
+def _layout(mesh: Mesh, spec: P) -> Layout:
+    """Return one layout for all parameters of a spec, so that operations of equal blocks are planned once."""
+    return Layout(mesh, spec)
 
 
 def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
