@@ -365,11 +365,7 @@ def _validate_reshardable(xs: Sequence[Sharded], mesh: Mesh) -> None:
             "or operations on it."
         )
     scope = inside(mesh)
-    if (
-        scope is not None
-        and not scope.own.isdisjoint(mesh.axis_names)
-        and is_recorded
-    ):
+    if scope is not None and not scope.own.isdisjoint(mesh.axis_names) and is_recorded:
         raise LayoutError(
             "a tensor that depends on parameters cannot be resharded in a loss function of value_and_grad, where every "
             "value is varying. Use collectives: fs.all_gather(x, axis) for the full tensor."
