@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
 from types import SimpleNamespace
