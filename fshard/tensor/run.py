@@ -44,7 +44,7 @@ class PlannedModule:
     def __init__(
         self, plan: LayerPlans, module: nn.Module, *, in_place: bool = False, **options: Any
     ) -> None:
-        self.plan = plan
+        self.plan: Any = plan
         for path, submodule in module.named_modules():
             validate_no_backward_hooks(path, submodule)
         hooks = _token_hooks(plan, module) if plan.sequence_mode == "megatron" else []
@@ -70,11 +70,9 @@ class PlannedModule:
         args, kwargs = sharded_inputs(self.plan, (args, dict(kwargs)), mesh)
         with running(self.plan):
             output, after = self._apply(arrays, buffers, *args, **kwargs)
-        if written := [name for name, x in after.items() if x is not buffers[name]]:
-            raise LayoutError(
-                f"a planned module must not write buffers, as BatchNorm does in training; got {', '.join(written)}. Call "
-                "eval() on these layers, or leave the module unplanned."
-            )
+        for name, x in after.items():  # as BatchNorm in training, which has the statistics of all tokens
+            if x is not buffers[name]:
+                after[name] = self.plan.full(x).detach()
         return output, after
 
     def _arrays(self, params: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
