@@ -125,7 +125,21 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation that has no cached call: by its row; without one by a plan, if that allows it."""
     args, kwargs = map_arrays(leave_loss, args), map_arrays(leave_loss, kwargs)
+    plan = ambient.observer if ambient.plan is None else ambient.plan
+    is_write = name.endswith("_") or name == "setitem" or "out" in kwargs or "inplace" in kwargs
+    if plan is None or is_write:
+        return _run_by_row(name, func, args, kwargs)
+    try:
+        return _run_by_row(name, func, args, kwargs)
+    except Exception as error:
+        if not plan.runs_unsharded(name, error):
+            raise
+    return plan.run_operation(name, func, args, kwargs)
+
+
+def _run_by_row(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     row, operands = TABLE.get(name), arrays_in(args, kwargs)
     mesh = next(x.mesh for x in operands if isinstance(x, Sharded))
     if (

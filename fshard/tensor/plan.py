@@ -189,7 +189,7 @@ def tensor_parallel(
     args, kwargs = _arguments(sample)
     axes = tuple(dict.fromkeys((*as_axes(sequence or ()), *abstract.axes)))
     expert_layers = shard_experts(model, as_axes(experts or ()), axes)
-    products, unsharded = follow(model, args, kwargs, expert_layers)
+    products, unsharded, operations = follow(model, args, kwargs, expert_layers)
     shapes = {name: tuple(x.shape) for name, x in model.named_parameters()}
     layers, replicated = decide(products, shapes, size)
     if unsharded and not layers and not expert_layers:
@@ -209,6 +209,7 @@ def tensor_parallel(
         sequence,
         sequence_mode,
         unsharded,
+        operations,
         specs,
         model,
     )

@@ -70,7 +70,10 @@ class PlannedModule:
         args, kwargs = sharded_inputs(self.plan, (args, dict(kwargs)), mesh)
         with running(self.plan):
             output, after = self._apply(arrays, buffers, *args, **kwargs)
-        for name, x in after.items():  # as BatchNorm in training, which has the statistics of all tokens
+        for (
+            name,
+            x,
+        ) in after.items():  # as BatchNorm in training, which has the statistics of all tokens
             if x is not buffers[name]:
                 after[name] = self.plan.full(x).detach()
         return output, after
