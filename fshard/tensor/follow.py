@@ -112,10 +112,12 @@ def follow(
             copies.append(copy.deepcopy(model).eval())
         paths = {id(submodule): path for each in copies for path, submodule in each.named_modules()}
         try:
-            for each in copies:
-                with torch.set_grad_enabled(records_grad):
-                    products = _follow(each, args, kwargs, [*unsharded], experts, operations)
-            return products, unsharded, operations or {}
+            with torch.set_grad_enabled(records_grad):
+                followed = [
+                    _follow(each, args, kwargs, [*unsharded], experts, operations)
+                    for each in copies
+                ]
+            return followed[-1], unsharded, operations or {}
         except Exception as error:
             if _NO_GRAD in str(error) and not records_grad:
                 records_grad = True  # the model differentiates in its forward

@@ -172,8 +172,10 @@ def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
 
 def validate_no_backward_hooks(path: str, module: nn.Module) -> None:
     """Raise if a module, or all modules, have backward hooks: torch calls them for tensors, not for arrays."""
-    of_all_modules = _modules._global_backward_hooks, _modules._global_backward_pre_hooks
-    if any((module._backward_hooks, module._backward_pre_hooks, *of_all_modules)):
+    of_module: Any = module
+    hooks = of_module._backward_hooks or of_module._backward_pre_hooks
+    hooks_of_all = _modules._global_backward_hooks or _modules._global_backward_pre_hooks
+    if hooks or hooks_of_all:
         raise ModuleError(
             f"{path or 'the model'} ({type(module).__name__}) must have no backward hooks, since its layers are "
             "sharded by a plan and the hooks would not be called; got a hook of a backward. Register it on the model "
