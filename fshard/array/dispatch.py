@@ -198,6 +198,9 @@ def _no_row(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayoutE
 
 def write(x: Any, value: Any, name: str) -> Any:
     """Give an array new values, as an in-place operation does."""
+    is_constant = type(x) is Tensor and ambient.constants
+    if is_constant and isinstance(value, Sharded) and value.shape == x.shape:
+        return x.copy_(with_spec(value, P(), name).local)  # it is equal on all devices
     if (
         isinstance(x, Sharded)
         and isinstance(value, Sharded)
@@ -300,7 +303,8 @@ def _on_mesh(
         if isinstance(x, Sharded):
             x.check()
             return x
-        if x.ndim and not (ambient.constants and not x.requires_grad):
+        is_equal = ambient.constants and (not x.requires_grad or _is_planned())
+        if x.ndim and not is_equal:
             raise LayoutError(
                 f"{name}: a plain tensor of shape {tuple(x.shape)} meets arrays on {mesh}. Put it on the mesh: "
                 "fs.device_put(x, fs.Layout(mesh, P())). In shard_map, pass the array as an argument, or take array.local."
@@ -310,6 +314,11 @@ def _on_mesh(
         return spread(x, Layout(mesh))
 
     return map_arrays(check_or_replicate, args), map_arrays(check_or_replicate, kwargs)
+
+
+def _is_planned() -> bool:
+    """Return True in the forward of a planned module, where a plain tensor is equal on all devices."""
+    return ambient.plan is not None or ambient.observer is not None
 
 
 def _as_meta(x: Sharded | Tensor) -> Tensor:

@@ -266,10 +266,10 @@ class LoopModel(BoostedModel):
             )
         if step.runtime.is_first_step:
             validate_no_other_parameters(loss)
-            self._has_other_leaves = bool(other_leaves(loss))
+            self._has_other_leaves = bool(self._other_leaves(step, loss))
         leaves = list[Tensor]()
         if step.has_other_leaves or self._has_other_leaves:
-            leaves = other_leaves(loss)
+            leaves = self._other_leaves(step, loss)
         step.runtime.check_unchanged()
         step.differentiated = device, share, weights = step.forward
         device.scale = scale
@@ -297,6 +297,11 @@ class LoopModel(BoostedModel):
             if accumulate is None:
                 reductions.end()
         step.weights.append(weights)
+
+    def _other_leaves(self, step: _Step, loss: Tensor) -> list[Tensor]:
+        """Return the leaves beside parameters whose gradients a loss leads to."""
+        outputs = {id(output.joined) for output in step.outputs}  # cut off from the model's graph
+        return [x for x in other_leaves(loss) if id(x) not in outputs]
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
