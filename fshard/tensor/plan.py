@@ -36,7 +36,12 @@ from fshard.tensor.follow import USE_MODULE, follow
 from fshard.tensor.joined import concatenated
 from fshard.tensor.layer_plans import LayerPlans, SequenceMode, decide, override
 from fshard.tensor.modes import abstract_mode
-from fshard.tensor.run import PlannedModule, running, sharded_inputs
+from fshard.tensor.run import (
+    PlannedModule,
+    running,
+    sharded_inputs,
+    validate_no_backward_hooks,
+)
 from fshard.transforms.shard_params import shard_params
 from fshard.transforms.value_and_grad import value_and_grad
 
@@ -186,6 +191,8 @@ def tensor_parallel(
         raise ValueError(
             f"sequence_mode={sequence_mode!r} must have an axis of tokens; got sequence=None."
         )
+    for path, module in model.named_modules():
+        validate_no_backward_hooks(path, module)
     args, kwargs = _arguments(sample)
     axes = tuple(dict.fromkeys((*as_axes(sequence or ()), *abstract.axes)))
     expert_layers = shard_experts(model, as_axes(experts or ()), axes)

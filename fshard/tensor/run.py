@@ -45,8 +45,6 @@ class PlannedModule:
         self, plan: LayerPlans, module: nn.Module, *, in_place: bool = False, **options: Any
     ) -> None:
         self.plan: Any = plan
-        for path, submodule in module.named_modules():
-            validate_no_backward_hooks(path, submodule)
         hooks = _token_hooks(plan, module) if plan.sequence_mode == "megatron" else []
         adapt = partial(_forward_by, plan)
         self._apply, params, self.buffers = module_function(
