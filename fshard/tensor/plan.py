@@ -42,6 +42,7 @@ from fshard.tensor.run import (
     sharded_inputs,
     validate_no_backward_hooks,
 )
+from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.shard_params import shard_params
 from fshard.transforms.value_and_grad import value_and_grad
 
@@ -108,7 +109,8 @@ class Plan(LayerPlans):
         ]
         patterns = [ignore] if isinstance(ignore, str) else [*ignore]
         compared = dict[str, float]()
-        for path, error in zip(["the loss", *paths], errors, strict=True):
+        names = ["the loss", *(named(parts_of(path)) for path in paths)]
+        for path, error in zip(names, errors, strict=True):
             if not any([fnmatchcase(path, pattern) for pattern in patterns]):
                 compared[path] = error
         differing = [
