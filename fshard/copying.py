@@ -25,11 +25,11 @@ def copied(module: Module, instead: Mapping[int, Any]) -> Module:
     """
     memo = dict(instead)
     for part in module.modules():
-        for x in tree_leaves([*vars(part).values()]):
-            if (
-                isinstance(x, Tensor) and not x.is_leaf
-            ):  # such as weight_norm's, which torch does not copy
-                memo.setdefault(id(x), x.detach().clone())
+        for leaf in tree_leaves([*vars(part).values()]):
+            for x in getattr(leaf, "shards", [leaf]):  # of an array, and of a tensor itself
+                is_computed = isinstance(x, Tensor) and not x.is_leaf
+                if is_computed:  # such as weight_norm's, which torch does not copy
+                    memo.setdefault(id(x), x.detach().clone())
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from fshard.ambient import ambient
-from fshard.array.communicate import operation_site, plan_transfer, transfer, with_spec
+from fshard.array.communicate import (
+    in_loss,
+    operation_site,
+    plan_transfer,
+    transfer,
+    with_spec,
+)
 from fshard.array.dispatch import DIRECT, name_of
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import Tensors, recorded
@@ -25,6 +31,7 @@ from fshard.mesh.collectives.on_shards import apply_move
 from fshard.mesh.layout import P
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import unshard
+from fshard.mesh.reshard.varying import gradient_of_parts, leave_loss, number_of_shards
 from fshard.mesh.spmd.run import backward_in_caller, is_outside
 
 
@@ -57,16 +64,32 @@ def as_gradient(gradients: Sequence[Any], x: Any) -> Any:
     """Return the gradients of an array's shards as an array; that of an unreduced one is replicated."""
     if not isinstance(x, Sharded) or any(g is None for g in gradients):
         return None if isinstance(x, Sharded) else gradients[0]
+    if x.mesh.is_varying and in_loss():
+        return _gradient_in_loss(gradients, x)
+    if x.mesh.is_varying:
+        return gradient_of_parts(x, gradients)
     shards, unreduced = tuple(gradients), x.spec.unreduced
     if unreduced and recorded(shards):
         shards = apply_move(x.mesh, Same(), unreduced, shards, operation_site("grad"))
     return Sharded(x.shape, x.layout.with_spec(x.spec.replace(unreduced=None)), shards)
 
 
+def _gradient_in_loss(parts: Sequence[Tensor], x: Sharded) -> Sharded:
+    """Return the gradient of an array of a loss function as a value of it: the mean of the parts."""
+    replicated = tuple([axis for axis in x.mesh.axis_names if axis not in x.spec.axes])
+    summands = x.layout.with_spec(x.spec.replace(unreduced=replicated))
+    shares = tuple([part / x.mesh.size for part in parts])
+    total = Sharded(x.shape, summands, shares)
+    return with_spec(total, x.spec.replace(unreduced=None), "grad")
+
+
 def _as_cotangent(g: Any, y: Sharded) -> Tensors:
     """Return the cotangent of an array as the cotangents of its shards."""
+    count = number_of_shards(y) if y.mesh.is_varying else 1  # see `mesh/reshard/varying.py`
     if g is None and math.prod(y.shape) == 1:
-        return tuple(torch.ones_like(shard) for shard in y.shards)
+        return tuple(torch.full_like(shard, count) for shard in y.shards)
+    if count > 1 and isinstance(g, Sharded):
+        g = g * count
     if not isinstance(g, Sharded) or g.shape != y.shape or g.mesh != y.mesh:
         raise RuntimeError(
             f"grad can be implicitly created only for scalar outputs, and must be an array like {y!r}; got {g!r}."
@@ -92,7 +115,7 @@ def _shards(x: Any) -> Tensors:
 
 def _roots(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Any]]:
     """Return the shards of outputs and their cotangents."""
-    ys = _listed(outputs)
+    ys = [leave_loss(y) for y in _listed(outputs)]
     pairs = list(zip(ys, [None] * len(ys) if grads is None else _listed(grads), strict=True))
     gs = [
         cotangent

@@ -34,8 +34,9 @@ from fshard.mesh.collectives.on_shards import apply_move
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.arithmetic import chunk, flat_range, ravel, zigzag
 from fshard.mesh.layout.sharded import Sharded, typeof
-from fshard.mesh.reshard.device_put import reshard
+from fshard.mesh.reshard.device_put import reshard_all
 from fshard.mesh.reshard.execute import plan_reshard
+from fshard.mesh.reshard.varying import leave_loss
 from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import here, require
 from fshard.source import Site, call_site
@@ -132,7 +133,8 @@ def transfer(x: Sharded, to: LayoutChange, operation: str) -> Tensors:
             *_moves(x.shape, x.layout.with_spec(spec), to.layout.spec),
         )
     elif moves is None:
-        shards = reshard(x, to.layout).shards
+        (resharded,) = reshard_all([x], [to.layout], site)
+        shards = resharded.shards
     apply = _apply_own if is_own else apply_move
     for move, axes in moves or ():
         is_plain = to.shape is None
@@ -284,6 +286,7 @@ def operation_site(operation: str) -> Site:
 
 def with_spec(x: Sharded, spec: P, operation: str, *, is_explicit: bool = False) -> Sharded:
     """Reshard an array within an operation; with `is_explicit`, also within `explicit`."""
+    x = leave_loss(x)
     to = plan_transfer(x.shape, x.layout, spec)
     if ambient.explicit and to.elements and not is_explicit:
         raise_implicit(operation, [x], [to])

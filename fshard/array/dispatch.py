@@ -43,6 +43,7 @@ from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.arithmetic import ravel
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import shares_memory, spread
+from fshard.mesh.reshard.varying import enter_loss, leave_loss
 from fshard.mesh.spmd.run import local_devices
 from fshard.source import call_site
 from fshard.uncompiled import uncompiled
@@ -103,6 +104,7 @@ class CachedCall(NamedTuple):
     is_local: bool
     """Nothing is sent, and in a loss function, where every value is varying, nothing is converted either."""
     is_view: bool
+    is_varying: bool  # it was planned in a loss function
     is_same: bool  # torch returns the argument itself, as `float` does for float32
 
 
@@ -194,6 +196,21 @@ def _has_own_backward(title: str) -> LayoutError:
 
 
 def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation that has no cached call: by its row; without one by a plan, if that allows it."""
+    args, kwargs = map_arrays(leave_loss, args), map_arrays(leave_loss, kwargs)
+    plan = ambient.observer if ambient.plan is None else ambient.plan
+    is_write = name.endswith("_") or name == "setitem" or "out" in kwargs or "inplace" in kwargs
+    if plan is None or is_write:
+        return _run_by_row(name, func, args, kwargs)
+    try:
+        return _run_by_row(name, func, args, kwargs)
+    except Exception as error:
+        if not plan.runs_unsharded(name, error):
+            raise
+    return plan.run_operation(name, func, args, kwargs)
+
+
+def _run_by_row(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     row, operands = TABLE.get(name), arrays_in(args, kwargs)
     mesh = next(x.mesh for x in operands if isinstance(x, Sharded))
     if (
@@ -259,6 +276,9 @@ def _no_row(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayoutE
 
 def write(x: Any, value: Any, name: str) -> Any:
     """Give an array new values, as an in-place operation does."""
+    is_constant = type(x) is Tensor and ambient.constants
+    if is_constant and isinstance(value, Sharded) and value.shape == x.shape:
+        return x.copy_(with_spec(value, P(), name).local)  # it is equal on all devices
     if (
         isinstance(x, Sharded)
         and isinstance(value, Sharded)
@@ -361,14 +381,22 @@ def _on_mesh(
         if isinstance(x, Sharded):
             x.check()
             return x
-        if x.ndim and not (ambient.constants and not x.requires_grad):
+        is_equal = ambient.constants and (not x.requires_grad or _is_planned())
+        if x.ndim and not is_equal:
             raise LayoutError(
                 f"{name}: a plain tensor of shape {tuple(x.shape)} meets arrays on {mesh}. Put it on the mesh: "
                 "fs.device_put(x, fs.Layout(mesh, P())). In shard_map, pass the array as an argument, or take array.local."
             )
+        if mesh.is_varying:
+            x = enter_loss(x, mesh)
         return spread(x, Layout(mesh))
 
     return map_arrays(check_or_replicate, args), map_arrays(check_or_replicate, kwargs)
+
+
+def _is_planned() -> bool:
+    """Return True in the forward of a planned module, where a plain tensor is equal on all devices."""
+    return ambient.plan is not None or ambient.observer is not None
 
 
 def _as_meta(x: Sharded | Tensor) -> Tensor:
@@ -415,6 +443,7 @@ def _plan(
         is_free,
         is_local,
         is_view,
+        mesh.is_varying,
         is_same,
     )
 
@@ -442,6 +471,8 @@ def _run(
     call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Compute on the shards of every device held here."""
+    if call.is_varying and not in_loss():  # an array of a loss function, used in the loop around it
+        return _first_run(call.name, call.func, args, kwargs)
     if call.is_same:
         return arrays[0]
     if call.is_free or (call.is_local and in_loss()):

@@ -26,7 +26,7 @@ from fshard.pipeline.split.balance import Balance, check_balance
 from fshard.pipeline.split.stages import split_stages
 from fshard.randomness import keyed_random
 from fshard.tensor.layer_plans import SequenceMode
-from fshard.tensor.plan import Plan, tensor_parallel
+from fshard.tensor.plan import TOLERANCE, Plan, tensor_parallel
 from fshard.transforms.module.compiled import uncompile
 from fshard.transforms.module.lazy import without_memory
 from fshard.transforms.module.replica import copy_on_meta
@@ -81,6 +81,7 @@ class HybridParallelPlugin(Plugin):
         tensor: number of devices that share each layer.
         tensor_mode: how: "1d" (Megatron), "2d" (a square of devices), "2.5d" (`tensor_depth` squares), "3d" (a cube).
         tensor_depth: of "2.5d".
+        tensor_tolerance, tensor_ignore: of the check of the plan: see `tensor_parallel`.
         experts: number of devices that share the experts of each layer, and have other samples: see `fs.experts`. Layers are
             those of `fs.nn.MoE(axis="expert")` and of transformers. With tensor or sequence all these devices share them.
         sequence: number of devices that share the tokens, dim 1 of all inputs.
@@ -103,6 +104,8 @@ class HybridParallelPlugin(Plugin):
     tensor: int = 1
     tensor_mode: Literal["1d", "2d", "2.5d", "3d"] = "1d"
     tensor_depth: int = 1
+    tensor_tolerance: float = TOLERANCE
+    tensor_ignore: str | Sequence[str] = ()
     experts: int = 1
     sequence: int = 1
     sequence_mode: SequenceMode = "gather"
@@ -266,6 +269,8 @@ class HybridParallelPlugin(Plugin):
                 sequence=sequence,
                 sequence_mode=self.sequence_mode if sequence is not None else "gather",
                 experts="expert" if self.experts > 1 else None,
+                tolerance=self.tensor_tolerance,
+                ignore=self.tensor_ignore,
             )
 
 

@@ -30,6 +30,7 @@ from fshard.booster.plugins import Plugin
 from fshard.errors import MismatchError, ModuleError
 from fshard.memory.kinds import claim, purpose
 from fshard.mesh.layout import Layout, Mesh, PyTree, Structure, flatten, unflatten
+from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.mesh.spmd.run import as_one_device, local_devices, resolve_mesh
 from fshard.optim.partition import Partitioned
@@ -40,6 +41,7 @@ from fshard.transforms.agreement import SliceLoss, hash_of
 from fshard.transforms.batch import Slice
 from fshard.transforms.device_step import ModelStep
 from fshard.transforms.fsdp.graph_checks import (
+    other_leaves,
     validate_no_other_parameters,
     validate_no_reentrant_checkpoint,
 )
@@ -101,6 +103,7 @@ class _Step:
     outputs: list[JoinedOutput] = field(
         default_factory=list[JoinedOutput]
     )  # of all forwards, in reproducible mode
+    has_other_leaves: bool = False  # a loss may lead to leaves beside parameters, such as inputs
 
     @property
     def is_pending(self) -> bool:
@@ -137,6 +140,7 @@ class LoopModel(BoostedModel):
         self._options = plugin.gradient_options()
         self.set_gradients(opt.gradients)
         self._step: _Step | None = None
+        self._has_other_leaves = False  # the loss of the first step led to leaves beside parameters
         self._gathers = (
             0  # a hash of the all-gathers without gradients, which devices compare in the next step
         )
@@ -218,9 +222,9 @@ class LoopModel(BoostedModel):
     ) -> list[Any]:
         """Run the module once for each slice; return the outputs."""
         grad, outputs, written = torch.is_grad_enabled(), list[Any](), list[PyTree]()
-        if sliced and any(
-            isinstance(x, Tensor) and x.requires_grad for slice in slices for x in slice.leaves
-        ):
+        inputs = [x for slice in slices for x in slice.leaves if isinstance(x, Tensor)]
+        step.has_other_leaves |= any([x.requires_grad for x in inputs])
+        if sliced and step.has_other_leaves:
             raise ValueError(
                 "reproducible=True: arguments of the model must not need a gradient, as the output of another call does: "
                 "slices are cut off from its graph. detach() them, or leave reproducible=True out."
@@ -253,25 +257,37 @@ class LoopModel(BoostedModel):
         """Add the gradient of `scale` times the loss; without `sync` it is not reduced yet.
 
         A mean over this device's samples is weighted by the number of samples of the last forward. In reproducible
-        mode, and where gradients are reduced each time, `sync` makes no difference.
+        mode, and where gradients are reduced each time, `sync` makes no difference. Leaves beside parameters, such as
+        inputs that require a gradient, get their part of it in `.grad`.
         """
         step = self._step
         if step is None or step.forward is None:
             raise ModuleError(
                 "backward: the model must be called after the last step or zero_grad. Call it first."
             )
+        loss = unshard(loss)  # an array, if penalties of sharded parameters were added to it
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
                 "backward: the loss must be a tensor of one number that the model's output led to."
             )
         if step.runtime.is_first_step:
             validate_no_other_parameters(loss)
+            self._has_other_leaves = bool(self._other_leaves(step, loss))
+        leaves = list[Tensor]()
+        if step.has_other_leaves or self._has_other_leaves:
+            leaves = self._other_leaves(step, loss)
         step.runtime.check_unchanged()
         step.differentiated = device, share, weights = step.forward
         device.scale = scale
         device.agree_on_axes(loss.device)
         units, reductions = step.runtime.units, step.runtime.reductions
         if self.is_reproducible:
+            if leaves:
+                shapes = ", ".join([str(tuple(x.shape)) for x in leaves])
+                raise ValueError(
+                    "reproducible=True: the loss must depend on no tensors that need a gradient, beside the model's "
+                    f"parameters; got some of shapes {shapes}. detach() them, or leave reproducible=True out."
+                )
             trees = TreeAccumulator(units, reductions)
             start = device.begin_backward(loss, share, trees.add, idle=not share)
             split_backward(loss, start, step.outputs, device.differentiate, trees)
@@ -282,12 +298,16 @@ class LoopModel(BoostedModel):
             reductions.send()
         else:
             accumulate = None if sync or not device.options.reduce_once else LazyUnit.accumulate
-            device.differentiate(
-                [loss], [device.begin_backward(loss, share, accumulate, idle=not share)]
-            )
+            cotangent = device.begin_backward(loss, share, accumulate, idle=not share)
+            device.differentiate([loss], [cotangent], leaves)
             if accumulate is None:
                 reductions.end()
         step.weights.append(weights)
+
+    def _other_leaves(self, step: _Step, loss: Tensor) -> list[Tensor]:
+        """Return the leaves beside parameters whose gradients a loss leads to."""
+        outputs = {id(output.joined) for output in step.outputs}  # cut off from the model's graph
+        return [x for x in other_leaves(loss) if id(x) not in outputs]
 
     # -- gradients --------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
@@ -31,14 +32,17 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import spread
 from fshard.pipeline.split.valueless import ValuelessMode
 from fshard.randomness import keyed_random
-from fshard.source import locate
+from fshard.source import call_site, locate
 from fshard.tensor.joined import ranges_of
-from fshard.tensor.unsharded import run_unsharded
+from fshard.tensor.unsharded import run_operation, run_unsharded
+from fshard.transforms.module.lazy import without_memory
 
 USE_MODULE = (
     "Call what arrays lack in a small module of its own, which then runs on unsharded tensors."
 )
 EXPERTS = "each device has experts of its own, and gets all tokens"
+_NO_GRAD = "does not require grad"
+"""A part of torch's error of a forward that differentiates, and finds no graph."""
 _tensor: Any = Tensor
 _IS_META = _tensor.is_meta.__get__
 
@@ -90,25 +94,35 @@ Products = dict[str, Product]
 
 def follow(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], experts: Collection[str] = ()
-) -> tuple[Products, dict[str, str]]:
-    """Run a model on a sample; return its products by weight, and the modules that run unsharded, with the reason.
+) -> tuple[Products, dict[str, str], dict[str, str]]:
+    """Run a model on a sample; return its products by weight, and what runs unsharded, with the reason.
 
-    The model itself, of path "", gets integers as plain tensors. The layers of `experts` return their first argument.
+    That is modules by their path; and operations by their name, of the model's own forward. The model itself, of path
+    "", gets integers as plain tensors. The layers of `experts` return their first argument.
     """
     unsharded = dict.fromkeys(experts, EXPERTS)
+    operations: dict[str, str] | None = None  # none may, before all else has been tried
+    records_grad = False
     while True:
-        copies = (
-            [copy.deepcopy(model), copy.deepcopy(model).eval()]
-            if model.training
-            else [copy.deepcopy(model)]
-        )
+        copies = [copy.deepcopy(model)]
+        if model.training:
+            copies.append(copy.deepcopy(model).eval())
         paths = {id(submodule): path for each in copies for path, submodule in each.named_modules()}
         try:
-            return [_follow(each, args, kwargs, [*unsharded], experts) for each in copies][
-                -1
-            ], unsharded
+            with torch.set_grad_enabled(records_grad):
+                followed = [
+                    _follow(each, args, kwargs, [*unsharded], experts, operations)
+                    for each in copies
+                ]
+            return followed[-1], unsharded, operations or {}
         except Exception as error:
+            if _NO_GRAD in str(error) and not records_grad:
+                records_grad = True  # the model differentiates in its forward
+                continue
             path, line = locate(error, paths, APPLY)
+            if path in unsharded and operations is None:
+                operations = {}
+                continue
             if path in unsharded:
                 error.add_note(
                     f"{path or type(model).__name__} ({line}) cannot run on arrays. {USE_MODULE}"
@@ -125,13 +139,21 @@ def _follow(
     kwargs: Mapping[str, Any],
     unsharded: Sequence[str],
     experts: Collection[str],
+    operations: dict[str, str] | None,
 ) -> Products:
     """Return the products of a copy of a model, in the order of their first use."""
     mesh = make_mesh({"followed": 1}, runtime="virtual")
-    lazy_mode = _LazyMode(torch.device(mesh.device_type))
+    lazy_mode: Any = nullcontext()
+    if without_memory(model):
+        lazy_mode = _LazyMode(torch.device(mesh.device_type))
     with lazy_mode:
         sharded = shard_module(model, {}, mesh=mesh)
-    observer = _DimFollower({id(x): name for name, x in sharded.named_parameters()})
+    layout = Layout(mesh)
+    arrays: list[Any] = [*sharded.parameters(), *sharded.buffers()]
+    for x in arrays:
+        x.layout = layout  # one for all, so that operations of equal blocks are planned once
+    names = {id(x): name for name, x in sharded.named_parameters()}
+    observer = _DimFollower(names, operations)
     for path in filter(None, unsharded):
         submodule = sharded.get_submodule(path)
         forward: Any = (lambda x, *_: x.clone()) if path in experts else submodule.forward
@@ -147,7 +169,7 @@ def _follow(
         observer.of_inputs.update((id(x), x) for x in arrays)
         return unflatten(structure, arrays)
 
-    with torch.no_grad(), keyed_random(0), lazy_mode, setting(observer=observer):
+    with keyed_random(0), lazy_mode, setting(observer=observer):
         output = sharded(*to_arrays(list(args)), **to_arrays(dict(kwargs)))
     observer.finish(output)
     return observer.products
@@ -168,8 +190,8 @@ class _LazyMode(ValuelessMode):
 class _DimFollower:
     """Carries origins from the inputs of each operation to its results."""
 
-    def __init__(self, params: Mapping[int, str]) -> None:
-        self.params = params
+    def __init__(self, params: Mapping[int, str], operations: dict[str, str] | None) -> None:
+        self.params, self.operations = params, operations
         self.products: dict[str, Product] = {}
         self.origins: dict[
             int, tuple[Sharded, list[Origin]]
@@ -211,13 +233,29 @@ class _DimFollower:
     ) -> Any:
         """Run a module on unsharded tensors: an operation that needs all of each dim."""
         output = run_unsharded(mesh, module, forward, args, kwargs)
-        arrays, results = (
-            [x for x in arrays_in(tree) if isinstance(x, Sharded)]
-            for tree in ((args, kwargs), output)
-        )
-        operation = describe(Rule("->"), arrays, results)
-        self(SimpleNamespace(name=path, operation=operation, is_view=False), arrays, args, results)
+        self._record_unsharded(path, args, kwargs, output)
         return output
+
+    def runs_unsharded(self, name: str, error: Exception) -> bool:
+        """Record an operation without a rule, if it may run on unsharded tensors; return True."""
+        if self.operations is None:
+            return False
+        why = f"{call_site()}: {str(error).partition(chr(10))[0]}"
+        self.operations.setdefault(name, why)
+        return True
+
+    def run_operation(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on unsharded tensors: it needs all of each dim."""
+        output = run_operation(func, args, kwargs)
+        self._record_unsharded(name, args, kwargs, output)
+        return output
+
+    def _record_unsharded(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        operands, outputs = arrays_in(args, kwargs), arrays_in(output)
+        arrays = [x for x in operands if isinstance(x, Sharded)]
+        results = [x for x in outputs if isinstance(x, Sharded)]
+        operation = describe(Rule("->"), arrays, results)
+        self(SimpleNamespace(name=name, operation=operation, is_view=False), arrays, args, results)
 
     def _origins(self, x: Sharded) -> list[Origin]:
         entry = self.origins.get(id(x))

@@ -26,6 +26,7 @@ from fshard.mesh.spmd.scope import here
 from fshard.tensor.follow import EXPERTS, Product
 from fshard.tensor.modes import Mode
 from fshard.tensor.sequence import Algorithm
+from fshard.tensor.unsharded import run_operation
 
 Style = Literal["column", "row", "words"]
 LOSSES = {"log_softmax"}
@@ -71,6 +72,7 @@ class LayerPlans:
         replicated: weights of linear layers that are not sharded, and why.
         sequence: the axis that shards tokens; `sequence_mode`: the algorithm of attention.
         unsharded: modules that run on unsharded tensors, by their path, and why; "" if integers stay plain tensors.
+        operations: operations in the model's own forward that run on unsharded tensors, by their name, and why.
         experts: the specs of experts' weights, which such modules use as they are stored.
         model: that the plan is made for.
     """
@@ -83,6 +85,7 @@ class LayerPlans:
     sequence: str | None = None
     sequence_mode: SequenceMode = "gather"
     unsharded: Mapping[str, str] = field(default_factory=dict[str, str])
+    operations: Mapping[str, str] = field(default_factory=dict[str, str])
     experts: Mapping[str, P] = field(default_factory=dict[str, P])
     model: Any = field(default=None, repr=False, compare=False)
 
@@ -176,6 +179,7 @@ class LayerPlans:
             (path, "experts" if why is EXPERTS else "unsharded", "", why)
             for path, why in self.unsharded.items()
         ]
+        rows += [(name, "unsharded", "", why) for name, why in self.operations.items()]
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
         lines = [
             "  ".join(f"{text:{width}}" for text, width in zip(row, (*widths, 0), strict=True))
@@ -188,6 +192,14 @@ class LayerPlans:
         )
         title = f"{self.mode.kind} over {as_written(self.mode.axes)}{tokens}; all other parameters are replicated"
         return "\n".join([title, *map(str.rstrip, lines)])
+
+    def runs_unsharded(self, name: str, error: Exception) -> bool:
+        """Return True if an operation that has no rule, and has raised, runs on unsharded tensors."""
+        return name in self.operations
+
+    def run_operation(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on unsharded tensors."""
+        return run_operation(func, args, kwargs)
 
     def check_sizes(self, mesh: Mesh) -> None:
         """Raise with all layers that the devices of a mesh cannot share."""
@@ -208,8 +220,16 @@ class LayerPlans:
         scope = here()
         if scope is None or not {*self.axes} <= {*scope.mesh.axis_names}:
             return None
-        mesh = scope.mesh[self.axes]
-        return replace(mesh, zigzag=self.sequence) if self.sequence_mode == "zigzag" else mesh
+        zigzag = self.sequence if self.sequence_mode == "zigzag" else None
+        return _mesh_of_arrays(scope.mesh, self.axes, zigzag, bool(scope.own))
+
+
+@cache
+def _mesh_of_arrays(
+    mesh: Mesh, axes: tuple[str, ...], zigzag: str | None, is_varying: bool
+) -> Mesh:
+    """Return the mesh of some axes, whose arrays are those of a loss function if it `is_varying`."""
+    return replace(mesh[axes], zigzag=zigzag, is_varying=is_varying)
 
 
 @cache

@@ -7,8 +7,9 @@ done on their shards (`fshard.array`). So any plan computes the same; a good one
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -35,12 +36,18 @@ from fshard.tensor.follow import USE_MODULE, follow
 from fshard.tensor.joined import concatenated
 from fshard.tensor.layer_plans import LayerPlans, SequenceMode, decide, override
 from fshard.tensor.modes import abstract_mode
-from fshard.tensor.run import PlannedModule, running, sharded_inputs
+from fshard.tensor.run import (
+    PlannedModule,
+    running,
+    sharded_inputs,
+    validate_no_backward_hooks,
+)
+from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.shard_params import shard_params
 from fshard.transforms.value_and_grad import value_and_grad
 
 TOLERANCE = 1e-5
-"""Of errors; models may compute norms in float32."""
+"""Of relative errors in a check; models may compute norms in float32."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,18 @@ class Plan(LayerPlans):
         planned = PlannedModule(self, module, **options)
         return planned.apply, planned.params, planned.buffers
 
-    def check(self, sample: Any) -> float:
+    def check(
+        self, sample: Any, *, tolerance: float = TOLERANCE, ignore: str | Sequence[str] = ()
+    ) -> float:
         """Compare loss and gradients on virtual devices with the model in float64; raise with all that differ.
 
         Return the largest error of a parameter, relative to its largest gradient. Gradients below a millionth of the
         model's largest one count as that: those of biases of keys are 0 but for rounding.
+
+        Args:
+            sample: the arguments of the model.
+            tolerance: the largest relative error.
+            ignore: patterns of names of parameters that are not compared, those of the shell.
         """
         mesh = make_mesh(dict.fromkeys(self.axes, _check_size(self)), runtime="virtual")
         apply, params, buffers = self.functionalize(
@@ -93,14 +107,22 @@ class Plan(LayerPlans):
             float((y if x is None else x - y).abs().max()) / max(float(y.abs().max()), least)
             for x, y in zip([loss, *sharded_grads], wanted, strict=True)
         ]
-        pairs = zip(["the loss", *paths], errors, strict=True)
-        if differing := [
-            f"{path} by {error:.1e}" for path, error in pairs if not error < TOLERANCE
-        ]:
+        patterns = [ignore] if isinstance(ignore, str) else [*ignore]
+        compared = dict[str, float]()
+        names = ["the loss", *(named(parts_of(path)) for path in paths)]
+        for path, error in zip(names, errors, strict=True):
+            if not any([fnmatchcase(path, pattern) for pattern in patterns]):
+                compared[path] = error
+        differing = [
+            f"{path} by {error:.1e}" for path, error in compared.items() if not error < tolerance
+        ]
+        if differing:
             raise LayoutError(
-                f"the plan must compute what the model does; of {mesh}, these differ: {'; '.join(differing)}."
+                f"the plan must compute what the model does; of {mesh}, these differ: {'; '.join(differing)}. A model "
+                "that computes in fewer bits, or draws, needs a larger tolerance=, or ignore= with names of parameters: "
+                "tensor_tolerance= and tensor_ignore= of HybridParallelPlugin."
             )
-        return max(errors)
+        return max(compared.values(), default=0.0)
 
     def full(self, x: Any) -> Any:
         """Return a result of the model as a tensor, equal on all devices along the axes."""
@@ -128,6 +150,8 @@ def tensor_parallel(
     experts: str | None = None,
     rules: Mapping[str, str] | None = None,
     check: bool = True,
+    tolerance: float = TOLERANCE,
+    ignore: str | Sequence[str] = (),
 ) -> Plan:
     """Plan how the layers of a model are sharded over a mesh axis.
 
@@ -153,6 +177,7 @@ def tensor_parallel(
         rules: patterns of weights' names (those of the shell) and their style, instead of the one that is found:
             "column", "row", "words" or "replicated". A fused weight is then one part.
         check: compare the planned model with the model itself, in float64 on a few virtual devices: see `Plan.check`.
+        tolerance, ignore: of that check.
     """
     abstract = abstract_mode(mode, as_axes(axis))
     if (sequence_mode == "megatron") != (sequence in abstract.axes):
@@ -168,10 +193,12 @@ def tensor_parallel(
         raise ValueError(
             f"sequence_mode={sequence_mode!r} must have an axis of tokens; got sequence=None."
         )
+    for path, module in model.named_modules():
+        validate_no_backward_hooks(path, module)
     args, kwargs = _arguments(sample)
     axes = tuple(dict.fromkeys((*as_axes(sequence or ()), *abstract.axes)))
     expert_layers = shard_experts(model, as_axes(experts or ()), axes)
-    products, unsharded = follow(model, args, kwargs, expert_layers)
+    products, unsharded, operations = follow(model, args, kwargs, expert_layers)
     shapes = {name: tuple(x.shape) for name, x in model.named_parameters()}
     layers, replicated = decide(products, shapes, size)
     if unsharded and not layers and not expert_layers:
@@ -191,11 +218,12 @@ def tensor_parallel(
         sequence,
         sequence_mode,
         unsharded,
+        operations,
         specs,
         model,
     )
     if check and (layers or specs):
-        plan.check(sample)
+        plan.check(sample, tolerance=tolerance, ignore=ignore)
     return plan
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from fshard.ambient import ambient, setting
 from fshard.array.dispatch import DIRECT, constrain
-from fshard.errors import LayoutError
+from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.layout import Layout, Mesh, P, collected, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.varying import enter_loss
 from fshard.mesh.spmd.run import local_devices
 from fshard.tensor.joined import Joined
 from fshard.tensor.layer_plans import LayerPlans
@@ -32,6 +33,7 @@ from fshard.tensor.unsharded import run_unsharded
 from fshard.transforms.module.functionalize import module_function
 
 Shape = tuple[int, ...]
+_modules: Any = torch.nn.modules.module
 _without_lazy_params: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
 """A context in which the attributes of lazy parameters cost no call of Python."""
 
@@ -42,7 +44,7 @@ class PlannedModule:
     def __init__(
         self, plan: LayerPlans, module: nn.Module, *, in_place: bool = False, **options: Any
     ) -> None:
-        self.plan = plan
+        self.plan: Any = plan
         hooks = _token_hooks(plan, module) if plan.sequence_mode == "megatron" else []
         adapt = partial(_forward_by, plan)
         self._apply, params, self.buffers = module_function(
@@ -66,11 +68,12 @@ class PlannedModule:
         args, kwargs = sharded_inputs(self.plan, (args, dict(kwargs)), mesh)
         with running(self.plan):
             output, after = self._apply(arrays, buffers, *args, **kwargs)
-        if written := [name for name, x in after.items() if x is not buffers[name]]:
-            raise LayoutError(
-                f"a planned module must not write buffers, as BatchNorm does in training; got {', '.join(written)}. Call "
-                "eval() on these layers, or leave the module unplanned."
-            )
+        for (
+            name,
+            x,
+        ) in after.items():  # as BatchNorm in training, which has the statistics of all tokens
+            if x is not buffers[name]:
+                after[name] = self.plan.full(x).detach()
         return output, after
 
     def _arrays(self, params: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
@@ -98,6 +101,8 @@ class PlannedModule:
                     f"parameters must have the shapes of a device's shards; {name} has {shapes}. Shard them by "
                     f"fs.fsdp(..., within=plan.rules), and give the step local={self.plan.axes}."
                 )
+            for shard in shards:
+                shard.is_in_array = True
             of_parts = [
                 Sharded(shape, layout, (shard,))
                 for shard, (shape, layout, _) in zip(shards, parts, strict=True)
@@ -113,13 +118,19 @@ class PlannedModule:
     ) -> tuple[int, list[tuple[Shape, Layout, Shape]]]:
         """Return the dim along which a parameter has parts; of each part its shape, layout, and the device's shape."""
         parts, dim = self.plan.parts_of(name)
-        shape, layout = self.plan.shapes[name], Layout(mesh, self.plan.spec(name))
+        shape, layout = self.plan.shapes[name], _layout(mesh, self.plan.spec(name))
         shapes = (
             [(*shape[:dim], length, *shape[dim + 1 :]) for length in parts]
             if len(parts) > 1
             else [shape]
         )
         return dim, [(each, layout, layout.local_shape(each, device)) for each in shapes]
+
+
+@cache
+def _layout(mesh: Mesh, spec: P) -> Layout:
+    """Return one layout for all parameters of a spec, so that operations of equal blocks are planned once."""
+    return Layout(mesh, spec)
 
 
 def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
@@ -157,6 +168,19 @@ def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
     return hooks
 
 
+def validate_no_backward_hooks(path: str, module: nn.Module) -> None:
+    """Raise if a module, or all modules, have backward hooks: torch calls them for tensors, not for arrays."""
+    of_module: Any = module
+    hooks = of_module._backward_hooks or of_module._backward_pre_hooks
+    hooks_of_all = _modules._global_backward_hooks or _modules._global_backward_pre_hooks
+    if hooks or hooks_of_all:
+        raise ModuleError(
+            f"{path or 'the model'} ({type(module).__name__}) must have no backward hooks, since its layers are "
+            "sharded by a plan and the hooks would not be called; got a hook of a backward. Register it on the model "
+            "that boost returned; or register a forward hook that calls output.register_hook(f): f gets the gradient."
+        )
+
+
 def running(plan: LayerPlans) -> setting:
     """Run operations of a plan: plain tensors are equal on all devices, and partial sums are reduced at once."""
     return setting(constants=True, reduces=plan.sequence_mode != "megatron", plan=plan)
@@ -168,6 +192,7 @@ def _forward_by(plan: LayerPlans, path: str, module: nn.Module) -> Callable[...,
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         target: Any = reference()
+        validate_no_backward_hooks(path, target)
         call = partial(type(target).forward, target) if override is None else override
         with nullcontext() if ambient.plan is plan else running(plan):
             mesh = plan.own_mesh() if path and path in plan.unsharded else None
@@ -226,6 +251,8 @@ def sharded_inputs(plan: LayerPlans, inputs: Any, mesh: Mesh) -> Any:
                 spec = P(plan.mode.tokens if x.ndim else (), plan.sequence if x.ndim > 1 else None)
                 if "" in plan.unsharded and not spec.axes and not x.is_floating_point():
                     continue  # a plain tensor is equal on all devices
+                if mesh.is_varying:
+                    x = enter_loss(x, mesh)
                 with attempt(path):
                     leaves[number] = constrain(Sharded(tuple(x.shape), Layout(mesh), (x,)), spec)
     return unflatten(structure, leaves)

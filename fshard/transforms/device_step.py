@@ -291,13 +291,25 @@ class ModelStep(DeviceStep):
         self.scaled = finite_scale(loss.dtype, self.scale)
         return torch.full_like(loss, share * self.scaled)
 
-    def differentiate(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
-        """Run autograd, which calls the backwards of units, and runs parts of the forward again."""
+    def differentiate(
+        self,
+        outputs: Sequence[Tensor],
+        cotangents: Sequence[Tensor],
+        leaves: Sequence[Tensor] = (),
+    ) -> None:
+        """Run autograd, which calls the backwards of units, and runs parts of the forward again.
+
+        The gradients of `leaves`, such as inputs, are added to their `.grad`.
+        """
         with (
             self.runtime.backward(),
             self.loss_scope(is_idle=require("a loss function").slice.is_idle),
         ):
-            torch.autograd.grad(outputs, [self.runtime.anchor], cotangents, allow_unused=True)
+            if leaves:
+                inputs = [self.runtime.anchor, *leaves]
+                torch.autograd.backward(outputs, cotangents, inputs=inputs)
+            else:
+                torch.autograd.grad(outputs, [self.runtime.anchor], cotangents, allow_unused=True)
 
     def agree(
         self,

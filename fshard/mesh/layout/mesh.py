@@ -38,6 +38,7 @@ class Mesh(CachedHash):
         parent: the (name, size) pairs of the mesh that this one was sliced from, or None.
         ranks: torch.distributed ranks of the devices in mesh order, where they are not 0, 1, 2, ...
         zigzag: an axis along which shards of arrays are in zigzag order: see `arithmetic.zigzag`. For operations on arrays.
+        is_varying: arrays on it are those of a loss function: see `mesh/reshard/varying.py`.
 
     >>> mesh = Mesh((("data", 4), ("model", 2)), "virtual", "cpu")
     >>> mesh.size, mesh.axis_names, dict(mesh.shape)
@@ -52,6 +53,7 @@ class Mesh(CachedHash):
     parent: tuple[tuple[str, int], ...] | None = None
     ranks: tuple[int, ...] | None = None
     zigzag: str | None = None
+    is_varying: bool = False
 
     def __post_init__(self) -> None:
         complaints: list[str] = []

@@ -45,6 +45,7 @@ from fshard.mesh.layout import (
 from fshard.mesh.layout.kinds import copy_in, owned_by
 from fshard.mesh.layout.sharded import Sharded, in_memory, key_of
 from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
+from fshard.mesh.reshard.varying import is_left, leave_loss
 from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.run import inside, is_outside, local_devices, resolve_mesh
@@ -421,12 +422,14 @@ def _validate_reshardable(xs: Sequence[Sharded], mesh: Mesh) -> None:
             f"an array must not be in zigzag order to be resharded; got one on {mesh}. Use plan.full(x), or "
             "fs.array.constrain."
         )
+    is_recorded = any(recorded(x.shards) for x in xs)
+    if is_recorded and any(map(is_left, xs)):
+        raise LayoutError(
+            "a parameter of a planned module cannot be resharded between forward and backward. Use fs.unshard(x), "
+            "or operations on it."
+        )
     scope = inside(mesh)
-    if (
-        scope is not None
-        and not scope.own.isdisjoint(mesh.axis_names)
-        and any(recorded(x.shards) for x in xs)
-    ):
+    if scope is not None and not scope.own.isdisjoint(mesh.axis_names) and is_recorded:
         raise LayoutError(
             "a tensor that depends on parameters cannot be resharded in a loss function of value_and_grad, where every "
             "value is varying. Use collectives: fs.all_gather(x, axis) for the full tensor."
@@ -448,7 +451,13 @@ def unshard(tree: PyTree) -> PyTree:
     """
     leaves, structure = flatten(tree)
     indices = [index for index, x in enumerate(leaves) if isinstance(x, Sharded)]
-    arrays = [leaves[index] for index in indices]
+    left = dict[int, Sharded]()  # by the array, so that tied ones stay tied
+    arrays = list[Sharded]()
+    for index in indices:
+        x = leaves[index]
+        if id(x) not in left:
+            left[id(x)] = leave_loss(x)
+        arrays.append(left[id(x)])
     tensors = without_aliases(_full_tensors(arrays), arrays)
     for index, x in zip(indices, tensors, strict=True):
         leaves[index] = x

@@ -55,6 +55,16 @@ def nodes_behind(tree: Any, is_end: Callable[[Any], bool] = lambda node: False) 
             pending += [] if is_end(node) else [before for before, _ in node.next_functions]
 
 
+def other_leaves(loss: Tensor) -> list[Tensor]:
+    """Return the leaves beside parameters whose gradients a loss leads to: inputs of the model, and what they depend on."""
+    leaves = list[Tensor]()
+    for node in nodes_behind(loss, lambda node: isinstance(node, PARAM_NODES)):
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+            leaves.append(leaf)
+    return leaves
+
+
 def validate_no_other_parameters(loss: Tensor) -> None:
     """Raise if a loss depends on parameters that no boosted model has: their gradient would be lost."""
     variables = [getattr(node, "variable", None) for node in nodes_behind(loss)]

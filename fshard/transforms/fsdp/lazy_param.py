@@ -73,6 +73,8 @@ class LazyParam(Tensor):
 
     unit: LazyUnit
     position: int
+    is_in_array: bool = False
+    """It is a shard of an array: see `tensor/run.py`. Else one that is sharded is for its layer alone."""
     _is_param = True
     """Makes isinstance(x, nn.Parameter) true."""
 
@@ -99,6 +101,8 @@ class LazyParam(Tensor):
                     f"{self._path} is a parameter of a step that is over: it was kept from inside a loss function. Return what "
                     "is needed of it with has_aux=True, or take it from the parameters that the step returns."
                 )
+            if not self.is_in_array and unit.plans[self.position].used.entries:
+                self._check_in_loss()
         x = unit.pre_forward()[self.position]
         return (
             unit.use_once(x, self.position)
@@ -164,6 +168,16 @@ class LazyParam(Tensor):
                 f"device {scope.device} of {scope.mesh} uses {self._subject} of device {runtime.scope.device}: "
                 "virtual devices are threads, and share the module that torch.func.functional_call writes to. Write "
                 "apply, params, buffers = fs.functionalize(module), or fs.with_unsharded_params around the call."
+            )
+
+    def _check_in_loss(self) -> None:
+        """Raise if a shard is used outside of the model: what devices compute of theirs would not be added up."""
+        scope = here()
+        if scope is not None and not scope.own:
+            raise ModuleError(
+                f"{self._path} must be used in the model's forward only, since each device has a shard of it, "
+                f"{self.unit.plans[self.position].used}; got an operation in the loop. Compute a penalty in the forward, "
+                "with fs.psum over these axes, or take the optimizer's weight decay."
             )
 
     def __hash__(self) -> int:
