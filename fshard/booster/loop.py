@@ -138,20 +138,29 @@ class LoopModel(BoostedModel):
         self._gathers = (
             0  # a hash of the all-gathers without gradients, which devices compare in the next step
         )
-        self.set_buffers(self.module_buffers)
+        self.set_buffers([self.module_buffers])
 
     def set_gradients(self, layouts: Callable[[Layout], Layout]) -> None:
         """Set the layouts of gradients, by those of parameters."""
         self._gradient = unstaged(self.function, gradients=layouts, **self._options)
 
-    def set_buffers(self, buffers: PyTree) -> None:
-        self.module_buffers = buffers
-        self._agreed = Buffers(buffers, resolve_mesh(self.mesh))
-        self._written = [self._agreed.part(0)]  # as each slice of the last forward has left them
-
-    def trees(self) -> list[PyTree]:
+    def buffer_trees(self) -> list[PyTree]:
+        self._follow_writes()
         changed = self._agreed.changed(0, self._written[0], torch.device("cpu"))
-        return [self.params, self._agreed.after([changed])]
+        return [self._agreed.after([changed])]
+
+    def set_buffers(self, trees: list[PyTree]) -> None:
+        (self.module_buffers,) = trees
+        self._agreed = Buffers(self.module_buffers, resolve_mesh(self.mesh))
+        self._written = [self._agreed.part(0)]  # as each slice of the last forward has left them
+        self.slots.leave(self._written[0])
+
+    def _follow_writes(self) -> None:
+        """Use the buffers that the loop has written to: in each slice, and in the mean over devices of this step."""
+        written = self.slots.written()
+        if written:
+            self._written = [{**tree, **written} for tree in self._written]
+            self.slots.leave(self._written[-1])
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -164,6 +173,8 @@ class LoopModel(BoostedModel):
             resolve_mesh(self.mesh),
             self._state.part_of((args, kwargs)),
         )
+        self.slots.validate_params()
+        self._follow_writes()
         step = self._step if self._step is not None and grad else self._begin(mesh)
         if not step.is_pending:
             step.runtime.begin_slice()
@@ -234,6 +245,9 @@ class LoopModel(BoostedModel):
             self._written
         ):  # else it is a look between the forwards of a reproducible step
             self._written = written
+        self.slots.leave(self._written[-1])
+        if grad:
+            self.slots.record_params()
         return outputs
 
     def _written_by(self, count: int) -> list[PyTree]:
@@ -261,6 +275,7 @@ class LoopModel(BoostedModel):
         if step.runtime.is_first_step:
             validate_no_other_parameters(loss)
         step.runtime.check_unchanged()
+        self._follow_writes()
         step.differentiated = device, share, weights = step.forward
         device.scale = scale
         device.agree_on_axes(loss.device)
@@ -282,6 +297,10 @@ class LoopModel(BoostedModel):
             if accumulate is None:
                 reductions.end()
         step.weights.append(weights)
+        self.slots.gradients.exist = True
+        self.slots.leave(
+            self._written[-1]
+        )  # layers that ran again have written to their buffers twice
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -298,6 +317,8 @@ class LoopModel(BoostedModel):
                 "there are no gradients. Call the model, then booster.backward(loss, optimizer): loss.backward() does not "
                 "reduce over devices."
             )
+        self.slots.validate_params()
+        self._follow_writes()
         self.end_step()
         device = step.differentiated.device
         zero = torch.zeros(
@@ -315,21 +336,23 @@ class LoopModel(BoostedModel):
                 "batches of two sizes. Use each batch of a loader before the next is fetched, or leave the last one out: "
                 "drop_last=True."
             )
-        self.set_buffers(self._agreed.after([after]))
+        self.set_buffers([self._agreed.after([after])])
         grads = gradient_tree(
             step.plans.leaves, [device.gradients(used)], step.structure, step.indices
         )
         step.plans.order, self._step = step.runtime.order, None
         step.runtime.close()
+        self.slots.release_params()
         return grads
 
     @as_device
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step; a forward without its backward stays, as in torch."""
-        step = self._step
+        step, self.slots.gradients.exist = self._step, False
         if step is not None and step.is_pending:
             step.weights = []
             step.runtime.reductions.drop()
         elif step is not None:
             self._step = None
             step.runtime.close()
+            self.slots.release_params()

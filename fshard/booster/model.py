@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fshard.booster.full_state import full_leaves, put
 from fshard.booster.plugins import Plugin
+from fshard.booster.slots import ModuleSlots
 from fshard.checkpoint.names import as_leaf
 from fshard.comm.replicas import ReplicaGroup
 from fshard.copying import copied
@@ -128,6 +129,11 @@ def _split(plan: Plan | None, params: dict[str, Tensor]) -> dict[str, Any]:
     return params if plan is None else plan.split(params)
 
 
+def _entries(arrays: Mapping[str, Any], tree: PyTree) -> dict[str, Any]:
+    """Return the arrays that have the names of a tree."""
+    return {name: x for name, x in arrays.items() if name in tree}
+
+
 def refusing(kind: type[Exception], text: str) -> Any:
     """Return a method that raises."""
 
@@ -182,10 +188,19 @@ class BoostedModel(nn.Module):
         self.function, self.params, self.module_buffers = shard_model(
             plugin, module, source, in_place=True
         )
+        is_staged = isinstance(self.module_buffers, list)
+        trees = self.module_buffers if is_staged else [self.module_buffers]
+        buffer_names = {name for tree in trees for name in tree}
+        self.slots = ModuleSlots(module, buffer_names, has_copies=is_staged)
 
     def trees(self) -> list[PyTree]:
-        """Return the trees of parameters and buffers by name."""
-        return [self.params, self.module_buffers]
+        """Return the trees of parameters and buffers by name, with what the loop has written to buffers."""
+        params = self.params if isinstance(self.params, list) else [self.params]
+        return [*params, *self.buffer_trees()]
+
+    def buffer_trees(self) -> list[PyTree]:
+        """Return the trees of buffers by name, one or one for each stage, with what the loop has written to them."""
+        raise NotImplementedError
 
     def draws(self, *, grad: bool) -> AbstractContextManager[None]:
         """Return the context of the next forward's random draws.
@@ -213,6 +228,7 @@ class BoostedModel(nn.Module):
 
     def unwrap(self) -> nn.Module:
         """Return a copy of the module with full parameters; all devices must call it."""
+        self.slots.validate_params()
         tree = {name: x for tree in self.trees() for name, x in tree.items()}
         tree = tree if self.replicas is None else self.replicas.mean(tree)
         values = {leaf.name: leaf.value for leaf in full_leaves(tree)}
@@ -223,9 +239,9 @@ class BoostedModel(nn.Module):
             full[id(x)] = nn.Parameter(values[name], requires_grad=x.requires_grad)
         return copied(self.module, full)
 
-    def set_buffers(self, buffers: PyTree) -> None:
-        """Replace the buffers; they are equal on all devices."""
-        self.module_buffers = buffers
+    def set_buffers(self, trees: list[PyTree]) -> None:
+        """Replace the trees of buffers; they are equal on all devices."""
+        raise NotImplementedError
 
     def first_names(self) -> dict[str, str]:
         """Return the first name of each parameter and buffer, by all of its names."""
@@ -242,21 +258,19 @@ class BoostedModel(nn.Module):
         return state if self.replicas is None else self.replicas.joined([state])
 
     def _local_state(self) -> dict[str, Any]:
-        both = (self.params, self.module_buffers)
-        trees = [tree for x in both for tree in (x if isinstance(x, list) else [x])]
-        arrays, names = {name: x for tree in trees for name, x in tree.items()}, self.first_names()
+        self.slots.validate_params()
+        names = self.first_names()
+        arrays = {name: x for tree in self.trees() for name, x in tree.items()}
         state = self.module.state_dict(keep_vars=True)
         return {key: arrays[names[key]] if key in names else x for key, x in state.items()}
 
     def load_sharded_state(self, state: Mapping[str, Any]) -> None:
         """Use arrays of `sharded_state`, into which others have been written, and extra state of modules."""
-        buffers, first = self.module_buffers, self.first_names()
+        first = self.first_names()
+        arrays = {first[key]: x for key, x in state.items() if key in first}
         if self.replicas is not None:
-            local = self.replicas.local(
-                {first.get(key, key): x for key, x in state.items()}, self.mesh
-            )
-            buffers = {name: local.get(name, x) for name, x in buffers.items()}
-        self.set_buffers(buffers)
+            arrays = self.replicas.local(arrays, self.mesh)
+        self.set_buffers([{**tree, **_entries(arrays, tree)} for tree in self.buffer_trees()])
         for key in state.keys() - first.keys():
             self.module.get_submodule(key.rpartition(".")[0]).set_extra_state(state[key])
 
@@ -272,7 +286,7 @@ class BoostedModel(nn.Module):
         differences, values = module.load_state_dict(state_dict, strict=strict), module.state_dict()
         for key in values.keys() & self.first_names().keys():
             put(as_leaf(arrays[key]), values[key])
-        self.load_sharded_state(values)
+        self.load_sharded_state(values if self.replicas is not None else {**values, **arrays})
         return differences
 
     _apply = refusing(
