@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, get_args
@@ -32,6 +32,7 @@ from fshard.optim.partition import Partitioned
 from fshard.optim.torch_optim.instances import InstanceSource, OptimizerSource, optimizer_source
 from fshard.pipeline.split.stages import Layer, split_stages
 from fshard.transforms.module.lora import LoraConfig, lora
+from fshard.transforms.options import Weight
 from fshard.transforms.reproducible.randomness import folded, keyed_random
 from fshard.transforms.train_step import Metrics, train_step
 from fshard.uncompiled import uncompiled
@@ -127,10 +128,35 @@ class Booster(Checkpointing):
         return lora(model, lora_config)
 
     @uncompiled
-    def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
-        """Take the gradient of a loss that is a mean over this device's samples."""
+    def backward(
+        self,
+        loss: Tensor,
+        optimizer: BoostedOptimizer,
+        *,
+        weight: float | Tensor | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Add the gradient of a loss: the mean over all devices, each weighted by its number of samples.
+
+        It is the gradient of the loss of all samples on one device if that is a mean over samples. Gradients of several
+        backwards add up until the step, as in torch: each is a mean over devices.
+
+        Args:
+            loss: a mean over this device's samples, or over what `weight` counts.
+            optimizer: as returned by `boost`; its model has led to the loss.
+            weight: the number that this device's loss is a mean over, such as its tokens that are not padding. With 0 the
+                device adds nothing, even if its loss is not finite. One number is summed, for which the host waits.
+            retain_graph: keep the graph, for another backward through it: of another loss, or of this one for another
+                model's optimizer.
+        """
         optimizer = _optimizer(optimizer)
-        optimizer.model.backward(loss, scale=optimizer.scale, sync=self._state.sync)
+        optimizer.model.backward(
+            loss,
+            scale=optimizer.scale,
+            sync=self._state.sync,
+            weight=weight,
+            retain_graph=retain_graph,
+        )
 
     @contextmanager
     def no_sync(self, model: Any = None, optimizer: Any = None) -> Generator[None]:
@@ -144,6 +170,23 @@ class Booster(Checkpointing):
             yield
         finally:
             state.sync = before
+
+    def parameters(self, model: BoostedModel) -> AbstractContextManager[dict[str, Tensor]]:
+        """Return the context in which this device's shards of the parameters are read and written, between steps.
+
+        Its value is a dict from the names of parameters to local shards: tensors as they are, parts or flattened parts of
+        them. Operations must be elementwise, and the same on all devices; random draws are. A tensor that replaces a shard
+        is written to it at the end. The optimizer's state stays.
+
+            with booster.parameters(critic) as shards:
+                for shard in shards.values():
+                    shard.clamp_(-0.01, 0.01)
+        """
+        if not isinstance(model, BoostedModel):
+            raise ModuleError(
+                f"parameters: the model must be what boost has returned; got {type(model).__name__}."
+            )
+        return model.local_shards()
 
     def mean(self, tree: PyTree, samples: float = 1.0) -> PyTree:
         """Return the mean of a tree of numbers over all devices that have other samples; all devices must call it.
@@ -197,6 +240,8 @@ class Booster(Checkpointing):
         optimizer: BoostedOptimizer | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,
+        *,
+        weight: Weight | None = None,
     ) -> dict[str, Any]:
         """Run a batch through the stages, forward and backward; under `torch.no_grad` forward only, without an optimizer.
 
@@ -206,6 +251,8 @@ class Booster(Checkpointing):
             criterion: of the last stage's result and the labels; or the microbatch, without labels.
             return_loss: return the loss of the entire batch, on every device.
             return_outputs: return the last stage's result for every sample.
+            weight: a function of a microbatch: the number that its loss is a mean over, such as its tokens that are not
+                padding. Default: its number of samples.
         """
         if not isinstance(model, StagedModel):
             raise ModuleError(
@@ -213,7 +260,8 @@ class Booster(Checkpointing):
                 f"got {type(model).__name__}. Call another one, model(inputs)."
             )
         scale = _optimizer(optimizer).scale if torch.is_grad_enabled() else 1.0
-        value = model.run(criterion, next(data_iter), scale, outputs=return_outputs)
+        batch = next(data_iter)
+        value = model.run(criterion, batch, scale, outputs=return_outputs, weight=weight)
         outputs = unshard(value.aux) if return_outputs else None
         return {"loss": value.loss if return_loss else None, "outputs": outputs}
 

@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
+from math import inf, nan
+from numbers import Real
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -34,7 +36,7 @@ from fshard.mesh.spmd.run import as_one_device, local_devices, resolve_mesh
 from fshard.optim.partition import Partitioned
 from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.source import call_site
-from fshard.transforms.agreement import SliceLoss, hash_of
+from fshard.transforms.agreement import SliceLoss, hash_of, host_row, reduce_rows
 from fshard.transforms.batch import Slice
 from fshard.transforms.device_step import ModelStep
 from fshard.transforms.fsdp.graph_checks import (
@@ -162,6 +164,15 @@ class LoopModel(BoostedModel):
             self._written = [{**tree, **written} for tree in self._written]
             self.slots.leave(self._written[-1])
 
+    def validate_between_steps(self) -> None:
+        super().validate_between_steps()
+        if (
+            self._step is not None
+        ):  # a forward without a backward, as of a discriminator in another model's loss
+            self._step.runtime.close()
+            self._step = None
+            self.slots.release_params()
+
     # -- forward ----------------------------------------------------------------------------------------------------
 
     @uncompiled
@@ -257,11 +268,19 @@ class LoopModel(BoostedModel):
     # -- backward ---------------------------------------------------------------------------------------------------
 
     @as_device
-    def backward(self, loss: Tensor, *, scale: float, sync: bool) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        scale: float,
+        sync: bool,
+        weight: float | Tensor | None = None,
+        retain_graph: bool = False,
+    ) -> None:
         """Add the gradient of `scale` times the loss; without `sync` it is not reduced yet.
 
-        A mean over this device's samples is weighted by the number of samples of the last forward. In reproducible
-        mode, and where gradients are reduced each time, `sync` makes no difference.
+        A mean over this device's samples is weighted by the number of samples of the last forward, or by `weight`. In
+        reproducible mode, and where gradients are reduced each time, `sync` makes no difference.
         """
         step = self._step
         if step is None or step.forward is None:
@@ -277,13 +296,19 @@ class LoopModel(BoostedModel):
         step.runtime.check_unchanged()
         self._follow_writes()
         step.differentiated = device, share, weights = step.forward
+        if weight is not None:
+            share = self._share_of(weight, device)
+            weights = [share]
         device.scale = scale
         device.agree_on_axes(loss.device)
         units, reductions = step.runtime.units, step.runtime.reductions
         if self.is_reproducible:
             trees = TreeAccumulator(units, reductions)
             start = device.begin_backward(loss, share, trees.add, idle=not share)
-            split_backward(loss, start, step.outputs, device.differentiate, trees)
+            differentiate = partial(device.differentiate, retain_graph=retain_graph)
+            split_backward(
+                loss, start, step.outputs, differentiate, trees, retain_graph=retain_graph
+            )
             for unit in (
                 units
             ):  # each backward on its own: sums of two would be rounded otherwise on other meshes
@@ -291,9 +316,8 @@ class LoopModel(BoostedModel):
             reductions.send()
         else:
             accumulate = None if sync or not device.options.reduce_once else LazyUnit.accumulate
-            device.differentiate(
-                [loss], [device.begin_backward(loss, share, accumulate, idle=not share)]
-            )
+            start = device.begin_backward(loss, share, accumulate, idle=not share)
+            device.differentiate([loss], [start], retain_graph=retain_graph)
             if accumulate is None:
                 reductions.end()
         step.weights.append(weights)
@@ -301,6 +325,28 @@ class LoopModel(BoostedModel):
         self.slots.leave(
             self._written[-1]
         )  # layers that ran again have written to their buffers twice
+
+    def _share_of(self, weight: float | Tensor, device: ModelStep) -> float:
+        """Return this device's share of the weights of all devices: one sum, for which the host waits."""
+        is_number = isinstance(weight, Real | Tensor) and torch.as_tensor(weight).numel() == 1
+        number = float(weight) if is_number else nan
+        if not 0 <= number < inf:
+            raise ValueError(
+                f"backward: weight must be one finite number of at least 0; got {weight!r}. Give the number of samples or "
+                "tokens that this device's loss is a mean over."
+            )
+        if self.is_reproducible:
+            raise ValueError(
+                "backward: weight must be None with reproducible=True, whose bits depend on no device's share. Divide a sum by "
+                "a number that is equal on all devices: loss.sum() / booster.mean(tokens)."
+            )
+        row = host_row([number], device.runtime.reductions.device)
+        (total,) = reduce_rows((row,), device.group, device.site)
+        if not total.item():
+            raise ValueError(
+                "backward: weight must be above 0 on one device at least; got 0 on all. Leave the batch out."
+            )
+        return number / total.item()
 
     # -- gradients --------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -134,6 +134,16 @@ def _entries(arrays: Mapping[str, Any], tree: PyTree) -> dict[str, Any]:
     return {name: x for name, x in arrays.items() if name in tree}
 
 
+def _of_shape(name: str, value: Any, shard: Tensor) -> Tensor:
+    """Return the value in the place of a shard; raise if it has another shape."""
+    if not isinstance(value, Tensor) or value.shape != shard.shape:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ModuleError(
+            f"parameters: the shard of {name} must be a tensor of shape {tuple(shard.shape)}; got {got}."
+        )
+    return value
+
+
 def refusing(kind: type[Exception], text: str) -> Any:
     """Return a method that raises."""
 
@@ -193,6 +203,18 @@ class BoostedModel(nn.Module):
         buffer_names = {name for tree in trees for name in tree}
         self.slots = ModuleSlots(module, buffer_names, has_copies=is_staged)
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            module = vars(self).get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+            raise AttributeError(
+                f"{error}. That of the module is model.module.{name}; a method that runs the model is called on a copy with full "
+                f"parameters: model.unwrap().{name}."
+            ) from None
+
     def trees(self) -> list[PyTree]:
         """Return the trees of parameters and buffers by name, with what the loop has written to buffers."""
         params = self.params if isinstance(self.params, list) else [self.params]
@@ -221,6 +243,50 @@ class BoostedModel(nn.Module):
             mesh, lambda _: replicas.run(params, None, self._steps, step_here)
         )
         return params, state
+
+    @contextmanager
+    def local_shards(self) -> Generator[dict[str, Tensor]]:
+        """Return this device's shards of the parameters by name, to read and write; those replaced are written at the end."""
+        validate_inside(self.mesh)
+        self.slots.validate_params()
+        self.validate_between_steps()
+        shards = self._named_shards()
+        entries = dict(shards)
+        self._others += 1
+        draws = keyed_random(self._seed, self._steps, "parameters", self._others)
+        with torch.no_grad(), draws:
+            yield entries
+            if entries.keys() != shards.keys():
+                names = ", ".join(sorted(entries.keys() ^ shards.keys()))
+                raise ModuleError(
+                    f"parameters: the names must stay those of the model; added or removed are {names}."
+                )
+            for name, shard in shards.items():
+                if entries[name] is not shard:
+                    shard.copy_(_of_shape(name, entries[name], shard))
+
+    def _named_shards(self) -> dict[str, Tensor]:
+        """Return this device's shards of the parameters by name, a tied one once; in stages those of its own."""
+        trees = self.params if isinstance(self.params, list) else [self.params]
+        shards, seen = dict[str, Tensor](), set[int]()
+        for tree, is_here in zip(trees, self.stages_here(), strict=True):
+            for name, x in tree.items() if is_here else ():
+                if id(x) not in seen:
+                    seen.add(id(x))
+                    (shards[name],) = x.shards
+        return shards
+
+    def stages_here(self) -> Sequence[bool]:
+        """Return, for each tree of parameters, True if this device has them."""
+        return [True]
+
+    def validate_between_steps(self) -> None:
+        """Raise if the model has gradients, or has been called since the last step."""
+        if self.slots.gradients.exist:
+            raise ModuleError(
+                "parameters: the model must have no gradients, which are of the values before. Enter it after "
+                "optimizer.step() or optimizer.zero_grad()."
+            )
 
     def end_step(self) -> None:
         """Count a step of the optimizer."""
@@ -284,9 +350,12 @@ class BoostedModel(nn.Module):
         """Load full parameters and buffers, as the module's `load_state_dict`; all devices must call it, with equal ones."""
         module, arrays = self.unwrap(), self._local_state()
         differences, values = module.load_state_dict(state_dict, strict=strict), module.state_dict()
-        for key in values.keys() & self.first_names().keys():
+        names, loaded = self.first_names(), dict(values)
+        for key in values.keys() & names.keys():
             put(as_leaf(arrays[key]), values[key])
-        self.load_sharded_state(values if self.replicas is not None else {**values, **arrays})
+            if self.replicas is None:
+                loaded[key] = arrays[key]
+        self.load_sharded_state(loaded)
         return differences
 
     _apply = refusing(

@@ -23,8 +23,8 @@ from fshard.transforms.fsdp.plans import versions_of
 from fshard.transforms.module.replica import GradientState, ModuleSlot, Placeholder
 
 _BOUND = (
-    "Its gradient would be lost, since the optimizer steps on the parameters that were boosted. Tie, replace and add parameters "
-    "and layers before boost, or boost again from model.unwrap() with a new optimizer."
+    "Its gradient would be lost, since the optimizer steps on the parameters that were boosted. Tie, replace "
+    "and add parameters and layers before boost, or boost again from model.unwrap() with a new optimizer."
 )
 
 

@@ -8,7 +8,7 @@ The caller is one device, as in `loop`; a batch is that of all devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from fshard.optim.partition import Partitioned
 from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.source import call_site
 from fshard.transforms.gradient import GradientFunction, StepValue
+from fshard.transforms.options import Weight
 from fshard.transforms.stages.plan import has_stages
 from fshard.transforms.value_and_grad import gradient_of
 
@@ -41,10 +42,14 @@ class StagedModel(BoostedModel):
         self._options = {"gradients": opt.gradients, **plugin.gradient_options()}
         self._grads: PyTree | None = None
         self._criterion: Criterion | None = None
+        self._weight: Any = None
         self._gradient = lru_cache(maxsize=4)(self._make_gradient)
         where: Any = {name: self._options[name] for name in ("mesh", "schedule", "axis")}
         self._has_stages = has_stages(**where)
         self.set_buffers(self.module_buffers)
+
+    def stages_here(self) -> Sequence[bool]:
+        return self._has_stages
 
     def buffer_trees(self) -> list[PyTree]:
         written, trees = self.slots.written(), list[PyTree]()
@@ -68,8 +73,8 @@ class StagedModel(BoostedModel):
         ModuleError, "the backward of a model in stages is part of booster.execute_pipeline(...)."
     )
 
-    def _make_gradient(self, outputs: bool, backward: bool) -> GradientFunction:
-        """Return the gradient of the schedule, for any criterion: a loop may pass a new one in every step."""
+    def _make_gradient(self, outputs: bool, backward: bool, weighted: bool) -> GradientFunction:
+        """Return the gradient of the schedule, for any criterion and weight: a loop may pass new ones in every step."""
 
         def loss(y: Any, microbatch: Any) -> Any:
             value = loss_of(self._criterion, y, microbatch)
@@ -80,23 +85,33 @@ class StagedModel(BoostedModel):
             "loss": loss,
             "aux": "rows" if outputs else None,
         }
+        if weighted:
+            options["weight"] = lambda microbatch: self._weight(microbatch)
         return gradient_of(
             "execute_pipeline", self.function, backward=backward, in_place=True, **options
         )
 
     def run(
-        self, criterion: Criterion | None, batch: PyTree, scale: float, *, outputs: bool
+        self,
+        criterion: Criterion | None,
+        batch: PyTree,
+        scale: float,
+        *,
+        outputs: bool,
+        weight: Weight | None = None,
     ) -> StepValue:
         """Run the schedule on a batch, and keep the gradients of `scale` times the loss; without grad mode, forwards only.
 
-        With `outputs`, the last stage's results of all samples are returned beside the loss.
+        The loss is the mean over microbatches, weighted by samples or by `weight`. With `outputs`, the last stage's results of
+        all samples are returned beside the loss.
         """
         validate_inside(self.mesh)
         self.slots.validate_params()
         self.module_buffers = self.buffer_trees()
-        backward, self._criterion = torch.is_grad_enabled(), criterion
+        backward = torch.is_grad_enabled()
+        self._criterion, self._weight = criterion, weight
         with self.draws(grad=backward):
-            gradient = self._gradient(outputs, backward)
+            gradient = self._gradient(outputs, backward, weight is not None)
             value, grads = gradient.run(self.params, self.module_buffers, batch, call_site(), scale)
         if backward:
             self.slots.gradients.exist = True

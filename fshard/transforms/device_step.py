@@ -276,13 +276,21 @@ class ModelStep(DeviceStep):
         self.scaled = finite_scale(loss.dtype, self.scale)
         return torch.full_like(loss, share * self.scaled)
 
-    def differentiate(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
+    def differentiate(
+        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], *, retain_graph: bool = False
+    ) -> None:
         """Run autograd, which calls the backwards of units, and runs parts of the forward again."""
         with (
             self.runtime.backward(),
             self.loss_scope(is_idle=require("a loss function").slice.is_idle),
         ):
-            torch.autograd.grad(outputs, [self.runtime.anchor], cotangents, allow_unused=True)
+            torch.autograd.grad(
+                outputs,
+                [self.runtime.anchor],
+                cotangents,
+                retain_graph=retain_graph,
+                allow_unused=True,
+            )
 
     def agree(
         self,

@@ -63,7 +63,8 @@ _COMPILED = (
 )
 WRITES = (
     "Declare a frozen parameter that the forward updates as a buffer, fs.functionalize(module, buffers=...), or update it "
-    "between steps: in the params of a functional loop, or by model.load_state_dict of a boosted model."
+    "between steps: in the params of a functional loop; of a boosted model by model.load_state_dict, or by its shards, as for "
+    "clamping or an average: with booster.parameters(model) as shards."
 )
 
 
