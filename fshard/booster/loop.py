@@ -375,7 +375,7 @@ class LoopModel(BoostedModel):
             self._agreed.changed(0, tree, zero.device) for tree in self._written_by(len(losses))
         ]
         step.runtime.sequence.append(self._gathers)
-        mean, used, after = device.agree(losses, changed, optimizer)
+        mean, used, after = device.agree(losses, changed, optimizer, self._state.order)
         if not self.is_reproducible and abs(mean.weight / len(step.weights) - 1) > ROUNDING:
             raise MismatchError(
                 f"the devices' parts of the batch must add up to one; got {mean.weight / len(step.weights):.3f}: rows fit "

@@ -211,8 +211,8 @@ class BoostedModel(nn.Module):
             if module is None or not hasattr(module, name):
                 raise
             raise AttributeError(
-                f"{error}. That of the module is model.module.{name}; a method that runs the model is called on a copy with full "
-                f"parameters: model.unwrap().{name}."
+                f"{error}. That of the module is model.module.{name}; a method that runs the model is called on a copy with "
+                f"full parameters: model.unwrap().{name}."
             ) from None
 
     def trees(self) -> list[PyTree]:

@@ -297,6 +297,7 @@ class ModelStep(DeviceStep):
         losses: list[SliceLoss],
         changed: Sequence[Mapping[str, Tensor]],
         optimizer: object = None,
+        order: object = None,
     ) -> tuple[SliceLoss, Sequence[float], dict[str, Tensor]]:
         """Average losses, metrics and buffers over all devices, and reduce the remaining gradients.
 
@@ -304,6 +305,7 @@ class ModelStep(DeviceStep):
             losses: of each slice.
             changed: the buffers that each has written.
             optimizer: in a loop its options, which must be the same on all devices.
+            order: in a loop what samplers have chosen, which must be the same on all devices.
 
         Returns also how many devices used each parameter, and the averaged buffers that were written.
         """
@@ -314,6 +316,8 @@ class ModelStep(DeviceStep):
         differences = self._input_differences()
         if optimizer is not None:
             differences["optimizer"] = difference(optimizer, group)
+        if order:
+            differences["order"] = difference(order, group)
         written = [
             Written(slice.weight, buffers) for slice, buffers in zip(losses, changed, strict=True)
         ]

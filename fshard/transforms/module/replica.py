@@ -171,8 +171,8 @@ def _refresh_flat_weights(layer: Any) -> None:
 _NO_VALUES = (
     "parameters of a boosted model have no values between steps. Call the first value that boost returned, not the module that "
     "was boosted: model, optimizer, *_ = booster.boost(model, optimizer). model.unwrap() is a copy with values, also to call "
-    "methods of: model.unwrap().generate(...). Write them before boost, by model.load_state_dict, or their shards, as for clamping "
-    "or an average: with booster.parameters(model) as shards."
+    "methods of: model.unwrap().generate(...). Write them before boost, by model.load_state_dict, or their shards, as for "
+    "clamping or an average: with booster.parameters(model) as shards."
 )
 TRAINED_IS_FIXED = (
     "requires_grad of a parameter in a training step is that which it had before functionalize or boost; a change would have "
