@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,7 +32,7 @@ from fshard.optim.partition import Partitioned
 from fshard.optim.torch_optim.instances import InstanceSource, OptimizerSource, optimizer_source
 from fshard.pipeline.split.stages import Layer, split_stages
 from fshard.transforms.module.lora import LoraConfig, lora
-from fshard.transforms.options import Weight
+from fshard.transforms.options import Weight, one_of
 from fshard.transforms.reproducible.randomness import folded, keyed_random
 from fshard.transforms.train_step import Metrics, train_step
 from fshard.uncompiled import uncompiled
@@ -55,10 +55,20 @@ class Booster(Checkpointing):
     """Trains a model in the layouts of its plugin (`DDPPlugin()` by default), in torch's loop or by a functional step.
 
     The loop runs as one device: under torchrun, or inside of `fs.run` on a virtual mesh.
+
+    Args:
+        plugin: the layouts, and the mesh.
+        check: "loss" compares the loss of the first step, weighted over the devices, with that of all their samples on one
+            device, and raises if it is no mean over samples. `boost` must get the criterion, or the model's output have
+            `.loss`. Each device computes the loss of all samples once.
     """
 
-    def __init__(self, plugin: Plugin | None = None) -> None:
-        self.plugin = plugin or DDPPlugin()
+    def __init__(
+        self, plugin: Plugin | None = None, *, check: Literal["loss"] | None = None
+    ) -> None:
+        self.plugin, self.check = plugin or DDPPlugin(), check
+        if errors := one_of("check", check, "loss", None):
+            raise ValueError(f"Booster: {errors[0]}.")
         self._states = WeakKeyDictionary[Any, DeviceState]()
         self._steps = list[Step]()
 
@@ -86,6 +96,10 @@ class Booster(Checkpointing):
             raise ModuleError(
                 f"{caller}: local_steps and gossip must be used in a loop, with an optimizer of torch or fs.optim; got "
                 f"{type(optimizer).__name__} in {caller}. Around fs.train_step use fs.comm.local_sgd or fs.comm.gossip."
+            )
+        if self.check is not None and (caller == "init" or plugin.in_stages()):
+            raise ValueError(
+                f'{caller}: check="loss" must be used in a loop without stages. Compare one step by fs.testing.certify.'
             )
         number, state.models = state.models, state.models + 1
         plugin = replace(plugin, seed=folded(plugin.seed, number)) if number else plugin
@@ -115,7 +129,10 @@ class Booster(Checkpointing):
         if plugin.in_stages():
             boosted = StagedModel(model, plugin, source, opt())
         else:
-            boosted = LoopModel(model, plugin, source, opt(), self._state)
+            loss_check = None if self.check is None else self._state.loss_check
+            boosted = LoopModel(model, plugin, source, opt(), self._state, loss_check)
+            if loss_check is not None and criterion is not None:
+                criterion = loss_check.watched(criterion)
         source.rebind(dict(model.named_parameters()))
         if optimizer is not None:
             optimizer = BoostedOptimizer(optimizer, source, opt, boosted, plugin)

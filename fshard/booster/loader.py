@@ -33,6 +33,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from fshard.booster.loss_check import LossCheck
 from fshard.booster.plugins import Plugin
 from fshard.errors import ScopeError
 from fshard.mesh.layout import PyTree, flatten
@@ -55,6 +56,7 @@ class DeviceState:
         self.mesh = plugin.default_mesh()
         self.models = 0  # boosted or initialized so far
         self.sync = True  # backwards reduce gradients
+        self.loss_check = LossCheck()
         self.is_iterating = False
         self.order = (
             0  # a hash of the samples that samplers have chosen, which devices compare in each step

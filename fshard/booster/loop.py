@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.booster.loader import DeviceState
+from fshard.booster.loss_check import LossCheck, loss_in
 from fshard.booster.model import BoostedModel, validate_inside
 from fshard.booster.plugins import Plugin
 from fshard.errors import MismatchError, ModuleError
@@ -122,6 +123,7 @@ class LoopModel(BoostedModel):
         module, plugin, source: see `BoostedModel`.
         opt: with the layouts of gradients.
         state: of the Booster; it has the batches of loaders.
+        loss_check: compares the loss of the first step with that of all samples.
     """
 
     def __init__(
@@ -131,9 +133,10 @@ class LoopModel(BoostedModel):
         source: OptimizerSource,
         opt: Partitioned,
         state: DeviceState,
+        loss_check: LossCheck | None = None,
     ) -> None:
         super().__init__(module, plugin, source)
-        self._axes, self._state = plugin.replica_axes(), state
+        self._axes, self._state, self._loss_check = plugin.replica_axes(), state, loss_check
         self._options = plugin.gradient_options()
         self.set_gradients(opt.gradients)
         self._step: _Step | None = None
@@ -212,12 +215,26 @@ class LoopModel(BoostedModel):
         step.outputs += recorded
         if grad:
             self._step, step.forward = step, Forward(device, share, rows if sliced else [share])
+            if self._loss_check is not None and loss_in(output) is not None:
+                self._loss_check.record(self._loss_in_eval_mode, args, kwargs)
             return output
         step.runtime.finish_slice()
         if step.runtime.sequence:
             self._gathers = hash_of((self._gathers, step.runtime.sequence))
         step.runtime.close()
         return output
+
+    def _loss_in_eval_mode(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss in the output of a call in eval mode, which leaves buffers as they are."""
+        modes, written = [(x, x.training) for x in self.module.modules()], self._written
+        self.module.eval()
+        try:
+            return loss_in(self(*args, **kwargs))
+        finally:
+            for module, is_training in modes:
+                module.training = is_training
+            self._written = written
+            self.slots.leave(written[-1])
 
     def _begin(self, mesh: Mesh) -> _Step:
         """Begin a step: make the parameters available."""
@@ -299,6 +316,9 @@ class LoopModel(BoostedModel):
         if weight is not None:
             share = self._share_of(weight, device)
             weights = [share]
+        if self._loss_check is not None:
+            is_idle = not step.forward.share
+            self._loss_check.compare(share, device.group, device.site, is_idle=is_idle)
         device.scale = scale
         device.agree_on_axes(loss.device)
         units, reductions = step.runtime.units, step.runtime.reductions
@@ -387,6 +407,9 @@ class LoopModel(BoostedModel):
             step.plans.leaves, [device.gradients(used)], step.structure, step.indices
         )
         step.plans.order, self._step = step.runtime.order, None
+        if self._loss_check is not None:
+            self._loss_check.clear()
+            self._loss_check = None  # the first step is over
         step.runtime.close()
         self.slots.release_params()
         return grads
