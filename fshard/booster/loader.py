@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import (
@@ -55,6 +56,7 @@ class DeviceState:
         self.plugin = plugin = plugin.on_mesh()
         self.mesh = plugin.default_mesh()
         self.models = 0  # boosted or initialized so far
+        self.loop_models = WeakSet[Any]()  # those that are run by loops
         self.sync = True  # backwards reduce gradients
         self.loss_check = LossCheck()
         self.is_iterating = False
@@ -115,48 +117,33 @@ class Loader:
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int, state: DeviceState) -> None:
-        sampler: Any = loader.sampler
-        if isinstance(sampler, DistributedSampler):
+        if isinstance(loader.sampler, DistributedSampler):
             raise ValueError(
                 "dataloader must have the samples of all devices, of which each takes its part; got a DistributedSampler. "
                 "Leave it out, and give shuffle=True: the boosted loader shuffles by seed and epoch."
             )
-        is_random = type(sampler) is RandomSampler
-        chooses = is_random and (sampler.replacement or sampler._num_samples or sampler.generator)
-        is_plain = type(sampler) in (RandomSampler, SequentialSampler) and not chooses
-        self._in_batches = loader.batch_sampler is not None
-        has_own_batches = self._in_batches and (
-            type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None
-        )
         self.dataset: Any = loader.dataset
         self._is_stream = isinstance(loader.dataset, IterableDataset)
-        self._has_own_batches = has_own_batches
-        is_chosen = has_own_batches or not (is_plain or self._is_stream)
-        own_sampler = loader.batch_sampler if has_own_batches else sampler
-        self._own_sampler: Any = own_sampler if is_chosen else None
-        self.shuffle = is_random and is_plain
-        self.batch_size = loader.batch_size if self._in_batches else state.cut(0).parts
+        self._has_own_batches = _has_own_batches(loader)
+        self._own_sampler: Any = None if self._is_stream else _own_sampler(loader)
+        self.shuffle = self._own_sampler is None and type(loader.sampler) is RandomSampler
+        is_batched = loader.batch_sampler is not None
+        self.batch_size = (loader.batch_size or 1) if is_batched else state.cut(0).parts
         self.drop_last, self.seed = bool(loader.drop_last), seed
         self.epoch = self.sample = self.samples = 0
         self._outside, self._state = is_outside(state.mesh), state
-        generators = [getattr(x, "generator", None) for x in _samplers_of(self._own_sampler)]
-        self._generators = [
-            (x, x.initial_seed()) for x in generators if isinstance(x, torch.Generator)
-        ]  # with the seeds that they were given
-        self._chosen: tuple[tuple[int, int], list[list[int]]] | None = None
-        self._local_batches: list[
-            list[int]
-        ] = []  # the samples of this device, replaced in each loop
+        self._chosen: tuple[tuple[int, int], list[Any]] | None = None  # with its seed and epoch
+        self._local_batches: list[list[int]] = []  # of this device, replaced in each loop
         self._loop: _Loop | None = None  # in progress
+
         options: Any = {name: getattr(loader, name) for name in _SAME}
-        if not self._in_batches:
-            options["collate_fn"] = _Single(loader.collate_fn)
-        self._collate = options["collate_fn"]
+        self._collate = loader.collate_fn if is_batched else _Single(loader.collate_fn)
         if self._is_stream:
             options |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
-            self._by_torch = DataLoader(self.dataset, **{**options, "collate_fn": list})
+            options["collate_fn"] = _as_list  # the device collates its samples alone
         else:
-            self._by_torch = DataLoader(self.dataset, batch_sampler=self._local_batches, **options)
+            options |= {"batch_sampler": self._local_batches, "collate_fn": self._collate}
+        self._by_torch = DataLoader(self.dataset, **options)
 
     def __len__(self) -> int:
         """Return the number of batches of the loop in progress, else of the next: of an epoch, or those that are left of it."""
@@ -255,12 +242,17 @@ class Loader:
         """Return what the sampler chooses in the epoch, in its order: drawn once, by seed and epoch."""
         if self._chosen is not None and self._chosen[0] == (self.seed, self.epoch):
             return self._chosen[1]
-        for source in _samplers_of(self._own_sampler):
+        sources = _samplers_of(self._own_sampler)
+        generators = [x for each in sources if (x := getattr(each, "generator", None)) is not None]
+        states = [generator.get_state() for generator in generators]
+        for source in sources:
             _set_epoch(source, self.epoch)
-        for generator, seed in self._generators:
-            generator.manual_seed(folded(self.seed, seed, self.epoch))
+        for generator in generators:
+            generator.manual_seed(folded(self.seed, generator.initial_seed(), self.epoch))
         with keyed_random(self.seed, self.epoch, "sampler"):
             chosen = list(self._own_sampler)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)  # with its seed, of which the next epoch's is made
         self._chosen = (self.seed, self.epoch), chosen
         self._state.order = hash_of((self._state.order, chosen))
         return chosen
@@ -326,6 +318,30 @@ class _Loop(NamedTuple):
 
     parts: Iterator[_Part]
     length: Callable[[], int]
+
+
+def _has_own_batches(loader: DataLoader[Any]) -> bool:
+    """Return True if a batch sampler was given to a loader."""
+    if loader.batch_sampler is None:
+        return False
+    return type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None
+
+
+def _own_sampler(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that was given to a loader; None if it takes each sample once, in order or shuffled."""
+    if _has_own_batches(loader):
+        return loader.batch_sampler
+    sampler: Any = loader.sampler
+    if type(sampler) is SequentialSampler:
+        return None
+    if type(sampler) is not RandomSampler:
+        return sampler
+    chooses = sampler.replacement or vars(sampler)["_num_samples"] or sampler.generator
+    return sampler if chooses else None
+
+
+def _as_list(samples: Any) -> list[Any]:
+    return [*samples]
 
 
 class _Single(NamedTuple):

@@ -144,13 +144,14 @@ class LoopModel(BoostedModel):
             0  # a hash of the all-gathers without gradients, which devices compare in the next step
         )
         self.set_buffers([self.module_buffers])
+        state.loop_models.add(self)
 
     def set_gradients(self, layouts: Callable[[Layout], Layout]) -> None:
         """Set the layouts of gradients, by those of parameters."""
         self._gradient = unstaged(self.function, gradients=layouts, **self._options)
 
     def buffer_trees(self) -> list[PyTree]:
-        self._follow_writes()
+        self.follow_writes()
         changed = self._agreed.changed(0, self._written[0], torch.device("cpu"))
         return [self._agreed.after([changed])]
 
@@ -160,12 +161,16 @@ class LoopModel(BoostedModel):
         self._written = [self._agreed.part(0)]  # as each slice of the last forward has left them
         self.slots.leave(self._written[0])
 
-    def _follow_writes(self) -> None:
+    def follow_writes(self) -> None:
         """Use the buffers that the loop has written to: in each slice, and in the mean over devices of this step."""
         written = self.slots.written()
         if written:
             self._written = [{**tree, **written} for tree in self._written]
             self.slots.leave(self._written[-1])
+
+    def restore_buffers(self) -> None:
+        """Undo the writes of layers that ran again in a backward: those of the forward count."""
+        self.slots.leave(self._written[-1])
 
     def validate_between_steps(self) -> None:
         super().validate_between_steps()
@@ -188,7 +193,7 @@ class LoopModel(BoostedModel):
             self._state.part_of((args, kwargs)),
         )
         self.slots.validate_params()
-        self._follow_writes()
+        self.follow_writes()
         step = self._step if self._step is not None and grad else self._begin(mesh)
         if not step.is_pending:
             step.runtime.begin_slice()
@@ -311,7 +316,9 @@ class LoopModel(BoostedModel):
         if step.runtime.is_first_step:
             validate_no_other_parameters(loss)
         step.runtime.check_unchanged()
-        self._follow_writes()
+        models = [*self._state.loop_models]  # a loss may lead through several
+        for model in models:
+            model.follow_writes()
         step.differentiated = device, share, weights = step.forward
         if weight is not None:
             share = self._share_of(weight, device)
@@ -342,9 +349,8 @@ class LoopModel(BoostedModel):
                 reductions.end()
         step.weights.append(weights)
         self.slots.gradients.exist = True
-        self.slots.leave(
-            self._written[-1]
-        )  # layers that ran again have written to their buffers twice
+        for model in models:
+            model.restore_buffers()
 
     def _share_of(self, weight: float | Tensor, device: ModelStep) -> float:
         """Return this device's share of the weights of all devices: one sum, for which the host waits."""
@@ -384,7 +390,7 @@ class LoopModel(BoostedModel):
                 "reduce over devices."
             )
         self.slots.validate_params()
-        self._follow_writes()
+        self.follow_writes()
         self.end_step()
         device = step.differentiated.device
         zero = torch.zeros(

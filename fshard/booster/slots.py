@@ -137,8 +137,7 @@ class ModuleSlots:
     def _tensor(self, name: str, value: Tensor) -> Tensor:
         """Return the tensor of a buffer's slot, with a value."""
         x = self._tensors.get(name)
-        has_value = value is self._values.get(name) and x is not None
-        if has_value and _state(x) == self._states[name]:
+        if x is not None and value is self._values.get(name) and _state(x) == self._states[name]:
             return x
         copy = lazy_copy(value.detach())
         if not untouched(

@@ -147,21 +147,37 @@ def test_buffers_written_between_steps_are_saved_and_loaded(tmp_path):
             assert torch.equal(centre, expected)
 
 
+class Counting(Centred):
+    """Counts its calls in a checkpoint, which a backward calls again."""
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False)
+
+    def part(self, x):
+        self.count.add_(1)
+        return super().forward(x)
+
+
 def test_a_layer_that_a_backward_recomputes_writes_its_buffer_once():
-    class Counting(Centred):
-        def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False)
-
-        def part(self, x):
-            self.count.add_(1)
-            return super().forward(x)
-
     def body(loop):
         for _ in range(3):
             loop.step(X, Y)
         return int(module_of(loop).count)
 
     assert on_devices(body, fs.FSDPPlugin(), 2, Counting, sgd) == [3, 3]
+
+
+def test_a_layer_that_another_models_backward_recomputes_writes_its_buffer_once():
+    def body(loop):
+        critic = Loop(Counting, loop.booster, sgd)
+        loop.backward(critic.model(loop.model(X)).mean())
+        loop.step()
+        return int(module_of(critic).count)
+
+    def generator():
+        return nn.Linear(3, 3, dtype=torch.float64)
+
+    assert on_devices(body, fs.FSDPPlugin(), 2, generator, sgd) == [1, 1]
 
 
 def test_a_removed_buffer_raises():

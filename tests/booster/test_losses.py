@@ -69,6 +69,28 @@ def test_backward_of_padded_labels_weighted_by_tokens_is_that_of_one_device(devi
     compare(body, [net], *devices)
 
 
+def test_microbatches_with_counts_have_one_mean_over_all_tokens(devices):
+    """The second microbatch has other padding: on one device that is one loss of both."""
+    labels = [PADDED, PADDED.roll(1).masked_fill(torch.arange(8) < 5, -100)]
+
+    def body(loop):
+        mean = (lambda x: x) if loop.booster is None else loop.booster.mean
+        parts = [loop.part(x) for x in labels]
+        counts = [float(mean((x != -100).sum().double())) for x in parts]
+        for part, count in zip(parts, counts, strict=True):
+            loss = functional.cross_entropy(loop.model(loop.part(X)), part)
+            backward(loop, loss * count / sum(counts), weight=(part != -100).sum())
+        loop.step()
+
+    compare(body, [net], *devices)
+    alone, expected = Loop(net, optimizer=sgd), Loop(net, optimizer=sgd)
+    body(alone)
+    outputs = expected.model(torch.cat([X, X]))
+    functional.cross_entropy(outputs, torch.cat(labels)).backward()
+    expected.step()
+    assert_close([alone.state()], expected.state())
+
+
 def test_backward_with_weights_of_uneven_batches_is_the_mean_over_tokens():
     """A device with fewer samples may have more tokens."""
     data = torch.utils.data.TensorDataset(X[:7], PADDED[:7])

@@ -221,7 +221,7 @@ class Placeholder(nn.Parameter):
             raise ModuleError(NO_GRADS)
 
     @grad.deleter
-    def grad(self) -> None:
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.grad = None
 
     @property
