@@ -109,6 +109,38 @@ def test_backward_with_weights_of_uneven_batches_is_the_mean_over_tokens():
     assert_close(fs.run(lambda: run(fs.FSDPPlugin()), mesh=fs.make_mesh({"data": 3})), run(None))
 
 
+def weighted_on_processes():
+    """Return the state after weighted steps on checked samples of a stream, of which the loop counts the tokens."""
+
+    class Rows(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([*zip(X, PADDED, strict=True)])
+
+    class Counting(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2, dtype=torch.float64)
+            self.register_buffer("tokens", torch.zeros((), dtype=torch.float64))
+
+    booster = fs.Booster(fs.FSDPPlugin(), check="loss")
+    loader = torch.utils.data.DataLoader(Rows(), 8)
+    loop = Loop(Counting, booster, sgd, loader=loader)
+    for inputs, labels in loop.loader:
+        tokens = (labels != -100).sum()
+        backward(loop, loop.criterion(loop.model(inputs), labels), weight=tokens)
+        loop.model.module.tokens += booster.mean(tokens.double())
+        loop.step()
+        with booster.parameters(loop.model) as shards:
+            for shard in shards.values():
+                shard.clamp_(-0.5, 0.5)
+    return loop.state()
+
+
+def test_weights_streams_buffers_and_shards_on_processes_are_those_of_devices(two):
+    expected = fs.run(weighted_on_processes, mesh=fs.make_mesh({"data": 2}))
+    assert float(expected[0]["tokens"]) == 2.0
+    assert_close(two.run(weighted_on_processes), expected[0])
+
+
 @pytest.mark.parametrize("mesh", [{"pipe": 2}, {"data": 2, "pipe": 2}], ids=str)
 def test_stages_weighted_by_tokens_are_those_of_one_device(mesh):
     def main():

@@ -222,7 +222,8 @@ class Placeholder(nn.Parameter):
 
     @grad.deleter
     def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.grad = None
+        if self.gradients.exist:
+            raise ModuleError(NO_GRADS)
 
     @property
     def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
