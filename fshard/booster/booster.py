@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,6 +34,7 @@ from fshard.pipeline.split.stages import Layer, split_stages
 from fshard.randomness import folded, keyed_random
 from fshard.transforms.module.compiled import compiled_in_place
 from fshard.transforms.module.lora import LoraConfig, lora
+from fshard.transforms.options import Weight, one_of
 from fshard.transforms.train_step import Metrics, train_step
 from fshard.uncompiled import uncompiled
 
@@ -55,10 +56,20 @@ class Booster(Checkpointing):
     """Trains a model in the layouts of its plugin (`DDPPlugin()` by default), in torch's loop or by a functional step.
 
     The loop runs as one device: under torchrun, or inside of `fs.run` on a virtual mesh.
+
+    Args:
+        plugin: the layouts, and the mesh.
+        check: "loss" compares the loss of the first step, weighted over the devices, with that of all their samples on one
+            device, and raises if it is no mean over samples. `boost` must get the criterion, or the model's output have
+            `.loss`. Each device computes the loss of all samples once.
     """
 
-    def __init__(self, plugin: Plugin | None = None) -> None:
-        self.plugin = plugin or DDPPlugin()
+    def __init__(
+        self, plugin: Plugin | None = None, *, check: Literal["loss"] | None = None
+    ) -> None:
+        self.plugin, self.check = plugin or DDPPlugin(), check
+        if errors := one_of("check", check, "loss", None):
+            raise ValueError(f"Booster: {errors[0]}.")
         self._states = WeakKeyDictionary[Any, DeviceState]()
         self._steps = list[Step]()
 
@@ -89,6 +100,10 @@ class Booster(Checkpointing):
                 f"{caller}: local_steps and gossip must be used in a loop, with an optimizer of torch or fs.optim; got "
                 f"{type(optimizer).__name__} in {caller}. Around fs.train_step use fs.comm.local_sgd or fs.comm.gossip."
             )
+        if self.check is not None and (caller == "init" or plugin.in_stages()):
+            raise ValueError(
+                f'{caller}: check="loss" must be used in a loop without stages. Compare one step by fs.testing.certify.'
+            )
         number, state.models = state.models, state.models + 1
         plugin = replace(plugin, seed=folded(plugin.seed, number)) if number else plugin
         return model, plugin, source, partitioned(plugin, source)
@@ -117,7 +132,10 @@ class Booster(Checkpointing):
         if plugin.in_stages():
             boosted = StagedModel(model, plugin, source, opt())
         else:
-            boosted = LoopModel(model, plugin, source, opt(), self._state)
+            loss_check = None if self.check is None else self._state.loss_check
+            boosted = LoopModel(model, plugin, source, opt(), self._state, loss_check)
+            if loss_check is not None and criterion is not None:
+                criterion = loss_check.watched(criterion)
         source.rebind(dict(model.named_parameters()))
         if optimizer is not None:
             optimizer = BoostedOptimizer(optimizer, source, opt, boosted, plugin)
@@ -130,10 +148,35 @@ class Booster(Checkpointing):
         return lora(model, lora_config)
 
     @uncompiled
-    def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
-        """Take the gradient of a loss that is a mean over this device's samples."""
+    def backward(
+        self,
+        loss: Tensor,
+        optimizer: BoostedOptimizer,
+        *,
+        weight: float | Tensor | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Add the gradient of a loss: the mean over all devices, each weighted by its number of samples.
+
+        It is the gradient of the loss of all samples on one device if that is a mean over samples. Gradients of several
+        backwards add up until the step, as in torch: each is a mean over devices.
+
+        Args:
+            loss: a mean over this device's samples, or over what `weight` counts.
+            optimizer: as returned by `boost`; its model has led to the loss.
+            weight: the number that this device's loss is a mean over, such as its tokens that are not padding. With 0 the
+                device adds nothing, even if its loss is not finite. One number is summed, for which the host waits.
+            retain_graph: keep the graph, for another backward through it: of another loss, or of this one for another
+                model's optimizer.
+        """
         optimizer = _optimizer(optimizer)
-        optimizer.model.backward(loss, scale=optimizer.scale, sync=self._state.sync)
+        optimizer.model.backward(
+            loss,
+            scale=optimizer.scale,
+            sync=self._state.sync,
+            weight=weight,
+            retain_graph=retain_graph,
+        )
 
     @contextmanager
     def no_sync(self, model: Any = None, optimizer: Any = None) -> Generator[None]:
@@ -147,6 +190,23 @@ class Booster(Checkpointing):
             yield
         finally:
             state.sync = before
+
+    def parameters(self, model: BoostedModel) -> AbstractContextManager[dict[str, Tensor]]:
+        """Return the context in which this device's shards of the parameters are read and written, between steps.
+
+        Its value is a dict from the names of parameters to local shards: tensors as they are, parts or flattened parts of
+        them. Operations must be elementwise, and the same on all devices; random draws are. A tensor that replaces a shard
+        is written to it at the end. The optimizer's state stays.
+
+            with booster.parameters(critic) as shards:
+                for shard in shards.values():
+                    shard.clamp_(-0.01, 0.01)
+        """
+        if not isinstance(model, BoostedModel):
+            raise ModuleError(
+                f"parameters: the model must be what boost has returned; got {type(model).__name__}."
+            )
+        return model.local_shards()
 
     def mean(self, tree: PyTree, samples: float = 1.0) -> PyTree:
         """Return the mean of a tree of numbers over all devices that have other samples; all devices must call it.
@@ -200,6 +260,8 @@ class Booster(Checkpointing):
         optimizer: BoostedOptimizer | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,
+        *,
+        weight: Weight | None = None,
     ) -> dict[str, Any]:
         """Run a batch through the stages, forward and backward; under `torch.no_grad` forward only, without an optimizer.
 
@@ -209,6 +271,8 @@ class Booster(Checkpointing):
             criterion: of the last stage's result and the labels; or the microbatch, without labels.
             return_loss: return the loss of the entire batch, on every device.
             return_outputs: return the last stage's result for every sample.
+            weight: a function of a microbatch: the number that its loss is a mean over, such as its tokens that are not
+                padding. Default: its number of samples.
         """
         if not isinstance(model, StagedModel):
             raise ModuleError(
@@ -216,7 +280,8 @@ class Booster(Checkpointing):
                 f"got {type(model).__name__}. Call another one, model(inputs)."
             )
         scale = _optimizer(optimizer).scale if torch.is_grad_enabled() else 1.0
-        value = model.run(criterion, next(data_iter), scale, outputs=return_outputs)
+        batch = next(data_iter)
+        value = model.run(criterion, batch, scale, outputs=return_outputs, weight=weight)
         outputs = unshard(value.aux) if return_outputs else None
         return {"loss": value.loss if return_loss else None, "outputs": outputs}
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from math import inf, nan
+from numbers import Real
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 
 from fshard.booster.gemini import GeminiPlugin
 from fshard.booster.loader import DeviceState
+from fshard.booster.loss_check import LossCheck, loss_in
 from fshard.booster.model import COMPILE_INSIDE, BoostedModel, validate_inside
 from fshard.booster.plugins import Plugin
 from fshard.errors import MismatchError, ModuleError
@@ -37,7 +40,7 @@ from fshard.optim.partition import Partitioned
 from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.randomness import drawn_key
 from fshard.source import call_site
-from fshard.transforms.agreement import SliceLoss, hash_of
+from fshard.transforms.agreement import SliceLoss, hash_of, host_row, reduce_rows
 from fshard.transforms.batch import Slice
 from fshard.transforms.device_step import ModelStep
 from fshard.transforms.fsdp.graph_checks import (
@@ -124,6 +127,7 @@ class LoopModel(BoostedModel):
         module, plugin, source: see `BoostedModel`.
         opt: with the layouts of gradients.
         state: of the Booster; it has the batches of loaders.
+        loss_check: compares the loss of the first step with that of all samples.
     """
 
     def __init__(
@@ -133,9 +137,10 @@ class LoopModel(BoostedModel):
         source: OptimizerSource,
         opt: Partitioned,
         state: DeviceState,
+        loss_check: LossCheck | None = None,
     ) -> None:
         super().__init__(module, plugin, source)
-        self._axes, self._state = plugin.replica_axes(), state
+        self._axes, self._state, self._loss_check = plugin.replica_axes(), state, loss_check
         self._unmeasured = (plugin, opt) if isinstance(plugin, GeminiPlugin) else None
         self._options = plugin.gradient_options()
         self.set_gradients(opt.gradients)
@@ -144,20 +149,43 @@ class LoopModel(BoostedModel):
         self._gathers = (
             0  # a hash of the all-gathers without gradients, which devices compare in the next step
         )
-        self.set_buffers(self.module_buffers)
+        self.set_buffers([self.module_buffers])
+        state.loop_models.add(self)
 
     def set_gradients(self, layouts: Callable[[Layout], Layout]) -> None:
         """Set the layouts of gradients, by those of parameters."""
         self._gradient = unstaged(self.function, gradients=layouts, **self._options)
 
-    def set_buffers(self, buffers: PyTree) -> None:
-        self.module_buffers = buffers
-        self._agreed = Buffers(buffers, resolve_mesh(self.mesh))
-        self._written = [self._agreed.part(0)]  # as each slice of the last forward has left them
-
-    def trees(self) -> list[PyTree]:
+    def buffer_trees(self) -> list[PyTree]:
+        self.follow_writes()
         changed = self._agreed.changed(0, self._written[0], torch.device("cpu"))
-        return [self.params, self._agreed.after([changed])]
+        return [self._agreed.after([changed])]
+
+    def set_buffers(self, trees: list[PyTree]) -> None:
+        (self.module_buffers,) = trees
+        self._agreed = Buffers(self.module_buffers, resolve_mesh(self.mesh))
+        self._written = [self._agreed.part(0)]  # as each slice of the last forward has left them
+        self.slots.leave(self._written[0])
+
+    def follow_writes(self) -> None:
+        """Use the buffers that the loop has written to: in each slice, and in the mean over devices of this step."""
+        written = self.slots.written()
+        if written:
+            self._written = [{**tree, **written} for tree in self._written]
+            self.slots.leave(self._written[-1])
+
+    def restore_buffers(self) -> None:
+        """Undo the writes of layers that ran again in a backward: those of the forward count."""
+        self.slots.leave(self._written[-1])
+
+    def validate_between_steps(self) -> None:
+        super().validate_between_steps()
+        if (
+            self._step is not None
+        ):  # a forward without a backward, as of a discriminator in another model's loss
+            self._step.runtime.close()
+            self._step = None
+            self.slots.release_params()
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -170,6 +198,8 @@ class LoopModel(BoostedModel):
             resolve_mesh(self.mesh),
             self._state.part_of((args, kwargs)),
         )
+        self.slots.validate_params()
+        self.follow_writes()
         if grad and self._unmeasured is not None:
             plugin, opt = self._unmeasured
             self._unmeasured = None
@@ -200,12 +230,26 @@ class LoopModel(BoostedModel):
         step.outputs += recorded
         if grad:
             self._step, step.forward = step, Forward(device, share, rows if sliced else [share])
+            if self._loss_check is not None and loss_in(output) is not None:
+                self._loss_check.record(self._loss_in_eval_mode, args, kwargs)
             return output
         step.runtime.finish_slice()
         if step.runtime.sequence:
             self._gathers = hash_of((self._gathers, step.runtime.sequence))
         step.runtime.close()
         return output
+
+    def _loss_in_eval_mode(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss in the output of a call in eval mode, which leaves buffers as they are."""
+        modes, written = [(x, x.training) for x in self.module.modules()], self._written
+        self.module.eval()
+        try:
+            return loss_in(self(*args, **kwargs))
+        finally:
+            for module, is_training in modes:
+                module.training = is_training
+            self._written = written
+            self.slots.leave(written[-1])
 
     def _begin(self, mesh: Mesh) -> _Step:
         """Begin a step: make the parameters available."""
@@ -244,6 +288,9 @@ class LoopModel(BoostedModel):
             self._written
         ):  # else it is a look between the forwards of a reproducible step
             self._written = written
+        self.slots.leave(self._written[-1])
+        if grad:
+            self.slots.record_params()
         return outputs
 
     def _written_by(self, count: int) -> list[PyTree]:
@@ -253,12 +300,20 @@ class LoopModel(BoostedModel):
     # -- backward ---------------------------------------------------------------------------------------------------
 
     @as_device
-    def backward(self, loss: Tensor, *, scale: float, sync: bool) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        scale: float,
+        sync: bool,
+        weight: float | Tensor | None = None,
+        retain_graph: bool = False,
+    ) -> None:
         """Add the gradient of `scale` times the loss; without `sync` it is not reduced yet.
 
-        A mean over this device's samples is weighted by the number of samples of the last forward. In reproducible
-        mode, and where gradients are reduced each time, `sync` makes no difference. Leaves beside parameters, such as
-        inputs that require a gradient, get their part of it in `.grad`.
+        A mean over this device's samples is weighted by the number of samples of the last forward, or by `weight`. In
+        reproducible mode, and where gradients are reduced each time, `sync` makes no difference. Leaves beside parameters,
+        such as inputs that require a gradient, get their part of it in `.grad`.
         """
         step = self._step
         if step is None or step.forward is None:
@@ -277,7 +332,16 @@ class LoopModel(BoostedModel):
         if step.has_other_leaves or self._has_other_leaves:
             leaves = self._other_leaves(step, loss)
         step.runtime.check_unchanged()
+        models = [*self._state.loop_models]  # a loss may lead through several
+        for model in models:
+            model.follow_writes()
         step.differentiated = device, share, weights = step.forward
+        if weight is not None:
+            share = self._share_of(weight, device)
+            weights = [share]
+        if self._loss_check is not None:
+            is_idle = not step.forward.share
+            self._loss_check.compare(share, device.group, device.site, is_idle=is_idle)
         device.scale = scale
         device.agree_on_axes(loss.device)
         units, reductions = step.runtime.units, step.runtime.reductions
@@ -290,7 +354,10 @@ class LoopModel(BoostedModel):
                 )
             trees = TreeAccumulator(units, reductions)
             start = device.begin_backward(loss, share, trees.add, idle=not share)
-            split_backward(loss, start, step.outputs, device.differentiate, trees)
+            differentiate = partial(device.differentiate, retain_graph=retain_graph)
+            split_backward(
+                loss, start, step.outputs, differentiate, trees, retain_graph=retain_graph
+            )
             for unit in (
                 units
             ):  # each backward on its own: sums of two would be rounded otherwise on other meshes
@@ -299,10 +366,35 @@ class LoopModel(BoostedModel):
         else:
             accumulate = None if sync or not device.options.reduce_once else LazyUnit.accumulate
             cotangent = device.begin_backward(loss, share, accumulate, idle=not share)
-            device.differentiate([loss], [cotangent], leaves)
+            device.differentiate([loss], [cotangent], leaves, retain_graph=retain_graph)
             if accumulate is None:
                 reductions.end()
         step.weights.append(weights)
+        self.slots.gradients.exist = True
+        for model in models:
+            model.restore_buffers()
+
+    def _share_of(self, weight: float | Tensor, device: ModelStep) -> float:
+        """Return this device's share of the weights of all devices: one sum, for which the host waits."""
+        is_number = isinstance(weight, Real | Tensor) and torch.as_tensor(weight).numel() == 1
+        number = float(weight) if is_number else nan
+        if not 0 <= number < inf:
+            raise ValueError(
+                f"backward: weight must be one finite number of at least 0; got {weight!r}. Give the number of samples or "
+                "tokens that this device's loss is a mean over."
+            )
+        if self.is_reproducible:
+            raise ValueError(
+                "backward: weight must be None with reproducible=True, whose bits depend on no device's share. Divide a sum by "
+                "a number that is equal on all devices: loss.sum() / booster.mean(tokens)."
+            )
+        row = host_row([number], device.runtime.reductions.device)
+        (total,) = reduce_rows((row,), device.group, device.site)
+        if not total.item():
+            raise ValueError(
+                "backward: weight must be above 0 on one device at least; got 0 on all. Leave the batch out."
+            )
+        return number / total.item()
 
     def _other_leaves(self, step: _Step, loss: Tensor) -> list[Tensor]:
         """Return the leaves beside parameters whose gradients a loss leads to."""
@@ -324,6 +416,8 @@ class LoopModel(BoostedModel):
                 "there are no gradients. Call the model, then booster.backward(loss, optimizer): loss.backward() does not "
                 "reduce over devices."
             )
+        self.slots.validate_params()
+        self.follow_writes()
         self.end_step()
         device = step.differentiated.device
         zero = torch.zeros(
@@ -334,28 +428,33 @@ class LoopModel(BoostedModel):
             self._agreed.changed(0, tree, zero.device) for tree in self._written_by(len(losses))
         ]
         step.runtime.sequence.append(self._gathers)
-        mean, used, after = device.agree(losses, changed, optimizer)
+        mean, used, after = device.agree(losses, changed, optimizer, self._state.order)
         if not self.is_reproducible and abs(mean.weight / len(step.weights) - 1) > ROUNDING:
             raise MismatchError(
                 f"the devices' parts of the batch must add up to one; got {mean.weight / len(step.weights):.3f}: rows fit "
                 "batches of two sizes. Use each batch of a loader before the next is fetched, or leave the last one out: "
                 "drop_last=True."
             )
-        self.set_buffers(self._agreed.after([after]))
+        self.set_buffers([self._agreed.after([after])])
         grads = gradient_tree(
             step.plans.leaves, [device.gradients(used)], step.structure, step.indices
         )
         step.plans.order, self._step = step.runtime.order, None
+        if self._loss_check is not None:
+            self._loss_check.clear()
+            self._loss_check = None  # the first step is over
         step.runtime.close()
+        self.slots.release_params()
         return grads
 
     @as_device
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step; a forward without its backward stays, as in torch."""
-        step = self._step
+        step, self.slots.gradients.exist = self._step, False
         if step is not None and step.is_pending:
             step.weights = []
             step.runtime.reductions.drop()
         elif step is not None:
             self._step = None
             step.runtime.close()
+            self.slots.release_params()

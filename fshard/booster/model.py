@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fshard.booster.full_state import full_leaves, put
 from fshard.booster.plugins import Plugin
+from fshard.booster.slots import ModuleSlots
 from fshard.checkpoint.names import as_leaf
 from fshard.comm.replicas import ReplicaGroup
 from fshard.copying import copied
@@ -128,6 +129,21 @@ def _split(plan: Plan | None, params: dict[str, Tensor]) -> dict[str, Any]:
     return params if plan is None else plan.split(params)
 
 
+def _entries(arrays: Mapping[str, Any], tree: PyTree) -> dict[str, Any]:
+    """Return the arrays that have the names of a tree."""
+    return {name: x for name, x in arrays.items() if name in tree}
+
+
+def _of_shape(name: str, value: Any, shard: Tensor) -> Tensor:
+    """Return the value in the place of a shard; raise if it has another shape."""
+    if not isinstance(value, Tensor) or value.shape != shard.shape:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ModuleError(
+            f"parameters: the shard of {name} must be a tensor of shape {tuple(shard.shape)}; got {got}."
+        )
+    return value
+
+
 def refusing(kind: type[Exception], text: str) -> Any:
     """Return a method that raises."""
 
@@ -185,10 +201,31 @@ class BoostedModel(nn.Module):
         self.function, self.params, self.module_buffers = shard_model(
             plugin, module, source, in_place=True
         )
+        is_staged = isinstance(self.module_buffers, list)
+        trees = self.module_buffers if is_staged else [self.module_buffers]
+        buffer_names = {name for tree in trees for name in tree}
+        self.slots = ModuleSlots(module, buffer_names, has_copies=is_staged)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            module = vars(self).get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+            raise AttributeError(
+                f"{error}. That of the module is model.module.{name}; a method that runs the model is called on a copy with "
+                f"full parameters: model.unwrap().{name}."
+            ) from None
 
     def trees(self) -> list[PyTree]:
-        """Return the trees of parameters and buffers by name."""
-        return [self.params, self.module_buffers]
+        """Return the trees of parameters and buffers by name, with what the loop has written to buffers."""
+        params = self.params if isinstance(self.params, list) else [self.params]
+        return [*params, *self.buffer_trees()]
+
+    def buffer_trees(self) -> list[PyTree]:
+        """Return the trees of buffers by name, one or one for each stage, with what the loop has written to them."""
+        raise NotImplementedError
 
     def draws(self, *, grad: bool) -> AbstractContextManager[None]:
         """Return the context of the next forward's random draws.
@@ -221,12 +258,57 @@ class BoostedModel(nn.Module):
         """Compile the module that was boosted, as `torch.nn.Module.compile` does."""
         self.module.compile(*args, **kwargs)
 
+    @contextmanager
+    def local_shards(self) -> Generator[dict[str, Tensor]]:
+        """Return this device's shards of the parameters by name, to read and write; those replaced are written at the end."""
+        validate_inside(self.mesh)
+        self.slots.validate_params()
+        self.validate_between_steps()
+        shards = self._named_shards()
+        entries = dict(shards)
+        self._others += 1
+        draws = keyed_random(self._seed, self._steps, "parameters", self._others)
+        with torch.no_grad(), draws:
+            yield entries
+            if entries.keys() != shards.keys():
+                names = ", ".join(sorted(entries.keys() ^ shards.keys()))
+                raise ModuleError(
+                    f"parameters: the names must stay those of the model; added or removed are {names}."
+                )
+            for name, shard in shards.items():
+                if entries[name] is not shard:
+                    shard.copy_(_of_shape(name, entries[name], shard))
+
+    def _named_shards(self) -> dict[str, Tensor]:
+        """Return this device's shards of the parameters by name, a tied one once; in stages those of its own."""
+        trees = self.params if isinstance(self.params, list) else [self.params]
+        shards, seen = dict[str, Tensor](), set[int]()
+        for tree, is_here in zip(trees, self.stages_here(), strict=True):
+            for name, x in tree.items() if is_here else ():
+                if id(x) not in seen:
+                    seen.add(id(x))
+                    (shards[name],) = x.shards
+        return shards
+
+    def stages_here(self) -> Sequence[bool]:
+        """Return, for each tree of parameters, True if this device has them."""
+        return [True]
+
+    def validate_between_steps(self) -> None:
+        """Raise if the model has gradients, or has been called since the last step."""
+        if self.slots.gradients.exist:
+            raise ModuleError(
+                "parameters: the model must have no gradients, which are of the values before. Enter it after "
+                "optimizer.step() or optimizer.zero_grad()."
+            )
+
     def end_step(self) -> None:
         """Count a step of the optimizer."""
         self._steps, self._forwards = self._steps + 1, 0
 
     def unwrap(self) -> nn.Module:
         """Return a copy of the module with full parameters; all devices must call it."""
+        self.slots.validate_params()
         tree = {name: x for tree in self.trees() for name, x in tree.items()}
         tree = tree if self.replicas is None else self.replicas.mean(tree)
         values = {leaf.name: leaf.value for leaf in full_leaves(tree)}
@@ -237,9 +319,9 @@ class BoostedModel(nn.Module):
             full[id(x)] = nn.Parameter(values[name], requires_grad=x.requires_grad)
         return copied(self.module, full)
 
-    def set_buffers(self, buffers: PyTree) -> None:
-        """Replace the buffers; they are equal on all devices."""
-        self.module_buffers = buffers
+    def set_buffers(self, trees: list[PyTree]) -> None:
+        """Replace the trees of buffers; they are equal on all devices."""
+        raise NotImplementedError
 
     def first_names(self) -> dict[str, str]:
         """Return the first name of each parameter and buffer, by all of its names."""
@@ -256,21 +338,19 @@ class BoostedModel(nn.Module):
         return state if self.replicas is None else self.replicas.joined([state])
 
     def _local_state(self) -> dict[str, Any]:
-        both = (self.params, self.module_buffers)
-        trees = [tree for x in both for tree in (x if isinstance(x, list) else [x])]
-        arrays, names = {name: x for tree in trees for name, x in tree.items()}, self.first_names()
+        self.slots.validate_params()
+        names = self.first_names()
+        arrays = {name: x for tree in self.trees() for name, x in tree.items()}
         state = self.module.state_dict(keep_vars=True)
         return {key: arrays[names[key]] if key in names else x for key, x in state.items()}
 
     def load_sharded_state(self, state: Mapping[str, Any]) -> None:
         """Use arrays of `sharded_state`, into which others have been written, and extra state of modules."""
-        buffers, first = self.module_buffers, self.first_names()
+        first = self.first_names()
+        arrays = {first[key]: x for key, x in state.items() if key in first}
         if self.replicas is not None:
-            local = self.replicas.local(
-                {first.get(key, key): x for key, x in state.items()}, self.mesh
-            )
-            buffers = {name: local.get(name, x) for name, x in buffers.items()}
-        self.set_buffers(buffers)
+            arrays = self.replicas.local(arrays, self.mesh)
+        self.set_buffers([{**tree, **_entries(arrays, tree)} for tree in self.buffer_trees()])
         for key in state.keys() - first.keys():
             self.module.get_submodule(key.rpartition(".")[0]).set_extra_state(state[key])
 
@@ -284,9 +364,12 @@ class BoostedModel(nn.Module):
         """Load full parameters and buffers, as the module's `load_state_dict`; all devices must call it, with equal ones."""
         module, arrays = self.unwrap(), self._local_state()
         differences, values = module.load_state_dict(state_dict, strict=strict), module.state_dict()
-        for key in values.keys() & self.first_names().keys():
+        names, loaded = self.first_names(), dict(values)
+        for key in values.keys() & names.keys():
             put(as_leaf(arrays[key]), values[key])
-        self.load_sharded_state(values)
+            if self.replicas is None:
+                loaded[key] = arrays[key]
+        self.load_sharded_state(loaded)
         return differences
 
     _apply = refusing(

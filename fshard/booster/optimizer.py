@@ -142,7 +142,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
     @property
     def grads(self) -> PyTree:
         """The gradients of all backwards since the last step, of `scale` times the loss, in their layouts."""
-        if self._grads is None:
+        has_dropped = not self.model.slots.gradients.exist  # by model.zero_grad()
+        if self._grads is None or has_dropped:
             self._grads, compression = (
                 self.model.gradients(self._numbers()),
                 self._partitioned().compression,
@@ -211,7 +212,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
                 model.params, self.state = (
                     write(params) if model.replicas is None else model.combine(write)
                 )
-        self._grads = None
+        self._grads, model.slots.gradients.exist = None, False
         self._steps += 1
         if (
             self._unplaced is not None and self._steps == 2

@@ -8,7 +8,7 @@ The caller is one device, as in `loop`; a batch is that of all devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,11 +19,14 @@ from fshard.booster.model import BoostedModel, refusing, validate_inside
 from fshard.booster.plugins import Plugin
 from fshard.errors import ModuleError
 from fshard.mesh.layout import PyTree
+from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.leaves import Leaf, Leaves, map_shards
 from fshard.optim.partition import Partitioned
 from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.source import call_site
 from fshard.transforms.gradient import GradientFunction, StepValue
+from fshard.transforms.options import Weight
+from fshard.transforms.stages.plan import has_stages
 from fshard.transforms.value_and_grad import gradient_of
 
 Criterion = Callable[[Any, Any], Tensor]
@@ -39,10 +42,27 @@ class StagedModel(BoostedModel):
         self._options = {"gradients": opt.gradients, **plugin.gradient_options()}
         self._grads: PyTree | None = None
         self._criterion: Criterion | None = None
+        self._weight: Any = None
         self._gradient = lru_cache(maxsize=4)(self._make_gradient)
+        where: Any = {name: self._options[name] for name in ("mesh", "schedule", "axis")}
+        self._has_stages = has_stages(**where)
+        self.set_buffers(self.module_buffers)
 
-    def trees(self) -> list[PyTree]:
-        return [*self.params, *self.module_buffers]
+    def stages_here(self) -> Sequence[bool]:
+        return self._has_stages
+
+    def buffer_trees(self) -> list[PyTree]:
+        written, trees = self.slots.written(), list[PyTree]()
+        for is_here, tree in zip(self._has_stages, self.module_buffers, strict=True):
+            trees.append(_with_written(tree, written) if is_here and written else tree)
+        return trees
+
+    def set_buffers(self, trees: list[PyTree]) -> None:
+        self.module_buffers, values = trees, dict[str, Tensor]()
+        for is_here, tree in zip(self._has_stages, trees, strict=True):
+            if is_here:
+                values |= {name: x.shards[0] for name, x in tree.items()}
+        self.slots.leave(values)
 
     forward = refusing(
         ModuleError,
@@ -53,8 +73,8 @@ class StagedModel(BoostedModel):
         ModuleError, "the backward of a model in stages is part of booster.execute_pipeline(...)."
     )
 
-    def _make_gradient(self, outputs: bool, backward: bool) -> GradientFunction:
-        """Return the gradient of the schedule, for any criterion: a loop may pass a new one in every step."""
+    def _make_gradient(self, outputs: bool, backward: bool, weighted: bool) -> GradientFunction:
+        """Return the gradient of the schedule, for any criterion and weight: a loop may pass new ones in every step."""
 
         def loss(y: Any, microbatch: Any) -> Any:
             value = loss_of(self._criterion, y, microbatch)
@@ -65,30 +85,43 @@ class StagedModel(BoostedModel):
             "loss": loss,
             "aux": "rows" if outputs else None,
         }
+        if weighted:
+            options["weight"] = lambda microbatch: self._weight(microbatch)
         return gradient_of(
             "execute_pipeline", self.function, backward=backward, in_place=True, **options
         )
 
     def run(
-        self, criterion: Criterion | None, batch: PyTree, scale: float, *, outputs: bool
+        self,
+        criterion: Criterion | None,
+        batch: PyTree,
+        scale: float,
+        *,
+        outputs: bool,
+        weight: Weight | None = None,
     ) -> StepValue:
         """Run the schedule on a batch, and keep the gradients of `scale` times the loss; without grad mode, forwards only.
 
-        With `outputs`, the last stage's results of all samples are returned beside the loss.
+        The loss is the mean over microbatches, weighted by samples or by `weight`. With `outputs`, the last stage's results of
+        all samples are returned beside the loss.
         """
         validate_inside(self.mesh)
-        backward, self._criterion = torch.is_grad_enabled(), criterion
+        self.slots.validate_params()
+        self.module_buffers = self.buffer_trees()
+        backward = torch.is_grad_enabled()
+        self._criterion, self._weight = criterion, weight
         with self.draws(grad=backward):
-            gradient = self._gradient(outputs, backward)
+            gradient = self._gradient(outputs, backward, weight is not None)
             value, grads = gradient.run(self.params, self.module_buffers, batch, call_site(), scale)
         if backward:
+            self.slots.gradients.exist = True
             sums = Leaves.of(grads if self._grads is None else self._grads)
             self._grads = (
                 grads
                 if self._grads is None
                 else sums.mapped(_add, sums.beside(grads, "the gradients"))
             )
-        self.module_buffers = value.buffers
+        self.set_buffers(value.buffers)
         return value
 
     def gradients(self, optimizer: object) -> PyTree:
@@ -100,7 +133,7 @@ class StagedModel(BoostedModel):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step."""
-        self._grads = None
+        self._grads, self.slots.gradients.exist = None, False
 
 
 def loss_of(criterion: Criterion | None, output: Any, batch: Any) -> Tensor:
@@ -117,3 +150,12 @@ def loss_of(criterion: Criterion | None, output: Any, batch: Any) -> Tensor:
 
 def _add(x: Leaf, y: Leaf) -> Leaf:
     return y if x is None else x if y is None else map_shards(torch.add, x, y)
+
+
+def _with_written(tree: PyTree, written: Mapping[str, Tensor]) -> PyTree:
+    """Return the buffers of a stage with those that the loop has written to."""
+    result = dict(tree)
+    for name, x in tree.items():
+        if name in written:
+            result[name] = Sharded(tuple(written[name].shape), x.layout, (written[name],))
+    return result

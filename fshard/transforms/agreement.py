@@ -44,6 +44,8 @@ INPUT_ERRORS = {
     "from one file.",
     "optimizer": "the options of the optimizer's groups must be the same on all devices. Does a scheduler get the loss of this "
     "device alone? booster.mean(loss) is that of all.",
+    "order": "the sampler of a loader must choose the same samples, in the same order, on all devices, of which each takes its "
+    "part. Let it draw by torch's generators, or by a seed and set_epoch(epoch).",
     "shapes": "devices were given batches of different shapes. Every process gets the global batch and takes its part: give "
     "all the same, or each its own by fs.from_local.",
     "batch": "devices were given different batches, of the same shapes. A plain tensor is the global batch, of which each "

@@ -296,6 +296,8 @@ class ModelStep(DeviceStep):
         outputs: Sequence[Tensor],
         cotangents: Sequence[Tensor],
         leaves: Sequence[Tensor] = (),
+        *,
+        retain_graph: bool = False,
     ) -> None:
         """Run autograd, which calls the backwards of units, and runs parts of the forward again.
 
@@ -305,17 +307,22 @@ class ModelStep(DeviceStep):
             self.runtime.backward(),
             self.loss_scope(is_idle=require("a loss function").slice.is_idle),
         ):
+            anchor = self.runtime.anchor
             if leaves:
-                inputs = [self.runtime.anchor, *leaves]
-                torch.autograd.backward(outputs, cotangents, inputs=inputs)
+                torch.autograd.backward(
+                    outputs, cotangents, retain_graph=retain_graph, inputs=[anchor, *leaves]
+                )
             else:
-                torch.autograd.grad(outputs, [self.runtime.anchor], cotangents, allow_unused=True)
+                torch.autograd.grad(
+                    outputs, [anchor], cotangents, retain_graph=retain_graph, allow_unused=True
+                )
 
     def agree(
         self,
         losses: list[SliceLoss],
         changed: Sequence[Mapping[str, Tensor]],
         optimizer: object = None,
+        order: object = None,
     ) -> tuple[SliceLoss, Sequence[float], dict[str, Tensor]]:
         """Average losses, metrics and buffers over all devices, and reduce the remaining gradients.
 
@@ -323,6 +330,7 @@ class ModelStep(DeviceStep):
             losses: of each slice.
             changed: the buffers that each has written.
             optimizer: in a loop its options, which must be the same on all devices.
+            order: in a loop what samplers have chosen, which must be the same on all devices.
 
         Returns also how many devices used each parameter, and the averaged buffers that were written.
         """
@@ -333,6 +341,8 @@ class ModelStep(DeviceStep):
         differences = self._input_differences()
         if optimizer is not None:
             differences["optimizer"] = difference(optimizer, group)
+        if order:
+            differences["order"] = difference(order, group)
         written = [
             Written(slice.weight, buffers) for slice, buffers in zip(losses, changed, strict=True)
         ]

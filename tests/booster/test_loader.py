@@ -341,27 +341,174 @@ def test_peek_returns_next_batch_and_takes_nothing():
 
 
 class Stream(IterableDataset):
+    """Samples in order, starting elsewhere in each epoch."""
+
+    def __init__(self, count=COUNT, has_length=True):
+        self.count, self.epoch = count, 0
+        if has_length:
+            self.__class__ = Counted
+
     def __iter__(self):
-        return iter(range(4))
+        rows = [*zip(*samples(self.count).tensors, strict=True)]
+        return iter(rows[self.epoch :] + rows[: self.epoch])
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
 
 
-INVALID = {
-    "a stream": lambda: DataLoader(Stream(), 2),
-    "a batch sampler": lambda: DataLoader(samples(), batch_sampler=[[1], [2]]),
-    "no batches": lambda: DataLoader(samples(), batch_size=None),
-    "a sampler": lambda: DataLoader(samples(), 2, sampler=[3, 4]),
-    "replacement": lambda: DataLoader(
-        samples(), 2, sampler=RandomSampler(samples(), replacement=True)
+class Counted(Stream):
+    def __len__(self):
+        return self.count
+
+
+class ByLength:
+    """Yields batches of several sizes, which it shuffles by the epoch."""
+
+    def __iter__(self):
+        batches = [[0, 5, 6], [1], [2, 3, 4, 7], [8, 9]]
+        return iter([batches[i] for i in torch.randperm(4)])
+
+    def __len__(self):
+        return 4
+
+
+def weighted():
+    weights = torch.arange(1.0, COUNT + 1)
+    return torch.utils.data.WeightedRandomSampler(weights, 14)
+
+
+SOURCES = {
+    "a stream": lambda: DataLoader(Stream(), SIZE),
+    "a stream without a length": lambda: DataLoader(Stream(has_length=False), SIZE),
+    "a stream by a worker": lambda: DataLoader(Stream(), SIZE, num_workers=1),
+    "whole batches only": lambda: DataLoader(Stream(), SIZE, drop_last=True),
+    "a batch sampler": lambda: DataLoader(samples(), batch_sampler=ByLength()),
+    "torch's batch sampler": lambda: DataLoader(
+        samples(), batch_sampler=torch.utils.data.BatchSampler(weighted(), 4, drop_last=False)
     ),
-    "a generator": lambda: DataLoader(samples(), 2, shuffle=True, generator=torch.Generator()),
+    "a list": lambda: DataLoader(samples(), 2, sampler=[3, 4, 9]),
+    "weights": lambda: DataLoader(samples(), SIZE, sampler=weighted()),
+    "replacement": lambda: DataLoader(
+        samples(), SIZE, sampler=RandomSampler(samples(), replacement=True)
+    ),
+    "a generator": lambda: DataLoader(
+        samples(), SIZE, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
 }
 
 
-@pytest.mark.parametrize("name", INVALID)
-def test_torch_loader_that_chooses_samples_raises(name):
-    reason = "got one with an IterableDataset" if name == "a stream" else "Leave these out"
-    with pytest.raises(ValueError, match=f"dataloader must take each sample once, .*{reason}"):
-        alone(lambda: fs.Booster().boost(mlp(), dataloader=INVALID[name]()))
+def trained_on(source, plugin, epochs, stop=None, position=None):
+    """Return the state after some batches of a source, its position, and the labels that this device has had."""
+    loop = Loop(mlp, plugin, loader=source())
+    if position is not None:
+        loop.loader.load_state_dict(position)
+    labels = []
+    for batch in islice(chain.from_iterable(loop.loader for _ in range(epochs)), stop):
+        loop.step(*batch)
+        labels += batch[1].tolist()[: loop.loader.samples]
+    return loop.state(), loop.loader.state_dict(), labels
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("name", SOURCES)
+def test_samples_of_any_source_are_those_of_one_device(name, n):
+    ((expected, position, labels),) = fs.run(
+        lambda: trained_on(SOURCES[name], fs.FSDPPlugin(), 2), mesh=fs.make_mesh({"data": 1})
+    )
+    results = fs.run(
+        lambda: trained_on(SOURCES[name], fs.FSDPPlugin(), 2), mesh=fs.make_mesh({"data": n})
+    )
+    assert_close([state for state, _, _ in results], expected)
+    assert [each for _, each, _ in results] == [position] * n
+    assert sorted(chain(*(each for _, _, each in results))) == sorted(labels)
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name != "a list"])
+def test_a_position_in_any_source_is_resumed_on_another_mesh(name):
+    """Two epochs' labels are those of a loop that stops within an epoch, and of one that continues."""
+
+    def run(n, stop, position):
+        mesh = fs.make_mesh({"data": n})
+        return fs.run(
+            lambda: trained_on(SOURCES[name], fs.DDPPlugin(), 2, stop, position), mesh=mesh
+        )
+
+    ((_, _, everything),) = run(1, 4, None)
+    before = run(2, 1, None)
+    after = run(4, 3, before[0][1])
+    labels = chain(*(each for _, _, each in before + after))
+    assert sorted(labels) == sorted(everything)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_items_without_batches_go_to_devices_in_turn(is_stream):
+    """Of seven batches made by the dataset, four devices take one each; in the second step one device has none."""
+    items = [
+        (x, y)
+        for x, y in zip(
+            samples(28).tensors[0].split(4), samples(28).tensors[1].split(4), strict=True
+        )
+    ]
+
+    class Items(IterableDataset):
+        def __iter__(self):
+            return iter(items)
+
+    def main():
+        dataset = Items() if is_stream else items
+        loop = Loop(mlp, fs.FSDPPlugin(), loader=DataLoader(dataset, batch_size=None))
+        counts = []
+        for x, y in loop.loader:
+            loop.step(x, y)
+            counts.append(loop.loader.samples)
+        return loop.state(), counts
+
+    expected = Loop(mlp)
+    for part in (items[:4], items[4:]):
+        expected.step(*[torch.cat(column) for column in zip(*part, strict=True)])
+    results = fs.run(main, mesh=fs.make_mesh({"data": 4}))
+    assert_close([state for state, _ in results], expected.state())
+    assert sorted(counts for _, counts in results) == [[1, 0], [1, 1], [1, 1], [1, 1]]
+
+
+def test_loader_length_of_a_stream_without_one_raises():
+    def main():
+        return len(fs.Booster().boost(mlp(), dataloader=SOURCES["a stream without a length"]())[3])
+
+    with pytest.raises(TypeError, match="has no len"):
+        alone(main)
+
+
+def test_peek_at_a_stream_takes_nothing():
+    def main():
+        loader = fs.Booster().boost(mlp(), dataloader=SOURCES["a stream"]())[3]
+        first = loader.peek()[1]
+        return torch.equal(first, next(iter(loader))[1]), len(loader), loader.sample
+
+    assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [(True, 2, SIZE)] * 2
+
+
+class Apart:
+    """Chooses other samples on each device."""
+
+    def __iter__(self):
+        return iter([fs.axis_index("data"), 4])
+
+
+def test_sampler_that_differs_between_devices_raises():
+    with pytest.raises(MismatchError, match="the sampler of a loader must choose the same"):
+        fs.run(
+            lambda: trained_on(
+                lambda: DataLoader(samples(), 2, sampler=Apart()), fs.DDPPlugin(), 1
+            ),
+            mesh=fs.make_mesh({"data": 2}),
+        )
+
+
+def test_distributed_sampler_raises():
+    sampler = torch.utils.data.DistributedSampler(samples(), 2, 0)
+    with pytest.raises(ValueError, match=r"got a DistributedSampler. Leave it out"):
+        alone(lambda: fs.Booster().boost(mlp(), dataloader=DataLoader(samples(), sampler=sampler)))
 
 
 def test_torch_loader_keeps_its_options():

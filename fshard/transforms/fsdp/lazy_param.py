@@ -30,7 +30,7 @@ from fshard.errors import LayoutError, ModuleError, ScopeError
 from fshard.mesh.spmd.scope import here
 from fshard.transforms.fsdp.plans import versions_of
 from fshard.transforms.fsdp.units import USE_NODES, LazyUnit
-from fshard.transforms.module.replica import TRAINED_IS_FIXED
+from fshard.transforms.module.replica import NO_GRADS, TRAINED_IS_FIXED
 from fshard.transforms.patterns import titled
 
 _compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
@@ -64,7 +64,8 @@ _COMPILED = (
 )
 WRITES = (
     "Declare a frozen parameter that the forward updates as a buffer, fs.functionalize(module, buffers=...), or update it "
-    "between steps: in the params of a functional loop, or by model.load_state_dict of a boosted model."
+    "between steps: in the params of a functional loop; of a boosted model by model.load_state_dict, or by its shards, as for "
+    "clamping or an average: with booster.parameters(model) as shards."
 )
 
 
@@ -190,11 +191,14 @@ class LazyParam(Tensor):
 
 def _read_grad(param: LazyParam) -> None:
     """Return None, as `.grad` of a parameter in a forward; raise once there are gradients, which are sharded."""
-    if any(param.step.reductions.used):
-        raise ModuleError(
-            "gradients of a boosted model are sharded, so its parameters have no .grad. Clip them by "
-            "booster.clip_grad_norm(optimizer, max_norm); optimizer.grads are they."
-        )
+    if any(param.step.reductions.used) and param.requires_grad:
+        raise ModuleError(NO_GRADS)
+
+
+def _write_grad(param: LazyParam, grad: Tensor | None = None) -> None:
+    """Raise: a gradient would not be used; but None, where there is none, changes nothing."""
+    if grad is not None or any(param.step.reductions.used):
+        raise ModuleError(NO_GRADS)
 
 
 def _set_requires_grad(param: LazyParam, requires_grad: bool = True) -> LazyParam:
@@ -205,6 +209,8 @@ def _set_requires_grad(param: LazyParam, requires_grad: bool = True) -> LazyPara
 
 _ATTRIBUTE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _T.grad.__get__: _read_grad,
+    _T.grad.__set__: _write_grad,
+    _T.grad.__delete__: _write_grad,
     _T.data.__get__: lambda param: (
         param.unshard().detach()
     ),  # it shares the version counter, so writes are detected

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -66,6 +67,7 @@ class Replica:
         self._recurrent: list[Any] = [layer for layer in children if isinstance(layer, nn.RNNBase)]
         self.layers = Layers(self.modules.items(), adapt, unsharding)
         self._params_between_steps: list[Any] | None = None
+        self._last: Mapping[str, Any] = {}  # the tensors that were installed last
         self.installed: Mapping[str, Any] | None = None  # while a call runs
 
     def install(self, tensors: Mapping[str, Any]) -> None:
@@ -74,6 +76,7 @@ class Replica:
             self._params_between_steps = [entries[key] for entries, key, _ in self._params]
         for entries, key, name in (*self._params, *self._buffers):
             entries[key] = tensors[name]
+        self._last = tensors
         for layer in self._recurrent:
             layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
 
@@ -105,10 +108,16 @@ class Replica:
 
     def rest(self) -> None:
         """Take the parameters of the last call out of the module."""
-        for (entries, key, _), x in zip(
+        last, self._last = self._last, {}
+        for (entries, key, name), x in zip(
             self._params, self._params_between_steps or [], strict=False
         ):
-            entries[key] = x
+            bound = entries.get(key)
+            is_of_loop = bound is not last.get(name) and (
+                bound is None or isinstance(bound, nn.Parameter)
+            )
+            if not is_of_loop:  # else it stays there, and the next call of a boosted model raises
+                entries[key] = x
         for layer in self._recurrent:
             _refresh_flat_weights(layer)
         self.layers.leave()
@@ -164,8 +173,9 @@ def _refresh_flat_weights(layer: Any) -> None:
 
 _NO_VALUES = (
     "parameters of a boosted model have no values between steps. Call the first value that boost returned, not the module that "
-    "was boosted: model, optimizer, *_ = booster.boost(model, optimizer). model.unwrap() is a copy with values; they are set "
-    "before boost, or by model.load_state_dict."
+    "was boosted: model, optimizer, *_ = booster.boost(model, optimizer). model.unwrap() is a copy with values, also to call "
+    "methods of: model.unwrap().generate(...). Write them before boost, by model.load_state_dict, or their shards, as for "
+    "clamping or an average: with booster.parameters(model) as shards."
 )
 TRAINED_IS_FIXED = (
     "requires_grad of a parameter in a training step is that which it had before functionalize or boost; a change would have "
@@ -175,6 +185,18 @@ NO_HOOKS = (
     "Gradient hooks of parameters would not be called, since gradients are sharded. Change gradients in the optimizer: "
     "fs.optim.chain takes any function of them. Hooks of modules are called."
 )
+
+NO_GRADS = (
+    "gradients of a boosted model are sharded, so its parameters have no .grad. Clip them by booster.clip_grad_norm(optimizer, "
+    "max_norm), drop all by optimizer.zero_grad(); optimizer.grads are they, as sharded arrays."
+)
+
+
+@dataclass
+class GradientState:
+    """The state of a model's gradients: they exist from a backward to the optimizer's step."""
+
+    exist: bool = False
 
 
 _requires_grad: Any = cast("Any", Tensor).requires_grad
@@ -187,19 +209,24 @@ class Placeholder(nn.Parameter):
     """
 
     slot: tuple[dict[str, Any], str] | None = None  # None of a detached one
+    gradients = GradientState()  # of its model
 
     @property
     def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """None; in a step, that of the parameter in its slot, which raises once there are gradients."""
-        entries, key = self.slot or ({}, "")
-        return None if entries.get(key) is self else getattr(entries.get(key), "grad", None)
+        """None; raises while there are gradients, which are sharded."""
+        if self.gradients.exist and self.requires_grad:
+            raise ModuleError(NO_GRADS)
+        return None
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if grad is not None:
-            raise ModuleError(
-                "gradients of a boosted model are sharded, so its parameters have no .grad."
-            )
+        if grad is not None or self.gradients.exist:
+            raise ModuleError(NO_GRADS)
+
+    @grad.deleter
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.gradients.exist:
+            raise ModuleError(NO_GRADS)
 
     @property
     def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

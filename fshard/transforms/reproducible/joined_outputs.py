@@ -85,14 +85,17 @@ def split_backward(
     outputs: Sequence[JoinedOutput],
     backward: Callable[[list[Tensor], list[Tensor]], None],
     trees: TreeAccumulator,
+    *,
+    retain_graph: bool = False,
 ) -> None:
     """Call `backward` with the outputs and cotangents of each slice in turn; `start` is the cotangent of the loss."""
-    validate_joined(loss, [output.joined for output in outputs])
-    cotangents = (
-        torch.autograd.grad(loss, [output.joined for output in outputs], start, allow_unused=True)
-        if outputs
-        else ()
-    )
+    joined = [output.joined for output in outputs]
+    validate_joined(loss, joined)
+    cotangents = ()
+    if outputs:
+        cotangents = torch.autograd.grad(
+            loss, joined, start, retain_graph=retain_graph, allow_unused=True
+        )
     reached = [
         output.split(g) for output, g in zip(outputs, cotangents, strict=True) if g is not None
     ]
