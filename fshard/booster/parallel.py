@@ -31,9 +31,9 @@ def parallel(
             is boosted.
         plugin_options: further ones of `HybridParallelPlugin`: sample=, zero_stage=, microbatches=, ...
 
-    >>> plugin = parallel(dict(pipeline=2, tensor=dict(size=4, mode="2d")), microbatches=4)
-    >>> plugin.pipeline, plugin.tensor, plugin.tensor_mode
-    (2, 4, '2d')
+    >>> plugin = parallel(dict(pipeline=2, tensor=dict(size=4, mode="2d")))
+    >>> plugin.pipeline, plugin.tensor, plugin.tensor_mode, plugin.microbatches
+    (2, 4, '2d', 2)
     >>> parallel(dict(tensor=4))
     Traceback (most recent call last):
     ValueError: parallel: tensor must have a mode: write tensor=dict(size=4, mode=...), with one of ['1d', '2d', ...
