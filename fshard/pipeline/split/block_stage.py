@@ -37,7 +37,11 @@ from fshard.source import locate
 
 _VALUES = (Tensor, Sharded, Described, str, bytes, int, float, complex, type(None))
 PLAIN = (*_VALUES, Enum, torch.dtype, torch.device, FunctionType, type)
-"""The types of arguments of blocks, besides trees of them: objects with a state, such as caches, stay on one device."""
+"""The types of arguments of blocks, besides trees of them.
+
+Other objects, such as caches, may have a state. The forward of each stage makes its own, in which the blocks of other
+stages leave tensors without values.
+"""
 
 
 class Arguments(NamedTuple):
@@ -149,7 +153,8 @@ class StageRun:
             if self._mode is None or self._mode.arrived:
                 raise
             raise MissingValueError(
-                f"{self._blocks} runs the code before its blocks without values: {error}"
+                f"{self._blocks} runs the code before its blocks without values: {error}. Read values of integer inputs alone, "
+                "in blocks too."
             ) from error
         finally:
             _active.reset(token)
@@ -161,8 +166,16 @@ class StageRun:
         if self._mode is not None:
             self._mode.arrived, arguments = True, self._fill(arguments)
             self._validate_values(f"{self._blocks.names[index]} is called with", arguments)
-        with nullcontext() if self._mode is None else _pop_mode_temporarily():
-            result = block(*arguments.args, **arguments.kwargs)
+        try:
+            with nullcontext() if self._mode is None else _pop_mode_temporarily():
+                result = block(*arguments.args, **arguments.kwargs)
+        except RuntimeError as error:
+            if objects := objects_in(arguments):
+                error.add_note(
+                    f"{self._blocks.names[index]} is called with {objects}, in which blocks of other stages leave tensors "
+                    "without values. What a block reads from it must be an argument or a result of blocks."
+                )
+            raise
         return self._record(index, result, is_result=True)
 
     def call_absent(
@@ -173,15 +186,6 @@ class StageRun:
         self._record(index, arguments, is_result=False)
         if index < self._blocks.end:
             return self._record(index, shapes(arguments), is_result=True)
-        if invalid := [
-            f"{path}: {type(x).__name__}"
-            for path, x in leaves_by_path(arguments).items()
-            if not isinstance(x, PLAIN)
-        ]:
-            raise ValueError(
-                f"{self._blocks} must end with tensors and plain values; got {', '.join(invalid)} as arguments of "
-                f"{self._blocks.names[index]}. Let it be None there; of a cache, give use_cache=False."
-            )
         values = self._fill([*self._sent.values()])
         self._validate_values(f"{self._blocks} must send values; it has", values)
         self._validate_operations()
@@ -307,6 +311,14 @@ def _transforms_around() -> tuple[int, int]:
     return level, forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
 
 
+def objects_in(arguments: Arguments) -> str:
+    """Return the arguments that may have a state, by their paths."""
+    leaves = leaves_by_path(arguments).items()
+    return ", ".join(
+        [f"{path}: {type(x).__name__}" for path, x in leaves if not isinstance(x, PLAIN)]
+    )
+
+
 def value_of(x: Any) -> Any:
     """Return the value that a stage has received for a meta tensor; anything else as it is.
 
@@ -329,7 +341,8 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
 
 def located(error: StageError, module: Any) -> StageError:
     """Return an error of a module's forward that names the innermost module that raised it, and its line."""
-    path, line = locate(error, {id(child): path for path, child in module.named_modules()})
+    paths = {id(child): path for path, child in module.named_modules()}
+    path, line = locate(error.__cause__ or error, paths)
     return type(error)(f"{path or type(module).__name__} ({line}): {error}")
 
 
@@ -359,6 +372,12 @@ class PresentBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run, call = _active.get(), _call_of_base_class(PresentBlock, self)
         wrap = vars(self).get("_wrap")
+        objects = "" if wrap is None else objects_in(Arguments(args, kwargs))
+        if objects:
+            raise StageError(
+                f"a block that is recomputed must be called with tensors and plain values; got {objects}, which it would "
+                "change twice. Let it be None there; of a cache, give use_cache=False."
+            )
         block = call if wrap is None else wrap(call)
         if run is None:  # in a checkpoint's backward
             args, kwargs = map_leaves(value_of, (args, kwargs))
@@ -375,7 +394,19 @@ def wrap_blocks(stage: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[
 
 
 class AbsentBlock(nn.Module):
-    """Replaces a block of another stage: returns the shapes of its results, found on meta tensors once for each input."""
+    """Replaces a block of another stage: returns the shapes of its results, found on meta tensors once for each input.
+
+    Hooks that the forward registers on it, as those of transformers that collect hidden states, are called.
+    """
+
+    @staticmethod
+    def of(index: int, block: nn.Module) -> AbsentBlock:
+        """Return the replacement of a block: an instance of its class, too, unless that is torch's own."""
+        absent = AbsentBlock(index, block)
+        base = type(block)
+        if not base.__module__.startswith("torch."):
+            absent.__class__ = _subclass_of_both(AbsentBlock, base, f"Absent{base.__name__}")
+        return absent
 
     def __init__(self, index: int, block: nn.Module) -> None:
         super().__init__()
@@ -391,7 +422,9 @@ class AbsentBlock(nn.Module):
             else super().__getattr__(name)
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    __call__: Callable[..., Any] = nn.Module.__call__  # not that of the block's class
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return a result without values, or end the stage."""
         run = _active.get()
         if run is None:  # in a checkpoint's backward
@@ -440,10 +473,10 @@ def _call_of_base_class(kind: type, module: Any) -> Callable[..., Any]:
 def specialize(kind: type, module: nn.Module, **attributes: Any) -> Any:
     """Make a module an instance of a subclass of a kind and its own class, with these attributes."""
     vars(module).update(attributes)
-    module.__class__ = _subclass_of_both(kind, type(module))
+    module.__class__ = _subclass_of_both(kind, type(module), type(module).__name__)
     return module
 
 
 @cache
-def _subclass_of_both(kind: type, base: type) -> type:
-    return type(base.__name__, (kind, base), {"__module__": base.__module__})
+def _subclass_of_both(kind: type, base: type, name: str) -> type:
+    return type(name, (kind, base), {"__module__": base.__module__})

@@ -39,6 +39,7 @@ from fshard.pipeline.split.valueless import (
     MissingValueError,
     StageError,
     ValuelessMode,
+    as_meta,
     described_as_meta,
     is_valueless,
 )
@@ -48,19 +49,15 @@ class Blocks:
     """A module, its blocks, and which weights it uses between them.
 
     Args:
-        module: any whose forward calls each block once, in order.
-        paths: of lists of blocks.
+        module: any whose forward calls each block once.
+        paths: of lists of blocks; of a list in a list, its own blocks.
+
+    `names` are the paths of the blocks, in the order of their calls.
         sample: a microbatch.
     """
 
     def __init__(self, module: nn.Module, paths: Iterable[str], sample: PyTree) -> None:
         self._module = module
-        self.names = [
-            f"{path}.{name}"
-            for path in paths
-            for name, _ in _list_of_blocks(module, path).named_children()
-        ]
-        self.blocks = [module.get_submodule(name) for name in self.names]
         self._tensors = {id(x): x for x in (*module.parameters(), *module.buffers())}
         self._meta = dict[int, Tensor]()
         for key, x in self._tensors.items():
@@ -68,8 +65,20 @@ class Blocks:
             self._meta[key] = (
                 nn.Parameter(meta, requires_grad=False) if isinstance(x, nn.Parameter) else meta
             )
-        self._meta_blocks = [copied(block, {**self._meta}) for block in self.blocks]
+        names = list[str]()
+        for path in paths:
+            names += _names_of_blocks(path, _list_of_blocks(module, path))
+        self._set_blocks(names)
         self._trace = self._find_uses(sample)
+        calls = self._trace.called
+        if calls != sorted(calls):
+            self._set_blocks([names[index] for index in calls])
+            self._trace = self._find_uses(sample)
+
+    def _set_blocks(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.blocks = [self._module.get_submodule(name) for name in names]
+        self._meta_blocks = [copied(block, {**self._meta}) for block in self.blocks]
 
     def stages(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return stages with these numbers of blocks."""
@@ -96,7 +105,7 @@ class Blocks:
     def _make_stage(self, begin: int, end: int, owned: set[int]) -> nn.Module:
         tensors = {key: x if key in owned else self._meta[key] for key, x in self._tensors.items()}
         absent = {
-            id(block): AbsentBlock(index, meta)
+            id(block): AbsentBlock.of(index, meta)
             for index, (block, meta) in enumerate(zip(self.blocks, self._meta_blocks, strict=True))
             if not begin <= index < end
         }
@@ -130,11 +139,11 @@ class Blocks:
             has_called_all = len(run.called) >= len(self.names)
             if not (has_called_all and isinstance(error, MissingValueError)):
                 raise located(error, copy) from error
-        if run.called != [*range(len(self.names))]:
+        if sorted(run.called) != [*range(len(self.names))]:
             calls = ", ".join(self.names[index] for index in run.called) or "none"
             raise ValueError(
-                f"blocks must be modules that the forward of {title} calls once, in order; got the calls {calls}. Give the "
-                "ones to split at: blocks=."
+                f"blocks must be modules that the forward of {title} calls once; got the calls {calls}. Give the ones "
+                "to split at: blocks=."
             )
         if not is_complete:  # the end reads values: it may use any weight and any input
             for x in self._meta.values():
@@ -193,7 +202,12 @@ class UseTrace(StageRun):
         self._is_in_block = True
         result = block(*arguments.args, **arguments.kwargs)
         self._is_in_block = False
-        return self._record(index, result, is_result=True)
+        return self._record(index, self._without_values(arguments, result), is_result=True)
+
+    def _without_values(self, arguments: Arguments, result: Any) -> Any:
+        """Return a block's result as other stages see it: without values, except for its arguments."""
+        given = {id(x) for x in leaves_by_path(arguments).values()}
+        return map_leaves(lambda x: x if id(x) in given else as_meta(x), result)
 
     def _record(self, index: int, tree: Any, *, is_result: bool) -> Any:
         self._point = index, is_result, 0
@@ -220,6 +234,16 @@ class UseTrace(StageRun):
         last_call = max(self.called, default=0)
         for x in leaves_by_path(tree).values():
             self.used[id(x)].add(last_call)
+
+
+def _names_of_blocks(path: str, blocks: nn.Module) -> list[str]:
+    names = list[str]()
+    for name, block in blocks.named_children():
+        if isinstance(block, nn.ModuleList | nn.ModuleDict):  # is not called itself
+            names += _names_of_blocks(f"{path}.{name}", block)
+        else:
+            names.append(f"{path}.{name}")
+    return names
 
 
 def _list_of_blocks(module: nn.Module, path: str) -> nn.Module:
