@@ -38,7 +38,7 @@ _WORDS = {
     "sequence=2": ("sp_size", "enable_sequence_parallelism"),
     "microbatches=4": ("num_microbatches", "microbatch_size"),
     "booster.clip_grad_norm(optimizer, max_norm)": ("max_norm", "gradient_clipping"),
-    "fs.parallel(dict(pipeline=2, ...), microbatches=4)": ("a Python file",),
+    "fs.parallel(dict(pipeline=2, ...))": ("a Python file",),
     "fs.lazy(GPT, config)": ("LazyInitContext", "param_init_fn"),
     'fs.export(path, params, to="hf", shard_size=)': ("shard", "size_per_shard"),
     "fs.optim.adamw": ("HybridAdam", "FusedAdam", "CPUAdam"),

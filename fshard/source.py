@@ -31,6 +31,9 @@ _OURS = (
 )
 
 
+_FSHARD = str(Path(__file__).parent)
+
+
 class Site(NamedTuple):
     """A line of source: file, number, function; and the leaves of a tree that it concerns.
 
@@ -105,11 +108,21 @@ def _short(file: str) -> str:
 def locate(
     error: BaseException, paths: Mapping[int, str], stop: CodeType | None = None
 ) -> tuple[str, str]:
-    """Return the path of the innermost module, by the ids of modules, whose code raised or called `stop`, and its line."""
-    path, line = "", ""
+    """Return the path of the innermost module, by the ids of modules, whose code raised or called `stop`, and its line.
+
+    The line is the innermost one of the user's code, or that of a module of torch.
+    """
+    path, line, line_of_torch = "", "", ""
     for frame, number in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
         if frame.f_code is stop:
             break
-        if (inner := paths.get(id(frame.f_locals.get("self")))) is not None:
-            path, line = inner, f"{Path(frame.f_code.co_filename).name}:{number}"
-    return path, line
+        here = f"{Path(file).name}:{number}"
+        module = paths.get(id(frame.f_locals.get("self")))
+        if not _is_plumbing(file):
+            line = here
+        elif module is not None and not file.startswith(_FSHARD):
+            line_of_torch = here
+        if module is not None and not file.startswith(_FSHARD):
+            path = module
+    return path, line or line_of_torch

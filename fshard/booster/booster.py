@@ -280,7 +280,7 @@ class Booster(Checkpointing):
                 f"got {type(model).__name__}. Call another one, model(inputs)."
             )
         scale = _optimizer(optimizer).scale if torch.is_grad_enabled() else 1.0
-        batch = next(data_iter)
+        batch = _next_batch(data_iter)
         value = model.run(criterion, batch, scale, outputs=return_outputs, weight=weight)
         outputs = unshard(value.aux) if return_outputs else None
         return {"loss": value.loss if return_loss else None, "outputs": outputs}
@@ -385,6 +385,21 @@ def _source_of(caller: str, model: Any, optimizer: Any) -> OptimizerSource:
                 "Give the module before fully_shard, of DDP model.module: fs.FSDPPlugin() and fs.DDPPlugin() do this."
             )
     return optimizer_source(optimizer, dict(model.named_parameters()), caller)
+
+
+def _next_batch(data_iter: Any) -> Any:
+    if not hasattr(data_iter, "__next__"):
+        raise TypeError(
+            f"execute_pipeline: data_iter must be an iterator; got {type(data_iter).__name__}. Write batches = iter(loader) "
+            "before the loop."
+        )
+    try:
+        return next(data_iter)
+    except StopIteration:  # it has no text, and would end a generator around the call in silence
+        raise ValueError(
+            "execute_pipeline: data_iter must have a batch for each call; got an iterator at its end. Write batches = "
+            "iter(loader) for each epoch, and call it len(loader) times."
+        ) from None
 
 
 def _optimizer(optimizer: Any) -> BoostedOptimizer:

@@ -30,7 +30,7 @@ from fshard.tensor.plan import TOLERANCE, Plan, tensor_parallel
 from fshard.transforms.module.compiled import uncompile
 from fshard.transforms.module.lazy import without_memory
 from fshard.transforms.module.replica import copy_on_meta
-from fshard.transforms.options import integer, refusal, wrong_options
+from fshard.transforms.options import refusal, wrong_options
 from fshard.transforms.shard_params import Rules, fsdp
 from fshard.transforms.stages.functions import Recompute
 
@@ -88,7 +88,8 @@ class HybridParallelPlugin(Plugin):
         sequence_mode: the algorithm of their attention: see `fs.tensor.attention`; or "megatron": norms and dropout on
             shards of tokens, along the axis of the layers, with sequence=1.
         zero_stage: 0 to 3, of the devices that have the same stages.
-        microbatches: number of microbatches of each device's part of a batch; required with stages.
+        microbatches: number of microbatches of each device's part of a batch; None: as many as
+            stages, which the plugin's repr shows. The number need not divide the batch.
         schedule: a name of `pipeline_schedule`.
         chunks: number of stages per device; None: one, or two where the schedule needs them.
         balance, sample, blocks: how the model is split into stages: see `split_stages`. With tensor or sequence the model
@@ -120,10 +121,16 @@ class HybridParallelPlugin(Plugin):
     pipeline_axis: str = "pipe"
     offload: Literal["host", "disk"] | None = None
 
+    def __post_init__(self) -> None:
+        has_valid_sizes = not self._invalid_fields()
+        if has_valid_sizes and self.in_stages() and self.microbatches is None:
+            # With fewer microbatches than stages some device idles in every phase of a schedule.
+            object.__setattr__(self, "microbatches", self.pipeline * self._stages_per_device())
+        super().__post_init__()
+
     def contradictions(self) -> list[str]:
         errors = refusal(self.inner_axes) + wrong_options({"recompute": self.recompute})
         if self.in_stages():
-            errors += integer("microbatches", self.microbatches)
             errors = errors or refusal(
                 lambda: check_balance(self.balance, self.plan().stages, self.sample)
             )
@@ -168,12 +175,16 @@ class HybridParallelPlugin(Plugin):
 
     def plan(self) -> Schedule:
         """Return the schedule."""
-        chunks = self.chunks or (1 if self.schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2)
+        stages = self.pipeline * self._stages_per_device()
         devices = self.pipeline if self.schedule in ("interleaved", "bfs") else None
         count = cast(int, self.microbatches)
-        return pipeline_schedule(
-            self.schedule, stages=chunks * self.pipeline, microbatches=count, devices=devices
-        )
+        return pipeline_schedule(self.schedule, stages=stages, microbatches=count, devices=devices)
+
+    def _stages_per_device(self) -> int:
+        if self.chunks is not None:
+            return self.chunks
+        has_one_stage = self.schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2")
+        return 1 if has_one_stage else 2
 
     def default_mesh(self) -> Mesh:
         """Return the mesh: that which was given, or all devices or processes, the layers along the last axes."""
@@ -249,7 +260,8 @@ class HybridParallelPlugin(Plugin):
         if x is None:
             raise ValueError(
                 f"HybridParallelPlugin: tensor={self.tensor} and sequence={self.sequence} must have sample=, the model's "
-                "arguments, on which its layers are planned; got None."
+                "arguments, on which its layers are planned; got None. "
+                "Give sample=batch to the plugin or to fs.parallel."
             )
         sequence = (
             "seq" if self.sequence > 1 else axes[0] if self.sequence_mode == "megatron" else None

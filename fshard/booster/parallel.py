@@ -33,9 +33,9 @@ def parallel(config: Mapping[str, Any] | str | PathLike[str], **plugin_options: 
             What no plugin expresses, such as "gradient_clipping", is named in a warning, with the way to write it.
         plugin_options: further ones of the plugin: sample=, zero_stage=, microbatches=, ... of `HybridParallelPlugin`.
 
-    >>> plugin = parallel(dict(pipeline=2, tensor=dict(size=4, mode="2d")), microbatches=4)
-    >>> plugin.pipeline, plugin.tensor, plugin.tensor_mode
-    (2, 4, '2d')
+    >>> plugin = parallel(dict(pipeline=2, tensor=dict(size=4, mode="2d")))
+    >>> plugin.pipeline, plugin.tensor, plugin.tensor_mode, plugin.microbatches
+    (2, 4, '2d', 2)
     >>> parallel({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}).precision
     'bf16'
     >>> parallel(dict(tensor=4))

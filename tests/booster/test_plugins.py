@@ -84,10 +84,6 @@ INVALID = {
         lambda: staged(microbatches="4"),
         "microbatches must be an integer >= 1, got '4'",
     ),
-    "no microbatches": (
-        lambda: staged(microbatches=None),
-        "microbatches must be an integer >= 1, got None",
-    ),
     "chunks": (lambda: staged(chunks=0), "chunks must be an integer >= 1, got 0"),
     "schedule": (lambda: staged(schedule="1b1f"), "There is no schedule .1b1f."),
     "balance": (lambda: staged(balance="even"), "got 'even'"),
@@ -189,9 +185,9 @@ INVALID = {
         lambda: tensor(4, "sequence", depth=2),
         "tensor_depth=2 has no meaning for",
     ),
-    "no microbatches of a configuration": (
-        lambda: parallel(pipeline=2),
-        "microbatches must be an integer >= 1, got None",
+    "microbatches of a configuration": (
+        lambda: fs.parallel({"pipeline": 2}, microbatches=0),
+        "microbatches must be an integer >= 1, got 0",
     ),
     "no table": (
         lambda: parallel(parallel=2),

@@ -8,7 +8,6 @@ Only the device that steps a parameter knows the keys, shapes and numbers of its
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from fshard.mesh.collectives.api import all_gather, pmax
 from fshard.mesh.layout import Memory, Mesh
 from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.plain_bytes import from_bytes, to_bytes
 from fshard.mesh.spmd.run import run_on_devices
 from fshard.optim.leaves import assembled_state, is_unsharded, shape_of_shard
 
@@ -148,11 +148,11 @@ def _entry(param: Sharded, x: Any) -> tuple[tuple[int, ...] | None, torch.dtype 
 
 def _gathered(x: Any, mesh: Mesh) -> list[Any]:
     """Return the object that each device of a mesh has."""
-    data = torch.frombuffer(bytearray(pickle.dumps(x)), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(to_bytes(x)), dtype=torch.uint8)
 
     def gather(_: int) -> Tensor:
         longest = int(pmax(torch.tensor([len(data)]), mesh.axis_names))
         return all_gather(pad(data, (0, longest - len(data))), mesh.axis_names)
 
     (rows,) = run_on_devices(mesh, gather)
-    return [pickle.loads(row.numpy().tobytes()) for row in rows.view(mesh.size, -1)]
+    return [from_bytes(row.numpy().tobytes().rstrip(b"\0")) for row in rows.view(mesh.size, -1)]

@@ -134,7 +134,9 @@ def add_gradients(
 
 
 def tree_mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the mean of numbers in 64 bits, added in the fixed tree."""
+    """Return the mean of numbers in 64 bits, added in the fixed tree; rows of weight 0 may be no numbers."""
     stack = torch.stack([*rows]).double()
     factors = torch.tensor(weights, dtype=stack.dtype, device=stack.device)
-    return tree_sum([*(stack * factors.reshape(-1, *[1] * (stack.ndim - 1)))]) / sum(weights)
+    factors = factors.reshape(-1, *[1] * (stack.ndim - 1))
+    weighted = torch.where(factors > 0, stack * factors, 0.0)
+    return tree_sum([*weighted]) / sum(weights)

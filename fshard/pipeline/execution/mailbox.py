@@ -8,7 +8,6 @@ synchronizes no device.
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from fshard.mesh.collectives.delivery import world_of
 from fshard.mesh.collectives.send_recv import dispatch
+from fshard.mesh.plain_bytes import from_bytes, to_bytes
 from fshard.mesh.spmd.scope import Group, Pending
 from fshard.pipeline.execution.route import Message
 from fshard.source import Site
@@ -121,7 +121,7 @@ class Mailbox:
         form = self._form(message, to)
         if form is None:
             form = self._add_form(message, to, header, tuple(description))
-            data = torch.frombuffer(bytearray(pickle.dumps(form[:2])), dtype=torch.uint8)
+            data = torch.frombuffer(bytearray(to_bytes(form[:2])), dtype=torch.uint8)
             self._send(
                 (torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.int64),),
                 to,
@@ -168,7 +168,7 @@ class Mailbox:
         (data,) = self._receive(
             (torch.empty(int(length), dtype=torch.uint8, device="cpu"),), source
         ).wait()
-        form = self._add_form(message, self._group.index, *pickle.loads(data.numpy().tobytes()))
+        form = self._add_form(message, self._group.index, *from_bytes(data.numpy().tobytes()))
         return form, self._start_buffers(form, source)
 
     # -- forms --------------------------------------------------------------------------------------------------

@@ -242,12 +242,16 @@ class FunctionWork:
         return self.params[stage].edges
 
     def may_accumulate(self, stage: int, microbatch: int) -> bool:
-        """Let autograd add to the sums, unless these are ordered."""
-        total = self.sums[stage]
-        return isinstance(total, RunningSum) and total.let_accumulate(self.params[stage].trained)
+        """Let autograd add to the sums, unless these are ordered or the microbatch has no weight."""
+        total, has_weight = self.sums[stage], self.weights[microbatch] > 0
+        if not has_weight or not isinstance(total, RunningSum):
+            return False
+        return total.let_accumulate(self.params[stage].trained)
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
-        self.sums[stage].add(microbatch, gs)
+        """Add gradients; those of weight 0 count as none, even if they are not finite."""
+        has_weight = self.weights[microbatch] > 0
+        self.sums[stage].add(microbatch, gs if has_weight else [None] * len(gs))
 
     def gather(self, stage: int) -> None:
         """Do nothing, as for all unit actions: parameters are unsharded."""

@@ -6,24 +6,28 @@ of the next stage ends the run. Tensors that earlier stages have computed replac
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from enum import Enum
 from functools import cache
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.overrides import _pop_mode_temporarily  # pyright: ignore[reportPrivateUsage]
 
 from fshard.ambient import setting
 from fshard.mesh.layout import PyTree, flatten, flatten_with_paths, map_leaves, unflatten
 from fshard.mesh.layout.sharded import Sharded, flatten_shards
 from fshard.pipeline.split.valueless import (
+    WAY_OUT,
     Described,
     MissingValueError,
+    StageError,
     ValuelessMode,
     described_as_meta,
     has_values,
@@ -33,7 +37,11 @@ from fshard.source import locate
 
 _VALUES = (Tensor, Sharded, Described, str, bytes, int, float, complex, type(None))
 PLAIN = (*_VALUES, Enum, torch.dtype, torch.device, FunctionType, type)
-"""The types of arguments of blocks, besides trees of them: objects with a state, such as caches, stay on one device."""
+"""The types of arguments of blocks, besides trees of them.
+
+Other objects, such as caches, may have a state. The forward of each stage makes its own, in which the blocks of other
+stages leave tensors without values.
+"""
 
 
 class Arguments(NamedTuple):
@@ -50,8 +58,17 @@ class Arguments(NamedTuple):
         return Arguments(microbatch if isinstance(microbatch, tuple | list) else (microbatch,), {})
 
 
-Key = tuple[int, bool, str]
-"""A tensor that a stage sends: the number of a block, whether it is of its result, not its arguments, and its path."""
+class Key(NamedTuple):
+    """A tensor that a stage sends: a leaf of a block's arguments or result, or of a later operation's result.
+
+    `operation` counts the operations of the forward since these arguments or this result, from 1; it is 0 for their own
+    leaves. The inputs of the module are the result of block -1. The path of an operation's result begins with its name.
+    """
+
+    block: int
+    is_result: bool
+    operation: int
+    path: str
 
 
 class StageMessage(NamedTuple):
@@ -112,81 +129,202 @@ class StageRun:
     def __init__(
         self, blocks: BlockRange, values: Sequence[Any] | None, device: torch.device
     ) -> None:
-        self._blocks, self._mode = blocks, None if values is None else ValuelessMode(device)
+        self._blocks, self._next_block = blocks, 0
+        self._transforms_around = _transforms_around()
         self._received = dict(zip(blocks.received, values or (), strict=True))
         self._sent: dict[Key, Any] = dict.fromkeys(blocks.sent)
+        self._points = {key[:3] for key in (*blocks.received, *blocks.sent)}
+        self._point: tuple[int, bool, int] = (-1, True, 0)  # what was computed last
+        self._mode: ValuelessMode | None = None
+        if any(operation for _, _, operation in self._points):
+            self._mode = ValuelessMode(device, self._observe)
+            self._mode.arrived = values is None
+        elif values is not None:
+            self._mode = ValuelessMode(device)
 
     def forward(self, call: Callable[..., Any], inputs: Arguments) -> Any:
         """Run a module's forward."""
         token = _active.set(self)
         try:
+            self._record(-1, inputs, is_result=True)
             with self._mode or nullcontext():
                 return self._finish(call(*inputs.args, **inputs.kwargs))
         except (RuntimeError, NotImplementedError) as error:
             if self._mode is None or self._mode.arrived:
                 raise
             raise MissingValueError(
-                f"{self._blocks} runs the code before its blocks without values: {error}"
+                f"{self._blocks} runs the code before its blocks without values: {error}. Read values of integer inputs alone, "
+                "in blocks too."
             ) from error
         finally:
             _active.reset(token)
 
     def call_block(self, index: int, block: Callable[..., Any], arguments: Arguments) -> Any:
         """Call a block of this stage."""
+        self._validate_call(index)
         self._record(index, arguments, is_result=False)
         if self._mode is not None:
             self._mode.arrived, arguments = True, self._fill(arguments)
-            _validate_values(f"{self._blocks.names[index]} is called with", arguments)
-        with nullcontext() if self._mode is None else _pop_mode_temporarily():
-            result = block(*arguments.args, **arguments.kwargs)
+            self._validate_values(f"{self._blocks.names[index]} is called with", arguments)
+        try:
+            with nullcontext() if self._mode is None else _pop_mode_temporarily():
+                result = block(*arguments.args, **arguments.kwargs)
+        except RuntimeError as error:
+            if objects := objects_in(arguments):
+                error.add_note(
+                    f"{self._blocks.names[index]} is called with {objects}, in which blocks of other stages leave tensors "
+                    "without values. What a block reads from it must be an argument or a result of blocks."
+                )
+            raise
         return self._record(index, result, is_result=True)
 
     def call_absent(
         self, index: int, shapes: Callable[[Arguments], Any], arguments: Arguments
     ) -> Any:
         """Replace a block of another stage: return a result without values, or end the stage."""
+        self._validate_call(index)
         self._record(index, arguments, is_result=False)
         if index < self._blocks.end:
             return self._record(index, shapes(arguments), is_result=True)
-        if invalid := [
-            f"{path}: {type(x).__name__}"
-            for path, x in leaves_by_path(arguments).items()
-            if not isinstance(x, PLAIN)
-        ]:
-            raise ValueError(
-                f"{self._blocks} must end with tensors and plain values; got {', '.join(invalid)} as arguments of "
-                f"{self._blocks.names[index]}. Let it be None there; of a cache, give use_cache=False."
-            )
         values = self._fill([*self._sent.values()])
-        _validate_values(f"{self._blocks} must send values; it has", values)
+        self._validate_values(f"{self._blocks} must send values; it has", values)
+        self._validate_operations()
         raise NextStage(values)
+
+    # -- what is received and sent ------------------------------------------------------------------------------
 
     def _record(self, index: int, tree: Any, *, is_result: bool) -> Any:
         """Set the values of leaves that were received; keep those that are sent."""
-        if any(key[:2] == (index, is_result) for key in (*self._received, *self._sent)):
-            for path, x in leaves_by_path(tree).items():
-                key = index, is_result, path
-                if self._mode is not None and key in self._received:
-                    self._mode.values[id(x)] = x, self._received[key]
-                if key in self._sent:
-                    self._sent[key] = x
+        self._point = index, is_result, 0
+        if index < 0 and self._mode is not None:
+            self._mode.inputs = {id(x): x for x in leaves_by_path(tree).values()}
+        if self._point in self._points:
+            self._exchange(tree, "")
         return tree
+
+    def _observe(self, name: str, xs: Sequence[Tensor], result: Any) -> None:
+        """Count an operation of the forward, and do the same for its result."""
+        if any(isinstance(y, Tensor | Sharded) for y in flatten(result)[0]):
+            block, is_result, count = self._point
+            self._point = block, is_result, count + 1
+            if self._point in self._points:
+                self._exchange(result, name)
+
+    def _exchange(self, tree: Any, name: str) -> None:
+        for path, x in leaves_by_path(tree).items():
+            key = Key(*self._point, name + path)
+            if self._mode is not None and key in self._received:
+                value = self._received[key]
+                if key.operation and x.shape != value.shape:  # dtypes differ under autocast
+                    raise self._other_way(f"{name} returns {Described.of(x)}")
+                self._mode.values[id(x)] = x, value
+                if isinstance(x, Tensor):
+                    untyped: Any = x
+                    untyped.value_of_stage = value  # see `value_of`
+            if key in self._sent:
+                self._sent[key] = x
 
     def _fill(self, tree: Any) -> Any:
         values = {} if self._mode is None else self._mode.values
         return map_leaves(lambda x: values[id(x)][1] if id(x) in values else x, tree)
 
+    # -- checks ---------------------------------------------------------------------------------------------------
+
     def _finish(self, result: Any) -> Any:
         """Raise unless the forward has passed the blocks, and its result has values."""
-        if self._blocks.end < len(self._blocks.names) or (
-            self._mode is not None and not self._mode.arrived
-        ):
-            raise ValueError(
-                f"{self._blocks} does not reach the blocks that it was split at, as it did with the sample."
+        if self._next_block < len(self._blocks.names):
+            raise self._other_way(
+                f"it returns before {self._blocks.names[self._next_block]} is called"
             )
         result = self._fill(result)
-        _validate_values("the result has", result)
+        self._validate_values("the result has", result)
         return result
+
+    def _validate_call(self, index: int) -> None:
+        """Raise unless the forward itself calls a block, and calls all of them once and in order."""
+        self.validate_caller(index)
+        if index != self._next_block:
+            names = [*self._blocks.names, "the end"]
+            raise self._other_way(f"it calls {names[index]} instead of {names[self._next_block]}")
+        self._next_block += 1
+
+    def _other_way(self, text: str) -> StageError:
+        return StageError(
+            f"blocks must be called once, in order, with the same operations around them as with the sample; in {self._blocks} "
+            f"the forward differs: {text}. Blocks that are skipped or called again must be inside of one block, or have "
+            "pipeline=1."
+        )
+
+    def validate_caller(self, index: int) -> None:
+        """Raise if a block is called where a pipeline sends no gradients."""
+        name = self._blocks.names[index]
+        if _transforms_around() != self._transforms_around:
+            raise StageError(
+                f"blocks must be called by the forward itself; got {name} inside of vmap, grad or another transform of "
+                "torch.func, which ends with the stage. Transform within a block, or train with pipeline=1."
+            )
+        function = _function_around()
+        if function is not None:
+            raise StageError(
+                f"blocks must be called by the forward itself; got {name} inside of {function}.apply, a "
+                "torch.autograd.Function, through which stages send no gradient. Call it outside of the function, or "
+                "train with pipeline=1; of a reentrant checkpoint, write checkpoint(..., use_reentrant=False)."
+            )
+
+    def _validate_values(self, subject: str, tree: PyTree) -> None:
+        """Raise if a leaf has no value, which on an abstract mesh is the case of all."""
+        lacks_values = is_valueless if self._mode is None else self._mode.lacks_values
+        missing = [
+            f"{path or 'a tensor'}: {Described.of(x)}"
+            for path, x in leaves_by_path(tree).items()
+            if lacks_values(x)
+        ]
+        if missing and has_values():
+            raise MissingValueError(f"{subject} {', '.join(missing)} without values. {WAY_OUT}")
+
+    def _validate_operations(self) -> None:
+        """Raise unless the results of operations that are sent were computed."""
+        missing = [key.path for key, x in self._sent.items() if key.operation and x is None]
+        if missing:
+            raise self._other_way(f"it has not computed {', '.join(missing)}")
+
+
+_FUNCTION_APPLY: Any = torch.autograd.Function.apply
+_APPLY_CODE = _FUNCTION_APPLY.__func__.__code__
+_FORWARD_CODE = StageRun.forward.__code__
+
+
+def _function_around() -> str | None:
+    """Return the name of the torch.autograd.Function in whose forward a stage's forward calls a block."""
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_code is not _FORWARD_CODE:
+        if frame.f_code is _APPLY_CODE:
+            return frame.f_locals["cls"].__name__
+        frame = frame.f_back
+    return None
+
+
+def _transforms_around() -> tuple[int, int]:
+    """Return the levels of torch.func's transforms and of forward-mode derivatives around the caller."""
+    interpreter: Any = torch._C._functorch.peek_interpreter_stack()  # pyright: ignore
+    level = 0 if interpreter is None else interpreter.level()
+    return level, forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
+
+
+def objects_in(arguments: Arguments) -> str:
+    """Return the arguments that may have a state, by their paths."""
+    leaves = leaves_by_path(arguments).items()
+    return ", ".join(
+        [f"{path}: {type(x).__name__}" for path, x in leaves if not isinstance(x, PLAIN)]
+    )
+
+
+def value_of(x: Any) -> Any:
+    """Return the value that a stage has received for a meta tensor; anything else as it is.
+
+    A checkpoint calls a block again in the backward, with the forward's arguments, when no stage runs.
+    """
+    return getattr(x, "value_of_stage", x) if is_valueless(x) else x
 
 
 _active: ContextVar[StageRun | None] = ContextVar("active", default=None)
@@ -198,17 +336,14 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
     return dict(zip(paths, leaves, strict=True))
 
 
-def _validate_values(subject: str, tree: PyTree) -> None:
-    missing = [
-        f"{path or 'a tensor'}: {Described.of(x)}"
-        for path, x in leaves_by_path(tree).items()
-        if is_valueless(x)
-    ]
-    if missing and has_values():
-        raise MissingValueError(f"{subject} {', '.join(missing)}")
-
-
 # -- modules that are stages and blocks -------------------------------------------------------------------------
+
+
+def located(error: StageError, module: Any) -> StageError:
+    """Return an error of a module's forward that names the innermost module that raised it, and its line."""
+    paths = {id(child): path for path, child in module.named_modules()}
+    path, line = locate(error.__cause__ or error, paths)
+    return type(error)(f"{path or type(module).__name__} ({line}): {error}")
 
 
 class BlockStage:
@@ -225,10 +360,8 @@ class BlockStage:
             )
         except NextStage as end:
             return StageMessage(without_floats(inputs), end.values)
-        except MissingValueError as error:
-            module: Any = self
-            path, line = locate(error, {id(child): path for path, child in module.named_modules()})
-            raise MissingValueError(f"{path or type(self).__name__} ({line}): {error}") from error
+        except StageError as error:
+            raise located(error, self) from error
 
 
 class PresentBlock:
@@ -239,12 +372,17 @@ class PresentBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run, call = _active.get(), _call_of_base_class(PresentBlock, self)
         wrap = vars(self).get("_wrap")
+        objects = "" if wrap is None else objects_in(Arguments(args, kwargs))
+        if objects:
+            raise StageError(
+                f"a block that is recomputed must be called with tensors and plain values; got {objects}, which it would "
+                "change twice. Let it be None there; of a cache, give use_cache=False."
+            )
         block = call if wrap is None else wrap(call)
-        return (
-            block(*args, **kwargs)
-            if run is None
-            else run.call_block(self._index, block, Arguments(args, kwargs))
-        )
+        if run is None:  # in a checkpoint's backward
+            args, kwargs = map_leaves(value_of, (args, kwargs))
+            return block(*args, **kwargs)
+        return run.call_block(self._index, block, Arguments(args, kwargs))
 
 
 def wrap_blocks(stage: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
@@ -256,7 +394,19 @@ def wrap_blocks(stage: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[
 
 
 class AbsentBlock(nn.Module):
-    """Replaces a block of another stage: returns the shapes of its results, found on meta tensors once for each input."""
+    """Replaces a block of another stage: returns the shapes of its results, found on meta tensors once for each input.
+
+    Hooks that the forward registers on it, as those of transformers that collect hidden states, are called.
+    """
+
+    @staticmethod
+    def of(index: int, block: nn.Module) -> AbsentBlock:
+        """Return the replacement of a block: an instance of its class, too, unless that is torch's own."""
+        absent = AbsentBlock(index, block)
+        base = type(block)
+        if not base.__module__.startswith("torch."):
+            absent.__class__ = _subclass_of_both(AbsentBlock, base, f"Absent{base.__name__}")
+        return absent
 
     def __init__(self, index: int, block: nn.Module) -> None:
         super().__init__()
@@ -272,10 +422,16 @@ class AbsentBlock(nn.Module):
             else super().__getattr__(name)
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    __call__: Callable[..., Any] = nn.Module.__call__  # not that of the block's class
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return a result without values, or end the stage."""
         run = _active.get()
-        assert run is not None, "a stage must be called itself"
+        if run is None:  # in a checkpoint's backward
+            raise StageError(
+                f"a checkpoint must have blocks of one stage; got block {self._index} of another one. Checkpoint each block by "
+                "itself, or leave checkpoints out, and recompute by the plugin: recompute=1."
+            )
         return run.call_absent(self._index, self._result_without_values, Arguments(args, kwargs))
 
     def _result_without_values(self, arguments: Arguments) -> Any:
@@ -319,10 +475,10 @@ def _call_of_base_class(kind: type, module: Any) -> Callable[..., Any]:
 def specialize(kind: type, module: nn.Module, **attributes: Any) -> Any:
     """Make a module an instance of a subclass of a kind and its own class, with these attributes."""
     vars(module).update(attributes)
-    module.__class__ = _subclass_of_both(kind, type(module))
+    module.__class__ = _subclass_of_both(kind, type(module), type(module).__name__)
     return module
 
 
 @cache
-def _subclass_of_both(kind: type, base: type) -> type:
-    return type(base.__name__, (kind, base), {"__module__": base.__module__})
+def _subclass_of_both(kind: type, base: type, name: str) -> type:
+    return type(name, (kind, base), {"__module__": base.__module__})

@@ -492,6 +492,29 @@ def test_reproducible_step_uses_one_thread(devices):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_microbatch_of_weight_zero_may_have_no_numbers(name, reproducible):
+    schedule = fs.pipeline_schedule(name, stages=2, microbatches=3)
+    stages = [lambda w, x: x @ w, lambda w, x: (x @ w).tanh()]
+    step = pipelined(
+        stages,
+        schedule,
+        lambda y, x: (y.square().mean(), {"mean": y.mean()}),
+        mesh=fs.make_mesh({"pipe": 2}),
+        reproducible=reproducible,
+    )
+    params = [torch.eye(2), torch.full((2, 2), 0.5)]
+    first, last = torch.ones(1, 2), torch.full((1, 2), 2.0)
+    result = step(params, [first, torch.full((1, 2), torch.nan), last], weights=[1, 0, 3])
+    leaves = [x.clone().requires_grad_() for x in params]
+    outputs = [(x @ leaves[0] @ leaves[1]).tanh() for x in (first, last)]
+    loss = (outputs[0].square().mean() + 3 * outputs[1].square().mean()) / 4
+    torch.testing.assert_close(result.loss, loss.detach())
+    torch.testing.assert_close(result.gradients, [*torch.autograd.grad(loss, leaves)])
+    assert result.metrics["mean"].isfinite()
+
+
 def test_error_in_a_stage_notes_stage_and_microbatch():
     schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=3)
     stages = [lambda w, x: x * w, lambda w, x: x @ w]

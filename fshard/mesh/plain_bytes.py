@@ -1,0 +1,231 @@
+"""Plain values and structures of trees as bytes, and back: what processes send each other beside tensors.
+
+It is JSON, not pickle: bytes from another process can name classes and functions that are imported already, but
+calls none of them. An encoded value is itself (None, bool, int, float, str), or a list of its kind and what it has:
+
+    (1, torch.float32)      ["tuple", 1, ["dtype", "float32"]]
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from types import FunctionType
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fshard.mesh.layout.tree import Structure
+
+_ITSELF = (type(None), bool, int, float, str)
+_NAMEDTUPLE, _DEFAULTDICT, _STRUCTSEQ = 6, 8, 10  # optree's numbers of kinds of nodes
+
+
+def to_bytes(value: Any) -> bytes:
+    """Return plain values, and structures of trees, as bytes; raise for objects of other kinds.
+
+    >>> from_bytes(to_bytes({"mask": None, "dtype": (torch.float32, torch.Size([2]))}))
+    {'mask': None, 'dtype': (torch.float32, torch.Size([2]))}
+    """
+    return json.dumps(_encoded(value)).encode()
+
+
+def from_bytes(data: bytes) -> Any:
+    """Return the value of `to_bytes`; raise if the bytes are of another kind."""
+    return _decoded(json.loads(data))
+
+
+def _encoded(x: Any) -> Any:
+    """Return a value as JSON's: itself, or a list that begins with its kind."""
+    if type(x) in _ITSELF:
+        return x
+    for name, kind in KINDS.items():
+        if kind.has(x):
+            return [name, *kind.encode(x)]
+    raise TypeError(
+        f"A message to another process must have tensors and plain values; got {type(x).__name__}. Make it a dataclass or "
+        "a NamedTuple, or leave it out."
+    )
+
+
+def _decoded(x: Any) -> Any:
+    if not isinstance(x, list):
+        return x
+    name, *items = cast("list[Any]", x)
+    if name not in KINDS:
+        raise ValueError(f"A message has a value of unknown kind: {name!r}.")
+    return KINDS[name].decode(items)
+
+
+class ValueKind(NamedTuple):
+    """A kind of values: which these are, the items of one in JSON, and the value of such items."""
+
+    has: Callable[[Any], bool]
+    encode: Callable[[Any], list[Any]]
+    decode: Callable[[list[Any]], Any]
+
+
+def _of_type(
+    kind: type, encode: Callable[[Any], list[Any]], decode: Callable[[list[Any]], Any]
+) -> ValueKind:
+    return ValueKind(lambda x: type(x) is kind, encode, decode)
+
+
+def _sequence(kind: Any) -> ValueKind:
+    return _of_type(kind, _encoded_items, lambda items: kind(map(_decoded, items)))
+
+
+def _encoded_items(xs: Any) -> list[Any]:
+    return [_encoded(x) for x in xs]
+
+
+def _encoded_array(x: Any) -> list[Any]:
+    array = np.asarray(x)
+    is_scalar = isinstance(x, np.generic)
+    return [is_scalar, array.dtype.str, [*array.shape], base64.b64encode(array.tobytes()).decode()]
+
+
+def _decoded_array(items: list[Any]) -> Any:
+    is_scalar, dtype, shape, data = items
+    array = np.frombuffer(base64.b64decode(data), np.dtype(dtype)).reshape(shape).copy()
+    return array[()] if is_scalar else array
+
+
+def _encoded_structure(x: Any) -> list[Any]:
+    return [_encoded(x.__getstate__())]
+
+
+def _decoded_structure(items: list[Any]) -> Structure:
+    state = _decoded(items[0])
+    nodes, *_ = state
+    for kind, _, data, *_ in nodes:
+        if kind in (_NAMEDTUPLE, _STRUCTSEQ):
+            _named_tuple(data)
+        elif kind == _DEFAULTDICT and data[0] not in (None, list, dict, set, int, float, str):
+            raise ValueError(f"A message has a defaultdict of an unknown kind: {data[0]!r}.")
+    structure: Any = Structure.__new__(Structure)
+    structure.__setstate__(state)  # raises for classes that are no registered nodes
+    return structure
+
+
+def _encoded_dataclass(x: Any) -> list[Any]:
+    return [
+        _reference(type(x)),
+        *[[each.name, _encoded(getattr(x, each.name))] for each in fields(x)],
+    ]
+
+
+def _decoded_dataclass(items: list[Any]) -> Any:
+    """Return an instance with the fields of a message, without a call of its class."""
+    kind, entries = _referred(items[0]), items[1:]
+    names = {each.name for each in fields(kind)} if is_dataclass(kind) else set[str]()
+    result: Any = object.__new__(kind) if names else None
+    for name, value in entries:
+        if name not in names:
+            raise ValueError(f"A message has {name!r}, which is no field of {kind!r}.")
+        object.__setattr__(result, name, _decoded(value))
+    return result
+
+
+def _of_kind(x: Any, kind: Any) -> Any:
+    if not isinstance(x, kind):
+        raise ValueError(f"A message must have a {kind.__name__}; got {x!r}.")
+    return x
+
+
+def _named_tuple(x: Any) -> Any:
+    is_tuple_class = isinstance(x, type) and issubclass(x, tuple)
+    if not is_tuple_class:
+        raise ValueError(f"A message must have a class of tuples; got {x!r}.")
+    return x
+
+
+# -- classes and functions by name ------------------------------------------------------------------------------
+
+
+def _reference(x: Any) -> str:
+    """Return the name of a class or a function that the other process finds; raise for others."""
+    name = f"{x.__module__}:{x.__qualname__}"
+    if _find(name) is not x:
+        raise TypeError(
+            f"A message to another process must name classes and functions of modules; got {x!r}. Define it in a module."
+        )
+    return name
+
+
+def _referred(name: str) -> Any:
+    """Return a class of values, or a function, of a module that is imported."""
+    x = _find(name)
+    is_value_class = isinstance(x, type) and (
+        x.__module__ == "builtins"
+        or is_dataclass(x)
+        or issubclass(x, tuple | dict | Enum | Tensor | nn.Module)
+    )
+    if not is_value_class and not isinstance(x, FunctionType):
+        raise ValueError(f"A message names {name}, which is no class of values here.")
+    return x
+
+
+def _find(name: str) -> Any:
+    module, _, path = name.partition(":")
+    x: Any = sys.modules.get(module)
+    for part in path.split("."):
+        x = getattr(x, part, None)
+    return x
+
+
+KINDS = {
+    "tuple": _sequence(tuple),
+    "list": _sequence(list),
+    "set": _sequence(set),
+    "frozenset": _sequence(frozenset),
+    "size": _sequence(torch.Size),
+    "dict": _of_type(
+        dict,
+        lambda x: [[_encoded(key), _encoded(value)] for key, value in x.items()],
+        lambda items: {_decoded(key): _decoded(value) for key, value in items},
+    ),
+    "complex": _of_type(complex, lambda x: [x.real, x.imag], lambda items: complex(*items)),
+    "bytes": _of_type(
+        bytes,
+        lambda x: [base64.b64encode(x).decode()],
+        lambda items: base64.b64decode(items[0]),
+    ),
+    "dtype": _of_type(
+        torch.dtype,
+        lambda x: [str(x).removeprefix("torch.")],
+        lambda items: _of_kind(getattr(torch, items[0]), torch.dtype),
+    ),
+    "device": _of_type(torch.device, lambda x: [str(x)], lambda items: torch.device(items[0])),
+    "numpy": ValueKind(
+        lambda x: isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "biufcSU",
+        _encoded_array,
+        _decoded_array,
+    ),
+    "structure": ValueKind(
+        lambda x: isinstance(x, Structure), _encoded_structure, _decoded_structure
+    ),
+    "enum": ValueKind(
+        lambda x: isinstance(x, Enum),
+        lambda x: [_reference(type(x)), x.name],
+        lambda items: _of_kind(_referred(items[0]), type(Enum))[items[1]],
+    ),
+    "reference": ValueKind(
+        lambda x: isinstance(x, type | FunctionType),
+        lambda x: [_reference(x)],
+        lambda items: _referred(items[0]),
+    ),
+    "namedtuple": ValueKind(
+        lambda x: isinstance(x, tuple) and hasattr(x, "_fields"),
+        lambda x: [_reference(type(x)), *_encoded_items(x)],
+        lambda items: tuple.__new__(_named_tuple(_referred(items[0])), map(_decoded, items[1:])),
+    ),
+    "dataclass": ValueKind(is_dataclass, _encoded_dataclass, _decoded_dataclass),
+}
+"""The kinds of values by their names in messages; the first that has a value encodes it."""
