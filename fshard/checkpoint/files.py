@@ -157,7 +157,7 @@ def _write_all(file: int, data: memoryview) -> None:
 PAUSE = 0.002
 """Seconds between two looks at a lock, or at a folder."""
 LOCK = "index.lock"
-"""The lock of a folder: whoever has it writes the index, or removes files."""
+"""The lock of a folder, in which one thread of all processes writes the index, or removes files."""
 
 _fork_guard = threading.RLock()
 _files = set[int]()  # open files that a child closes

@@ -178,7 +178,7 @@ def _write_share(
 ) -> None:
     """Write the data of one device and its manifest; `locks` releases its lock."""
     lock = Lock.take(folder / f"{token}-{device}.lock")
-    if lock is not None:  # nobody else makes a file of this name
+    if lock is not None:  # no other save has a file of this name
         locks.callback(lock.release)
     arrays, ranges = tree.index.arrays, tree.shares[device]
     header = header_of((arrays[x.array].data_name, arrays[x.array].dtype, x.shape) for x in ranges)

@@ -204,7 +204,7 @@ def run(
         if isinstance(result, Generator | AsyncGenerator | Coroutine):  # of a function inside
             kind = type(result).__name__
             if isinstance(result, Coroutine):
-                result.close()  # else Python warns that nobody has awaited it
+                result.close()  # else Python warns that it was not awaited
             raise TypeError(
                 f"fs.run: main must return values; got a {kind}, whose body would run outside of the devices. Run it in "
                 "main: return list(...), or asyncio.run(...)."
