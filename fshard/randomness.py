@@ -13,8 +13,11 @@ from contextlib import AbstractContextManager, ContextDecorator
 from ctypes import c_uint64
 from functools import lru_cache
 from operator import index
+from typing import Any
 
 import torch
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
 def keyed_random(seed: int, *key: int | str) -> AbstractContextManager[None]:

@@ -47,7 +47,9 @@ class Optimizer(NamedTuple):
 
     The functions take trees of one device's plain tensors: its shards of the parameters with a gradient, and None for the
     others, which optree.tree_map skips. Subtrees of the state with the structure of the parameters get their layouts, leaf by
-    leaf; state of an owner may have any shape. All other state is replicated: numbers, equal on all devices.
+    leaf; state of an owner may have any shape. All other state is replicated: numbers, equal on all devices. These are
+    compared in the updates 1, 2, 4, 8, ...; `fs.psum` raises over axes along which parameters are replicated. Random draws
+    like a leaf, `torch.randn_like(grad)`, are those of one device in every layout.
 
     >>> import torch, fshard.optim as optim
     >>> opt = optim.sgd(0.5)

@@ -289,9 +289,10 @@ def names_of(params: Structure) -> tuple[str, ...]:
     >>> names_of(flatten([{"0.weight": 1}, {"2.weight": 1}])[1]), names_of(flatten([{"w": 1}, {"w": 1}])[1])
     (('0.weight', '2.weight'), ('[0]["w"]', '[1]["w"]'))
     """
-    lasts = [path[-1] if path else None for path in params.paths()]
+    lasts: list[Any] = [path[-1] if path else None for path in params.paths()]
     are_names = all(isinstance(last, str) for last in lasts)
-    return tuple(lasts) if are_names and len({*lasts}) == len(lasts) else paths_of(params)
+    are_unique = len({*lasts}) == len(lasts)
+    return tuple(lasts) if are_names and are_unique else paths_of(params)
 
 
 def _size_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[int]:

@@ -75,7 +75,7 @@ def shard_map(
 
     Arguments are plain tensors (the global value, the same on every process) or `Sharded`, which are resharded if
     their layout differs. Results are `Sharded`. Random draws inside f differ from call to call, and from device to device
-    along the axes that any spec names; along the others they are equal. `fs.keyed_random` in f draws as its key says.
+    along the axes that any spec names; along the others they are equal. In `fs.keyed_random` f draws by that key.
     To compile, compile f: `shard_map(torch.compile(f), ...)`.
 
     >>> import torch, fshard as fs
