@@ -11,11 +11,13 @@ from typing import Any, Unpack
 
 import torch
 
+from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.array_checks import validate_run
 from fshard.transforms.options import Options
+from fshard.transforms.reproducible.rerun import RecordedInputs
 from fshard.transforms.value_and_grad import gradient_of, validate_scheduled
 from fshard.uncompiled import uncompiled
 
@@ -81,10 +83,19 @@ def evaluate(
     has_buffers, has_aux = forward.options.has_buffers, forward.options.has_aux
 
     def run(params: PyTree, *inputs: PyTree) -> Any:
+        if transformed():  # the engine's forward records nothing
+            with torch.random.fork_rng(devices=()):
+                return forward.differentiable(params, *inputs).loss()
+        recorded_inputs = RecordedInputs.of(params, *inputs)
         buffers, batch = inputs if has_buffers else ((), *inputs)
         validate_run(mesh, "evaluate", params=params, buffers=buffers, batch=batch)
         with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=()):
             value, _ = forward.run(params, buffers, batch, call_site())
-        return (value.loss, value.aux) if has_aux else value.loss
+        loss = value.loss
+        if recorded_inputs is not None:
+            loss = recorded_inputs.attach(
+                lambda params, *inputs: forward.differentiable(params, *inputs).loss(), loss
+            )
+        return (loss, value.aux) if has_aux else loss
 
     return run

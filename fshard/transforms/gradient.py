@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,11 @@ from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import StepOptions, wrong_options
 from fshard.transforms.patterns import chosen, named, parts_of
 from fshard.transforms.reproducible.randomness import drawn_key
+from fshard.transforms.reproducible.rerun import RecordedInputs
 from fshard.uncompiled import uncompiled
+
+if TYPE_CHECKING:
+    from fshard.transforms.differentiable_gradient import DifferentiableStep
 
 
 def unstaged(
@@ -160,19 +164,29 @@ class GradientFunction:
     def __call__(
         self, params: PyTree, *inputs: PyTree, scale: Tensor | float | None = None
     ) -> tuple[Any, PyTree]:
-        """Return the loss, or loss and metrics, and the gradient of `scale` times the loss."""
+        """Return the loss, or loss and metrics, and the gradient of `scale` times the loss.
+
+        The engine differentiates detached shards, of which torch.func and autograd see nothing: within a transform a
+        differentiable program takes its place, and where inputs require grad, their backward runs that program.
+        """
         options = self.options
-        if (
-            transformed()
-        ):  # the engine differentiates detached shards, of which torch.func sees nothing
-            return self.differentiable(params, *inputs)
+        if transformed():
+            return self.differentiable(params, *inputs).loss_and_gradient(scale)
+        recorded_inputs = RecordedInputs.of(params, *inputs)
         buffers, batch = inputs if options.has_buffers else ((), *inputs)
         validate_run(self.mesh, options.caller, params=params, buffers=buffers, batch=batch)
         value, grads = self.run(
             params, buffers, batch, call_site(), 1.0 if scale is None else float(scale)
         )
+        loss = value.loss
+        if recorded_inputs is not None:
+
+            def program(params: PyTree, *inputs: PyTree) -> tuple[Tensor, PyTree]:
+                return self.differentiable(params, *inputs).loss_and_gradient(scale)
+
+            loss, grads = recorded_inputs.attach(program, (loss, grads))
         extras = (value.buffers,) * options.has_buffers + (value.aux,) * options.has_aux
-        return ((value.loss, *extras) if extras else value.loss), grads
+        return ((loss, *extras) if extras else loss), grads
 
     def run(
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
@@ -227,10 +241,12 @@ class GradientFunction:
             results[0].loss, results[0].weight, sharded_batch.samples, after, aux
         ), grads
 
-    def differentiable(self, params: PyTree, *inputs: PyTree) -> tuple[Any, PyTree]:
-        """Return the loss and its gradient within a transform of `torch.func`."""
+    def differentiable(self, params: PyTree, *inputs: PyTree) -> DifferentiableStep:
+        """Return the loss and its gradient as functions that can be differentiated."""
+        caller = self.options.caller
         raise TypeError(
-            f"{self.options.caller} of stages must not be called within a torch.func transform."
+            f"{caller} of stages must not be differentiated, within a torch.func transform or by autograd. Differentiate "
+            f"fs.{caller} of the loss of the full model, without schedule=."
         )
 
     def plans_of(
@@ -343,22 +359,13 @@ def gradient_tree(
 class Gradient(GradientFunction):
     """The gradient of a loss function of the full model."""
 
-    def differentiable(self, params: PyTree, *inputs: PyTree) -> tuple[Any, PyTree]:
-        """Return the loss and its gradient within a transform of `torch.func`."""
-        from fshard.transforms.differentiable_gradient import differentiable_gradient  # rare
+    def differentiable(self, params: PyTree, *inputs: PyTree) -> DifferentiableStep:
+        """Return the loss and its gradient as functions that can be differentiated."""
+        from fshard.transforms.differentiable_gradient import differentiable_step  # rare
 
-        options = self.options
-        flags = {
-            "has_buffers": options.has_buffers,
-            "has_aux": options.has_aux,
-            "reproducible": options.reproducible,
-        }
-        if names := [name for name, flag in flags.items() if flag]:
-            raise ValueError(
-                f"{options.caller} must not have {', '.join(names)} within a torch.func transform: return the loss alone."
-            )
-        return differentiable_gradient(
-            options, resolve_mesh(self.mesh), self.specs, params, *inputs
+        batch = inputs[-1]  # with buffers it raises
+        return differentiable_step(
+            self.options, resolve_mesh(self.mesh), self.specs, params, batch
         )
 
     def plan(

@@ -1,0 +1,108 @@
+"""Results that autograd records, whose backward runs a differentiable program in place of the step that made them.
+
+    forward     step(inputs) ─> results           on detached tensors, as always
+    backward    program(inputs), with the draws of the step, and its vjp
+
+So inputs that require grad cost nothing in a step, and a second derivative costs a run of the program. A backward with
+`create_graph=True` is differentiable again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from fshard.mesh.collectives.autograd import Tensors, recorded
+from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.mesh.layout.sharded import Sharded, flatten_shards
+from fshard.optim.leaves import like, shards_of
+from fshard.transforms.reproducible.randomness import DrawState, random_state
+
+
+@dataclass(frozen=True)
+class RecordedInputs:
+    """Inputs of a step that require grad, with the random state that it begins in."""
+
+    inputs: PyTree
+    random: DrawState
+
+    @staticmethod
+    def of(*inputs: PyTree) -> RecordedInputs | None:
+        """Return the inputs; None if autograd records none of them."""
+        leaves = flatten([*inputs])[0]
+        shards = [x for leaf in leaves if isinstance(leaf, _TENSORS) for x in shards_of(leaf)]
+        return RecordedInputs([*inputs], random_state()) if recorded(tuple(shards)) else None
+
+    def attach(self, program: Callable[..., PyTree], results: PyTree) -> PyTree:
+        """Return results whose derivatives are those of a differentiable program of the inputs.
+
+        The program runs in the backward. Where there was no result, None, it may have one.
+        """
+        leaves, structure = flatten_shards(self.inputs)
+        tensors = [index for index, x in enumerate(leaves) if isinstance(x, Tensor)]
+        result_leaves, result_structure = flatten(results, none_is_leaf=True)
+        present = [index for index, x in enumerate(result_leaves) if x is not None]
+
+        def rerun(*xs: Tensor) -> Tensors:
+            """Return the shards of the results, from the tensors among the inputs."""
+            values = [*leaves]
+            for index, x in zip(tensors, xs, strict=True):
+                values[index] = x
+            again = flatten(program(*unflatten(structure, values)), none_is_leaf=True)[0]
+            return tuple([shard for index in present for shard in shards_of(again[index])])
+
+        inputs = [leaves[index] for index in tensors]
+        outputs = tuple([x for index in present for x in shards_of(result_leaves[index])])
+        attached = iter(_Rerun.apply(rerun, self.random, outputs, *inputs))
+        for index in present:
+            shards = [next(attached) for _ in shards_of(result_leaves[index])]
+            result_leaves[index] = like(result_leaves[index], shards)
+        return unflatten(result_structure, result_leaves)
+
+
+_TENSORS = (Sharded, Tensor)
+
+
+class _Rerun(Function):
+    """Forward: results that are there already. Backward: that of a program that computes them again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rerun: Callable[..., Tensors],
+        random: DrawState,
+        outputs: Tensors,
+        *inputs: Tensor,
+    ) -> Tensors:
+        ctx.rerun, ctx.random = rerun, random
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        return tuple([x.detach() for x in outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        inputs: Tensors = ctx.saved_tensors
+        needs = ctx.needs_input_grad[3:]
+        targets = [index for index, need in enumerate(needs) if need]
+        used = [index for index, g in enumerate(cotangents) if g is not None]
+
+        def of_targets(*values: Tensor) -> Tensors:
+            xs = [*inputs]
+            for index, x in zip(targets, values, strict=True):
+                xs[index] = x
+            outputs = ctx.rerun(*xs)
+            return tuple([outputs[index] for index in used])
+
+        before = random_state()
+        ctx.random.set()  # the draws are those of the step
+        try:
+            pull: Any = torch.func.vjp(of_targets, *[inputs[index] for index in targets])[1]
+        finally:
+            before.set()
+        gradients = iter(pull(tuple([cotangents[index] for index in used])))
+        return None, None, None, *[next(gradients) if need else None for need in needs]
