@@ -19,7 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import (  # no public API
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+)
 
 from fshard.mesh.collectives.api import psum, pvary
 from fshard.mesh.collectives.autograd import Tensors, recorded
@@ -35,10 +39,11 @@ from fshard.mesh.layout import (
     unflatten,
 )
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import reshard, spread, unshard
+from fshard.mesh.reshard.device_put import reshard, reshard_all, spread, unshard
 from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.scope import loss_scope, require
 from fshard.optim.leaves import like, shards_of, trainable, without_static
+from fshard.source import call_site
 from fshard.transforms.array_checks import validate_mesh
 from fshard.transforms.batch import Batch, BatchPart, Slice, device_shard, shard_batch
 from fshard.transforms.fsdp.param_runtime import numbered, validate_ties_frozen
@@ -61,8 +66,7 @@ def validate_differentiable(options: StepOptions) -> None:
     if names := [name for name, flag in flags.items() if flag]:
         raise ValueError(
             f"{options.caller} must not have {', '.join(names)} where its result is differentiated, within a torch.func "
-            f"transform or by autograd. Differentiate a function without: fs.{options.caller} of a loss_fn that returns "
-            "the loss alone."
+            "transform or by autograd. Differentiate one without, whose loss_fn returns the loss alone."
         )
 
 
@@ -152,7 +156,7 @@ class MeanLoss:
     def __call__(self, leaves: Sequence[Sharded]) -> Tensor:
         """Return the loss at these parameters."""
         used = [self.options.used(x.layout) for x in self.leaves]
-        arrays = [reshard(x, layout) for x, layout in zip(leaves, used, strict=True)]
+        arrays = reshard_all(leaves, used, call_site())  # shards of uneven dims may be shorter
         arrays += self.batch.arrays.values()
         varying = [_unnamed(self.mesh, layout) for layout in used]
         varying += [self.mesh.axis_names] * len(self.batch.arrays)
@@ -189,10 +193,9 @@ class MeanLoss:
             loss = one_loss(options, result, part)
             loss_dtype = torch.promote_types(loss.dtype, torch.float32)
             weight = weight.to(loss.device)
-            if _is_zero(weight) and not collectives.is_mixed:
-                continue  # it adds nothing, even if it is not finite
-            finite_loss = torch.where(weight > 0, loss, 0)
-            total = total + finite_loss * weight
+            adds_nothing = value_of(weight) == 0 and not collectives.is_mixed
+            weighted = _derivative_by_weight(loss, weight) if adds_nothing else loss * weight
+            total = total + weighted
             total_weight = total_weight + weight
 
         device_type = self.mesh.device_type
@@ -201,7 +204,7 @@ class MeanLoss:
             for x in (total, total_weight)
         ]
         loss_sum, weight_sum = psum(sums, self.mesh.axis_names)
-        if _is_zero(weight_sum):
+        if value_of(weight_sum) == 0:
             nonzero_weight(0.0)
         return (loss_sum / weight_sum).to(loss_dtype)
 
@@ -243,14 +246,27 @@ def _weight(options: StepOptions, batch: Batch, part: Slice) -> Tensor:
     weight = weight_of(options.weight(batch.tree(part.leaves)))
     if weight.is_meta:
         return torch.ones_like(weight)
-    if not is_functorch_wrapped_tensor(weight) and not 0 <= weight.item() < inf:
-        raise ValueError(f"weight= must return finite numbers of at least 0; got {weight.item()}.")
+    value = value_of(weight)
+    if value is not None and not 0 <= value < inf:
+        raise ValueError(f"weight= must return finite numbers of at least 0; got {value}.")
     return weight
 
 
-def _is_zero(x: Tensor) -> bool:
-    """Return True if a number is known to be 0: its value is not read within a transform."""
-    return not x.is_meta and not is_functorch_wrapped_tensor(x) and x.item() == 0
+def _derivative_by_weight(loss: Tensor, weight: Tensor) -> Tensor:
+    """Return a 0 for a loss of weight 0, finite or not, whose derivative by the weight is the loss."""
+    value = loss.detach()
+    is_finite = value.isfinite()
+    not_a_number = (weight * float("nan")).masked_fill(torch.ones_like(is_finite), 0)
+    return torch.where(is_finite, value * weight, not_a_number)
+
+
+def value_of(x: Tensor) -> float | None:
+    """Return the value of a number, also of one that transforms of torch.func look at; None if vmap maps over it."""
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            return None
+        x = get_unwrapped(x)
+    return None if x.is_meta else x.item()
 
 
 # Its gradient.
@@ -285,11 +301,16 @@ class DifferentiableStep:
 
         shards = [leaves[index].shards for index in self.trained]
         gradients, loss = torch.func.grad_and_value(of_trained)(shards)
+        if scale is not None:
+            gradients = [tuple([x * scale for x in gradient]) for gradient in gradients]
+        trained = [leaves[index] for index in self.trained]
+        layouts = [options.gradients(x.layout) for x in trained]
+        arrays = [like(x, gradient) for x, gradient in zip(trained, gradients, strict=True)]
+        resharded = reshard_all(arrays, layouts, call_site())
+
         grads: list[Any] = [None] * len(leaves)
-        for index, gradient in zip(self.trained, gradients, strict=True):
-            gradient = gradient if scale is None else tuple([x * scale for x in gradient])
-            layout = options.gradients(leaves[index].layout)
-            grads[index] = reshard(like(leaves[index], gradient), layout)
+        for index, gradient in zip(self.trained, resharded, strict=True):
+            grads[index] = gradient
         return loss, unflatten(self.structure, [grads[number] for number in self.numbers])
 
 

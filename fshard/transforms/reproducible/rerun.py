@@ -20,7 +20,7 @@ from torch.autograd.function import Function
 from fshard.mesh.collectives.autograd import Tensors, recorded
 from fshard.mesh.layout import PyTree, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded, flatten_shards
-from fshard.optim.leaves import like, shards_of
+from fshard.optim.leaves import firsts_of, like, shards_of
 from fshard.transforms.reproducible.randomness import DrawState, random_state
 
 
@@ -44,25 +44,24 @@ class RecordedInputs:
         The program runs in the backward. Where there was no result, None, it may have one.
         """
         leaves, structure = flatten_shards(self.inputs)
-        tensors = [index for index, x in enumerate(leaves) if isinstance(x, Tensor)]
+        tensors = {id(x): x for x in leaves if isinstance(x, Tensor)}  # tied ones once
         result_leaves, result_structure = flatten(results, none_is_leaf=True)
-        present = [index for index, x in enumerate(result_leaves) if x is not None]
+        firsts = firsts_of(result_leaves)
+        present = [index for index in {*firsts} if result_leaves[index] is not None]
 
         def rerun(*xs: Tensor) -> Tensors:
             """Return the shards of the results, from the tensors among the inputs."""
-            values = [*leaves]
-            for index, x in zip(tensors, xs, strict=True):
-                values[index] = x
-            again = flatten(program(*unflatten(structure, values)), none_is_leaf=True)[0]
+            values = dict(zip(tensors, xs, strict=True))
+            inputs = unflatten(structure, [values.get(id(x), x) for x in leaves])
+            again = flatten(program(*inputs), none_is_leaf=True)[0]
             return tuple([shard for index in present for shard in shards_of(again[index])])
 
-        inputs = [leaves[index] for index in tensors]
         outputs = tuple([x for index in present for x in shards_of(result_leaves[index])])
-        attached = iter(_Rerun.apply(rerun, self.random, outputs, *inputs))
+        attached = iter(_Rerun.apply(rerun, self.random, outputs, *tensors.values()))
         for index in present:
             shards = [next(attached) for _ in shards_of(result_leaves[index])]
             result_leaves[index] = like(result_leaves[index], shards)
-        return unflatten(result_structure, result_leaves)
+        return unflatten(result_structure, [result_leaves[first] for first in firsts])
 
 
 _TENSORS = (Sharded, Tensor)
