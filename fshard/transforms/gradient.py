@@ -211,25 +211,14 @@ class GradientFunction:
         inputs = StepInputs(
             leaves, structure, restore, indices, numbers, sharded_batch, before, key, scale, site
         )
-        devices, steps = local_devices(mesh), dict[int, Any]()
-
-        def on_device(device: int) -> DeviceResult:
-            index = devices.index(device) if len(devices) > 1 else 0
-            step = steps[device] = self.device_step(plans, inputs, index, device)  # (2)
-            return step.run()
-
         claim(leaves, "parameters")
         claim(buffers, "buffers")
         try:
-            with (
-                deterministic(options.reproducible, mesh.device_type),
-                purpose("activations", site),
-                setting(activations=options.activations),
-            ):
-                results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
-        except BaseException as error:
-            self.failed(mesh, steps, error)
-            raise
+            results = self._on_devices(plans, inputs, mesh)
+        except RuntimeError as error:
+            if not self.runs_again(plans, error):
+                raise
+            results = self._on_devices(plans, inputs, mesh)
         plans.order = results[0].order
         grads = gradient_tree(
             plans.leaves, [result.gradients for result in results], structure, numbers
@@ -240,6 +229,30 @@ class GradientFunction:
         return StepValue(
             results[0].loss, results[0].weight, sharded_batch.samples, after, aux
         ), grads
+
+    def _on_devices(self, plans: Any, inputs: StepInputs, mesh: Mesh) -> list[DeviceResult]:
+        """Run the step of each local device."""
+        options, devices, steps = self.options, local_devices(mesh), dict[int, Any]()
+
+        def on_device(device: int) -> DeviceResult:
+            index = devices.index(device) if len(devices) > 1 else 0
+            step = steps[device] = self.device_step(plans, inputs, index, device)  # (2)
+            return step.run()
+
+        try:
+            with (
+                deterministic(options.reproducible, mesh.device_type),
+                purpose("activations", inputs.site),
+                setting(activations=options.activations),
+            ):
+                return run_on_devices(mesh, on_device, mapped=mesh.axis_names)
+        except BaseException as error:
+            self.failed(mesh, steps, error)
+            raise
+
+    def runs_again(self, plans: Any, error: RuntimeError) -> bool:
+        """Return True if the step that raised may succeed with plans that this changes."""
+        return False
 
     def differentiable(self, params: PyTree, *inputs: PyTree) -> DifferentiableStep:
         """Return the loss and its gradient as functions that can be differentiated."""
@@ -405,6 +418,18 @@ class Gradient(GradientFunction):
             key,
             scale,
         )
+
+    # Note [torch.func refuses saved-tensor hooks]
+    # Under ZeRO-3 such hooks let unsharded parameters be freed until the backward. torch.func's grad, vjp, jacrev and
+    # hessian raise under any, and nothing tells beforehand that a loss function calls one. So the first step that does
+    # runs again, from its inputs and with its draws, and it and all later ones go without the hooks: what autograd saves
+    # stays unsharded until the backward, as with reshard_after_forward=False.
+    def runs_again(self, plans: ParamPlans, error: RuntimeError) -> bool:
+        """Return True if the loss function calls torch.func, which needs a step without saved-tensor hooks."""
+        if plans.keeps_saved or "support saved tensor hooks" not in str(error):
+            return False
+        plans.keeps_saved = True
+        return True
 
     def failed(self, mesh: Mesh, steps: Mapping[int, ModelStep], error: BaseException) -> None:
         """Name the units in which devices differ."""

@@ -193,12 +193,7 @@ def test_torch_func_works_in_every_zero_stage(loss_fn, options):
     params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
     expected = serial(loss_fn, params, x)
     for stage in STAGES:
-        keeping = (
-            fs.with_unsharded_params(loss_fn, keep=True)
-            if stage == 3 and "reshard_after_forward" not in options
-            else loss_fn
-        )
-        assert_equal(sharded(keeping, params, x, N, stage, live_units=1, **options), expected)
+        assert_equal(sharded(loss_fn, params, x, N, stage, live_units=1, **options), expected)
 
 
 def test_kept_part_inside_remat_still_recomputes():
