@@ -17,7 +17,15 @@ from fshard.memory.state import at_once
 from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import ArrayOptimizer, Optimizer, Update, elementwise_leaves
-from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, map_shards, trainable
+from fshard.optim.leaves import (
+    Leaf,
+    Leaves,
+    count_from_zero,
+    differentiable,
+    each_shard,
+    map_shards,
+    trainable,
+)
 from fshard.optim.norms import global_norm
 from fshard.optim.per_device import inner_optimizer
 from fshard.optim.rules import foreach
@@ -75,7 +83,7 @@ def scale(factor: Rate) -> Optimizer:
     """
     validate("scale", within("(-inf, inf)", factor=factor))
 
-    @torch.no_grad()
+    @differentiable
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         by = rate_at(factor, int(state["count"]))
         return each_shard(lambda grad: grad * by, grads), {"count": state["count"] + 1}
@@ -156,7 +164,7 @@ def add_decayed_weights(decay: float) -> Optimizer:
         return map_shards(total, grad, param) if grad is not None and trainable(param) else grad
 
     def total(grad: Tensor, param: Tensor) -> Tensor:
-        return foreach.add_multiple([grad], [param.detach().to(grad.dtype)], decay)[0]
+        return foreach.add_multiple([grad], [param.to(grad.dtype)], decay)[0]
 
     def on_trees(grads: PyTree, params: PyTree) -> PyTree:
         leaves = Leaves.of(params)
@@ -168,7 +176,7 @@ def add_decayed_weights(decay: float) -> Optimizer:
 def _stateless(transform: Callable[[PyTree, PyTree], PyTree]) -> Optimizer:
     """Make a transformation of a function of gradients and parameters."""
 
-    @torch.no_grad()
+    @differentiable
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return transform(grads, params), state
 

@@ -36,7 +36,7 @@ from fshard.mesh.reshard.device_put import reshard_all
 from fshard.mesh.spmd.run import resolve_mesh
 from fshard.optim.compression import Compression
 from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
-from fshard.optim.leaves import Leaf, Leaves, kind_of
+from fshard.optim.leaves import Leaf, Leaves, kind_of, undifferentiable
 from fshard.optim.offload import offloaded
 from fshard.optim.per_device import array_optimizer, check_not_partitioned
 from fshard.source import Site, call_site
@@ -205,7 +205,7 @@ def _compressed(
 
     def compressed(act: Update) -> Update:
         @uncompiled
-        @torch.no_grad()
+        @undifferentiable
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             grads, state = reduced.reduce(grads, state)
             params, inner = act(grads, state["inner"], params)

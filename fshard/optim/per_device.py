@@ -22,9 +22,13 @@ from torch import Tensor
 
 from fshard.errors import OptimizerError
 from fshard.memory.state import at_once, stored
-from fshard.mesh.layout import NAMESPACE, PyTree, Structure, flatten, unflatten
+from fshard.mesh.collectives.autograd import Tensors, transformed
+from fshard.mesh.layout import NAMESPACE, Layout, Mesh, PyTree, Structure, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import spread, unshard
+from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.run import local_devices, run_on_devices
+from fshard.mesh.spmd.scope import Group, loss_scope
 from fshard.optim.contract import ArrayOptimizer, Update, check_optimizer
 from fshard.optim.leaves import (
     Leaf,
@@ -34,7 +38,9 @@ from fshard.optim.leaves import (
     is_unsharded,
     kind_of,
     like,
+    raise_undifferentiable,
     shape_of_shard,
+    shards_of,
     trainable,
 )
 from fshard.optim.norms import cut_axes, local_arrays
@@ -73,7 +79,16 @@ def array_optimizer(opt: Any, who: str) -> Any:
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             return _DeviceTrees(params, elementwise, grads).act(act, state, writes=writes)
 
-        return run
+        def run_or_derive(
+            grads: PyTree, state: PyTree, params: PyTree
+        ) -> tuple[PyTree, PyTree]:
+            if not transformed():
+                return run(grads, state, params)
+            if writes:
+                raise_undifferentiable()
+            return _differentiable_update(act, elementwise, grads, state, params)
+
+        return run_or_derive
 
     return ArrayOptimizer(
         init,
@@ -105,11 +120,77 @@ def check_not_partitioned(opt: Any, who: str) -> None:
         )
 
 
+def _differentiable_update(
+    update: Update, elementwise: Any, grads: PyTree, state: PyTree, params: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Run an update within a transform of torch.func: as one differentiable program of all devices."""
+    mesh = next((x.mesh for x in flatten(params)[0] if isinstance(x, Sharded)), None)
+
+    def of_device(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        trees = _DeviceTrees(params, elementwise, grads)
+        trees.is_recorded = True
+        if mesh is None:
+            return trees.act(update, state, writes=False)
+        with loss_scope(mesh.axis_names, _refuse_collective):
+            return trees.act(update, state, writes=False)
+
+    if mesh is None:
+        return of_device(grads, state, params)
+    return _mapped_over_devices(of_device, mesh, (grads, state, params))
+
+
+def _mapped_over_devices(function: Callable[..., PyTree], mesh: Mesh, trees: PyTree) -> PyTree:
+    """Run a function of trees of arrays on each device, which has its own shards; return its results as arrays.
+
+    Plain tensors are global values. All devices return the same tree of arrays and plain tensors.
+    """
+    leaves, structure = flatten(trees, none_is_leaf=True)
+    inputs = [index for index, x in enumerate(leaves) if isinstance(x, Sharded | Tensor)]
+    arrays = [
+        x if isinstance(x, Sharded) else spread(x, Layout(mesh))
+        for x in (leaves[index] for index in inputs)
+    ]
+    results: list[tuple[list[Any], Structure]] = []  # of any device: equal but for the values
+
+    def on_device(device: int, xs: Tensors) -> Tensors:
+        values = [*leaves]
+        for index, x in zip(inputs, xs, strict=True):
+            leaf = leaves[index]
+            values[index] = like(leaf, [x]) if isinstance(leaf, Sharded) else x
+        outputs, output_structure = flatten(
+            function(*unflatten(structure, values)), none_is_leaf=True
+        )
+        results.append((outputs, output_structure))
+        return tuple([shard for x in outputs if isinstance(x, _ARRAYS) for shard in shards_of(x)])
+
+    columns = iter(run_mapped(mesh, on_device, [x.shards for x in arrays]))
+    outputs, output_structure = results[-1]
+    for index, x in enumerate(outputs):
+        if isinstance(x, Sharded):
+            outputs[index] = like(x, next(columns))
+        elif isinstance(x, Tensor):
+            outputs[index] = unshard(Sharded(tuple(x.shape), Layout(mesh), next(columns)))
+    return unflatten(output_structure, outputs)
+
+
+_ARRAYS = (Sharded, Tensor)
+
+
+def _refuse_collective(call: str, group: Group) -> None:
+    """Raise: the transpose of a collective depends on which values of an update are replicated."""
+    if call not in ("fs.pvary", "fs.axis_size", "fs.axis_index"):
+        raise OptimizerError(
+            f"an update within a transform of torch.func must not communicate; got {call}. Compute the number before, "
+            "fs.optim.global_norm(grads), and scale the gradients that the update gets."
+        )
+
+
 class _DeviceTrees:
     """Parameters and gradients as the trees of the local devices: None for what a device does not update."""
 
     def __init__(self, params: PyTree, elementwise: Any, grads: PyTree = None) -> None:
         self.params = at = Leaves.of(params)
+        self.is_recorded = False
         if elementwise is not True:
             check_unsharded("A pair of plain functions without elementwise=True", at)
         self.grads = at.leaves if grads is None else at.gradients(grads)
@@ -134,7 +215,10 @@ class _DeviceTrees:
 
     def local(self, leaves: list[Leaf], index: int) -> PyTree:
         """Return the tree of a local device."""
-        return self.tree({i: _shard(leaves[i], index) for i in self.held[index]})
+        shards = {i: _shard(leaves[i], index) for i in self.held[index]}
+        if not self.is_recorded:
+            shards = {i: x.detach() if isinstance(x, Tensor) else x for i, x in shards.items()}
+        return self.tree(shards)
 
     def init(self, init: Callable[[PyTree], PyTree]) -> PyTree:
         """Run an init on each device, and assemble the state."""
@@ -219,8 +303,7 @@ class _DeviceTrees:
 
 
 def _shard(leaf: Leaf, index: int) -> Any:
-    x = leaf.shards[index] if isinstance(leaf, Sharded) else leaf
-    return x.detach() if isinstance(x, Tensor) else x
+    return leaf.shards[index] if isinstance(leaf, Sharded) else leaf
 
 
 def _assembled(param: Leaf, shards: Sequence[Any]) -> Leaf:

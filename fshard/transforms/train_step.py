@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard.memory.kinds import claim, mark, purpose
+from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.optim.contract import Optimizer, copied, step_of
@@ -181,6 +182,11 @@ def train_step(
             )
             raise ValueError(f"train_step: a step takes ({takes}), {2 + len(inputs)} are given.")
         buffers, batch = inputs if step_options.has_buffers else ((), *inputs)
+        if transformed():
+            raise TypeError(
+                "train_step: a step must not be called within a transform of torch.func, such as vjp; it writes in place. "
+                "Differentiate fs.grad and an update: fs.optim.apply_updates(params, opt.update(grads, state, params)[0])."
+            )
         validate_run(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
         claim(state, "state")
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0

@@ -28,7 +28,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.optim.by_label import NOTHING, by_label
 from fshard.optim.contract import ArrayOptimizer, Optimizer, check_optimizer, copied, differences
-from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable
+from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable, undifferentiable
 from fshard.optim.rules.adam import adam, adamw
 from fshard.optim.rules.sgd import sgd
 from fshard.optim.torch_optim.classes import CLASSES, check_divisible, from_torch
@@ -357,7 +357,7 @@ class InstanceSource(TorchSource):
                 state[name] = stored(put_equal(x, leaf.layout)).shards[0]
         return self.state
 
-    @torch.no_grad()
+    @undifferentiable
     def _step(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         leaves = Leaves.of(params)
         gradients = leaves.gradients(grads)
