@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard.memory.state import at_once
+from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import ArrayOptimizer, Optimizer, Update, elementwise_leaves
@@ -146,6 +147,10 @@ def clip_by_global_norm(max_norm: float, order: float = 2) -> Optimizer:
 def shrunk(grads: PyTree, norm: Tensor, max_norm: float) -> PyTree:
     """Return gradients of some norm with one that is at most `max_norm`."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if transformed():  # a product of arrays, whose gradient by the factor is the sum over all shards
+        return Leaves.of(grads).mapped(
+            lambda grad: None if grad is None else grad * factor.to(grad.dtype)
+        )
     if factor.is_cpu and bool(factor == 1.0):  # available without waiting for a device
         return grads
     return each_shard(lambda grad: grad * factor.to(grad.device, grad.dtype), grads)

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from fshard.errors import OptimizerError
 from fshard.memory.state import at_once, stored
+from fshard.mesh.collectives.api import pvary, replicated
 from fshard.mesh.collectives.autograd import Tensors, transformed
-from fshard.mesh.layout import NAMESPACE, Layout, Mesh, PyTree, Structure, flatten, unflatten
+from fshard.mesh.layout import NAMESPACE, Layout, Mesh, P, PyTree, Structure, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import spread, unshard
+from fshard.mesh.spmd.call_plan import unnamed
 from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.run import local_devices, run_on_devices
 from fshard.mesh.spmd.scope import Group, loss_scope
@@ -142,7 +144,9 @@ def _differentiable_update(
 def _mapped_over_devices(function: Callable[..., PyTree], mesh: Mesh, trees: PyTree) -> PyTree:
     """Run a function of trees of arrays on each device, which has its own shards; return its results as arrays.
 
-    Plain tensors are global values. All devices return the same tree of arrays and plain tensors.
+    Plain tensors are global values. All devices return the same tree of arrays and plain tensors. Inside, every value is
+    varying: a number that meets shards has the sum of all devices' gradients. So replicated inputs become varying, and
+    of results that are replicated one device's cotangent counts.
     """
     leaves, structure = flatten(trees, none_is_leaf=True)
     inputs = [index for index, x in enumerate(leaves) if isinstance(x, Sharded | Tensor)]
@@ -153,15 +157,28 @@ def _mapped_over_devices(function: Callable[..., PyTree], mesh: Mesh, trees: PyT
     results: list[tuple[list[Any], Structure]] = []  # of any device: equal but for the values
 
     def on_device(device: int, xs: Tensors) -> Tensors:
-        values = [*leaves]
-        for index, x in zip(inputs, xs, strict=True):
-            leaf = leaves[index]
-            values[index] = like(leaf, [x]) if isinstance(leaf, Sharded) else x
+        values, zero = [*leaves], 0.0
+        for index, array, x in zip(inputs, arrays, xs, strict=True):
+            axes = unnamed(mesh.axis_names, array.spec)
+            if axes and (x.is_floating_point() or x.is_complex()):
+                x, anchor = pvary([x, x.new_zeros(())], axes)
+                zero = zero + anchor.real.double()
+            values[index] = like(leaves[index], [x])
         outputs, output_structure = flatten(
             function(*unflatten(structure, values)), none_is_leaf=True
         )
         results.append((outputs, output_structure))
-        return tuple([shard for x in outputs if isinstance(x, _ARRAYS) for shard in shards_of(x)])
+
+        shards: list[Tensor] = []
+        for leaf in outputs:
+            for x in shards_of(leaf) if isinstance(leaf, _ARRAYS) else ():
+                if x.is_floating_point() or x.is_complex():
+                    x = x + torch.as_tensor(zero).to(x.dtype)  # all devices go back to all inputs
+                    spec = leaf.spec if isinstance(leaf, Sharded) else P()
+                    axes = unnamed(mesh.axis_names, spec)
+                    x = replicated(x, axes) if axes else x
+                shards.append(x)
+        return tuple(shards)
 
     columns = iter(run_mapped(mesh, on_device, [x.shards for x in arrays]))
     outputs, output_structure = results[-1]
