@@ -128,17 +128,29 @@ def _differentiable_update(
     """Run an update within a transform of torch.func: as one differentiable program of all devices."""
     mesh = next((x.mesh for x in flatten(params)[0] if isinstance(x, Sharded)), None)
 
-    def of_device(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    def local_update(*trees: PyTree) -> tuple[PyTree, PyTree]:
+        if mesh is None:
+            return update(*trees)
+        with loss_scope(mesh.axis_names, _refuse_collective):
+            return update(*trees)
+
+    def of_arrays(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         trees = _DeviceTrees(params, elementwise, grads)
         trees.is_recorded = True
-        if mesh is None:
-            return trees.act(update, state, writes=False)
-        with loss_scope(mesh.axis_names, _refuse_collective):
-            return trees.act(update, state, writes=False)
+        return trees.act(local_update, state, writes=False)
 
     if mesh is None:
-        return of_device(grads, state, params)
-    return _mapped_over_devices(of_device, mesh, (grads, state, params))
+        return of_arrays(grads, state, params)
+    return _mapped_over_devices(of_arrays, mesh, (grads, state, params))
+
+
+def _refuse_collective(call: str, group: Group) -> None:
+    """Raise: the derivative of a collective depends on which values of an update are replicated."""
+    if call not in ("fs.pvary", "fs.axis_size", "fs.axis_index"):
+        raise OptimizerError(
+            f"an update of shards within a transform of torch.func must not communicate; got {call}. Compute the number before "
+            "the update, such as fs.optim.global_norm(grads) of the global arrays, and scale the gradients that the update gets."
+        )
 
 
 def _mapped_over_devices(function: Callable[..., PyTree], mesh: Mesh, trees: PyTree) -> PyTree:
