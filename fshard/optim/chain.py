@@ -147,7 +147,9 @@ def clip_by_global_norm(max_norm: float, order: float = 2) -> Optimizer:
 def shrunk(grads: PyTree, norm: Tensor, max_norm: float) -> PyTree:
     """Return gradients of some norm with one that is at most `max_norm`."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if transformed():  # a product of arrays, whose gradient by the factor is the sum over all shards
+    if (
+        transformed()
+    ):  # a product of arrays, whose gradient by the factor is the sum over all shards
         return Leaves.of(grads).mapped(
             lambda grad: None if grad is None else grad * factor.to(grad.dtype)
         )

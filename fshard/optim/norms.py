@@ -91,8 +91,10 @@ def global_dot(x: PyTree, y: PyTree) -> Tensor:
 
     Of complex elements it is the real part of conj(x) * y, so that `global_dot(x, x)` is the square of `global_norm(x)`.
     Products are made and added in float64. Arrays of any layouts may meet: those of y are resharded to those of x, and
-    unreduced ones are reduced. In an `update` of plain tensors, the trees are like its parameters. Communicates one `psum` of 8 bytes beside that, over the axes that shard any leaf. Tied
-    pairs count once, None counts as nothing. It may be differentiated: then there is a psum for each leaf.
+    unreduced ones are reduced. In an `update` of plain tensors, the trees are like its parameters, as for `global_norm`.
+
+    Communicates one `psum` of 8 bytes beside that, over the axes that shard any leaf. Tied pairs count once, None counts
+    as nothing. It may be differentiated: then there is a psum for each leaf.
 
     >>> import torch, fshard as fs
     >>> from fshard import P

@@ -24,7 +24,6 @@ from math import prod
 from operator import is_
 from typing import Any, Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, OptimizerError

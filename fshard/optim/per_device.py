@@ -81,9 +81,7 @@ def array_optimizer(opt: Any, who: str) -> Any:
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             return _DeviceTrees(params, elementwise, grads).act(act, state, writes=writes)
 
-        def run_or_derive(
-            grads: PyTree, state: PyTree, params: PyTree
-        ) -> tuple[PyTree, PyTree]:
+        def run_or_derive(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             if not transformed():
                 return run(grads, state, params)
             if writes:
@@ -135,8 +133,7 @@ def _differentiable_update(
             return update(*trees)
 
     def of_arrays(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        trees = _DeviceTrees(params, elementwise, grads)
-        trees.is_recorded = True
+        trees = _DeviceTrees(params, elementwise, grads, is_recorded=True)
         return trees.act(local_update, state, writes=False)
 
     if mesh is None:
@@ -148,8 +145,8 @@ def _refuse_collective(call: str, group: Group) -> None:
     """Raise: the derivative of a collective depends on which values of an update are replicated."""
     if call not in ("fs.pvary", "fs.axis_size", "fs.axis_index"):
         raise OptimizerError(
-            f"an update of shards within a transform of torch.func must not communicate; got {call}. Compute the number before "
-            "the update, such as fs.optim.global_norm(grads) of the global arrays, and scale the gradients that the update gets."
+            f"an update of shards within a transform of torch.func must not communicate; got {call}. Compute the number "
+            "before, such as fs.optim.global_norm(grads) of the arrays, and scale the gradients that the update gets."
         )
 
 
@@ -205,21 +202,22 @@ def _mapped_over_devices(function: Callable[..., PyTree], mesh: Mesh, trees: PyT
 _ARRAYS = (Sharded, Tensor)
 
 
-def _refuse_collective(call: str, group: Group) -> None:
-    """Raise: the transpose of a collective depends on which values of an update are replicated."""
-    if call not in ("fs.pvary", "fs.axis_size", "fs.axis_index"):
-        raise OptimizerError(
-            f"an update within a transform of torch.func must not communicate; got {call}. Compute the number before, "
-            "fs.optim.global_norm(grads), and scale the gradients that the update gets."
-        )
-
-
 class _DeviceTrees:
-    """Parameters and gradients as the trees of the local devices: None for what a device does not update."""
+    """Parameters and gradients as the trees of the local devices: None for what a device does not update.
 
-    def __init__(self, params: PyTree, elementwise: Any, grads: PyTree = None) -> None:
+    `is_recorded`: whether something takes derivatives, so that devices get their shards themselves; else detached ones.
+    """
+
+    def __init__(
+        self,
+        params: PyTree,
+        elementwise: Any,
+        grads: PyTree = None,
+        *,
+        is_recorded: bool = False,
+    ) -> None:
         self.params = at = Leaves.of(params)
-        self.is_recorded = False
+        self.is_recorded = is_recorded
         if elementwise is not True:
             check_unsharded("A pair of plain functions without elementwise=True", at)
         self.grads = at.leaves if grads is None else at.gradients(grads)

@@ -229,9 +229,7 @@ def _as_varying(
             groups.setdefault((axes, x.dtype), []).append(index)
     for (axes, _), indices in groups.items():
         example = xs[indices[0]]
-        *converted, anchor = pvary(
-            [*[xs[index] for index in indices], example.new_zeros(())], axes
-        )
+        *converted, anchor = pvary([*[xs[index] for index in indices], example.new_zeros(())], axes)
         for index, x in zip(indices, converted, strict=True):
             values[index] = x
         anchor = anchor.real if anchor.is_complex() else anchor

@@ -1,7 +1,8 @@
 """`evaluate`: the loss of a batch, forward only, on parameters in any layout.
 
 It is `value_and_grad` without the backward: units are unsharded one by one as they are used and freed, parts of the
-batch of any size are averaged by their weight, and nothing is recorded or reduced.
+batch of any size are averaged by their weight, and nothing is recorded or reduced. Where it is differentiated, a
+differentiable program takes its place: see `differentiable_gradient`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def evaluate(
             call `module.eval()` before, which `functionalize`'s apply follows.
 
     Communicates an all_gather per sharded unit and the psum of the means. It works under `torch.no_grad` and
-    `torch.inference_mode`, and restores the random state.
+    `torch.inference_mode`, and restores the random state. The loss may be differentiated by params and batch: within a
+    transform of torch.func, and by autograd where they require grad.
 
     >>> import torch, fshard as fs
     >>> from fshard import P

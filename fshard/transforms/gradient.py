@@ -377,9 +377,7 @@ class Gradient(GradientFunction):
         from fshard.transforms.differentiable_gradient import differentiable_step  # rare
 
         batch = inputs[-1]  # with buffers it raises
-        return differentiable_step(
-            self.options, resolve_mesh(self.mesh), self.specs, params, batch
-        )
+        return differentiable_step(self.options, resolve_mesh(self.mesh), self.specs, params, batch)
 
     def plan(
         self,

@@ -7,7 +7,7 @@ params, state, buffers, batch  ─> (with buffers) ─> params, state, buffers, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal, Unpack
 
 import torch
@@ -182,11 +182,6 @@ def train_step(
             )
             raise ValueError(f"train_step: a step takes ({takes}), {2 + len(inputs)} are given.")
         buffers, batch = inputs if step_options.has_buffers else ((), *inputs)
-        if transformed():
-            raise TypeError(
-                "train_step: a step must not be called within a transform of torch.func, such as vjp; it writes in place. "
-                "Differentiate fs.grad and an update: fs.optim.apply_updates(params, opt.update(grads, state, params)[0])."
-            )
         validate_run(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
         claim(state, "state")
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
@@ -218,7 +213,7 @@ def train_step(
         )
 
     warning = "torch.compile(step) has no effect. Compile the loss function: train_step(torch.compile(loss_fn), ...)."
-    wrapped: Any = uncompiled(step, warning=warning)
+    wrapped: Any = uncompiled(_outside_transforms(step), warning=warning)
     wrapped.init = opt.init  # for steps around this one: fs.comm.diloco
     wrapped.mesh, wrapped.state_memory, wrapped.update_on = (
         mesh,
@@ -229,6 +224,21 @@ def train_step(
         getattr(gradient, "program", None),
     )  # for fs.plan.cost
     return wrapped
+
+
+def _outside_transforms(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step that raises within a transform of torch.func, which does not see what it writes."""
+
+    @wraps(step)
+    def run(*args: PyTree) -> Any:
+        if transformed():
+            raise TypeError(
+                "train_step: a step must not be called within a transform of torch.func, such as vjp; it writes in place. "
+                "Differentiate fs.grad and an update: fs.optim.apply_updates(params, opt.update(grads, state, params)[0])."
+            )
+        return step(*args)
+
+    return run
 
 
 def _step_with_changes(

@@ -117,13 +117,18 @@ def test_learning_rate_in_the_state_has_its_derivative(rules):
     def loss(lr):
         return evaluate(unrolled(optimizer, gradient, params, {**state, "lr": lr}), BATCH)
 
-    expected = torch.func.grad(lambda lr: serial_loss(PURE["own"], SERIAL, {**serial_state, "lr": lr}))
+    expected = torch.func.grad(
+        lambda lr: serial_loss(PURE["own"], SERIAL, {**serial_state, "lr": lr})
+    )
     torch.testing.assert_close(grad(loss)(rate), expected(rate))
 
 
 def test_pure_step_is_differentiated():
     params = fs.shard_params(SERIAL, fs.fsdp("data"), mesh=MESH)
-    step, gradient = optim.pure_step(optim.scale(-0.5)), fs.grad(loss_fn, mesh=MESH, batch=P("data"))
+    step, gradient = (
+        optim.pure_step(optim.scale(-0.5)),
+        fs.grad(loss_fn, mesh=MESH, batch=P("data")),
+    )
     state = optim.scale(-0.5).init(params)
     after, pull = vjp(lambda p: step(gradient(p, BATCH), state, p)[0], params)
 

@@ -1,5 +1,7 @@
 """Derivatives of `value_and_grad` and `evaluate`, by torch.func and autograd: those of the serial loss and its gradient."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.func import grad
@@ -140,7 +142,7 @@ def in_slices(loss_fn, count):
 
     def mean(params, x):
         bounds = [number * len(x) // count for number in range(count + 1)]
-        slices = [x[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        slices = [x[start:stop] for start, stop in pairwise(bounds)]
         return sum(loss_fn(params, part) * len(part) for part in slices if len(part)) / len(x)
 
     return mean
@@ -388,7 +390,7 @@ def test_parameters_that_require_grad_train_as_others_do():
     value_and_grad = fs.value_and_grad(mean_loss, mesh=mesh, batch=P("data"))
     results = []
     for start in (params, leaves_that_require_grad(params)):
-        trained, state, _ = step(start, optimizer.init(start), BATCH)
+        trained, _, _ = step(start, optimizer.init(start), BATCH)
         _, gradient = value_and_grad(start, BATCH)
         updates, _ = optimizer.update(gradient, optimizer.init(start), start)
         by_hand = fs.optim.apply_updates(start, updates)
@@ -409,10 +411,11 @@ def test_parameters_written_before_the_backward_raise():
 
 
 @pytest.mark.parametrize(
-    ("options", "is_aux"),
-    [({"has_aux": True}, True), ({"reproducible": True, "slices": 4}, False)],
+    ("name", "options"),
+    [("has_aux", {"has_aux": True}), ("reproducible", {"reproducible": True, "slices": 4})],
 )
-def test_options_without_a_differentiable_program_raise(options, is_aux):
+def test_options_without_a_differentiable_program_raise(name, options):
+    is_aux = name == "has_aux"
     mesh = fs.make_mesh({"data": 2})
     params, _ = placed(mesh, P())
 
@@ -427,11 +430,11 @@ def test_options_without_a_differentiable_program_raise(options, is_aux):
     settings = {"mesh": mesh, "batch": P("data"), **options}
     value_and_grad = fs.value_and_grad(loss_fn, **settings)
     for function in (value_and_grad, fs.evaluate(loss_fn, **settings)):
-        with pytest.raises(ValueError, match=f"must not have {[*options][0]} where"):
+        with pytest.raises(ValueError, match=f"must not have {name} where"):
             jvp(lambda p, function=function: loss_of(function, p), (params,), (params,))
         leaves = leaves_that_require_grad(params)
         loss = loss_of(function, leaves)
-        with pytest.raises(ValueError, match=f"must not have {[*options][0]} where"):
+        with pytest.raises(ValueError, match=f"must not have {name} where"):
             torch.autograd.grad(loss, leaves["w"])
 
 
