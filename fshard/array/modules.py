@@ -186,15 +186,21 @@ def _resharded_like(arrays: Any, tangents: Any) -> Any:
     tangent_leaves, tangent_structure = torch_trees.tree_flatten(tangents)
     if tangent_structure != structure:
         return tangents
-    resharded: list[Any] = []
-    for leaf, tangent in zip(leaves, tangent_leaves, strict=True):
-        is_pair = isinstance(leaf, Sharded) and isinstance(tangent, Sharded)
-        if is_pair and leaf.shape == tangent.shape and leaf.mesh == tangent.mesh:
-            layout = _reduced(leaf).layout
-            tangent = with_spec(tangent, layout.spec, "lift")
-            tangent = Sharded(tangent.shape, layout, tangent.shards)  # of the unit of the array
-        resharded.append(tangent)
+    resharded = [
+        _resharded_tangent(leaf, tangent) if isinstance(leaf, Sharded) else tangent
+        for leaf, tangent in zip(leaves, tangent_leaves, strict=True)
+    ]
     return torch_trees.tree_unflatten(resharded, structure)
+
+
+def _resharded_tangent(array: Sharded, tangent: Any) -> Any:
+    if not isinstance(tangent, Sharded):
+        return tangent
+    if tangent.shape != array.shape or tangent.mesh != array.mesh:
+        return tangent
+    spec = array.spec.replace(unreduced=None)
+    moved = with_spec(tangent, spec, "lift")
+    return Sharded(moved.shape, array.layout.with_spec(spec), moved.shards)  # in its unit
 
 
 def _reduced(x: Sharded) -> Sharded:

@@ -339,5 +339,7 @@ def differentiable_step(
         for number, index in enumerate(indices)
         if trainable(leaves[index]) and not frozen[index]
     ]
-    mean_loss = MeanLoss(options, mesh, distinct, tree, watched_batch, drawn_key())
+    with outside_transforms():  # vmap would refuse to draw
+        key = drawn_key()
+    mean_loss = MeanLoss(options, mesh, distinct, tree, watched_batch, key)
     return DifferentiableStep(mean_loss, trained, structure, numbers)

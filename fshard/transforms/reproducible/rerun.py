@@ -9,7 +9,7 @@ So inputs that require grad cost nothing in a step, and a second derivative cost
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from fshard.transforms.reproducible.randomness import DrawState, random_state
 
 @dataclass(frozen=True)
 class RecordedInputs:
-    """Inputs of a step that require grad, with the random state that it begins in."""
+    """Inputs of a step that require grad, with the random state that the step begins in."""
 
     inputs: PyTree
     random: DrawState
@@ -34,9 +34,10 @@ class RecordedInputs:
     @staticmethod
     def of(*inputs: PyTree) -> RecordedInputs | None:
         """Return the inputs; None if autograd records none of them."""
-        leaves = flatten([*inputs])[0]
-        shards = [x for leaf in leaves if isinstance(leaf, _TENSORS) for x in shards_of(leaf)]
-        return RecordedInputs([*inputs], random_state()) if recorded(tuple(shards)) else None
+        for leaf in flatten([*inputs])[0]:
+            if isinstance(leaf, Sharded | Tensor) and recorded(shards_of(leaf)):
+                return RecordedInputs([*inputs], random_state())
+        return None
 
     def attach(self, program: Callable[..., PyTree], results: PyTree) -> PyTree:
         """Return results whose derivatives are those of a differentiable program of the inputs.
@@ -47,24 +48,30 @@ class RecordedInputs:
         tensors = {id(x): x for x in leaves if isinstance(x, Tensor)}  # tied ones once
         result_leaves, result_structure = flatten(results, none_is_leaf=True)
         firsts = firsts_of(result_leaves)
-        present = [index for index in {*firsts} if result_leaves[index] is not None]
+        distinct = sorted({*firsts})
+        present = [index for index in distinct if result_leaves[index] is not None]
 
         def rerun(*xs: Tensor) -> Tensors:
             """Return the shards of the results, from the tensors among the inputs."""
             values = dict(zip(tensors, xs, strict=True))
             inputs = unflatten(structure, [values.get(id(x), x) for x in leaves])
-            again = flatten(program(*inputs), none_is_leaf=True)[0]
-            return tuple([shard for index in present for shard in shards_of(again[index])])
+            return _shards(flatten(program(*inputs), none_is_leaf=True)[0], present)
 
-        outputs = tuple([x for index in present for x in shards_of(result_leaves[index])])
+        outputs = _shards(result_leaves, present)
         attached = iter(_Rerun.apply(rerun, self.random, outputs, *tensors.values()))
         for index in present:
-            shards = [next(attached) for _ in shards_of(result_leaves[index])]
-            result_leaves[index] = like(result_leaves[index], shards)
+            leaf = result_leaves[index]
+            shards = [next(attached) for _ in shards_of(leaf)]
+            result_leaves[index] = like(leaf, shards)
         return unflatten(result_structure, [result_leaves[first] for first in firsts])
 
 
-_TENSORS = (Sharded, Tensor)
+def _shards(leaves: Sequence[Any], indices: Sequence[int]) -> Tensors:
+    """Return the shards of some leaves."""
+    shards: list[Tensor] = []
+    for index in indices:
+        shards += shards_of(leaves[index])
+    return tuple(shards)
 
 
 class _Rerun(Function):
@@ -103,5 +110,9 @@ class _Rerun(Function):
             pull: Any = torch.func.vjp(of_targets, *[inputs[index] for index in targets])[1]
         finally:
             before.set()
-        gradients = iter(pull(tuple([cotangents[index] for index in used])))
-        return None, None, None, *[next(gradients) if need else None for need in needs]
+
+        gradients: list[Tensor | None] = [None] * len(inputs)
+        pulled = pull(tuple([cotangents[index] for index in used]))
+        for index, gradient in zip(targets, pulled, strict=True):
+            gradients[index] = gradient
+        return None, None, None, *gradients

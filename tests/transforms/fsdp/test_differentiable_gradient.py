@@ -333,6 +333,19 @@ def test_dropout_is_that_of_the_step():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_batches_are_mapped_over_by_vmap():
+    mesh = fs.make_mesh({"data": 2})
+    params, _ = placed(mesh, fs.fsdp("data"))
+    evaluate = fs.evaluate(mean_loss, mesh=mesh, batch=P("data"))
+    value_and_grad = fs.value_and_grad(mean_loss, mesh=mesh, batch=P("data"))
+    batches = torch.stack([BATCH, BATCH * 2, BATCH - 1])
+    expected = torch.stack([mean_loss(SERIAL, x) for x in batches])
+    for loss in (lambda x: evaluate(params, x), lambda x: value_and_grad(params, x)[0]):
+        torch.testing.assert_close(torch.func.vmap(loss)(batches), expected)
+    hessian = torch.func.hessian(lambda x: evaluate(params, x))(BATCH)
+    torch.testing.assert_close(hessian, torch.func.hessian(lambda x: mean_loss(SERIAL, x))(BATCH))
+
+
 # Autograd: inputs that require grad.
 
 
