@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as torch_trees
 
 from fshard.ambient import ambient
+from fshard.array.communicate import with_spec
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.sharded import ArrayNode, Sharded, typeof
@@ -131,14 +132,80 @@ def clip_grad_norm_(parameters: Iterable[Any], max_norm: float, norm_type: float
 def lift(transform: Callable[..., Any]) -> Callable[..., Any]:
     """Let a transform of torch.func take functions of arrays, and trees of them: it sees their shards.
 
-    It works for `grad`, `vjp`, `jvp` and `linearize`; `vmap`, and so `hessian`, do not map over arrays.
+    It works for `grad`, `vjp`, `jvp` and `linearize`; `vmap`, and so `hessian`, do not map over arrays. Tangents and
+    cotangents may have any layout: they are resharded to that of their array. Unreduced arrays are reduced.
 
     >>> import torch, fshard as fs
     >>> x = fs.array.ones(4, layout=fs.Layout(fs.make_mesh({"data": 2}), fs.P("data")))
     >>> fs.unshard(fs.array.lift(torch.func.grad)(lambda x: fs.unshard((x**2).sum()))(x))
     tensor([2., 2., 2., 2.])
     """
-    return _lifted(transform, to_nodes=False)
+    lifted = _lifted(transform, to_nodes=False)
+    aligned = _ALIGNED.get(transform)
+    return lifted if aligned is None else aligned(lifted)
+
+
+def _aligned_jvp(jvp: Callable[..., Any]) -> Callable[..., Any]:
+    def transform(func: Any, primals: Any, tangents: Any, **options: Any) -> Any:
+        return jvp(func, primals, _resharded_like(primals, tangents), **options)
+
+    return transform
+
+
+def _aligned_linearize(linearize: Callable[..., Any]) -> Callable[..., Any]:
+    def transform(func: Any, *primals: Any) -> Any:
+        output, push = linearize(func, *primals)
+        return output, lambda *tangents: push(*_resharded_like(primals, tangents))
+
+    return transform
+
+
+def _aligned_vjp(vjp: Callable[..., Any]) -> Callable[..., Any]:
+    def transform(func: Any, *primals: Any, **options: Any) -> Any:
+        output, pull, *aux = vjp(func, *primals, **options)
+
+        def aligned_pull(cotangents: Any, **more: Any) -> Any:
+            return pull(_resharded_like(output, cotangents), **more)
+
+        return output, aligned_pull, *aux
+
+    return transform
+
+
+_ALIGNED: dict[Any, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    torch.func.jvp: _aligned_jvp,
+    torch.func.linearize: _aligned_linearize,
+    torch.func.vjp: _aligned_vjp,
+}
+"""The transforms that take tangents or cotangents of arrays, and how to reshard these."""
+
+
+def _resharded_like(arrays: Any, tangents: Any) -> Any:
+    """Return a tree of tangents in the layouts of the arrays of another tree; torch raises if the trees differ."""
+    leaves, structure = torch_trees.tree_flatten(arrays)
+    tangent_leaves, tangent_structure = torch_trees.tree_flatten(tangents)
+    if tangent_structure != structure:
+        return tangents
+    resharded = [
+        _resharded_tangent(leaf, tangent) if isinstance(leaf, Sharded) else tangent
+        for leaf, tangent in zip(leaves, tangent_leaves, strict=True)
+    ]
+    return torch_trees.tree_unflatten(resharded, structure)
+
+
+def _resharded_tangent(array: Sharded, tangent: Any) -> Any:
+    if not isinstance(tangent, Sharded):
+        return tangent
+    if tangent.shape != array.shape or tangent.mesh != array.mesh:
+        return tangent
+    spec = array.spec.replace(unreduced=None)
+    moved = with_spec(tangent, spec, "lift")
+    return Sharded(moved.shape, array.layout.with_spec(spec), moved.shards)  # in its unit
+
+
+def _reduced(x: Sharded) -> Sharded:
+    """Return an array whose cotangent has its own layout: that of an unreduced one is replicated."""
+    return with_spec(x, x.spec.replace(unreduced=None), "lift") if x.spec.unreduced else x
 
 
 def _lifted(tree: Any, *, to_nodes: bool) -> Any:
@@ -150,7 +217,7 @@ def _lifted(tree: Any, *, to_nodes: bool) -> Any:
         if isinstance(x, ArrayNode):
             x.array.check()  # vmap gives shards of fewer dims
             return x.array
-        return ArrayNode(x) if to_nodes and isinstance(x, Sharded) else x
+        return ArrayNode(_reduced(x)) if to_nodes and isinstance(x, Sharded) else x
 
     def apply(function: Callable[..., Any], inputs: Any) -> Any:
         args, kwargs = _lifted(inputs, to_nodes=not to_nodes)

@@ -39,9 +39,9 @@ from fshard.booster.plugins import Plugin
 from fshard.errors import ScopeError
 from fshard.mesh.layout import PyTree, flatten
 from fshard.mesh.spmd.run import is_outside
+from fshard.randomness import folded, keyed_random
 from fshard.transforms.agreement import hash_of
 from fshard.transforms.batch import BatchPart, Cut, filled, rows_of
-from fshard.transforms.reproducible.randomness import folded, keyed_random
 
 
 class DeviceState:

@@ -11,7 +11,7 @@ from fshard.optim import schedules
 from fshard.optim.by_label import by_label, masked
 from fshard.optim.chain import add_decayed_weights, chain, clip_by_global_norm, clip_by_value, scale
 from fshard.optim.contract import Optimizer, apply_updates, pure_step, step_of
-from fshard.optim.norms import global_norm
+from fshard.optim.norms import global_dot, global_norm
 from fshard.optim.rules.adam import adam, adamw
 from fshard.optim.rules.lamb import lamb
 from fshard.optim.rules.lion import lion
@@ -47,6 +47,7 @@ __all__ = [
     "ema",
     "ema_params",
     "from_torch",
+    "global_dot",
     "global_norm",
     "lamb",
     "lion",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard.memory.state import at_once
+from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import (
@@ -23,7 +24,15 @@ from fshard.optim.contract import (
     elementwise_leaves,
     step_of,
 )
-from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, map_shards, trainable
+from fshard.optim.leaves import (
+    Leaf,
+    Leaves,
+    count_from_zero,
+    differentiable,
+    each_shard,
+    map_shards,
+    trainable,
+)
 from fshard.optim.norms import global_norm
 from fshard.optim.per_device import inner_optimizer
 from fshard.optim.rules import foreach
@@ -81,7 +90,7 @@ def scale(factor: Rate) -> Optimizer:
     """
     validate("scale", within("(-inf, inf)", factor=factor))
 
-    @torch.no_grad()
+    @differentiable
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         by = rate_at(factor, int(state["count"]))
         return each_shard(lambda grad: grad * by, grads), {"count": state["count"] + 1}
@@ -144,6 +153,12 @@ def clip_by_global_norm(max_norm: float, order: float = 2) -> Optimizer:
 def shrunk(grads: PyTree, norm: Tensor, max_norm: float) -> PyTree:
     """Return gradients of some norm with one that is at most `max_norm`."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if (
+        transformed()
+    ):  # a product of arrays, whose gradient by the factor is the sum over all shards
+        return Leaves.of(grads).mapped(
+            lambda grad: None if grad is None else grad * factor.to(grad.dtype)
+        )
     if factor.is_cpu and bool(factor == 1.0):  # available without waiting for a device
         return grads
     return each_shard(lambda grad: grad * factor.to(grad.device, grad.dtype), grads)
@@ -162,7 +177,7 @@ def add_decayed_weights(decay: float) -> Optimizer:
         return map_shards(total, grad, param) if grad is not None and trainable(param) else grad
 
     def total(grad: Tensor, param: Tensor) -> Tensor:
-        return foreach.add_multiple([grad], [param.detach().to(grad.dtype)], decay)[0]
+        return foreach.add_multiple([grad], [param.to(grad.dtype)], decay)[0]
 
     def on_trees(grads: PyTree, params: PyTree) -> PyTree:
         leaves = Leaves.of(params)
@@ -174,7 +189,7 @@ def add_decayed_weights(decay: float) -> Optimizer:
 def _stateless(transform: Callable[[PyTree, PyTree], PyTree]) -> Optimizer:
     """Make a transformation of a function of gradients and parameters."""
 
-    @torch.no_grad()
+    @differentiable
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return transform(grads, params), state
 

@@ -20,10 +20,21 @@ from torch import Tensor
 
 from fshard.errors import OptimizerError
 from fshard.memory.state import Update, at_once
+from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import PyTree, flatten, unflatten
 from fshard.mesh.layout.kinds import empty_in, memory_of
 from fshard.mesh.layout.sharded import Sharded, donated
-from fshard.optim.leaves import Leaf, Leaves, is_frozen, like, map_shards, shards_of, trainable
+from fshard.optim.leaves import (
+    Leaf,
+    Leaves,
+    differentiable,
+    is_frozen,
+    like,
+    map_shards,
+    shards_of,
+    trainable,
+    undifferentiable,
+)
 from fshard.optim.rules import foreach
 
 Elementwise = bool | Callable[[PyTree], list[bool]]
@@ -105,11 +116,12 @@ def donating(step: Update | None) -> Update | None:
     return DonatingStep(step)
 
 
-@torch.no_grad()
+@differentiable
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     """Add updates to parameters: params + updates, leaf by leaf. An update of None leaves its parameter unchanged.
 
-    The sum is made in the wider of the two dtypes and rounded once to the parameter's.
+    The sum is made in the wider of the two dtypes and rounded once to the parameter's. Transforms of torch.func see it;
+    autograd does not.
 
     >>> import torch
     >>> apply_updates([torch.ones(2), torch.ones(1)], [torch.tensor([1.0, 2.0]), None])
@@ -123,6 +135,8 @@ def _sum(param: Leaf, update: Leaf) -> Leaf:
     if update is None or not shards_of(param):
         return param
     sums = foreach.add(shards_of(param), shards_of(update))
+    if transformed():
+        return like(param, [x.to(param.dtype) for x in sums])
     pairs = zip(sums, shards_of(param), strict=True)
     return like(
         param,
@@ -178,13 +192,22 @@ def step_of(opt: Optimizer) -> Update:
 def pure_step(opt: Optimizer) -> Update:
     """Return an optimizer's step as a pure function: its arguments are copied, and keep their values.
 
+    Within a transform of torch.func it is the update, then params + updates.
+
     >>> import torch, fshard.optim as optim
     >>> opt, params = optim.sgd(0.5), [torch.ones(1)]
     >>> pure_step(opt)([torch.ones(1)], opt.init(params), params)[0], params
     ([tensor([0.5000])], [tensor([1.])])
     """
     step = step_of(opt)
-    return lambda grads, state, params: step(copied(grads), copied(state), copied(params))
+
+    def pure(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        if transformed():
+            updates, state = opt.update(grads, state, params)
+            return apply_updates(params, updates), state
+        return step(copied(grads), copied(state), copied(params))
+
+    return pure
 
 
 @torch.no_grad()
@@ -267,7 +290,7 @@ def conditional(
     """
 
     def acting(act: Update, unchanged: Callable[[PyTree, PyTree], PyTree]) -> Update:
-        @torch.no_grad()
+        @undifferentiable
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             acts, given, entries = decide(grads, state)
             if not acts:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from fshard.errors import LayoutError, OptimizerError
+from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import (
     P,
     PyTree,
@@ -34,6 +35,42 @@ from fshard.mesh.spmd.run import local_devices
 
 Leaf = Any
 """A tensor, a `Sharded`, or None."""
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def differentiable(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Hide a pure function from autograd, but not from the transforms of torch.func."""
+    unrecorded = torch.no_grad()(function)
+
+    @wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return (function if transformed() else unrecorded)(*args, **kwargs)
+
+    return run
+
+
+def raise_undifferentiable() -> NoReturn:
+    """Raise where a transform of torch.func would see a part of an optimizer only."""
+    raise OptimizerError(
+        "this optimizer must not be called within a transform of torch.func, such as vjp: it writes in place, which no "
+        "transform sees. Write its update as a pure function: fs.optim.Optimizer(init, update, elementwise=True)."
+    )
+
+
+def undifferentiable(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Hide a function, part of which writes in place, from autograd; raise within a transform of torch.func."""
+    unrecorded = torch.no_grad()(function)
+
+    @wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if transformed():
+            raise_undifferentiable()
+        return unrecorded(*args, **kwargs)
+
+    return run
 
 
 @dataclass(frozen=True)

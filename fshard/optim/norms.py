@@ -23,25 +23,25 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError
+from fshard.errors import LayoutError, OptimizerError
+from fshard.mesh.collectives.autograd import recorded, transformed
 from fshard.mesh.collectives.moves import Psum
 from fshard.mesh.collectives.on_shards import apply_move
 from fshard.mesh.layout import Layout, P, PyTree
 from fshard.mesh.layout.kinds import copy_in
-from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import unshard
+from fshard.mesh.layout.sharded import Sharded, key_of
+from fshard.mesh.reshard.device_put import reshard_all, spread, unshard
 from fshard.mesh.spmd.run import local_devices
 from fshard.optim.arguments import validate, within
 from fshard.optim.exact_sum import WIDTH, columns_of, number_of
-from fshard.optim.leaves import Leaf, Leaves, shards_of
+from fshard.optim.leaves import Leaf, Leaves, like, shards_of
 from fshard.optim.rules import foreach
-from fshard.source import call_site
+from fshard.source import Site, call_site
 
 Precision = Literal["exact", "float64", "own"]
 """Of a sum of squares: exact; in float64; of norms in the dtype of each shard."""
 
 
-@torch.no_grad()
 def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) -> Tensor:
     """Return the norm of all elements of a tree, (sum of |x|^order)^(1 / order), as a float64 number.
 
@@ -56,7 +56,7 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
 
     Communicates a `psum` of 8 bytes, or of 856 for an exact sum, over the axes that shard any leaf; nothing if none does.
     Maxima are gathered, 8 bytes of each device. Tied leaves (the very same tensors) count once, None counts as
-    nothing.
+    nothing. It may be differentiated, for a finite order: then squares are added in float64, with a psum for each leaf.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -74,12 +74,130 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
     tree = Leaves.of(tree if arrays is None else arrays(tree))
     check_summable("global_norm", tree)
     leaves = _without_ties(tree)
+    if _is_differentiated(leaves):
+        _validate_outside_update("global_norm", leaves)
+        return _differentiable_norm(leaves, order)
+    with torch.no_grad():
+        if order == inf:
+            return _largest_of_all(leaves)
+        wants_exact = exact or _exact.get() or shows_all_bits(leaves)
+        return _norm_later(
+            leaves, order, "own" if exact is False else "exact" if wants_exact else "float64"
+        )()
+
+
+def global_dot(x: PyTree, y: PyTree) -> Tensor:
+    """Return the inner product of two trees of one structure, the sum of x * y over all elements, as a float64 number.
+
+    Of complex elements it is the real part of conj(x) * y, so that `global_dot(x, x)` is the square of `global_norm(x)`.
+    Products are made and added in float64. Arrays of any layouts may meet: those of y are resharded to those of x, and
+    unreduced ones are reduced. In an `update` of plain tensors, the trees are like its parameters, as for `global_norm`.
+
+    Communicates one `psum` of 8 bytes beside that, over the axes that shard any leaf. Tied pairs count once, None counts
+    as nothing. It may be differentiated: then there is a psum for each leaf.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> x = fs.device_put({"w": torch.tensor([1.0, 2.0, 3.0])}, fs.Layout(mesh, P.flat("data")))
+    >>> y = fs.device_put({"w": torch.tensor([1.0, 0.0, 2.0])}, fs.Layout(mesh, P()))
+    >>> global_dot(x, y)
+    tensor(7., dtype=torch.float64)
+    """
+    first, site = Leaves.of(x), call_site()
+    second = first.beside(y, "global_dot: y")
+    arrays = local_arrays.get()
+    if arrays is not None:  # in a device's update
+        first, second = Leaves.of(arrays(x)), arrays(y)
+    pairs: dict[object, tuple[Leaf, Leaf]] = {}
+    for path, a, b in zip(first.paths, first.leaves, second, strict=True):
+        if a is None or b is None:
+            continue
+        if a.shape != b.shape:
+            raise LayoutError(
+                f"global_dot: y{path} must have the shape of x{path}, {tuple(a.shape)}; got {tuple(b.shape)}."
+            )
+        pairs[key_of(a), key_of(b)] = _in_one_layout(path, a, b, site)
+
+    leaves = [leaf for pair in pairs.values() for leaf in pair]
+    if _is_differentiated(leaves):
+        _validate_outside_update("global_dot", leaves)
+        products = [_differentiable_dot(a, b) for a, b in pairs.values()]
+        return sum(products, start=torch.zeros((), dtype=torch.float64))
+    with torch.no_grad():
+        numbers = [like(a, [*map(_dot, shards_of(a), shards_of(b))]) for a, b in pairs.values()]
+        check_summable("global_dot", Leaves.of(numbers))
+        if not numbers:
+            return torch.zeros((), dtype=torch.float64)
+        device = shards_of(numbers[0])[0].device
+
+        def row(shards: list[Tensor]) -> Tensor:
+            zero = torch.zeros((1,), dtype=torch.float64, device=device)
+            return sum([x.to(device) for x in shards], start=zero)
+
+        return sum_over_mesh(numbers, row)()[0]
+
+
+def _in_one_layout(path: str, a: Leaf, b: Leaf, site: Site) -> tuple[Leaf, Leaf]:
+    """Return two leaves in the layout of the first that is an array, reduced."""
+    array = a if isinstance(a, Sharded) else b
+    if not isinstance(array, Sharded):
+        return a, b
+    layout = array.layout.with_spec(array.spec.replace(unreduced=None))
+    arrays = [x if isinstance(x, Sharded) else spread(x, Layout(array.mesh)) for x in (a, b)]
+    if any(x.mesh != array.mesh for x in arrays):
+        raise LayoutError(
+            f"global_dot: x{path} and y{path} must be on one mesh; got {a!r} and {b!r}. "
+            "Put y there: fs.device_put(y, fs.mesh.layouts(x))."
+        )
+    a, b = reshard_all(arrays, [layout, layout], site)
+    return a, b
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner product of two shards: a row of one number."""
+    product = (a.conj() * b).real if a.is_complex() or b.is_complex() else a.double() * b.double()
+    return product.double().sum()[None]
+
+
+# Within a transform of torch.func, and where autograd records: operations on arrays, which differentiate them.
+
+
+def _is_differentiated(leaves: Sequence[Leaf]) -> bool:
+    """Return True if something looks at the leaves that takes derivatives."""
+    return transformed() or recorded(tuple([x for leaf in leaves for x in shards_of(leaf)]))
+
+
+def _validate_outside_update(caller: str, leaves: Sequence[Leaf]) -> None:
+    """Raise in a device's update of shards: an update that is differentiated must not communicate."""
+    is_cut = any(isinstance(leaf, Sharded) and cut_axes(leaf.layout) for leaf in leaves)
+    if is_cut and local_arrays.get() is not None:
+        raise OptimizerError(
+            f"{caller} must not be called in an update of shards within a transform of torch.func. Compute it before the "
+            f"update, fs.optim.{caller}(...) of the global arrays, and scale the gradients that the update gets."
+        )
+
+
+def _differentiable_dot(a: Leaf, b: Leaf) -> Tensor:
+    product = (a.conj() * b).real if a.is_complex() or b.is_complex() else a.double() * b.double()
+    total = product.double().sum()
+    return unshard(total) if isinstance(total, Sharded) else total
+
+
+def _differentiable_norm(leaves: Sequence[Leaf], order: float) -> Tensor:
     if order == inf:
-        return _largest_of_all(leaves)
-    wants_exact = exact or _exact.get() or shows_all_bits(leaves)
-    return _norm_later(
-        leaves, order, "own" if exact is False else "exact" if wants_exact else "float64"
-    )()
+        raise ValueError(
+            "global_norm: order must be finite where the norm is differentiated; got inf. Take the norm of detached tensors."
+        )
+    total = torch.zeros((), dtype=torch.float64)
+    for leaf in leaves:
+        if order == 2:
+            total = total + _differentiable_dot(leaf, leaf)
+        else:
+            power = (leaf.abs().double() ** order).sum()
+            total = total + (unshard(power) if isinstance(power, Sharded) else power)
+    is_zero = total == 0  # where the derivative is 0, as torch's
+    return torch.where(is_zero, total, torch.where(is_zero, 1.0, total) ** (1 / order))
 
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)

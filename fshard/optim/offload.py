@@ -27,10 +27,20 @@ from fshard.memory.state import (
     shards_and_devices,
     written_back,
 )
+from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import Memory, Mesh, PyTree, flatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.contract import ArrayOptimizer, Optimizer, step_of
-from fshard.optim.leaves import Leaf, Leaves, firsts_of, shards_of, trainable
+from fshard.optim.leaves import (
+    Leaf,
+    Leaves,
+    differentiable,
+    firsts_of,
+    raise_undifferentiable,
+    shards_of,
+    trainable,
+    undifferentiable,
+)
 
 
 def offloaded(opt: Optimizer, mesh: Mesh, memory: Memory, update_on: UpdateOn) -> Optimizer:
@@ -44,8 +54,12 @@ def offloaded(opt: Optimizer, mesh: Mesh, memory: Memory, update_on: UpdateOn) -
             return opt.init(params)
 
     def stored(act: Update, *, in_place: bool, writes: bool) -> Update:
-        @torch.no_grad()
+        @differentiable
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            if transformed() and memory == update_on == "device":
+                return act(grads, state, params)
+            if transformed():
+                raise_undifferentiable()
             is_away = memory != update_on or any(
                 isinstance(x, Sharded) and offload.moves(x.layout.memory)
                 for x in flatten((params, state))[0]
@@ -94,7 +108,7 @@ def _on_host(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def _updating_on_host(update: Update, mesh: Mesh) -> Update:
-    @torch.no_grad()
+    @undifferentiable
     def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         result, state = update(_on_host(grads, mesh), state, _on_host(params, mesh))
 
@@ -128,7 +142,7 @@ def _stepping_on_host(step: Update, mesh: Mesh) -> Update:
             )
         )
 
-    @torch.no_grad()
+    @undifferentiable
     def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         at = Leaves.of(params)
         gradients, masters = at.beside(grads, "grads"), _masters_on_host(state)

@@ -24,7 +24,6 @@ from math import prod
 from operator import is_
 from typing import Any, Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, OptimizerError
@@ -43,7 +42,7 @@ from fshard.optim.contract import (
     elementwise_leaves,
     step_of,
 )
-from fshard.optim.leaves import Leaf, Leaves, kind_of
+from fshard.optim.leaves import Leaf, Leaves, kind_of, undifferentiable
 from fshard.optim.offload import offloaded
 from fshard.optim.per_device import array_optimizer, check_not_partitioned
 from fshard.source import Site, call_site
@@ -213,7 +212,7 @@ def _compressed(
 
     def compressed(act: Update) -> Update:
         @uncompiled
-        @torch.no_grad()
+        @undifferentiable
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             grads, state = reduced.reduce(grads, state)
             params, inner = act(grads, state["inner"], params)

@@ -28,10 +28,13 @@ from torch import Tensor
 
 from fshard.errors import MismatchError, OptimizerError
 from fshard.memory.state import at_once, stored
+from fshard.mesh.collectives.api import pvary, replicated
+from fshard.mesh.collectives.autograd import Tensors, transformed
 from fshard.mesh.layout import (
     NAMESPACE,
     Layout,
     Mesh,
+    P,
     PyTree,
     Structure,
     flatten,
@@ -39,11 +42,14 @@ from fshard.mesh.layout import (
     unflatten,
 )
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import spread, unshard
 from fshard.mesh.runtimes.watch import watching
+from fshard.mesh.spmd.call_plan import unnamed
 from fshard.mesh.spmd.check_equal import gather_all
 from fshard.mesh.spmd.global_inputs import digest
+from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.run import local_devices, run_on_devices
-from fshard.mesh.spmd.scope import Group, entered, here, require
+from fshard.mesh.spmd.scope import Group, entered, here, loss_scope, require
 from fshard.optim.contract import ArrayOptimizer, Update, check_optimizer
 from fshard.optim.draws import UpdateDraws
 from fshard.optim.leaves import (
@@ -54,7 +60,9 @@ from fshard.optim.leaves import (
     is_unsharded,
     kind_of,
     like,
+    raise_undifferentiable,
     shape_of_shard,
+    shards_of,
     trainable,
 )
 from fshard.optim.norms import cut_axes, local_arrays
@@ -107,7 +115,14 @@ def device_optimizer(opt: Any, check: ReplicaCheck | None = None) -> ArrayOptimi
             key = None if check is None else drawn_key()
             return trees.act(act, state, key, check, writes=writes)
 
-        return run
+        def run_or_derive(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            if not transformed():
+                return run(grads, state, params)
+            if writes:
+                raise_undifferentiable()
+            return _differentiable_update(act, elementwise, grads, state, params)
+
+        return run_or_derive
 
     return ArrayOptimizer(
         init,
@@ -139,11 +154,105 @@ def check_not_partitioned(opt: Any, who: str) -> None:
         )
 
 
-class _DeviceTrees:
-    """Parameters and gradients as the trees of the local devices: None for what a device does not update."""
+def _differentiable_update(
+    update: Update, elementwise: Any, grads: PyTree, state: PyTree, params: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Run an update within a transform of torch.func: as one differentiable program of all devices."""
+    mesh = next((x.mesh for x in flatten(params)[0] if isinstance(x, Sharded)), None)
+    key = drawn_key()  # before devices part: equal on all of them
 
-    def __init__(self, params: PyTree, elementwise: Any, grads: PyTree = None) -> None:
+    def local_update(*trees: PyTree) -> tuple[PyTree, PyTree]:
+        if mesh is None:
+            return update(*trees)
+        with loss_scope(mesh.axis_names, _refuse_collective):
+            return update(*trees)
+
+    def of_arrays(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        trees = _DeviceTrees(params, elementwise, grads, is_recorded=True)
+        return trees.act(local_update, state, key, check=None, writes=False)
+
+    if mesh is None:
+        return of_arrays(grads, state, params)
+    return _mapped_over_devices(of_arrays, mesh, (grads, state, params))
+
+
+def _refuse_collective(call: str, group: Group) -> None:
+    """Raise: the derivative of a collective depends on which values of an update are replicated."""
+    if call not in ("fs.pvary", "fs.axis_size", "fs.axis_index"):
+        raise OptimizerError(
+            f"an update of shards within a transform of torch.func must not communicate; got {call}. Compute the number "
+            "before, such as fs.optim.global_norm(grads) of the arrays, and scale the gradients that the update gets."
+        )
+
+
+def _mapped_over_devices(function: Callable[..., PyTree], mesh: Mesh, trees: PyTree) -> PyTree:
+    """Run a function of trees of arrays on each device, which has its own shards; return its results as arrays.
+
+    Plain tensors are global values. All devices return the same tree of arrays and plain tensors. Inside, every value is
+    varying: a number that meets shards has the sum of all devices' gradients. So replicated inputs become varying, and
+    of results that are replicated one device's cotangent counts.
+    """
+    leaves, structure = flatten(trees, none_is_leaf=True)
+    inputs = [index for index, x in enumerate(leaves) if isinstance(x, Sharded | Tensor)]
+    arrays = [
+        x if isinstance(x, Sharded) else spread(x, Layout(mesh))
+        for x in (leaves[index] for index in inputs)
+    ]
+    results: list[tuple[list[Any], Structure]] = []  # of any device: equal but for the values
+
+    def on_device(device: int, xs: Tensors) -> Tensors:
+        values, zero = [*leaves], 0.0
+        for index, array, x in zip(inputs, arrays, xs, strict=True):
+            axes = unnamed(mesh.axis_names, array.spec)
+            if axes and (x.is_floating_point() or x.is_complex()):
+                x, anchor = pvary([x, x.new_zeros(())], axes)
+                zero = zero + anchor.real.double()
+            values[index] = like(leaves[index], [x])
+        outputs, output_structure = flatten(
+            function(*unflatten(structure, values)), none_is_leaf=True
+        )
+        results.append((outputs, output_structure))
+
+        shards: list[Tensor] = []
+        for leaf in outputs:
+            for x in shards_of(leaf) if isinstance(leaf, _ARRAYS) else ():
+                if x.is_floating_point() or x.is_complex():
+                    x = x + torch.as_tensor(zero).to(x.dtype)  # all devices go back to all inputs
+                    spec = leaf.spec if isinstance(leaf, Sharded) else P()
+                    axes = unnamed(mesh.axis_names, spec)
+                    x = replicated(x, axes) if axes else x
+                shards.append(x)
+        return tuple(shards)
+
+    columns = iter(run_mapped(mesh, on_device, [x.shards for x in arrays]))
+    outputs, output_structure = results[-1]
+    for index, x in enumerate(outputs):
+        if isinstance(x, Sharded):
+            outputs[index] = like(x, next(columns))
+        elif isinstance(x, Tensor):
+            outputs[index] = unshard(Sharded(tuple(x.shape), Layout(mesh), next(columns)))
+    return unflatten(output_structure, outputs)
+
+
+_ARRAYS = (Sharded, Tensor)
+
+
+class _DeviceTrees:
+    """Parameters and gradients as the trees of the local devices: None for what a device does not update.
+
+    `is_recorded`: whether something takes derivatives, so that devices get their shards themselves; else detached ones.
+    """
+
+    def __init__(
+        self,
+        params: PyTree,
+        elementwise: Any,
+        grads: PyTree = None,
+        *,
+        is_recorded: bool = False,
+    ) -> None:
         self.params = at = Leaves.of(params)
+        self.is_recorded = is_recorded
         if elementwise is not True:
             check_unsharded("A pair of plain functions without elementwise=True", at)
         self.grads = at.leaves if grads is None else at.gradients(grads)
@@ -169,6 +278,8 @@ class _DeviceTrees:
     def local(self, leaves: list[Leaf], index: int, draws: UpdateDraws | None = None) -> PyTree:
         """Return the tree of a local device, whose random draws are then like those leaves."""
         shards = {i: _shard(leaves[i], index) for i in self.held[index]}
+        if not self.is_recorded:
+            shards = {i: x.detach() if isinstance(x, Tensor) else x for i, x in shards.items()}
         if draws is not None:
             for i, shard in shards.items():
                 draws.follow(shard, i)
@@ -415,8 +526,7 @@ def _hash(x: Any) -> int:
 
 
 def _shard(leaf: Leaf, index: int) -> Any:
-    x = leaf.shards[index] if isinstance(leaf, Sharded) else leaf
-    return x.detach() if isinstance(x, Tensor) else x
+    return leaf.shards[index] if isinstance(leaf, Sharded) else leaf
 
 
 def _assembled(param: Leaf, shards: Sequence[Any]) -> Leaf:

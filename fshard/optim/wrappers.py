@@ -20,7 +20,14 @@ from fshard.optim.contract import (
     differences,
     step_of,
 )
-from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
+from fshard.optim.leaves import (
+    Leaf,
+    Leaves,
+    count_from_zero,
+    map_shards,
+    trainable,
+    undifferentiable,
+)
 from fshard.optim.per_device import inner_optimizer
 from fshard.optim.rules.shard_lists import ShardLists
 
@@ -110,7 +117,7 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
             else copied(x)
         )
 
-    @torch.no_grad()
+    @undifferentiable
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         updates, inner = opt.update(grads, state["inner"], params)
         averages = Leaves.of(state["ema"])
@@ -123,7 +130,7 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
     def mixed(mean: Tensor, x: Tensor) -> Tensor:
         return mean.lerp(x, 1 - decay)
 
-    @torch.no_grad()
+    @undifferentiable
     def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         params, inner = step_of(opt)(grads, state["inner"], params)
         averages = Leaves.of(state["ema"])
@@ -199,7 +206,7 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
         }
 
     def stepped(step: Update) -> Update:
-        @torch.no_grad()
+        @undifferentiable
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             leaves = Leaves.of(params)
             wide = leaves.mapped(

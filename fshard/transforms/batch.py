@@ -43,7 +43,7 @@ from fshard.mesh.layout import (
 from fshard.mesh.layout.arithmetic import Range, balanced_range, ravel
 from fshard.mesh.layout.kinds import owned_by
 from fshard.mesh.layout.sharded import Sharded, in_memory
-from fshard.mesh.reshard.device_put import full_values, put_equal
+from fshard.mesh.reshard.device_put import full_values, put_equal, shard_of
 from fshard.mesh.spmd.run import local_devices
 
 
@@ -342,14 +342,28 @@ def _shard_samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
     """Return each device's samples of a tensor; a layout may shard the other dims too."""
     mesh, shards = layout.mesh, list[Tensor]()
     for device in local_devices(mesh):
-        (samples,) = cut.ranges(mesh, device, 1)
-        shard = x[slice(*filled(samples, cut.length))]
-        if layout.spec.split_axes != cut.axes:
-            _, *other_dims = layout.ranges(x.shape, device)
-            shard = shard[(slice(None), *(slice(*bounds) for bounds in other_dims))]
+        shard = _device_samples(x, cut, layout, device)
         with owned_by(device):
             shards.append(in_memory(shard.clone(), mesh, "device"))
     return tuple(shards)
+
+
+def _device_samples(x: Tensor, cut: Cut, layout: Layout, device: int) -> Tensor:
+    """Return a view of a global tensor: the samples of one device."""
+    (samples,) = cut.ranges(layout.mesh, device, 1)
+    shard = x[slice(*filled(samples, cut.length))]
+    if layout.spec.split_axes != cut.axes:
+        _, *other_dims = layout.ranges(x.shape, device)
+        shard = shard[(slice(None), *(slice(*bounds) for bounds in other_dims))]
+    return shard
+
+
+def device_shard(x: Tensor, spec: P, mesh: Mesh, device: int) -> Tensor:
+    """Return a view of a tensor of the global batch: the shard of one device."""
+    cut, layout = _cut_and_layout(mesh, spec, tuple(x.shape))
+    if cut is not None:
+        return _device_samples(x, cut, layout, device)
+    return shard_of(x, layout, device)
 
 
 @lru_cache(maxsize=1024)

@@ -259,11 +259,6 @@ class ModelStep(DeviceStep):
             if not isinstance(error, FshardError):
                 call = f"loss_fn(params, {'buffers, ' if self.options.has_buffers else ''}batch)"
                 error.add_note(f"{self.options.caller}: The loss function is called as {call}.")
-            if "saved tensor hooks" in str(error):
-                example = "fs.with_unsharded_params(part, keep=True)"
-                error.add_note(
-                    f"Mark the part that calls torch.func.grad, vjp or jacrev: {example}."
-                )
             raise
 
     def agree_on_axes(self, device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """`evaluate`: the loss of a batch, forward only, on parameters in any layout.
 
 It is `value_and_grad` without the backward: units are unsharded one by one as they are used and freed, parts of the
-batch of any size are averaged by their weight, and nothing is recorded or reduced.
+batch of any size are averaged by their weight, and nothing is recorded or reduced. Where it is differentiated, a
+differentiable program takes its place: see `differentiable_gradient`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from typing import Any, Unpack
 
 import torch
 
+from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.array_checks import validate_run
 from fshard.transforms.options import Options
+from fshard.transforms.reproducible.rerun import RecordedInputs
 from fshard.transforms.value_and_grad import gradient_of, validate_scheduled
 from fshard.uncompiled import uncompiled
 
@@ -58,7 +61,8 @@ def evaluate(
 
     Communicates an all_gather per sharded unit and the psum of the means. It works under `torch.no_grad` and
     `torch.inference_mode`. Random draws differ from call to call and between samples, as in a step: each call draws one
-    key. In `fs.keyed_random(0)` all calls draw alike, and the random state stays.
+    key. In `fs.keyed_random(0)` all calls draw alike, and the random state stays. The loss may be differentiated by params
+    and batch: within a transform of torch.func, and by autograd where they require grad.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -82,10 +86,18 @@ def evaluate(
     has_buffers, has_aux = forward.options.has_buffers, forward.options.has_aux
 
     def run(params: PyTree, *inputs: PyTree) -> Any:
+        if transformed():  # the engine's forward records nothing
+            return forward.differentiable(params, *inputs).loss()
+        recorded_inputs = RecordedInputs.of(params, *inputs)
         buffers, batch = inputs if has_buffers else ((), *inputs)
         validate_run(mesh, "evaluate", params=params, buffers=buffers, batch=batch)
         with torch.inference_mode(False), torch.no_grad():
             value, _ = forward.run(params, buffers, batch, call_site())
-        return (value.loss, value.aux) if has_aux else value.loss
+        loss = value.loss
+        if recorded_inputs is not None:
+            loss = recorded_inputs.attach(
+                lambda params, *inputs: forward.differentiable(params, *inputs).loss(), loss
+            )
+        return (loss, value.aux) if has_aux else loss
 
     return run

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,11 @@ from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import StepOptions, wrong_options
 from fshard.transforms.patterns import chosen, named, parts_of
+from fshard.transforms.reproducible.rerun import RecordedInputs
 from fshard.uncompiled import uncompiled
+
+if TYPE_CHECKING:
+    from fshard.transforms.differentiable_gradient import DifferentiableStep
 
 
 def unstaged(
@@ -160,19 +164,29 @@ class GradientFunction:
     def __call__(
         self, params: PyTree, *inputs: PyTree, scale: Tensor | float | None = None
     ) -> tuple[Any, PyTree]:
-        """Return the loss, or loss and metrics, and the gradient of `scale` times the loss."""
+        """Return the loss, or loss and metrics, and the gradient of `scale` times the loss.
+
+        The engine differentiates detached shards, of which torch.func and autograd see nothing: within a transform a
+        differentiable program takes its place, and where inputs require grad, their backward runs that program.
+        """
         options = self.options
-        if (
-            transformed()
-        ):  # the engine differentiates detached shards, of which torch.func sees nothing
-            return self.differentiable(params, *inputs)
+        if transformed():
+            return self.differentiable(params, *inputs).loss_and_gradient(scale)
+        recorded_inputs = RecordedInputs.of(params, *inputs)
         buffers, batch = inputs if options.has_buffers else ((), *inputs)
         validate_run(self.mesh, options.caller, params=params, buffers=buffers, batch=batch)
         value, grads = self.run(
             params, buffers, batch, call_site(), 1.0 if scale is None else float(scale)
         )
+        loss = value.loss
+        if recorded_inputs is not None:
+
+            def program(params: PyTree, *inputs: PyTree) -> tuple[Tensor, PyTree]:
+                return self.differentiable(params, *inputs).loss_and_gradient(scale)
+
+            loss, grads = recorded_inputs.attach(program, (loss, grads))
         extras = (value.buffers,) * options.has_buffers + (value.aux,) * options.has_aux
-        return ((value.loss, *extras) if extras else value.loss), grads
+        return ((loss, *extras) if extras else loss), grads
 
     def run(
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
@@ -197,25 +211,14 @@ class GradientFunction:
         inputs = StepInputs(
             leaves, structure, restore, indices, numbers, sharded_batch, before, key, scale, site
         )
-        devices, steps = local_devices(mesh), dict[int, Any]()
-
-        def on_device(device: int) -> DeviceResult:
-            index = devices.index(device) if len(devices) > 1 else 0
-            step = steps[device] = self.device_step(plans, inputs, index, device)  # (2)
-            return step.run()
-
         claim(leaves, "parameters")
         claim(buffers, "buffers")
         try:
-            with (
-                deterministic(options.reproducible, mesh.device_type),
-                purpose("activations", site),
-                setting(activations=options.activations),
-            ):
-                results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
-        except BaseException as error:
-            self.failed(mesh, steps, error)
-            raise
+            results = self._on_devices(plans, inputs, mesh)
+        except RuntimeError as error:
+            if not self.runs_again(plans, error):
+                raise
+            results = self._on_devices(plans, inputs, mesh)
         plans.order = results[0].order
         grads = gradient_tree(
             plans.leaves, [result.gradients for result in results], structure, numbers
@@ -227,10 +230,36 @@ class GradientFunction:
             results[0].loss, results[0].weight, sharded_batch.samples, after, aux
         ), grads
 
-    def differentiable(self, params: PyTree, *inputs: PyTree) -> tuple[Any, PyTree]:
-        """Return the loss and its gradient within a transform of `torch.func`."""
+    def _on_devices(self, plans: Any, inputs: StepInputs, mesh: Mesh) -> list[DeviceResult]:
+        """Run the step of each local device."""
+        options, devices, steps = self.options, local_devices(mesh), dict[int, Any]()
+
+        def on_device(device: int) -> DeviceResult:
+            index = devices.index(device) if len(devices) > 1 else 0
+            step = steps[device] = self.device_step(plans, inputs, index, device)  # (2)
+            return step.run()
+
+        try:
+            with (
+                deterministic(options.reproducible, mesh.device_type),
+                purpose("activations", inputs.site),
+                setting(activations=options.activations),
+            ):
+                return run_on_devices(mesh, on_device, mapped=mesh.axis_names)
+        except BaseException as error:
+            self.failed(mesh, steps, error)
+            raise
+
+    def runs_again(self, plans: Any, error: RuntimeError) -> bool:
+        """Return True if the step that raised may succeed with plans that this changes."""
+        return False
+
+    def differentiable(self, params: PyTree, *inputs: PyTree) -> DifferentiableStep:
+        """Return the loss and its gradient as functions that can be differentiated."""
+        caller = self.options.caller
         raise TypeError(
-            f"{self.options.caller} of stages must not be called within a torch.func transform."
+            f"{caller} of stages must not be differentiated, within a torch.func transform or by autograd. Differentiate "
+            f"fs.{caller} of the loss of the full model, without schedule=."
         )
 
     def plans_of(
@@ -343,23 +372,12 @@ def gradient_tree(
 class Gradient(GradientFunction):
     """The gradient of a loss function of the full model."""
 
-    def differentiable(self, params: PyTree, *inputs: PyTree) -> tuple[Any, PyTree]:
-        """Return the loss and its gradient within a transform of `torch.func`."""
-        from fshard.transforms.differentiable_gradient import differentiable_gradient  # rare
+    def differentiable(self, params: PyTree, *inputs: PyTree) -> DifferentiableStep:
+        """Return the loss and its gradient as functions that can be differentiated."""
+        from fshard.transforms.differentiable_gradient import differentiable_step  # rare
 
-        options = self.options
-        flags = {
-            "has_buffers": options.has_buffers,
-            "has_aux": options.has_aux,
-            "reproducible": options.reproducible,
-        }
-        if names := [name for name, flag in flags.items() if flag]:
-            raise ValueError(
-                f"{options.caller} must not have {', '.join(names)} within a torch.func transform: return the loss alone."
-            )
-        return differentiable_gradient(
-            options, resolve_mesh(self.mesh), self.specs, params, *inputs
-        )
+        batch = inputs[-1]  # with buffers it raises
+        return differentiable_step(self.options, resolve_mesh(self.mesh), self.specs, params, batch)
 
     def plan(
         self,
@@ -398,6 +416,18 @@ class Gradient(GradientFunction):
             key,
             scale,
         )
+
+    # Note [torch.func refuses saved-tensor hooks]
+    # Under ZeRO-3 such hooks let unsharded parameters be freed until the backward. torch.func's grad, vjp, jacrev and
+    # hessian raise under any, and nothing tells beforehand that a loss function calls one. So the first step that does
+    # runs again, from its inputs and with its draws, and it and all later ones go without the hooks: what autograd saves
+    # stays unsharded until the backward, as with reshard_after_forward=False.
+    def runs_again(self, plans: ParamPlans, error: RuntimeError) -> bool:
+        """Return True if the loss function calls torch.func, which needs a step without saved-tensor hooks."""
+        if plans.keeps_saved or "support saved tensor hooks" not in str(error):
+            return False
+        plans.keeps_saved = True
+        return True
 
     def failed(self, mesh: Mesh, steps: Mapping[int, ModelStep], error: BaseException) -> None:
         """Name the units in which devices differ."""

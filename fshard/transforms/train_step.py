@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from fshard.memory.kinds import claim, mark, purpose
+from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import Mesh, PyTree, flatten_with_paths
 from fshard.mesh.layout.sharded import Sharded, donated
 from fshard.mesh.spmd.deterministic import deterministic
@@ -221,7 +222,7 @@ def train_step(
         )
 
     warning = "torch.compile(step) has no effect. Compile the loss function: train_step(torch.compile(loss_fn), ...)."
-    wrapped: Any = uncompiled(step, warning=warning)
+    wrapped: Any = uncompiled(_outside_transforms(step), warning=warning)
     wrapped.init = opt.init  # for steps around this one: fs.comm.diloco
     wrapped.mesh, wrapped.state_memory, wrapped.update_on = (
         mesh,
@@ -232,6 +233,21 @@ def train_step(
         getattr(gradient, "program", None),
     )  # for fs.plan.cost
     return wrapped
+
+
+def _outside_transforms(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step that raises within a transform of torch.func, which does not see what it writes."""
+
+    @wraps(step)
+    def run(*args: PyTree) -> Any:
+        if transformed():
+            raise TypeError(
+                "train_step: a step must not be called within a transform of torch.func, such as vjp; it writes in place. "
+                "Differentiate fs.grad and an update: fs.optim.apply_updates(params, opt.update(grads, state, params)[0])."
+            )
+        return step(*args)
+
+    return run
 
 
 def _step_with_changes(

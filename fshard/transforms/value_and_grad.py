@@ -82,6 +82,9 @@ def value_and_grad(
     The function also takes `scale=`: gradients are then those of the loss times that, which `optim.loss_scaled` needs:
     `gradient(params, batch, scale=opt.loss_scale(state))`.
 
+    Loss and gradient may be differentiated by params and batch: within a transform of torch.func (`fs.array.lift`), and
+    by autograd where they require grad. Then the loss function must return the loss alone, and there are no stages.
+
     The loss is a tensor, equal on all devices; a gradient is None where no device has used the parameter. loss_fn may
     call collectives over any axis, and needs no `fs.pvary`: every value in it is varying. If it does so over an axis
     that does not shard the batch, to use different parts of the model on different devices, the loss is the mean over

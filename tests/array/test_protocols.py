@@ -389,3 +389,33 @@ def test_jvp_of_gradients_over_trees_of_arrays():
     torch.testing.assert_close(
         [{k: fs.unshard(v) for k, v in tree.items()} for tree in found], list(wanted)
     )
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own linearize
+def test_lift_reshards_tangents_and_cotangents():
+    w = put(torch.randn(6, 4, dtype=torch.float64), "data", "model")
+    tangent, full = torch.randn(2, 6, 4, dtype=torch.float64)
+    specs = [P(), P("model"), P.flat("data"), P(None, ("data", "model"))]
+    layouts = [fs.Layout(MESH, spec) for spec in specs] + [fs.Layout(MESH, w.spec, unit="other")]
+    expected = 3 * fs.unshard(w) ** 2 * tangent
+    for layout in layouts:
+        t, cotangent = fs.device_put(tangent, layout), fs.device_put(full, layout)
+        _, rate = lift(torch.func.jvp)(lambda x: x**3, (w,), (t,))
+        _, push = lift(torch.func.linearize)(lambda x: x**3, w)
+        _, pull = lift(torch.func.vjp)(lambda x: {"cube": x**3}, w)
+        (pulled,) = pull({"cube": cotangent})
+        assert rate.spec == w.spec and pulled.layout == w.layout
+        torch.testing.assert_close(fs.unshard(rate), expected)
+        torch.testing.assert_close(fs.unshard(push(t)), expected)
+        torch.testing.assert_close(fs.unshard(pulled), 3 * fs.unshard(w) ** 2 * full)
+
+
+def test_lift_reduces_unreduced_arrays():
+    a, b = (torch.randn(4, 4, dtype=torch.float64) for _ in range(2))
+    x, y = put(a, None, "data"), put(b, "data")
+    product = x @ y
+    assert product.spec.unreduced
+    gradient = lift(torch.func.grad)(lambda z: fs.unshard((z**2).sum()))(product)
+    torch.testing.assert_close(fs.unshard(gradient), 2 * a @ b)
+    value, pull = lift(torch.func.vjp)(lambda z: z @ y, x)
+    torch.testing.assert_close(fs.unshard(pull(value)[0]), a @ b @ b.T)

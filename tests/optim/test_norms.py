@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import fshard as fs
 import fshard.testing.strategies
 from fshard import P, optim
+from fshard.errors import LayoutError, OptimizerError
 from fshard.optim.contract import ArrayOptimizer
 from fshard.optim.exact_sum import columns_of, number_of
 from fshard.optim.norms import norm_later
@@ -212,3 +213,110 @@ def test_norm_later_uses_gradients_before_donation():
     norm = norm_later(grads, exact=True)
     grads[0].mul_(2)
     assert optim.global_norm(grads) == 10 and norm() == 5
+
+
+# -- inner products --------------------------------------------------------------------------------------------------
+
+
+DOT_MESH = fs.make_mesh({"data": 2, "model": 2})
+DOT_LAYOUTS = {
+    "replicated": P(),
+    "dims": P("model", "data"),
+    "flat": P.flat("data"),
+    "flat over all": P.flat("data", "model"),
+    "at an owner": P(at={"data": 1}),
+    "unreduced": P(None, "model", unreduced="data"),
+}
+
+
+def dot_operands(dtype):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, 6, 4, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def laid_out(x, spec):
+    """Return an array of a layout; an unreduced one is a sum of two different summands."""
+    if not spec.unreduced:
+        return fs.device_put(x, fs.Layout(DOT_MESH, spec))
+    padded = torch.nn.functional.pad(x, (0, 2))
+    left = fs.device_put(padded, fs.Layout(DOT_MESH, P(None, "data")))
+    right = fs.device_put(torch.eye(6, 4, dtype=x.dtype), fs.Layout(DOT_MESH, P("data", "model")))
+    return left @ right
+
+
+@pytest.mark.parametrize("first", DOT_LAYOUTS)
+@pytest.mark.parametrize("second", ["replicated", "flat", "at an owner", "unreduced"])
+def test_global_dot_of_any_layouts_is_the_serial_dot(first, second):
+    x, y = dot_operands(torch.float64)
+    pair = laid_out(x, DOT_LAYOUTS[first]), laid_out(y, DOT_LAYOUTS[second])
+    assert [bool(array.spec.unreduced) for array in pair] == [
+        name == "unreduced" for name in (first, second)
+    ]
+    torch.testing.assert_close(optim.global_dot({"w": pair[0]}, {"w": pair[1]}), (x * y).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex128])
+def test_global_dot_with_itself_is_the_squared_norm(dtype):
+    x, y = dot_operands(dtype)
+    tree = {"x": laid_out(x, P.flat("data")), "y": [laid_out(y, P()), None], "z": x}
+    dot = optim.global_dot(tree, tree)
+    assert dot.dtype == torch.float64
+    torch.testing.assert_close(dot, optim.global_norm(tree) ** 2)
+
+
+def test_global_dot_counts_tied_pairs_once_and_sends_one_psum():
+    x, y = dot_operands(torch.float64)
+    a, b = laid_out(x, P.flat("data")), laid_out(y, P.flat("data"))
+    with fs.ledger() as comm:
+        found = optim.global_dot([a, a, b], [b, b, a])
+    assert comm.calls() == 1
+    torch.testing.assert_close(found, 2 * (x * y).sum())
+
+
+def test_global_dot_of_other_shapes_raises():
+    with pytest.raises(LayoutError, match="must have the shape of"):
+        optim.global_dot([torch.ones(2)], [torch.ones(3)])
+    with pytest.raises(OptimizerError, match="structure"):
+        optim.global_dot([torch.ones(2)], torch.ones(2))
+
+
+def test_global_dot_in_an_update_is_over_all_shards():
+    x, y = dot_operands(torch.float64)
+    params = {"x": laid_out(x, P.flat("data"))}
+    dots = []
+
+    def update(grads, state, params):
+        dots.append(optim.global_dot(grads, params))
+        return grads, state
+
+    own = optim.Optimizer(lambda p: (), update, elementwise=True)
+    opt = fs.partition_optimizer(own, mesh=DOT_MESH, axis="data", stage=3)
+    opt.update({"x": laid_out(y, P.flat("data"))}, (), params)
+    for dot in dots:
+        torch.testing.assert_close(dot, (x * y).sum())
+
+
+@pytest.mark.parametrize("spec", [P(), P("model", "data"), P.flat("data"), P(at={"data": 1})])
+def test_norms_and_dots_have_derivatives(spec):
+    x, y = dot_operands(torch.float64)
+    a, b = laid_out(x, spec), laid_out(y, spec)
+
+    def serial(x):
+        return (x * y).sum() * x.norm() + x.abs().pow(3).sum() ** (1 / 3)
+
+    def sharded(a):
+        norms = optim.global_norm({"a": a}) * optim.global_dot({"a": a}, {"a": b})
+        return norms + optim.global_norm([a], 3)
+
+    expected = torch.func.grad(serial)(x)
+    by_func = fs.array.lift(torch.func.grad)(sharded)(a)
+    torch.testing.assert_close(fs.unshard(by_func), expected)
+    leaf = a.detach().clone().requires_grad_()
+    (by_autograd,) = torch.autograd.grad(sharded(leaf), [leaf])
+    torch.testing.assert_close(fs.unshard(by_autograd), expected)
+
+
+def test_norm_of_zero_has_derivative_zero():
+    a = laid_out(torch.zeros(6, 4, dtype=torch.float64), P.flat("data"))
+    found = fs.array.lift(torch.func.grad)(lambda a: optim.global_norm([a]))(a)
+    assert not fs.unshard(found).any()

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P
+from fshard.testing.processes import run_processes
 from tests.transforms.gradients import assert_equal, serial, sharded
 from tests.transforms.module.zoo import MODULES, D
 
@@ -193,12 +194,46 @@ def test_torch_func_works_in_every_zero_stage(loss_fn, options):
     params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
     expected = serial(loss_fn, params, x)
     for stage in STAGES:
-        keeping = (
-            fs.with_unsharded_params(loss_fn, keep=True)
-            if stage == 3 and "reshard_after_forward" not in options
-            else loss_fn
-        )
-        assert_equal(sharded(keeping, params, x, N, stage, live_units=1, **options), expected)
+        assert_equal(sharded(loss_fn, params, x, N, stage, live_units=1, **options), expected)
+
+
+def per_sample_with_dropout(p, x):
+    return per_sample(p, F.dropout(x, 0.5))
+
+
+def test_step_that_runs_again_for_torch_func_draws_once():
+    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
+    results = []
+    for stage in STAGES:
+        mesh = fs.make_mesh(N)
+        shards = fs.shard_params(params, rules(stage), mesh=mesh)
+        step = fs.value_and_grad(per_sample_with_dropout, mesh=mesh, batch=P("data"))
+        torch.manual_seed(5)
+        results.append([(loss, fs.unshard(g)) for loss, g in (step(shards, x), step(shards, x))])
+    torch.testing.assert_close(*results)
+
+
+def torch_func_on_a_process():
+    """Return the losses of two steps and an evaluation under ZeRO-3, with units of one parameter."""
+    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
+    mesh = fs.make_mesh(N)
+    shards = fs.shard_params(params, fs.fsdp("data", unit=["w", "v"]), mesh=mesh)
+    results = []
+    for loss_fn in (per_sample, of_hessians):
+        step = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))
+        gradients = [fs.unshard(step(shards, x)[1]) for _ in range(3)]
+        evaluate = fs.evaluate(loss_fn, mesh=mesh, batch=P("data"))
+        results.append((evaluate(shards, x), *gradients))
+    return results
+
+
+def test_torch_func_under_zero3_works_on_processes():
+    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
+    for results in run_processes(torch_func_on_a_process, 2, timeout=170):
+        for loss_fn, (loss, *gradients) in zip((per_sample, of_hessians), results, strict=True):
+            torch.testing.assert_close(loss, loss_fn(params, x))
+            for gradient in gradients:
+                torch.testing.assert_close(gradient, grad(loss_fn)(params, x))
 
 
 def test_kept_part_inside_remat_still_recomputes():

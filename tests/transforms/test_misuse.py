@@ -253,19 +253,6 @@ def test_loss_with_swapped_arguments_names_the_order():
     assert "is called as" not in "".join(getattr(error.value, "__notes__", []))
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
-def test_torch_func_on_resharded_params_names_the_fix(transform):
-    def inner(params, x):
-        return transform(loss_fn)(params, x)["w"].square().sum()
-
-    with pytest.raises(
-        RuntimeError, match=r"saved tensor hooks[\s\S]*fs.with_unsharded_params\(part, keep=True\)"
-    ):
-        gradient(inner)
-    loss, _ = gradient(fs.with_unsharded_params(inner, keep=True))
-    assert loss == inner(PLAIN, torch.ones(2, 4))
-
-
 # -- torch.compile, and configurations ------------------------------------------------------------------------------
 
 

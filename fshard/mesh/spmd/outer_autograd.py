@@ -279,8 +279,9 @@ class _MappedFunction(Function):
         ctx.run, ctx.tape, *flat = inputs
         ctx.save_for_backward(*flat)
         ctx.save_for_forward(*flat)
+        ctx.moves = [y.is_floating_point() or y.is_complex() for y in output]
         ctx.mark_non_differentiable(
-            *(y for y in output if not (y.is_floating_point() or y.is_complex()))
+            *[y for y, moves in zip(output, ctx.moves, strict=True) if not moves]
         )
 
     @staticmethod
@@ -299,7 +300,7 @@ class _MappedFunction(Function):
         return None, None, *_gradients_of_inputs(gradients, targets, len(firsts), n)
 
     @staticmethod
-    def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
+    def jvp(ctx: Any, *grad_inputs: Any) -> tuple[Tensor | None, ...]:
         run, n = ctx.run, ctx.run.mesh.size
         flat: Tensors = ctx.saved_tensors
         columns = _shards_by_tensor(grad_inputs[2:], n)
@@ -311,7 +312,8 @@ class _MappedFunction(Function):
             for index in moving
             for x, tangent in zip(flat[index * n : (index + 1) * n], columns[index], strict=True)
         )
-        return _apply_derivative(_jvp_run(run, len(columns), moving), flat, moved)
+        tangents = _apply_derivative(_jvp_run(run, len(columns), moving), flat, moved)
+        return tuple([x if moves else None for x, moves in zip(tangents, ctx.moves, strict=True)])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:

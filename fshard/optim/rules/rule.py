@@ -34,6 +34,7 @@ from fshard.optim.leaves import (
     shards_of,
     state_leaf,
     trainable,
+    undifferentiable,
 )
 from fshard.optim.rules.shard_lists import Rule, ShardLists, numbers_of
 from fshard.optim.schedules import Rate, rate_at
@@ -80,7 +81,7 @@ def optimizer_of_rule(
     names = {"count", "step", *slots}
 
     def stepped(chosen: Rule) -> Update:
-        @torch.no_grad()
+        @undifferentiable
         def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             if not isinstance(state, dict) or state.keys() != names:
                 keys = (
@@ -106,6 +107,7 @@ def optimizer_of_rule(
 
     by_rule = stepped(rule)
 
+    @undifferentiable
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         after, state = by_rule(grads, copied(state), copied(params))
         return differences(params, after, grads), state

@@ -32,7 +32,7 @@ from fshard.mesh.spmd.run import as_one_device, local_devices
 from fshard.optim.by_label import NOTHING, by_label
 from fshard.optim.contract import ArrayOptimizer, Optimizer, check_optimizer, copied, differences
 from fshard.optim.draws import UpdateDraws
-from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable
+from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable, undifferentiable
 from fshard.optim.per_device import EqualResult, ReplicaCheck, sums_over_shards
 from fshard.optim.rules.adam import adam, adamw
 from fshard.optim.rules.sgd import sgd
@@ -364,7 +364,7 @@ class InstanceSource(TorchSource):
                 state[name] = stored(put_equal(x, leaf.layout)).shards[0]
         return self.state
 
-    @torch.no_grad()
+    @undifferentiable
     def _step(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         leaves = Leaves.of(params)
         gradients = leaves.gradients(grads)

@@ -8,9 +8,8 @@ It has shape, dtype and device, and modules accept it. Its values are used in on
 The second is for autograd Functions, custom operators and torch.func, which ignore a tensor's class.
 
 Saved-tensor hooks replace each saved view of an unsharded parameter by its index in the unit, so that the memory can
-be freed; the backward unshards the unit again. Under such hooks torch.func's grad, vjp and jacrev raise: a loss
-function that calls one of these marks that part with `fs.with_unsharded_params(part, keep=True)`, or the step gets
-`reshard_after_forward=False`.
+be freed; the backward unshards the unit again. Steps whose loss function calls torch.func go without: see Note
+[torch.func refuses saved-tensor hooks].
 """
 
 from __future__ import annotations

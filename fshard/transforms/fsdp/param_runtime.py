@@ -74,7 +74,9 @@ class ParamRuntime(UnitSchedule):
             for number, plan in enumerate(plans.units(device if options.local else None))
         ]
         self.saved = SavedTensors(
-            options.reshard_after_forward and any(unit.is_sharded for unit in self.units)
+            options.reshard_after_forward
+            and not plans.keeps_saved
+            and any(unit.is_sharded for unit in self.units)
         )
         self.reductions = Reductions(
             self.units,
@@ -215,7 +217,8 @@ class ParamPlans:
     """The cached plans of a tree of parameters, and the order in which its units were last used.
 
     A prefetch after this order may be wrong, which costs only time: it is on all devices. They have agreed on the order of
-    reductions.
+    reductions. `keeps_saved`: autograd keeps the unsharded parameters that it saves: see Note [torch.func refuses
+    saved-tensor hooks].
     """
 
     leaves: tuple[ParamPlan, ...]
@@ -223,6 +226,7 @@ class ParamPlans:
     axes: tuple[str, ...]
     in_order: bool
     order: Order | None = None
+    keeps_saved: bool = False
     _units: dict[int | None, list[UnitPlan]] = field(
         default_factory=dict[int | None, list[UnitPlan]]
     )

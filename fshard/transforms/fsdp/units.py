@@ -282,7 +282,8 @@ class LazyUnit(Unit):
         if has_grad or not self.is_trained:
             self.outputs = outputs
         if is_gathered:
-            runtime.look_ahead("forward", self)
+            with outside_transforms():  # it starts the all-gather of the next units
+                runtime.look_ahead("forward", self)
         return outputs
 
     def use_once(self, x: Tensor, position: int) -> Tensor:
