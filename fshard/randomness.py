@@ -125,11 +125,12 @@ class drawing_from:
         self._before.set()
 
 
+_torch: Any = torch  # for private functions
+
+
 def drawn_key() -> int:
     """Draw the key of a step, or of another call, from torch's default generator."""
-    with (
-        torch._C._DisableFuncTorch()
-    ):  # within a transform of torch.func a draw would be batched, or raise
+    with _torch._C._DisableFuncTorch():  # within a transform of torch.func a draw would be batched
         return int(torch.randint(1 << 62, ()).item())
 
 

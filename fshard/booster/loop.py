@@ -120,6 +120,16 @@ class _Step:
         )
 
 
+def _validate_no_leaves(leaves: Sequence[Tensor]) -> None:
+    """Raise if the loss of a reproducible step depends on other leaves than the model's parameters."""
+    if leaves:
+        shapes = ", ".join([str(tuple(x.shape)) for x in leaves])
+        raise ValueError(
+            "reproducible=True: the loss must depend on no tensors that need a gradient, beside the model's "
+            f"parameters; got some of shapes {shapes}. detach() them, or leave reproducible=True out."
+        )
+
+
 class LoopModel(BoostedModel):
     """A boosted model that is called and differentiated by the caller: see above.
 
@@ -335,44 +345,49 @@ class LoopModel(BoostedModel):
         models = [*self._state.loop_models]  # a loss may lead through several
         for model in models:
             model.follow_writes()
-        step.differentiated = device, share, weights = step.forward
+
+        device, share, weights = step.forward
+        step.differentiated = step.forward
         if weight is not None:
             share = self._share_of(weight, device)
             weights = [share]
         if self._loss_check is not None:
             is_idle = not step.forward.share
             self._loss_check.compare(share, device.group, device.site, is_idle=is_idle)
+
         device.scale = scale
         device.agree_on_axes(loss.device)
-        units, reductions = step.runtime.units, step.runtime.reductions
         if self.is_reproducible:
-            if leaves:
-                shapes = ", ".join([str(tuple(x.shape)) for x in leaves])
-                raise ValueError(
-                    "reproducible=True: the loss must depend on no tensors that need a gradient, beside the model's "
-                    f"parameters; got some of shapes {shapes}. detach() them, or leave reproducible=True out."
-                )
-            trees = TreeAccumulator(units, reductions)
-            start = device.begin_backward(loss, share, trees.add, idle=not share)
-            differentiate = partial(device.differentiate, retain_graph=retain_graph)
-            split_backward(
-                loss, start, step.outputs, differentiate, trees, retain_graph=retain_graph
-            )
-            for unit in (
-                units
-            ):  # each backward on its own: sums of two would be rounded otherwise on other meshes
-                reductions.reduce(unit, trees.result(unit) or [None] * len(unit.indices))
-            reductions.send()
+            _validate_no_leaves(leaves)
+            self._differentiate_slices(step, loss, share, retain_graph=retain_graph)
         else:
             accumulate = None if sync or not device.options.reduce_once else LazyUnit.accumulate
             cotangent = device.begin_backward(loss, share, accumulate, idle=not share)
             device.differentiate([loss], [cotangent], leaves, retain_graph=retain_graph)
             if accumulate is None:
-                reductions.end()
+                step.runtime.reductions.end()
+
         step.weights.append(weights)
         self.slots.gradients.exist = True
         for model in models:
             model.restore_buffers()
+
+    def _differentiate_slices(
+        self, step: _Step, loss: Tensor, share: float, *, retain_graph: bool
+    ) -> None:
+        """Add the gradients of the slices of a reproducible step in their tree, and reduce the sums."""
+        assert step.differentiated is not None
+        device = step.differentiated.device
+        units, reductions = step.runtime.units, step.runtime.reductions
+        trees = TreeAccumulator(units, reductions)
+        start = device.begin_backward(loss, share, trees.add, idle=not share)
+        differentiate = partial(device.differentiate, retain_graph=retain_graph)
+        split_backward(loss, start, step.outputs, differentiate, trees, retain_graph=retain_graph)
+
+        # each backward by itself: sums of two would be rounded otherwise on other meshes
+        for unit in units:
+            reductions.reduce(unit, trees.result(unit) or [None] * len(unit.indices))
+        reductions.send()
 
     def _share_of(self, weight: float | Tensor, device: ModelStep) -> float:
         """Return this device's share of the weights of all devices: one sum, for which the host waits."""

@@ -123,7 +123,8 @@ def _encoded_dataclass(x: Any) -> list[Any]:
 
 def _decoded_dataclass(items: list[Any]) -> Any:
     """Return an instance with the fields of a message, without a call of its class."""
-    kind, entries = _referred(items[0]), items[1:]
+    kind: Any = _referred(items[0])
+    entries = items[1:]
     names = {each.name for each in fields(kind)} if is_dataclass(kind) else set[str]()
     result: Any = object.__new__(kind) if names else None
     for name, value in entries:

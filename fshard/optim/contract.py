@@ -168,7 +168,7 @@ def no_updates(grads: PyTree) -> PyTree:
     return Leaves.of(grads).mapped(lambda grad: None)
 
 
-def step_of(opt: Optimizer) -> Update:
+def step_of(opt: Any) -> Update:
     """Return an optimizer's step; if it has none: update, then params + updates.
 
     The step may write into the memory of its arguments, and does not mark them as donated.

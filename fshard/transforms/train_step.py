@@ -48,6 +48,31 @@ Metrics = dict[str, Any]
 """
 
 
+def _validate_precision(precision: Any, opt: Any) -> None:
+    """Raise if a precision is unknown, or has no scaled loss that it needs."""
+    if precision not in _COMPUTE:
+        raise ValueError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
+    if precision == "fp16" and opt.loss_scale is None:
+        raise ValueError(
+            'train_step: precision="fp16" needs a scaled loss. Write fs.optim.loss_scaled(opt).'
+        )
+
+
+def _validate_mode(opt: Any, *, donate: bool, reproducible: bool) -> None:
+    """Raise if an optimizer cannot step in this mode."""
+    if reproducible and getattr(opt, "compression", None) is not None:
+        raise ValueError(
+            "train_step: reproducible must be False with compress=, whose sums depend on the mesh; got True."
+        )
+    is_on_disk = getattr(opt, "state_memory", "device") == "disk"
+    if is_on_disk and (reproducible or not donate):
+        raise ValueError(
+            "train_step: state on disk is written in place, so donate must be True and reproducible False; got "
+            f"donate={donate} and reproducible={reproducible}. Write train_step(..., donate=True), or "
+            'state_memory="host".'
+        )
+
+
 @uncompiled
 def train_step(
     loss_fn: Any,
@@ -144,12 +169,7 @@ def train_step(
     }
     changed = partial(_step_with_changes, loss_fn, opt, settings | options)  # for fs.memory.place
     opt = array_optimizer(opt, "train_step")
-    if precision not in _COMPUTE:
-        raise ValueError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
-    if precision == "fp16" and opt.loss_scale is None:
-        raise ValueError(
-            'train_step: precision="fp16" needs a scaled loss. Write fs.optim.loss_scaled(opt).'
-        )
+    _validate_precision(precision, opt)
     options.setdefault("gradients", getattr(opt, "gradients", None))
     options.setdefault("compute", _COMPUTE[precision])
     options.setdefault("reduce", torch.float32 if precision == "fp16" else None)
@@ -159,19 +179,8 @@ def train_step(
         "train_step", loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options
     )
     step_options, compression = gradient.options, getattr(opt, "compression", None)
-    if compression is not None and step_options.slices is not None:
-        raise ValueError(
-            "train_step: reproducible must be False with compress=, whose sums depend on the mesh; got True."
-        )
-    if getattr(opt, "state_memory", "device") == "disk" and (
-        not donate or step_options.slices is not None
-    ):
-        raise ValueError(
-            "train_step: state on disk is written in place, so donate must be True and reproducible False; got "
-            f"donate={donate} and reproducible={step_options.slices is not None}. Write train_step(..., donate=True), or "
-            'state_memory="host".'
-        )
-    write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
+    _validate_mode(opt, donate=donate, reproducible=step_options.slices is not None)
+    write = step_of(opt)
     if (
         step_options.slices is not None
     ):  # fused kernels round differently where a shard ends: updates do without them

@@ -92,9 +92,9 @@ def test_step_of_an_optimizer_donates_and_its_results_are_those_of_the_pure_step
         before = own
         own, own_state = opt.step(grads, own_state, own)
         assert before["w"].is_donated
-    for name in FULL:
+    for name, start in FULL.items():
         assert torch.equal(fs.unshard(own)[name], fs.unshard(expected)[name])
-        assert torch.equal(fs.unshard(best)[name], FULL[name])
+        assert torch.equal(fs.unshard(best)[name], start)
 
 
 def test_frozen_arrays_are_not_donated():

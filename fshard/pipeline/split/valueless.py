@@ -157,7 +157,8 @@ class ValuelessMode(TorchFunctionMode):
             return meta
 
         args, named = map_leaves(to_meta, (args, {**named}))
-        named |= {"device": _META} if "device" in named else {}
+        if "device" in named:
+            named = {**named, "device": _META}
         if func == Tensor.to:
             args = tuple([_META if isinstance(x, str) else x for x in args])
         result = self._call(func, args, named)
@@ -183,7 +184,7 @@ def _name_of(func: Any) -> str:
 
 
 def _storage_of(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 WAY_OUT = (
