@@ -127,9 +127,8 @@ class drawing_from:
 
 def drawn_key() -> int:
     """Draw the key of a step, or of another call, from torch's default generator."""
-    with (
-        torch._C._DisableFuncTorch()
-    ):  # within a transform of torch.func a draw would be batched, or raise
+    # Within a transform of torch.func a draw would be batched, or raise.
+    with _C._DisableFuncTorch():
         return int(torch.randint(1 << 62, ()).item())
 
 
