@@ -125,12 +125,10 @@ class drawing_from:
         self._before.set()
 
 
-_torch: Any = torch  # for private functions
-
-
 def drawn_key() -> int:
     """Draw the key of a step, or of another call, from torch's default generator."""
-    with _torch._C._DisableFuncTorch():  # within a transform of torch.func a draw would be batched
+    # Within a transform of torch.func a draw would be batched, or raise.
+    with _C._DisableFuncTorch():
         return int(torch.randint(1 << 62, ()).item())
 
 
