@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from fshard.copying import lazy_copy, untouched
 from fshard.errors import ModuleError
-from fshard.transforms.fsdp.plans import versions_of
 from fshard.transforms.module.replica import GradientState, ModuleSlot, Placeholder
 
+_is_cow: Any = torch._C._is_cow_tensor  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 _BOUND = (
     "Its gradient would be lost, since the optimizer steps on the parameters that were boosted. Tie, replace "
     "and add parameters and layers before boost, or boost again from model.unwrap() with a new optimizer."
@@ -140,9 +140,7 @@ class ModuleSlots:
         if x is not None and value is self._values.get(name) and _state(x) == self._states[name]:
             return x
         copy = lazy_copy(value.detach())
-        if not untouched(
-            copy
-        ):  # of memory that is not torch's: writes through `.data` are seen in a copy
+        if not untouched(copy):  # of memory that is not torch's: then a write is not seen
             copy = lazy_copy(copy)
         if x is not None and _fits(x, copy):
             x.data = copy
@@ -154,8 +152,10 @@ class ModuleSlots:
 
 def _state(x: Tensor) -> tuple[int, bool]:
     """Return what a write to a tensor changes: its version or, through `.data`, that it is an untouched copy."""
-    (version,) = versions_of([x])
-    return version, untouched(x)
+    try:
+        return x._version, _is_cow(x)
+    except RuntimeError:  # tensors of inference mode have no version
+        return 0, _is_cow(x)
 
 
 def _fits(x: Tensor, copy: Tensor) -> bool:
