@@ -96,6 +96,11 @@ class DonatingStep:
         return donated((params, state), self.write(grads, state, params))
 
 
+def writing(step: Update) -> Update:
+    """Return a step that leaves it to its caller to mark the arguments as donated."""
+    return step.write if isinstance(step, DonatingStep) else step
+
+
 def donating(step: Update | None) -> Update | None:
     """Return a step that donates its parameters and state; None for none."""
     if step is None or isinstance(step, DonatingStep):
@@ -168,9 +173,9 @@ def step_of(opt: Optimizer) -> Update:
         updates, state = opt.update(grads, state, params)
         return apply_updates(params, updates), state
 
-    if isinstance(opt.step, DonatingStep):
-        return opt.step.write
-    return opt.step or at_once(applied, writes=True)
+    if opt.step is not None:
+        return writing(opt.step)
+    return at_once(applied, writes=True)
 
 
 def pure_step(opt: Optimizer) -> Update:

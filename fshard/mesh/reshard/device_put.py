@@ -206,7 +206,7 @@ def _tensors(x: Sharded | Tensor) -> Tensors:
 
 def _storage(x: Tensor) -> int:
     """Return the identity of a tensor's storage; 0 for all of them where torch.func hides them."""
-    return 0 if transformed() else x.untyped_storage()._cdata
+    return 0 if transformed() else x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def _copy(x: Sharded | Tensor) -> Sharded | Tensor:
@@ -438,8 +438,9 @@ def _validate_reshardable(xs: Sequence[Sharded], mesh: Mesh) -> None:
 def unshard(tree: PyTree) -> PyTree:
     """Return global arrays as plain, full tensors; on a process mesh, on every process. Other leaves are unchanged.
 
-    The tensors are copies, of replicated arrays too: write to them as you like. Tied tensors stay tied. To move parameters to another mesh give them to `shard_params` or `device_put` directly: a
-    plain tensor has lost its unit and whether it is frozen.
+    The tensors are copies, of replicated arrays too: write to them as you like. Tied tensors stay tied. To move parameters
+    to another mesh give them to `shard_params` or `device_put` directly: a plain tensor has lost its unit and whether it is
+    frozen.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
