@@ -87,7 +87,7 @@ class DonatingStep:
 
     Args:
         write: the step itself, which writes into their memory. Optimizers that contain another call it, by `step_of`:
-            only the outermost step knows that nobody uses its arguments any more.
+            only the outermost step knows that its arguments are used no more.
     """
 
     write: Update
