@@ -25,7 +25,7 @@ from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.optim.arguments import validate, within
 from fshard.optim.chain import clipped, shrunk
-from fshard.optim.contract import Optimizer, Update, donating, step_of
+from fshard.optim.contract import Optimizer, Update, donating, step_of, writing
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.norms import exact_norms, global_norm
 from fshard.optim.partition import Partitioned, partition_optimizer
@@ -85,7 +85,7 @@ def _with_zeros(opt: Partitioned) -> Partitioned:
         leaves = Leaves.of(params)
         return update(leaves.mapped(filled, leaves.beside(grads, "grads")), state, params)
 
-    step = opt.step and donating(partial(run, step_of(opt)))
+    step = opt.step and donating(partial(run, writing(opt.step)))
     return opt._replace(update=partial(run, opt.update), step=step)
 
 

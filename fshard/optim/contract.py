@@ -100,13 +100,18 @@ class DonatingStep:
 
     Args:
         write: the step itself, which writes into their memory. Optimizers that contain another call it, by `step_of`:
-            only the outermost step knows that nobody uses its arguments any more.
+            only the outermost step knows that its arguments are used no more.
     """
 
     write: Update
 
     def __call__(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return donated((params, state), self.write(grads, state, params))
+
+
+def writing(step: Update) -> Update:
+    """Return a step that leaves it to its caller to mark the arguments as donated."""
+    return step.write if isinstance(step, DonatingStep) else step
 
 
 def donating(step: Update | None) -> Update | None:
@@ -184,9 +189,9 @@ def step_of(opt: Any) -> Update:
         updates, state = opt.update(grads, state, params)
         return apply_updates(params, updates), state
 
-    if isinstance(opt.step, DonatingStep):
-        return opt.step.write
-    return opt.step or at_once(applied, writes=True)
+    if opt.step is not None:
+        return writing(opt.step)
+    return at_once(applied, writes=True)
 
 
 def pure_step(opt: Optimizer) -> Update:

@@ -41,6 +41,7 @@ from fshard.optim.contract import (
     donating,
     elementwise_leaves,
     step_of,
+    writing,
 )
 from fshard.optim.leaves import Leaf, Leaves, kind_of, undifferentiable
 from fshard.optim.offload import offloaded
@@ -224,7 +225,7 @@ def _compressed(
     return opt._replace(
         init=lambda params: {"compress": reduced.init(params), "inner": opt.init(params)},
         update=compressed(opt.update),
-        step=opt.step and donating(compressed(step_of(opt))),
+        step=opt.step and donating(compressed(writing(opt.step))),
         loss_scale=None if scale is None else lambda state: scale(state["inner"]),
         gradients=reduced.layout,
         compression=reduced,

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from fshard.memory.kinds import claim, mark, purpose
+from fshard.memory.state import Update
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import Mesh, PyTree, flatten_with_paths
-from fshard.mesh.layout.sharded import Sharded, donated
+from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.deterministic import deterministic
-from fshard.optim.contract import Optimizer, copied, step_of
+from fshard.optim.contract import DonatingStep, Optimizer, copied, step_of
 from fshard.optim.norms import exact_norms, norm_later
 from fshard.optim.partition import Partitioned
 from fshard.optim.per_device import array_optimizer
@@ -180,11 +181,7 @@ def train_step(
     )
     step_options, compression = gradient.options, getattr(opt, "compression", None)
     _validate_mode(opt, donate=donate, reproducible=step_options.slices is not None)
-    write = step_of(opt)
-    if (
-        step_options.slices is not None
-    ):  # fused kernels round differently where a shard ends: updates do without them
-        write = step_of(Optimizer(opt.init, opt.update))
+    update = _update_of(opt, donate=donate, exact=step_options.slices is not None)
 
     def step(params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, ...]:
         if len(inputs) != 1 + step_options.has_buffers:
@@ -215,11 +212,7 @@ def train_step(
                 grads, state = compression.reduce(grads, state, early)
             mark("update")
             norm_of = norm_later(grads, exact=exact)
-            given = params, state
-            params, state = write(grads, state, params)  # (9)
-            if donate:
-                params, state = donated(given, (params, state))
-            del given
+            params, state = update(grads, state, params)  # (9)
             norm = norm_of() / scale
         claim(params, "parameters")
         claim(state, "state")
@@ -257,6 +250,15 @@ def _outside_transforms(step: Callable[..., Any]) -> Callable[..., Any]:
         return step(*args)
 
     return run
+
+
+def _update_of(opt: Any, *, donate: bool, exact: bool) -> Update:
+    """Return the step of an optimizer, which marks its arguments if it is to `donate` them.
+
+    Fused kernels round differently where a shard ends: with equal bits on all meshes, `exact`, updates do without them.
+    """
+    write = step_of(Optimizer(opt.init, opt.update)) if exact else step_of(opt)
+    return DonatingStep(write) if donate else write
 
 
 def _step_with_changes(

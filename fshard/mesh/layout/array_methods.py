@@ -43,7 +43,7 @@ class ArrayMethods:
     def __getattr__(self, name: str) -> Any:
         """Return a method or an attribute that tensors have; methods become those of the class when they are first used.
 
-        A donated array has no shards any more, so each use of them comes here and raises.
+        A donated array has no shards any more, so each use of them arrives here and raises.
         """
         if name == "shards":
             raise LayoutError(

@@ -130,16 +130,23 @@ def donated(arguments: PyTree, results: PyTree) -> PyTree:
 
     A frozen array is not donated, since no step writes it.
     """
-    arrays = {
-        id(x): x for x in flatten(arguments)[0] if isinstance(x, Sharded) and not x.layout.frozen
-    }
+    arrays: dict[int, Sharded] = {}
+    for leaf in flatten(arguments)[0]:
+        if isinstance(leaf, Sharded) and not leaf.layout.frozen:
+            arrays[id(leaf)] = leaf
     if not arrays:
         return results
-    successors = {key: Sharded(x.shape, x.layout, x.shards) for key, x in arrays.items()}
     leaves, structure = flatten(results)
+    successors: dict[int, Sharded] = {}  # of arguments that are results too; tied ones stay tied
+    for index, leaf in enumerate(leaves):
+        key = id(leaf)
+        if key in arrays:
+            if key not in successors:
+                successors[key] = Sharded(leaf.shape, leaf.layout, leaf.shards)
+            leaves[index] = successors[key]
     for x in arrays.values():
         del x.shards
-    return unflatten(structure, [successors.get(id(leaf), leaf) for leaf in leaves])
+    return unflatten(structure, leaves)
 
 
 def _validate_shards(caller: str, shards: Sequence[Any]) -> None:

@@ -8,7 +8,7 @@ What these functions return never changes with their arguments: a snapshot keeps
 parameters in place, and a write to the snapshot changes no array. A result that no collective has moved would be the
 argument's own memory, or a view of it, so it is copied: as many bytes as it has, once. The public functions do that.
 `reshard_all`, `full_values` and `put_equal(may_alias=True)` do not: steps call them, and only read what they return.
-torch's copy-on-write storages (`_lazy_clone`) would spare copies that nobody writes to. But memory limits would not see
+torch's copy-on-write storages (`_lazy_clone`) would spare copies that are only read. But memory limits would not see
 when they become copies, and shards in page-locked memory or in files cannot have them.
 """
 

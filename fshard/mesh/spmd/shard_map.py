@@ -234,7 +234,7 @@ class MappedCall:
             if may_differ:
                 self._validate_shards(shards, entry)
             leaves[entry.index] = Sharded(entry.shape, entry.layout, shards)
-        if not transformed():  # whose values nobody can write to
+        if not transformed():  # torch.func hides storages, and has its own rules for writes
             self._copy_aliases(plan, leaves)
         if self._is_first:
             self.plan.checked[self._caller] = self._is_auditable
