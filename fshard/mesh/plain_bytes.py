@@ -124,8 +124,11 @@ def _encoded_dataclass(x: Any) -> list[Any]:
 def _decoded_dataclass(items: list[Any]) -> Any:
     """Return an instance with the fields of a message, without a call of its class."""
     kind, entries = _referred(items[0]), items[1:]
-    names = {each.name for each in fields(kind)} if is_dataclass(kind) else set[str]()
-    result: Any = object.__new__(kind) if names else None
+    if not is_dataclass(kind):
+        raise ValueError(f"A message must have a dataclass; got {kind!r}.")
+    names = {each.name for each in fields(kind)}
+    new: Any = object.__new__
+    result = new(kind)
     for name, value in entries:
         if name not in names:
             raise ValueError(f"A message has {name!r}, which is no field of {kind!r}.")
