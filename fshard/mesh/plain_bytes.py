@@ -121,15 +121,14 @@ def _encoded_dataclass(x: Any) -> list[Any]:
     ]
 
 
-_object: Any = object
-
-
 def _decoded_dataclass(items: list[Any]) -> Any:
     """Return an instance with the fields of a message, without a call of its class."""
-    kind: Any = _referred(items[0])
-    entries = items[1:]
-    names = {each.name for each in fields(kind)} if is_dataclass(kind) else set[str]()
-    result: Any = _object.__new__(kind) if names else None
+    kind, entries = _referred(items[0]), items[1:]
+    if not is_dataclass(kind):
+        raise ValueError(f"A message must have a dataclass; got {kind!r}.")
+    names = {each.name for each in fields(kind)}
+    new: Any = object.__new__
+    result = new(kind)
     for name, value in entries:
         if name not in names:
             raise ValueError(f"A message has {name!r}, which is no field of {kind!r}.")

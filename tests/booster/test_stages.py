@@ -78,6 +78,21 @@ def test_eval_mode_of_stage_layer_takes_effect(recompute):
     assert staged(body, make, recompute=recompute) == [[0, 1]] * 2
 
 
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        (lambda: iter([]), r"must have a batch for each call.*iter\(loader\) for each epoch"),
+        (lambda: [(rows(4), rows(4))], r"must be an iterator; got list.*iter\(loader\)"),
+    ],
+)
+def test_batches_that_are_no_iterator_or_at_its_end_raise(batches, message):
+    def body(loop):
+        with pytest.raises((ValueError, TypeError), match=message):
+            loop.booster.execute_pipeline(batches(), loop.model, loop.criterion, loop.opt)
+
+    staged(body, layers)
+
+
 def layers_and_function():
     """Return the layers of DeepSpeed's page on pipelines: a list with a function in it."""
     torch.manual_seed(0)

@@ -67,7 +67,7 @@ def split_stages(
 
     Args:
         layers: modules and functions of one value, each of which takes the result of the one before. Or a module whose
-            forward calls its `blocks` in sequence.
+            forward calls each of its `blocks` once.
         n: number of stages.
         balance: the cost: "uniform", the number of layers; "parameters", of a stage (tied ones where they occur first);
             "time", of forward and backward, and "memory", kept for the backward, both measured on the `sample`;
@@ -77,8 +77,8 @@ def split_stages(
 
     A stage of a module with blocks is that module without the blocks of the other stages; it shares its tensors. The
     first one's input is the microbatch (a dict by name, a tuple or list by position), and its output the input of the
-    next, with the arguments and results of its blocks that a later stage uses. A later stage runs the code before its
-    blocks without values, except for integer tensors, which are sent.
+    next, with the tensors that a later stage uses: inputs, arguments and results of blocks, and what is computed around
+    them. A later stage runs the code before its blocks without values, except for integer tensors, which are sent.
 
     >>> import torch
     >>> mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))

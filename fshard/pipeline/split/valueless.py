@@ -156,12 +156,12 @@ class ValuelessMode(TorchFunctionMode):
                 replaced.append((x, meta))
             return meta
 
-        args, named = map_leaves(to_meta, (args, {**named}))
-        if "device" in named:
-            named = {**named, "device": _META}
+        args, options = map_leaves(to_meta, (args, {**named}))
+        if "device" in options:
+            options["device"] = _META
         if func == Tensor.to:
             args = tuple([_META if isinstance(x, str) else x for x in args])
-        result = self._call(func, args, named)
+        result = self._call(func, args, options)
         for x, meta in replaced:
             if meta._version > 0:
                 self._overwritten[_storage_of(x)] = x
@@ -184,7 +184,8 @@ def _name_of(func: Any) -> str:
 
 
 def _storage_of(x: Tensor) -> int:
-    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    storage: Any = x.untyped_storage()
+    return storage._cdata
 
 
 WAY_OUT = (
