@@ -6,9 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Mesh, PyTree, Structure, flatten, flatten_with_paths, paths_of
+from fshard.mesh.layout import (
+    Mesh,
+    PyTree,
+    Structure,
+    as_written,
+    flatten,
+    flatten_with_paths,
+    paths_of,
+)
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices
+from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import named, parts_of
 
 
@@ -70,4 +79,29 @@ def validate_mesh(
         ]
         raise LayoutError(
             f"{caller} on {mesh}: {'; '.join(errors)}. Put the parameters on that mesh: {fix}."
+        )
+
+
+def validate_local(
+    options: StepOptions,
+    paths: Sequence[str],
+    leaves: Sequence[Sharded],
+    batch_axes: tuple[str, ...],
+) -> None:
+    """Raise with the parameters that are not sharded along local axes by dims, and along others, or the batch's, flat."""
+    flat_too = {*options.local} & {*batch_axes}
+    errors = [
+        f"{named(parts_of(path)) or 'the parameter'} is {x.spec}"
+        for path, x in zip(paths, leaves, strict=True)
+        if any(
+            (axis in options.local) == (axis in (x.spec.flat_axes or ()) + x.spec.at_axes)
+            for axis in x.spec.axes
+            if not (axis in flat_too and axis in (x.spec.flat_axes or ()))
+        )
+    ]
+    if options.local and errors:
+        raise LayoutError(
+            f"{options.caller}(local=): along {as_written(options.local)} dims of parameters may be sharded, along other axes "
+            f"their flattened shards only; {'; '.join(errors)}. Write fs.shard_params(params, fs.fsdp(axis, within=rules), "
+            "mesh=mesh)."
         )

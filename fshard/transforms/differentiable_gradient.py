@@ -45,11 +45,10 @@ from fshard.mesh.spmd.scope import loss_scope, require
 from fshard.optim.leaves import like, shards_of, trainable, without_static
 from fshard.randomness import drawn_key, keyed_random
 from fshard.source import call_site
-from fshard.transforms.array_checks import validate_mesh
+from fshard.transforms.array_checks import validate_local, validate_mesh
 from fshard.transforms.batch import Batch, BatchPart, Slice, device_shard, shard_batch
 from fshard.transforms.fsdp.param_runtime import numbered, validate_ties_frozen
 from fshard.transforms.fsdp.units import outside_transforms
-from fshard.transforms.gradient import validate_local
 from fshard.transforms.loss_collectives import LossCollectives
 from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import chosen
@@ -71,7 +70,7 @@ def validate_differentiable(options: StepOptions) -> None:
 
 
 # The batch. A leaf that something differentiates by is an argument of the program, which all devices get in full, so
-# that its gradient is whole on each; the others are constants.
+# that its gradient is complete on each; the others are constants.
 
 
 def is_watched(leaf: Any) -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fshard.ambient import setting
-from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, MismatchError
+from fshard.errors import CollectiveTimeoutError, DeadlockError, MismatchError
 from fshard.memory.kinds import claim, purpose
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import (
@@ -34,7 +34,6 @@ from fshard.mesh.layout import (
     P,
     PyTree,
     Structure,
-    as_written,
     flatten,
     paths_of,
     unflatten,
@@ -46,7 +45,7 @@ from fshard.optim.leaves import trainable, without_static
 from fshard.randomness import drawn_key
 from fshard.source import Site, call_site
 from fshard.transforms.agreement import FIX_UNEVEN_GATHERS
-from fshard.transforms.array_checks import validate_mesh, validate_run
+from fshard.transforms.array_checks import validate_local, validate_mesh, validate_run
 from fshard.transforms.batch import Batch, BatchPart, shard_batch
 from fshard.transforms.device_step import DeviceResult, DeviceStep, ModelStep
 from fshard.transforms.fsdp.param_runtime import (
@@ -75,31 +74,6 @@ def unstaged(
     if errors := wrong_options(options):
         raise ValueError(f"value_and_grad: {'; '.join(errors)}.")
     return Gradient(StepOptions.of(loss_fn, options, backward=backward), mesh, batch)
-
-
-def validate_local(
-    options: StepOptions,
-    paths: Sequence[str],
-    leaves: Sequence[Sharded],
-    batch_axes: tuple[str, ...],
-) -> None:
-    """Raise with the parameters that are not sharded along local axes by dims, and along others, or the batch's, flat."""
-    flat_too = {*options.local} & {*batch_axes}
-    errors = [
-        f"{named(parts_of(path)) or 'the parameter'} is {x.spec}"
-        for path, x in zip(paths, leaves, strict=True)
-        if any(
-            (axis in options.local) == (axis in (x.spec.flat_axes or ()) + x.spec.at_axes)
-            for axis in x.spec.axes
-            if not (axis in flat_too and axis in (x.spec.flat_axes or ()))
-        )
-    ]
-    if options.local and errors:
-        raise LayoutError(
-            f"{options.caller}(local=): along {as_written(options.local)} dims of parameters may be sharded, along other axes "
-            f"their flattened shards only; {'; '.join(errors)}. Write fs.shard_params(params, fs.fsdp(axis, within=rules), "
-            "mesh=mesh)."
-        )
 
 
 CACHED_PLANS = 64
@@ -419,7 +393,7 @@ class Gradient(GradientFunction):
 
     # Note [torch.func refuses saved-tensor hooks]
     # Under ZeRO-3 such hooks let unsharded parameters be freed until the backward. torch.func's grad, vjp, jacrev and
-    # hessian raise under any, and nothing tells beforehand that a loss function calls one. So the first step that does
+    # hessian raise under any, and which loss functions call one is not known before. So the first step that does
     # runs again, from its inputs and with its draws, and it and all later ones go without the hooks: what autograd saves
     # stays unsharded until the backward, as with reshard_after_forward=False.
     def runs_again(self, plans: ParamPlans, error: RuntimeError) -> bool:
