@@ -178,7 +178,7 @@ class Layout(CachedHash):
         return f"Layout({self.mesh}, {self.spec}{memory}{unit}{', frozen=True' if self.frozen else ''})"
 
 
-def as_layout(layout: object, mesh: Mesh | None = None) -> Layout:
+def as_layout(layout: object, mesh: Mesh | None = None, *, caller: str = "") -> Layout:
     """Return a layout; a P is one on the mesh of `use_mesh`, or else on `mesh`.
 
     >>> from fshard.mesh.layout.make import make_mesh
@@ -187,14 +187,15 @@ def as_layout(layout: object, mesh: Mesh | None = None) -> Layout:
     """
     if isinstance(layout, Layout):
         return layout
+    start = f"{caller}: " if caller else ""
     if not isinstance(layout, P):
         raise TypeError(
-            f"a layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}."
+            f"{start}layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}."
         )
     mesh = ambient.mesh or mesh
     if mesh is None:
         raise TypeError(
-            f"a layout must have a mesh; got {layout}. Write fs.Layout(mesh, {layout}), or call it in a "
+            f"{start}layout must have a mesh; got {layout}. Write fs.Layout(mesh, {layout}), or call it in a "
             "block: with fs.use_mesh(mesh)."
         )
     return Layout(mesh, layout)

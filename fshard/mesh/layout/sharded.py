@@ -310,7 +310,7 @@ def from_local(
     >>> fs.unshard(fs.from_local(lambda data: torch.full((2,), data), fs.Layout(mesh, P("data"))))
     tensor([0, 0, 1, 1])
     """
-    layout = as_layout(layout)
+    layout = as_layout(layout, caller="from_local")
     layout = layout.on(resolve_mesh(layout.mesh))
     devices = local_devices(layout.mesh)
     if isinstance(shard, Tensor) and len(devices) > 1:

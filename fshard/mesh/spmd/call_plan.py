@@ -332,7 +332,7 @@ def _cleared_if_full(plans: dict[Any, Any]) -> dict[Any, Any]:
 def _cache_key(leaf: Any) -> Any:
     """Return the cache key of a leaf: shape, dtype and layout of tensors and arrays, the type of anything else."""
     if isinstance(leaf, Sharded):
-        return leaf.layout, leaf.shape, leaf.dtype
+        return leaf.layout, leaf.shape, getattr(leaf.shards[0], "dtype", None)
     if not isinstance(leaf, Tensor) or leaf.is_nested:  # which has no shape
         return type(leaf)
     return leaf.shape, leaf.dtype, leaf.layout

@@ -168,7 +168,7 @@ WRONG = [  # the call, the errors of which one is raised, and what the message m
         "shape must be a tuple of integers; got ('four',).",
     ),
     (lambda: P(at={"data": True}), "ValueError", "True"),
-    (lambda: fs.typeof(3), "TypeError", "must be a Sharded or a dense tensor; got int"),
+    (lambda: fs.typeof(3), "TypeError", "must be a tensor or a tree of tensors; got int"),
     (
         lambda: fs.visualize(fs.Layout(LINE, P())),
         "TypeError",

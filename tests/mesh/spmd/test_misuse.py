@@ -82,7 +82,7 @@ WRONG = {  # the call, and what the message must say
     "a number for f": (lambda: fs.shard_map(4, **HERE), "TypeError: shard_map: f must be a function"),
     "run without a mesh": (lambda: fs.run(abs, mesh=None), "TypeError: fs.run: mesh must be a Mesh"),
     "run a string": (lambda: fs.run("main", mesh=MESH), "TypeError: fs.run: main must be a function"),
-    "a spec for a layout": (lambda: fs.from_local(X, DATA), "TypeError: from_local: layout must be a Layout"),
+    "a spec for a layout": (lambda: fs.from_local(X, DATA), "TypeError: from_local: layout must have a mesh; got P("),
     "to_dtensor": (lambda: fs.mesh.to_dtensor(X), "TypeError: to_dtensor: x must be a Sharded; got Tensor."),
     "from_dtensor": (lambda: fs.mesh.from_dtensor(X), "TypeError: from_dtensor: x must be a DTensor; got Tensor."),
     "to_device_mesh": (lambda: fs.mesh.to_device_mesh("cpu"), "TypeError: to_device_mesh: mesh must be a Mesh"),
