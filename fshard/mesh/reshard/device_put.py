@@ -388,7 +388,10 @@ def unshard(tree: PyTree) -> PyTree:
     leaves, structure = flatten(tree)
     left = dict[int, Sharded]()  # by the array, so that tied ones stay tied
     arrays = dict[int, Sharded]()
-    for index, x in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
+        x = leaf
+        if getattr(type(leaf), "computes_on_arrays", False):  # parts of a fused weight
+            x = leaf.full()
         if isinstance(x, Sharded):
             x.check()
             if id(x) not in left:
