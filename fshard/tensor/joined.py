@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from fshard.array.dispatch import operate
 from fshard.array.rules import arrays_in
+from fshard.mesh.layout.sharded import Sharded
 
 
 class Joined:
@@ -68,7 +70,11 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _of_result(name, first, func, args[1:], kwargs)
         if result is not None:
             return result
-    return func(*map(concatenated, args), **{key: concatenated(x) for key, x in kwargs.items()})
+    full_args = tuple([concatenated(x) for x in args])
+    full_kwargs = {key: concatenated(x) for key, x in kwargs.items()}
+    if any(isinstance(x, Sharded) for x in arrays_in(full_args, full_kwargs)):
+        return operate(func, full_args, full_kwargs)  # torch's own methods take tensors only
+    return func(*full_args, **full_kwargs)
 
 
 def concatenated(x: Any) -> Any:

@@ -233,6 +233,40 @@ def test_gradients_of_nested_keyword_inputs_are_right():
         torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
 
 
+class Fused(nn.Module):
+    """Has q, k and v in one weight, whose parts are arrays of their own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.qkv, self.out = nn.Linear(6, 24), nn.Linear(8, 6)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).split(8, dim=-1)
+        return self.out(torch.tanh(q) * k.sigmoid() * v)
+
+
+def test_penalties_on_fused_weights_are_those_of_one_device():
+    def learnt(booster):
+        model = Fused().to(F64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, *_ = booster.boost(model, optimizer)
+        loss = model(X).square().mean()
+        loss = loss + sum(p.square().sum() for p in model.parameters())
+        loss = loss + sum(fs.unshard(p).norm() for p in model.parameters())
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        full = model.unwrap() if isinstance(booster, fs.Booster) else model
+        return {name: x.detach() for name, x in full.state_dict().items()}
+
+    def main():
+        return learnt(fs.Booster(fs.HybridParallelPlugin(tensor=2, sample=X[:4])))
+
+    expected = learnt(OneDevice())
+    for actual in fs.run(main, mesh=fs.make_mesh({"all": 2})):
+        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
+
+
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
 

@@ -453,6 +453,9 @@ def unshard(tree: PyTree) -> PyTree:
     tensor([0, 1, 2, 3])
     """
     leaves, structure = flatten(tree)
+    for index, leaf in enumerate(leaves):
+        if getattr(type(leaf), "computes_on_arrays", False):  # parts of a fused weight
+            leaves[index] = leaf.full()
     indices = [index for index, x in enumerate(leaves) if isinstance(x, Sharded)]
     left = dict[int, Sharded]()  # by the array, so that tied ones stay tied
     arrays = list[Sharded]()

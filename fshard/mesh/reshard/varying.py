@@ -48,7 +48,7 @@ class Enter(LinearMap):
 
 @dataclass(frozen=True)
 class MeanOfParts(LinearMap):
-    """Take the gradient from the devices' parts. What comes back to the parts is equal on all devices."""
+    """Take the gradient from the devices' parts. The cotangent of all parts is equal."""
 
     total: Bound | None
     n: int
@@ -80,7 +80,7 @@ class Leave(LinearMap):
 
 @dataclass(frozen=True)
 class _Times(LinearMap):
-    """The transpose of `Leave`; each of its shards has the cotangent that comes back, as the mean over the devices."""
+    """Multiply by n: the transpose of `Leave`."""
 
     n: int
 
