@@ -168,27 +168,3 @@ def test_boosted_model_trains_as_without_compile(name, plugin):
         3 if "loss" in name else 1
     )  # what is made of the output
     torch.testing.assert_close(trained, trained_in_a_loop(plugin))
-
-
-def part_compiled():
-    model = Net(compiled(nn.Tanh()))  # which has no parameters
-    model.a, model.b = compiled(model.a), compiled(model.b)
-    return model
-
-
-def compiled_in_place():
-    model = Net()
-    model.b.compile(backend="eager")
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "parts"),
-    [(part_compiled, "a"), (lambda: compiled(Net()), "the model"), (compiled_in_place, "b")],
-    ids=["parts", "whole", "in place"],
-)
-def test_boost_of_compiled_module_raises(make, parts):
-    with pytest.raises(
-        fs.errors.ModuleError, match=rf"^boost: {parts} is compiled, .* fs.with_unsharded_params\("
-    ):
-        trained_in_a_loop("ddp", make)

@@ -163,12 +163,12 @@ def test_wrapper_of_a_boosted_model_warns_and_names_compile():
         )
 
 
-def test_block_wrapped_after_boost_raises_and_names_compile():
+def test_block_wrapped_after_boost_raises_as_a_replaced_layer_does():
     def wrap(boosted, backend):
         with_wrapped_blocks(boosted.module, backend)
         return boosted
 
-    with pytest.raises(fs.errors.LayoutError, match=r"in place, block.compile\(\)"):
+    with pytest.raises(fs.errors.ModuleError, match="replaced after boost"):
         fs.run(
             lambda: losses_of_boosted_loop(fs.FSDPPlugin(), as_it_is, wrap, "eager"),
             mesh=fs.make_mesh({"data": 1}),
