@@ -8,6 +8,7 @@ static                     fractions of parameters and state, by units
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -167,7 +168,7 @@ class GeminiPlugin(ShardedPlugin):
         """Raise if a loop's step passes the limit with all parameters and state on the host.
 
         The step runs on the abstract mesh with a loss in place of the caller's, of one tensor of the output's size. A model
-        that cannot run there, since it reads values, is not measured: `validate_peak` finds what is counted.
+        that cannot run there, since it reads values, gets a warning: `validate_peak` finds what is counted.
         """
         limit = _limit(self.device, self.default_mesh())
         if self.placement == "static" or limit == MOST:
@@ -183,7 +184,12 @@ class GeminiPlugin(ShardedPlugin):
         batch = _of_first_device(batch, self.default_mesh())
         try:
             plan = _measured(step, opt, params, buffers, batch)
-        except Exception:
+        except Exception as error:  # of the caller's model, which may need values
+            warnings.warn(
+                f"GeminiPlugin: a step of this loop cannot be measured without values ({type(error).__name__}: {error}). "
+                f"Whether it keeps device={limit:,} is known after it, inside of fs.memory.limit alone.",
+                stacklevel=2,
+            )
             return
         if plan.peak() > limit:
             raise MemoryLimitError(
