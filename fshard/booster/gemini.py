@@ -8,7 +8,6 @@ static                     fractions of parameters and state, by units
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -185,7 +184,7 @@ class GeminiPlugin(ShardedPlugin):
         try:
             plan = _measured(step, opt, params, buffers, batch)
         except Exception as error:  # of the caller's model, which may need values
-            warnings.warn(
+            warn(
                 f"GeminiPlugin: a step of this loop cannot be measured without values ({type(error).__name__}: {error}). "
                 f"Whether it keeps device={limit:,} is known after it, inside of fs.memory.limit alone.",
                 stacklevel=2,
