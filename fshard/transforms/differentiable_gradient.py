@@ -45,6 +45,7 @@ from fshard.mesh.spmd.scope import loss_scope, require
 from fshard.optim.leaves import like, shards_of, trainable, without_static
 from fshard.randomness import drawn_key, keyed_random
 from fshard.source import call_site
+from fshard.transforms.agreement import SliceLoss, StepAgreement, losses_by_index
 from fshard.transforms.array_checks import validate_local, validate_mesh
 from fshard.transforms.batch import Batch, BatchPart, Slice, device_shard, shard_batch
 from fshard.transforms.fsdp.param_runtime import numbered, validate_ties_frozen
@@ -197,6 +198,7 @@ class MeanLoss:
             total = total + weighted
             total_weight = total_weight + weight
 
+        self._validate_equal(total, total_weight, loss_dtype, batch.axes)
         device_type = self.mesh.device_type
         sums = [
             torch.as_tensor(x, dtype=torch.float64, device=device_type)
@@ -206,6 +208,21 @@ class MeanLoss:
         if value_of(weight_sum) == 0:
             nonzero_weight(0.0)
         return (loss_sum / weight_sum).to(loss_dtype)
+
+    def _validate_equal(
+        self, total: Any, total_weight: Any, dtype: torch.dtype, batch_axes: tuple[str, ...]
+    ) -> None:
+        """Raise if devices along local axes have other losses: Note [Losses of the same samples]."""
+        caller, local = self.options.caller, self.options.local
+        axes = [axis for axis in self.mesh.axis_names if axis in local and axis not in batch_axes]
+        value, weight = value_of(torch.as_tensor(total)), value_of(torch.as_tensor(total_weight))
+        if not axes or value is None or not weight:
+            return
+        group = require(caller).group(tuple(axes), caller)
+        with outside_transforms():
+            loss = SliceLoss(torch.tensor(value / weight, dtype=dtype), weight, [])
+            agreement = StepAgreement(0.0, {}, losses=losses_by_index([loss], group))
+            agreement.reduce(group, call_site()).check_losses(caller, tuple(axes), weight)
 
 
 def _unnamed(mesh: Mesh, layout: Layout) -> tuple[str, ...]:

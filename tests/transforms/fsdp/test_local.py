@@ -255,6 +255,23 @@ def test_loss_that_differs_along_a_local_axis_raises(call, loss_fn, options):
         function(p, torch.ones(8, 4))
 
 
+def test_differentiated_loss_that_differs_along_a_local_axis_raises():
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    p = fs.shard_params(two_layers(), TWO_LAYERS, mesh=mesh)
+
+    def derivative(loss_fn):
+        function = fs.evaluate(loss_fn, mesh=mesh, batch=P("data"), local="model")
+        return fs.array.lift(torch.func.grad)(lambda p: function(p, torch.ones(8, 4)))(p)
+
+    def expected_loss(p):
+        return (torch.tanh(torch.ones(8, 4) @ p["up"]) @ p["down"]).square().mean()
+
+    expected = torch.func.grad(expected_loss)(two_layers())
+    torch.testing.assert_close(fs.unshard(derivative(summed_loss)), expected)
+    with pytest.raises(PromiseError, match="must be equal"):
+        derivative(loss_without_psum)
+
+
 def test_psum_that_zeros_hide_is_missed_in_the_next_step():
     """As LoRA's second matrix is zero at first, and with it each device's part of the loss."""
     mesh = fs.make_mesh({"data": 2, "model": 2})
