@@ -7,7 +7,7 @@ write it. What changes speed alone has no effect here. Everything else raises.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, ZeroPlugin
@@ -18,18 +18,18 @@ Table = Mapping[str, Any]
 SECTIONS = ("zero_optimization", "fp16", "bf16")
 """The keys of DeepSpeed's configuration that become options of a plugin."""
 
-ADVICE: dict[str, Callable[[Any], str]] = {
-    "train_batch_size": lambda x: f"batch_size={x} of the loader, which is that of all devices",
-    "train_micro_batch_size_per_gpu": lambda x: (
-        f"batch_size of the loader: {x} times the number of devices"
+ADVICE = {
+    "train_batch_size": "batch_size={value} of the loader, which is that of all devices",
+    "train_micro_batch_size_per_gpu": (
+        "batch_size of the loader: {value} times the number of devices"
     ),
-    "gradient_accumulation_steps": lambda x: (
-        f"booster.no_sync() around all of {x} backwards but the last"
+    "gradient_accumulation_steps": (
+        "booster.no_sync() around all of {value} backwards but the last"
     ),
-    "gradient_clipping": lambda x: f"booster.clip_grad_norm(optimizer, {x}) before a step",
-    "optimizer": lambda x: f"torch.optim.{x.get('type', 'AdamW')}(...) for booster.boost",
-    "scheduler": lambda x: "a scheduler of torch, or a rate of fs.optim.schedules",
-    "activation_checkpointing": lambda x: "fs.remat of the blocks",
+    "gradient_clipping": "booster.clip_grad_norm(optimizer, {value}) before a step",
+    "optimizer": "an optimizer of torch.optim for booster.boost",
+    "scheduler": "a scheduler of torch, or a rate of fs.optim.schedules",
+    "activation_checkpointing": "fs.remat of the blocks",
 }
 """How to write what no plugin can express."""
 
@@ -75,20 +75,13 @@ def plugin_of_deepspeed(config: Table, **plugin_options: Any) -> Any:
     if errors:
         raise ValueError(f"parallel: {'; '.join(errors)}. Leave out what has no counterpart.")
 
-    options = {**_precision(config), **_bucket(zero), **plugin_options}
-    advice = [
-        f"{key}: {ADVICE[key](x)}"
-        for key, x in config.items()
-        if key in ADVICE and x != IDLE_VALUES.get(key)
-    ]
     stage = zero.get("stage", 0)
     state, params = _memory(zero, "offload_optimizer"), _memory(zero, "offload_param")
+    advice = _advice(config)
     if stage == 3 and state is not None and params is None:
         advice.append(
             "offload_optimizer without offload_param: GeminiPlugin; FSDPPlugin has both on the host"
         )
-    if _has_own_scale(config.get("fp16", {})):
-        advice.append("the loss scale of fp16: fs.optim.loss_scaled(opt, ...) for booster.boost")
     if advice:
         warnings.warn(
             "DeepSpeed's configuration has what no plugin expresses. Write for "
@@ -96,11 +89,24 @@ def plugin_of_deepspeed(config: Table, **plugin_options: Any) -> Any:
             stacklevel=3,
         )
 
+    options = {**_precision(config), **_bucket(zero), **plugin_options}
     if stage == 0:
         return DDPPlugin(**options)
     if stage == 3:
         return FSDPPlugin(offload=params or state or False, **options)
     return ZeroPlugin(stage=stage, offload=state, **options)
+
+
+def _advice(config: Table) -> list[str]:
+    """List the keys that no plugin expresses, each with fshard's way to write it."""
+    advice = list[str]()
+    for key, value in config.items():
+        is_idle = value == IDLE_VALUES.get(key)
+        if key in ADVICE and not is_idle:
+            advice.append(f"{key}: {ADVICE[key].format(value=value)}")
+    if _has_own_scale(config.get("fp16", {})):
+        advice.append("the loss scale of fp16: fs.optim.loss_scaled(opt, ...) for booster.boost")
+    return advice
 
 
 def _without_auto(table: Table) -> dict[str, Any]:
