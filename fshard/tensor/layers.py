@@ -73,7 +73,8 @@ def dropout(x: Tensor, p: float, mode: Mode, *, features: int | None = None) -> 
 
     Whether an element is dropped depends only on its global index and one number from torch's default generator:
     masks are equal however the activation is sharded. Pass the global number of `features` where the devices do not
-    divide it.
+    divide it. In a loss function all devices along local axes draw one number; in `shard_map`, whose devices draw
+    differently, call it within `fs.keyed_random(seed, step)`.
     """
     if not 0 <= p <= 1:
         raise ValueError(f"dropout: p must be a probability; got {p!r}.")

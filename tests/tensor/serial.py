@@ -74,8 +74,12 @@ def examples(name):
 def dropped(mode, mesh, x, p=0.3, seed=7):
     """Return `x` after the dropout of a seed."""
     at = mode.activation(x.ndim)
-    torch.manual_seed(seed)
-    return mapped(lambda x: fs.tensor.dropout(x, p, mode), mesh, at, at)(x)
+
+    def on_device(x):
+        with fs.keyed_random(seed):  # devices of a mapped function draw differently else
+            return fs.tensor.dropout(x, p, mode)
+
+    return mapped(on_device, mesh, at, at)(x)
 
 
 def attend(q, k, v, causal):

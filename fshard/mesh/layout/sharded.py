@@ -128,11 +128,13 @@ class Sharded(ArrayMethods):
 def donated(arguments: PyTree, results: PyTree) -> PyTree:
     """Return results, which have the memory of arrays among the arguments, and let each use of these arguments raise.
 
-    A frozen array is not donated, since no step writes it.
+    A frozen array is not donated, since no step writes it. Nor is an abstract one: it has no memory.
     """
     arrays: dict[int, Sharded] = {}
     for leaf in flatten(arguments)[0]:
-        if isinstance(leaf, Sharded) and not leaf.layout.frozen:
+        if not isinstance(leaf, Sharded) or leaf.mesh.runtime == "abstract":
+            continue
+        if not leaf.layout.frozen:
             arrays[id(leaf)] = leaf
     if not arrays:
         return results

@@ -218,7 +218,10 @@ def _copy(x: Sharded | Tensor) -> Sharded | Tensor:
     copies = list[Tensor]()
     for device, shard in zip(local_devices(x.mesh), x.shards, strict=True):
         with owned_by(device):
-            copies.append(copy_in(x.layout.memory, shard, x.mesh.device_type))
+            if transformed():  # a tensor that torch.func looks at has no storage to mark
+                copies.append(shard.clone())
+            else:
+                copies.append(copy_in(x.layout.memory, shard, x.mesh.device_type))
     return Sharded(x.shape, x.layout, tuple(copies))
 
 
@@ -424,14 +427,14 @@ def _validate_reshardable(xs: Sequence[Sharded], mesh: Mesh) -> None:
             f"an array must not be in zigzag order to be resharded; got one on {mesh}. Use plan.full(x), or "
             "fs.array.constrain."
         )
-    is_recorded = any(recorded(x.shards) for x in xs)
-    if is_recorded and any(map(is_left, xs)):
+    if any(is_left(x) and recorded(x.shards) for x in xs):
         raise LayoutError(
             "a parameter of a planned module cannot be resharded between forward and backward. Use fs.unshard(x), "
             "or operations on it."
         )
     scope = inside(mesh)
-    if scope is not None and not scope.own.isdisjoint(mesh.axis_names) and is_recorded:
+    is_varying = scope is not None and not scope.own.isdisjoint(mesh.axis_names)
+    if is_varying and any(recorded(x.shards) for x in xs):
         raise LayoutError(
             "a tensor that depends on parameters cannot be resharded in a loss function of value_and_grad, where every "
             "value is varying. Use collectives: fs.all_gather(x, axis) for the full tensor."

@@ -153,7 +153,8 @@ class MappedCall:
             check or (check is None and watching()) or (self._is_first and self._audit is None)
         )
         self._results: dict[int, tuple[ResultPlan, Structure, list[Any]]] = {}
-        self._key = None if mesh.runtime == "abstract" else folded(drawn_key())
+        draws = mesh.runtime != "abstract" and not batches_nested()  # autograd's vmap has no draws
+        self._key = folded(drawn_key()) if draws else None
 
     def columns(self) -> list[Tensors]:
         """Return the shards of each argument, on the devices held here.

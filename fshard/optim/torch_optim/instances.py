@@ -406,7 +406,8 @@ class InstanceSource(TorchSource):
         for name, i in indices.items():
             layout, local = params.leaves[i].layout, self._local[name].shards[0]
             results.append(EqualResult(name, local.detach(), layout))
-            numbers = _numbers_of(self.optimizer.state.get(local, {}))
+            has_elements = local.numel() > 0  # without, a class may not step
+            numbers = _numbers_of(self.optimizer.state.get(local, {})) if has_elements else {}
             at_owner = layout.with_spec(P(at=dict(layout.spec.at)))
             keys = ", ".join(map(repr, numbers)) or "the state"
             results.append(EqualResult(f"{keys} of {name}", numbers or None, at_owner))
