@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fshard.booster.gemini import GeminiPlugin
 from fshard.booster.loader import DeviceState
 from fshard.booster.loss_check import LossCheck, loss_in
-from fshard.booster.model import COMPILE_INSIDE, BoostedModel, validate_inside
+from fshard.booster.model import BoostedModel, validate_inside
 from fshard.booster.plugins import Plugin
 from fshard.errors import MismatchError, ModuleError
 from fshard.memory.kinds import claim, purpose
@@ -199,7 +199,7 @@ class LoopModel(BoostedModel):
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    @partial(uncompiled, warning=COMPILE_INSIDE)
+    @uncompiled
     @as_device
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this device's part of the batch."""

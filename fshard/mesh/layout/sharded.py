@@ -128,13 +128,14 @@ class Sharded(ArrayMethods):
 def donated(arguments: PyTree, results: PyTree) -> PyTree:
     """Return results, which have the memory of arrays among the arguments, and let each use of these arguments raise.
 
-    A frozen array is not donated, since no step writes it. Nor is an abstract one: it has no memory.
+    A frozen array is not donated, since no step writes it. Nor is an abstract one: it has no memory. One that requires
+    grad is a variable, such as a parameter of a module: a step writes to it in place, as torch's do.
     """
     arrays: dict[int, Sharded] = {}
     for leaf in flatten(arguments)[0]:
         if not isinstance(leaf, Sharded) or leaf.mesh.runtime == "abstract":
             continue
-        if not leaf.layout.frozen:
+        if not (leaf.layout.frozen or leaf.requires_grad):
             arrays[id(leaf)] = leaf
     if not arrays:
         return results

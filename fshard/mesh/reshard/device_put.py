@@ -218,7 +218,7 @@ def _copy(x: Sharded | Tensor) -> Sharded | Tensor:
     copies = list[Tensor]()
     for device, shard in zip(local_devices(x.mesh), x.shards, strict=True):
         with owned_by(device):
-            if transformed():  # a tensor that torch.func looks at has no storage to mark
+            if x.layout.memory == "device" or transformed():  # with its strides
                 copies.append(shard.clone())
             else:
                 copies.append(copy_in(x.layout.memory, shard, x.mesh.device_type))

@@ -155,14 +155,6 @@ def test_compiled_blocks_run_uncompiled_by_plans_and_in_stages(options):
         fs.run(boost, mesh=fs.make_mesh({"all": 2}))
 
 
-def test_wrapper_of_a_boosted_model_warns_and_names_compile():
-    with pytest.warns(UserWarning, match=r"has no effect. Compile it in place, model.compile\(\)"):
-        fs.run(
-            lambda: losses_of_boosted_loop(fs.FSDPPlugin(), as_it_is, wrapped, "eager"),
-            mesh=fs.make_mesh({"data": 1}),
-        )
-
-
 def test_block_wrapped_after_boost_raises_as_a_replaced_layer_does():
     def wrap(boosted, backend):
         with_wrapped_blocks(boosted.module, backend)

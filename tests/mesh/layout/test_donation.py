@@ -142,3 +142,13 @@ def test_step_writes_plain_tensors_in_place():
     opt = optim.sgd(1.0)
     after, _ = opt.step([torch.ones(2)], opt.init(params), params)
     assert after[0] is params[0]
+
+
+def test_arrays_that_require_grad_are_written_in_place():
+    """They are variables, as a module's parameters in torch's loop."""
+    mesh = fs.make_mesh({"data": 2})
+    w = fs.device_put(torch.ones(4), fs.Layout(mesh, P("data"))).requires_grad_()
+    opt = fs.optim.sgd(0.5)
+    (grad,) = torch.autograd.grad((w * w).sum(), w)
+    opt.step({"w": grad}, opt.init({"w": w}), {"w": w})
+    assert fs.unshard(w.detach()).tolist() == [0.0] * 4

@@ -150,6 +150,7 @@ def trained_in_a_loop(
 
 MEAN = lambda model, x: (model(x) * 2).square().mean()  # noqa: E731
 COMPILED = {  # options of `trained_in_a_loop`
+    "around the model": lambda: {"around": compiled},
     "around the loss": lambda: {"loss": compiled(MEAN)},
     "a function inside": lambda: {"make": lambda: Net(compiled(torch.tanh))},
     "a function of parameters": lambda: {
@@ -163,5 +164,6 @@ COMPILED = {  # options of `trained_in_a_loop`
 def test_boosted_model_trains_as_without_compile(name, plugin):
     trained = trained_in_a_loop(plugin, **COMPILED[name]())
     captured = counters["stats"]["calls_captured"]
-    assert captured >= (3 if "loss" in name else 1)  # what is made of the output
+    if name != "around the model":  # which runs uncompiled, unless it is compiled in place
+        assert captured >= (3 if "loss" in name else 1)  # what is made of the output
     torch.testing.assert_close(trained, trained_in_a_loop(plugin))
