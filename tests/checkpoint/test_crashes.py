@@ -1,5 +1,6 @@
 """Faults at every change of the disk: the last committed checkpoint loads with its values, and nothing else does."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -630,6 +631,15 @@ def test_lock_of_another_user_is_taken_for_held(tmp_path, monkeypatch):
     assert is_locked(tmp_path / LOCK)
 
 
+def files_below(folder, process):
+    """Return the open files of a process in a folder."""
+    files = []
+    for number in os.listdir(f"/proc/{process}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            files.append(os.readlink(f"/proc/{process}/fd/{number}"))
+    return [path for path in files if path.startswith(str(folder))]
+
+
 def test_child_of_a_commit_has_no_lock(tmp_path, during_commit):
     """The child lives on, as a worker of a DataLoader does; later saves commit, and remove what it has seen."""
     folder, children = fs.Checkpoints(tmp_path, keep=1, timeout=20), list[int]()
@@ -644,14 +654,18 @@ def test_child_of_a_commit_has_no_lock(tmp_path, during_commit):
     folder.save(1, {"x": torch.ones(3)})
     child = children[0]
     try:
-        opened = {os.readlink(f"/proc/{child}/fd/{n}") for n in os.listdir(f"/proc/{child}/fd")}
+        opened = files_below(tmp_path, child)
+        deadline = time.monotonic() + 20
+        while opened and time.monotonic() < deadline:  # until the child has run its handlers
+            time.sleep(0.01)
+            opened = files_below(tmp_path, child)
         fs.save(tmp_path / "1", {"x": 2}, timeout=20)
         assert len(os.listdir(tmp_path / "1")) == 3
         folder.save(2, {"x": torch.ones(3)})
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert not [path for path in opened if path.startswith(str(tmp_path))]
+    assert opened == []
     assert folder.steps == [2] and os.listdir(tmp_path) == ["2"]
     folder.wait()
 
