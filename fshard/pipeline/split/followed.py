@@ -159,9 +159,7 @@ def _hooks_of(module: nn.Module) -> dict[str, list[int]]:
     return {name: [*values[name]] for name in HOOKS if name in values}
 
 
-def _set_hooks(
-    hooks: dict[int, Any], source: Mapping[int, Any], before: Sequence[int]
-) -> None:
+def _set_hooks(hooks: dict[int, Any], source: Mapping[int, Any], before: Sequence[int]) -> None:
     """Give a copy the hooks of its source in their order; those that the copy's own forward registered stay last."""
     copied = dict(hooks)
     own = {key: hook for key, hook in copied.items() if key not in source and key not in before}
