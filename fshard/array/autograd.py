@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -53,11 +53,23 @@ def _requires_grad(x: Sharded, requires_grad: bool = True) -> Sharded:
 def _attribute_grad(x: Sharded, *value: Any) -> Any:
     if not value:
         return as_gradient([shard.grad for shard in x.shards], x)
+    if not isinstance(value[0], Sharded | None):
+        _raise_no_array(x, value[0])
     spec = x.spec.replace(unreduced=None)
     gradient = None if value[0] is None else with_spec(value[0], spec, "grad")
     for number, shard in enumerate(x.shards):
         shard.grad = None if gradient is None else gradient.shards[number]
     return None
+
+
+def _raise_no_array(x: Sharded, gradient: Any) -> NoReturn:
+    """Raise for a gradient that is no array; shards of another type, such as a step's parameters, raise their own error."""
+    for shard in x.shards:
+        if type(shard) is not Tensor:
+            shard.grad = gradient
+    raise LayoutError(
+        f"grad must be an array or None; got {type(gradient).__name__}. Write x.grad = fs.device_put(gradient, x.layout)."
+    )
 
 
 def as_gradient(gradients: Sequence[Any], x: Any) -> Any:

@@ -33,13 +33,20 @@ from fshard.transforms.stages.plan import has_stages, place_stages
 
 
 def shard_model(
-    plugin: Plugin, model: nn.Module, source: OptimizerSource, *, in_place: bool = False
+    plugin: Plugin,
+    model: nn.Module,
+    source: OptimizerSource,
+    *,
+    parts: Sequence[tuple[nn.Module, Plan | None]] | None = None,
+    in_place: bool = False,
 ) -> tuple[Any, PyTree, PyTree]:
     """Return a model as a function, its sharded parameters, and its buffers; each a list for stages.
 
-    Lazy layers are built one at a time. A model that runs `in_place` gives up its memory.
+    Lazy layers are built one at a time. A model that runs `in_place` gives up its memory. `parts` are those of
+    `plugin.split`, where the caller needs them too.
     """
-    mesh, pairs = plugin.default_mesh(), plugin.split(model)
+    mesh = plugin.default_mesh()
+    pairs = plugin.split(model) if parts is None else parts
     stages, within = (
         [stage for stage, _ in pairs],
         [None if plan is None else plan.rules for _, plan in pairs],
@@ -198,8 +205,9 @@ class BoostedModel(nn.Module):
         self.replicas = plugin.replicas()
         self._seed, self._steps, self._forwards, self._others = plugin.seed, 0, 0, 0
         validate_inside(self.mesh)
+        self.plugin_parts = plugin.split(module)
         self.function, self.params, self.module_buffers = shard_model(
-            plugin, module, source, in_place=True
+            plugin, module, source, parts=self.plugin_parts, in_place=True
         )
         is_staged = isinstance(self.module_buffers, list)
         trees = self.module_buffers if is_staged else [self.module_buffers]

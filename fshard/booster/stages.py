@@ -23,6 +23,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.leaves import Leaf, Leaves, map_shards
 from fshard.optim.partition import Partitioned
 from fshard.optim.torch_optim.instances import OptimizerSource
+from fshard.pipeline.split.followed import FollowedModule, has_hooks
 from fshard.source import call_site
 from fshard.transforms.gradient import GradientFunction, StepValue
 from fshard.transforms.options import Weight
@@ -47,6 +48,7 @@ class StagedModel(BoostedModel):
         where: Any = {name: self._options[name] for name in ("mesh", "schedule", "axis")}
         self._has_stages = has_stages(**where)
         self.set_buffers(self.module_buffers)
+        self._followed = FollowedModule(module, [stage for stage, _ in self.plugin_parts])
 
     def stages_here(self) -> Sequence[bool]:
         return self._has_stages
@@ -107,6 +109,12 @@ class StagedModel(BoostedModel):
         """
         validate_inside(self.mesh)
         self.slots.validate_params()
+        if has_hooks(self):
+            raise ModuleError(
+                "hooks of a model in stages must be registered on the module that was boosted, which is run by its "
+                "schedule; got hooks of the boosted model. Register them on model.module."
+            )
+        self._followed.follow()
         self.module_buffers = self.buffer_trees()
         backward = torch.is_grad_enabled()
         self._criterion, self._weight = criterion, weight

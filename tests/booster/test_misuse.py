@@ -289,6 +289,22 @@ def test_other_learning_rates_on_each_device_raise():
         )
 
 
+def test_gradient_that_is_set_under_a_plan_raises_like_the_others():
+    def main():
+        plugin = fs.HybridParallelPlugin(tensor=2, sample=torch.ones(4, 3))
+        loop = Loop(model, plugin, sgd)
+        weight, errors = loop.module[0].weight, []
+        loop.model(torch.ones(4, 3))
+        for param in (weight, loop.module[0].weight):  # a placeholder, and one in a step
+            with pytest.raises(ModuleError) as error:
+                param.grad = torch.ones(4, 3)
+            errors.append(str(error.value))
+        return errors
+
+    for errors in fs.run(main, mesh=fs.make_mesh({"tensor": 2})):
+        assert all("its parameters have no .grad" in text for text in errors)
+
+
 # -- the values given to boost, used afterwards -------------------------------------------------------------------------
 
 
@@ -312,7 +328,12 @@ STALE = {
     "write": (
         lambda old, opt: nn.init.zeros_(old[0].weight),
         ModuleError,
-        "the first value that boost",
+        "with booster.parameters(model) as shards: ...; or full values: model.load_state_dict(",
+    ),
+    "data": (
+        lambda old, opt: setattr(old[0].weight, "data", torch.zeros(4, 3)),
+        ModuleError,
+        "with booster.parameters(model) as shards: ...; or full values: model.load_state_dict(",
     ),
     "step": (lambda old, opt: opt.step(), OptimizerError, "the second value that boost returned"),
 }

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import fshard as fs
+from fshard.errors import ModuleError
 from tests.booster.loops import Loop, assert_close, on_devices, unequal_bits
 
 
@@ -125,3 +126,177 @@ def test_list_of_layers_trains_as_a_sequence(pipeline, functional):
     serial.step(*batch)
     states = fs.run(main, mesh=fs.make_mesh({"pipe": pipeline, "data": 1}))
     assert_close(states, serial.state(), 1e-5)
+
+
+# -- set after boost ----------------------------------------------------------------------------------------------------
+
+
+class Layered(nn.Module):
+    """Has dropout within its blocks, and around them; a scale, and a list that its forward fills."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.sizes = 1.0, []
+        self.before, self.after = nn.Dropout(0.5), nn.Dropout(0.5)
+        blocks = (nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5)) for _ in range(3))
+        self.blocks = nn.ModuleList(blocks)
+        self.double()
+
+    def forward(self, x):
+        x = self.before(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.after(x) * self.scale
+
+
+def evaluated(loop):
+    """Return the loss of a batch, without gradients."""
+    with torch.no_grad():
+        if loop.is_staged:
+            return loop.accumulate(rows(4), rows(4, 6))
+        return loop.criterion(loop.model(rows(4)), rows(4, 6))
+
+
+def everything_in_eval_mode(model):
+    model.eval()
+
+
+def each_dropout_in_eval_mode(model):
+    for layer in model.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.eval()
+
+
+def other_rates(model):
+    for layer in model.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+
+
+def other_scale(model):
+    model.eval()
+    model.scale = 3.0
+
+
+def hooks(model):
+    model.eval()
+    for number, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda block, args, y, number=number: (number + 2) * y)
+        block[0].register_forward_pre_hook(lambda layer, args: (args[0] + 1,))
+    model.register_forward_hook(lambda model, args, y: y + 1)
+    model.blocks[1].register_forward_hook(lambda block, args, y: y - 5, prepend=True)
+
+
+def hooks_with_arguments(model):
+    model.eval()
+    model.blocks[2].register_forward_hook(
+        lambda block, args, kwargs, y: y + args[0], with_kwargs=True
+    )
+    model.blocks[1].register_full_backward_hook(lambda block, before, after: (before[0] / 3,))
+    model.blocks[2].register_full_backward_pre_hook(lambda block, gs: (2 * gs[0],))
+
+
+CHANGES = [
+    everything_in_eval_mode,
+    each_dropout_in_eval_mode,
+    other_rates,
+    other_scale,
+    hooks,
+    hooks_with_arguments,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_change_after_boost_takes_effect_in_stages(change, is_first):
+    def body(loop):
+        if not is_first:
+            loop.module.eval()
+            loop.step(rows(4, 9), rows(4))
+            loop.module.train()
+        change(loop.module)
+        losses = [
+            evaluated(loop),
+            loop.step(rows(4), rows(4, 6)),
+            loop.accumulate(rows(4), rows(4, 6)),
+        ]
+        return loop.state() | {"losses": torch.stack(losses)}
+
+    expected = body(Loop(Layered, criterion=nn.functional.mse_loss))
+    given = {"blocks": "blocks", "sample": rows(2)}
+    assert_close(staged(body, Layered, **given), expected)
+    assert_close(staged(body, Layered, recompute=1, **given), expected)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always", 1])
+def test_modes_alternate_as_on_one_device(recompute):
+    def body(loop):
+        results = []
+        for _ in range(2):
+            loop.model.train()
+            dropped = loop.accumulate(rows(4), rows(4, 6))
+            loop.model.eval()
+            kept = evaluated(loop)
+            results += [(dropped != kept).item(), kept]
+        return results
+
+    expected = body(Loop(Layered, criterion=nn.functional.mse_loss))
+    given = {"blocks": "blocks", "sample": rows(2), "recompute": recompute}
+    for result in staged(body, Layered, **given):
+        torch.testing.assert_close([*map(float, result)], [*map(float, expected)])
+        assert result[0]
+        assert result[2]
+
+
+def test_removed_hook_has_no_effect_in_stages():
+    def body(loop):
+        handle = loop.module.blocks[0].register_forward_hook(lambda block, args, y: 3 * y)
+        loop.model.eval()
+        losses = [evaluated(loop)]
+        handle.remove()
+        return torch.stack([*losses, evaluated(loop)])
+
+    expected = body(Loop(Layered, criterion=nn.functional.mse_loss))
+    for result in staged(body, Layered, blocks="blocks", sample=rows(2)):
+        torch.testing.assert_close(result, expected)
+
+
+INVALID_CHANGES = {
+    "a method": (
+        lambda loop: setattr(loop.module, "call", loop.module.forward),
+        r"Layered.call must be set before boost, since stages run copies",
+    ),
+    "a list of layers": (
+        lambda loop: setattr(loop.module, "order", [*loop.module.blocks]),
+        r"Layered.order must be set before boost",
+    ),
+    "another forward": (
+        lambda loop: setattr(loop.module.blocks[0], "forward", torch.sin),
+        r"blocks.0.forward must be set before boost",
+    ),
+    "a hook of the boosted model": (
+        lambda loop: loop.model.register_forward_hook(lambda model, args, y: 2 * y),
+        r"hooks of a model in stages must be registered on the module .* on model.module",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INVALID_CHANGES)
+def test_change_that_stages_cannot_follow_raises(name):
+    change, message = INVALID_CHANGES[name]
+
+    def body(loop):
+        change(loop)
+        loop.accumulate(rows(4), rows(4, 6))
+
+    with pytest.raises(ModuleError, match=message):
+        staged(body, Layered, blocks="blocks", sample=rows(2))
+
+
+def test_hook_of_a_list_of_layers_raises():
+    def body(loop):
+        loop.module.register_forward_hook(lambda model, args, y: 2 * y)
+        loop.accumulate(rows(4), rows(4, 6))
+
+    with pytest.raises(ModuleError, match="hooks of Sequential must be registered on its layers"):
+        staged(body, layers)

@@ -434,6 +434,10 @@ class AbsentBlock(nn.Module):
             )
         return run.call_absent(self._index, self._result_without_values, Arguments(args, kwargs))
 
+    def forget_shapes(self) -> None:
+        """Find the shapes of results again: the block has changed."""
+        self._shapes.clear()
+
     def _result_without_values(self, arguments: Arguments) -> Any:
         """Return meta tensors as results; its inputs are passed through."""
         leaves, structure = flatten(arguments, none_is_leaf=True)
@@ -446,10 +450,11 @@ class AbsentBlock(nn.Module):
         result = self._shapes.get(key)
         if result is None:
             args, kwargs = unflatten(structure, metas := [*map(described_as_meta, described)])
+            block: nn.Module = vars(self)["_block"]
+            if block.training != self.training:
+                block.train(self.training)
             with torch.no_grad(), setting(absent=True, counters=()):
-                outputs, form = flatten(
-                    vars(self)["_block"].train(self.training)(*args, **kwargs), none_is_leaf=True
-                )
+                outputs, form = flatten(block(*args, **kwargs), none_is_leaf=True)
             first_index = {
                 id(x): index
                 for index, x in reversed([*enumerate([*metas, *outputs])])

@@ -177,6 +177,11 @@ _NO_VALUES = (
     "methods of: model.unwrap().generate(...). Write them before boost, by model.load_state_dict, or their shards, as for "
     "clamping or an average: with booster.parameters(model) as shards."
 )
+_NO_WRITES = (
+    "parameters of a boosted model have no values between steps, so a write would be lost. Write their shards, as for clamping "
+    "or an average: with booster.parameters(model) as shards: ...; or full values: model.load_state_dict(state). model is the "
+    "first value that boost returned."
+)
 TRAINED_IS_FIXED = (
     "requires_grad of a parameter in a training step is that which it had before functionalize or boost; a change would have "
     "no effect. Freeze and unfreeze before, or boost again from model.unwrap() with a new optimizer."
@@ -200,6 +205,7 @@ class GradientState:
 
 
 _requires_grad: Any = cast("Any", Tensor).requires_grad
+_data: Any = cast("Any", Tensor).data
 
 
 class Placeholder(nn.Parameter):
@@ -227,6 +233,15 @@ class Placeholder(nn.Parameter):
     def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self.gradients.exist:
             raise ModuleError(NO_GRADS)
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """One without a gradient; to set it raises."""
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, data: Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        raise ModuleError(_NO_WRITES)
 
     @property
     def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -257,6 +272,8 @@ class Placeholder(nn.Parameter):
         if func is torch.ops.aten.detach.default:  # by `state_dict`
             with torch.inference_mode(mode=False):  # the first call of stages may be in it
                 return _placeholder(args[0], None)
+        if func._schema.is_mutable:
+            raise ModuleError(_NO_WRITES)
         raise ModuleError(_NO_VALUES)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

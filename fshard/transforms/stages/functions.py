@@ -148,16 +148,22 @@ class Grouped(nn.Sequential):
 
 
 def in_groups(
-    stages: Sequence[nn.Module | Stage], size: int, policy: str | Policy = "nothing"
+    stages: Sequence[nn.Module | Stage],
+    size: int,
+    policy: str | Policy = "nothing",
+    *,
+    in_place: bool = False,
 ) -> list[nn.Module]:
-    """Return modules like these whose layers are recomputed n at a time."""
+    """Return modules like these whose layers are recomputed n at a time; `in_place` changes blocks of the stages themselves."""
     _validate_recompute(stages, size, None)
     modules = list[nn.Module]()
     for stage in cast("Sequence[nn.Module]", stages):
         if type(stage) is nn.Sequential:
             modules.append(Grouped(stage, size, policy))
             continue
-        module = copied(stage, {id(x): x for x in (*stage.parameters(), *stage.buffers())})
+        module = stage
+        if not in_place:
+            module = copied(stage, {id(x): x for x in (*stage.parameters(), *stage.buffers())})
         if size != 1 or not wrap_blocks(module, partial(_recomputed, policy=policy)):
             raise PolicyError(
                 f"stage_functions: groups of {size} layers need an nn.Sequential; for {type(stage).__name__} single blocks "

@@ -102,7 +102,7 @@ def staged(
     route = Route(schedule, skips or {}, backward)
     if options.has_buffers:
         if isinstance(recompute, int):
-            functions, recompute = in_groups(functions, recompute), "never"
+            functions, recompute = in_groups(functions, recompute, in_place=in_place), "never"
         functions = [with_buffers(stage, in_place=in_place) for stage in functions]
     called, _ = stage_functions(functions, recompute, microbatches=microbatches)
     return Staged(

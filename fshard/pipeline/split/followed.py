@@ -1,0 +1,168 @@
+"""`FollowedModule`: a module whose stages are copies, which get what is set on it later.
+
+    module.eval()                              the modes of copies are those of the module
+    module.scale = 3.0                         attributes that are assigned, or deleted
+    module.blocks[0].register_forward_hook(f)  hooks that are registered, or removed
+
+An object that is changed in place, such as a list, was copied with the stage: it is not followed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any
+
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fshard.errors import ModuleError
+from fshard.pipeline.split.block_stage import AbsentBlock, BlockStage
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""The attributes of a module that hold its hooks by number; a number is never used again."""
+
+_OF_ONE_MODULE = {
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_flat_weights",  # the parameters of a recurrent layer
+    "_compiled_call_impl",  # stages run uncompiled
+    *HOOKS,
+}
+
+
+class FollowedModule:
+    """A module, and the copies of its modules in stages.
+
+    Args:
+        module: the module that was split.
+        stages: of `split_stages`; a layer that they run itself needs nothing.
+    """
+
+    def __init__(self, module: nn.Module, stages: Sequence[nn.Module]) -> None:
+        self._absent = list[AbsentBlock]()
+        copies = self._copies_by_path(stages)
+        self._parts = list[FollowedPart]()
+        for path, part in module.named_modules():
+            others = [copy for copy in copies[path] if copy is not part]
+            self._parts.append(FollowedPart(path or type(module).__name__, part, others))
+
+        self._sequence: nn.Module | None = None
+        if not any(isinstance(stage, BlockStage) for stage in stages):
+            self._sequence = module  # whose layers are called without it
+
+    def _copies_by_path(self, stages: Sequence[nn.Module]) -> dict[str, list[nn.Module]]:
+        copies = defaultdict[str, list[nn.Module]](list)
+        for stage in stages:
+            if not isinstance(stage, BlockStage):
+                continue
+            for path, part in stage.named_modules(remove_duplicate=False):
+                copies[path].append(part)
+                if not isinstance(part, AbsentBlock):
+                    continue
+                self._absent.append(part)
+                block: nn.Module = vars(part)["_block"]  # of which it finds shapes
+                for name, inner in block.named_modules(remove_duplicate=False):
+                    copies[f"{path}.{name}" if name else path].append(inner)
+        return copies
+
+    def follow(self) -> None:
+        """Set on the copies what was set on the module since the last call."""
+        if self._sequence is not None and has_hooks(self._sequence):
+            raise ModuleError(
+                f"hooks of {type(self._sequence).__name__} must be registered on its layers, which are called in stages "
+                "without it. Register them on the first or the last layer: model.module[-1]."
+            )
+        changed = [part.follow() for part in self._parts]
+        if any(changed):
+            for block in self._absent:
+                block.forget_shapes()
+
+
+class FollowedPart:
+    """A module inside of a followed one, with its copies."""
+
+    def __init__(self, path: str, source: nn.Module, copies: Sequence[nn.Module]) -> None:
+        self._path, self._source, self._copies = path, source, copies
+        self._attributes, self._hooks = _attributes_of(source), _hooks_of(source)
+
+    def follow(self) -> bool:
+        """Set on the copies what has changed; return False if nothing has."""
+        attributes, hooks = _attributes_of(self._source), _hooks_of(self._source)
+        has_equal_attributes = attributes.keys() == self._attributes.keys() and all(
+            map(is_, attributes.values(), self._attributes.values())
+        )
+        if has_equal_attributes and hooks == self._hooks:
+            return False
+
+        missing = object()
+        changed = {
+            name: x
+            for name, x in attributes.items()
+            if self._attributes.get(name, missing) is not x
+        }
+        removed = self._attributes.keys() - attributes.keys()
+        if self._copies:
+            for name, x in changed.items():
+                self._validate(name, x)
+        for copy in self._copies:
+            self._set(copy, changed, removed)
+        self._attributes, self._hooks = attributes, hooks
+        return True
+
+    def _set(self, copy: nn.Module, changed: Mapping[str, Any], removed: set[str]) -> None:
+        if isinstance(copy, AbsentBlock):
+            copy.training = self._source.training
+            return
+        values = vars(copy)
+        values.update(changed)
+        for name in removed:
+            values.pop(name, None)
+        for name, before in self._hooks.items():
+            _set_hooks(values[name], vars(self._source)[name], before)
+
+    def _validate(self, name: str, value: Any) -> None:
+        """Raise if an attribute would refer to other modules than those of a stage."""
+        is_of_module = any(
+            isinstance(x, nn.Module | nn.Parameter)
+            or isinstance(getattr(x, "__self__", None), nn.Module)
+            for x in tree_leaves(value)
+        )
+        if name == "forward" or is_of_module:
+            raise ModuleError(
+                f"{self._path}.{name} must be set before boost, since stages run copies of the module, which do not have "
+                f"the same modules and parameters; got {type(value).__name__}, set after boost. Set it before."
+            )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if a module has hooks of calls or of gradients."""
+    return any(vars(module).get(name) for name in HOOKS)
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {name: x for name, x in vars(module).items() if name not in _OF_ONE_MODULE}
+
+
+def _hooks_of(module: nn.Module) -> dict[str, list[int]]:
+    values = vars(module)
+    return {name: [*values[name]] for name in HOOKS if name in values}
+
+
+def _set_hooks(hooks: dict[int, Any], source: Mapping[int, Any], before: Sequence[int]) -> None:
+    """Give a copy the hooks of its source in their order; those that the copy's own forward registered stay last."""
+    copied = dict(hooks)
+    own = {key: hook for key, hook in copied.items() if key not in source and key not in before}
+    hooks.clear()
+    hooks.update({key: copied.get(key, hook) for key, hook in source.items()})
+    hooks.update(own)
