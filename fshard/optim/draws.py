@@ -64,7 +64,9 @@ _OF_SIZES = frozenset[Any]({torch.rand, torch.randn, torch.randint, torch.normal
 
 _DRAWING = _OF_TENSORS | _OF_SIZES
 
-_FIX = "Draw like a tensor of one leaf: torch.randn_like(g), rand_like, bernoulli, normal_, uniform_."
+_FIX = (
+    "Draw like a tensor of one leaf: torch.randn_like(g), rand_like, bernoulli, normal_, uniform_."
+)
 
 _FIX_OF_SEVERAL = f"{_FIX} For several numbers of an element, draw several times."
 
@@ -236,7 +238,7 @@ class UpdateDraws(TorchFunctionMode):
 
     def _validate_size(self, func: Any, size: tuple[int, ...]) -> None:
         """Raise if a draw that is like no leaf may be meant for a shard: one of another shard would be equal."""
-        split = [x for x in self._updated if not _is_full_everywhere(x)]
+        split = [x for x in self._updated if isinstance(x, Sharded) and _is_split(x.layout)]
         is_one_number = prod(size) == 1
         may_be_shard = size != () and any(_has_shard_of_one(x.layout, x.shape) for x in split)
         if not split or (is_one_number and not may_be_shard):
@@ -334,6 +336,11 @@ def _size_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[int]:
 def _is_full_everywhere(leaf: Leaf) -> bool:
     """Return True if all devices update the same full leaf."""
     return not isinstance(leaf, Sharded) or not cut_axes(leaf.layout)
+
+
+def _is_split(layout: Layout) -> bool:
+    """Return True if devices hold parts of a tensor; at an owner it is full."""
+    return any(layout.mesh.shape[axis] > 1 for axis in layout.spec.split_axes)
 
 
 @lru_cache(maxsize=4096)

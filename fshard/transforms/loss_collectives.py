@@ -115,10 +115,11 @@ class LossCollectives:
         if self._local.isdisjoint(group.axes) or _gradients_around() <= self._outer_gradients:
             return
         raise ValueError(
-            f"{call} over {as_written(group.axes)} in the loss function, at {call_site()}: it must not be differentiated inside "
-            "of the loss function along local axes; got torch.func's grad, vjp or jacrev around it, which would count each "
-            "device's copy of the result. Differentiate the parts before and after the collective by torch.func.vjp, and "
-            "sum the gradients by fs.psum; or differentiate outside: torch.func.grad of fs.evaluate(loss_fn, ...)."
+            f"{call} over {as_written(group.axes)} in the loss function, at {call_site()}: along local= axes it must not be "
+            "differentiated inside of the loss function; got torch.func's grad, vjp or jacrev around it, which would count "
+            "each device's copy of the result. Differentiate the parts before and after the collective by torch.func.vjp, "
+            "and sum the gradients by fs.psum; or differentiate outside: "
+            "fs.array.lift(torch.func.grad)(fs.evaluate(loss_fn, ...))."
         )
 
     def agree(

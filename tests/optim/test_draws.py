@@ -382,6 +382,18 @@ def test_number_of_own_key_at_owners_equals_one_devices():
         assert same(trained(update, devices, stage, elementwise=False), expected)
 
 
+def test_draw_of_own_key_and_size_at_owners_equals_one_devices():
+    def update(grads, state, params):
+        def noisy(name, g):
+            with fs.keyed_random(5, name):
+                return None if g is None else torch.randn(2, *g.shape)[1]
+
+        return {name: noisy(name, g) for name, g in grads.items()}, state
+
+    expected = trained(update, 1, 0, elementwise=False)
+    assert same(trained(update, 3, 2, elementwise=False), expected)
+
+
 def test_second_number_of_one_key_at_owners_raises():
     def two_numbers():
         with fs.keyed_random(5, 1):

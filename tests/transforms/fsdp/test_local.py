@@ -391,7 +391,7 @@ def test_inner_gradient_through_a_local_collective_raises_where_the_loss_is_diff
     p = fs.shard_params(full, TWO_LAYERS, mesh=mesh)
     loss_fn = input_penalty(INNER_GRADIENTS["grad"])
     function = fs.evaluate(loss_fn, mesh=mesh, batch=P("data"), local="model")
-    with pytest.raises(ValueError, match="must not be differentiated inside"):
+    with pytest.raises(ValueError, match="must not be differentiated"):
         fs.array.lift(torch.func.grad)(lambda p: function(p, x))(p)
 
 
