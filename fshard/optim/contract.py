@@ -60,7 +60,7 @@ class Optimizer(NamedTuple):
     others, which optree.tree_map skips. Subtrees of the state with the structure of the parameters get their layouts, leaf by
     leaf; state of an owner may have any shape. All other state is replicated: numbers, equal on all devices. These are
     compared in the updates 1, 2, 4, 8, ...; `fs.psum` raises over axes along which parameters are replicated. Random draws
-    like a leaf, `torch.randn_like(grad)`, are those of one device in every layout.
+    like a leaf, `torch.randn_like(grad)`, are those of one device in every layout; on shards others must be one number.
 
     >>> import torch, fshard.optim as optim
     >>> opt = optim.sgd(0.5)

@@ -10,8 +10,9 @@ would make for the leaf, which is seeded by the step, the leaf, and the number o
 So each device draws for the full leaf, and keeps its shard. The leaf of a draw is that of the tensor, or of the `shape`,
 that torch's function is given: a gradient, a parameter, state, or what was computed from these.
 
-A draw that is like no leaf, `torch.rand(())`, is the same on all devices. It raises where devices update different
-leaves: there the n-th draw of one device is not that of another.
+A draw that is like no leaf is the same on all devices. Where they update other shards it must be one number,
+`torch.rand(())`: any other size may be that of a shard, in plain numbers. Where they update other leaves it must be the
+first of a key, `fs.keyed_random(seed, step)`: there the n-th draw of one device is not that of another.
 """
 
 from __future__ import annotations
@@ -64,8 +65,14 @@ _OF_SIZES = frozenset[Any]({torch.rand, torch.randn, torch.randint, torch.normal
 _DRAWING = _OF_TENSORS | _OF_SIZES
 
 _FIX = (
-    "Draw like a tensor of one leaf: torch.randn_like(g), rand_like, bernoulli, normal_, uniform_; or by a key of your "
-    "own: with fs.keyed_random(seed, step, name)."
+    "Draw like a tensor of one leaf: torch.randn_like(g), rand_like, bernoulli, normal_, uniform_."
+)
+
+_FIX_OF_SEVERAL = f"{_FIX} For several numbers of an element, draw several times."
+
+_FIX_AT_OWNERS = (
+    f"{_FIX} For one number that all leaves share: with fs.keyed_random(seed, step): torch.rand(()), a context for each "
+    "draw."
 )
 
 
@@ -138,8 +145,8 @@ class UpdateDraws(TorchFunctionMode):
         else:
             example, size = None, _size_among(args, kwargs)
             leaf = self._leaf_of(size)
-        if leaf is None:
-            self._validate_unlike(func, size)
+        if leaf is None and self._is_at_owners:
+            self._validate_at_owners(func)
 
         with self._seeded_for(leaf):
             if leaf is None or not self._is_shard(size, leaf):
@@ -148,6 +155,8 @@ class UpdateDraws(TorchFunctionMode):
                 result = self._draw_of_size(func, args, kwargs, size, leaf)
             else:
                 result = self._draw_like(func, args, kwargs, example, leaf)
+        if leaf is None:
+            self._validate_size(func, tuple(result.shape))
         self.follow(result, leaf)
         return result
 
@@ -212,31 +221,54 @@ class UpdateDraws(TorchFunctionMode):
                 "share it, or have it in different states. Leave it out: torch.manual_seed seeds the draws of updates too."
             )
 
-    def _validate_unlike(self, func: Any, size: Sequence[int]) -> None:
-        """Raise if a draw that is like no leaf may differ between devices, or be meant as a shard."""
-        is_at_owners = any(isinstance(x, Sharded) and bool(x.spec.at) for x in self._updated)
-        if is_at_owners or any(_has_shards_of(x, tuple(size)) for x in self._updated):
-            raise OptimizerError(
-                "a draw in an update must be like a tensor of one leaf, where devices update other leaves or shards; got "
-                f"{getattr(func, '__name__', func)} of size {tuple(size)}, which belongs to none. {_FIX}"
-            )
+    @property
+    def _is_at_owners(self) -> bool:
+        """Return True if devices update other leaves."""
+        return any(isinstance(x, Sharded) and bool(x.spec.at) for x in self._updated)
+
+    def _validate_at_owners(self, func: Any) -> None:
+        """Raise if a draw that is like no leaf may be another one of the same key on another device."""
+        is_own_key = torch.default_generator.initial_seed() != self.key
+        if is_own_key and self._draws_before(None) == 0:
+            return
+        raise OptimizerError(
+            "a draw in an update must be like a tensor of one leaf, or the first of its key, where devices update other "
+            f"leaves; got {_name_of(func)}, which belongs to none. {_FIX_AT_OWNERS}"
+        )
+
+    def _validate_size(self, func: Any, size: tuple[int, ...]) -> None:
+        """Raise if a draw that is like no leaf may be meant for a shard: one of another shard would be equal."""
+        split = [x for x in self._updated if isinstance(x, Sharded) and _is_split(x.layout)]
+        is_one_number = prod(size) == 1
+        may_be_shard = size != () and any(_has_shard_of_one(x.layout, x.shape) for x in split)
+        if not split or (is_one_number and not may_be_shard):
+            return
+        raise OptimizerError(
+            "a draw in an update must be like a tensor of one leaf, or one number, torch.rand(()), where devices update "
+            f"other shards; got {_name_of(func)} of size {size}, which belongs to none. {_FIX_OF_SEVERAL}"
+        )
 
     # -- draws ----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _seeded_for(self, leaf: int | None) -> Generator[None]:
         """Draw by the leaf, the number of its draws before, and the update's key, or a key of the caller's within it."""
-        generator = torch.default_generator
-        key = generator.initial_seed()
-        if key != self.key and not has_drawn(generator):
-            self._counts = {at: n for at, n in self._counts.items() if at[0] != key}
-        count = self._counts.get((key, leaf), 0)
+        key = torch.default_generator.initial_seed()
+        count = self._draws_before(leaf)
         self._counts[key, leaf] = count + 1
         name = "" if leaf is None else self._names[leaf]
         with seeded_by(turned(key, name, count)):
             yield
         if key != self.key:
             drawn_key()  # a sign that the next draw is not the first of this key
+
+    def _draws_before(self, leaf: int | None) -> int:
+        """Return the number of a leaf's draws by the key of now."""
+        generator = torch.default_generator
+        key = generator.initial_seed()
+        if key != self.key and not has_drawn(generator):  # the context of this key is another one
+            self._counts = {at: n for at, n in self._counts.items() if at[0] != key}
+        return self._counts.get((key, leaf), 0)
 
     def _draw_like(
         self,
@@ -306,16 +338,20 @@ def _is_full_everywhere(leaf: Leaf) -> bool:
     return not isinstance(leaf, Sharded) or not cut_axes(leaf.layout)
 
 
-def _has_shards_of(leaf: Leaf, size: tuple[int, ...]) -> bool:
-    """Return True if some device's shard of a leaf that is split has as many elements, or this shape."""
-    return not _is_full_everywhere(leaf) and _is_size_of_shard(leaf.layout, leaf.shape, size)
+def _is_split(layout: Layout) -> bool:
+    """Return True if devices hold parts of a tensor; at an owner it is full."""
+    return any(layout.mesh.shape[axis] > 1 for axis in layout.spec.split_axes)
 
 
 @lru_cache(maxsize=4096)
-def _is_size_of_shard(layout: Layout, shape: tuple[int, ...], size: tuple[int, ...]) -> bool:
-    shapes = {layout.local_shape(shape, device) for device in range(layout.mesh.size)}
-    counts = {prod(local_shape) for local_shape in shapes}
-    return size in shapes or (prod(size) > 1 and prod(size) in counts)
+def _has_shard_of_one(layout: Layout, shape: tuple[int, ...]) -> bool:
+    """Return True if some device's shard has one element."""
+    devices = range(layout.mesh.size)
+    return any(prod(layout.local_shape(shape, device)) == 1 for device in devices)
+
+
+def _name_of(func: Any) -> str:
+    return getattr(func, "__name__", str(func))
 
 
 def _alone(x: Tensor) -> Tensor:

@@ -103,6 +103,7 @@ def partition_optimizer(
     In stages 1 to 3 an own `update` of plain tensors sees the device's shards or the leaves that it owns, so a norm of its
     gradients would be wrong: `fs.optim.global_norm(grads)` there is that of all. `fs.testing.check_elementwise` tests it.
     `torch.randn_like(grad)` there has the elements of one device's draw, as have draws like any tensor of one leaf.
+    Other draws there must be one number.
 
     `update` and `step` send an all_gather of the parameters in stages 1 and 2; and for leaves at owners an all_to_all
     of the device's gradient shards, one of the parameters after the update, and in stage 3 one before.

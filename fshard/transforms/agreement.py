@@ -120,7 +120,7 @@ class StepAgreement(NamedTuple):
         difference = max(losses) - min(losses)
         if not difference > allowed:  # if one is not finite neither is the difference
             return
-        means = ", ".join(f"{loss / weight:.6g}" for loss in losses[:8])
+        means = ", ".join(f"{loss / weight:.10g}" for loss in losses[:8])
         raise PromiseError(
             f"{caller}(local=): the loss must be equal on all devices along {as_written(axes)}, which compute it together "
             f"from the same samples; got {means}{' ...' if len(losses) > 8 else ''}. Sum what is sharded along them by fs.psum "

@@ -15,6 +15,9 @@ Some collectives raise, since their result would differ on other meshes (`sync_b
     5 samples on 2 devices      fs.pmean is no mean over samples: [0 1] and [2 3 4] have equal weights
     3 samples on 4 devices      one device computes on a neighbour's sample, which a sum would count twice
     reproducible mode           a slice sees only the slices that other devices compute concurrently
+
+So do those along a local axis within `torch.func.grad`, `vjp` or `jacrev` inside of the loss function. Devices along it compute
+one value, but the inner gradient is that of the sum of all devices' values: n times too large for each psum on its way.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections.abc import Iterable
 from math import prod
 
 import torch
+from torch._C._functorch import TransformType, get_interpreter_stack  # no public API
 
 from fshard.mesh.layout import as_written
 from fshard.mesh.spmd.scope import Group, Scope
@@ -66,6 +70,8 @@ class LossCollectives:
         self._dependent = self._axes - frozenset(
             options.local
         )  # samples along them must not meet in reproducible mode
+        self._local = {axis for axis in options.local if axis in self._sizes} - self._axes
+        self._outer_gradients = _gradients_around()  # those in which the loss is differentiated
         self._indexed = set[str]()
         self.along: tuple[str, ...] = ()
         self.is_mixed = False
@@ -79,6 +85,7 @@ class LossCollectives:
         if call == "fs.axis_index":
             self._indexed.update(group.axes)
             return
+        self._validate_not_differentiated(call, group)
         self.is_mixed |= not self._axes.isdisjoint(group.axes)
         self._add_axes(group.axes)
 
@@ -102,6 +109,18 @@ class LossCollectives:
                 "not of one size, or some without samples, and all would count alike. Give batches of a multiple of "
                 f"{slices}."
             )
+
+    def _validate_not_differentiated(self, call: str, group: Group) -> None:
+        """Raise if an inner gradient of torch.func would count a value that devices compute together several times."""
+        if self._local.isdisjoint(group.axes) or _gradients_around() <= self._outer_gradients:
+            return
+        raise ValueError(
+            f"{call} over {as_written(group.axes)} in the loss function, at {call_site()}: along local= axes it must not be "
+            "differentiated inside of the loss function; got torch.func's grad, vjp or jacrev around it, which would count "
+            "each device's copy of the result. Differentiate the parts before and after the collective by torch.func.vjp, "
+            "and sum the gradients by fs.psum; or differentiate outside: "
+            "fs.array.lift(torch.func.grad)(fs.evaluate(loss_fn, ...))."
+        )
 
     def agree(
         self, scope: Scope, cached: tuple[str, ...] | None, device: torch.device, site: Site
@@ -132,3 +151,9 @@ class LossCollectives:
     def copies(self) -> int:
         """The number of devices along these axes, which have the same samples."""
         return prod(self._sizes[axis] for axis in self.along)
+
+
+def _gradients_around() -> int:
+    """Return the number of reverse-mode transforms of torch.func that the calling thread is in."""
+    stack = get_interpreter_stack() or []
+    return sum(level.key() == TransformType.Grad for level in stack)

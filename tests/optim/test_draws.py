@@ -311,6 +311,104 @@ def test_draw_that_would_depend_on_shards_raises(name):
         trained(each(of_leaf), 2, stage, elementwise=elementwise)
 
 
+SIZES_FROM_SHARDS = {
+    "stacked": lambda x: torch.randn(2, *x.shape).mean(0),
+    "doubled": lambda x: torch.randn(2 * x.numel())[: x.numel()].view_as(x),
+    "one more": lambda x: torch.randn(x.numel() + 1)[1:].view_as(x),
+    "a list": lambda x: torch.rand(size=[3, *x.shape])[1],
+    "randint": lambda x: torch.randint(0, 2, (2, *x.shape)).sum(0),
+    "in place": lambda x: torch.empty(2, *x.shape).normal_()[0],
+    "initialised": lambda x: nn.init.uniform_(torch.empty(2, *x.shape))[0],
+    "normal": lambda x: torch.normal(0.0, 1.0, size=(2, *x.shape))[0],
+    "bernoulli": lambda x: torch.bernoulli(torch.full((2, *x.shape), 0.5)).sum(0),
+    "like zeros": lambda x: torch.rand_like(torch.zeros(2, *x.shape))[0],
+    "at the end": lambda x: torch.randn(*x.shape, 2)[..., 0],
+    "randperm": lambda x: torch.randperm(n=x.numel() + 1)[1:].view_as(x),
+    "a size and more": lambda x: torch.randn(x.shape + (2,))[..., 0],  # noqa: RUF005
+    "broadcast": lambda x: torch.normal(torch.zeros(2, 1), torch.ones(1, x.numel()))[0].view_as(x),
+    "a part": lambda x: torch.randn((x.numel() + 1) // 2).repeat(2)[: x.numel()].view_as(x),
+}
+
+
+@pytest.mark.parametrize("name", SIZES_FROM_SHARDS)
+@pytest.mark.parametrize(("devices", "stage"), [(2, 1), (4, 2), (3, 3)])
+def test_draw_of_size_from_a_shard_raises(name, devices, stage):
+    update = each(lambda g, p: SIZES_FROM_SHARDS[name](g) - 0.1 * p)
+    with pytest.raises(OptimizerError, match=r"or one number.*torch\.randn_like"):
+        trained(update, devices, stage)
+
+
+@pytest.mark.parametrize("name", SIZES_FROM_SHARDS)
+def test_draw_of_size_from_a_full_leaf_equals_one_devices(name):
+    update = each(lambda g, p: SIZES_FROM_SHARDS[name](g) - 0.1 * p)
+    assert same(trained(update, 3, 0), trained(update, 1, 0))
+
+
+def test_draw_of_own_key_and_size_from_a_shard_raises():
+    def of_leaf(g, p):
+        with fs.keyed_random(1, 2):
+            return torch.randn(2, *g.shape)[0]
+
+    with pytest.raises(OptimizerError, match="or one number"):
+        trained(each(of_leaf), 2, 1)
+
+
+def test_number_of_size_one_where_shards_have_one_element_raises():
+    """It may be meant as a shard: leaf "one" has one element."""
+    with pytest.raises(OptimizerError, match="or one number"):
+        trained(each(lambda g, p: -g * torch.rand(1, 1).sum()), 2, 1)
+
+
+def with_shared_numbers(draws):
+    """Return an update of matrices that share numbers, each drawn in a context of a key."""
+
+    def update(grads, state, params):
+        factor = sum(draws())
+        return tree_map(lambda g: -g * factor, grads), state
+
+    return update
+
+
+def keyed_numbers(*keys):
+    for key in keys:
+        with fs.keyed_random(5, key):
+            yield torch.rand(())
+
+
+def test_number_of_own_key_at_owners_equals_one_devices():
+    update = with_shared_numbers(lambda: keyed_numbers(1, 2))
+    expected = trained(update, 1, 0, elementwise=False)
+    for devices, stage in [(2, 1), (4, 3)]:
+        assert same(trained(update, devices, stage, elementwise=False), expected)
+
+
+def test_draw_of_own_key_and_size_at_owners_equals_one_devices():
+    def update(grads, state, params):
+        def noisy(name, g):
+            with fs.keyed_random(5, name):
+                return None if g is None else torch.randn(2, *g.shape)[1]
+
+        return {name: noisy(name, g) for name, g in grads.items()}, state
+
+    expected = trained(update, 1, 0, elementwise=False)
+    assert same(trained(update, 3, 2, elementwise=False), expected)
+
+
+def test_second_number_of_one_key_at_owners_raises():
+    def two_numbers():
+        with fs.keyed_random(5, 1):
+            return [torch.rand(()), torch.rand(())]
+
+    with pytest.raises(OptimizerError, match="the first of its key"):
+        trained(with_shared_numbers(two_numbers), 2, 1, elementwise=False)
+
+
+def test_number_without_a_key_at_owners_raises_and_names_the_key():
+    update = with_shared_numbers(lambda: [torch.rand(())])
+    with pytest.raises(OptimizerError, match=r"with fs\.keyed_random\(seed, step\): torch\.rand"):
+        trained(update, 2, 1, elementwise=False)
+
+
 def test_number_that_is_like_no_leaf_is_equal_on_all_devices():
     update = each(lambda g, p: -g * torch.rand(()))
     assert same(trained(update, 3, 1), trained(update, 1, 0))

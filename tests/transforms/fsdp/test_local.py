@@ -330,6 +330,120 @@ def test_pmean_of_losses_that_differ_trains_their_mean():
 PARTS = (slice(0, 3), slice(3, 6))
 
 
+# -- gradients inside a loss ---------------------------------------------------------------------------------------------
+
+
+def doubles():
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(4, 4, dtype=torch.float64, generator=generator)
+    return {name: value.double() for name, value in two_layers().items()}, x
+
+
+def hidden_sum(p, x):
+    return torch.tanh(x @ p["up"]) @ p["down"]
+
+
+def output_of(p, x):
+    return fs.psum(hidden_sum(p, x), "model").square().sum()
+
+
+def input_penalty(gradient):
+    """Return a loss: the mean square of a gradient by the inputs."""
+    return lambda p, x: gradient(lambda x: output_of(p, x), x).square().mean()
+
+
+def expected_penalty(p, x):
+    gradient = torch.func.grad(lambda x: hidden_sum(p, x).square().sum())(x)
+    return gradient.square().mean()
+
+
+def pulled(f, x):
+    y, pull = torch.func.vjp(f, x)
+    return pull(torch.ones_like(y))[0]
+
+
+INNER_GRADIENTS = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vjp": pulled,
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "samples": lambda f, x: torch.func.vmap(torch.func.grad(f))(x),
+    "summed": lambda f, x: fs.psum(torch.func.grad(f)(x), "model"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize("name", INNER_GRADIENTS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_inner_gradient_through_a_collective_along_a_local_axis_raises(name, stage):
+    mesh, (full, x) = fs.make_mesh({"data": 2, "model": 2}), doubles()
+    rules_of_stage = fs.fsdp("data", within=TWO_LAYERS) if stage == 3 else TWO_LAYERS
+    p = fs.shard_params(full, rules_of_stage, mesh=mesh)
+    loss_fn = input_penalty(INNER_GRADIENTS[name])
+    options = {"mesh": mesh, "batch": P("data"), "local": "model"}
+    for function in (fs.value_and_grad(loss_fn, **options), fs.evaluate(loss_fn, **options)):
+        with pytest.raises(ValueError, match=r'fs\.psum over "model" .*test_local\.py.*vjp'):
+            function(p, x)
+
+
+def test_inner_gradient_through_a_local_collective_raises_where_the_loss_is_differentiated():
+    mesh, (full, x) = fs.make_mesh({"data": 2, "model": 2}), doubles()
+    p = fs.shard_params(full, TWO_LAYERS, mesh=mesh)
+    loss_fn = input_penalty(INNER_GRADIENTS["grad"])
+    function = fs.evaluate(loss_fn, mesh=mesh, batch=P("data"), local="model")
+    with pytest.raises(ValueError, match="must not be differentiated"):
+        fs.array.lift(torch.func.grad)(lambda p: function(p, x))(p)
+
+
+def penalty_by_parts(p, x):
+    """The gradient of the device's own part, summed over "model"."""
+    part, pull = torch.func.vjp(lambda x: hidden_sum(p, x), x)
+    output = fs.psum(part, "model")
+    cotangent = torch.func.grad(lambda y: y.square().sum())(output)
+    return fs.psum(pull(cotangent)[0], "model").square().mean()
+
+
+@pytest.mark.parametrize(("data", "model"), [(2, 2), (1, 3), (2, 1)])
+def test_inner_gradient_by_parts_equals_one_devices(data, model):
+    mesh, (full, x) = fs.make_mesh({"data": data, "model": model}), doubles()
+    p = fs.shard_params(full, TWO_LAYERS, mesh=mesh)
+    function = fs.value_and_grad(penalty_by_parts, mesh=mesh, batch=P("data"), local="model")
+    loss, grads = function(p, x)
+    expected_grads, expected = torch.func.grad_and_value(expected_penalty)(full, x)
+    torch.testing.assert_close((loss, fs.unshard(grads)), (expected, expected_grads))
+
+
+def test_outer_gradient_of_evaluate_along_a_local_axis_equals_one_devices():
+    mesh, (full, x) = fs.make_mesh({"data": 2, "model": 2}), doubles()
+    p = fs.shard_params(full, TWO_LAYERS, mesh=mesh)
+    output = fs.evaluate(output_of, mesh=mesh, batch=P("data"), local="model")
+
+    def penalty(p):
+        devices = mesh.shape["data"]  # evaluate returns the mean of their sums
+        gradient = torch.func.grad(lambda x: output(p, x) * devices)(x)
+        return gradient.square().mean()
+
+    expected = torch.func.grad(expected_penalty)(full, x)
+    torch.testing.assert_close(fs.unshard(fs.array.lift(torch.func.grad)(penalty)(p)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch itself uses it in its first jvp
+def test_inner_jvp_through_a_collective_along_a_local_axis_equals_one_devices():
+    mesh, (full, x) = fs.make_mesh({"data": 2, "model": 2}), doubles()
+    p = fs.shard_params(full, TWO_LAYERS, mesh=mesh)
+
+    def slope(output):
+        return lambda p, x: torch.func.jvp(lambda x: output(p, x), (x,), (x,))[1].square().mean()
+
+    def summed(p, x):
+        return torch.func.vmap(lambda x: fs.psum(hidden_sum(p, x), "model"))(x)
+
+    function = fs.value_and_grad(slope(summed), mesh=mesh, batch=P("data"), local="model")
+    loss, grads = function(p, x)
+    expected_grads, expected = torch.func.grad_and_value(slope(hidden_sum))(full, x)
+    torch.testing.assert_close((loss, fs.unshard(grads)), (expected, expected_grads))
+
+
 def test_certify_names_forgotten_psum():
     mesh, tree = fs.make_mesh({"data": 2, "model": 2}), two_layers()
     how = {"within": TWO_LAYERS, "local": "model"}
