@@ -119,6 +119,11 @@ class _Step:
             self.structure, [self.runtime.lazy_params[index] for index in self.indices]
         )
 
+    def close(self, *, wait: bool = True) -> None:
+        """End the step, and drop its batch, which would stay until Python collects cycles of the runtime."""
+        self.runtime.close(wait=wait)
+        self.forward = self.differentiated = None
+
 
 def _validate_no_leaves(leaves: Sequence[Tensor]) -> None:
     """Raise if the loss of a reproducible step depends on other leaves than the model's parameters."""
@@ -193,7 +198,7 @@ class LoopModel(BoostedModel):
         if (
             self._step is not None
         ):  # a forward without a backward, as of a discriminator in another model's loss
-            self._step.runtime.close()
+            self._step.close()
             self._step = None
             self.slots.release_params()
 
@@ -235,7 +240,7 @@ class LoopModel(BoostedModel):
             output, recorded = join(outputs, rows) if sliced else (outputs[0], [])
         except BaseException:
             if step is not self._step:  # no later call uses it
-                step.runtime.close(wait=False)
+                step.close(wait=False)
             raise
         step.outputs += recorded
         if grad:
@@ -246,7 +251,7 @@ class LoopModel(BoostedModel):
         step.runtime.finish_slice()
         if step.runtime.sequence:
             self._gathers = hash_of((self._gathers, step.runtime.sequence))
-        step.runtime.close()
+        step.close()
         return output
 
     def _loss_in_eval_mode(self, *args: Any, **kwargs: Any) -> Any:
@@ -458,7 +463,7 @@ class LoopModel(BoostedModel):
         if self._loss_check is not None:
             self._loss_check.clear()
             self._loss_check = None  # the first step is over
-        step.runtime.close()
+        step.close()
         self.slots.release_params()
         return grads
 
@@ -471,5 +476,5 @@ class LoopModel(BoostedModel):
             step.runtime.reductions.drop()
         elif step is not None:
             self._step = None
-            step.runtime.close()
+            step.close()
             self.slots.release_params()
