@@ -263,6 +263,14 @@ def test_gradients_are_clipped_as_by_torch(norm_type):
     assert arrays[0].grad.spec == P("data", "model")
 
 
+def test_gradient_that_is_no_array_raises():
+    x = put(torch.ones(8, 4)).requires_grad_()
+    with pytest.raises(
+        LayoutError, match=r"grad must be an array or None; got Tensor. Write x.grad = fs.dev"
+    ):
+        x.grad = torch.ones(8, 4)
+
+
 def test_linear_algebra_is_unsharded_counted_and_sharded_again():
     x = put(torch.eye(4), "data", "model")
     with fs.ledger() as comm:

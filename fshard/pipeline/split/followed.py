@@ -94,17 +94,26 @@ class FollowedPart:
 
     def __init__(self, path: str, source: nn.Module, copies: Sequence[nn.Module]) -> None:
         self._path, self._source, self._copies = path, source, copies
-        self._attributes, self._hooks = _attributes_of(source), _hooks_of(source)
+        self._record()
+
+    def _record(self) -> None:
+        values = vars(self._source)
+        self._attributes, self._hooks = _attributes_of(self._source), _hooks_of(self._source)
+        self._values = [*values.values()]
+        self._hook_dicts = [values[name] for name in self._hooks]
+
+    def _is_unchanged(self) -> bool:
+        values = vars(self._source).values()
+        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+            return False
+        return [*map(list, self._hook_dicts)] == [*self._hooks.values()]
 
     def follow(self) -> bool:
         """Set on the copies what has changed; return False if nothing has."""
-        attributes, hooks = _attributes_of(self._source), _hooks_of(self._source)
-        has_equal_attributes = attributes.keys() == self._attributes.keys() and all(
-            map(is_, attributes.values(), self._attributes.values())
-        )
-        if has_equal_attributes and hooks == self._hooks:
+        if self._is_unchanged():
             return False
 
+        attributes = _attributes_of(self._source)
         missing = object()
         changed = {
             name: x
@@ -117,7 +126,7 @@ class FollowedPart:
                 self._validate(name, x)
         for copy in self._copies:
             self._set(copy, changed, removed)
-        self._attributes, self._hooks = attributes, hooks
+        self._record()
         return True
 
     def _set(self, copy: nn.Module, changed: Mapping[str, Any], removed: set[str]) -> None:
