@@ -186,7 +186,7 @@ def test_a_loop_returns_to_the_device_what_has_room():
 def test_a_loop_holds_its_limit_or_raises(n):
     """The smallest limit is named before the first step. It is near what is counted, but for the caller's own tensors."""
     smallest = smallest_limit(GEMINI, n)
-    needed = looped(ON_HOST, n, count=1)[0][2].peak()
+    needed = looped(ON_HOST, n)[0][2].peak()
     assert 0.7 * needed <= smallest <= 1.1 * needed
     for part in (0.7, 1.0, 1.2, 2.0):
         limit = int(part * needed)
