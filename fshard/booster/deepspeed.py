@@ -31,7 +31,7 @@ ADVICE = {
     "scheduler": "a scheduler of torch, or a rate of fs.optim.schedules",
     "activation_checkpointing": "fs.remat of the blocks",
 }
-"""How to write what no plugin can express."""
+"""The counterparts of what no plugin can express."""
 
 IDLE_VALUES: Table = {"gradient_accumulation_steps": 1, "gradient_clipping": 0}
 """Values of these keys that need no advice."""
