@@ -133,7 +133,10 @@ def donated(arguments: PyTree, results: PyTree) -> PyTree:
     """
     arrays: dict[int, Sharded] = {}
     for leaf in flatten(arguments)[0]:
-        if not isinstance(leaf, Sharded) or leaf.layout.frozen or leaf.mesh.runtime == "abstract":
+        if not isinstance(leaf, Sharded):
+            continue
+        layout = leaf.layout
+        if layout.frozen or layout.mesh.runtime == "abstract":
             continue
         is_variable = leaf.shards[0].requires_grad  # that of the array takes microseconds
         if not is_variable:
@@ -142,15 +145,15 @@ def donated(arguments: PyTree, results: PyTree) -> PyTree:
         return results
     leaves, structure = flatten(results)
     successors: dict[int, Sharded] = {}  # of arguments that are results too; tied ones stay tied
-    for index, leaf in enumerate(leaves):
+    for leaf in leaves:
         key = id(leaf)
-        if key in arrays:
-            if key not in successors:
-                successors[key] = Sharded(leaf.shape, leaf.layout, leaf.shards)
-            leaves[index] = successors[key]
+        if key in arrays and key not in successors:
+            successors[key] = Sharded(leaf.shape, leaf.layout, leaf.shards)
     for x in arrays.values():
         del x.shards
-    return unflatten(structure, leaves)
+    if not successors:
+        return results
+    return unflatten(structure, [successors.get(id(leaf), leaf) for leaf in leaves])
 
 
 def _validate_shards(caller: str, shards: Sequence[Any]) -> None:
