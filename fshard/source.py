@@ -11,17 +11,17 @@ import contextlib
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
 
-from fshard.ambient import ambient
-
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 _OURS = (
     *(str(Path(file).parent) for file in (__file__, str(torch.__file__), str(optree.__file__))),
     str(contextlib.__file__),
@@ -56,20 +56,38 @@ class Site(NamedTuple):
 
 
 def site_of(frame: FrameType | None, default: Site | None = None) -> Site:
-    """Return the first line from `frame` outwards that is the user's; if there is none, the default or the frame's."""
-    inner = frame
-    while frame is not None and _is_plumbing(frame.f_code.co_filename):
+    """Return the first line from `frame` outwards that is the user's.
+
+    If there is none it is the default, or the line that the thread runs for, or the frame's own.
+    """
+    user_frame = frame
+    while user_frame is not None and _is_plumbing(user_frame.f_code.co_filename):
+        user_frame = user_frame.f_back
+
+    if user_frame is None:
+        site = default or _line_of_thread(frame)
+        if site is not None:
+            return site
+        if frame is None:
+            return Site("<unknown>", 0, "<unknown>")
+        user_frame = frame
+    code = user_frame.f_code
+    return Site(code.co_filename, user_frame.f_lineno, code.co_name)
+
+
+def run_for_line(site: Site, function: Callable[[Argument], Result], argument: Argument) -> Result:
+    """Call a function for a line of the user's program, where no frame of the thread is that line.
+
+    `site_of` finds this frame, and its `site`.
+    """
+    return function(argument)
+
+
+def _line_of_thread(frame: FrameType | None) -> Site | None:
+    """Return the line that the innermost `run_for_line` was given."""
+    while frame is not None and frame.f_code is not run_for_line.__code__:
         frame = frame.f_back
-    if (
-        frame is None and default is None and ambient.representative is not None
-    ):  # its thread has no user's line
-        default = ambient.representative.site
-    if frame is None and default is not None:
-        return default
-    found = frame or inner
-    if found is None:
-        return Site("<unknown>", 0, "<unknown>")
-    return Site(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
+    return None if frame is None else frame.f_locals["site"]
 
 
 @cache

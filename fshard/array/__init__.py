@@ -13,7 +13,8 @@ from fshard.array import functional as _functional
 from fshard.array import views as _views
 from fshard.array.create import full, ones, rand, randn, zeros
 from fshard.array.custom_function import custom_function
-from fshard.array.dispatch import constrain, explicit, operate
+from fshard.array.dispatch import constrain, operate
+from fshard.array.mode import explicit
 from fshard.array.modules import clip_grad_norm_, inspect, lift, shard_module
 from fshard.mesh.layout.sharded import Sharded
 

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fshard.ambient import ambient
 from fshard.array.communicate import (
     in_loss,
     operation_site,
@@ -24,6 +23,7 @@ from fshard.array.communicate import (
     with_spec,
 )
 from fshard.array.dispatch import DIRECT, name_of
+from fshard.array.mode import array_mode
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import Tensors, recorded
 from fshard.mesh.collectives.moves import Same
@@ -204,7 +204,7 @@ for _name in (*_GLOBAL.split(), *_SHARD.split()):
 
 
 def _value(x: Sharded) -> Tensor:
-    if ambient.explicit and any(x.mesh.shape[axis] > 1 for axis in x.spec.axes):
+    if array_mode().is_explicit and any(x.mesh.shape[axis] > 1 for axis in x.spec.axes):
         raise LayoutError(
             f"the value of {typeof(x)} needs communication, which fs.array.explicit() forbids. Use fs.unshard(x)."
         )
@@ -244,4 +244,4 @@ def _as_text(x: Sharded) -> str:
         and math.prod(x.shape) <= MAX_SHOWN
         and all(isinstance(shard, Tensor) for shard in x.shards)
     )
-    return f"{x!r}\n{_value(x)}" if small and not ambient.explicit else repr(x)
+    return f"{x!r}\n{_value(x)}" if small and not array_mode().is_explicit else repr(x)

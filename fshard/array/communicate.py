@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor
 
-from fshard.ambient import ambient
+from fshard.array.mode import array_mode
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import Bound, Tensors, apply, recorded, transformed
 from fshard.mesh.collectives.moves import (
@@ -33,6 +33,7 @@ from fshard.mesh.collectives.moves import (
 from fshard.mesh.collectives.on_shards import apply_move
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.arithmetic import chunk, flat_range, ravel, zigzag
+from fshard.mesh.layout.mesh import run_defaults
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import reshard_all
 from fshard.mesh.reshard.execute import plan_reshard
@@ -109,7 +110,7 @@ def transfer(x: Sharded, to: LayoutChange, operation: str) -> Tensors:
         return x.shards
     key = None
     if (
-        (x.spec.unreduced or ambient.plan is not None)
+        (x.spec.unreduced or array_mode().plan is not None)
         and not transformed()
         and not x.shards[0].is_inference()
     ):
@@ -118,7 +119,7 @@ def transfer(x: Sharded, to: LayoutChange, operation: str) -> Tensors:
             to,
             recorded(x.shards),
             torch.is_inference_mode_enabled(),
-            ambient.fixed_order,
+            run_defaults().has_fixed_order,
             x.version,
             tuple([shard._version for shard in x.shards]),
             backward,
@@ -288,7 +289,7 @@ def with_spec(x: Sharded, spec: P, operation: str, *, is_explicit: bool = False)
     """Reshard an array within an operation; with `is_explicit`, also within `explicit`."""
     x = leave_loss(x)
     to = plan_transfer(x.shape, x.layout, spec)
-    if ambient.explicit and to.elements and not is_explicit:
+    if to.elements and not is_explicit and array_mode().is_explicit:
         raise_implicit(operation, [x], [to])
     return Sharded(x.shape, to.layout, transfer(x, to, operation))
 
@@ -309,7 +310,7 @@ def spec_like(x: Sharded, shape: Sequence[int]) -> P:
 
 def largest(x: Sharded, axes: tuple[str, ...], operation: str, *, is_max: bool) -> Sharded:
     """Take the elementwise maximum (or minimum) over the devices along some axes; without a gradient."""
-    if ambient.explicit and axes:
+    if axes and array_mode().is_explicit:
         raise_implicit(operation, [x], [plan_transfer(x.shape, x.layout, x.spec)])
     shards = tuple(shard.detach() for shard in x.shards)
     shards = (

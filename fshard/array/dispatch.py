@@ -1,4 +1,4 @@
-"""Run an operation on global arrays: look up its row, choose layouts, send what is needed, compute on each device.
+"""Run an operation on global arrays: look up its row, choose layouts, send, compute on each device.
 
 Everything that depends only on shapes, dtypes and layouts is a `CachedCall`, cached.
 
@@ -10,7 +10,7 @@ Everything that depends only on shapes, dtypes and layouts is a `CachedCall`, ca
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
 from operator import attrgetter
@@ -23,9 +23,9 @@ from torch.autograd.function import Function
 from torch.nn import functional as F
 from torch.overrides import resolve_name
 
-from fshard.ambient import ambient, setting
 from fshard.array.choose import LayoutChoice, choose
 from fshard.array.communicate import in_loss, raise_implicit, transfer, with_spec
+from fshard.array.mode import ArrayMode, array_mode
 from fshard.array.rules import (
     TABLE,
     LabelledOperation,
@@ -39,8 +39,9 @@ from fshard.array.rules import (
 )
 from fshard.errors import LayoutError, MeshError
 from fshard.mesh.collectives.autograd import transformed
-from fshard.mesh.layout import Layout, P
+from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.arithmetic import ravel
+from fshard.mesh.layout.counting import without_counters
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import shares_memory, spread
 from fshard.mesh.reshard.varying import enter_loss, leave_loss
@@ -49,7 +50,10 @@ from fshard.source import call_site
 from fshard.uncompiled import uncompiled
 
 DIRECT: dict[str, Callable[..., Any]] = {}
-"""Functions that are no operations on values: attributes, autograd, conversions. Called with the arrays."""
+"""Functions that are no operations on values: attributes, autograd, conversions.
+
+They are called with the arrays.
+"""
 _apply: Any = Function.apply
 APPLY = _apply.__func__.__code__
 """The code of `torch.autograd.Function.apply`."""
@@ -61,15 +65,11 @@ _RENAMED = {
 }
 
 
-def explicit() -> setting:
-    """Raise where an operation would communicate; communicate by `fs.reshard` or `fs.array.constrain` alone."""
-    return setting(explicit=True)
-
-
 def constrain(x: Sharded, spec: P) -> Sharded:
     """Pin the layout of an array; its gradient gets it too. Communicates also within `explicit`.
 
-    The result of one that has the layout already is a view, as `x.detach()` is: after a change of x in place, take it again.
+    The result of one that has the layout already is a view, as `x.detach()` is: after a change of
+    x in place, take it again.
 
     >>> import fshard as fs
     >>> x = fs.array.ones(4, 4, layout=fs.Layout(fs.make_mesh({"data": 2}), fs.P("data")))
@@ -77,9 +77,8 @@ def constrain(x: Sharded, spec: P) -> Sharded:
     f32[4, 4@data]
     """
     if not isinstance(x, Sharded) or not isinstance(spec, P):
-        raise LayoutError(
-            f"constrain takes an array and a P; got {type(x).__name__} and {type(spec).__name__}."
-        )
+        types = f"{type(x).__name__} and {type(spec).__name__}"
+        raise LayoutError(f"constrain takes an array and a P; got {types}.")
     Layout(x.mesh, spec).check(x.shape, "constrain: the array")
     y = with_spec(x, spec, "constrain", is_explicit=True)
     if not transformed() and shares_memory(x, y):
@@ -99,10 +98,10 @@ class CachedCall(NamedTuple):
     """Builds torch's result from several arrays; None for a single one."""
     local: LocalProgram | None
     where: dict[int, Where]
-    """For each device that has run a local program; those of a virtual mesh may be threads, which share the call."""
+    """For each device that has run a local program. Threads of virtual devices share the call."""
     is_free: bool
     is_local: bool
-    """Nothing is sent, and in a loss function, where every value is varying, nothing is converted either."""
+    """Nothing is sent; nor converted in a loss function, where every value is varying."""
     is_view: bool
     is_varying: bool  # it was planned in a loss function
     is_same: bool  # torch returns the argument itself, as `float` does for float32
@@ -117,7 +116,7 @@ _OTHER_ARGUMENTS = (
     *("hinge_embedding_loss", "instance_norm", "kl_div", "margin_ranking_loss"),
     *("poisson_nll_loss", "triplet_margin_loss"),
 )
-"""Names of functions of torch whose arguments are not those of the function of torch.nn.functional."""
+"""Functions of torch whose arguments differ from those of torch.nn.functional's."""
 _OTHER_FUNCTIONS: dict[str, Any] = {
     f"torch.{name}": getattr(torch, name) for name in _OTHER_ARGUMENTS
 }
@@ -125,12 +124,15 @@ _OTHER_FUNCTIONS["functional.unfold"] = F.unfold
 """Functions that share the name of another one, but not its arguments."""
 _NAMES_OF_OTHERS = {func: name for name, func in _OTHER_FUNCTIONS.items()}
 _getter = lru_cache(maxsize=4096)(attrgetter)
-"""Returns the function that reads an attribute; the same one again, since it is part of the keys of calls."""
+"""Returns the function that reads an attribute: the same one again, as keys of calls have it."""
 
 
 @lru_cache(maxsize=4096)
 def name_of(func: Any) -> str:
-    """Return the name of a torch function in the table: add for torch.add, Tensor.add and Tensor.__iadd__; .T for x.T."""
+    """Return the name of a torch function in the table.
+
+    It is add for torch.add, Tensor.add and Tensor.__iadd__, and .T for x.T.
+    """
     if isinstance(func, str):
         return f".{func}"
     if func in _NAMES_OF_OTHERS:
@@ -144,24 +146,33 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one of torch's functions on arguments that contain arrays."""
     name = name_of(func)
     direct = DIRECT.get(name)
-    if direct is not None and (result := direct(*args, **kwargs)) is not NotImplemented:
-        return result
+    if direct is not None:
+        result = direct(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+
     if isinstance(func, str):
         func = _getter(func)
+    # torch runs an autograd Function's forward without forward mode: see Note [Functions of torch].
     if not _is_forward_mode_on() and not torch.is_inference_mode_enabled():
         _validate_no_function()
-    key, arrays = [func], list[Sharded]()  # functions of one name may order arguments in other ways
+
+    mode = array_mode()
+    key = [func]  # not its name: functions of one name may order arguments in other ways
+    arrays = list[Sharded]()
     is_known = _describe(args, key, arrays) and (not kwargs or _describe(kwargs, key, arrays))
-    call = _calls.get(tuple(key)) if is_known else None
-    if call is not None:
-        return _run(call, arrays, args, kwargs)
-    return _first_run(name, func, args, kwargs)
+    if is_known:
+        call = _calls.get(tuple(key))
+        if call is not None:
+            return _run(call, arrays, args, kwargs, mode)
+    return _first_run(name, func, args, kwargs, mode)
 
 
 # Note [Functions of torch]
-# `Function.apply` takes an array for a constant: its forward computes, and no backward is recorded. It cannot be
-# overridden for arrays. But a forward runs with forward-mode derivatives switched off, which `torch.no_grad` does not do,
-# so only the operations of a forward look for the frame of `apply`, and for arrays among its arguments.
+# `Function.apply` takes an array for a constant: its forward computes, and no backward is recorded.
+# It cannot be overridden for arrays. But a forward runs with forward-mode derivatives switched off,
+# which `torch.no_grad` does not do. So only the operations of a forward look for the frame of
+# `apply`, and for arrays among its arguments.
 def _validate_no_function() -> None:
     """Raise within a `torch.autograd.Function` that was given arrays, if an argument needs a gradient."""
     frame: FrameType | None = sys._getframe()  # pyright: ignore[reportPrivateUsage]
@@ -189,102 +200,118 @@ def _has_own_backward(title: str) -> LayoutError:
             "torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)."
         )
     return LayoutError(
-        f"{title} must get tensors, since it is a torch.autograd.Function; got arrays, at {call_site()}, whose gradient "
-        "would be lost. Write fs.array.custom_function(forward, backward), in operations on arrays; or call it on "
-        "local tensors in fs.shard_map."
+        f"{title} must get tensors, since it is a torch.autograd.Function; got arrays, at "
+        f"{call_site()}, whose gradient would be lost. Write fs.array.custom_function(forward, "
+        "backward), in operations on arrays; or call it on local tensors in fs.shard_map."
     )
 
 
-def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation that has no cached call: by its row; without one by a plan, if that allows it."""
-    args, kwargs = map_arrays(leave_loss, args), map_arrays(leave_loss, kwargs)
-    plan = ambient.observer if ambient.plan is None else ambient.plan
+def _first_run(
+    name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: ArrayMode
+) -> Any:
+    """Run an operation that has no cached call: by its row; without one by a plan, if it allows."""
+    args = map_arrays(leave_loss, args)
+    kwargs = map_arrays(leave_loss, kwargs)
+    fallback = mode.observer if mode.plan is None else mode.plan
     is_write = name.endswith("_") or name == "setitem" or "out" in kwargs or "inplace" in kwargs
-    if plan is None or is_write:
-        return _run_by_row(name, func, args, kwargs)
+    if fallback is None or is_write:
+        return _run_by_row(name, func, args, kwargs, mode)
     try:
-        return _run_by_row(name, func, args, kwargs)
+        return _run_by_row(name, func, args, kwargs, mode)
     except Exception as error:
-        if not plan.runs_unsharded(name, error):
+        if not fallback.runs_unsharded(name, error):
             raise
-    return plan.run_operation(name, func, args, kwargs)
+    return fallback.run_operation(name, func, args, kwargs)
 
 
-def _run_by_row(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    row, operands = TABLE.get(name), arrays_in(args, kwargs)
-    mesh = next(x.mesh for x in operands if isinstance(x, Sharded))
-    if (
-        ambient.plan is not None
-        and mesh.device_type != "meta"
-        and any(isinstance(x, Tensor) and x.is_meta for x in operands)
-    ):
-        return func(
-            *map_arrays(_as_meta, args), **map_arrays(_as_meta, kwargs)
-        )  # of a stage, before its blocks
+def _run_by_row(
+    name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: ArrayMode
+) -> Any:
+    """Run an operation by its row of the table, and cache the call if its arguments have a key."""
+    operands = arrays_in(args, kwargs)
+    if mode.plan is not None and _meets_meta(operands):
+        # A stage runs the modules before its own blocks for their shapes alone.
+        return func(*map_arrays(_as_meta, args), **map_arrays(_as_meta, kwargs))
+
+    row = TABLE.get(name)
     if row is None and name.endswith("_") and name[:-1] in TABLE:
-        pure = next(
-            (
-                getattr(o, name[:-1])
-                for o in (Tensor, torch.nn.functional, torch)
-                if hasattr(o, name[:-1])
-            ),
-            None,
-        )
-        value = operate(pure, args, kwargs) if pure else _first_run(name[:-1], None, args, kwargs)
-        return write(args[0], value, name)
+        return _run_in_place(name, args, kwargs, mode)
     if kwargs.pop("inplace", False):
         return write(args[0], operate(func, args, kwargs), name)
-    kwargs = {
-        name: value for name, value in kwargs.items() if not (name == "out" and value is None)
-    }
+    if "out" in kwargs and kwargs["out"] is None:
+        del kwargs["out"]
     if name == "custom_function_call":  # a torch.autograd.Function under torch.func
         raise _has_own_backward(args[0].__name__)
     if row is None or "out" in kwargs:
-        raise _no_row(
-            f"{resolve_name(func) or name}{'(out=)' if 'out' in kwargs else ''}", args, kwargs
-        )
-    args, kwargs = _on_mesh(name, args, kwargs)
+        written = "(out=)" if "out" in kwargs else ""
+        raise _no_row(f"{resolve_name(func) or name}{written}", args, kwargs)
+
+    args, kwargs = _on_mesh(name, args, kwargs, mode)
     if row.compose is not None:
         result = row.compose(*args, **kwargs)
         if result is not NotImplemented:
             return result
     if row.rule is None:
         raise _no_row(name, args, kwargs)
-    key, arrays = [func], list[Sharded]()
+
+    key = [func]
+    arrays = list[Sharded]()
     is_known = _describe(args, key, arrays) and _describe(kwargs, key, arrays)
-    arrays = arrays_in(args, kwargs)
+    arrays = arrays_in(args, kwargs)  # all of them: `_describe` stops at the first without a key
     call = _plan(name, func, row, arrays, args, kwargs)
     if is_known and len(_calls) < MAX_CALLS:
         _calls[tuple(key)] = call
-    return _run(call, arrays, args, kwargs)
+    return _run(call, arrays, args, kwargs, mode)
+
+
+def _meets_meta(operands: Sequence[Sharded | Tensor]) -> bool:
+    """Return True if arrays of a mesh with values meet a tensor without."""
+    mesh = next(x.mesh for x in operands if isinstance(x, Sharded))
+    if mesh.device_type == "meta":
+        return False
+    return any(isinstance(x, Tensor) and x.is_meta for x in operands)
+
+
+def _run_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mode: ArrayMode) -> Any:
+    """Run the operation that returns a new array, and write its result: add for add_."""
+    pure_name = name[:-1]
+    pure = None
+    for owner in (Tensor, torch.nn.functional, torch):
+        pure = getattr(owner, pure_name, None)
+        if pure is not None:
+            break
+    if pure is None:
+        value = _first_run(pure_name, None, args, kwargs, mode)
+    else:
+        value = operate(pure, args, kwargs)
+    return write(args[0], value, name)
 
 
 def _no_row(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayoutError:
-    """Return the error of an operation that the table does not have, or not with these arguments."""
+    """Return the error of an operation that the table lacks, or lacks for these arguments."""
     types = ", ".join(str(typeof(x)) for x in arrays_in(args, kwargs) if isinstance(x, Sharded))
     if name in _OTHER_FUNCTIONS:
         return LayoutError(
-            f"{name} is no operation on arrays; got {types}, at {call_site()}. Write torch.nn.functional."
-            f"{name.removeprefix('torch.')}, whose arguments have another order."
+            f"{name} is no operation on arrays; got {types}, at {call_site()}. Write "
+            f"torch.nn.functional.{name.removeprefix('torch.')}, whose arguments have another "
+            "order."
         )
     return LayoutError(
-        f"{name} is no operation on arrays with these arguments; got {types}, at {call_site()}. Compute it on local "
-        "tensors in fs.shard_map, after fs.array.constrain(x, P(...)) for dims that every device needs in full; or on "
-        "the full tensor, fs.unshard(x)."
+        f"{name} is no operation on arrays with these arguments; got {types}, at {call_site()}. "
+        "Compute it on local tensors in fs.shard_map, after fs.array.constrain(x, P(...)) for dims "
+        "that every device needs in full; or on the full tensor, fs.unshard(x)."
     )
 
 
 def write(x: Any, value: Any, name: str) -> Any:
     """Give an array new values, as an in-place operation does."""
-    is_constant = type(x) is Tensor and ambient.constants
-    if is_constant and isinstance(value, Sharded) and value.shape == x.shape:
-        return x.copy_(with_spec(value, P(), name).local)  # it is equal on all devices
-    if (
-        isinstance(x, Sharded)
-        and isinstance(value, Sharded)
-        and torch.can_cast(value.dtype, x.dtype)
-    ):
-        value = value.to(x.dtype)
+    if type(x) is Tensor and array_mode().has_equal_tensors:
+        if isinstance(value, Sharded) and value.shape == x.shape:
+            return x.copy_(with_spec(value, P(), name).local)  # it is equal on all devices
+
+    if isinstance(x, Sharded) and isinstance(value, Sharded):
+        if torch.can_cast(value.dtype, x.dtype):
+            value = value.to(x.dtype)
     if (
         not isinstance(x, Sharded)
         or not isinstance(value, Sharded)
@@ -294,29 +321,37 @@ def write(x: Any, value: Any, name: str) -> Any:
         raise LayoutError(
             f"{name} cannot write {value!r} into {x!r}. Assign the result of the operation instead."
         )
-    value, old = with_spec(value, x.spec, name, is_explicit=True), x.shards[0]
+
+    value = with_spec(value, x.spec, name, is_explicit=True)
     if x.viewed is not None:
         _write_viewed(x, value, name)
-    records = torch.is_grad_enabled() and (value.shards[0].requires_grad or old.requires_grad)
-    if records and old.is_leaf and old.requires_grad:
-        raise RuntimeError(
-            f"a leaf array that requires grad is used in the in-place operation {name}."
-        )
-    if records or old.is_inference():
-        x.shards = tuple(
-            [y.clone() if y._is_view() else y for y in value.shards]
-        )  # which may be written in place
-    else:
-        copies = [y.clone() for y in value.shards]  # shards of replicas may share memory
-        with torch.no_grad():
-            for shard, y in zip(x.shards, copies, strict=True):
-                shard.copy_(y)
+    _replace_values(x, value, name)
     x.version += 1
     return x
 
 
+def _replace_values(x: Sharded, value: Sharded, name: str) -> None:
+    """Write the shards of a value into those of an array, or exchange them."""
+    old = x.shards[0]
+    is_recorded = torch.is_grad_enabled() and (value.shards[0].requires_grad or old.requires_grad)
+    if is_recorded and old.is_leaf and old.requires_grad:
+        raise RuntimeError(
+            f"a leaf array that requires grad is used in the in-place operation {name}."
+        )
+
+    if is_recorded or old.is_inference():
+        # A view is cloned, since its base may be written in place.
+        x.shards = tuple([y.clone() if y._is_view() else y for y in value.shards])
+        return
+
+    copies = [y.clone() for y in value.shards]  # shards of replicas may share memory
+    with torch.no_grad():
+        for shard, y in zip(x.shards, copies, strict=True):
+            shard.copy_(y)
+
+
 def _write_viewed(x: Sharded, value: Sharded, name: str) -> None:
-    """Write the new values of a view to its array: of an index, and of the array without its gradient."""
+    """Write the new values of a view to its array: of an index, or of the array without gradient."""
     array, _, view, args = x.viewed
     if view == "getitem":
         operate(Tensor.__setitem__, (array, args[1], value), {})
@@ -324,11 +359,9 @@ def _write_viewed(x: Sharded, value: Sharded, name: str) -> None:
         with torch.no_grad():
             write(array, value, name)
     else:
-        view_error = (
-            f"got {x!r}, a view of another array by {view}. Write to that array, or to x.clone()"
-        )
         raise LayoutError(
-            f"{name} must write to an array, to x[index] or to x.detach(); {view_error}."
+            f"{name} must write to an array, to x[index] or to x.detach(); got {x!r}, a view of "
+            f"another array by {view}. Write to that array, or to x.clone()."
         )
     x.viewed = (array, array.version, view, args)
 
@@ -345,7 +378,7 @@ _CONTAINERS = {tuple, list, dict, torch.Size}
 
 
 def _describe(arguments: Any, key: list[Any], arrays: list[Sharded]) -> bool:
-    """Append the arrays and the parts of a key of arguments; False if an argument has none."""
+    """Append the arrays and the parts of a key of arguments; return False if one has none."""
     arg: Any
     for arg in arguments.items() if type(arguments) is dict else arguments:
         kind = type(arg)
@@ -353,7 +386,8 @@ def _describe(arguments: Any, key: list[Any], arrays: list[Sharded]) -> bool:
             if arg.viewed is not None:
                 arg.check_view()
             arrays.append(arg)
-            key += (arg.shape, id(arg.layout), arg.shards[0].dtype)  # the call keeps the layout
+            # Layouts are shared and the cached call keeps this one, so no other gets its id.
+            key += (arg.shape, id(arg.layout), arg.shards[0].dtype)
         elif kind in _ATOMS:
             key += (kind, arg)
         elif kind is slice or kind in _CONTAINERS:
@@ -367,36 +401,35 @@ def _describe(arguments: Any, key: list[Any], arrays: list[Sharded]) -> bool:
 
 
 def _on_mesh(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mode: ArrayMode
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replicate 0-d tensors; raise for other plain tensors, and for arrays of several meshes."""
-    meshes = list(dict.fromkeys(x.mesh for x in arrays_in(args, kwargs) if isinstance(x, Sharded)))
-    mesh = meshes[0]
-    if len(meshes) > 1:
+    meshes: dict[Mesh, None] = {}  # a set in order
+    for x in arrays_in(args, kwargs):
+        if isinstance(x, Sharded):
+            meshes[x.mesh] = None
+    mesh, *others = meshes
+    if others:
         raise MeshError(
-            f"{name}: arrays must be on one mesh; got {mesh} and {meshes[1]}. Use fs.device_put."
+            f"{name}: arrays must be on one mesh; got {mesh} and {others[0]}. Use fs.device_put."
         )
 
     def check_or_replicate(x: Any) -> Any:
         if isinstance(x, Sharded):
             x.check()
             return x
-        is_equal = ambient.constants and (not x.requires_grad or _is_planned())
+        is_equal = mode.has_equal_tensors and (not x.requires_grad or mode.is_planned)
         if x.ndim and not is_equal:
             raise LayoutError(
-                f"{name}: a plain tensor of shape {tuple(x.shape)} meets arrays on {mesh}. Put it on the mesh: "
-                "fs.device_put(x, fs.Layout(mesh, P())). In shard_map, pass the array as an argument, or take array.local."
+                f"{name}: a plain tensor of shape {tuple(x.shape)} meets arrays on {mesh}. Put it "
+                "on the mesh: fs.device_put(x, fs.Layout(mesh, P())). In shard_map, pass the array "
+                "as an argument, or take array.local."
             )
         if mesh.is_varying:
             x = enter_loss(x, mesh)
         return spread(x, Layout(mesh))
 
     return map_arrays(check_or_replicate, args), map_arrays(check_or_replicate, kwargs)
-
-
-def _is_planned() -> bool:
-    """Return True in the forward of a planned module, where a plain tensor is equal on all devices."""
-    return ambient.plan is not None or ambient.observer is not None
 
 
 def _as_meta(x: Sharded | Tensor) -> Tensor:
@@ -411,40 +444,36 @@ def _plan(
 ) -> CachedCall:
     """Apply the rule to the global shapes and choose layouts."""
     mesh = arrays[0].mesh
-    with torch.no_grad(), setting(counters=()):  # no device runs this
-        meta_args, named = map_arrays(_as_meta, args), map_arrays(_as_meta, kwargs)
-        meta_result = func(*meta_args, **named)
-    results = arrays_in(meta_result if isinstance(meta_result, Tensor) else [*meta_result])
-    rule = cast("Callable[..., Rule]", row.rule)(results, *meta_args, **named)
+    with torch.no_grad(), without_counters():  # no device runs this
+        meta_args = map_arrays(_as_meta, args)
+        meta_kwargs = map_arrays(_as_meta, kwargs)
+        meta_result = func(*meta_args, **meta_kwargs)
+
+    is_single = isinstance(meta_result, Tensor)
+    results = arrays_in(meta_result if is_single else [*meta_result])
+    make_rule = cast("Callable[..., Rule]", row.rule)
+    rule = make_rule(results, *meta_args, **meta_kwargs)
     operation = describe(rule, arrays, results)
     choice = choose(operation, mesh)
-    shapes = tuple(tuple(y.shape) for y in results)
-    is_free, is_local = (
-        all(x.is_free for x in choice.transfers),
-        all(x.moves == () for x in choice.transfers),
-    )
-    rebuild = (
-        None
-        if isinstance(meta_result, Tensor)
-        else tuple
-        if type(meta_result) is tuple
-        else type(meta_result)
-    )
-    is_view, is_same = row.is_view and len(arrays) == 1, meta_result is (*meta_args, None)[0]
+
+    rebuild = None
+    if not is_single:
+        # A named tuple of torch takes one sequence, as `tuple` does.
+        rebuild = type(meta_result)
     return CachedCall(
-        name,
-        func,
-        operation,
-        choice,
-        shapes,
-        rebuild,
-        rule.local,
-        {},
-        is_free,
-        is_local,
-        is_view,
-        mesh.is_varying,
-        is_same,
+        name=name,
+        func=func,
+        operation=operation,
+        choice=choice,
+        shapes=tuple(tuple(y.shape) for y in results),
+        rebuild=rebuild,
+        local=rule.local,
+        where={},
+        is_free=all(x.is_free for x in choice.transfers),
+        is_local=all(x.moves == () for x in choice.transfers),
+        is_view=row.is_view and len(arrays) == 1,
+        is_varying=mesh.is_varying,
+        is_same=bool(meta_args) and meta_result is meta_args[0],
     )
 
 
@@ -452,70 +481,95 @@ def _where(call: CachedCall, device: int) -> Where:
     """Return what the local program of a device needs to know."""
     if device in call.where:
         return call.where[device]
-    choice, shapes, mesh = call.choice, call.shapes, call.choice.layouts[0].mesh
+
+    mesh = call.choice.layouts[0].mesh
     coordinates = mesh.coordinates(device)
-    sizes = {label: [mesh.shape[axis] for axis in axes] for label, axes in choice.labels.items()}
-    positions = {
-        label: (ravel([coordinates[axis] for axis in axes], sizes[label]), prod(sizes[label]))
-        for label, axes in choice.labels.items()
-    }
-    specs = [P(*layout.spec.entries) for layout in choice.layouts]
-    local = [
-        Layout(mesh, spec).local_shape(shape, device)
-        for spec, shape in zip(specs, shapes, strict=True)
-    ]
-    return call.where.setdefault(device, Where(tuple(local), positions))
+    positions: dict[str, tuple[int, int]] = {}
+    for label, axes in call.choice.labels.items():
+        sizes = [mesh.shape[axis] for axis in axes]
+        index = ravel([coordinates[axis] for axis in axes], sizes)
+        positions[label] = index, prod(sizes)
+
+    shapes: list[tuple[int, ...]] = []
+    for layout, shape in zip(call.choice.layouts, call.shapes, strict=True):
+        spec = P(*layout.spec.entries)  # an unreduced result has the shape of a replicated one
+        shapes.append(Layout(mesh, spec).local_shape(shape, device))
+    # Threads of several devices may compute it: all of them use the first one's.
+    return call.where.setdefault(device, Where(tuple(shapes), positions))
 
 
 def _run(
-    call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]
+    call: CachedCall,
+    arrays: list[Sharded],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: ArrayMode,
 ) -> Any:
     """Compute on the shards of every device held here."""
     if call.is_varying and not in_loss():  # an array of a loss function, used in the loop around it
-        return _first_run(call.name, call.func, args, kwargs)
+        return _first_run(call.name, call.func, args, kwargs, mode)
     if call.is_same:
         return arrays[0]
+
     if call.is_free or (call.is_local and in_loss()):
         columns = [x.shards for x in arrays]
-    elif ambient.explicit and call.choice.bytes:
+    elif mode.is_explicit and call.choice.bytes:
         raise_implicit(call.name, arrays, call.choice.transfers)
     else:
-        columns = [
-            transfer(x, to, call.name) for x, to in zip(arrays, call.choice.transfers, strict=True)
-        ]
-    func, local, outputs = call.func, call.local, list[Any]()
-    devices = local_devices(arrays[0].mesh) if local is not None else ()
-    for number, shards in enumerate(zip(*columns, strict=True)):
-        local_shards = iter(shards)
-        local_args = [
-            next(local_shards)
-            if type(x) is Sharded
-            else x
-            if type(x) in _ATOMS
-            else _replaced(x, local_shards)
-            for x in args
-        ]
-        named = (
-            {name: _replaced(x, local_shards) for name, x in kwargs.items()} if kwargs else kwargs
-        )
-        outputs.append(
-            func(*local_args, **named)
-            if local is None
-            else local(_where(call, devices[number]), func, tuple(local_args), named)
-        )
+        pairs = zip(arrays, call.choice.transfers, strict=True)
+        columns = [transfer(x, to, call.name) for x, to in pairs]
+
+    outputs = _run_on_shards(call, arrays[0].mesh, columns, args, kwargs)
     columns = [tuple(outputs)] if call.rebuild is None else zip(*outputs, strict=True)
-    results = [
-        Sharded(*fields) for fields in zip(call.shapes, call.choice.layouts, columns, strict=True)
-    ]
+    fields = zip(call.shapes, call.choice.layouts, columns, strict=True)
+    results = [Sharded(*field) for field in fields]
+
     if call.is_view:
         for y in results:
             y.viewed = (arrays[0], arrays[0].version, call.name, args)
-    if ambient.reduces and call.choice.layouts[0].spec.unreduced:
+    is_unreduced = bool(call.choice.layouts[0].spec.unreduced)
+    if is_unreduced and mode.plan is not None and mode.plan.reduces_at_once:
         results = [with_spec(y, y.spec.replace(unreduced=None), call.name) for y in results]
-    if ambient.observer is not None:
-        ambient.observer(call, arrays, args, results)
+    if mode.observer is not None:
+        mode.observer(call, arrays, args, results)
     return results[0] if call.rebuild is None else call.rebuild(results)
 
 
+def _run_on_shards(
+    call: CachedCall,
+    mesh: Mesh,
+    columns: Sequence[Sequence[Tensor]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[Any]:
+    """Call torch's function, or the local program, on the shards of each device."""
+    func, local = call.func, call.local
+    devices = local_devices(mesh) if local is not None else ()
+    outputs = list[Any]()
+    for number, shards in enumerate(zip(*columns, strict=True)):
+        local_shards = iter(shards)
+        local_args = list[Any]()
+        for x in args:
+            kind = type(x)
+            if kind is Sharded:
+                local_args.append(next(local_shards))
+            elif kind in _ATOMS:
+                local_args.append(x)
+            else:
+                local_args.append(_replaced(x, local_shards))
+        if kwargs:
+            named = {name: _replaced(x, local_shards) for name, x in kwargs.items()}
+        else:
+            named = kwargs
+
+        if local is None:
+            outputs.append(func(*local_args, **named))
+        else:
+            where = _where(call, devices[number])
+            outputs.append(local(where, func, tuple(local_args), named))
+    return outputs
+
+
 def _replaced(argument: Any, shards: Iterator[Tensor]) -> Any:
+    """Return an argument with the next shards in place of its arrays."""
     return map_arrays(lambda _: next(shards), argument)

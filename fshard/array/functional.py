@@ -13,11 +13,11 @@ import torch
 from torch.nn import _reduction as _Reduction
 from torch.nn import functional as F
 
-from fshard.ambient import ambient
 from fshard.array.algebra import elementwise
 from fshard.array.along import summed_in
 from fshard.array.communicate import with_spec
 from fshard.array.create import bernoulli_like
+from fshard.array.mode import array_mode
 from fshard.array.rules import Rule, arrays_in, compose, rule
 from fshard.errors import LayoutError
 from fshard.mesh.layout import P
@@ -145,7 +145,8 @@ def _reduced(losses: Any, reduction: str, count: Any = None) -> Any:
     if reduction == "mean":
         n = losses.numel() if count is None else count
         total = total * float("nan") if isinstance(n, int) and n == 0 else total / n
-    total = total if ambient.explicit else with_spec(total, P(), "loss")
+    if not array_mode().is_explicit:
+        total = with_spec(total, P(), "loss")
     return total if total.dtype is losses.dtype else total.to(losses.dtype)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,8 +12,8 @@ from einops._backends import TorchBackend  # einops has no public registration o
 from torch import Tensor, nn
 from torch.utils import _pytree as torch_trees
 
-from fshard.ambient import ambient
 from fshard.array.communicate import with_spec
+from fshard.array.mode import with_equal_tensors
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.sharded import ArrayNode, Sharded, typeof
@@ -59,14 +60,14 @@ def shard_module(module: nn.Module, rules: Rules, *, mesh: Mesh) -> nn.Module:
         raise LayoutError(
             f"rules must match names of {type(module).__name__}; {unused} match none. See named_parameters()."
         )
-    outer: list[bool] = []
+    forwards: list[AbstractContextManager[None]] = []  # those in progress: a module may call itself
 
     def enter(*_: Any) -> None:
-        outer.append(ambient.constants)
-        ambient.constants = True
+        forwards.append(with_equal_tensors())
+        forwards[-1].__enter__()
 
     def leave(*_: Any) -> None:
-        ambient.constants = outer.pop()
+        forwards.pop().__exit__(None, None, None)
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)

@@ -18,9 +18,9 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from fshard.ambient import ambient
 from fshard.booster.plugins import ShardedPlugin
 from fshard.errors import LayoutError, MemoryLimitError
+from fshard.memory.limit import open_usages
 from fshard.memory.placement import (
     MemoryGroup,
     Placement,
@@ -200,7 +200,7 @@ class GeminiPlugin(ShardedPlugin):
     def validate_peak(self) -> None:
         """Raise if the steps so far have passed the limit, as far as a `memory.limit` around them has counted."""
         limit = _limit(self.device, self.default_mesh())
-        events = [event for counter in ambient.counters for event in counter.usage.timeline]
+        events = [event for usage in open_usages() for event in usage.timeline]
         peak = max([event.peak for event in events], default=0)
         if self.placement == "auto" and peak > limit:
             raise MemoryLimitError(
@@ -276,7 +276,7 @@ def _room(device: int, mesh: Mesh) -> int:
     """Return the bytes by which the fullest device has been below a limit so far; none if nothing has counted them."""
     if device == MOST:
         return device
-    peaks = [counter.usage.peak() for counter in ambient.counters]
+    peaks = [usage.peak() for usage in open_usages()]
     if mesh.device_type == "cuda":
         peaks.append(torch.cuda.max_memory_allocated())
     peak = torch.tensor(max(peaks, default=device), dtype=torch.int64)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.ambient import ambient
 from fshard.experts.grouped import swiglu
 from fshard.experts.routing import Routing
 from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size, psum, pvary
@@ -77,9 +76,8 @@ def moe(
             f"moe: the axes {as_written(sharding)} must divide the experts, and capacity be > 0 or None; got {n} devices, "
             f"{count} experts, {capacity=}."
         )
-    if (
-        ambient.absent
-    ):  # a stage runs the blocks of other stages without values, and without their devices
+    scope = here()
+    if scope is not None and scope.is_for_shapes:
         return torch.empty_like(x), MoEStats(x.new_empty(count), x.new_empty(()))
     tokens, weights, top_k = x.reshape(-1, x.shape[-1]), routing.weights, routing.experts.shape[-1]
     order, counts, stats = _sorted(routing.experts, count, axes, capacity)

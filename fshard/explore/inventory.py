@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fshard.explore.words import global_bytes, most_bytes
 from fshard.mesh.layout import NAMESPACE, Layout, Mesh, PyTree, ShardType
-from fshard.mesh.layout.kinds import MEMORIES
+from fshard.mesh.layout.counting import MEMORIES
 from fshard.mesh.layout.sharded import Sharded, typeof
 
 _o: Any = optree

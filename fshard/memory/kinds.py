@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import wraps
-from typing import Literal, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
-from fshard.ambient import ambient, setting
 from fshard.memory.disk import empty_on_disk
 from fshard.memory.pool import empty_on_host
 from fshard.mesh.layout import Memory, PyTree, flatten
+from fshard.mesh.layout.counting import Purpose, counting, counting_by
 from fshard.mesh.layout.kinds import makers
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices
@@ -26,27 +27,17 @@ from fshard.source import Site
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-Purpose = Literal[
-    "parameters", "gradients", "state", "unsharded", "activations", "buffers", "source", "other"
-]
-"""The purpose that a storage was made for: "other" outside of steps, such as batches.
-
-"source" are the plain, full tensors that parameters are sharded from: the caller has them, no device needs them.
-"""
-
-ActivationMemory = Literal["device", "host", "recomputed"]
-"""The memory of an activation with a name from the forward to the backward."""
 
 
 def purpose(name: Purpose | None, site: Site | None = None) -> AbstractContextManager[None]:
-    """Count the storages that are made in the block for a purpose, None for that of an operation's arguments.
+    """Count the storages made in the block for a purpose; None: that of an operation's arguments.
 
     `site` is the line of those without a user's line.
     """
-    if not ambient.counters:
+    current = counting()
+    if not current.counters:
         return nullcontext()
-    before = ambient.purpose
-    return setting(purpose=(name, site or (before and before[1])))
+    return counting_by(replace(current, purpose=name, site=site or current.site))
 
 
 def made_for(name: Purpose) -> Callable[[Callable[Args, Result]], Callable[Args, Result]]:
@@ -55,7 +46,7 @@ def made_for(name: Purpose) -> Callable[[Callable[Args, Result]], Callable[Args,
     def decorate(function: Callable[Args, Result]) -> Callable[Args, Result]:
         @wraps(function)
         def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-            if not ambient.counters:
+            if not counting().counters:
                 return function(*args, **kwargs)
             with purpose(name):
                 return function(*args, **kwargs)
@@ -67,37 +58,43 @@ def made_for(name: Purpose) -> Callable[[Callable[Args, Result]], Callable[Args,
 
 def mark(name: str) -> None:
     """Begin an entry in the timelines of open limits: a use of a unit, or the update."""
-    for counter in ambient.counters:
-        counter.usage.mark(name)
+    for counter in counting().counters:
+        counter.mark(name)
 
 
 def note_move(source: Memory, target: Memory, count: int) -> None:
     """Count the bytes of a copy in the current entries of timelines."""
-    for counter in ambient.counters:
-        for event in counter.usage.timeline[-1:]:
-            event.moved[source, target] += count
+    for counter in counting().counters:
+        counter.note_move(source, target, count)
 
 
 def note_kept(name: str, count: int) -> None:
-    """Count the bytes of a named activation that is saved on the device; negative ones when the backward takes it."""
-    for counter in ambient.counters:
-        counter.usage.keep(name, count)
+    """Count the bytes of a named activation that is saved on the device.
+
+    They are negative when the backward takes it.
+    """
+    for counter in counting().counters:
+        counter.note_kept(name, count)
 
 
 def claim(tree: PyTree, name: Purpose) -> None:
-    """Count the storages of a tree for a purpose, in the memories of its layouts, even those from before the limit."""
-    counters = ambient.counters
-    for leaf in flatten(tree)[0] if counters else ():
+    """Count the storages of a tree for a purpose, even those from before the limit.
+
+    Each is counted in the memory of its layout.
+    """
+    counters = counting().counters
+    if not counters:
+        return
+    leaves, _ = flatten(tree)
+    for leaf in leaves:
         if isinstance(leaf, Sharded):
-            shards = [
-                (device, leaf.layout.memory, x)
-                for device, x in zip(local_devices(leaf.mesh), leaf.shards, strict=True)
-            ]
-        else:
-            shards = [(None, None, leaf)] if isinstance(leaf, Tensor) else []
-        for device, memory, x in shards:
+            devices = local_devices(leaf.mesh)
+            for device, shard in zip(devices, leaf.shards, strict=True):
+                for counter in counters:
+                    counter.claim(shard, device, leaf.layout.memory, name)
+        elif isinstance(leaf, Tensor):
             for counter in counters:
-                counter.claim(x, device, memory, name)
+                counter.claim(leaf, purpose=name)
 
 
 makers.update({"disk": empty_on_disk, "host": empty_on_host})

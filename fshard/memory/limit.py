@@ -1,12 +1,14 @@
 """`limit`: count every storage of every device, by memory kind and purpose, and raise beyond a limit.
 
-    operation ──> its new storages ──> blocks ──> totals of (device, kind) ──> peak, MemoryLimitError
+    operation ──> its new storages ──> blocks ──> totals of (device, kind) ──> MemoryLimitError
                         └─ weak references: a block is freed with its storage
 
-Each virtual device is counted by itself, and a process or the device of an abstract mesh too. A storage that belongs to no
-device, such as a global batch, counts on all of them. Temporary memory inside of torch's kernels is not counted.
+Each virtual device is counted by itself, and a process or the device of an abstract mesh too. A
+storage that belongs to no device, such as a global batch, counts on all of them. Temporary memory
+inside of torch's kernels is not counted.
 
-On CPUs, a result is in the memory of its operation's arguments, and arguments in two memories raise, as on a GPU.
+On CPUs, a result is in the memory of its operation's arguments, and arguments in two memories
+raise, as on a GPU.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from fshard.ambient import ambient, setting
 from fshard.memory.attention import fused_attention
-from fshard.memory.kinds import Purpose
 from fshard.memory.usage import MemoryBlock, MemoryUsage
 from fshard.mesh.layout import Memory, dtype_name, is_dense
+from fshard.mesh.layout.counting import Purpose, counting, counting_by
 from fshard.mesh.layout.kinds import memory_of
-from fshard.mesh.runtimes.buffers import counting
+from fshard.mesh.runtimes.buffers import open_limits
+from fshard.mesh.spmd.scope import here
 from fshard.source import call_site
 
 _ops: Any = torch.ops.aten
@@ -52,7 +54,7 @@ class CountStorages(TorchDispatchMode):
         super().__init__()
         self.usage = usage
 
-    # -- operations -------------------------------------------------------------------------------------------------
+    # -- operations ------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self,
@@ -62,59 +64,74 @@ class CountStorages(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(
-            kind.__torch_dispatch__ is not _PLAIN for kind in types
-        ):  # a subclass, whose own operations count
-            return NotImplemented
-        if self not in ambient.counters:
+        if any(kind.__torch_dispatch__ is not _PLAIN for kind in types):
+            return NotImplemented  # a subclass, whose own operations count
+        if self not in counting().counters:
             return func(*args, **kwargs)
+
         self.usage.free_dead()
         inputs = [(x, self._of_argument(x)) for x in _tensors((*args, *kwargs.values()))]
         if func not in _ACROSS and len({block.kind for x, block in inputs if x.ndim}) > 1:
             raise _mixed(func, inputs)
+
         result = func(*args, **kwargs)
-        self.usage.free_dead()
-        if self.usage.timeline and (flops := flop_registry.get(func.overloadpacket)) is not None:
-            self.usage.timeline[-1].flops += flops(*args, **kwargs, out_val=result)
+        self.usage.free_dead()  # the operation may have freed storages: it has its own arguments
+        if self.usage.timeline:
+            flops = flop_registry.get(func.overloadpacket)
+            if flops is not None:
+                self.usage.timeline[-1].flops += flops(*args, **kwargs, out_val=result)
+
         outputs = [*_tensors((result,))]
-        is_list = (
+        is_of_lists = (
             bool(args)
             and isinstance(args[0], list | tuple)
             and len(args[0]) == len(outputs) <= len(inputs)
         )
-        for i, y in enumerate(outputs):
-            self._count_result(func, y, inputs[i : i + 1] if is_list else inputs)
+        for index, y in enumerate(outputs):
+            sources = inputs[index : index + 1] if is_of_lists else inputs
+            self._count_result(func, y, sources)
         return result
 
     def _of_argument(self, x: Tensor) -> MemoryBlock:
         """Return the block of an argument, a new one if it is from before the limit."""
-        block, scope = self.usage.find(x.untyped_storage()), ambient.scope
+        block = self.usage.find(x.untyped_storage())
         if block is None:
             block = self._add_new(x, memory_of(x), None, None)
             block.is_adopted = True
-        elif block.is_adopted and scope is not None and block.device not in (None, scope.device):
-            self.usage.change(block, None, block.kind, block.purpose)  # several devices use it
+            return block
+
+        if block.is_adopted:
+            scope = here()
+            if scope is not None and block.device not in (None, scope.device):
+                # Several devices use it.
+                self.usage.change(block, None, block.kind, block.purpose)
         return block
 
     def _count_result(
         self, func: Any, y: Tensor, sources: Sequence[tuple[Tensor, MemoryBlock]]
     ) -> None:
-        """Count a result of an operation: in the memory, on the device and for the purpose of its arguments."""
-        if (block := self.usage.find(y.untyped_storage())) is not None:
-            self.usage.resize(block, y.untyped_storage().nbytes())
-        elif y.is_meta and func is _ops._to_copy.default and not sources[0][0].is_meta:
-            self.usage.share(y.untyped_storage(), sources[0][1])
-        else:
-            near = [block for x, block in sources if x.ndim and x.is_cuda == y.is_cuda]
-            near += [block for x, block in sources if not x.ndim and x.is_cuda == y.is_cuda]
-            source = near[0] if near else None
-            devices = {block.device for _, block in sources} - {None}
-            device = devices.pop() if len(devices) == 1 else None
-            self._add_new(
-                y, ambient.memory or (source.kind if source else memory_of(y)), device, source
-            )
+        """Count a result: in the memory, on the device and for the purpose of the arguments."""
+        storage = y.untyped_storage()
+        block = self.usage.find(storage)
+        if block is not None:
+            self.usage.resize(block, storage.nbytes())
+            return
+        if y.is_meta and func is _ops._to_copy.default and not sources[0][0].is_meta:
+            self.usage.share(storage, sources[0][1])
+            return
 
-    # -- what is no result of an operation ----------------------------------------------------------------------------
+        # The argument that the result is most like: not a number, if another is on its device.
+        near = [block for x, block in sources if x.ndim and x.is_cuda == y.is_cuda]
+        near += [block for x, block in sources if not x.ndim and x.is_cuda == y.is_cuda]
+        source = near[0] if near else None
+        kind = counting().memory
+        if kind is None:
+            kind = memory_of(y) if source is None else source.kind
+        devices = {block.device for _, block in sources} - {None}
+        device = devices.pop() if len(devices) == 1 else None
+        self._add_new(y, kind, device, source)
+
+    # -- what is no result of an operation -------------------------------------------------------
 
     def claim(
         self,
@@ -123,7 +140,7 @@ class CountStorages(TorchDispatchMode):
         kind: Memory | None = None,
         purpose: Purpose | None = None,
     ) -> None:
-        """Count the storage of a tensor; change the device, the kind and the purpose that it is counted for."""
+        """Count the storage of a tensor; change the device, kind and purpose it is counted for."""
         if type(x) not in (Tensor, Parameter) or not is_dense(x):
             return
         self.usage.free_dead()
@@ -132,9 +149,12 @@ class CountStorages(TorchDispatchMode):
             block = self._add_new(x, kind or memory_of(x), device, None, purpose)
             block.is_adopted = device is None
             return
+
         self.usage.resize(block, x.untyped_storage().nbytes())
-        if device is None or (block.device != device and not block.is_adopted):
-            device = block.device if device is None else None  # None: several devices have it
+        if device is None:
+            device = block.device
+        elif block.device != device and not block.is_adopted:
+            device = None  # several devices have it
         block.is_adopted = False
         self.usage.change(block, device, kind or block.kind, purpose or block.purpose)
 
@@ -151,9 +171,21 @@ class CountStorages(TorchDispatchMode):
         for storage in [y.untyped_storage() for y in results]:
             if self.usage.find(storage) is None:
                 address = self.usage.new_address()
-                self.usage.add(
-                    storage, replace(reserved, size=storage.nbytes(), address=address, users=1)
-                )
+                block = replace(reserved, size=storage.nbytes(), address=address, users=1)
+                self.usage.add(storage, block)
+
+    def mark(self, name: str) -> None:
+        """Begin an entry in the timeline: a use of a unit, or the update."""
+        self.usage.mark(name)
+
+    def note_move(self, source: Memory, target: Memory, count: int) -> None:
+        """Count the bytes of a copy in the current entry of the timeline, if it has begun."""
+        if self.usage.timeline:
+            self.usage.timeline[-1].moved[source, target] += count
+
+    def note_kept(self, name: str, count: int) -> None:
+        """Count the bytes of a named activation that is saved on the device."""
+        self.usage.keep(name, count)
 
     def _block(
         self,
@@ -163,20 +195,19 @@ class CountStorages(TorchDispatchMode):
         source: MemoryBlock | None,
         purpose: Purpose | None = None,
     ) -> MemoryBlock:
-        """Return a block of the device that runs, for the current purpose, or else for that of its source."""
-        scope, current = ambient.scope, ambient.purpose
-        set_purpose: Purpose | None = purpose or (current and current[0])
-        purpose = set_purpose or (source.purpose if source else "other")
-        device = (
-            scope.device
-            if scope is not None
-            else device
-            if ambient.owner is None
-            else ambient.owner
-        )
-        return MemoryBlock(
-            size, kind, purpose, device, call_site(current and current[1]), self.usage.new_address()
-        )
+        """Return a block of the device that runs, for the current purpose or that of its source."""
+        current = counting()
+        purpose = purpose or current.purpose
+        if purpose is None:
+            purpose = "other" if source is None else source.purpose
+
+        scope = here()
+        if scope is not None:
+            device = scope.device
+        elif current.owner is not None:
+            device = current.owner
+        site = call_site(current.site)
+        return MemoryBlock(size, kind, purpose, device, site, self.usage.new_address())
 
     def _add_new(
         self,
@@ -202,11 +233,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def _mixed(func: Any, inputs: Sequence[tuple[Tensor, MemoryBlock]]) -> RuntimeError:
     """Return the error of an operation on tensors in several memories."""
-    found = ", ".join(
+    tensors = ", ".join(
         f"{dtype_name(x.dtype)}{list(x.shape)} in {block.kind} memory" for x, block in inputs
     )
     return RuntimeError(
-        f"{func} at {call_site()} must have all tensors in one memory; got {found}. Copy one: "
+        f"{func} at {call_site()} must have all tensors in one memory; got {tensors}. Copy one: "
         'fs.reshard(x, x.layout.with_memory("device")).'
     )
 
@@ -220,9 +251,10 @@ def limit(
     Args:
         device, host, disk: the most bytes that each device may have in this memory; None counts only.
 
-    An allocation beyond a limit raises a `MemoryLimitError` with the largest holders. What a collective delivers counts for
-    its receiver, from its start; storages from before the block count from their first use in it. Operations outside of
-    the block cost nothing; inside, each costs some microseconds. It counts in the calling thread and those of its devices.
+    An allocation beyond a limit raises a `MemoryLimitError` with the largest holders. What a
+    collective delivers counts for its receiver, from its start; storages from before the block
+    count from their first use in it. Operations outside of the block cost nothing; inside, each
+    costs some microseconds. It counts in the calling thread and those of its devices.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 4})
@@ -236,13 +268,15 @@ def limit(
     fshard.errors.MemoryLimitError: memory.limit: device memory must be at most 100 bytes per device; got 128 with 64 more ...
     """
     limits: dict[Memory, int | None] = {"device": device, "host": host, "disk": disk}
-    numbers = {kind: size for kind, size in limits.items() if size is not None}
-    if errors := [
-        f"{kind}={size!r}" for kind, size in numbers.items() if type(size) is not int or size < 0
-    ]:
+    errors: list[str] = []
+    for kind, size in limits.items():
+        if size is not None and (type(size) is not int or size < 0):
+            errors.append(f"{kind}={size!r}")
+    if errors:
         raise ValueError(
             f"memory.limit: a limit must be a number of bytes, or None; got {', '.join(errors)}."
         )
+
     used = MemoryUsage(limits)
     with counted(used, CountStorages(used)):
         yield used
@@ -251,10 +285,17 @@ def limit(
 @contextmanager
 def counted(used: MemoryUsage, counter: CountStorages) -> Generator[None]:
     """Let a counter count inside the block; then close its count."""
-    counting.append(used)
+    open_limits.append(used)
+    current = counting()
+    counters = (*current.counters, counter)
     try:
-        with setting(counters=(*ambient.counters, counter)), counter, fused_attention():
+        with counting_by(replace(current, counters=counters)), counter, fused_attention():
             yield
     finally:
-        counting.remove(used)
+        open_limits.remove(used)
         used.close()
+
+
+def open_usages() -> list[MemoryUsage]:
+    """Return the usage of each limit around the caller."""
+    return [counter.usage for counter in counting().counters if isinstance(counter, CountStorages)]

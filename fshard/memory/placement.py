@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.ambient import setting
 from fshard.errors import MemoryLimitError
 from fshard.memory.choice import NotEnoughError, Option, choose
-from fshard.memory.kinds import ActivationMemory, mark
+from fshard.memory.kinds import mark
 from fshard.memory.limit import limit
 from fshard.memory.usage import MemoryUsage
 from fshard.mesh.collectives.ledger import Ledger, ledger
 from fshard.mesh.layout import Memory, Mesh, PyTree, flatten, map_leaves
-from fshard.mesh.layout.kinds import MEMORIES, empty_in
+from fshard.mesh.layout.counting import MEMORIES, ActivationMemory, without_counters
+from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.device_put import reshard
 from fshard.mesh.spmd.run import local_devices
@@ -279,7 +279,7 @@ class _Measurement:
         activations = {
             option.group.unit: option.memory for option in absent if option.group not in memories
         }
-        with setting(counters=()):
+        with without_counters():
             step = self._step.changed(mesh=self._mesh, activations=activations)
             trees = [
                 abstract_like(tree, self._mesh, partial(_memory_of, memories, role))
@@ -289,7 +289,7 @@ class _Measurement:
                 abstract_like(tree, self._mesh, lambda x: x.layout.memory) for tree in self._inputs
             ]
         metrics, comm, sizes = None, Ledger(), dict(self._sizes)
-        with setting(counters=()), limit() as used:
+        with without_counters(), limit() as used:
             for _ in range(2):
                 used.timeline.clear()
                 with ledger() as comm:

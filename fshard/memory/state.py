@@ -18,18 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fshard.ambient import ambient, setting
+from fshard.ambient import setting
 from fshard.memory.kinds import purpose
 from fshard.memory.pool import Pool
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout import Memory, Mesh, PyTree, flatten, unflatten
-from fshard.mesh.layout.kinds import MEMORIES, empty_in, memory_of, owned_by
+from fshard.mesh.layout.counting import MEMORIES
+from fshard.mesh.layout.kinds import empty_in, memory_of, owned_by
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.spmd.run import local_devices
 
@@ -71,14 +73,17 @@ class Offload:
             param.copy_(master)
 
 
+_offload: ContextVar[Offload | None] = ContextVar("offload", default=None)
+
+
 def current_offload() -> Offload | None:
     """Return the offload of the calling update, if its state must be moved there."""
-    return ambient.offload
+    return _offload.get()
 
 
 def offloading(offload: Offload | None) -> AbstractContextManager[None]:
     """Move state within the context."""
-    return setting(offload=offload)
+    return setting(_offload, offload)
 
 
 def rounding(leaves: Iterable[tuple[Any, Any]]) -> AbstractContextManager[None]:
@@ -89,7 +94,7 @@ def rounding(leaves: Iterable[tuple[Any, Any]]) -> AbstractContextManager[None]:
     columns = [map(shards_and_devices, pair) for pair in leaves if pair[0] is not None]
     pairs = [pair for column in columns for pair in zip(*column, strict=True)]
     rounded = {id(master): param for (master, _), (param, _) in pairs}
-    return setting(offload=replace(offload, rounded={**offload.rounded, **rounded}))
+    return setting(_offload, replace(offload, rounded={**offload.rounded, **rounded}))
 
 
 # -- leaves ----------------------------------------------------------------------------------------------------------
@@ -181,7 +186,7 @@ def at_once(update: Update, *, writes: bool = False, in_place: bool = True) -> U
         offload = current_offload()
         if offload is None:
             return update(grads, state, params)
-        with setting(offload=None):
+        with setting(_offload, None):
             result, after = update(grads, fetched(state, offload), fetched(params, offload))
         if writes:
             result = written_back(result, params, offload, in_place=True)

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import ref
 
 from fshard.errors import MemoryLimitError
-from fshard.memory.kinds import Purpose
 from fshard.memory.snapshot import MemoryEvent, write_snapshot
 from fshard.mesh.layout import Memory
-from fshard.mesh.layout.kinds import MEMORIES
+from fshard.mesh.layout.counting import MEMORIES, Purpose
 from fshard.source import Site
 from fshard.tables import Tabular
 

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import torch
 
 from fshard.errors import OptimizerError
-from fshard.memory.kinds import Purpose, claim, purpose
+from fshard.memory.kinds import claim, purpose
 from fshard.memory.state import (
     Offload,
     Update,
@@ -29,6 +29,7 @@ from fshard.memory.state import (
 )
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import Memory, Mesh, PyTree, flatten
+from fshard.mesh.layout.counting import Purpose
 from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.contract import ArrayOptimizer, Optimizer, step_of
 from fshard.optim.leaves import (

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fshard.ambient import setting
 from fshard.errors import PlanError
-from fshard.memory.kinds import Purpose, mark
+from fshard.memory.kinds import mark
 from fshard.memory.placement import abstract_like
 from fshard.memory.usage import MemoryUsage
 from fshard.mesh.collectives.ledger import Ledger
 from fshard.mesh.layout import Memory, Mesh, PyTree
+from fshard.mesh.layout.counting import Purpose, without_counters
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.abstract import represented
 from fshard.plan.cluster import Cluster
@@ -259,7 +259,7 @@ def cost(
     events = {device: list[Event]() for device in devices}
 
     def run(device: int) -> tuple[MemoryUsage, TracedLedger, list[PyTree]]:
-        with setting(counters=()):
+        with without_counters():
             trees = [abstract_like(tree, mesh, lambda x: x.layout.memory) for tree in arguments]
             called = changed(mesh=mesh)
         *trees[:-1], _ = recorded(called, trees, events[device])[

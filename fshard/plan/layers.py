@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fshard.ambient import ambient, setting
 from fshard.errors import PlanError
-from fshard.memory.kinds import Purpose
+from fshard.memory.limit import open_usages
 from fshard.memory.placement import abstract_like
 from fshard.mesh.layout import Mesh, PyTree, flatten, map_leaves
+from fshard.mesh.layout.counting import Purpose
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.runtimes.abstract import represented
@@ -32,6 +32,7 @@ from fshard.plan.model_plan import ModelPlan, kept_names
 from fshard.plan.program import LayeredModel, RecomputedLayer
 from fshard.plan.timing import times_of
 from fshard.plan.trace import PURPOSES, Event, Operation, TracedMail
+from fshard.transforms.module.remat import NamedValueMode
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,21 @@ class WatchedLayer(nn.Module):
         return self.call(self.layer, *args, **kwargs)
 
 
-class ValueNames(list[str]):
-    """The names that a layer gives to values."""
+class ValueNames(NamedValueMode):
+    """Collects the names that a layer gives to values."""
 
-    def mark(self, _: Tensor, label: str) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+    def mark(self, x: Tensor, label: str) -> None:
         """Append a name."""
-        self.append(label)
+        self.names.append(label)
 
 
 class LayerTrace:
@@ -127,7 +137,7 @@ class LayerTrace:
     def __init__(self, model: LayeredModel, plan: ModelPlan) -> None:
         self.model, self.mesh = model, make_mesh(plan.mesh, runtime="abstract")
         self.events = list[Event]()
-        self.recompute, self.names = "never", ValueNames()
+        self.recompute, self.values = "never", ValueNames()
         self.begins, self.active = dict[str, int](), dict[str, int]()
         module = model.build(1)
         layers = cast(nn.ModuleList, module.get_submodule(model.blocks))
@@ -139,12 +149,10 @@ class LayerTrace:
 
     def begin(self, phase: str) -> None:
         """Begin a phase of the step."""
-        for counter in ambient.counters:
-            counter.usage.free_dead()
-            self.begins[phase], self.active[phase] = (
-                len(self.events),
-                counter.usage.purposes["activations"],
-            )
+        for usage in open_usages():
+            usage.free_dead()
+            self.begins[phase] = len(self.events)
+            self.active[phase] = usage.purposes["activations"]
 
     def call_layer(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the layer: a phase of the forward, and of the backward."""
@@ -152,7 +160,7 @@ class LayerTrace:
         for x in _differentiable((args, kwargs))[:1]:
             x.register_hook(lambda _: self.begin("first backward"))
         run = layer if self.recompute == "never" else RecomputedLayer(layer, self.recompute)
-        with setting(regions=(*ambient.regions, self.names)):
+        with self.values:
             output = run(*args, **kwargs)
         self.begin("last")
         for x in _differentiable(output)[:1]:
@@ -167,8 +175,8 @@ class LayerTrace:
 
     def record(self, *, rows: int, recompute: str) -> TracedStep:
         """Return what a device does with a number of samples."""
-        if unknown := [name for name in kept_names(recompute) if name not in self.names]:
-            names = ", ".join(dict.fromkeys(self.names)) or "none"
+        if unknown := [name for name in kept_names(recompute) if name not in self.values.names]:
+            names = ", ".join(dict.fromkeys(self.values.names)) or "none"
             raise PlanError(
                 f"plan: recompute must except names of fs.nn.checkpoint_name in the layers, {names}; got {', '.join(unknown)}."
             )

@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from fshard.ambient import ambient, setting
-from fshard.memory.kinds import Purpose
 from fshard.memory.limit import CountStorages, counted
 from fshard.memory.usage import MemoryUsage
-from fshard.mesh.collectives.ledger import Ledger, LedgerRow
+from fshard.mesh.collectives.ledger import Ledger, writing_to
 from fshard.mesh.layout import Memory, dtype_name
-from fshard.mesh.layout.kinds import MEMORIES
+from fshard.mesh.layout.counting import MEMORIES, LedgerRow, Purpose, counting, without_counters
 from fshard.mesh.runtimes.abstract import Mail
 
 _ops: Any = torch.ops.aten
@@ -145,7 +143,7 @@ class StepRecorder(CountStorages):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if result is not NotImplemented and self in ambient.counters and not func.is_view:
+        if result is not NotImplemented and self in counting().counters and not func.is_view:
             packet = func.overloadpacket
             if packet not in _WITHOUT_TRAFFIC:
                 flops = (
@@ -193,5 +191,6 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 def recording(events: list[Event]) -> Generator[tuple[MemoryUsage, TracedLedger]]:
     """Record what runs inside the block: memory, the ledger, and all events into a list."""
     used, comm = MemoryUsage(dict.fromkeys(MEMORIES)), TracedLedger(events=events)
-    with setting(ledgers=(comm,), counters=()), counted(used, StepRecorder(used, comm.events)):
+    recorder = StepRecorder(used, comm.events)
+    with writing_to([comm]), without_counters(), counted(used, recorder):
         yield used, comm

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fshard.ambient import setting
 from fshard.array.algebra import PRODUCTS
 from fshard.array.dispatch import APPLY, function_frame, operate
+from fshard.array.mode import observed_by
 from fshard.array.modules import shard_module
 from fshard.array.rules import Rule, arrays_in, describe
 from fshard.errors import LayoutError
@@ -169,7 +169,7 @@ def _follow(
         observer.of_inputs.update((id(x), x) for x in arrays)
         return unflatten(structure, arrays)
 
-    with keyed_random(0), lazy_mode, setting(observer=observer):
+    with keyed_random(0), lazy_mode, observed_by(observer):
         output = sharded(*to_arrays(list(args)), **to_arrays(dict(kwargs)))
     observer.finish(output)
     return observer.products

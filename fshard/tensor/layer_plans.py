@@ -193,6 +193,14 @@ class LayerPlans:
         title = f"{self.mode.kind} over {as_written(self.mode.axes)}{tokens}; all other parameters are replicated"
         return "\n".join([title, *map(str.rstrip, lines)])
 
+    @property
+    def reduces_at_once(self) -> bool:
+        """True if a partial sum is reduced by the operation that makes it.
+
+        In the mode "megatron" it is reduced and scattered over tokens after the layer.
+        """
+        return self.sequence_mode != "megatron"
+
     def runs_unsharded(self, name: str, error: Exception) -> bool:
         """Return True if an operation that has no rule, and has raised, runs on unsharded tensors."""
         return name in self.operations

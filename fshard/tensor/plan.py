@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fshard.array.dispatch import constrain
+from fshard.array.mode import running
 from fshard.errors import LayoutError
 from fshard.experts.transformers import shard_experts
 from fshard.mesh.layout import (
@@ -38,7 +39,6 @@ from fshard.tensor.layer_plans import LayerPlans, SequenceMode, decide, override
 from fshard.tensor.modes import abstract_mode
 from fshard.tensor.run import (
     PlannedModule,
-    running,
     sharded_inputs,
     validate_no_backward_hooks,
 )

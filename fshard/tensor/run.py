@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fshard.ambient import ambient, setting
 from fshard.array.dispatch import DIRECT, constrain
+from fshard.array.mode import array_mode, running
 from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.layout import Layout, Mesh, P, collected, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
@@ -181,11 +181,6 @@ def validate_no_backward_hooks(path: str, module: nn.Module) -> None:
         )
 
 
-def running(plan: LayerPlans) -> setting:
-    """Run operations of a plan: plain tensors are equal on all devices, and partial sums are reduced at once."""
-    return setting(constants=True, reduces=plan.sequence_mode != "megatron", plan=plan)
-
-
 def _forward_by(plan: LayerPlans, path: str, module: nn.Module) -> Callable[..., Any]:
     """Return the forward of a module inside that runs by a plan, also when a backward runs it again, as checkpoints do."""
     override, reference = vars(module).get("forward"), weakref.ref(module)
@@ -194,7 +189,7 @@ def _forward_by(plan: LayerPlans, path: str, module: nn.Module) -> Callable[...,
         target: Any = reference()
         validate_no_backward_hooks(path, target)
         call = partial(type(target).forward, target) if override is None else override
-        with nullcontext() if ambient.plan is plan else running(plan):
+        with nullcontext() if array_mode().plan is plan else running(plan):
             mesh = plan.own_mesh() if path and path in plan.unsharded else None
             return (
                 call(*args, **kwargs)
@@ -210,9 +205,9 @@ def _attention(
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Attend over a sharded sequence on the devices' shards; else by the operation's own rule."""
-    plan, arrays = ambient.plan, (query, key, value)
+    plan, arrays = array_mode().plan, (query, key, value)
     if (
-        plan is None
+        not isinstance(plan, LayerPlans)
         or plan.sequence is None
         or plan.sequence_mode == "megatron"
         or not all(isinstance(x, Sharded) and x.ndim == 4 for x in arrays)

@@ -123,7 +123,13 @@ class DeviceStep:
         self, *, is_idle: bool = False, moments: list[Any] | None = None
     ) -> AbstractContextManager[None]:
         """Return the context of the loss function or a stage: it records the collectives that are called."""
-        return loss_scope(self.batch.mesh.axis_names, self.record, is_idle=is_idle, moments=moments)
+        return loss_scope(
+            self.batch.mesh.axis_names,
+            self.record,
+            is_idle=is_idle,
+            moments=moments,
+            activations=self.options.activations,
+        )
 
     def record(self, call: str, group: Group) -> None:
         """Record a collective of the loss function."""

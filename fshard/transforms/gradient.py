@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.ambient import setting
 from fshard.errors import CollectiveTimeoutError, DeadlockError, MismatchError
 from fshard.memory.kinds import claim, purpose
 from fshard.mesh.collectives.autograd import transformed
@@ -217,7 +216,6 @@ class GradientFunction:
             with (
                 deterministic(options.reproducible, mesh.device_type),
                 purpose("activations", inputs.site),
-                setting(activations=options.activations),
             ):
                 return run_on_devices(mesh, on_device, mapped=mesh.axis_names)
         except BaseException as error:

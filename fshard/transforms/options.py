@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fshard.errors import FshardError
 from fshard.foreign_names import NAMES
-from fshard.memory.kinds import ActivationMemory
 from fshard.mesh.layout import Axes, Layout, P, PyTree, as_axes, flatten
+from fshard.mesh.layout.counting import ActivationMemory
 from fshard.transforms.patterns import Choice
 
 AuxReduction = Literal["mean", "sum", "rows"]

@@ -40,7 +40,7 @@ from fshard.mesh.layout import (
     require_mesh,
     unflatten,
 )
-from fshard.mesh.layout.kinds import MEMORIES
+from fshard.mesh.layout.counting import MEMORIES
 from fshard.mesh.layout.sharded import key_of
 from fshard.mesh.reshard.device_put import collected, put_equal, validate_leaf
 from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of

@@ -11,9 +11,9 @@ from torch.cuda import _memory_viz
 
 import fshard as fs
 from fshard import P
-from fshard.ambient import ambient
 from fshard.errors import MemoryLimitError
 from fshard.mesh.layout import kinds
+from fshard.mesh.layout.counting import counting
 from fshard.mesh.layout.kinds import empty_in
 
 RUNTIMES = ("virtual", "abstract")
@@ -79,7 +79,7 @@ def test_limit_leaves_nothing_behind():
     with pytest.raises(MemoryLimitError), fs.memory.limit(device=7):
         torch.ones(2)
     x = torch.ones(1 << 10)
-    assert ambient.counters == () and torch._C._len_torch_dispatch_stack() == 0
+    assert counting().counters == () and torch._C._len_torch_dispatch_stack() == 0
     with fs.memory.limit() as outer, fs.memory.limit(device=100) as inner:
         y = torch.ones(4)
     del x

@@ -14,7 +14,7 @@ from torch.nn import functional
 import fshard as fs
 from fshard import P, optim
 from fshard.errors import PlanError
-from fshard.mesh.collectives.ledger import LedgerRow
+from fshard.mesh.layout.counting import LedgerRow
 from fshard.plan import NetworkLink, cluster, cost
 from fshard.plan.timing import times_of
 from fshard.plan.trace import CollectiveStart, CollectiveWait, Copy, Operation

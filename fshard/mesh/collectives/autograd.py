@@ -20,8 +20,9 @@ from torch.autograd import forward_ad
 from torch.autograd.function import Function
 
 from fshard.mesh.collectives.delivery import world_of
-from fshard.mesh.collectives.ledger import LedgerRow, active
+from fshard.mesh.collectives.ledger import active
 from fshard.mesh.collectives.moves import Alone, Move, Psum, Purpose, Pvary, Wired
+from fshard.mesh.layout.counting import LedgerRow
 from fshard.mesh.runtimes.thread_state import batches_nested
 from fshard.mesh.spmd.scope import Group, Pending
 from fshard.source import Site

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from fshard.ambient import ambient, setting
+from fshard.mesh.layout.counting import counting, without_counters
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Wired
@@ -40,17 +40,17 @@ class Delivery:
     def __init__(
         self, xs: tuple[Tensor, ...], results: Sequence[Tensor], start: Callable[[], Pending]
     ) -> None:
-        self._xs, self._counters = xs, ambient.counters
+        self._xs, self._counters = xs, counting().counters
         for counter in self._counters:
             counter.reserve(self, xs, sum([y.nbytes for y in results]))
-        with setting(counters=()):
+        with without_counters():
             self._pending: Pending | None = start()
 
     def wait(self) -> tuple[Tensor, ...]:
         """Return the results, which are counted in place of what was reserved."""
         pending, self._pending = self._pending, None
         assert pending is not None
-        with setting(counters=()):
+        with without_counters():
             results = pending.wait()
         del pending
         for counter in self._counters:
@@ -62,7 +62,7 @@ class Delivery:
 def world_of(group: Group) -> World:
     """Return the world that runs a group's collectives, or one that counts its results while there is a limit."""
     world = group.world.current()
-    return cast("World", _CountedWorld(world)) if ambient.counters else world
+    return cast("World", _CountedWorld(world)) if counting().counters else world
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _CountedWorld:
         start = partial(self.world.start, move, xs, group, *rest)
         if not xs:
             return start()
-        with setting(counters=()):
+        with without_counters():
             results = [delivered(move, x.detach().to("meta"), group.size) for x in xs]
         return Delivery(xs, results, start)
 
@@ -84,5 +84,5 @@ class _CountedWorld:
         return Delivery(likes, likes, receive) if likes else receive()
 
     def send(self, *args: Any) -> None:
-        with setting(counters=()):
+        with without_counters():
             self.world.send(*args)

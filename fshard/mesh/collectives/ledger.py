@@ -13,13 +13,18 @@ import threading
 from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from fshard.ambient import ambient, setting
-from fshard.mesh.layout.kinds import MEMORIES, Memory
-from fshard.source import Site
+from fshard.mesh.layout.counting import (
+    MEMORIES,
+    CollectiveCounter,
+    LedgerRow,
+    Memory,
+    counting,
+    counting_by,
+)
 from fshard.tables import Tabular
 
 if TYPE_CHECKING:  # it is imported where a table is shown
@@ -29,14 +34,6 @@ COUNTED = (
     "psum", "pmax", "pmin", "psum_scatter", "all_gather", "all_to_all", "ppermute", "broadcast", "send",
 )  # fmt: skip
 """Collectives, by the names of rows."""
-
-
-class LedgerRow(NamedTuple):
-    """The key of a ledger's entry: a collective at one line of the program."""
-
-    collective: str
-    axes: tuple[str, ...]
-    site: Site
 
 
 @dataclass
@@ -194,11 +191,17 @@ _open: list[Ledger] = []
 """The open ledgers of all threads, which the threads of autograd write to."""
 
 
-def active() -> Sequence[Ledger]:
-    """Return the ledgers that the calling thread writes to: those that it has opened, or that its caller has."""
-    if ambient.ledgers is not None:
-        return ambient.ledgers
+def active() -> Sequence[CollectiveCounter]:
+    """Return the ledgers that the calling thread writes to: its own, or those of its caller."""
+    ledgers = counting().ledgers
+    if ledgers is not None:
+        return ledgers
     return _open if _open and _is_thread_of_autograd() else ()
+
+
+def writing_to(ledgers: Sequence[CollectiveCounter]) -> AbstractContextManager[None]:
+    """Write the collectives of the block to these ledgers, and to no other."""
+    return counting_by(replace(counting(), ledgers=tuple(ledgers)))
 
 
 def _is_thread_of_autograd() -> bool:
@@ -208,7 +211,7 @@ def _is_thread_of_autograd() -> bool:
 
 def uncounted() -> AbstractContextManager[None]:
     """Exclude the calling thread's collectives from all ledgers."""
-    return setting(ledgers=())
+    return writing_to(())
 
 
 @contextmanager
@@ -228,7 +231,7 @@ def ledger() -> Generator[Ledger]:
     opened = Ledger()
     _open.append(opened)
     try:
-        with setting(ledgers=(*active(), opened)):
+        with writing_to((*active(), opened)):
             yield opened
     finally:
         _open[:] = [other for other in _open if other is not opened]

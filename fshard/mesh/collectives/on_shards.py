@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from fshard.ambient import ambient, setting
 from fshard.mesh.collectives.autograd import Bound, LinearMap, Tensors, apply
-from fshard.mesh.collectives.ledger import LedgerRow, active
+from fshard.mesh.collectives.ledger import active
 from fshard.mesh.collectives.moves import Extreme, Move, Wired
 from fshard.mesh.layout import Mesh
+from fshard.mesh.layout.counting import LedgerRow, counting, without_counters
 from fshard.mesh.spmd.run import is_outside, run_on_devices
 from fshard.mesh.spmd.scope import require
 from fshard.source import Site
@@ -43,7 +42,7 @@ class OnShards(LinearMap):
 
     def run(self, xs: Tensors) -> Tensors:
         results: list[Any] = [None] * len(xs)
-        counters = ambient.counters
+        counters = counting().counters
         for devices in _groups_of_devices(self.mesh, self.axes):
             members, ids = [xs[device] for device in devices], set[int]()
             if isinstance(self.move, Wired) and (ledgers := active()):
@@ -51,7 +50,7 @@ class OnShards(LinearMap):
                     sent = self.move.sent(x.numel() * x.element_size(), index, len(devices))
                     for ledger in ledgers:
                         ledger.record(device, LedgerRow(self.move.name, self.axes, self.site), sent)
-            with setting(counters=()) if counters else nullcontext():
+            with without_counters():
                 ys = self.move.meaning(members)
             for device, y in zip(devices, ys, strict=True):
                 results[device] = y.detach() if id(y) in ids else y  # one autograd node per device

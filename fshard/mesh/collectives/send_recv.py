@@ -16,7 +16,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.collectives.api import check_index
 from fshard.mesh.collectives.autograd import LinearMap, Tensors
 from fshard.mesh.collectives.delivery import world_of
-from fshard.mesh.collectives.ledger import LedgerRow, active
+from fshard.mesh.collectives.ledger import active
 from fshard.mesh.collectives.moves import Permute, Purpose
 from fshard.mesh.collectives.on_trees import (
     CollectiveCall,
@@ -27,6 +27,7 @@ from fshard.mesh.collectives.on_trees import (
     tensors_of,
 )
 from fshard.mesh.layout import Axes, PyTree
+from fshard.mesh.layout.counting import LedgerRow
 from fshard.mesh.spmd.scope import Group, require
 from fshard.source import Site, call_site
 

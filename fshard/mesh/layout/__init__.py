@@ -1,6 +1,6 @@
 """Meshes, specs, layouts, sharded arrays and trees of them."""
 
-from fshard.mesh.layout.kinds import Memory
+from fshard.mesh.layout.counting import Memory
 from fshard.mesh.layout.layout import (
     Layout,
     ShardType,

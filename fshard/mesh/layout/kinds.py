@@ -12,37 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Protocol, get_args
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from fshard.ambient import ambient, setting
-
-Memory = Literal["device", "host", "disk"]
-"""Memory of a shard: the device's, the host's, or a file's."""
-MEMORIES: tuple[Memory, ...] = get_args(Memory)
+from fshard.mesh.layout.counting import Memory, counting, counting_by
 
 makers: dict[Memory, Callable[[Sequence[int], torch.dtype], Tensor]] = {}
-"""Functions that make a tensor on disk, or in host memory beside a GPU: of `fshard.memory`, which is above this package."""
+"""Functions that make a tensor on disk, or in host memory beside a GPU.
+
+They are set by `fshard.memory`, which is above this package.
+"""
 _kinds: WeakKeyDictionary[torch.UntypedStorage, Memory] = WeakKeyDictionary()
-
-
-class StorageCounter(Protocol):
-    """Counts storages, in `ambient.counters`: see `fshard.memory.limit`."""
-
-    def claim(self, x: Tensor, device: int | None = None, kind: Memory | None = None) -> None:
-        """Count the storage of a tensor; change the device and the kind that it is counted for."""
-        ...
-
-    def reserve(self, delivery: object, xs: Sequence[Tensor], count: int) -> None:
-        """Count bytes that are to be delivered, until they are or the delivery is freed."""
-        ...
-
-    def deliver(self, delivery: object, results: Sequence[Tensor]) -> None:
-        """Count the storages of the results in place of what was reserved."""
-        ...
 
 
 def memory_of(x: Tensor) -> Memory:
@@ -54,31 +37,51 @@ def memory_of(x: Tensor) -> Memory:
     if x.device.type not in ("cpu", "meta"):
         return "device"
     kind = _kinds.get(x.untyped_storage()) if _kinds else None
-    return kind or ("host" if x.device.type == "cpu" and torch.cuda.is_initialized() else "device")
+    if kind is not None:
+        return kind
+    is_beside_gpu = x.device.type == "cpu" and torch.cuda.is_initialized()
+    return "host" if is_beside_gpu else "device"
 
 
 def mark_memory(x: Tensor, memory: Memory) -> Tensor:
     """Record the memory kind of a new tensor, and return it."""
     if memory != "device":
         _kinds[x.untyped_storage()] = memory
-    for counter in ambient.counters:
+    for counter in counting().counters:
         counter.claim(x, kind=memory)
     return x
 
 
 def owned_by(device: int) -> AbstractContextManager[None]:
-    """Count the storages that are made in the block, outside of any device's scope, for a device."""
-    return setting(owner=device) if ambient.counters else nullcontext()
+    """Count the storages made in the block, outside of any device's scope, for a device."""
+    current = counting()
+    if not current.counters:
+        return nullcontext()
+    return counting_by(replace(current, owner=device))
+
+
+def _made_in(memory: Memory) -> AbstractContextManager[None]:
+    """Count the storages made in the block in a memory.
+
+    Else they would count as the device's until `mark_memory`, and could exceed its limit.
+    """
+    current = counting()
+    if not current.counters:
+        return nullcontext()
+    return counting_by(replace(current, memory=memory))
 
 
 def _has_maker(memory: Memory, device_type: str) -> bool:
     """Return True if tensors in a memory of a device of this type are not made by torch."""
-    return memory in makers and device_type in {"host": ("cuda",), "disk": ("cpu", "cuda")}[memory]
+    if memory not in makers:
+        return False
+    device_types = {"host": ("cuda",), "disk": ("cpu", "cuda")}
+    return device_type in device_types[memory]
 
 
 def empty_in(memory: Memory, shape: Sequence[int], dtype: torch.dtype, device_type: str) -> Tensor:
     """Return an uninitialised tensor in a memory of a device of this type."""
-    with setting(memory=memory):
+    with _made_in(memory):
         if _has_maker(memory, device_type):
             return mark_memory(makers[memory](shape, dtype), memory)
         return mark_memory(torch.empty(tuple(shape), dtype=dtype, device=device_type), memory)
@@ -88,5 +91,5 @@ def copy_in(memory: Memory, x: Tensor, device_type: str) -> Tensor:
     """Return a contiguous copy in a memory of a device of this type."""
     if _has_maker(memory, device_type) or x.device.type != device_type:
         return empty_in(memory, x.shape, x.dtype, device_type).copy_(x)
-    with setting(memory=memory):
+    with _made_in(memory):
         return mark_memory(x.clone(memory_format=torch.contiguous_format), memory)

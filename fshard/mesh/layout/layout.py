@@ -21,11 +21,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fshard.ambient import ambient
 from fshard.errors import LayoutError
 from fshard.mesh.layout.arithmetic import Range
-from fshard.mesh.layout.kinds import MEMORIES, Memory
-from fshard.mesh.layout.mesh import Mesh
+from fshard.mesh.layout.counting import MEMORIES, Memory
+from fshard.mesh.layout.mesh import Mesh, run_defaults
 from fshard.mesh.layout.spec import CachedHash, P
 
 _SHORT = {
@@ -192,7 +191,7 @@ def as_layout(layout: object, mesh: Mesh | None = None, *, caller: str = "") -> 
         raise TypeError(
             f"{start}layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}."
         )
-    mesh = ambient.mesh or mesh
+    mesh = run_defaults().mesh or mesh
     if mesh is None:
         raise TypeError(
             f"{start}layout must have a mesh; got {layout}. Write fs.Layout(mesh, {layout}), or call it in a "

@@ -11,14 +11,15 @@ numbered row-major: the last axis is the fastest.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from fshard.ambient import ambient, setting
+from fshard.ambient import setting
 from fshard.errors import MeshError
 from fshard.mesh.layout import arithmetic
 from fshard.mesh.layout.spec import Axes, CachedHash, as_axes
@@ -176,6 +177,30 @@ class Mesh(CachedHash):
     __repr__ = __str__
 
 
+@dataclass(frozen=True, slots=True)
+class RunDefaults:
+    """How runs of the calling code are run, where their own arguments do not say it.
+
+    Args:
+        mesh: the mesh of calls that name none: see `use_mesh`.
+        has_fixed_order: sums over devices add in one order, the fixed tree, on any transport. See
+            `fshard.mesh.spmd.deterministic`.
+    """
+
+    mesh: Mesh | None = None
+    has_fixed_order: bool = False
+
+
+_run_defaults: ContextVar[RunDefaults] = ContextVar("run defaults", default=RunDefaults())  # noqa: B039  # it is frozen
+run_defaults = _run_defaults.get
+"""Return how runs of the calling code are run."""
+
+
+def fixed_order() -> AbstractContextManager[None]:
+    """Sum over devices in the fixed tree within the block."""
+    return setting(_run_defaults, replace(run_defaults(), has_fixed_order=True))
+
+
 @contextmanager
 def use_mesh(mesh: Mesh) -> Generator[Mesh]:
     """Use a mesh for the calls in the block that name none: `shard_map`, `run`, `shard_params`, and a P as a layout.
@@ -188,13 +213,14 @@ def use_mesh(mesh: Mesh) -> Generator[Mesh]:
     ...     print(fs.typeof(fs.device_put(torch.zeros(4), P("data"))))
     f32[4@data]
     """
-    with setting(mesh=require_mesh("use_mesh", mesh)):
+    defaults = replace(run_defaults(), mesh=require_mesh("use_mesh", mesh))
+    with setting(_run_defaults, defaults):
         yield mesh
 
 
 def require_mesh(caller: str, mesh: object = None) -> Mesh:
     """Return a mesh, by default that of `use_mesh`; raise if there is none."""
-    mesh = ambient.mesh if mesh is None else mesh
+    mesh = run_defaults().mesh if mesh is None else mesh
     if isinstance(mesh, Mesh):
         return mesh
     hint = (

@@ -20,8 +20,9 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout.array_methods import ArrayMethods
+from fshard.mesh.layout.counting import Memory
 from fshard.mesh.layout.host_copies import start_read
-from fshard.mesh.layout.kinds import Memory, copy_in, memory_of
+from fshard.mesh.layout.kinds import copy_in, memory_of
 from fshard.mesh.layout.layout import Layout, ShardType, as_layout, dtype_name, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import Axes, P, as_axes

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fshard.mesh.collectives.autograd import Bound, apply, recorded, transformed
-from fshard.mesh.collectives.ledger import LedgerRow, active
+from fshard.mesh.collectives.ledger import active
 from fshard.mesh.collectives.moves import Alone, Move
 from fshard.mesh.layout import Layout
 from fshard.mesh.layout.arithmetic import chunk, flat_range
+from fshard.mesh.layout.counting import LedgerRow
 from fshard.mesh.reshard.exchange import KeptRange, Parts
 from fshard.mesh.reshard.plan import Step, plan
 from fshard.mesh.spmd.scope import Pending, Scope, require

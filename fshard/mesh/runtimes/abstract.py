@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Condition
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -19,11 +20,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fshard.ambient import ambient, setting
+from fshard.ambient import setting
 from fshard.mesh.collectives.delivery import delivered
-from fshard.mesh.collectives.ledger import active
+from fshard.mesh.collectives.ledger import active, writing_to
 from fshard.mesh.runtimes.device_threads import Stopped
-from fshard.source import Site, call_site
+from fshard.source import Site, call_site, run_for_line
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired
@@ -65,6 +66,11 @@ class AbstractWorld(OneProcessWorld):
         """Return itself: it has no state."""
         return self
 
+    def represents(self, axes: tuple[str, ...]) -> bool:
+        """Return True unless the device stands for its own stage alone along one of these axes."""
+        current = representative()
+        return current is None or current.axis not in axes
+
     def start(
         self,
         move: Wired,
@@ -80,8 +86,9 @@ class AbstractWorld(OneProcessWorld):
         self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"
     ) -> None:
         """Send tensors to a representative, if there are several: else there is no receiver."""
-        if ambient.representative is not None:
-            ambient.representative.mail.put(group.device, group.member(to), xs)
+        current = representative()
+        if current is not None:
+            current.mail.put(group.device, group.member(to), xs)
 
     def receive(
         self,
@@ -92,14 +99,16 @@ class AbstractWorld(OneProcessWorld):
         purpose: Purpose = "values",
     ) -> Done | PendingMessage:
         """Return the tensors of a representative, or some like those announced."""
-        if ambient.representative is not None:
-            return PendingMessage(ambient.representative.mail, group.member(source), group.device)
+        current = representative()
+        if current is not None:
+            return PendingMessage(current.mail, group.member(source), group.device)
         return Done(tuple(torch.empty_like(like) for like in likes))
 
     def report_failure(self, group: Group, error: BaseException) -> None:
         """End the other representatives."""
-        if ambient.representative is not None:
-            ambient.representative.mail.close()
+        current = representative()
+        if current is not None:
+            current.mail.close()
 
 
 class Mail:
@@ -149,15 +158,20 @@ class PendingMessage(NamedTuple):
 
 
 class Representative(NamedTuple):
-    """A device of an abstract mesh that the calling thread runs as, for a line of the program.
+    """A device of an abstract mesh that the calling thread runs as.
 
-    `axis` is that of the stages, if there are any.
+    It is a fact of the thread, since such a thread runs a complete training step, whose own runs
+    enter the scope of this device. `axis` is that of the stages, if there are any.
     """
 
     device: int
     axis: str | None
     mail: Mail
-    site: Site
+
+
+_representative: ContextVar[Representative | None] = ContextVar("representative", default=None)
+representative = _representative.get
+"""Return the device of an abstract mesh that the calling thread runs as, if it is one of several."""
 
 
 def represented(
@@ -172,12 +186,13 @@ def represented(
         mail: the messages.
     """
 
-    site, ledgers = call_site(), tuple(active())
+    site = call_site()
+    ledgers = active()
 
     def run(device: int) -> Result:
-        representative = Representative(device, axis, mail, site)
-        with mail.running, setting(representative=representative, ledgers=ledgers):
-            return body(device)
+        current = Representative(device, axis, mail)
+        with mail.running, setting(_representative, current), writing_to(ledgers):
+            return run_for_line(site, body, device)
 
     if axis is None:
         return [*map(run, devices)]

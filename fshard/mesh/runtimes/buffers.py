@@ -23,14 +23,14 @@ CPU = torch.device("cpu")  # whatever the default device
 _use_count: Any = torch._C._storage_Use_Count  # pyright: ignore[reportPrivateUsage]
 _pool: list[torch.UntypedStorage] = []
 _lock = threading.Lock()
-counting: list[Any] = []
+open_limits: list[object] = []
 """The open limits of `fshard.memory`, during which nothing is recycled: what is freed is counted as free."""
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return an uninitialised CPU tensor, in recycled memory if an idle buffer has that size."""
     size = prod(shape) * dtype.itemsize
-    if size < SMALLEST or counting:
+    if size < SMALLEST or open_limits:
         return torch.empty(shape, dtype=dtype, device=CPU)
     x: Any = torch.empty(0, dtype=dtype, device=CPU)  # torch's stub of set_ has no shape argument
     with _lock:

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fshard.ambient import ambient
 from fshard.errors import CollectiveTimeoutError, LostProcessError
 from fshard.mesh.collectives.moves import Broadcast, Extreme, PartsMove, Permute, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, combined, flipped
+from fshard.mesh.layout.mesh import run_defaults
 from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
 from fshard.mesh.runtimes.transport import Wire, Works
@@ -188,7 +188,12 @@ def _select_by_mode(usual: WireFunction, reproducible: WireFunction) -> WireFunc
 
     The backend's order of summands varies with their number and size.
     """
-    return lambda call, x, move: (reproducible if ambient.fixed_order else usual)(call, x, move)
+
+    def wire(call: GroupCall, x: Tensor, move: Wired) -> Wire:
+        selected = reproducible if run_defaults().has_fixed_order else usual
+        return selected(call, x, move)
+
+    return wire
 
 
 WIRES: dict[str, WireFunction] = {

@@ -126,6 +126,10 @@ class ProcessWorld:
         """Return itself: processes do not come and go."""
         return self
 
+    def represents(self, axes: tuple[str, ...]) -> bool:
+        """Return False: each device has a process."""
+        return False
+
     # -- collectives --------------------------------------------------------------------------------------------
 
     def start(

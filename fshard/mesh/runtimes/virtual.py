@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -25,9 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fshard.ambient import inherit, inherited
 from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
-from fshard.mesh.collectives.ledger import active
+from fshard.mesh.collectives.ledger import active, writing_to
 from fshard.mesh.collectives.moves import Purpose, describe, named, uneven
 from fshard.mesh.layout import dtype_name
 from fshard.mesh.runtimes.abstract import Done, OneProcessWorld
@@ -164,6 +164,10 @@ class VirtualWorld(OneProcessWorld):
         self._stopping = False
         self._is_over = False
 
+    def represents(self, axes: tuple[str, ...]) -> bool:
+        """Return False: each device has a thread."""
+        return False
+
     # -- the run ------------------------------------------------------------------------------------------------
 
     def run(
@@ -179,7 +183,8 @@ class VirtualWorld(OneProcessWorld):
             return [self._run_single_device(body, random)]
         results, program = [None] * self.mesh.size, [body]
         kind, state = self.mesh.device_type, ThreadState.capture(self.mesh.device_type)
-        current = inherited() | {"ledgers": tuple(active())}
+        with writing_to(active()):  # a thread of autograd has none of its own: see `active`
+            contexts = [copy_context() for _ in range(self.mesh.size)]
         before = random_state(kind)
         self._random = [before if random is None else random] * self.mesh.size
         threads = self._threads = DeviceThreads.idle() if keep else DeviceThreads()
@@ -189,10 +194,9 @@ class VirtualWorld(OneProcessWorld):
                 if not self._stopping:
                     set_random_state(kind, self._random[device])
                     self._status[device] = "is running"
-                    inherit(current)
                     undo = state.set()
                     try:
-                        results[device] = program[0](device)
+                        results[device] = contexts[device].run(program[0], device)
                     finally:
                         undo()
                         if has_open_modes():

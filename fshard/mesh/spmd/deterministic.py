@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import torch
 
-from fshard.ambient import setting
+from fshard.mesh.layout.mesh import fixed_order
 
 _SETTINGS = {
     "backends.cudnn.benchmark": False,
@@ -42,7 +42,7 @@ def deterministic(wanted: bool, device_type: str) -> Generator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with setting(fixed_order=True):
+        with fixed_order():
             yield
     finally:
         torch.set_num_threads(threads)

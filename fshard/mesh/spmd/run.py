@@ -25,12 +25,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage]
 
-from fshard.ambient import ambient
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply
 from fshard.mesh.layout import Mesh, flatten, require_mesh, unflatten
 from fshard.mesh.layout.array_methods import ArrayMethods
-from fshard.mesh.runtimes.abstract import AbstractWorld
+from fshard.mesh.runtimes.abstract import AbstractWorld, representative
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.runtimes.virtual import VirtualWorld
 from fshard.mesh.runtimes.watch import watching
@@ -72,7 +71,8 @@ def device_of(mesh: Mesh) -> int:
         return scope.device
     if mesh.runtime == "process":
         return ProcessWorld.of(mesh).device(mesh)
-    return 0 if ambient.representative is None else ambient.representative.device
+    current = representative()
+    return 0 if current is None else current.device
 
 
 def local_devices(mesh: Mesh) -> tuple[int, ...]:

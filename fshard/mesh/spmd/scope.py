@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from fshard.ambient import ambient, setting
+from fshard.ambient import setting
 from fshard.errors import ScopeError
 from fshard.mesh.layout import Axes, Mesh, as_axes
 from fshard.mesh.layout.arithmetic import ravel, unravel
+from fshard.mesh.layout.counting import ActivationMemory
 from fshard.source import Site
 
 if TYPE_CHECKING:
@@ -70,9 +72,8 @@ class Group:
 
     @property
     def represents_all(self) -> bool:
-        """True if the device is that of an abstract mesh, and represents all of the group: not only its own stage."""
-        stage = ambient.representative
-        return not self.world.has_values and (stage is None or stage.axis not in self.axes)
+        """True if the device is that of an abstract mesh, and represents all of the group."""
+        return self.world.represents(self.axes)
 
 
 Notice = Callable[[str, Group], None]
@@ -116,6 +117,8 @@ class Scope:
         self.own: frozenset[str] = outer.own if outer else frozenset()
         self.notice: Notice | None = None
         self.slice: SliceState = outer.slice if outer else SliceState()
+        self.activations: Mapping[str, ActivationMemory] = outer.activations if outer else {}
+        self.is_for_shapes: bool = outer.is_for_shapes if outer else False
 
     def replaced(self, **fields: Any) -> Scope:
         """Return a scope of the same device and axes, with other values of some fields."""
@@ -187,15 +190,25 @@ def loss_scope(
     *,
     is_idle: bool = False,
     moments: list[Any] | None = None,
+    activations: Mapping[str, ActivationMemory] | None = None,
 ) -> AbstractContextManager[None]:
     """Run a loss function, in which every value is varying along axes: see `fshard.transforms.loss_collectives`.
 
     `notice` gets the collectives that it calls; `is_idle` and `moments` describe its slice.
+    `activations` is the memory of named ones, in place of what the policies of `fs.remat` say.
     """
-    scope = require("a loss function")
-    return entered(
-        scope.replaced(own=frozenset(axes), notice=notice, slice=SliceState(is_idle, moments))
+    scope = require("a loss function").replaced(
+        own=frozenset(axes),
+        notice=notice,
+        slice=SliceState(is_idle, moments),
+        activations=activations or {},
     )
+    return entered(scope)
+
+
+def run_for_shapes() -> AbstractContextManager[None]:
+    """Run a block of another stage on meta tensors: its devices are not there to communicate."""
+    return entered(require("a block of a stage").replaced(is_for_shapes=True))
 
 
 @contextmanager
@@ -208,14 +221,17 @@ def parting(group: Group) -> Generator[None]:
         raise
 
 
-def here() -> Scope | None:
-    """Return the scope of the calling thread, None outside `shard_map` and `run`."""
-    return ambient.scope
+_scope: ContextVar[Scope | None] = ContextVar("scope", default=None)
+here = _scope.get
+"""Return the scope of the calling thread, None outside `shard_map` and `run`.
+
+It is the method itself, since each collective reads the scope several times.
+"""
 
 
 def require(caller: str) -> Scope:
     """Return the scope of the calling thread; raise outside `shard_map` and `run`."""
-    scope = ambient.scope
+    scope = here()
     if scope is None:
         raise ScopeError(
             f"{caller} was called outside shard_map and run, where no device and no axis is known. "
@@ -226,13 +242,14 @@ def require(caller: str) -> Scope:
 
 def enter(scope: Scope | None) -> Scope | None:
     """Make `scope` the calling thread's, and return the one before."""
-    before, ambient.scope = ambient.scope, scope
+    before = here()
+    _scope.set(scope)
     return before
 
 
 def entered(scope: Scope | None) -> AbstractContextManager[None]:
     """Make `scope` the calling thread's for a while."""
-    return setting(scope=scope)
+    return setting(_scope, scope)
 
 
 class Pending(Protocol):
@@ -250,6 +267,10 @@ class World(Protocol):
         ...
 
     def current(self) -> World: ...
+
+    def represents(self, axes: tuple[str, ...]) -> bool:
+        """Return True if the calling device represents all devices along some axes."""
+        ...
 
     def start(
         self,

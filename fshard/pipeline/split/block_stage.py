@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import _pop_mode_temporarily  # pyright: ignore[reportPrivateUsage]
 
-from fshard.ambient import setting
 from fshard.mesh.layout import PyTree, flatten, flatten_with_paths, map_leaves, unflatten
+from fshard.mesh.layout.counting import without_counters
 from fshard.mesh.layout.sharded import Sharded, flatten_shards
+from fshard.mesh.spmd.scope import run_for_shapes
 from fshard.pipeline.split.valueless import (
     WAY_OUT,
     Described,
@@ -453,7 +454,7 @@ class AbsentBlock(nn.Module):
             block: nn.Module = vars(self)["_block"]
             if block.training != self.training:
                 block.train(self.training)
-            with torch.no_grad(), setting(absent=True, counters=()):
+            with torch.no_grad(), run_for_shapes(), without_counters():
                 outputs, form = flatten(block(*args, **kwargs), none_is_leaf=True)
             first_index = {
                 id(x): index

@@ -29,15 +29,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.utils.checkpoint import checkpoint
 
-from fshard.ambient import ambient
 from fshard.errors import PolicyError
 from fshard.memory.activations import HostCopy, can_leave
-from fshard.memory.kinds import ActivationMemory, note_kept
+from fshard.memory.kinds import note_kept
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import flatten, unflatten
+from fshard.mesh.layout.counting import ActivationMemory
 from fshard.mesh.spmd.scope import entered, here
 
 Args = ParamSpec("Args")
@@ -90,8 +93,9 @@ def checkpoint_name(x: Tensor, label: str) -> Tensor:
     >>> torch.autograd.grad(remat(f, save_names("sine"))(x), x)
     (tensor([-0.]),)
     """
-    for region in ambient.regions:
-        region.mark(x, label)
+    for mode in _get_current_dispatch_mode_stack():  # from the outside in
+        if isinstance(mode, NamedValueMode):
+            mode.mark(x, label)
     return x
 
 
@@ -163,7 +167,8 @@ def _call_checkpointed(
         memories: dict[str, ActivationMemory] = {
             name: "host" if name in on_host else "device" for name in policy.names
         }
-        memories |= {name: x for name, x in (ambient.activations or {}).items() if name in memories}
+        placed = {} if scope is None else scope.activations
+        memories |= {name: memory for name, memory in placed.items() if name in memories}
         names = frozenset([name for name, memory in memories.items() if memory != "recomputed"])
         region = Region(
             names, frozenset([name for name in names if memories[name] == "host"]), host=False
@@ -254,7 +259,15 @@ class Producer(NamedTuple):
     others: tuple[Any, ...] | None
 
 
-class Region(TorchDispatchMode):
+class NamedValueMode(TorchDispatchMode):
+    """A mode that gets the values that are named while it is open: see `checkpoint_name`."""
+
+    def mark(self, x: Tensor, label: str) -> None:
+        """Use a value with a name."""
+        raise NotImplementedError
+
+
+class Region(NamedValueMode):
     """One call of a rematerialised function: keeps results in its forward, returns these when it runs again.
 
     It keeps dots if `names` is None, else the results with these names; on the host the `offloaded` ones, dots by `host`.
@@ -272,13 +285,10 @@ class Region(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._number = 0
-        if self._state == "forward":
-            ambient.regions = (*ambient.regions, self)  # from the outside in
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         if self._state == "forward":
-            ambient.regions = ambient.regions[:-1]
             self._producers, self._state = {}, "recompute"
         super().__exit__(*error)
 
@@ -330,7 +340,8 @@ class Region(TorchDispatchMode):
     def mark(self, x: Tensor, label: str) -> None:
         """Keep the result, the first of its operation, that x is a view of, if its name is one of the region's.
 
-        One that has been written to in place is recomputed: the write would be repeated on what is kept.
+        One that has been written to in place is recomputed: the write would be repeated on what is
+        kept. A second run marks nothing, since it has no producers.
         """
         producer = (
             self._producers.get(_storage_id(x)) if self.names and label in self.names else None

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fshard.ambient import setting
 from fshard.copying import copied, lazy_copy, untouched
 from fshard.errors import ModuleError
+from fshard.mesh.layout.counting import without_counters
 from fshard.mesh.spmd.scope import here
 from fshard.transforms.module.compiled import Unsharding
 from fshard.transforms.reproducible.layer_keys import Layers
@@ -322,7 +322,7 @@ class Replicas:
         device = None if scope is None else scope.device
         replica = self._replicas.get(device)
         if replica is None:
-            with setting(counters=()):  # its tensors are on the meta device
+            with without_counters():  # its tensors are on the meta device
                 module = copy.deepcopy(self._template)
             replica = self._replicas[device] = Replica(
                 module, self._names, self._adapt, self._unsharding

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import nn
 
-from fshard.ambient import ambient
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P, PyTree, Structure, as_axes, flatten
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.runtimes.abstract import representative
 from fshard.pipeline.execution.leaves import Stage
 from fshard.pipeline.execution.route import Route
 from fshard.pipeline.schedule.actions import UNITS, Kind
@@ -154,7 +154,7 @@ class Staged(GradientFunction):
         self, params: PyTree, leaves: Sequence[Any], structure: Structure, mesh: Mesh
     ) -> None:
         """Raise unless there is a tree per stage, of parameters placed on the stage or on one it is tied to."""
-        if mesh.runtime == "abstract" and ambient.representative is None:
+        if mesh.runtime == "abstract" and representative() is None:
             raise ValueError(
                 f"{self.options.caller}: stages must not run on an abstract mesh by themselves, where results of other stages "
                 "are unknown. Run them by fs.plan.cost, or on a virtual mesh."
