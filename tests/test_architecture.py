@@ -274,6 +274,25 @@ def nodes(kind: type | tuple[type, ...]) -> Iterator[tuple[str, ast.AST]]:
         yield from ((module_name(path), node) for node in ast.walk(tree) if isinstance(node, kind))
 
 
+def test_facts_of_a_thread_are_those_that_ambient_lists():
+    """A fact changes results without being an argument: see docs/decisions/045."""
+    text = (PACKAGE / "ambient.py").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^    \w.* (\w+(?:/\w+)+\.py)$", text, re.MULTILINE))
+    own_concerns = {
+        "memory/activations.py",  # copies that are on their way to the host
+        "memory/state.py",  # where optimizer state is updated
+        "optim/norms.py",  # how a norm adds, and the arrays of a device
+        "pipeline/split/block_stage.py",  # the run of a stage, in the module that it replaces
+    }
+    setters = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in MODULES
+        if re.search(r"\bContextVar\(|ContextVar\[.*\] = |threading\.local\(", path.read_text())
+    }
+    assert len(listed) <= 5
+    assert setters == listed | own_concerns
+
+
 def test_type_names_are_unique():
     counts = Counter(node.name for _, node in nodes(ast.ClassDef))
     assert [name for name, count in counts.items() if count > 1] == []

@@ -1,7 +1,7 @@
 """`ArrayMode`: how operations on arrays behave in the calling code.
 
-It is a fact of a thread: torch calls the operations, as `x + y`, and takes no argument that could
-say how. `operate` reads it once and gives it to all that it calls.
+It is a fact of a thread: torch calls the operations, as `x + y`, and takes no argument for it.
+`operate` reads it once and gives it to all that it calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class UnshardedOperations(Protocol):
 
 
 class OperationPlan(UnshardedOperations, Protocol):
-    """Says how operations run in a planned module: see `fshard.tensor.layer_plans`."""
+    """Decides how operations run in a planned module: see `fshard.tensor.layer_plans`."""
 
     @property
     def reduces_at_once(self) -> bool:

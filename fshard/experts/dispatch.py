@@ -76,8 +76,11 @@ def moe(
             f"moe: the axes {as_written(sharding)} must divide the experts, and capacity be > 0 or None; got {n} devices, "
             f"{count} experts, {capacity=}."
         )
+    # A block of another stage runs for its shapes alone: inside of a step, whose devices of that
+    # stage are not here, or while its model is split, where there are no devices.
     scope = here()
-    if scope is not None and scope.is_for_shapes:
+    is_for_shapes = x.is_meta and bool(axes) if scope is None else scope.is_for_shapes
+    if is_for_shapes:
         return torch.empty_like(x), MoEStats(x.new_empty(count), x.new_empty(()))
     tokens, weights, top_k = x.reshape(-1, x.shape[-1]), routing.weights, routing.experts.shape[-1]
     order, counts, stats = _sorted(routing.experts, count, axes, capacity)

@@ -1,10 +1,9 @@
-"""`Counting`: what counts the collectives and the storages of the calling code.
+"""`Counting`: the ledgers and counters of the collectives and the storages of the calling code.
 
     ledgers    the bytes that collectives send: `fs.ledger`
     counters   the storages of every device: `fs.memory.limit`
 
-It is a fact of a thread: any operation of torch makes storages, and takes no argument that could
-say who counts them.
+It is a fact of a thread: any operation of torch makes storages, and takes no argument for it.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class StorageCounter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """What counts the calling code, and what its new storages are counted for.
+    """The ledgers and counters of the calling code, and labels of its new storages.
 
     Args:
         ledgers: those that collectives are written to. None in a thread that has not opened one,

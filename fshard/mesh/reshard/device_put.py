@@ -44,7 +44,7 @@ from fshard.mesh.layout import (
 )
 from fshard.mesh.layout.kinds import copy_in, owned_by
 from fshard.mesh.layout.sharded import Sharded, in_memory, key_of
-from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
+from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard, start_reshard
 from fshard.mesh.reshard.varying import is_left, leave_loss
 from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.outer_autograd import run_mapped
@@ -417,7 +417,7 @@ def _first_tied_indices(xs: Sequence[Sharded], layouts: Sequence[Layout]) -> Seq
 
 
 def _execute_plans(plans: Sequence[ReshardPlan], site: Site, device: int, xs: Tensors) -> Tensors:
-    return tuple(go(xs, plans, site)())
+    return tuple(start_reshard(xs, plans, site)())
 
 
 def _validate_reshardable(xs: Sequence[Sharded], mesh: Mesh) -> None:

@@ -1,11 +1,26 @@
-"""Execute a reshard on one device: the steps of `plan`, by collectives.
+"""Execute reshards on one device: run the steps of many leaves, with few collectives.
 
-Leaves with equal steps share one collective per dtype.
+`plan` gives the steps of each leaf. Leaves that take the same step, in the same dtype, share one
+collective. Here are gradients on their way to P.flat("data"), with the collectives in order:
+
+    leaf            layout before                     step 0                  step 1
+    weight  f32     P(unreduced="data")               1 flat_scatter "data"
+    bias    f32     P(unreduced="data")               1 flat_scatter "data"
+    norm    f32     P(unreduced=("data", "model"))    1 flat_scatter "data"   3 psum "model"
+    router  bf16    P(unreduced="data")               2 flat_scatter "data"
+
+A shared step packs shards into tensors that are equally long on all devices, runs its move on them,
+and unpacks the results. Here a leaf of 7 elements is gathered from 4 devices:
+
+    shards    [0 1] [2 3] [4 5] [6]
+    pack      [0 1] [2 3] [4 5] [6 .]
+    gather    [0 1 2 3 4 5 6 .]           on every device
+    unpack    [0 1 2 3 4 5 6]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -21,18 +36,28 @@ from fshard.mesh.collectives.moves import Alone, Move
 from fshard.mesh.layout import Layout
 from fshard.mesh.layout.arithmetic import chunk, flat_range
 from fshard.mesh.layout.counting import LedgerRow
-from fshard.mesh.reshard.exchange import KeptRange, Parts
+from fshard.mesh.reshard.exchange import KeptRange, Parts, Supply
 from fshard.mesh.reshard.plan import Step, plan
-from fshard.mesh.spmd.scope import Pending, Scope, require
+from fshard.mesh.spmd.scope import Group, Pending, Scope, require
 from fshard.source import Site
 
+# An exchange holds a packed and a received row beside the shards. 16 MiB is little beside a model
+# that must be sharded, and enough for bandwidth, not latency, to determine the exchange's time.
 AT_ONCE = 1 << 24
-"""Bytes per device of a direct exchange, about; a larger one runs in several rounds, to bound memory."""
+"""Bytes per device of one direct exchange, about: see Note [Rounds of direct exchanges]."""
+
+_CALLER = "fs.reshard"
+"""The function that errors of a scope name."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ReshardPlan:
-    """The steps of one leaf and its global shape. Hashed by identity: it is a cached value."""
+    """The steps of one leaf and its global shape.
+
+    Hashed by identity: every reshard looks up its plans in the cache of `_shared_steps`, and
+    hashing their steps takes ten times as long. `plan_reshard` is cached, so equal plans are in
+    general one object.
+    """
 
     steps: tuple[Step, ...]
     shape: tuple[int, ...]
@@ -41,196 +66,307 @@ class ReshardPlan:
 @lru_cache(maxsize=4096)
 def plan_reshard(before: Layout, after: Layout, shape: tuple[int, ...]) -> ReshardPlan:
     """Return the plan from one layout to another on the same mesh."""
-    return ReshardPlan(
-        plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes), shape
-    )
+    steps = plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes)
+    return ReshardPlan(steps, shape)
 
 
-def go(
-    xs: Sequence[Tensor], plans: Sequence[ReshardPlan], site: Site, *, ahead: bool = False
+# Note [Order of collectives]
+# A collective is matched with those of other devices by its position in their order alone. So all
+# devices take the same shared steps in the same order, which follows from plans, dtypes and
+# AT_ONCE. It must not depend on what may differ between devices: coordinates, memory, recorded
+# gradients. A device outside the coordinates `at` of a step only skips it.
+
+
+def start_reshard(
+    shards: Sequence[Tensor],
+    plans: Sequence[ReshardPlan],
+    site: Site,
+    *,
+    ahead: bool = False,
 ) -> Callable[[], list[Tensor]]:
-    """Execute plans, sharing collectives; return the function that gives the results.
+    """Run the plans of all leaves; return a function that waits for the new shards.
 
-    With `ahead`, the last collectives are only started; autograd does not record these.
+    Args:
+        shards: the shard of each leaf on this device.
+        plans: one for each leaf.
+        site: the user's line, for errors and the ledger.
+        ahead: only start the last collectives, so that the caller computes while they run.
+            Autograd does not record these.
     """
-    scope, results = require("fs.reshard"), dict(enumerate(xs))
+    scope = require(_CALLER)
+    dtypes = tuple([shard.dtype for shard in shards])
     started: list[tuple[SharedStep, Pending]] = []
-    for step in _shared_steps(tuple(plans), tuple([x.dtype for x in xs]), AT_ONCE):
-        move, shards = (
-            step.move,
-            [results.pop(index) for index in step.indices],
-        )  # freed once they are packed
-        if step.at and any(
-            scope.group(axes, "fs.reshard").index != index for axes, index in step.at
-        ):
-            ys = step.skipped(shards, scope, site)
-        elif move is None or (step.is_slice and _is_plain(shards)):
-            ys = step.views(shards, scope)
+
+    # The shard of each leaf before its next step. A shard is popped when that step begins: `finish`
+    # holds this dict, so a gradient would live beside its packed copy until the collective ends.
+    current = dict(enumerate(shards))
+    for step in _shared_steps(tuple(plans), dtypes, AT_ONCE):
+        old_shards = [current.pop(index) for index in step.indices]
+        if not step.includes(scope):
+            new_shards = step.skip(old_shards, scope, site)
+        elif step.is_view(old_shards):
+            new_shards = step.reshape_or_slice(old_shards, scope)
+        elif ahead and step.is_last and step.communicates:
+            started.append((step, step.start(old_shards, scope, site)))
+            continue
         else:
-            bound = Bound(move, scope.group(step.axes, "fs.reshard"), site)
-            packed = step.packed(shards, scope)
-            if ahead and step.is_last and not isinstance(move, Alone):
-                started.append((step, bound.start(packed)))
-                continue
-            is_plain = not isinstance(move, Alone) and _is_plain(shards)
-            ys = step.unpacked(
-                bound.start(packed).wait() if is_plain else apply(bound, packed), scope
-            )
-        results.update(zip(step.indices, ys, strict=True))
+            new_shards = step.run(old_shards, scope, site)
+        current.update(zip(step.indices, new_shards, strict=True))
 
     def finish() -> list[Tensor]:
         for step, pending in started:
-            results.update(zip(step.indices, step.unpacked(pending.wait(), scope), strict=True))
-        return [results[index] for index in range(len(results))]
+            new_shards = step.unpack(pending.wait(), scope)
+            current.update(zip(step.indices, new_shards, strict=True))
+        # By index, since the dict is in the order of completion. Its own length: with len(shards)
+        # this closure would hold the old shards.
+        return [current[index] for index in range(len(current))]
 
     return finish
 
 
-def _is_plain(shards: list[Tensor]) -> bool:
-    """Return True if nothing differentiates these shards."""
-    return not transformed() and not recorded(tuple(shards))
-
-
 class SharedStep:
-    """One step that several leaves take together, of which `shapes` are the global shapes."""
+    """Step `number` of several plans, which their leaves take together.
 
-    def __init__(
-        self, indices: list[int], steps: list[Step], shapes: list[tuple[int, ...]], *, is_last: bool
-    ) -> None:
-        step = steps[0]
-        self.indices, self.steps, self.shapes, self.is_last = indices, steps, shapes, is_last
-        self.kind, self.axes, self.at = step.kind, step.axes, step.at
-        self.move: Move | None = step.move
-        if isinstance(step.move, Parts):
-            self.move = Parts(
-                tuple(
-                    leaf
-                    for step in steps
-                    if isinstance(step.move, Parts)
-                    for leaf in step.move.leaves
-                )
-            )
-        self.is_slice = step.kind == "flat_slice" or isinstance(self.move, KeptRange)
-        self._axes = tuple(
-            dict.fromkeys(axis for step in steps for axis in step.after.sharded_axes)
-        )
+    The steps differ at most in the spec after them and in the tensors of a direct exchange: see
+    `_group_leaves`.
+    """
+
+    def __init__(self, indices: list[int], plans: list[ReshardPlan], number: int) -> None:
+        self.indices = indices
+        self.steps = [leaf_plan.steps[number] for leaf_plan in plans]
+        self.shapes = [leaf_plan.shape for leaf_plan in plans]
+        # False if one leaf has a further step: that leaf needs the result at once.
+        self.is_last = all(len(leaf_plan.steps) == number + 1 for leaf_plan in plans)
+
+        first = self.steps[0]
+        self.kind = first.kind
+        self.axes = first.axes
+        self.at = first.at
+        self.move = _shared_move(self.steps)
+        self.communicates = self.move is not None and not isinstance(self.move, Alone)
+        # The slices that are worth a view: `pack` would copy the shard. Take, of dims, does not.
+        self.is_slice = self.kind == "flat_slice" or isinstance(self.move, KeptRange)
+
+        sharded_axes: dict[str, None] = {}  # a set in order
+        for step in self.steps:
+            sharded_axes.update(dict.fromkeys(step.after.sharded_axes))
+        self._sharded_axes = tuple(sharded_axes)
         self._local_shapes: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
+    def includes(self, scope: Scope) -> bool:
+        """Return True if the device of `scope` takes part in the step."""
+        return all(scope.group(axes, _CALLER).index == index for axes, index in self.at)
+
+    def skip(self, shards: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
+        """Return the new shards of a device that takes no part: empty, like its old ones."""
+        self._record_for_participant(shards, scope, site)
+        return self._without_padding(shards, scope)
+
+    def is_view(self, shards: list[Tensor]) -> bool:
+        """Return True if views of these shards will do: for a reshape, and for most slices.
+
+        A slice that is differentiated must run its move, whose transpose is an all-gather: a device
+        has the cotangent of its own shard alone. For a view torch would fill the rest with zeros.
+        """
+        if self.move is None:
+            return True
+        return self.is_slice and not _is_differentiated(shards)
+
+    def reshape_or_slice(self, shards: list[Tensor], scope: Scope) -> list[Tensor]:
+        """Return the new shards as views of the old ones."""
+        if self.is_slice:
+            group = scope.group(self.axes, _CALLER)
+            shards = [self._slice(shard, group) for shard in shards]
+        return self._without_padding(shards, scope)
+
+    def _slice(self, shard: Tensor, group: Group) -> Tensor:
+        if isinstance(self.move, KeptRange):
+            return self.move.new_shard(shard, group.index)
+        start, stop = flat_range(shard.numel(), group.size, group.index)
+        return shard.reshape(-1)[start:stop]
+
+    def start(self, shards: list[Tensor], scope: Scope, site: Site) -> Pending:
+        """Start the collective on these shards, without recording it for autograd."""
+        return self._bound_move(scope, site).start(self.pack(shards, scope))
+
+    def run(self, shards: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
+        """Run the move on these shards, recorded if they need a gradient; return the new shards."""
+        results = apply(self._bound_move(scope, site), self.pack(shards, scope))
+        return self.unpack(results, scope)
+
+    def _bound_move(self, scope: Scope, site: Site) -> Bound:
+        assert self.move is not None
+        return Bound(self.move, scope.group(self.axes, _CALLER), site)
+
+    def pack(self, shards: Sequence[Tensor], scope: Scope) -> tuple[Tensor, ...]:
+        """Return the input of the move: tensors that are equally long on all devices."""
+        if isinstance(self.move, Parts):
+            return (self.move.joined(shards),)
+        if isinstance(self.move, KeptRange):
+            parts = self.move.parts
+            return tuple([parts.joined([shard]) for shard in shards])
+
+        # Of n flat shards the last ones may be shorter; all are padded to the first, a chunk.
+        n = scope.group(self.axes, _CALLER).size
+        if self.kind in ("flat_slice", "flat_scatter"):
+            lengths = [n * chunk(shard.numel(), n) for shard in shards]
+        elif self.kind == "flat_gather":
+            lengths = [chunk(prod(gathered), n) for gathered in self.local_shapes(scope)]
+        else:
+            return tuple(shards)
+        pairs = zip(shards, lengths, strict=True)
+        return tuple([_flat_padded(shard, length) for shard, length in pairs])
+
+    def unpack(self, results: Sequence[Tensor], scope: Scope) -> list[Tensor]:
+        """Return the new shards, from the results of the move."""
+        if isinstance(self.move, Parts):
+            (row,) = results
+            group = scope.group(self.axes, _CALLER)
+            results = self.move.split(row, group.index)
+        return self._without_padding(results, scope)
+
+    def _without_padding(self, tensors: Sequence[Tensor], scope: Scope) -> list[Tensor]:
+        pairs = zip(tensors, self.local_shapes(scope), strict=True)
+        return [_trimmed(tensor, shape) for tensor, shape in pairs]
+
     def local_shapes(self, scope: Scope) -> list[tuple[int, ...]]:
-        """Return the shape of each leaf's shard after the step, cached by coordinates."""
-        groups = [scope.group((axis,), "fs.reshard") for axis in self._axes]
-        key = tuple([group.index for group in groups])
-        shapes = self._local_shapes.get(key)
+        """Return the shape of each leaf's shard on this device after the step.
+
+        Cached for each device's coordinates, as a shape takes 6 us and a reshape 1 us. The sizes
+        of axes need not be in the key, since the plans of a step belong to one mesh.
+        """
+        groups = [scope.group((axis,), _CALLER) for axis in self._sharded_axes]
+        indices = tuple([group.index for group in groups])
+        shapes = self._local_shapes.get(indices)
         if shapes is None:
-            sizes = {axis: group.size for axis, group in zip(self._axes, groups, strict=True)}
-            coordinates = dict(zip(self._axes, key, strict=True))
-            pairs = zip(self.steps, self.shapes, strict=True)
-            shapes = [step.after.local_shape(shape, sizes, coordinates) for step, shape in pairs]
-            self._local_shapes[key] = shapes
+            shapes = self._compute_local_shapes(groups)
+            self._local_shapes[indices] = shapes
         return shapes
 
-    def packed(self, xs: Sequence[Tensor], scope: Scope) -> tuple[Tensor, ...]:
-        """Return what a device puts into the collective: flat shards are padded to equal lengths."""
-        if isinstance(self.move, Parts):
-            return (self.move.joined(xs),)
-        if isinstance(self.move, KeptRange):
-            return tuple([self.move.parts.joined([x]) for x in xs])
-        n = scope.group(self.axes, "fs.reshard").size
-        if self.kind in ("flat_slice", "flat_scatter"):
-            return tuple([_padded(x, chunk(x.numel(), n) * n) for x in xs])
-        if self.kind == "flat_gather":
-            shapes = self.local_shapes(scope)
-            return tuple(
-                [_padded(x, chunk(prod(shape), n)) for x, shape in zip(xs, shapes, strict=True)]
-            )
-        return tuple(xs)
+    def _compute_local_shapes(self, groups: Sequence[Group]) -> list[tuple[int, ...]]:
+        sizes: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
+        for axis, group in zip(self._sharded_axes, groups, strict=True):
+            sizes[axis] = group.size
+            coordinates[axis] = group.index
 
-    def unpacked(self, ys: Sequence[Tensor], scope: Scope) -> list[Tensor]:
-        """Return the shards from a result of the collective, without padding."""
-        if isinstance(self.move, Parts):
-            ys = self.move.split(ys[0], scope.group(self.axes, "fs.reshard").index)
-        return [_trimmed(y, shape) for y, shape in zip(ys, self.local_shapes(scope), strict=True)]
+        pairs = zip(self.steps, self.shapes, strict=True)
+        return [step.after.local_shape(shape, sizes, coordinates) for step, shape in pairs]
 
-    def views(self, xs: list[Tensor], scope: Scope) -> list[Tensor]:
-        """Run a reshape, or a slice of plain tensors."""
-        if self.is_slice:
-            group, move = scope.group(self.axes, "fs.reshard"), self.move
-            xs = [
-                move.new_shard(x, group.index) if isinstance(move, KeptRange) else
-                x.reshape(-1)[slice(*flat_range(x.numel(), group.size, group.index))]
-                for x in xs
-            ]  # fmt: skip
-        return [_trimmed(x, shape) for x, shape in zip(xs, self.local_shapes(scope), strict=True)]
+    def _record_for_participant(self, shards: list[Tensor], scope: Scope, site: Site) -> None:
+        """Record the bytes of a device that takes part, if this one represents all of its mesh.
 
-    def skipped(self, xs: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
-        """Return the empty shards of a device that takes no part in a step.
-
-        A device that represents all of an abstract mesh records the bytes of one that takes part.
+        The one device of an abstract mesh may be at other coordinates than the step. The ledger
+        must have the bytes of the busiest device all the same, so they are recorded under the
+        number of the device that differs from this one in these coordinates only.
         """
-        groups = (
-            ()
-            if scope.world.has_values
-            else [(scope.group(axes, "fs.reshard"), index) for axes, index in self.at]
-        )
-        is_all = bool(groups) and all(group.represents_all for group, _ in groups)
-        if is_all and self.move is not None and not isinstance(self.move, Alone):
-            sent = sum(
-                step.elements * x.element_size() for x, step in zip(xs, self.steps, strict=True)
-            )
-            device = scope.device + sum(
-                (index - group.index) * group.dims[0][1] for group, index in groups
-            )
-            for ledger in active():
-                ledger.record(
-                    device,
-                    LedgerRow(self.move.name, self.axes, site._replace(leaves=())),
-                    Fraction(sent),
-                )
-        return [_trimmed(x, shape) for x, shape in zip(xs, self.local_shapes(scope), strict=True)]
+        if self.move is None or isinstance(self.move, Alone):
+            return
+
+        device = scope.device
+        for axes, index in self.at:
+            group = scope.group(axes, _CALLER)
+            if not group.represents_all:
+                return
+            _, stride = group.dims[0]  # the only one: plans have coordinates axis by axis
+            device += (index - group.index) * stride
+
+        sent = Fraction(0)
+        for shard, step in zip(shards, self.steps, strict=True):
+            sent += step.elements * shard.element_size()
+
+        site = site._replace(leaves=())  # a line of the program has one row, for all of its leaves
+        row = LedgerRow(self.move.name, self.axes, site)
+        for ledger in active():
+            ledger.record(device, row, sent)
+
+
+def _shared_move(steps: list[Step]) -> Move | None:
+    """Return the move of a shared step: the equal move of all steps, or their exchanges as one."""
+    supplies: list[Supply] = []
+    for step in steps:
+        if isinstance(step.move, Parts):
+            supplies.extend(step.move.leaves)
+    if supplies:
+        return Parts(tuple(supplies))
+    return steps[0].move
+
+
+def _is_differentiated(shards: list[Tensor]) -> bool:
+    """Return True if autograd records one of these shards, or a torch.func transform is active."""
+    return transformed() or recorded(tuple(shards))
 
 
 @lru_cache(maxsize=1024)
 def _shared_steps(
-    plans: tuple[ReshardPlan, ...], dtypes: tuple[torch.dtype, ...], at_once: int
+    plans: tuple[ReshardPlan, ...],
+    dtypes: tuple[torch.dtype, ...],
+    at_once: int,
 ) -> tuple[SharedStep, ...]:
-    """Return the shared steps of leaves with these dtypes, direct exchanges in rounds of about `at_once` bytes."""
-    shared: dict[object, tuple[int, list[int]]] = {}
+    """Return the shared steps of all leaves, in the order in which every device takes them.
+
+    `at_once` is an argument so that it is part of the cache's key: tests change AT_ONCE.
+    """
+    shared_steps: list[SharedStep] = []
+    most_steps = max([len(leaf_plan.steps) for leaf_plan in plans], default=0)
+    for number in range(most_steps):
+        for indices in _group_leaves(plans, dtypes, number, at_once):
+            members = [plans[index] for index in indices]
+            shared_steps.append(SharedStep(indices, members, number))
+    return tuple(shared_steps)
+
+
+# Note [Rounds of direct exchanges]
+# Any leaves can share a direct exchange, and its memory grows with them, so it runs in rounds of
+# about AT_ONCE bytes. A leaf is never divided: the bytes of the leaves before it determine its
+# round. They are counted for each pair of coordinates (before, after), so that all devices work in
+# each round.
+# Six matrices with owners 0 0 0 1 1 1, two of which fit into a round:
+#
+#     counted for each pair    rounds 0 0 1 0 0 1    both rounds have matrices of both owners
+#     counted for all          rounds 0 0 1 1 2 2    owner 1 receives nothing in round 0
+
+
+def _group_leaves(
+    plans: tuple[ReshardPlan, ...],
+    dtypes: tuple[torch.dtype, ...],
+    number: int,
+    at_once: int,
+) -> Collection[list[int]]:
+    """Return the leaves that have a step `number`, as groups of indices that share it."""
+    groups: dict[object, list[int]] = {}
     bytes_before: dict[object, int] = {}
-    for number in range(max([len(each.steps) for each in plans], default=0)):
-        for index, dtype in enumerate(dtypes):
-            if number >= len(plans[index].steps):
-                continue
-            step = plans[index].steps[number]
-            key: tuple[object, ...] = number, step.kind, step.axes, step.at, dtype, step.move
-            if isinstance(step.move, Parts):
-                (supply,) = step.move.leaves
-                ends = *key[:-1], supply.before.at, supply.after.at
-                begin = bytes_before.get(ends, 0)
-                bytes_before[ends] = begin + supply.length * dtype.itemsize
-                key = *key[:-1], begin // at_once
-            shared.setdefault(key, (number, []))[1].append(index)
-    return tuple(
-        SharedStep(
-            indices,
-            [plans[index].steps[number] for index in indices],
-            [plans[index].shape for index in indices],
-            is_last=all(number + 1 == len(plans[index].steps) for index in indices),
-        )
-        for number, indices in shared.values()
-    )
+    for index, dtype in enumerate(dtypes):
+        if number >= len(plans[index].steps):
+            continue
+
+        step = plans[index].steps[number]
+        shared = (step.kind, step.axes, step.at, dtype)
+        if isinstance(step.move, Parts):
+            (supply,) = step.move.leaves  # before it is shared an exchange has one leaf
+            pair = (*shared, supply.before.at, supply.after.at)
+            begin = bytes_before.get(pair, 0)
+            bytes_before[pair] = begin + supply.length * dtype.itemsize
+            key = (*shared, begin // at_once)
+        else:
+            key = (*shared, step.move)
+        groups.setdefault(key, []).append(index)
+    return groups.values()
 
 
-def _padded(x: Tensor, length: int) -> Tensor:
-    """Flatten, and fill up with zeros to a length."""
-    flat = x if x.ndim == 1 else x.reshape(-1)
-    return flat if flat.numel() == length else pad(flat, (0, length - flat.numel()))
+def _flat_padded(tensor: Tensor, length: int) -> Tensor:
+    """Flatten a tensor, and pad it with zeros to a length."""
+    # Only where needed: to reshape a flat tensor costs 1 us, and a node of autograd's graph.
+    flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
+    missing = length - flat.numel()
+    return pad(flat, (0, missing)) if missing else flat
 
 
-def _trimmed(y: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the first elements of a padded result, in a shape."""
+def _trimmed(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the first elements of a padded tensor, in a shape."""
     size = prod(shape)
-    if y.numel() != size:
-        y = (
-            y.reshape(-1)[:size] if size else y.reshape(-1)[:0].clone()
-        )  # a view would keep all of it alive
-    return y if y.shape == shape else y.reshape(shape)
+    if tensor.numel() != size:
+        tensor = tensor.reshape(-1)[:size]
+        if size == 0:
+            tensor = tensor.clone()  # a view without elements would keep the padding alive
+    return tensor if tensor.shape == shape else tensor.reshape(shape)

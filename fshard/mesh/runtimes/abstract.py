@@ -67,7 +67,7 @@ class AbstractWorld(OneProcessWorld):
         return self
 
     def represents(self, axes: tuple[str, ...]) -> bool:
-        """Return True unless the device stands for its own stage alone along one of these axes."""
+        """Return True unless one of the axes is that of stages, which have their own devices."""
         current = representative()
         return current is None or current.axis not in axes
 

@@ -1,8 +1,8 @@
 """The process runtime: one process per device, over torch.distributed.
 
-Groups are those of torch's `DeviceMesh`, so a mesh can be passed to torch and back. A group gets its transport when it
-is made: shared memory if all its processes are of one machine, else gloo, or NCCL. A collective packs its tensors,
-starts the transport, and unpacks the results.
+Groups are those of torch's `DeviceMesh`, so a mesh can be passed to torch and back. A group gets
+its transport when it is made: shared memory if all its processes are of one machine, else gloo, or
+NCCL. A collective packs its tensors, starts the transport, and unpacks the results.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -55,13 +56,30 @@ if TYPE_CHECKING:
     from fshard.source import Site
 
 _C10D: Any = dist.distributed_c10d
-_state: dict[str, Any] = {"world": None, "meshes": {}, "process": None}
+
+
+@dataclass
+class ProcessState:
+    """The world that this process has joined. There is one: torch.distributed has one default group.
+
+    Args:
+        world: the world of processes, None before `join` and after `leave`.
+        meshes: torch's meshes of meshes of that world, whose groups collectives use.
+        process: the number of the process that joined: a fork of it must not leave.
+    """
+
+    world: ProcessWorld | None = None
+    meshes: dict[Mesh, DeviceMesh] = field(default_factory=dict["Mesh", DeviceMesh])
+    process: int | None = None
+
+
+_state = ProcessState()
 
 
 def has_ended(rank: int) -> bool:
     """Return True if another process of this machine has ended."""
-    world: ProcessWorld | None = _state["world"]
-    return world is not None and world._peers.has_gone(rank)  # pyright: ignore[reportPrivateUsage]  # of this module
+    world = _state.world
+    return world is not None and world.peers.has_gone(rank)
 
 
 class ProcessWorld:
@@ -75,22 +93,23 @@ class ProcessWorld:
         backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
         self.device_type = device_type if device_type in backends else next(iter(backends))
         self.backend = backends[self.device_type]
-        self._staged = self.backend == "gloo"  # tensors of GPUs are sent from copies in host memory
-        self._peers = meet(timeout) if self._staged else Peers({}, timeout)
+        # gloo sends tensors of GPUs from copies in host memory.
+        self._staged = self.backend == "gloo"
+        self.peers = meet(timeout) if self._staged else Peers({}, timeout)
         self.scopes: dict[object, Scope] = {}
         self._works = Works(timeout)
         self._transports: dict[tuple[int, ...], Transport] = {}
         self._hosts: dict[tuple[int, ...], Transport] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         self._messages: MessageLinks | None = None
-        self._has_left, self._store = Event(), open_store()
+        self._has_left = Event()
+        self._store = open_store()
         if not self._staged and self.device_type == "cuda":
             context = self._works, torch.cuda.current_stream(), self._store, self._has_left
             Thread(target=end_hangs, args=context, name="fshard-hangs", daemon=True).start()
         if not self._staged:
-            make_unbound = partial(
-                self.make_group, tuple(range(dist.get_world_size())), backend=self.backend
-            )
+            everyone = tuple(range(dist.get_world_size()))
+            make_unbound = partial(self.make_group, everyone, backend=self.backend)
             self._messages = MessageLinks(self._works, self.rank, self.device_type, make_unbound)
         self.has_failed = False
         self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = (
@@ -98,12 +117,12 @@ class ProcessWorld:
         )
         self._watch: Watch | None = None
         if watching():
-            self._watch = Watch(self.rank, timeout, self._peers.has_gone, self._works.advance)
+            self._watch = Watch(self.rank, timeout, self.peers.has_gone, self._works.advance)
 
     @staticmethod
     def of(mesh: Mesh) -> ProcessWorld:
         """Return the world of a mesh; `make_mesh` joined it."""
-        world = _state["world"]
+        world = _state.world
         if world is not None and world._works.error is not None:
             raise world._works.error
         if world is None or not dist.is_initialized():
@@ -144,24 +163,25 @@ class ProcessWorld:
         n = group.size
         if n == 1:
             return Done(tuple([move.meaning([x])[0].clone() for x in xs]))
-        call, device = CallInfo(move, xs, group, site, purpose), xs[0].device
+        call = CallInfo(move, xs, group, site, purpose)
         verify = None
-        if (
-            self._watch is not None
-        ):  # under FSHARD_CHECK=1, publish the call, and compare it with those of the others
-            meeting, members = (
-                self._watch.start(group, call.signature, site, purpose),
-                group.members,
-            )
+        if self._watch is not None:
+            # Under FSHARD_CHECK=1, publish the call, and compare it with those of the others.
+            meeting = self._watch.start(group, call.signature, site, purpose)
             verify = partial(self._watch.meet, meeting)
-            if not self.are_near(members) and not (self._staged and members in self._transports):
-                verify()  # calls have no tags on NCCL, and to make a group all must come
+            has_group = self._staged and group.members in self._transports
+            if not self.are_near(group.members) and not has_group:
+                # Now: calls have no tags on NCCL, and to make a group all members must come.
+                verify()
                 verify = None
+
+        device = xs[0].device
         if self._staged and device.type != "cpu":
             xs = tuple([x.cpu() for x in xs])
         transport = self.transport(group, device)
         packed = [move.pack(x, n) for x in xs]
-        widths, shapes = [x.shape[-1] for x in packed], [x.shape for x in xs]
+        widths = [x.shape[-1] for x in packed]
+        shapes = [x.shape for x in xs]
         unpack = partial(_unpack_results, move, shapes, device, widths, n)
         del xs  # they may be freed before the result is there
         return transport.start(transport.collective(move, packed, call), call, unpack, verify)
@@ -203,10 +223,8 @@ class ProcessWorld:
             if verify is not None:
                 verify()
             return Done(self._receive_from_itself(call))
-        size, device = (
-            sum([like.numel() for like in likes]),
-            "cpu" if self._staged else likes[0].device,
-        )
+        size = sum([like.numel() for like in likes])
+        device = "cpu" if self._staged else likes[0].device
         make = partial(torch.empty, size, dtype=likes[0].dtype, device=device)
         transport, index = self._transport_of_message(group, source, likes[0].device)
         return transport.start(
@@ -216,8 +234,10 @@ class ProcessWorld:
     def listen(
         self, like: Tensor, group: Group, source: int, arrived: SimpleQueue[tuple[int, Any]]
     ) -> None:
-        """Receive a message of the device at index `source` in a thread; put the index and the tensor, or the error, into a
-        queue. With one queue for several sources, the first message to arrive is the first in it.
+        """Receive a message of the device at index `source` in a thread.
+
+        Put the index and the tensor, or the error, into a queue. With one queue for several
+        sources, the first message to arrive is the first in it.
         """
         call = CallInfo(None, (like,), group, call_site(), "values")
         transport, index = self._transport_of_message(group, source, like.device)
@@ -242,19 +262,18 @@ class ProcessWorld:
         Thread(target=wait, name="fshard-listener", daemon=True).start()
 
     def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
-        """Connect pairs of members, given as indices, where a first message would block the sender: on NCCL."""
+        """Connect pairs of members, given as indices, where a first message would block: on NCCL."""
         if self._messages is not None:
             self._messages.connect(members, pairs)
 
     def _transport_of_message(
         self, group: Group, peer: int, device: torch.device, *, is_send: bool = False
     ) -> tuple[Transport, int]:
-        """Return the transport of a message in the memory of a device, and the index of its other end in it."""
+        """Return the transport of a message on a device, and the index of its other end in it."""
         if self._messages is not None and device.type == self.device_type:
             rank = group.members[peer]
-            return self._messages.transport(
-                *((self.rank, rank) if is_send else (rank, self.rank))
-            ), rank
+            sender, receiver = (self.rank, rank) if is_send else (rank, self.rank)
+            return self._messages.transport(sender, receiver), rank
         return self.transport(group, device), peer
 
     def _receive_from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
@@ -285,13 +304,11 @@ class ProcessWorld:
 
     def finish(self, waiting: bool) -> None:
         """End all calls; `waiting` for sent messages to arrive, and raising if some never will."""
-        calls = (
-            [call for messages in self._to_itself.values() for call, _ in messages]
-            if waiting
-            else []
-        )
+        calls: list[Any] = []
         if waiting:
-            calls += self._works.finish_sends() + self._peers.unreceived()
+            for messages in self._to_itself.values():
+                calls += [call for call, _ in messages]
+            calls += self._works.finish_sends() + self.peers.unreceived()
         if self._watch is not None:
             self._watch.finished()
         self._has_left.set()
@@ -301,16 +318,16 @@ class ProcessWorld:
                 self._store.compare_set(
                     "failure", "", f"Process {self.rank} has failed: look for its own error."
                 )
-        self._peers.close()
+        self.peers.close()
         self._messages = None
+        # A connection closes with the last reference to it, and graphs still refer to this world.
         groups = (self._transports, self._hosts, self._groups)
-        for held in (self._to_itself, self._works.in_progress, *groups, self.scopes):
-            held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
+        for references in (self._to_itself, self._works.in_progress, *groups, self.scopes):
+            references.clear()
         if calls and not self.has_failed:
             self.has_failed = True
-            raise MismatchError(
-                "\n  ".join(["Messages were sent but never received:", *sorted({*map(str, calls)})])
-            )
+            lines = sorted({str(call) for call in calls})
+            raise MismatchError("\n  ".join(["Messages were sent but never received:", *lines]))
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -324,12 +341,12 @@ class ProcessWorld:
             if not self.are_near(members):
                 return self.add(members, self.axis_group(members))
             transport = self._transports[members] = SharedMemory(
-                self._works, self._peers, members, self.rank
+                self._works, self.peers, members, self.rank
             )
         return transport
 
     def _host_transport(self, members: tuple[int, ...]) -> Transport:
-        """Return the transport for tensors in host memory, where the group's own backend is for GPUs."""
+        """Return the transport for tensors in host memory, of a group whose backend is for GPUs."""
         if members not in self._hosts:
             pg = self.axis_group(members)
             if torch.device("cpu") not in pg._device_types:
@@ -362,21 +379,28 @@ class ProcessWorld:
         return self._groups[members]
 
     def make_group(self, members: tuple[int, ...], purpose: str, backend: str | None = None) -> Any:
-        """Make a group of torch.distributed, in its members alone; bind its GPU, unless a backend is named.
+        """Make a group of torch.distributed, in its members alone.
 
-        Its name depends on members and purpose. `dist.new_group` hashes the number of groups that a process is in,
-        which may differ among them, and lets all processes divide the world's NCCL communicator, if a GPU is bound.
+        Bind its GPU, unless a backend is named. The group's name depends on members and purpose.
+        `dist.new_group` hashes the number of groups that a process is in, which may differ among
+        them, and lets all processes divide the world's NCCL communicator, if a GPU is bound.
         """
         world: Any = dist.group.WORLD
-        gpu, world.bound_device_id = world.bound_device_id, None
-        backend, device = (backend, None) if backend is not None else (dist.get_backend(), gpu)
-        name = hashlib.sha1(
-            f"fshard {purpose} {members}".encode(), usedforsecurity=False
-        ).hexdigest()
-        n, index, store = len(members), members.index(self.rank), _C10D._get_default_store()
+        gpu = world.bound_device_id
+        device = gpu if backend is None else None
+        text = f"fshard {purpose} {members}"
+        name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+        world.bound_device_id = None
         try:
             pg, _ = _C10D._new_process_group_helper(
-                n, index, [*members], backend, store, name, timeout=self.timeout, device_id=device
+                len(members),
+                members.index(self.rank),
+                [*members],
+                dist.get_backend() if backend is None else backend,
+                _C10D._get_default_store(),
+                name,
+                timeout=self.timeout,
+                device_id=device,
             )
         finally:
             world.bound_device_id = gpu
@@ -385,7 +409,7 @@ class ProcessWorld:
 
     def are_near(self, members: tuple[int, ...]) -> bool:
         """Return True if all these processes are on this machine."""
-        return self._peers.by_rank.keys() >= {*members} - {self.rank}
+        return self.peers.by_rank.keys() >= {*members} - {self.rank}
 
     def is_near(self, mesh: Mesh) -> bool:
         """Return True if all processes of a mesh and of its parent are on this machine."""
@@ -400,7 +424,10 @@ def _unpack_results(
     n: int,
     rows: Tensor | Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Return the results of a collective from its rows: of each tensor, or of all in one buffer, with these widths."""
+    """Return the results of a collective from its rows.
+
+    They are of each tensor, or of all in one buffer, with these widths.
+    """
     if isinstance(rows, Tensor):
         rows = rows.split(widths, dim=-1) if len(widths) > 1 else (rows,)
     if device.type != rows[0].device.type:
@@ -423,47 +450,53 @@ def _split_message(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...
 
 def join(device_type: str, timeout: float | None) -> ProcessWorld:
     """Join the world of processes, or return the one that this process is in."""
-    if _state["world"] is not None and dist.is_initialized():
-        if device_type == "cuda" and _state["world"].device_type == "cpu":
+    if _state.world is not None and dist.is_initialized():
+        if device_type == "cuda" and _state.world.device_type == "cpu":
             raise MeshError(
                 'device must be "cpu"; got "cuda" after a mesh of CPUs. Make the mesh of GPUs first.'
             )
-        return _state["world"]
+        return _state.world
     limit = time_limit(timeout)
     if not dist.is_initialized():
-        import_module(
-            "torch.distributed.nn.functional"
-        )  # torch.func.grad imports it, and then it would keep the group
+        # torch.func.grad imports it, and then it would keep the group.
+        import_module("torch.distributed.nn.functional")
         meet_all(device_type, limit)
-        _state["process"] = os.getpid()
+        _state.process = os.getpid()
         atexit.register(_leave_at_exit)
         _share_random_state(device_type)
-    world = _state["world"] = ProcessWorld(limit, device_type)
-    return world
+    _state.world = ProcessWorld(limit, device_type)
+    return _state.world
 
 
 def leave(*, waiting: bool = True) -> None:
-    """Leave the world of processes, if it was joined here; by default, wait until others receive messages, or raise."""
-    world, _state["world"], _state["meshes"] = _state["world"], None, {}
-    if world is not None and dist.is_initialized():
-        try:
-            world.finish(waiting)
-        finally:
-            hangs = (
-                world.has_failed and world.backend != "gloo"
-            )  # in calls that the others may never make
-            (_C10D._abort_process_group if hangs else dist.destroy_process_group)()
+    """Leave the world of processes, if it was joined here.
+
+    By default, wait until others receive messages, or raise.
+    """
+    world = _state.world
+    _state.world = None
+    _state.meshes = {}
+    if world is None or not dist.is_initialized():
+        return
+    try:
+        world.finish(waiting)
+    finally:
+        # NCCL would wait in calls that the other processes may never make.
+        if world.has_failed and world.backend != "gloo":
+            _C10D._abort_process_group()
+        else:
+            dist.destroy_process_group()
 
 
 def _leave_at_exit() -> None:
-    if os.getpid() == _state["process"]:  # else this is a fork of the process that joined
-        leave(
-            waiting=not hasattr(sys, "last_value")
-        )  # after an error the others may never receive anything
+    if os.getpid() != _state.process:
+        return  # a fork of the process that joined
+    has_failed = hasattr(sys, "last_value")  # then others may never receive anything
+    leave(waiting=not has_failed)
 
 
 def _share_random_state(device_type: str) -> None:
-    """Begin with the random states of process 0 everywhere, as virtual devices begin with their caller's.
+    """Begin with the random states of process 0, as virtual devices begin with their caller's.
 
     Else `torch.randn(...)` given as a global value would be another value in every process.
     """
@@ -475,37 +508,47 @@ def _share_random_state(device_type: str) -> None:
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
     """Return torch's DeviceMesh for a mesh, made once; its groups are the ones that collectives use."""
-    torch_mesh = _state["meshes"].get(mesh)
-    if torch_mesh is None:
-        if mesh.parent is not None:
-            root = type(mesh)(mesh.parent, mesh.runtime, mesh.device_type, None, mesh.ranks)
-            torch_mesh = device_mesh(root)[mesh.axis_names]
-        else:
-            world, ranks = ProcessWorld.of(mesh), mesh.ranks or tuple(range(mesh.size))
-            device = world.device(mesh)
-            groups = [
-                world.axis_group(ranks[device - device // stride % size * stride :: stride][:size])
-                for size, stride in mesh.steps.values()
-            ]
-            grid = torch.tensor(ranks).reshape(tuple(mesh.shape.values()))
-            torch_mesh = DeviceMesh.from_group(
-                groups, mesh.device_type, grid, mesh_dim_names=mesh.axis_names
-            )
-        use_groups(mesh, torch_mesh)
+    torch_mesh = _state.meshes.get(mesh)
+    if torch_mesh is not None:
+        return torch_mesh
+
+    if mesh.parent is not None:
+        root = type(mesh)(mesh.parent, mesh.runtime, mesh.device_type, None, mesh.ranks)
+        torch_mesh = device_mesh(root)[mesh.axis_names]
+    else:
+        torch_mesh = _new_device_mesh(mesh)
+    use_groups(mesh, torch_mesh)
     return torch_mesh
+
+
+def _new_device_mesh(mesh: Mesh) -> DeviceMesh:
+    """Make torch's mesh of all processes, of a group for each axis through this one."""
+    world = ProcessWorld.of(mesh)
+    ranks = mesh.ranks or tuple(range(mesh.size))
+    device = world.device(mesh)
+    groups: list[Any] = []
+    for size, stride in mesh.steps.values():
+        first = device - device // stride % size * stride  # the device with coordinate 0
+        groups.append(world.axis_group(ranks[first::stride][:size]))
+    grid = torch.tensor(ranks).reshape(tuple(mesh.shape.values()))
+    return DeviceMesh.from_group(groups, mesh.device_type, grid, mesh_dim_names=mesh.axis_names)
 
 
 def use_groups(mesh: Mesh, torch_mesh: DeviceMesh) -> None:
     """Use the groups of a DeviceMesh for the axes of a mesh."""
-    _state["meshes"][mesh] = torch_mesh
+    _state.meshes[mesh] = torch_mesh
     world = ProcessWorld.of(mesh)
     for axis in mesh.axis_names:
         pg: Any = torch_mesh.get_group(axis)
-        if isinstance(pg, dist.ProcessGroup) and not world.are_near(
-            members := tuple(dist.get_process_group_ranks(pg))
-        ):
-            world.add(members, pg)
-            n = len(members)
-            world.connect(
-                members, {(i, (i + step) % n) for i in range(n) for step in (1, -1)}
-            )  # a ring
+        if not isinstance(pg, dist.ProcessGroup):
+            continue
+        members = tuple(dist.get_process_group_ranks(pg))
+        if world.are_near(members):
+            continue  # they use shared memory
+
+        world.add(members, pg)
+        # Connect neighbours both ways, as a pipeline and a ring of attention send.
+        n = len(members)
+        forward = {(index, (index + 1) % n) for index in range(n)}
+        backward = {(index, (index - 1) % n) for index in range(n)}
+        world.connect(members, forward | backward)

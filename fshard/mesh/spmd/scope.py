@@ -9,7 +9,7 @@ devices of a group; all code above it is the same on all runtimes.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -195,7 +195,7 @@ def loss_scope(
     """Run a loss function, in which every value is varying along axes: see `fshard.transforms.loss_collectives`.
 
     `notice` gets the collectives that it calls; `is_idle` and `moments` describe its slice.
-    `activations` is the memory of named ones, in place of what the policies of `fs.remat` say.
+    `activations` is the memory of named ones, in place of the policies of `fs.remat`.
     """
     scope = require("a loss function").replaced(
         own=frozenset(axes),
@@ -207,8 +207,14 @@ def loss_scope(
 
 
 def run_for_shapes() -> AbstractContextManager[None]:
-    """Run a block of another stage on meta tensors: its devices are not there to communicate."""
-    return entered(require("a block of a stage").replaced(is_for_shapes=True))
+    """Run a block of another stage on meta tensors: its devices are not there to communicate.
+
+    Outside of a run, where a model is split, no code can communicate.
+    """
+    scope = here()
+    if scope is None:
+        return nullcontext()
+    return entered(scope.replaced(is_for_shapes=True))
 
 
 @contextmanager

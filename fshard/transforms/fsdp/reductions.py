@@ -29,7 +29,7 @@ from torch import Tensor
 from fshard.memory.kinds import claim, made_for, purpose
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout.kinds import empty_in
-from fshard.mesh.reshard.execute import go
+from fshard.mesh.reshard.execute import start_reshard
 from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
@@ -152,7 +152,9 @@ class GradientSums:
         plans = self._reduction_plans(self.along)
         bucket_plans = [plan for index in indices if (plan := plans[index])]
         with purpose("gradients"):
-            wait = go(xs, bucket_plans, self.site, ahead=self.options.in_flight > 0)  # (8)
+            wait = start_reshard(
+                xs, bucket_plans, self.site, ahead=self.options.in_flight > 0
+            )  # (8)
         shape = self.leaves[0].gradient.mesh.shape
         self._in_flight.append(
             PendingReduction(indices, wait, prod([shape[axis] for axis in self.along]))

@@ -26,7 +26,7 @@ from fshard.memory.kinds import mark, purpose
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout.kinds import empty_in
-from fshard.mesh.reshard.execute import go
+from fshard.mesh.reshard.execute import start_reshard
 from fshard.mesh.spmd.scope import entered, require
 from fshard.source import Site
 from fshard.transforms.fsdp.plans import Along, Gradients, ParamPlan, savable, versions_of
@@ -150,7 +150,7 @@ class Unit:
                 mark(str(plan.gradient.unit))
             if self.is_sharded:
                 shared.sequence.append(self.number)
-                self.pending = go(
+                self.pending = start_reshard(
                     xs, [plan.gather for plan in self.plans], shared.site, ahead=True
                 )  # (4)
                 return

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 from fshard.errors import ModuleError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.kinds import empty_in
-from fshard.mesh.reshard.execute import go
+from fshard.mesh.reshard.execute import start_reshard
 from fshard.mesh.spmd.scope import Group, parting
 from fshard.optim.scaling import finite_scale
 from fshard.pipeline.execution.device import StageDevice
@@ -118,7 +118,7 @@ class StageStep(DeviceStep):
         """Return the device's shards of parameters, with those that it borrows."""
         borrowed, result = self.plan.borrowed, [*shards]
         sent = [shards[param.leaf].detach() for param in borrowed]
-        received = go(sent, [param.plan for param in borrowed], self.site)()
+        received = start_reshard(sent, [param.plan for param in borrowed], self.site)()
         for param, x in zip(borrowed, received, strict=True):
             if param.coordinate == self.pipe.index:
                 result[param.leaf] = x

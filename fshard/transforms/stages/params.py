@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fshard.errors import ModuleError
 from fshard.memory.kinds import claim, made_for
 from fshard.mesh.layout import PyTree
-from fshard.mesh.reshard.execute import go
+from fshard.mesh.reshard.execute import start_reshard
 from fshard.pipeline.execution.gradient_sums import OrderedSum, RunningSum
 from fshard.source import Site
 from fshard.transforms.fsdp.lazy_param import WRITES
@@ -252,7 +252,7 @@ class StageSums(GradientSums):
     def _reduce_ties(self) -> None:
         """Send gradients of borrowers to the owners, which add and reduce them."""
         rows = [(tie, index) for tie in self._ties for index in range(1, len(tie.stages))]
-        stacks = go(
+        stacks = start_reshard(
             [self._stack_tied(*row) for row in rows],
             [tie.to_owner[index] for tie, index in rows],
             self.site,

@@ -34,12 +34,12 @@ def world(monkeypatch):
     ):
         monkeypatch.setattr(module, name, lambda name=name: state.left.append(name))
     state.mesh = fs.make_mesh({"d": 2}, device="cpu", timeout=1)
-    state.process = process._state["world"]
+    state.process = process._state.world
     state.process._store = state.store = dist.HashStore()
     context = state.process._works, stream, state.store, state.process._has_left
     Thread(target=end_hangs, args=context, daemon=True).start()
     yield state
-    process._state["world"] = None
+    process._state.world = None
     state.process._has_left.set()
     destroy()
 

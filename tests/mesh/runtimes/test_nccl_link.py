@@ -12,7 +12,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import P
 from fshard.mesh.collectives.moves import AllGather
-from fshard.mesh.reshard.execute import go, plan_reshard
+from fshard.mesh.reshard.execute import plan_reshard, start_reshard
 from fshard.mesh.runtimes import nccl
 from fshard.mesh.runtimes.gloo import Gloo
 from fshard.mesh.spmd.scope import require
@@ -101,7 +101,7 @@ def test_started_reductions_keep_only_packed_gradients(mesh):
             gs = [torch.ones(3), torch.ones(2, 2)]
             ways = [plan_reshard(summands, after, tuple(g.shape)) for g in gs]
             alive = [ref(g) for g in gs]
-            finish = go(gs, ways, call_site(), ahead=True)
+            finish = start_reshard(gs, ways, call_site(), ahead=True)
             del gs
             assert [g() for g in alive] == [None, None]
             assert [y.numel() for y in finish()] == ([2, 2] if after is shards else [3, 4])
