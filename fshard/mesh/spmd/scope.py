@@ -198,6 +198,14 @@ def loss_scope(
     )
 
 
+def loss_along(group: Group) -> Scope | None:
+    """Return the scope of the loss function whose values are varying along axes of a group; None outside of one."""
+    scope = ambient.scope
+    if scope is None or scope.own.isdisjoint(group.axes):
+        return None
+    return scope
+
+
 @contextmanager
 def parting(group: Group) -> Generator[None]:
     """Report an exception in the block to the devices of a group that wait for this one."""
