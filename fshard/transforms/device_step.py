@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import FshardError
+from fshard.mesh.collectives.moves import Purpose
 from fshard.mesh.layout import PyTree
 from fshard.mesh.runtimes.watch import watching
 from fshard.mesh.spmd.global_inputs import digest
@@ -125,9 +126,9 @@ class DeviceStep:
         """Return the context of the loss function or a stage: it records the collectives that are called."""
         return loss_scope(self.batch.mesh.axis_names, self.record, is_idle=is_idle, moments=moments)
 
-    def record(self, call: str, group: Group) -> None:
+    def record(self, call: str, group: Group, purpose: Purpose = "values") -> None:
         """Record a collective of the loss function."""
-        self.collectives.record(call, group)
+        self.collectives.record(call, group, purpose)
 
     @property
     def local(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from fshard.mesh.collectives.delivery import world_of
 from fshard.mesh.collectives.ledger import LedgerRow, active
 from fshard.mesh.collectives.moves import Alone, Move, Psum, Purpose, Wired
 from fshard.mesh.runtimes.thread_state import batches_nested
-from fshard.mesh.spmd.scope import Group, Pending, loss_along
+from fshard.mesh.spmd.scope import Group, Pending, UserCall, loss_along
 from fshard.source import Site
 
 Tensors = tuple[Tensor, ...]
@@ -171,15 +171,14 @@ def leading(x: Tensor, dim: int | None, size: int) -> Tensor:
 class Bound(LinearMap):
     """A move, the group it runs on, the source line that called it, and its purpose.
 
-    `loop_call`: the collective's name, if the code of `fs.run` called it. That code may be a loop, and then the move is
-    a part of a device's own loss: see Note [Collectives of loops].
+    `user_call`: by which it is known in the backward where it was called.
     """
 
     move: Move
     group: Group
     site: Site
     purpose: Purpose = "values"
-    loop_call: str = ""
+    user_call: UserCall | None = None
 
     def run(self, xs: Tensors) -> Tensors:
         move, group = self.move, self.group
@@ -206,13 +205,19 @@ class Bound(LinearMap):
             ledger.record(group.device, row, move.sent(size, index, group.size))
 
     def transposed(self) -> Bound:
-        loss = loss_along(self.group) if self.loop_call else None
-        if loss is None:
+        user_call = self.user_call
+        loss = None if user_call is None else loss_along(self.group)
+        if user_call is None or loss is None:
             move = self.move.transposed()
-        else:
+        elif user_call.slice is None:  # see Note [Collectives of loops]
+            loss.called_group(self.group.axes, user_call.name)
             move = self.move.adjoint()
-            loss.called_group(self.group.axes, self.loop_call)
-        return Bound(move, self.group, self.site, "cotangents", self.loop_call)
+        else:
+            is_in_forward = user_call.slice is loss.slice
+            if is_in_forward and loss.notice is not None:
+                loss.notice(user_call.name, self.group, "cotangents")
+            move = self.move.transposed()
+        return Bound(move, self.group, self.site, "cotangents", user_call)
 
     def batched(self) -> Bound:
         return replace(self, move=self.move.batched())

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -75,8 +75,11 @@ class Group:
         return not self.world.has_values and (stage is None or stage.axis not in self.axes)
 
 
-Notice = Callable[[str, Group], None]
-"""Called with the name and group of every collective of the user's code; raises if it is not allowed."""
+Notice = Callable[[str, Group, "Purpose"], None]
+"""Called with the name and group of every collective of the user's code; raises if it is not allowed.
+
+For cotangents: the code that called it also differentiates it, itself.
+"""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,13 @@ class SliceState:
     moments: list[Any] | None = (
         None  # BatchNorm layers append their sums, if the statistics are taken over all slices
     )
+
+
+class UserCall(NamedTuple):
+    """A call of a collective in a loss function, on one slice of the batch, or in the code of `fs.run`: `slice` is None."""
+
+    name: str
+    slice: SliceState | None
 
 
 class Scope:
@@ -150,11 +160,17 @@ class Scope:
             )
         return group
 
+    def user_call(self, name: str) -> UserCall | None:
+        """Return a call in a loss function or in the code of `fs.run`; None in `shard_map`, where the step has no part."""
+        if self.own:
+            return UserCall(name, self.slice)
+        return None if self.mapped else UserCall(name, None)
+
     def called_group(self, axes: Axes, caller: str) -> Group:
         """Return the group of a collective that the user's code calls, and notify the observer."""
         group = self.group(axes, caller)
         if self.notice is not None:
-            self.notice(caller, group)
+            self.notice(caller, group, "values")
         return group
 
 

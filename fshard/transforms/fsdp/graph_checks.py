@@ -71,8 +71,11 @@ def loop_collectives(loss: Tensor) -> Iterator[tuple[str, Group]]:
     """Yield the collectives that a loop has called for its loss, and their groups."""
     for node in nodes_behind(loss, lambda node: isinstance(node, PARAM_NODES)):
         linear = getattr(node, "linear", None) or getattr(node, "bound", None)
-        if isinstance(linear, Bound) and linear.loop_call:
-            yield linear.loop_call, linear.group
+        if not isinstance(linear, Bound) or linear.user_call is None:
+            continue
+        is_of_loop = linear.user_call.slice is None
+        if is_of_loop:
+            yield linear.user_call.name, linear.group
 
 
 def validate_no_other_parameters(loss: Tensor) -> None:
