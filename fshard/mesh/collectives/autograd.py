@@ -231,7 +231,7 @@ class Bound(LinearMap):
 # that differentiates by torch.autograd keeps to that, or marks a value by `pvary`. But a boosted loop gives each device
 # a loss of its own, and its objective is their mean, as in a loss function of `value_and_grad`, where every value is
 # varying. Which of the two holds is decided in the backward: `booster.backward` runs in the scope of a loss function,
-# in which the collectives that the loop has called use the adjoint, and tell the step what they are, as they do where
+# in which the collectives that the loop has called use the adjoint, and the step records them, as it does where
 # a loss function calls them. So a mean over devices is right with `pvary` behind it and without.
 
 
