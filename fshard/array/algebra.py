@@ -5,6 +5,7 @@ Most are rows of names. Those that are linear in some arrays have a function tha
 
 from __future__ import annotations
 
+import cmath
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,16 @@ def _is_exact(before: torch.dtype, after: torch.dtype) -> bool:
 
 def _is_zero(x: Any) -> bool:
     return not isinstance(x, Tensor) and x == 0
+
+
+def _is_finite(x: Any) -> bool:
+    """Return True for a finite number, and for an array: see Note [Zeros and infinities of unreduced arrays]."""
+    return isinstance(x, Tensor) or cmath.isfinite(x)
+
+
+def _divides_sums(divisor: Any) -> bool:
+    """Return True if a sum divided by this is the sum of the quotients, for all values."""
+    return not isinstance(divisor, Tensor) and divisor != 0 and cmath.isfinite(1 / divisor)
 
 
 def _choices(condition: Any, x: Any = None, y: Any = None) -> Any:
@@ -106,7 +117,13 @@ for _name, _dtype in _TO.items():
     rule(_name)(
         elementwise(lambda x, _dtype=_dtype, **_: [(0,)] if _is_exact(x.dtype, _dtype) else ())
     )
-rule("mul multiply")(elementwise(lambda x, y, **_: "each"))
+# Note [Zeros and infinities of unreduced arrays]
+# The shards of an unreduced array are summands, some of them zero where the sum is not. So an operation may wait with the
+# sum only if it is finite: 1/0 is inf, but 1/0 + 0/0 is nan. A divisor that is an array may have zeros, which no plan
+# can know, so division by one reduces first. A product waits, since infinite factors are rare: x * inf is nan then.
+rule("mul multiply")(
+    elementwise(lambda x, y, **_: "each" if _is_finite(x) and _is_finite(y) else ())
+)
 rule("add sub subtract rsub lerp")(  # a number would be added once per device
     elementwise(
         lambda x, y, *_, **__: [(0, 1)] if isinstance(x, Tensor) and isinstance(y, Tensor) else ()
@@ -115,7 +132,7 @@ rule("add sub subtract rsub lerp")(  # a number would be added once per device
 rule("div divide true_divide")(
     elementwise(
         lambda x, y, rounding_mode=None, **_: (
-            [(0,)] if isinstance(x, Tensor) and not rounding_mode else ()
+            [(0,)] if isinstance(x, Tensor) and _divides_sums(y) and not rounding_mode else ()
         )
     )
 )

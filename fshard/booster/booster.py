@@ -365,6 +365,11 @@ _WRAPPERS = {
 
 def _source_of(caller: str, model: Any, optimizer: Any) -> OptimizerSource:
     """Return the source of an optimizer for a model's parameters; raise if one of them is invalid."""
+    if model is None:
+        raise ModuleError(
+            f"{caller}: model must be a module, or a list of layers; got None. Give the model that the optimizer or the "
+            "loader is for: without one there are no devices to share a batch."
+        )
     if not isinstance(model, nn.Module):
         raise ModuleError(
             f"{caller}: the model is a module, not {type(model).__name__}: for a function there is fs.train_step."

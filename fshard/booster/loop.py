@@ -44,6 +44,7 @@ from fshard.transforms.agreement import SliceLoss, hash_of, host_row, reduce_row
 from fshard.transforms.batch import Slice
 from fshard.transforms.device_step import ModelStep
 from fshard.transforms.fsdp.graph_checks import (
+    loop_collectives,
     other_leaves,
     validate_no_other_parameters,
     validate_no_reentrant_checkpoint,
@@ -360,6 +361,12 @@ class LoopModel(BoostedModel):
             is_idle = not step.forward.share
             self._loss_check.compare(share, device.group, device.site, is_idle=is_idle)
 
+        # In the first step devices agree on the axes of collectives. Later a device without samples has to know
+        # whether the losses of others depend on its values: else their gradient is dropped.
+        collectives = loop_collectives(loss) if step.runtime.is_first_step or not share else ()
+        for name, group in collectives:
+            device.record(name, group)
+
         device.scale = scale
         device.agree_on_axes(loss.device)
         if self.is_reproducible:
@@ -387,7 +394,10 @@ class LoopModel(BoostedModel):
         trees = TreeAccumulator(units, reductions)
         start = device.begin_backward(loss, share, trees.add, idle=not share)
         differentiate = partial(device.differentiate, retain_graph=retain_graph)
-        split_backward(loss, start, step.outputs, differentiate, trees, retain_graph=retain_graph)
+        with device.loss_scope():
+            split_backward(
+                loss, start, step.outputs, differentiate, trees, retain_graph=retain_graph
+            )
 
         # each backward by itself: sums of two would be rounded otherwise on other meshes
         for unit in units:

@@ -165,6 +165,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
             for group in groups
         ]
 
+    register_step_pre_hook = register_step_post_hook = refusing(
+        OptimizerError,
+        "a boosted optimizer must have no hooks around its step, which would see no gradients: these are sharded. Call the "
+        "function before or after optimizer.step(); gradients are clipped by booster.clip_grad_norm.",
+    )
+
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:

@@ -33,6 +33,7 @@ from fshard.mesh.layout.counting import MEMORIES, ActivationMemory, without_coun
 from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.device_put import reshard
+from fshard.mesh.runtimes.abstract import Mail, represented
 from fshard.mesh.spmd.run import local_devices
 from fshard.tables import Tabular
 
@@ -256,6 +257,7 @@ class _Measurement:
         self._mesh = replace(step.mesh, runtime="abstract", device_type="meta", ranks=None)
         self._step, self._inputs = step, inputs
         self._trees: dict[Role, PyTree] = {"parameters": params, "state": state}
+        self._devices = fullest_devices(self._trees)
         self._sizes = group_sizes(self._trees)
         self.state_memory: Memory = "host" if step.state_memory == "device" else step.state_memory
         arrays = [x for x in flatten(params)[0] if isinstance(x, Sharded)]
@@ -270,8 +272,23 @@ class _Measurement:
     ) -> Placement:
         """Run two steps, of which the second knows the order of units, with groups in other memory than the device's.
 
-        The peak is that of both, what is moved that of the second.
+        The peak is that of both, what is moved that of the second; both of the device whose peak is highest.
         """
+
+        def run(device: int) -> Placement:
+            return self._measured_on(device, absent, limits, rates, needed)
+
+        return max(represented(self._devices, None, run, Mail()), key=Placement.peak)
+
+    def _measured_on(
+        self,
+        device: int,
+        absent: Sequence[Option],
+        limits: Mapping[Memory, int | None],
+        rates: Rates,
+        needed: int | None,
+    ) -> Placement:
+        """Run the steps as a device of the abstract mesh."""
         memories: dict[MemoryGroup, Memory] = dict.fromkeys(self._sizes, "device")
         if self._step.update_on == "host":
             memories |= {group: self.state_memory for group in self._sizes if group.role == "state"}
@@ -400,16 +417,37 @@ def abstract_like(tree: PyTree, mesh: Mesh, memory: Callable[[Sharded], Memory])
 
 
 def group_sizes(trees: Mapping[Role, PyTree]) -> dict[MemoryGroup, int]:
-    """Return the bytes of the groups of some trees on the first device, which has the most."""
+    """Return the bytes of the groups of some trees on the device that stores most of them."""
+    return _sizes_on(fullest_devices(trees)[0], trees)
+
+
+MEASURED_OWNERS = 8
+"""Each takes two abstract steps. Those that store less than eight others are unlikely to have the highest peak."""
+
+
+def fullest_devices(trees: Mapping[Role, PyTree]) -> list[int]:
+    """Return the devices that store most of some trees, at most 8: owners of optimizer state have unequal parts of it."""
+    arrays = [x for tree in trees.values() for x in flatten(tree)[0] if isinstance(x, Sharded)]
+    has_owners = any(x.layout.spec.at_axes for x in arrays)
+    if not has_owners:
+        return [0]  # of uneven shards, too, the first device has the largest
+
+    def stored(device: int) -> int:
+        return sum(_sizes_on(device, trees).values())
+
+    devices = sorted(range(arrays[0].mesh.size), key=stored, reverse=True)
+    return devices[:MEASURED_OWNERS]
+
+
+def _sizes_on(device: int, trees: Mapping[Role, PyTree]) -> dict[MemoryGroup, int]:
     sizes = dict[MemoryGroup, int]()
     for role, tree in trees.items():
         for x in {
             key_of(x): x for x in flatten(tree)[0] if isinstance(x, Sharded) and x.ndim
         }.values():
             group = MemoryGroup(role, str(x.layout.unit))
-            sizes[group] = (
-                sizes.get(group, 0) + prod(x.layout.local_shape(x.shape, 0)) * x.dtype.itemsize
-            )
+            count = prod(x.layout.local_shape(x.shape, device))
+            sizes[group] = sizes.get(group, 0) + count * x.dtype.itemsize
     return sizes
 
 

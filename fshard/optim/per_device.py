@@ -30,6 +30,7 @@ from fshard.errors import MismatchError, OptimizerError
 from fshard.memory.state import at_once, stored
 from fshard.mesh.collectives.api import pvary, replicated
 from fshard.mesh.collectives.autograd import Tensors, transformed
+from fshard.mesh.collectives.moves import Purpose
 from fshard.mesh.layout import (
     NAMESPACE,
     Layout,
@@ -176,7 +177,7 @@ def _differentiable_update(
     return _mapped_over_devices(of_arrays, mesh, (grads, state, params))
 
 
-def _refuse_collective(call: str, group: Group) -> None:
+def _refuse_collective(call: str, group: Group, purpose: Purpose) -> None:
     """Raise: the derivative of a collective depends on which values of an update are replicated."""
     if call not in ("fs.pvary", "fs.axis_size", "fs.axis_index"):
         raise OptimizerError(
@@ -428,7 +429,7 @@ def sums_over_shards(params: Leaves, updated: Sequence[int]) -> AbstractContextM
     if scope is None:
         return nullcontext()
 
-    def validate_sum(call: str, group: Group) -> None:
+    def validate_sum(call: str, group: Group, purpose: Purpose) -> None:
         if call not in ("fs.psum", "fs.psum_scatter"):
             return
         for i in updated:

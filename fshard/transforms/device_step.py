@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import FshardError
+from fshard.mesh.collectives.moves import Purpose
 from fshard.mesh.layout import PyTree
 from fshard.mesh.runtimes.watch import watching
 from fshard.mesh.spmd.global_inputs import digest
@@ -131,9 +132,9 @@ class DeviceStep:
             activations=self.options.activations,
         )
 
-    def record(self, call: str, group: Group) -> None:
+    def record(self, call: str, group: Group, purpose: Purpose = "values") -> None:
         """Record a collective of the loss function."""
-        self.collectives.record(call, group)
+        self.collectives.record(call, group, purpose)
 
     @property
     def local(self) -> tuple[str, ...]:

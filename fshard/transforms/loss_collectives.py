@@ -16,7 +16,7 @@ Some collectives raise, since their result would differ on other meshes (`sync_b
     3 samples on 4 devices      one device computes on a neighbour's sample, which a sum would count twice
     reproducible mode           a slice sees only the slices that other devices compute concurrently
 
-So do those along a local axis within `torch.func.grad`, `vjp` or `jacrev` inside of the loss function. Devices along it compute
+So do those along a local axis that the loss function differentiates itself, by torch.func or autograd. Devices along it compute
 one value, but the inner gradient is that of the sum of all devices' values: n times too large for each psum on its way.
 """
 
@@ -28,6 +28,7 @@ from math import prod
 import torch
 from torch._C._functorch import TransformType, get_interpreter_stack  # no public API
 
+from fshard.mesh.collectives.moves import Purpose
 from fshard.mesh.layout import as_written
 from fshard.mesh.spmd.scope import Group, Scope
 from fshard.source import Site, call_site
@@ -77,15 +78,19 @@ class LossCollectives:
         self.is_mixed = False
         self._add_axes(options.local)
 
-    def record(self, call: str, group: Group) -> None:
-        """Record a call over the axes of a group; raise if its result would depend on the mesh."""
+    def record(self, call: str, group: Group, purpose: Purpose = "values") -> None:
+        """Record a call over the axes of a group; raise if its result would depend on the mesh.
+
+        For cotangents: the loss function differentiates the collective.
+        """
+        if purpose == "cotangents" or _gradients_around() > self._outer_gradients:
+            self._validate_not_local(call, group)
         if call in LOCAL_CALLS:
             return
         self._validate_call(call, group)
         if call == "fs.axis_index":
             self._indexed.update(group.axes)
             return
-        self._validate_not_differentiated(call, group)
         self.is_mixed |= not self._axes.isdisjoint(group.axes)
         self._add_axes(group.axes)
 
@@ -110,13 +115,13 @@ class LossCollectives:
                 f"{slices}."
             )
 
-    def _validate_not_differentiated(self, call: str, group: Group) -> None:
-        """Raise if an inner gradient of torch.func would count a value that devices compute together several times."""
-        if self._local.isdisjoint(group.axes) or _gradients_around() <= self._outer_gradients:
+    def _validate_not_local(self, call: str, group: Group) -> None:
+        """Raise if an inner gradient would count a value that devices compute together several times."""
+        if self._local.isdisjoint(group.axes) or call in (*LOCAL_CALLS, "fs.axis_index"):
             return
         raise ValueError(
             f"{call} over {as_written(group.axes)} in the loss function, at {call_site()}: along local= axes it must not be "
-            "differentiated inside of the loss function; got torch.func's grad, vjp or jacrev around it, which would count "
+            "differentiated inside of the loss function, by torch.func or torch.autograd.grad, which would count "
             "each device's copy of the result. Differentiate the parts before and after the collective by torch.func.vjp, "
             "and sum the gradients by fs.psum; or differentiate outside: "
             "fs.array.lift(torch.func.grad)(fs.evaluate(loss_fn, ...))."

@@ -211,3 +211,32 @@ def test_reductions_of_other_dtypes_over_sharded_dims(name, dtype):
         expected = getattr(torch, name)(x, dim)
         assert y.dtype == expected.dtype
         torch.testing.assert_close(fs.unshard(y), expected)
+
+
+# -- zeros and infinities of unreduced arrays -------------------------------------------------------------------
+
+QUOTIENTS = {
+    "zeros": lambda x, y: x / y,
+    "zeros, in place": lambda x, y: x.clone().div_(y),
+    "the number 0": lambda x, y: x / 0,
+    "the number inf": lambda x, y: torch.div(x, float("inf")),
+    "times inf": lambda x, y: x * float("inf"),
+    "times nan": lambda x, y: float("nan") * x,
+    "the number 2": lambda x, y: x / 2,
+}
+
+
+@pytest.mark.parametrize("name", QUOTIENTS)
+def test_unreduced_array_divided_by_zero_equals_unsharded(name):
+    """Its shards are summands, of which some are zero where the sum is not."""
+    mesh = fs.make_mesh({"model": 2})
+    ones, summands = torch.ones(1, 2, dtype=torch.float64), torch.zeros(2, 4, dtype=torch.float64)
+    summands[0] = torch.tensor([1.0, 0.0, -1.0, 2.0])
+    left = fs.device_put(ones, fs.Layout(mesh, P(None, "model")))
+    sums = left @ fs.device_put(summands, fs.Layout(mesh, P("model")))
+    assert sums.spec.unreduced
+    expected = ones @ summands
+    divisors = torch.tensor([0.0, 0.0, 0.0, -0.0], dtype=torch.float64)
+    actual = QUOTIENTS[name](sums, fs.device_put(divisors, fs.Layout(mesh, P())))
+    quotient = QUOTIENTS[name](expected, divisors)
+    torch.testing.assert_close(fs.unshard(actual), quotient, equal_nan=True, rtol=0, atol=0)

@@ -146,6 +146,7 @@ INVALID = {
         lambda: boost(model),
         "boost: the model is a module, not function: for a function there is",
     ),
+    "no model": (lambda: boost(None), "model must be a module, or a list of layers; got None"),
     "a number": (
         lambda: boost([nn.ReLU(), 3]),
         r"layers must be modules and functions; got layers\[1\] is int",
@@ -398,3 +399,9 @@ def test_evaluation_of_other_layers_on_one_device_raises_in_the_next_step(orders
 
     results = on_devices(body, fs.FSDPPlugin(unit="layers[*]"), 2, Ordered)
     assert results == [orders[0] != orders[1]] * 2
+
+
+@pytest.mark.parametrize("name", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hooks_around_the_step_of_a_boosted_optimizer_raise(name):
+    with pytest.raises(OptimizerError, match="Call the function before or after optimizer.step"):
+        on_devices(lambda loop: getattr(loop.opt, name)(lambda *_: None), fs.DDPPlugin(), 2, model)

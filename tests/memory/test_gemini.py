@@ -161,8 +161,6 @@ def test_bits_equal_those_of_all_on_the_device(run, optimizer):
     limit = 3_300
     if optimizer == "own class":
         limit = 12_000  # it steps on full parameters, which takes 10,800 bytes
-    if run is stepped and optimizer == "lamb":
-        limit = 3_120  # all leaves the device: a plan has the first device's state, and owners have unequal ones
     limited = partial(GEMINI, device=limit)
     if optimizer == "own class":  # it sets .data, which a step without values cannot
         with pytest.warns(UserWarning, match="a step of this loop cannot be measured"):
@@ -172,10 +170,11 @@ def test_bits_equal_those_of_all_on_the_device(run, optimizer):
     assert equal(result, expected)
 
 
-@pytest.mark.parametrize("limit", [3_150, 3_300])
-def test_owners_with_more_state_than_the_first_device_raise_beyond_the_limit(limit):
-    with pytest.raises(MemoryLimitError, match="the peak of the steps so far"):
-        stepped(partial(GEMINI, device=limit), 2, optimizer="lamb")
+def test_owners_with_more_state_than_the_first_device_are_below_the_limit():
+    ((_, _, used),) = stepped(partial(GEMINI, device=3_300), 2, optimizer="lamb")
+    assert (
+        3_173 < used.peak("device") <= 3_300
+    )  # the first device would have 3,173 with two groups elsewhere
 
 
 def test_a_loop_drops_its_batches_without_collection_of_cycles():

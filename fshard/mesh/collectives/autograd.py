@@ -21,10 +21,10 @@ from torch.autograd.function import Function
 
 from fshard.mesh.collectives.delivery import world_of
 from fshard.mesh.collectives.ledger import active
-from fshard.mesh.collectives.moves import Alone, Move, Psum, Purpose, Pvary, Wired
+from fshard.mesh.collectives.moves import Alone, Move, Psum, Purpose, Wired
 from fshard.mesh.layout.counting import LedgerRow
 from fshard.mesh.runtimes.thread_state import batches_nested
-from fshard.mesh.spmd.scope import Group, Pending
+from fshard.mesh.spmd.scope import Group, Pending, UserCall, loss_along
 from fshard.source import Site
 
 Tensors = tuple[Tensor, ...]
@@ -170,12 +170,16 @@ def leading(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 @dataclass(slots=True)
 class Bound(LinearMap):
-    """A move, the group it runs on, the source line that called it, and its purpose."""
+    """A move, the group it runs on, the source line that called it, and its purpose.
+
+    `user_call`: by which it is known in the backward where it was called.
+    """
 
     move: Move
     group: Group
     site: Site
     purpose: Purpose = "values"
+    user_call: UserCall | None = None
 
     def run(self, xs: Tensors) -> Tensors:
         move, group = self.move, self.group
@@ -202,13 +206,34 @@ class Bound(LinearMap):
             ledger.record(group.device, row, move.sent(size, index, group.size))
 
     def transposed(self) -> Bound:
-        return Bound(self.move.transposed(), self.group, self.site, "cotangents")
+        user_call = self.user_call
+        loss = None if user_call is None else loss_along(self.group)
+        if user_call is None or loss is None:
+            move = self.move.transposed()
+        elif user_call.slice is None:  # see Note [Collectives of loops]
+            loss.called_group(self.group.axes, user_call.name)
+            move = self.move.adjoint()
+        else:
+            is_in_forward = user_call.slice is loss.slice
+            if is_in_forward and loss.notice is not None:
+                loss.notice(user_call.name, self.group, "cotangents")
+            move = self.move.transposed()
+        return Bound(move, self.group, self.site, "cotangents", user_call)
 
     def batched(self) -> Bound:
         return replace(self, move=self.move.batched())
 
     def of_tangents(self) -> Bound:
         return replace(self, purpose="tangents")
+
+
+# Note [Collectives of loops]
+# In the code of `fs.run` values have types: the result of a psum is replicated, its cotangent equal on all devices. Code
+# that differentiates by torch.autograd keeps to that, or marks a value by `pvary`. But a boosted loop gives each device
+# a loss of its own, and its objective is their mean, as in a loss function of `value_and_grad`, where every value is
+# varying. Which of the two holds is decided in the backward: `booster.backward` runs in the scope of a loss function,
+# in which the collectives that the loop has called use the adjoint, and the step records them, as it does where
+# a loss function calls them. So a mean over devices is right with `pvary` behind it and without.
 
 
 def apply_extreme(bound: Bound, xs: Tensors) -> Tensors:
@@ -233,7 +258,7 @@ class _Extreme(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         bound = replace(ctx.bound, purpose="cotangents")
         shares = _shares(bound, ctx.saved_tensors)
-        varying = apply_to_many(replace(bound, move=Pvary()), cotangents)
+        varying = apply_to_many(replace(ctx.bound, move=Psum()).transposed(), cotangents)
         return None, *(cotangent * share for cotangent, share in zip(varying, shares, strict=True))
 
     @staticmethod

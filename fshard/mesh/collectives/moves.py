@@ -19,6 +19,10 @@ Legend: n devices in the group, x the tensor of one, xs those of all; U unreduce
     Same (fs.replicated)     U or V     R             Summand                   (free)
     Permute, AllToAll, Rows  V          V             themselves, reversed
 
+The transpose holds for cotangents of these types: that of an R is equal on all devices. Where each device has a loss
+of its own, it is not, and the backward of a move is its *adjoint*: the transpose of `meaning`, which looks at no types.
+They differ where an R is involved: the adjoint of a Psum is a Psum, that of a Pvary itself.
+
 If only some devices of a group differentiate, their extra collectives would be matched with the next ones of the other
 devices: a silently wrong sum. Therefore the *purpose* of a call (values, tangents or cotangents) is part of what
 devices must agree on.
@@ -60,6 +64,10 @@ class Move:
     def transposed(self) -> Move:
         """Return the move that carries cotangents back."""
         raise NotImplementedError
+
+    def adjoint(self) -> Move:
+        """Return the move that carries cotangents back, if they differ between devices where values are equal."""
+        return self.transposed()
 
     def batched(self) -> Move:
         """Return the same move on tensors with one more leading dim."""
@@ -139,6 +147,9 @@ class Psum(Wired):
     def transposed(self) -> Move:
         return Pvary()
 
+    def adjoint(self) -> Move:
+        return Psum()
+
 
 @dataclass(frozen=True)
 class Extreme(Wired):
@@ -213,6 +224,9 @@ class AllGather(Wired):
 
     def transposed(self) -> Move:
         return Take(self.dim) if self.replicated else PsumScatter(self.dim)
+
+    def adjoint(self) -> Move:
+        return PsumScatter(self.dim)
 
     def batched(self) -> AllGather:
         return replace(self, dim=self.dim + 1)
@@ -388,6 +402,9 @@ class Broadcast(Wired):
     def transposed(self) -> Move:
         return Pick(self.source)
 
+    def adjoint(self) -> Move:
+        raise _without_adjoint("fs.broadcast")
+
     def sent(self, size: int, index: int | None, n: int) -> Fraction:
         return Fraction(size * (n > 1 if index is None else (index - self.source) % n != n - 1))
 
@@ -412,6 +429,9 @@ class Pvary(Alone):
     def transposed(self) -> Move:
         return Psum()
 
+    def adjoint(self) -> Move:
+        return Pvary()
+
 
 @dataclass(frozen=True)
 class Take(Alone):
@@ -426,6 +446,9 @@ class Take(Alone):
 
     def transposed(self) -> Move:
         return AllGather(self.dim, replicated=True)
+
+    def adjoint(self) -> Move:
+        raise _without_adjoint('the gradient of fs.all_gather(to="replicated")')
 
     def batched(self) -> Take:
         return Take(self.dim + 1)
@@ -444,6 +467,9 @@ class Pick(Alone):
     def transposed(self) -> Move:
         return Broadcast(self.source)
 
+    def adjoint(self) -> Move:
+        return self
+
 
 @dataclass(frozen=True)
 class Summand(Alone):
@@ -457,6 +483,9 @@ class Summand(Alone):
     def transposed(self) -> Move:
         return Same()
 
+    def adjoint(self) -> Move:
+        return self
+
 
 @dataclass(frozen=True)
 class Same(Alone):
@@ -466,6 +495,16 @@ class Same(Alone):
 
     def transposed(self) -> Move:
         return Summand()
+
+    def adjoint(self) -> Move:
+        return self
+
+
+def _without_adjoint(what: str) -> ValueError:
+    return ValueError(
+        f"{what}: in the loss of a loop it must not depend on the model, since each device has a loss of its own. "
+        "Take it from fs.all_gather(x, axis), whose result is varying."
+    )
 
 
 Purpose = Literal["values", "tangents", "cotangents"]

@@ -201,6 +201,7 @@ def call(
     """
     scope = require(caller)
     group, site = scope.called_group(axis, caller), call_site()
+    user_call = scope.user_call(caller)
     leaves, structure = tensors_of(caller, tree)
     guard: Guard | Bound | None = None
     if equal is not None and not scope.own.isdisjoint(group.axes):
@@ -214,7 +215,11 @@ def call(
             return CollectiveCall((LeafBatch(None, tuple(leaves), range(len(leaves))),), structure)
     elif equal is not None and scope.checked and scope.world.has_values:
         guard = Guard(
-            group, site, _ERROR_TEXTS[equal].replace("{what}", caller), forward=equal == "argument"
+            group,
+            site,
+            _ERROR_TEXTS[equal].replace("{what}", caller),
+            forward=equal == "argument",
+            is_of_loop=user_call is not None,
         )
 
     xs, moves = list[Tensor](), list[Move]()
@@ -228,10 +233,13 @@ def call(
     last = None if after is None else lambda y: after(y, group)
     if structure is None:
         return CollectiveCall(
-            (LeafBatch(Bound(moves[0], group, site), tuple(xs), (0,)),), None, guard, last
+            (LeafBatch(Bound(moves[0], group, site, user_call=user_call), tuple(xs), (0,)),),
+            None,
+            guard,
+            last,
         )
     batches = [
-        LeafBatch(Bound(moves[indices[0]], group, site), leaves, indices)
+        LeafBatch(Bound(moves[indices[0]], group, site, user_call=user_call), leaves, indices)
         for indices, leaves, site in batched(xs, moves, structure, site)
     ]
     return CollectiveCall(batches, structure, guard, last)

@@ -17,7 +17,7 @@ from fshard.mesh.collectives.autograd import LinearMap, Tensors
 from fshard.mesh.collectives.delivery import world_of
 from fshard.mesh.collectives.moves import AllGather, Broadcast
 from fshard.mesh.layout import as_written
-from fshard.mesh.spmd.scope import Group
+from fshard.mesh.spmd.scope import Group, loss_along
 from fshard.source import Site
 
 
@@ -43,16 +43,19 @@ def _is_equal(x: Tensor, y: Tensor) -> bool:
 class Guard(LinearMap):
     """An identity that compares over a group of devices: values if `forward`, else cotangents.
 
-    `error_text` has "{axes}" for the group's axes.
+    `error_text` has "{axes}" for the group's axes. `is_of_loop`: the code of `fs.run` has called the collective, whose
+    cotangents may differ in the loss of a loop: see Note [Collectives of loops].
     """
 
     group: Group
     site: Site
     error_text: str
     forward: bool = False
+    is_of_loop: bool = False
 
     def run(self, xs: Tensors) -> Tensors:
-        if not self.forward:
+        is_in_loss = self.is_of_loop and loss_along(self.group) is not None
+        if not self.forward or is_in_loss:
             return xs
         plain = tuple(x.detach() for x in xs)
         firsts = world_of(self.group).start(FirstOf(), plain, self.group, self.site).wait()

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -76,8 +76,11 @@ class Group:
         return self.world.represents(self.axes)
 
 
-Notice = Callable[[str, Group], None]
-"""Called with the name and group of every collective of the user's code; raises if it is not allowed."""
+Notice = Callable[[str, Group, "Purpose"], None]
+"""Called with the name and group of every collective of the user's code; raises if it is not allowed.
+
+For cotangents: the code that called it also differentiates it, itself.
+"""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,13 @@ class SliceState:
     moments: list[Any] | None = (
         None  # BatchNorm layers append their sums, if the statistics are taken over all slices
     )
+
+
+class UserCall(NamedTuple):
+    """A call of a collective in a loss function, on one slice of the batch, or in the code of `fs.run`: `slice` is None."""
+
+    name: str
+    slice: SliceState | None
 
 
 class Scope:
@@ -153,11 +163,17 @@ class Scope:
             )
         return group
 
+    def user_call(self, name: str) -> UserCall | None:
+        """Return a call in a loss function or in the code of `fs.run`; None in `shard_map`, where the step has no part."""
+        if self.own:
+            return UserCall(name, self.slice)
+        return None if self.mapped else UserCall(name, None)
+
     def called_group(self, axes: Axes, caller: str) -> Group:
         """Return the group of a collective that the user's code calls, and notify the observer."""
         group = self.group(axes, caller)
         if self.notice is not None:
-            self.notice(caller, group)
+            self.notice(caller, group, "values")
         return group
 
 
@@ -215,6 +231,14 @@ def run_for_shapes() -> AbstractContextManager[None]:
     if scope is None:
         return nullcontext()
     return entered(scope.replaced(is_for_shapes=True))
+
+
+def loss_along(group: Group) -> Scope | None:
+    """Return the scope of the loss function whose values are varying along axes of a group; None outside of one."""
+    scope = ambient.scope
+    if scope is None or scope.own.isdisjoint(group.axes):
+        return None
+    return scope
 
 
 @contextmanager

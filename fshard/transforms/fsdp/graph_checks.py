@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves  # it has the output classes of othe
 from torch.utils.checkpoint import CheckpointFunction
 
 from fshard.errors import ModuleError
+from fshard.mesh.collectives.autograd import Bound
+from fshard.mesh.spmd.scope import Group
 from fshard.optim.leaves import shards_of
 from fshard.transforms.fsdp.lazy_param import PARAM_NODES
 
@@ -63,6 +65,17 @@ def other_leaves(loss: Tensor) -> list[Tensor]:
         if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
             leaves.append(leaf)
     return leaves
+
+
+def loop_collectives(loss: Tensor) -> Iterator[tuple[str, Group]]:
+    """Yield the collectives that a loop has called for its loss, and their groups."""
+    for node in nodes_behind(loss, lambda node: isinstance(node, PARAM_NODES)):
+        linear = getattr(node, "linear", None) or getattr(node, "bound", None)
+        if not isinstance(linear, Bound) or linear.user_call is None:
+            continue
+        is_of_loop = linear.user_call.slice is None
+        if is_of_loop:
+            yield linear.user_call.name, linear.group
 
 
 def validate_no_other_parameters(loss: Tensor) -> None:

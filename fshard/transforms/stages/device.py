@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fshard.errors import ModuleError
+from fshard.mesh.collectives.moves import Purpose
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.reshard.execute import start_reshard
@@ -274,7 +275,7 @@ class StageStep(DeviceStep):
 
     # -- agreement with all devices -----------------------------------------------------------------------------------
 
-    def record(self, call: str, group: Group) -> None:
+    def record(self, call: str, group: Group, purpose: Purpose = "values") -> None:
         """Raise if a stage calls a collective that stages may not call."""
         legal = (*self.batch.axes, *self.local)
         elsewhere = {axis for axis in group.axes if self.scope.mesh.shape.get(axis, 1) > 1} - {
@@ -285,7 +286,7 @@ class StageStep(DeviceStep):
                 f"{call} over {', '.join(sorted(elsewhere))} in a stage, at {call_site()}: stages of a pipeline may "
                 f"communicate only with devices that have other samples, along {', '.join(legal) or 'no axis'}."
             )
-        super().record(call, group)
+        super().record(call, group, purpose)
 
     def _agree(self) -> tuple[StepAgreement, dict[str, Tensor]]:
         """Return the sums over all devices, and the buffers that changed; raise if inputs differ."""

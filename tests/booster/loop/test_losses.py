@@ -1,5 +1,7 @@
 """Losses of loops beyond a mean over samples: weighted, of several backwards, and of several models."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -196,6 +198,220 @@ def test_backward_with_a_weight_in_reproducible_mode_raises():
             net,
             sgd,
         )
+
+
+# -- collectives --------------------------------------------------------------------------------------------------------
+
+
+def pmean(loop, x):
+    return x if loop.booster is None else fs.pmean(x, "data")
+
+
+def psum(loop, x):
+    return x if loop.booster is None else fs.psum(x, "data")
+
+
+def spread(loop, output):
+    """Return the mean distance of samples to the mean of all devices' samples."""
+    return (output - pmean(loop, output.mean(0))).pow(4).mean()
+
+
+def marked_spread(loop, output):
+    mean = output.mean(0)
+    if loop.booster is not None:
+        mean = fs.pvary(fs.pmean(mean, "data"), "data")
+    return (output - mean).pow(4).mean()
+
+
+def distance_to_maximum(loop, output):
+    maximum = output.amax(0)
+    if loop.booster is not None:
+        maximum = fs.pmax(maximum, "data")
+    return (output - maximum).square().mean()
+
+
+def contrastive(loop, output, **to):
+    """Return the loss of each sample of this device, which is to be found among those of all devices."""
+    others, first = output, 0
+    if loop.booster is not None:
+        others = fs.all_gather(output, "data", **to)
+        first = fs.axis_index("data") * len(output)
+    return functional.cross_entropy(output @ others.T, torch.arange(len(output)) + first)
+
+
+COLLECTIVE_LOSSES = {
+    "the mean of all": lambda loop, output: pmean(loop, output.square().mean()),
+    "a sum over the mean of all": lambda loop, output: (
+        pmean(loop, output.exp().mean(0)).log().sum()
+    ),
+    "the sum of all": lambda loop, output: psum(loop, output.square().sum() / len(X)),
+    "the sum of all, of a tree": lambda loop, output: psum(loop, [output.sum() / 8])[0].square(),
+    "distances to the mean": spread,
+    "distances to the marked mean": marked_spread,
+    "distances to the maximum": distance_to_maximum,
+    "contrastive": contrastive,
+    "contrastive, replicated": partial(contrastive, to="replicated"),
+}
+
+
+def test_a_loss_with_a_mean_over_devices_is_that_of_one_device(devices):
+    def body(loop):
+        for is_last in (False, True):
+            loop.backward(spread(loop, loop.model(loop.part(X))) / 2, sync=is_last)
+        loop.step()
+
+    compare(body, [net], *devices)
+
+
+@pytest.mark.parametrize("plugin", ["zero 1", "fsdp"])
+@pytest.mark.parametrize("loss", COLLECTIVE_LOSSES.values(), ids=COLLECTIVE_LOSSES)
+def test_a_loss_with_collectives_is_that_of_one_device(loss, plugin):
+    def body(loop):
+        for shift in (0, 1):
+            loop.backward(loss(loop, loop.model(loop.part(X.roll(shift)))))
+            loop.step()
+
+    compare(body, [net], plugin, 4)
+
+
+def test_a_loss_with_collectives_of_a_tensor_parallel_model_is_that_of_one_device():
+    """Along the axes of layers a mean is that of equal values."""
+
+    def body(loop):
+        output = loop.model(loop.part(X))
+        mean = output.mean(0)
+        if loop.booster is not None:
+            mean = fs.pmean(mean, ("data", "model"))
+        loop.backward((output - mean).pow(4).mean())
+        loop.step()
+        return loop.state()
+
+    plugin = fs.HybridParallelPlugin(tensor=2, zero_stage=1, sample=X[:2])
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    states = fs.run(lambda: body(Loop(net, plugin, sgd)), mesh=mesh)
+    assert_close(states, body(Loop(net, optimizer=sgd)))
+
+
+def test_checked_collectives_of_a_loss_may_have_other_cotangents_on_each_device():
+    def body(loop):
+        loop.backward(spread(loop, loop.model(loop.part(X))))
+        loop.step()
+        return loop.state()
+
+    states = fs.run(
+        lambda: body(Loop(net, fs.FSDPPlugin(), sgd)), mesh=fs.make_mesh({"data": 2}), check=True
+    )
+    assert_close(states, body(Loop(net, optimizer=sgd)))
+
+
+def test_a_collective_over_an_axis_of_replicas_averages_their_losses():
+    """Devices along an axis that the plugin does not name have losses of their own: the objective is their mean."""
+
+    def main():
+        loop = Loop(net, fs.FSDPPlugin(axis="data"), sgd)
+        scale = 1 + fs.axis_index("replica")
+        loss = loop.model(loop.part(X)).square().mean() * scale
+        loop.backward(fs.pmean(loss, "replica"))
+        loop.step()
+        return loop.state()
+
+    expected = Loop(net, optimizer=sgd)
+    expected.backward(expected.model(X).square().mean() * 1.5)
+    expected.step()
+    assert_close(fs.run(main, mesh=fs.make_mesh({"data": 2, "replica": 2})), expected.state())
+
+
+def test_penalties_on_gradients_through_a_sum_over_devices_are_those_of_one_device():
+    def body(loop):
+        x = loop.part(X).clone().requires_grad_()
+        output = loop.model(x)
+        total = psum(loop, output.square().sum())
+        (gradient,) = torch.autograd.grad(total, x, create_graph=True)
+        loop.backward(output.mean() + gradient.square().sum(1).mean())
+        loop.step()
+
+    compare(body, [net], "fsdp", 4)
+
+
+def test_samples_of_weight_0_count_in_the_losses_of_other_devices():
+    """The first of four devices has no label, but its samples are compared with those of the others."""
+    is_labelled = PADDED != -100
+
+    def body(loop):
+        output, is_anchor = loop.model(loop.part(X)), loop.part(is_labelled)
+        others = output if loop.booster is None else fs.all_gather(output, "data")
+        losses = (output @ others.T).logsumexp(1)
+        count = is_anchor.sum()
+        backward(loop, (losses * is_anchor).sum() / count.clamp(min=1), weight=count)
+        loop.step()
+
+    compare(body, [net], "fsdp", 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "loss"),
+    [(7, spread), (3, contrastive), (3, spread)],
+    ids=["7 rows", "contrastive", "3 rows"],
+)
+def test_collectives_over_uneven_batches_raise(rows, loss):
+    data = torch.utils.data.TensorDataset(X[:rows])
+
+    def body(loop):
+        for (inputs,) in loop.loader:
+            loop.backward(loss(loop, loop.model(inputs)))
+
+    with pytest.raises(ValueError, match="Give batches of a multiple of 4"):
+        on_devices(body, fs.FSDPPlugin(), 4, net, loader=torch.utils.data.DataLoader(data, rows))
+
+
+def test_a_maximum_over_devices_without_samples_is_that_of_one_device():
+    def body(loop):
+        for (inputs,) in loop.loader:
+            loop.backward(distance_to_maximum(loop, loop.model(inputs)))
+            loop.step()
+        return loop.state()
+
+    def run(plugin):
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X[:3]), 3)
+        return body(Loop(net, plugin, sgd, loader=loader))
+
+    assert_close(fs.run(lambda: run(fs.FSDPPlugin()), mesh=fs.make_mesh({"data": 4})), run(None))
+
+
+def test_collectives_of_a_reproducible_loss_raise():
+    def body(loop):
+        loop.backward(spread(loop, loop.model(loop.part(X))))
+
+    with pytest.raises(ValueError, match="leave reproducible=True out"):
+        on_devices(body, fs.DDPPlugin(reproducible=True), 2, net)
+
+
+def test_a_broadcast_in_a_loss_raises_and_names_all_gather():
+    def body(loop):
+        output = loop.model(loop.part(X))
+        loop.backward((output - fs.broadcast(output[0], "data", source=0)).square().mean())
+
+    with pytest.raises(ValueError, match=r"Take it from fs.all_gather\(x, axis\)"):
+        on_devices(body, fs.FSDPPlugin(), 2, net)
+
+
+def spread_on_processes():
+    """Return the state after a step on a mean over devices."""
+
+    def main():
+        loop = Loop(net, fs.FSDPPlugin(), sgd)
+        loop.backward(spread(loop, loop.model(loop.part(X))))
+        loop.step()
+        return loop.state()
+
+    return fs.run(main, mesh=fs.make_mesh({"data": 2}))[0]
+
+
+def test_a_loss_with_a_mean_over_processes_is_that_of_one_device(two):
+    expected = Loop(net, optimizer=sgd)
+    expected.backward(spread(expected, expected.model(X)))
+    expected.step()
+    assert_close(two.run(spread_on_processes), expected.state())
 
 
 # -- several backwards, several models --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P
+from fshard.mesh.collectives import moves
 from fshard.testing.oracles import ORACLES
 from tests.mesh.collectives.cases import options_of
 
@@ -522,3 +523,42 @@ def test_gradients_equal_serial_program(data, model, swapped, blocks, width, see
     leaves = [leaf.requires_grad_() for pair in params for leaf in pair]
     gradients = iter(torch.autograd.grad(fs.unshard(mapped(params, x)), leaves))
     close(list(zip(gradients, gradients, strict=True)), expected)
+
+
+# -- adjoints ---------------------------------------------------------------------------------------------------
+
+MOVES = [
+    moves.Psum(),
+    moves.Pvary(),
+    moves.AllGather(0),
+    moves.AllGather(0, replicated=True),
+    moves.PsumScatter(0),
+    moves.AllToAll(0, 1),
+    moves.Permute(((0, 1), (1, 2))),
+    moves.Pick(1),
+    moves.Summand(),
+    moves.Same(),
+]
+
+
+@pytest.mark.parametrize("move", MOVES, ids=moves.describe)
+def test_the_adjoint_of_a_move_is_the_transpose_of_its_meaning(move):
+    """The products of all devices' values with their cotangents are equal before and after, for any cotangents."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(likes):
+        return [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in likes]
+
+    def product(xs, ys):
+        return sum((x * y).sum() for x, y in zip(xs, ys, strict=True))
+
+    xs = draw([torch.empty(3, 6)] * 3)
+    results = move.meaning(xs)
+    cotangents = draw(results)
+    close(product(results, cotangents), product(xs, move.adjoint().meaning(cotangents)))
+
+
+@pytest.mark.parametrize("move", [moves.Broadcast(1), moves.Take(0)], ids=moves.describe)
+def test_the_adjoint_of_a_move_without_one_raises(move):
+    with pytest.raises(ValueError, match=r"Take it from fs.all_gather\(x, axis\)"):
+        move.adjoint()

@@ -362,7 +362,14 @@ def pulled(f, x):
     return pull(torch.ones_like(y))[0]
 
 
+@torch.enable_grad()
+def by_autograd(f, x):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(f(x), x, create_graph=True)[0]
+
+
 INNER_GRADIENTS = {
+    "autograd": by_autograd,
     "grad": lambda f, x: torch.func.grad(f)(x),
     "vjp": pulled,
     "jacrev": lambda f, x: torch.func.jacrev(f)(x),
@@ -384,6 +391,28 @@ def test_inner_gradient_through_a_collective_along_a_local_axis_raises(name, sta
     for function in (fs.value_and_grad(loss_fn, **options), fs.evaluate(loss_fn, **options)):
         with pytest.raises(ValueError, match=r'fs\.psum over "model" .*test_local\.py.*vjp'):
             function(p, x)
+
+
+def test_inner_gradient_by_autograd_along_the_axes_of_the_batch_is_right():
+    """Each device differentiates the sum of all devices' values, of which each has its own gradient."""
+    mesh, (full, x) = fs.make_mesh({"data": 2}), doubles()
+
+    def penalty(total):
+        def loss_fn(p, x):
+            gradient = by_autograd(lambda x: total(hidden_sum(p, x).square().sum()), x)
+            return gradient.square().mean()
+
+        return loss_fn
+
+    value_and_grad = fs.value_and_grad(
+        penalty(lambda x: fs.psum(x, "data")), mesh=mesh, batch=P("data")
+    )
+    loss, grads = value_and_grad(fs.shard_params(full, P(), mesh=mesh), x)
+    leaves = {name: value.requires_grad_() for name, value in full.items()}
+    expected = penalty(lambda x: 2 * x)(leaves, x)
+    expected.backward()
+    expected_grads = {name: value.grad for name, value in leaves.items()}
+    torch.testing.assert_close((loss, fs.unshard(grads)), (expected.detach(), expected_grads))
 
 
 def test_inner_gradient_through_a_local_collective_raises_where_the_loss_is_differentiated():
