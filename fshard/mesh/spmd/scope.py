@@ -235,7 +235,7 @@ def run_for_shapes() -> AbstractContextManager[None]:
 
 def loss_along(group: Group) -> Scope | None:
     """Return the scope of the loss function whose values are varying along axes of a group; None outside of one."""
-    scope = ambient.scope
+    scope = here()
     if scope is None or scope.own.isdisjoint(group.axes):
         return None
     return scope
