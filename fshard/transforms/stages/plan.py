@@ -40,9 +40,14 @@ from fshard.pipeline.execution.leaves import Stage
 from fshard.pipeline.execution.mailbox import Forms
 from fshard.pipeline.execution.route import Route
 from fshard.pipeline.schedule.schedule import Schedule
-from fshard.transforms.fsdp.param_runtime import plan_param
-from fshard.transforms.fsdp.plans import ParamPlan, plan_reduction
-from fshard.transforms.fsdp.units import Order, UnitPlan
+from fshard.transforms.fsdp.plans import (
+    Order,
+    ParamPlan,
+    ReductionPlans,
+    UnitPlan,
+    plan_param,
+    plan_reduction,
+)
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import Choice, named, parts_of
@@ -66,11 +71,15 @@ class StageLeaves(NamedTuple):
         leaves: Sequence[ParamPlan], indices: list[int], tree: Callable[[list[Tensor]], PyTree]
     ) -> StageLeaves:
         """Return the plan of a stage from the plans of its parameters."""
-        units = list[int](), list[int]()
-        for index, leaf in enumerate(leaves):
-            units[leaf.is_sharded].append(index)
-        replicated, sharded = (UnitPlan.of(leaves, unit) for unit in units)
-        return StageLeaves(leaves, indices, tree, sharded, replicated)
+        sharded = [index for index, leaf in enumerate(leaves) if leaf.is_sharded]
+        replicated = [index for index, leaf in enumerate(leaves) if not leaf.is_sharded]
+        return StageLeaves(
+            leaves,
+            indices,
+            tree,
+            sharded=UnitPlan.of(leaves, sharded),
+            replicated=UnitPlan.of(leaves, replicated),
+        )
 
 
 class Borrowed(NamedTuple):
@@ -122,7 +131,7 @@ class StagePlan:
         program: the stages.
         leaves: the plans of all parameters, each once; they are referred to by index.
         by_stage: those of each stage.
-        reduction_plans: of their gradients among the devices of the stage, None where they are not trained.
+        reduction_plans: of the gradients of trained ones, among the devices of the stage.
         borrowed: parameters that stages need of others.
         ties: the trained parameters of several stages.
         messages: known forms of messages.
@@ -134,7 +143,7 @@ class StagePlan:
     program: StageProgram
     leaves: list[ParamPlan]
     by_stage: list[StageLeaves]
-    reduction_plans: list[ReshardPlan | None]
+    reduction_plans: ReductionPlans
     borrowed: list[Borrowed]
     ties: list[Tie]
     messages: dict[int, Forms] = field(default_factory=dict[int, Forms])
@@ -196,12 +205,11 @@ class StagePlanner:
             self._plan_stage(row, structure, leaves, layouts, coordinate)
             for row, structure, coordinate in zip(indices, structures, placement, strict=True)
         ]
-        reduction_plans = [
-            plan_reduction(self.mesh, self.over, leaf, in_order=self.options.reproducible)
+        reduction_plans = {
+            index: plan_reduction(self.mesh, self.over, leaf, in_order=self.options.reproducible)
+            for index, leaf in enumerate(leaves)
             if leaf.trained
-            else None
-            for leaf in leaves
-        ]
+        }
         return StagePlan(
             self.options, self.program, leaves, by_stage, reduction_plans, borrowed, ties
         )
@@ -211,10 +219,8 @@ class StagePlanner:
         return at_coordinate(self.options.used(layout), self.axis, coordinate)
 
     def _plan_param(self, path: str, x: Sharded, frozen: bool) -> ParamPlan:
-        trained, coordinate = (
-            self.options.backward and trainable(x) and not frozen,
-            coordinate_of(x.layout, self.axis),
-        )
+        trained = self.options.backward and trainable(x) and not frozen
+        coordinate = coordinate_of(x.layout, self.axis)
         assert coordinate is not None
         leaf = plan_param(
             path,
