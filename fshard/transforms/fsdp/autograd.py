@@ -3,8 +3,8 @@
     anchor ──> _UseUnit ──> all unsharded parameters of a unit ──(_UseOnce)──> operations ──> loss
     anchor ──> _LazyParams ──> lazy parameters ──> operations in C++ ──> loss
 
-The backward of a `_UseUnit` runs right after the backwards of the operations that used the unit, so the unit is resharded
-and reduced while autograd goes on to earlier units.
+The backward of a `_UseUnit` runs right after the backwards of the operations that used the unit, so
+the unit is resharded and reduced while autograd goes on to earlier units.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,25 +22,23 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fshard.mesh.collectives.autograd import transformed
-from fshard.transforms.fsdp.lazy_param import LazyParam
+from fshard.transforms.fsdp.lazy_param import LazyParam, Runtime
 from fshard.transforms.fsdp.plans import Gradients
 from fshard.transforms.fsdp.units import Unit
-
-if TYPE_CHECKING:
-    from fshard.transforms.fsdp.param_runtime import ParamRuntime
 
 _torch: Any = torch
 _hooks: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
-# -- nodes ------------------------------------------------------------------------------------------------------------
+# -- nodes ----------------------------------------
 
 
 # Note [The anchor makes autograd call units]
-# Autograd records a Function only if an input requires a gradient, and calls its backward only on the way to an input
-# whose gradient is asked for. Shards are no inputs: their gradients are reduced in the background, not returned. So each
-# use of units has one scalar input, the anchor of the step, and a backward asks for its gradient, which is None. It runs
-# all nodes that lead to units, and no other: `.grad` of other leaves stays as it is, unless they are asked for too.
+# Autograd records a Function only if an input requires a gradient, and calls its backward only on
+# the way to an input whose gradient is asked for. Shards are no inputs: their gradients are reduced
+# in the background, not returned. So each use of units has one scalar input, the anchor of the
+# step, and a backward asks for its gradient, which is None. It runs all nodes that lead to units,
+# and no other: `.grad` of other leaves stays as it is, unless they are asked for too.
 
 
 class _UseUnit(Function):
@@ -50,13 +48,15 @@ class _UseUnit(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, runtime: ParamRuntime, unit: Unit) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, runtime: Runtime, unit: Unit) -> tuple[Tensor, ...]:
         ctx.runtime = runtime
         ctx.unit = unit
-        # Else None, the gradient of a parameter that was not used, would be zeros: memory, and `used` would be wrong.
+        # Else None, the gradient of a parameter that was not used, would be zeros: memory, and
+        # `used` would be wrong.
         ctx.set_materialize_grads(False)
-        # A Function must not return an object that it has from elsewhere: autograd would make the unit's own values
-        # part of the graph. The detached ones share their version counters, so writes to them are found.
+        # A Function must not return an object that it has from elsewhere: autograd would make the
+        # unit's own values part of the graph. The detached ones share their version counters, so
+        # writes to them are found.
         outputs = [x.detach() for x in runtime.wait_for_unshard(unit)]
         frozen = [x for x, plan in zip(outputs, unit.plan.params, strict=True) if not plan.trained]
         ctx.mark_non_differentiable(*frozen)
@@ -71,12 +71,12 @@ class _UseUnit(Function):
 class _UseOnce(Function):
     """One use of one parameter, in reproducible mode.  Backward: its cotangent is received separately.
 
-    Autograd adds up the cotangents of all uses of a `_UseUnit`, and a unit that was resharded in between has several, so
-    the order of additions would depend on when units are resharded.
+    Autograd adds up the cotangents of all uses of a `_UseUnit`, and a unit that was resharded in
+    between has several, so the order of additions would depend on when units are resharded.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, runtime: ParamRuntime, unit: Unit, position: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, runtime: Runtime, unit: Unit, position: int) -> Tensor:
         ctx.runtime = runtime
         ctx.unit = unit
         ctx.position = position
@@ -95,9 +95,9 @@ class _LazyParams(Function):
     """Forward: the lazy parameters of a step. Backward: their own cotangents are added to those of their units."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, runtime: ParamRuntime) -> tuple[Tensor, ...]:
-        # A weak reference: the runtime holds the lazy parameters, these hold their node, and Python's collector does not
-        # see that cycle.
+    def forward(ctx: Any, anchor: Tensor, runtime: Runtime) -> tuple[Tensor, ...]:
+        # A weak reference: the runtime holds the lazy parameters, these hold their node, and
+        # Python's collector does not see that cycle.
         ctx.runtime = weakref.ref(runtime)
         ctx.set_materialize_grads(False)
         lazy_params: list[LazyParam] = []
@@ -109,7 +109,7 @@ class _LazyParams(Function):
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[None, None]:
-        runtime: Any = ctx.runtime()
+        runtime = ctx.runtime()
         start = 0
         for unit in runtime.units:
             stop = start + len(unit.plan.indices)
@@ -123,18 +123,18 @@ PARAM_NODES: tuple[Any, ...] = tuple(function._backward_cls for function in _PAR
 """The autograd nodes by which a loss depends on parameters."""
 
 
-def use_unit(runtime: ParamRuntime, unit: Unit) -> tuple[Tensor, ...]:
+def use_unit(runtime: Runtime, unit: Unit) -> tuple[Tensor, ...]:
     """Return all parameters of a unit for one use, recorded by autograd."""
     return _UseUnit.apply(runtime.anchor, runtime, unit)  # type: ignore[return-value]
 
 
-def use_once(runtime: ParamRuntime, unit: Unit, x: Tensor, position: int) -> Tensor:
+def use_once(runtime: Runtime, unit: Unit, x: Tensor, position: int) -> Tensor:
     """Return one parameter for one operation, whose cotangent is received separately."""
     with outside_transforms():
         return _UseOnce.apply(x, runtime, unit, position)  # type: ignore[no-any-return]
 
 
-def lazy_params_of(runtime: ParamRuntime) -> tuple[Tensor, ...]:
+def lazy_params_of(runtime: Runtime) -> tuple[Tensor, ...]:
     """Return the lazy parameters of all units, in their order."""
     return _LazyParams.apply(runtime.anchor, runtime)  # type: ignore[no-any-return]
 
@@ -144,7 +144,7 @@ def outside_transforms() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack() if transformed() else nullcontext()
 
 
-# -- saved tensors ----------------------------------------------------------------------------------------------------
+# -- saved tensors ----------------------------------------
 
 
 class _SavedView(NamedTuple):
@@ -169,10 +169,11 @@ class _Storage(NamedTuple):
 
 
 # Note [Saved parameters are found by their storage]
-# Operations save parameters and views of them, such as w.t(), and autograd tells hooks nothing but the tensor. So unsharded
-# parameters are registered by the address of their storage, which all their views share. The address of a freed storage may
-# be given to another one; each entry has a weak reference, which keeps the address taken until the slice ends. A view in
-# another dtype, as of view_as_real, is saved as it is: `as_strided` of the parameter does not make it.
+# Operations save parameters and views of them, such as w.t(), and autograd tells hooks nothing but
+# the tensor. So unsharded parameters are registered by the address of their storage, which all
+# their views share. The address of a freed storage may be given to another one; each entry has a
+# weak reference, which keeps the address taken until the slice ends. A view in another dtype, as of
+# view_as_real, is saved as it is: `as_strided` of the parameter does not make it.
 
 
 class SavedTensors:
@@ -210,7 +211,8 @@ class SavedTensors:
             return x
         storage = self._storages.get(_storage_address(x))
         if storage is None or x.dtype != storage.dtype:
-            # An output that is saved by its own operation, as of exp, would hold the node that holds it.
+            # An output that is saved by its own operation, as of exp, would hold the node that
+            # holds it.
             return x.detach() if x.requires_grad else x
         return _SavedView(  # (5)
             storage.unit,

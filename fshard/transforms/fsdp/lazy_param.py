@@ -5,13 +5,14 @@ It has shape, dtype and device, and modules accept it. Its values are used in on
     torch.f(h, x)       __torch_function__    f runs on the unsharded tensors, and gradients go to their unit (`_UseUnit`)
     f called in C++     __torch_dispatch__    f gets h itself, and gradients go to h's own node (`_LazyParams`)
 
-The second is for autograd Functions, custom operators and torch.func, which ignore a tensor's class.
+The second is for autograd Functions, custom operators and torch.func, which ignore a tensor's
+class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +24,8 @@ from fshard.transforms.fsdp.units import StepContext, Unit, versions_of
 from fshard.transforms.module.replica import NO_GRADS, TRAINED_IS_FIXED
 from fshard.transforms.patterns import titled
 
-if TYPE_CHECKING:
-    from fshard.transforms.fsdp.param_runtime import ParamRuntime
-
+Runtime = Any
+"""A `ParamRuntime`, whose module imports this one."""
 _compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
 """Returns the callback of torch.compile for this frame, None outside of it."""
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -65,7 +65,7 @@ WRITES = (
 class LazyParam(Tensor):
     """A parameter inside a loss function: the one at `position` of its unit."""
 
-    runtime: ParamRuntime
+    runtime: Runtime
     unit: Unit
     position: int
     plan: ParamPlan
@@ -75,7 +75,7 @@ class LazyParam(Tensor):
     """Makes isinstance(x, nn.Parameter) true."""
 
     @staticmethod
-    def of(runtime: ParamRuntime, unit: Unit, position: int) -> LazyParam:
+    def of(runtime: Runtime, unit: Unit, position: int) -> LazyParam:
         """Return the lazy parameter at a position in a unit."""
         plan = unit.plan.params[position]
         dtype = unit.context.options.used_in(plan.dtype)

@@ -1,8 +1,9 @@
 """`ParamRuntime`: the parameters of one device in one step, unsharded just before their use and resharded after.
 
-Inside a loss function every parameter is a `LazyParam`. The first operation that uses one unshards its entire `Unit`.
-Autograd calls the backward of that right after the backward of the block that uses the unit: `AgreedReductions` starts the
-reduce-scatter, and the backward of earlier blocks overlaps with it.
+Inside a loss function every parameter is a `LazyParam`. The first operation that uses one unshards
+its entire `Unit`. Autograd calls the backward of that right after the backward of the block that
+uses the unit: `AgreedReductions` starts the reduce-scatter, and the backward of earlier blocks
+overlaps with it.
 
     forward     all-gather 0 | block 0 | all-gather 1 | block 1 | ... | loss
     backward    ... | block 1 | reduce-scatter 1 | block 0 | reduce-scatter 0      (units are all-gathered again if freed)
@@ -11,8 +12,9 @@ reduce-scatter, and the backward of earlier blocks overlaps with it.
     pre_backward     autograd reads a saved tensor of the unit: the same, if it was resharded
     post_backward    its backward is over: reshard it, and receive its cotangents
 
-A sharded unit is freed when later ones are unsharded; `SavedTensors` keeps it out of autograd's graph. Replicated
-parameters (ZeRO 0 to 2) are neither all-gathered nor freed: the same nodes only reduce their gradients.
+A sharded unit is freed when later ones are unsharded; `SavedTensors` keeps it out of autograd's
+graph. Replicated parameters (ZeRO 0 to 2) are neither all-gathered nor freed: the same nodes only
+reduce their gradients.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class ParamRuntime:
         options: of the step.
         site: the source line of the step.
 
-    `sequence`: the numbers of units in the order of their all-gathers, which must be equal on all devices.
+    `sequence`: the numbers of units in the order of their all-gathers, which must be equal on all
+    devices.
     """
 
     def __init__(
@@ -124,7 +127,8 @@ class ParamRuntime:
         indices = [index for unit in self.units for index in unit.plan.indices]
         params.update(zip(indices, lazy_params_of(self), strict=True))
 
-        # Integers have no gradient, and are unsharded at once: operations may take them as indices, which are read.
+        # Integers have no gradient, and are unsharded at once: operations may take them as indices,
+        # which are read.
         plain = [index for index in range(len(self.leaves)) if index not in params]
         if plain:
             shards = [self.shards[index] for index in plain]
@@ -139,7 +143,7 @@ class ParamRuntime:
         turns, along = self.reductions.sequence, self.reductions.along
         return self.observed._replace(turns=turns, along=along)
 
-    # -- a slice: forward -------------------------------------------------------------------------------------------
+    # -- a slice: forward ----------------------------------------
 
     def begin_slice(self) -> None:
         """Begin a slice."""
@@ -215,11 +219,13 @@ class ParamRuntime:
         return unit.values
 
     # Note [Prefetch follows the last order]
-    # A prefetched all-gather is a collective, which all devices must start at the same time. So what a device prefetches
-    # depends only on what is equal on all devices: the order of the last step, and the all-gathers of this one, which must
-    # be equal anyway. A use of a unit that is unsharded already is none, may depend on the data, and is not recorded. Once
-    # the orders differ nothing is prefetched; a unit that was prefetched in vain costs time and memory, not correctness:
-    # the same one on all devices, which wait for it at the end of the slice. The next step expects the order of this one.
+    # A prefetched all-gather is a collective, which all devices must start at the same time. So
+    # what a device prefetches depends only on what is equal on all devices: the order of the last
+    # step, and the all-gathers of this one, which must be equal anyway. A use of a unit that is
+    # unsharded already is none, may depend on the data, and is not recorded. Once the orders differ
+    # nothing is prefetched; a unit that was prefetched in vain costs time and memory, not
+    # correctness: the same one on all devices, which wait for it at the end of the slice. The next
+    # step expects the order of this one.
     def _look_ahead(self, unit: Unit, observed: list[int], expected: list[int]) -> None:
         """Record an all-gather, and prefetch the units that followed it: see Note [Prefetch follows the last order]."""
         observed.append(unit.plan.number)
@@ -246,7 +252,7 @@ class ParamRuntime:
         if unit in self._live:
             self._live.remove(unit)
 
-    # -- a slice: backward ------------------------------------------------------------------------------------------
+    # -- a slice: backward ----------------------------------------
 
     @contextmanager
     def backward(self) -> Generator[None]:
@@ -297,7 +303,7 @@ class ParamRuntime:
         self.saved.clear()
         self.state = "idle"
 
-    # -- the end of the step ----------------------------------------------------------------------------------------
+    # -- the end of the step ----------------------------------------
 
     def check_unchanged(self) -> None:
         """Raise if the loss function has written to a parameter in place."""
@@ -340,6 +346,9 @@ class ParamRuntime:
         self.shards = ()
         self.lazy_params = []
         self.reducer.sums = []
+        # `saved` refers to this runtime, so it stays until Python collects cycles; its tensors
+        # would count in the peak of the update. A second call finds no anchor.
+        vars(self).pop("anchor", None)
         for unit in self.units:
             unit.shards = ()
 
@@ -353,9 +362,10 @@ class ParamRuntime:
 
 
 # Note [Recomputed uses are not counted]
-# A checkpoint runs a part of the forward again within the backward, to save its tensors anew, and may use a unit that was
-# resharded: a use that autograd records like any other. But the backward runs through the nodes of the first forward, so
-# the backward of this use would be waited for in vain, and the unit reduced only at the end of the step.
+# A checkpoint runs a part of the forward again within the backward, to save its tensors anew, and
+# may use a unit that was resharded: a use that autograd records like any other. But the backward
+# runs through the nodes of the first forward, so the backward of this use would be waited for in
+# vain, and the unit reduced only at the end of the step.
 def _is_recomputing() -> bool:
     """Return True within a backward: see Note [Recomputed uses are not counted]."""
     return _C._current_graph_task_id() != -1
@@ -364,12 +374,13 @@ def _is_recomputing() -> bool:
 def with_unsharded_params(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any]:
     """Return a function that unshards the parameters in its arguments when called, and reshards them when it returns.
 
-    No loss function needs this: it determines how long a block's parameters are unsharded, and its body gets plain
-    tensors.
+    No loss function needs this: it determines how long a block's parameters are unsharded, and its
+    body gets plain tensors.
 
     Args:
         fn: called with parameters among its arguments.
-        keep: keep the unsharded parameters that autograd saves, instead of unsharding them again for the backward.
+        keep: keep the unsharded parameters that autograd saves, instead of unsharding them again
+            for the backward.
 
     >>> import torch, fshard as fs
     >>> block = fs.with_unsharded_params(lambda w, x: torch.relu(x @ w))

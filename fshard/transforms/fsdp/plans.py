@@ -105,14 +105,15 @@ class Order(NamedTuple):
     along: Along = ()
 
 
-# -- all parameters of a step -----------------------------------------------------------------------------------------
+# -- all parameters of a step ----------------------------------------
 
 
 @dataclass
 class ParamPlans:
     """The cached plans of a tree of parameters, and the order in which its units were last used.
 
-    `keeps_saved`: autograd keeps the unsharded parameters that it saves: see Note [torch.func refuses saved-tensor hooks].
+    `keeps_saved`: autograd keeps the unsharded parameters that it saves: see Note [torch.func
+    refuses saved-tensor hooks].
     """
 
     leaves: tuple[ParamPlan, ...]
@@ -142,7 +143,8 @@ class ParamPlans:
         for index, leaf in enumerate(leaves):
             if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
                 continue
-            # On one device, with all in its memory, nothing is gathered, freed or reduced, so one unit costs least.
+            # On one device, with all in its memory, nothing is gathered, freed or reduced, so one
+            # unit costs least.
             is_moved = self.mesh.size > 1 or leaf.memory != "device"
             name = leaf.unit if is_moved else ""
             groups.setdefault(name, []).append(index)
@@ -194,7 +196,7 @@ def validate_ties_frozen(
         )
 
 
-# -- one parameter --------------------------------------------------------------------------------------------------
+# -- one parameter ----------------------------------------
 
 
 def plan_param(
@@ -209,7 +211,8 @@ def plan_param(
         path: of the parameter.
         x: the parameter.
         gradients: maps its layout to its gradient's; None if it is frozen.
-        unsharded: the layout in which it is used, sharded along local axes only; default: replicated on all devices.
+        unsharded: the layout in which it is used, sharded along local axes only; default:
+            replicated on all devices.
     """
     layout = x.layout
     if unsharded is None:
@@ -221,7 +224,8 @@ def plan_param(
             "Write opt.gradients of a partitioned optimizer, or leave it out."
         )
     if gradient.memory == "disk":
-        # A `Reducer` adds gradients on the device or on the host; parameters and state alone are on disk.
+        # A `Reducer` adds gradients on the device or on the host; parameters and state alone are on
+        # disk.
         gradient = gradient.with_memory("host")
     return ParamPlan(
         path=path,
@@ -247,7 +251,7 @@ def local_plans(leaves: tuple[ParamPlan, ...], device: int) -> Sequence[ParamPla
     return plans
 
 
-# -- the reduction of its gradient ------------------------------------------------------------------------------------
+# -- the reduction of its gradient ----------------------------------------
 
 
 def plan_reduction(
@@ -271,7 +275,8 @@ def plan_in_order(
 ) -> ReshardPlan:
     """Return the plan from summands over `axes`, sharded as in `used`, to a layout; it reduces over the last axis first.
 
-    It is the usual plan, if that does; else axes are reduced one by one, and the gradient is scattered with the first.
+    It is the usual plan, if that does; else axes are reduced one by one, and the gradient is
+    scattered with the first.
 
     >>> from fshard import make_mesh
     >>> mesh = make_mesh({"a": 2, "b": 2})

@@ -5,16 +5,18 @@
 a unit's uses  ─────────────>  waiting  ─────────>  bucket  ──────>  in flight  ─────────>  sums
       └─ accumulated: of earlier slices
 
-All devices reduce in one order and in one dtype, so that their buckets match. Gradients become complete in an order that may
-depend on the data, and some never do where a branch skips them. So a unit before its turn waits, one that is missing after
-the backward is reduced as zeros, and one without a turn is reduced last.
+All devices reduce in one order and in one dtype, so that their buckets match. Gradients become
+complete in an order that may depend on the data, and some never do where a branch skips them. So a
+unit before its turn waits, one that is missing after the backward is reduced as zeros, and one
+without a turn is reduced last.
 
     turns       head  blocks[1]  blocks[0]            agreed in the first step: device 0's order of use, reversed
     device 0    head  blocks[0]              ->       head  blocks[1] = 0  blocks[0]
     device 1    head  blocks[1]              ->       head  blocks[1]      blocks[0] = 0
 
-The gradient of a sharded unit is sent immediately, to free its memory; gradients of replicated units wait until a bucket is
-full. Stages need no agreement, since their schedule has the order: `StageSums` gives their gradients to a `Reducer`.
+The gradient of a sharded unit is sent immediately, to free its memory; gradients of replicated
+units wait until a bucket is full. Stages need no agreement, since their schedule has the order:
+`StageSums` gives their gradients to a `Reducer`.
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ class Reducer:
         site: the source line of the step.
         wide: True if sums of several slices are reduced in at least 32 bits.
 
-    `used` is True for each parameter that this device has used; `sums` are the reduced gradients. A gradient whose layout
-    is on the host is sent there when it is reduced, and added there.
+    `used` is True for each parameter that this device has used; `sums` are the reduced gradients. A
+    gradient whose layout is on the host is sent there when it is reduced, and added there.
     """
 
     def __init__(
@@ -100,8 +102,9 @@ class Reducer:
         self._in_flight: list[PendingReduction] = []
         self._sent: dict[int, tuple[Transfer, int]] = {}  # gradients under way to the host
 
-        # A reduction is waited for when the next bucket is packed. Gradients for the host are waited for one bucket
-        # earlier, so that their copies to the host begin, and their memory is freed, before that one is packed.
+        # A reduction is waited for when the next bucket is packed. Gradients for the host are
+        # waited for one bucket earlier, so that their copies to the host begin, and their memory is
+        # freed, before that one is packed.
         has_host_gradients = any(leaf.gradient.memory == "host" for leaf in leaves)
         self._packed_ahead = 0 if has_host_gradients else max(options.in_flight - 1, 0)
 
@@ -116,7 +119,7 @@ class Reducer:
         self._plans = plans
         self._along = along
 
-    # -- until they are sent ------------------------------------------------------------------------------------------
+    # -- until they are sent ----------------------------------------
 
     def record(
         self, indices: Sequence[int], gs: Sequence[Tensor | None], *, is_idle: bool
@@ -167,7 +170,7 @@ class Reducer:
         self._bucket = []
         self._bucket_bytes = 0
 
-    # -- until they are summed ----------------------------------------------------------------------------------------
+    # -- until they are summed ----------------------------------------
 
     def send(self) -> None:
         """Start the reduction of the bucket."""
@@ -218,7 +221,7 @@ class Reducer:
             transfer, copies = self._sent.pop(index)
             self._add(index, transfer.wait(), copies)
 
-    # -- at the end of the step ---------------------------------------------------------------------------------------
+    # -- at the end of the step ----------------------------------------
 
     @made_for("gradients")
     def gradients(self, used: Sequence[float], divisor: float | Tensor = 1.0) -> Gradients:
@@ -256,7 +259,8 @@ class AgreedReductions:
         plans: returns those that sum gradients over the batch's axes and further ones.
         order: of an earlier step.
 
-    `accumulated` are the gradients of earlier slices, by the number of their unit, which are not reduced yet.
+    `accumulated` are the gradients of earlier slices, by the number of their unit, which are not
+    reduced yet.
     """
 
     def __init__(
@@ -277,7 +281,7 @@ class AgreedReductions:
         self._turn = 0  # the index in the sequence of the unit that is reduced next
         self._waiting: dict[int, Gradients] = {}
 
-    # -- a backward ---------------------------------------------------------------------------------------------------
+    # -- a backward ----------------------------------------
 
     def begin(
         self,
@@ -309,12 +313,13 @@ class AgreedReductions:
             self.sequence = self._agree_on_sequence(used, group)
 
     # Note [Devices agree on the order of reductions]
-    # A device's backward reaches units in its own order, and with branches other units than that of its neighbour. But
-    # the n-th reduction of all devices must be of the same parameters: collectives are matched by their order, and zeros
-    # are needed of a device that has not used a unit. So before the first backward one small sum tells every device the
-    # order of the first device, and which units any other uses. It is kept from step to step, so it costs nothing later;
-    # what has no turn, as a unit that is first used in a later step, is reduced at the end of the step, and has one in
-    # the next.
+    # A device's backward reaches units in its own order, and with branches other units than that of
+    # its neighbour. But the n-th reduction of all devices must be of the same parameters:
+    # collectives are matched by their order, and zeros are needed of a device that has not used a
+    # unit. So before the first backward one small sum tells every device the order of the first
+    # device, and which units any other uses. It is kept from step to step, so it costs nothing
+    # later; what has no turn, as a unit that is first used in a later step, is reduced at the end
+    # of the step, and has one in the next.
     def _agree_on_sequence(self, used: Iterable[int], group: Group | None) -> list[int]:
         """Return the order of all devices: see Note [Devices agree on the order of reductions].
 
@@ -342,7 +347,8 @@ class AgreedReductions:
         if self._accumulate_into is not None:
             self._accumulate_into(unit, gs)
         elif not is_last_use or unit.number in self._waiting:
-            # It was resharded and unsharded again in the forward, so autograd has several nodes for it.
+            # It was resharded and unsharded again in the forward, so autograd has several nodes for
+            # it.
             self.accumulate(unit, gs)
         else:
             self._waiting[unit.number] = self._take_accumulated(unit, gs)
@@ -378,7 +384,7 @@ class AgreedReductions:
             self.accumulate(self.units[number], gs)
         self._waiting.clear()
 
-    # -- several backwards --------------------------------------------------------------------------------------------
+    # -- several backwards ----------------------------------------
 
     def accumulate(self, unit: UnitPlan, gs: Gradients) -> None:
         """Add gradients to those of earlier slices, in at least 32 bits; they are reduced together."""
@@ -392,7 +398,7 @@ class AgreedReductions:
         self.accumulated[unit.number] = None
         return _add_wide(sums, gs)
 
-    # -- the end of the step ------------------------------------------------------------------------------------------
+    # -- the end of the step ----------------------------------------
 
     def rest(self, accumulated: Sequence[float], used: Sequence[float]) -> None:
         """Reduce the units that any device has accumulated; set the order of the next step."""

@@ -6,9 +6,9 @@
        ^                                  reshard                                │
        └─────────────────────────────────────────────────────────────────────────┘
 
-A unit does not know when. The `ParamRuntime` of a full model unshards it when an operation uses it and has room for it;
-a schedule unshards the units of stages (`StageParams`). Parameters of ZeRO 0 to 2 are replicated: their values are views
-of the shards, and nothing is sent.
+A unit does not know when. The `ParamRuntime` of a full model unshards it when an operation uses it
+and has room for it; a schedule unshards the units of stages (`StageParams`). Parameters of ZeRO 0
+to 2 are replicated: their values are views of the shards, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Unit:
         plan: of the unit.
         shards: of its parameters on this device.
 
-    `values` are the unsharded parameters, none while the unit is sharded. `pending` waits for their all-gather.
+    `values` are the unsharded parameters, none while the unit is sharded. `pending` waits for their
+    all-gather.
     """
 
     def __init__(self, context: StepContext, plan: UnitPlan, shards: Sequence[Tensor]) -> None:
@@ -89,8 +90,8 @@ class Unit:
         """True if it is unsharded, or about to be."""
         return bool(self.values) or self.pending is not None
 
-    # Without gradients, since a region of `remat` counts the operations of a recorded forward: its second run, which may
-    # find the unit unsharded, must count as many.
+    # Without gradients, since a region of `remat` counts the operations of a recorded forward: its
+    # second run, which may find the unit unsharded, must count as many.
     @torch.no_grad()
     def fetch(self) -> None:
         """Start to copy shards from other memory to the device, unless the unit is unsharded or about to be."""
@@ -116,7 +117,8 @@ class Unit:
         options, site, scope = self.context.options, self.context.site, self.context.scope
         params = self.plan.params
 
-        # The scope is entered, since a backward that unshards it may run outside of `run`: torch.autograd.grad(loss, inputs).
+        # The scope is entered, since a backward that unshards it may run outside of `run`:
+        # torch.autograd.grad(loss, inputs).
         with savable(), entered(scope), purpose("unsharded"):
             xs = self._wait_for_fetch()
             if options.compute is not None:
@@ -166,8 +168,9 @@ class Unit:
 
 
 # Note [Unsharded parameters are savable]
-# A tensor that is made in inference mode can never be saved for a backward. The operation that unshards a unit may run in
-# inference mode, as that of a metric in a loss function, and a later one that is differentiated uses the same values.
+# A tensor that is made in inference mode can never be saved for a backward. The operation that
+# unshards a unit may run in inference mode, as that of a metric in a loss function, and a later one
+# that is differentiated uses the same values.
 def savable() -> AbstractContextManager[Any]:
     """Return a context whose results can be saved for a backward: see Note [Unsharded parameters are savable]."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _ANY_MODE

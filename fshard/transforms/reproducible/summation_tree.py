@@ -1,6 +1,7 @@
 """The order of additions in reproducible mode: one binary tree over the slices of a device, and over devices.
 
-A batch sharded over ("a", "b") has its slices in the order of a, then b. Neighbours are added first:
+A batch sharded over ("a", "b") has its slices in the order of a, then b. Neighbours are added
+first:
 
     slices   0   1   2   3       a = 0: 0, 1;  a = 1: 2, 3;  b = 0, 1 within each
              0 + 1   2 + 3       over "b"
@@ -24,9 +25,10 @@ class TreeAccumulator:
 
     slices 0 1 2 3 4 5 6 7 -> ((0+1)+(2+3)) + ((4+5)+(6+7))
 
-    A slice that has not used a unit counts as 0: the other devices have zeros for it. Uses of a leaf in one slice are
-    added in sequence, the last first, as autograd adds them, in their own dtype; slices as devices are added, each
-    times its weight, in the dtype in which they are reduced.
+    A slice that has not used a unit counts as 0: the other devices have zeros for it. Uses of a
+    leaf in one slice are added in sequence, the last first, as autograd adds them, in their own
+    dtype; slices as devices are added, each times its weight, in the dtype in which they are
+    reduced.
 
     Args:
         units: of the parameters.

@@ -1,12 +1,12 @@
 """The parameters of one stage on one device, and the sums of their gradients.
 
-Autograd's saved tensors of a parameter, views included, share its memory. So that memory is freed and refilled under
-the same tensors: nothing is replaced or recorded twice.
+Autograd's saved tensors of a parameter, views included, share its memory. So that memory is freed
+and refilled under the same tensors: nothing is replaced or recorded twice.
 
     UNSHARD   all-gather starts   F, B, I, W   memory is filled   RESHARD   memory is freed   REDUCE   `StageSums`
 
-A tied parameter is owned by the first of its stages; the others borrow it, and send their gradients to the owner's
-device:
+A tied parameter is owned by the first of its stages; the others borrow it, and send their gradients
+to the owner's device:
 
     any mode             each stage its sum           ->  the owner: their sum                          ->  reduced
     reproducible mode    each microbatch separately   ->  the owner: their sums, then the tree of them  ->  reduced
@@ -57,10 +57,11 @@ class _StageParam(Tensor):
 
 
 # Note [Parameters of a stage are freed under their tensors]
-# The operations of a stage save its parameters for many microbatches. Their storages are resized to 0 bytes and back, so
-# that these saved tensors have no memory while the stage is resharded and the same values after. Autograd must not count
-# that as a write: it is done through `.data`, which has a version counter of its own. A storage that numpy has an array
-# of cannot be resized, and stays until the step ends.
+# The operations of a stage save its parameters for many microbatches. Their storages are resized to
+# 0 bytes and back, so that these saved tensors have no memory while the stage is resharded and the
+# same values after. Autograd must not count that as a write: it is done through `.data`, which has
+# a version counter of its own. A storage that numpy has an array of cannot be resized, and stays
+# until the step ends.
 
 
 class StageParams:
@@ -204,7 +205,7 @@ class StageSums:
         """Return a sum over microbatches: as they come, or in the fixed tree of reproducible mode."""
         return RunningSum() if self._weights is None else OrderedSum(self._weights)
 
-    # -- a microbatch -------------------------------------------------------------------------------------------------
+    # -- a microbatch ----------------------------------------
 
     def let_accumulate(self, stage: int, weights: Sequence[Tensor]) -> bool:
         """Let autograd accumulate into the weights' `.grad`, if sums need no other dtype or order; return True if so."""
@@ -250,7 +251,7 @@ class StageSums:
         # Those of one microbatch are added as in one backward.
         return self._reducer.options.used_in(self._leaves[index].dtype)
 
-    # -- reductions ---------------------------------------------------------------------------------------------------
+    # -- reductions ----------------------------------------
 
     def reduce(self, stage: int) -> None:
         """Start reducing the gradients of a stage, except tied ones."""

@@ -3,11 +3,12 @@
     a shard at the first stage's coordinate  ──send──>  a shard at another's  ──all-gather──>  unsharded, for a while
     summands, one per device of the coordinate  ──reduce──>  the gradient's layout, there
 
-All plans begin and end at one coordinate along the pipeline: other devices have other stages, and take no part.
+All plans begin and end at one coordinate along the pipeline: other devices have other stages, and
+take no part.
 
-The coordinate of a stage along "pipe" is part of the layout of each of its parameters, `P(at={"pipe": k})`. So
-optimizers, norms, checkpoints and pictures work without knowing pipelines. A parameter of several stages (tied) is
-stored by the first one.
+The coordinate of a stage along "pipe" is part of the layout of each of its parameters,
+`P(at={"pipe": k})`. So optimizers, norms, checkpoints and pictures work without knowing pipelines.
+A parameter of several stages (tied) is stored by the first one.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ from fshard.transforms.shard_params import Rules, layouts_of, put_all
 class StageLeaves(NamedTuple):
     """The parameters of one stage, each once, with their indices, and how they form the stage's tree.
 
-    `sharded` are those that are all-gathered or copied to the device, `replicated` the others, by their index in the stage.
+    `sharded` are those that are all-gathered or copied to the device, `replicated` the others, by
+    their index in the stage.
     """
 
     leaves: Sequence[ParamPlan]
@@ -93,8 +95,8 @@ class Borrowed(NamedTuple):
 class Tie(NamedTuple):
     """A trained parameter of several stages, of which the first owns it.
 
-    `coordinates`: of the stages along the pipeline. `to_owner`: the plans that send each stage's gradient to
-    the owner.
+    `coordinates`: of the stages along the pipeline. `to_owner`: the plans that send each stage's
+    gradient to the owner.
     """
 
     leaf: int
@@ -282,12 +284,14 @@ def shard_stages(
 ) -> list[PyTree]:
     """Place the parameters of stages on the devices that have them: every process keeps its shards.
 
-    All processes must call it: their tensors are compared, by hashes in one collective, and different ones raise.
+    All processes must call it: their tensors are compared, by hashes in one collective, and
+    different ones raise.
 
     Args:
         stages: modules, whose parameters are taken by their names; or trees of parameters.
-        rules: their layouts along the other axes: as for `shard_params`, for the list of these trees: such as `fsdp("data")`,
-            or patterns as "*.blocks.*.w", which begin with the number of the stage. None: replicated.
+        rules: their layouts along the other axes: as for `shard_params`, for the list of these
+            trees: such as `fsdp("data")`, or patterns as "*.blocks.*.w", which begin with the
+            number of the stage. None: replicated.
         mesh: the devices.
         schedule: the placement of stages.
         axis: of the pipeline.
