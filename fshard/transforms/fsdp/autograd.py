@@ -1,10 +1,10 @@
-"""What autograd sees of units: the nodes by which a loss depends on parameters, and how it saves parameters.
+"""Units in autograd: the nodes by which a loss depends on parameters, and how they are saved.
 
     anchor ──> _UseUnit ──> all unsharded parameters of a unit ──(_UseOnce)──> operations ──> loss
     anchor ──> _LazyParams ──> lazy parameters ──> operations in C++ ──> loss
 
 The backward of a `_UseUnit` runs right after the backwards of the operations that used the unit, so
-the unit is resharded and reduced while autograd goes on to earlier units.
+the unit is resharded and reduced while autograd continues with earlier units.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _hooks: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAt
 
 
 # Note [The anchor makes autograd call units]
-# Autograd records a Function only if an input requires a gradient, and calls its backward only on
-# the way to an input whose gradient is asked for. Shards are no inputs: their gradients are reduced
+# Autograd records a Function only if an input requires a gradient, and runs its backward only on
+# the way to an input whose gradient is requested. Shards are no inputs: their gradients are reduced
 # in the background, not returned. So each use of units has one scalar input, the anchor of the
-# step, and a backward asks for its gradient, which is None. It runs all nodes that lead to units,
-# and no other: `.grad` of other leaves stays as it is, unless they are asked for too.
+# step, and a backward requests its gradient, which is None. It runs all nodes that lead to units,
+# and no other: `.grad` of other leaves stays as it is, unless they are requested too.
 
 
 class _UseUnit(Function):
@@ -169,8 +169,8 @@ class _Storage(NamedTuple):
 
 
 # Note [Saved parameters are found by their storage]
-# Operations save parameters and views of them, such as w.t(), and autograd tells hooks nothing but
-# the tensor. So unsharded parameters are registered by the address of their storage, which all
+# Operations save parameters and views of them, such as w.t(), and hooks get nothing but the
+# tensor. So unsharded parameters are registered by the address of their storage, which all
 # their views share. The address of a freed storage may be given to another one; each entry has a
 # weak reference, which keeps the address taken until the slice ends. A view in another dtype, as of
 # view_as_real, is saved as it is: `as_strided` of the parameter does not make it.

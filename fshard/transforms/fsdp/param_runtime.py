@@ -362,10 +362,10 @@ class ParamRuntime:
 
 
 # Note [Recomputed uses are not counted]
-# A checkpoint runs a part of the forward again within the backward, to save its tensors anew, and
-# may use a unit that was resharded: a use that autograd records like any other. But the backward
-# runs through the nodes of the first forward, so the backward of this use would be waited for in
-# vain, and the unit reduced only at the end of the step.
+# A checkpoint runs a part of the forward again within the backward, and may use a unit that was
+# resharded: autograd records that use like any other. It ends with the backward that it is part of,
+# whose last use of the unit is one of the first forward. No step is known whose reductions are late
+# without this rule.
 def _is_recomputing() -> bool:
     """Return True within a backward: see Note [Recomputed uses are not counted]."""
     return _C._current_graph_task_id() != -1

@@ -316,7 +316,7 @@ class AgreedReductions:
     # A device's backward reaches units in its own order, and with branches other units than that of
     # its neighbour. But the n-th reduction of all devices must be of the same parameters:
     # collectives are matched by their order, and zeros are needed of a device that has not used a
-    # unit. So before the first backward one small sum tells every device the order of the first
+    # unit. So before the first backward one small sum gives every device the order of the first
     # device, and which units any other uses. It is kept from step to step, so it costs nothing
     # later; what has no turn, as a unit that is first used in a later step, is reduced at the end
     # of the step, and has one in the next.

@@ -168,9 +168,9 @@ class Unit:
 
 
 # Note [Unsharded parameters are savable]
-# A tensor that is made in inference mode can never be saved for a backward. The operation that
-# unshards a unit may run in inference mode, as that of a metric in a loss function, and a later one
-# that is differentiated uses the same values.
+# A tensor that is made in inference mode can never be saved for a backward. An operation in
+# inference mode may unshard a unit whose values are differentiated afterwards. No loss function is
+# known that fails without this rule.
 def savable() -> AbstractContextManager[Any]:
     """Return a context whose results can be saved for a backward: see Note [Unsharded parameters are savable]."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _ANY_MODE
