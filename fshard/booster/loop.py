@@ -50,8 +50,8 @@ from fshard.transforms.fsdp.graph_checks import (
     validate_no_reentrant_checkpoint,
 )
 from fshard.transforms.fsdp.lazy_param import unsharded
-from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered
-from fshard.transforms.fsdp.units import LazyUnit
+from fshard.transforms.fsdp.param_runtime import ParamRuntime
+from fshard.transforms.fsdp.plans import ParamPlans, numbered
 from fshard.transforms.gradient import gradient_tree, unstaged
 from fshard.transforms.module.buffers import Buffers
 from fshard.transforms.reproducible.joined_outputs import JoinedOutput, join, split_backward
@@ -373,11 +373,13 @@ class LoopModel(BoostedModel):
             _validate_no_leaves(leaves)
             self._differentiate_slices(step, loss, share, retain_graph=retain_graph)
         else:
-            accumulate = None if sync or not device.options.reduce_once else LazyUnit.accumulate
+            reductions = step.runtime.reductions
+            is_reduced = sync or not device.options.reduce_once
+            accumulate = None if is_reduced else reductions.accumulate
             cotangent = device.begin_backward(loss, share, accumulate, idle=not share)
             device.differentiate([loss], [cotangent], leaves, retain_graph=retain_graph)
             if accumulate is None:
-                step.runtime.reductions.end()
+                reductions.end()
 
         step.weights.append(weights)
         self.slots.gradients.exist = True
@@ -390,8 +392,8 @@ class LoopModel(BoostedModel):
         """Add the gradients of the slices of a reproducible step in their tree, and reduce the sums."""
         assert step.differentiated is not None
         device = step.differentiated.device
-        units, reductions = step.runtime.units, step.runtime.reductions
-        trees = TreeAccumulator(units, reductions)
+        reductions, reducer = step.runtime.reductions, step.runtime.reducer
+        trees = TreeAccumulator(reductions.units, reducer)
         start = device.begin_backward(loss, share, trees.add, idle=not share)
         differentiate = partial(device.differentiate, retain_graph=retain_graph)
         with device.loss_scope():
@@ -400,9 +402,9 @@ class LoopModel(BoostedModel):
             )
 
         # each backward by itself: sums of two would be rounded otherwise on other meshes
-        for unit in units:
+        for unit in reductions.units:
             reductions.reduce(unit, trees.result(unit) or [None] * len(unit.indices))
-        reductions.send()
+        reducer.send()
 
     def _share_of(self, weight: float | Tensor, device: ModelStep) -> float:
         """Return this device's share of the weights of all devices: one sum, for which the host waits."""
@@ -418,7 +420,7 @@ class LoopModel(BoostedModel):
                 "backward: weight must be None with reproducible=True, whose bits depend on no device's share. Divide a sum by "
                 "a number that is equal on all devices: loss.sum() / booster.mean(tokens)."
             )
-        row = host_row([number], device.runtime.reductions.device)
+        row = host_row([number], device.runtime.reducer.device)
         (total,) = reduce_rows((row,), device.group, device.site)
         if not total.item():
             raise ValueError(
@@ -450,9 +452,7 @@ class LoopModel(BoostedModel):
         self.follow_writes()
         self.end_step()
         device = step.differentiated.device
-        zero = torch.zeros(
-            (), device=step.runtime.reductions.device
-        )  # the loop has used the losses
+        zero = torch.zeros((), device=step.runtime.reducer.device)  # the loop has used the losses
         losses = [SliceLoss(zero, sum(weights), []) for weights in zip(*step.weights, strict=True)]
         changed = [
             self._agreed.changed(0, tree, zero.device) for tree in self._written_by(len(losses))

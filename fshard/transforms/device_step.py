@@ -34,9 +34,9 @@ from fshard.transforms.agreement import (
 from fshard.transforms.batch import Batch
 from fshard.transforms.fsdp.graph_checks import validate_no_reentrant_checkpoint
 from fshard.transforms.fsdp.param_runtime import ParamRuntime, with_unsharded_params
-from fshard.transforms.fsdp.plans import Gradients
+from fshard.transforms.fsdp.plans import Gradients, Order
 from fshard.transforms.fsdp.reductions import AccumulateInto
-from fshard.transforms.fsdp.units import LazyUnit, Order, UnitRuntime
+from fshard.transforms.fsdp.units import StepContext
 from fshard.transforms.loss_collectives import LossCollectives
 from fshard.transforms.metrics import SliceMetrics, combine_metrics, metrics_of, slice_loss
 from fshard.transforms.module.buffers import (
@@ -81,7 +81,7 @@ class DeviceStep:
 
     Args:
         options: of the step.
-        runtime: of its units.
+        context: of its parameters.
         batch: the batch.
         index: of the device among the local ones.
         key: of random draws; the same on all devices.
@@ -91,7 +91,7 @@ class DeviceStep:
     def __init__(
         self,
         options: StepOptions,
-        runtime: UnitRuntime,
+        context: StepContext,
         batch: Batch,
         index: int,
         key: int,
@@ -99,8 +99,8 @@ class DeviceStep:
     ) -> None:
         self.options, self.scope, self.site, self.batch = (
             options,
-            runtime.scope,
-            runtime.site,
+            context.scope,
+            context.site,
             batch,
         )
         self.index, self.key, self.scale, self.scaled = index, key, scale, scale
@@ -178,7 +178,7 @@ class ModelStep(DeviceStep):
         key: int,
         scale: float,
     ) -> None:
-        super().__init__(options, runtime, batch, index, key, scale)
+        super().__init__(options, runtime.context, batch, index, key, scale)
         self.runtime, self.params, self.buffers = runtime, params, buffers
 
     @property
@@ -193,18 +193,17 @@ class ModelStep(DeviceStep):
         they are added in one binary tree, which the reduction continues over devices.
         """
         options, runtime, reductions = self.options, self.runtime, self.runtime.reductions
-        trees = TreeAccumulator(runtime.units, reductions) if options.reproducible else None
+        trees = TreeAccumulator(reductions.units, runtime.reducer) if options.reproducible else None
         slice_turns, outputs = self.slice_turns(), list[SliceOutput]()
         for turn in slice_turns:
             accumulate_into = None if trees is None else trees.add
             if trees is None and options.reduce_once and turn is not slice_turns[-1]:
-                accumulate_into = LazyUnit.accumulate
+                accumulate_into = reductions.accumulate
             outputs.append(self.run_slice(turn, accumulate_into))
             if trees is not None:
                 trees.end_slice(turn.weight.share)
         if trees is not None:
-            for unit in runtime.units:
-                unit.accumulated = trees.result(unit)
+            reductions.accumulated = [trees.result(unit) for unit in reductions.units]
             reductions.end()
         mean, used, changed = self.agree(
             [output.loss for output in outputs], [output.written for output in outputs]
@@ -353,8 +352,8 @@ class ModelStep(DeviceStep):
             differences | (irregular_difference(written, before, group) if paths else {}),
             losses=self.compared_losses(losses, is_first_step=runtime.is_first_step),
             written=flags(paths, written_paths(written)),
-            accumulated=[float(unit.accumulated is not None) for unit in runtime.units],
-            used=[*map(float, runtime.reductions.used)],
+            accumulated=[float(gs is not None) for gs in runtime.reductions.accumulated],
+            used=[*map(float, runtime.reducer.used)],
         )
         copies = self.collectives.copies
         mean, row = average_losses(losses, agreement.pack(), group, self.site, copies=copies)
@@ -396,7 +395,7 @@ class ModelStep(DeviceStep):
         divisor = self.scaled / self.scale
         if self.options.reproducible and self.batch.mesh.runtime != "abstract":
             divisor *= nonzero_weight(weight)
-        return self.runtime.reductions.gradients(used, divisor)
+        return self.runtime.reducer.gradients(used, divisor)
 
 
 def validate_is_trained(used: Sequence[float]) -> None:

@@ -48,8 +48,8 @@ from fshard.source import call_site
 from fshard.transforms.agreement import SliceLoss, StepAgreement, losses_by_index
 from fshard.transforms.array_checks import validate_local, validate_mesh
 from fshard.transforms.batch import Batch, BatchPart, Slice, device_shard, shard_batch
-from fshard.transforms.fsdp.param_runtime import numbered, validate_ties_frozen
-from fshard.transforms.fsdp.units import outside_transforms
+from fshard.transforms.fsdp.autograd import outside_transforms
+from fshard.transforms.fsdp.plans import numbered, validate_ties_frozen
 from fshard.transforms.loss_collectives import LossCollectives
 from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import chosen

@@ -47,14 +47,15 @@ from fshard.transforms.agreement import FIX_UNEVEN_GATHERS
 from fshard.transforms.array_checks import validate_local, validate_mesh, validate_run
 from fshard.transforms.batch import Batch, BatchPart, shard_batch
 from fshard.transforms.device_step import DeviceResult, DeviceStep, ModelStep
-from fshard.transforms.fsdp.param_runtime import (
+from fshard.transforms.fsdp.param_runtime import ParamRuntime
+from fshard.transforms.fsdp.plans import (
+    Gradients,
+    ParamPlan,
     ParamPlans,
-    ParamRuntime,
     numbered,
     plan_param,
     validate_ties_frozen,
 )
-from fshard.transforms.fsdp.plans import Gradients, ParamPlan
 from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import StepOptions, wrong_options

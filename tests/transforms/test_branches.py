@@ -130,10 +130,10 @@ def test_missing_gradient_is_sent_as_zeros_of_equal_dtype(options):
 
 
 def test_reductions_start_during_the_backward(monkeypatch):
-    from fshard.transforms.fsdp.reductions import Reductions
+    from fshard.transforms.fsdp.reductions import AgreedReductions
 
     began: list[list[int]] = []
-    reduce, end = Reductions.reduce, Reductions.end
+    reduce, end = AgreedReductions.reduce, AgreedReductions.end
 
     def watched(self, unit, gs):
         began[-1].append(unit.number)
@@ -143,8 +143,8 @@ def test_reductions_start_during_the_backward(monkeypatch):
         began.append([])
         end(self)
 
-    monkeypatch.setattr(Reductions, "reduce", watched)
-    monkeypatch.setattr(Reductions, "end", ended)
+    monkeypatch.setattr(AgreedReductions, "reduce", watched)
+    monkeypatch.setattr(AgreedReductions, "end", ended)
     began.append([])
     gradients(2, 2, [[0b1111] * 2, [0b1111] * 2])
     assert began == [[3, 2, 1, 0, 4]] * 4 + [

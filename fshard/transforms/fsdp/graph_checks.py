@@ -14,7 +14,7 @@ from fshard.errors import ModuleError
 from fshard.mesh.collectives.autograd import Bound
 from fshard.mesh.spmd.scope import Group
 from fshard.optim.leaves import shards_of
-from fshard.transforms.fsdp.lazy_param import PARAM_NODES
+from fshard.transforms.fsdp.autograd import PARAM_NODES
 
 _REENTRANT: Any = cast("Any", CheckpointFunction)._backward_cls
 
@@ -38,30 +38,37 @@ def validate_no_reentrant_checkpoint(output: Any) -> None:
 
 def nodes_behind(tree: Any, is_end: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
     """Yield the nodes of a tree's graph, including the given ends, not those behind these."""
-    leaves = (
-        [tree]
-        if type(tree) is Tensor
-        else [x for leaf in tree_leaves(tree) for x in shards_of(leaf)]
-    )
-    pending = [
-        x.grad_fn or get_gradient_edge(x).node
-        for x in leaves
-        if isinstance(x, Tensor) and x.requires_grad
-    ]
-    visited = set[Any]()
+    pending: list[Any] = []
+    for x in _tensors_of(tree):
+        if x.requires_grad:
+            pending.append(x.grad_fn or get_gradient_edge(x).node)
+
+    visited: set[Any] = set()
     while pending:
         node = pending.pop()
-        if node is not None and node not in visited:
-            visited.add(node)
-            yield node
-            pending += [] if is_end(node) else [before for before, _ in node.next_functions]
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        yield node
+        if not is_end(node):
+            pending += [input_node for input_node, _ in node.next_functions]
+
+
+def _tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree, of arrays their shards."""
+    if type(tree) is Tensor:
+        return [tree]
+    tensors: list[Tensor] = []
+    for leaf in tree_leaves(tree):
+        tensors += [x for x in shards_of(leaf) if isinstance(x, Tensor)]
+    return tensors
 
 
 def other_leaves(loss: Tensor) -> list[Tensor]:
     """Return the leaves beside parameters whose gradients a loss leads to: inputs of the model, and what they depend on."""
-    leaves = list[Tensor]()
-    for node in nodes_behind(loss, lambda node: isinstance(node, PARAM_NODES)):
-        leaf = getattr(node, "variable", None)
+    leaves: list[Tensor] = []
+    for node in nodes_behind(loss, _is_param_node):
+        leaf = getattr(node, "variable", None)  # of a node that accumulates a gradient
         if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
             leaves.append(leaf)
     return leaves
@@ -80,22 +87,28 @@ def loop_collectives(loss: Tensor) -> Iterator[tuple[str, Group]]:
 
 def validate_no_other_parameters(loss: Tensor) -> None:
     """Raise if a loss depends on parameters that no boosted model has: their gradient would be lost."""
-    variables = [getattr(node, "variable", None) for node in nodes_behind(loss)]
-    shapes = [tuple(x.shape) for x in variables if isinstance(x, nn.Parameter)]
+    shapes: list[str] = []
+    for node in nodes_behind(loss):
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter):
+            shapes.append(str(tuple(leaf.shape)))
     if shapes:
         raise ModuleError(
-            f"backward: the loss depends on parameters that no boosted model has, of shapes {', '.join(map(str, shapes))}, "
+            f"backward: the loss depends on parameters that no boosted model has, of shapes {', '.join(shapes)}, "
             "and their gradient would be lost. Make them part of the model, or use model.parameters() after the forward."
         )
 
 
 def validate_joined(loss: Tensor, ends: list[Tensor]) -> None:
     """Raise if a loss leads to parameters otherwise than through the outputs of slices: that gradient would be lost."""
-    stops = {get_gradient_edge(x).node for x in ends}
-    if any(
-        isinstance(node, PARAM_NODES) for node in nodes_behind(loss, lambda node: node in stops)
-    ):
+    end_nodes = {get_gradient_edge(x).node for x in ends}
+    if any(_is_param_node(node) for node in nodes_behind(loss, lambda node: node in end_nodes)):
         raise ModuleError(
             "reproducible=True: the loss depends on parameters, or on what a layer left in an attribute, beside the model's "
             "outputs, and that gradient would be lost. Return it from the model."
         )
+
+
+def _is_param_node(node: Any) -> bool:
+    """Return True if a loss depends on parameters by this node."""
+    return isinstance(node, PARAM_NODES)

@@ -1,25 +1,28 @@
-"""From full gradients to the shards of their sums: `GradientSums`, and `Reductions` of a full model's units.
+"""From full gradients to the shards of their sums: `AgreedReductions` decides the order, `Reducer` reduces.
 
-                  complete            its turn (agreed)          full                finished
-a unit's uses  ─────────────>  waiting  ─────────────>  bucket  ──────>  in flight  ─────────>  sums
+              AgreedReductions                          Reducer
+                  complete            its turn              full                finished
+a unit's uses  ─────────────>  waiting  ─────────>  bucket  ──────>  in flight  ─────────>  sums
       └─ accumulated: of earlier slices
 
-All devices reduce in one order and in one dtype, so that their buckets match. Gradients become complete in an order that may
-depend on the data, and some never do where a branch skips them. So a unit before its turn waits, one that is missing after
-the backward is reduced as zeros, and one without a turn is reduced last.
+All devices reduce in one order and in one dtype, so that their buckets match. Gradients become
+complete in an order that may depend on the data, and some never do where a branch skips them. So a
+unit before its turn waits, one that is missing after the backward is reduced as zeros, and one
+without a turn is reduced last.
 
     turns       head  blocks[1]  blocks[0]            agreed in the first step: device 0's order of use, reversed
     device 0    head  blocks[0]              ->       head  blocks[1] = 0  blocks[0]
     device 1    head  blocks[1]              ->       head  blocks[1]      blocks[0] = 0
 
-The gradient of a sharded unit is sent immediately, to free its memory; gradients of replicated units wait until a bucket is
-full. Of stages a schedule has the order, so they share the right half alone, from the bucket on. A gradient whose layout
-is on the host is sent there when it is reduced, and added there.
+The gradient of a sharded unit is sent immediately, to free its memory; gradients of replicated
+units wait until a bucket is full. Stages need no agreement, since their schedule has the order:
+`StageSums` gives their gradients to a `Reducer`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -34,18 +37,27 @@ from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
 from fshard.transforms.agreement import host_row, reduce_rows
-from fshard.transforms.fsdp.graph_checks import raise_foreign_backward
-from fshard.transforms.fsdp.plans import Along, Gradients, ParamPlan, ReductionPlans
-from fshard.transforms.fsdp.units import LazyUnit, Order
+from fshard.transforms.fsdp.plans import (
+    Along,
+    Gradients,
+    Order,
+    ParamPlan,
+    ReductionPlans,
+    UnitPlan,
+)
 from fshard.transforms.options import StepOptions
 
-AccumulateInto = Callable[[LazyUnit, Gradients], None]
+AccumulateInto = Callable[[UnitPlan, Gradients], None]
 """Takes a slice's gradients of a unit instead of reducing them."""
 
 
 class PendingReduction(NamedTuple):
-    """The reduction of a bucket: the indices of its parameters, the function that waits for it, and how many devices have
-    the same samples.
+    """The reduction of a bucket.
+
+    Args:
+        indices: of its parameters.
+        wait: waits for the reduced gradients, and returns them.
+        copies: number of devices that have the same samples.
     """
 
     indices: Sequence[int]
@@ -53,18 +65,18 @@ class PendingReduction(NamedTuple):
     copies: int
 
 
-class GradientSums:
-    """The gradients of one device in one step: cast, reduced in buckets, and summed.
+class Reducer:
+    """Reduces the gradients of one device in one step: cast, in buckets, and added up.
 
     Args:
         leaves: the plans of parameters.
         device: of the gradients.
-        options: of units.
-        reduction_plans: those that sum gradients: reduce-scatter where they are sharded, all-reduce elsewhere.
+        options: of the step.
         site: the source line of the step.
         wide: True if sums of several slices are reduced in at least 32 bits.
 
-    `used` is True for each parameter that this device has used; `sums` are the reduced gradients.
+    `used` is True for each parameter that this device has used; `sums` are the reduced gradients. A
+    gradient whose layout is on the host is sent there when it is reduced, and added there.
     """
 
     def __init__(
@@ -72,93 +84,107 @@ class GradientSums:
         leaves: Sequence[ParamPlan],
         device: torch.device,
         options: StepOptions,
-        reduction_plans: ReductionPlans,
         site: Site,
         *,
         wide: bool,
-        along: Along = (),
     ) -> None:
-        self.leaves, self.device, self.options, self.wide, self.along = (
-            leaves,
-            device,
-            options,
-            wide,
-            along,
-        )
-        self._reduction_plans, self.site = reduction_plans, site
+        self.leaves = leaves
+        self.device = device
+        self.options = options
+        self.site = site
+        self.wide = wide
+        self._along: Along = ()
         self.used = [False] * len(leaves)
         self.sums: list[Tensor | None] = [None] * len(leaves)
+        self._plans: ReductionPlans = {}
         self._bucket: list[tuple[int, Tensor]] = []
-        self._size = 0  # of the bucket, in bytes
+        self._bucket_bytes = 0
         self._in_flight: list[PendingReduction] = []
-        # Those in flight when the next one is packed: none, if gradients are then copied to the host.
-        to_host = any(leaf.gradient.memory == "host" for leaf in leaves)
-        self._packed_ahead = 0 if to_host else max(options.in_flight - 1, 0)
         self._sent: dict[int, tuple[Transfer, int]] = {}  # gradients under way to the host
+
+        # A reduction is waited for when the next bucket is packed. Gradients for the host are
+        # waited for one bucket earlier, so that their copies to the host begin, and their memory is
+        # freed, before that one is packed.
+        has_host_gradients = any(leaf.gradient.memory == "host" for leaf in leaves)
+        self._packed_ahead = 0 if has_host_gradients else max(options.in_flight - 1, 0)
+
+    @cached_property
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes that the gradients of parameters are reduced in."""
+        return [self.options.reduced_in(leaf.dtype, wide=self.wide) for leaf in self.leaves]
+
+    def begin(self, plans: ReductionPlans, along: Along) -> None:
+        """Begin a backward, whose gradients are summed by these plans, over the batch's axes and `along`."""
+        self._clear()  # a backward that failed may have left gradients, which no other device sends now
+        self._plans = plans
+        self._along = along
+
+    # -- until they are sent ----------------------------------------
 
     def record(
         self, indices: Sequence[int], gs: Sequence[Tensor | None], *, is_idle: bool
     ) -> Gradients:
         """Record parameters as used; return their gradients, dense, or None if the slice is idle."""
-        for index, g in zip(indices, gs, strict=True):
-            self.used[index] |= g is not None
-        return [
-            None if is_idle else g.to_dense() if g is not None and g.is_sparse else g for g in gs
-        ]
-
-    def reduced_in(self, index: int) -> torch.dtype:
-        """Return the dtype that the gradient of a parameter is reduced in."""
-        return self.options.reduced_in(self.leaves[index].dtype, wide=self.wide)
+        gradients = [*gs]
+        for position, index in enumerate(indices):
+            g = gradients[position]
+            if g is None:
+                continue
+            self.used[index] = True
+            if is_idle:
+                gradients[position] = None  # instead of times 0: it may be infinite
+            elif g.is_sparse:
+                gradients[position] = g.to_dense()
+        return gradients
 
     def cast(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> Gradients:
         """Cast gradients to the dtypes that they are reduced in."""
-        dtypes = map(self.reduced_in, indices)
-        return [
-            g if g is None or g.dtype is dtype else g.to(dtype)
-            for g, dtype in zip(gs, dtypes, strict=True)
-        ]
+        gradients = [*gs]
+        for position, index in enumerate(indices):
+            g = gradients[position]
+            if g is not None and g.dtype is not self.dtypes[index]:
+                gradients[position] = g.to(self.dtypes[index])
+        return gradients
 
     @made_for("gradients")
     def put(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> None:
         """Put the gradients of trained parameters into the bucket, zeros for those that this device has not."""
         for index, g in zip(indices, self.cast(indices, gs), strict=True):
             leaf = self.leaves[index]
-            if leaf.trained:
-                g = (
-                    torch.zeros(leaf.shape, dtype=self.reduced_in(index), device=self.device)
-                    if g is None
-                    else g
-                )
-                self._bucket.append((index, g))
-                self._size += g.nbytes
+            if not leaf.trained:
+                continue
+            if g is None:
+                g = torch.zeros(leaf.shape, dtype=self.dtypes[index], device=self.device)
+            self._bucket.append((index, g))
+            self._bucket_bytes += g.nbytes
+        # Those that autograd has made were counted as activations until now.
         claim([g for _, g in self._bucket], "gradients")
 
     @property
     def is_full(self) -> bool:
         """True if the bucket has its size."""
-        return self._size >= self.options.bucket
+        return self._bucket_bytes >= self.options.bucket
 
-    def clear(self) -> None:
+    def _clear(self) -> None:
         """Empty the bucket."""
-        self._bucket, self._size = [], 0
+        self._bucket = []
+        self._bucket_bytes = 0
+
+    # -- until they are summed ----------------------------------------
 
     def send(self) -> None:
         """Start the reduction of the bucket."""
         if not self._bucket:
             return
         indices, xs = zip(*self._bucket, strict=True)
-        self.clear()
+        self._clear()
         self.finish(self._packed_ahead)
-        plans = self._reduction_plans(self.along)
-        bucket_plans = [plan for index in indices if (plan := plans[index])]
+        plans = [self._plans[index] for index in indices]
         with purpose("gradients"):
-            wait = start_reshard(
-                xs, bucket_plans, self.site, ahead=self.options.in_flight > 0
-            )  # (8)
+            wait = start_reshard(xs, plans, self.site, ahead=self.options.in_flight > 0)  # (8)
         shape = self.leaves[0].gradient.mesh.shape
-        self._in_flight.append(
-            PendingReduction(indices, wait, prod([shape[axis] for axis in self.along]))
-        )
+        copies = prod([shape[axis] for axis in self._along])
+        self._in_flight.append(PendingReduction(indices, wait, copies))
 
     def finish(self, in_flight: int = 0) -> None:
         """Wait for reductions, the oldest first, until at most `in_flight` are left."""
@@ -166,17 +192,19 @@ class GradientSums:
             pending = self._in_flight.pop(0)
             with purpose("gradients"):
                 for index, g in zip(pending.indices, pending.wait(), strict=True):
-                    add = (
-                        self._send_to_host
-                        if self.leaves[index].gradient.memory == "host"
-                        else self._add
-                    )
-                    add(index, g, pending.copies)
+                    if self.leaves[index].gradient.memory == "host":
+                        self._send_to_host(index, g, pending.copies)
+                    else:
+                        self._add(index, g, pending.copies)
 
     def _add(self, index: int, g: Tensor, copies: int) -> None:
-        total, leaf = self.sums[index], self.leaves[index]
-        g = g if g.dtype is leaf.dtype else g.to(torch.promote_types(g.dtype, leaf.dtype))
-        g = g if copies == 1 else g / copies
+        """Add a reduced gradient, in at least the dtype of its parameter."""
+        dtype = self.leaves[index].dtype
+        if g.dtype is not dtype:
+            g = g.to(torch.promote_types(g.dtype, dtype))
+        if copies != 1:
+            g = g / copies  # so many devices have the same samples, which count once
+        total = self.sums[index]
         self.sums[index] = g if total is None else total + g
 
     def _send_to_host(self, index: int, g: Tensor, copies: int) -> None:
@@ -188,46 +216,72 @@ class GradientSums:
         self._sent[index] = start(g, buffer, link), copies
 
     def _receive_on_host(self, index: int) -> None:
+        """Wait for a gradient that is under way to the host, if there is one, and add it."""
         if index in self._sent:
             transfer, copies = self._sent.pop(index)
             self._add(index, transfer.wait(), copies)
+
+    # -- at the end of the step ----------------------------------------
 
     @made_for("gradients")
     def gradients(self, used: Sequence[float], divisor: float | Tensor = 1.0) -> Gradients:
         """Return the sums divided by a number, in the dtypes of the parameters; None for those that no device used."""
         for index in [*self._sent]:
             self._receive_on_host(index)
-        sums = [g if times else None for g, times in zip(self.sums, used, strict=True)]
-        if isinstance(divisor, Tensor) or divisor != 1.0:
-            sums = [g if g is None else g / divisor for g in sums]
-        return [
-            g if g is None or g.dtype is leaf.dtype else g.to(leaf.dtype)
-            for g, leaf in zip(sums, self.leaves, strict=True)
-        ]
+
+        is_divided = isinstance(divisor, Tensor) or divisor != 1.0
+        gradients = [*self.sums]
+        for index, leaf in enumerate(self.leaves):
+            g = gradients[index]
+            if not used[index]:
+                g = None
+            if g is not None and is_divided:
+                g = g / divisor
+            if g is not None and g.dtype is not leaf.dtype:
+                g = g.to(leaf.dtype)
+            gradients[index] = g
+        return gradients
+
+    def drop(self) -> None:
+        """Drop all gradients of the step, those in flight too."""
+        self.finish()
+        self.used = [False] * len(self.leaves)
+        self.sums = [None] * len(self.leaves)
+        self._sent = {}
 
 
-class Reductions(GradientSums):
-    """The gradients of the units of one device in one step, reduced in an `order` that is cached from an earlier one."""
+class AgreedReductions:
+    """The order in which the units of a full model are reduced, on which all devices agree.
+
+    Args:
+        units: their plans.
+        reducer: takes a unit's gradients when it is the unit's turn.
+        plans: returns those that sum gradients over the batch's axes and further ones.
+        order: of an earlier step.
+
+    `accumulated` are the gradients of earlier slices, by the number of their unit, which are not
+    reduced yet.
+    """
 
     def __init__(
         self,
-        units: Sequence[LazyUnit],
-        leaves: Sequence[ParamPlan],
-        device: torch.device,
-        options: StepOptions,
-        reduction_plans: ReductionPlans,
-        *,
+        units: Sequence[UnitPlan],
+        reducer: Reducer,
+        plans: Callable[[Along], ReductionPlans],
         order: Order,
-        wide: bool,
-        site: Site,
     ) -> None:
-        super().__init__(
-            leaves, device, options, reduction_plans, site, wide=wide, along=order.along
-        )
-        self.units, self.sequence = units, [*order.turns]
+        self.units = units
+        self.accumulated: list[Gradients | None] = [None] * len(units)
+        self.sequence = [*order.turns]
+        self.along = order.along
+        self._reducer = reducer
+        self._plans = plans
         self._accumulate_into: AccumulateInto | None = None
-        self._position, self._is_idle = 0, False
+        self._is_idle = False
+        self._turn = 0  # the index in the sequence of the unit that is reduced next
         self._waiting: dict[int, Gradients] = {}
+
+    # -- a backward ----------------------------------------
 
     def begin(
         self,
@@ -247,92 +301,134 @@ class Reductions(GradientSums):
             accumulate_into: takes the gradients, if they are not reduced yet.
             is_idle: the slice has weight 0, and so have its gradients.
         """
-        self._accumulate_into, self._is_idle, self._position = accumulate_into, is_idle, 0
+        self._accumulate_into = accumulate_into
+        self._is_idle = is_idle
+        self._turn = 0
         self._waiting = {}
-        self.clear()  # of what a backward that failed has left
+        self._reducer.begin(self._plans(along), along)
         if along != self.along:
-            self.sequence, self.along = [], along  # there are more devices to agree
-        if not self.sequence and any(leaf.trained for leaf in self.leaves):
+            self.along = along
+            self.sequence = []  # there are more devices to agree
+        if not self.sequence and any(unit.is_trained for unit in self.units):
             self.sequence = self._agree_on_sequence(used, group)
 
+    # Note [Devices agree on the order of reductions]
+    # A device's backward reaches units in its own order, and with branches other units than that of
+    # its neighbour. But the n-th reduction of all devices must be of the same parameters:
+    # collectives are matched by their order, and zeros are needed of a device that has not used a
+    # unit. So before the first backward one small sum gives every device the order of the first
+    # device, and which units any other uses. It is kept from step to step, so it costs nothing
+    # later; what has no turn, as a unit that is first used in a later step, is reduced at the end
+    # of the step, and has one in the next.
     def _agree_on_sequence(self, used: Iterable[int], group: Group | None) -> list[int]:
-        """Return the order of all devices: the first one's, reversed, then units that only others have used."""
-        is_first, count = group is None or not group.index, len(self.units)
-        positions = {number: 1.0 + position for position, number in enumerate(used)}
-        row = [is_first * positions.get(number, 0.0) for number in range(count)]
-        row += [float(number in positions) for number in range(count)]
-        (sums,) = reduce_rows((host_row(row, self.device),), group, self.site)
-        if sums.is_meta:
-            return [*used][::-1]
-        firsts, users = sums.view(2, count).tolist()
-        return sorted(
-            (number for number in range(count) if users[number]), key=lambda number: -firsts[number]
-        )
+        """Return the order of all devices: see Note [Devices agree on the order of reductions].
 
-    def receive(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> None:
+        It is that of the first device, reversed, then units that only others have used.
+        """
+        is_first_device = group is None or not group.index
+        count = len(self.units)
+        positions = {number: 1.0 + position for position, number in enumerate(used)}
+        row = [0.0] * (2 * count)
+        for number, position in positions.items():
+            if is_first_device:
+                row[number] = position
+            row[count + number] = 1.0
+
+        (sums,) = reduce_rows((host_row(row, self._reducer.device),), group, self._reducer.site)
+        if sums.is_meta:  # on an abstract mesh all devices do what this one does
+            return [*reversed(positions)]
+        first_positions, users = sums.view(2, count).tolist()
+        numbers = [number for number in range(count) if users[number]]
+        return sorted(numbers, key=lambda number: -first_positions[number])
+
+    def receive(self, unit: UnitPlan, gs: Sequence[Tensor | None], *, is_last_use: bool) -> None:
         """Receive the cotangents of one use of a unit; after that of the last use, reduce all units whose turn has come."""
-        gs = self._record_use(unit, gs)
+        gs = self._reducer.record(unit.indices, gs, is_idle=self._is_idle)
         if self._accumulate_into is not None:
             self._accumulate_into(unit, gs)
-        elif (
-            unit.pending_backwards or unit.number in self._waiting
-        ):  # it was resharded and unsharded again
-            unit.accumulate(gs)
+        elif not is_last_use or unit.number in self._waiting:
+            # It was resharded and unsharded again in the forward, so autograd has several nodes for
+            # it.
+            self.accumulate(unit, gs)
         else:
-            self._waiting[unit.number] = unit.take_accumulated(gs)
+            self._waiting[unit.number] = self._take_accumulated(unit, gs)
             self._reduce_due()
 
-    def receive_separately(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> None:
+    def receive_separately(self, unit: UnitPlan, gs: Sequence[Tensor | None]) -> None:
         """Receive cotangents of lazy parameters, or of a single use; they are reduced after the backward."""
-        if any(g is not None for g in gs):
-            (self._accumulate_into or LazyUnit.accumulate)(unit, self._record_use(unit, gs))
-
-    def _record_use(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> Gradients:
-        """Record the parameters as used, in a backward that fshard has started."""
-        if unit.runtime.state != "backward":
-            raise_foreign_backward()
-        return self.record(unit.indices, gs, is_idle=self._is_idle)
+        accumulate = self._accumulate_into or self.accumulate
+        accumulate(unit, self._reducer.record(unit.indices, gs, is_idle=self._is_idle))
 
     def _reduce_due(self, *, is_end: bool = False) -> None:
         """Reduce the units whose turn has come; at the end of a backward, those that it has not reached too, as zeros."""
-        while self._position < len(self.sequence) and (
-            is_end or self.sequence[self._position] in self._waiting
-        ):
-            unit = self.units[self.sequence[self._position]]
-            self._position += 1
-            gs = self._waiting.pop(unit.number, [None] * len(unit.indices))
-            self.reduce(unit, unit.take_accumulated(gs))
+        while self._turn < len(self.sequence):
+            number = self.sequence[self._turn]
+            if number not in self._waiting and not is_end:
+                return
+            self._turn += 1
+            unit = self.units[number]
+            gs = self._waiting.pop(number, [None] * len(unit.indices))
+            self.reduce(unit, self._take_accumulated(unit, gs))
+
+    def reduce(self, unit: UnitPlan, gs: Sequence[Tensor | None]) -> None:
+        """Put the gradients of a unit into the bucket, and send it if it is full or the unit is sharded."""
+        self._reducer.put(unit.indices, gs)
+        if unit.is_sharded or self._reducer.is_full:
+            self._reducer.send()
 
     def end(self) -> None:
         """Reduce all units that are still due; accumulate those without a turn until the end of the step."""
         self._reduce_due(is_end=True)
-        self.send()
+        self._reducer.send()
         for number, gs in self._waiting.items():
-            self.units[number].accumulate(gs)
+            self.accumulate(self.units[number], gs)
         self._waiting.clear()
+
+    # -- several backwards ----------------------------------------
+
+    def accumulate(self, unit: UnitPlan, gs: Gradients) -> None:
+        """Add gradients to those of earlier slices, in at least 32 bits; they are reduced together."""
+        self.accumulated[unit.number] = _add_wide(self.accumulated[unit.number], gs)
+
+    def _take_accumulated(self, unit: UnitPlan, gs: Gradients) -> Gradients:
+        """Return gradients plus the accumulated ones, and reset these."""
+        sums = self.accumulated[unit.number]
+        if sums is None:
+            return gs
+        self.accumulated[unit.number] = None
+        return _add_wide(sums, gs)
+
+    # -- the end of the step ----------------------------------------
 
     def rest(self, accumulated: Sequence[float], used: Sequence[float]) -> None:
         """Reduce the units that any device has accumulated; set the order of the next step."""
-        units = [unit for unit, times in zip(self.units, accumulated, strict=True) if times]
+        units = [unit for unit, devices in zip(self.units, accumulated, strict=True) if devices]
         for unit in units:
-            self.reduce(unit, unit.take_accumulated([None] * len(unit.indices)))
-        self.send()
-        self.finish()
-        numbers = dict.fromkeys([*self.sequence, *(unit.number for unit in units)])
-        self.sequence = [
-            number for number in numbers if any(used[index] for index in self.units[number].indices)
-        ]
+            gs: Gradients = [None] * len(unit.indices)
+            self.reduce(unit, self._take_accumulated(unit, gs))
+        self._reducer.send()
+        self._reducer.finish()
 
-    def reduce(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> None:
-        """Put the gradients of a unit into the bucket, and send it if it is full or the unit is sharded."""
-        self.put(unit.indices, gs)
-        if unit.is_sharded or self.is_full:
-            self.send()
+        numbers = dict.fromkeys([*self.sequence, *[unit.number for unit in units]])
+        self.sequence = []
+        for number in numbers:
+            if any(used[index] for index in self.units[number].indices):
+                self.sequence.append(number)
 
     def drop(self) -> None:
-        """Drop all gradients of the step, those in flight too."""
-        self.finish()
-        self.used = [False] * len(self.leaves)
-        self.sums, self._sent = [None] * len(self.leaves), {}
-        for unit in self.units:
-            unit.accumulated = None
+        """Drop all gradients of the step."""
+        self._reducer.drop()
+        self.accumulated = [None] * len(self.units)
+
+
+def _add_wide(sums: Gradients | None, gs: Gradients) -> Gradients:
+    """Add gradients to sums in at least 32 bits: each addition in 16 bits would round."""
+    result: Gradients = [None] * len(gs) if sums is None else [*sums]
+    for position, g in enumerate(gs):
+        if g is None:
+            continue
+        if g.dtype in (torch.bfloat16, torch.float16):
+            g = g.float()
+        total = result[position]
+        result[position] = g if total is None else total + g
+    return result

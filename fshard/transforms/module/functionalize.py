@@ -22,7 +22,7 @@ from fshard.mesh.layout import Axes
 from fshard.randomness import key_now
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.fsdp.param_runtime import with_unsharded_params
-from fshard.transforms.fsdp.plans import versions_of
+from fshard.transforms.fsdp.units import versions_of
 from fshard.transforms.module.batchnorm import synchronise
 from fshard.transforms.module.replica import NO_HOOKS, Replicas, Tensors
 from fshard.transforms.patterns import Choice, chosen

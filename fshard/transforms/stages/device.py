@@ -37,15 +37,16 @@ from fshard.transforms.batch import Batch
 from fshard.transforms.device_step import DeviceResult, DeviceStep, validate_is_trained
 from fshard.transforms.fsdp.graph_checks import validate_no_reentrant_checkpoint
 from fshard.transforms.fsdp.lazy_param import WRITES
-from fshard.transforms.fsdp.plans import local_plans
-from fshard.transforms.fsdp.units import Order, UnitRuntime
+from fshard.transforms.fsdp.plans import Order, local_plans
+from fshard.transforms.fsdp.reductions import Reducer
+from fshard.transforms.fsdp.units import StepContext
 from fshard.transforms.loss_collectives import LOCAL_CALLS
 from fshard.transforms.metrics import SliceMetrics, metrics_of, slice_loss
 from fshard.transforms.module.buffers import flags, written_paths
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.slices import nonzero_weight, one_loss, unpack_result
 from fshard.transforms.stages.buffers import StageWrites
-from fshard.transforms.stages.params import StageSums, StageUnit
+from fshard.transforms.stages.params import StageParams, StageSums
 from fshard.transforms.stages.plan import StageLeaves, StagePlan
 
 
@@ -73,8 +74,8 @@ class StageStep(DeviceStep):
         key: int,
         scale: float,
     ) -> None:
-        self.runtime, options = UnitRuntime(plan.options, site), plan.options
-        super().__init__(options, self.runtime, batch, index, key, scale)
+        self.context, options = StepContext.of(plan.options, site), plan.options
+        super().__init__(options, self.context, batch, index, key, scale)
         self.plan, self.program, self.number, self.writes = plan, plan.program, device, writes
         self.is_first_step = plan.order is None
         self.pipe = self.scope.group(plan.program.axis, options.caller)
@@ -89,7 +90,7 @@ class StageStep(DeviceStep):
         ]
         self.device = shards[0].device
         shards = self._borrow(shards)
-        self.units = dict[int, StageUnit]()
+        self.units = dict[int, StageParams]()
         for stage in self.stages:
             params = plan.by_stage[stage]
             if options.local:
@@ -97,16 +98,23 @@ class StageStep(DeviceStep):
                     local_plans(tuple(params.leaves), device), params.indices, params.tree
                 )
             shards_of_stage = [shards[index] for index in params.indices]
-            self.units[stage] = StageUnit(self.runtime, stage, params, shards_of_stage, self.device)
+            self.units[stage] = StageParams(
+                self.context, stage, params, shards_of_stage, self.device
+            )
+        self.reducer = Reducer(
+            local_plans(tuple(plan.leaves), device) if options.local else plan.leaves,
+            self.device,
+            options,
+            site,
+            wide=options.reproducible or options.accumulate > 1,
+        )
+        self.reducer.begin(plan.reduction_plans, self.local)
         self.sums = StageSums(
             plan,
-            local_plans(tuple(plan.leaves), device) if options.local else plan.leaves,
+            self.reducer,
             self.stages,
             [turn.weight.share for turn in self.slices] if options.reproducible else None,
             self.pipe.index,
-            self.device,
-            self.local,
-            site,
         )
         self.parts: dict[int, tuple[SliceLoss, SliceMetrics]] = {}
 
@@ -146,13 +154,13 @@ class StageStep(DeviceStep):
                 self._validate_unwritten()
                 raise
             finally:
-                self.runtime.release_replicas()
+                self.context.release_replicas()
         self._validate_unwritten()
         self.sums.reduce_rest()
         agreement, buffers = self._agree()
         weight = nonzero_weight(agreement.weight)
         divisor = scale_ratio if self.scale != 1.0 else 1.0
-        gradients = self.sums.gradients(
+        gradients = self.reducer.gradients(
             agreement.used, scale_ratio * weight if options.reproducible else divisor
         )
         gradients = [
@@ -194,7 +202,7 @@ class StageStep(DeviceStep):
         with self._seeded(microbatch, index=stage), self._slice_scope(microbatch, moments):
             called, params = (
                 stage_for(self.program.stages[stage], microbatch),
-                self.units[stage].tree,
+                self.units[stage].tree(),
             )
             if self.writes is None:
                 y = called(params, x, **skips)
@@ -235,7 +243,7 @@ class StageStep(DeviceStep):
 
     def edges(self, stage: int) -> list[GradientEdge]:
         """Return the trained ones."""
-        return self.units[stage].edges
+        return self.units[stage].edges()
 
     def may_accumulate(self, stage: int, microbatch: int) -> bool:
         """Let autograd add to the sums, where gradients need no conversion before."""
@@ -319,7 +327,7 @@ class StageStep(DeviceStep):
             ),
             losses=self.compared_losses(losses, is_first_step=self.is_first_step),
             written=flags(paths, written_paths(written)),
-            used=[*map(float, self.sums.used)],
+            used=[*map(float, self.reducer.used)],
         ).reduce(self.everyone, self.site)
         agreement.check_inputs(options.caller, along)
         agreement.check_losses(options.caller, self.local, agreement.weight)

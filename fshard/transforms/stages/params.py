@@ -1,12 +1,12 @@
 """The parameters of one stage on one device, and the sums of their gradients.
 
-Autograd's saved tensors of a parameter, views included, share its memory. So that memory is freed and refilled under
-the same tensors: nothing is replaced or recorded twice.
+Autograd's saved tensors of a parameter, views included, share its memory. So that memory is freed
+and refilled under the same tensors: nothing is replaced or recorded twice.
 
-    UNSHARD   all-gather starts   F, B, I, W   memory is filled   RESHARD   memory is freed   REDUCE   `GradientSums`
+    UNSHARD   all-gather starts   F, B, I, W   memory is filled   RESHARD   memory is freed   REDUCE   `StageSums`
 
-A tied parameter is owned by the first of its stages; the others borrow it, and send their gradients to the owner's
-device:
+A tied parameter is owned by the first of its stages; the others borrow it, and send their gradients
+to the owner's device:
 
     any mode             each stage its sum           ->  the owner: their sum                          ->  reduced
     reproducible mode    each microbatch separately   ->  the owner: their sums, then the tree of them  ->  reduced
@@ -15,7 +15,6 @@ device:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -27,11 +26,10 @@ from fshard.memory.kinds import claim, made_for
 from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.execute import start_reshard
 from fshard.pipeline.execution.gradient_sums import OrderedSum, RunningSum
-from fshard.source import Site
 from fshard.transforms.fsdp.lazy_param import WRITES
-from fshard.transforms.fsdp.plans import Along, ParamPlan, versions_of
-from fshard.transforms.fsdp.reductions import GradientSums
-from fshard.transforms.fsdp.units import Unit, UnitRuntime
+from fshard.transforms.fsdp.plans import ParamPlan
+from fshard.transforms.fsdp.reductions import Reducer
+from fshard.transforms.fsdp.units import StepContext, Unit, versions_of
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.stages.plan import StageLeaves, StagePlan, Tie
 
@@ -45,7 +43,7 @@ class _StageParam(Tensor):
     _is_param = True
     """Makes isinstance(x, nn.Parameter) true."""
     path = ""
-    step: UnitRuntime
+    step: StepContext
     """The step whose parameter it is."""
 
     @property
@@ -58,142 +56,167 @@ class _StageParam(Tensor):
         raise ModuleError(f"a stage writes to the parameter {named(parts_of(self.path))}. {WRITES}")
 
 
-class StageUnit(Unit):
+# Note [Parameters of a stage are freed under their tensors]
+# The operations of a stage save its parameters for many microbatches. Their storages are resized to
+# 0 bytes and back, so that these saved tensors have no memory while the stage is resharded and the
+# same values after. Autograd must not count that as a write: it is done through `.data`, which has
+# a version counter of its own. A storage that numpy has an array of cannot be resized, and stays
+# until the step ends.
+
+
+class StageParams:
     """The parameters of a stage: unsharded before use, and freed after, always in the same tensors.
 
+    See Note [Parameters of a stage are freed under their tensors].
+
     Args:
-        runtime: of the stages of the device.
+        context: of the step.
         stage: its number.
         params: the plans of its parameters.
         shards: of these.
         device: of the parameters.
+
+    `trained` are the tensors of its trained parameters.
     """
 
     def __init__(
         self,
-        runtime: UnitRuntime,
+        context: StepContext,
         stage: int,
         params: StageLeaves,
         shards: Sequence[Tensor],
         device: torch.device,
     ) -> None:
-        plans, sharded, replicated = params.leaves, params.sharded, params.replicated
-        super().__init__(runtime, stage, sharded, [shards[index] for index in sharded.indices])
-        replicated_unit = Unit(
-            runtime, stage, replicated, [shards[index] for index in replicated.indices]
-        )
-        replicated_unit.unshard()
-        memory = dict(zip(replicated.indices, replicated_unit.wait_for_unshard(), strict=True))
-        for index in sharded.indices:
-            dtype = runtime.options.used_in(plans[index].dtype)
-            memory[index] = torch.empty(plans[index].shape, dtype=dtype, device=device)
-            memory[index].untyped_storage().resize_(0)
-        self._params = [
-            memory[index].detach().as_subclass(_StageParam) for index in range(len(plans))
-        ]
-        for x, plan in zip(self._params, plans, strict=True):
-            x.path, x.step = plan.path, runtime
-        self.trained = [
-            x.requires_grad_() for x, plan in zip(self._params, plans, strict=True) if plan.trained
-        ]
-        self._edges = [get_gradient_edge(x) for x in self.trained]
-        self._tree, self._all_plans = params.tree([*self._params]), plans
-        self._first_versions = versions_of(self._params)
-        self._refilled = [self._params[index] for index in sharded.indices]
+        self._plans = params.leaves
+        self._unit = Unit(context, params.sharded, [shards[i] for i in params.sharded.indices])
+        self._is_filled = not params.sharded.is_sharded  # the memory of parameters has their values
 
-    @property
+        tensors: dict[int, Tensor] = {}
+        replicated = Unit(
+            context, params.replicated, [shards[i] for i in params.replicated.indices]
+        )
+        replicated.unshard()
+        tensors.update(zip(params.replicated.indices, replicated.wait_for_unshard(), strict=True))
+        for index in params.sharded.indices:
+            dtype = context.options.used_in(self._plans[index].dtype)
+            tensors[index] = torch.empty(self._plans[index].shape, dtype=dtype, device=device)
+            tensors[index].untyped_storage().resize_(0)
+
+        self._params: list[_StageParam] = []
+        self.trained: list[Tensor] = []
+        for index, plan in enumerate(self._plans):
+            param = tensors[index].detach().as_subclass(_StageParam)
+            param.path = plan.path
+            param.step = context
+            if plan.trained:
+                self.trained.append(param.requires_grad_())
+            self._params.append(param)
+
+        self._edges = [get_gradient_edge(x) for x in self.trained]
+        self._tree = params.tree([*self._params])
+        self._first_versions = versions_of(self._params)
+        self._sharded = [self._params[index] for index in params.sharded.indices]
+
     def tree(self) -> PyTree:
-        """Unsharded parameters."""
+        """Return the unsharded parameters."""
         self.wait_for_unshard()
         return self._tree
 
-    @property
     def edges(self) -> list[GradientEdge]:
-        """The edges of trained parameters' gradients; unshards them."""
+        """Return the edges of trained parameters' gradients, for a backward: unsharded."""
         self.wait_for_unshard()
         return self._edges
 
-    def wait_for_unshard(self) -> list[Tensor]:
-        """Unshard, and fill the memory of the parameters."""
-        if self.is_sharded and not self.values:
-            self.unshard()
-            for param, value in zip(self._refilled, super().wait_for_unshard(), strict=True):
-                x = _data_of(param)  # whose changes autograd does not count
-                if x.untyped_storage().nbytes() != x.nbytes:
-                    x.untyped_storage().resize_(x.nbytes)
-                    claim(x, "unsharded")
-                x.copy_(value)
-            self.values = [*self._refilled]
-        return self.values
+    def unshard(self) -> None:
+        """Start the all-gather, unless the stage is unsharded or about to be."""
+        if not self._is_filled:
+            self._unit.unshard()
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gather, which is started if it was not, and fill the memory of the parameters."""
+        if self._is_filled:
+            return
+        self._unit.unshard()
+        for param, value in zip(self._sharded, self._unit.wait_for_unshard(), strict=True):
+            x = _data_of(param)
+            storage = x.untyped_storage()
+            if storage.nbytes() != x.nbytes:
+                storage.resize_(x.nbytes)
+                claim(x, "unsharded")
+            x.copy_(value)
+        self._unit.reshard()  # the values are copied
+        self._is_filled = True
 
     def reshard(self) -> None:
         """Free the memory of the parameters."""
-        if self.pending is not None:
+        if self._unit.pending is not None:
             self.wait_for_unshard()  # other devices take part
-        super().reshard()
-        for x in self._refilled:
-            memory = x.untyped_storage()
-            if memory.resizable():  # that of which numpy has an array stays until the step ends
-                memory.resize_(0)
-                claim(_data_of(x), "unsharded")
+        for param in self._sharded:
+            storage = param.untyped_storage()
+            if storage.resizable():
+                storage.resize_(0)
+                claim(_data_of(param), "unsharded")
+        self._is_filled = not self._unit.plan.is_sharded
 
     def written(self) -> list[str]:
         """Return the paths of those that the stage has written to."""
-        rows = zip(self._all_plans, versions_of(self._params), self._first_versions, strict=True)
+        rows = zip(self._plans, versions_of(self._params), self._first_versions, strict=True)
         return [plan.path for plan, version, before in rows if version != before]
 
 
-class StageSums(GradientSums):
+class StageSums:
     """The gradients of one device's stages: added over microbatches, and reduced stage by stage.
 
     Args:
         plan: of all stages.
-        leaves: these with the shapes that this device uses.
+        reducer: of the gradients of the device.
         stages: those of the device.
         weights: of each microbatch, in reproducible mode; None: gradients are weighted already.
         coordinate: of the device along the pipeline.
-        device: of the gradients.
-        along: local axes.
-        site: the source line of the step.
     """
 
     def __init__(
         self,
         plan: StagePlan,
-        leaves: Sequence[ParamPlan],
+        reducer: Reducer,
         stages: Sequence[int],
         weights: list[float] | None,
         coordinate: int,
-        device: torch.device,
-        along: Along,
-        site: Site,
     ) -> None:
-        options = plan.options
-        wide = options.reproducible or options.accumulate > 1
-        super().__init__(
-            leaves, device, options, lambda _: plan.reduction_plans, site, wide=wide, along=along
-        )
-        self._ties, self._weights, self._coordinate = plan.ties, weights, coordinate
-        self._trained = {
-            stage: [index for index in plan.by_stage[stage].indices if leaves[index].trained]
-            for stage in stages
-        }
-        self._is_plain = {  # the sums are in the dtype in which parameters are used
-            stage: all(
-                options.reduced_in(leaves[index].dtype, wide=wide)
-                is options.used_in(leaves[index].dtype)
-                for index in indices
-            )
-            for stage, indices in self._trained.items()
-        }
+        self._reducer = reducer
+        self._leaves: Sequence[ParamPlan] = reducer.leaves
+        self._ties = plan.ties
+        self._weights = weights
+        self._coordinate = coordinate
         self._totals = {stage: self._new_sum() for stage in stages}
-        self._tied = {tie.leaf for tie in plan.ties}
-        self._tied_sums = {
-            (stage, tie.leaf): dict[int, Tensor]() for tie in plan.ties for stage in tie.stages
-        }
+        self._trained: dict[int, list[int]] = {}
+        for stage in stages:
+            indices = plan.by_stage[stage].indices
+            self._trained[stage] = [index for index in indices if self._leaves[index].trained]
+
+        self._tied: set[int] = set()
+        self._tied_sums: dict[tuple[int, int], dict[int, Tensor]] = {}
+        for tie in plan.ties:
+            self._tied.add(tie.leaf)
+            for stage in tie.stages:
+                self._tied_sums[stage, tie.leaf] = {}
 
     def _new_sum(self) -> RunningSum | OrderedSum:
+        """Return a sum over microbatches: as they come, or in the fixed tree of reproducible mode."""
         return RunningSum() if self._weights is None else OrderedSum(self._weights)
+
+    # -- a microbatch ----------------------------------------
+
+    def let_accumulate(self, stage: int, weights: Sequence[Tensor]) -> bool:
+        """Let autograd accumulate into the weights' `.grad`, if sums need no other dtype or order; return True if so."""
+        total = self._totals[stage]
+        if not isinstance(total, RunningSum):
+            return False
+        options, dtypes = self._reducer.options, self._reducer.dtypes
+        for index in self._trained[stage]:
+            if dtypes[index] is not options.used_in(self._leaves[index].dtype):
+                return False
+        return total.let_accumulate(weights)
 
     @made_for("gradients")
     def add(
@@ -201,90 +224,90 @@ class StageSums(GradientSums):
     ) -> None:
         """Add the gradients of one microbatch; an idle one counts as zero."""
         indices = self._trained[stage]
-        row = self.record(indices, gs, is_idle=is_idle)
-        for number, index in enumerate(indices):
+        row = self._reducer.record(indices, gs, is_idle=is_idle)
+        for position, index in enumerate(indices):
             if index in self._tied:
-                self._add_tied(stage, index, microbatch, row[number])
-                row[number] = None
+                self._add_tied(stage, index, microbatch, row[position])
+                row[position] = None
         total = self._totals[stage]
         if isinstance(total, RunningSum):
-            total.add(microbatch, row, [self.reduced_in(index) for index in indices])
+            total.add(microbatch, row, [self._reducer.dtypes[index] for index in indices])
         else:
-            total.add(microbatch, self.cast(indices, row))
+            total.add(microbatch, self._reducer.cast(indices, row))
 
     def _add_tied(self, stage: int, index: int, microbatch: int, g: Tensor | None) -> None:
         """Add to the gradient of a tied parameter in one stage, in reproducible mode for each microbatch."""
-        if g is not None:
-            sums, number = self._tied_sums[stage, index], 0 if self._weights is None else microbatch
-            g = g.to(self._tie_dtype(index))
-            sums[number] = sums[number] + g if number in sums else g
+        if g is None:
+            return
+        sums = self._tied_sums[stage, index]
+        number = 0 if self._weights is None else microbatch
+        g = g.to(self._tie_dtype(index))
+        sums[number] = sums[number] + g if number in sums else g
 
-    def let_accumulate(self, stage: int, weights: Sequence[Tensor]) -> bool:
-        """Let autograd accumulate into the weights' `.grad`, if sums are plain; return True if so."""
-        total = self._totals[stage]
-        return (
-            self._is_plain[stage]
-            and isinstance(total, RunningSum)
-            and total.let_accumulate(weights)
-        )
+    def _tie_dtype(self, index: int) -> torch.dtype:
+        """Return the dtype in which the stages' gradients of a tied parameter are added."""
+        if self._weights is None:
+            return self._reducer.dtypes[index]
+        # Those of one microbatch are added as in one backward.
+        return self._reducer.options.used_in(self._leaves[index].dtype)
+
+    # -- reductions ----------------------------------------
 
     def reduce(self, stage: int) -> None:
         """Start reducing the gradients of a stage, except tied ones."""
         indices = self._trained[stage]
         sums = self._totals.pop(stage).sums() or [None] * len(indices)
-        untied = list[tuple[int, Tensor | None]]()
+        untied_indices: list[int] = []
+        untied: list[Tensor | None] = []
         for index, g in zip(indices, sums, strict=True):
-            self.used[index] |= g is not None
+            if g is not None:
+                self._reducer.used[index] = (
+                    True  # autograd has accumulated it: see `let_accumulate`
+                )
             if index in self._tied:
                 self._add_tied(stage, index, 0, g)
             else:
-                untied.append((index, g))
-        self.put([index for index, _ in untied], [g for _, g in untied])
-        self.send()
+                untied_indices.append(index)
+                untied.append(g)
+        self._reducer.put(untied_indices, untied)
+        self._reducer.send()
 
     def reduce_rest(self) -> None:
         """Reduce the stages that are left and the tied parameters, and wait for all reductions."""
         for stage in [*self._totals]:
             self.reduce(stage)
         self._reduce_ties()
-        self.finish()
+        self._reducer.finish()
 
     def _reduce_ties(self) -> None:
         """Send gradients of borrowers to the owners, which add and reduce them."""
-        rows = [(tie, index) for tie in self._ties for index in range(1, len(tie.stages))]
-        stacks = start_reshard(
-            [self._stack_tied(*row) for row in rows],
-            [tie.to_owner[index] for tie, index in rows],
-            self.site,
-        )()
+        borrowers = [(tie, index) for tie in self._ties for index in range(1, len(tie.stages))]
+        sent = [self._stack_tied(tie, index) for tie, index in borrowers]
+        plans = [tie.to_owner[index] for tie, index in borrowers]
+        received = start_reshard(sent, plans, self._reducer.site)()
         for tie in self._ties:
-            if tie.coordinates[0] == self._coordinate:
-                stacks_of_tie = [
-                    stack
-                    for (row_tie, _), stack in zip(rows, stacks, strict=True)
-                    if row_tie is tie
-                ]
-                total = self._new_sum()
-                summed = reduce(
-                    torch.add, reversed([self._stack_tied(tie, 0), *stacks_of_tie])
-                )  # (microbatch or 1, ...)
-                for microbatch, g in enumerate(summed):
-                    total.add(microbatch, self.cast([tie.leaf], [g]))
-                self.put([tie.leaf], total.sums())
-                self.send()
+            if tie.coordinates[0] != self._coordinate:
+                continue
+            # The last stage first, as one backward of the full model adds them.
+            stacks = [self._stack_tied(tie, 0)]
+            stacks += [x for (other, _), x in zip(borrowers, received, strict=True) if other is tie]
+            rows = stacks.pop()
+            while stacks:
+                rows = rows + stacks.pop()
+
+            total = self._new_sum()
+            for microbatch, g in enumerate(rows):  # one row, without reproducible mode
+                total.add(microbatch, self._reducer.cast([tie.leaf], [g]))
+            self._reducer.put([tie.leaf], total.sums())
+            self._reducer.send()
 
     def _stack_tied(self, tie: Tie, index: int) -> Tensor:
         """Return the gradients of a tied parameter in one stage, a row for each microbatch or one in all; empty elsewhere."""
-        shape, dtype = self.leaves[tie.leaf].shape, self._tie_dtype(tie.leaf)
+        shape, dtype = self._leaves[tie.leaf].shape, self._tie_dtype(tie.leaf)
         if tie.coordinates[index] != self._coordinate:
-            return torch.zeros([0] * (1 + len(shape)), dtype=dtype, device=self.device)
+            empty = [0] * (1 + len(shape))
+            return torch.zeros(empty, dtype=dtype, device=self._reducer.device)
         sums = self._tied_sums.pop((tie.stages[index], tie.leaf))
-        zero = torch.zeros(shape, dtype=dtype, device=self.device)
-        return torch.stack([sums.get(row, zero) for row in range(len(self._weights or [1.0]))])
-
-    def _tie_dtype(self, index: int) -> torch.dtype:
-        """Return the dtype in which the stages' gradients of a tied parameter are added."""
-        dtype, options = self.leaves[index].dtype, self.options
-        if self._weights is None:
-            return options.reduced_in(dtype, wide=self.wide)
-        return options.used_in(dtype)  # those of one microbatch are added as in one backward
+        zero = torch.zeros(shape, dtype=dtype, device=self._reducer.device)
+        count = 1 if self._weights is None else len(self._weights)
+        return torch.stack([sums.get(row, zero) for row in range(count)])

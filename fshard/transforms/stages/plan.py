@@ -3,11 +3,12 @@
     a shard at the first stage's coordinate  ──send──>  a shard at another's  ──all-gather──>  unsharded, for a while
     summands, one per device of the coordinate  ──reduce──>  the gradient's layout, there
 
-All plans begin and end at one coordinate along the pipeline: other devices have other stages, and take no part.
+All plans begin and end at one coordinate along the pipeline: other devices have other stages, and
+take no part.
 
-The coordinate of a stage along "pipe" is part of the layout of each of its parameters, `P(at={"pipe": k})`. So
-optimizers, norms, checkpoints and pictures work without knowing pipelines. A parameter of several stages (tied) is
-stored by the first one.
+The coordinate of a stage along "pipe" is part of the layout of each of its parameters,
+`P(at={"pipe": k})`. So optimizers, norms, checkpoints and pictures work without knowing pipelines.
+A parameter of several stages (tied) is stored by the first one.
 """
 
 from __future__ import annotations
@@ -40,9 +41,14 @@ from fshard.pipeline.execution.leaves import Stage
 from fshard.pipeline.execution.mailbox import Forms
 from fshard.pipeline.execution.route import Route
 from fshard.pipeline.schedule.schedule import Schedule
-from fshard.transforms.fsdp.param_runtime import plan_param
-from fshard.transforms.fsdp.plans import ParamPlan, plan_reduction
-from fshard.transforms.fsdp.units import Order, UnitPlan
+from fshard.transforms.fsdp.plans import (
+    Order,
+    ParamPlan,
+    ReductionPlans,
+    UnitPlan,
+    plan_param,
+    plan_reduction,
+)
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import Choice, named, parts_of
@@ -52,7 +58,8 @@ from fshard.transforms.shard_params import Rules, layouts_of, put_all
 class StageLeaves(NamedTuple):
     """The parameters of one stage, each once, with their indices, and how they form the stage's tree.
 
-    `sharded` are those that are all-gathered or copied to the device, `replicated` the others, by their index in the stage.
+    `sharded` are those that are all-gathered or copied to the device, `replicated` the others, by
+    their index in the stage.
     """
 
     leaves: Sequence[ParamPlan]
@@ -66,11 +73,15 @@ class StageLeaves(NamedTuple):
         leaves: Sequence[ParamPlan], indices: list[int], tree: Callable[[list[Tensor]], PyTree]
     ) -> StageLeaves:
         """Return the plan of a stage from the plans of its parameters."""
-        units = list[int](), list[int]()
-        for index, leaf in enumerate(leaves):
-            units[leaf.is_sharded].append(index)
-        replicated, sharded = (UnitPlan.of(leaves, unit) for unit in units)
-        return StageLeaves(leaves, indices, tree, sharded, replicated)
+        sharded = [index for index, leaf in enumerate(leaves) if leaf.is_sharded]
+        replicated = [index for index, leaf in enumerate(leaves) if not leaf.is_sharded]
+        return StageLeaves(
+            leaves,
+            indices,
+            tree,
+            sharded=UnitPlan.of(leaves, sharded),
+            replicated=UnitPlan.of(leaves, replicated),
+        )
 
 
 class Borrowed(NamedTuple):
@@ -84,8 +95,8 @@ class Borrowed(NamedTuple):
 class Tie(NamedTuple):
     """A trained parameter of several stages, of which the first owns it.
 
-    `coordinates`: of the stages along the pipeline. `to_owner`: the plans that send each stage's gradient to
-    the owner.
+    `coordinates`: of the stages along the pipeline. `to_owner`: the plans that send each stage's
+    gradient to the owner.
     """
 
     leaf: int
@@ -122,7 +133,7 @@ class StagePlan:
         program: the stages.
         leaves: the plans of all parameters, each once; they are referred to by index.
         by_stage: those of each stage.
-        reduction_plans: of their gradients among the devices of the stage, None where they are not trained.
+        reduction_plans: of the gradients of trained ones, among the devices of the stage.
         borrowed: parameters that stages need of others.
         ties: the trained parameters of several stages.
         messages: known forms of messages.
@@ -134,7 +145,7 @@ class StagePlan:
     program: StageProgram
     leaves: list[ParamPlan]
     by_stage: list[StageLeaves]
-    reduction_plans: list[ReshardPlan | None]
+    reduction_plans: ReductionPlans
     borrowed: list[Borrowed]
     ties: list[Tie]
     messages: dict[int, Forms] = field(default_factory=dict[int, Forms])
@@ -196,12 +207,11 @@ class StagePlanner:
             self._plan_stage(row, structure, leaves, layouts, coordinate)
             for row, structure, coordinate in zip(indices, structures, placement, strict=True)
         ]
-        reduction_plans = [
-            plan_reduction(self.mesh, self.over, leaf, in_order=self.options.reproducible)
+        reduction_plans = {
+            index: plan_reduction(self.mesh, self.over, leaf, in_order=self.options.reproducible)
+            for index, leaf in enumerate(leaves)
             if leaf.trained
-            else None
-            for leaf in leaves
-        ]
+        }
         return StagePlan(
             self.options, self.program, leaves, by_stage, reduction_plans, borrowed, ties
         )
@@ -211,10 +221,8 @@ class StagePlanner:
         return at_coordinate(self.options.used(layout), self.axis, coordinate)
 
     def _plan_param(self, path: str, x: Sharded, frozen: bool) -> ParamPlan:
-        trained, coordinate = (
-            self.options.backward and trainable(x) and not frozen,
-            coordinate_of(x.layout, self.axis),
-        )
+        trained = self.options.backward and trainable(x) and not frozen
+        coordinate = coordinate_of(x.layout, self.axis)
         assert coordinate is not None
         leaf = plan_param(
             path,
@@ -276,12 +284,14 @@ def shard_stages(
 ) -> list[PyTree]:
     """Place the parameters of stages on the devices that have them: every process keeps its shards.
 
-    All processes must call it: their tensors are compared, by hashes in one collective, and different ones raise.
+    All processes must call it: their tensors are compared, by hashes in one collective, and
+    different ones raise.
 
     Args:
         stages: modules, whose parameters are taken by their names; or trees of parameters.
-        rules: their layouts along the other axes: as for `shard_params`, for the list of these trees: such as `fsdp("data")`,
-            or patterns as "*.blocks.*.w", which begin with the number of the stage. None: replicated.
+        rules: their layouts along the other axes: as for `shard_params`, for the list of these
+            trees: such as `fsdp("data")`, or patterns as "*.blocks.*.w", which begin with the
+            number of the stage. None: replicated.
         mesh: the devices.
         schedule: the placement of stages.
         axis: of the pipeline.

@@ -300,23 +300,23 @@ def most_whole(monkeypatch, loss_fn, own, mesh, width=6, **options) -> Most:
     """Return what was whole at most in the second of two steps."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from fshard.transforms.fsdp.units import LazyUnit
+    from fshard.transforms.fsdp.units import Unit
 
     alive: dict[Any, list[list[Any]]] = {}
     most: list[Most] = []
-    wait_for_unshard = LazyUnit.wait_for_unshard
+    wait_for_unshard = Unit.wait_for_unshard
 
     def watched(self):
         pending = self.pending is not None
         values = wait_for_unshard(self)
-        copies = alive.setdefault(self.runtime, [])
+        copies = alive.setdefault(self.context, [])
         if pending:
             copies.append([(StorageWeakRef(x.untyped_storage()), x.nbytes) for x in self.values])
         there = [[size for memory, size in copy if not memory.expired()] for copy in copies]
         most.append(Most(sum(map(bool, there)), sum(map(sum, there))))
         return values
 
-    monkeypatch.setattr(LazyUnit, "wait_for_unshard", watched)
+    monkeypatch.setattr(Unit, "wait_for_unshard", watched)
     run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), **options)
     gc.collect()
     gc.disable()  # what is freed must be freed without the collector
