@@ -58,6 +58,8 @@ MAY_IMPORT = {
     "pipeline": GROUND | {"mesh"},
     "comm": GROUND | {"mesh", "optim", "transforms"},
     "experts": GROUND | {"mesh"},
+    "parallelism": GROUND
+    | {"mesh", "transforms", "optim", "pipeline", "tensor", "experts"},  # it builds a step's parts
     "nn": {"transforms", "experts"},
     "booster": GROUND
     | {
@@ -69,7 +71,7 @@ MAY_IMPORT = {
         "pipeline",
         "tensor",
         "checkpoint",
-        "experts",
+        "parallelism",
     },
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "launching": GROUND | {"mesh"},
@@ -87,7 +89,7 @@ MAY_IMPORT = {
         "transforms",
         "pipeline",
         "tensor",
-        "booster",
+        "parallelism",
         "experts",
         "launching",
     },  # plans are of all of these
@@ -117,6 +119,7 @@ MAY_IMPORT = {
         "explore",
         "report",
         "nn",
+        "parallelism",
         "tensor",
     },
 }
