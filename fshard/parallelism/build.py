@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fshard.experts.transformers import shard_experts
 from fshard.mesh.layout import Axes, Layout, Memory, Mesh, P, PyTree, map_leaves
+from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.mesh.spmd.scope import here, outside
 from fshard.parallelism.modes import MODEL_AXES
 from fshard.parallelism.value import Parallelism
@@ -50,12 +51,14 @@ class ShardedModel(NamedTuple):
             each is a module, or such a function.
         params, buffers: by name, in their layouts; of stages, a list of trees.
         options: of `train_step`, but for the loss.
+        plan: of the layers that are sharded, for a loss of sharded outputs; None without any.
     """
 
     function: Any
     params: PyTree
     buffers: PyTree
     options: dict[str, Any]
+    plan: Plan | None
 
 
 def shard_model(
@@ -79,6 +82,7 @@ def shard_model(
             a loss by the plan of the layers.
     """
     parts = split_model(model, parallelism, sample=sample, blocks=blocks, check=False)
+    compare_inputs("shard_model", mesh, samples_of(dict(model.named_parameters())))
     replica_axis = ("replica",) if parallelism.replicas > 1 else ()
     batch_axes = (*replica_axis, *parallelism.zero_axes)
     options: dict[str, Any] = {"mesh": mesh, "batch": P(batch_axes), **step_options(parallelism)}
@@ -90,7 +94,7 @@ def shard_model(
             schedule=options["schedule"],
             axis=options["axis"],
         )
-        return ShardedModel(*placed, options)
+        return ShardedModel(*placed, options, parts[0][1])
 
     ((_, plan),) = parts
     placed = shard_full(
@@ -102,7 +106,7 @@ def shard_model(
         mesh=mesh,
         has_full_output=has_full_output,
     )
-    return ShardedModel(*placed, options)
+    return ShardedModel(*placed, options, plan)
 
 
 # -- the parts --------------------------------------------------------------------------------------
