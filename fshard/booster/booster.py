@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from fshard.booster.checkpoint import Checkpointing
 from fshard.booster.gemini import GeminiPlugin
+from fshard.booster.hybrid import HybridParallelPlugin
 from fshard.booster.loader import DeviceState, Loader
 from fshard.booster.loop import LoopModel
 from fshard.booster.model import BoostedModel, shard_model, validate_inside, validate_not_boosted
@@ -30,6 +31,7 @@ from fshard.mesh.spmd.run import resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import here
 from fshard.optim.partition import Partitioned
 from fshard.optim.torch_optim.instances import InstanceSource, OptimizerSource, optimizer_source
+from fshard.parallelism.value import Parallelism
 from fshard.pipeline.split.stages import Layer, split_stages
 from fshard.randomness import folded, keyed_random
 from fshard.transforms.module.compiled import compiled_in_place
@@ -52,21 +54,113 @@ class TrainState(NamedTuple):
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
+class FunctionalStep:
+    """The functional step of one model, with its optimizer as that is now.
+
+    Args:
+        plugin: the seed of draws, and limits of memory.
+        optimizer: returns the sharded optimizer with the present options of its groups.
+        make_step: of that optimizer, to the step of `train_step`.
+    """
+
+    def __init__(
+        self,
+        plugin: Plugin,
+        optimizer: Callable[[], Partitioned],
+        make_step: Callable[..., Any],
+    ) -> None:
+        self.plugin, self.optimizer = plugin, optimizer
+        # As long as the options of the groups stay, the optimizer is the same object.
+        self.make_step = lru_cache(maxsize=1)(make_step)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        step = self.make_step(self.optimizer())
+        with keyed_random(self.plugin.seed, state.steps, 0):
+            params, optimizer_state, buffers, metrics = step(
+                state.params, state.optimizer, state.buffers, batch
+            )
+        if isinstance(self.plugin, GeminiPlugin):
+            self.plugin.validate_peak()
+        after = state._replace(
+            params=params, optimizer=optimizer_state, buffers=buffers, steps=state.steps + 1
+        )
+        return after, metrics
+
+
+class PlacedStep:
+    """The functional step of a `GeminiPlugin`, which its first batch places.
+
+    Args:
+        plugin: decides where state is updated, and what leaves the device.
+        source: of the optimizer.
+        make_step: of a sharded optimizer, to the step of `train_step`.
+    """
+
+    def __init__(
+        self, plugin: GeminiPlugin, source: OptimizerSource, make_step: Callable[..., Any]
+    ) -> None:
+        self.plugin, self.source, self.make_step = plugin, source, make_step
+        self.step: FunctionalStep | None = None
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        if self.step is None:
+            self.step, state = self._placed(state, batch)
+        return self.step(state, batch)
+
+    def _placed(self, state: TrainState, batch: Any) -> tuple[FunctionalStep, TrainState]:
+        """Return the step with activations in their memories, and a state in those of the plan."""
+        optimizers = dict[str, Callable[[], Partitioned]]()
+        for update_on in get_args(UpdateOn):
+            optimizers[update_on] = partitioned(self.plugin, self.source, update_on)
+
+        def make(update_on: UpdateOn) -> Any:
+            return self.make_step(optimizers[update_on]())
+
+        update_on, placement = self.plugin.placed_step(
+            make, state.params, state.optimizer, state.buffers, batch
+        )
+        if placement is None:
+            step = FunctionalStep(self.plugin, optimizers[update_on], self.make_step)
+            return step, state
+        make_step = partial(self.make_step, activations=placement.activations)
+        params, optimizer_state = placement.apply(state.params, state.optimizer)
+        step = FunctionalStep(self.plugin, optimizers[update_on], make_step)
+        return step, state._replace(params=params, optimizer=optimizer_state)
+
+
+def _with_criterion(function: Callable[..., Any], criterion: Criterion | None) -> Any:
+    """Return the loss of a model's function, and its new buffers."""
+
+    def loss(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
+        if isinstance(batch, Mapping):
+            output, after = function(params, buffers, **cast(Mapping[str, Any], batch))
+        else:
+            output, after = function(params, buffers, *batch[:1])
+        return loss_of(criterion, output, batch), after
+
+    return loss
+
+
 class Booster(Checkpointing):
     """Trains a model in the layouts of its plugin (`DDPPlugin()` by default), in torch's loop or by a functional step.
 
     The loop runs as one device: under torchrun, or inside of `fs.run` on a virtual mesh.
 
     Args:
-        plugin: the layouts, and the mesh.
+        plugin: the layouts, and the mesh; or a parallelism, for `HybridParallelPlugin(parallelism)`.
         check: "loss" compares the loss of the first step, weighted over the devices, with that of all their samples on one
             device, and raises if it is no mean over samples. `boost` must get the criterion, or the model's output have
             `.loss`. Each device computes the loss of all samples once.
     """
 
     def __init__(
-        self, plugin: Plugin | None = None, *, check: Literal["loss"] | None = None
+        self,
+        plugin: Plugin | Parallelism | None = None,
+        *,
+        check: Literal["loss"] | None = None,
     ) -> None:
+        if isinstance(plugin, Parallelism):
+            plugin = HybridParallelPlugin(plugin)
         self.plugin, self.check = plugin or DDPPlugin(), check
         if errors := one_of("check", check, "loss", None):
             raise ValueError(f"Booster: {errors[0]}.")
@@ -299,50 +393,18 @@ class Booster(Checkpointing):
                 model's arguments. Default: `output.loss`.
         """
         model, plugin, source, opt = self._prepare("init", model, optimizer)
+        functions, params, buffers = shard_model(plugin, model, source)
         options = plugin.gradient_options()
-        run, params, buffers = shard_model(plugin, model, source)
-
-        def loss(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
-            args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch[:1], {})
-            output, after = run(params, buffers, *args, **kwargs)
-            return loss_of(criterion, output, batch), after
-
         if plugin.in_stages():
             options["loss"] = partial(loss_of, criterion)
-        make: Any = partial(train_step, run if plugin.in_stages() else loss, donate=True, **options)
-        current = list[
-            tuple[Callable[[], Partitioned], Callable[..., Any]]
-        ]()  # the optimizer, and the step with it
+        else:
+            functions = _with_criterion(functions, criterion)
 
-        def placed(state: TrainState, batch: Any) -> TrainState:
-            """Place the first step of a `GeminiPlugin`."""
-            current.append((opt, lru_cache(maxsize=1)(make)))
-            if not isinstance(plugin, GeminiPlugin) or plugin.placement == "static":
-                return state
-            optimizers = {name: partitioned(plugin, source, name) for name in get_args(UpdateOn)}
-            trees = state.params, state.optimizer, state.buffers
-            name, plan = plugin.placed_step(lambda name: make(optimizers[name]()), *trees, batch)
-            activations = {} if plan is None else plan.activations
-            train = lru_cache(maxsize=1)(partial(make, activations=activations))
-            current[:] = [(optimizers[name], train)]
-            if plan is None:
-                return state
-            params, optimizer = plan.apply(state.params, state.optimizer)
-            return state._replace(params=params, optimizer=optimizer)
-
-        def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-            state = state if current else placed(state, batch)
-            optimizer_of, train = current[0]
-            with keyed_random(plugin.seed, state.steps, 0):
-                params, optimizer, buffers, metrics = train(optimizer_of())(
-                    state.params, state.optimizer, state.buffers, batch
-                )
-            if isinstance(plugin, GeminiPlugin):
-                plugin.validate_peak()
-            return state._replace(
-                params=params, optimizer=optimizer, buffers=buffers, steps=state.steps + 1
-            ), metrics
-
+        make_step = partial(train_step, functions, donate=True, **options)
+        if isinstance(plugin, GeminiPlugin) and plugin.placement == "auto":
+            step = PlacedStep(plugin, source, make_step)
+        else:
+            step = FunctionalStep(plugin, opt, make_step)
         self._steps.append(step)
         return TrainState(params, opt().init(params), buffers, model=len(self._steps) - 1)
 

@@ -141,9 +141,10 @@ def split_model(
 
     plan = None
     if has_inner_axes:
-        checked_by = {"check": check, "tolerance": tolerance, "ignore": ignore}
+        check_options: dict[str, Any] = {"tolerance": tolerance, "ignore": ignore}
+        check_options["check"] = check and _checks_here(model)
         arguments = _arguments_of(sample, blocks, parallelism)
-        plan = _layer_plan(model, parallelism, arguments, seed, checked_by)
+        plan = _layer_plan(model, parallelism, arguments, seed, check_options)
     if parallelism.experts > 1 or has_inner_axes or parallelism.in_stages:
         shard_experts(model, tuple(parallelism.expert_axes), tuple(parallelism.inner_axes))
 
@@ -165,24 +166,28 @@ def _arguments_of(sample: Any, blocks: Any, parallelism: Parallelism) -> Any:
     return tuple(cast(list[Any], sample)) if isinstance(sample, list) else sample
 
 
+def _checks_here(model: nn.Module) -> bool:
+    """Return True if the caller checks the plan of a model: one device, and only of values."""
+    scope = here()
+    is_checker = scope is None or scope.mesh.runtime == "process" or scope.device == 0
+    return is_checker and not without_memory(model)
+
+
 def _layer_plan(
     model: nn.Module,
     parallelism: Parallelism,
     arguments: Any,
     seed: int,
-    checked_by: Mapping[str, Any],
+    check_options: dict[str, Any],
 ) -> Plan:
-    """Return the plan of the model's layers, which one of the devices that share them checks."""
-    scope = here()
-    has_no_values = bool(without_memory(model))
-    is_checker = scope is None or scope.mesh.runtime == "process" or scope.device == 0
-    is_checked = checked_by["check"] and not has_no_values and is_checker
-
+    """Return the plan of the model's layers."""
     axes = MODEL_AXES[parallelism.tensor_mode]
     token_axis = parallelism.token_axis
+    # Lazy layers are planned by their shapes: a copy, since planning runs the model.
+    planned_model = copy_on_meta(model) if without_memory(model) else model
     with outside(), keyed_random(seed):
         return tensor_parallel(
-            copy_on_meta(model) if has_no_values else model,
+            planned_model,
             axis=axes,
             sample=arguments,
             mode=parallelism.tensor_mode,
@@ -190,7 +195,7 @@ def _layer_plan(
             sequence=token_axis,
             sequence_mode="gather" if token_axis is None else parallelism.sequence_mode,
             experts="expert" if parallelism.experts > 1 else None,
-            **{**checked_by, "check": is_checked},
+            **check_options,
         )
 
 
@@ -274,7 +279,7 @@ def shard_full(
         function, params, tensors = plan.functionalize(model, **options)
 
     # Of the module's own parameters, since the optimizer's source knows them by identity.
-    named = {name: x for name, x in model.named_parameters() if name in params}
+    named: dict[str, Tensor] = {name: x for name, x in model.named_parameters() if name in params}
     leaves = freeze(named)
     within = None if plan is None else {name: plan.spec(name) for name in leaves}
     layouts = rules(leaves, within)
@@ -310,7 +315,8 @@ def shard_in_stages(
         else:
             # The parameters are not named: those of fused weights are copies, which would live on.
             functions.append(planned_function(plan, stage, is_last=is_last, in_place=in_place)[0])
-        params.append(_split(plan, freeze(dict(stage.named_parameters()))))
+        named: dict[str, Tensor] = dict(stage.named_parameters())
+        params.append(_split(plan, freeze(named)))
 
     within = [None if plan is None else plan.rules for _, plan in parts]
     layouts = rules(within if any(within) else None)

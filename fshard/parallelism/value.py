@@ -218,7 +218,7 @@ class Parallelism:
     def mesh(self, devices: int | None = None, *, runtime: Runtime | None = None) -> Mesh:
         """Return the mesh of a number of devices; by default all of `fs.run`, or all processes.
 
-        Outside of both, with `data` as a number, they are as many as the sizes say.
+        Outside of both, with `data` as a number, their number is the product of the sizes.
         """
         if devices is None:
             has_all_sizes = self.data is not None and here() is None and process_count() == 1

@@ -138,7 +138,7 @@ class LayerTrace:
         plan = self.program.layer_plan
         names = dict[str, list[str]]()
         for name, reason in plan.replicated.items() if plan is not None else ():
-            # A layer stands for all: its number, and the watched layer in its place, say nothing.
+            # The first layer represents all, so its number is left out.
             path = name.replace(f"{self.model.blocks}.0.layer.", "").removesuffix(".weight")
             names.setdefault(reason, []).append(path)
         return [f"{', '.join(paths)} replicated: {reason}" for reason, paths in names.items()]

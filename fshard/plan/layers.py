@@ -23,7 +23,7 @@ from fshard.plan.cluster import Cluster
 from fshard.plan.layer_trace import LayerTrace, TracedStep
 from fshard.plan.program import LayeredModel
 from fshard.plan.timing import times_of
-from fshard.plan.trace import PURPOSES, Operation
+from fshard.plan.trace import PURPOSES, CollectiveStart, Operation
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class ModelCost(NamedTuple):
 class LayerTracer:
     """The costs of a model's layers on a machine, in all plans. Each step is traced once.
 
-    A step is traced with two samples and with four, and derived for other numbers: its sizes are
-    linear in them.
+    A step is traced with two samples and with four. Where both have the same operations, sizes are
+    linear in the samples, and steps of other numbers are derived.
     """
 
     def __init__(self, model: LayeredModel, cluster: Cluster) -> None:
@@ -117,7 +117,10 @@ class LayerTracer:
             return two
         if key.rows == 4:
             return four
-        return _between(two, four, (key.rows - 2) / 2)
+        if _names_of(two) == _names_of(four):
+            return _between(two, four, (key.rows - 2) / 2)
+        # Such as attention of 6 heads on 4 devices: samples are sharded, if there are as many.
+        return self._traced(key)
 
     def _trace(self, key: Parallelism) -> LayerTrace:
         shared = replace(key, recompute="never", rows=1)
@@ -144,6 +147,19 @@ class LayerTracer:
         with torch.no_grad():
             self.model.call(model, self.model.batch)
         return sizes[0]
+
+
+def _names_of(step: TracedStep) -> list[str]:
+    """Return the names of the operations and collectives of a step, and the kinds of other events."""
+    names = list[str]()
+    for event in step.events:
+        if isinstance(event, Operation):
+            names.append(event.name)
+        elif isinstance(event, CollectiveStart):
+            names.append(event.row.collective)
+        else:
+            names.append(type(event).__name__)
+    return names
 
 
 def _between(x: Any, y: Any, fraction: float) -> Any:

@@ -141,7 +141,7 @@ class LayeredModel:
             mesh=mesh,
             sample=self._sample(plan),
             blocks=self.blocks,
-            has_full_output=plan.in_stages,  # a schedule hands the loss no plan of the layers
+            has_full_output=plan.in_stages,  # a schedule passes no plan to the loss
         )
         opt = partition_optimizer(
             self.optimizer,

@@ -6,7 +6,7 @@ all sizes and options ──divide?──> ──traced?──> ──least memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -22,7 +22,7 @@ from fshard.plan.estimate import PlanEstimate
 from fshard.plan.layers import LayerTracer
 from fshard.plan.models import Transformer
 from fshard.plan.program import Loss, layered_model
-from fshard.plan.space import candidates, divisors_text, plan_choices
+from fshard.plan.space import Candidate, Divided, candidates, divisors_text, plan_choices
 from fshard.tables import Tabular
 
 if TYPE_CHECKING:  # it is imported where a table is shown
@@ -37,8 +37,11 @@ SHOWN = 10
 LISTED = 12
 """The rejected plans that are listed."""
 
-Kind = Literal["memory", "program", "division"]
-"""Why a plan is rejected: it does not fit, its program raises, or its numbers do not divide."""
+Kind = Literal["memory", "program"] | Divided
+"""Why a plan is rejected: it does not fit, its program raises, or it does not divide a number."""
+
+KINDS: tuple[Kind, ...] = ("memory", "program", "devices", "layers", "samples")
+"""All of these, in the order in which they are listed."""
 
 
 @dataclass(frozen=True)
@@ -226,16 +229,16 @@ class _Sorted(NamedTuple):
     tried: int
 
 
-def _sorted_out(tried: Iterator[Any], tracer: LayerTracer) -> _Sorted:
+def _sorted_out(tried: Iterable[Candidate], tracer: LayerTracer) -> _Sorted:
     """Reject the candidates that do not divide, cannot run, or do not fit by their least memory."""
     fitting = list[PlanEstimate]()
     rejected = list[RejectedPlan]()
     errors = dict[Parallelism, str]()
     count = 0
     limit = tracer.cluster.memory
-    for plan, misfit in tried:
-        if misfit:
-            rejected.append(RejectedPlan(plan, misfit, "division"))
+    for plan, divided, reason in tried:
+        if divided is not None:
+            rejected.append(RejectedPlan(plan, reason, divided))
             continue
         count += 1
         estimate = PlanEstimate(plan, tracer)
@@ -246,8 +249,8 @@ def _sorted_out(tried: Iterator[Any], tracer: LayerTracer) -> _Sorted:
         if least <= limit:
             fitting.append(estimate)
         else:
-            excess = f"{(least - limit) / 1e9:,.2f} GB over the memory"
-            reason = f"{excess}, {estimate.in_flight} microbatches in flight"
+            over = f"{(least - limit) / 1e9:,.2f} GB over the memory"
+            reason = f"{over}, {estimate.in_flight} microbatches in flight"
             rejected.append(RejectedPlan(plan, reason, "memory", least))
     return _Sorted(fitting, rejected, count)
 
@@ -284,14 +287,15 @@ def _listed(rejected: Sequence[RejectedPlan]) -> list[RejectedPlan]:
     """Return the rejected plans to list: the nearest ones, of each kind of reason in turn.
 
     So a dozen plans that do not fit hide neither an error of a program nor a number that does not
-    divide. Of several plans with a reason the nearest stands for all.
+    divide. Of several plans with one reason only the nearest is listed.
     """
     nearest = dict[str, RejectedPlan]()
     for plan in sorted(rejected, key=lambda plan: plan.peak):
         nearest.setdefault(plan.reason, plan)
-    kinds: tuple[Kind, ...] = ("memory", "program", "division")
-    by_kind = [[plan for plan in nearest.values() if plan.kind == kind] for kind in kinds]
-    in_turn = chain.from_iterable(zip_longest(*by_kind))
+    by_kind = dict[Kind, list[RejectedPlan]]()
+    for kind in KINDS:
+        by_kind[kind] = [plan for plan in nearest.values() if plan.kind == kind]
+    in_turn = chain.from_iterable(zip_longest(*by_kind.values()))
     return [plan for plan in in_turn if plan is not None][:LISTED]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fshard.errors import PlanError
 from fshard.parallelism.value import FIELDS, IN_LOOPS, ONE_STAGE, Parallelism
@@ -35,10 +35,21 @@ Choices = Mapping[str, Collection[Any]]
 """The values of each field that are tried; of those without any, all that divide."""
 
 
+Divided = Literal["devices", "layers", "samples"]
+"""The numbers that a plan divides."""
+
+
 class Candidate(NamedTuple):
-    """A plan, and why its numbers do not divide; "" if they do."""
+    """A plan, and why it does not divide a number, if so.
+
+    Args:
+        plan: its sizes and options.
+        divided: the number; None if all are divided.
+        reason: in words.
+    """
 
     plan: Parallelism
+    divided: Divided | None = None
     reason: str = ""
 
 
@@ -75,8 +86,10 @@ def plan_choices(constraints: Mapping[str, Any], experts: int = 0) -> dict[str, 
 
 def _validate(name: str, value: Any) -> None:
     """Raise if a field cannot have a value, whatever the others are."""
-    needed = {"tensor": 2} if value == "megatron" else {}
-    Parallelism(**{**needed, name: value})
+    fields: dict[str, Any] = {name: value}
+    if value == "megatron":
+        fields["tensor"] = 2
+    Parallelism(**fields)
 
 
 # -- candidates -------------------------------------------------------------------------------------
@@ -96,9 +109,10 @@ def candidates(
     """
     node = cluster.links[0].devices or devices
     for sizes in _sizes(devices, choices):
-        reason = sizes.misfit(devices=devices, layers=layers, node=node)
-        if reason:
-            yield Candidate(sizes, reason)
+        if reason := sizes.misfit(devices=devices, node=node):
+            yield Candidate(sizes, "devices", reason)
+        elif reason := sizes.misfit(layers=layers):
+            yield Candidate(sizes, "layers", reason)
         else:
             yield from _with_options(sizes.on(devices), layers, batch, choices)
 
@@ -108,22 +122,22 @@ def legal_plans(
 ) -> Iterator[Parallelism]:
     """Yield all plans whose sizes divide, with the values that are chosen: see `candidates`."""
     for candidate in candidates(layers, devices, batch, choices, cluster):
-        if not candidate.reason:
+        if candidate.divided is None:
             yield candidate.plan
 
 
 def _sizes(devices: int, choices: Choices) -> Iterator[Parallelism]:
-    """Yield sizes of all axes; where nobody has chosen `data`, it is what is left.
+    """Yield sizes of all axes; without a choice, `data` is what is left.
 
-    Sizes that nobody has chosen only divide the devices that are left. So sizes with another
-    product are yielded where a choice is the reason.
+    Sizes without a choice only divide the devices that are left. So sizes with another product
+    are yielded where a choice is the reason.
     """
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
-    names = ("tensor", "pipeline", "sequence", "experts", "replicas", "data")
+    names = ["tensor", "pipeline", "sequence", "experts", "replicas", "data"]
     values = [choices.get(name, divisors) for name in names[:-1]]
     free = [name for name in ("tensor", "pipeline") if name not in choices]
     for sizes in product(*values, choices.get("data", (None,))):
-        chosen = dict(zip(names, sizes, strict=True))
+        chosen: dict[str, Any] = dict(zip(names, sizes, strict=True))
         if chosen["pipeline"] > 1 and chosen["replicas"] > 1:
             continue
         parallelism = Parallelism(**chosen)
@@ -145,16 +159,16 @@ def _with_options(
     for rows in choices["rows"]:
         plan = replace(sizes, rows=rows)
         if reason := plan.misfit(batch=batch):
-            yield Candidate(plan, reason)
+            yield Candidate(plan, "samples", reason)
         else:
             legal_rows.append(rows)
 
-    names = ("zero_stage", "rows", "recompute", "schedule", "state_memory", "sequence_mode")
+    names = ["zero_stage", "rows", "recompute", "schedule", "state_memory", "sequence_mode"]
     shares_layers = sizes.tensor > 1 and sizes.sequence == 1
     default_modes = ("megatron",) if shares_layers else ("gather",)
     values = {"sequence_mode": default_modes, **choices, "rows": legal_rows}
     for options in product(*[values[name] for name in names]):
-        chosen = dict(zip(names, options, strict=True))
+        chosen: dict[str, Any] = dict(zip(names, options, strict=True))
         if _is_distinct(sizes, chosen, choices):
             yield from _with_microbatches(sizes, chosen, layers, batch, choices)
 
@@ -185,10 +199,14 @@ def _with_microbatches(
     microbatches = batch // samples
     if microbatches not in choices.get("microbatches", (microbatches,)):
         return
-    fields = {**vars(sizes), **options, "microbatches": microbatches}
+    fields: dict[str, Any] = {**vars(sizes), **options, "microbatches": microbatches}
     for chunks in _chunks(options["schedule"], sizes, choices):
-        plan = Parallelism(**{**fields, "chunks": chunks})
-        yield Candidate(plan, plan.misfit(layers=layers))
+        fields["chunks"] = chunks
+        plan = Parallelism(**fields)
+        if reason := plan.misfit(layers=layers):
+            yield Candidate(plan, "layers", reason)
+        else:
+            yield Candidate(plan)
 
 
 def _chunks(schedule: str, sizes: Parallelism, choices: Choices) -> list[int]:

@@ -16,7 +16,7 @@ from fshard.parallelism import Parallelism
 from fshard.plan import PlanEstimate, Transformer, cluster, search
 from fshard.plan.layers import LayerTracer
 from fshard.plan.program import layered_model
-from fshard.plan.search import SIMULATED
+from fshard.plan.search import KINDS, LISTED, SIMULATED
 from fshard.plan.space import legal_plans, plan_choices
 
 H100, ROWS = cluster("h100", node=8), 4
@@ -260,6 +260,37 @@ def test_plans_are_saved_scaled_and_boosted(tmp_path):
     assert booster.step(state, batch)[1]["loss"] < first["loss"]
     with pytest.raises(ValueError, match='recompute must be "never", or "full" in stages'):
         fs.HybridParallelPlugin(replace(plan, pipeline=1), blocks="inner.layers")
+
+
+SIX_HEADS = replace(SMALL, hidden=384, heads=6, kv_heads=6)
+
+
+def test_plans_name_the_layers_that_their_devices_do_not_divide():
+    """Four devices do not share 6 heads, so attention is replicated. It runs with any samples."""
+    options = {"devices": 4, "cluster": H100, "global_batch": 8, "optimizer": ADAMW}
+    plans = search(SIX_HEADS, **options, tensor=4, rows=(1, 2, 4), recompute="never")
+    assert {x.plan.rows for x in plans} == {1, 2, 4}
+    assert plans[0].notes[0] == "q, k, v replicated: 4 devices do not divide 6"
+    assert "replicated" in str(plans) and "4 devices do not divide 6" in plans[0].explain()
+    shared = search(SIX_HEADS, **options, tensor=2, rows=2, recompute="never")
+    assert not [note for x in shared for note in x.notes if "do not divide" in note]
+
+
+def test_rejected_plans_have_each_kind_of_reason():
+    """However many do not fit: an error of a program, and numbers that do not divide, are listed."""
+    options = {"devices": 8, "global_batch": 64, "optimizer": ADAMW}
+    choices = {"tensor": (1, 3, 8), "rows": (1, 2, 4, 6), "recompute": ("never", "except other")}
+    best = search(SMALL, cluster=H100, goal="memory", **options, **choices)[0]
+    tight = replace(H100, memory=1.2 * best.peak)
+    rejected = search(SMALL, cluster=tight, **options, **choices).rejected
+    assert tuple(plan.kind for plan in rejected[:5]) == KINDS
+    reasons = {kind: " ".join(x.reason for x in rejected if x.kind == kind) for kind in KINDS}
+    assert "GB over the memory" in reasons["memory"]
+    assert "must except names of fs.nn.checkpoint_name" in reasons["program"]
+    assert "must be the number of devices, 8; got 2 * 1 * 1 * 1 * 3" in reasons["devices"]
+    assert "must be at most the number of layers, 4; got 2 * 4 = 8" in reasons["layers"]
+    assert "must divide the samples of a step, 64; got 8 * 1 * 1 * 6" in reasons["samples"]
+    assert len(rejected) == len({plan.reason for plan in rejected}) <= LISTED
 
 
 CONFIG = {
