@@ -171,7 +171,7 @@ class HybridParallelPlugin(Plugin):
         return self.parallelism.pipeline_schedule()
 
     def default_mesh(self) -> Mesh:
-        """Return the mesh that was given, or all devices or processes, layers along the last axes."""
+        """Return the mesh that was given, or that of all devices or processes."""
         if self.mesh is not None:
             return self.mesh
         devices = present_devices()
@@ -195,7 +195,7 @@ class HybridParallelPlugin(Plugin):
             **step_options(self.parallelism, self.pipeline_axis),
         }
         if self.in_stages():
-            # A stage of one group per layer recomputes what layers do that recompute in full.
+            # Groups of one layer recompute what layers do that recompute in full.
             recompute = self.parallelism.recompute
             options["recompute"] = 1 if recompute == "full" else recompute
         return options

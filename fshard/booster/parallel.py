@@ -1,4 +1,4 @@
-"""`parallel`: a plugin from Colossal-AI's parallel configuration, or DeepSpeed's, as a dict or a file."""
+"""`parallel`: a plugin from the configuration of Colossal-AI or DeepSpeed, a dict or a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from fshard.transforms.options import refusal, unknown
 
 
 def parallel(config: Mapping[str, Any] | str | PathLike[str], **plugin_options: Any) -> Plugin:
-    """Return the plugin of a configuration of Colossal-AI or DeepSpeed. One error names all that is wrong.
+    """Return the plugin of a configuration of Colossal-AI or DeepSpeed.
+
+    One error names all that is wrong.
 
     Args:
         config: a dict, or the path of a file of TOML or JSON: see `fs.Parallelism.load`. Inside of

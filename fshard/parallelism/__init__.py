@@ -1,4 +1,4 @@
-"""`Parallelism`: how devices share a training step, as one value; and the model's parts in its layouts.
+"""`Parallelism`: how devices share a training step, as one value; and a model's parts by it.
 
 value.py     the value: sizes of axes and options of a step; its checks, its mesh, its schedule
 modes.py     the axes that shard layers, in each mode of tensor parallelism

@@ -109,7 +109,7 @@ def shard_model(
     return ShardedModel(*placed, options, plan)
 
 
-# -- the parts --------------------------------------------------------------------------------------
+# -- the parts -------------------------------------------------------------------------------------
 
 
 def split_model(
@@ -199,7 +199,7 @@ def _layer_plan(
         )
 
 
-# -- layouts and options ----------------------------------------------------------------------------
+# -- layouts and options ---------------------------------------------------------------------------
 
 
 def param_rules(
@@ -242,7 +242,7 @@ def step_options(parallelism: Parallelism, pipeline_axis: str = "pipe") -> dict[
     return options
 
 
-# -- functions, parameters and buffers --------------------------------------------------------------
+# -- functions, parameters and buffers -------------------------------------------------------------
 
 
 def shard_full(

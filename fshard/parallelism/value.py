@@ -128,8 +128,8 @@ class Parallelism:
         default = _default()
         texts = list[str]()
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value != getattr(default, field.name):
+            value = vars(self)[field.name]
+            if value != vars(default)[field.name]:
                 texts.append(f"{field.name}={value!r}")
         return f"Parallelism({', '.join(texts)})"
 
@@ -227,17 +227,19 @@ class Parallelism:
 
     def scaled(self, devices: int) -> Parallelism:
         """Return the same on fewer devices: the largest axes are halved, the batch with them."""
-        sizes = {name: getattr(self, name) for name in SIZES}
-        while prod(sizes.values()) > devices:
+        count = self.devices
+        sizes: dict[str, Any] = {name: vars(self)[name] for name in SIZES}
+        while count > devices:
             name = max(_HALVED_FIRST, key=lambda name: sizes[name])
             if sizes[name] % 2:
                 raise PlanError(
                     f"Parallelism.scaled: {name} must be a multiple of two; got {sizes[name]}."
                 )
             sizes[name] //= 2
-        has_tokens_of_layers = self.sequence_mode == "megatron" and sizes["tensor"] > 1
-        mode = self.sequence_mode if has_tokens_of_layers or sizes["sequence"] > 1 else "gather"
-        return replace(self, **sizes, sequence_mode=mode)
+            count //= 2
+        if sizes["tensor"] == 1 and self.sequence_mode == "megatron":
+            sizes["sequence_mode"] = "gather"  # there is no axis of layers left
+        return replace(self, **sizes)
 
     def of_layer(self) -> Parallelism:
         """Return the parallelism of the devices that share a layer and its samples: a cache's key.
@@ -275,11 +277,7 @@ class Parallelism:
             node: number of devices of a node, inside of which layers are shared.
         """
         reasons = list[str]()
-        product = self._device_product()
-        is_divided = devices is None or (
-            devices % product == 0 if self.data is None else devices == product
-        )
-        if not is_divided:
+        if devices is not None and not self._divides(devices):
             reasons.append(self._device_misfit(devices))
         if node is not None and self.tensor > node:
             reasons.append(
@@ -290,11 +288,12 @@ class Parallelism:
                 f"pipeline * chunks must be at most the number of layers, {layers}; "
                 f"got {self.pipeline} * {self.chunks} = {self.stages}"
             )
-        samples = self.rows * self.replicas * self.experts * (self.data or 1)
+        data = self.data or 1
+        samples = data * self.replicas * self.experts * self.rows
         if batch is not None and batch % samples:
             reasons.append(
                 "data * replicas * experts * rows must divide the samples of a step, "
-                f"{batch}; got {self.data} * {self.replicas} * {self.experts} * {self.rows} "
+                f"{batch}; got {data} * {self.replicas} * {self.experts} * {self.rows} "
                 f"= {samples}"
             )
         return "; ".join(reasons)
@@ -304,10 +303,14 @@ class Parallelism:
         inner = prod(self.inner_axes.values())
         return (self.data or 1) * self.replicas * self.pipeline * self.experts * inner
 
-    def _device_misfit(self, devices: int | None) -> str:
+    def _divides(self, devices: int) -> bool:
         product = self._device_product()
-        smallest = product // (self.data or 1)
-        data = max((devices or 1) // smallest, 1) if self.data is None else self.data
+        return devices % product == 0 if self.data is None else devices == product
+
+    def _device_misfit(self, devices: int) -> str:
+        data = self.data
+        if data is None:
+            data = max(devices // self._device_product(), 1)
         sizes = {"data": data, "replicas": self.replicas, "pipeline": self.pipeline}
         sizes |= {"experts": self.experts, "sequence": self.sequence, "tensor": self.tensor}
         if self.replicas == 1:

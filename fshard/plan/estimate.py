@@ -1,4 +1,4 @@
-"""`PlanEstimate`: what a plan of a model needs, and how long it takes, from the costs of its layers.
+"""`PlanEstimate`: the memory and the time of a plan, from the costs of a model's layers.
 
 memory    of the fullest device: parameters, gradients, state, and the larger of activations and
           casts of the update
@@ -312,7 +312,7 @@ class PlanEstimate:
         return program.step, *program.arguments
 
     def cost(self, model: nn.Module) -> Cost:
-        """Return the cost of the program of all layers: see `fs.plan.cost`. Values do not matter."""
+        """Return the cost of the program of all layers: see `fs.plan.cost`."""
         step, *arguments = self.build(model, mesh=make_mesh(self.mesh, runtime="abstract"))
         rows = self.plan.rows_of_step
         batch = map_leaves(lambda x: x.new_empty((rows, *x.shape[1:])), self.tracer.model.batch)

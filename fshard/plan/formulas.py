@@ -22,7 +22,7 @@ STREAMED_GROUPS = 3
 and on the way back."""
 
 
-# -- stages and devices -----------------------------------------------------------------------------
+# -- stages and devices ----------------------------------------------------------------------------
 
 
 def costs_of_stages(model: ModelCost, layers: int, stages: int) -> list[LayerCost]:
@@ -65,7 +65,7 @@ def microbatches_in_flight(plan: Parallelism) -> int:
     return min(plan.pipeline, plan.microbatches)
 
 
-# -- memory -----------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def shards_params(plan: Parallelism) -> bool:
@@ -216,7 +216,7 @@ def least_bytes_of_device(
     return static + saved + workspace
 
 
-# -- time -------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------
 
 
 def exchange_seconds(size: float, devices: int, bandwidth: float, latency: float) -> float:

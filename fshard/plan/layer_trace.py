@@ -82,7 +82,7 @@ class LayerTrace:
 
         module = model.build(1)
         layers = cast(nn.ModuleList, module.get_submodule(model.blocks))
-        # A function, which all copies of the module share: a method would be copied, with its trace.
+        # All copies of the module share a function; a method would be copied, with its trace.
         layers[0] = WatchedLayer(layers[0], lambda *args, **kwargs: self.run_layer(*args, **kwargs))
         self.program = model.program(module, plan, self.mesh, self.loss)
         self.record(rows=1, recompute="never")  # the first step checks what later ones do not

@@ -66,9 +66,9 @@ class LayerCost:
 
 
 class ModelCost(NamedTuple):
-    """The costs of what is before the layers, of one layer, and of what is after them, with the loss.
+    """The costs of what is before the layers, of a layer, and of what is after them.
 
-    `message` is the number of bytes that one layer sends to the next.
+    The loss is after them. `message` is the number of bytes that one layer sends to the next.
     """
 
     first: LayerCost
@@ -77,7 +77,7 @@ class ModelCost(NamedTuple):
     message: int
 
 
-# -- the tracer -------------------------------------------------------------------------------------
+# -- the tracer ------------------------------------------------------------------------------------
 
 
 class LayerTracer:
@@ -150,7 +150,7 @@ class LayerTracer:
 
 
 def _names_of(step: TracedStep) -> list[str]:
-    """Return the names of the operations and collectives of a step, and the kinds of other events."""
+    """Return the names of operations and collectives, and the kinds of other events."""
     names = list[str]()
     for event in step.events:
         if isinstance(event, Operation):
@@ -177,7 +177,7 @@ def _between(x: Any, y: Any, fraction: float) -> Any:
     return type(x)(x + (y - x) * fraction)
 
 
-# -- the costs of a trace ---------------------------------------------------------------------------
+# -- the costs of a trace --------------------------------------------------------------------------
 
 FORWARD = ("first", "layer", "last")
 """The phases of a forward, in order. Parameters, sums and costs are of these."""

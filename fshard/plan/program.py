@@ -1,4 +1,4 @@
-"""`LayeredModel`: the training step of a model with repeated layers by a plan, which is traced and which trains.
+"""`LayeredModel`: the step of a model with repeated layers by a plan: it is traced, and it trains.
 
 plan ──> remat of layers ──> shard_model: experts, layers, stages ──┬──> train_step
          partition_optimizer: ZeRO ─────────────────────────────────┘
@@ -89,7 +89,7 @@ class LayeredModel:
     # -- the model and its loss -------------------------------------------------------------------
 
     def arguments(self, batch: PyTree) -> Any:
-        """Return the model's arguments in a batch, which is a dict of them, or has an input first."""
+        """Return the model's arguments in a batch: a dict of them, or an input and more."""
         if isinstance(batch, Mapping):
             return batch
         model_input = batch[0] if isinstance(batch, tuple | list) else batch
@@ -209,7 +209,7 @@ def _without_buffers(stage: Callable[..., Any], params: PyTree, x: PyTree) -> Py
     return output
 
 
-# -- models as layers -------------------------------------------------------------------------------
+# -- models as layers ------------------------------------------------------------------------------
 
 
 def layered_model(

@@ -63,7 +63,9 @@ class RejectedPlan:
 
 @dataclass(frozen=True, repr=False)
 class Plans(Tabular):
-    """The plans of a search that fit, the best first: a sequence of estimates. Prints as a table with reasons.
+    """The plans of a search that fit, the best first: a sequence of estimates.
+
+    Prints as a table with reasons.
 
     Args:
         estimates: of the plans that fit.
@@ -138,7 +140,7 @@ def _row(plan: Parallelism) -> tuple[str, ...]:
     return " ".join(mesh), zero, f"{plan.microbatches} x {plan.rows}", schedule, recompute
 
 
-# -- the search -------------------------------------------------------------------------------------
+# -- the search ------------------------------------------------------------------------------------
 
 
 def search(
@@ -171,7 +173,7 @@ def search(
         blocks: path of the repeated layers; default: the longest `ModuleList`.
         goal: the best plan has the least "time" of a step, "cost", which is time by devices, or
             "memory" of a device.
-        constraints: fields of `Parallelism` with a value, or several: pipeline=8, zero_stage=(1, 3).
+        constraints: fields of `Parallelism` with a value, or several: pipeline=8, rows=(1, 2).
 
     Raises:
         PlanError: if no plan fits, with the smallest excess, or if none divides.
