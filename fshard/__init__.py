@@ -59,6 +59,7 @@ from fshard.mesh.reshard.device_put import device_put, reshard, unshard
 from fshard.mesh.spmd.run import run
 from fshard.mesh.spmd.shard_map import shard_map
 from fshard.optim.partition import partition_optimizer
+from fshard.parallelism.value import Parallelism
 from fshard.pipeline.schedule.builders import pipeline_schedule
 from fshard.randomness import keyed_random
 from fshard.tensor.plan import tensor_parallel
@@ -141,6 +142,7 @@ __all__ = [
     "pipeline_schedule",
     "shard_stages",
     # torch's loop
+    "Parallelism",
     "Booster",
     "DDPPlugin",
     "ZeroPlugin",

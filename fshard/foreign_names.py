@@ -39,6 +39,7 @@ _WORDS = {
     "microbatches=4": ("num_microbatches", "microbatch_size"),
     "booster.clip_grad_norm(optimizer, max_norm)": ("max_norm", "gradient_clipping"),
     "fs.parallel(dict(pipeline=2, ...))": ("a Python file",),
+    "fs.Parallelism": ("ModelPlan",),
     "fs.lazy(GPT, config)": ("LazyInitContext", "param_init_fn"),
     'fs.export(path, params, to="hf", shard_size=)': ("shard", "size_per_shard"),
     "fs.optim.adamw": ("HybridAdam", "FusedAdam", "CPUAdam"),

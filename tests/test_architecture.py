@@ -58,6 +58,8 @@ MAY_IMPORT = {
     "pipeline": GROUND | {"mesh"},
     "comm": GROUND | {"mesh", "optim", "transforms"},
     "experts": GROUND | {"mesh"},
+    "parallelism": GROUND
+    | {"mesh", "transforms", "optim", "pipeline", "tensor", "experts"},  # it builds a step's parts
     "nn": {"transforms", "experts"},
     "booster": GROUND
     | {
@@ -69,7 +71,7 @@ MAY_IMPORT = {
         "pipeline",
         "tensor",
         "checkpoint",
-        "experts",
+        "parallelism",
     },
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "launching": GROUND | {"mesh"},
@@ -87,7 +89,7 @@ MAY_IMPORT = {
         "transforms",
         "pipeline",
         "tensor",
-        "booster",
+        "parallelism",
         "experts",
         "launching",
     },  # plans are of all of these
@@ -117,6 +119,7 @@ MAY_IMPORT = {
         "explore",
         "report",
         "nn",
+        "parallelism",
         "tensor",
     },
 }
@@ -383,10 +386,27 @@ def unannotated(function: object) -> list[str]:
     return names + ["return"] * (signature.return_annotation is signature.empty)
 
 
-def test_public_names_exist_and_are_at_most_70():
+def public_groups() -> dict[str, list[str]]:
+    """Collect the names of `__all__` below each comment, which is the title of a group."""
+    source = (PACKAGE / "__init__.py").read_text(encoding="utf-8").partition("__all__ = [")[2]
+    groups: dict[str, list[str]] = {}
+    title = ""
+    for line in source.partition("]")[0].splitlines():
+        if comment := re.fullmatch(r"\s*# (.+)", line):
+            title = comment[1]
+        elif name := re.fullmatch(r'\s*"(\w+)",', line):
+            groups.setdefault(title, []).append(name[1])
+    return groups
+
+
+def test_public_names_exist_in_groups_of_at_most_16():
+    """A reader finds a name by its group, and sees a group at a glance."""
+    groups = public_groups()
+    assert [name for names in groups.values() for name in names] == fshard.__all__
     assert len(fshard.__all__) == len(set(fshard.__all__))
     assert [name for name in fshard.__all__ if not hasattr(fshard, name)] == []
-    assert len(fshard.__all__) <= 70
+    assert "" not in groups
+    assert {title: len(names) for title, names in groups.items() if len(names) > 16} == {}
 
 
 def test_every_public_name_has_a_docstring():

@@ -1,7 +1,8 @@
 """A plugin from DeepSpeed's configuration, the dict or JSON file of `deepspeed.initialize(config=)`.
 
-What a plugin can express becomes its option. What else changes the training is named in one warning, with fshard's way to
-write it. What changes speed alone has no effect here. Everything else raises.
+What a plugin can express becomes its option. What else changes the training is named in one
+warning, with fshard's way to write it. What changes speed alone has no effect here. Everything else
+raises.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def is_deepspeed(config: Table) -> bool:
 def plugin_of_deepspeed(config: Table, **plugin_options: Any) -> Any:
     """Return the plugin of DeepSpeed's configuration; one error names all that has no counterpart.
 
-    >>> config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}}
+    >>> zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    >>> config = {"zero_optimization": zero, "bf16": {"enabled": True}}
     >>> plugin = plugin_of_deepspeed(config)
     >>> plugin.stage, plugin.offload, plugin.precision
     (2, 'host', 'bf16')
@@ -136,9 +138,11 @@ def _memory(zero: Table, name: str) -> Any:
 
 def _precision(config: Table) -> dict[str, Any]:
     """Return the option for the dtype of computation."""
-    enabled = [
-        name for name in ("fp16", "bf16") if _without_auto(config.get(name, {})).get("enabled")
-    ]
+    enabled = list[str]()
+    for name in ("fp16", "bf16"):
+        section = _without_auto(config.get(name, {}))
+        if section.get("enabled"):
+            enabled.append(name)
     if len(enabled) > 1:
         raise ValueError("parallel: fp16 or bf16 must be enabled, not both. Choose one.")
     return {"precision": enabled[0]} if enabled else {}
@@ -160,5 +164,6 @@ def _has_own_scale(fp16: Table) -> bool:
         "hysteresis",
         "min_loss_scale",
     }
-    given = {key for key, x in _without_auto(fp16).items() if key in fields and x}
-    return bool(fp16.get("enabled")) and bool(given)
+    section = _without_auto(fp16)
+    has_constants = any([section.get(key) for key in fields])
+    return bool(fp16.get("enabled")) and has_constants

@@ -1,8 +1,8 @@
 """`GeminiPlugin`: ZeRO 3 whose units of parameters and state are in host memory as far as device memory needs it.
 
-auto, a functional step    begins with all on the host; the first step's placement is that of `fs.memory.place`
-auto, torch's loop         begins with all on the host, where a step must fit; after two steps, whose peak is known, what has
-                           room returns
+auto, a functional step    begins with all on the host; `fs.memory.place` places the first step
+auto, torch's loop         begins with all on the host, where a step must fit; after two steps,
+                           whose peak is known, what has room returns
 static                     fractions of parameters and state, by units
 """
 
@@ -47,16 +47,19 @@ MOST = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class GeminiPlugin(ShardedPlugin):
-    """ZeRO 3 with parameters and optimizer state in host memory: only what device memory has no room for, or fractions.
+    """ZeRO 3 with parameters and state in host memory: what device memory has no room for.
 
-    Gradients are sent to the host, and updated there, where all state is on the host; else state is sent to the device.
+    Gradients are sent to the host, and updated there, where all state is on the host; else state is
+    sent to the device.
 
     Args:
         placement: "auto" places by `device` and `host`; "static" by the fractions.
-        device, host: the most bytes that a device may have in this memory; None: all memory of a GPU, any number.
+        device, host: the most bytes that a device may have in this memory; None: all memory of a
+            GPU, any number.
         offload_optim_frac: of the optimizer's state, stored on the host.
         offload_param_frac: of the parameters, stored on the host; those are sharded.
-        shard_param_frac: of the parameters, sharded; the others are replicated, as by `ZeroPlugin(stage=2)`.
+        shard_param_frac: of the parameters, sharded; the others are replicated, as by
+            `ZeroPlugin(stage=2)`.
 
     Units are chosen from the first on, as many as have a fraction of all bytes.
     """
@@ -69,22 +72,31 @@ class GeminiPlugin(ShardedPlugin):
     shard_param_frac: float = 1.0
 
     def contradictions(self) -> list[str]:
-        fractions = {name: getattr(self, name) for name in _FRACTIONS}
-        errors = [
-            f"{name} must be from 0 to 1; got {x!r}"
-            for name, x in fractions.items()
-            if isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x <= 1
-        ]
-        limits = {"device": self.device, "host": self.host}
-        if self.placement == "auto" and tuple(fractions.values()) != (0, 0, 1):
+        errors = list[str]()
+        fractions = self._fractions()
+        for name, fraction in fractions.items():
+            is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+            if not is_number or not 0 <= fraction <= 1:
+                errors.append(f"{name} must be from 0 to 1; got {fraction!r}")
+
+        has_default_fractions = tuple(fractions.values()) == (0, 0, 1)
+        has_limits = self.device is not None or self.host is not None
+        if self.placement == "auto" and not has_default_fractions:
             errors.append('fractions are for placement="static"; "auto" takes device= and host=')
-        if self.placement == "static" and any(x is not None for x in limits.values()):
+        if self.placement == "static" and has_limits:
             errors.append('device= and host= are for placement="auto"; "static" takes fractions')
         if not errors and self.offload_param_frac > 0 and self.shard_param_frac < 1:
             errors.append(
                 f"shard_param_frac must be 1 with offload_param_frac; got {self.shard_param_frac}"
             )
         return errors + super().contradictions()
+
+    def _fractions(self) -> dict[str, float]:
+        return {
+            "offload_optim_frac": self.offload_optim_frac,
+            "offload_param_frac": self.offload_param_frac,
+            "shard_param_frac": self.shard_param_frac,
+        }
 
     def param_memory(self) -> Memory:
         return "host" if self.placement == "auto" or self.offload_param_frac > 0 else "device"
@@ -95,43 +107,50 @@ class GeminiPlugin(ShardedPlugin):
     def update_on(self) -> UpdateOn:
         return "host" if self.placement == "auto" or self.offload_optim_frac == 1 else "device"
 
+    # -- static placement -------------------------------------------------------------------------
+
     def rules_of(self, params: Mapping[str, Any], within: Rules = None) -> Rules:
-        """Return the layouts of parameters: those of the first units are sharded, the others replicated."""
+        """Return the layouts of parameters: the first units are sharded, the others replicated."""
         sharded = self.rules(within)
         if self.shard_param_frac == 1 or not isinstance(sharded, Fsdp):
             return sharded
-        units, sizes = (
-            sharded.units([f".{name}" for name in params], [*params.values()]),
-            dict[str, int](),
-        )
+        paths = [f".{name}" for name in params]
+        units = sharded.units(paths, [*params.values()])
+
+        sizes = dict[str, int]()
         for unit, x in zip(units, params.values(), strict=True):
             sizes[unit] = sizes.get(unit, 0) + x.numel() * x.dtype.itemsize
         chosen = _first(sizes, self.shard_param_frac)
-        return {
-            name: sharded if unit in chosen else P()
-            for name, unit in zip(params, units, strict=True)
-        }
+
+        rules = dict[str, Any]()
+        for name, unit in zip(params, units, strict=True):
+            rules[name] = sharded if unit in chosen else P()
+        return rules
 
     def placed(self, role: Role, tree: PyTree) -> PyTree:
         """Return new parameters or state in the memories of a static placement."""
-        fraction = self.offload_param_frac if role == "parameters" else self.offload_optim_frac
         if self.placement == "auto":
             self._validate_host(sum(group_sizes({role: tree}).values()))
             return tree
+        fraction = self.offload_param_frac if role == "parameters" else self.offload_optim_frac
         if fraction in (0, 1):
-            return tree
+            return tree  # all of it has one memory, that of its layouts
         sizes = {group.unit: size for group, size in group_sizes({role: tree}).items()}
         chosen = _first(sizes, fraction)
-        return in_memories(
-            tree, role, {MemoryGroup(role, unit): _HOST[unit in chosen] for unit in sizes}
-        )
+        memories = dict[MemoryGroup, Memory]()
+        for unit in sizes:
+            memories[MemoryGroup(role, unit)] = "host" if unit in chosen else "device"
+        return in_memories(tree, role, memories)
 
     def _validate_host(self, needed: int) -> None:
         if self.host is not None and needed > self.host:
             raise MemoryLimitError(
-                f"GeminiPlugin: host memory must be at least {needed:,} bytes per device for what begins or stays there; got "
-                f"host={self.host:,}. Raise the limit, or shard over more devices."
+                f"GeminiPlugin: host memory must be at least {needed:,} bytes per device for what "
+                f"begins or stays there; got host={self.host:,}. "
+                "Raise the limit, or shard over more devices."
             )
+
+    # -- a functional step ------------------------------------------------------------------------
 
     def placed_step(
         self,
@@ -143,8 +162,8 @@ class GeminiPlugin(ShardedPlugin):
     ) -> tuple[UpdateOn, Placement | None]:
         """Return where a step updates, on the device if that has room, and its placement.
 
-        There is no placement, and all stays on the host, if the model reads values, which an abstract mesh has not: such
-        as the masks of transformers' causal models.
+        There is no placement, and all stays on the host, if the model reads values, which an
+        abstract mesh has not: such as the masks of transformers' causal models.
         """
         mesh = self.default_mesh()
         batch = _of_first_device(batch, mesh)
@@ -155,21 +174,26 @@ class GeminiPlugin(ShardedPlugin):
             return "host", place(make("host"), params, state, buffers, batch, **limits)
         except LayoutError as error:
             warn(
-                "GeminiPlugin: all parameters and state stay on the host, since the step cannot be measured before it runs: "
-                f"{error} Leave out what makes the model read values, such as an attention_mask of ones.",
+                "GeminiPlugin: all parameters and state stay on the host, since the step cannot be "
+                f"measured before it runs: {error} Leave out what makes the model read values, "
+                "such as an attention_mask of ones.",
                 stacklevel=5,
             )
             return "host", None
+
+    # -- a loop -----------------------------------------------------------------------------------
 
     def validate_loop(
         self, run: Callable[..., Any], opt: Partitioned, params: PyTree, buffers: PyTree, batch: Any
     ) -> None:
         """Raise if a loop's step passes the limit with all parameters and state on the host.
 
-        The step runs on the abstract mesh with a loss in place of the caller's, of one tensor of the output's size. A model
-        that cannot run there, since it reads values, gets a warning: `validate_peak` finds what is counted.
+        The step runs on the abstract mesh with a loss in place of the caller's, of one tensor of
+        the output's size. A model that cannot run there, since it reads values, gets a warning:
+        `validate_peak` finds what is counted.
         """
-        limit = _limit(self.device, self.default_mesh())
+        mesh = self.default_mesh()
+        limit = _limit(self.device, mesh)
         if self.placement == "static" or limit == MOST:
             return
 
@@ -180,58 +204,66 @@ class GeminiPlugin(ShardedPlugin):
             return torch.stack([(2 * x).abs().square().mean().float() for x in floats]).sum(), after
 
         step = train_step(loss, opt, donate=True, **self.gradient_options())
-        batch = _of_first_device(batch, self.default_mesh())
         try:
-            plan = _measured(step, opt, params, buffers, batch)
+            placement = _measured(step, opt, params, buffers, _of_first_device(batch, mesh))
         except Exception as error:  # of the caller's model, which may need values
             warn(
-                f"GeminiPlugin: a step of this loop cannot be measured without values ({type(error).__name__}: {error}). "
-                f"Whether it keeps device={limit:,} is known after it, inside of fs.memory.limit alone.",
+                "GeminiPlugin: a step of this loop cannot be measured without values "
+                f"({type(error).__name__}: {error}). Whether it keeps device={limit:,} is known "
+                "after it, inside of fs.memory.limit alone.",
                 stacklevel=2,
             )
             return
-        if plan.peak() > limit:
+        peak = placement.peak()
+        if peak > limit:
             raise MemoryLimitError(
-                f"GeminiPlugin: device memory must be at least {plan.peak():,} bytes per device for a step of this loop, with "
-                f"all parameters and state on the host; got device={limit:,}. The largest holders are then {holders_of(plan)}. "
-                'Raise the limit, shard over more devices, or use smaller units (unit="*") or parts of the batch.'
+                f"GeminiPlugin: device memory must be at least {peak:,} bytes per device for a "
+                "step of this loop, with all parameters and state on the host; "
+                f"got device={limit:,}. The largest holders are then {holders_of(placement)}. "
+                'Raise the limit, shard over more devices, or use smaller units (unit="*") or '
+                "parts of the batch."
             )
 
     def validate_peak(self) -> None:
-        """Raise if the steps so far have passed the limit, as far as a `memory.limit` around them has counted."""
+        """Raise if the steps so far have passed the limit, as far as a `memory.limit` has counted."""
         limit = _limit(self.device, self.default_mesh())
-        events = [event for usage in open_usages() for event in usage.timeline]
-        peak = max([event.peak for event in events], default=0)
+        peak = 0
+        for usage in open_usages():
+            peak = max([peak, *[event.peak for event in usage.timeline]])
         if self.placement == "auto" and peak > limit:
             raise MemoryLimitError(
-                f"GeminiPlugin: device memory must be at least {peak:,} bytes per device, the peak of the steps so far; got "
-                f"device={limit:,}. Raise the limit, shard over more devices, or use smaller units or parts of the batch."
+                f"GeminiPlugin: device memory must be at least {peak:,} bytes per device, the peak "
+                f"of the steps so far; got device={limit:,}. "
+                "Raise the limit, shard over more devices, or use smaller units or parts of the "
+                "batch."
             )
 
     def placed_in_loop(self, params: PyTree, state: PyTree) -> tuple[UpdateOn, PyTree, PyTree]:
-        """Return where a loop updates from its third step on, and what has room on the device there: see `_room`."""
-        mesh, sizes = self.default_mesh(), group_sizes({"parameters": params, "state": state})
-        room, every = _room(_limit(self.device, mesh), mesh), sum(sizes.values())
+        """Return where a loop updates from its third step on, and what has room on the device.
+
+        For the room see `_room`. All returns if parameters, state and gradients have room; else
+        as many units of parameters as have.
+        """
+        mesh = self.default_mesh()
+        sizes = group_sizes({"parameters": params, "state": state})
         of_params = {group: size for group, size in sizes.items() if group.role == "parameters"}
-        if every + sum(of_params.values()) <= room:  # all, and gradients
+        gradients = sum(of_params.values())  # they have the bytes of their parameters
+        room = _room(_limit(self.device, mesh), mesh)
+        if sum(sizes.values()) + gradients <= room:
             memories: dict[MemoryGroup, Memory] = dict.fromkeys(sizes, "device")
-            return (
-                "device",
-                in_memories(params, "parameters", memories),
-                in_memories(state, "state", memories),
-            )
+            params_here = in_memories(params, "parameters", memories)
+            return "device", params_here, in_memories(state, "state", memories)
+
+        # On one device gradients stay there until they fill a bucket.
+        is_alone = all([mesh.shape[axis] == 1 for axis in self.zero_axes()])
         to_device = dict[MemoryGroup, Memory]()
-        is_alone = all(
-            mesh.shape[axis] == 1 for axis in self.zero_axes()
-        )  # then gradients stay until they fill a bucket
         for group, size in of_params.items():
-            size *= 1 + is_alone
-            if size <= room:
-                to_device[group], room = "device", room - size
-        gradients = sum(of_params.values())
-        self._validate_host(
-            gradients + sum(size for group, size in sizes.items() if group not in to_device)
-        )
+            needed = 2 * size if is_alone else size
+            if needed <= room:
+                to_device[group] = "device"
+                room -= needed
+        on_host = [size for group, size in sizes.items() if group not in to_device]
+        self._validate_host(gradients + sum(on_host))
         return "host", in_memories(params, "parameters", to_device), state
 
 
@@ -251,13 +283,10 @@ def _measured(
         return thread.submit(run).result()
 
 
-_FRACTIONS = ("offload_optim_frac", "offload_param_frac", "shard_param_frac")
-_HOST: dict[bool, Memory] = {True: "host", False: "device"}
-
-
 def _first(sizes: Mapping[str, int], fraction: float) -> set[str]:
     """Return the first units that have a fraction of all bytes."""
-    chosen, missing = set[str](), fraction * sum(sizes.values())
+    chosen = set[str]()
+    missing = fraction * sum(sizes.values())
     for unit, size in sizes.items():
         if missing <= 0:
             break
@@ -267,13 +296,17 @@ def _first(sizes: Mapping[str, int], fraction: float) -> set[str]:
 
 
 def _limit(device: int | None, mesh: Mesh) -> int:
+    """Return the most bytes of a device: those that are given, or all of a GPU."""
     if device is None and mesh.device_type == "cuda":
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return MOST if device is None else device
 
 
 def _room(device: int, mesh: Mesh) -> int:
-    """Return the bytes by which the fullest device has been below a limit so far; none if nothing has counted them."""
+    """Return the bytes by which the fullest device has been below a limit so far.
+
+    There are none if nothing has counted them.
+    """
     if device == MOST:
         return device
     peaks = [usage.peak() for usage in open_usages()]
@@ -285,13 +318,17 @@ def _room(device: int, mesh: Mesh) -> int:
 
 
 def _of_first_device(batch: PyTree, mesh: Mesh) -> PyTree:
-    """Return a batch as the first device has it, whose part is the largest: all devices place alike."""
+    """Return a batch as the first device has it, whose part is the largest.
+
+    So all devices place alike.
+    """
     if not isinstance(batch, BatchPart):
         return batch
-    rows, cut = batch.cut.rows(mesh), batch.cut
-    first = cut.rows(Mesh(mesh.axes, "abstract", "meta"))
+    rows = batch.cut.rows(mesh)
+    most = batch.cut.rows(Mesh(mesh.axes, "abstract", "meta"))
 
     def resized(x: Any) -> Any:
-        return x.new_empty((first, *x.shape[1:])) if rows_of(x) == rows and rows != first else x
+        has_other_rows = rows_of(x) == rows and rows != most
+        return x.new_empty((most, *x.shape[1:])) if has_other_rows else x
 
-    return BatchPart(map_leaves(resized, batch.tree), cut)
+    return BatchPart(map_leaves(resized, batch.tree), batch.cut)

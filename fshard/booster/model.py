@@ -17,19 +17,17 @@ from fshard.checkpoint.names import as_leaf
 from fshard.comm.replicas import ReplicaGroup
 from fshard.copying import copied
 from fshard.errors import ModuleError, ScopeError
-from fshard.mesh.layout import Layout, Mesh, PyTree, map_leaves
+from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.mesh.spmd.run import is_outside, resolve_mesh, run_on_devices
 from fshard.optim.torch_optim.instances import OptimizerSource
+from fshard.parallelism.build import shard_full, shard_in_stages
 from fshard.randomness import drawn_key, keyed_random
-from fshard.tensor.joined import concatenated
 from fshard.tensor.plan import Plan
 from fshard.transforms.fsdp.lazy_param import LazyParam
-from fshard.transforms.module.functionalize import module_function, validate_no_hooks
-from fshard.transforms.module.lazy import draw, reserved
+from fshard.transforms.module.lazy import draw
 from fshard.transforms.module.replica import Placeholder, replace_by_placeholders
-from fshard.transforms.shard_params import apply_rules
-from fshard.transforms.stages.plan import has_stages, place_stages
+from fshard.transforms.stages.plan import has_stages
 
 
 def shard_model(
@@ -47,64 +45,28 @@ def shard_model(
     """
     mesh = plugin.default_mesh()
     pairs = plugin.split(model) if parts is None else parts
-    stages, within = (
-        [stage for stage, _ in pairs],
-        [None if plan is None else plan.rules for _, plan in pairs],
-    )
     memory = plugin.param_memory()
+    options: Any = {"mesh": mesh, "freeze": source.freeze_untrained, "memory": memory}
     if plugin.in_stages():
-        for stage in stages:
-            validate_no_hooks(stage)
-        run = tuple(
-            s if plan is None else planned(plan, s, is_last=s is stages[-1], in_place=in_place)[0]
-            for s, plan in pairs
-        )
-        options = plugin.gradient_options()
-        where: Any = {name: options[name] for name in ("mesh", "schedule", "axis")}
-        trained = [
-            _split(plan, source.freeze_untrained(dict(stage.named_parameters())))
-            for stage, plan in pairs
-        ]
-        params = place_stages(
-            trained,
-            plugin.rules(within if any(within) else None),
-            **where,
-            put=reserved,
-            memory=memory,
-        )
-        buffers = place_stages(
-            [dict(stage.named_buffers()) for stage in stages], **where, put=reserved
+        step = plugin.gradient_options()
+        where: Any = {name: step[name] for name in ("mesh", "schedule", "axis")}
+        run, params, buffers = shard_in_stages(
+            pairs, plugin.rules, in_place=in_place, **{**options, **where}
         )
         stored = zip(has_stages(**where), params, buffers, strict=True)
         trees = [tree for is_here, *pair in stored if is_here for tree in pair]
     else:
-        synchronised, plan = (
-            (plugin.replica_axes() if plugin.sync_batchnorm else ()) or None,
+        synchronised = plugin.replica_axes() if plugin.sync_batchnorm else ()
+        run, params, buffers = shard_full(
+            model,
             pairs[0][1],
-        )
-        options: Any = {
-            "buffers": plugin.buffers,
-            "sync_batchnorm": synchronised,
-            "in_place": in_place,
-        }
-        run, params, buffers = (
-            module_function(model, **options) if plan is None else planned(plan, model, **options)
-        )
-        trained = source.freeze_untrained(
-            {name: x for name, x in model.named_parameters() if name in params}
-        )
-        rules = None if plan is None else {name: plan.spec(name) for name in trained}
-        params = apply_rules(
-            _split(plan, trained),
-            plugin.rules_of(trained, rules),
-            mesh,
-            put=reserved,
-            memory=memory,
+            plugin.rules_of,
+            buffers=plugin.buffers,
+            sync_batchnorm=synchronised or None,
+            in_place=in_place,
+            **options,
         )
         params = plugin.placed("parameters", params)
-        buffers = {
-            name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()
-        }
         trees = [params, buffers] if mesh.runtime != "abstract" else []
     compare_inputs(
         "boost", mesh, samples_of(dict([*model.named_parameters(), *model.named_buffers()]))
@@ -115,25 +77,10 @@ def shard_model(
     tensors: dict[str, Any] = {name: x for tree in trees for name, x in tree.items()}
     draw(model, plugin.seed, tensors, lambda name, x: put(as_leaf(tensors[name]), x))
     if in_place:
-        replace_by_placeholders([model, *stages], torch.device(mesh.device_type))
+        replace_by_placeholders(
+            [model, *[stage for stage, _ in pairs]], torch.device(mesh.device_type)
+        )
     return run, params, buffers
-
-
-def planned(
-    plan: Plan, module: nn.Module, *, is_last: bool = True, **options: Any
-) -> tuple[Any, PyTree, PyTree]:
-    """Return a module as a function by its plan, its parameters and buffers; the outputs of the last are full tensors."""
-    apply, params, buffers = plan.functionalize(module, **options)
-
-    def run(params: PyTree, buffers: PyTree, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        output, after = apply(params, buffers, *args, **kwargs)
-        return map_leaves(plan.full if is_last else concatenated, output), after
-
-    return run, params, buffers
-
-
-def _split(plan: Plan | None, params: dict[str, Tensor]) -> dict[str, Any]:
-    return params if plan is None else plan.split(params)
 
 
 def _entries(arrays: Mapping[str, Any], tree: PyTree) -> dict[str, Any]:

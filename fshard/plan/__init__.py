@@ -5,21 +5,26 @@ devices; time is a model with the numbers of a machine, a `Cluster`. `fshard cal
 ranks layouts of a model with repeated layers; `rank` meshes and options of any program.
 """
 
+from fshard.foreign_names import hint
 from fshard.plan.calibrate import calibrate
 from fshard.plan.cluster import Cluster, Efficiency, NetworkLink, cluster
 from fshard.plan.cost import Cost, OperationCost, cost
 from fshard.plan.estimate import PlanEstimate
-from fshard.plan.model_plan import ModelPlan
 from fshard.plan.models import Transformer
 from fshard.plan.rank import RankedPlan, Ranking, rank
 from fshard.plan.search import Plans, search
 from fshard.plan.timing import Times
 
+
+def __getattr__(name: str) -> object:
+    """Raise, naming the new word for a name that was renamed."""
+    raise AttributeError(f"module 'fshard.plan' has no attribute {name!r}.{hint(name)}")
+
+
 __all__ = [
     "Cluster",
     "Cost",
     "Efficiency",
-    "ModelPlan",
     "NetworkLink",
     "OperationCost",
     "PlanEstimate",

@@ -18,12 +18,13 @@ from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.launchers import process_count
 from fshard.optim.rules.adam import adamw
 from fshard.optim.wrappers import with_master_weights
+from fshard.parallelism.tables import read_table
+from fshard.parallelism.value import Parallelism
 from fshard.plan.calibrate import calibrate
 from fshard.plan.cluster import PRESETS, Cluster, cluster
 from fshard.plan.cost import Cost
 from fshard.plan.estimate import PlanEstimate
 from fshard.plan.layers import LayerTracer
-from fshard.plan.model_plan import ModelPlan, table_of
 from fshard.plan.models import Transformer
 from fshard.plan.program import layered_model
 from fshard.plan.search import search
@@ -50,7 +51,7 @@ def run_plan(arguments: Sequence[str]) -> int:
         "--sequence", type=int, help="tokens of a sample; default: the most that the model takes"
     )
     parser.add_argument(
-        "-o", "--out", help="a TOML file for the best plan: fs.plan.ModelPlan.load, fshard explore"
+        "-o", "--out", help="a TOML file for the best plan: fs.Parallelism.load, fshard explore"
     )
     options = parser.parse_args(arguments)
     run = {name: getattr(options, name) for name in ("config", "gpu", "node", "sequence")}
@@ -76,14 +77,14 @@ def model_and_machine(run: Mapping[str, Any]) -> tuple[Transformer, Cluster]:
 
 def cost_of_plan(path: str) -> Cost:
     """Return the cost of the program of a plan that `fshard plan -o` has written."""
-    run = table_of(path).get("run", {})
+    run = read_table(path, "explore").get("run", {})
     if not {"config", "gpu"} <= run.keys():
         raise PlanError(
             f"explore: {path} must be a file of `fshard plan -o`, with config and gpu in a table run; got {run}."
         )
     model, machine = model_and_machine(run)
     tracer = LayerTracer(layered_model(model, None, OPTIMIZER, None, None), machine)
-    return PlanEstimate(ModelPlan.load(path), tracer).cost(model.build())
+    return PlanEstimate(Parallelism.load(path), tracer).cost(model.build())
 
 
 def run_calibrate(arguments: Sequence[str]) -> int:

@@ -1,8 +1,11 @@
-"""`PlanEstimate`: what a plan of a model needs, and how long it takes, from the costs of its layers.
+"""`PlanEstimate`: the memory and the time of a plan, from the costs of a model's layers.
 
-mesh      pipe (stages)  >  data (batch, ZeRO)  >  expert, seq, model (layers), innermost
-memory    of the fullest device: parameters, gradients, state, and the larger of activations in flight and the update's casts
-time      the schedule of stages, which waits for messages and gathers; then reductions, the update and gathers
+memory    of the fullest device: parameters, gradients, state, and the larger of activations and
+          casts of the update
+time      the schedule of stages, which waits for messages and gathers; then reductions, the update
+          and gathers
+
+The formulas are in `formulas`; here are their numbers, and the program of the plan.
 """
 
 from __future__ import annotations
@@ -10,20 +13,32 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
-from fshard.booster.hybrid import HybridParallelPlugin
 from fshard.copying import copied
 from fshard.errors import PlanError
-from fshard.memory.state import GROUPS, LARGEST
 from fshard.mesh.layout import Mesh, map_leaves
 from fshard.mesh.layout.make import make_mesh
+from fshard.parallelism.value import Parallelism
 from fshard.plan.cluster import Cluster
 from fshard.plan.cost import Cost, cost
+from fshard.plan.formulas import (
+    bytes_of_device,
+    costs_of_devices,
+    costs_of_stages,
+    exchange_seconds,
+    idle_microbatches,
+    least_bytes_of_device,
+    microbatches_in_flight,
+    shards_params,
+    sum_seconds,
+    update_seconds,
+    workspace_of_device,
+)
 from fshard.plan.layers import LayerCost, LayerTracer, ModelCost
-from fshard.plan.model_plan import ModelPlan
+from fshard.transforms.module.lazy import without_memory
 
 
 @dataclass(frozen=True)
@@ -31,14 +46,23 @@ class PlanEstimate:
     """The time and the memory of a plan.
 
     Args:
-        plan: it.
+        plan: its sizes and options, with `data` as a number.
         tracer: of the model's layers, on a machine.
     """
 
-    plan: ModelPlan
+    plan: Parallelism
     tracer: LayerTracer
 
-    @property
+    def __post_init__(self) -> None:
+        if self.plan.data is None:
+            raise PlanError(
+                f"PlanEstimate: data of {self.plan} must be a number; got None. "
+                "Give plan.on(devices)."
+            )
+
+    # -- numbers of the model ---------------------------------------------------------------------
+
+    @cached_property
     def model(self) -> ModelCost:
         """The costs of the layers, and of what is around them, for a microbatch."""
         return self.tracer.cost(self.plan)
@@ -55,39 +79,33 @@ class PlanEstimate:
 
     @cached_property
     def stages(self) -> list[LayerCost]:
-        """The cost of each stage for a microbatch; the first and the last have a layer less where they do not divide."""
-        count = self.plan.pipeline * self.plan.chunks
-        each, more = divmod(self.layers, count)
-        begin = (count - more + 1) // 2
-        sizes = [each + (begin <= stage < begin + more) for stage in range(count)]
-        stages = [self.model.layer.times(size) for size in sizes]
-        stages[0] += self.model.first
-        stages[-1] += self.model.last
-        return stages
+        """The cost of each stage for a microbatch."""
+        return costs_of_stages(self.model, self.layers, self.plan.stages)
 
     @cached_property
     def by_device(self) -> list[LayerCost]:
         """The sum of the stages of each device along the pipeline."""
-        sums = [LayerCost() for _ in range(self.plan.pipeline)]
-        for stage, coordinate in zip(self.stages, self.plan.of_stages().placement, strict=True):
-            sums[coordinate] += stage
-        return sums
+        return costs_of_devices(self.stages, self.plan.pipeline_schedule().placement)
 
     @property
     def in_flight(self) -> int:
-        """The microbatches whose activations the first device has at once, at least: see `pipeline_schedule`."""
-        stages, count = self.plan.pipeline, self.plan.microbatches
-        if stages == 1 or self.plan.schedule in ("v-half", "v-min", "dualpipe-v"):
-            return 1
-        return count if self.plan.schedule in ("gpipe", "bfs") else min(stages, count)
+        """The microbatches whose activations the first device has at once, at least."""
+        return microbatches_in_flight(self.plan)
 
-    # -- memory -------------------------------------------------------------------------------------------------------
+    @property
+    def notes(self) -> list[str]:
+        """Weights of linear layers that the plan leaves replicated, and why.
+
+        With tensor=4 and 6 heads, for example, attention is not shared: 4 devices do not divide 6.
+        """
+        return self.tracer.notes(self.plan)
+
+    # -- memory -----------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of the fullest device, by purpose."""
-        return max(
-            map(self._memory_of, range(self.plan.pipeline)), key=lambda sizes: sum(sizes.values())
-        )
+        by_device = [self._memory_of(coordinate) for coordinate in range(self.plan.pipeline)]
+        return max(by_device, key=lambda sizes: sum(sizes.values()))
 
     @property
     def peak(self) -> int:
@@ -95,163 +113,122 @@ class PlanEstimate:
         return sum(self.memory().values())
 
     def _memory_of(self, coordinate: int) -> dict[str, int]:
-        plan, cost = self.plan, self.by_device[coordinate]
-        in_stages = plan.pipeline > 1
-        sharded = [plan.zero_stage >= stage for stage in (3, 2, 1)]  # parameters, gradients, state
-        sharded[1] &= not in_stages  # there they are reduced after the last microbatch
-        sizes = (
-            cost.parameters,
-            cost.sums if plan.microbatches > 1 else cost.gradients,
-            cost.state,
-        )
-        parameters, gradients, state = (
-            size // plan.data if is_sharded else size
-            for size, is_sharded in zip(sizes, sharded, strict=True)
-        )
-        unit = (
-            max(stage.parameters for stage in self.stages)
-            if in_stages
-            else self.model.layer.parameters
-        )
-        units = min(plan.chunks, 2) if in_stages else 2
-        casts = cost.casts // (plan.data if sharded[2] else 1)
-        activations = int(
-            self._simulation.peak_activations[coordinate] if in_stages else self.stages[0].saved
-        )
-        activations += self.workspace(coordinate)
-        if (
-            plan.state_memory == "host"
-        ):  # three groups are on the device, each of a part of the state or one large leaf
-            leaf = max(self.model.first.state, self.model.last.state) // (
-                plan.data if sharded[2] else 1
-            )
-            casts, state = casts + 3 * max(min(state // GROUPS, LARGEST), leaf), 0
-        return {
-            "parameters": parameters,
-            "gradients": gradients,
-            "state": state,
-            "unsharded": units * unit if sharded[0] and plan.data > 1 else 0,
-            **({"activations": activations} if activations >= casts else {"update": casts}),
-        }
+        in_flight = self.stages[0].saved
+        if self.plan.in_stages:
+            in_flight = self._simulation.peak_activations[coordinate]
+        activations = int(in_flight) + self.workspace(coordinate)
+        device = self.by_device[coordinate]
+        return bytes_of_device(self.plan, device, self.stages, self.model, activations)
 
     def workspace(self, coordinate: int) -> int:
-        """Return the bytes beside the activations in flight.
+        """Return the bytes of a device beside the activations in flight."""
+        placement = self.plan.pipeline_schedule().placement
+        return workspace_of_device(self.plan, coordinate, self.stages, placement, self.model)
 
-        Activations of what is after the layers are freed before a layer runs. In stages a microbatch's gradients are kept until
-        its backward ends, when most of its activations are free.
-        """
-        layer, last, schedule = self.model.layer, self.model.last, self.plan.of_stages()
-        size = (
-            max(layer.workspace - last.saved, last.workspace, 0)
-            if coordinate == schedule.placement[-1]
-            else layer.workspace
-        )
-        if self.plan.pipeline == 1:
-            return size
-        stages = [
-            cost
-            for cost, device in zip(self.stages, schedule.placement, strict=True)
-            if device == coordinate
-        ]
-        return size + max(0, *(stage.gradients - stage.saved + layer.saved for stage in stages))
+    def least_memory(self) -> int:
+        """Return bytes that the fullest device has at least, without a simulation."""
+        sizes = list[int]()
+        for coordinate, device in enumerate(self.by_device):
+            workspace = self.workspace(coordinate)
+            size = least_bytes_of_device(
+                self.plan, coordinate, device, self.model, self.layers, workspace
+            )
+            sizes.append(size)
+        return max(sizes)
 
-    # -- time -----------------------------------------------------------------------------------------------------------
+    # -- time -------------------------------------------------------------------------------------
 
     @cached_property
     def _simulation(self) -> Any:
-        """The run of the schedule, with the gathers and reductions of ZeRO-3 beside the computation."""
-        is_sharded = self.plan.zero_stage == 3
-        exchanges = [
-            self._exchange(stage.parameters) if is_sharded else 0.0 for stage in self.stages
-        ]
-        forward = [
-            max(stage.forward, gather) for stage, gather in zip(self.stages, exchanges, strict=True)
-        ]
-        backward = [
-            max(stage.backward, 2 * gather)
-            for stage, gather in zip(self.stages, exchanges, strict=True)
-        ]
-        halves = [x / 2 for x in backward]
+        """The run of the schedule, with the exchanges of ZeRO-3 beside the computation."""
+        forwards = list[float]()
+        backwards = list[float]()
+        for stage in self.stages:
+            # A forward gathers parameters; a backward gathers them again, and reduces gradients.
+            gather = self._exchange(stage.parameters) if shards_params(self.plan) else 0.0
+            forwards.append(max(stage.forward, gather))
+            backwards.append(max(stage.backward, 2 * gather))
+        # Gradients of inputs and of weights are products of the same size.
+        halves = [seconds / 2 for seconds in backwards]
         costs: dict[str, Any] = {
-            "forward": forward,
+            "forward": forwards,
             "backward_input": halves,
             "backward_weight": halves,
         }
-        return self.plan.of_stages().simulate(
-            **costs, send=self._message, activation=[stage.saved for stage in self.stages]
-        )
+        saved = [stage.saved for stage in self.stages]
+        schedule = self.plan.pipeline_schedule()
+        return schedule.simulate(**costs, send=self._message_seconds, activation=saved)
 
     @property
-    def _message(self) -> float:
+    def _message_seconds(self) -> float:
         """The seconds of a message from one stage to the next."""
-        if self.plan.pipeline == 1:
+        if not self.plan.in_stages:
             return 0.0
-        _, bandwidth, latency = self.cluster.level_between(
-            0, self.plan.devices // self.plan.pipeline
-        )
+        distance = self.plan.devices // self.plan.pipeline  # "pipe" is the outermost axis
+        _, bandwidth, latency = self.cluster.level_between(0, distance)
         return latency + self.model.message / bandwidth
 
     def _exchange(self, size: float, axis: str = "data") -> float:
-        """Return the seconds in which devices along an axis gather bytes of this size, or reduce and scatter them."""
-        n = self.mesh.get(axis, 1)
-        if n == 1:
+        """Return the seconds in which devices along an axis gather bytes, or reduce and scatter."""
+        devices = self.mesh.get(axis, 1)
+        if devices == 1:
             return 0.0
         _, bandwidth, latency = self._levels[axis]
-        return latency * (n - 1).bit_length() + size * (n - 1) / n / bandwidth
+        return exchange_seconds(size, devices, bandwidth, latency)
 
     @cached_property
     def _levels(self) -> dict[str, tuple[int, float, float]]:
+        """The level of links, its bandwidth and its latency, of the axes that reduce gradients."""
         mesh = make_mesh(self.mesh, runtime="abstract")
-        return {
-            axis: self.cluster.level(mesh, (axis,))
-            for axis in ("replica", "data")
-            if axis in self.mesh
-        }
+        axes = [axis for axis in ("replica", "data") if axis in self.mesh]
+        return {axis: self.cluster.level(mesh, (axis,)) for axis in axes}
 
     def approximate_seconds(self) -> float:
-        """Return the seconds of a step by a formula: the work of the slowest device, and the bubble of its schedule."""
-        plan, slowest = self.plan, max(cost.forward + cost.backward for cost in self.by_device)
-        bubble = {
-            "zb-h1": 1 / 3,
-            "zb-h2": 0.0,
-            "zbv": 1 / 6,
-            "dualpipe-v": 1 / 6,
-            "interleaved": 1 / plan.chunks,
-            "bfs": 1 / plan.chunks,
-        }
-        idle = (plan.pipeline - 1) * bubble.get(plan.schedule, 1.0)
-        return slowest * (plan.microbatches + idle) + sum(self._after().values())
+        """Return the seconds of a step by a formula: the slowest device, and its idle time."""
+        slowest = max([device.forward + device.backward for device in self.by_device])
+        microbatches = cast(int, self.plan.microbatches) + idle_microbatches(self.plan)
+        return slowest * microbatches + sum(self._after_layers.values())
 
-    def _after(self) -> dict[str, float]:
-        """Return the seconds of sums over microbatches, and those after the last backward."""
-        plan, rate = self.plan, self.cluster.bandwidth * self.cluster.efficiency.memory
-        slowest = max(self.by_device, key=lambda cost: cost.parameters)
-        has_sums = plan.microbatches > 1
-        to_host = slowest.state / self.cluster.host if plan.state_memory == "host" else 0.0
-        added = (slowest.gradients + 2 * slowest.sums) * plan.microbatches / rate
-        gradients = slowest.sums if has_sums else slowest.gradients
-        reduce = self._exchange(gradients) if plan.zero_stage < 3 else 0.0
-        reduce *= 2 if plan.zero_stage == 0 else 1
-        reduce += 2 * self._exchange(gradients / (plan.data if plan.zero_stage else 1), "replica")
-        gather = self._exchange(slowest.parameters) if plan.zero_stage in (1, 2) else 0.0
-        beside = min(stage.backward for stage in self.stages)  # the last microbatch's
+    @cached_property
+    def _after_layers(self) -> dict[str, float]:
+        """The seconds of sums over microbatches, and those after the last backward."""
+        largest = max(self.by_device, key=lambda device: device.parameters)
+        bandwidth = self.cluster.bandwidth * self.cluster.efficiency.memory
+        gathers_new_params = self.plan.zero_stage in (1, 2)
         return {
-            "sums of gradients": added if has_sums else 0.0,
-            "reduction": max(reduce - beside, 0.0),
-            "update": max(slowest.update, to_host) / (plan.data if plan.zero_stage else 1),
-            "gather": gather,
+            "sums of gradients": sum_seconds(self.plan, largest, bandwidth),
+            "reduction": self._reduction_seconds(largest),
+            "update": update_seconds(self.plan, largest, self.cluster.host),
+            "gather": self._exchange(largest.parameters) if gathers_new_params else 0.0,
         }
+
+    def _reduction_seconds(self, device: LayerCost) -> float:
+        """Return the seconds of reductions that are left when the last backward ends.
+
+        Along "data" ZeRO scatters the sums, but for stage 0, which gathers them too; stage 3 has
+        reduced them beside the backwards. Then what a device has is all-reduced along "replica".
+        They begin with the last microbatch's backward, and run beside the shortest one.
+        """
+        plan = self.plan
+        has_sums = cast(int, plan.microbatches) > 1
+        gradients = device.sums if has_sums else device.gradients
+        seconds = self._exchange(gradients) if plan.zero_stage < 3 else 0.0
+        if plan.zero_stage == 0:
+            seconds *= 2
+        shard = gradients / (cast(int, plan.data) if plan.zero_stage else 1)
+        seconds += 2 * self._exchange(shard, "replica")
+        beside = min([stage.backward for stage in self.stages])
+        return max(seconds - beside, 0.0)
 
     @cached_property
     def terms(self) -> dict[str, float]:
         """The seconds of a step, by what they are for."""
-        work = max(cost.forward + cost.backward for cost in self.by_device) * self.plan.microbatches
-        total = work if self.plan.pipeline == 1 and self.plan.zero_stage < 3 else float(self._total)
-        return {"layers": work, "waits": max(total - work, 0.0), **self._after()}
-
-    @property
-    def _total(self) -> float:
-        return float(self._simulation.makespan)
+        slowest = max([device.forward + device.backward for device in self.by_device])
+        work = slowest * cast(int, self.plan.microbatches)
+        # Without stages, and without gathers beside the layers, nothing waits.
+        has_waits = self.plan.in_stages or shards_params(self.plan)
+        total = float(self._simulation.makespan) if has_waits else work
+        return {"layers": work, "waits": max(total - work, 0.0), **self._after_layers}
 
     @property
     def seconds(self) -> float:
@@ -262,79 +239,93 @@ class PlanEstimate:
     def flops(self) -> float:
         """The operations of all devices in a step, with those that are recomputed."""
         devices = self.plan.devices // self.plan.pipeline
-        return sum(cost.flops for cost in self.by_device) * self.plan.microbatches * devices
+        of_microbatch = sum([device.flops for device in self.by_device])
+        return of_microbatch * cast(int, self.plan.microbatches) * devices
 
     def utilization(self, flops: float | None = None) -> float:
-        """Return the part of peak operations in bfloat16 that are done; of the model's alone, if their number is given."""
-        return (flops or self.flops) / (
-            self.seconds * self.plan.devices * self.cluster.peak("bf16")
-        )
+        """Return the part of the peak operations in bfloat16 that are done.
+
+        If their number is given, the model's own operations count, without those recomputed.
+        """
+        done = flops or self.flops
+        return done / (self.seconds * self.plan.devices * self.cluster.peak("bf16"))
+
+    # -- texts ------------------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """Return the terms of time and memory as text."""
-        times, sizes = self.terms, self.memory()
-        rows = [f"{name:22}{1e3 * x:12,.1f} ms" for name, x in times.items()]
-        rows += [f"{name:22}{x / 1e9:12,.2f} GB" for name, x in sizes.items()]
-        total = (
-            f"{'step':22}{1e3 * self.seconds:12,.1f} ms",
-            f"{'peak':22}{self.peak / 1e9:12,.2f} GB",
-        )
-        return "\n".join((*rows[: len(times)], total[0], *rows[len(times) :], total[1]))
+        """Return the terms of time and memory as text, and the notes."""
+        rows = [_milliseconds(name, seconds) for name, seconds in self.terms.items()]
+        rows.append(_milliseconds("step", self.seconds))
+        rows += [_gigabytes(name, size) for name, size in self.memory().items()]
+        rows.append(_gigabytes("peak", self.peak))
+        return "\n".join([*rows, *self.notes])
 
-    # -- the program ----------------------------------------------------------------------------------------------------
+    def excess(self) -> str:
+        """Return by how much memory is passed, and for what; "" if the plan fits."""
+        over = self.peak - self.cluster.memory
+        if over <= 0:
+            return ""
+        name, size = max(self.memory().items(), key=lambda pair: pair[1])
+        return f"{over / 1e9:,.2f} GB over the memory; {size / 1e9:,.2f} are for {name}"
+
+    # -- the program ------------------------------------------------------------------------------
 
     @property
     def mesh(self) -> dict[str, int]:
         """The sizes of the mesh, for `make_mesh`."""
-        return self.plan.mesh
+        return self.plan.axes
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as a TOML file: see `ModelPlan.load`."""
+        """Write the plan as a TOML file: see `Parallelism.load`."""
         self.plan.save(path)
 
-    def plugin(self, sample: Any = None) -> HybridParallelPlugin:
-        """Return the plugin of a Booster: see `ModelPlan.plugin`."""
-        return self.plan.plugin(blocks=self.tracer.model.blocks, sample=sample)
+    def plugin(self, sample: Any = None) -> Any:
+        """Raise, naming the plugin that takes a plan."""
+        raise PlanError(
+            "plan.plugin: write fs.HybridParallelPlugin(best.plan, blocks="
+            f"{self.tracer.model.blocks!r}, sample=sample), or fs.Booster(best.plan)."
+        )
 
     def build(self, model: nn.Module, *, mesh: Mesh | None = None) -> tuple[Any, ...]:
-        """Return the step that trains a model by the plan, with the optimizer and the loss of the search; and its arguments.
+        """Return the step that trains a model by the plan, and its arguments.
 
-        These are the parameters, the state, and buffers if the model has any: see `train_step`.
+        It has the optimizer and the loss of the search. The arguments are the parameters, the
+        state, and buffers if the model has any: see `train_step`.
 
         Args:
             model: the module, with values; it is not changed.
-            mesh: with the sizes of the plan; default: `make_mesh(plan.mesh)`.
+            mesh: with the sizes of the plan; default: `make_mesh(plan.axes)`.
         """
         mesh = make_mesh(self.mesh) if mesh is None else mesh
         if dict(mesh.shape) != self.mesh:
             raise PlanError(
                 f"plan.build: mesh must have the sizes of the plan, {self.mesh}; got {mesh}."
             )
-        layered, module = (
-            self.tracer.model,
-            copied(model, {id(x): x for x in (*model.parameters(), *model.buffers())}),
-        )
-        make = layered.program if self.plan.pipeline == 1 else layered.staged_program
-        step, arguments = make(module, self.plan, mesh)
-        return step, *arguments
+        if mesh.runtime != "abstract" and without_memory(model):
+            raise PlanError(
+                "plan.build: model must have values; got tensors on the meta device. "
+                'Give model.to_empty(device="cpu") with values.'
+            )
+        # The layers of the copy recompute; the tensors are shared.
+        tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}
+        program = self.tracer.model.program(copied(model, tensors), self.plan, mesh)
+        return program.step, *program.arguments
 
     def cost(self, model: nn.Module) -> Cost:
-        """Return the cost of the program of all layers: see `fs.plan.cost`. The values of the model do not matter."""
+        """Return the cost of the program of all layers: see `fs.plan.cost`."""
         step, *arguments = self.build(model, mesh=make_mesh(self.mesh, runtime="abstract"))
         rows = self.plan.rows_of_step
         batch = map_leaves(lambda x: x.new_empty((rows, *x.shape[1:])), self.tracer.model.batch)
         return cost(step, *arguments, batch, cluster=self.cluster)
 
     def scaled(self, devices: int) -> PlanEstimate:
-        """Return the plan on fewer devices: see `ModelPlan.scaled`."""
+        """Return the plan on fewer devices: see `Parallelism.scaled`."""
         return replace(self, plan=self.plan.scaled(devices))
 
-    def excess(self) -> str:
-        """Return by how much memory is passed, and for what; "" if the plan fits."""
-        over = self.peak - self.cluster.memory
-        name, size = max(self.memory().items(), key=lambda pair: pair[1])
-        return (
-            ""
-            if over <= 0
-            else f"{over / 1e9:,.2f} GB over the memory; {size / 1e9:,.2f} are for {name}"
-        )
+
+def _milliseconds(name: str, seconds: float) -> str:
+    return f"{name:22}{1e3 * seconds:12,.1f} ms"
+
+
+def _gigabytes(name: str, size: int) -> str:
+    return f"{name:22}{size / 1e9:12,.2f} GB"

@@ -1,14 +1,13 @@
-"""`LayeredModel`: the training step of a model with repeated layers by a plan, which is traced and which trains.
+"""`LayeredModel`: the step of a model with repeated layers by a plan: it is traced, and it trains.
 
-plan.tensor, sequence      tensor_parallel ─┐
-plan.experts               shard_experts ───┼─> shard_params ──> partition_optimizer ──> train_step
-plan.recompute             remat of layers ─┘
+plan ──> remat of layers ──> shard_model: experts, layers, stages ──┬──> train_step
+         partition_optimizer: ZeRO ─────────────────────────────────┘
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -16,26 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fshard.booster.model import shard_model
-from fshard.booster.optimizer import partitioned
 from fshard.errors import PlanError
 from fshard.experts.module import MoE
 from fshard.experts.transformers import shard_experts
-from fshard.mesh.layout import Mesh, P, PyTree, map_leaves
+from fshard.mesh.layout import Mesh, PyTree, map_leaves
 from fshard.optim.contract import Optimizer
 from fshard.optim.partition import partition_optimizer
-from fshard.optim.torch_optim.instances import optimizer_source
-from fshard.plan.model_plan import ModelPlan, kept_names
+from fshard.parallelism.build import ShardedModel, shard_model
+from fshard.parallelism.value import Parallelism, Recomputed, kept_names
 from fshard.plan.models import Transformer
-from fshard.tensor.plan import Plan, tensor_parallel
-from fshard.transforms.module.functionalize import functionalize
+from fshard.tensor.plan import Plan
 from fshard.transforms.module.remat import remat, save_names
 from fshard.transforms.module.replica import copy_on_meta
-from fshard.transforms.shard_params import fsdp, shard_params
 from fshard.transforms.train_step import train_step
 
 Loss = Callable[[Any, Any], Tensor]
 """A function of the model's output and the batch."""
+
 _KEPT = {"selective": "dots", "full": "nothing"}
 """The policies of `remat`."""
 
@@ -43,9 +39,10 @@ _KEPT = {"selective": "dots", "full": "nothing"}
 class RecomputedLayer(nn.Module):
     """A layer whose activations are recomputed in the backward."""
 
-    def __init__(self, layer: nn.Module, recompute: str) -> None:
+    def __init__(self, layer: nn.Module, recompute: Recomputed) -> None:
         super().__init__()
-        self.layer, self.kept = layer, _KEPT.get(recompute) or save_names(*kept_names(recompute))
+        self.layer = layer
+        self.kept = _KEPT.get(str(recompute)) or save_names(*kept_names(recompute))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""
@@ -53,10 +50,17 @@ class RecomputedLayer(nn.Module):
 
 
 class TrainingProgram(NamedTuple):
-    """A step of `train_step`, and the arguments before the batch: parameters, state, and buffers if the model has any."""
+    """A step of `train_step`, and what it needs.
+
+    Args:
+        step: of the arguments and a batch.
+        arguments: parameters, state, and buffers if the model has any.
+        layer_plan: of the layers that are sharded; None if no devices share layers or tokens.
+    """
 
     step: Callable[..., Any]
     arguments: list[PyTree]
+    layer_plan: Plan | None
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,8 @@ class LayeredModel:
         blocks: the path of the layers in it.
         layers: their number.
         batch: of one sample, on the meta device.
-        loss: of the output and the batch; None: `output.loss` if the batch is a dict of the model's arguments, else the
-            cross-entropy of logits and the second part of the batch.
+        loss: of the output and the batch; None: `output.loss` if the batch is a dict of the model's
+            arguments, else the cross-entropy of logits and the second part of the batch.
         optimizer: of `fs.optim`.
         experts: the number of experts of a layer.
     """
@@ -82,46 +86,44 @@ class LayeredModel:
     optimizer: Optimizer
     experts: int = 0
 
+    # -- the model and its loss -------------------------------------------------------------------
+
     def arguments(self, batch: PyTree) -> Any:
-        """Return the model's arguments in a batch, which is a dict of them, or has an input first."""
+        """Return the model's arguments in a batch: a dict of them, or an input and more."""
         if isinstance(batch, Mapping):
             return batch
-        return (batch[0] if isinstance(batch, tuple | list) else batch,)
+        model_input = batch[0] if isinstance(batch, tuple | list) else batch
+        return (model_input,)
 
     def call(self, model: Callable[..., Any], batch: PyTree, *before: Any) -> Any:
-        """Call the model with a batch."""
+        """Call the model with other arguments and those in a batch."""
         arguments = self.arguments(batch)
-        return (
-            model(*before, **arguments)
-            if isinstance(arguments, Mapping)
-            else model(*before, *arguments)
-        )
+        if isinstance(arguments, Mapping):
+            return model(*before, **arguments)
+        return model(*before, *arguments)
 
     def loss_of(self, output: Any, batch: PyTree, plan: Plan | None = None) -> Tensor:
-        """Return the loss of an output; `plan` is that of the layers."""
+        """Return the loss of an output; `plan` is that of the layers, if the output is sharded."""
         if self.loss is not None:
-            return self.loss(output if plan is None else map_leaves(plan.full, output), batch)
+            full_output = output if plan is None else map_leaves(plan.full, output)
+            return self.loss(full_output, batch)
         if isinstance(batch, Mapping):
             return output.loss if plan is None else plan.full(output.loss)
+        labels = batch[1]
         if plan is not None:
-            return plan.cross_entropy(output, batch[1])
-        return functional.cross_entropy(output.flatten(0, -2), batch[1].flatten())
+            return plan.cross_entropy(output, labels)
+        return functional.cross_entropy(output.flatten(0, -2), labels.flatten())
 
-    def recomputed(self, module: nn.Module, recompute: str) -> nn.Module:
-        """Let the layers of a module recompute."""
-        layers = cast(nn.ModuleList, module.get_submodule(self.blocks))
-        for index, layer in enumerate(layers if recompute != "never" else ()):
-            layers[index] = RecomputedLayer(layer, recompute)
-        return module
+    # -- the program ------------------------------------------------------------------------------
 
     def program(
         self,
         module: nn.Module,
-        plan: ModelPlan,
+        plan: Parallelism,
         mesh: Mesh,
         loss: Callable[..., Tensor] | None = None,
     ) -> TrainingProgram:
-        """Return the step of a plan without stages, and its arguments.
+        """Return the step of a plan, and its arguments.
 
         Args:
             module: the model; its layers recompute from now on.
@@ -129,84 +131,85 @@ class LayeredModel:
             mesh: the devices.
             loss: instead of `loss_of`.
         """
-        layers, loss = (
-            self.layer_plan(self.recomputed(module, plan.recompute), plan),
-            loss or self.loss_of,
-        )
-        experts = ("expert",) if plan.experts > 1 else ()
-        within: Any = None if layers is None else layers.rules
+        self._let_layers_recompute(module, plan.recompute)
         if self.experts:
-            inner = tuple(axis for axis in ("seq", "model") if mesh.shape.get(axis, 1) > 1)
-            specs = shard_experts(module, experts, inner)
-            within = within or {
-                name: spec for leaves in specs.values() for name, spec in leaves.items()
-            } | {"**": P()}
-        apply, params, buffers = functionalize(module.train(), plan=layers)
-
-        def loss_fn(params: PyTree, *arguments: PyTree) -> Any:
-            *current, batch = arguments
-            output, after = self.call(apply, batch, params, current[0] if current else {})
-            value = loss(output, batch, layers)
-            return (value, after) if current else value
-
-        axes, local = ("data", *experts), (*experts, *(() if layers is None else layers.axes))
-        rules = (
-            fsdp(axes, unit=f"{self.blocks}.*", within=within)
-            if plan.zero_stage == 3
-            else within or P()
+            # Experts of transformers then run on shapes alone, which their own functions do not.
+            shard_experts(module, ())
+        sharded = shard_model(
+            module.train(),
+            plan,
+            mesh=mesh,
+            sample=self._sample(plan),
+            blocks=self.blocks,
+            has_full_output=plan.in_stages,  # a schedule passes no plan to the loss
         )
-        params = shard_params(params, rules, mesh=mesh)
         opt = partition_optimizer(
             self.optimizer,
             mesh=mesh,
-            axis=axes,
+            axis=plan.zero_axes,
             stage=plan.zero_stage,
             state_memory=plan.state_memory,
             update_on="device",
         )
-        options: Any = {"local": local, "has_buffers": bool(buffers), "donate": True}
-        options |= {"accumulate": plan.microbatches} if plan.microbatches > 1 else {}
-        batch = P((*(("replica",) if plan.replicas > 1 else ()), *axes))
-        step = train_step(loss_fn, opt, mesh=mesh, batch=batch, **options)
-        return TrainingProgram(step, [params, opt.init(params), *([buffers] if buffers else [])])
 
-    def staged_program(self, module: nn.Module, plan: ModelPlan, mesh: Mesh) -> TrainingProgram:
-        """Return the step of a plan with stages, and its arguments: see `program`."""
-        sample = map_leaves(lambda x: torch.zeros_like(x, device="cpu"), self.arguments(self.batch))
-        plugin = replace(
-            replace(plan, recompute="never").plugin(blocks=self.blocks, sample=sample), mesh=mesh
-        )
-        module = self.recomputed(module, plan.recompute)
-        source = optimizer_source(self.optimizer, dict(module.named_parameters()), "plan.build")
-        stages, params, buffers = shard_model(plugin, module, source)
-        options: Any = {**plugin.gradient_options(), "loss": self.loss_of}
-        opt = partitioned(plugin, source)()
-        if not any(buffers):
-            options["has_buffers"] = False
-            stages = [
-                x if isinstance(x, nn.Module) else partial(_without_buffers, x) for x in stages
-            ]
-        step = train_step(stages, opt, donate=True, **options)
-        return TrainingProgram(
-            step, [params, opt.init(params), *([buffers] if any(buffers) else [])]
-        )
+        functions, options = self._with_loss(sharded, plan, loss or self.loss_of)
+        has_buffers = _has_buffers(sharded)
+        step = train_step(functions, opt, has_buffers=has_buffers, donate=True, **options)
+        arguments = [sharded.params, opt.init(sharded.params)]
+        if has_buffers:
+            arguments.append(sharded.buffers)
+        return TrainingProgram(step, arguments, sharded.plan)
 
-    def layer_plan(self, module: nn.Module, plan: ModelPlan) -> Plan | None:
-        """Return how layers and tokens are sharded."""
-        if plan.tensor == plan.sequence == 1:
-            return None
-        is_megatron = plan.sequence_mode == "megatron"
-        sequence = "model" if is_megatron else "seq" if plan.sequence > 1 else None
-        return tensor_parallel(
-            module.eval(),  # planned without draws
-            axis="model",
-            size=plan.tensor,
-            sample=self.arguments(self.batch),
-            sequence=sequence,
-            sequence_mode="gather" if sequence is None else plan.sequence_mode,
-            experts="expert" if plan.experts > 1 else None,
-            check=False,
-        )
+    def _let_layers_recompute(self, module: nn.Module, recompute: Recomputed) -> None:
+        if recompute == "never":
+            return
+        layers = cast(nn.ModuleList, module.get_submodule(self.blocks))
+        for index, layer in enumerate(layers):
+            layers[index] = RecomputedLayer(layer, recompute)
+
+    def _sample(self, plan: Parallelism) -> Any:
+        """Return the arguments by which layers and stages are planned."""
+        arguments = self.arguments(self.batch)
+        if not plan.in_stages:
+            return arguments
+        # Stages are found by a run of the model, in which integers have values.
+        return map_leaves(lambda x: torch.zeros_like(x, device="cpu"), arguments)
+
+    def _with_loss(
+        self, sharded: ShardedModel, plan: Parallelism, loss: Callable[..., Tensor]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return the functions and the options of a step: of stages, the loss is an option."""
+        has_buffers = _has_buffers(sharded)
+        if plan.in_stages:
+            stages = list[Any]()
+            for stage in sharded.function:
+                is_module = isinstance(stage, nn.Module)
+                is_as_needed = has_buffers or is_module
+                stages.append(stage if is_as_needed else partial(_without_buffers, stage))
+            return stages, {**sharded.options, "loss": loss}
+
+        def loss_fn(params: PyTree, *arguments: PyTree) -> Any:
+            *buffers, batch = arguments
+            before = buffers[0] if buffers else {}
+            output, after = self.call(sharded.function, batch, params, before)
+            value = loss(output, batch, sharded.plan)
+            return (value, after) if buffers else value
+
+        return loss_fn, sharded.options
+
+
+def _has_buffers(sharded: ShardedModel) -> bool:
+    trees = sharded.buffers if isinstance(sharded.buffers, list) else [sharded.buffers]
+    return any(trees)
+
+
+def _without_buffers(stage: Callable[..., Any], params: PyTree, x: PyTree) -> PyTree:
+    """Run a stage that has no buffers."""
+    output, _ = stage(params, {}, x)
+    return output
+
+
+# -- models as layers ------------------------------------------------------------------------------
 
 
 def layered_model(
@@ -220,49 +223,74 @@ def layered_model(
     if isinstance(model, Transformer):
         ids = torch.empty(1, model.sequence, dtype=torch.int64, device="meta")
         return LayeredModel(
-            model.build, "layers", model.layers, (ids, ids), loss, optimizer, model.experts
+            build=model.build,
+            blocks="layers",
+            layers=model.layers,
+            batch=(ids, ids),
+            loss=loss,
+            optimizer=optimizer,
+            experts=model.experts,
         )
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PlanError(
-            f"plan.search: model must be a module or a Transformer; got {type(model).__name__}. Programs: plan.rank."
+            "plan.search: model must be a module or a Transformer; "
+            f"got {type(model).__name__}. Programs: plan.rank."
         )
-    lists = {
-        name: len(child)
-        for name, child in model.named_modules()
-        if isinstance(child, nn.ModuleList)
-    }
-    if blocks is None and not lists:
-        raise PlanError(
-            "plan.search: the model must have its repeated layers in a ModuleList; got none. Name one: blocks=."
-        )
-    path = blocks or max(lists, key=lambda name: lists[name])
-    if path not in lists:
-        raise PlanError(
-            f"plan.search: blocks must be a ModuleList of the model, {', '.join(lists)}; got {path!r}."
-        )
-    shapes = [
-        {name: x.shape for name, x in layer.named_parameters()}
-        for layer in model.get_submodule(path).children()
-    ]
-    if different := [str(index) for index, shape in enumerate(shapes) if shape != shapes[0]]:
-        raise PlanError(
-            f"plan.search: the layers {path} must have equal parameters; those of {', '.join(different)} differ from 0's. "
-            "Rank its programs: plan.rank."
-        )
-    sample = map_leaves(lambda x: x[:1].to("meta"), batch)
-    experts = [x.router.out_features for x in model.modules() if isinstance(x, MoE)]
-    experts += [
-        int(x.num_experts) for x in cast(Any, model).modules() if hasattr(x, "_is_expert_parallel")
-    ]
+    path = _path_of_layers(model, blocks)
+    layers = cast(nn.ModuleList, model.get_submodule(path))
+    _validate_equal(path, layers)
     return LayeredModel(
-        partial(_shortened, model, path),
-        path,
-        lists[path],
-        sample,
-        loss,
-        optimizer,
-        max(experts, default=0),
+        build=partial(_shortened, model, path),
+        blocks=path,
+        layers=len(layers),
+        batch=map_leaves(lambda x: x[:1].to("meta"), batch),
+        loss=loss,
+        optimizer=optimizer,
+        experts=_most_experts(model),
     )
+
+
+def _path_of_layers(model: nn.Module, blocks: str | None) -> str:
+    """Return the path of the layers: the one that is given, or the longest list's."""
+    lengths = dict[str, int]()
+    for name, child in model.named_modules():
+        if isinstance(child, nn.ModuleList):
+            lengths[name] = len(child)
+    if blocks is None and not lengths:
+        raise PlanError(
+            "plan.search: the model must have its repeated layers in a ModuleList; got none. "
+            "Name one: blocks=."
+        )
+    path = blocks or max(lengths, key=lambda name: lengths[name])
+    if path not in lengths:
+        raise PlanError(
+            f"plan.search: blocks must be a ModuleList of the model, {', '.join(lengths)}; "
+            f"got {path!r}."
+        )
+    return path
+
+
+def _validate_equal(path: str, layers: nn.ModuleList) -> None:
+    """Raise unless all layers have parameters of the same names and shapes."""
+    shapes = [{name: x.shape for name, x in layer.named_parameters()} for layer in layers]
+    different = [str(index) for index, shape in enumerate(shapes) if shape != shapes[0]]
+    if different:
+        raise PlanError(
+            f"plan.search: the layers {path} must have equal parameters; "
+            f"those of {', '.join(different)} differ from 0's. Rank its programs: plan.rank."
+        )
+
+
+def _most_experts(model: nn.Module) -> int:
+    """Return the most experts of a layer, of `fs.nn.MoE` or of transformers; 0 without any."""
+    counts = [0]
+    for module in model.modules():
+        if isinstance(module, MoE):
+            counts.append(module.router.out_features)
+        elif hasattr(module, "_is_expert_parallel"):
+            experts: Any = module
+            counts.append(int(experts.num_experts))
+    return max(counts)
 
 
 def _shortened(model: nn.Module, path: str, layers: int) -> nn.Module:
@@ -272,7 +300,3 @@ def _shortened(model: nn.Module, path: str, layers: int) -> nn.Module:
     blocks = cast(nn.ModuleList, copy.get_submodule(path))
     setattr(copy.get_submodule(parent), name, blocks[:layers])
     return copy
-
-
-def _without_buffers(stage: Callable[..., Any], params: PyTree, x: PyTree) -> PyTree:
-    return stage(params, {}, x)[0]

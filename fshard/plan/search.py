@@ -1,28 +1,28 @@
 """`search`: how to train a model with repeated layers on a number of devices, ranked.
 
-all sizes and options ──divide?──> ──memory of parameters──> ──formula of time──> the best: schedules simulated ──> table
-                         rejected       rejected                                    memory: rejected
+all sizes and options ──divide?──> ──traced?──> ──least memory──> ──formula of time──> simulated ──> table
+                      rejected     rejected     rejected          the best             memory: rejected
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, zip_longest
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import nn
 
 from fshard.errors import FshardError, PlanError
 from fshard.mesh.layout import PyTree
 from fshard.optim.contract import Optimizer
+from fshard.parallelism.value import Parallelism
 from fshard.plan.cluster import Cluster
 from fshard.plan.estimate import PlanEstimate
 from fshard.plan.layers import LayerTracer
-from fshard.plan.model_plan import ModelPlan
 from fshard.plan.models import Transformer
 from fshard.plan.program import Loss, layered_model
-from fshard.plan.space import divisors_text, legal_plans, plan_choices
+from fshard.plan.space import Candidate, Divided, candidates, divisors_text, plan_choices
 from fshard.tables import Tabular
 
 if TYPE_CHECKING:  # it is imported where a table is shown
@@ -30,27 +30,48 @@ if TYPE_CHECKING:  # it is imported where a table is shown
 
 SIMULATED = 48
 """The plans, the best by a formula of time or memory, whose schedules are simulated."""
+
+SHOWN = 10
+"""The plans that fit in a table."""
+
 LISTED = 12
 """The rejected plans that are listed."""
+
+Kind = Literal["memory", "program"] | Divided
+"""Why a plan is rejected: it does not fit, its program raises, or it does not divide a number."""
+
+KINDS: tuple[Kind, ...] = ("memory", "program", "devices", "layers", "samples")
+"""All of these, in the order in which they are listed."""
 
 
 @dataclass(frozen=True)
 class RejectedPlan:
-    """A plan that does not fit or cannot run, with the number that rejects it."""
+    """A plan that does not fit, cannot run or does not divide.
 
-    plan: ModelPlan
+    Args:
+        plan: its sizes and options.
+        reason: the number that rejects it, or the error of its program.
+        kind: of the reason.
+        peak: bytes of the fullest device, of a plan that does not fit.
+    """
+
+    plan: Parallelism
     reason: str
+    kind: Kind = "memory"
+    peak: float = 0.0
 
 
 @dataclass(frozen=True, repr=False)
 class Plans(Tabular):
-    """The plans of a search that fit, the best first. A sequence of estimates; prints as a table with reasons.
+    """The plans of a search that fit, the best first: a sequence of estimates.
+
+    Prints as a table with reasons.
 
     Args:
         estimates: of the plans that fit.
-        rejected: some that do not, the nearest first.
+        rejected: some that do not, of each kind of reason the nearest first, and one of a reason.
         model_flops: of a step, without recomputation; for model flops utilization.
-        tried: the number of plans.
+        tried: the number of plans whose numbers divide.
     """
 
     estimates: list[PlanEstimate]
@@ -68,29 +89,25 @@ class Plans(Tabular):
         return iter(self.estimates)
 
     def table(self) -> Table:
-        """Return the ten best plans and those that were rejected as a rich table."""
+        """Return the ten best plans and those that were rejected as a rich table.
+
+        The last column has notes too: the layers that a plan leaves replicated, and why.
+        """
         from rich.table import Table
 
-        table = Table(
-            "mesh",
-            "ZeRO",
-            "microbatches",
-            "schedule",
-            "recompute",
-            "step, s",
-            "MFU",
-            "GB",
-            "why not",
-        )
-        for column in (1, 5, 6, 7):
-            table.columns[column].justify = "right"
-        for estimate in self.estimates[:10]:
-            numbers = (
-                f"{estimate.seconds:.3g}",
-                f"{100 * estimate.utilization(self.model_flops):.0f} %",
-                f"{estimate.peak / 1e9:.1f}",
-            )
-            table.add_row(*_row(estimate.plan), *numbers, self.slower(estimate))
+        texts = ("mesh", "ZeRO", "microbatches", "schedule", "recompute")
+        numbers = ("step, s", "MFU", "GB")
+        table = Table(*texts, *numbers, "why not")
+        for column, name in enumerate((*texts, *numbers)):
+            if name == "ZeRO" or name in numbers:
+                table.columns[column].justify = "right"
+
+        for estimate in self.estimates[:SHOWN]:
+            seconds = f"{estimate.seconds:.3g}"
+            utilization = f"{100 * estimate.utilization(self.model_flops):.0f} %"
+            peak = f"{estimate.peak / 1e9:.1f}"
+            remarks = [text for text in (self.slower(estimate), *estimate.notes) if text]
+            table.add_row(*_row(estimate.plan), seconds, utilization, peak, "; ".join(remarks))
         table.add_section()
         for rejected in self.rejected:
             table.add_row(*_row(rejected.plan), "", "", "", rejected.reason)
@@ -98,23 +115,32 @@ class Plans(Tabular):
         return table
 
     def slower(self, estimate: PlanEstimate) -> str:
-        """Return the term by which a plan is slower than the first."""
-        if estimate is self.estimates[0]:
+        """Return the term by which a plan is slower than the first; "" of the first."""
+        first = self.estimates[0]
+        if estimate is first:
             return ""
-        longer = {name: x - self.estimates[0].terms[name] for name, x in estimate.terms.items()}
+        longer = dict[str, float]()
+        for name, seconds in estimate.terms.items():
+            longer[name] = seconds - first.terms[name]
         name = max(longer, key=lambda name: longer[name])
         return f"{name}: {1e3 * longer[name]:,.0f} ms more"
 
 
-def _row(plan: ModelPlan) -> tuple[str, ...]:
-    schedule = f"{plan.schedule} x {plan.chunks}" if plan.chunks > 1 else plan.schedule
-    return (
-        " ".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1),
-        f"{plan.zero_stage}, host" if plan.state_memory == "host" else str(plan.zero_stage),
-        f"{plan.microbatches} x {plan.rows}",
-        schedule if plan.pipeline > 1 else "",
-        "" if plan.recompute == "never" else plan.recompute,
-    )
+def _row(plan: Parallelism) -> tuple[str, ...]:
+    """Return the cells of a plan, before its numbers."""
+    # Where data is what is left, and nothing is, there is no number of it.
+    sizes = plan.axes if plan.data is not None else replace(plan, data=1).axes
+    mesh = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+    zero = f"{plan.zero_stage}, host" if plan.state_memory == "host" else str(plan.zero_stage)
+    schedule = ""
+    if plan.in_stages:
+        has_chunks = plan.chunks is not None and plan.chunks > 1
+        schedule = f"{plan.schedule} x {plan.chunks}" if has_chunks else plan.schedule
+    recompute = "" if plan.recompute == "never" else str(plan.recompute)
+    return " ".join(mesh), zero, f"{plan.microbatches} x {plan.rows}", schedule, recompute
+
+
+# -- the search ------------------------------------------------------------------------------------
 
 
 def search(
@@ -130,20 +156,24 @@ def search(
     goal: Literal["time", "cost", "memory"] = "time",
     **constraints: Any,
 ) -> Plans:
-    """Rank the plans of training a model with repeated layers: sizes of the mesh, ZeRO, stages, microbatches, recomputation.
+    """Rank the plans of training a model with repeated layers.
+
+    A plan is a `Parallelism`: sizes of the mesh, ZeRO, stages, microbatches, recomputation.
 
     Args:
         model: a module, on the meta device if it is large; or the sizes of a `Transformer`.
-        batch: of one or more samples: the model's input, a pair of it and labels, or a dict of arguments. Not for a
-            `Transformer`.
+        batch: of one or more samples: the model's input, a pair of it and labels, or a dict of
+            arguments. Not for a `Transformer`.
         devices: their number, or several.
         cluster: the machine: see `fs.plan.cluster`.
         global_batch: samples of a step, on all devices.
         optimizer: of `fs.optim`.
-        loss: of the output and the batch. Default: `output.loss` for a dict, else the cross-entropy of logits and labels.
+        loss: of the output and the batch. Default: `output.loss` for a dict, else the cross-entropy
+            of logits and labels.
         blocks: path of the repeated layers; default: the longest `ModuleList`.
-        goal: the best plan has the least "time" of a step, "cost", which is time by devices, or "memory" of a device.
-        constraints: fields of `ModelPlan` with a value, or several: pipeline=8, zero_stage=(1, 3).
+        goal: the best plan has the least "time" of a step, "cost", which is time by devices, or
+            "memory" of a device.
+        constraints: fields of `Parallelism` with a value, or several: pipeline=8, rows=(1, 2).
 
     Raises:
         PlanError: if no plan fits, with the smallest excess, or if none divides.
@@ -157,48 +187,31 @@ def search(
     """
     if goal not in _GOALS:
         raise PlanError(f"plan.search: goal must be one of {', '.join(_GOALS)}; got {goal!r}.")
-    first_key, key = _GOALS[goal]
     counts = _counts(devices, global_batch)
     layered = layered_model(model, batch, optimizer, loss, blocks)
     choices = plan_choices(constraints, layered.experts)
-    tracer, errors, tried = LayerTracer(layered, cluster), dict[str, str](), 0
-    rejected, fitting = list[tuple[float, RejectedPlan]](), list[tuple[float, PlanEstimate]]()
-    for plan in chain.from_iterable(
-        legal_plans(layered.layers, count, global_batch, choices, cluster) for count in counts
-    ):
-        tried += 1
-        estimate = PlanEstimate(plan, tracer)
-        if error := _trace_error(estimate, errors):
-            rejected.append((float("inf"), RejectedPlan(plan, error)))
-            continue
-        least = least_memory(estimate)
-        if least > cluster.memory:
-            over = f"{(least - cluster.memory) / 1e9:,.2f} GB over the memory"
-            reason = f"{over}, {estimate.in_flight} microbatches in flight"
-            rejected.append((least, RejectedPlan(plan, reason)))
-        else:
-            fitting.append((first_key(estimate), estimate))
     numbers = " or ".join(map(str, counts))
+
+    of_each_count = [
+        candidates(layered.layers, count, global_batch, choices, cluster) for count in counts
+    ]
+    tracer = LayerTracer(layered, cluster)
+    fitting, rejected, tried = _sorted_out(chain.from_iterable(of_each_count), tracer)
     if not tried:
         options = ", ".join(f"{name}={x!r}" for name, x in constraints.items()) or "any option"
         raise PlanError(
-            f"plan.search: sizes must divide {numbers} devices, {layered.layers} layers and a global batch of "
-            f"{global_batch}; no plan with {options} does. Divisors: {divisors_text(counts, layered.layers, global_batch)}."
+            f"plan.search: sizes must divide {numbers} devices, {layered.layers} layers and a "
+            f"global batch of {global_batch}; no plan with {options} does. Divisors: "
+            f"{divisors_text(counts, layered.layers, global_batch)}."
         )
-    estimates = list[PlanEstimate]()
-    for _, estimate in sorted(fitting, key=lambda pair: pair[0]):
-        if len(estimates) == SIMULATED:
-            break
-        if reason := estimate.excess():
-            rejected.append((estimate.peak, RejectedPlan(estimate.plan, reason)))
-        else:
-            estimates.append(estimate)
-    rejected.sort(key=lambda pair: pair[0])
+
+    ranked_before, ranked = _GOALS[goal]
+    estimates, passing_memory = _simulated(sorted(fitting, key=ranked_before))
+    rejected += passing_memory
     if not estimates:
-        raise _nothing_fits(rejected[0], numbers)
+        raise _nothing_fits(rejected, numbers)
     flops = model.flops(global_batch) if isinstance(model, Transformer) else None
-    nearest = {plan.reason: plan for _, plan in reversed(rejected)}  # one for each reason
-    return Plans(sorted(estimates, key=key), [*reversed(nearest.values())][:LISTED], flops, tried)
+    return Plans(sorted(estimates, key=ranked), _listed(rejected), flops, tried)
 
 
 def _counts(devices: int | Sequence[int], global_batch: int) -> tuple[int, ...]:
@@ -210,54 +223,106 @@ def _counts(devices: int | Sequence[int], global_batch: int) -> tuple[int, ...]:
     return counts
 
 
-def _nothing_fits(nearest: tuple[float, RejectedPlan], devices: str) -> PlanError:
-    size, (plan, reason) = nearest[0], vars(nearest[1]).values()
-    if size == float("inf"):
-        return PlanError(f"plan.search: the model cannot be planned, such as with {plan}: {reason}")
+class _Sorted(NamedTuple):
+    """Candidates: those that may fit, those that are rejected, and the number that were tried."""
+
+    fitting: list[PlanEstimate]
+    rejected: list[RejectedPlan]
+    tried: int
+
+
+def _sorted_out(tried: Iterable[Candidate], tracer: LayerTracer) -> _Sorted:
+    """Reject the candidates that do not divide, cannot run, or do not fit by their least memory."""
+    fitting = list[PlanEstimate]()
+    rejected = list[RejectedPlan]()
+    errors = dict[Parallelism, str]()
+    count = 0
+    limit = tracer.cluster.memory
+    for plan, divided, reason in tried:
+        if divided is not None:
+            rejected.append(RejectedPlan(plan, reason, divided))
+            continue
+        count += 1
+        estimate = PlanEstimate(plan, tracer)
+        if error := _trace_error(estimate, errors):
+            rejected.append(RejectedPlan(plan, error, "program"))
+            continue
+        least = estimate.least_memory()
+        if least <= limit:
+            fitting.append(estimate)
+        else:
+            over = f"{(least - limit) / 1e9:,.2f} GB over the memory"
+            reason = f"{over}, {estimate.in_flight} microbatches in flight"
+            rejected.append(RejectedPlan(plan, reason, "memory", least))
+    return _Sorted(fitting, rejected, count)
+
+
+def _trace_error(estimate: PlanEstimate, errors: dict[Parallelism, str]) -> str:
+    """Trace the layers of a plan, once for all that share them alike; return the error, or ""."""
+    key = replace(estimate.plan.of_layer(), rows=1)
+    if key not in errors:
+        errors[key] = ""
+        try:
+            estimate.tracer.cost(estimate.plan)
+        except (FshardError, ValueError, RuntimeError) as error:
+            errors[key] = str(error).partition("\n")[0]
+    return errors[key]
+
+
+def _simulated(
+    ranked: Sequence[PlanEstimate],
+) -> tuple[list[PlanEstimate], list[RejectedPlan]]:
+    """Return the first plans whose simulated schedules fit, and those before them that do not."""
+    estimates = list[PlanEstimate]()
+    rejected = list[RejectedPlan]()
+    for estimate in ranked:
+        if len(estimates) == SIMULATED:
+            break
+        if reason := estimate.excess():
+            rejected.append(RejectedPlan(estimate.plan, reason, "memory", estimate.peak))
+        else:
+            estimates.append(estimate)
+    return estimates, rejected
+
+
+def _listed(rejected: Sequence[RejectedPlan]) -> list[RejectedPlan]:
+    """Return the rejected plans to list: the nearest ones, of each kind of reason in turn.
+
+    So a dozen plans that do not fit hide neither an error of a program nor a number that does not
+    divide. Of several plans with one reason only the nearest is listed.
+    """
+    nearest = dict[str, RejectedPlan]()
+    for plan in sorted(rejected, key=lambda plan: plan.peak):
+        nearest.setdefault(plan.reason, plan)
+    by_kind = dict[Kind, list[RejectedPlan]]()
+    for kind in KINDS:
+        by_kind[kind] = [plan for plan in nearest.values() if plan.kind == kind]
+    in_turn = chain.from_iterable(zip_longest(*by_kind.values()))
+    return [plan for plan in in_turn if plan is not None][:LISTED]
+
+
+def _nothing_fits(rejected: Sequence[RejectedPlan], devices: str) -> PlanError:
+    too_large = [plan for plan in rejected if plan.kind == "memory"]
+    if too_large:
+        nearest = min(too_large, key=lambda plan: plan.peak)
+        return PlanError(
+            f"plan.search: no plan of {devices} devices fits; the nearest is {nearest.plan}: "
+            f"{nearest.reason}. Take more devices, or those with more memory."
+        )
+    first = next(plan for plan in rejected if plan.kind == "program")
     return PlanError(
-        f"plan.search: no plan of {devices} devices fits; the nearest is {plan}: {reason}. "
-        "Take more devices, or those with more memory."
+        f"plan.search: the model cannot be planned, such as with {first.plan}: {first.reason}"
     )
 
 
-def least_memory(estimate: PlanEstimate) -> int:
-    """Return bytes that the fullest device has at least: the first one has most microbatches in flight."""
-    plan, sizes = estimate.plan, list[int]()
-    for coordinate, cost in enumerate(estimate.by_device):
-        state = cost.state if plan.state_memory == "device" else 0
-        shares = (cost.parameters, 3), (cost.gradients, 2 if plan.pipeline == 1 else 4), (state, 1)
-        static = sum(
-            size // plan.data if plan.zero_stage >= stage else size for size, stage in shares
-        )
-        layers = estimate.layers // (plan.pipeline * plan.chunks) * plan.chunks
-        saved = (
-            cost.saved // plan.chunks
-            if coordinate
-            else estimate.model.layer.saved * layers * estimate.in_flight
-        )
-        sizes.append(static + saved + estimate.workspace(coordinate))
-    return max(sizes)
+Key = Callable[[PlanEstimate], float]
 
-
-_GOALS: dict[str, tuple[Callable[[PlanEstimate], float], Callable[[PlanEstimate], float]]] = {
+_GOALS: dict[str, tuple[Key, Key]] = {
     "time": (lambda x: x.approximate_seconds(), lambda x: x.seconds),
     "cost": (
         lambda x: x.approximate_seconds() * x.plan.devices,
         lambda x: x.seconds * x.plan.devices,
     ),
-    "memory": (least_memory, lambda x: x.peak),
+    "memory": (lambda x: x.least_memory(), lambda x: x.peak),
 }
 """Plans are ranked by these, before their schedules are simulated and after."""
-
-
-def _trace_error(estimate: PlanEstimate, errors: dict[str, str]) -> str:
-    """Trace the layers of a plan, once for all that share them alike; return the error, "" if there is none."""
-    names = ("tensor", "sequence", "sequence_mode", "experts", "recompute")
-    key = repr([getattr(estimate.plan, name) for name in names])
-    if key not in errors:
-        try:
-            errors[key] = ""
-            estimate.tracer.cost(estimate.plan)
-        except (FshardError, ValueError, RuntimeError) as error:
-            errors[key] = str(error).partition("\n")[0]
-    return errors[key]

@@ -1,18 +1,21 @@
 """The plans that a search compares: all sizes of a mesh and all options whose numbers divide.
 
-devices ──> sizes of axes ──> samples of a microbatch, ZeRO, recomputation, schedule ──> stages of a device
+devices ──> sizes of axes ──> samples of a microbatch, ZeRO, recomputation, schedule, stages of a device
+   │              │
+   └──────────────┴── do not divide: candidates with a reason, which are not tried
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from itertools import product
-from typing import Any
+from math import prod
+from typing import Any, Literal, NamedTuple
 
 from fshard.errors import PlanError
+from fshard.parallelism.value import FIELDS, IN_LOOPS, ONE_STAGE, Parallelism
 from fshard.plan.cluster import Cluster
-from fshard.plan.model_plan import IN_LOOPS, ONE_STAGE, ModelPlan
 
 DEFAULTS: dict[str, tuple[Any, ...]] = {
     "sequence": (1,),
@@ -25,106 +28,203 @@ DEFAULTS: dict[str, tuple[Any, ...]] = {
 }
 """The values that are tried; `data`, `pipeline` and `tensor` are all that divide the devices."""
 
+NOT_SEARCHED = ("tensor_mode", "tensor_depth")
+"""Fields without estimates: those of a layer are of 1d tensor parallelism."""
+
+Choices = Mapping[str, Collection[Any]]
+"""The values of each field that are tried; of those without any, all that divide."""
+
+
+Divided = Literal["devices", "layers", "samples"]
+"""The numbers that a plan divides."""
+
+
+class Candidate(NamedTuple):
+    """A plan, and why it does not divide a number, if so.
+
+    Args:
+        plan: its sizes and options.
+        divided: the number; None if all are divided.
+        reason: in words.
+    """
+
+    plan: Parallelism
+    divided: Divided | None = None
+    reason: str = ""
+
 
 def plan_choices(constraints: Mapping[str, Any], experts: int = 0) -> dict[str, Collection[Any]]:
-    """Return the values of each option, of layers with a number of experts; raise naming all that are unknown."""
-    names = [field.name for field in fields(ModelPlan)]
-    if unknown := [name for name in constraints if name not in names]:
+    """Return the values of each field; raise naming all that are unknown.
+
+    Args:
+        constraints: fields with a value, or several.
+        experts: number of experts of a layer; 0 if it has none.
+    """
+    names = [name for name in FIELDS if name not in NOT_SEARCHED]
+    unknown = [name for name in constraints if name not in names]
+    if unknown:
         raise PlanError(f"plan.search: {', '.join(unknown)} must be among {', '.join(names)}.")
-    chosen: dict[str, Collection[Any]] = {
-        name: tuple(x) if isinstance(x, Collection) and not isinstance(x, str) else (x,)
-        for name, x in constraints.items()
-    }
-    for name, values in chosen.items():
-        for value in values:
-            ModelPlan(**{name: value})  # raises if it is not legal
+
+    chosen = dict[str, Collection[Any]]()
+    for name, value in constraints.items():
+        is_several = isinstance(value, Collection) and not isinstance(value, str)
+        chosen[name] = tuple(value) if is_several else (value,)
+        for each in chosen[name]:
+            _validate(name, each)
     if not experts and max(chosen.get("experts", (1,))) > 1:
         raise PlanError(
-            f"plan.search: experts must be 1, since the layers have none; got {constraints['experts']}."
+            "plan.search: experts must be 1, since the layers have none; "
+            f"got {constraints['experts']}."
         )
-    sizes = tuple([size for size in (1, 8, 64) if size == 1 or experts % size == 0 < experts])
-    return {**DEFAULTS, "experts": sizes, **chosen}
+
+    sizes = [1]
+    for size in (8, 64):
+        if experts % size == 0 and experts > 0:
+            sizes.append(size)
+    return {**DEFAULTS, "experts": tuple(sizes), **chosen}
+
+
+def _validate(name: str, value: Any) -> None:
+    """Raise if a field cannot have a value, whatever the others are."""
+    fields: dict[str, Any] = {name: value}
+    if value == "megatron":
+        fields["tensor"] = 2
+    Parallelism(**fields)
+
+
+# -- candidates ------------------------------------------------------------------------------------
+
+
+def candidates(
+    layers: int, devices: int, batch: int, choices: Choices, cluster: Cluster
+) -> Iterator[Candidate]:
+    """Yield all plans with the values that are chosen, and one for each reason not to divide.
+
+    Args:
+        layers: number of repeated layers.
+        devices: their number.
+        batch: number of samples of a step.
+        choices: values of fields: see `plan_choices`.
+        cluster: layers are shared inside of its nodes.
+    """
+    node = cluster.links[0].devices or devices
+    for sizes in _sizes(devices, choices):
+        if reason := sizes.misfit(devices=devices, node=node):
+            yield Candidate(sizes, "devices", reason)
+        elif reason := sizes.misfit(layers=layers):
+            yield Candidate(sizes, "layers", reason)
+        else:
+            yield from _with_options(sizes.on(devices), layers, batch, choices)
 
 
 def legal_plans(
-    layers: int,
-    devices: int,
-    global_batch: int,
-    choices: Mapping[str, Collection[Any]],
-    cluster: Cluster,
-) -> Iterator[ModelPlan]:
-    """Yield all plans whose sizes divide, with the values that are chosen."""
+    layers: int, devices: int, batch: int, choices: Choices, cluster: Cluster
+) -> Iterator[Parallelism]:
+    """Yield all plans whose sizes divide, with the values that are chosen: see `candidates`."""
+    for candidate in candidates(layers, devices, batch, choices, cluster):
+        if candidate.divided is None:
+            yield candidate.plan
+
+
+def _sizes(devices: int, choices: Choices) -> Iterator[Parallelism]:
+    """Yield sizes of all axes; without a choice, `data` is what is left.
+
+    Sizes without a choice only divide the devices that are left. So sizes with another product
+    are yielded where a choice is the reason.
+    """
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
-    node = cluster.links[0].devices or devices
-    options = [
-        choices[name] for name in ("zero_stage", "rows", "recompute", "schedule", "state_memory")
-    ]
-    axes = [choices[name] for name in ("sequence", "experts", "replicas")]
-    for tensor, pipeline, sequence, experts, replicas in product(divisors, divisors, *axes):
-        data, rest = divmod(devices, tensor * pipeline * sequence * experts * replicas)
-        sizes = {
-            "data": data,
-            "pipeline": pipeline,
-            "tensor": tensor,
-            "sequence": sequence,
-            "experts": experts,
-        }
-        sizes["replicas"] = replicas
-        is_legal = (
-            not rest and tensor <= node and pipeline <= layers and (replicas == 1 or pipeline == 1)
-        )
-        if not is_legal or any(
-            size not in choices.get(name, (size,)) for name, size in sizes.items()
-        ):
+    names = ["tensor", "pipeline", "sequence", "experts", "replicas", "data"]
+    values = [choices.get(name, divisors) for name in names[:-1]]
+    free = [name for name in ("tensor", "pipeline") if name not in choices]
+    for sizes in product(*values, choices.get("data", (None,))):
+        chosen: dict[str, Any] = dict(zip(names, sizes, strict=True))
+        if chosen["pipeline"] > 1 and chosen["replicas"] > 1:
             continue
-        mode = choices.get(
-            "sequence_mode", ("megatron",) if tensor > 1 and sequence == 1 else ("gather",)
-        )
-        for zero_stage, rows, recompute, schedule, memory, sequence_mode in product(*options, mode):
-            microbatches, rest = divmod(global_batch, data * experts * replicas * rows)
-            is_sharded = data > 1 or zero_stage == min(choices["zero_stage"])
-            is_first = pipeline > 1 or schedule == next(iter(choices["schedule"]))
-            if rest or not microbatches or not is_sharded or not is_first:
-                continue
-            if sequence_mode == "megatron" and (tensor == 1 or sequence > 1):
-                continue
-            if memory == "host" and pipeline > 1:
-                continue
-            for chunks in _chunks(schedule, pipeline, layers, choices):
-                if microbatches in choices.get("microbatches", (microbatches,)):
-                    yield ModelPlan(
-                        **sizes,
-                        zero_stage=zero_stage,
-                        rows=rows,
-                        microbatches=microbatches,
-                        schedule=schedule,
-                        chunks=chunks,
-                        recompute=recompute,
-                        sequence_mode=sequence_mode,
-                        state_memory=memory,
-                    )
+        parallelism = Parallelism(**chosen)
+        if not parallelism.misfit(devices=devices):
+            yield parallelism
+            continue
+        count = prod([size for size in sizes if size is not None])
+        is_free_size = any([chosen[name] > 1 for name in free])
+        has_other_sizes = devices % count == 0 and bool(free)
+        if not is_free_size and not has_other_sizes:
+            yield parallelism
 
 
-def _chunks(
-    schedule: str, pipeline: int, layers: int, choices: Mapping[str, Collection[Any]]
-) -> Iterator[int]:
-    """Yield the numbers of stages of a device."""
-    legal = (
-        (1,)
-        if pipeline == 1 or schedule in ONE_STAGE
-        else (2, 4, 8)
-        if schedule in IN_LOOPS
-        else (2,)
-    )
-    for chunks in choices.get("chunks", legal):
-        if chunks in legal and chunks * pipeline <= layers:
-            yield chunks
+def _with_options(
+    sizes: Parallelism, layers: int, batch: int, choices: Choices
+) -> Iterator[Candidate]:
+    """Yield the plans of some sizes with all options."""
+    legal_rows = list[int]()
+    for rows in choices["rows"]:
+        plan = replace(sizes, rows=rows)
+        if reason := plan.misfit(batch=batch):
+            yield Candidate(plan, "samples", reason)
+        else:
+            legal_rows.append(rows)
+
+    names = ["zero_stage", "rows", "recompute", "schedule", "state_memory", "sequence_mode"]
+    shares_layers = sizes.tensor > 1 and sizes.sequence == 1
+    default_modes = ("megatron",) if shares_layers else ("gather",)
+    values = {"sequence_mode": default_modes, **choices, "rows": legal_rows}
+    for options in product(*[values[name] for name in names]):
+        chosen: dict[str, Any] = dict(zip(names, options, strict=True))
+        if _is_distinct(sizes, chosen, choices):
+            yield from _with_microbatches(sizes, chosen, layers, batch, choices)
+
+
+def _is_distinct(sizes: Parallelism, options: Mapping[str, Any], choices: Choices) -> bool:
+    """Return True if options have a meaning with some sizes, and are those of no other plan."""
+    # On one device along "data" all stages of ZeRO are one program.
+    shards_nothing = sizes.data == 1 and options["zero_stage"] != min(choices["zero_stage"])
+    # Without stages there is no schedule.
+    first_schedule = next(iter(choices["schedule"]))
+    has_idle_schedule = not sizes.in_stages and options["schedule"] != first_schedule
+    shares_layers = sizes.tensor > 1 and sizes.sequence == 1
+    has_no_layer_axis = options["sequence_mode"] == "megatron" and not shares_layers
+    streams_in_stages = options["state_memory"] == "host" and sizes.in_stages
+    return not (shards_nothing or has_idle_schedule or has_no_layer_axis or streams_in_stages)
+
+
+def _with_microbatches(
+    sizes: Parallelism,
+    options: Mapping[str, Any],
+    layers: int,
+    batch: int,
+    choices: Choices,
+) -> Iterator[Candidate]:
+    """Yield the plans whose microbatches divide the batch, with all numbers of stages."""
+    assert sizes.data is not None
+    samples = sizes.data * sizes.experts * sizes.replicas * options["rows"]
+    microbatches = batch // samples
+    if microbatches not in choices.get("microbatches", (microbatches,)):
+        return
+    fields: dict[str, Any] = {**vars(sizes), **options, "microbatches": microbatches}
+    for chunks in _chunks(options["schedule"], sizes, choices):
+        fields["chunks"] = chunks
+        plan = Parallelism(**fields)
+        if reason := plan.misfit(layers=layers):
+            yield Candidate(plan, "layers", reason)
+        else:
+            yield Candidate(plan)
+
+
+def _chunks(schedule: str, sizes: Parallelism, choices: Choices) -> list[int]:
+    """Return the numbers of stages of a device that a schedule allows."""
+    if not sizes.in_stages or schedule in ONE_STAGE:
+        legal = (1,)
+    elif schedule in IN_LOOPS:
+        legal = (2, 4, 8)
+    else:
+        legal = (2,)
+    return [chunks for chunks in choices.get("chunks", legal) if chunks in legal]
 
 
 def divisors_text(devices: Sequence[int], layers: int, batch: int) -> str:
     """Return the divisors of all numbers that plans divide, for an error."""
     sizes = {"devices": devices[0], "layers": layers, "global batch": batch}
-    return "; ".join(
-        f"of {name} {', '.join(str(size) for size in range(1, count + 1) if count % size == 0)}"
-        for name, count in sizes.items()
-    )
+    texts = list[str]()
+    for name, count in sizes.items():
+        divisors = [str(size) for size in range(1, count + 1) if count % size == 0]
+        texts.append(f"of {name} {', '.join(divisors)}")
+    return "; ".join(texts)

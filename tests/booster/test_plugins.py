@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fshard as fs
-from fshard.booster.hybrid import model_axes
 from fshard.foreign_names import NAMES
+from fshard.parallelism.modes import model_axes
 
 DATA, PIPE = fs.make_mesh({"data": 2}), fs.make_mesh({"data": 2, "pipe": 2})
 SAVED = torch.nn.Linear(1, 1)
@@ -204,7 +204,7 @@ INVALID = {
             pipeline={"size": "2", "n": 1},
             tensor={"size": 6, "mode": "2d", "rows": 2},
         ),
-        "^parallel: tensor has no 'rows'; .*; parallel has no 'pipe'; .*; pipeline has no 'n'; .*"
+        "^parallel: tensor has no 'rows'; .*; pipeline has no 'n'; .*; parallel has no 'pipe'; .*"
         "data must be an integer >= 1, got 0; pipeline must be .* got '2'",
     ),
     # names of other libraries

@@ -11,7 +11,8 @@ from torch.nn import functional
 import fshard as fs
 from fshard import optim
 from fshard.errors import PlanError
-from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster, search
+from fshard.parallelism import Parallelism
+from fshard.plan import PlanEstimate, Transformer, cluster, search
 from fshard.plan.layers import LayerTracer
 from fshard.plan.program import layered_model
 
@@ -19,6 +20,11 @@ H100 = cluster("h100", node=8)
 SMALL = Transformer(4, 32, 64, 4, 2, 60, 16, dtype=torch.float32)
 LARGE = Transformer(4, 4096, 11008, 32, 8, 32000, 4096)
 MEGATRON = {"sequence_mode": "megatron"}
+
+
+def plan_with(**fields):
+    """Return a plan of one device along "data" unless another number is given."""
+    return Parallelism(**{"data": 1, **fields})
 
 
 class ExpertLayer(nn.Module):
@@ -114,7 +120,7 @@ def test_what_a_plan_builds_trains_as_on_one_device(build, options):
 
     named = build is KeywordModel
     batch = {"ids": IDS, "labels": IDS} if named else (IDS, IDS)
-    plan, module = ModelPlan(**options), model()
+    plan, module = plan_with(**options), model()
     torch_optimizer, losses = torch.optim.AdamW(module.parameters(), lr=3e-3), []
     for _ in range(3):
         loss = (
@@ -127,9 +133,7 @@ def test_what_a_plan_builds_trains_as_on_one_device(build, options):
         torch_optimizer.step()
         losses.append(loss.item())
     layered = layered_model(model(), batch, optim.adamw(3e-3), None, None)
-    step, *trees = PlanEstimate(plan, LayerTracer(layered, H100)).build(
-        model(), mesh=fs.make_mesh(plan.mesh)
-    )
+    step, *trees = PlanEstimate(plan, LayerTracer(layered, H100)).build(model(), mesh=plan.mesh())
     for expected in losses:
         *trees, metrics = step(*trees, batch)
         assert metrics["loss"].item() == pytest.approx(expected, rel=1e-4)
@@ -141,7 +145,7 @@ def test_stages_of_sharded_experts_are_counted():
     """The blocks of other stages, which have the experts of all devices, run for their shapes alone."""
     model = Transformer(4, 64, 128, 4, 4, 60, 16, experts=8, top_k=2, expert_ffn=16)
     tracer = LayerTracer(layered_model(model, None, optim.sgd(0.1), None, None), H100)
-    estimate = PlanEstimate(ModelPlan(pipeline=2, tensor=2, microbatches=4, **MEGATRON), tracer)
+    estimate = PlanEstimate(plan_with(pipeline=2, tensor=2, microbatches=4, **MEGATRON), tracer)
     flops = [
         sum(x.flops for x in device.operations)
         for device in estimate.cost(model.build()).devices.values()
@@ -212,7 +216,7 @@ TRACER = LayerTracer(
 @pytest.mark.parametrize("options", NEAR)
 def test_estimates_are_near_the_cost_of_the_program(options):
     """Operations are equal; seconds and bytes are near, since layers are multiplied and the ends differ."""
-    plan = ModelPlan(**options)
+    plan = plan_with(**options)
     estimate = PlanEstimate(plan, TRACER)
     report = estimate.cost(LARGE.build())
     flops = sum(event.flops for device in report.devices.values() for event in device.operations)
@@ -228,7 +232,7 @@ def test_the_best_plan_is_saved_scaled_and_built(tmp_path):
     )
     best = plans[0]
     best.save(tmp_path / "plan.toml")
-    assert ModelPlan.load(tmp_path / "plan.toml") == best.plan and best.mesh == best.plan.mesh
+    assert Parallelism.load(tmp_path / "plan.toml") == best.plan and best.mesh == best.plan.axes
     small = best.scaled(4)
     step, params, state = small.build(model.build().to_empty(device="cpu"))
     _, _, metrics = step(params, state, (torch.zeros(32, 16, dtype=torch.int64),) * 2)
@@ -238,16 +242,18 @@ def test_the_best_plan_is_saved_scaled_and_built(tmp_path):
     ):
         small.build(model.build(), mesh=fs.make_mesh({"data": 4}))
     with pytest.raises(
-        PlanError, match='replicas must be 1; got 2.*; state_memory must be "device"'
+        ValueError, match='replicas must be 1; got 2.*; state_memory must be "device"'
     ):
-        ModelPlan(replicas=2, state_memory="host").plugin(blocks="layers")
-    staged = replace(
-        small, plan=ModelPlan(pipeline=2, tensor=2, microbatches=4, recompute="full", **MEGATRON)
-    )
-    plugin = staged.plugin()
+        fs.HybridParallelPlugin(plan_with(replicas=2, state_memory="host"))
+    staged = plan_with(pipeline=2, tensor=2, microbatches=4, recompute="full", **MEGATRON)
+    plugin = fs.HybridParallelPlugin(staged, blocks="layers")
     assert (plugin.pipeline, plugin.blocks, plugin.sequence_mode) == (2, "layers", "megatron")
     with pytest.raises(
-        PlanError,
+        ValueError,
         match=r'recompute must be "never", .*; microbatches must be 1 without stages; got 2.*',
     ):
-        replace(staged.plan, pipeline=1, microbatches=2).plugin(blocks="layers")
+        fs.HybridParallelPlugin(replace(staged, pipeline=1, microbatches=2))
+    with pytest.raises(
+        PlanError, match=r"write fs.HybridParallelPlugin\(best.plan, blocks='layers'"
+    ):
+        small.plugin()

@@ -5,9 +5,17 @@ from dataclasses import replace
 import pytest
 
 from fshard import optim
-from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster
+from fshard.parallelism import Parallelism
+from fshard.plan import PlanEstimate, Transformer, cluster
 from fshard.plan.layers import LayerTracer
 from fshard.plan.program import layered_model
+
+
+def plan_of(data, pipeline, tensor, zero_stage=0, **options):
+    """Return a plan of some sizes of axes, in the order of the papers' tables."""
+    sizes = {"data": data, "pipeline": pipeline, "tensor": tensor}
+    return Parallelism(**sizes, zero_stage=zero_stage, **options)
+
 
 GPT = {"gated": False, "tied": True, "bias": True, "dropout": 0.1, "vocab": 51200, "sequence": 2048}
 # The model, the machine, the layout, samples of a step, and published utilization in percent.
@@ -15,31 +23,31 @@ GPT = {"gated": False, "tied": True, "bias": True, "dropout": 0.1, "vocab": 5120
 RUNS = {
     "Llama 3 405B": (  # arXiv 2407.21783, table 4
         Transformer(126, 16384, 53248, 128, 8, 128256, 8192),
-        "h100", ModelPlan(128, 16, 8, 2, 1, schedule="interleaved", chunks=4, sequence_mode="megatron"), 2048, 41.0,
+        "h100", plan_of(128, 16, 8, 2, schedule="interleaved", chunks=4, sequence_mode="megatron"), 2048, 41.0,
     ),
     "GPT 22B": (  # arXiv 2205.05198, table 5: selective recomputation
         Transformer(48, 6144, 24576, 64, 64, attention="recomputed", **GPT),
-        "a100", ModelPlan(1, 1, 8, 0, 4, sequence_mode="megatron"), 4, 41.5,
+        "a100", plan_of(1, 1, 8, rows=4, sequence_mode="megatron"), 4, 41.5,
     ),
     "GPT 1T": (
         Transformer(128, 25600, 102400, 160, 160, attention="recomputed", **GPT),
-        "a100", ModelPlan(1, 64, 8, 0, 1, sequence_mode="megatron"), 512, 56.3,
+        "a100", plan_of(1, 64, 8, sequence_mode="megatron"), 512, 56.3,
     ),
     "GPT 1.7B": (  # arXiv 2104.04473, table 1: with recomputation, which is counted
         Transformer(24, 2304, 9216, 24, 24, attention="formula", **GPT),
-        "a100", ModelPlan(32, 1, 1, recompute="full"), 512, 44.0,
+        "a100", plan_of(32, 1, 1, recompute="full"), 512, 44.0,
     ),
     "GPT 18.4B": (
         Transformer(40, 6144, 24576, 48, 48, attention="formula", **GPT),
-        "a100", ModelPlan(32, 1, 8, recompute="full"), 1024, 43.0,
+        "a100", plan_of(32, 1, 8, recompute="full"), 1024, 43.0,
     ),
     "GPT 76.1B": (
         Transformer(60, 10240, 40960, 80, 80, attention="formula", **GPT),
-        "a100", ModelPlan(32, 4, 8, recompute="full"), 1792, 45.0,
+        "a100", plan_of(32, 4, 8, recompute="full"), 1792, 45.0,
     ),
     "Llama 2 7B": (  # PyTorch FSDP, IBM research 2023
         Transformer(32, 4096, 11008, 32, 32, 32000, 4096),
-        "a100", ModelPlan(128, 1, 1, 3, 2), 256, 57.0,
+        "a100", plan_of(128, 1, 1, 3, rows=2), 256, 57.0,
     ),
 }  # fmt: skip
 

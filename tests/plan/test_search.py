@@ -12,16 +12,22 @@ import fshard as fs
 from fshard import optim
 from fshard.command import main
 from fshard.errors import PlanError
-from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster, search
+from fshard.parallelism import Parallelism
+from fshard.plan import PlanEstimate, Transformer, cluster, search
 from fshard.plan.layers import LayerTracer
 from fshard.plan.program import layered_model
-from fshard.plan.search import SIMULATED, least_memory
+from fshard.plan.search import KINDS, LISTED, SIMULATED
 from fshard.plan.space import legal_plans, plan_choices
 
 H100, ROWS = cluster("h100", node=8), 4
 SMALL = Transformer(layers=4, hidden=512, ffn=2048, heads=8, kv_heads=8, vocab=1024, sequence=128)
 LARGE = replace(SMALL, hidden=4096, ffn=11008, heads=32, kv_heads=8, vocab=32000, sequence=4096)
 ADAMW = optim.with_master_weights(optim.adamw(3e-4))
+
+
+def plan_with(**fields):
+    """Return a plan of one device along "data" unless another number is given."""
+    return Parallelism(**{"data": 1, **fields})
 
 
 @cache
@@ -37,7 +43,7 @@ def estimate(plan, model=SMALL):
 @pytest.mark.parametrize("recompute", ["never", "selective", "full", "except attention"])
 def test_costs_of_other_microbatches_are_derived(tensor, recompute):
     """Sizes are linear in the samples: a derived step is the traced one."""
-    plan = ModelPlan(
+    plan = plan_with(
         tensor=tensor, recompute=recompute, sequence_mode="megatron" if tensor > 1 else "gather"
     )
     derived, other = (
@@ -73,13 +79,13 @@ def test_the_least_memory_is_at_most_the_peak(schedule):
         plan for batch in (4, 12, 64) for plan in legal_plans(SMALL.layers, 4, batch, choices, H100)
     ]
     estimates = [estimate(plan) for plan in plans]
-    assert len(estimates) > 10 and all(least_memory(x) <= x.peak for x in estimates)
+    assert len(estimates) > 10 and all(x.least_memory() <= x.peak for x in estimates)
 
 
 def test_stages_have_the_operations_of_the_model_and_wait_for_each_other():
-    alone = estimate(ModelPlan(microbatches=8))
+    alone = estimate(plan_with(microbatches=8))
     for schedule, chunks in [("1f1b", 1), ("interleaved", 2), ("zbv", 2)]:
-        plan = ModelPlan(pipeline=2, microbatches=8, schedule=schedule, chunks=chunks)
+        plan = plan_with(pipeline=2, microbatches=8, schedule=schedule, chunks=chunks)
         staged = estimate(plan)
         assert staged.flops == alone.flops and plan.devices == 2
         assert alone.seconds / 2 < staged.seconds < alone.seconds and staged.terms["waits"] > 0
@@ -88,7 +94,7 @@ def test_stages_have_the_operations_of_the_model_and_wait_for_each_other():
 
 def test_recomputation_has_less_memory_and_more_operations():
     names = ("never", "selective", "except attention, mlp", "except attention", "full")
-    estimates = [estimate(ModelPlan(rows=ROWS, recompute=name)) for name in names]
+    estimates = [estimate(plan_with(rows=ROWS, recompute=name)) for name in names]
     flops, saved = [x.flops for x in estimates], [x.model.layer.saved for x in estimates]
     assert (
         flops[0] < flops[1] < flops[2] < flops[3] < flops[4]
@@ -186,7 +192,7 @@ def test_any_module_with_a_list_of_layers_is_planned():
         search(nn.Linear(2, 2), batch, **options)
     with pytest.raises(
         PlanError,
-        match=r"the model cannot be planned, such as with ModelPlan.*must have same reduction dim",
+        match=r"the model cannot be planned, such as with Parallelism.*must have same reduction dim",
     ):
         search(Stubborn(), batch, **options)
     unlike = Model()
@@ -209,9 +215,9 @@ def test_any_module_with_a_list_of_layers_is_planned():
         (
             "recompute",
             "names",
-            "recompute must be one of never, selective, full, except a, b; got 'names'",
+            "recompute must be .*selective.* or an integer >= 1, got 'names'",
         ),
-        ("schedule", "1f2b", "schedule must be one of gpipe, 1f1b"),
+        ("schedule", "1f2b", "no schedule .1f2b.; .* name must be one of gpipe, 1f1b"),
         ("experts", 2, "experts must be 1, since the layers have none; got 2"),
         ("devices", (), r"devices and global_batch must be >= 1; got \(\) and 8"),
         (
@@ -223,38 +229,68 @@ def test_any_module_with_a_list_of_layers_is_planned():
         with pytest.raises(PlanError, match=message):
             search(Model(), batch, **options | {"data": 2, name: value})
     with pytest.raises(
-        PlanError, match=r"no plan of 2 devices fits; the nearest is ModelPlan.* GB over the memory"
+        PlanError,
+        match=r"no plan of 2 devices fits; the nearest is Parallelism.* GB over the memory",
     ):
         search(SMALL, **options | {"cluster": replace(H100, memory=1e6)})
 
 
 def test_plans_are_saved_scaled_and_boosted(tmp_path):
-    plan = ModelPlan(data=8, pipeline=4, zero_stage=1, rows=2, microbatches=4, recompute="full")
+    plan = plan_with(data=8, pipeline=4, zero_stage=1, rows=2, microbatches=4, recompute="full")
     plan.save(tmp_path / "plan.toml")
-    assert ModelPlan.load(tmp_path / "plan.toml") == plan
+    assert Parallelism.load(tmp_path / "plan.toml") == plan
     for text, message in (
-        ("pipe = 4", "must have keys of data, pipeline, .*; got pipe"),
+        ("pipe = 4", "Parallelism has no 'pipe'; legal: data, pipeline, "),
         (
             'data = "8"\nrows = 0\nzero_stage = 4',
-            "zero_stage must be one of 0, 1, 2, 3; got 4; data must be an integer >= 1",
+            "data must be an integer >= 1, .*zero_stage must be 0, 1, 2 or 3, got 4; rows must",
         ),
     ):
         (tmp_path / "wrong.toml").write_text(text)
         with pytest.raises(PlanError, match=message):
-            ModelPlan.load(tmp_path / "wrong.toml")
+            Parallelism.load(tmp_path / "wrong.toml")
     small = plan.scaled(4)
     assert (small.data, small.pipeline) == (2, 2)
     batch = torch.randn(16, 8), torch.randn(16, 4)
-    plugin = replace(
-        small.plugin(blocks="inner.layers", sample=batch[0]),
-        mesh=fs.make_mesh({"pipe": 2, "data": 2}),
-    )
+    mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    plugin = fs.HybridParallelPlugin(small, blocks="inner.layers", sample=batch[0], mesh=mesh)
     booster = fs.Booster(plugin)
     state = booster.init(Model(), optim.sgd(0.1), lambda y, target: (y - target).square().mean())
     state, first = booster.step(state, batch)
     assert booster.step(state, batch)[1]["loss"] < first["loss"]
-    with pytest.raises(PlanError, match='recompute must be "never", or "full" in stages'):
-        replace(plan, pipeline=1).plugin(blocks="inner.layers")
+    with pytest.raises(ValueError, match='recompute must be "never", or "full" in stages'):
+        fs.HybridParallelPlugin(replace(plan, pipeline=1), blocks="inner.layers")
+
+
+SIX_HEADS = replace(SMALL, hidden=384, heads=6, kv_heads=6)
+
+
+def test_plans_name_the_layers_that_their_devices_do_not_divide():
+    """Four devices do not share 6 heads, so attention is replicated. It runs with any samples."""
+    options = {"devices": 4, "cluster": H100, "global_batch": 8, "optimizer": ADAMW}
+    plans = search(SIX_HEADS, **options, tensor=4, rows=(1, 2, 4), recompute="never")
+    assert {x.plan.rows for x in plans} == {1, 2, 4}
+    assert plans[0].notes[0] == "q, k, v replicated: 4 devices do not divide 6"
+    assert "replicated" in str(plans) and "4 devices do not divide 6" in plans[0].explain()
+    shared = search(SIX_HEADS, **options, tensor=2, rows=2, recompute="never")
+    assert not [note for x in shared for note in x.notes if "do not divide" in note]
+
+
+def test_rejected_plans_have_each_kind_of_reason():
+    """However many do not fit: an error of a program, and numbers that do not divide, are listed."""
+    options = {"devices": 8, "global_batch": 64, "optimizer": ADAMW}
+    choices = {"tensor": (1, 3, 8), "rows": (1, 2, 4, 6), "recompute": ("never", "except other")}
+    best = search(SMALL, cluster=H100, goal="memory", **options, **choices)[0]
+    tight = replace(H100, memory=1.2 * best.peak)
+    rejected = search(SMALL, cluster=tight, **options, **choices).rejected
+    assert tuple(plan.kind for plan in rejected[:5]) == KINDS
+    reasons = {kind: " ".join(x.reason for x in rejected if x.kind == kind) for kind in KINDS}
+    assert "GB over the memory" in reasons["memory"]
+    assert "must except names of fs.nn.checkpoint_name" in reasons["program"]
+    assert "must be the number of devices, 8; got 2 * 1 * 1 * 1 * 3" in reasons["devices"]
+    assert "must be at most the number of layers, 4; got 2 * 4 = 8" in reasons["layers"]
+    assert "must divide the samples of a step, 64; got 8 * 1 * 1 * 6" in reasons["samples"]
+    assert len(rejected) == len({plan.reason for plan in rejected}) <= LISTED
 
 
 CONFIG = {
@@ -270,7 +306,7 @@ def test_sizes_are_read_from_a_config_of_hugging_face(tmp_path, capsys):
     out = tmp_path / "plan.toml"
     words = ["--devices", "2", "--gpu", "h100", "--global-batch", "8", "-o", str(out)]
     assert main(["plan", str(tmp_path), *words]) == 0
-    assert "MFU" in capsys.readouterr().out and ModelPlan.load(out).devices == 2
+    assert "MFU" in capsys.readouterr().out and Parallelism.load(out).devices == 2
     page = tmp_path / "plan.html"
     assert main(["explore", str(out), "-o", str(page)]) == 0 and "A step on 2" in page.read_text()
     (tmp_path / "bare.toml").write_text("data = 2\n")
