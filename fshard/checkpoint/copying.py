@@ -140,7 +140,10 @@ def overlap(a: Span, b: Span) -> tuple[int, int]:
 
 
 def copy(source: Span, values: Tensor, target: Span, memory: Tensor) -> None:
-    """Copy what two ranges have in common; `values` and `memory` are the elements of each in order."""
+    """Copy the elements that two ranges have in common.
+
+    `values` and `memory` are the elements of the source and the target, in their order.
+    """
     if source.block == target.block:
         common = source.clip(target.start, target.stop)
         if common.start < common.stop:

@@ -32,7 +32,7 @@ from fshard.mesh.reshard.regions import Numbers
 
 
 class ArrayEntry(NamedTuple):
-    """An array in a checkpoint: its layout, and where it begins in a fused one, of which it is a part."""
+    """An array in a checkpoint: its layout, and its offset in the fused array it is part of."""
 
     name: str
     path: tuple[Any, ...]
@@ -68,7 +68,7 @@ class ArrayEntry(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def span_of(layout: Layout, shape: tuple[int, ...], device: int) -> Span:
-    """Return the block that the shard of a device is taken from, and the range of it that is stored.
+    """Return the block that the shard of a device is taken from, and the range that is stored.
 
     >>> from fshard.mesh.layout import P
     >>> span_of(Layout(Mesh((("data", 2),), "abstract", "meta"), P.flat("data")), (2, 3), 1)
@@ -89,7 +89,8 @@ def span_of(layout: Layout, shape: tuple[int, ...], device: int) -> Span:
 # replica begins with the first element whose byte is not below its own first byte, and the byte b
 # belongs to the last replica r with
 #
-#     total * r // n <= b    which is    total * r < (b + 1) * n    and    r = ((b + 1) * n - 1) // total
+#     total * r // n <= b    which is    total * r < (b + 1) * n
+#                            and         r = ((b + 1) * n - 1) // total
 #
 # The row of the example above has elements of 4 bytes, 16 in all, and 2 replicas: the third a0
 # begins at byte 8, so it belongs to (9 * 2 - 1) // 16 = 1.

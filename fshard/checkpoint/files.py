@@ -214,7 +214,9 @@ os.register_at_fork(
 
 
 class Lock:
-    """A file of mode 0600 that is locked until it is released, which removes it, or its process ends.
+    """A file of mode 0600 that is locked until it is released, or its process ends.
+
+    `release` removes the file.
 
     Not a lock of the folder, or of a file of data: all who may read those could lock them, and stop
     every save.
@@ -308,14 +310,14 @@ def check_not_committing(folder: Path) -> None:
     if (threading.get_ident(), os.path.realpath(folder)) in _holders:
         raise CheckpointError(
             f"{folder} must not be saved while this thread commits a save there; got a save that "
-            "interrupts it, as from the handler of a signal. Set a flag in the handler and save after "
-            "the step, as fs.Checkpoints does on SIGTERM, or save to another folder."
+            "interrupts it, as from the handler of a signal. Set a flag in the handler and save "
+            "after the step, as fs.Checkpoints does on SIGTERM, or save to another folder."
         )
 
 
 @contextmanager
 def locked_folder(folder: Path, timeout: float) -> Generator[None]:
-    """Wait up to some seconds until no other thread or process has the lock of a folder, and take it."""
+    """Take the lock of a folder; wait up to some seconds for another thread or process."""
     check_not_committing(folder)
     path = folder / LOCK
     deadline = time.monotonic() + timeout
@@ -326,8 +328,8 @@ def locked_folder(folder: Path, timeout: float) -> Generator[None]:
         while (lock := Lock.take(path)) is None:
             if time.monotonic() > deadline:
                 raise FolderLockedError(
-                    f"{path} must be free within the limit of time; got one that {_owner(path)} has. "
-                    "Wait until it has saved, or end it."
+                    f"{path} must be free within the limit of time; got one that {_owner(path)} "
+                    "has. Wait until it has saved, or end it."
                 )
             time.sleep(PAUSE)
         yield
@@ -353,7 +355,10 @@ def _owner(path: Path) -> str:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a small file aside, and rename it when its bytes are on the disk; the folder may not be."""
+    """Write a small file aside, and rename it when its bytes are on the disk.
+
+    Its name may not be: the folder is not fsynced.
+    """
     aside = path.with_name(f"{path.name}.tmp")
     disk.unlink(aside)
     file = disk.open_new(aside)
@@ -472,8 +477,8 @@ class BlockReader:
         if digest(block) != self._digests[number]:
             start = number * BLOCK
             raise CheckpointError(
-                f"{self.path}: bytes {start} to {start + len(block)} are not those that were written "
-                "(their digest differs). Restore another checkpoint."
+                f"{self.path}: bytes {start} to {start + len(block)} are not those that were "
+                "written (their digest differs). Restore another checkpoint."
             )
 
     def close(self) -> None:

@@ -142,8 +142,8 @@ class Checkpoints:
         if caller in self._callers:
             raise CheckpointError(
                 f"{self.path} must not be saved while this thread saves there; got a save that "
-                "interrupts it, as from the handler of a signal. Set a flag in the handler and save "
-                "after the step: on SIGTERM that is done for you."
+                "interrupts it, as from the handler of a signal. Set a flag in the handler and "
+                "save after the step: on SIGTERM that is done for you."
             )
         self._callers.add(caller)
         try:
@@ -280,7 +280,10 @@ class Checkpoints:
 
 
 class Termination:
-    """The handler of SIGTERM, one for all folders of a process: the first save after the signal is the last."""
+    """The handler of SIGTERM, one for all folders of a process.
+
+    The first save after the signal is the last.
+    """
 
     def __init__(self) -> None:
         self.is_pending = False
@@ -288,7 +291,8 @@ class Termination:
         self._previous: Any = signal.SIG_DFL
 
     def listen(self, folder: Checkpoints) -> None:
-        """Note SIGTERM from now on, if this is the main thread: Python sets handlers there alone."""
+        """Note SIGTERM from now on, if this is the main thread."""
+        # Python sets handlers in the main thread alone.
         is_main_thread = threading.current_thread() is threading.main_thread()
         if folder in self._folders or not is_main_thread:
             return

@@ -37,6 +37,15 @@ INDEX = "index.json"
 _FILE = re.compile(r"[0-9a-f]+-[0-9]+\.(safetensors|json)")
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+# JSON of another form than that of an index raises any of these where it is read.
+_ERRORS_OF_CONTENT = (
+    LookupError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
 
 
 class WriterFiles(NamedTuple):
@@ -133,26 +142,21 @@ def read_index(folder: Path) -> Index:
     content = read_sealed(folder / INDEX)
     if isinstance(content, dict) and content.get("version") != VERSION:
         raise CheckpointError(
-            f"{folder}: version {content.get('version')} must be {VERSION}, which this fshard reads."
+            f"{folder}: version {content.get('version')} must be {VERSION}, "
+            "which this fshard reads."
         )
     try:
         index = _index_of(content)
         _validate(index)
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        ArithmeticError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except _ERRORS_OF_CONTENT as error:
         raise _invalid(folder / INDEX, error) from error
     return index
 
 
 def _index_of(content: Any) -> Index:
     """Return the index whose JSON is `content`; raise some error if it is that of none."""
-    layouts = dict(enumerate(map(_layout, content["layouts"])))  # a dict: no index below 0
+    # A dict, where a list would take -1 for its last layout.
+    layouts = dict(enumerate(map(_layout, content["layouts"])))
     arrays: list[ArrayEntry] = []
     for path, shape, dtype, layout, *fused in content["arrays"]:
         offset, full_shape = fused or ([0] * len(shape), shape)
@@ -188,22 +192,31 @@ def _invalid(path: Path, error: Exception) -> CheckpointError:
 
 
 def _validate(index: Index) -> None:
-    """Raise ValueError for an index that `save` does not write: see Note [An index is not trusted]."""
-    meshes = [entry.layout.mesh for entry in index.arrays]
-    device_counts = {len(index.writers), *[mesh.size for mesh in meshes]}
+    """Raise ValueError for an index that `save` does not write.
+
+    See Note [An index is not trusted].
+    """
     names = {entry.name for entry in index.arrays}
-    checks = {
-        "names of files": all(map(_has_valid_names, index.writers)),
-        "numbers": all(map(_is_size, _numbers(index))),
-        "paths": all(map(_is_path, _paths(index))),
-        "values": all(_is_json(value) for _, value in index.values),
-        "metrics": all(isinstance(x, int | float) for x in index.metrics.values()),
-        "ties": all(name in names for _, name in index.ties),
-        "devices": device_counts == {index.devices},
-        "parts": _has_all_parts(index.arrays),
-        "sizes": _fits_files(index),
-    }
-    errors = [name for name, is_valid in checks.items() if not is_valid]
+    device_counts = {entry.layout.mesh.size for entry in index.arrays} | {len(index.writers)}
+    errors: list[str] = []
+    if not all(map(_has_valid_names, index.writers)):
+        errors.append("names of files")
+    if not all(map(_is_size, _numbers(index))):
+        errors.append("numbers")
+    if not all(map(_is_path, _paths(index))):
+        errors.append("paths")
+    if not all(_is_json(value) for _, value in index.values):
+        errors.append("values")
+    if not all(isinstance(x, int | float) for x in index.metrics.values()):
+        errors.append("metrics")
+    if not all(name in names for _, name in index.ties):
+        errors.append("ties")
+    if device_counts != {index.devices}:
+        errors.append("devices")
+    if not _has_all_parts(index.arrays):
+        errors.append("parts")
+    if not _fits_files(index):
+        errors.append("sizes")
     if errors:
         raise ValueError(f"wrong {', '.join(errors)}")
 
@@ -310,7 +323,8 @@ def read_manifest(folder: Path, writer: WriterFiles) -> list[str]:
 def _layout_text(layout: Layout) -> list[Any]:
     """Return the JSON of a layout, which `_layout` reads."""
     spec = layout.spec
-    return [layout.mesh.axes, spec.dims(len(spec.entries)), spec.flat_axes, spec.at]
+    dims = spec.dims(len(spec.entries))
+    return [layout.mesh.axes, dims, spec.flat_axes, spec.at]
 
 
 def _layout(content: Any) -> Layout:

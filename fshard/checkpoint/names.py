@@ -1,13 +1,15 @@
 """Names of leaves: the path in the tree without the number of a stage, joined by dots.
 
     {"state": {"exp_avg": {"blocks.3.w": x}}}     state.exp_avg.blocks.3.w
-    [{"0.weight": x}, {"2.weight": y}]            0.weight, 2.weight      modules' parameters in stages
+    [{"0.weight": x}, {"2.weight": y}]            0.weight, 2.weight
     {"qkv.w": Parts(q, k, v)}                     qkv.w
 
-The parts of a fused weight are one array, and their count is one number.
+The second tree has the parameters of a module by stages. In the third one the parts of a fused
+weight are one array; the counts of their steps are one number.
 
 A path is stored with the kinds of its entries, so that a tree can be built from it: a string is a
-key of a dict or a field, a number is a position, and a list of one entry is any other key of a dict.
+key of a dict or a field, a number is a position, and a list of one entry is any other key of a
+dict.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ PLAIN = (int, float, str, bool, type(None))
 
 @dataclass(frozen=True)
 class NamedLeaf:
-    """A leaf of a tree and its path; `value` is an array, a value of JSON, or an object with a `state_dict`."""
+    """A leaf of a tree and its path.
+
+    `value` is an array, a value of JSON, or an object with a `state_dict`.
+    """
 
     path: TreePath
     value: Any
@@ -106,10 +111,11 @@ def tie_key(x: Any) -> tuple[Any, ...]:
 
 
 def as_leaf(x: Any) -> Any:
-    """Return the leaf that is stored of a node of parts: see `LayerPlans.split`. Return other nodes.
+    """Return the leaf that is stored of a node of parts; return other nodes as they are.
 
-    Parts are one array if they can be concatenated, and one value if all of them are it, such as
-    the count of their steps.
+    `LayerPlans.split` makes such nodes, whose class has the `joined_dim` of the fused weight. Parts
+    are one array if they can be concatenated, and one value if all of them are it, such as the
+    count of their steps.
     """
     dim = getattr(type(x), "joined_dim", None)
     if dim is None:
@@ -129,11 +135,12 @@ def as_leaf(x: Any) -> Any:
 
 def _are_equal(numbers: Sequence[Any]) -> bool:
     """Return True if numbers, plain or replicated, are equal on all devices held here."""
-    rows = [x.shards if isinstance(x, Sharded) else (x,) for x in numbers]
-    for row in rows[1:]:
-        if not all(map(torch.equal, row, rows[0])):
-            return False
-    return True
+    first, *others = [_shards_of(x) for x in numbers]
+    return all(all(map(torch.equal, shards, first)) for shards in others)
+
+
+def _shards_of(x: Any) -> tuple[Tensor, ...]:
+    return x.shards if isinstance(x, Sharded) else (x,)
 
 
 def _can_be_joined(parts: Sequence[Any], dim: int) -> bool:
@@ -237,7 +244,10 @@ def leaves_of(tree: PyTree) -> list[NamedLeaf]:
 
 
 def flattened(tree: PyTree) -> tuple[list[NamedLeaf], Callable[[Sequence[Any]], PyTree]]:
-    """Return the leaves of a tree, without empty containers, and the function from others to a tree."""
+    """Return the leaves of a tree, and the function that returns the tree of other leaves.
+
+    Empty containers are no leaves here.
+    """
     leaves: list[NamedLeaf] = []
     for leaf in leaves_of(tree):
         is_empty_container = isinstance(leaf.value, dict | list) and not leaf.value
@@ -285,11 +295,13 @@ def _walk(node: Any, path: TreePath) -> Iterator[NamedLeaf]:
 
     # optree has the positions of a namedtuple's entries; names have its fields.
     entries = getattr(node, "_fields", entries)
+    is_dict = isinstance(node, dict)
     if not children and isinstance(node, dict | list | tuple):
-        yield NamedLeaf(path, {} if isinstance(node, dict) else [])
+        yield NamedLeaf(path, {} if is_dict else [])
     for entry, child in zip(entries, children, strict=True):
-        is_other_key = isinstance(node, dict) and not isinstance(entry, str)
-        yield from _walk(child, (*path, [entry] if is_other_key else entry))
+        if is_dict and not isinstance(entry, str):
+            entry = [entry]
+        yield from _walk(child, (*path, entry))
 
 
 def _are_stages(node: Sequence[Any]) -> bool:
@@ -313,7 +325,7 @@ def build(items: Sequence[tuple[TreePath, Any]]) -> PyTree:
 
 @contextmanager
 def limited_depth() -> Generator[None]:
-    """Raise for a tree that is nested too deep for Python as for any other that is no checkpoint."""
+    """Raise a CheckpointError for a tree that is nested too deep for Python."""
     try:
         yield
     except RecursionError as error:
@@ -334,15 +346,18 @@ def _build(items: Sequence[tuple[TreePath, Any]]) -> PyTree:
                 "a leaf of the checkpoint is a container of others. Give a target to restore into."
             )
         entry = path[0]
-        # Another key of a dict than a string, [3], is ("key", 3) here: lists cannot be hashed, and
-        # a number alone is a position.
+        # Another key of a dict than a string, [3], is ("key", 3) here: a list has no hash, and a
+        # number alone is a position.
         key = ("key", entry[0]) if isinstance(entry, list) else entry
         children.setdefault(key, []).append((path[1:], value))
 
     trees = {key: _build(child) for key, child in children.items()}
     if trees and all(isinstance(key, int) for key in trees):
         return [trees[key] for key in sorted(trees)]
-    return {key[1] if isinstance(key, tuple) else key: child for key, child in trees.items()}
+    result: dict[Any, PyTree] = {}
+    for key, child in trees.items():
+        result[key[1] if isinstance(key, tuple) else key] = child
+    return result
 
 
 def shaped(tree: PyTree, like: PyTree) -> PyTree:
@@ -358,8 +373,9 @@ def shaped(tree: PyTree, like: PyTree) -> PyTree:
         result = {key: shaped(child, inner.get(key)) for key, child in tree.items()}
         return type(like)(result) if isinstance(like, Counter) else result
     if isinstance(tree, list):
-        has_same_length = isinstance(like, list | tuple) and len(like) == len(tree)
-        inner = like if has_same_length else [None] * len(tree)
+        inner = [None] * len(tree)
+        if isinstance(like, list | tuple) and len(like) == len(tree):
+            inner = like
         items = [*map(shaped, tree, inner)]
         return tuple(items) if isinstance(like, tuple) else items
     return tree

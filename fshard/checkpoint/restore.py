@@ -99,7 +99,8 @@ def restore(
     """
     if mesh is None and isinstance(target, P | Fsdp):
         raise ValueError(
-            "restore: mesh must be that of the rules; got None. Give mesh=, or a tree to restore into."
+            "restore: mesh must be that of the rules; got None. "
+            "Give mesh=, or a tree to restore into."
         )
     source = RenamedSource(open_source(Path(path), trust=trust), only, rename)
     source.check()
@@ -427,7 +428,7 @@ def _compare(
     states: Mapping[str, StoredState],
     cast: bool,
 ) -> tuple[Differences, set[str]]:
-    """Return the differences of target and checkpoint, and the names of leaves that are not read."""
+    """Return the differences of target and checkpoint, and the names of leaves not to be read."""
     values = {leaf.name: leaf.value for leaf in wanted if not is_object(leaf.value)}
     stored_names = source.paths.keys()
 

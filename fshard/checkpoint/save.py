@@ -9,8 +9,8 @@ Nothing is sent. A save of two devices, of which `A` is the token:
     A-0.index, fsync
     A-0.index -> index.json        waits for index.json           this checkpoint
 
-Whichever device first sees all manifests commits. See Note [Crash safety of a commit], and Note [Locks
-of a save].
+Whichever device first sees all manifests commits. See Note [Crash safety of a commit] and
+Note [Locks of a save].
 """
 
 from __future__ import annotations
@@ -305,11 +305,10 @@ def _wait_for_manifests(
             reason = f"after {timeout} s there is no manifest of devices {devices}."
         elif time.monotonic() > next_look:
             next_look = time.monotonic() + 1
-            ended = [
-                str(writer)
-                for writer in missing
-                if _has_ended(folder, index, token, writer, device)
-            ]
+            ended: list[str] = []
+            for writer in missing:
+                if _has_ended(folder, index, token, writer, device):
+                    ended.append(str(writer))
             if ended:
                 reason = f"the processes of devices {', '.join(ended)} have ended."
         if reason:
@@ -400,7 +399,8 @@ def _validate_manifests(folder: Path, index: Index, manifests: Sequence[Any], de
     if unequal:
         raise CheckpointError(
             f"{folder} is not saved: devices {', '.join(unequal)} have other names, shapes, "
-            f"layouts or values than device {device}. Plain tensors and values must be equal on all."
+            f"layouts or values than device {device}. "
+            "Plain tensors and values must be equal on all."
         )
     differences = _differences(index, [manifest["replicas"] for manifest in manifests])
     if differences:

@@ -1,7 +1,7 @@
 """`TreeSnapshot`: the share of a tree that each device writes, and the index of the tree.
 
-All devices compute the index alike. Here an array of 8 elements is sharded over data=2 and replicated
-over model=2, so each device writes 2 elements of its shard:
+All devices compute the index alike. Here an array of 8 elements is sharded over data=2 and
+replicated over model=2, so each device writes 2 elements of its shard:
 
     device    shard            written
     0         [0 1 2 3]        [0 1]
@@ -82,6 +82,7 @@ class TreeSnapshot:
             sizes = [x.values.nbytes for x in ranges]
             total = sum(sizes)
             if device not in staging or len(staging[device]) < total:
+                # Page-locked for a GPU: a copy to other memory would wait for the device.
                 kind = "cuda" if any(x.values.is_cuda for x in ranges) else "cpu"
                 with owned_by(device):
                     staging[device] = empty_in("host", (total,), torch.uint8, kind)

@@ -77,7 +77,14 @@ class Source:
 
 @dataclass(frozen=True)
 class ReadRange:
-    """A range of a file that a target needs some of: of an array's block, from one byte after the header on."""
+    """A range of a file that a target needs some of.
+
+    Args:
+        byte: where it begins after the header.
+        dtype: of its elements.
+        span: the range of an array's block that it has.
+        target: which needs some of it.
+    """
 
     byte: int
     dtype: torch.dtype
