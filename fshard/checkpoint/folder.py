@@ -258,7 +258,7 @@ class Checkpoints:
 
     # Note [The last save of several processes]
     # SIGTERM may reach processes before and after the same call of `save`. So the first that has it
-    # leaves a marker with the step that it saves now, and goes on; all processes read the marker at
+    # leaves a marker with the step that it saves now, and trains on; all processes read the marker at
     # the next step, which is the last for all of them.
 
     def _ends_at(self, step: int) -> bool:

@@ -238,7 +238,7 @@ def _validate_patterns(
 def _renaming(rename: Renaming) -> Callable[[str], str]:
     """Return the function that renames by the first pattern that matches.
 
-    The stars of the new name stand for what those of the pattern match, in their order.
+    The stars of the new name are replaced by what those of the pattern match, in their order.
 
     >>> _renaming({"h.*.q_proj.**": "blocks.*.q.**"})("h.3.q_proj.weight")
     'blocks.3.q.weight'
@@ -359,7 +359,7 @@ class StoredState(NamedTuple):
 def _stored_state(source: RenamedSource, leaf: NamedLeaf) -> StoredState:
     """Return the stored state of an object."""
     if isinstance(leaf.value, InstanceState):
-        # It is not asked for its state: before the first step it has none.
+        # Its `state_dict` is not used: before the first step it has no state.
         return StoredState(_instance_state_leaves(source, leaf.value, leaf.path), {})
 
     like = leaf.value.state_dict()
