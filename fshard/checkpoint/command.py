@@ -1,10 +1,19 @@
-"""The commands on checkpoints: `fshard checkpoint inspect | verify | convert`. They need no mesh and no processes."""
+"""The commands on checkpoints: `fshard checkpoint inspect | verify | convert`.
+
+They need no mesh and no processes. `inspect` prints
+
+    name      shape  dtype    layout
+    params.w  [8]    float32  P('data')
+    steps            int      3
+    1 arrays, 8 elements, 32 bytes; 1 values
+    written by 2 devices: data=2
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from math import prod
 from pathlib import Path
@@ -12,7 +21,7 @@ from pathlib import Path
 from fshard.checkpoint.files import BlockReader
 from fshard.checkpoint.foreign.export import Content, convert
 from fshard.checkpoint.foreign.formats import open_source
-from fshard.checkpoint.index import read_manifest
+from fshard.checkpoint.index import Index, WriterFiles, read_manifest
 from fshard.checkpoint.restore import RenamedSource
 from fshard.checkpoint.source import SavedFolder, Source
 from fshard.errors import CheckpointError
@@ -50,34 +59,47 @@ def run(words: Sequence[str]) -> int:
         return _verify(options.path, options.trust)
     if options.command == "convert":
         source = open_source(options.path, trust=options.trust)
-        convert(Content(RenamedSource(source, options.only)), options.out, options.to)
+        content = Content(RenamedSource(source, options.only))
+        convert(content, options.out, options.to)
         return 0
-    source = open_source(options.path)
-    sys.stdout.writelines(f"{line}\n" for line in _table(options.path, source))
+    _print(_table(options.path, open_source(options.path)))
     return 0
 
 
+def _print(lines: Iterable[str]) -> None:
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+
+
 def _verify(path: Path, trust: bool) -> int:
-    """Compare all bytes with their digests; of files without digests, the headers with the sizes."""
-    text, errors = "it has no digests; headers and sizes agree", list[str]()
+    """Compare all bytes with their digests; without digests, headers with the sizes of files."""
+    # Errors are collected, so that one run names all files and bytes that are not as written.
+    errors: list[str] = []
+    text = "it has no digests; headers and sizes agree"
     with _collected(errors):
         source = open_source(path, trust=trust)
-        writers = source.index.writers if isinstance(source, SavedFolder) else ()
-        if writers:
-            text = f"{sum(writer.size for writer in writers):,} bytes are as they were written"
-        for writer in writers:
-            with _collected(errors):
-                digests = read_manifest(path, writer)
-                with closing(BlockReader(path / writer.data, writer.size, digests)) as reader:
-                    for number in range(len(digests)):
-                        with _collected(errors):
-                            reader.verify(number)
-    sys.stdout.writelines(f"{line}\n" for line in errors or [f"{path}: {text}"])
+        if isinstance(source, SavedFolder):
+            writers = source.index.writers
+            total = sum(writer.size for writer in writers)
+            text = f"{total:,} bytes are as they were written"
+            for writer in writers:
+                _verify_file(path, writer, errors)
+    _print(errors or [f"{path}: {text}"])
     return 1 if errors else 0
+
+
+def _verify_file(folder: Path, writer: WriterFiles, errors: list[str]) -> None:
+    """Compare the bytes of the file of one writer with their digests; add all errors to a list."""
+    with _collected(errors):
+        digests = read_manifest(folder, writer)
+        with closing(BlockReader(folder / writer.data, writer.size, digests)) as reader:
+            for number in range(len(digests)):
+                with _collected(errors):
+                    reader.verify(number)
 
 
 @contextmanager
 def _collected(errors: list[str]) -> Generator[None]:
+    """Add an error to a list instead of raising it."""
     try:
         yield
     except CheckpointError as error:
@@ -87,28 +109,51 @@ def _collected(errors: list[str]) -> Generator[None]:
 def _table(path: Path, source: Source) -> Iterator[str]:
     """Yield the lines of a table of what a folder or file has."""
     index = source.index if isinstance(source, SavedFolder) else None
-    arrays = index.arrays if index is not None else ()
     layouts = {name: f"is {first}" for name, first in source.ties.items()}
-    layouts |= {entry.name: str(entry.layout.spec) for entry in arrays}
+    if index is not None:
+        layouts |= {entry.name: str(entry.layout.spec) for entry in index.arrays}
+    yield from _aligned(_rows(source, layouts))
+
+    elements = 0
+    size = 0
+    untied = [x for name, x in source.arrays.items() if name not in source.ties]
+    for x in untied:
+        elements += prod(x.shape)
+        size += prod(x.shape) * x.dtype.itemsize
+    counts = f"{len(untied)} arrays, {elements:,} elements, {size:,} bytes"
+    yield f"{counts}; {len(source.values)} values"
+    if index is not None:
+        yield from _origin(path, index)
+
+
+def _rows(source: Source, layouts: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
+    """Return the rows of the table: a title, arrays, values."""
     rows = [("name", "shape", "dtype", "layout")]
     for name, x in source.arrays.items():
         rows.append((name, str(list(x.shape)), dtype_name(x.dtype), layouts.get(name, "")))
-    rows += [
-        (name, "", type(value).__name__, repr(value)) for name, (_, value) in source.values.items()
-    ]
+    for name, (_, value) in source.values.items():
+        rows.append((name, "", type(value).__name__, repr(value)))
+    return rows
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield rows as lines, whose columns begin at the same character."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-    untied = [x for name, x in source.arrays.items() if name not in source.ties]
-    elements, size = (
-        sum(prod(x.shape) for x in untied),
-        sum(prod(x.shape) * x.dtype.itemsize for x in untied),
-    )
-    yield f"{len(untied)} arrays, {elements:,} elements, {size:,} bytes; {len(source.values)} values"
-    if index is not None:
-        step = f"step {path.resolve().name}, " if path.resolve().name.isdecimal() else ""
-        meshes = dict.fromkeys(
-            ", ".join(f"{axis}={n}" for axis, n in entry.layout.mesh.axes) for entry in arrays
-        )
-        yield f"{step}written by {index.devices} devices: {'; '.join(meshes)}"
-        yield from (f"{name}: {value:g}" for name, value in index.metrics.items())
+        cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        yield "  ".join(cells).rstrip()
+
+
+def _origin(path: Path, index: Index) -> Iterator[str]:
+    """Yield the step, the meshes and the metrics of a folder of `fs.save`."""
+    meshes: dict[str, None] = {}  # a set in order
+    for entry in index.arrays:
+        axes = [f"{axis}={size}" for axis, size in entry.layout.mesh.axes]
+        meshes[", ".join(axes)] = None
+    origin = f"written by {index.devices} devices: {'; '.join(meshes)}"
+    folder = path.resolve().name
+    if folder.isdecimal():  # of `Checkpoints`, which names folders by their step
+        origin = f"step {folder}, {origin}"
+    yield origin
+    for metric, value in index.metrics.items():
+        yield f"{metric}: {value:g}"

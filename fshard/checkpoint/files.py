@@ -1,8 +1,12 @@
-"""Files of a checkpoint: written once, fsynced, with a digest (XXH3) of every 4 MiB, and verified block by block when read.
+"""Files of a checkpoint: written once, fsynced, and verified block by block when they are read.
 
-A data file is a safetensors file: the length of the header, the header (JSON), and the bytes of the tensors in order.
-Every change of the disk is a method of `disk`, so that a test can let each of them fail. Locks are files of their own:
-see `Lock`.
+A data file is a safetensors file, and a manifest has a digest (XXH3) of every 4 MiB of it:
+
+    length of the header | header (JSON) | bytes of the tensors in order
+    digest of block 0          | digest of block 1          | ...
+
+Every change of the disk is a method of `disk`, so that a test can let each of them fail. Locks are
+files of their own: see `Lock`.
 """
 
 from __future__ import annotations
@@ -28,16 +32,20 @@ from torch import Tensor
 from fshard.errors import CheckpointError
 
 BLOCK = 1 << 22
-"""Bytes per digest."""
+"""Bytes per digest: part of the format."""
 _SMALL = 1 << 16
-"""Bytes from which on a tensor is written directly from its memory."""
+"""Bytes from which on a tensor is written directly from its memory.
+
+Smaller ones are collected, so that a model of many small tensors is not as many calls of the disk.
+"""
 _CACHED = 1 << 18
-"""Bytes that are digested and then written at a time, so that the processor's cache still has them."""
+"""Bytes that are digested and then written at a time: the processor's cache still has them."""
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "F32", torch.complex128: "F64",
 }  # fmt: skip
@@ -88,9 +96,8 @@ def named_errors(text: str) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"{text}: {error.strerror or error} ({error.filename or 'disk'})."
-        ) from error
+        reason = error.strerror or error
+        raise CheckpointError(f"{text}: {reason} ({error.filename or 'disk'}).") from error
 
 
 def make_folder(path: Path) -> None:
@@ -106,9 +113,10 @@ class DigestWriter:
 
     def __init__(self, path: Path) -> None:
         self._file = _opened(disk.open_new, path)
-        self._pending = bytearray()
-        self._hash, self.size = xxhash.xxh3_64(), 0
-        self.digests = list[str]()
+        self._pending = bytearray()  # small data that is not written yet
+        self._hash = xxhash.xxh3_64()  # of the last block, which is not full
+        self.size = 0
+        self.digests: list[str] = []
 
     def write(self, data: memoryview | bytes) -> None:
         if len(data) < _SMALL:
@@ -137,7 +145,8 @@ class DigestWriter:
 
     def _write(self, data: memoryview) -> None:
         while len(data):
-            chunk = data[: min(_CACHED, BLOCK - self.size % BLOCK)]
+            space = BLOCK - self.size % BLOCK
+            chunk = data[: min(_CACHED, space)]
             self._hash.update(chunk)
             self.size += len(chunk)
             if self.size % BLOCK == 0:
@@ -149,7 +158,8 @@ class DigestWriter:
 
 def _write_all(file: int, data: memoryview) -> None:
     while len(data):
-        data = data[disk.write(file, data) :]
+        count = disk.write(file, data)  # it may write less than all
+        data = data[count:]
 
 
 # -- locks ------------------------------------------------------------------------------------------------------------
@@ -159,18 +169,21 @@ PAUSE = 0.002
 LOCK = "index.lock"
 """The lock of a folder, in which one thread of all processes writes the index, or removes files."""
 
+# Note [Files that a child closes]
+# A lock belongs to the open file, which a fork shares: a child that keeps it, such as a worker of a
+# DataLoader, keeps the lock after its parent has ended the save. It keeps the bytes of a file that
+# is removed, too. So a child closes `_files`, and no fork may come between the opening of a file
+# and its entry there: `_fork_guard` is taken before each fork.
+
 _fork_guard = threading.RLock()
-_files = set[int]()  # open files that a child closes
-_holders = set[tuple[int, str]]()  # threads that take or have the lock of a folder, and that folder
+_files: set[int] = set()
+_holders: set[tuple[int, str]] = set()
+"""Threads that take or have the lock of a folder, and that folder."""
 
 
 def _opened(open_file: Callable[[Path], int], path: Path) -> int:
-    """Open a file that children of this process close.
-
-    A lock belongs to the open file, which a fork shares: a child that keeps it, such as a worker of a DataLoader, keeps
-    the lock after its parent has ended the save. It keeps the bytes of a file that is removed, too.
-    """
-    with _fork_guard:  # no fork between the two lines
+    """Open a file that children of this process close: see Note [Files that a child closes]."""
+    with _fork_guard:
         file = open_file(path)
         _files.add(file)
     return file
@@ -201,13 +214,17 @@ os.register_at_fork(
 
 
 class Lock:
-    """A file of mode 0600 that is locked until it is released, which removes it, or its process ends.
+    """A file of mode 0600 that is locked until it is released, or its process ends.
 
-    Not a lock of the folder, or of a file of data: all who may read those could lock them, and stop every save.
+    `release` removes the file.
+
+    Not a lock of the folder, or of a file of data: all who may read those could lock them, and stop
+    every save.
     """
 
     def __init__(self, path: Path, file: int) -> None:
-        self._path, self._file = path, file
+        self._path = path
+        self._file = file
 
     @staticmethod
     def take(path: Path) -> Lock | None:
@@ -217,6 +234,8 @@ class Lock:
             try:
                 with suppress(_NoLocks):
                     _flock(file, fcntl.LOCK_EX)
+                # Else the one who had the lock has removed its file since it was opened here, and a
+                # new file of this name may be locked by another.
                 if _is_named(file, path):
                     with suppress(OSError):  # the text is only for errors
                         os.ftruncate(file, 0)
@@ -228,12 +247,12 @@ class Lock:
             except BaseException:
                 _close(file)
                 raise
-            _close(file)  # the one who had it has removed it since it was opened
+            _close(file)
 
     def release(self) -> None:
         """Remove the file, and unlock it: in this order, so that no two have locks of one name."""
         try:
-            if self._file in _files:
+            if self._file in _files:  # a child leaves the file of its parent
                 with suppress(OSError):  # what stays is unlocked: the next one takes it
                     disk.unlink(self._path)
         finally:
@@ -284,28 +303,33 @@ class FolderLockedError(CheckpointError):
 
 
 def check_not_committing(folder: Path) -> None:
-    """Raise in a function that interrupts a commit of the same folder in the same thread: a handler of a signal."""
+    """Raise in a handler of a signal that interrupts a commit of this folder in the same thread.
+
+    It would wait for a lock that its own thread has.
+    """
     if (threading.get_ident(), os.path.realpath(folder)) in _holders:
         raise CheckpointError(
-            f"{folder} must not be saved while this thread commits a save there; got a save that interrupts it, as from "
-            "the handler of a signal. Set a flag in the handler and save after the step, as fs.Checkpoints does on "
-            "SIGTERM, or save to another folder."
+            f"{folder} must not be saved while this thread commits a save there; got a save that "
+            "interrupts it, as from the handler of a signal. Set a flag in the handler and save "
+            "after the step, as fs.Checkpoints does on SIGTERM, or save to another folder."
         )
 
 
 @contextmanager
 def locked_folder(folder: Path, timeout: float) -> Generator[None]:
-    """Wait up to some seconds until no other thread or process has the lock of a folder, and take it."""
+    """Take the lock of a folder; wait up to some seconds for another thread or process."""
     check_not_committing(folder)
-    holder, lock = (threading.get_ident(), os.path.realpath(folder)), None
-    path, deadline = folder / LOCK, time.monotonic() + timeout
+    path = folder / LOCK
+    deadline = time.monotonic() + timeout
+    holder = threading.get_ident(), os.path.realpath(folder)
+    lock: Lock | None = None
     _holders.add(holder)  # before the lock is taken: a signal is handled between any two lines
     try:
         while (lock := Lock.take(path)) is None:
             if time.monotonic() > deadline:
                 raise FolderLockedError(
-                    f"{path} must be free within the limit of time; got one that {_owner(path)} has. Wait until it has "
-                    "saved, or end it."
+                    f"{path} must be free within the limit of time; got one that {_owner(path)} "
+                    "has. Wait until it has saved, or end it."
                 )
             time.sleep(PAUSE)
         yield
@@ -331,7 +355,10 @@ def _owner(path: Path) -> str:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a small file aside, and rename it when its bytes are on the disk; the folder may not be."""
+    """Write a small file aside, and rename it when its bytes are on the disk.
+
+    Its name may not be: the folder is not fsynced.
+    """
     aside = path.with_name(f"{path.name}.tmp")
     disk.unlink(aside)
     file = disk.open_new(aside)
@@ -360,22 +387,32 @@ def bytes_of(x: Tensor) -> memoryview:
 
 def _as_bytes(x: Tensor) -> Tensor:
     x = x.detach().resolve_conj().resolve_neg().reshape(-1)
-    is_dense = x.stride(0) == 1  # that of an expanded number is 0
-    return (x if is_dense else x.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+    if x.stride(0) != 1:  # it is 0 in an expanded number, which cannot be viewed as bytes
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.uint8)
 
 
 def digest_of(x: Tensor) -> str:
-    """Return a digest of the bits of a tensor. Those of a GPU are not copied: their weighted sums are."""
+    """Return a digest of the bits of a tensor.
+
+    Those of a GPU are not copied to the host: their weighted sums are.
+    """
     data = _as_bytes(x)
-    return digest(bytes_of(data if x.device.type == "cpu" else _weighted_sums(data)))
+    if x.device.type != "cpu":
+        data = _weighted_sums(data)
+    return digest(bytes_of(data))
 
 
 def _weighted_sums(data: Tensor) -> Tensor:
-    """Return the sum of each block of bytes with odd weights, modulo 2**64: any byte that differs changes it."""
+    """Return the sum of each block of bytes with odd weights, modulo 2**64, on the host.
+
+    One byte that differs changes the sum, since an odd weight times a byte is not 0 modulo 2**64.
+    """
     weights = _weights(data.device)
-    return torch.stack(
-        [(block.to(torch.int64) * weights[: len(block)]).sum() for block in data.split(BLOCK)]
-    ).cpu()
+    sums: list[Tensor] = []
+    for block in data.split(BLOCK):
+        sums.append((block.to(torch.int64) * weights[: len(block)]).sum())
+    return torch.stack(sums).cpu()
 
 
 @lru_cache(maxsize=8)
@@ -385,19 +422,21 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
-    """Return the header of a safetensors file: of tensors in the order of their bytes, a multiple of 16 bytes long."""
-    header, offset = dict[str, Any](), 0
+    """Return the header of a safetensors file, of tensors in the order of their bytes."""
+    header: dict[str, Any] = {}
+    offset = 0
     for name, dtype, shape in tensors:
         size = dtype.itemsize * prod(shape)
-        pair = [2] if dtype.is_complex else []
         header[name] = {
             "dtype": DTYPES[dtype],
-            "shape": [*shape, *pair],
+            "shape": [*shape, 2] if dtype.is_complex else [*shape],
             "data_offsets": [offset, offset + size],
         }
         offset += size
+
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % 16)
+    padding = -(8 + len(text)) % 16  # elements of up to 16 bytes begin at a multiple of their size
+    text += b" " * padding
     return len(text).to_bytes(8, "little") + text
 
 
@@ -405,7 +444,9 @@ class BlockReader:
     """A file that is mapped in blocks: only those in use count as memory."""
 
     def __init__(self, path: Path, size: int, digests: Sequence[str]) -> None:
-        self.path, self.size, self._digests = path, size, digests
+        self.path = path
+        self.size = size
+        self._digests = digests
         try:
             self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -417,10 +458,14 @@ class BlockReader:
 
     def block(self, number: int) -> memoryview:
         """Map a block: a private copy of each page that is written to."""
-        start, stop = number * BLOCK, min((number + 1) * BLOCK, self.size)
+        # A page of a file that is shorter than its map ends the process by SIGBUS.
         if os.fstat(self._file).st_size != self.size:
             raise CheckpointError(f"{self.path} became shorter while it was read.")
+        start = number * BLOCK
+        stop = min(start + BLOCK, self.size)
+        # A map begins at a multiple of the page size, of which BLOCK is one, but in tests.
         margin = start % mmap.ALLOCATIONGRANULARITY
+        # torch warns of memory that it must not write to, so it is a copy on write.
         mapped = mmap.mmap(
             self._file, stop - start + margin, access=mmap.ACCESS_COPY, offset=start - margin
         )
@@ -428,11 +473,12 @@ class BlockReader:
 
     def verify(self, number: int) -> None:
         """Raise unless a block has its digest."""
-        block, start = self.block(number), number * BLOCK
+        block = self.block(number)
         if digest(block) != self._digests[number]:
+            start = number * BLOCK
             raise CheckpointError(
-                f"{self.path}: bytes {start} to {start + len(block)} are not those that were written (their digest "
-                "differs). Restore another checkpoint."
+                f"{self.path}: bytes {start} to {start + len(block)} are not those that were "
+                "written (their digest differs). Restore another checkpoint."
             )
 
     def close(self) -> None:

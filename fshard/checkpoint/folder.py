@@ -1,4 +1,14 @@
-"""`Checkpoints`: a folder of checkpoints by step, of which some are kept; saved in the background if wanted."""
+"""`Checkpoints`: a folder of checkpoints by step, of which some are kept.
+
+Here is `keep=2, best="loss"` after steps 0 to 3 with the losses 0.5, 0.2, 0.4 and 0.3:
+
+    folder/1/index.json, ...    the smallest loss
+    folder/2/index.json, ...    the last two
+    folder/3/index.json, ...
+    folder/stop-A               of run A, while its processes agree on their last save after SIGTERM
+
+A save is made in the background if the caller does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +17,7 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import isnan, nan
 from pathlib import Path
@@ -30,8 +40,9 @@ from fshard.transforms.options import integer
 class Checkpoints:
     """A folder with a checkpoint for each saved step. All processes make one, and call it alike.
 
-    SIGTERM after the first save: the next `save` of any folder is made, whatever `every` is, and ends the process.
-    With several processes it is the one after, which all make. A second SIGTERM, or one after `wait()`, ends it at once.
+    SIGTERM after the first save: the next `save` of any folder is made, whatever `every` is, and
+    ends the process. With several processes it is the one after, which all make. A second SIGTERM,
+    or one after `wait()`, ends it at once.
 
     A run that continues from an earlier step keeps the later checkpoints of the run before.
 
@@ -39,8 +50,8 @@ class Checkpoints:
         path: the folder, which is made.
         keep: number of the last checkpoints to keep.
         keep_every: steps that this divides are kept too.
-        best: a metric, "aux.loss" in a tree of them; the checkpoint where it is smallest is kept too. "-accuracy": where
-            it is largest.
+        best: a metric, "aux.loss" in a tree of them; the checkpoint where it is smallest is kept
+            too. "-accuracy": where it is largest.
         every: `save` saves at steps that this divides.
         timeout: seconds to wait for other processes.
 
@@ -63,33 +74,35 @@ class Checkpoints:
         every: int = 1,
         timeout: float = 600,
     ) -> None:
-        counts = {
-            "keep": keep,
-            "every": every,
-            **({} if keep_every is None else {"keep_every": keep_every}),
-        }
-        if errors := [text for name, value in counts.items() for text in integer(name, value)]:
+        errors = integer("keep", keep) + integer("every", every)
+        if keep_every is not None:
+            errors += integer("keep_every", keep_every)
+        if errors:
             raise ValueError(f"Checkpoints: {'; '.join(errors)}.")
-        self.path, self.best, self.every, self._timeout = (
-            Path(path).absolute(),
-            best,
-            every,
-            timeout,
-        )
-        self.keep, self.keep_every = keep, keep_every
+
+        self.path = Path(path).absolute()
+        self.keep = keep
+        self.keep_every = keep_every
+        self.best = best
+        self.every = every
+        self._timeout = timeout
+        self._callers: set[int] = set()  # threads that are in `save`
+        self._metrics: dict[int, Mapping[str, float]] = {}  # by step, as far as they are read
+
+        # The save in the background, what it has raised, and the memory that it writes from.
         self._thread: threading.Thread | None = None
-        self._staging: dict[int, torch.Tensor] = {}
         self._error: BaseException | None = None
-        self._callers = set[int]()  # threads that are in `save`
-        self._metrics: dict[int, Mapping[str, float]] = {}
+        self._staging: dict[int, torch.Tensor] = {}
 
     @property
     def steps(self) -> list[int]:
         """The steps of all checkpoints, read from the folder."""
         names = os.listdir(self.path) if self.path.is_dir() else []
-        return sorted(
-            int(name) for name in names if _is_step(name) and (self.path / name / INDEX).is_file()
-        )
+        steps: list[int] = []
+        for name in names:
+            if _is_step(name) and (self.path / name / INDEX).is_file():
+                steps.append(int(name))
+        return sorted(steps)
 
     @property
     def latest(self) -> int | None:
@@ -97,9 +110,13 @@ class Checkpoints:
         return max(self.steps, default=None)
 
     def restore(self, target: PyTree = None, *, step: int | None = None, **options: Any) -> Any:
-        """Return the checkpoint of a step, by default the last: see `fs.restore` for the target and the options."""
+        """Return the checkpoint of a step, by default the last.
+
+        See `fs.restore` for the target and the options.
+        """
         self._join()
-        step = self.latest if step is None else step
+        if step is None:
+            step = self.latest
         if step is None:
             raise CheckpointError(f"{self.path} has no checkpoint: {explain_absence(self.path)}.")
         return restore(self.path / str(step), target, **options)
@@ -114,17 +131,19 @@ class Checkpoints:
     ) -> None:
         """Save a tree as the checkpoint of a step: see `fs.save`.
 
-        With `wait=False` the tree is copied to the host, and written beside training; only the thread that writes
-        waits for copies from a GPU. The next save waits for it; its errors are raised then, or by `wait()`. A process
-        that exits writes it to the end first.
+        With `wait=False` the tree is copied to the host, and written beside training; only the
+        thread that writes waits for copies from a GPU. The next save waits for it; its errors are
+        raised then, or by `wait()`. A process that exits writes it to the end first.
         """
-        if errors := integer("step", step, 0):
+        errors = integer("step", step, 0)
+        if errors:
             raise ValueError(f"Checkpoints.save: {errors[0]}.")
         caller = threading.get_ident()
         if caller in self._callers:
             raise CheckpointError(
-                f"{self.path} must not be saved while this thread saves there; got a save that interrupts it, as from the "
-                "handler of a signal. Set a flag in the handler and save after the step: on SIGTERM that is done for you."
+                f"{self.path} must not be saved while this thread saves there; got a save that "
+                "interrupts it, as from the handler of a signal. Set a flag in the handler and "
+                "save after the step: on SIGTERM that is done for you."
             )
         self._callers.add(caller)
         try:
@@ -137,51 +156,61 @@ class Checkpoints:
         is_last = self._ends_at(step)
         if step % self.every and not is_last:
             return
+
         self._join()
         token = next_token()
         content = snapshot(self.path / str(step), token, tree, metrics)
-        if (
-            metrics
-            and self.best is not None
-            and self.best.removeprefix("-") not in content.index.metrics
-        ):
-            names = ", ".join(content.index.metrics) or "no numbers"
-            raise ValueError(
-                f"Checkpoints.save: metrics must have {self.best!r}, which is `best`; got {names}."
-            )
+        if metrics:
+            self._validate_metrics(content.index.metrics)
         if not wait:
             with torch.no_grad():
                 content = content.staged(self._staging)
-        arguments = step, content, token
         if wait or is_last:
-            self._write(*arguments)
+            self._write(step, content, token)
         else:
-            if self._thread is None:
-                atexit.register(self._join)  # prints its errors
-            self._thread = threading.Thread(
-                target=self._write_in_background, args=arguments, name="fshard checkpoint"
-            )
-            self._thread.start()
+            self._start_write(step, content, token)
+
         if is_last:
-            if (
-                run_token() and 0 in content.shares
-            ):  # all have read the marker, since all have written
+            # All have written, so all have read the marker.
+            if run_token() and 0 in content.shares:
                 disk.unlink(self._marker())
             termination.end()
 
+    def _validate_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Raise if metrics are without the one that is `best`."""
+        if self.best is None or self.best.removeprefix("-") in metrics:
+            return
+        names = ", ".join(metrics) or "no numbers"
+        raise ValueError(
+            f"Checkpoints.save: metrics must have {self.best!r}, which is `best`; got {names}."
+        )
+
     def wait(self) -> None:
-        """Wait until what was saved last is on the disk; raise its errors. From now on SIGTERM acts as before."""
+        """Wait until what was saved last is on the disk; raise its errors.
+
+        From now on SIGTERM acts as before.
+        """
         self._join()
         termination.ignore(self)
 
     def _join(self) -> None:
+        """Wait for the save in the background; raise its errors."""
         if self._thread is not None:
             meet()  # so that all devices have begun to write
             self._thread.join()
             self._thread = None
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None  # raised once
             raise error
+
+    def _start_write(self, *arguments: Any) -> None:
+        if self._thread is None:
+            atexit.register(self._join)  # which prints the errors of the last save
+        self._thread = threading.Thread(
+            target=self._write_in_background, args=arguments, name="fshard checkpoint"
+        )
+        self._thread.start()
 
     def _write_in_background(self, *arguments: Any) -> None:
         with suppress(OSError, AttributeError):  # training is to have the processor
@@ -200,32 +229,40 @@ class Checkpoints:
             self._remove_before(step)
 
     def _remove_before(self, latest: int) -> None:
-        """Remove the checkpoints before the latest that are not to be kept, and what is left of saves that did not end."""
+        """Remove checkpoints before the latest that are not to be kept, and incomplete ones."""
         steps = [step for step in self.steps if step <= latest]
-        retained = {
-            *steps[-self.keep :],
-            *(step for step in steps if self.keep_every and step % self.keep_every == 0),
-        }
+        retained = set(steps[-self.keep :])
+        if self.keep_every is not None:
+            retained |= {step for step in steps if step % self.keep_every == 0}
         if self.best is not None:
-            name, sign = self.best.removeprefix("-"), -1 if self.best.startswith("-") else 1
-            for step in steps:
-                if step not in self._metrics:
-                    self._metrics[step] = read_index(self.path / str(step)).metrics
-            values = [(sign * self._metrics[step].get(name, nan), step) for step in steps]
-            retained |= {
-                step for _, step in sorted(pair for pair in values if not isnan(pair[0]))[:1]
-            }
+            retained |= self._best_step(steps, self.best)
         for name in sorted(os.listdir(self.path)):
-            if (
-                _is_step(name)
-                and int(name) not in retained
-                and int(name) < latest
-                and (self.path / name).is_dir()
-            ):
+            if not _is_step(name) or not (self.path / name).is_dir():
+                continue
+            # A run that continues from an earlier step leaves the later checkpoints as they are.
+            if int(name) < latest and int(name) not in retained:
                 remove(self.path / name)
 
+    def _best_step(self, steps: Sequence[int], best: str) -> set[int]:
+        """Return the first step with the best value; none if no step has one."""
+        name = best.removeprefix("-")
+        sign = -1 if best.startswith("-") else 1
+        values: list[tuple[float, int]] = []
+        for step in steps:
+            if step not in self._metrics:
+                self._metrics[step] = read_index(self.path / str(step)).metrics
+            value = sign * self._metrics[step].get(name, nan)
+            if not isnan(value):
+                values.append((value, step))
+        return {min(values)[1]} if values else set()
+
+    # Note [The last save of several processes]
+    # SIGTERM may reach processes before and after the same call of `save`. So the first that has it
+    # leaves a marker with the step that it saves now, and trains on; all processes read the marker at
+    # the next step, which is the last for all of them.
+
     def _ends_at(self, step: int) -> bool:
-        """Return True if this save is the last one: all processes read the marker that a process has left a step before."""
+        """Return True if this save is the last: see Note [The last save of several processes]."""
         if not run_token():
             return termination.is_pending
         marker = self._marker()
@@ -235,7 +272,7 @@ class Checkpoints:
             disk.make_folder(self.path)
             aside = marker.with_suffix(f".{os.getpid()}")
             aside.write_text(str(step))
-            aside.rename(marker)
+            aside.rename(marker)  # so that it is never read without its text
         return False
 
     def _marker(self) -> Path:
@@ -243,18 +280,26 @@ class Checkpoints:
 
 
 class Termination:
-    """The handler of SIGTERM, one for all folders of a process: the first save after the signal is the last."""
+    """The handler of SIGTERM, one for all folders of a process.
+
+    The first save after the signal is the last.
+    """
 
     def __init__(self) -> None:
-        self.is_pending, self._folders = False, WeakSet[Checkpoints]()
+        self.is_pending = False
+        self._folders = WeakSet[Checkpoints]()
         self._previous: Any = signal.SIG_DFL
 
     def listen(self, folder: Checkpoints) -> None:
-        """Note SIGTERM from now on, in a process of its own."""
-        if folder not in self._folders and threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGTERM) != self._handle:
-                self._previous = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
-            self._folders.add(folder)
+        """Note SIGTERM from now on, if this is the main thread."""
+        # Python sets handlers in the main thread alone.
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if folder in self._folders or not is_main_thread:
+            return
+        if signal.getsignal(signal.SIGTERM) != self._handle:
+            previous = signal.signal(signal.SIGTERM, self._handle)
+            self._previous = previous or signal.SIG_DFL  # None: not set by Python
+        self._folders.add(folder)
 
     def _handle(self, *_: Any) -> None:
         """Handle SIGTERM; the next signal is handled as before."""
@@ -263,10 +308,12 @@ class Termination:
 
     def ignore(self, folder: Checkpoints) -> None:
         """Handle SIGTERM as before, when no folder listens."""
-        if folder in self._folders:
-            self._folders.remove(folder)
-            if not self._folders and signal.getsignal(signal.SIGTERM) == self._handle:
-                signal.signal(signal.SIGTERM, self._previous)
+        if folder not in self._folders:
+            return
+        self._folders.remove(folder)
+        # A handler that was set after this one stays.
+        if not self._folders and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, self._previous)
 
     def end(self) -> None:
         """End the process, as SIGTERM does without a folder."""
@@ -284,7 +331,10 @@ def _is_step(name: str) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: its index first, so that it is none from then on. Other files and what a link names stay."""
+    """Remove a checkpoint: its index first, so that it is none from then on.
+
+    Files that `fs.save` has not written stay, and what a link names.
+    """
     if path.is_symlink():
         disk.unlink(path)
         return
@@ -299,9 +349,11 @@ def remove(path: Path) -> None:
                 disk.unlink(path / name)
     except FolderLockedError:  # another job commits there, or removes it
         return
+
     if names <= {INDEX, *files}:
         try:
             disk.remove_folder(path)
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another job saves there
+            is_in_use = error.errno in (errno.ENOTEMPTY, errno.EEXIST)  # another job saves there
+            if not is_in_use:
                 raise

@@ -1,21 +1,27 @@
 """Names of leaves: the path in the tree without the number of a stage, joined by dots.
 
     {"state": {"exp_avg": {"blocks.3.w": x}}}     state.exp_avg.blocks.3.w
-    [{"0.weight": x}, {"2.weight": y}]            0.weight, 2.weight      parameters of modules, in stages
-    {"qkv.w": Parts(q, k, v)}                     qkv.w: the parts of a fused weight are one array, their count one number
+    [{"0.weight": x}, {"2.weight": y}]            0.weight, 2.weight
+    {"qkv.w": Parts(q, k, v)}                     qkv.w
 
-A path is stored with the kinds of its entries, so that a tree can be built from it: a string is a key of a dict or a
-field, a number is a position, and a list of one entry is any other key of a dict.
+The second tree has the parameters of a module by stages. In the third one the parts of a fused
+weight are one array; the counts of their steps are one number.
+
+A path is stored with the kinds of its entries, so that a tree can be built from it: a string is a
+key of a dict or a field, a number is a position, and a list of one entry is any other key of a
+dict.
 """
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import optree
@@ -28,19 +34,30 @@ from fshard.mesh.layout.sharded import Sharded, key_of, stack
 from fshard.mesh.layout.tree import NAMESPACE
 
 _optree: Any = optree
-_optree.register_pytree_node(
-    Counter,
-    lambda x: ([*x.values()], [*x], [*x]),
-    lambda keys, x: Counter(dict(zip(keys, x, strict=True))),
-    namespace=NAMESPACE,
-)
+
+
+def _counter_children(x: Counter[Any]) -> tuple[list[int], list[Any], list[Any]]:
+    keys = list(x)
+    return list(x.values()), keys, keys
+
+
+def _counter_of(keys: list[Any], counts: Sequence[int]) -> Counter[Any]:
+    return Counter(dict(zip(keys, counts, strict=True)))
+
+
+# The milestones of MultiStepLR are a Counter, which optree takes for a leaf.
+_optree.register_pytree_node(Counter, _counter_children, _counter_of, namespace=NAMESPACE)
+
 TreePath = tuple[Any, ...]
 PLAIN = (int, float, str, bool, type(None))
 
 
 @dataclass(frozen=True)
 class NamedLeaf:
-    """A leaf of a tree and its path; `value` is an array, a value of JSON, or an object with a `state_dict`."""
+    """A leaf of a tree and its path.
+
+    `value` is an array, a value of JSON, or an object with a `state_dict`.
+    """
 
     path: TreePath
     value: Any
@@ -82,10 +99,10 @@ def stored_parts(x: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
     if not isinstance(x, JoinedArray):
         yield (0,) * x.ndim, x
         return
-    start = 0
+    offset = [0] * x.parts[0].ndim
     for array in x.parts:
-        yield tuple([start * (dim == x.dim) for dim in range(array.ndim)]), array
-        start += array.shape[x.dim]
+        yield tuple(offset), array
+        offset[x.dim] += array.shape[x.dim]
 
 
 def tie_key(x: Any) -> tuple[Any, ...]:
@@ -94,9 +111,11 @@ def tie_key(x: Any) -> tuple[Any, ...]:
 
 
 def as_leaf(x: Any) -> Any:
-    """Return the leaf that is stored of a node of parts, which has a `joined_dim`: see `LayerPlans.split`; else the node.
+    """Return the leaf that is stored of a node of parts; return other nodes as they are.
 
-    Parts are one array if they can be concatenated, and one value if all of them are it, such as the count of their steps.
+    `LayerPlans.split` makes such nodes, whose class has the `joined_dim` of the fused weight. Parts
+    are one array if they can be concatenated, and one value if all of them are it, such as the
+    count of their steps.
     """
     dim = getattr(type(x), "joined_dim", None)
     if dim is None:
@@ -106,14 +125,34 @@ def as_leaf(x: Any) -> Any:
     if not all(isinstance(array, Tensor | Sharded) for array in x):
         return x
     if all(array.ndim == 0 for array in x):
-        shards = [array.shards if isinstance(array, Sharded) else (array,) for array in x]
-        if all(torch.equal(a, b) for row in shards for a, b in zip(row, shards[0], strict=True)):
+        if _are_equal(x):
             return x[0]
         raise CheckpointError(
             "the numbers of the parts of one weight must be equal; they have made other steps."
         )
-    kinds = {(array.dtype, *array.shape[:dim], None, *array.shape[dim + 1 :]) for array in x}
-    return JoinedArray(x, dim) if len(kinds) == 1 and x[0].ndim > dim else x
+    return JoinedArray(x, dim) if _can_be_joined(x, dim) else x
+
+
+def _are_equal(numbers: Sequence[Any]) -> bool:
+    """Return True if numbers, plain or replicated, are equal on all devices held here."""
+    first, *others = [_shards_of(x) for x in numbers]
+    return all(all(map(torch.equal, shards, first)) for shards in others)
+
+
+def _shards_of(x: Any) -> tuple[Tensor, ...]:
+    return x.shards if isinstance(x, Sharded) else (x,)
+
+
+def _can_be_joined(parts: Sequence[Any], dim: int) -> bool:
+    """Return True if parts have one dtype and, but along `dim`, one shape."""
+    first = parts[0]
+    if first.ndim <= dim:  # state that is smaller than the weight, such as one number a row
+        return False
+    for array in parts:
+        shape = (*array.shape[:dim], first.shape[dim], *array.shape[dim + 1 :])
+        if array.dtype != first.dtype or shape != tuple(first.shape):
+            return False
+    return True
 
 
 def is_array(x: Any) -> bool:
@@ -123,51 +162,75 @@ def is_array(x: Any) -> bool:
 
 def is_object(x: Any) -> bool:
     """Return True for an object whose state is that of its `state_dict`."""
-    return (
-        not is_array(x)
-        and callable(getattr(x, "state_dict", None))
-        and callable(getattr(x, "load_state_dict", None))
-    )
+    if is_array(x):
+        return False
+    has_state = callable(getattr(x, "state_dict", None))
+    return has_state and callable(getattr(x, "load_state_dict", None))
 
 
 class SummandArray(Sharded):
-    """An unreduced array as its summands along a first dim, in the same memory; their number may differ on another mesh."""
+    """An unreduced array as its summands along a first dim, in the same memory.
+
+    Their number may differ on another mesh.
+    """
 
 
 def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Replace modules by their tensors, objects that have a `sharded_state` by it, and unreduced arrays by their summands.
+    """Replace objects by trees of their arrays; return the tree, and the function that undoes it.
 
-    Return the tree, and a function that gives the objects such a state again.
+    Modules are replaced by their tensors, objects that have a `sharded_state` by it, and unreduced
+    arrays by their summands. The function gives the objects a state of this form again.
     """
     flatten(tree)  # registers the dataclasses in it
     leaves, structure = _optree.tree_flatten(
         tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE
     )
-    pairs = [_opened_leaf(x) for x in leaves]
-    if all(x is state for x, (state, _) in zip(leaves, pairs, strict=True)):
-        return tree, lambda result: result
+    states: list[PyTree] = []
+    closes: list[Callable[[PyTree], Any]] = []
+    for x in leaves:
+        state, close_leaf = _opened_leaf(x)
+        states.append(state)
+        closes.append(close_leaf)
+    if all(map(operator.is_, states, leaves)):
+        return tree, _unchanged
 
     def close(result: PyTree) -> PyTree:
-        values = zip(pairs, structure.flatten_up_to(result), strict=True)
-        return _optree.tree_unflatten(
-            structure, [close_leaf(value) for (_, close_leaf), value in values]
-        )
+        results = structure.flatten_up_to(result)
+        closed = [close_leaf(state) for close_leaf, state in zip(closes, results, strict=True)]
+        return _optree.tree_unflatten(structure, closed)
 
-    return _optree.tree_unflatten(structure, [state for state, _ in pairs]), close
+    return _optree.tree_unflatten(structure, states), close
 
 
-def _opened_leaf(x: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return the tree that is stored of a leaf, and the function that returns the leaf from such a tree, in its memory."""
+def _unchanged(x: Any) -> Any:
+    return x
+
+
+def _opened_leaf(x: Any) -> tuple[PyTree, Callable[[PyTree], Any]]:
+    """Return the tree that is stored of a leaf, and the function from such a tree to the leaf."""
+
+    def same_leaf(_: PyTree) -> Any:
+        return x  # the tree is in its memory
+
     if isinstance(x, Sharded) and x.spec.unreduced:
         summands = stack(x, x.spec.unreduced)
-        return SummandArray(summands.shape, summands.layout, summands.shards), lambda result: x
+        return SummandArray(summands.shape, summands.layout, summands.shards), same_leaf
+
     if is_object(x) and hasattr(x, "sharded_state"):
         state, close = opened(x.sharded_state())
-        return state, lambda result: (x.load_sharded_state(close(result)), x)[1]
-    state = dict(x.state_dict(keep_vars=True)) if isinstance(x, nn.Module) else {}
-    if state and all(map(is_array, state.values())):
-        return state, lambda result: x
-    return x, lambda result: result
+
+        def load(result: PyTree) -> Any:
+            x.load_sharded_state(close(result))
+            return x
+
+        return state, load
+
+    # A module whose state has more than arrays is an object, which loads its state itself.
+    if isinstance(x, nn.Module):
+        state = dict(x.state_dict(keep_vars=True))
+        if state and all(map(is_array, state.values())):
+            return state, same_leaf
+    return x, _unchanged
 
 
 def _is_leaf(x: Any) -> bool:
@@ -181,34 +244,47 @@ def leaves_of(tree: PyTree) -> list[NamedLeaf]:
 
 
 def flattened(tree: PyTree) -> tuple[list[NamedLeaf], Callable[[Sequence[Any]], PyTree]]:
-    """Return the leaves of a tree, without empty containers, and the function that returns a tree of other leaves."""
-    leaves = [
-        leaf
-        for leaf in leaves_of(tree)
-        if not (isinstance(leaf.value, dict | list) and not leaf.value)
-    ]
+    """Return the leaves of a tree, and the function that returns the tree of other leaves.
+
+    Empty containers are no leaves here.
+    """
+    leaves: list[NamedLeaf] = []
+    for leaf in leaves_of(tree):
+        is_empty_container = isinstance(leaf.value, dict | list) and not leaf.value
+        if not is_empty_container:
+            leaves.append(leaf)
+
     nodes, structure = _optree.tree_flatten(
         tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE
     )
 
-    def as_node(node: Any, x: Any) -> Any:
-        """Return a leaf in the form of the node of parts that it is of."""
-        if not hasattr(type(node), "joined_dim"):
-            return x
-        return type(node)(*(x.parts if isinstance(x, JoinedArray) else [x] * len(node)))
+    def unflatten(values: Sequence[Any]) -> PyTree:
+        return _optree.tree_unflatten(structure, [*map(_as_node, nodes, values)])
 
-    return leaves, lambda values: _optree.tree_unflatten(structure, [*map(as_node, nodes, values)])
+    return leaves, unflatten
+
+
+def _as_node(node: Any, x: Any) -> Any:
+    """Return a leaf in the form of the node that it is of: for a node of parts, its parts."""
+    if not hasattr(type(node), "joined_dim"):
+        return x
+    parts = x.parts if isinstance(x, JoinedArray) else [x] * len(node)
+    return type(node)(*parts)
 
 
 def _walk(node: Any, path: TreePath) -> Iterator[NamedLeaf]:
+    """Yield the leaves of a node at a path."""
     leaf = as_leaf(node)
     if leaf is not node or is_array(node) or isinstance(node, PLAIN) or is_object(node):
         yield NamedLeaf(path, leaf)
         return
+
     if isinstance(node, list | tuple) and _are_stages(node):
-        for stage in filter(None, node):
-            yield from _walk(stage, path)
+        for stage in node:
+            if stage:  # an empty one is no leaf, since a stage has no name
+                yield from _walk(stage, path)
         return
+
     try:
         children, _, entries, _ = _optree.tree_flatten_one_level(
             node, none_is_leaf=True, namespace=NAMESPACE
@@ -216,21 +292,25 @@ def _walk(node: Any, path: TreePath) -> Iterator[NamedLeaf]:
     except ValueError:  # not a container
         yield NamedLeaf(path, node)
         return
+
+    # optree has the positions of a namedtuple's entries; names have its fields.
     entries = getattr(node, "_fields", entries)
+    is_dict = isinstance(node, dict)
     if not children and isinstance(node, dict | list | tuple):
-        yield NamedLeaf(path, {} if isinstance(node, dict) else [])
+        yield NamedLeaf(path, {} if is_dict else [])
     for entry, child in zip(entries, children, strict=True):
-        is_other_key = isinstance(node, dict) and not isinstance(entry, str)
-        yield from _walk(child, (*path, [entry] if is_other_key else entry))
+        if is_dict and not isinstance(entry, str):
+            entry = [entry]
+        yield from _walk(child, (*path, entry))
 
 
 def _are_stages(node: Sequence[Any]) -> bool:
     """Return True for parameters of modules by stage: dicts whose names, with dots, differ."""
     if hasattr(node, "_fields") or not all(isinstance(stage, dict) for stage in node):
         return False
-    keys = [key for stage in node for key in stage]
-    differ = len({*keys}) == len(keys) and all(isinstance(key, str) for key in keys)
-    return differ and any("." in key for key in keys)
+    keys = [*chain.from_iterable(node)]
+    are_different_names = len({*keys}) == len(keys) and all(isinstance(key, str) for key in keys)
+    return are_different_names and any("." in key for key in keys)
 
 
 def build(items: Sequence[tuple[TreePath, Any]]) -> PyTree:
@@ -245,7 +325,7 @@ def build(items: Sequence[tuple[TreePath, Any]]) -> PyTree:
 
 @contextmanager
 def limited_depth() -> Generator[None]:
-    """Raise for a tree that is nested too deep for Python as for any other that is no checkpoint."""
+    """Raise a CheckpointError for a tree that is nested too deep for Python."""
     try:
         yield
     except RecursionError as error:
@@ -258,38 +338,44 @@ def limited_depth() -> Generator[None]:
 def _build(items: Sequence[tuple[TreePath, Any]]) -> PyTree:
     if len(items) == 1 and items[0][0] == ():
         return items[0][1]
+
     children: dict[Any, list[tuple[TreePath, Any]]] = {}
     for path, value in items:
         if not path:
             raise CheckpointError(
                 "a leaf of the checkpoint is a container of others. Give a target to restore into."
             )
-        key = path[0]
-        children.setdefault(("key", key[0]) if isinstance(key, list) else key, []).append(
-            (path[1:], value)
-        )
+        entry = path[0]
+        # Another key of a dict than a string, [3], is ("key", 3) here: a list has no hash, and a
+        # number alone is a position.
+        key = ("key", entry[0]) if isinstance(entry, list) else entry
+        children.setdefault(key, []).append((path[1:], value))
+
     trees = {key: _build(child) for key, child in children.items()}
     if trees and all(isinstance(key, int) for key in trees):
         return [trees[key] for key in sorted(trees)]
-    return {key[1] if isinstance(key, tuple) else key: x for key, x in trees.items()}
+    result: dict[Any, PyTree] = {}
+    for key, child in trees.items():
+        result[key[1] if isinstance(key, tuple) else key] = child
+    return result
 
 
 def shaped(tree: PyTree, like: PyTree) -> PyTree:
-    """Return a tree of dicts and lists with the tuples and Counters of another one, as far as that has their keys.
+    """Return a tree of dicts and lists with the tuples and Counters of another one.
+
+    What the other one does not have stays as it is.
 
     >>> shaped({"betas": [1, 2], "lr": [3]}, {"betas": (0, 0)})
     {'betas': (1, 2), 'lr': [3]}
     """
     if isinstance(tree, dict):
         inner = like if isinstance(like, dict) else {}
-        result = {key: shaped(x, inner.get(key)) for key, x in tree.items()}
+        result = {key: shaped(child, inner.get(key)) for key, child in tree.items()}
         return type(like)(result) if isinstance(like, Counter) else result
     if isinstance(tree, list):
-        inner = (
-            like
-            if isinstance(like, list | tuple) and len(like) == len(tree)
-            else [None] * len(tree)
-        )
+        inner = [None] * len(tree)
+        if isinstance(like, list | tuple) and len(like) == len(tree):
+            inner = like
         items = [*map(shaped, tree, inner)]
         return tuple(items) if isinstance(like, tuple) else items
     return tree
@@ -297,11 +383,12 @@ def shaped(tree: PyTree, like: PyTree) -> PyTree:
 
 def validate_unique(leaves: Sequence[NamedLeaf], subject: str) -> None:
     """Raise if leaves that are different have one name."""
-    firsts = dict[str, NamedLeaf]()
-    pairs = [(leaf, firsts.setdefault(leaf.name, leaf)) for leaf in leaves]
-    repeated = dict.fromkeys(
-        x.name for x, first in pairs if first.value is not x.value or first.path != x.path
-    )
+    firsts: dict[str, NamedLeaf] = {}
+    repeated: dict[str, None] = {}  # a set in order
+    for leaf in leaves:
+        first = firsts.setdefault(leaf.name, leaf)
+        if first.value is not leaf.value or first.path != leaf.path:
+            repeated[leaf.name] = None
     if repeated:
         raise CheckpointError(
             f"{subject}: names must be of one leaf each; got several called {', '.join(repeated)}."

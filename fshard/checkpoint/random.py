@@ -1,10 +1,15 @@
-"""`RandomState`: the states of random generators, as one array with a row of bytes for each device."""
+"""`RandomState`: the states of random generators, as one array with a row of bytes for each device.
+
+sizes      0.cpu    1.RandomState    2.Random      bytes of each state, equal on all devices
+row 0      ....     ....             ....          of device 0
+row 1      ....     ....             ....          of device 1
+"""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,11 +28,12 @@ _ROOM = 8192
 
 
 class RandomState:
-    """The states of the generators of torch (on the CPU and the current GPU), numpy and Python, and of `generators`.
+    """The states of the generators of torch, numpy and Python, and of `generators`.
 
-    Each device saves its own. Restored on more devices, a generator that was in one state on all, or on the one that there
-    was, is in this state on all: devices draw alike until they are seeded differently. If there were several states, the
-    other devices are seeded by a row and their number, so that they draw other numbers.
+    Those of torch are on the CPU and the current GPU. Each device saves its own. Restored on more
+    devices, a generator that was in one state on all, or on the one that there was, is in this
+    state on all: devices draw alike until they are seeded differently. If there were several
+    states, the other devices are seeded by a row and their number, so that they draw other numbers.
 
     >>> state = RandomState()
     >>> saved, drawn = state.state_dict(), torch.rand(2)
@@ -36,16 +42,15 @@ class RandomState:
     True
     """
 
-    takes_any_shape = True  # load_state_dict gets the rows of all devices
-
     def __init__(self, *generators: torch.Generator | np.random.Generator | random.Random) -> None:
         self._extra = [*map(_generator, generators)]
 
     def _generators(self) -> dict[str, _Generator]:
         """Return all generators by number and kind; the current GPU may be another than before."""
-        numpy_generator, python_generator = np.random.mtrand._rand, random._inst  # pyright: ignore
-        shared = map(_generator, (torch.default_generator, numpy_generator, python_generator))
-        generators = [*shared, *self._extra]
+        numpy_generator: Any = np.random.mtrand._rand  # pyright: ignore
+        python_generator: Any = random._inst  # pyright: ignore
+        shared = (torch.default_generator, numpy_generator, python_generator)
+        generators = [*map(_generator, shared), *self._extra]
         if torch.cuda.is_available():
             index = torch.cuda.current_device()  # initialises the generators of GPUs
             generators.append(_generator(torch.cuda.default_generators[index]))
@@ -65,25 +70,38 @@ class RandomState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set all generators; that of a GPU if both sides have one."""
-        generators, rows, device = self._generators(), state["rows"], calling_device()[2]
-        if isinstance(rows, Sharded):  # as it was returned
-            rows, device = rows.shards[0], 0
+        generators = self._generators()
+        rows = state["rows"]
+        _, _, device = calling_device()
+        if isinstance(rows, Sharded):
+            # As `state_dict` has returned it: this device's row alone.
+            rows = rows.shards[0]
+            device = 0
+
         sizes = dict(state["sizes"])
-        saved, wanted = (
-            [name for name in names if not name.endswith("cuda")] for names in (sizes, generators)
-        )
-        if saved != wanted:
+        saved = _names_without_gpu(sizes)
+        current = _names_without_gpu(generators)
+        if saved != current:
             raise CheckpointError(
-                f"RandomState must have the generators {', '.join(saved)}; got {', '.join(wanted)}."
+                f"RandomState must have the generators {', '.join(saved)}; "
+                f"got {', '.join(current)}."
             )
         for name, column in zip(sizes, rows.split([*sizes.values()], 1), strict=True):
-            row, is_common = column[device % len(column)].clone(), bool((column == column[0]).all())
-            if name in generators and (device < len(column) or is_common):
-                generators[name].set(
-                    row if name.endswith(("cpu", "cuda")) else json.loads(row.numpy().tobytes())
-                )
-            elif name in generators:
-                generators[name].seed(folded(row.numpy().tobytes().hex(), device, name) >> 1)
+            if name not in generators:  # of a GPU
+                continue
+            # Cloned: torch ends the process by a fault if a state is a view of a larger tensor.
+            row = column[device % len(column)].clone()
+            is_common = bool((column == column[0]).all())
+            if device < len(column) or is_common:
+                generators[name].set(_from_bytes(row, name))
+            else:
+                # Shifted, since torch's seed would else have the mark of a key: see `key_now`.
+                seed = folded(row.numpy().tobytes().hex(), device, name) >> 1
+                generators[name].seed(seed)
+
+
+def _names_without_gpu(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not name.endswith("cuda")]
 
 
 class _Generator(NamedTuple):
@@ -99,27 +117,44 @@ def _generator(x: Any) -> _Generator:
     if isinstance(x, torch.Generator):
         return _Generator(x.device.type, x.get_state, x.set_state, x.manual_seed)
     if isinstance(x, random.Random):
-        return _Generator(
-            "Random",
-            x.getstate,
-            lambda state: x.setstate((state[0], tuple(state[1]), state[2])),
-            x.seed,
-        )
+        return _Generator("Random", x.getstate, partial(_set_python_state, x), x.seed)
     if isinstance(x, np.random.RandomState):
-        get = partial(x.get_state, legacy=False)
-        return _Generator("RandomState", get, x.set_state, lambda seed: x.seed(seed % (1 << 32)))
+        get_state = partial(x.get_state, legacy=False)
+        return _Generator("RandomState", get_state, x.set_state, partial(_seed_legacy_numpy, x))
     if isinstance(x, np.random.Generator):
         bits: Any = x.bit_generator
-        set_state = partial(setattr, bits, "state")
-        seed = lambda seed: set_state(type(bits)(seed).state)  # noqa: E731
-        return _Generator(type(bits).__name__, lambda: bits.state, set_state, seed)
+        kind = type(bits).__name__
+        get_state = partial(getattr, bits, "state")
+        return _Generator(
+            kind, get_state, partial(setattr, bits, "state"), partial(_seed_numpy, bits)
+        )
     raise TypeError(
         f"RandomState: generators must be of torch, numpy or Python; got {type(x).__name__}."
     )
 
 
+def _set_python_state(generator: random.Random, state: Any) -> None:
+    version, numbers, gauss_next = state
+    generator.setstate((version, tuple(numbers), gauss_next))  # JSON has lists, no tuples
+
+
+def _seed_legacy_numpy(generator: np.random.RandomState, seed: int) -> None:
+    generator.seed(seed % (1 << 32))  # the most that it takes
+
+
+def _seed_numpy(bits: Any, seed: int) -> None:
+    bits.state = type(bits)(seed).state
+
+
 def _as_bytes(state: Any) -> Tensor:
+    """Return a state as bytes: those of torch are, others become JSON of one length."""
     if isinstance(state, Tensor):
         return state
     text = json.dumps(state, default=lambda x: x.tolist(), separators=(",", ":"))
     return torch.frombuffer(bytearray(text.encode().ljust(_ROOM)), dtype=torch.uint8)
+
+
+def _from_bytes(row: Tensor, name: str) -> Any:
+    """Return the state of a generator, by its name, from its bytes."""
+    is_of_torch = name.endswith(("cpu", "cuda"))
+    return row if is_of_torch else json.loads(row.numpy().tobytes())

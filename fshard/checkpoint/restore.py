@@ -1,10 +1,13 @@
-"""Restore a checkpoint into any layout: `fs.restore`. Each device reads what its shards need; nothing is sent.
+"""Restore a checkpoint into any layout: `fs.restore`.
 
-    compare    names, shapes and dtypes of the target with what is stored: all differences are one error
+Each device reads what its shards need; nothing is sent.
+
+    compare    names, shapes and dtypes of the target with those of the checkpoint
     targets    the range of each shard held here, and its memory
     read       the source verifies, and copies
 
-Nothing is written to before names, shapes, dtypes and digests are checked: a file is read twice.
+All differences are one error. Nothing is written before names, shapes, dtypes and digests are
+checked: a file is read twice.
 """
 
 from __future__ import annotations
@@ -12,9 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,11 +40,13 @@ from fshard.checkpoint.names import (
     stored_parts,
     tie_key,
 )
+from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.source import Source, StoredArray, Target
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Mesh, P, PyTree, dtype_name
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices
+from fshard.optim.torch_optim.instance_state import InstanceState
 from fshard.transforms.module.lazy import reserved
 from fshard.transforms.patterns import matches, parts_of
 from fshard.transforms.shard_params import Fsdp, Rules, apply_rules
@@ -79,105 +82,108 @@ def restore(
     """Return the content of a folder or file, in the layouts of `target`.
 
     Args:
-        path: a folder of `fs.save`, a model of Hugging Face or peft, safetensors, torch.distributed.checkpoint, torch.save.
-        target: a tree: its arrays are written in place, its objects get their state, other leaves are replaced. Or, with
-            `mesh`, rules of `shard_params` for all arrays; None: plain tensors.
+        path: a folder of `fs.save`, a model of Hugging Face or peft, safetensors,
+            torch.distributed.checkpoint, torch.save.
+        target: a tree: its arrays are written in place, its objects get their state, other leaves
+            are replaced. Or, with `mesh`, rules of `shard_params` for all arrays; None: plain
+            tensors.
         mesh: of the rules.
-        only: a name: the part of the checkpoint below it, as a tree. Or patterns, or several names: those leaves; others of
-            the target stay.
-        rename: from stored names to the target's: {"layers.*.q_proj.*": "blocks.*.q.*"}, or a function of the name.
+        only: a name: the part of the checkpoint below it, as a tree. Or patterns, or several
+            names: those leaves; others of the target stay.
+        rename: from stored names to the target's: {"layers.*.q_proj.*": "blocks.*.q.*"}, or a
+            function of the name.
         strict: False: what only one side has stays as it is; returns (tree, differences).
         cast: convert to the target's dtypes.
-        trust: True: read a folder of torch.distributed.checkpoint too, whose metadata is a pickle that can run any code.
+        trust: True: read a folder of torch.distributed.checkpoint too, whose metadata is a pickle
+            that can run any code.
     """
     if mesh is None and isinstance(target, P | Fsdp):
         raise ValueError(
-            "restore: mesh must be that of the rules; got None. Give mesh=, or a tree to restore into."
+            "restore: mesh must be that of the rules; got None. "
+            "Give mesh=, or a tree to restore into."
         )
     source = RenamedSource(open_source(Path(path), trust=trust), only, rename)
     source.check()
     if mesh is not None:
-        target = _tree_of(source, lambda tree: apply_rules(tree, target, mesh, put=reserved))
+        target = _sharded_tree(source, target, mesh)
     elif target is None:
-        target = _tree_of(source)
+        target = _plain_tree(source)
+
     tree, close = opened(target)
     leaves, unflatten = flattened(tree)
     leaves = _separate_numbers(source, leaves)
-    states = {leaf.name: _state_leaves(source, leaf) for leaf in leaves if is_object(leaf.value)}
-    wanted = [*leaves, *chain(*states.values())]
-    differences, unfit = _compare(source, wanted, states, cast)
+    states = {leaf.name: _stored_state(source, leaf) for leaf in leaves if is_object(leaf.value)}
+    wanted = list(leaves)
+    for state in states.values():
+        wanted.extend(state.leaves)
+
+    differences, skipped = _compare(source, wanted, states, cast)
     if strict and differences:
         raise CheckpointError(f"restore {path}: {_explained(differences)}")
-    arrays = [
-        x for x in wanted if x.name not in unfit and x.name in source.arrays and is_array(x.value)
-    ]
-    untied, finish = {tie_key(leaf.value): leaf for leaf in arrays}, list[Callable[[], object]]()
-    source.read(
-        [
-            x
-            for leaf in untied.values()
-            for x in _targets(leaf, source.arrays[leaf.name].shape, finish)
-        ]
-    )
-    for action in finish:
-        action()
-    result = list[Any]()
+    _read_arrays(source, [leaf for leaf in wanted if leaf.name not in skipped])
+
+    values: list[Any] = []
     for leaf in leaves:
-        state = [
-            (x.path[len(leaf.path) :], x.value)
-            for x in states.get(leaf.name, ())
-            if x.name not in unfit
-        ]
-        if state:
-            like = {} if hasattr(leaf.value, "state_memory") else leaf.value.state_dict()
-            leaf.value.load_state_dict(shaped(build(state), like))
-        is_value = leaf.name in source.values and leaf.name not in unfit | states.keys()
-        result.append(source.values[leaf.name][1] if is_value else leaf.value)
-    tree = close(unflatten(result))
+        value = leaf.value
+        if leaf.name in states:
+            states[leaf.name].load_into(leaf, skipped)
+        elif leaf.name in source.values and leaf.name not in skipped:
+            _, value = source.values[leaf.name]
+        values.append(value)
+    tree = close(unflatten(values))
     return tree if strict else (tree, differences)
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
 
 
 class RenamedSource(Source):
     """A part of a source, under the target's names."""
 
     def __init__(self, source: Source, only: Names = None, rename: Renaming = None) -> None:
-        self.source, self.partial = source, source.partial
-        patterns = [only] if isinstance(only, str) else only or ()
+        self.source = source
+        self.partial = source.partial
+        patterns = [only] if isinstance(only, str) else list(only or ())
         subtree = only if isinstance(only, str) and "*" not in only else None
+        # Patterns limit what a target may miss. A subtree is a tree of its own, of which nothing
+        # may be missing.
         self.patterns = None if subtree is not None else patterns or source.partial
-        self.arrays, self.values = dict[str, StoredArray](), dict[str, tuple[TreePath, Any]]()
-        stored: dict[str, list[str]] = defaultdict(list)  # by new name
-        for name, path in source.paths.items():
-            prefixes = (
-                range(len(path) + 1) if subtree is not None else [0] if self.is_chosen(name) else []
-            )
-            depth = next((n for n in prefixes if subtree in (None, name_of(path[:n]))), None)
-            if depth is None:
-                continue
-            path = path[depth:]
-            new = _renamed(name_of(path), rename)
-            stored[new].append(name)
-            path = path if new == name_of(path) else (new,)
-            if name in source.arrays:
-                self.arrays[new] = source.arrays[name]._replace(path=path)
+
+        arrays: dict[str, StoredArray] = {}
+        values: dict[str, tuple[TreePath, Any]] = {}
+        renamed = _renaming(rename)
+        stored_names: dict[str, list[str]] = defaultdict(list)  # by new name
+        for stored_name, full_path in source.paths.items():
+            if subtree is not None:
+                path = _path_below(subtree, full_path)
             else:
-                self.values[new] = path, source.values[name][1]
-        if repeated := [
-            f"{' and '.join(names)} to {new}" for new, names in stored.items() if len(names) > 1
-        ]:
-            raise CheckpointError(
-                f"restore: rename must give each leaf a name of its own; got {', '.join(repeated)}."
-            )
-        self._stored = {new: name for new, (name,) in stored.items()}
-        renamed = {name: new for new, name in self._stored.items()}
-        if unmatched := [
-            repr(x) for x in patterns if not any(_is_within(x, name) for name in renamed)
-        ]:
-            text = f"restore: only={', '.join(unmatched)} matches no leaf."
-            raise CheckpointError(f"{text} The names begin with {', '.join([*source.paths][:8])}.")
-        self.ties = {
-            renamed[x]: renamed[y] for x, y in source.ties.items() if x in renamed and y in renamed
-        }
+                path = full_path if self.is_chosen(stored_name) else None
+            if path is None:
+                continue
+
+            name = name_of(path)
+            new_name = renamed(name)
+            stored_names[new_name].append(stored_name)
+            if new_name != name:
+                path = (new_name,)
+            if stored_name in source.arrays:
+                arrays[new_name] = source.arrays[stored_name]._replace(path=path)
+            else:
+                _, value = source.values[stored_name]
+                values[new_name] = path, value
+        self.arrays = arrays
+        self.values = values
+
+        _validate_renaming(stored_names)
+        self._stored = {new_name: names[0] for new_name, names in stored_names.items()}
+        new_names = {stored_name: new_name for new_name, stored_name in self._stored.items()}
+        _validate_patterns(patterns, new_names, source)
+
+        ties: dict[str, str] = {}
+        for stored_name, first in source.ties.items():
+            if stored_name in new_names and first in new_names:
+                ties[new_names[stored_name]] = new_names[first]
+        self.ties = ties
 
     def is_chosen(self, name: str) -> bool:
         """Return True if a pattern matches a name, or is the name of a tree above it."""
@@ -190,133 +196,311 @@ class RenamedSource(Source):
         self.source.read([target._replace(name=self._stored[target.name]) for target in targets])
 
 
+def _path_below(subtree: str, path: TreePath) -> TreePath | None:
+    """Return the path within a subtree; None if the path is not in it."""
+    for depth in range(len(path) + 1):
+        if name_of(path[:depth]) == subtree:
+            return path[depth:]
+    return None
+
+
 def _is_within(pattern: str, name: str) -> bool:
     return matches(pattern, name) or name.startswith(f"{pattern}.")
 
 
-def _renamed(name: str, rename: Renaming) -> str:
-    """Return a name as the first pattern that matches it renames it: stars of the new name are what those of the old matched.
+def _validate_renaming(stored_names: Mapping[str, Sequence[str]]) -> None:
+    """Raise if several leaves get one name."""
+    texts: list[str] = []
+    for new_name, names in stored_names.items():
+        if len(names) > 1:
+            texts.append(f"{' and '.join(names)} to {new_name}")
+    if texts:
+        raise CheckpointError(
+            f"restore: rename must give each leaf a name of its own; got {', '.join(texts)}."
+        )
 
-    >>> _renamed("h.3.q_proj.weight", {"h.*.q_proj.**": "blocks.*.q.**"})
+
+def _validate_patterns(
+    patterns: Sequence[str], chosen_names: Mapping[str, str], source: Source
+) -> None:
+    """Raise if a pattern of `only=` matches no leaf."""
+    unmatched: list[str] = []
+    for pattern in patterns:
+        if not any(_is_within(pattern, name) for name in chosen_names):
+            unmatched.append(repr(pattern))
+    if unmatched:
+        shown = ", ".join(list(source.paths)[:8])
+        raise CheckpointError(
+            f"restore: only={', '.join(unmatched)} matches no leaf. The names begin with {shown}."
+        )
+
+
+def _renaming(rename: Renaming) -> Callable[[str], str]:
+    """Return the function that renames by the first pattern that matches.
+
+    The stars of the new name are replaced by what those of the pattern match, in their order.
+
+    >>> _renaming({"h.*.q_proj.**": "blocks.*.q.**"})("h.3.q_proj.weight")
     'blocks.3.q.weight'
     """
     if callable(rename):
-        return rename(name)
-    for old, new in (rename or {}).items():
-        parts = [re.escape(x).replace(r"\*", "([^.]*)") + r"\." for x in parts_of(old)]
-        pattern = "".join(parts).replace(r"([^.]*)([^.]*)\.", r"((?:[^.]+\.)*)")
-        if match := re.fullmatch(pattern, f"{name}."):
-            parts = re.split(r"(\*\*\.|\*)", "".join(f"{x}." for x in parts_of(new)))
-            stars = [*match.groups(), *[""] * len(parts)]
-            return "".join(stars.pop(0) if x.startswith("*") else x for x in parts).removesuffix(
-                "."
-            )
-    return name
+        return rename
+    rules: list[tuple[re.Pattern[str], tuple[str, ...]]] = []
+    for pattern, new_name in (rename or {}).items():
+        rules.append((_expression(pattern), parts_of(new_name)))
+
+    def renamed(name: str) -> str:
+        for expression, new_parts in rules:
+            match = expression.fullmatch(f"{name}.")
+            if match:
+                return _filled_in(new_parts, match.groups())
+        return name
+
+    return renamed
 
 
-def _tree_of(source: RenamedSource, shard: Callable[[PyTree], PyTree] | None = None) -> PyTree:
-    """Return a tree of what is stored: of plain tensors, or of the arrays that `shard` returns for those without memory."""
-    device, ties = "cpu" if shard is None else "meta", source.ties
-    untied = {name: x for name, x in source.arrays.items() if name not in ties}
-    memory = {
-        name: torch.empty(x.shape, dtype=x.dtype, device=device) for name, x in untied.items()
-    }
-    items = [(x.path, memory[ties.get(name, name)]) for name, x in source.arrays.items()]
-    if shard is not None:  # a tree of arrays alone
-        order = leaves_of(build([(path, number) for number, (path, _) in enumerate(items)]))
-        pairs = zip(order, leaves_of(shard(build(items))), strict=True)
-        items = [(items[number.value][0], leaf.value) for number, leaf in pairs]
-    return build([*items, *source.values.values()])
+def _expression(pattern: str) -> re.Pattern[str]:
+    """Return a pattern as a regular expression with a group for each star.
+
+    It matches names with a dot after each component, so that `**` can match no component.
+    """
+    expressions: list[str] = []
+    for component in parts_of(pattern):
+        if component == "**":
+            expressions.append(r"((?:[^.]+\.)*)")
+        else:
+            expressions.append(re.escape(component).replace(r"\*", "([^.]*)") + r"\.")
+    return re.compile("".join(expressions))
+
+
+def _filled_in(components: Sequence[str], matched_texts: Sequence[str]) -> str:
+    """Return a name whose stars are replaced by texts; a star without a text is empty."""
+    texts = iter(matched_texts)
+    name = ""
+    for component in components:
+        if component == "**":
+            name += next(texts, "")  # it has a dot after each of its components
+        else:
+            name += re.sub(r"\*", lambda _: next(texts, ""), component) + "."
+    return name.removesuffix(".")
+
+
+# -- the tree to restore into -----------------------------------------------------------------------------------------
+
+
+def _plain_tree(source: RenamedSource) -> PyTree:
+    """Return a tree of plain tensors and values, as they are stored."""
+    return build([*_new_arrays(source, "cpu"), *source.values.values()])
+
+
+def _sharded_tree(source: RenamedSource, rules: Rules, mesh: Mesh) -> PyTree:
+    """Return a tree of values and of arrays that are sharded by rules, with new memory."""
+    items = _new_arrays(source, "meta")
+    sharded = leaves_of(apply_rules(build(items), rules, mesh, put=reserved))
+
+    # `build` puts items of one container together, so the leaves may be in another order than the
+    # items. A tree of their numbers, which is built alike, has this order.
+    numbers = leaves_of(build([(path, number) for number, (path, _) in enumerate(items)]))
+    sharded_items: list[tuple[TreePath, Any]] = []
+    for number, leaf in zip(numbers, sharded, strict=True):
+        path, _ = items[number.value]
+        sharded_items.append((path, leaf.value))
+    return build([*sharded_items, *source.values.values()])
+
+
+def _new_arrays(source: RenamedSource, device: str) -> list[tuple[TreePath, Tensor]]:
+    """Return the path of each array and an empty tensor for it: one tensor for tied arrays."""
+    tensors: dict[str, Tensor] = {}
+    for name, array in source.arrays.items():
+        if name not in source.ties:
+            tensors[name] = torch.empty(array.shape, dtype=array.dtype, device=device)
+    ties = source.ties
+    return [(array.path, tensors[ties.get(name, name)]) for name, array in source.arrays.items()]
 
 
 def _separate_numbers(source: RenamedSource, leaves: Sequence[NamedLeaf]) -> list[NamedLeaf]:
-    """Return leaves of which numbers that are the same tensor get memory of their own: counts of steps may differ."""
-    ids, result = set[int](), list[NamedLeaf]()
+    """Return leaves of which numbers that are one tensor get memory of their own.
+
+    A new optimizer may count the steps of all its parameters in one tensor, while the stored counts
+    differ. Larger arrays that are one tensor are tied, and have one content.
+    """
+    ids: set[int] = set()
+    result: list[NamedLeaf] = []
     for leaf in leaves:
         x = leaf.value
-        is_shared = (
-            isinstance(x, Tensor) and x.ndim == 0 and leaf.name in source.arrays and id(x) in ids
-        )
+        is_number = isinstance(x, Tensor) and x.ndim == 0
+        if is_number and id(x) in ids and leaf.name in source.arrays:
+            leaf = NamedLeaf(leaf.path, torch.empty_like(x))
         ids.add(id(x))
-        result.append(NamedLeaf(leaf.path, torch.empty_like(x)) if is_shared else leaf)
+        result.append(leaf)
     return result
 
 
-def _state_leaves(source: RenamedSource, leaf: NamedLeaf) -> list[NamedLeaf]:
-    """Return the stored leaves of the state of an object, with memory for its arrays: the object's, or new."""
-    memory = getattr(leaf.value, "state_memory", None)  # of an object whose state may be empty
-    state = {} if memory is not None else leaf.value.state_dict()
-    current = {
-        x.name: x for x in (NamedLeaf((*leaf.path, *x.path), x.value) for x in leaves_of(state))
-    }
-    result, depth = dict[str, NamedLeaf](), len(leaf.path)
-    for name, path in source.paths.items():
-        if path[:depth] != leaf.path:
-            continue
-        value, stored = current[name].value if name in current else None, source.arrays.get(name)
-        if stored is None:
-            value = source.values[name][1]
-        elif memory is not None:
-            value = memory(name_of(path[depth + 1 :]), stored.shape, stored.dtype)
-            if value is None:  # it is unexpected
+# -- the state of objects ---------------------------------------------------------------------------------------------
+
+
+class StoredState(NamedTuple):
+    """The stored leaves of the state of an object, with memory for its arrays.
+
+    `like` is the state that the object has, whose tuples and Counters the loaded state gets.
+    """
+
+    leaves: list[NamedLeaf]
+    like: Any
+
+    def load_into(self, leaf: NamedLeaf, skipped: set[str]) -> None:
+        """Load the state, whose arrays have been read, into the object of a leaf."""
+        depth = len(leaf.path)
+        items = [(x.path[depth:], x.value) for x in self.leaves if x.name not in skipped]
+        if items:  # strict=False: without stored state the object stays as it is
+            leaf.value.load_state_dict(shaped(build(items), self.like))
+
+
+def _stored_state(source: RenamedSource, leaf: NamedLeaf) -> StoredState:
+    """Return the stored state of an object."""
+    if isinstance(leaf.value, InstanceState):
+        # Its `state_dict` is not used: before the first step it has no state.
+        return StoredState(_instance_state_leaves(source, leaf.value, leaf.path), {})
+
+    like = leaf.value.state_dict()
+    current: dict[str, NamedLeaf] = {}
+    for x in leaves_of(like):
+        state_leaf = NamedLeaf((*leaf.path, *x.path), x.value)
+        current[state_leaf.name] = state_leaf
+
+    stored: dict[str, NamedLeaf] = {}
+    for name, path in _paths_below(source, leaf.path):
+        array = source.arrays.get(name)
+        if array is None:
+            _, value = source.values[name]
+        else:
+            value = current[name].value if name in current else None
+            # A random state gets the rows of all devices that have saved, however many there are.
+            if isinstance(leaf.value, RandomState) or not is_array(value):
+                value = torch.empty(array.shape, dtype=array.dtype)
+        stored[name] = NamedLeaf(path, value)
+
+    # A tied array may be stored under one of its names alone, as Hugging Face does. The object
+    # must get it under all.
+    keys = {tie_key(x.value) for x in stored.values() if is_array(x.value)}
+    leaves = list(stored.values())
+    for name, x in current.items():
+        if name not in stored and is_array(x.value) and tie_key(x.value) in keys:
+            leaves.append(x)
+    return StoredState(leaves, like)
+
+
+def _instance_state_leaves(
+    source: RenamedSource, state: InstanceState, object_path: TreePath
+) -> list[NamedLeaf]:
+    """Return the stored leaves of the state of an optimizer class of one's own, with new memory.
+
+    State of unknown parameters is left out, and so unexpected.
+    """
+    leaves: list[NamedLeaf] = []
+    for name, path in _paths_below(source, object_path):
+        array = source.arrays.get(name)
+        if array is None:
+            _, value = source.values[name]
+        else:
+            parameter = name_of(path[len(object_path) + 1 :])  # after the key of the state
+            value = state.state_memory(parameter, array.shape, array.dtype)
+            if value is None:
                 continue
-        elif getattr(leaf.value, "takes_any_shape", False) or not is_array(value):
-            value = torch.empty(stored.shape, dtype=stored.dtype)
-        result[name] = NamedLeaf(path, value)
-    tied = {tie_key(x.value) for x in result.values() if is_array(x.value)}
-    names = [
-        name
-        for name, x in current.items()
-        if name not in result and is_array(x.value) and tie_key(x.value) in tied
-    ]
-    return [*result.values(), *(current[name] for name in names)]
+        leaves.append(NamedLeaf(path, value))
+    return leaves
+
+
+def _paths_below(source: RenamedSource, object_path: TreePath) -> Iterator[tuple[str, TreePath]]:
+    """Yield the names and paths of the stored leaves at a path and below it."""
+    depth = len(object_path)
+    for name, path in source.paths.items():
+        if path[:depth] == object_path:
+            yield name, path
+
+
+# -- differences ------------------------------------------------------------------------------------------------------
 
 
 def _compare(
     source: RenamedSource,
     wanted: Sequence[NamedLeaf],
-    states: Mapping[str, Sequence[NamedLeaf]],
+    states: Mapping[str, StoredState],
     cast: bool,
 ) -> tuple[Differences, set[str]]:
-    """Return the differences between what is stored and what is wanted, and the names of leaves that are not read."""
+    """Return the differences of target and checkpoint, and the names of leaves not to be read."""
     values = {leaf.name: leaf.value for leaf in wanted if not is_object(leaf.value)}
-    stored = source.paths.keys()
-    tied = {tie_key(x) for name, x in values.items() if name in stored and is_array(x)}
-    absent = {name: x for name, x in values.items() if name not in stored and x is not None}
-    missing = [name for name, x in absent.items() if not (is_array(x) and tie_key(x) in tied)]
-    missing += [name for name, state in states.items() if not state]
-    used = {source.ties.get(name, name) for name in values}
-    used |= {
-        name for name, (_, value) in source.values.items() if value in (None, {}, [])
-    }  # nothing to restore
-    unexpected = sorted(
-        name for name in stored - values.keys() if source.ties.get(name, name) not in used
+    stored_names = source.paths.keys()
+
+    missing = _missing_names(source, values, stored_names)
+    for name, state in states.items():
+        if not state.leaves and source.is_chosen(name):
+            missing.append(name)
+    misfits: dict[str, str] = {}
+    for name, x in values.items():
+        misfit = _misfit(source, name, x, cast) if name in stored_names else None
+        if misfit is not None:
+            misfits[name] = misfit
+
+    unexpected = _unexpected_names(source, values, stored_names)
+    differences = Differences(tuple(missing), tuple(unexpected), tuple(misfits.values()))
+    return differences, {*missing, *misfits}
+
+
+def _missing_names(
+    source: RenamedSource, values: Mapping[str, Any], stored_names: Set[str]
+) -> list[str]:
+    """Return the names of the target's leaves that are not stored under any of their names."""
+    absent: list[str] = []
+    for name, x in values.items():
+        if x is None or name in stored_names:
+            continue  # None is nothing to restore
+        if source.is_chosen(name):
+            absent.append(name)
+    if not absent:
+        return []
+
+    stored_keys: set[tuple[Any, ...]] = set()
+    for name, x in values.items():
+        if is_array(x) and name in stored_names:
+            stored_keys.add(tie_key(x))
+    missing: list[str] = []
+    for name in absent:
+        x = values[name]
+        if not (is_array(x) and tie_key(x) in stored_keys):
+            missing.append(name)
+    return missing
+
+
+def _unexpected_names(
+    source: RenamedSource, values: Mapping[str, Any], stored_names: Set[str]
+) -> list[str]:
+    """Return the sorted names of stored leaves that the target has under none of their names."""
+    ties = source.ties
+    used_names = {ties.get(name, name) for name in values}
+    for name, (_, value) in source.values.items():
+        if value in (None, {}, []):
+            used_names.add(name)  # nothing to restore: the target may be without it
+    return sorted(
+        name for name in stored_names - values.keys() if ties.get(name, name) not in used_names
     )
-    texts = {
-        name: text
-        for name, x in values.items()
-        if name in stored and (text := _misfit(source, name, x, cast))
-    }
-    differences = Differences(
-        tuple(filter(source.is_chosen, missing)), tuple(unexpected), tuple(texts.values())
-    )
-    return differences, {*differences.missing, *texts}
 
 
 def _misfit(source: RenamedSource, name: str, x: Any, cast: bool) -> str | None:
-    """Return how a stored leaf differs from the target's."""
+    """Return the text of an error if a stored leaf does not fit the target's."""
     stored = source.arrays.get(name)
-    if (stored is None) == is_array(x):
-        kinds = ("an array", "a value") if stored is None else ("a value", "an array")
-        return f"{name} must be {kinds[0]}; got {kinds[1]}"
     if stored is None:
-        return None
-    if tuple(x.shape) != stored.shape and not (
-        isinstance(x, SummandArray) and tuple(x.shape[1:]) == stored.shape[1:]
-    ):
+        return f"{name} must be an array; got a value" if is_array(x) else None
+    if not is_array(x):
+        return f"{name} must be a value; got an array"
+
+    # The number of summands is that of the devices, which may differ: see `_summand_reads`.
+    is_summed = isinstance(x, SummandArray) and tuple(x.shape[1:]) == stored.shape[1:]
+    if tuple(x.shape) != stored.shape and not is_summed:
         return f"{name} must have shape {tuple(x.shape)}; got {stored.shape}"
     if x.dtype != stored.dtype and not cast:
-        return f"{name} must have dtype {dtype_name(x.dtype)}; got {dtype_name(stored.dtype)} (cast=True converts it)"
+        expected, actual = dtype_name(x.dtype), dtype_name(stored.dtype)
+        return f"{name} must have dtype {expected}; got {actual} (cast=True converts it)"
     if any(isinstance(array, Tensor) and array.is_meta for _, array in stored_parts(x)):
         return f"{name} must have memory; got a meta tensor: give rules and mesh="
     return None
@@ -324,60 +508,106 @@ def _misfit(source: RenamedSource, name: str, x: Any, cast: bool) -> str | None:
 
 def _explained(differences: Differences) -> str:
     """Return differences in words."""
-    texts = list[str]()
-    starts = "missing in the checkpoint: ", "unexpected in the checkpoint: ", ""
-    for start, comma, names in zip(starts, (", ", ", ", "; "), differences, strict=True):
-        more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-        shown = [name or "a leaf without a name" for name in names[:20]]
-        texts += [f"{start}{comma.join(shown)}{more}"] if names else []
-    if all(any(name.startswith("state.") for name in names) for names in differences[:2]):
+    missing, unexpected, misshaped = differences
+    texts: list[str] = []
+    if missing:
+        texts.append(f"missing in the checkpoint: {_listed(missing, ', ')}")
+    if unexpected:
+        texts.append(f"unexpected in the checkpoint: {_listed(unexpected, ', ')}")
+    if misshaped:
+        texts.append(_listed(misshaped, "; "))
+    if _has_state(missing) and _has_state(unexpected):
         texts.append("the state is of another optimizer")
     return f"{'. '.join(texts)}. Give only=, rename= or strict=False to restore a part."
 
 
-def _targets(
-    leaf: NamedLeaf, stored: tuple[int, ...], finish: list[Callable[[], object]]
-) -> Iterator[Target]:
-    """Yield the ranges of an array that are held here, with their memory; `finish` gets what to do after the read."""
-    if tuple(leaf.value.shape) != stored:
-        yield from _summand_targets(leaf, stored[0], finish)
+def _listed(names: Sequence[str], comma: str) -> str:
+    """Return the first names, and the number of the others."""
+    shown = [name or "a leaf without a name" for name in names[:20]]
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return f"{comma.join(shown)}{more}"
+
+
+def _has_state(names: Sequence[str]) -> bool:
+    return any(name.startswith("state.") for name in names)
+
+
+# -- reads ------------------------------------------------------------------------------------------------------------
+
+
+class ShardRead(NamedTuple):
+    """The ranges to read for one shard.
+
+    `finish` moves them into the shard after the read; None: the shard's own memory is read into.
+    """
+
+    targets: Sequence[Target]
+    finish: Callable[[], object] | None = None
+
+
+def _read_arrays(source: RenamedSource, leaves: Sequence[NamedLeaf]) -> None:
+    """Read all stored arrays of some leaves into their shards, tied ones once."""
+    untied: dict[tuple[Any, ...], NamedLeaf] = {}
+    for leaf in leaves:
+        if leaf.name in source.arrays and is_array(leaf.value):
+            untied[tie_key(leaf.value)] = leaf
+
+    targets: list[Target] = []
+    finishes: list[Callable[[], object]] = []
+    for leaf in untied.values():
+        for shard_read in _shard_reads(leaf, source.arrays[leaf.name].shape):
+            targets.extend(shard_read.targets)
+            if shard_read.finish is not None:
+                finishes.append(shard_read.finish)
+    source.read(targets)  # at once: it reads each block of a file for all targets
+    for finish in finishes:
+        finish()
+
+
+def _shard_reads(leaf: NamedLeaf, stored_shape: tuple[int, ...]) -> Iterator[ShardRead]:
+    """Yield the reads of the shards of an array that are held here."""
+    if tuple(leaf.value.shape) != stored_shape:
+        yield from _summand_reads(leaf, stored_shape[0])
         return
     for offset, x in stored_parts(leaf.value):
         for span, shard in _spans(x):
-            if not shard.numel():
-                continue
-            if any(offset):
-                bounds = zip(span.block, offset, strict=True)
-                block = tuple([(start + origin, stop + origin) for (start, stop), origin in bounds])
-                span = Span(block, span.start, span.stop)
-            memory = shard.detach()
-            if not memory.is_contiguous():
-                memory = torch.empty_like(memory, memory_format=torch.contiguous_format)
-                finish.append(partial(shard.detach().copy_, memory))
-            yield Target(leaf.name, span, memory.view(-1))
+            if shard.numel():
+                yield _shard_read(leaf.name, span.moved(offset), shard.detach())
 
 
-def _summand_targets(
-    leaf: NamedLeaf, count: int, finish: list[Callable[[], object]]
-) -> Iterator[Target]:
-    """Yield the ranges of all summands of an array, of which the first device gets the total."""
+def _shard_read(name: str, span: Span, shard: Tensor) -> ShardRead:
+    """Return the read of one shard: by way of a contiguous copy if its elements have gaps."""
+    if shard.is_contiguous():
+        return ShardRead([Target(name, span, shard.view(-1))])
+    memory = torch.empty_like(shard, memory_format=torch.contiguous_format)
+    return ShardRead([Target(name, span, memory.view(-1))], lambda: shard.copy_(memory))
+
+
+def _summand_reads(leaf: NamedLeaf, count: int) -> Iterator[ShardRead]:
+    """Yield the reads of an unreduced array of which another number of summands is stored.
+
+    The first device reads all, and its summand is their total; those of the others are 0.
+    """
     for span, shard in _spans(leaf.value):
-        rows, (summands, *block) = torch.zeros(count, shard.numel(), dtype=shard.dtype), span.block
-        if summands[0] == 0 and shard.numel():
+        rows = torch.zeros(count, shard.numel(), dtype=shard.dtype)
+        summand, *block = span.block
+        targets: list[Target] = []
+        if summand[0] == 0 and shard.numel():
             for row in range(count):
-                yield Target(
-                    leaf.name, Span(((row, row + 1), *block), span.start, span.stop), rows[row]
-                )
-        finish.append(lambda shard=shard, rows=rows: shard.copy_(rows.sum(0).view(shard.shape)))
+                row_span = Span(((row, row + 1), *block), span.start, span.stop)
+                targets.append(Target(leaf.name, row_span, rows[row]))
+
+        def add(shard: Tensor = shard, rows: Tensor = rows) -> None:
+            shard.copy_(rows.sum(0).view(shard.shape))
+
+        yield ShardRead(targets, add)
 
 
 def _spans(x: Any) -> list[tuple[Span, Tensor]]:
-    """Return the ranges of an array that are held here."""
-    if isinstance(x, Sharded):
-        x.check()
-        devices = local_devices(x.mesh)
-        return [
-            (span_of(x.layout, x.shape, device), shard)
-            for device, shard in zip(devices, x.shards, strict=True)
-        ]
-    return [(full_span(x.shape), x)]
+    """Return the ranges of an array that are held here, and their shards."""
+    if not isinstance(x, Sharded):
+        return [(full_span(x.shape), x)]
+    x.check()
+    devices = local_devices(x.mesh)
+    pairs = zip(devices, x.shards, strict=True)
+    return [(span_of(x.layout, x.shape, device), shard) for device, shard in pairs]

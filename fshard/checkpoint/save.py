@@ -1,11 +1,16 @@
-"""Save a tree: `fs.save`. Each device writes its share of its shards to a file of its own; nothing is sent.
+"""Save a tree: `fs.save`. Each device writes its share of its shards to a file of its own.
 
-snapshot     the share of each device held here, and the index: `TreeSnapshot`
-write        data, fsync, manifest, fsync            by each device
-commit       the index aside, fsync, rename, fsync   by whichever device first sees all manifests; the others wait for it
+Nothing is sent. A save of two devices, of which `A` is the token:
 
-Each device has a lock until its save has ended, and a folder has one during a commit: another job that saves in the folder
-removes only what no process writes.
+    device 0                       device 1                       the folder is
+    A-0.safetensors, fsync         A-1.safetensors, fsync         the checkpoint before
+    A-0.json, fsync, rename        A-1.json, fsync, rename        the checkpoint before
+    all manifests are there                                       the checkpoint before
+    A-0.index, fsync
+    A-0.index -> index.json        waits for index.json           this checkpoint
+
+Whichever device first sees all manifests commits. See Note [Crash safety of a commit] and
+Note [Locks of a save].
 """
 
 from __future__ import annotations
@@ -64,17 +69,18 @@ def save(
     metrics: Mapping[str, Any] | None = None,
     timeout: float = 600,
 ) -> None:
-    """Save a tree of arrays, numbers, strings and objects with a `state_dict`, to be restored in any layout.
+    """Save a tree of arrays, numbers, strings and objects with a `state_dict`, for any layout.
 
-    Called by all processes. The folder is a checkpoint from the moment when all have written; if one fails or does not
-    arrive, all raise, and what the folder had before is unchanged.
+    Called by all processes. The folder is a checkpoint from the moment when all have written; if
+    one fails or does not arrive, all raise, and what the folder had before is unchanged.
 
     Args:
         path: a folder, which is made.
-        tree: arrays in any layouts; plain tensors, which are equal on all processes; values of JSON; objects with
-            `state_dict` and `load_state_dict`.
+        tree: arrays in any layouts; plain tensors, which are equal on all processes; values of
+            JSON; objects with `state_dict` and `load_state_dict`.
         metrics: a tree, of which the numbers are saved with it; those of device 0 if they differ.
-        timeout: seconds to wait for the other processes, and for another job that commits in the folder.
+        timeout: seconds to wait for the other processes, and for another job that commits in the
+            folder.
 
     >>> import tempfile, torch, fshard as fs
     >>> from fshard import P
@@ -85,15 +91,20 @@ def save(
     >>> fs.restore(folder)
     {'x': tensor([0., 1., 2., 3., 4., 5., 6., 7.]), 'steps': 3}
     """
+    folder = Path(path)
     token = next_token()
-    write(Path(path), snapshot(Path(path), token, tree, metrics), token, timeout)
+    content = snapshot(folder, token, tree, metrics)
+    write(folder, content, token, timeout)
 
 
 @torch.no_grad()
 def snapshot(
     folder: Path, token: str, tree: PyTree, metrics: Mapping[str, Any] | None = None
 ) -> TreeSnapshot:
-    """Return the snapshot of a tree. If that raises, a mark in the folder stops the other processes."""
+    """Return the snapshot of a tree.
+
+    If that raises, a mark in the folder stops the other processes.
+    """
     try:
         return snapshot_of(tree, metrics)
     except BaseException as error:
@@ -103,6 +114,7 @@ def snapshot(
 
 
 _counts: dict[str, Iterator[int]] = {}
+"""The numbers of saves to come, by the token of the run."""
 
 
 def run_token() -> str:
@@ -114,44 +126,62 @@ def run_token() -> str:
 
 
 def next_token() -> str:
-    """Return a name for the files of the next save, which no other save has: the same on all processes."""
+    """Return a name for the files of the next save, which no other save has.
+
+    It is the same on all processes.
+    """
     scope = here()
     if scope is not None and scope.mesh.runtime == "virtual":
         number = torch.tensor([int(secrets.token_hex(7), 16)])
         return f"{int(broadcast(number, tuple(scope.axes))):014x}"
     run = run_token()
-    return f"{run}{next(_counts.setdefault(run, count())):x}" if run else secrets.token_hex(7)
+    if not run:
+        return secrets.token_hex(7)
+    # Processes call `save` alike, so they count alike, without sending anything.
+    number = next(_counts.setdefault(run, count()))
+    return f"{run}{number:x}"
 
 
 def write(folder: Path, tree: TreeSnapshot, token: str, timeout: float) -> None:
     """Write the shares of the devices held here, and wait until the checkpoint is complete."""
-    device, failure = min(tree.shares), None
+    device = min(tree.shares)
+    failure: BaseException | None = None
     with ExitStack() as locks:
         try:
             check_not_committing(folder)
-            with named_errors(f"{folder} cannot be made"):
-                make_folder(folder)
-                if (index := folder / INDEX).is_file() and not index.read_bytes().startswith(
-                    b'{"xxh3":'
-                ):
-                    raise CheckpointError(
-                        f"{index} must be that of a checkpoint, or absent. Save elsewhere."
-                    )
+            _make_checkpoint_folder(folder)
             for writer in tree.shares:
                 with named_errors(f"{folder}: device {writer} cannot write"):
                     _write_share(folder, tree, writer, token, locks)
         except BaseException as error:
             failure = error
-            with suppress(OSError):
-                for name in [f"{token}-{writer}" for writer in tree.shares]:  # to free a full disk
-                    if not (folder / f"{name}.json").exists():
-                        disk.unlink(folder / f"{name}.safetensors")
+            _remove_incomplete(folder, tree, token)
             _mark_failed(folder, token, device, error)
-        meet()
+        meet()  # also if this device has failed: the others of a virtual mesh wait for it here
         if failure is not None:
             raise failure
         with named_errors(f"{folder} cannot be committed"):
             _commit(folder, tree.index, token, device, timeout)
+
+
+def _make_checkpoint_folder(folder: Path) -> None:
+    """Make a folder; raise if it has an index that `fs.save` has not written, which stays."""
+    with named_errors(f"{folder} cannot be made"):
+        make_folder(folder)
+        index = folder / INDEX
+        if index.is_file() and not index.read_bytes().startswith(b'{"xxh3":'):
+            raise CheckpointError(
+                f"{index} must be that of a checkpoint, or absent. Save elsewhere."
+            )
+
+
+def _remove_incomplete(folder: Path, tree: TreeSnapshot, token: str) -> None:
+    """Remove the data of devices that have no manifest, so that a full disk is free again."""
+    with suppress(OSError):
+        for writer in tree.shares:
+            name = f"{token}-{writer}"
+            if not (folder / f"{name}.json").exists():
+                disk.unlink(folder / f"{name}.safetensors")
 
 
 def _mark_failed(folder: Path, token: str, device: int, error: BaseException | str) -> None:
@@ -180,18 +210,27 @@ def _write_share(
     lock = Lock.take(folder / f"{token}-{device}.lock")
     if lock is not None:  # no other save has a file of this name
         locks.callback(lock.release)
-    arrays, ranges = tree.index.arrays, tree.shares[device]
-    header = header_of((arrays[x.array].data_name, arrays[x.array].dtype, x.shape) for x in ranges)
+
+    arrays = tree.index.arrays
+    ranges = tree.shares[device]
+    tensors: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+    for x in ranges:
+        entry = arrays[x.array]
+        tensors.append((entry.data_name, entry.dtype, x.shape))
+    header = header_of(tensors)
+
     file = DigestWriter(folder / f"{token}-{device}.safetensors")
     locks.callback(file.release)
     file.write(header)
-    for values in (x.values for x in ranges):
-        if values.device.type == "cpu":
-            file.write(bytes_of(values))
+    for x in ranges:
+        if x.values.device.type == "cpu":
+            file.write(bytes_of(x.values))
             continue
-        for chunk in values.split(max(1, _STEP // values.itemsize)):
+        # A name would keep the copy of one chunk while the next one is made.
+        for chunk in x.values.split(max(1, _STEP // x.values.itemsize)):
             file.write(bytes_of(chunk.cpu()))
     file.close()
+
     manifest = {
         "device": device,
         "size": file.size,
@@ -204,47 +243,79 @@ def _write_share(
     write_file(folder / f"{token}-{device}.json", sealed(as_text(manifest)))
 
 
+# Note [Crash safety of a commit]
+# A folder is a checkpoint by its index alone, and `rename` replaces that in one step. So a crash at
+# any moment leaves the old checkpoint or the new one, if what an index names is on the disk before
+# the index is there, and what the old index names is removed after that:
+#
+#     1. bytes of data and manifests are fsynced by their writers
+#     2. the folder is fsynced: with the names of these files
+#     3. the new index is written aside and fsynced, renamed, and the folder is fsynced
+#     4. files of earlier saves are removed
+#
+# A device that fails leaves a mark. The one that commits looks for marks once more when it has the
+# lock of the folder: a device that has marked the save does not wait any more, and has raised.
+
+
+# Note [Locks of a save]
+# Several jobs may save in one folder. A save has a lock for each of its devices until it ends, and
+# a commit has the lock of the folder. So the job that commits removes only files of saves of which
+# no process has a lock: see `ended_saves`. Where a file system has no locks, the files of a save in
+# progress can be removed; then `_validate_files` raises, before the commit or after it.
+
+
 def _commit(folder: Path, index: Index, token: str, device: int, timeout: float) -> None:
     """Write the index as soon as all manifests are there, or wait for the device that does."""
-    manifests = {f"{token}-{writer}.json": writer for writer in range(index.devices)}
-    check, end = time.monotonic() + 1, time.monotonic() + timeout
-    while True:
-        names = {*os.listdir(folder)}
-        _check_marks(folder, token, names)
-        missing = [writer for name, writer in manifests.items() if name not in names]
-        if not missing:
-            break
-        if hasattr(sys, "last_value") and not threading.main_thread().is_alive():
-            raise CheckpointError(
-                f"{folder} is not saved: this process ended by an error before all had written."
-            )
-        reason = ""
-        if time.monotonic() > end:
-            reason = (
-                f"after {timeout} s there is no manifest of devices {', '.join(map(str, missing))}."
-            )
-        elif time.monotonic() > check:
-            check = time.monotonic() + 1
-            ended = [
-                str(writer)
-                for writer in missing
-                if _has_ended(folder, index, token, writer, device)
-            ]
-            reason = f"the processes of devices {', '.join(ended)} have ended." if ended else ""
-        if reason:
-            _mark_failed(folder, token, device, reason)  # so that those do not commit it later
-            raise CheckpointError(f"{folder} is not saved: {reason}")
-        time.sleep(PAUSE)
+    deadline = time.monotonic() + timeout
+    _wait_for_manifests(folder, index, token, device, timeout)
     try:
-        with locked_folder(folder, end - time.monotonic()):
+        with locked_folder(folder, deadline - time.monotonic()):
             if not _is_committed(folder, token):
-                _check_marks(folder, token, os.listdir(folder))  # a device may not wait any more
+                _check_marks(folder, token, os.listdir(folder))
                 _write_index(folder, index, token, device)
             _validate_files(folder, token, index, {INDEX})
     except FolderLockedError as error:
         if not _is_committed(folder, token):
             _mark_failed(folder, token, device, error)
             raise CheckpointError(f"{folder} is not saved after {timeout} s: {error}") from error
+
+
+def _wait_for_manifests(
+    folder: Path, index: Index, token: str, device: int, timeout: float
+) -> None:
+    """Wait until all devices have written; raise if one has failed, has ended, or is late."""
+    manifests = {f"{token}-{writer}.json": writer for writer in range(index.devices)}
+    deadline = time.monotonic() + timeout
+    next_look = time.monotonic() + 1
+    while True:
+        names = {*os.listdir(folder)}
+        _check_marks(folder, token, names)
+        missing = [writer for name, writer in manifests.items() if name not in names]
+        if not missing:
+            return
+        # A thread that writes in the background must not keep a process that an error has ended.
+        if hasattr(sys, "last_value") and not threading.main_thread().is_alive():
+            raise CheckpointError(
+                f"{folder} is not saved: this process ended by an error before all had written."
+            )
+
+        reason = ""
+        if time.monotonic() > deadline:
+            devices = ", ".join(map(str, missing))
+            reason = f"after {timeout} s there is no manifest of devices {devices}."
+        elif time.monotonic() > next_look:
+            next_look = time.monotonic() + 1
+            ended: list[str] = []
+            for writer in missing:
+                if _has_ended(folder, index, token, writer, device):
+                    ended.append(str(writer))
+            if ended:
+                reason = f"the processes of devices {', '.join(ended)} have ended."
+        if reason:
+            # Else a device that arrives later would commit what this one reports as not saved.
+            _mark_failed(folder, token, device, reason)
+            raise CheckpointError(f"{folder} is not saved: {reason}")
+        time.sleep(PAUSE)
 
 
 def _is_committed(folder: Path, token: str) -> bool:
@@ -262,58 +333,54 @@ def _check_marks(folder: Path, token: str, names: Iterable[str]) -> None:
 
 
 def _has_ended(folder: Path, index: Index, token: str, writer: int, device: int) -> bool:
-    """Return True if the process of a writer has ended: its link is closed, or its lock free, where locks work."""
-    lock, own_lock = (folder / f"{token}-{number}.lock" for number in (writer, device))
-    is_unlocked = lock.exists() and not is_locked(lock) and is_locked(own_lock)
-    is_process = dist.is_initialized() and index.devices == dist.get_world_size()
-    return is_unlocked or (is_process and has_ended(writer))
+    """Return True if the process of a writer has ended: its link is closed, or its lock is free."""
+    if dist.is_initialized() and index.devices == dist.get_world_size() and has_ended(writer):
+        return True
+    lock = folder / f"{token}-{writer}.lock"
+    own_lock = folder / f"{token}-{device}.lock"
+    # A lock that this process has shows that the file system has locks.
+    return lock.exists() and not is_locked(lock) and is_locked(own_lock)
 
 
 def _validate_files(folder: Path, token: str, index: Index, names: set[str]) -> None:
-    files = {
-        f"{token}-{device}.{kind}"
-        for device in range(index.devices)
-        for kind in ("safetensors", "json")
-    }
-    if missing := sorted((files | names) - {*os.listdir(folder)}):
+    """Raise if a file of this save, or one of `names`, is gone: see Note [Locks of a save]."""
+    expected = set(names)
+    for device in range(index.devices):
+        expected |= {f"{token}-{device}.safetensors", f"{token}-{device}.json"}
+    missing = sorted(expected - {*os.listdir(folder)})
+    if missing:
         raise CheckpointError(
             f"{folder} is not saved: another job uses it, and has removed {', '.join(missing)}."
         )
 
 
 def _write_index(folder: Path, index: Index, token: str, device: int) -> None:
-    """Compare the manifests of all devices, and rename the index into its place."""
+    """Compare the manifests of all devices, and rename the index into its place.
+
+    The order of its steps is that of Note [Crash safety of a commit].
+    """
     manifests = [read_sealed(folder / f"{token}-{writer}.json") for writer in range(index.devices)]
-    text_digest = digest(index.text.encode())
-    if unequal := [str(writer) for writer, x in enumerate(manifests) if x["index"] != text_digest]:
-        raise CheckpointError(
-            f"{folder} is not saved: devices {', '.join(unequal)} have other names, shapes, layouts or values than "
-            f"device {device}. Plain tensors and values must be equal on all."
-        )
-    if differences := _differences(index, [manifest["replicas"] for manifest in manifests]):
-        raise CheckpointError(
-            f"{folder} is not saved: replicated arrays must be equal on all devices; got others of "
-            f"{'; '.join(differences[:20])}. Average or broadcast them; save random states as fs.RandomState()."
-        )
+    _validate_manifests(folder, index, manifests, device)
     _validate_files(folder, token, index, set())
-    disk.fsync_folder(folder)  # with the names of all files
-    writers = [
-        WriterFiles(
-            f"{name}.safetensors",
-            x["size"],
-            x["header"],
-            f"{name}.json",
-            digest(as_text(x).encode()),
+    disk.fsync_folder(folder)
+
+    writers: list[WriterFiles] = []
+    for writer, manifest in enumerate(manifests):
+        name = f"{token}-{writer}"
+        manifest_digest = digest(as_text(manifest).encode())
+        files = WriterFiles(
+            data=f"{name}.safetensors",
+            size=manifest["size"],
+            header=manifest["header"],
+            manifest=f"{name}.json",
+            digest=manifest_digest,
         )
-        for name, x in (
-            (f"{token}-{writer}", manifest) for writer, manifest in enumerate(manifests)
-        )
-    ]
-    aside, metrics = folder / f"{token}-{device}.index", manifests[0]["metrics"]
-    write_file(
-        aside,
-        sealed(f'{index.text[:-1]},"metrics":{as_text(metrics)},"writers":{as_text(writers)}}}'),
-    )
+        writers.append(files)
+    metrics = as_text(manifests[0]["metrics"])
+    text = f'{index.text[:-1]},"metrics":{metrics},"writers":{as_text(writers)}}}'
+
+    aside = folder / f"{token}-{device}.index"
+    write_file(aside, sealed(text))
     disk.rename(aside, folder / INDEX)
     disk.fsync_folder(folder)
     with suppress(OSError):  # the next save removes them
@@ -322,21 +389,44 @@ def _write_index(folder: Path, index: Index, token: str, device: int) -> None:
                 disk.unlink(folder / name)
 
 
+def _validate_manifests(folder: Path, index: Index, manifests: Sequence[Any], device: int) -> None:
+    """Raise if devices have other indices, or other replicas, than each other."""
+    text_digest = digest(index.text.encode())
+    unequal: list[str] = []
+    for writer, manifest in enumerate(manifests):
+        if manifest["index"] != text_digest:
+            unequal.append(str(writer))
+    if unequal:
+        raise CheckpointError(
+            f"{folder} is not saved: devices {', '.join(unequal)} have other names, shapes, "
+            f"layouts or values than device {device}. "
+            "Plain tensors and values must be equal on all."
+        )
+    differences = _differences(index, [manifest["replicas"] for manifest in manifests])
+    if differences:
+        raise CheckpointError(
+            f"{folder} is not saved: replicated arrays must be equal on all devices; got others of "
+            f"{'; '.join(differences[:20])}. Average or broadcast them; save random states as "
+            "fs.RandomState()."
+        )
+
+
 def _differences(index: Index, replicas: Sequence[Sequence[str]]) -> list[str]:
-    """Return the arrays whose shards differ between devices that have the same one, by their digests, and these devices."""
-    texts = list[str]()
-    for number, entry in enumerate(
-        index.arrays if any(row != replicas[0] for row in replicas) else ()
-    ):
-        firsts, unequal = dict[int, int](), defaultdict[int, list[int]](list)
-        for device, row in enumerate(replicas if entry.replicas > 1 else ()):
+    """Return the arrays whose replicas differ, by their digests, and the devices of these."""
+    if all(row == replicas[0] for row in replicas):
+        return []  # so it is if arrays are replicated over all devices, or over none
+    texts: list[str] = []
+    for number, entry in enumerate(index.arrays):
+        if entry.replicas == 1:
+            continue
+        firsts: dict[int, int] = {}  # the first device of each shard
+        unequal: dict[int, list[int]] = defaultdict(list)
+        for device, row in enumerate(replicas):
             first = firsts.setdefault(entry.shard_number(device), device)
             if row[number] != replicas[first][number]:
                 unequal[first].append(device)
-        texts += [
-            f"{entry.name} on devices {', '.join(map(str, [first, *row]))}"
-            for first, row in unequal.items()
-        ]
+        for first, devices in unequal.items():
+            texts.append(f"{entry.name} on devices {', '.join(map(str, [first, *devices]))}")
     return texts
 
 
@@ -345,5 +435,9 @@ def ended_saves(folder: Path) -> list[str]:
     files = [name for name in sorted(os.listdir(folder)) if _SAVE_FILE.fullmatch(name)]
     # Locks are listed after the files: a lock is made before the files of its save.
     locks = [name for name in os.listdir(folder) if name.endswith(".lock")]
-    locked = {name.partition("-")[0] for name in locks if is_locked(folder / name)}
-    return [name for name in files if name.partition("-")[0] not in locked]
+    locked_tokens = {_token_of(name) for name in locks if is_locked(folder / name)}
+    return [name for name in files if _token_of(name) not in locked_tokens]
+
+
+def _token_of(name: str) -> str:
+    return name.partition("-")[0]

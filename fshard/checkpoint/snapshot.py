@@ -1,4 +1,14 @@
-"""`TreeSnapshot`: the share that each device writes of a tree, and the index, which all devices compute alike."""
+"""`TreeSnapshot`: the share of a tree that each device writes, and the index of the tree.
+
+All devices compute the index alike. Here an array of 8 elements is sharded over data=2 and
+replicated over model=2, so each device writes 2 elements of its shard:
+
+    device    shard            written
+    0         [0 1 2 3]        [0 1]
+    1         [0 1 2 3]            [2 3]
+    2         [4 5 6 7]        [4 5]
+    3         [4 5 6 7]            [6 7]
+"""
 
 from __future__ import annotations
 
@@ -45,10 +55,14 @@ class WrittenRange(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeSnapshot:
-    """The ranges that the devices held here are to write, in the order of their files.
+    """The ranges that the devices held here are to write.
 
-    `replicas`: by device the digest of its shard of each array, "" of those that no other device has. `wait` returns when
-    the values are there.
+    Args:
+        index: of the tree.
+        shares: the ranges by device, in the order of its file.
+        replicas: by device the digest of its shard of each array, "" of those that no other device
+            has.
+        wait: returns when the values of the ranges are there.
     """
 
     index: Index
@@ -57,67 +71,104 @@ class TreeSnapshot:
     wait: Callable[[], object] = tuple
 
     def staged(self, staging: dict[int, Tensor]) -> TreeSnapshot:
-        """Start a copy on the host, in memory of each device that is reused by the next one; devices go on meanwhile."""
+        """Start a copy on the host, in `staging` by device, which the next copy reuses.
+
+        Devices go on meanwhile: later work on their streams does not change the copy.
+        """
         shares: dict[int, list[WrittenRange]] = {}
+        originals: list[Tensor] = []
+        copies: list[Tensor] = []
         for device, ranges in self.shares.items():
             sizes = [x.values.nbytes for x in ranges]
-            if device not in staging or len(staging[device]) < sum(sizes):
+            total = sum(sizes)
+            if device not in staging or len(staging[device]) < total:
+                # Page-locked for a GPU: a copy to other memory would wait for the device.
                 kind = "cuda" if any(x.values.is_cuda for x in ranges) else "cpu"
                 with owned_by(device):
-                    staging[device] = empty_in("host", (sum(sizes),), torch.uint8, kind)
-            buffers = zip(ranges, staging[device][: sum(sizes)].split(sizes), strict=True)
-            shares[device] = [
-                x._replace(values=buffer.view(x.values.dtype)) for x, buffer in buffers
-            ]
-        values = [
-            [x.values for ranges in tree.values() for x in ranges] for tree in (self.shares, shares)
-        ]
-        return TreeSnapshot(self.index, shares, self.replicas, start_read(*values))
+                    staging[device] = empty_in("host", (total,), torch.uint8, kind)
+
+            buffers = staging[device][:total].split(sizes)
+            shares[device] = []
+            for x, buffer in zip(ranges, buffers, strict=True):
+                copied = buffer.view(x.values.dtype)
+                originals.append(x.values)
+                copies.append(copied)
+                shares[device].append(x._replace(values=copied))
+        return TreeSnapshot(self.index, shares, self.replicas, start_read(originals, copies))
 
 
 def snapshot_of(tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeSnapshot:
     """Return the ranges that the devices held here write, and the index of the tree."""
     with limited_depth():
-        leaves = [*_with_states(leaves_of(opened(tree)[0]))]
+        tree, _ = opened(tree)
+        leaves = [*_with_states(leaves_of(tree))]
     validate_unique(leaves, "save")
     validate_storable(leaves)
+
     arrays = [leaf for leaf in leaves if is_array(leaf.value)]
-    size, devices = _writers([x for leaf in arrays for _, x in stored_parts(leaf.value)])
-    firsts, ties = dict[Any, NamedLeaf](), dict[str, tuple[TreePath, str]]()
+    values = [(leaf.path, leaf.value) for leaf in leaves if not is_array(leaf.value)]
+    firsts: dict[Any, NamedLeaf] = {}
+    ties: dict[str, tuple[TreePath, str]] = {}
+    stored: list[tuple[NamedLeaf, tuple[int, ...], Any]] = []
     for leaf in arrays:
         first = firsts.setdefault(tie_key(leaf.value), leaf)
         if leaf.name != first.name:
             ties[leaf.name] = leaf.path, first.name
-    entries, tensors = list[ArrayEntry](), list[Any]()
-    plain = Layout(Mesh((("device", size),), "abstract", "meta"))
-    for leaf in firsts.values():
-        for offset, x in stored_parts(leaf.value):
-            layout, full = (
-                storable(x.layout) if isinstance(x, Sharded) else plain,
-                tuple(leaf.value.shape),
-            )
-            entries.append(
-                ArrayEntry(leaf.name, leaf.path, tuple(x.shape), x.dtype, layout, offset, full)
-            )
-            tensors.append(x)
-    values = [(leaf.path, leaf.value) for leaf in leaves if not is_array(leaf.value)]
-    numbers = {
-        x.name: float(x.value) for x in leaves_of(dict(metrics or {})) if _is_number(x.value)
-    }
-    index = Index(size, entries, [*ties.values()], values, numbers)
+        if leaf is first:
+            stored.extend([(leaf, offset, x) for offset, x in stored_parts(leaf.value)])
+
+    tensors = [x for _, _, x in stored]
+    size, devices = _writers(tensors)
+    entries = _entries(stored, size)
+    index = Index(size, entries, [*ties.values()], values, _numbers(metrics))
     shares = {device: [*_share(index, tensors, device)] for device in devices}
-    pairs, digests = [*zip(entries, tensors, strict=True)], dict[int, list[str]]()
+    return TreeSnapshot(index, shares, _replica_digests(entries, tensors, devices))
+
+
+def _entries(
+    stored: Sequence[tuple[NamedLeaf, tuple[int, ...], Any]], size: int
+) -> list[ArrayEntry]:
+    """Return the entries of arrays that are stored: leaf, offset in it, and array."""
+    # A plain tensor is equal on all devices, so it is stored as one that is replicated over them.
+    replicated = Layout(Mesh((("device", size),), "abstract", "meta"))
+    entries: list[ArrayEntry] = []
+    for leaf, offset, x in stored:
+        layout = storable(x.layout) if isinstance(x, Sharded) else replicated
+        shape = tuple(x.shape)
+        full_shape = tuple(leaf.value.shape)
+        entry = ArrayEntry(leaf.name, leaf.path, shape, x.dtype, layout, offset, full_shape)
+        entries.append(entry)
+    return entries
+
+
+def _replica_digests(
+    entries: Sequence[ArrayEntry], tensors: Sequence[Any], devices: Sequence[int]
+) -> dict[int, list[str]]:
+    """Return by device the digest of its shard of each array, "" of those that no other device has.
+
+    They are compared at the commit: a replica writes a part of the shard alone, so what differs
+    elsewhere in it would be lost in silence.
+    """
+    is_replicated = [entry.replicas > 1 for entry in entries]
+    digests: dict[int, list[str]] = {}
     for device in devices:
-        digests[device] = [
-            digest_of(_shard(x, device)) if entry.replicas > 1 else "" for entry, x in pairs
-        ]
-    return TreeSnapshot(index, shares, digests)
+        row: list[str] = []
+        for x, is_digested in zip(tensors, is_replicated, strict=True):
+            row.append(digest_of(_shard(x, device)) if is_digested else "")
+        digests[device] = row
+    return digests
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) or (
-        isinstance(x, Tensor) and x.ndim == 0 and not x.is_complex()
-    )
+def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the numbers of a tree of metrics by name."""
+    numbers: dict[str, float] = {}
+    for leaf in leaves_of(dict(metrics or {})):
+        x = leaf.value
+        is_number = isinstance(x, int | float)
+        is_real_scalar = isinstance(x, Tensor) and x.ndim == 0 and not x.is_complex()
+        if is_number or is_real_scalar:
+            numbers[leaf.name] = float(x)
+    return numbers
 
 
 def _with_states(leaves: Iterable[NamedLeaf]) -> Iterator[NamedLeaf]:
@@ -131,48 +182,61 @@ def _with_states(leaves: Iterable[NamedLeaf]) -> Iterator[NamedLeaf]:
 
 
 def _writers(arrays: Sequence[Any]) -> tuple[int, Sequence[int]]:
-    """Return the number of devices that write, and those held here; raise if arrays are on different devices."""
+    """Return the number of devices that write, and those held here.
+
+    Raises if arrays are on different devices.
+    """
+    meshes: dict[Mesh, None] = {}  # a set in order
     for x in arrays:
         if isinstance(x, Sharded):
             x.check()
-    meshes = [*dict.fromkeys(x.mesh for x in arrays if isinstance(x, Sharded))]
-    if len({(mesh.root_size, mesh.runtime) for mesh in meshes}) > 1 or any(
-        m.runtime == "abstract" for m in meshes
-    ):
+            meshes[x.mesh] = None
+
+    has_values = all(mesh.runtime != "abstract" for mesh in meshes)
+    if len({(mesh.root_size, mesh.runtime) for mesh in meshes}) > 1 or not has_values:
         names = ", ".join(map(str, meshes))
         raise CheckpointError(
             f"save: all arrays must be on the same devices, which have values; got {names}."
         )
-    if meshes:
-        size = meshes[0].root_size
-        return size, range(size) if is_outside(meshes[0]) else [device_of(meshes[0])]
-    _, size, device = calling_device()
-    return size, [device]
+    if not meshes:
+        _, size, device = calling_device()
+        return size, [device]
+    mesh = next(iter(meshes))  # any of them: they have the same devices
+    size = mesh.root_size
+    return size, range(size) if is_outside(mesh) else [device_of(mesh)]
 
 
 def calling_device() -> tuple[Runtime | None, int, int]:
-    """Return the runtime, the number of all devices and that of the caller; None, 1, 0 for a process without others."""
-    if (scope := here()) is not None:
+    """Return the runtime, the number of all devices and that of the caller.
+
+    It is (None, 1, 0) for a process without others.
+    """
+    scope = here()
+    if scope is not None:
         return scope.mesh.runtime, scope.mesh.root_size, scope.device
-    return ("process", process_count(), process_index()) if dist.is_initialized() else (None, 1, 0)
+    if dist.is_initialized():
+        return "process", process_count(), process_index()
+    return None, 1, 0
 
 
 def _share(index: Index, tensors: Sequence[Any], device: int) -> Iterator[WrittenRange]:
     """Yield the ranges that a device writes."""
     column = index.division.column(device)
     for number in index.division.order.tolist():
-        start, stop = column.starts[number], column.stops[number]
+        start = column.starts[number]
+        stop = column.stops[number]
         if start == stop:
             continue
-        shard, first = (
-            _shard(tensors[number], device).detach().resolve_conj().resolve_neg(),
-            column.firsts[number],
-        )
-        shape = tuple(shard.shape) if stop - start == shard.numel() else (stop - start,)
+        # The bits that are stored: torch conjugates and negates some views only when they are read.
+        shard = _shard(tensors[number], device).detach().resolve_conj().resolve_neg()
+        first = column.firsts[number]
+        is_full = stop - start == shard.numel()
+        shape = tuple(shard.shape) if is_full else (stop - start,)
         yield WrittenRange(number, shape, shard.reshape(-1)[start - first : stop - first])
 
 
 def _shard(x: Any, device: int) -> Tensor:
+    """Return the shard of a device, by its number on the full mesh; a plain tensor is the shard."""
     if not isinstance(x, Sharded):
         return x
     return x.shards[x.mesh.local_index(device)] if is_outside(x.mesh) else x.shards[0]

@@ -1,14 +1,17 @@
-"""Sources of arrays: fshard's own folders, read in ranges; `foreign` has those of other formats, and opens all.
+"""Sources of arrays: folders of `fs.save`, read in ranges.
 
-A target names an array, the range of one of its blocks, and the memory for it. A source reads each block of a file once,
-verifies it, and copies what each target needs of it.
+`foreign` has the sources of other formats, and opens all.
+
+    target        of array w: a range of one of its blocks, and the memory for it
+    read ranges   of file A-0: bytes 0 to 96;   of file A-1: bytes 0 to 32
+    blocks        each is read once: verified, and copied from into all targets that need some of it
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from fshard.checkpoint.copying import Span, copy
 from fshard.checkpoint.files import BLOCK, BlockReader
-from fshard.checkpoint.index import INDEX, Index, read_index, read_manifest
+from fshard.checkpoint.index import INDEX, Index, WriterFiles, read_index, read_manifest
 from fshard.checkpoint.names import TreePath, name_of
 from fshard.errors import CheckpointError
 
@@ -47,7 +50,8 @@ class Target(NamedTuple):
 class Source:
     """Arrays and values by name, in a file or folder.
 
-    `ties`: arrays that are the same as another, and its name. `partial`: patterns of what it has of a model; None: all.
+    `ties`: arrays that are the same as another, and the name of that one.
+    `partial`: patterns of the leaves of a model that it has; None: all.
     """
 
     arrays: Mapping[str, StoredArray]
@@ -58,7 +62,10 @@ class Source:
     @property
     def paths(self) -> dict[str, TreePath]:
         """The paths of all arrays and values."""
-        return {name: path for name, (path, *_) in [*self.arrays.items(), *self.values.items()]}
+        paths = {name: array.path for name, array in self.arrays.items()}
+        for name, (path, _) in self.values.items():
+            paths[name] = path
+        return paths
 
     def check(self) -> None:
         """Raise if what is to be read is not complete."""
@@ -70,7 +77,14 @@ class Source:
 
 @dataclass(frozen=True)
 class ReadRange:
-    """A range of a file that a target needs some of: of an array's block, from one byte after the header on."""
+    """A range of a file that a target needs some of.
+
+    Args:
+        byte: where it begins after the header.
+        dtype: of its elements.
+        span: the range of an array's block that it has.
+        target: which needs some of it.
+    """
 
     byte: int
     dtype: torch.dtype
@@ -86,22 +100,25 @@ class SavedFolder(Source):
     """A folder that `fs.save` has written."""
 
     def __init__(self, folder: Path, index: Index | None = None) -> None:
-        self.folder, self.index = folder, index or read_index(folder)
-        self._entries: dict[str, list[int]] = defaultdict(list)
+        self.folder = folder
+        self.index = index or read_index(folder)
+
+        arrays: dict[str, StoredArray] = {}
+        ties: dict[str, str] = {}
+        self._entries: dict[str, list[int]] = defaultdict(list)  # several for a fused weight
         for number, entry in enumerate(self.index.arrays):
             self._entries[entry.name].append(number)
-        arrays = {
-            entry.name: StoredArray(entry.path, entry.full_shape, entry.dtype)
-            for entry in self.index.arrays
-        }
-        self.arrays = arrays | {
-            name_of(path): arrays[first]._replace(path=path) for path, first in self.index.ties
-        }
+            arrays[entry.name] = StoredArray(entry.path, entry.full_shape, entry.dtype)
+        for path, first in self.index.ties:
+            name = name_of(path)
+            arrays[name] = arrays[first]._replace(path=path)
+            ties[name] = first
+        self.arrays = arrays
+        self.ties = ties
         self.values = {name_of(path): (path, value) for path, value in self.index.values}
-        self.ties = {name_of(path): first for path, first in self.index.ties}
 
     def check(self) -> None:
-        errors = list[str]()
+        errors: list[str] = []
         for writer in self.index.writers:
             path = self.folder / writer.data
             size = path.stat().st_size if path.is_file() else "no such file"
@@ -125,63 +142,89 @@ class SavedFolder(Source):
         return files
 
     def read(self, targets: Sequence[Target]) -> None:
-        files = self.ranges(targets)
-        for copies in (False, True):
-            with ThreadPoolExecutor(THREADS) as pool:
-                futures = [
-                    pool.submit(self._read_file, *file, copies) for file in sorted(files.items())
-                ]
-            if errors := [error for future in futures if (error := future.exception())]:
-                raise CheckpointError("\n".join(map(str, errors))) from errors[0]
+        files = sorted(self.ranges(targets).items())
+        # All files are verified before a target is written: a training state that is in use must
+        # not be half of another one.
+        self._for_each_file(self._verify, files)
+        self._for_each_file(self._copy, files)
 
-    @torch.no_grad()
-    def _read_file(self, device: int, ranges: Sequence[ReadRange], copies: bool) -> None:
-        """Verify, or copy, what targets need of the file of one writer."""
+    def _for_each_file(
+        self,
+        act: Callable[[int, Sequence[ReadRange]], None],
+        files: Sequence[tuple[int, Sequence[ReadRange]]],
+    ) -> None:
+        """Read files in threads; raise the errors of all as one."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            futures = [pool.submit(act, device, ranges) for device, ranges in files]
+        errors: list[BaseException] = []
+        for future in futures:
+            error = future.exception()
+            if error is not None:
+                errors.append(error)
+        if errors:
+            raise CheckpointError("\n".join(map(str, errors))) from errors[0]
+
+    def _verify(self, device: int, ranges: Sequence[ReadRange]) -> None:
+        """Verify the blocks that targets need of the file of one writer."""
         writer = self.index.writers[device]
-        by_block: dict[int, list[ReadRange]] = defaultdict(list)
+        blocks = self._blocks(writer, ranges)
+        with closing(self._reader(writer)) as reader:
+            for number in sorted(blocks):
+                reader.verify(number)
+
+    def _copy(self, device: int, ranges: Sequence[ReadRange]) -> None:
+        """Copy the elements that targets need of the file of one writer."""
+        writer = self.index.writers[device]
+        blocks = self._blocks(writer, ranges)
+        with closing(self._reader(writer)) as reader:
+            for number in sorted(blocks):
+                block = reader.block(number)
+                for needed in blocks[number]:
+                    _copy_from(block, number * BLOCK - writer.header, needed)
+
+    def _blocks(
+        self, writer: WriterFiles, ranges: Sequence[ReadRange]
+    ) -> dict[int, list[ReadRange]]:
+        """Return the ranges by the number of each block that has some of them."""
+        blocks: dict[int, list[ReadRange]] = defaultdict(list)
         for needed in ranges:
             begin = writer.header + needed.byte
             end = begin + needed.size
             if end > writer.size:
                 raise CheckpointError(f"{self.folder / writer.data} has no bytes {begin} to {end}.")
             for number in range(begin // BLOCK, (end - 1) // BLOCK + 1):
-                by_block[number].append(needed)
-        reader = BlockReader(
-            self.folder / writer.data, writer.size, read_manifest(self.folder, writer)
-        )
-        with closing(reader):
-            for number in sorted(by_block):
-                if not copies:
-                    reader.verify(number)
-                    continue
-                block = reader.block(number)
-                for needed in by_block[number]:
-                    _copy_from(block, number * BLOCK - writer.header, needed)
+                blocks[number].append(needed)
+        return blocks
+
+    def _reader(self, writer: WriterFiles) -> BlockReader:
+        digests = read_manifest(self.folder, writer)
+        return BlockReader(self.folder / writer.data, writer.size, digests)
 
 
 def _copy_from(block: memoryview, begin: int, needed: ReadRange) -> None:
-    """Copy what a block of a file, from a byte after the header on, has of a range."""
-    byte, itemsize, target = needed.byte, needed.dtype.itemsize, needed.target
-    start = max(0, (begin - byte) // itemsize)
-    stop = min(needed.size // itemsize, (begin + len(block) - byte) // itemsize)
-    offset = byte + start * itemsize - begin
+    """Copy the elements that a block of a file, from a byte after the header on, has of a range."""
+    itemsize = needed.dtype.itemsize
+    # No element is in two blocks: headers, and the ranges before of larger dtypes, keep it aligned.
+    start = max(0, (begin - needed.byte) // itemsize)
+    stop = min(needed.size, begin + len(block) - needed.byte) // itemsize
+    offset = needed.byte + start * itemsize - begin
     values = torch.frombuffer(block, dtype=needed.dtype, count=stop - start, offset=offset)
-    copy(
-        needed.span.clip(needed.span.start + start, needed.span.start + stop),
-        values,
-        target.span,
-        target.memory,
-    )
+
+    span = needed.span.clip(needed.span.start + start, needed.span.start + stop)
+    copy(span, values, needed.target.span, needed.target.memory)
 
 
 def explain_absence(path: Path) -> str:
     """Describe a path that is no checkpoint, for messages."""
     if not path.exists():
         folder = next(parent for parent in path.parents if parent.exists())
-        return f"it does not exist; {folder} has {', '.join(sorted(os.listdir(folder))[:8]) or 'nothing'}"
+        shown = ", ".join(sorted(os.listdir(folder))[:8])
+        return f"it does not exist; {folder} has {shown or 'nothing'}"
     if path.is_file():
         return "it is a file"
+
     names = sorted(os.listdir(path))
-    if steps := [name for name in names if (path / name / INDEX).is_file()]:
+    steps = [name for name in names if (path / name / INDEX).is_file()]
+    if steps:
         return f"it has the checkpoints {', '.join(steps[:8])}"
     return f"it has no {INDEX}, but {', '.join(names[:8]) or 'nothing'}"

@@ -1,7 +1,10 @@
-"""Write parameters as files of other libraries: `fs.export`. A tree is saved beside the target, and then converted.
+"""Write parameters as files of other libraries: `fs.export`.
 
-export     all processes save the tree, of LoRA under other names; the first converts it, the others wait
-convert    from any source: one array at a time, written aside, fsynced and renamed
+A tree is saved beside the target, and then converted:
+
+    export     all processes save the tree, of LoRA under other names; the first converts it, the
+               others wait
+    convert    from any source: one array at a time, written aside, fsynced and renamed
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +30,7 @@ from torch import Tensor, UntypedStorage, nn
 from fshard.checkpoint.copying import full_span
 from fshard.checkpoint.files import DTYPES, bytes_of, disk, make_folder, named_errors
 from fshard.checkpoint.foreign.formats import PEFT, PEFT_CONFIG, SAFETENSORS
-from fshard.checkpoint.names import build, leaves_of, name_of, opened
+from fshard.checkpoint.names import TreePath, build, leaves_of, name_of, opened
 from fshard.checkpoint.save import next_token, snapshot, write
 from fshard.checkpoint.snapshot import calling_device
 from fshard.checkpoint.source import SavedFolder, Source, Target
@@ -43,9 +45,10 @@ from fshard.transforms.options import integer, one_of
 
 Format = Literal["hf", "dcp", "torch", "safetensors", "peft"]
 Merge = tuple[LowRank, str, str]
-"""A layer whose difference is added to its weight, and the names of both factors of the difference."""
+"""A layer whose difference is added to its weight, and the names of both factors of it."""
 _GROUP = 4 << 20
-"""Bytes of small arrays that are loaded at a time."""
+"""Bytes of small arrays that are loaded at a time: a source verifies a block of a file, of as many
+bytes, at each read."""
 
 
 @torch.no_grad()
@@ -59,17 +62,22 @@ def export(
     shard_size: int = 5 * 10**9,
     timeout: float = 600,
 ) -> None:
-    """Write arrays in any layouts as a file or folder that other libraries read. Called by all processes.
+    """Write arrays in any layouts as a file or folder that other libraries read.
 
-    Meanwhile the disk has two more copies of them beside the target, for "hf" one and a file.
+    Called by all processes. Meanwhile the disk has two more copies of the arrays beside the target,
+    for "hf" one and a file.
 
     Args:
-        path: a file ("torch", "safetensors"), which is replaced; else a folder, which must be new or empty.
+        path: a file ("torch", "safetensors"), which is replaced; else a folder, which must be new
+            or empty.
         params: a tree of arrays; for "torch" and "dcp" with numbers and strings too.
-        to: "hf": safetensors for `from_pretrained`, tied parameters once; "dcp": torch.distributed.checkpoint; "torch":
-            torch.save; "safetensors": one file; "peft": LoRA weights alone.
-        model: of `fs.nn.lora`, with these parameters: its differences are merged into the weights; "peft" needs it.
-        config: for "hf", of the model: transformers' object or a dict, written to config.json; by default that of the module.
+        to: "hf": safetensors for `from_pretrained`, tied parameters once; "dcp":
+            torch.distributed.checkpoint; "torch": torch.save; "safetensors": one file; "peft": LoRA
+            weights alone.
+        model: of `fs.nn.lora`, with these parameters: its differences are merged into the weights;
+            "peft" needs it.
+        config: for "hf", of the model: transformers' object or a dict, written to config.json; by
+            default that of the module.
         shard_size: bytes per file, for "hf".
         timeout: seconds to wait for other processes.
 
@@ -81,56 +89,74 @@ def export(
     >>> fs.restore(path)
     {'w': tensor([0., 1., 2., 3.])}
     """
-    errors = one_of("to", to, "hf", "dcp", "torch", "safetensors", "peft") + integer(
-        "shard_size", shard_size
-    )
-    errors += ["config is for to='hf'"] if config is not None and to != "hf" else []
-    errors += (
-        ["to='peft' needs model=, the module of fs.nn.lora"]
-        if model is None and to == "peft"
-        else []
-    )
-    if errors:
-        raise ValueError(f"export: {'; '.join(errors)}.")
-    tree, merges = opened(params)[0], dict[str, Merge]()
+    _validate_options(to, model, config, shard_size)
+    tree, _ = opened(params)
+    merges: dict[str, Merge] = {}
     if model is not None:
         arrays = {leaf.name: leaf.value for leaf in leaves_of(tree)}
-        if missing := [name for name, _ in model.named_parameters() if name not in arrays]:
-            text = f"{', '.join(missing[:20])} are missing"
-            raise CheckpointError(f"export: params must be those of model; {text}.")
+        _validate_parameters(arrays, model)
         if to == "peft":
             tree, config = _adapters(arrays, model)
         else:
             tree, merges = _merged(arrays, model)
-    module = getattr(params, "module", params) if model is None else model  # of a boosted model
-    if (
-        to == "hf"
-        and config is None
-        and hasattr(module_config := getattr(module, "config", None), "save_pretrained")
-    ):
-        config = module_config
-    target, token = Path(path).absolute(), next_token()
+    if to == "hf" and config is None:
+        config = _module_config(params, model)
+
+    target = Path(path).absolute()
+    token = next_token()
     folder = target.with_name(f".{target.name}.{token}")
     tree_snapshot = snapshot(folder, token, tree)
     order = [str(key) for key in tree] if isinstance(tree, dict) else []
     content = Content(SavedFolder(folder, tree_snapshot.index), order, merges)
-    _validate_export(target, to, content)  # on all processes alike
-    is_writer, failure = calling_device()[2] == 0, None
+    _validate_export(target, to, content)  # before anything is written, on all processes alike
+
+    _, _, device = calling_device()
+    is_writer = device == 0
+    failure: Exception | None = None
     try:
         write(folder, tree_snapshot, token, timeout)
         if is_writer:
-            convert(Content(SavedFolder(folder), order, merges), target, to, config, shard_size)
+            # Read from the folder: the index now has the files.
+            written = Content(SavedFolder(folder), order, merges)
+            convert(written, target, to, config, shard_size)
     except Exception as error:
         failure = error
     try:
-        text = _wait(token, "" if failure is None else str(failure) or repr(failure), timeout)
+        failure_text = "" if failure is None else str(failure) or repr(failure)
+        first_failure = _wait(token, failure_text, timeout)
     finally:
         if is_writer:
             shutil.rmtree(folder, ignore_errors=True)
         if failure is not None:
             raise failure
-    if text:
-        raise CheckpointError(text)
+    if first_failure:
+        raise CheckpointError(first_failure)
+
+
+def _validate_options(to: Format, model: nn.Module | None, config: Any, shard_size: int) -> None:
+    errors = one_of("to", to, "hf", "dcp", "torch", "safetensors", "peft")
+    errors += integer("shard_size", shard_size)
+    if config is not None and to != "hf":
+        errors.append("config is for to='hf'")
+    if model is None and to == "peft":
+        errors.append("to='peft' needs model=, the module of fs.nn.lora")
+    if errors:
+        raise ValueError(f"export: {'; '.join(errors)}.")
+
+
+def _validate_parameters(arrays: Mapping[str, Any], model: nn.Module) -> None:
+    missing = [name for name, _ in model.named_parameters() if name not in arrays]
+    if missing:
+        raise CheckpointError(
+            f"export: params must be those of model; {', '.join(missing[:20])} are missing."
+        )
+
+
+def _module_config(params: PyTree, model: nn.Module | None) -> Any:
+    """Return the configuration of transformers that a module has; None without one."""
+    module = getattr(params, "module", params) if model is None else model  # of a boosted model
+    config = getattr(module, "config", None)
+    return config if hasattr(config, "save_pretrained") else None
 
 
 def _wait(token: str, failure: str, timeout: float) -> str:
@@ -150,7 +176,13 @@ def _wait(token: str, failure: str, timeout: float) -> str:
 
 @dataclass(frozen=True)
 class Content:
-    """The arrays of a source to write: by `order` of the first entries of their paths, and weights with their differences."""
+    """The arrays of a source to write.
+
+    Args:
+        source: of the arrays.
+        order: the first entries of their paths, in the order in which they are written.
+        merges: by name the weights to which a difference is added, whose factors are not written.
+    """
 
     source: Source
     order: Sequence[str] = ()
@@ -159,25 +191,41 @@ class Content:
     @cached_property
     def stored(self) -> dict[str, str]:
         """All names in order, each with the first name of the same array."""
-        ranks, arrays = {key: rank for rank, key in enumerate(self.order)}, self.source.arrays
-        factors = {name for _, *names in self.merges.values() for name in names}
-        firsts, result = dict[Any, str](), dict[str, str]()
-        names = [name for name in arrays if name not in factors]
-        for name in sorted(names, key=lambda name: ranks.get(name_of(arrays[name].path[:1]), 0)):
-            key = self.source.ties.get(name, name), name in self.merges and self.merges[name][0]
-            result[name] = firsts.setdefault(key, name)
-        return result
+        factors: set[str] = set()
+        for _, *merge_factors in self.merges.values():
+            factors.update(merge_factors)
+        names = [name for name in self.source.arrays if name not in factors]
+
+        firsts: dict[Any, str] = {}
+        stored: dict[str, str] = {}
+        for name in sorted(names, key=self._rank_of):
+            # Tied weights of which one alone has a difference are two arrays.
+            layer = self.merges[name][0] if name in self.merges else None
+            key = self.source.ties.get(name, name), layer
+            stored[name] = firsts.setdefault(key, name)
+        return stored
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        return {key: rank for rank, key in enumerate(self.order)}
+
+    def _rank_of(self, name: str) -> int:
+        path = self.source.arrays[name].path
+        return self._ranks.get(name_of(path[:1]), 0)
 
     @property
     def untied(self) -> list[str]:
         return [name for name, first in self.stored.items() if name == first]
 
     def size(self, name: str) -> int:
-        return prod(self.source.arrays[name].shape) * self.source.arrays[name].dtype.itemsize
+        """Return the bytes of an array."""
+        array = self.source.arrays[name]
+        return prod(array.shape) * array.dtype.itemsize
 
     def groups(self, names: Sequence[str], size: int) -> list[list[str]]:
         """Return names in groups of at most some bytes, or of one array."""
-        groups, free = list[list[str]](), 0
+        groups: list[list[str]] = []
+        free = 0
         for name in names:
             if not groups or self.size(name) > free:
                 groups.append([])
@@ -187,28 +235,32 @@ class Content:
         return groups
 
     def loaded(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Yield arrays in order, in memory."""
+        """Yield arrays in order, in memory: at a time those of one group."""
         for group in self.groups(names, _GROUP):
-            sources = {
-                x: self.source.arrays[x]
-                for name in group
-                for x in (name, *self.merges.get(name, ())[1:])
-            }
-            arrays = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in sources.items()}
-            self.source.read(
-                [Target(name, full_span(x.shape), x.view(-1)) for name, x in arrays.items()]
-            )
+            tensors = self._read(group)
             for name in group:
-                merge = self.merges.get(name)
-                if merge:
-                    yield (
-                        merge[0]
-                        .merged(arrays.pop(name), arrays[merge[1]], arrays[merge[2]])
-                        .contiguous()
-                    )
-                else:
-                    yield arrays.pop(name)
-            del arrays
+                if name not in self.merges:
+                    yield tensors.pop(name)  # without a name here: the caller alone has it
+                    continue
+                layer, *factors = self.merges[name]
+                a, b = (tensors[factor] for factor in factors)
+                yield layer.merged(tensors.pop(name), a, b).contiguous()
+                del a, b
+            del tensors  # else its factors live while the next group is read
+
+    def _read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return arrays, and the factors of their differences, by name."""
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            _, *factors = self.merges.get(name, (None,))
+            for source_name in (name, *factors):
+                array = self.source.arrays[source_name]
+                tensors[source_name] = torch.empty(array.shape, dtype=array.dtype)
+        targets: list[Target] = []
+        for name, x in tensors.items():
+            targets.append(Target(name, full_span(x.shape), x.view(-1)))
+        self.source.read(targets)
+        return tensors
 
 
 def convert(
@@ -217,7 +269,8 @@ def convert(
     """Write content in a format, one array at a time: see `export`."""
     _validate_export(target, to, content)
     folder = target.absolute().with_name(f".{target.name}.{secrets.token_hex(5)}")
-    result, scratch = folder / "result", folder / "arrays"
+    result = folder / "result"
+    scratch = folder / "arrays"
     try:
         with named_errors(f"{target} is not written"):
             make_folder(folder)
@@ -236,24 +289,32 @@ def convert(
 
 
 def _validate_export(target: Path, to: Format, content: Content) -> None:
-    """Raise if the target is shares, or the format cannot have the content."""
-    is_file, source = to in ("torch", "safetensors"), content.source
-    if (
-        target.is_dir()
-        if is_file
-        else target.exists() and (target.is_file() or any(target.iterdir()))
-    ):
+    """Raise if the target is there already, or the format cannot have the content."""
+    source = content.source
+    is_file = to in ("torch", "safetensors")
+    if is_file:
+        is_taken = target.is_dir()  # a file is replaced
+    else:
+        is_taken = target.exists() and (target.is_file() or any(target.iterdir()))
+    if is_taken:
         kind = "a file" if is_file else "a new or empty folder"
         raise CheckpointError(f"{target} must be {kind}; it is there already.")
+
     source.check()
-    errors = [f"{name} is a {type(value).__name__}" for name, (_, value) in source.values.items()]
-    dtypes = {name: source.arrays[name].dtype for name in content.untied}
-    legal = DTYPES.keys() - {torch.complex128}
-    errors += [f"{name} has dtype {dtype}" for name, dtype in dtypes.items() if dtype not in legal]
-    if errors and to not in ("torch", "dcp"):
-        text = "; ".join(errors[:20])
+    if to in ("torch", "dcp"):
+        return
+    errors: list[str] = []
+    for name, (_, value) in source.values.items():
+        errors.append(f"{name} is a {type(value).__name__}")
+    dtypes = DTYPES.keys() - {torch.complex128}
+    for name in content.untied:
+        dtype = source.arrays[name].dtype
+        if dtype not in dtypes:
+            errors.append(f"{name} has dtype {dtype}")
+    if errors:
         raise CheckpointError(
-            f"export to {to!r}: arrays of the dtypes of safetensors are needed; {text}."
+            f"export to {to!r}: arrays of the dtypes of safetensors are needed; "
+            f"{'; '.join(errors[:20])}."
         )
 
 
@@ -263,56 +324,80 @@ def _validate_export(target: Path, to: Format, content: Content) -> None:
 def _write_safetensors(
     path: Path, scratch: Path, content: Content, to: Format, config: Any, size: int
 ) -> None:
-    """Write a file; or a folder of files, with an index if they are several, and a configuration."""
-    names = sorted(
-        content.untied, key=lambda name: -content.source.arrays[name].dtype.itemsize
-    )  # aligned
-    groups, config_name = [names], PEFT_CONFIG if to == "peft" else "config.json"
-    if to == "hf":
-        groups = content.groups(names, size) or [names]
-    if to != "safetensors":
-        path.mkdir()
-    paths = [{"safetensors": path, "hf": path / SAFETENSORS, "peft": path / PEFT}.get(to, path)]
-    if len(groups) > 1:
-        paths = [
-            path / f"model-{n:05}-of-{len(groups):05}.safetensors"
-            for n in range(1, len(groups) + 1)
-        ]
-        files = {
-            name: file.name for file, group in zip(paths, groups, strict=True) for name in group
-        }
-        index = {"metadata": {"total_size": sum(map(content.size, names))}, "weight_map": files}
-        (path / f"{SAFETENSORS}.index.json").write_text(json.dumps(index, indent=2))
-    for file, group in zip(paths, groups, strict=True):
-        save_file(_mapped(scratch, content, group), file, metadata={"format": "pt"})
+    """Write a file; or a folder of files, with an index of several, and a configuration."""
+    # Larger dtypes come first, so that every element is aligned.
+    names = sorted(content.untied, key=lambda name: -content.source.arrays[name].dtype.itemsize)
+    if to == "safetensors":
+        _write_file(path, scratch, content, names)
+        return
+
+    path.mkdir()
+    if to == "peft":
+        _write_file(path / PEFT, scratch, content, names)
+        _write_config(path / PEFT_CONFIG, config)
+        return
+
+    groups = content.groups(names, size) or [names]
+    if len(groups) == 1:
+        files = {SAFETENSORS: names}
+    else:
+        files: dict[str, list[str]] = {}
+        for number, group in enumerate(groups, 1):
+            files[f"model-{number:05}-of-{len(groups):05}.safetensors"] = group
+        _write_weight_map(path, content, files)
+    for file, group in files.items():
+        _write_file(path / file, scratch, content, group)
+    _write_config(path / "config.json", config)
+
+
+def _write_file(path: Path, scratch: Path, content: Content, names: Sequence[str]) -> None:
+    save_file(_mapped(scratch, content, names), path, metadata={"format": "pt"})
+
+
+def _write_weight_map(folder: Path, content: Content, files: Mapping[str, Sequence[str]]) -> None:
+    """Write the index of several files: which has which array."""
+    weight_map: dict[str, str] = {}
+    for file, names in files.items():
+        weight_map |= dict.fromkeys(names, file)
+    total_size = sum(map(content.size, weight_map))
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    (folder / f"{SAFETENSORS}.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _write_config(path: Path, config: Any) -> None:
+    """Write the configuration of a model, if there is one: transformers' object or a dict."""
     if hasattr(config, "save_pretrained"):
-        config.save_pretrained(path)
+        config.save_pretrained(path.parent)
     elif config is not None:
-        (path / config_name).write_text(json.dumps(config, indent=2))
+        path.write_text(json.dumps(config, indent=2))
 
 
 def _mapped(path: Path, content: Content, names: Sequence[str]) -> dict[str, Tensor]:
     """Return arrays as tensors over a new file, which need no other memory."""
     with path.open("wb") as file:
+        # By map, which has no name: a loop would keep an array while the next one is loaded.
         file.writelines(map(bytes_of, content.loaded(names)))
     memory: Any = UntypedStorage.from_file(str(path), False, path.stat().st_size)
-    ends, result = [*accumulate(map(content.size, names), initial=0)], dict[str, Tensor]()
-    for name, (start, end) in zip(names, pairwise(ends), strict=True):
+
+    mapped: dict[str, Tensor] = {}
+    start = 0
+    for name in names:
         array = content.source.arrays[name]
+        end = start + content.size(name)
         x = torch.empty(0, dtype=array.dtype)
-        mapped = (
-            x.set_(memory[start:end], 0, array.shape, strides(array.shape)) if start < end else x
-        )
-        result[name] = mapped.reshape(array.shape)
-    return result
+        if start < end:
+            x.set_(memory[start:end], 0, array.shape, strides(array.shape))
+        mapped[name] = x.reshape(array.shape)
+        start = end
+    return mapped
 
 
 def _mapped_tree(path: Path, content: Content) -> Any:
     """Return the tree of all arrays, mapped, and values."""
     mapped = _mapped(path, content, content.untied)
-    items = [
-        (content.source.arrays[name].path, mapped[first]) for name, first in content.stored.items()
-    ]
+    items: list[tuple[TreePath, Any]] = []
+    for name, first in content.stored.items():
+        items.append((content.source.arrays[name].path, mapped[first]))
     return build([*items, *content.source.values.values()])
 
 
@@ -320,11 +405,8 @@ def _write_dcp(folder: Path, tree: Any) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    tree = (
-        tree
-        if isinstance(tree, dict)
-        else dict(enumerate(tree if isinstance(tree, list) else [tree]))
-    )
+    if not isinstance(tree, dict):  # torch saves dicts alone
+        tree = dict(enumerate(tree if isinstance(tree, list) else [tree]))
     try:
         with warnings.catch_warnings(action="ignore"):  # that it is one process
             save(tree, checkpoint_id=folder, no_dist=True)
@@ -336,27 +418,31 @@ def _write_dcp(folder: Path, tree: Any) -> None:
 
 
 def _merged(arrays: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], dict[str, Merge]]:
-    """Return parameters by the names of `fs.nn.merge_lora`, and the factors of differences, and what to merge."""
-    modules, names = (
-        dict(model.named_modules(remove_duplicate=False)),
-        {id(x): n for n, x in model.named_parameters()},
-    )
-    params, result, merges = (
-        dict(model.named_parameters(remove_duplicate=False)),
-        dict[str, Any](),
-        dict[str, Merge](),
-    )
+    """Return parameters by the names of `fs.nn.merge_lora`, and what to merge."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    params = dict(model.named_parameters(remove_duplicate=False))
+    first_names = {id(x): name for name, x in model.named_parameters()}
+
+    merged: dict[str, Any] = {}
+    merges: dict[str, Merge] = {}
     for name, x in params.items():
+        # Of a layer q_proj, `q_proj.base_layer.weight` becomes `q_proj.weight`.
         parent, _, attribute = name.rpartition(".")
         path = parent.removesuffix("base_layer").removesuffix(".")
-        layer, new = modules[path], name
+        layer = modules[path]
+        new_name = name
         if isinstance(layer, LowRank) and path != parent:
-            new = f"{path}.{attribute}".removeprefix(".")
+            new_name = _joined(path, attribute)
             if x is layer.base_layer.weight:
-                factors = [f"{path}.{factor}".removeprefix(".") for factor in ("lora_A", "lora_B")]
-                merges[new] = layer, factors[0], factors[1]
-        result[new] = arrays[names[id(x)]]
-    return {**result, **{name: x for name, x in arrays.items() if name not in params}}, merges
+                merges[new_name] = layer, _joined(path, "lora_A"), _joined(path, "lora_B")
+        merged[new_name] = arrays[first_names[id(x)]]
+    buffers = {name: array for name, array in arrays.items() if name not in params}
+    return merged | buffers, merges
+
+
+def _joined(path: str, attribute: str) -> str:
+    """Return the name of an attribute of a module; "" is the path of the model."""
+    return f"{path}.{attribute}" if path else attribute
 
 
 def _adapters(arrays: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -366,33 +452,39 @@ def _adapters(arrays: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, An
         raise CheckpointError(
             "export to peft: model must be one of fs.nn.lora; got one without LoRA weights."
         )
-    adapters = dict[str, Any]()
+    adapters: dict[str, Any] = {}
     for name, x in model.named_parameters():
         path, _, attribute = name.rpartition(".")
-        new = name
         if path in layers:
-            is_embedding = isinstance(layers[path].base_layer, nn.Embedding)
-            new = (
-                f"{path}.{attribute.replace('lora_', 'lora_embedding_')}"
-                if is_embedding
-                else f"{name}.weight"
-            )
-        if path in layers or x.requires_grad:
-            adapters[f"base_model.model.{new}"] = arrays[name]
+            if isinstance(layers[path].base_layer, nn.Embedding):
+                peft_name = f"{path}.{attribute.replace('lora_', 'lora_embedding_')}"
+            else:
+                peft_name = f"{name}.weight"
+            adapters[f"base_model.model.{peft_name}"] = arrays[name]
+        elif x.requires_grad:  # of a module to save
+            adapters[f"base_model.model.{name}"] = arrays[name]
+    return adapters, _peft_config(model, layers)
+
+
+def _peft_config(model: nn.Module, layers: Mapping[str, LowRank]) -> dict[str, Any]:
+    """Return the configuration that peft reads beside the weights."""
     config = next(iter(layers.values())).config
     targets = config.target_modules
-    return adapters, {
+    if targets is None:
+        targets = layers
+    base_model = getattr(getattr(model, "config", None), "_name_or_path", None)
+    base_layers = [layer.base_layer for layer in layers.values()]
+    return {
         "peft_type": "LORA",
         "task_type": None,
-        "base_model_name_or_path": getattr(getattr(model, "config", None), "_name_or_path", None)
-        or None,
+        "base_model_name_or_path": base_model or None,
         "inference_mode": True,
-        **{key: getattr(config, key) for key in ("r", "lora_alpha", "lora_dropout", "bias")},
-        "target_modules": targets
-        if isinstance(targets, str)
-        else [*(layers if targets is None else targets)],
-        "modules_to_save": [*config.modules_to_save] or None,
-        "fan_in_fan_out": any(
-            type(layer.base_layer).__name__ == "Conv1D" for layer in layers.values()
-        ),
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "bias": config.bias,
+        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "modules_to_save": list(config.modules_to_save) or None,
+        # Conv1D, of transformers' GPT-2, stores its weight as (inputs, outputs).
+        "fan_in_fan_out": any(type(layer).__name__ == "Conv1D" for layer in base_layers),
     }
