@@ -28,7 +28,7 @@ from fshard.mesh.layout import PyTree, map_leaves
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import here
-from fshard.optim.partition import Partitioned
+from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.optim.torch_optim.instances import InstanceSource, OptimizerSource, optimizer_source
 from fshard.pipeline.split.stages import Layer, split_stages
 from fshard.randomness import folded, keyed_random
@@ -83,7 +83,7 @@ class Booster(Checkpointing):
 
     def _prepare(
         self, caller: str, model: Any, optimizer: Any
-    ) -> tuple[nn.Module, Plugin, OptimizerSource, Callable[[], Partitioned]]:
+    ) -> tuple[nn.Module, Plugin, OptimizerSource, Callable[[], ShardedOptimizer]]:
         """Return a module, its plugin, whose draws differ from those of the models before, and its optimizer."""
         model = split_stages(model, 1)[0] if isinstance(model, list) else model
         if isinstance(model, nn.Module):
@@ -311,7 +311,7 @@ class Booster(Checkpointing):
             options["loss"] = partial(loss_of, criterion)
         make: Any = partial(train_step, run if plugin.in_stages() else loss, donate=True, **options)
         current = list[
-            tuple[Callable[[], Partitioned], Callable[..., Any]]
+            tuple[Callable[[], ShardedOptimizer], Callable[..., Any]]
         ]()  # the optimizer, and the step with it
 
         def placed(state: TrainState, batch: Any) -> TrainState:

@@ -9,6 +9,8 @@ The number of shards that are not finite is summed over the mesh before any devi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -16,8 +18,8 @@ from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer, conditional
 from fshard.optim.leaves import Leaves, count_from_zero, each_shard, shards_of
+from fshard.optim.nesting import inner_optimizer
 from fshard.optim.norms import check_summable, largest_each, sum_over_mesh
-from fshard.optim.per_device import inner_optimizer
 
 
 def loss_scaled(
@@ -60,15 +62,18 @@ def loss_scaled(
     >>> params, state["scale"], state["skipped"]
     ([tensor([0.])], tensor(4.), tensor(1))
     """
-    limits = (
-        f"smallest <= initial <= largest must hold, above 0; got {smallest}, {initial}, {largest}"
-    )
+    errors: list[str] = []
+    if not 0 < smallest <= initial <= largest:
+        errors.append(
+            "smallest <= initial <= largest must hold, above 0; got "
+            f"{smallest}, {initial}, {largest}"
+        )
     validate(
         "loss_scaled",
         within("(1, inf)", growth=growth),
         within("(0, 1)", backoff=backoff),
         within("[1, inf)", integer=True, interval=interval, hysteresis=hysteresis),
-        [limits] * (not 0 < smallest <= initial <= largest),
+        errors,
     )
     opt = inner_optimizer(opt, "loss_scaled")
 
@@ -77,28 +82,27 @@ def loss_scaled(
         return {"scale": torch.tensor(float(scale)), **counts, "skipped": skipped}
 
     def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
-        scale, finite, patience = (
-            float(state["scale"]),
-            int(state["finite"]) + 1,
-            int(state["patience"]),
-        )
+        scale = float(state["scale"])
+        finite = int(state["finite"]) + 1
+        patience = int(state["patience"])
+        skipped = state["skipped"]
         if not all_finite(grads):
             if patience > 1:
-                return False, None, entries(scale, 0, patience - 1, state["skipped"] + 1)
-            return False, None, entries(max(scale * backoff, smallest), 0, 1, state["skipped"] + 1)
-        unscaled = each_shard(lambda x: (x.float() if x.dtype.itemsize == 2 else x) / scale, grads)
+                return False, None, entries(scale, 0, patience - 1, skipped + 1)
+            return False, None, entries(max(scale * backoff, smallest), 0, 1, skipped + 1)
+
+        def unscaled(x: Tensor) -> Tensor:
+            return (x.float() if x.dtype.itemsize == 2 else x) / scale
+
+        after = entries(scale, finite, patience, skipped)
         if finite >= interval:
-            return (
-                True,
-                unscaled,
-                entries(min(scale * growth, largest), 0, hysteresis, state["skipped"]),
-            )
-        return True, unscaled, entries(scale, finite, patience, state["skipped"])
+            after = entries(min(scale * growth, largest), 0, hysteresis, skipped)
+        return True, each_shard(unscaled, grads), after
 
     scaled = conditional(
         opt, lambda params: entries(initial, 0, hysteresis, count_from_zero()), decide
     )
-    return scaled._replace(loss_scale=lambda state: state["scale"])
+    return replace(scaled, loss_scale=lambda state: state["scale"])
 
 
 def finite_scale(dtype: torch.dtype, scale: float) -> float:

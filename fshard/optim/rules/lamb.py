@@ -70,7 +70,7 @@ def lamb(
 
     slots = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
     return optimizer_of_rule(
-        lr, slots, rule, check=partial(check_summable, "lamb"), elementwise=False
+        lr, slots, rule, check=partial(check_summable, "lamb"), shards="owners"
     )
 
 

@@ -70,7 +70,7 @@ def shampoo(
         "right": _preconditioner(1, eps, longest),
         "momentum_buffer": torch.zeros_like,
     }
-    return optimizer_of_rule(lr, slots, rule, check=check, elementwise=False)
+    return optimizer_of_rule(lr, slots, rule, check=check, shards="owners")
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from fshard.optim.rules.foreach import rounds_by_index
 from fshard.optim.rules.rule import Slots, optimizer_of_rule
 from fshard.optim.rules.shard_lists import Rule, ShardLists, each_kind
 from fshard.optim.schedules import Rate
+from fshard.optim.shard_kinds import ShardKind
 
 
 class TorchClass(NamedTuple):
@@ -37,14 +38,14 @@ class TorchClass(NamedTuple):
     Args:
         state: of each parameter, without the count of steps.
         options: for some of that, the option that enables it.
-        elementwise: True if an element's update depends on that element alone.
+        shards: the kind of shards that it can step on.
         counts: True if it counts the steps of each parameter.
         unsupported: returns the reason why a parameter is not supported, if any.
     """
 
     state: Slots
     options: Mapping[str, str] = {}
-    elementwise: bool = True
+    shards: ShardKind = "flat"
     counts: bool = True
     unsupported: Callable[[Leaf], str | None] = lambda leaf: None
 
@@ -88,10 +89,10 @@ CLASSES: dict[type[torch.optim.Optimizer], TorchClass] = {
         _like("momentum_buffer"), {"momentum_buffer": "momentum"}, counts=False
     ),
     torch.optim.Adafactor: TorchClass(
-        _FACTORS, elementwise=False, unsupported=complex_is_unsupported
+        _FACTORS, shards="owners", unsupported=complex_is_unsupported
     ),
     torch.optim.Muon: TorchClass(
-        _like("momentum_buffer"), elementwise=False, counts=False, unsupported=_unless_real_matrix
+        _like("momentum_buffer"), shards="owners", counts=False, unsupported=_unless_real_matrix
     ),
 }
 """Every class of torch.optim that steps by gradients alone."""
@@ -215,7 +216,7 @@ def _pure(
     )
 
     def check(at: Leaves) -> None:
-        if not known.elementwise:
+        if known.shards == "owners":
             check_unsharded(who, at, known.unsupported)
 
     return optimizer_of_rule(
@@ -225,10 +226,12 @@ def _pure(
             for name, make in known.state.items()
             if name not in known.options or chosen[known.options[name]]
         },
-        _in_32_bits(unfused) if known.elementwise else each_kind(unfused, complex_as_real=False),
+        _in_32_bits(unfused)
+        if known.shards == "flat"
+        else each_kind(unfused, complex_as_real=False),
         fast=_rule(cls, known, options) if options.get("fused") else None,
         check=check,
-        elementwise=known.elementwise,
+        shards=known.shards,
     )
 
 

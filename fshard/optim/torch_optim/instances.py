@@ -30,10 +30,10 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.run import as_one_device, local_devices
 from fshard.optim.by_label import NOTHING, by_label
-from fshard.optim.contract import ArrayOptimizer, Optimizer, check_optimizer, copied, differences
-from fshard.optim.draws import UpdateDraws
+from fshard.optim.contract import Optimizer, check_optimizer, copied, differences
 from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable, undifferentiable
-from fshard.optim.per_device import EqualResult, ReplicaCheck, sums_over_shards
+from fshard.optim.per_device.draws import UpdateDraws
+from fshard.optim.per_device.replicas import EqualResult, ReplicaCheck, sums_over_shards
 from fshard.optim.rules.adam import adam, adamw
 from fshard.optim.rules.sgd import sgd
 from fshard.optim.torch_optim.classes import CLASSES, check_divisible, from_torch
@@ -296,8 +296,14 @@ class InstanceSource(TorchSource):
         self.state = InstanceState(optimizer, self._local)
         self._step_instance = optimizer.step  # `boost` replaces it by one that raises
         self._check = ReplicaCheck()
-        elementwise = bool(getattr(type(optimizer), "elementwise", False))
-        self.opt = ArrayOptimizer(self._init, self._update, self._step, elementwise)
+        is_elementwise = bool(getattr(type(optimizer), "elementwise", False))
+        self.opt = Optimizer(
+            self._init,
+            self._update,
+            self._step,
+            "flat" if is_elementwise else "owners",
+            takes="arrays",
+        )
 
     def rebind(self, params: Mapping[str, Tensor]) -> None:
         """Replace the parameters in the groups, and in existing state, by these tensors."""
