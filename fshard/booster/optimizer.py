@@ -44,7 +44,7 @@ def partitioned(
 
 
 def _partition(plugin: Plugin, update_on: UpdateOn, opt: Optimizer) -> ShardedOptimizer:
-    """Shard an optimizer's state and work as a plugin says."""
+    """Shard an optimizer's state and work by the options of a plugin."""
     mesh, axes = plugin.default_mesh(), plugin.zero_axes()
     local_axes = plugin.gradient_options().get("local", ())
     stage = plugin.zero() if axes else 0
@@ -53,7 +53,7 @@ def _partition(plugin: Plugin, update_on: UpdateOn, opt: Optimizer) -> ShardedOp
     offload: Any = {"state_memory": plugin.state_memory(), "update_on": update_on}
 
     # Along local axes matrices are sharded in every stage: one device of them collects each.
-    is_owned_along_local_axes = local_axes and stage == 0 and opt.shards != "flat"
+    is_owned_along_local_axes = local_axes and stage == 0 and opt.sharding != "flat"
     if is_owned_along_local_axes:
         sharded = partition_optimizer(opt, mesh=mesh, axis=local_axes, stage=1, **offload)
         layouts = replace(sharded.layouts, are_gradients_sharded=False)

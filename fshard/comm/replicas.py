@@ -353,8 +353,8 @@ def _compression(compress: Compressor, axis: str) -> Optimizer:
         total, _, after = compress.reduce(grads, state, axis)
         return map_leaves(lambda x: x / axis_size(axis), total), after
 
-    shards = "owners" if compress.full else "flat"
-    return device_optimizer(Optimizer(compress.init, update, shards=shards))
+    sharding = "owners" if compress.full else "flat"
+    return device_optimizer(Optimizer(compress.init, update, sharding=sharding))
 
 
 def gossip(inner: Step, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:

@@ -1,6 +1,7 @@
 """Different optimizers for different parameters: `masked` and `by_label`.
 
-An optimizer gets None in place of a parameter that it skips, and None for its gradient, and has no state for it.
+An optimizer gets None in place of a parameter that it skips, and None for its gradient, and has no
+state for it.
 
     params   {"w": x, "bias": y}      labels {"w": "matrix", "bias": "vector"}
     "matrix" gets {"w": x, "bias": None};  "vector" gets {"w": None, "bias": y};  their results are merged
@@ -17,12 +18,12 @@ from fshard.mesh.layout import PyTree
 from fshard.optim.contract import Optimizer, no_updates, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.nesting import inner_optimizer
-from fshard.optim.shard_kinds import labelled_shards
+from fshard.optim.sharding import labelled_sharding
 
 NOTHING = Optimizer(
     init=lambda params: (),
     update=lambda grads, state, params: (grads, state),
-    shards="flat",
+    sharding="flat",
     takes="arrays",
 )
 """Trains nothing: it has no state, and passes gradients on."""
@@ -30,7 +31,7 @@ _FROZEN = Optimizer(
     init=lambda params: (),
     update=lambda grads, state, params: (no_updates(grads), state),
     step=lambda grads, state, params: (params, state),
-    shards="flat",
+    sharding="flat",
     takes="arrays",
 )
 """A writer that changes no parameter."""
@@ -39,8 +40,8 @@ _FROZEN = Optimizer(
 def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimizer:
     """Apply an optimizer or a transformation to some of the parameters.
 
-    opt(grad) where mask, else 0 or grad: an optimizer does not change the others, and a transformation
-    passes their gradients on.
+    opt(grad) where mask, else 0 or grad: an optimizer does not change the others, and a
+    transformation passes their gradients on.
 
     Args:
         opt: the optimizer or transformation.
@@ -66,7 +67,7 @@ def by_label(
 ) -> Optimizer:
     """Apply to each parameter the optimizer of its label: opts[label](grad).
 
-    The state is a dict by label. Each label's parameters are sharded as its optimizer says.
+    The state is a dict by label. Each label's parameters are sharded as its optimizer's are.
 
     Args:
         opts: an optimizer per label.
@@ -122,8 +123,8 @@ def by_label(
         init=init,
         update=each({label: opt.update for label, opt in opts.items()}),
         step=step,
-        shards=labelled_shards(
-            {label: opt.shards for label, opt in opts.items()},
+        sharding=labelled_sharding(
+            {label: opt.sharding for label, opt in opts.items()},
             lambda params: params.chosen(labels),
         ),
         takes="arrays",
@@ -158,6 +159,7 @@ def _validate_labels(
             )
     if errors:
         raise OptimizerError(
-            f"by_label has optimizers for {', '.join(map(repr, opts))}, but {' and '.join(errors)}. "
+            f"by_label has optimizers for {', '.join(map(repr, opts))}, but "
+            f"{' and '.join(errors)}. "
             "Every parameter needs one optimizer, and every optimizer a parameter."
         )

@@ -31,7 +31,7 @@ from fshard.optim.nesting import inner_optimizer
 from fshard.optim.norms import global_norm
 from fshard.optim.rules import foreach
 from fshard.optim.schedules import Rate, rate_at
-from fshard.optim.shard_kinds import common_shards
+from fshard.optim.sharding import common_sharding
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
@@ -54,7 +54,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         init=lambda params: tuple([opt.init(params) for opt in links]),
         update=_in_sequence(updates),
         step=step,
-        shards=common_shards([opt.shards for opt in links]),
+        sharding=common_sharding([opt.sharding for opt in links]),
         takes="arrays",
     )
 
@@ -91,13 +91,15 @@ def scale(factor: Rate) -> Optimizer:
     return Optimizer(
         init=lambda params: {"count": count_from_zero()},
         update=update,
-        shards="flat",
+        sharding="flat",
         takes="arrays",
     )
 
 
 def clip_by_value(limit: float) -> Optimizer:
-    """Clip every element of the gradients: max(-limit, min(limit, grad)); of complex ones, both parts.
+    """Clip every element of the gradients: max(-limit, min(limit, grad)).
+
+    Of complex ones, both parts.
 
     >>> import torch
     >>> clip_by_value(1.0).update([torch.tensor([3.0, -2.0, 0.5])], (), None)[0]
@@ -133,9 +135,9 @@ def _clipped(grad: Tensor, limit: float) -> Tensor:
 def clip_by_global_norm(max_norm: float, order: float = 2) -> Optimizer:
     """Scale the gradients to a total norm of at most `max_norm`.
 
-    grads * min(1, max_norm / (norm + 1e-6)): the factor is that of torch.nn.utils.clip_grad_norm_, for
-    every layout. Communicates as `global_norm` does. It does the same on any shards, so they may be
-    flat.
+    grads * min(1, max_norm / (norm + 1e-6)): the factor is that of torch.nn.utils.clip_grad_norm_,
+    for every layout. Communicates as `global_norm` does. It does the same on any shards, so they
+    may be flat.
 
     >>> import torch
     >>> clip_by_global_norm(1.0).update([torch.tensor([3.0]), torch.tensor([4.0])], (), None)[0]
@@ -196,4 +198,4 @@ def _stateless(transform: Callable[[PyTree, PyTree], PyTree]) -> Optimizer:
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return transform(grads, params), state
 
-    return Optimizer(init=lambda params: (), update=update, shards="flat", takes="arrays")
+    return Optimizer(init=lambda params: (), update=update, sharding="flat", takes="arrays")

@@ -38,10 +38,10 @@ from fshard.optim.leaves import (
     undifferentiable,
 )
 from fshard.optim.rules import foreach
-from fshard.optim.shard_kinds import Shards, validate_shards
+from fshard.optim.sharding import Sharding, validate_sharding
 
 
-@renamed_keywords(elementwise='shards="flat" in place of True, and nothing in place of False')
+@renamed_keywords(elementwise='sharding="flat" in place of True, and nothing in place of False')
 @dataclass(frozen=True)
 class Optimizer:
     """An optimizer, or a transformation of gradients, as pure functions on trees.
@@ -53,11 +53,11 @@ class Optimizer:
             state does not change.
         step: from gradients, state and parameters to parameters and state. May reuse the memory of
             its arguments: the fast path. None for a transformation of gradients. The steps of
-            `fs.optim` donate global arrays: each later use of the given parameters and state raises.
-            Plain tensors are written in place, as by torch.optim.
-        shards: how parameters may be sharded for the update. "flat": as flat ranges, if an element's
-            update depends on that element alone (and on numbers). "owners": each is stored in full
-            by one device. That differs by leaf in `by_label`.
+            `fs.optim` donate global arrays: each later use of the given parameters and state
+            raises. Plain tensors are written in place, as by torch.optim.
+        sharding: how parameters may be sharded for the update. "flat": as flat ranges, if an
+            element's update depends on that element alone (and on numbers). "owners": each is
+            stored in full by one device. That differs by leaf in `by_label`.
         loss_scale: from the state to the factor of the loss for the backward; None: 1. Only the
             outermost may have it.
         takes: the trees that the functions take. "tensors": one device's plain tensors, as below.
@@ -67,9 +67,9 @@ class Optimizer:
     gradient, and None for the others, which optree.tree_map skips. Subtrees of the state with the
     structure of the parameters get their layouts, leaf by leaf; state of an owner may have any
     shape. All other state is replicated: numbers, equal on all devices. These are compared in the
-    updates 1, 2, 4, 8, ...; `fs.psum` raises over axes along which parameters are replicated. Random
-    draws like a leaf, `torch.randn_like(grad)`, are those of one device in every layout; on shards
-    others must be one number.
+    updates 1, 2, 4, 8, ...; `fs.psum` raises over axes along which parameters are replicated.
+    Random draws like a leaf, `torch.randn_like(grad)`, are those of one device in every layout; on
+    shards others must be one number.
 
     Who calls the functions of a pair calls them as they are. `train_step`, `partition_optimizer`,
     `chain` and the other wrappers call them on each device, with its tensors.
@@ -85,17 +85,17 @@ class Optimizer:
     init: Callable[[PyTree], PyTree]
     update: Update
     step: Update | None = None
-    shards: Shards = "owners"
+    sharding: Sharding = "owners"
     loss_scale: Callable[[PyTree], Tensor] | None = None
     takes: Literal["tensors", "arrays"] = "tensors"
 
     def __post_init__(self) -> None:
-        validate_shards("Optimizer", self.shards)
+        validate_sharding("Optimizer", self.sharding)
         if self.takes == "arrays":
             object.__setattr__(self, "step", donating(self.step))
 
     def __getattr__(self, name: str) -> NoReturn:
-        hint = '. Write opt.shards == "flat".' if name == "elementwise" else ""
+        hint = '. Write opt.sharding == "flat".' if name == "elementwise" else ""
         raise AttributeError(f"'Optimizer' has no attribute {name!r}{hint}")
 
 
@@ -179,8 +179,8 @@ def pure_step(opt: Any) -> Update:
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     """Add updates to parameters, leaf by leaf: params + updates. None leaves a parameter unchanged.
 
-    The sum is made in the wider of the two dtypes and rounded once to the parameter's. Transforms of
-    torch.func see it; autograd does not.
+    The sum is made in the wider of the two dtypes and rounded once to the parameter's. Transforms
+    of torch.func see it; autograd does not.
 
     >>> import torch
     >>> apply_updates([torch.ones(2), torch.ones(1)], [torch.tensor([1.0, 2.0]), None])
@@ -210,7 +210,10 @@ def differences(
     grads: PyTree,
     difference: Callable[[Tensor, Tensor], Tensor] = torch.sub,
 ) -> PyTree:
-    """Return the updates that lead from parameters to the next ones; None where there is no gradient."""
+    """Return the updates that lead from parameters to the next ones.
+
+    None where there is no gradient.
+    """
     leaves = Leaves.of(after)
 
     def update(new: Leaf, old: Leaf, grad: Leaf) -> Leaf:
@@ -281,7 +284,8 @@ def check_optimizer(opt: object, caller: str) -> None:
     if not all(map(callable, functions)):
         name = opt.__name__ if isinstance(opt, type) else type(opt).__name__
         raise OptimizerError(
-            f"{caller}: {name} is no pair of init and update. Write fs.optim.adamw(...), or make one "
+            f"{caller}: {name} is no pair of init and update. Write fs.optim.adamw(...), or make "
+            "one "
             "of a class of torch: fs.optim.from_torch(torch.optim.RMSprop, lr=...)."
         )
 
@@ -296,8 +300,8 @@ def conditional(
     Args:
         opt: the inner optimizer; its state is the entry "inner".
         init: from parameters to the other entries of the state.
-        decide: from gradients and state to: whether the inner optimizer acts, the gradients it gets,
-            the next other entries.
+        decide: from gradients and state to: whether the inner optimizer acts, the gradients it
+            gets, the next other entries.
     """
 
     def if_decided(act: Update, unchanged: Callable[[PyTree, PyTree], PyTree]) -> Update:
@@ -318,6 +322,6 @@ def conditional(
         init=lambda params: {**init(params), "inner": opt.init(params)},
         update=if_decided(opt.update, lambda grads, params: no_updates(grads)),
         step=step,
-        shards=opt.shards,
+        sharding=opt.sharding,
         takes="arrays",
     )

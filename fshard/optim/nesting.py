@@ -16,7 +16,8 @@ def inner_optimizer(opt: Any, caller: str) -> Optimizer:
     inner = on_arrays(opt, caller)
     if inner.loss_scale is not None:
         raise OptimizerError(
-            f"{caller}: loss_scaled must not be nested, since what is around it would get gradients "
+            f"{caller}: loss_scaled must not be nested, since what is around it would get "
+            "gradients "
             "that are still scaled. Put one loss_scaled around all of it."
         )
     return inner
@@ -26,7 +27,8 @@ def check_not_sharded(opt: Any, caller: str) -> None:
     """Raise if an optimizer is sharded: what is around it would work on other shards than it does."""
     if isinstance(opt, ShardedOptimizer):
         raise OptimizerError(
-            f"{caller}: a partitioned optimizer must not be nested, since what is around it would work "
+            f"{caller}: a partitioned optimizer must not be nested, since what is around it would "
+            "work "
             "on other shards than it does. Partition the outermost: "
             "fs.partition_optimizer(fs.optim.chain(...), ...)."
         )

@@ -1,7 +1,7 @@
 """`partition_optimizer`: ZeRO for any optimizer.
 
-An optimizer says how it may be sharded (`shard_kinds.py`), `sharded/layouts.py` makes a table of
-layouts of that, and `sharded/optimizer.py` runs the optimizer on these shards.
+How an optimizer may be sharded is a value of it (`sharding.py`). `sharded/layouts.py` makes a table
+of layouts of that, and `sharded/optimizer.py` runs the optimizer on these shards.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from fshard.mesh.layout import Memory, Mesh
 from fshard.optim.contract import Optimizer
 from fshard.optim.nesting import check_not_sharded
 from fshard.optim.per_device.run import on_arrays
-from fshard.optim.shard_kinds import ShardKind
 from fshard.optim.sharded.compression import Compression
 from fshard.optim.sharded.layouts import ShardLayouts, Stage
 from fshard.optim.sharded.offload import StateMemory
 from fshard.optim.sharded.optimizer import ShardedOptimizer
+from fshard.optim.sharding import ShardKind
 
 
-@renamed_keywords(unit='shards="flat" in place of "elementwise", shards="owners" of "matrix"')
+@renamed_keywords(unit='sharding="flat" in place of "elementwise", sharding="owners" of "matrix"')
 def partition_optimizer(
     opt: Optimizer,
     *,
     mesh: Mesh,
     axis: str | tuple[str, ...],
     stage: Stage,
-    shards: ShardKind | None = None,
+    sharding: ShardKind | None = None,
     compress: Mapping[str, Any] | None = None,
     state_memory: Memory = "device",
     update_on: UpdateOn = "device",
@@ -45,8 +45,8 @@ def partition_optimizer(
         stage: of ZeRO: 0 shards nothing, 1 and 2 state and gradients, 3 parameters as well.
             Parameters keep the layouts of `shard_params`: one that is replicated along `axis` is
             treated in stage 3 as in 2.
-        shards: every leaf as flat ranges ("flat"), or the leaves in full at owners of about equal
-            total size ("owners"). None: as the optimizer says, `opt.shards`: in `by_label` leaf by
+        sharding: every leaf as flat ranges ("flat"), or the leaves in full at owners of about equal
+            total size ("owners"). None: as `opt.sharding` is: in `by_label` leaf by
             leaf.
         compress: by axis, along which the parameters are replicated, a compressor of `fs.comm`: it
             reduces the gradients there. Then the state is {"compress", "inner"}.
@@ -65,8 +65,8 @@ def partition_optimizer(
     number.
 
     `update` and `step` send an all_gather of the parameters in stages 1 and 2; and for leaves at
-    owners an all_to_all of the device's gradient shards, one of the parameters after the update, and
-    in stage 3 one before.
+    owners an all_to_all of the device's gradient shards, one of the parameters after the update,
+    and in stage 3 one before.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -88,9 +88,9 @@ def partition_optimizer(
     axes = mesh.check_axes(axis, "partition_optimizer(axis=)")
     check_not_sharded(opt, "partition_optimizer")
     arrays = on_arrays(opt, "partition_optimizer")
-    _validate(arrays, stage, shards)
+    _validate(arrays, stage, sharding)
     memory = StateMemory(state_memory, update_on)
-    kind = arrays.shards if shards is None else shards
+    kind = arrays.sharding if sharding is None else sharding
     # Flat gradients go to the host as soon as they are reduced. Owners first collect them, by
     # collectives, which run in the devices' memory.
     are_sent = update_on == "host" and kind == "flat"
@@ -108,21 +108,23 @@ def as_sharded(opt: Any, mesh: Mesh, caller: str) -> ShardedOptimizer:
     if isinstance(opt, ShardedOptimizer):
         return opt
     arrays = on_arrays(opt, caller)
-    return ShardedOptimizer(arrays, ShardLayouts(mesh, (), 0, arrays.shards))
+    return ShardedOptimizer(arrays, ShardLayouts(mesh, (), 0, arrays.sharding))
 
 
-def _validate(opt: Optimizer, stage: Stage, shards: ShardKind | None) -> None:
+def _validate(opt: Optimizer, stage: Stage, sharding: ShardKind | None) -> None:
     if stage not in get_args(Stage) or isinstance(stage, bool):
         raise OptimizerError(
             f"partition_optimizer: stage must be 0, 1, 2 or 3, as in ZeRO; got {stage!r}."
         )
-    if shards not in (None, *get_args(ShardKind)):
+    if sharding not in (None, *get_args(ShardKind)):
         raise OptimizerError(
-            f'partition_optimizer: shards must be "flat", "owners" or None; got {shards!r}.'
+            f'partition_optimizer: sharding must be "flat", "owners" or None; got {sharding!r}.'
         )
-    if stage > 0 and shards == "flat" and opt.shards != "flat":
+    if stage > 0 and sharding == "flat" and opt.sharding != "flat":
         raise OptimizerError(
-            f'partition_optimizer(stage={stage}, shards="flat"): this optimizer is not elementwise, so '
-            'shards of parameters would give other results. Use shards="owners", which gives each full '
-            "parameter to one device, or leave it to the optimizer: shards=None."
+            f'partition_optimizer(stage={stage}, sharding="flat"): this optimizer is not '
+            "elementwise, so "
+            'shards of parameters would give other results. Use sharding="owners", which gives '
+            "each full "
+            "parameter to one device, or leave it to the optimizer: sharding=None."
         )

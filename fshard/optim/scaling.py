@@ -37,12 +37,13 @@ def loss_scaled(
 
     scale = backoff scale, if any gradient is not finite: then parameters stay;   growth scale, after `interval` steps
 
-    `train_step` reads the scale from the state and applies it. A gradient that is taken without `train_step` must be
-    that of the scaled loss, `value_and_grad(...)(params, batch, scale=opt.loss_scale(state))`: steps are too small
-    otherwise.
+    `train_step` reads the scale from the state and applies it. A gradient that is taken without
+    `train_step` must be that of the scaled loss, `value_and_grad(...)(params, batch,
+    scale=opt.loss_scale(state))`: steps are too small otherwise.
 
     Args:
-        opt: the optimizer, with its chain and wrappers: it gets unscaled gradients, those of 16 bits in float32.
+        opt: the optimizer, with its chain and wrappers: it gets unscaled gradients, those of 16
+            bits in float32.
         initial: the first scale. Powers of two change no bit of a gradient.
         growth: factor of the scale after `interval` finite steps in a row.
         backoff: factor after `hysteresis` steps that were not finite.
@@ -51,7 +52,8 @@ def loss_scaled(
         smallest: the least scale.
         largest: the greatest scale.
 
-    Communicates as `skip_if_not_finite`, and the host waits for that once a step. state["skipped"] counts.
+    Communicates as `skip_if_not_finite`, and the host waits for that once a step. state["skipped"]
+    counts.
 
     >>> import torch, fshard.optim as optim
     >>> opt = loss_scaled(optim.sgd(1.0), initial=8.0)
@@ -119,8 +121,8 @@ def finite_scale(dtype: torch.dtype, scale: float) -> float:
 def skip_if_not_finite(opt: Optimizer) -> Optimizer:
     """Keep parameters and state unchanged when any gradient, on any device, is infinite or nan.
 
-    Communicates a `psum` of 8 bytes over the axes that shard any gradient; the host waits for the result.
-    state["skipped"] counts the skipped steps.
+    Communicates a `psum` of 8 bytes over the axes that shard any gradient; the host waits for the
+    result. state["skipped"] counts the skipped steps.
 
     >>> import torch, fshard.optim as optim
     >>> opt = skip_if_not_finite(optim.sgd(0.5))
@@ -140,7 +142,9 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
 
 @torch.no_grad()
 def all_finite(tree: PyTree) -> bool:
-    """Return True if every element of a tree is finite, on all devices; the result is equal on all devices.
+    """Return True if every element of a tree is finite, on all devices.
+
+    The result is equal on all devices.
 
     >>> all_finite([torch.ones(2), None]), all_finite([torch.ones(2), torch.tensor(torch.nan)])
     (True, False)

@@ -48,7 +48,8 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
     sums      a  +b  +c   d  +e  +f
     inner             x           x          with (a + b + c) / 3, then with (d + e + f) / 3
 
-    A parameter without any of these gradients has none in the mean; otherwise a missing gradient counts as 0.
+    A parameter without any of these gradients has none in the mean; otherwise a missing gradient
+    counts as 0.
 
     >>> import torch, fshard.optim as optim
     >>> opt = accumulate(optim.sgd(1.0), every=2)
@@ -149,7 +150,7 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
         written = averages.mapped(lambda average, x: average if trainable(x) else x, after)
         return params, {"ema": written, "inner": inner}
 
-    return Optimizer(init, update, step, opt.shards, takes="arrays")
+    return Optimizer(init, update, step, opt.sharding, takes="arrays")
 
 
 def _first_average(x: Leaf) -> Leaf:
@@ -240,7 +241,7 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
         after, state = pure(grads, state, params)
         return differences(params, after, grads, _difference), state
 
-    return Optimizer(init, update, stepped(step_of(opt)), opt.shards, takes="arrays")
+    return Optimizer(init, update, stepped(step_of(opt)), opt.sharding, takes="arrays")
 
 
 def _is_half(leaf: Leaf) -> bool:
@@ -257,7 +258,10 @@ def _with_masters(params: Leaves, masters: list[Leaf]) -> PyTree:
 
 
 def _rounded(param: Leaf, master: Leaf, before: Leaf) -> Leaf:
-    """Return the parameter of a master; itself, if it was written when the master was, which is elsewhere."""
+    """Return the parameter of a master.
+
+    Itself, if it was written when the master was, which is elsewhere.
+    """
     if not _is_half(param):
         return master
     if is_away(master) and key_of(master) == key_of(before):

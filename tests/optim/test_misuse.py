@@ -258,9 +258,9 @@ MISUSE = {
         ),
         "state of a parameter must keep their shape",
     ),
-    "shards": (lambda: rows_on_shards(ROWS), 'without shards="flat" needs full matrices'),
+    "shards": (lambda: rows_on_shards(ROWS), 'without sharding="flat" needs full matrices'),
     "rows of shards": (
-        lambda: rows_on_shards(replace(ROWS, shards="flat")),
+        lambda: rows_on_shards(replace(ROWS, sharding="flat")),
         "state of an elementwise optimizer must have the shape",
     ),
     # instances

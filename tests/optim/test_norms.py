@@ -195,7 +195,7 @@ def test_norms_in_reproducible_step_are_exact():
 
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"w": tensor((37, 41), torch.float32, 3)}, fs.fsdp("data"), mesh=mesh)
-    opt = optim.Optimizer(lambda params: (), noting, shards="flat", takes="arrays")
+    opt = optim.Optimizer(lambda params: (), noting, sharding="flat", takes="arrays")
     step = fs.train_step(
         lambda p, x: (x @ p["w"]).square().mean(),
         opt,
@@ -288,7 +288,7 @@ def test_global_dot_in_an_update_is_over_all_shards():
         dots.append(optim.global_dot(grads, params))
         return grads, state
 
-    own = optim.Optimizer(lambda p: (), update, shards="flat")
+    own = optim.Optimizer(lambda p: (), update, sharding="flat")
     opt = fs.partition_optimizer(own, mesh=DOT_MESH, axis="data", stage=3)
     opt.update({"x": laid_out(y, P.flat("data"))}, (), params)
     for dot in dots:

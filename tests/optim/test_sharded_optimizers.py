@@ -66,7 +66,7 @@ def test_shards_of_any_layout_equal_full_tensors(name, data):
         ]
         for tree in (params, *steps)
     )
-    assert ANY[name].shards == "flat"
+    assert ANY[name].sharding == "flat"
     run = data.draw(st.sampled_from([by_step, by_update]))
     assert same(fs.unshard(run(ANY[name], cut, cut_steps)), run(ANY[name], params, steps))
 
@@ -83,7 +83,7 @@ def test_tied_flat_shards_step_once():
 
 def test_clip_by_global_norm_on_shards_equals_full_tensors():
     opt = WHOLE["clip_by_global_norm"]
-    assert opt.shards == "flat"
+    assert opt.sharding == "flat"
     layout = fs.Layout(fs.make_mesh({"data": 4}), P.flat("data"))
     params, steps = flat_tree(), [flat_tree(10), flat_tree(20)]
     with fs.ledger() as comm:

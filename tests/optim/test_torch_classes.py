@@ -56,7 +56,7 @@ def test_every_torch_class_is_listed_or_refused(cls):
             optim.OptimizerError, match=f"torch.optim.{cls.__name__} cannot step on shards"
         ):
             optim.from_torch(cls)
-    elif optim.from_torch(cls).shards == "flat":
+    elif optim.from_torch(cls).sharding == "flat":
         check_elementwise(optim.from_torch(cls))
     else:
         with pytest.raises(
@@ -64,7 +64,7 @@ def test_every_torch_class_is_listed_or_refused(cls):
             match="flat|full matrices|2D",
         ):
             check_elementwise(
-                replace(optim.from_torch(cls), shards="flat"), {"w": torch.ones(6, 5)}
+                replace(optim.from_torch(cls), sharding="flat"), {"w": torch.ones(6, 5)}
             )
 
 

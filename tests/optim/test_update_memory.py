@@ -47,7 +47,7 @@ class Peak(TorchDispatchMode):
         return result
 
 
-def beyond(shards, stage):
+def beyond(sharding, stage):
     """The most that a step holds beyond parameters, gradients and state, and what is left of that after it."""
     mesh = fs.make_mesh({"data": N}, runtime="abstract")
     opt = fs.partition_optimizer(
@@ -55,7 +55,7 @@ def beyond(shards, stage):
         mesh=mesh,
         axis="data",
         stage=stage,
-        shards=shards,
+        sharding=sharding,
     )
     params = placed(
         {str(i): torch.empty(SIZE, SIZE, device="meta") for i in range(COUNT)}, stage, mesh

@@ -288,7 +288,7 @@ def optimizer_of(update):
         leaves, structure = flatten(grads)
         return unflatten(structure, [update(g) for g in leaves]), state
 
-    return fs.optim.Optimizer(lambda params: (), updates, shards="flat")
+    return fs.optim.Optimizer(lambda params: (), updates, sharding="flat")
 
 
 BY_NORM = optimizer_of(lambda g: -g / (1 + g.norm()))
@@ -505,7 +505,7 @@ def test_wrong_promise_of_an_optimizer_is_found(name):
     opt = optimizer_of(lambda g: -0.1 * NOT_ELEMENTWISE[name](g))
     with pytest.raises(
         AssertionError,
-        match=r'has shards="flat", but on \d flat shards got another \w+, step 0: the ',
+        match=r'has sharding="flat", but on \d flat shards got another \w+, step 0: the ',
     ):
         check_elementwise(opt)
     for row in (certified(opt=opt, stages=[stage], steps=1).first for stage in (1, 3)):
@@ -549,7 +549,7 @@ ERRORS = {
     "buffers": (lambda: certified(has_buffers=False, buffers={"n": X}), ValueError, "a loss function that has_buffers"),
     "by norm": (
         lambda: check_elementwise(BY_NORM, {"a": torch.zeros(1), "w": torch.zeros(2, 3)}), AssertionError,
-        r"on 2 flat shards got another w, step 0: the parameter first differs at \[0, 0\]: .* Leave out shards=",
+        r"on 2 flat shards got another w, step 0: the parameter first differs at \[0, 0\]: .* Leave out sharding=",
     ),
     "by norm, by label": (lambda: check_elementwise(by_kind(BY_NORM)), AssertionError, "flat shards got another bias"),
     "muon": (lambda: check_elementwise(fs.optim.muon(0.1)), fs.errors.OptimizerError, "is not elementwise, so there is"),

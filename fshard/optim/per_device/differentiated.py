@@ -57,7 +57,8 @@ def _refuse_collective(call: str, group: Group) -> None:
     if call not in ("fs.pvary", "fs.axis_size", "fs.axis_index"):
         raise OptimizerError(
             "an update of shards within a transform of torch.func must not communicate; got "
-            f"{call}. Compute the number before, such as fs.optim.global_norm(grads) of the arrays, "
+            f"{call}. Compute the number before, such as fs.optim.global_norm(grads) of the "
+            "arrays, "
             "and scale the gradients that the update gets."
         )
 
@@ -66,9 +67,9 @@ def _mapped_over_devices(function: Callable[..., PyTree], mesh: Mesh, trees: PyT
     """Run a function of trees of arrays on each device, with its own shards; return arrays.
 
     Plain tensors are global values. All devices return the same tree of arrays and plain tensors.
-    Inside, every value is varying: a number that meets shards has the sum of all devices' gradients.
-    So replicated inputs become varying, and of results that are replicated one device's cotangent
-    counts.
+    Inside, every value is varying: a number that meets shards has the sum of all devices'
+    gradients. So replicated inputs become varying, and of results that are replicated one device's
+    cotangent counts.
     """
     leaves, structure = flatten(trees, none_is_leaf=True)
     inputs = [index for index, x in enumerate(leaves) if isinstance(x, _ARRAYS)]

@@ -1,18 +1,21 @@
 """Random draws in an own `update` or `init`: those of one device, whatever the layout of the parameters.
 
-An update of plain tensors sees shards. `torch.randn_like(g)` there is the device's shard of the draw that one device
-would make for the leaf, which is seeded by the step, the leaf, and the number of its draws before:
+An update of plain tensors sees shards. `torch.randn_like(g)` there is the device's shard of the
+draw that one device would make for the leaf, which is seeded by the step, the leaf, and the number
+of its draws before:
 
     leaf w, 6 elements      one device draws    [a b c d e f]
                             device 0 gets       [a b c]            the same leaf on other meshes, at owners, in
                             device 1 gets             [d e f]      replicas and in pipeline stages has the same draws
 
-So each device draws for the full leaf, and keeps its shard. The leaf of a draw is that of the tensor, or of the `shape`,
-that torch's function is given: a gradient, a parameter, state, or what was computed from these.
+So each device draws for the full leaf, and keeps its shard. The leaf of a draw is that of the
+tensor, or of the `shape`, that torch's function is given: a gradient, a parameter, state, or what
+was computed from these.
 
-A draw that is like no leaf is the same on all devices. Where they update other shards it must be one number,
-`torch.rand(())`: any other size may be that of a shard, in plain numbers. Where they update other leaves it must be the
-first of a key, `fs.keyed_random(seed, step)`: there the n-th draw of one device is not that of another.
+A draw that is like no leaf is the same on all devices. Where they update other shards it must be
+one number, `torch.rand(())`: any other size may be that of a shard, in plain numbers. Where they
+update other leaves it must be the first of a key, `fs.keyed_random(seed, step)`: there the n-th
+draw of one device is not that of another.
 """
 
 from __future__ import annotations
@@ -71,7 +74,8 @@ _FIX = (
 _FIX_OF_SEVERAL = f"{_FIX} For several numbers of an element, draw several times."
 
 _FIX_AT_OWNERS = (
-    f"{_FIX} For one number that all leaves share: with fs.keyed_random(seed, step): torch.rand(()), a context for each "
+    f"{_FIX} For one number that all leaves share: with fs.keyed_random(seed, step): "
+    "torch.rand(()), a context for each "
     "draw."
 )
 
@@ -98,7 +102,10 @@ class UpdateDraws(TorchFunctionMode):
 
     @contextmanager
     def seeded(self) -> Generator[None]:
-        """Draw by the key within the context; raise if devices have drawn differently by other functions."""
+        """Draw by the key within the context.
+
+        Raise if devices have drawn differently by other functions.
+        """
         with seeded_by(self.key):
             with self:
                 yield
@@ -106,7 +113,8 @@ class UpdateDraws(TorchFunctionMode):
             is_advanced = is_own_key and has_drawn(torch.default_generator)
         if is_advanced and not all(map(_is_full_everywhere, self._updated)):
             raise OptimizerError(
-                "an update must draw by functions that draw one number for each element; got another one, such as dropout, "
+                "an update must draw by functions that draw one number for each element; got "
+                "another one, such as dropout, "
                 f"multinomial or poisson, whose draws depend on the shards. {_FIX}"
             )
 
@@ -160,7 +168,7 @@ class UpdateDraws(TorchFunctionMode):
         self.follow(result, leaf)
         return result
 
-    # -- the leaf of a draw ---------------------------------------------------------------------------------------
+    # -- the leaf of a draw ------------------------------------------------------------------------
 
     def _leaf_of(self, x: Any) -> int | None:
         """Return the index of the leaf that a tensor or a size belongs to, None if there is none."""
@@ -175,7 +183,8 @@ class UpdateDraws(TorchFunctionMode):
     def _follow_results(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Record that a result belongs to the leaf of the first argument that belongs to one.
 
-        Functions of lists, torch._foreach_add, have a result for each item: it belongs to the leaf of that item.
+        Functions of lists, torch._foreach_add, have a result for each item: it belongs to the leaf
+        of that item.
         """
         if isinstance(result, Tensor | Size):
             self.follow(result, self._first_leaf((*args, *kwargs.values())))
@@ -193,9 +202,12 @@ class UpdateDraws(TorchFunctionMode):
         return None
 
     def _is_shard(self, size: Sequence[int], leaf: int) -> bool:
-        """Return True if a draw of this size for a leaf is a shard of it; False if it is drawn as it is.
+        """Return True if a draw of this size for a leaf is a shard of it.
 
-        As they are, numbers are drawn, state of another shape at an owner, and what has no elements.
+        False if it is drawn as it is.
+
+        As they are, numbers are drawn, state of another shape at an owner, and what has no
+        elements.
         """
         param = self._params.leaves[leaf]
         if not isinstance(param, Sharded):
@@ -208,7 +220,8 @@ class UpdateDraws(TorchFunctionMode):
         if not param.spec.split_axes or not size:
             return False
         raise OptimizerError(
-            f"a draw in an update must have the shape of its leaf's shard, {local_shape}, or be one number; got "
+            f"a draw in an update must have the shape of its leaf's shard, {local_shape}, or be "
+            "one number; got "
             f"{tuple(size)} for {self._names[leaf]}. {_FIX}"
         )
 
@@ -217,8 +230,10 @@ class UpdateDraws(TorchFunctionMode):
         given = [name for name in ("generator", "out") if kwargs.get(name) is not None]
         if given and any(isinstance(x, Sharded) and x.mesh.size > 1 for x in self._updated):
             raise OptimizerError(
-                f"a draw in an update must be of torch's default generator and have no out=; got {given[0]}=. Devices would "
-                "share it, or have it in different states. Leave it out: torch.manual_seed seeds the draws of updates too."
+                "a draw in an update must be of torch's default generator and have no out=; got "
+                f"{given[0]}=. Devices would "
+                "share it, or have it in different states. Leave it out: torch.manual_seed seeds "
+                "the draws of updates too."
             )
 
     @property
@@ -232,7 +247,8 @@ class UpdateDraws(TorchFunctionMode):
         if is_own_key and self._draws_before(None) == 0:
             return
         raise OptimizerError(
-            "a draw in an update must be like a tensor of one leaf, or the first of its key, where devices update other "
+            "a draw in an update must be like a tensor of one leaf, or the first of its key, where "
+            "devices update other "
             f"leaves; got {_name_of(func)}, which belongs to none. {_FIX_AT_OWNERS}"
         )
 
@@ -244,11 +260,13 @@ class UpdateDraws(TorchFunctionMode):
         if not split or (is_one_number and not may_be_shard):
             return
         raise OptimizerError(
-            "a draw in an update must be like a tensor of one leaf, or one number, torch.rand(()), where devices update "
-            f"other shards; got {_name_of(func)} of size {size}, which belongs to none. {_FIX_OF_SEVERAL}"
+            "a draw in an update must be like a tensor of one leaf, or one number, torch.rand(()), "
+            "where devices update "
+            f"other shards; got {_name_of(func)} of size {size}, which belongs to none. "
+            f"{_FIX_OF_SEVERAL}"
         )
 
-    # -- draws ----------------------------------------------------------------------------------------------------
+    # -- draws -------------------------------------------------------------------------------------
 
     @contextmanager
     def _seeded_for(self, leaf: int | None) -> Generator[None]:

@@ -1,7 +1,7 @@
 """Checks of own updates: what several devices must have equal is compared.
 
-Differences often begin after the first step. In the updates 1, 2, 4, 8, ... the devices gather a row
-of hashes, those of large tensors of samples; with FSHARD_CHECK=1 they do so in every update.
+Differences often begin after the first step. In the updates 1, 2, 4, 8, ... the devices gather a
+row of hashes, those of large tensors of samples; with FSHARD_CHECK=1 they do so in every update.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from fshard.source import call_site
 
 
 class EqualResult(NamedTuple):
-    """A result of an update, equal on the devices that hold one shard of a layout; without, on all."""
+    """A result of an update, equal on the devices that hold one shard of a layout.
+
+    Without, on all.
+    """
 
     name: str
     value: Any
@@ -57,7 +60,8 @@ class ReplicaCheck:
         has_drawn = any(row[0] for row in rows)
         if has_drawn and len({row[1] for row in rows}) > 1:
             raise MismatchError(
-                "the random state must be the same on all devices, for draws in an update. Give all "
+                "the random state must be the same on all devices, for draws in an update. Give "
+                "all "
                 "processes one seed: torch.manual_seed(0), not that of a rank."
             )
         for column, result in enumerate(results, 2):
@@ -82,10 +86,13 @@ def _compare_column(result: EqualResult, mesh: Mesh, hashes: Sequence[int]) -> N
             continue
         if hash_of_shard.setdefault(shard, value) != value:
             raise OptimizerError(
-                f"{result.name} must be equal on all devices that have it; got another value on device "
-                f"{mesh.coordinates(device)}. An update sees this device's shards: make a number from "
-                "those of all, by fs.optim.global_norm(grads) or fs.psum(x, axis) over the axes that "
-                'shard the parameters; or leave out shards="flat", for owners.'
+                f"{result.name} must be equal on all devices that have it; got another value on "
+                "device "
+                f"{mesh.coordinates(device)}. An update sees this device's shards: make a number "
+                "from "
+                "those of all, by fs.optim.global_norm(grads) or fs.psum(x, axis) over the axes "
+                "that "
+                'shard the parameters; or leave out sharding="flat", for owners.'
             )
 
 
@@ -94,7 +101,10 @@ _NOTHING = 0
 
 
 def _shard_number(layout: Layout | None, mesh: Mesh, device: int) -> tuple[int, ...] | None:
-    """Return a device's coordinates along the axes that shard an array; None if it holds none of it."""
+    """Return a device's coordinates along the axes that shard an array.
+
+    None if it holds none of it.
+    """
     if layout is None:
         return ()
     if not layout.has_any(device):
@@ -132,7 +142,8 @@ def sums_over_shards(params: Leaves, updated: Sequence[int]) -> AbstractContextM
             if copies > 1:
                 raise OptimizerError(
                     f"{call} in an update must be over axes that shard all parameters; got "
-                    f"{', '.join(replicated)}, along which params{params.paths[i]} is replicated, so "
+                    f"{', '.join(replicated)}, along which params{params.paths[i]} is replicated, "
+                    "so "
                     f"that it would count {copies} times. "
                     "A norm that is right in every stage is fs.optim.global_norm(grads)."
                 )

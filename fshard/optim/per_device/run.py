@@ -30,7 +30,7 @@ from fshard.optim.per_device.draws import UpdateDraws
 from fshard.optim.per_device.replicas import EqualResult, ReplicaCheck, sums_over_shards
 from fshard.optim.per_device.states import StateEntries
 from fshard.optim.per_device.trees import DeviceTrees
-from fshard.optim.shard_kinds import Shards
+from fshard.optim.sharding import Sharding
 from fshard.randomness import drawn_key
 
 
@@ -63,7 +63,8 @@ def on_arrays(opt: Any, caller: str) -> Optimizer:
 def device_optimizer(opt: Optimizer, check: ReplicaCheck | None = None) -> Optimizer:
     """Return a pair of functions of one device's tensors as an optimizer of arrays.
 
-    With a check it is an own one: its draws are those of one device, and what replicas have equal is
+    With a check it is an own one: its draws are those of one device, and what replicas have equal
+    is
     compared. Without, its functions communicate, and their results may differ between devices, as
     those of a compressor.
     """
@@ -71,20 +72,20 @@ def device_optimizer(opt: Optimizer, check: ReplicaCheck | None = None) -> Optim
     @torch.no_grad()
     def init(params: PyTree) -> PyTree:
         key = None if check is None else drawn_key()
-        return init_on_devices(DeviceTrees(params, opt.shards), opt.init, key)
+        return init_on_devices(DeviceTrees(params, opt.sharding), opt.init, key)
 
     @torch.no_grad()
     def run_on_arrays(
         act: Update, writes: bool, grads: PyTree, state: PyTree, params: PyTree
     ) -> tuple[PyTree, PyTree]:
-        trees = DeviceTrees(params, opt.shards, grads)
+        trees = DeviceTrees(params, opt.sharding, grads)
         before = StateEntries.of(state, trees.params.structure)
         key = None if check is None else drawn_key()
         return UpdateOnDevices(trees, act, before, key, check).run(writes=writes)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         if transformed():
-            return _differentiable_update(opt.update, opt.shards, (grads, state, params))
+            return _differentiable_update(opt.update, opt.sharding, (grads, state, params))
         return run_on_arrays(opt.update, False, grads, state, params)
 
     def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -97,14 +98,14 @@ def device_optimizer(opt: Optimizer, check: ReplicaCheck | None = None) -> Optim
         init,
         update,
         None if opt.step is None else at_once(step, writes=True),
-        opt.shards,
+        opt.sharding,
         opt.loss_scale,
         takes="arrays",
     )
 
 
 def _differentiable_update(
-    update: Update, shards: Shards, trees: tuple[PyTree, PyTree, PyTree]
+    update: Update, sharding: Sharding, trees: tuple[PyTree, PyTree, PyTree]
 ) -> tuple[PyTree, PyTree]:
     """Run an update within a transform of torch.func: as one differentiable program of all devices."""
     key = drawn_key()  # before devices part: equal on all of them
@@ -112,7 +113,7 @@ def _differentiable_update(
     def on_arrays_of_device(
         local_update: Update, grads: PyTree, state: PyTree, params: PyTree
     ) -> tuple[PyTree, PyTree]:
-        trees = DeviceTrees(params, shards, grads, is_recorded=True)
+        trees = DeviceTrees(params, sharding, grads, is_recorded=True)
         before = StateEntries.of(state, trees.params.structure)
         return UpdateOnDevices(trees, local_update, before, key, check=None).run(writes=False)
 
@@ -170,7 +171,10 @@ class UpdateOnDevices:
     check: ReplicaCheck | None
 
     def run(self, *, writes: bool) -> tuple[PyTree, PyTree]:
-        """Run it; return arrays: updates, or of a step that `writes` parameters, and the next state."""
+        """Run it.
+
+        Return arrays: updates, or of a step that `writes` parameters, and the next state.
+        """
         trees, mesh = self.trees, self.trees.mesh
         if mesh is None:
             results = [self._on_device(0)]

@@ -37,7 +37,7 @@ from fshard.optim.leaves import (
 from fshard.optim.norms import cut_axes
 from fshard.optim.per_device.draws import UpdateDraws
 from fshard.optim.per_device.states import StateEntries
-from fshard.optim.shard_kinds import Shards, check_fits
+from fshard.optim.sharding import Sharding, check_fits
 
 
 class DeviceTrees:
@@ -45,18 +45,18 @@ class DeviceTrees:
 
     Args:
         params: of all devices.
-        shards: the kind of shards that the functions can take.
+        sharding: the kind of shards that the functions can take.
         grads: of all devices; None for `init`, in which every trainable parameter counts.
         is_recorded: True if something takes derivatives, so that devices get their shards
             themselves; else detached ones.
     """
 
     def __init__(
-        self, params: PyTree, shards: Shards, grads: PyTree = None, *, is_recorded: bool = False
+        self, params: PyTree, sharding: Sharding, grads: PyTree = None, *, is_recorded: bool = False
     ) -> None:
         self.params = Leaves.of(params)
         self.is_recorded = is_recorded
-        check_fits(shards, self.params)
+        check_fits(sharding, self.params)
         leaves = self.params.leaves
         self.grads = leaves if grads is None else self.params.gradients(grads)
         self.updated: list[int] = []
@@ -101,14 +101,20 @@ class DeviceTrees:
         return state.mapped(lambda leaves: self.local(leaves, index, draws))
 
     def elsewhere(self) -> PyTree | None:
-        """Return a tree of shapes: of the leaves that only other processes store; None without any."""
+        """Return a tree of shapes: of the leaves that only other processes store.
+
+        None without any.
+        """
         indices = {*self.updated}.difference(*self.held)
         if not indices:
             return None
         return self.tree({i: shape_of_shard(self.params.leaves[i]) for i in indices})
 
     def as_arrays(self, tree: PyTree, index: int) -> list[Leaf]:
-        """Return a local tree as arrays, for norms; what the device does not hold has empty shards."""
+        """Return a local tree as arrays, for norms.
+
+        What the device does not hold has empty shards.
+        """
         leaves = self.params.leaves
         shards = self.params.beside(tree, "the tree of global_norm")
         arrays: list[Leaf] = []
@@ -125,7 +131,8 @@ class DeviceTrees:
         for state in others:
             if (state.structure, state.is_like) != (first.structure, first.is_like):
                 raise OptimizerError(
-                    "init must make the same state on all devices, but for subtrees with the structure "
+                    "init must make the same state on all devices, but for subtrees with the "
+                    "structure "
                     "of the parameters. Give None where a parameter is None: "
                     "optree.tree_map(f, params)."
                 )
@@ -133,7 +140,8 @@ class DeviceTrees:
         is_cut = any(isinstance(leaf, Sharded) and cut_axes(leaf.layout) for leaf in leaves)
         if is_cut and any(isinstance(x, Tensor) and x.ndim for x in first.single()):
             raise OptimizerError(
-                "state of divided parameters must be numbers, but for subtrees with the structure of "
+                "state of divided parameters must be numbers, but for subtrees with the structure "
+                "of "
                 "the parameters; got other tensors. Make such subtrees: "
                 "{'m': optree.tree_map(torch.zeros_like, params)}."
             )
@@ -173,7 +181,10 @@ def _shard(leaf: Leaf, index: int) -> Any:
 
 
 def _assembled(param: Leaf, shards: Sequence[Any]) -> Leaf:
-    """Assemble the state of a parameter from that of each device; the last may be without values."""
+    """Assemble the state of a parameter from that of each device.
+
+    The last may be without values.
+    """
     example = next((x for x in shards if x is not None), None)
     if example is None or not isinstance(param, Sharded):
         return example
@@ -181,9 +192,10 @@ def _assembled(param: Leaf, shards: Sequence[Any]) -> Leaf:
     has_other_shape = example.ndim and leaf.layout is not param.layout
     if has_other_shape and param.spec.split_axes and not is_unsharded(param):
         raise OptimizerError(
-            "state of an elementwise optimizer must have the shape of its parameter's shard, or be a "
+            "state of an elementwise optimizer must have the shape of its parameter's shard, or be "
+            "a "
             f"number; got {tuple(example.shape)} beside {kind_of(param)}. "
-            'Leave out shards="flat": an owner then has all of it.'
+            'Leave out sharding="flat": an owner then has all of it.'
         )
     return leaf
 

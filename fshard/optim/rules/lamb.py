@@ -5,7 +5,8 @@ Legend: p parameter, g gradient, m and v as in Adam, u direction.
     u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay p
     p = p - lr |p| / |u| u          (no trust ratio where a norm is 0)
 
-The norms are those of global leaves, whatever their layout: all of them in one vector, one collective a step.
+The norms are those of global leaves, whatever their layout: all of them in one vector, one
+collective a step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def lamb(
 ) -> Optimizer:
     """Make LAMB: p = p - lr |p| / |u| u, where u is Adam's direction; for parameters in any layout.
 
-    Communicates a `psum` of 16 bytes a leaf (1712 if one is of float64) over the axes that shard any leaf.
+    Communicates a `psum` of 16 bytes a leaf (1712 if one is of float64) over the axes that shard
+    any leaf.
 
     Args:
         lr: learning rate, or a schedule.
@@ -70,12 +72,15 @@ def lamb(
 
     slots = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
     return optimizer_of_rule(
-        lr, slots, rule, check=partial(check_summable, "lamb"), shards="owners"
+        lr, slots, rule, check=partial(check_summable, "lamb"), sharding="owners"
     )
 
 
 def _ratios(shards: ShardLists, directions: list[Tensor]) -> list[Tensor]:
-    """Return for each shard the ratio of the norms of its leaf and of its leaf's direction; 1 where one is 0."""
+    """Return for each shard the ratio of the norms of its leaf and of its leaf's direction.
+
+    1 where one is 0.
+    """
     groups: dict[int, list[int]] = {}  # the shards of each leaf
     for i, leaf in enumerate(shards.leaves):
         groups.setdefault(id(leaf), []).append(i)

@@ -1,16 +1,20 @@
 """Make an `Optimizer` of a rule that writes parameters.
 
-A rule is the arithmetic of an optimizer: it gets shards with their gradients, counts and state, as lists, and writes
+A rule is the arithmetic of an optimizer: it gets shards with their gradients, counts and state, as
+lists, and writes
 the next parameters and state to them, in the order of operations of torch.optim. So
 
     step(grads, state, params)    the rule writes to its arguments;
     update(grads, state, params)  it writes to copies, and the update is their difference to the parameters.
 
-`step` thus has torch's bits. The difference of two floats within a factor of two of each other is exact (Sterbenz), so
-parameters that change by no more get the same bits from `apply_updates`; others differ by a rounding.
+`step` thus has torch's bits. The difference of two floats within a factor of two of each other is
+exact (Sterbenz), so parameters that change by no more get the same bits from `apply_updates`;
+others differ by a rounding.
 
-State is a dict: "count", of all steps, on the host; "step", of the steps of each leaf, as in torch, but one tensor for
-all leaves with equal counts; and the slots of the rule, named as in torch, each a tree of the parameters' structure.
+State is a dict: "count", of all steps, on the host; "step", of the steps of each leaf, as in torch,
+but one tensor for
+all leaves with equal counts; and the slots of the rule, named as in torch, each a tree of the
+parameters' structure.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ from fshard.optim.leaves import (
 )
 from fshard.optim.rules.shard_lists import Rule, ShardLists, numbers_of
 from fshard.optim.schedules import Rate, rate_at
-from fshard.optim.shard_kinds import Shards
+from fshard.optim.sharding import Sharding
 
 Slots = Mapping[str, Callable[[Tensor], Tensor | None]]
 """For each slot, how a shard of state is made of a parameter's; None where a leaf has none."""
@@ -52,7 +56,7 @@ def optimizer_of_rule(
     *,
     fast: Rule | None = None,
     check: Callable[[Leaves], None] = lambda params: None,
-    shards: Shards = "flat",
+    sharding: Sharding = "flat",
 ) -> Optimizer:
     """Make an optimizer of a rule.
 
@@ -62,7 +66,7 @@ def optimizer_of_rule(
         rule: writes it.
         fast: a rule that does the same with other rounding, for `step`.
         check: raises for parameters that the rule does not support.
-        shards: the kind of shards that the rule runs on.
+        sharding: the kind of shards that the rule runs on.
     """
 
     @made_for("state")
@@ -102,7 +106,7 @@ def optimizer_of_rule(
         after, state = by_rule(grads, copied(state), copied(params))
         return differences(params, after, grads), state
 
-    return Optimizer(init, update, stepped(fast or rule), shards, takes="arrays")
+    return Optimizer(init, update, stepped(fast or rule), sharding, takes="arrays")
 
 
 def _slot(make: Callable[[Tensor], Tensor | None], param: Leaf) -> Leaf:
@@ -183,7 +187,9 @@ def _validate_tied(params: Leaves, grads: list[Leaf]) -> None:
     for i, first in enumerate(params.firsts):
         if i != first and key_of(grads[i]) != key_of(grads[first]):
             raise OptimizerError(
-                f"params{params.paths[first]} and params{params.paths[i]} are one tensor (tied), but "
-                "have two gradients. Give both the sum as one tensor, or clone one parameter to untie "
+                f"params{params.paths[first]} and params{params.paths[i]} are one tensor (tied), "
+                "but "
+                "have two gradients. Give both the sum as one tensor, or clone one parameter to "
+                "untie "
                 "them."
             )

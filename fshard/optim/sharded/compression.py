@@ -3,7 +3,8 @@
     gradients {U:node}  ──compressor──>  gradients  ──optimizer──>  parameters
          state["compress"]["node"]                state["inner"]
 
-State of the structure of the parameters has the layout of these gradients: it is a sum not yet made,
+State of the structure of the parameters has the layout of these gradients: it is a sum not yet
+made,
 whose total is kept on another mesh.
 """
 
@@ -64,16 +65,20 @@ class Compression:
         sharded = [axis for axis in self._compressors if axis in layout.spec.sharded_axes]
         if sharded:
             raise LayoutError(
-                "partition_optimizer: compress must be along axes that do not shard the parameters; got "
-                f"{', '.join(sharded)} for a parameter of {layout}. Compress along another axis, where "
+                "partition_optimizer: compress must be along axes that do not shard the "
+                "parameters; got "
+                f"{', '.join(sharded)} for a parameter of {layout}. Compress along another axis, "
+                "where "
                 "they are replicated."
             )
         reduced = shard_layout(layout, self._axes)
         needs_matrices = any(compressor.full for compressor in self._compressors.values())
         if needs_matrices and reduced.spec.split_axes:
             raise LayoutError(
-                "partition_optimizer: compress must not be power_sgd where gradients are shards, of "
-                f"{reduced}: a shard of a matrix has other factors. Use stage=0, or another compressor."
+                "partition_optimizer: compress must not be power_sgd where gradients are shards, "
+                "of "
+                f"{reduced}: a shard of a matrix has other factors. Use stage=0, or another "
+                "compressor."
             )
         return reduced.with_spec(reduced.spec.replace(unreduced=[*self._compressors][first:]))
 
@@ -96,7 +101,8 @@ class Compression:
             return grads, state
 
         for axis, compressor in self._compressors.items():
-            # Which parameters have a gradient is known from the last step: the first starts nothing.
+            # Which parameters have a gradient is known from the last step: the first starts
+            # nothing.
             if compressor.early is not None and len(self._has_gradient) == len(leaves.leaves):
                 examples = leaves.mapped(partial(self._example, axis), self._has_gradient)
                 self._on_devices(axis, start).update(examples, state["compress"][axis], examples)
@@ -159,7 +165,7 @@ class Compression:
     def _on_devices(self, axis: str, update: Callable[..., Any]) -> Optimizer:
         """Return a function of an axis and one device's trees as one of arrays."""
         init = self._compressors[axis].init
-        return device_optimizer(Optimizer(init, partial(update, axis), shards="flat"))
+        return device_optimizer(Optimizer(init, partial(update, axis), sharding="flat"))
 
 
 def _validate(compressors: Any, mesh: Mesh) -> None:
@@ -184,9 +190,9 @@ def _reduced(x: Sharded) -> Sharded:
 def _with_replicated(state: PyTree, names: Sequence[str], axis: str) -> PyTree:
     """Return the state of a compressor whose trees of these names are replicated along its axis.
 
-    `init` gives all trees of the structure of the gradients their layout, unreduced. A total with that
-    layout would be zero on all devices but one of another mesh, and parameters would differ from then
-    on.
+    `init` gives all trees of the structure of the gradients their layout, unreduced. A total with
+    that layout would be zero on all devices but one of another mesh, and parameters would differ
+    from then on.
     """
 
     def replicated(x: Leaf) -> Leaf:

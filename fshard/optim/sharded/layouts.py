@@ -30,7 +30,7 @@ from typing import Literal
 
 from fshard.mesh.layout import Layout, Memory, Mesh, P
 from fshard.optim.leaves import Leaf, Leaves
-from fshard.optim.shard_kinds import ShardKind, Shards, kinds_of
+from fshard.optim.sharding import Sharding, ShardKind, kinds_of
 
 Stage = Literal[0, 1, 2, 3]
 """Of ZeRO: what is sharded. 0: nothing; 1 and 2: state and gradients; 3: parameters as well."""
@@ -44,7 +44,7 @@ class ShardLayouts:
         mesh: the devices.
         axes: along which the work is divided.
         stage: of ZeRO.
-        shards: the kind of each parameter's shards.
+        sharding: the kind of each parameter's shards.
         gradient_memory: the memory in which reduced gradients arrive.
         are_gradients_sharded: True if gradients arrive as shards; False if in their parameters'
             layouts, and are sharded in the update.
@@ -53,7 +53,7 @@ class ShardLayouts:
     mesh: Mesh
     axes: tuple[str, ...]
     stage: Stage
-    shards: Shards
+    sharding: Sharding
     gradient_memory: Memory = "device"
     are_gradients_sharded: bool = True
 
@@ -61,11 +61,11 @@ class ShardLayouts:
     def is_divided(self) -> bool:
         """True if the devices work on other shards than they store.
 
-        One device has all flat ranges already. An owner needs the matrix: a parameter that is stored
-        flat is a row of numbers on one device too.
+        One device has all flat ranges already. An owner needs the matrix: a parameter that is
+        stored flat is a row of numbers on one device too.
         """
         is_alone = all(self.mesh.shape[axis] == 1 for axis in self.axes)
-        return self.stage > 0 and not (self.shards == "flat" and is_alone)
+        return self.stage > 0 and not (self.sharding == "flat" and is_alone)
 
     def of_gradient(self, layout: Layout) -> Layout:
         """Return the layout of a reduced gradient, from its parameter's."""
@@ -83,7 +83,7 @@ class ShardLayouts:
             shapes[i] = leaf.shape
             if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
                 layouts[i] = leaf.layout
-        kinds = kinds_of(self.shards, params)
+        kinds = kinds_of(self.sharding, params)
         return _layouts_of_update(
             tuple(layouts), tuple(shapes), tuple(params.firsts), tuple(kinds), self.axes
         )
@@ -93,8 +93,8 @@ class ShardLayouts:
     ) -> list[Layout | None]:
         """Return, for sharded parameters that owners collect, the layout of their gradients.
 
-        Cut like this, which sends nothing, they travel to their owners and back in one exchange with
-        the gradients. None for the other parameters.
+        Cut like this, which sends nothing, they travel to their owners and back in one exchange
+        with the gradients. None for the other parameters.
         """
         results: list[Layout | None] = []
         for leaf, layout in zip(params, layouts, strict=True):
@@ -115,8 +115,8 @@ def in_memory(layout: Layout, memory: Memory) -> Layout:
 def shard_layout(layout: Layout, axes: tuple[str, ...]) -> Layout:
     """Return the layout of the shards that devices along `axes` work on.
 
-    Existing sharding is kept, of dims too; the other axes split each shard further, flat. One device
-    splits nothing.
+    Existing sharding is kept, of dims too; the other axes split each shard further, flat. One
+    device splits nothing.
     """
     return _cut_further(layout, axes) or layout  # itself: layouts are compared by identity first
 

@@ -61,12 +61,14 @@ class StateMemory:
     def __post_init__(self) -> None:
         if self.state not in get_args(Memory) or self.update_on not in get_args(UpdateOn):
             raise OptimizerError(
-                'partition_optimizer: state_memory must be "device", "host" or "disk", and update_on '
+                'partition_optimizer: state_memory must be "device", "host" or "disk", and '
+                "update_on "
                 f'"device" or "host"; got {self.state!r} and {self.update_on!r}.'
             )
         if self.state == "device" and self.update_on == "host":
             raise OptimizerError(
-                "partition_optimizer: state that is updated on the host must be there or on disk; got "
+                "partition_optimizer: state that is updated on the host must be there or on disk; "
+                "got "
                 'state_memory="device". Write state_memory="host".'
             )
 
@@ -108,7 +110,7 @@ def offloaded(opt: Optimizer, mesh: Mesh, memory: StateMemory) -> Optimizer:
     if memory.update_on == "host":
         update = _update_on_host(update, mesh)
         step = HostStep(step, mesh).run
-    return Optimizer(init, update, step, opt.shards, opt.loss_scale, takes="arrays")
+    return Optimizer(init, update, step, opt.sharding, opt.loss_scale, takes="arrays")
 
 
 def _has_leaves_away(params: PyTree, state: PyTree, offload: Offload) -> bool:

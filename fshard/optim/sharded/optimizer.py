@@ -48,15 +48,17 @@ freed when the next is assembled, so a step holds little more than one copy of t
 class ShardedOptimizer:
     """An optimizer whose state and work are sharded over the devices of a mesh.
 
-    It has the functions of an `Optimizer` of arrays, and the layouts of the gradients that it takes.
+    It has the functions of an `Optimizer` of arrays, and the layouts of the gradients that it
+    takes.
 
     Args:
         opt: an optimizer of arrays.
         layouts: of the update's shards.
         memory: of the state; None if state is where `opt` makes it.
-        compression: reduces gradients, which come unreduced. Then the state is {"compress", "inner"}.
-        missing: "skip": parameters without a gradient, and their state, do not change. "zero": their
-            gradient is zero.
+        compression: reduces gradients, which come unreduced. Then the state is {"compress",
+            "inner"}.
+        missing: "skip": parameters without a gradient, and their state, do not change. "zero":
+            their gradient is zero.
         place_state: from a new state to the same in other memories.
         map_gradients: from the gradients of a step to those that it uses, for tests of a training.
     """
@@ -247,8 +249,8 @@ class ShardedOptimizer:
     def _assemble(self, leaves: Leaves, after: list[Leaf], site: Site, *, donates: bool) -> None:
         """Move results into the layouts of the parameters, in place of the shards in the list.
 
-        A step that `donates` its parameters assembles some at a time, and gives the given parameters
-        their memory. Updates are assembled together.
+        A step that `donates` its parameters assembles some at a time, and gives the given
+        parameters their memory. Updates are assembled together.
         """
         groups = _groups(after) if donates else [range(len(after))]
         for indices in groups:
@@ -305,7 +307,8 @@ def _with_memory(param: Sharded, result: Sharded) -> Sharded:
     for target, source in zip(param.shards, result.shards, strict=True):
         if source.data_ptr() == target.data_ptr():
             continue
-        # The view of a collective's buffer, which has padding or other leaves, would keep all of it.
+        # The view of a collective's buffer, which has padding or other leaves, would keep all of
+        # it.
         is_alone = source.untyped_storage().nbytes() == source.nbytes
         target.data = source if is_alone else source.clone()
     return param
@@ -317,7 +320,10 @@ def _with_memory(param: Sharded, result: Sharded) -> Sharded:
 def _validate_mesh(
     params: Leaves, leaves: list[Leaf], mesh: Mesh, *, takes_plain: bool = False
 ) -> None:
-    """Raise with the first leaf that is not on a mesh; plain tensors may be, if it `takes_plain`."""
+    """Raise with the first leaf that is not on a mesh.
+
+    Plain tensors may be, if it `takes_plain`.
+    """
     for i, leaf in enumerate(leaves):
         if leaf is None or (takes_plain and not isinstance(leaf, Sharded)):
             continue
@@ -326,7 +332,8 @@ def _validate_mesh(
         ):
             continue
         raise LayoutError(
-            f"partition_optimizer on {mesh}: {params.paths[i] or 'the leaf'} is {kind_of(leaf)}. Give "
+            f"partition_optimizer on {mesh}: {params.paths[i] or 'the leaf'} is {kind_of(leaf)}. "
+            "Give "
             "the mesh of the parameters, or shard them on this one: "
             "fs.shard_params(params, rules, mesh=mesh)."
         )

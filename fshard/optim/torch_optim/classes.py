@@ -1,15 +1,16 @@
 """The classes of torch.optim as pure optimizers, by one table of their properties.
 
-A step makes an instance of the class whose parameters are the local shards, with their state, and calls its step. The
-class makes the state of a shard at its first step.
+A step makes an instance of the class whose parameters are the local shards, with their state, and
+calls its step. The class makes the state of a shard at its first step.
 
                  update of an element depends on     state of a parameter
     Adam         that element                        exp_avg, exp_avg_sq: like it
     ASGD         that element                        ax: like it; eta, mu: numbers
     Muon         the matrix                          momentum_buffer: like it
 
-On a CPU an elementwise class computes 16-bit parameters in 32 bits, and is rounded once a step: `torch.add(alpha=)`,
-which these classes use, rounds 16 bits by the index of an element in its tensor, so the bits would depend on the mesh.
+On a CPU an elementwise class computes 16-bit parameters in 32 bits, and is rounded once a step:
+`torch.add(alpha=)`, which these classes use, rounds 16 bits by the index of an element in its
+tensor, so the bits would depend on the mesh.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fshard.optim.rules.foreach import rounds_by_index
 from fshard.optim.rules.rule import Slots, optimizer_of_rule
 from fshard.optim.rules.shard_lists import Rule, ShardLists, each_kind
 from fshard.optim.schedules import Rate
-from fshard.optim.shard_kinds import ShardKind
+from fshard.optim.sharding import ShardKind
 
 
 class TorchClass(NamedTuple):
@@ -38,14 +39,14 @@ class TorchClass(NamedTuple):
     Args:
         state: of each parameter, without the count of steps.
         options: for some of that, the option that enables it.
-        shards: the kind of shards that it can step on.
+        sharding: the kind of shards that it can step on.
         counts: True if it counts the steps of each parameter.
         unsupported: returns the reason why a parameter is not supported, if any.
     """
 
     state: Slots
     options: Mapping[str, str] = {}
-    shards: ShardKind = "flat"
+    sharding: ShardKind = "flat"
     counts: bool = True
     unsupported: Callable[[Leaf], str | None] = lambda leaf: None
 
@@ -89,10 +90,10 @@ CLASSES: dict[type[torch.optim.Optimizer], TorchClass] = {
         _like("momentum_buffer"), {"momentum_buffer": "momentum"}, counts=False
     ),
     torch.optim.Adafactor: TorchClass(
-        _FACTORS, shards="owners", unsupported=complex_is_unsupported
+        _FACTORS, sharding="owners", unsupported=complex_is_unsupported
     ),
     torch.optim.Muon: TorchClass(
-        _like("momentum_buffer"), shards="owners", counts=False, unsupported=_unless_real_matrix
+        _like("momentum_buffer"), sharding="owners", counts=False, unsupported=_unless_real_matrix
     ),
 }
 """Every class of torch.optim that steps by gradients alone."""
@@ -106,10 +107,12 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
     """Make a pure optimizer of a class of torch.optim: its step on each shard, from the shard's state.
 
     Args:
-        cls: the class, such as torch.optim.RMSprop. A custom class is given to a Booster as an instance.
-        options: of the class, `foreach` and `fused` included; `lr` may be a schedule. A fused kernel rounds differently at
-            the end of a tensor, so with `fused=True` the last bits of `step` depend on the sharding: on the mesh and
-            the stage. `update` does without it, and so does reproducible mode.
+        cls: the class, such as torch.optim.RMSprop. A custom class is given to a Booster as an
+            instance.
+        options: of the class, `foreach` and `fused` included; `lr` may be a schedule. A fused
+            kernel rounds differently at the end of a tensor, so with `fused=True` the last bits of
+            `step` depend on the sharding: on the mesh and the stage. `update` does without it, and
+            so does reproducible mode.
 
     >>> import torch
     >>> opt = from_torch(torch.optim.Adagrad, lr=0.5)
@@ -167,8 +170,9 @@ def muon(
 
     Args:
         lr: learning rate, or a schedule.
-        parts: of a fused weight, such as query, key and value, or heads, each of which is orthogonalized by itself: a number
-            of equal ones, or their lengths. `by_label` gives fused weights a Muon of their own.
+        parts: of a fused weight, such as query, key and value, or heads, each of which is
+            orthogonalized by itself: a number of equal ones, or their lengths. `by_label` gives
+            fused weights a Muon of their own.
         parts_dim: the dim along which they are concatenated: 0 for a fused weight of nn.Linear.
         options: those of torch.optim.Muon.
 
@@ -185,7 +189,8 @@ def muon(
         lengths < 1 if isinstance(lengths, int) else min(lengths, default=0) < 1
     ):
         raise OptimizerError(
-            f"muon: parts must be positive, and parts_dim 0 or 1; got parts={parts}, parts_dim={parts_dim}."
+            f"muon: parts must be positive, and parts_dim 0 or 1; got parts={parts}, "
+            f"parts_dim={parts_dim}."
         )
     return _pure(torch.optim.Muon, "muon", {"lr": lr, **options}, MuonParts(lengths, parts_dim))
 
@@ -199,7 +204,8 @@ def _pure(
     check_divisible(cls)
     if cls not in CLASSES:
         raise OptimizerError(
-            f"{who} must be given a class of torch.optim. Boost an instance of a class of your own, or write "
+            f"{who} must be given a class of torch.optim. Boost an instance of a class of your "
+            "own, or write "
             "a pair: fs.optim.Optimizer(init, update)."
         )
     known = CLASSES[cls] if parts is None else CLASSES[cls]._replace(unsupported=parts.unsupported)
@@ -216,7 +222,7 @@ def _pure(
     )
 
     def check(at: Leaves) -> None:
-        if known.shards == "owners":
+        if known.sharding == "owners":
             check_unsharded(who, at, known.unsupported)
 
     return optimizer_of_rule(
@@ -227,11 +233,11 @@ def _pure(
             if name not in known.options or chosen[known.options[name]]
         },
         _in_32_bits(unfused)
-        if known.shards == "flat"
+        if known.sharding == "flat"
         else each_kind(unfused, complex_as_real=False),
         fast=_rule(cls, known, options) if options.get("fused") else None,
         check=check,
-        shards=known.shards,
+        sharding=known.sharding,
     )
 
 
@@ -239,7 +245,8 @@ def check_divisible(cls: Any) -> None:
     """Raise if a class of torch.optim does not step by dense gradients alone."""
     if cls in _REFUSED:
         raise OptimizerError(
-            f"torch.optim.{cls.__name__} cannot step on shards: {_REFUSED[cls]}. Take another class."
+            f"torch.optim.{cls.__name__} cannot step on shards: {_REFUSED[cls]}. Take another "
+            "class."
         )
 
 

@@ -3,7 +3,8 @@
     state[w]    on the owner of w, elsewhere none    {"row": f32[4], "step": 3}
     as arrays   on all devices                       {"row": {"w": f32[4]{at:data=1}}, "step": {"w": 3}}
 
-Only the device that steps a parameter knows the keys, shapes and numbers of its state. Devices exchange these, no data.
+Only the device that steps a parameter knows the keys, shapes and numbers of its state. Devices
+exchange these, no data.
 """
 
 from __future__ import annotations
@@ -64,11 +65,13 @@ class InstanceState:
                     errors[f"{key!r} of {name} {entry}"] = None
                 elif repr(first) != repr(entry):
                     errors[
-                        f"{key!r} of {name} must be equal on all devices; got {first[2]} and {entry[2]}"
+                        f"{key!r} of {name} must be equal on all devices; got {first[2]} and "
+                        f"{entry[2]}"
                     ] = None
         if errors:
             raise OptimizerError(
-                f"{type(self.optimizer).__name__}: this state cannot be saved: {'; '.join(errors)}. Keep all else in "
+                f"{type(self.optimizer).__name__}: this state cannot be saved: "
+                f"{'; '.join(errors)}. Keep all else in "
                 "attributes, or leave out elementwise = True: an owner then has full parameters."
             )
         by_key = ByKey()
@@ -132,7 +135,10 @@ class InstanceState:
 
 
 def _entry(param: Sharded, x: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None, Any] | str:
-    """Describe state by its global shape, its dtype and, for a number, its value; or return why it cannot be saved."""
+    """Describe state by its global shape, its dtype and, for a number, its value.
+
+    Or return why it cannot be saved.
+    """
     if x is None or isinstance(x, int | float | str):
         return None, None, x
     if not isinstance(x, Tensor):

@@ -4,8 +4,8 @@
     torch.optim.AdamW(groups)           GroupsSource      a pure optimizer per group, by its present options
     class Lion(torch.optim.Optimizer)   InstanceSource    the instance itself steps, on this device's local shards
 
-Learning-rate schedulers write a group's "lr", and some of them momentum or betas; loops may write weight decay. Values
-written before a step are used in that step. Groups may be added.
+Learning-rate schedulers write a group's "lr", and some of them momentum or betas; loops may write
+weight decay. Values written before a step are used in that step. Groups may be added.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ class OptimizerSource:
 
 
 def optimizer_source(optimizer: Any, params: Mapping[str, Tensor], caller: str) -> OptimizerSource:
-    """Make the source for an optimizer of torch or of `fs.optim`, which trains some of `params`; None trains nothing."""
+    """Make the source for an optimizer of torch or of `fs.optim`, which trains some of `params`.
+
+    None trains nothing.
+    """
     if optimizer is None:
         return OptimizerSource()
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -96,7 +99,8 @@ class TorchSource(OptimizerSource):
         ]
         if foreign := [f"param_groups[{i}]" for i, names in enumerate(groups) if None in names]:
             raise OptimizerError(
-                f"{self}: in {', '.join(foreign)} are tensors that are no parameters of the model. Make the optimizer of "
+                f"{self}: in {', '.join(foreign)} are tensors that are no parameters of the model. "
+                "Make the optimizer of "
                 "model.parameters(), before both are boosted."
             )
         return groups
@@ -165,7 +169,10 @@ class TorchSource(OptimizerSource):
 
 
 def _filled(initial: PyTree, before: PyTree) -> PyTree:
-    """Return a state with the previous one included; a state of one group is the first of several."""
+    """Return a state with the previous one included.
+
+    A state of one group is the first of several.
+    """
     if not isinstance(initial, dict) or not isinstance(before, dict):
         return before
     if 0 in initial and 0 not in before:
@@ -173,7 +180,7 @@ def _filled(initial: PyTree, before: PyTree) -> PyTree:
     return {name: _filled(x, before[name]) if name in before else x for name, x in initial.items()}
 
 
-# -- classes of torch -------------------------------------------------------------------------------------------------
+# -- classes of torch ------------------------------------------------------------------------------
 
 _ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
 _RULES: dict[type, tuple[Any, tuple[str, ...]]] = {
@@ -208,7 +215,8 @@ class GroupsSource(TorchSource):
                 if isinstance(x, Tensor | int | float)
             ):
                 raise OptimizerError(
-                    f"{self} has taken steps already, and its state would be lost. Boost it before its first step."
+                    f"{self} has taken steps already, and its state would be lost. Boost it before "
+                    "its first step."
                 )
         self._described: Any = None  # the names and options of the groups that `opt` was made for
         self.current_optimizer()
@@ -220,7 +228,8 @@ class GroupsSource(TorchSource):
         ]
         if any(hooks):
             raise OptimizerError(
-                f"{self}: hooks of its steps are not called, since it does not step itself. Call them beside step()."
+                f"{self}: hooks of its steps are not called, since it does not step itself. Call "
+                "them beside step()."
             )
         described = (
             self.groups(),
@@ -260,7 +269,10 @@ class GroupsSource(TorchSource):
 
 
 def _options(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group that the class takes, but for the learning rate; numbers as such."""
+    """Return the options of a group that the class takes, but for the learning rate.
+
+    Numbers as such.
+    """
 
     def plain(x: Any) -> Any:
         return (
@@ -275,17 +287,19 @@ def _options(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: plain(x) for name, x in group.items() if name in taken}
 
 
-# -- classes of one's own ---------------------------------------------------------------------------------------------
+# -- classes of one's own --------------------------------------------------------------------------
 
 
 class InstanceSource(TorchSource):
     """A custom optimizer class: the instance steps on the local shards of one device.
 
-    Each parameter is stored in full by its owner, and elsewhere has no elements and no gradient; if the class has
-    `elementwise = True`, each device has a flat shard of it. Its state is `state[param]` and its groups.
+    Each parameter is stored in full by its owner, and elsewhere has no elements and no gradient; if
+    the class has `elementwise = True`, each device has a flat shard of it. Its state is
+    `state[param]` and its groups.
 
-    Checkpoints store tensors, numbers and strings of `state[param]`, and what else the class's `state_dict` returns. Of an
-    elementwise class tensors have the shape of the shard, or are one number.
+    Checkpoints store tensors, numbers and strings of `state[param]`, and what else the class's
+    `state_dict` returns. Of an elementwise class tensors have the shape of the shard, or are one
+    number.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
@@ -318,7 +332,10 @@ class InstanceSource(TorchSource):
             self.optimizer.state[new] = self.optimizer.state.pop(old)
 
     def _localize(self, params: Leaves) -> dict[str, int]:
-        """Replace the parameters in the groups by local shards; return the index of the leaf of each."""
+        """Replace the parameters in the groups by local shards.
+
+        Return the index of the leaf of each.
+        """
         firsts = [
             i
             for i, first in enumerate(params.firsts)
@@ -327,7 +344,8 @@ class InstanceSource(TorchSource):
         names = [self.name_at(params.paths[i]) for i in firsts]
         if fused := [name for name, count in Counter(names).items() if count > 1]:
             raise OptimizerError(
-                f"{self}, an optimizer of your own class, must get each parameter as one tensor; {', '.join(fused)} are stored "
+                f"{self}, an optimizer of your own class, must get each parameter as one tensor; "
+                f"{', '.join(fused)} are stored "
                 "in parts. Use an optimizer of torch or of fs.optim."
             )
         index = dict(zip(names, firsts, strict=True))
@@ -349,7 +367,8 @@ class InstanceSource(TorchSource):
         leaves = Leaves.of(params)
         if any(len(shards_of(leaf)) > 1 for leaf in leaves.leaves):
             raise OptimizerError(
-                f"{self}, an optimizer of your own class, must step on one device; got the shards of several. Train inside of "
+                f"{self}, an optimizer of your own class, must step on one device; got the shards "
+                "of several. Train inside of "
                 "fs.run(main, mesh=mesh), or under torchrun."
             )
         before, offload = {*self._local}, current_offload()
@@ -364,7 +383,8 @@ class InstanceSource(TorchSource):
                     continue
                 if x.is_meta and not leaf.shards[0].is_meta:
                     raise OptimizerError(
-                        f"{self}: state of a lazy parameter must be made in step(), not by the constructor; got {name!r} "
+                        f"{self}: state of a lazy parameter must be made in step(), not by the "
+                        f"constructor; got {name!r} "
                         "without memory."
                     )
                 state[name] = stored(put_equal(x, leaf.layout)).shards[0]

@@ -12,7 +12,7 @@ from fshard.mesh.layout import Layout, Mesh, PyTree
 from fshard.optim.contract import Optimizer, pure_step
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.per_device.run import on_arrays
-from fshard.optim.shard_kinds import ShardKind, kinds_of
+from fshard.optim.sharding import ShardKind, kinds_of
 from fshard.testing.certificate import first_of
 from fshard.testing.certify.runs import shards_of
 from fshard.testing.verdicts import Comparison, judge, largest
@@ -24,12 +24,12 @@ def check_elementwise(
 ) -> None:
     """Train with an optimizer on full tensors, and on shards; raise if the results differ.
 
-    The shards are those of virtual meshes of several sizes. With `shards="flat"` each device updates a
-    flat shard of every leaf, else the leaves that it owns (in a `by_label`, leaf by leaf). The
-    gradients are random and differ in size from shard to shard. An optimizer may communicate, as
-    `clip_by_global_norm` does, and `global_norm` in an own `update`. It may draw: all runs begin with
-    one random state, and draws of an own `update` like a gradient, a parameter or state must be those
-    on full tensors.
+    The shards are those of virtual meshes of several sizes. With `sharding="flat"` each device
+    updates a flat shard of every leaf, else the leaves that it owns (in a `by_label`, leaf by
+    leaf). The gradients are random and differ in size from shard to shard. An optimizer may
+    communicate, as `clip_by_global_norm` does, and `global_norm` in an own `update`. It may draw:
+    all runs begin with one random state, and draws of an own `update` like a gradient, a parameter
+    or state must be those on full tensors.
 
     Args:
         opt: an optimizer, or a transformation of gradients; if of `fs.optim`, flat for some leaves.
@@ -40,11 +40,11 @@ def check_elementwise(
     >>> import torch, fshard as fs
     >>> from dataclasses import replace
     >>> check_elementwise(fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(0.1)))
-    >>> lamb = replace(fs.optim.lamb(0.1), shards="flat")
+    >>> lamb = replace(fs.optim.lamb(0.1), sharding="flat")
     >>> check_elementwise(lamb)  # it sums norms over the shards
     >>> def update(grads, state, params):
     ...     return {name: -g / g.norm() for name, g in grads.items()}, state
-    >>> opt = fs.optim.Optimizer(lambda params: (), update, shards="flat")
+    >>> opt = fs.optim.Optimizer(lambda params: (), update, sharding="flat")
     >>> check_elementwise(opt, {"w": torch.zeros(4)}, steps=1)
     Traceback (most recent call last):
     ...
@@ -57,7 +57,7 @@ def check_elementwise(
     leaves = Leaves.of(params)
     names = [named(parts_of(path)) or "params" for path in leaves.paths]
     arrays = on_arrays(opt, "check_elementwise")
-    kind_by_name = dict(zip(names, kinds_of(arrays.shards, leaves), strict=True))
+    kind_by_name = dict(zip(names, kinds_of(arrays.sharding, leaves), strict=True))
     # An own pair has leaves at owners to compare: it may couple them. Ours do not.
     is_own = arrays is not opt
     if not is_own and "flat" not in kind_by_name.values():
@@ -105,8 +105,9 @@ def _explained(kind: ShardKind, count: int, difference: str) -> str:
     """Return the error of an optimizer whose results differ on the shards of `count` devices."""
     if kind == "flat":
         return (
-            f'the optimizer has shards="flat", but on {count} flat shards {difference}. Leave out '
-            'shards="flat", for owners, or communicate with the other shards, as '
+            f'the optimizer has sharding="flat", but on {count} flat shards {difference}. Leave '
+            "out "
+            'sharding="flat", for owners, or communicate with the other shards, as '
             "clip_by_global_norm does."
         )
     return (

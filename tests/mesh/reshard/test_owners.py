@@ -84,10 +84,10 @@ def trees(draw):
     return params, grads
 
 
-def run_on(mesh, opt, stage, params, grads, shards=None):
+def run_on(mesh, opt, stage, params, grads, sharding=None):
     """Take steps with an optimizer that is divided among the devices; return parameters and state."""
     divided = fs.partition_optimizer(
-        opt, mesh=mesh, axis=mesh.axis_names, stage=stage, shards=shards
+        opt, mesh=mesh, axis=mesh.axis_names, stage=stage, sharding=sharding
     )
     rules = fs.fsdp(mesh.axis_names) if stage == 3 else P()
     own = fs.shard_params(params, rules, mesh=mesh)
@@ -125,12 +125,12 @@ def test_partitioned_optimizer_equals_one_device(name, data):
             [{"data": 2}, {"data": 1}, {"data": 4}, {"data": 8}, {"data": 2, "node": 3}]
         )
     )
-    stage, shards = (
+    stage, sharding = (
         data.draw(st.sampled_from([0, *STAGES])),
         data.draw(st.sampled_from([None, "owners"])),
     )
     expected = run_alone(OPTIMIZERS[name], params, grads)
-    found = run_on(fs.make_mesh(axes), OPTIMIZERS[name], stage, params, grads, shards)
+    found = run_on(fs.make_mesh(axes), OPTIMIZERS[name], stage, params, grads, sharding)
     assert same(found, expected)
 
 

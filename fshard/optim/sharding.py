@@ -33,56 +33,57 @@ class ByLeaf:
     kinds: Callable[[PyTree], list[ShardKind]]
 
 
-Shards = ShardKind | ByLeaf
+Sharding = ShardKind | ByLeaf
 """The kind of all parameters, or of each."""
 
 
-def validate_shards(caller: str, shards: Shards) -> None:
-    """Raise unless `shards` is a kind, or `ByLeaf`."""
-    if not isinstance(shards, ByLeaf) and shards not in get_args(ShardKind):
+def validate_sharding(caller: str, sharding: Sharding) -> None:
+    """Raise unless `sharding` is a kind, or `ByLeaf`."""
+    if not isinstance(sharding, ByLeaf) and sharding not in get_args(ShardKind):
         raise OptimizerError(
-            f'{caller}: shards must be "flat" (an element\'s update depends on that element alone) or '
-            f'"owners" (it depends on the full parameter); got {shards!r}.'
+            f'{caller}: sharding must be "flat" (an element\'s update depends on that element '
+            "alone) or "
+            f'"owners" (it depends on the full parameter); got {sharding!r}.'
         )
 
 
-def kinds_of(shards: Shards, params: Leaves) -> list[ShardKind]:
+def kinds_of(sharding: Sharding, params: Leaves) -> list[ShardKind]:
     """Return the kind of each leaf of the parameters."""
-    if isinstance(shards, ByLeaf):
-        return shards.kinds(params.rebuild(params.leaves))
-    return [shards] * len(params.leaves)
+    if isinstance(sharding, ByLeaf):
+        return sharding.kinds(params.rebuild(params.leaves))
+    return [sharding] * len(params.leaves)
 
 
-def common_shards(optimizers: Sequence[Shards]) -> Shards:
+def common_sharding(optimizers: Sequence[Sharding]) -> Sharding:
     """Return the kind of several optimizers that update the same parameters, one after the other.
 
     A leaf is sharded flat if all of them allow it.
 
-    >>> common_shards(["flat", "flat"]), common_shards(["flat", "owners"])
+    >>> common_sharding(["flat", "flat"]), common_sharding(["flat", "owners"])
     ('flat', 'owners')
     """
-    if not any(isinstance(shards, ByLeaf) for shards in optimizers):
-        return "flat" if all(shards == "flat" for shards in optimizers) else "owners"
+    if not any(isinstance(sharding, ByLeaf) for sharding in optimizers):
+        return "flat" if all(sharding == "flat" for sharding in optimizers) else "owners"
 
     def kinds(params: PyTree) -> list[ShardKind]:
         leaves = Leaves.of(params)
-        columns = [kinds_of(shards, leaves) for shards in optimizers]
+        columns = [kinds_of(sharding, leaves) for sharding in optimizers]
         return ["flat" if {*row} == {"flat"} else "owners" for row in zip(*columns, strict=True)]
 
     return ByLeaf(kinds)
 
 
-def labelled_shards(
-    by_label: dict[object, Shards], labels_of: Callable[[Leaves], Sequence[object]]
-) -> Shards:
+def labelled_sharding(
+    by_label: dict[object, Sharding], labels_of: Callable[[Leaves], Sequence[object]]
+) -> Sharding:
     """Return the kind of optimizers that each update the leaves of their label.
 
     Args:
         by_label: the kind of each label's optimizer.
-        labels_of: from the parameters to the label of each leaf. A leaf whose label has no optimizer
-            is not updated, and counts as flat.
+        labels_of: from the parameters to the label of each leaf. A leaf whose label has no
+            optimizer is not updated, and counts as flat.
     """
-    distinct: set[Shards] = {*by_label.values()}
+    distinct: set[Sharding] = {*by_label.values()}
     if not distinct:
         return "flat"
     if len(distinct) == 1:
@@ -92,14 +93,14 @@ def labelled_shards(
 
     def kinds(params: PyTree) -> list[ShardKind]:
         leaves = Leaves.of(params)
-        columns = {label: kinds_of(shards, leaves) for label, shards in by_label.items()}
+        columns = {label: kinds_of(sharding, leaves) for label, sharding in by_label.items()}
         labels = labels_of(leaves)
         return [columns[label][i] if label in columns else "flat" for i, label in enumerate(labels)]
 
     return ByLeaf(kinds)
 
 
-def check_fits(shards: Shards, params: Leaves) -> None:
+def check_fits(sharding: Sharding, params: Leaves) -> None:
     """Raise unless a pair of plain functions of this kind can run on the devices' shards."""
-    if shards != "flat":
-        check_unsharded('A pair of plain functions without shards="flat"', params)
+    if sharding != "flat":
+        check_unsharded('A pair of plain functions without sharding="flat"', params)
