@@ -44,11 +44,9 @@ def add_multiple(xs: list[Tensor], ys: list[Tensor], factor: float) -> Any:
     >>> add_multiple([torch.ones(2)], [torch.ones(2)], 2.0)
     (tensor([3., 3.]),)
     """
-    return (
-        addcmul(xs, ys, _ones(xs), factor)
-        if any(map(rounds_by_index, xs))
-        else add(xs, ys, alpha=factor)
-    )
+    if any(map(rounds_by_index, xs)):
+        return addcmul(xs, ys, _ones(xs), factor)
+    return add(xs, ys, alpha=factor)
 
 
 def add_multiple_(xs: list[Tensor], ys: list[Tensor], factor: float) -> None:

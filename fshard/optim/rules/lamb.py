@@ -18,8 +18,15 @@ from torch import Tensor
 
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer
-from fshard.optim.leaves import like
-from fshard.optim.norms import check_summable, shows_all_bits, squares, sum_of, sum_over_mesh
+from fshard.optim.leaves import Leaf, like
+from fshard.optim.norms import (
+    Precision,
+    check_summable,
+    shows_all_bits,
+    squares,
+    sum_of,
+    sum_over_mesh,
+)
 from fshard.optim.rules import foreach
 from fshard.optim.rules.adam import denominators, moments
 from fshard.optim.rules.rule import optimizer_of_rule
@@ -46,7 +53,8 @@ def lamb(
 
     >>> import torch
     >>> opt = lamb(0.5)
-    >>> opt.update([torch.tensor([9.0, 9.0])], opt.init([torch.tensor([3.0, 4.0])]), [torch.tensor([3.0, 4.0])])[0]
+    >>> params = [torch.tensor([3.0, 4.0])]
+    >>> opt.update([torch.tensor([9.0, 9.0])], opt.init(params), params)[0]
     [tensor([-1.7678, -1.7678])]
     """
     decays = within("[0, 1)", pair=True, betas=betas)
@@ -81,22 +89,21 @@ def _ratios(shards: ShardLists, directions: list[Tensor]) -> list[Tensor]:
 
     1 where one is 0.
     """
-    groups: dict[int, list[int]] = {}  # the shards of each leaf
+    indices: dict[int, list[int]] = {}  # of the shards of each leaf
     for i, leaf in enumerate(shards.leaves):
-        groups.setdefault(id(leaf), []).append(i)
-    leaves = [
-        like(shards.leaves[group[0]], [shards.params[i] for i in group])
-        for group in groups.values()
-    ]
-    leaf_of = {i: number for number, group in enumerate(groups.values()) for i in group}
+        indices.setdefault(id(leaf), []).append(i)
+    leaves: list[Leaf] = []
+    leaf_of: dict[int, int] = {}  # from a shard to the number of its leaf
+    for number, of_leaf in enumerate(indices.values()):
+        leaf = shards.leaves[of_leaf[0]]
+        leaves.append(like(leaf, [shards.params[i] for i in of_leaf]))
+        leaf_of |= dict.fromkeys(of_leaf, number)
+
     index_of = {id(x): i for i, x in enumerate(shards.params)}
-    device, precision = (
-        shards.params[0].device,
-        "exact" if shows_all_bits(shards.leaves) else "float64",
-    )
-    each = torch.stack(
-        [squares(xs, device, precision) for xs in (shards.params, directions)], 1
-    )  # (shards, 2, columns)
+    device = shards.params[0].device
+    precision: Precision = "exact" if shows_all_bits(shards.leaves) else "float64"
+    columns = [squares(xs, device, precision) for xs in (shards.params, directions)]
+    each = torch.stack(columns, 1)  # (shards, 2, columns of a sum)
 
     def row(params: list[Tensor]) -> Tensor:
         sums = each.new_zeros(len(leaves), *each.shape[1:])

@@ -85,11 +85,9 @@ def _wide(x: Tensor) -> torch.dtype:
 def _preconditioner(dim: int, eps: float, longest: int) -> Callable[[Tensor], Tensor | None]:
     def make(p: Tensor) -> Tensor | None:
         length = _matrix(p).shape[dim]
-        return (
-            eps * torch.eye(length, dtype=_wide(p), device=p.device)
-            if 1 < length <= longest
-            else None
-        )
+        if not 1 < length <= longest:
+            return None
+        return eps * torch.eye(length, dtype=_wide(p), device=p.device)
 
     return make
 
