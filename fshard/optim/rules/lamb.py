@@ -102,8 +102,8 @@ def _ratios(shards: ShardLists, directions: list[Tensor]) -> list[Tensor]:
     index_of = {id(x): i for i, x in enumerate(shards.params)}
     device = shards.params[0].device
     precision: Precision = "exact" if shows_all_bits(shards.leaves) else "float64"
-    columns = [squares(xs, device, precision) for xs in (shards.params, directions)]
-    each = torch.stack(columns, 1)  # (shards, 2, columns of a sum)
+    # (shards, 2, columns of a sum). The two have no name: it would keep them beside their copies.
+    each = torch.stack([squares(xs, device, precision) for xs in (shards.params, directions)], 1)
 
     def row(params: list[Tensor]) -> Tensor:
         sums = each.new_zeros(len(leaves), *each.shape[1:])
