@@ -4,7 +4,7 @@ An optimizer gets None in place of a parameter that it skips, and None for its g
 state for it.
 
     params   {"w": x, "bias": y}      labels {"w": "matrix", "bias": "vector"}
-    "matrix" gets {"w": x, "bias": None};  "vector" gets {"w": None, "bias": y};  their results are merged
+    "matrix" gets {"w": x, "bias": None};  "vector" gets {"w": None, "bias": y};  results are merged
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _only(params: Leaves, leaves: list[Leaf], chosen: list[Any], label: Any) -> 
 def _validate_labels(
     params: Leaves, chosen: list[Any], opts: Mapping[Any, Optimizer], every: bool
 ) -> None:
-    """Raise unless each parameter has an optimizer, ties one, and, if `every`, no label is unused."""
+    """Raise unless each parameter has an optimizer, ties one; with `every`, each label is used."""
     paths, leaves = params.paths, params.leaves
     rows = zip(chosen, paths, leaves, strict=True)
     used = {label: path for label, path, leaf in rows if leaf is not None}

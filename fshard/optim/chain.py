@@ -1,6 +1,6 @@
 """Transformations of gradients, and `chain`, which composes them with an optimizer.
 
-    clip_by_global_norm(1.0) ─> add_decayed_weights(0.1) ─> sgd(0.1)     each has an entry in the state
+    clip_by_global_norm(1.0) ─> add_decayed_weights(0.1) ─> sgd(0.1)   each has an entry in the state
 
 With a writer at the end a chain is a writer, whose `step` is the writer's.
 """

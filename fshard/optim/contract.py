@@ -6,8 +6,8 @@ differences to add to the parameters, and the next state; its arguments are not 
 *writer* also has a `step`: it returns the next parameters, exactly as torch.optim would write them,
 and may reuse the memory of its arguments.
 
-    gradients ─> transformation ─> ... ─> writer ─┬─ update ─> differences ── apply_updates ─> params
-                                                  └─ step ─────────────────────────────────> params
+    grads ─> transformation ─> ... ─> writer ─┬─ update ─> differences ── apply_updates ─> params
+                                              └─ step ─────────────────────────────────> params
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def step_of(opt: Any) -> Update:
 
 
 def pure_step(opt: Any) -> Update:
-    """Return an optimizer's step as a pure function: its arguments are copied, and keep their values.
+    """Return an optimizer's step as a pure function: arguments are copied, and keep their values.
 
     Within a transform of torch.func it is the update, then params + updates.
 

@@ -1,4 +1,4 @@
-"""The optimizers that may stand inside of others: `chain`, `by_label` and the wrappers take them."""
+"""The optimizers that may be nested: `chain`, `by_label` and the wrappers take them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def inner_optimizer(opt: Any, caller: str) -> Optimizer:
 
 
 def check_not_sharded(opt: Any, caller: str) -> None:
-    """Raise if an optimizer is sharded: what is around it would work on other shards than it does."""
+    """Raise if an optimizer is sharded: one around it would work on other shards."""
     if isinstance(opt, ShardedOptimizer):
         raise OptimizerError(
             f"{caller}: a partitioned optimizer must not be nested, since what is around it would "

@@ -35,7 +35,8 @@ def loss_scaled(
 ) -> Optimizer:
     """Divide gradients of a scaled loss by the scale, and adapt it: updates of opt(grads / scale).
 
-    scale = backoff scale, if any gradient is not finite: then parameters stay;   growth scale, after `interval` steps
+    scale = backoff scale    if any gradient is not finite: then parameters do not change
+            growth scale     after `interval` steps
 
     `train_step` reads the scale from the state and applies it. A gradient that is taken without
     `train_step` must be that of the scaled loss, `value_and_grad(...)(params, batch,
@@ -108,7 +109,7 @@ def loss_scaled(
 
 
 def finite_scale(dtype: torch.dtype, scale: float) -> float:
-    """Return a loss scale, halved until it is finite in a dtype: a 16-bit loss can be multiplied by it.
+    """Return a loss scale, halved until a loss of a dtype can be multiplied by it.
 
     >>> finite_scale(torch.float16, 2.0**16), finite_scale(torch.float32, 2.0**16)
     (32768.0, 65536.0)
@@ -126,7 +127,8 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
 
     >>> import torch, fshard.optim as optim
     >>> opt = skip_if_not_finite(optim.sgd(0.5))
-    >>> params, state = opt.step([torch.tensor([torch.inf])], opt.init([torch.ones(1)]), [torch.ones(1)])
+    >>> params = [torch.ones(1)]
+    >>> params, state = opt.step([torch.tensor([torch.inf])], opt.init(params), params)
     >>> params, state["skipped"]
     ([tensor([1.])], tensor(1))
     """

@@ -1,4 +1,7 @@
-"""Optimizers around another one, whose state is their entry "inner": accumulation, averages, master weights."""
+"""Optimizers around another one, whose state is the entry "inner" of theirs.
+
+Accumulation, averages of parameters, and master weights.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +171,8 @@ def ema_params(state: PyTree) -> PyTree:
     Or from that of a chain or wrapper that has one in it.
 
     >>> import torch, fshard.optim as optim
-    >>> ema_params(optim.chain(optim.clip_by_value(1.0), ema(optim.sgd(1.0), 0.5)).init([torch.ones(1)]))
+    >>> opt = optim.chain(optim.clip_by_value(1.0), ema(optim.sgd(1.0), 0.5))
+    >>> ema_params(opt.init([torch.ones(1)]))
     [tensor([1.])]
     """
     entries = [state]
@@ -188,7 +192,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def with_master_weights(opt: Optimizer) -> Optimizer:
-    """Apply an optimizer to float32 masters of bfloat16 and float16 parameters: params = round(masters).
+    """Apply an optimizer to float32 masters of 16-bit parameters: params = round(masters).
 
     Parameters of other dtypes are their own masters: state["master"] is None for them. An update is
     the difference of two rounded numbers in float32; added to the first it rounds to the second, so

@@ -1,4 +1,4 @@
-"""Random draws in an own `update` or `init`: those of one device, whatever the layout of the parameters.
+"""Random draws in an own `update` or `init`: those of one device, in every layout.
 
 An update of plain tensors sees shards. `torch.randn_like(g)` there is the device's shard of the
 draw that one device would make for the leaf, which is seeded by the step, the leaf, and the number
@@ -60,7 +60,7 @@ _OF_TENSORS = frozenset[Any](
         nn.init.uniform_,
     }
 )
-"""The functions of torch that draw, from as many random bits, a number for each element of a tensor."""
+"""The functions of torch that draw a number for each element of a tensor, from as many bits."""
 
 _OF_SIZES = frozenset[Any]({torch.rand, torch.randn, torch.randint, torch.normal, torch.randperm})
 """The functions of torch that draw a tensor of a given size."""
@@ -81,7 +81,7 @@ _FIX_AT_OWNERS = (
 
 
 class UpdateDraws(TorchFunctionMode):
-    """The random draws of one device in an own update: a mode, in which torch's functions draw shards.
+    """The random draws of one device in an own update: in this mode torch's functions draw shards.
 
     Args:
         params: of all devices.
@@ -92,8 +92,10 @@ class UpdateDraws(TorchFunctionMode):
 
     def __init__(self, params: Leaves, updated: Sequence[int], device: int, key: int) -> None:
         super().__init__()
-        self.key, self.has_drawn = folded(key), False
-        self._params, self._device = params, device
+        self.key = folded(key)
+        self.has_drawn = False
+        self._params = params
+        self._device = device
         self._updated = [params.leaves[i] for i in updated]
         self._names = names_of(params.structure)
         self._tensors = dict[int, tuple[Callable[[], Tensor | None], int]]()
@@ -135,9 +137,8 @@ class UpdateDraws(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            torch.compiler.is_compiling()
-        ):  # draws of compiled functions are not divided: `seeded` finds them
+        if torch.compiler.is_compiling():
+            # Draws of compiled functions are not divided: `seeded` finds them.
             return func(*args, **kwargs)
         if func not in _DRAWING:
             result = func(*args, **kwargs)
@@ -149,9 +150,11 @@ class UpdateDraws(TorchFunctionMode):
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if func in _OF_TENSORS and tensors:
             example = max(tensors, key=Tensor.numel)
-            leaf, size = self._leaf_of(example), example.shape
+            leaf = self._leaf_of(example)
+            size = example.shape
         else:
-            example, size = None, _size_among(args, kwargs)
+            example = None
+            size = _size_among(args, kwargs)
             leaf = self._leaf_of(size)
         if leaf is None and self._is_at_owners:
             self._validate_at_owners(func)
@@ -171,7 +174,7 @@ class UpdateDraws(TorchFunctionMode):
     # -- the leaf of a draw ------------------------------------------------------------------------
 
     def _leaf_of(self, x: Any) -> int | None:
-        """Return the index of the leaf that a tensor or a size belongs to, None if there is none."""
+        """Return the index of the leaf of a tensor or a size; None if it belongs to none."""
         if isinstance(x, Tensor):
             entry = self._tensors.get(id(x))
             is_same = entry is not None and entry[0]() is x
@@ -226,7 +229,7 @@ class UpdateDraws(TorchFunctionMode):
         )
 
     def _validate_options(self, kwargs: dict[str, Any]) -> None:
-        """Raise if a draw is not from the generator that is seeded, or not to a result of its own."""
+        """Raise if a draw has a generator or a result that is given."""
         given = [name for name in ("generator", "out") if kwargs.get(name) is not None]
         if given and any(isinstance(x, Sharded) and x.mesh.size > 1 for x in self._updated):
             raise OptimizerError(
@@ -242,7 +245,7 @@ class UpdateDraws(TorchFunctionMode):
         return any(isinstance(x, Sharded) and bool(x.spec.at) for x in self._updated)
 
     def _validate_at_owners(self, func: Any) -> None:
-        """Raise if a draw that is like no leaf may be another one of the same key on another device."""
+        """Raise if a draw that is like no leaf may be another one on another device."""
         is_own_key = torch.default_generator.initial_seed() != self.key
         if is_own_key and self._draws_before(None) == 0:
             return
@@ -253,7 +256,7 @@ class UpdateDraws(TorchFunctionMode):
         )
 
     def _validate_size(self, func: Any, size: tuple[int, ...]) -> None:
-        """Raise if a draw that is like no leaf may be meant for a shard: one of another shard would be equal."""
+        """Raise if a draw that is like no leaf may be meant for a shard."""
         split = [x for x in self._updated if isinstance(x, Sharded) and _is_split(x.layout)]
         is_one_number = prod(size) == 1
         may_be_shard = size != () and any(_has_shard_of_one(x.layout, x.shape) for x in split)
@@ -270,7 +273,7 @@ class UpdateDraws(TorchFunctionMode):
 
     @contextmanager
     def _seeded_for(self, leaf: int | None) -> Generator[None]:
-        """Draw by the leaf, the number of its draws before, and the update's key, or a key of the caller's within it."""
+        """Draw by the leaf, the number of its draws before, and the current key."""
         key = torch.default_generator.initial_seed()
         count = self._draws_before(leaf)
         self._counts[key, leaf] = count + 1
@@ -296,7 +299,7 @@ class UpdateDraws(TorchFunctionMode):
         example: Tensor,
         leaf: int,
     ) -> Tensor:
-        """Call a function of tensors for the full leaf, and return this device's shard of the result."""
+        """Call a function of tensors for the full leaf; return this device's shard."""
 
         def in_full(x: Any) -> Any:
             if not isinstance(x, Tensor) or x.shape != example.shape:
@@ -319,7 +322,7 @@ class UpdateDraws(TorchFunctionMode):
         size: Sequence[int],
         leaf: int,
     ) -> Tensor:
-        """Call a function of a size for the full leaf, and return this device's shard of the result."""
+        """Call a function of a size for the full leaf; return this device's shard."""
         full_size = tuple(self._params.leaves[leaf].shape)
         arguments = [full_size if x is size else x for x in args]
         options = {name: full_size if x is size else x for name, x in kwargs.items()}
@@ -333,7 +336,9 @@ class UpdateDraws(TorchFunctionMode):
 
 @lru_cache(maxsize=64)
 def names_of(params: Structure) -> tuple[str, ...]:
-    """Return the names by which leaves draw: the last parts of their paths, if these differ, so that stages do not count.
+    """Return the names by which leaves draw.
+
+    The last parts of their paths, if these differ, so that stages do not count.
 
     >>> from fshard.mesh.layout import flatten
     >>> names_of(flatten([{"0.weight": 1}, {"2.weight": 1}])[1]), names_of(flatten([{"w": 1}, {"w": 1}])[1])

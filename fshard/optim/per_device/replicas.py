@@ -37,7 +37,7 @@ class EqualResult(NamedTuple):
 
 
 class ReplicaCheck:
-    """Compare, between devices, what an own update must return equal: in its calls 1, 2, 4, 8, ..."""
+    """Compares, between devices, what an own update must return equal."""
 
     def __init__(self) -> None:
         self._calls = dict[tuple[Mesh, int], int]()
@@ -114,7 +114,7 @@ def _shard_number(layout: Layout | None, mesh: Mesh, device: int) -> tuple[int, 
 
 
 def _hash(x: Any) -> int:
-    """Return a hash of 63 bits: of a tensor, large ones at samples of 64 KiB, or of a value's text."""
+    """Return a hash of 63 bits: of a tensor, a large one by samples, or of a value's text."""
     if x is None:
         return _NOTHING
     if isinstance(x, Tensor):

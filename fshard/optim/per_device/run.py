@@ -107,7 +107,7 @@ def device_optimizer(opt: Optimizer, check: ReplicaCheck | None = None) -> Optim
 def _differentiable_update(
     update: Update, sharding: Sharding, trees: tuple[PyTree, PyTree, PyTree]
 ) -> tuple[PyTree, PyTree]:
-    """Run an update within a transform of torch.func: as one differentiable program of all devices."""
+    """Run an update within a transform of torch.func, as one program of all devices."""
     key = drawn_key()  # before devices part: equal on all of them
 
     def on_arrays_of_device(

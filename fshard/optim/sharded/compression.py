@@ -137,7 +137,10 @@ class Compression:
     def _reduce(
         self, axis: str, grads: PyTree, state: PyTree, params: PyTree, handles: Handles
     ) -> tuple[PyTree, PyTree]:
-        """Reduce gradients on one device. Unless all are finite, the total is nan and the state stays."""
+        """Reduce gradients on one device.
+
+        Unless all are finite, the total is nan and the state does not change.
+        """
         handle = handles.get((axis, axis_index(self._mesh.axis_names)))
         started = [] if handle is None else [handle]
         total, _, after = self._compressors[axis].reduce(grads, state, axis, *started)

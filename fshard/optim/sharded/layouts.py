@@ -74,7 +74,7 @@ class ShardLayouts:
         return in_memory(layout, self.gradient_memory)
 
     def of_update(self, params: Leaves) -> tuple[Layout | None, ...]:
-        """Return the layout of each parameter in the update, None where there is nothing to update."""
+        """Return the layout of each parameter in the update; None where nothing is updated."""
         layouts: list[Layout | None] = [None] * len(params.leaves)
         shapes: list[tuple[int, ...]] = [()] * len(params.leaves)
         for i, leaf in enumerate(params.leaves):

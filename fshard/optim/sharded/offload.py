@@ -74,7 +74,7 @@ class StateMemory:
 
 
 def offloaded(opt: Optimizer, mesh: Mesh, memory: StateMemory) -> Optimizer:
-    """Return an optimizer of arrays whose state is in a memory, and updated on the device or host."""
+    """Return an optimizer of arrays whose state is in a memory, and updated in one."""
     offload = Offload(mesh, memory.state, memory.update_on)
     is_all_on_device = memory == StateMemory()
 
@@ -114,7 +114,7 @@ def offloaded(opt: Optimizer, mesh: Mesh, memory: StateMemory) -> Optimizer:
 
 
 def _has_leaves_away(params: PyTree, state: PyTree, offload: Offload) -> bool:
-    """Return True if parameters or state are in a memory from which they are moved to the update."""
+    """Return True if parameters or state must be moved to the update."""
     memories: set[Memory] = {
         x.layout.memory for x in flatten((params, state))[0] if isinstance(x, Sharded)
     }
@@ -192,7 +192,7 @@ class HostStep:
     def _params_on_host(
         self, params: list[Leaf], trained: list[int], stored: dict[int, Leaf], state: PyTree
     ) -> dict[int, Leaf]:
-        """Return the trained parameters on the host, by index: those `stored` there are themselves."""
+        """Return the trained parameters on the host, by index; those `stored` there as they are."""
         masters = _masters_on_host(state)
         with_masters = [i for i in trained if i in masters and i not in stored]
         sent = [i for i in trained if i not in masters and i not in stored]
@@ -262,7 +262,7 @@ def _buffer_like(leaf: Leaf, buffer: Leaf, mesh: Mesh) -> Leaf:
 
 
 def _masters_on_host(state: PyTree) -> dict[int, Leaf]:
-    """Return the masters on the host in a state of `with_master_weights`, or around it: by index."""
+    """Return the masters on the host in a state of `with_master_weights`, or around it."""
     masters: dict[int, Leaf] = {}
     entries = [state]
     for entry in entries:  # which grows

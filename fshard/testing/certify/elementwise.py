@@ -1,4 +1,4 @@
-"""A check of optimizers: does an element's update depend on that element alone, or on that leaf alone?"""
+"""A check of optimizers: does an update depend on its element alone, or its leaf alone?"""
 
 from __future__ import annotations
 
