@@ -1,5 +1,11 @@
 """fshard's words, and the names of other libraries that mean them. The tables of `docs/migrating.md` have all of these."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
 _WORDS = {
     "fs.DDPPlugin()": ("TorchDDPPlugin", "DistributedDataParallel"),
     "fs.ZeroPlugin(stage=1 or 2)": ("LowLevelZeroPlugin",),
@@ -66,3 +72,36 @@ NAMES = {name: word for word, names in _WORDS.items() for name in names}
 def hint(name: str) -> str:
     """Return fshard's word for a name of another library, as the end of an error; "" if there is none."""
     return f" Use {NAMES[name]}." if name in NAMES else ""
+
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+def renamed_keywords(**names: str) -> Callable[[Decorated], Decorated]:
+    """Let a function or a class raise for its old keywords, and name what to write instead.
+
+    >>> @renamed_keywords(size="length")
+    ... def zeros(length): ...
+    >>> zeros(size=3)
+    Traceback (most recent call last):
+    TypeError: zeros: the keyword size= has another name. Write length.
+    """
+
+    def decorate(target: Any) -> Any:
+        function = target.__init__ if isinstance(target, type) else target
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            for old in names.keys() & kwargs.keys():
+                raise TypeError(
+                    f"{target.__name__}: the keyword {old}= has another name. Write {names[old]}."
+                )
+            return function(*args, **kwargs)
+
+        if not isinstance(target, type):
+            return run
+        vars_of_class: Any = target
+        vars_of_class.__init__ = run
+        return target
+
+    return decorate

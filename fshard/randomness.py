@@ -2,7 +2,7 @@
 
 Dropout seeded by (seed, step, slice) draws the same masks on 1 device as on 8. The key is the generator's seed, which
 torch stores with the generator's state. Keys of layers are those of `transforms/reproducible/layer_keys.py`, keys of
-an optimizer's leaves those of `optim/draws.py`.
+an optimizer's leaves those of `optim/per_device/draws.py`.
 """
 
 from __future__ import annotations

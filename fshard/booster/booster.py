@@ -33,7 +33,7 @@ from fshard.mesh.layout import PyTree, map_leaves
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import here
-from fshard.optim.partition import Partitioned
+from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.optim.torch_optim.instances import InstanceSource, OptimizerSource, optimizer_source
 from fshard.parallelism.value import Parallelism
 from fshard.pipeline.split.stages import Layer, split_stages
@@ -70,7 +70,7 @@ class FunctionalStep:
     def __init__(
         self,
         plugin: Plugin,
-        optimizer: Callable[[], Partitioned],
+        optimizer: Callable[[], ShardedOptimizer],
         make_step: Callable[..., Any],
     ) -> None:
         self.plugin, self.optimizer = plugin, optimizer
@@ -113,7 +113,7 @@ class PlacedStep:
 
     def _placed(self, state: TrainState, batch: Any) -> tuple[FunctionalStep, TrainState]:
         """Return the step with activations in their memories, and a state in those of the plan."""
-        optimizers = dict[str, Callable[[], Partitioned]]()
+        optimizers = dict[str, Callable[[], ShardedOptimizer]]()
         for update_on in get_args(UpdateOn):
             optimizers[update_on] = partitioned(self.plugin, self.source, update_on)
 
@@ -183,7 +183,7 @@ class Booster(Checkpointing):
 
     def _prepare(
         self, caller: str, model: Any, optimizer: Any
-    ) -> tuple[nn.Module, Plugin, OptimizerSource, Callable[[], Partitioned]]:
+    ) -> tuple[nn.Module, Plugin, OptimizerSource, Callable[[], ShardedOptimizer]]:
         """Return a module, its plugin and its optimizer.
 
         The draws of the plugin differ from those of the models before.

@@ -36,7 +36,7 @@ from fshard.memory.state import UpdateOn
 from fshard.mesh.collectives.api import pmax
 from fshard.mesh.layout import Memory, Mesh, P, PyTree, flatten, map_leaves
 from fshard.mesh.spmd.run import run_on_devices
-from fshard.optim.partition import Partitioned
+from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.transforms.batch import BatchPart, rows_of
 from fshard.transforms.shard_params import Fsdp, Rules
 from fshard.transforms.train_step import train_step
@@ -184,7 +184,12 @@ class GeminiPlugin(ShardedPlugin):
     # -- a loop -----------------------------------------------------------------------------------
 
     def validate_loop(
-        self, run: Callable[..., Any], opt: Partitioned, params: PyTree, buffers: PyTree, batch: Any
+        self,
+        run: Callable[..., Any],
+        opt: ShardedOptimizer,
+        params: PyTree,
+        buffers: PyTree,
+        batch: Any,
     ) -> None:
         """Raise if a loop's step passes the limit with all parameters and state on the host.
 
@@ -268,10 +273,9 @@ class GeminiPlugin(ShardedPlugin):
 
 
 def _measured(
-    step: Any, opt: Partitioned, params: PyTree, buffers: PyTree, batch: Any
+    step: Any, opt: ShardedOptimizer, params: PyTree, buffers: PyTree, batch: Any
 ) -> Placement:
     """Measure a step on the abstract mesh, in a thread: the caller is a device of another mesh."""
-    assert opt.on_mesh is not None
     mesh = replace(step.mesh, runtime="abstract", device_type="meta", ranks=None)
     abstract_params = abstract_like(params, mesh, lambda x: x.layout.memory)
     abstract_opt = opt.on_mesh(mesh)

@@ -36,7 +36,7 @@ from fshard.mesh.layout import Layout, Mesh, PyTree, Structure, flatten, unflatt
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.mesh.spmd.run import as_one_device, local_devices, resolve_mesh
-from fshard.optim.partition import Partitioned
+from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.randomness import drawn_key
 from fshard.source import call_site
@@ -151,7 +151,7 @@ class LoopModel(BoostedModel):
         module: nn.Module,
         plugin: Plugin,
         source: OptimizerSource,
-        opt: Partitioned,
+        opt: ShardedOptimizer,
         state: DeviceState,
         loss_check: LossCheck | None = None,
     ) -> None:

@@ -20,23 +20,21 @@ from fshard.errors import OptimizerError
 from fshard.memory.kinds import claim
 from fshard.memory.state import UpdateOn
 from fshard.mesh.layout import PyTree
-from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.optim.arguments import validate, within
 from fshard.optim.chain import clipped, shrunk
-from fshard.optim.contract import Optimizer, Update, donating, step_of, writing
-from fshard.optim.leaves import Leaf, Leaves, trainable
+from fshard.optim.contract import Optimizer, step_of
 from fshard.optim.norms import exact_norms, global_norm
-from fshard.optim.partition import Partitioned, partition_optimizer
+from fshard.optim.partition import partition_optimizer
 from fshard.optim.scaling import loss_scaled
+from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.optim.torch_optim.instances import OptimizerSource, TorchSource
 from fshard.uncompiled import uncompiled
 
 
 def partitioned(
     plugin: Plugin, source: OptimizerSource, update_on: UpdateOn | None = None
-) -> Callable[[], Partitioned]:
+) -> Callable[[], ShardedOptimizer]:
     """Return a function that shards an optimizer's state and work, with its current options."""
     update_on = update_on or plugin.update_on()
     cached = lru_cache(maxsize=1)(
@@ -45,48 +43,34 @@ def partitioned(
     return lambda: cached(source.current_optimizer())
 
 
-def _partition(plugin: Plugin, update_on: UpdateOn, opt: Optimizer) -> Partitioned:
-    mesh, axes, layers = (
-        plugin.default_mesh(),
-        plugin.zero_axes(),
-        plugin.gradient_options().get("local", ()),
-    )
+def _partition(plugin: Plugin, update_on: UpdateOn, opt: Optimizer) -> ShardedOptimizer:
+    """Shard an optimizer's state and work by the options of a plugin."""
+    mesh, axes = plugin.default_mesh(), plugin.zero_axes()
+    local_axes = plugin.gradient_options().get("local", ())
     stage = plugin.zero() if axes else 0
-    opt = loss_scaled(opt) if plugin.precision == "fp16" and opt.loss_scale is None else opt
-    axes, compress, memory = axes or mesh.axis_names, plugin.compressors(), plugin.state_memory()
-    offload: Any = {"state_memory": memory, "update_on": update_on}
-    sharded = partition_optimizer(
-        opt, mesh=mesh, axis=axes, stage=stage, compress=compress, **offload
-    )
-    if (
-        layers and stage == 0 and opt.elementwise is not True
-    ):  # the shards of a matrix are collected by one device
-        by_owners = partition_optimizer(opt, mesh=mesh, axis=layers, stage=1, **offload)
-        sharded = by_owners._replace(gradients=sharded.gradients)
-    sharded = sharded if plugin.unused == "skip" else _with_zeros(sharded)
-    return sharded._replace(
-        init=lambda params, init=sharded.init: plugin.placed("state", init(params)),
-        on_mesh=lambda mesh: _partition(replace(plugin, mesh=mesh), update_on, opt),
-    )
+    if plugin.precision == "fp16" and opt.loss_scale is None:
+        opt = loss_scaled(opt)
+    offload: Any = {"state_memory": plugin.state_memory(), "update_on": update_on}
 
-
-def _with_zeros(opt: Partitioned) -> Partitioned:
-    """Return an optimizer that takes zeros for gradients that are None."""
-
-    def filled(x: Leaf, grad: Leaf) -> Leaf:
-        is_unused = grad is None and isinstance(x, Sharded) and trainable(x)
-        return (
-            put_equal(torch.zeros(x.shape, dtype=x.dtype), opt.gradients(x.layout))
-            if is_unused
-            else grad
+    # Along local axes matrices are sharded in every stage: one device of them collects each.
+    is_owned_along_local_axes = local_axes and stage == 0 and opt.sharding != "flat"
+    if is_owned_along_local_axes:
+        sharded = partition_optimizer(opt, mesh=mesh, axis=local_axes, stage=1, **offload)
+        layouts = replace(sharded.layouts, are_gradients_sharded=False)
+        sharded = sharded.replaced(layouts=layouts)
+    else:
+        sharded = partition_optimizer(
+            opt,
+            mesh=mesh,
+            axis=axes or mesh.axis_names,
+            stage=stage,
+            compress=plugin.compressors(),
+            **offload,
         )
-
-    def run(update: Update, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        leaves = Leaves.of(params)
-        return update(leaves.mapped(filled, leaves.beside(grads, "grads")), state, params)
-
-    step = opt.step and donating(partial(run, writing(opt.step)))
-    return opt._replace(update=partial(run, opt.update), step=step)
+    return sharded.replaced(
+        missing="skip" if plugin.unused == "skip" else "zero",
+        place_state=partial(plugin.placed, "state"),
+    )
 
 
 _stale_step = refusing(
@@ -112,7 +96,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self,
         optim: Any,
         source: OptimizerSource,
-        partitioned: Callable[[], Partitioned],
+        partitioned: Callable[[], ShardedOptimizer],
         model: LoopModel | StagedModel,
         plugin: Plugin,
     ) -> None:

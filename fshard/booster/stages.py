@@ -21,7 +21,7 @@ from fshard.errors import ModuleError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.leaves import Leaf, Leaves, map_shards
-from fshard.optim.partition import Partitioned
+from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.pipeline.split.followed import FollowedModule, has_hooks
 from fshard.source import call_site
@@ -37,7 +37,7 @@ class StagedModel(BoostedModel):
     """A boosted model in the layouts of a schedule; its stages run in place. For the arguments see `LoopModel`."""
 
     def __init__(
-        self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned
+        self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: ShardedOptimizer
     ) -> None:
         super().__init__(module, plugin, source)
         self._options = {"gradients": opt.gradients, **plugin.gradient_options()}

@@ -28,7 +28,7 @@ from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer, copied, pure_step
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, like, trainable
-from fshard.optim.per_device import device_optimizer
+from fshard.optim.per_device.run import device_optimizer
 
 Step = Callable[..., Any]
 Arrays = list[Sharded]
@@ -353,7 +353,8 @@ def _compression(compress: Compressor, axis: str) -> Optimizer:
         total, _, after = compress.reduce(grads, state, axis)
         return map_leaves(lambda x: x / axis_size(axis), total), after
 
-    return device_optimizer(Optimizer(compress.init, update, elementwise=not compress.full))
+    sharding = "owners" if compress.full else "flat"
+    return device_optimizer(Optimizer(compress.init, update, sharding=sharding))
 
 
 def gossip(inner: Step, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:

@@ -27,7 +27,9 @@ def validate(who: str, *errors: list[str]) -> None:
 def within(
     interval: str, /, *, pair: bool = False, integer: bool = False, **numbers: Any
 ) -> list[str]:
-    """Return an error for each number outside of an interval; raise TypeError for arguments that are no numbers.
+    """Return an error for each number outside of an interval.
+
+    Raise TypeError for arguments that are no numbers.
 
     Tensors and functions (schedules) are not checked.
 

@@ -1,8 +1,8 @@
 """Transformations of gradients, and `chain`, which composes them with an optimizer.
 
-    clip_by_global_norm(1.0) ─> add_decayed_weights(0.1) ─> sgd(0.1)          each has its own entry in the state
+    clip_by_global_norm(1.0) ─> add_decayed_weights(0.1) ─> sgd(0.1)   each has an entry in the state
 
-The last one determines the kind: with a writer at the end a chain is a writer, whose `step` is the writer's.
+With a writer at the end a chain is a writer, whose `step` is the writer's.
 """
 
 from __future__ import annotations
@@ -13,17 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.memory.state import at_once
+from fshard.memory.state import Update, at_once
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
-from fshard.optim.contract import (
-    ArrayOptimizer,
-    Optimizer,
-    Update,
-    elementwise_leaves,
-    step_of,
-)
+from fshard.optim.contract import Optimizer, step_of
 from fshard.optim.leaves import (
     Leaf,
     Leaves,
@@ -33,14 +27,17 @@ from fshard.optim.leaves import (
     map_shards,
     trainable,
 )
+from fshard.optim.nesting import inner_optimizer
 from fshard.optim.norms import global_norm
-from fshard.optim.per_device import inner_optimizer
 from fshard.optim.rules import foreach
 from fshard.optim.schedules import Rate, rate_at
+from fshard.optim.sharding import common_sharding
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
-    """Apply transformations in sequence: updates of opt_n(... opt_1(grads)); the state is the tuple of theirs.
+    """Apply transformations in sequence: updates of opt_n(... opt_1(grads)).
+
+    The state is the tuple of theirs.
 
     >>> import torch, fshard.optim as optim
     >>> opt = chain(clip_by_value(1.0), optim.sgd(0.5))
@@ -50,29 +47,25 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     """
     links = [inner_optimizer(opt, "chain") for opt in optimizers]
     updates: list[Update] = [opt.update for opt in links]
-    flags = [opt.elementwise for opt in links]
-
-    def elementwise(params: PyTree) -> list[bool]:
-        return [
-            all(column)
-            for column in zip(*(elementwise_leaves(flag, params) for flag in flags), strict=True)
-        ]
-
-    return ArrayOptimizer(
-        lambda params: tuple(opt.init(params) for opt in links),
-        _through(updates),
-        _through([*map(at_once, updates[:-1]), step_of(links[-1])])
-        if links and links[-1].step
-        else None,
-        elementwise if any(map(callable, flags)) else all(flags),
+    step = None
+    if links and links[-1].step is not None:
+        step = _in_sequence([*map(at_once, updates[:-1]), step_of(links[-1])])
+    return Optimizer(
+        init=lambda params: tuple([opt.init(params) for opt in links]),
+        update=_in_sequence(updates),
+        step=step,
+        sharding=common_sharding([opt.sharding for opt in links]),
+        takes="arrays",
     )
 
 
-def _through(acts: list[Update]) -> Update:
+def _in_sequence(updates: list[Update]) -> Update:
+    """Return the update that gives the results of each one to the next, as its gradients."""
+
     def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         after: list[Any] = []
-        for act, entry in zip(acts, state, strict=True):
-            grads, entry = act(grads, entry, params)
+        for update, entry in zip(updates, state, strict=True):
+            grads, entry = update(grads, entry, params)
             after.append(entry)
         return grads, tuple(after)
 
@@ -92,14 +85,21 @@ def scale(factor: Rate) -> Optimizer:
 
     @differentiable
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        by = rate_at(factor, int(state["count"]))
-        return each_shard(lambda grad: grad * by, grads), {"count": state["count"] + 1}
+        number = rate_at(factor, int(state["count"]))
+        return each_shard(lambda grad: grad * number, grads), {"count": state["count"] + 1}
 
-    return ArrayOptimizer(lambda params: {"count": count_from_zero()}, update, elementwise=True)
+    return Optimizer(
+        init=lambda params: {"count": count_from_zero()},
+        update=update,
+        sharding="flat",
+        takes="arrays",
+    )
 
 
 def clip_by_value(limit: float) -> Optimizer:
-    """Clip every element of the gradients: max(-limit, min(limit, grad)); of complex ones, both parts.
+    """Clip every element of the gradients: max(-limit, min(limit, grad)).
+
+    Of complex ones, both parts.
 
     >>> import torch
     >>> clip_by_value(1.0).update([torch.tensor([3.0, -2.0, 0.5])], (), None)[0]
@@ -110,18 +110,18 @@ def clip_by_value(limit: float) -> Optimizer:
 
 
 def clipped(grads: PyTree, limit: float, *, keep_infinite: bool = False) -> PyTree:
-    """Return gradients clipped by value; `keep_infinite` elements unchanged, which loss scaling must detect.
+    """Return gradients clipped by value.
+
+    With `keep_infinite`, infinite elements are unchanged: loss scaling must detect them.
 
     >>> clipped([torch.tensor([3.0, torch.inf])], 1.0, keep_infinite=True)
     [tensor([1., inf])]
     """
 
     def of_shard(grad: Tensor) -> Tensor:
-        return (
-            torch.where(grad.isinf(), grad, _clipped(grad, limit))
-            if keep_infinite
-            else _clipped(grad, limit)
-        )
+        if keep_infinite:
+            return torch.where(grad.isinf(), grad, _clipped(grad, limit))
+        return _clipped(grad, limit)
 
     return each_shard(of_shard, grads)
 
@@ -133,10 +133,11 @@ def _clipped(grad: Tensor, limit: float) -> Tensor:
 
 
 def clip_by_global_norm(max_norm: float, order: float = 2) -> Optimizer:
-    """Scale the gradients so that their total norm is at most `max_norm`: grads * min(1, max_norm / (norm + 1e-6)).
+    """Scale the gradients to a total norm of at most `max_norm`.
 
-    The factor is that of torch.nn.utils.clip_grad_norm_, for every layout. Communicates as `global_norm` does. It counts
-    as elementwise, since it does the same on any shards.
+    grads * min(1, max_norm / (norm + 1e-6)): the factor is that of torch.nn.utils.clip_grad_norm_,
+    for every layout. Communicates as `global_norm` does. It does the same on any shards, so they
+    may be flat.
 
     >>> import torch
     >>> clip_by_global_norm(1.0).update([torch.tensor([3.0]), torch.tensor([4.0])], (), None)[0]
@@ -153,15 +154,17 @@ def clip_by_global_norm(max_norm: float, order: float = 2) -> Optimizer:
 def shrunk(grads: PyTree, norm: Tensor, max_norm: float) -> PyTree:
     """Return gradients of some norm with one that is at most `max_norm`."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if (
-        transformed()
-    ):  # a product of arrays, whose gradient by the factor is the sum over all shards
-        return Leaves.of(grads).mapped(
-            lambda grad: None if grad is None else grad * factor.to(grad.dtype)
-        )
-    if factor.is_cpu and bool(factor == 1.0):  # available without waiting for a device
+    if transformed():
+        # A product of arrays, whose gradient by the factor is the sum over all shards.
+        return Leaves.of(grads).mapped(lambda grad: _times(grad, factor))
+    # On a CPU the factor is there: to read it waits for no device.
+    if factor.is_cpu and bool(factor == 1.0):
         return grads
     return each_shard(lambda grad: grad * factor.to(grad.device, grad.dtype), grads)
+
+
+def _times(grad: Leaf, factor: Tensor) -> Leaf:
+    return None if grad is None else grad * factor.to(grad.dtype)
 
 
 def add_decayed_weights(decay: float) -> Optimizer:
@@ -174,7 +177,9 @@ def add_decayed_weights(decay: float) -> Optimizer:
     validate("add_decayed_weights", within("(-inf, inf)", decay=decay))
 
     def decayed(param: Leaf, grad: Leaf) -> Leaf:
-        return map_shards(total, grad, param) if grad is not None and trainable(param) else grad
+        if grad is None or not trainable(param):
+            return grad
+        return map_shards(total, grad, param)
 
     def total(grad: Tensor, param: Tensor) -> Tensor:
         return foreach.add_multiple([grad], [param.to(grad.dtype)], decay)[0]
@@ -193,4 +198,4 @@ def _stateless(transform: Callable[[PyTree, PyTree], PyTree]) -> Optimizer:
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return transform(grads, params), state
 
-    return ArrayOptimizer(lambda params: (), update, elementwise=True)
+    return Optimizer(init=lambda params: (), update=update, sharding="flat", takes="arrays")

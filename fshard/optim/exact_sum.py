@@ -1,8 +1,9 @@
 """Sums of float64 numbers whose bits depend neither on their order nor on their sharding.
 
-A non-negative number is written in digits of 20 bits, on one grid for all numbers: column c counts 2^(20 c - 1074).
-Each column is summed separately. The sums are integers below 2^53 for up to 2^33 summands, hence exact in any order.
-In the end only the five columns from the largest digit down count.
+A non-negative number is written in digits of 20 bits, on one grid for all numbers: column c counts
+2^(20 c - 1074). Each column is summed separately. The sums are integers below 2^53 for up to 2^33
+summands, hence exact in any order. In the end only the five columns from the largest digit down
+count.
 
     column        ...  54  53  52  51  50  49  48  ...
     one device             a   a   a   a   a               it writes five, from its own largest digit down
@@ -26,7 +27,8 @@ WIDTH = _COLUMNS + 1
 def columns_of(x: Tensor, *, squared: bool = False) -> Tensor:
     """Return the sum of a float64 tensor without negative elements, as columns that may be added up.
 
-    With `squared`, the sum of the squares of any real tensor; no more than a block of it is ever made float64.
+    With `squared`, the sum of the squares of any real tensor; no more than a block of it is ever
+    made float64.
     """
     columns = x.new_zeros(WIDTH, dtype=torch.float64)
     for block in x.reshape(-1).split(_BLOCK) if x.numel() else ():

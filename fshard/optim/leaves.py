@@ -1,7 +1,8 @@
 """Parallel trees: the parameters, and other trees of the same structure.
 
-Gradients, updates and state are paired with the parameters leaf by leaf; a `Sharded` is one leaf and None another (an
-unused parameter has no gradient). Then each leaf is mapped over its shards, which are plain tensors.
+Gradients, updates and state are paired with the parameters leaf by leaf; a `Sharded` is one leaf
+and None another (an unused parameter has no gradient). Then each leaf is mapped over its shards,
+which are plain tensors.
 
     params   {"w": Sharded(a, b), "bias": c}          a, b, c: tensors
     grads    {"w": None,          "bias": d}          so: nothing for a and b; d for c
@@ -55,13 +56,18 @@ def differentiable(function: Callable[Arguments, Result]) -> Callable[Arguments,
 def raise_undifferentiable() -> NoReturn:
     """Raise where a transform of torch.func would see a part of an optimizer only."""
     raise OptimizerError(
-        "this optimizer must not be called within a transform of torch.func, such as vjp: it writes in place, which no "
-        "transform sees. Write its update as a pure function: fs.optim.Optimizer(init, update, elementwise=True)."
+        "this optimizer must not be called within a transform of torch.func, such as vjp: it "
+        "writes "
+        "in place, which no transform sees. Write its update as a pure function: "
+        'fs.optim.Optimizer(init, update, sharding="flat").'
     )
 
 
 def undifferentiable(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Hide a function, part of which writes in place, from autograd; raise within a transform of torch.func."""
+    """Hide a function, part of which writes in place, from autograd.
+
+    Raise within a transform of torch.func.
+    """
     unrecorded = torch.no_grad()(function)
 
     @wraps(function)
@@ -106,7 +112,10 @@ class Leaves:
         return unflatten(self.structure, leaves)
 
     def mapped(self, f: Callable[..., Leaf], *columns: list[Leaf]) -> PyTree:
-        """Return a tree of this structure with f of each leaf and those paired with it; ties stay ties."""
+        """Return a tree of this structure with f of each leaf and those paired with it.
+
+        Ties stay ties.
+        """
         results: dict[object, Leaf] = {}
         keys: list[object] = []
         for column in zip(self.leaves, *columns, strict=True):
@@ -120,7 +129,8 @@ class Leaves:
         leaves, structure = flatten(tree, none_is_leaf=True)
         if structure != self.structure:
             raise OptimizerError(
-                f"{name} must be a tree of the structure of params, {self.structure}; got {structure}. Give one leaf for "
+                f"{name} must be a tree of the structure of params, {self.structure}; got "
+                f"{structure}. Give one leaf for "
                 "each parameter; None where there is none."
             )
         _hidden(leaves)
@@ -137,18 +147,21 @@ class Leaves:
         for i, (param, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
             if leaf is None or alike(param, leaf):
                 continue
-            if any_shape and (param is None or not param.ndim or param.shape != leaf.shape):
+            is_like = param is not None and param.ndim and param.shape == leaf.shape
+            if any_shape and not is_like:
                 continue
             path = self.paths[i]
             raise LayoutError(
-                f"{name}{path} must have the layout of params{path}, {kind_of(param)}, or be None; got {kind_of(leaf)}. "
-                "Reshard gradients, fs.reshard(grads, layout), and a state as its optimizer would make it: "
+                f"{name}{path} must have the layout of params{path}, {kind_of(param)}, or be None; "
+                f"got {kind_of(leaf)}. "
+                "Reshard gradients, fs.reshard(grads, layout), and a state as its optimizer would "
+                "make it: "
                 "fs.device_put(state, fs.mesh.layouts(opt.init(params)))."
             )
         return leaves
 
     def chosen(self, prefix: PyTree) -> list[Any]:
-        """Return the value of a prefix tree, or of a function of path and leaf, for each leaf but None."""
+        """Return the value for each leaf but None: of a prefix tree, or a function of path and leaf."""
         if callable(prefix):
             pairs = zip(self.paths, self.leaves, strict=True)
             return [None if leaf is None else prefix(path, leaf) for path, leaf in pairs]
@@ -156,25 +169,28 @@ class Leaves:
             return broadcast_prefix(prefix, self.rebuild(self.leaves), none_is_leaf=True)
         except ValueError:
             raise OptimizerError(
-                f"labels and masks must be a prefix of the tree {self.structure}; got {prefix!r}. Give one value, a tree of "
-                "values that ends where the parameters end or before, or a function of (path, leaf)."
+                f"labels and masks must be a prefix of the tree {self.structure}; got {prefix!r}. "
+                "Give one value, a tree of "
+                "values that ends where the parameters end or before, or a function of (path, "
+                "leaf)."
             ) from None
 
 
-# -- static leaves -----------------------------------------------------------------------------------------------------
+# -- static leaves ---------------------------------------------------------------------------------
 
 
 def is_static(leaf: Any) -> bool:
-    """Return True for a string, number, function or dtype in a tree of parameters: it is passed through.
+    """Return True for a string, number, function or dtype in a tree of parameters.
+
+    It is passed through.
 
     >>> [is_static(x) for x in ("relu", 0.5, torch.relu, torch.float32, torch.ones(1), None)]
     [True, True, True, True, False, False]
     """
     if isinstance(leaf, Tensor | Sharded | Module) or leaf is None:
         return False
-    return isinstance(leaf, str | int | float | complex | torch.dtype | torch.device) or callable(
-        leaf
-    )
+    is_value = isinstance(leaf, str | int | float | complex | torch.dtype | torch.device)
+    return is_value or callable(leaf)
 
 
 _TENSORS = (Sharded, Tensor)  # a tuple: isinstance is faster than with a union
@@ -182,16 +198,16 @@ _TENSORS = (Sharded, Tensor)  # a tuple: isinstance is faster than with a union
 
 def _hidden(leaves: list[Leaf]) -> list[tuple[int, Any]]:
     """Replace static leaves by None; return them with their indices."""
-    static = [
-        (index, x) for index, x in enumerate(leaves) if not isinstance(x, _TENSORS) and is_static(x)
-    ]
-    for index, _ in static:
-        leaves[index] = None
+    static: list[tuple[int, Any]] = []
+    for index, x in enumerate(leaves):
+        if not isinstance(x, _TENSORS) and is_static(x):
+            static.append((index, x))
+            leaves[index] = None
     return static
 
 
 def without_static(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Return a tree with None in place of static leaves, and the function that puts them into such a tree again.
+    """Return a tree with None in place of static leaves, and a function that puts them back.
 
     >>> hidden, restore = without_static({"w": torch.ones(1), "act": "relu"})
     >>> hidden, restore({"w": 1, "act": None})
@@ -207,7 +223,7 @@ def without_static(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     return unflatten(leaves.structure, leaves.leaves), restore
 
 
-# -- shards ------------------------------------------------------------------------------------------------------------
+# -- shards ----------------------------------------------------------------------------------------
 
 
 def shards_of(leaf: Leaf) -> tuple[Tensor, ...]:
@@ -221,16 +237,15 @@ def like(leaf: Leaf, shards: Sequence[Tensor]) -> Leaf:
     """Return a leaf of new shards of the shapes of a leaf's own, with its layout."""
     if leaf is None:
         return None
-    return (
-        Sharded(leaf.shape, leaf.layout, tuple(shards)) if isinstance(leaf, Sharded) else shards[0]
-    )
+    if isinstance(leaf, Sharded):
+        return Sharded(leaf.shape, leaf.layout, tuple(shards))
+    return shards[0]
 
 
 def map_shards(f: Callable[..., Tensor], leaf: Leaf, *others: Leaf) -> Leaf:
-    """Apply a function to each shard of a leaf, and to the shards that other leaves have beside it."""
-    return like(
-        leaf, [f(*column) for column in zip(shards_of(leaf), *map(shards_of, others), strict=True)]
-    )
+    """Apply a function to each shard of a leaf, and to the shards of other leaves beside it."""
+    columns = zip(shards_of(leaf), *map(shards_of, others), strict=True)
+    return like(leaf, [f(*column) for column in columns])
 
 
 def each_shard(f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
@@ -242,44 +257,50 @@ def state_leaf(param: Leaf, make: Callable[[Tensor], Tensor | None]) -> Leaf:
     """Make a leaf of state: `make` of each shard of a parameter; None if there is no such state."""
     if not isinstance(param, Sharded):
         return make(param)
-    has_any = [param.layout.has_any(device) for device in local_devices(param.mesh)]
-    state = [make(shard) if has else None for shard, has in zip(param.shards, has_any, strict=True)]
-    if not any(has_any):  # other processes own it: shapes will do
+    state: list[Tensor | None] = []
+    is_stored_here = False
+    for shard, device in zip(param.shards, local_devices(param.mesh), strict=True):
+        has_any = param.layout.has_any(device)
+        state.append(make(shard) if has_any else None)
+        is_stored_here |= has_any
+    if not is_stored_here:  # other processes own it: shapes will do
         state.append(make(shape_of_shard(param)))
     return assembled_state(param, state)
 
 
 def shape_of_shard(param: Sharded) -> Tensor:
-    """Return a meta tensor of the shape of a parameter's first shard, which another process may have."""
+    """Return a meta tensor of the shape of a parameter's first shard, of any process."""
     shape = param.layout.local_shape(param.shape, holders(param.layout)[0])
     return torch.empty(shape, dtype=param.dtype, device="meta")
 
 
 def assembled_state(param: Sharded, shards: Sequence[Tensor | None]) -> Leaf:
-    """Assemble the state that devices have beside their shards of a parameter; None where they have none of it.
+    """Assemble the state that devices have beside their shards of a parameter.
 
-    State of the shape of the shards has the layout of the parameter; all other, such as numbers, is unsharded on the
-    devices that store any of the parameter. One more than there are local devices is that of `shape_of_shard`.
+    None where they have none of it.
+
+    State of the shape of the shards has the layout of the parameter; all other, such as numbers, is
+    unsharded on the devices that store any of the parameter. One more than there are local devices
+    is that of `shape_of_shard`.
     """
     example = next((x for x in shards if x is not None), None)
     if example is None:
         return None
-    layout, shape, devices = param.layout, param.shape, local_devices(param.mesh)
-    pairs = zip(shards, (*devices, holders(layout)[0]), strict=False)
-    if any(
-        x is not None and tuple(x.shape) != layout.local_shape(shape, device) for x, device in pairs
-    ):
-        shape, layout = tuple(example.shape), layout.with_spec(P(at=dict(layout.spec.at)))
+    layout, shape = param.layout, param.shape
+    devices = local_devices(param.mesh)
+    for x, device in zip(shards, (*devices, holders(layout)[0]), strict=False):
+        if x is not None and tuple(x.shape) != layout.local_shape(shape, device):
+            shape = tuple(example.shape)
+            layout = layout.with_spec(P(at=dict(layout.spec.at)))
+            break
 
-    def empty(device: int, param_shard: Tensor) -> Tensor:
-        return torch.empty(
-            layout.local_shape(shape, device), dtype=example.dtype, device=param_shard.device
-        )
-
-    columns = zip(shards, devices, param.shards, strict=False)
-    return Sharded(
-        shape, layout, tuple([empty(device, p) if x is None else x for x, device, p in columns])
-    )
+    stored: list[Tensor] = []
+    for x, device, param_shard in zip(shards, devices, param.shards, strict=False):
+        if x is None:
+            local_shape = layout.local_shape(shape, device)
+            x = torch.empty(local_shape, dtype=example.dtype, device=param_shard.device)
+        stored.append(x)
+    return Sharded(shape, layout, tuple(stored))
 
 
 def count_from_zero() -> Tensor:
@@ -287,7 +308,7 @@ def count_from_zero() -> Tensor:
     return torch.zeros((), dtype=torch.int64)
 
 
-# -- properties --------------------------------------------------------------------------------------------------------
+# -- properties ------------------------------------------------------------------------------------
 
 
 def is_frozen(leaf: Leaf) -> bool:
@@ -303,11 +324,10 @@ def is_frozen(leaf: Leaf) -> bool:
 
 def trainable(leaf: Leaf) -> bool:
     """Return True if a leaf can be trained: floating or complex, and not frozen."""
-    return (
-        leaf is not None
-        and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
-        and not is_frozen(leaf)
-    )
+    if leaf is None:
+        return False
+    is_number = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+    return is_number and not is_frozen(leaf)
 
 
 def firsts_of(leaves: Sequence[Leaf]) -> list[int]:
@@ -317,23 +337,27 @@ def firsts_of(leaves: Sequence[Leaf]) -> list[int]:
     >>> firsts_of([x, torch.ones(2), x])
     [0, 1, 0]
     """
-    if len({id(leaf.shards[0] if isinstance(leaf, Sharded) else leaf) for leaf in leaves}) == len(
-        leaves
-    ):
-        return list(range(len(leaves)))  # leaves with different first tensors differ
-    seen: dict[tuple[int, ...], int] = {}
-    return [
-        i if leaf is None else seen.setdefault(key_of(leaf), i) for i, leaf in enumerate(leaves)
-    ]
+    # Leaves with different first tensors differ: a quick answer in most steps.
+    first_tensors = {id(leaf.shards[0] if isinstance(leaf, Sharded) else leaf) for leaf in leaves}
+    if len(first_tensors) == len(leaves):
+        return list(range(len(leaves)))
+    index_of: dict[tuple[int, ...], int] = {}
+    firsts: list[int] = []
+    for i, leaf in enumerate(leaves):
+        firsts.append(i if leaf is None else index_of.setdefault(key_of(leaf), i))
+    return firsts
 
 
 def alike(x: Leaf, y: Leaf) -> bool:
-    """Return True if two leaves have equal shapes and layouts; the shape that a spec was written for does not count."""
+    """Return True if two leaves have equal shapes and layouts.
+
+    The shape that a spec was written for does not count.
+    """
     if isinstance(x, Sharded) and isinstance(y, Sharded):
+        if x.shape != y.shape:
+            return False
         a, b = x.layout, y.layout
-        return x.shape == y.shape and (
-            a is b or (a.mesh == b.mesh and a.spec.shapeless == b.spec.shapeless)
-        )
+        return a is b or (a.mesh == b.mesh and a.spec.shapeless == b.spec.shapeless)
     return isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape
 
 
@@ -341,11 +365,9 @@ def kind_of(leaf: Leaf) -> str:
     """Return a description of a leaf."""
     if leaf is None:
         return "None"
-    return (
-        repr(leaf)
-        if isinstance(leaf, Sharded)
-        else f"a {type(leaf).__name__} of shape {tuple(leaf.shape)}"
-    )
+    if isinstance(leaf, Sharded):
+        return repr(leaf)
+    return f"a {type(leaf).__name__} of shape {tuple(leaf.shape)}"
 
 
 def is_unsharded(leaf: Leaf) -> bool:
@@ -360,24 +382,31 @@ def is_unsharded(leaf: Leaf) -> bool:
 def check_unsharded(
     caller: str, params: Leaves, unsupported: Callable[[Leaf], str | None] = lambda leaf: None
 ) -> None:
-    """Raise unless every trainable parameter is unsharded on its devices, and supported; `unsupported` returns reasons."""
-    pairs = [
-        (path or "the leaf", x)
-        for path, x in zip(params.paths, params.leaves, strict=True)
-        if trainable(x)
-    ]
-    if sharded := [
-        f"\n  params{path} is {leaf!r}" for path, leaf in pairs if not is_unsharded(leaf)
-    ]:
+    """Raise unless every trainable parameter is unsharded on its devices, and supported.
+
+    `unsupported` returns reasons.
+    """
+    sharded: list[str] = []
+    reasons: list[str] = []
+    for path, leaf in zip(params.paths, params.leaves, strict=True):
+        if not trainable(leaf):
+            continue
+        name = f"params{path}" if path else "the leaf"
+        if not is_unsharded(leaf):
+            sharded.append(f"\n  {name} is {leaf!r}")
+        reason = unsupported(leaf)
+        if reason is not None:
+            reasons.append(f"\n  {name}: {reason}")
+    if sharded:
         raise LayoutError(
             f"{caller} needs full matrices, but these parameters are sharded:{''.join(sharded)}\n"
-            "Give each matrix to one device: fs.partition_optimizer(opt, mesh=..., axis=..., stage=...)."
+            "Give each matrix to one device: "
+            "fs.partition_optimizer(opt, mesh=..., axis=..., stage=...)."
         )
-    if reasons := [
-        f"\n  params{path}: {reason}" for path, leaf in pairs if (reason := unsupported(leaf))
-    ]:
+    if reasons:
         raise OptimizerError(
-            f"{caller} is not for these parameters:{''.join(reasons)}\nGive them another optimizer: by_label({{...}}, labels)."
+            f"{caller} is not for these parameters:{''.join(reasons)}\n"
+            "Give them another optimizer: by_label({...}, labels)."
         )
 
 

@@ -1,7 +1,8 @@
 """Sums over all elements of a tree, exact for every layout, with one collective.
 
-A device contributes a leaf only if it is the first along every axis along which the leaf is replicated, so that no
-element is counted twice; one `psum` over all sharding axes then adds all leaves.
+A device contributes a leaf only if it is the first along every axis along which the leaf is
+replicated, so that no element is counted twice; one `psum` over all sharding axes then adds all
+leaves.
 
     mesh 2 x 2, axes a and b       device      (0,0)  (0,1)  (1,0)  (1,1)
     w sharded over a               w counts      x             x
@@ -17,8 +18,9 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from itertools import chain
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,20 +45,23 @@ Precision = Literal["exact", "float64", "own"]
 
 
 def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) -> Tensor:
-    """Return the norm of all elements of a tree, (sum of |x|^order)^(1 / order), as a float64 number.
+    """Return the norm of all elements of a tree: (sum of |x|^order)^(1 / order), in float64.
 
     Args:
-        tree: tensors and `Sharded`s. In an `update` of plain tensors, a tree like its parameters, such as its gradients:
-            then parameters of other devices count too, in every stage of ZeRO.
+        tree: tensors and `Sharded`s. In an `update` of plain tensors, a tree like its parameters,
+            such as its gradients: then parameters of other devices count too, in every stage of
+            ZeRO.
         order: above 0; inf for the largest |x|.
-        exact: of order 2. True: the same bits for any layout, by exact sums: about 20 ns an element on a CPU.
-            None: so only if a leaf is of float64, and in a reproducible step; else squares are added in float64: two
-            layouts differ in the last bits, and about once in 2^29 times after rounding to float32. False: each shard is
-            squared and added in its own dtype, several times as fast.
+        exact: of order 2. True: the same bits for any layout, by exact sums: about 20 ns an element
+            on a CPU. None: so only if a leaf is of float64, and in a reproducible step; else
+            squares are added in float64: two layouts differ in the last bits, and about once in
+            2^29 times after rounding to float32. False: each shard is squared and added in its own
+            dtype, several times as fast.
 
-    Communicates a `psum` of 8 bytes, or of 856 for an exact sum, over the axes that shard any leaf; nothing if none does.
-    Maxima are gathered, 8 bytes of each device. Tied leaves (the very same tensors) count once, None counts as
-    nothing. It may be differentiated, for a finite order: then squares are added in float64, with a psum for each leaf.
+    Communicates a `psum` of 8 bytes, or of 856 for an exact sum, over the axes that shard any leaf;
+    nothing if none does. Maxima are gathered, 8 bytes of each device. Tied leaves (the very same
+    tensors) count once, None counts as nothing. It may be differentiated, for a finite order: then
+    squares are added in float64, with a psum for each leaf.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -65,11 +70,12 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
     ...     norm = global_norm({"x": x, "y": torch.tensor(4.0)})
     >>> norm, comm.calls()
     (tensor(5., dtype=torch.float64), 1)
-    >>> global_norm({"x": x, "y": torch.tensor(4.0)}, 1), global_norm({"x": x, "y": torch.tensor(4.0)}, inf)
+    >>> tree = {"x": x, "y": torch.tensor(4.0)}
+    >>> global_norm(tree, 1), global_norm(tree, inf)
     (tensor(7., dtype=torch.float64), tensor(4., dtype=torch.float64))
     """
-    unfit = ["exact=True is for order=2"] * bool(exact and order != 2)
-    validate("global_norm", within("(0, inf]", order=order), unfit)
+    errors = ["exact=True is for order=2"] if exact and order != 2 else []
+    validate("global_norm", within("(0, inf]", order=order), errors)
     arrays = local_arrays.get()
     tree = Leaves.of(tree if arrays is None else arrays(tree))
     check_summable("global_norm", tree)
@@ -80,21 +86,25 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
     with torch.no_grad():
         if order == inf:
             return _largest_of_all(leaves)
-        wants_exact = exact or _exact.get() or shows_all_bits(leaves)
-        return _norm_later(
-            leaves, order, "own" if exact is False else "exact" if wants_exact else "float64"
-        )()
+        precision: Precision = "float64"
+        if exact is False:
+            precision = "own"
+        elif exact or _exact.get() or shows_all_bits(leaves):
+            precision = "exact"
+        return _norm_later(leaves, order, precision)()
 
 
 def global_dot(x: PyTree, y: PyTree) -> Tensor:
-    """Return the inner product of two trees of one structure, the sum of x * y over all elements, as a float64 number.
+    """Return the inner product of two trees of one structure: the sum of x * y, in float64.
 
-    Of complex elements it is the real part of conj(x) * y, so that `global_dot(x, x)` is the square of `global_norm(x)`.
-    Products are made and added in float64. Arrays of any layouts may meet: those of y are resharded to those of x, and
-    unreduced ones are reduced. In an `update` of plain tensors, the trees are like its parameters, as for `global_norm`.
+    Of complex elements it is the real part of conj(x) * y, so that `global_dot(x, x)` is the square
+    of `global_norm(x)`. Products are made and added in float64. Arrays of any layouts may meet:
+    those of y are resharded to those of x, and unreduced ones are reduced. In an `update` of plain
+    tensors, the trees are like its parameters, as for `global_norm`.
 
-    Communicates one `psum` of 8 bytes beside that, over the axes that shard any leaf. Tied pairs count once, None counts
-    as nothing. It may be differentiated: then there is a psum for each leaf.
+    Communicates one `psum` of 8 bytes beside that, over the axes that shard any leaf. Tied pairs
+    count once, None counts as nothing. It may be differentiated: then there is a psum for each
+    leaf.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -115,11 +125,12 @@ def global_dot(x: PyTree, y: PyTree) -> Tensor:
             continue
         if a.shape != b.shape:
             raise LayoutError(
-                f"global_dot: y{path} must have the shape of x{path}, {tuple(a.shape)}; got {tuple(b.shape)}."
+                f"global_dot: y{path} must have the shape of x{path}, {tuple(a.shape)}; got "
+                f"{tuple(b.shape)}."
             )
         pairs[key_of(a), key_of(b)] = _in_one_layout(path, a, b, site)
 
-    leaves = [leaf for pair in pairs.values() for leaf in pair]
+    leaves = list(chain.from_iterable(pairs.values()))
     if _is_differentiated(leaves):
         _validate_outside_update("global_dot", leaves)
         products = [_differentiable_dot(a, b) for a, b in pairs.values()]
@@ -144,7 +155,8 @@ def _in_one_layout(path: str, a: Leaf, b: Leaf, site: Site) -> tuple[Leaf, Leaf]
     if not isinstance(array, Sharded):
         return a, b
     layout = array.layout.with_spec(array.spec.replace(unreduced=None))
-    arrays = [x if isinstance(x, Sharded) else spread(x, Layout(array.mesh)) for x in (a, b)]
+    replicated = Layout(array.mesh)
+    arrays = [x if isinstance(x, Sharded) else spread(x, replicated) for x in (a, b)]
     if any(x.mesh != array.mesh for x in arrays):
         raise LayoutError(
             f"global_dot: x{path} and y{path} must be on one mesh; got {a!r} and {b!r}. "
@@ -156,38 +168,47 @@ def _in_one_layout(path: str, a: Leaf, b: Leaf, site: Site) -> tuple[Leaf, Leaf]
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Return the inner product of two shards: a row of one number."""
-    product = (a.conj() * b).real if a.is_complex() or b.is_complex() else a.double() * b.double()
-    return product.double().sum()[None]
+    return _products(a, b).double().sum()[None]
 
 
-# Within a transform of torch.func, and where autograd records: operations on arrays, which differentiate them.
+def _products(a: Any, b: Any) -> Any:
+    """Return the products of the elements of two tensors or arrays; of complex ones the real part."""
+    if a.is_complex() or b.is_complex():
+        return (a.conj() * b).real
+    return a.double() * b.double()
+
+
+# Within a transform of torch.func, and where autograd records: operations on arrays, which
+# differentiate them.
 
 
 def _is_differentiated(leaves: Sequence[Leaf]) -> bool:
     """Return True if something looks at the leaves that takes derivatives."""
-    return transformed() or recorded(tuple([x for leaf in leaves for x in shards_of(leaf)]))
+    return transformed() or recorded(tuple(chain.from_iterable(map(shards_of, leaves))))
 
 
 def _validate_outside_update(caller: str, leaves: Sequence[Leaf]) -> None:
-    """Raise in a device's update of shards: an update that is differentiated must not communicate."""
+    """Raise in a device's update of shards: if differentiated, it must not communicate."""
     is_cut = any(isinstance(leaf, Sharded) and cut_axes(leaf.layout) for leaf in leaves)
     if is_cut and local_arrays.get() is not None:
         raise OptimizerError(
-            f"{caller} must not be called in an update of shards within a transform of torch.func. Compute it before the "
-            f"update, fs.optim.{caller}(...) of the global arrays, and scale the gradients that the update gets."
+            f"{caller} must not be called in an update of shards within a transform of torch.func. "
+            "Compute it before the "
+            f"update, fs.optim.{caller}(...) of the global arrays, and scale the gradients that "
+            "the update gets."
         )
 
 
 def _differentiable_dot(a: Leaf, b: Leaf) -> Tensor:
-    product = (a.conj() * b).real if a.is_complex() or b.is_complex() else a.double() * b.double()
-    total = product.double().sum()
+    total = _products(a, b).double().sum()
     return unshard(total) if isinstance(total, Sharded) else total
 
 
 def _differentiable_norm(leaves: Sequence[Leaf], order: float) -> Tensor:
     if order == inf:
         raise ValueError(
-            "global_norm: order must be finite where the norm is differentiated; got inf. Take the norm of detached tensors."
+            "global_norm: order must be finite where the norm is differentiated; got inf. Take the "
+            "norm of detached tensors."
         )
     total = torch.zeros((), dtype=torch.float64)
     for leaf in leaves:
@@ -218,7 +239,9 @@ def exact_norms(wanted: bool) -> Generator[None]:
 
 
 def norm_later(tree: PyTree, *, exact: bool) -> Callable[[], Tensor]:
-    """Square the local gradients, which are donated next; return the function that sums the squares to their norm.
+    """Square the local gradients, which are donated next.
+
+    Return the function that sums the squares to their norm.
 
     Args:
         tree: the gradients.
@@ -236,7 +259,10 @@ def _without_ties(tree: Leaves) -> list[Leaf]:
 
 
 def _norm_later(leaves: Sequence[Leaf], order: float, precision: Precision) -> Callable[[], Tensor]:
-    """Sum powers of the local shards now; return the function that sums over the mesh and takes the root."""
+    """Sum powers of the local shards now.
+
+    Return the function that sums over the mesh and takes the root.
+    """
     if not leaves:
         return lambda: torch.zeros((), dtype=torch.float64)
     device = shards_of(leaves[0])[0].device
@@ -244,36 +270,39 @@ def _norm_later(leaves: Sequence[Leaf], order: float, precision: Precision) -> C
     def row(shards: list[Tensor]) -> Tensor:
         if order == 2:
             return squares(shards, device, precision).sum(0)
-        return (
-            _norms([x.abs() for x in shards], device, order, torch.float64).pow(order).sum()[None]
-        )
+        norms = _norms([x.abs() for x in shards], device, order, torch.float64)
+        return norms.pow(order).sum()[None]
 
     total = sum_over_mesh(leaves, row)
-    return lambda: sum_of(total()).pow(1 / order) if order != 2 else sum_of(total()).sqrt()
+
+    def root() -> Tensor:
+        power = sum_of(total())
+        return power.sqrt() if order == 2 else power.pow(1 / order)
+
+    return root
 
 
 def _largest_of_all(leaves: Sequence[Leaf]) -> Tensor:
     """Return the largest absolute value, from the maxima of all devices' shards."""
     columns = [[x.abs() for x in shards_of(leaf)] for leaf in leaves]
-    mesh = next(
-        (leaf.mesh for leaf in leaves if isinstance(leaf, Sharded) and cut_axes(leaf.layout)), None
-    )
+    sharded = [leaf for leaf in leaves if isinstance(leaf, Sharded) and cut_axes(leaf.layout)]
 
-    def top(index: int) -> Tensor:
-        shards = [x for column in columns if (x := column[index % len(column)]).numel()]
-        return (
-            largest_each(shards, shards[0].device).max()
-            if shards
-            else torch.zeros((), dtype=torch.float64)
-        )
+    def largest(index: int) -> Tensor:
+        """Return the largest value on a local device: of plain tensors too, which all have."""
+        shards = [column[index % len(column)] for column in columns]
+        shards = [x for x in shards if x.numel()]
+        if not shards:
+            return torch.zeros((), dtype=torch.float64)
+        return largest_each(shards, shards[0].device).max()
 
-    if mesh is None:
-        return top(0)
-    tops = tuple(
-        copy_in("device", top(index)[None], mesh.device_type)
-        for index in range(len(local_devices(mesh)))
-    )
-    return unshard(Sharded((mesh.size,), Layout(mesh, P(mesh.axis_names)), tops)).max()
+    if not sharded:
+        return largest(0)
+    mesh = sharded[0].mesh
+    maxima: list[Tensor] = []
+    for index in range(len(local_devices(mesh))):
+        maxima.append(copy_in("device", largest(index)[None], mesh.device_type))
+    layout = Layout(mesh, P(mesh.axis_names))
+    return unshard(Sharded((mesh.size,), layout, tuple(maxima))).max()
 
 
 def largest_each(shards: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -282,20 +311,18 @@ def largest_each(shards: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def shows_all_bits(leaves: Sequence[Leaf]) -> bool:
-    """Return True if a float64 norm is not rounded any more when it is used: sums are exact then."""
+    """Return True if a float64 norm is not rounded when it is used: sums are exact then."""
     return any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
 
 
 def squares(shards: Sequence[Tensor], device: torch.device, precision: Precision) -> Tensor:
-    """Return the sums of the squares of each shard: a matrix with a row for each, which `sum_of` makes a number."""
+    """Return the sums of the squares of each shard: a row for each, which `sum_of` makes a number."""
     if precision != "exact":
-        return _norms(
-            shards, device, 2, torch.float64 if precision == "float64" else None
-        ).square()[:, None]
-    sums = [columns_of(_real(shard), squared=True).to(device) for shard in shards]
-    return (
-        torch.stack(sums) if sums else torch.zeros((1, WIDTH), dtype=torch.float64, device=device)
-    )
+        dtype = torch.float64 if precision == "float64" else None
+        return _norms(shards, device, 2, dtype).square()[:, None]
+    if not shards:
+        return torch.zeros((1, WIDTH), dtype=torch.float64, device=device)
+    return torch.stack([columns_of(_real(x), squared=True).to(device) for x in shards])
 
 
 def sum_of(rows: Tensor) -> Tensor:
@@ -306,11 +333,9 @@ def sum_of(rows: Tensor) -> Tensor:
 def _norms(
     shards: Sequence[Tensor], device: torch.device, order: float, dtype: torch.dtype | None
 ) -> Tensor:
-    norms = (
-        foreach.norm(list(map(_real, shards)), order, dtype=dtype)
-        if shards
-        else [torch.zeros((), device=device)]
-    )
+    norms = [torch.zeros((), device=device)]
+    if shards:
+        norms = foreach.norm(list(map(_real, shards)), order, dtype=dtype)
     return torch.stack([norm.to(device) for norm in norms]).double()
 
 
@@ -322,27 +347,28 @@ def _real(x: Tensor) -> Tensor:
 
 def check_summable(caller: str, tree: Leaves) -> None:
     """Raise if leaves are on several meshes, or unreduced; name the first."""
-    arrays = [
-        (path, leaf)
-        for path, leaf in zip(tree.paths, tree.leaves, strict=True)
-        if isinstance(leaf, Sharded)
-    ]
+    pairs = zip(tree.paths, tree.leaves, strict=True)
+    arrays = [(path, leaf) for path, leaf in pairs if isinstance(leaf, Sharded)]
     for path, leaf in arrays:
         if leaf.spec.unreduced:
             raise LayoutError(
-                f"{caller}: a norm of sums that are not made yet would be wrong: {path or 'the leaf'} is {leaf!r}. "
+                f"{caller}: a norm of sums that are not made yet would be wrong: "
+                f"{path or 'the leaf'} is {leaf!r}. "
                 "Reduce them first: fs.reshard(x, layout) to a layout without unreduced axes."
             )
         if leaf.mesh != arrays[0][1].mesh:
             raise LayoutError(
-                f"{caller}: leaves must be on one mesh; got {arrays[0][0]} on {arrays[0][1].mesh} and {path} on {leaf.mesh}."
+                f"{caller}: leaves must be on one mesh; got {arrays[0][0]} on {arrays[0][1].mesh} "
+                f"and {path} on {leaf.mesh}."
             )
 
 
 def sum_over_mesh(
     leaves: Sequence[Leaf], row: Callable[[list[Tensor]], Tensor]
 ) -> Callable[[], Tensor]:
-    """Compute a row on each device from its shards of some leaves; return the function that sums the rows.
+    """Compute a row on each device from its shards of some leaves.
+
+    Return the function that sums the rows.
 
     Args:
         leaves: whose layouts determine which shards are replicas; not unreduced, on one mesh.
@@ -351,27 +377,32 @@ def sum_over_mesh(
     Returns:
         A function that communicates, and returns the sum of the rows, the same on all devices.
     """
-    cut = [cut_axes(leaf.layout) if isinstance(leaf, Sharded) else () for leaf in leaves]
-    replicated = [shards_of(leaf)[0] for leaf, axes in zip(leaves, cut, strict=True) if not axes]
-    mesh = next((leaf.mesh for leaf, axes in zip(leaves, cut, strict=True) if axes), None)
-    if mesh is None:
+    replicated: list[Tensor] = []
+    sharded: list[tuple[Sharded, tuple[str, ...]]] = []  # with the axes that shard them
+    for leaf in leaves:
+        axes = cut_axes(leaf.layout) if isinstance(leaf, Sharded) else ()
+        if axes:
+            sharded.append((leaf, axes))
+        else:
+            replicated.append(shards_of(leaf)[0])
+    if not sharded:
         total = row(replicated)
         return lambda: total
-    over = tuple(axis for axis in mesh.axis_names if any(axis in axes for axes in cut))
+
+    mesh = sharded[0][0].mesh
+    distinct = {axes for _, axes in sharded}
+    over = tuple([axis for axis in mesh.axis_names if any(axis in axes for axes in distinct)])
     rows: list[Tensor] = []
     for index, device in enumerate(local_devices(mesh)):
         coordinates = mesh.coordinates(device)
-        first = {
-            axes: not any(coordinates[axis] for axis in over if axis not in axes) for axes in {*cut}
-        }
-        some = row(
-            [
-                leaf.shards[index]
-                for leaf, axes in zip(leaves, cut, strict=True)
-                if axes and first[axes]
-            ]
-        )
-        rows.append(copy_in("device", some, mesh.device_type))  # of gradients on the host
+        counting: set[tuple[str, ...]] = set()
+        for axes in distinct:
+            # Of replicas the first counts: the device at 0 along the axes that do not shard a leaf.
+            if not any(coordinates[axis] for axis in over if axis not in axes):
+                counting.add(axes)
+        shards = [leaf.shards[index] for leaf, axes in sharded if axes in counting]
+        row_of_device = row(shards)
+        rows.append(copy_in("device", row_of_device, mesh.device_type))  # of gradients on the host
     of_replicated = copy_in("device", row(replicated), mesh.device_type) if replicated else None
     site = call_site()
 

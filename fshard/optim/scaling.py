@@ -9,6 +9,8 @@ The number of shards that are not finite is summed over the mesh before any devi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -16,8 +18,8 @@ from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer, conditional
 from fshard.optim.leaves import Leaves, count_from_zero, each_shard, shards_of
+from fshard.optim.nesting import inner_optimizer
 from fshard.optim.norms import check_summable, largest_each, sum_over_mesh
-from fshard.optim.per_device import inner_optimizer
 
 
 def loss_scaled(
@@ -33,14 +35,16 @@ def loss_scaled(
 ) -> Optimizer:
     """Divide gradients of a scaled loss by the scale, and adapt it: updates of opt(grads / scale).
 
-    scale = backoff scale, if any gradient is not finite: then parameters stay;   growth scale, after `interval` steps
+    scale = backoff scale    if any gradient is not finite: then parameters do not change
+            growth scale     after `interval` steps
 
-    `train_step` reads the scale from the state and applies it. A gradient that is taken without `train_step` must be
-    that of the scaled loss, `value_and_grad(...)(params, batch, scale=opt.loss_scale(state))`: steps are too small
-    otherwise.
+    `train_step` reads the scale from the state and applies it. A gradient that is taken without
+    `train_step` must be that of the scaled loss, `value_and_grad(...)(params, batch,
+    scale=opt.loss_scale(state))`: steps are too small otherwise.
 
     Args:
-        opt: the optimizer, with its chain and wrappers: it gets unscaled gradients, those of 16 bits in float32.
+        opt: the optimizer, with its chain and wrappers: it gets unscaled gradients, those of 16
+            bits in float32.
         initial: the first scale. Powers of two change no bit of a gradient.
         growth: factor of the scale after `interval` finite steps in a row.
         backoff: factor after `hysteresis` steps that were not finite.
@@ -49,7 +53,8 @@ def loss_scaled(
         smallest: the least scale.
         largest: the greatest scale.
 
-    Communicates as `skip_if_not_finite`, and the host waits for that once a step. state["skipped"] counts.
+    Communicates as `skip_if_not_finite`, and the host waits for that once a step. state["skipped"]
+    counts.
 
     >>> import torch, fshard.optim as optim
     >>> opt = loss_scaled(optim.sgd(1.0), initial=8.0)
@@ -60,15 +65,18 @@ def loss_scaled(
     >>> params, state["scale"], state["skipped"]
     ([tensor([0.])], tensor(4.), tensor(1))
     """
-    limits = (
-        f"smallest <= initial <= largest must hold, above 0; got {smallest}, {initial}, {largest}"
-    )
+    errors: list[str] = []
+    if not 0 < smallest <= initial <= largest:
+        errors.append(
+            "smallest <= initial <= largest must hold, above 0; got "
+            f"{smallest}, {initial}, {largest}"
+        )
     validate(
         "loss_scaled",
         within("(1, inf)", growth=growth),
         within("(0, 1)", backoff=backoff),
         within("[1, inf)", integer=True, interval=interval, hysteresis=hysteresis),
-        [limits] * (not 0 < smallest <= initial <= largest),
+        errors,
     )
     opt = inner_optimizer(opt, "loss_scaled")
 
@@ -77,32 +85,31 @@ def loss_scaled(
         return {"scale": torch.tensor(float(scale)), **counts, "skipped": skipped}
 
     def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
-        scale, finite, patience = (
-            float(state["scale"]),
-            int(state["finite"]) + 1,
-            int(state["patience"]),
-        )
+        scale = float(state["scale"])
+        finite = int(state["finite"]) + 1
+        patience = int(state["patience"])
+        skipped = state["skipped"]
         if not all_finite(grads):
             if patience > 1:
-                return False, None, entries(scale, 0, patience - 1, state["skipped"] + 1)
-            return False, None, entries(max(scale * backoff, smallest), 0, 1, state["skipped"] + 1)
-        unscaled = each_shard(lambda x: (x.float() if x.dtype.itemsize == 2 else x) / scale, grads)
+                return False, None, entries(scale, 0, patience - 1, skipped + 1)
+            return False, None, entries(max(scale * backoff, smallest), 0, 1, skipped + 1)
+
+        def unscaled(x: Tensor) -> Tensor:
+            return (x.float() if x.dtype.itemsize == 2 else x) / scale
+
+        after = entries(scale, finite, patience, skipped)
         if finite >= interval:
-            return (
-                True,
-                unscaled,
-                entries(min(scale * growth, largest), 0, hysteresis, state["skipped"]),
-            )
-        return True, unscaled, entries(scale, finite, patience, state["skipped"])
+            after = entries(min(scale * growth, largest), 0, hysteresis, skipped)
+        return True, each_shard(unscaled, grads), after
 
     scaled = conditional(
         opt, lambda params: entries(initial, 0, hysteresis, count_from_zero()), decide
     )
-    return scaled._replace(loss_scale=lambda state: state["scale"])
+    return replace(scaled, loss_scale=lambda state: state["scale"])
 
 
 def finite_scale(dtype: torch.dtype, scale: float) -> float:
-    """Return a loss scale, halved until it is finite in a dtype: a 16-bit loss can be multiplied by it.
+    """Return a loss scale, halved until a loss of a dtype can be multiplied by it.
 
     >>> finite_scale(torch.float16, 2.0**16), finite_scale(torch.float32, 2.0**16)
     (32768.0, 65536.0)
@@ -115,12 +122,13 @@ def finite_scale(dtype: torch.dtype, scale: float) -> float:
 def skip_if_not_finite(opt: Optimizer) -> Optimizer:
     """Keep parameters and state unchanged when any gradient, on any device, is infinite or nan.
 
-    Communicates a `psum` of 8 bytes over the axes that shard any gradient; the host waits for the result.
-    state["skipped"] counts the skipped steps.
+    Communicates a `psum` of 8 bytes over the axes that shard any gradient; the host waits for the
+    result. state["skipped"] counts the skipped steps.
 
     >>> import torch, fshard.optim as optim
     >>> opt = skip_if_not_finite(optim.sgd(0.5))
-    >>> params, state = opt.step([torch.tensor([torch.inf])], opt.init([torch.ones(1)]), [torch.ones(1)])
+    >>> params = [torch.ones(1)]
+    >>> params, state = opt.step([torch.tensor([torch.inf])], opt.init(params), params)
     >>> params, state["skipped"]
     ([tensor([1.])], tensor(1))
     """
@@ -136,7 +144,9 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
 
 @torch.no_grad()
 def all_finite(tree: PyTree) -> bool:
-    """Return True if every element of a tree is finite, on all devices; the result is equal on all devices.
+    """Return True if every element of a tree is finite, on all devices.
+
+    The result is equal on all devices.
 
     >>> all_finite([torch.ones(2), None]), all_finite([torch.ones(2), torch.tensor(torch.nan)])
     (True, False)

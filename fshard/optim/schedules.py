@@ -1,7 +1,7 @@
 r"""Learning rates as functions of the count of steps, from 0: plain floats in, plain floats out.
 
-Where torch.optim.lr_scheduler has the same schedule, the numbers are equal; these are closed formulas, so a resumed
-run continues identically from any count.
+Where torch.optim.lr_scheduler has the same schedule, the numbers are equal; these are closed
+formulas, so a resumed run continues identically from any count.
 
     warmup_cosine     linear              one_cycle           step
         _                                    _
@@ -114,7 +114,9 @@ def one_cycle(
     start_divisor: float = 25.0,
     end_divisor: float = 1e4,
 ) -> Schedule:
-    """Rise along a cosine from peak / start_divisor in the fraction `rise` of the steps; fall to start / end_divisor.
+    """Rise along a cosine from peak / start_divisor in the fraction `rise` of the steps.
+
+    Fall to start / end_divisor.
 
     >>> rate = one_cycle(1.0, steps=10)
     >>> [round(rate(count), 4) for count in (0, 2, 9)]

@@ -1,19 +1,31 @@
-"""Optimizers around another one, whose state is their entry "inner": accumulation, averages, master weights."""
+"""Optimizers around another one, whose state is the entry "inner" of theirs.
+
+Accumulation, averages of parameters, and master weights.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
-from fshard.memory.state import current_offload, fetched, home_of, is_away, moved, rounding, stored
+from fshard.memory.state import (
+    Update,
+    current_offload,
+    fetched,
+    home_of,
+    is_away,
+    moved,
+    rounding,
+    stored,
+)
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import (
-    ArrayOptimizer,
     Optimizer,
-    Update,
     apply_updates,
     conditional,
     copied,
@@ -28,7 +40,7 @@ from fshard.optim.leaves import (
     trainable,
     undifferentiable,
 )
-from fshard.optim.per_device import inner_optimizer
+from fshard.optim.nesting import inner_optimizer
 from fshard.optim.rules.shard_lists import ShardLists
 
 
@@ -39,7 +51,8 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
     sums      a  +b  +c   d  +e  +f
     inner             x           x          with (a + b + c) / 3, then with (d + e + f) / 3
 
-    A parameter without any of these gradients has none in the mean; otherwise a missing gradient counts as 0.
+    A parameter without any of these gradients has none in the mean; otherwise a missing gradient
+    counts as 0.
 
     >>> import torch, fshard.optim as optim
     >>> opt = accumulate(optim.sgd(1.0), every=2)
@@ -55,28 +68,28 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
 
     def zeros(leaves: Leaves) -> dict[str, PyTree]:
         seen = leaves.mapped(lambda leaf: count_from_zero() if trainable(leaf) else None)
-        sums = leaves.mapped(
-            lambda leaf: map_shards(torch.zeros_like, leaf) if trainable(leaf) else None
-        )
-        return {"seen": seen, "sums": sums}
+        return {"seen": seen, "sums": leaves.mapped(zero_sum)}
+
+    def zero_sum(leaf: Leaf) -> Leaf:
+        return map_shards(torch.zeros_like, leaf) if trainable(leaf) else None
 
     def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
         sums, count = Leaves.of(state["sums"]), state["count"] + 1
-        gradients, seen = sums.beside(grads, "grads"), sums.beside(state["seen"], 'state["seen"]')
-        if int(count) % every:
-            after = {
-                "seen": sums.mapped(counted, seen, gradients),
-                "sums": sums.mapped(_added, gradients),
-            }
-            return False, None, {"count": count, **after}
-        return True, sums.mapped(mean, seen, gradients), {"count": count, **zeros(sums)}
+        gradients = sums.beside(grads, "grads")
+        seen = sums.beside(state["seen"], 'state["seen"]')
+        is_last = int(count) % every == 0
+        if is_last:
+            return True, sums.mapped(mean, seen, gradients), {"count": count, **zeros(sums)}
+        after_seen = sums.mapped(counted, seen, gradients)
+        after_sums = sums.mapped(_added, gradients)
+        return False, None, {"count": count, "seen": after_seen, "sums": after_sums}
 
     def counted(total: Leaf, seen: Leaf, grad: Leaf) -> Leaf:
         return seen if total is None or grad is None else seen + 1
 
     def mean(total: Leaf, seen: Leaf, grad: Leaf) -> Leaf:
-        unused = total is None or (grad is None and not int(seen))
-        return None if unused else map_shards(lambda x: x / every, _added(total, grad))
+        is_unused = total is None or (grad is None and not int(seen))
+        return None if is_unused else map_shards(lambda x: x / every, _added(total, grad))
 
     def initial(params: PyTree) -> dict[str, PyTree]:
         entries = zeros(Leaves.of(params))
@@ -93,9 +106,9 @@ def _added(total: Leaf, grad: Leaf) -> Leaf:
 
 
 def ema(opt: Optimizer, decay: float) -> Optimizer:
-    """Keep a moving average of the parameters: average = decay average + (1 - decay) params, after every step.
+    """Keep a moving average of the parameters.
 
-    `ema_params(state)` returns it.
+    average = decay average + (1 - decay) params, after every step; `ema_params(state)` returns it.
 
     >>> import torch, fshard.optim as optim
     >>> opt = ema(optim.sgd(1.0), 0.5)
@@ -107,28 +120,21 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
     opt = inner_optimizer(opt, "ema")
 
     @torch.no_grad()
-    def averages_of(params: PyTree) -> PyTree:
-        return Leaves.of(params).mapped(lambda x: stored(copy_of(x)) if trainable(x) else copied(x))
-
-    def copy_of(x: Leaf) -> Leaf:
-        return (
-            moved([x], x.mesh, "disk", "host")[0]
-            if isinstance(x, Sharded) and home_of(x) == "disk"
-            else copied(x)
-        )
+    def init(params: PyTree) -> PyTree:
+        averages = Leaves.of(params).mapped(_first_average)
+        return {"ema": averages, "inner": opt.init(params)}
 
     @undifferentiable
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         updates, inner = opt.update(grads, state["inner"], params)
         averages = Leaves.of(state["ema"])
         after = averages.beside(apply_updates(params, updates), "params")
-        means = averages.mapped(
-            lambda mean, x: map_shards(mixed, mean, x) if trainable(x) else x, after
-        )
-        return updates, {"ema": means, "inner": inner}
+        return updates, {"ema": averages.mapped(next_average, after), "inner": inner}
 
-    def mixed(mean: Tensor, x: Tensor) -> Tensor:
-        return mean.lerp(x, 1 - decay)
+    def next_average(average: Leaf, x: Leaf) -> Leaf:
+        if not trainable(x):
+            return x
+        return map_shards(lambda average, x: average.lerp(x, 1 - decay), average, x)
 
     @undifferentiable
     def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -137,38 +143,46 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
         after = averages.beside(params, "params")
         offload = current_offload()
         near = after if offload is None else fetched(after, offload)
-        pairs = [
-            (averages.leaves[i], near[i]) for i in sorted({*averages.firsts}) if trainable(after[i])
-        ]
+        pairs: list[tuple[Leaf, Leaf]] = []
+        for i in sorted({*averages.firsts}):
+            if trainable(after[i]):
+                pairs.append((averages.leaves[i], near[i]))
         for group in ShardLists.of_pairs(pairs).fetched():
-            for mean, x in zip(group.params, group.grads, strict=True):
-                mean.lerp_(x, 1 - decay)
-        return params, {
-            "ema": averages.mapped(lambda mean, x: mean if trainable(x) else x, after),
-            "inner": inner,
-        }
+            for average, x in zip(group.params, group.grads, strict=True):
+                average.lerp_(x, 1 - decay)
+        written = averages.mapped(lambda average, x: average if trainable(x) else x, after)
+        return params, {"ema": written, "inner": inner}
 
-    return ArrayOptimizer(
-        lambda params: {"ema": averages_of(params), "inner": opt.init(params)},
-        update,
-        step,
-        opt.elementwise,
-    )
+    return Optimizer(init, update, step, opt.sharding, takes="arrays")
+
+
+def _first_average(x: Leaf) -> Leaf:
+    if not trainable(x):
+        return copied(x)
+    # `copied` raises for what is on disk, which is written in place.
+    if isinstance(x, Sharded) and home_of(x) == "disk":
+        return stored(moved([x], x.mesh, "disk", "host")[0])
+    return stored(copied(x))
 
 
 def ema_params(state: PyTree) -> PyTree:
-    """Return the averaged parameters from the state of an `ema`, or of a chain or wrapper that has one in it.
+    """Return the averaged parameters from the state of an `ema`.
+
+    Or from that of a chain or wrapper that has one in it.
 
     >>> import torch, fshard.optim as optim
-    >>> ema_params(optim.chain(optim.clip_by_value(1.0), ema(optim.sgd(1.0), 0.5)).init([torch.ones(1)]))
+    >>> opt = optim.chain(optim.clip_by_value(1.0), ema(optim.sgd(1.0), 0.5))
+    >>> ema_params(opt.init([torch.ones(1)]))
     [tensor([1.])]
     """
     entries = [state]
     for entry in entries:  # which grows
         if isinstance(entry, dict) and {"ema", "inner"} <= entry.keys():
             return entry["ema"]
-        if isinstance(entry, dict | tuple):
-            entries += entry.values() if isinstance(entry, dict) else entry
+        if isinstance(entry, dict):
+            entries += entry.values()
+        elif isinstance(entry, tuple):
+            entries += entry
     raise OptimizerError(
         "ema_params: there is no average in this state. Make the optimizer with ema(opt, decay)."
     )
@@ -178,10 +192,11 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def with_master_weights(opt: Optimizer) -> Optimizer:
-    """Apply an optimizer to float32 masters of bfloat16 and float16 parameters: params = round(masters).
+    """Apply an optimizer to float32 masters of 16-bit parameters: params = round(masters).
 
-    Parameters of other dtypes are their own masters: state["master"] is None for them. An update is the difference of
-    two rounded numbers in float32; added to the first it rounds to the second, so nothing is rounded twice.
+    Parameters of other dtypes are their own masters: state["master"] is None for them. An update is
+    the difference of two rounded numbers in float32; added to the first it rounds to the second, so
+    nothing is rounded twice.
 
     >>> import torch, fshard.optim as optim
     >>> opt = with_master_weights(optim.sgd(2.0**-10))
@@ -197,41 +212,40 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
     @torch.no_grad()
     def init(params: PyTree) -> PyTree:
         leaves = Leaves.of(params)
-        masters = leaves.mapped(
-            lambda leaf: stored(map_shards(_widened, leaf)) if _is_half(leaf) else None
-        )
-        return {
-            "master": masters,
-            "inner": opt.init(_with_masters(leaves, Leaves.of(masters).leaves)),
-        }
+        masters = leaves.mapped(master)
+        wide = _with_masters(leaves, Leaves.of(masters).leaves)
+        return {"master": masters, "inner": opt.init(wide)}
+
+    def master(leaf: Leaf) -> Leaf:
+        return stored(map_shards(_widened, leaf)) if _is_half(leaf) else None
+
+    def wide_gradient(param: Leaf, grad: Leaf) -> Leaf:
+        if grad is None or not _is_half(param):
+            return grad
+        return map_shards(_widened, grad)
 
     def stepped(step: Update) -> Update:
         @undifferentiable
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             leaves = Leaves.of(params)
-            wide = leaves.mapped(
-                lambda p, g: map_shards(_widened, g) if g is not None and _is_half(p) else g,
-                leaves.gradients(grads),
-            )
+            wide = leaves.mapped(wide_gradient, leaves.gradients(grads))
             masters = leaves.beside(state["master"], 'state["master"]')
             with rounding(zip(masters, leaves.leaves, strict=True)):
                 result, inner = step(wide, state["inner"], _with_masters(leaves, masters))
             after = leaves.beside(result, "the optimizer's results")
             rounded = leaves.mapped(_rounded, after, masters)
-            return rounded, {
-                "master": leaves.mapped(lambda p, x: x if _is_half(p) else None, after),
-                "inner": inner,
-            }
+            next_masters = leaves.mapped(lambda p, x: x if _is_half(p) else None, after)
+            return rounded, {"master": next_masters, "inner": inner}
 
         return run
 
-    pure = stepped(step_of(opt._replace(step=None)))
+    pure = stepped(step_of(replace(opt, step=None)))
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         after, state = pure(grads, state, params)
         return differences(params, after, grads, _difference), state
 
-    return ArrayOptimizer(init, update, stepped(step_of(opt)), opt.elementwise)
+    return Optimizer(init, update, stepped(step_of(opt)), opt.sharding, takes="arrays")
 
 
 def _is_half(leaf: Leaf) -> bool:
@@ -248,7 +262,10 @@ def _with_masters(params: Leaves, masters: list[Leaf]) -> PyTree:
 
 
 def _rounded(param: Leaf, master: Leaf, before: Leaf) -> Leaf:
-    """Return the parameter of a master; itself, if it was written when the master was, which is elsewhere."""
+    """Return the parameter of a master.
+
+    Itself, if it was written when the master was, which is elsewhere.
+    """
     if not _is_half(param):
         return master
     if is_away(master) and key_of(master) == key_of(before):
@@ -258,6 +275,5 @@ def _rounded(param: Leaf, master: Leaf, before: Leaf) -> Leaf:
 
 def _difference(new: Tensor, old: Tensor) -> Tensor:
     wide = torch.promote_types(old.dtype, torch.float32)
-    return torch.where(
-        new == old, 0, new.to(wide) - old.to(wide)
-    )  # an infinite one that stays moves by 0
+    # An infinite parameter that stays moves by 0, and not by inf - inf.
+    return torch.where(new == old, 0, new.to(wide) - old.to(wide))

@@ -22,8 +22,8 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.optim.contract import DonatingStep, Optimizer, copied, step_of
 from fshard.optim.norms import exact_norms, norm_later
-from fshard.optim.partition import Partitioned
-from fshard.optim.per_device import array_optimizer
+from fshard.optim.partition import as_sharded
+from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.array_checks import validate_run
@@ -36,8 +36,6 @@ from fshard.uncompiled import uncompiled
 Precision = Literal["bf16", "fp16"]
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
-_OFFLOAD = "state_memory", "update_on"
-
 Metrics = dict[str, Any]
 """The metrics of a step, equal on all devices.
 
@@ -49,7 +47,7 @@ Metrics = dict[str, Any]
 """
 
 
-def _validate_precision(precision: Any, opt: Any) -> None:
+def _validate_precision(precision: Any, opt: ShardedOptimizer) -> None:
     """Raise if a precision is unknown, or has no scaled loss that it needs."""
     if precision not in _COMPUTE:
         raise ValueError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
@@ -59,14 +57,13 @@ def _validate_precision(precision: Any, opt: Any) -> None:
         )
 
 
-def _validate_mode(opt: Any, *, donate: bool, reproducible: bool) -> None:
+def _validate_mode(opt: ShardedOptimizer, *, donate: bool, reproducible: bool) -> None:
     """Raise if an optimizer cannot step in this mode."""
-    if reproducible and getattr(opt, "compression", None) is not None:
+    if reproducible and opt.compression is not None:
         raise ValueError(
             "train_step: reproducible must be False with compress=, whose sums depend on the mesh; got True."
         )
-    is_on_disk = getattr(opt, "state_memory", "device") == "disk"
-    if is_on_disk and (reproducible or not donate):
+    if opt.state_memory == "disk" and (reproducible or not donate):
         raise ValueError(
             "train_step: state on disk is written in place, so donate must be True and reproducible False; got "
             f"donate={donate} and reproducible={reproducible}. Write train_step(..., donate=True), or "
@@ -77,7 +74,7 @@ def _validate_mode(opt: Any, *, donate: bool, reproducible: bool) -> None:
 @uncompiled
 def train_step(
     loss_fn: Any,
-    opt: Optimizer | Partitioned,
+    opt: Optimizer | ShardedOptimizer,
     *,
     mesh: Mesh,
     batch: PyTree,
@@ -169,17 +166,17 @@ def train_step(
         "schedule": schedule,
     }
     changed = partial(_step_with_changes, loss_fn, opt, settings | options)  # for fs.memory.place
-    opt = array_optimizer(opt, "train_step")
+    opt = as_sharded(opt, mesh, "train_step")
     _validate_precision(precision, opt)
-    options.setdefault("gradients", getattr(opt, "gradients", None))
+    options.setdefault("gradients", opt.gradients)
     options.setdefault("compute", _COMPUTE[precision])
     options.setdefault("reduce", torch.float32 if precision == "fp16" else None)
     if schedule is None:
-        options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
+        options.setdefault("reduce_once", opt.stage < 2)
     gradient = gradient_of(
         "train_step", loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options
     )
-    step_options, compression = gradient.options, getattr(opt, "compression", None)
+    step_options, compression = gradient.options, opt.compression
     _validate_mode(opt, donate=donate, reproducible=step_options.slices is not None)
     update = _update_of(opt, donate=donate, exact=step_options.slices is not None)
 
@@ -226,10 +223,7 @@ def train_step(
     warning = "torch.compile(step) has no effect. Compile the loss function: train_step(torch.compile(loss_fn), ...)."
     wrapped: Any = uncompiled(_outside_transforms(step), warning=warning)
     wrapped.init = opt.init  # for steps around this one: fs.comm.diloco
-    wrapped.mesh, wrapped.state_memory, wrapped.update_on = (
-        mesh,
-        *(getattr(opt, name, "device") for name in _OFFLOAD),
-    )
+    wrapped.mesh, wrapped.state_memory, wrapped.update_on = mesh, opt.state_memory, opt.update_on
     wrapped.changed, wrapped.stages = (
         changed,
         getattr(gradient, "program", None),
@@ -252,7 +246,7 @@ def _outside_transforms(step: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _update_of(opt: Any, *, donate: bool, exact: bool) -> Update:
+def _update_of(opt: ShardedOptimizer, *, donate: bool, exact: bool) -> Update:
     """Return the step of an optimizer, which marks its arguments if it is to `donate` them.
 
     Fused kernels round differently where a shard ends: with equal bits on all meshes, `exact`, updates do without them.
@@ -265,8 +259,8 @@ def _step_with_changes(
     loss_fn: Any, opt: Any, options: dict[str, Any], **changes: Any
 ) -> Callable[..., Any]:
     """Return a step with other options; on another mesh, its optimizer is too."""
-    partition = getattr(opt, "on_mesh", None)
-    opt = partition(changes["mesh"]) if partition is not None and "mesh" in changes else opt
+    if isinstance(opt, ShardedOptimizer) and "mesh" in changes:
+        opt = opt.on_mesh(changes["mesh"])
     return train_step(loss_fn, opt, **{**options, **changes})
 
 

@@ -94,7 +94,7 @@ def test_state_that_changes_its_dtype_keeps_it_on_the_host(update_on, donate):
     own = optim.Optimizer(
         lambda params: {name: torch.zeros_like(x) for name, x in params.items()},
         update,
-        elementwise=True,
+        sharding="flat",
     )
     mesh = fs.make_mesh({"data": 2})
 

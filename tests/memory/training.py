@@ -19,7 +19,7 @@ def plain_update(grads, state, params):
     return updates, {"sum": sums, "count": state["count"] + 1}
 
 
-PLAIN = optim.Optimizer(plain_init, plain_update, elementwise=True)
+PLAIN = optim.Optimizer(plain_init, plain_update, sharding="flat")
 OPTIMIZERS = {
     "adamw": optim.adamw(0.05, amsgrad=True, fused=False),
     "fused adamw": optim.adamw(0.01),

@@ -46,14 +46,14 @@ def update(grads, state, params):
 
 optim = fs.optim
 PURE = {
-    "own": optim.Optimizer(init, update, elementwise=True),
+    "own": optim.Optimizer(init, update, sharding="flat"),
     "own of full parameters": optim.Optimizer(init, update),
     "scale": optim.scale(-0.5),
     "clipped by value": optim.chain(optim.clip_by_value(0.05), optim.scale(-0.5)),
     "clipped by norm": optim.chain(optim.clip_by_global_norm(0.05), optim.scale(-0.5)),
     "decayed": optim.chain(optim.add_decayed_weights(0.1), optim.scale(-0.5)),
     "by label": optim.by_label(
-        {"a": optim.scale(-0.5), "b": optim.Optimizer(init, update, elementwise=True)},
+        {"a": optim.scale(-0.5), "b": optim.Optimizer(init, update, sharding="flat")},
         {"w": "a", "b": "b"},
     ),
 }
@@ -181,7 +181,7 @@ def test_update_that_communicates_raises_within_a_transform(communicate):
         return tree_map(lambda g: -g / (1 + norm), grads), state
 
     params = fs.shard_params(SERIAL, fs.fsdp("data"), mesh=MESH)
-    own = optim.Optimizer(lambda p: (), normalized, elementwise=True)
+    own = optim.Optimizer(lambda p: (), normalized, sharding="flat")
     optimizer = fs.partition_optimizer(own, mesh=MESH, axis="data", stage=3)
     optimizer.update(params, (), params)
     with pytest.raises(OptimizerError, match="within a transform of torch.func"):

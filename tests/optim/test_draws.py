@@ -1,5 +1,7 @@
 """Random draws in an own optimizer are those of one device, and what replicas return is compared."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from optree import tree_map
@@ -57,7 +59,7 @@ UPDATES = {
 
 
 def trained(
-    update, devices, stage, *, elementwise=True, init=lambda params: (), rules=None, axes=None
+    update, devices, stage, *, sharding="flat", init=lambda params: (), rules=None, axes=None
 ):
     """Train two steps from one seed; return the parameters."""
     torch.manual_seed(0)
@@ -66,7 +68,7 @@ def trained(
     params = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
     rules = rules or (fs.fsdp("data") if stage == 3 else P())
     params = fs.shard_params(params, rules, mesh=mesh)
-    opt = fs.optim.Optimizer(init, update, elementwise=elementwise)
+    opt = fs.optim.Optimizer(init, update, sharding=sharding)
     opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
 
     def loss_fn(params, x):
@@ -87,7 +89,7 @@ def same(actual, expected):
 def test_draws_of_update_equal_one_devices(name, devices, stage):
     expected = trained(UPDATES[name], 1, 0)
     assert same(trained(UPDATES[name], devices, stage), expected)
-    assert same(trained(UPDATES[name], devices, stage, elementwise=False), expected)
+    assert same(trained(UPDATES[name], devices, stage, sharding="owners"), expected)
 
 
 def test_draws_of_replicas_of_shards_equal_one_devices():
@@ -102,7 +104,7 @@ def test_draws_of_dims_equal_one_devices():
         torch.manual_seed(0)
         mesh = fs.make_mesh(axes)
         params = fs.shard_params({"w": torch.zeros(4, 6)}, {"w": spec}, mesh=mesh)
-        opt = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], elementwise=True)
+        opt = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], sharding="flat")
         opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
         grads = fs.device_put(torch.zeros(4, 6), opt.gradients(params["w"].layout))
         return fs.unshard(opt.update({"w": grads}, opt.init(params), params)[0]["w"])
@@ -115,7 +117,7 @@ def test_draws_of_dims_equal_one_devices():
 def test_draws_differ_by_leaf_and_step_and_repeat_by_seed():
     first = trained(UPDATES["a size"], 2, 3)
     assert same(trained(UPDATES["a size"], 2, 3), first)
-    one = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], elementwise=True)
+    one = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], sharding="flat")
     params = fs.shard_params(
         {"a": torch.zeros(4), "b": torch.zeros(4)}, P(), mesh=fs.make_mesh({"data": 2})
     )
@@ -132,7 +134,7 @@ def test_draws_of_stages_equal_those_of_the_full_model():
         torch.manual_seed(5)
         return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1))
 
-    noisy = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], elementwise=True)
+    noisy = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], sharding="flat")
     batch = torch.ones(8, 2), torch.ones(8, 1)
 
     def after(step_of, params, mesh, stage):
@@ -161,8 +163,8 @@ def test_draws_of_stages_equal_those_of_the_full_model():
     assert same(after(lambda opt: fs.train_step(stages, opt, **options), params, mesh, 1), expected)
 
 
-@pytest.mark.parametrize("elementwise", [True, False])
-def test_draws_of_init_equal_one_devices(elementwise):
+@pytest.mark.parametrize("sharding", ["flat", "owners"])
+def test_draws_of_init_equal_one_devices(sharding):
     def init(params):
         return tree_map(torch.randn_like, params)
 
@@ -170,13 +172,13 @@ def test_draws_of_init_equal_one_devices(elementwise):
         return tree_map(lambda g, s: s - g, grads, state), state
 
     expected = trained(update, 1, 0, init=init)
-    assert same(trained(update, 2, 1, init=init, elementwise=elementwise), expected)
-    assert same(trained(update, 4, 3, init=init, elementwise=elementwise), expected)
+    assert same(trained(update, 2, 1, init=init, sharding=sharding), expected)
+    assert same(trained(update, 4, 3, init=init, sharding=sharding), expected)
 
 
 def test_draws_in_chain_labels_and_host_memory_equal_one_devices():
-    noisy = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], elementwise=True)
-    opts = {"x": fs.optim.chain(noisy, fs.optim.sgd(0.1)), "y": noisy._replace(elementwise=False)}
+    noisy = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], sharding="flat")
+    opts = {"x": fs.optim.chain(noisy, fs.optim.sgd(0.1)), "y": replace(noisy, sharding="owners")}
     opt = fs.optim.by_label(opts, {"a": "x", "b": "y", "c": "y"})
 
     def after(devices, stage, **options):
@@ -251,7 +253,7 @@ def in_processes():
 def seeded_by_rank():
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"a": torch.zeros(4)}, P(), mesh=mesh)
-    noisy = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], elementwise=True)
+    noisy = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], sharding="flat")
     opt = fs.partition_optimizer(noisy, mesh=mesh, axis="data", stage=0)
     state = opt.init(params)
     torch.manual_seed(fs.run(lambda: fs.axis_index("data"), mesh=mesh)[0])
@@ -277,38 +279,38 @@ REFUSED = {
         lambda g, p: torch.randn(g.shape, generator=GENERATOR),
         "generator=",
         0,
-        True,
+        "flat",
     ),
     "plain numbers of a shard": (
         lambda g, p: torch.randn(g.numel()).view_as(g),
         "belongs to none",
         1,
-        True,
+        "flat",
     ),
     "randperm": (
         lambda g, p: g.flatten()[torch.randperm(g.numel())].view_as(g),
         "belongs to none",
         1,
-        True,
+        "flat",
     ),
-    "a number for each leaf": (lambda g, p: g * torch.rand(()), "belongs to none", 1, False),
-    "dropout": (lambda g, p: torch.dropout(g, 0.5, True), "one number for each element", 1, True),
-    "poisson": (lambda g, p: torch.poisson(g.abs()), "one number for each element", 3, True),
+    "a number for each leaf": (lambda g, p: g * torch.rand(()), "belongs to none", 1, "owners"),
+    "dropout": (lambda g, p: torch.dropout(g, 0.5, True), "one number for each element", 1, "flat"),
+    "poisson": (lambda g, p: torch.poisson(g.abs()), "one number for each element", 3, "flat"),
     "several for an element": (
         lambda g, p: torch.rand_like(torch.stack([g, g]))[0],
         "shape of its leaf",
         1,
-        True,
+        "flat",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_draw_that_would_depend_on_shards_raises(name):
-    of_leaf, text, stage, elementwise = REFUSED[name]
-    trained(each(of_leaf), 1, 0, elementwise=elementwise)
+    of_leaf, text, stage, sharding = REFUSED[name]
+    trained(each(of_leaf), 1, 0, sharding=sharding)
     with pytest.raises(OptimizerError, match=text):
-        trained(each(of_leaf), 2, stage, elementwise=elementwise)
+        trained(each(of_leaf), 2, stage, sharding=sharding)
 
 
 SIZES_FROM_SHARDS = {
@@ -377,9 +379,9 @@ def keyed_numbers(*keys):
 
 def test_number_of_own_key_at_owners_equals_one_devices():
     update = with_shared_numbers(lambda: keyed_numbers(1, 2))
-    expected = trained(update, 1, 0, elementwise=False)
+    expected = trained(update, 1, 0, sharding="owners")
     for devices, stage in [(2, 1), (4, 3)]:
-        assert same(trained(update, devices, stage, elementwise=False), expected)
+        assert same(trained(update, devices, stage, sharding="owners"), expected)
 
 
 def test_draw_of_own_key_and_size_at_owners_equals_one_devices():
@@ -390,8 +392,8 @@ def test_draw_of_own_key_and_size_at_owners_equals_one_devices():
 
         return {name: noisy(name, g) for name, g in grads.items()}, state
 
-    expected = trained(update, 1, 0, elementwise=False)
-    assert same(trained(update, 3, 2, elementwise=False), expected)
+    expected = trained(update, 1, 0, sharding="owners")
+    assert same(trained(update, 3, 2, sharding="owners"), expected)
 
 
 def test_second_number_of_one_key_at_owners_raises():
@@ -400,13 +402,13 @@ def test_second_number_of_one_key_at_owners_raises():
             return [torch.rand(()), torch.rand(())]
 
     with pytest.raises(OptimizerError, match="the first of its key"):
-        trained(with_shared_numbers(two_numbers), 2, 1, elementwise=False)
+        trained(with_shared_numbers(two_numbers), 2, 1, sharding="owners")
 
 
 def test_number_without_a_key_at_owners_raises_and_names_the_key():
     update = with_shared_numbers(lambda: [torch.rand(())])
     with pytest.raises(OptimizerError, match=r"with fs\.keyed_random\(seed, step\): torch\.rand"):
-        trained(update, 2, 1, elementwise=False)
+        trained(update, 2, 1, sharding="owners")
 
 
 def test_number_that_is_like_no_leaf_is_equal_on_all_devices():
@@ -416,15 +418,15 @@ def test_number_that_is_like_no_leaf_is_equal_on_all_devices():
 
 def test_check_elementwise_accepts_draws_like_leaves():
     for name in ("randn_like", "stochastic rounding", "own keys"):
-        opt = fs.optim.Optimizer(lambda params: (), UPDATES[name], elementwise=True)
+        opt = fs.optim.Optimizer(lambda params: (), UPDATES[name], sharding="flat")
         check_elementwise(opt)
-        check_elementwise(opt._replace(elementwise=False))
+        check_elementwise(replace(opt, sharding="owners"))
 
 
 def test_check_elementwise_of_draws_of_shards_raises():
     update = each(lambda g, p: torch.randn(g.numel()).view_as(g))
     with pytest.raises(OptimizerError, match=r"torch\.randn_like"):
-        check_elementwise(fs.optim.Optimizer(lambda params: (), update, elementwise=True))
+        check_elementwise(fs.optim.Optimizer(lambda params: (), update, sharding="flat"))
 
 
 def test_compiled_update_runs_on_shards():

@@ -1,6 +1,7 @@
 """Wrong arguments, layouts and classes raise where they are given, all at once, and name the fix."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -257,9 +258,9 @@ MISUSE = {
         ),
         "state of a parameter must keep their shape",
     ),
-    "shards": (lambda: rows_on_shards(ROWS), "without elementwise=True needs full matrices"),
+    "shards": (lambda: rows_on_shards(ROWS), 'without sharding="flat" needs full matrices'),
     "rows of shards": (
-        lambda: rows_on_shards(ROWS._replace(elementwise=True)),
+        lambda: rows_on_shards(replace(ROWS, sharding="flat")),
         "state of an elementwise optimizer must have the shape",
     ),
     # instances

@@ -12,7 +12,6 @@ import fshard as fs
 import fshard.testing.strategies
 from fshard import P, optim
 from fshard.errors import LayoutError, OptimizerError
-from fshard.optim.contract import ArrayOptimizer
 from fshard.optim.exact_sum import columns_of, number_of
 from fshard.optim.norms import norm_later
 from tests.optim.optimizers import leaves_of, tensor
@@ -196,7 +195,7 @@ def test_norms_in_reproducible_step_are_exact():
 
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"w": tensor((37, 41), torch.float32, 3)}, fs.fsdp("data"), mesh=mesh)
-    opt = ArrayOptimizer(lambda params: (), noting, elementwise=True)
+    opt = optim.Optimizer(lambda params: (), noting, sharding="flat", takes="arrays")
     step = fs.train_step(
         lambda p, x: (x @ p["w"]).square().mean(),
         opt,
@@ -289,7 +288,7 @@ def test_global_dot_in_an_update_is_over_all_shards():
         dots.append(optim.global_dot(grads, params))
         return grads, state
 
-    own = optim.Optimizer(lambda p: (), update, elementwise=True)
+    own = optim.Optimizer(lambda p: (), update, sharding="flat")
     opt = fs.partition_optimizer(own, mesh=DOT_MESH, axis="data", stage=3)
     opt.update({"x": laid_out(y, P.flat("data"))}, (), params)
     for dot in dots:

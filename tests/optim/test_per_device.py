@@ -1,5 +1,6 @@
 """Optimizers that are pairs of functions on trees of plain tensors."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -66,14 +67,14 @@ def momentum_step(grads, state, params):
     return tree_map(lambda p, u: p + u, params, updates), state
 
 
-MOMENTUM = optim.Optimizer(momentum_init, momentum_update, elementwise=True)
+MOMENTUM = optim.Optimizer(momentum_init, momentum_update, sharding="flat")
 ROWS = optim.Optimizer(rows_init, rows_update)
 PAIRS = {
     "momentum": MOMENTUM,
-    "momentum of owners": MOMENTUM._replace(elementwise=False),
-    "a step of its own": MOMENTUM._replace(step=momentum_step),
+    "momentum of owners": replace(MOMENTUM, sharding="owners"),
+    "a step of its own": replace(MOMENTUM, step=momentum_step),
     "rows": ROWS,
-    "nothing but a pair": NamedTuple("Pair", init=object, update=object)(*ROWS[:2]),
+    "nothing but a pair": NamedTuple("Pair", init=object, update=object)(ROWS.init, ROWS.update),
 }
 
 
@@ -235,7 +236,7 @@ def test_number_state_beside_flat_shards_is_replicated():
     params = fs.shard_params(
         {"w": torch.ones(4), "v": torch.ones(2, 2)}, fs.fsdp("data"), mesh=mesh
     )
-    opt = optim.chain(optim.Optimizer(init, update, elementwise=True))
+    opt = optim.chain(optim.Optimizer(init, update, sharding="flat"))
     _, state = opt.update({"w": params["w"], "v": None}, opt.init(params), params)
     assert types(state) == ["f32[]", "f32[]"]
     assert fs.unshard(state) == ({"w": torch.tensor(1.0), "v": torch.tensor(0.0)},)
@@ -266,9 +267,9 @@ def test_certify_and_check_elementwise_accept_pairs():
     wrong = optim.Optimizer(
         lambda p: (),
         lambda g, s, p: (tree_map(lambda g: g / (1 + g.norm()), g), s),
-        elementwise=True,
+        sharding="flat",
     )
-    with pytest.raises(AssertionError, match="has elementwise=True"):
+    with pytest.raises(AssertionError, match='has sharding="flat"'):
         check_elementwise(wrong)
 
 
@@ -287,11 +288,11 @@ def own_norm(grads):
     return torch.stack([x.norm() for x in flatten(grads)[0]] or [torch.ones(())]).norm()
 
 
-def by_global_norm(devices, elementwise, stage):
+def by_global_norm(devices, sharding, stage):
     """Train two steps; return the parameters, of which the first device owns one."""
     mesh = fs.make_mesh({"data": devices, "model": 2})
     pair = optim.Optimizer(
-        lambda params: (), by_norm(lambda g: optim.global_norm(g).float()), elementwise=elementwise
+        lambda params: (), by_norm(lambda g: optim.global_norm(g).float()), sharding=sharding
     )
     draw = torch.Generator().manual_seed(0)
     params = {
@@ -317,28 +318,27 @@ def by_global_norm(devices, elementwise, stage):
     return fs.unshard(laid)
 
 
-COUPLED = [*((None, stage) for stage in range(4)), (True, 1), (True, 3), (False, 2)]
+COUPLED = [*(("owners", stage) for stage in range(4)), ("flat", 1), ("flat", 3)]
 
 
-@pytest.mark.parametrize(("elementwise", "stage"), COUPLED)
-def test_global_norm_in_an_update_is_right_in_every_stage(elementwise, stage):
-    torch.testing.assert_close(by_global_norm(2, elementwise, stage), by_global_norm(1, False, 0))
+@pytest.mark.parametrize(("sharding", "stage"), COUPLED)
+def test_global_norm_in_an_update_is_right_in_every_stage(sharding, stage):
+    torch.testing.assert_close(by_global_norm(2, sharding, stage), by_global_norm(1, "owners", 0))
 
 
-@pytest.mark.parametrize("elementwise", [None, False])
-def test_check_elementwise_detects_coupled_leaves(elementwise):
-    pair = optim.Optimizer(lambda params: (), by_norm(own_norm), elementwise=elementwise)
+def test_check_elementwise_detects_coupled_leaves():
+    pair = optim.Optimizer(lambda params: (), by_norm(own_norm))
     with pytest.raises(
         AssertionError, match=r"must update each leaf by itself.*\n?.*global_norm\(tree\)"
     ):
         check_elementwise(pair)
-    check_elementwise(pair._replace(update=by_norm(optim.global_norm)))
-    check_elementwise(ROWS._replace(elementwise=elementwise))
+    check_elementwise(replace(pair, update=by_norm(optim.global_norm)))
+    check_elementwise(ROWS)
     with pytest.raises(
         optim.OptimizerError, match="the tree of global_norm must be a tree of the structure"
     ):
         check_elementwise(
-            pair._replace(update=by_norm(lambda grads: optim.global_norm([*grads.values()])))
+            replace(pair, update=by_norm(lambda grads: optim.global_norm([*grads.values()])))
         )
 
 
@@ -347,9 +347,9 @@ def test_check_elementwise_detects_coupled_leaves(elementwise):
     "params", [{"w": torch.ones(4)}, (torch.ones(4),), [torch.ones(4)], torch.ones(4)], ids=type
 )
 def test_pair_without_state_trains(params, state):
-    for stage, elementwise in [(0, False), (1, False), (3, False), (3, True)]:
+    for stage, sharding in [(0, "owners"), (1, "owners"), (3, "owners"), (3, "flat")]:
         opt = optim.Optimizer(
-            lambda p: state, lambda g, s, p: (tree_map(torch.neg, g), s), elementwise=elementwise
+            lambda p: state, lambda g, s, p: (tree_map(torch.neg, g), s), sharding=sharding
         )
         after = trained_once(optim.ema(opt, 0.9), params, stage)
         assert all(torch.equal(x, torch.full((4,), -3.0)) for x in flatten(after)[0])

@@ -1,5 +1,7 @@
 """Optimizers on shards equal optimizers on full tensors."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,8 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, optim
+from fshard.optim.leaves import Leaves
+from fshard.optim.sharding import ByLeaf, kinds_of
 from tests.optim.optimizers import (
     ALL,
     ELEMENTWISE,
@@ -66,7 +70,7 @@ def test_shards_of_any_layout_equal_full_tensors(name, data):
         ]
         for tree in (params, *steps)
     )
-    assert ANY[name].elementwise
+    assert ANY[name].sharding == "flat"
     run = data.draw(st.sampled_from([by_step, by_update]))
     assert same(fs.unshard(run(ANY[name], cut, cut_steps)), run(ANY[name], params, steps))
 
@@ -83,7 +87,7 @@ def test_tied_flat_shards_step_once():
 
 def test_clip_by_global_norm_on_shards_equals_full_tensors():
     opt = WHOLE["clip_by_global_norm"]
-    assert opt.elementwise
+    assert opt.sharding == "flat"
     layout = fs.Layout(fs.make_mesh({"data": 4}), P.flat("data"))
     params, steps = flat_tree(), [flat_tree(10), flat_tree(20)]
     with fs.ledger() as comm:
@@ -159,3 +163,95 @@ def test_owners_are_unchanged_by_freezing(frozen):
     """Else the state of a parameter would move, or be lost, when another one is frozen or trained again."""
     everywhere = owners_of(set())
     assert owners_of(frozen) == {i: at for i, at in everywhere.items() if i not in frozen}
+
+
+# -- the kind of shards, as a value ----------------------------------------------------------------
+
+MATRIX_AND_VECTOR = {"w": torch.ones(4, 3), "b": torch.ones(4)}
+BY_NDIM = optim.by_label(
+    {"m": optim.muon(0.1), "v": optim.adamw(0.1)},
+    lambda path, leaf: "m" if leaf.ndim == 2 else "v",
+)
+
+
+def kinds(opt):
+    return dict(
+        zip(
+            sorted(MATRIX_AND_VECTOR),
+            kinds_of(opt.sharding, Leaves.of(MATRIX_AND_VECTOR)),
+            strict=True,
+        )
+    )
+
+
+KINDS = {
+    "flat": (optim.adamw(0.1), {"b": "flat", "w": "flat"}),
+    "owners": (optim.shampoo(0.1), {"b": "owners", "w": "owners"}),
+    "by label": (BY_NDIM, {"b": "flat", "w": "owners"}),
+    "chain": (
+        optim.chain(optim.clip_by_value(1.0), BY_NDIM),
+        {"b": "flat", "w": "owners"},
+    ),
+    "chain with a matrix optimizer": (
+        optim.chain(BY_NDIM, optim.shampoo(0.1)),
+        {"b": "owners", "w": "owners"},
+    ),
+    "wrapped": (optim.ema(optim.accumulate(BY_NDIM, 2), 0.9), {"b": "flat", "w": "owners"}),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_sharding_of_combined_optimizer_is_the_strictest(name):
+    opt, expected = KINDS[name]
+    assert kinds(opt) == expected
+
+
+def test_labels_of_equal_kinds_need_no_function_of_the_leaves():
+    assert not isinstance(optim.masked(optim.sgd(0.1), {"w": True, "b": False}).sharding, ByLeaf)
+    assert isinstance(BY_NDIM.sharding, ByLeaf)
+
+
+def test_unknown_sharding_raises():
+    with pytest.raises(optim.OptimizerError, match='sharding must be "flat" .* got True'):
+        optim.Optimizer(lambda params: (), lambda g, s, p: (g, s), sharding=True)
+
+
+def test_old_keywords_raise_and_name_the_new_ones():
+    mesh = fs.make_mesh({"data": 2})
+    with pytest.raises(TypeError, match='elementwise= has another name. Write sharding="flat"'):
+        optim.Optimizer(lambda params: (), lambda g, s, p: (g, s), elementwise=True)
+    with pytest.raises(TypeError, match="unit= has another name. Write sharding="):
+        fs.partition_optimizer(optim.sgd(0.1), mesh=mesh, axis="data", stage=1, unit="matrix")
+    with pytest.raises(AttributeError, match='Write opt.sharding == "flat"'):
+        _ = optim.sgd(0.1).elementwise
+
+
+def test_optimizer_on_another_mesh_makes_the_state_of_that_mesh():
+    meshes = [fs.make_mesh({"data": n}) for n in (2, 4)]
+    opts = [fs.partition_optimizer(BY_NDIM, mesh=m, axis="data", stage=1) for m in meshes]
+    params = fs.shard_params(MATRIX_AND_VECTOR, P(), mesh=meshes[1])
+    moved, made = opts[0].on_mesh(meshes[1]).init(params), opts[1].init(params)
+    assert str(fs.mesh.layouts(moved)) == str(fs.mesh.layouts(made))
+
+
+def test_missing_gradients_count_as_zero_where_nothing_is_skipped():
+    mesh = fs.make_mesh({"data": 2})
+    opt = fs.partition_optimizer(optim.adamw(0.1), mesh=mesh, axis="data", stage=1)
+    opt = opt.replaced(missing="zero")
+    params = fs.shard_params(MATRIX_AND_VECTOR, P(), mesh=mesh)
+    grads = {
+        "w": fs.device_put(MATRIX_AND_VECTOR["w"], opt.gradients(params["w"].layout)),
+        "b": None,
+    }
+    after, _ = opt.step(grads, opt.init(params), params)
+    decayed = MATRIX_AND_VECTOR["b"] * (1 - 0.1 * 1e-2)
+    torch.testing.assert_close(fs.unshard(after["b"]), decayed)
+
+
+def test_pair_keeps_its_functions_when_it_is_replaced():
+    def update(grads, state, params):
+        return grads, state
+
+    opt = replace(optim.Optimizer(lambda params: (), update), sharding="flat")
+    assert opt.update is update
+    assert opt.sharding == "flat"

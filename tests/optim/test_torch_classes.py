@@ -1,5 +1,6 @@
 """Classes of torch.optim, as pure optimizers and boosted; optimizers of one's own class, which step on local shards."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -55,7 +56,7 @@ def test_every_torch_class_is_listed_or_refused(cls):
             optim.OptimizerError, match=f"torch.optim.{cls.__name__} cannot step on shards"
         ):
             optim.from_torch(cls)
-    elif optim.from_torch(cls).elementwise:
+    elif optim.from_torch(cls).sharding == "flat":
         check_elementwise(optim.from_torch(cls))
     else:
         with pytest.raises(
@@ -63,7 +64,7 @@ def test_every_torch_class_is_listed_or_refused(cls):
             match="flat|full matrices|2D",
         ):
             check_elementwise(
-                optim.from_torch(cls)._replace(elementwise=True), {"w": torch.ones(6, 5)}
+                replace(optim.from_torch(cls), sharding="flat"), {"w": torch.ones(6, 5)}
             )
 
 

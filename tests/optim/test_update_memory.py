@@ -47,11 +47,15 @@ class Peak(TorchDispatchMode):
         return result
 
 
-def beyond(unit, stage):
+def beyond(sharding, stage):
     """The most that a step holds beyond parameters, gradients and state, and what is left of that after it."""
     mesh = fs.make_mesh({"data": N}, runtime="abstract")
     opt = fs.partition_optimizer(
-        optim.sgd(0.1, momentum=0.9, fused=False), mesh=mesh, axis="data", stage=stage, unit=unit
+        optim.sgd(0.1, momentum=0.9, fused=False),
+        mesh=mesh,
+        axis="data",
+        stage=stage,
+        sharding=sharding,
     )
     params = placed(
         {str(i): torch.empty(SIZE, SIZE, device="meta") for i in range(COUNT)}, stage, mesh
@@ -69,17 +73,17 @@ def beyond(unit, stage):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_flat_update_holds_few_extra_bytes(stage, monkeypatch):
-    monkeypatch.setattr(optim.partition, "AT_ONCE", AT_ONCE)
-    most, left = beyond("elementwise", stage)
+    monkeypatch.setattr(optim.sharded.optimizer, "AT_ONCE", AT_ONCE)
+    most, left = beyond("flat", stage)
     assert most <= (2 * AT_ONCE if stage < 3 else 0) + COUNT * 8
     assert left <= COUNT * 8  # the counts of steps
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_owner_update_holds_few_extra_bytes(stage, monkeypatch):
-    monkeypatch.setattr(optim.partition, "AT_ONCE", AT_ONCE)
+    monkeypatch.setattr(optim.sharded.optimizer, "AT_ONCE", AT_ONCE)
     monkeypatch.setattr(fs.mesh.reshard.execute, "AT_ONCE", AT_ONCE)
-    most, left = beyond("matrix", stage)
+    most, left = beyond("owners", stage)
     share = WHOLE // N
     assert most <= (share if stage < 3 else 2 * share) + 4 * AT_ONCE
     assert left <= COUNT * 8

@@ -17,6 +17,7 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.layout import flatten, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import flatten_shards
+from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.testing import certify, check_elementwise, gpt
 from fshard.testing.certify import dyadic_like
 from fshard.transforms import train_step as step_module
@@ -287,7 +288,7 @@ def optimizer_of(update):
         leaves, structure = flatten(grads)
         return unflatten(structure, [update(g) for g in leaves]), state
 
-    return fs.optim.Optimizer(lambda params: (), updates, elementwise=True)
+    return fs.optim.Optimizer(lambda params: (), updates, sharding="flat")
 
 
 BY_NORM = optimizer_of(lambda g: -g / (1 + g.norm()))
@@ -445,24 +446,15 @@ def test_certify_compares_every_replica(monkeypatch):
 
 
 def change_step(monkeypatch, change):
-    """Let partitioned optimizers take their step on other gradients."""
-    partition = fs.partition_optimizer
+    """Let sharded optimizers take their step on other gradients."""
+    run = ShardedOptimizer._run_on_shards
 
-    def mistaken(opt, **options):
-        partitioned = partition(opt, **options)
+    def mistaken(opt, act, grads, state, params, **options):
+        leaves, structure = flatten_shards(grads)
+        changed = unflatten(structure, [change(g) for g in leaves])
+        return run(opt, act, changed, state, params, **options)
 
-        def on_others(act):
-            def run(grads, state, params):
-                leaves, structure = flatten_shards(grads)
-                return act(unflatten(structure, [change(g) for g in leaves]), state, params)
-
-            return run
-
-        return partitioned._replace(
-            step=on_others(partitioned.step), update=on_others(partitioned.update)
-        )
-
-    monkeypatch.setattr(fs, "partition_optimizer", mistaken)
+    monkeypatch.setattr(ShardedOptimizer, "_run_on_shards", mistaken)
 
 
 def test_certify_partitioned_optimizer_that_scales_diverges(monkeypatch):
@@ -513,7 +505,7 @@ def test_wrong_promise_of_an_optimizer_is_found(name):
     opt = optimizer_of(lambda g: -0.1 * NOT_ELEMENTWISE[name](g))
     with pytest.raises(
         AssertionError,
-        match=r"has elementwise=True, but on \d flat shards got another \w+, step 0: the ",
+        match=r'has sharding="flat", but on \d flat shards got another \w+, step 0: the ',
     ):
         check_elementwise(opt)
     for row in (certified(opt=opt, stages=[stage], steps=1).first for stage in (1, 3)):
@@ -557,7 +549,7 @@ ERRORS = {
     "buffers": (lambda: certified(has_buffers=False, buffers={"n": X}), ValueError, "a loss function that has_buffers"),
     "by norm": (
         lambda: check_elementwise(BY_NORM, {"a": torch.zeros(1), "w": torch.zeros(2, 3)}), AssertionError,
-        r"on 2 flat shards got another w, step 0: the parameter first differs at \[0, 0\]: .* Use elementwise=False",
+        r"on 2 flat shards got another w, step 0: the parameter first differs at \[0, 0\]: .* Leave out sharding=",
     ),
     "by norm, by label": (lambda: check_elementwise(by_kind(BY_NORM)), AssertionError, "flat shards got another bias"),
     "muon": (lambda: check_elementwise(fs.optim.muon(0.1)), fs.errors.OptimizerError, "is not elementwise, so there is"),

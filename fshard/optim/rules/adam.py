@@ -1,12 +1,14 @@
 """Adam and AdamW, with the bits of torch.optim.
 
-Legend: p parameter, g gradient, m and v running means of g and of its square, t the leaf's count of steps from 1.
+Legend: p parameter, g gradient, m and v running means of g and of its square, t the leaf's count of
+steps from 1.
 
     m = lerp(m, g, 1 - beta1)                        v = beta2 v + (1 - beta2) g g
     p = p - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-Weight decay is added to the gradient by `adam` (g + decay p), and shrinks the parameter before the step in `adamw` (p
-- lr decay p). With `amsgrad` the largest v so far replaces v. Complex numbers are pairs of real ones.
+Weight decay is added to the gradient by `adam` (g + decay p), and shrinks the parameter before the
+step in `adamw` (p - lr decay p). With `amsgrad` the largest v so far replaces v. Complex numbers
+are pairs of real ones.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def adam(
         amsgrad: divide by the largest mean square so far.
         maximize: ascend instead of descend.
         decoupled_weight_decay: shrink the parameter instead, as `adamw` does.
-        fused: whether `step` uses torch's fused kernel: None where it can, False for the bits of torch's foreach.
+        fused: whether `step` uses torch's fused kernel: None where it can, False for the bits of
+            torch's foreach.
 
     >>> import torch
     >>> opt = adam(0.5)

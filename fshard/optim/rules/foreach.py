@@ -1,11 +1,12 @@
 """torch's kernels over lists of tensors, `torch._foreach_*` and `torch._fused_*`: one launch for many tensors.
 
-torch.optim itself is made of them, and they are public in all but name; here they lose the underscore. A name that
-ends in an underscore writes to its first list.
+torch.optim itself is made of them, and they are public in all but name; here they lose the
+underscore. A name that ends in an underscore writes to its first list.
 
-All of them give an element the same bits at any index of its tensor, which shards need, except `add(alpha=)` in 16
-bits on a CPU. It rounds alpha to 16 bits, then the sum in the middle of a tensor, and at its end the product as well.
-`add_multiple` rounds the sum alone, as torch does on other devices.
+All of them give an element the same bits at any index of its tensor, which shards need, except
+`add(alpha=)` in 16 bits on a CPU. It rounds alpha to 16 bits, then the sum in the middle of a
+tensor, and at its end the product as well. `add_multiple` rounds the sum alone, as torch does on
+other devices.
 """
 
 from __future__ import annotations
@@ -43,11 +44,9 @@ def add_multiple(xs: list[Tensor], ys: list[Tensor], factor: float) -> Any:
     >>> add_multiple([torch.ones(2)], [torch.ones(2)], 2.0)
     (tensor([3., 3.]),)
     """
-    return (
-        addcmul(xs, ys, _ones(xs), factor)
-        if any(map(rounds_by_index, xs))
-        else add(xs, ys, alpha=factor)
-    )
+    if any(map(rounds_by_index, xs)):
+        return addcmul(xs, ys, _ones(xs), factor)
+    return add(xs, ys, alpha=factor)
 
 
 def add_multiple_(xs: list[Tensor], ys: list[Tensor], factor: float) -> None:

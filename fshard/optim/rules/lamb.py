@@ -5,7 +5,8 @@ Legend: p parameter, g gradient, m and v as in Adam, u direction.
     u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay p
     p = p - lr |p| / |u| u          (no trust ratio where a norm is 0)
 
-The norms are those of global leaves, whatever their layout: all of them in one vector, one collective a step.
+The norms are those of global leaves, whatever their layout: all of them in one vector, one
+collective a step.
 """
 
 from __future__ import annotations
@@ -17,8 +18,15 @@ from torch import Tensor
 
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer
-from fshard.optim.leaves import like
-from fshard.optim.norms import check_summable, shows_all_bits, squares, sum_of, sum_over_mesh
+from fshard.optim.leaves import Leaf, like
+from fshard.optim.norms import (
+    Precision,
+    check_summable,
+    shows_all_bits,
+    squares,
+    sum_of,
+    sum_over_mesh,
+)
 from fshard.optim.rules import foreach
 from fshard.optim.rules.adam import denominators, moments
 from fshard.optim.rules.rule import optimizer_of_rule
@@ -34,7 +42,8 @@ def lamb(
 ) -> Optimizer:
     """Make LAMB: p = p - lr |p| / |u| u, where u is Adam's direction; for parameters in any layout.
 
-    Communicates a `psum` of 16 bytes a leaf (1712 if one is of float64) over the axes that shard any leaf.
+    Communicates a `psum` of 16 bytes a leaf (1712 if one is of float64) over the axes that shard
+    any leaf.
 
     Args:
         lr: learning rate, or a schedule.
@@ -44,7 +53,8 @@ def lamb(
 
     >>> import torch
     >>> opt = lamb(0.5)
-    >>> opt.update([torch.tensor([9.0, 9.0])], opt.init([torch.tensor([3.0, 4.0])]), [torch.tensor([3.0, 4.0])])[0]
+    >>> params = [torch.tensor([3.0, 4.0])]
+    >>> opt.update([torch.tensor([9.0, 9.0])], opt.init(params), params)[0]
     [tensor([-1.7678, -1.7678])]
     """
     decays = within("[0, 1)", pair=True, betas=betas)
@@ -70,28 +80,30 @@ def lamb(
 
     slots = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
     return optimizer_of_rule(
-        lr, slots, rule, check=partial(check_summable, "lamb"), elementwise=False
+        lr, slots, rule, check=partial(check_summable, "lamb"), sharding="owners"
     )
 
 
 def _ratios(shards: ShardLists, directions: list[Tensor]) -> list[Tensor]:
-    """Return for each shard the ratio of the norms of its leaf and of its leaf's direction; 1 where one is 0."""
-    groups: dict[int, list[int]] = {}  # the shards of each leaf
+    """Return for each shard the ratio of the norms of its leaf and of its leaf's direction.
+
+    1 where one is 0.
+    """
+    indices: dict[int, list[int]] = {}  # of the shards of each leaf
     for i, leaf in enumerate(shards.leaves):
-        groups.setdefault(id(leaf), []).append(i)
-    leaves = [
-        like(shards.leaves[group[0]], [shards.params[i] for i in group])
-        for group in groups.values()
-    ]
-    leaf_of = {i: number for number, group in enumerate(groups.values()) for i in group}
+        indices.setdefault(id(leaf), []).append(i)
+    leaves: list[Leaf] = []
+    leaf_of: dict[int, int] = {}  # from a shard to the number of its leaf
+    for number, of_leaf in enumerate(indices.values()):
+        leaf = shards.leaves[of_leaf[0]]
+        leaves.append(like(leaf, [shards.params[i] for i in of_leaf]))
+        leaf_of |= dict.fromkeys(of_leaf, number)
+
     index_of = {id(x): i for i, x in enumerate(shards.params)}
-    device, precision = (
-        shards.params[0].device,
-        "exact" if shows_all_bits(shards.leaves) else "float64",
-    )
-    each = torch.stack(
-        [squares(xs, device, precision) for xs in (shards.params, directions)], 1
-    )  # (shards, 2, columns)
+    device = shards.params[0].device
+    precision: Precision = "exact" if shows_all_bits(shards.leaves) else "float64"
+    # (shards, 2, columns of a sum). The two have no name: it would keep them beside their copies.
+    each = torch.stack([squares(xs, device, precision) for xs in (shards.params, directions)], 1)
 
     def row(params: list[Tensor]) -> Tensor:
         sums = each.new_zeros(len(leaves), *each.shape[1:])

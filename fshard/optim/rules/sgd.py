@@ -40,7 +40,8 @@ def sgd(
         weight_decay: added to the gradient, times the parameter.
         nesterov: look ahead along the momentum.
         maximize: ascend instead of descend.
-        fused: whether `step` uses torch's fused kernel: None where it can, False for the bits of torch's foreach.
+        fused: whether `step` uses torch's fused kernel: None where it can, False for the bits of
+            torch's foreach.
 
     >>> import torch
     >>> opt = sgd(0.5, momentum=0.5)

@@ -5,9 +5,9 @@ Legend: p parameter, g gradient, l and r preconditioners, u direction, b momentu
     l = l + g g'        r = r + g' g        u = l^(-1/4) g r^(-1/4)
     b = momentum b + u                      p = p - lr decay p - lr b
 
-A tensor of more dims is the matrix of its first dim by all others. A dim longer than `longest` has no preconditioner,
-and the other one's root is -1/2; so have vectors, for which this is Adagrad with a full matrix. Without any
-preconditioner the direction is the gradient.
+A tensor of more dims is the matrix of its first dim by all others. A dim longer than `longest` has
+no preconditioner, and the other one's root is -1/2; so have vectors, for which this is Adagrad with
+a full matrix. Without any preconditioner the direction is the gradient.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def shampoo(
         "right": _preconditioner(1, eps, longest),
         "momentum_buffer": torch.zeros_like,
     }
-    return optimizer_of_rule(lr, slots, rule, check=check, elementwise=False)
+    return optimizer_of_rule(lr, slots, rule, check=check, sharding="owners")
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -85,11 +85,9 @@ def _wide(x: Tensor) -> torch.dtype:
 def _preconditioner(dim: int, eps: float, longest: int) -> Callable[[Tensor], Tensor | None]:
     def make(p: Tensor) -> Tensor | None:
         length = _matrix(p).shape[dim]
-        return (
-            eps * torch.eye(length, dtype=_wide(p), device=p.device)
-            if 1 < length <= longest
-            else None
-        )
+        if not 1 < length <= longest:
+            return None
+        return eps * torch.eye(length, dtype=_wide(p), device=p.device)
 
     return make
 
@@ -107,7 +105,10 @@ def _direction(g: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
 
 
 def _power(x: Tensor, power: float) -> Tensor:
-    """Return a symmetric matrix to a negative power; directions that were never seen stay out of it."""
+    """Return a symmetric matrix to a negative power.
+
+    Directions that were never seen stay out of it.
+    """
     values, vectors = torch.linalg.eigh(x.double())
     seen = values > values.amax() * torch.finfo(x.dtype).eps
     powers = torch.where(seen, values, torch.ones_like(values)).pow(power) * seen

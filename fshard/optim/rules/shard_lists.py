@@ -6,17 +6,17 @@ grads     g0a    g0b         g1
 steps     t0     t0          t1
 state     m0a    m0b         m1         ...
 
-torch's fused kernels, one pass over memory for a full optimizer step, read tensors as flat arrays: every shard and its
-state must be contiguous, on a device that has the kernels, in a dtype that they support. On the CPU, torch's fused SGD
-is wrong in half precision. The ends of an array are computed by other instructions than its middle, so fused bits
-depend on the sharding; foreach bits do not.
+torch's fused kernels, one pass over memory for a full optimizer step, read tensors as flat arrays:
+every shard and its state must be contiguous, on a device that has the kernels, in a dtype that they
+support. On the CPU, torch's fused SGD is wrong in half precision. The ends of an array are computed
+by other instructions than its middle, so fused bits depend on the sharding; foreach bits do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -31,7 +31,7 @@ from fshard.optim.leaves import Leaf, shards_of
 
 @dataclass(frozen=True)
 class ShardLists:
-    """Shards with their gradients and state.
+    """Sharding with their gradients and state.
 
     Args:
         leaves: the leaf that each is a shard of, before the step.
@@ -49,51 +49,36 @@ class ShardLists:
 
     @staticmethod
     def of(leaves: list[Leaf], grads: list[Leaf], columns: dict[str, list[Leaf]]) -> ShardLists:
-        """Take leaves apart into their shards. `columns` are the leaves of "params", "step" and each slot."""
+        """Take leaves apart into their shards.
+
+        Args:
+            leaves: the parameters before the step.
+            grads: their gradients.
+            columns: the leaves of "params", "step" and each slot, which are written.
+        """
         counts = [len(leaf.shards) if isinstance(leaf, Sharded) else 1 for leaf in leaves]
-        is_single = all(count == 1 for count in counts)
-
-        def repeated(column: list[Any]) -> list[Any]:
-            return (
-                column
-                if is_single
-                else [x for x, n in zip(column, counts, strict=True) for _ in range(n)]
-            )
-
-        def shards(column: list[Leaf]) -> list[Any]:
-            if is_single:
-                return [x.shards[0] if isinstance(x, Sharded) else x for x in column]
-            return [
-                x
-                for leaf, n in zip(column, counts, strict=True)
-                for x in (shards_of(leaf) or (None,) * n)
-            ]
-
-        written = shards(columns["params"])
-        return ShardLists(
-            leaves=repeated(leaves),
-            params=written,
-            grads=[
-                g if g.dtype is p.dtype else g.to(p.dtype)
-                for g, p in zip(shards(grads), written, strict=True)
-            ],
-            steps=repeated(numbers_of(columns["step"])),
-            state={
-                name: shards(column)
-                for name, column in columns.items()
-                if name not in ("params", "step")
-            },
-        )
+        params = _shards_in(columns["params"], counts)
+        shards_of_grads: list[Tensor] = []
+        for g, p in zip(_shards_in(grads, counts), params, strict=True):
+            shards_of_grads.append(g if g.dtype is p.dtype else g.to(p.dtype))
+        state: dict[str, list[Tensor]] = {}
+        for name, column in columns.items():
+            if name not in ("params", "step"):
+                state[name] = _shards_in(column, counts)
+        steps = _repeated(numbers_of(columns["step"]), counts)
+        return ShardLists(_repeated(leaves, counts), params, shards_of_grads, steps, state)
 
     @staticmethod
     def of_pairs(pairs: Sequence[tuple[Leaf, Leaf]]) -> ShardLists:
         """Return the shards of leaves beside those of others, as parameters with gradients."""
-        columns = [
-            (leaf, *shards)
-            for leaf, x in pairs
-            for shards in zip(shards_of(leaf), shards_of(x), strict=True)
-        ]
-        leaves, params, grads = ([column[i] for column in columns] for i in range(3))
+        leaves: list[Leaf] = []
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        for leaf, other in pairs:
+            shards = shards_of(leaf)
+            leaves += [leaf] * len(shards)
+            params += shards
+            grads += shards_of(other)
         return ShardLists(leaves, params, grads, [0.0] * len(leaves), {})
 
     def only(self, indices: Sequence[int]) -> ShardLists:
@@ -102,107 +87,135 @@ class ShardLists:
         def taken(column: list[Any]) -> list[Any]:
             return [column[i] for i in indices]
 
-        leaves, params, grads, steps = map(
-            taken, (self.leaves, self.params, self.grads, self.steps)
-        )
         return ShardLists(
-            leaves,
-            params,
-            grads,
-            steps,
-            {name: taken(column) for name, column in self.state.items()},
+            leaves=taken(self.leaves),
+            params=taken(self.params),
+            grads=taken(self.grads),
+            steps=taken(self.steps),
+            state={name: taken(column) for name, column in self.state.items()},
         )
 
     def nonempty(self) -> ShardLists:
-        """Return the shards that have elements, or a number of state; others are those of other stages' devices."""
+        """Return the shards that have elements, or a number of state.
+
+        Others are those of other stages' devices.
+        """
 
         def has_number(i: int) -> bool:
-            return any(
-                column[i] is not None and column[i].ndim == 0 for column in self.state.values()
-            )
+            slots = [column[i] for column in self.state.values()]
+            return any(x is not None and x.ndim == 0 for x in slots)
 
-        some = [i for i, param in enumerate(self.params) if param.numel() or has_number(i)]
-        return self if len(some) == len(self.params) else self.only(some)
+        indices = [i for i, param in enumerate(self.params) if param.numel() or has_number(i)]
+        return self if len(indices) == len(self.params) else self.only(indices)
 
     def fetched(self) -> Iterator[ShardLists]:
-        """Yield the shards in groups whose state is in the memory of the update: all at once, if it is there."""
+        """Yield the shards in groups whose state is in the memory of the update.
+
+        All at once, if it is there.
+        """
         offload = current_offload()
         if offload is None:
             yield self
             return
-        starts = [
-            i for i, leaf in enumerate(self.leaves) if not i or leaf is not self.leaves[i - 1]
-        ]
-        spans = [range(*pair) for pair in pairwise([*starts, len(self.leaves)])]
-        groups = groups_of([_local_bytes(self.leaves[i]) * (1 + len(self.state)) for i in starts])
-        rows = [[row for i in group for row in spans[i]] for group in groups]
-        devices = [device for i in starts for _, device in shards_and_devices(self.leaves[i])]
-        for chosen, (params, *slots) in streamed(
-            [self.params, *self.state.values()], devices, rows, offload
-        ):
-            yield replace(
-                self.only(chosen), params=params, state=dict(zip(self.state, slots, strict=True))
-            )
+        # The shards of a leaf follow each other; a leaf is in one group with all of them.
+        leaves: list[Leaf] = []
+        rows_of_leaf: list[list[int]] = []
+        for row, leaf in enumerate(self.leaves):
+            if not leaves or leaf is not leaves[-1]:
+                leaves.append(leaf)
+                rows_of_leaf.append([])
+            rows_of_leaf[-1].append(row)
+
+        groups = groups_of([_local_bytes(leaf) * (1 + len(self.state)) for leaf in leaves])
+        rows = [list(chain.from_iterable([rows_of_leaf[i] for i in group])) for group in groups]
+        devices: list[int] = []
+        for leaf in leaves:
+            devices += [device for _, device in shards_and_devices(leaf)]
+        columns = [self.params, *self.state.values()]
+        for indices, (params, *slots) in streamed(columns, devices, rows, offload):
+            state = dict(zip(self.state, slots, strict=True))
+            yield replace(self.only(indices), params=params, state=state)
 
     def split(self, parts: Callable[[Tensor], Sequence[Tensor]]) -> ShardLists:
         """Return views of the parts of each tensor, with those of its gradient and state."""
         counts = [len(parts(param)) for param in self.params]
 
-        def repeated(column: list[Any]) -> list[Any]:
-            return [x for x, count in zip(column, counts, strict=True) for _ in range(count)]
-
         def views(column: list[Tensor]) -> list[Tensor]:
-            return [part for x in column for part in parts(x)]
+            return list(chain.from_iterable(map(parts, column)))
 
-        state = {name: views(column) for name, column in self.state.items()}
         return ShardLists(
-            repeated(self.leaves),
-            views(self.params),
-            views(self.grads),
-            repeated(self.steps),
-            state,
+            leaves=_repeated(self.leaves, counts),
+            params=views(self.params),
+            grads=views(self.grads),
+            steps=_repeated(self.steps, counts),
+            state={name: views(column) for name, column in self.state.items()},
         )
 
     def real(self) -> ShardLists:
         """Return complex shards as shards of real numbers, in the same memory."""
         if not self.params[0].is_complex():
             return self
+
+        def as_real(column: list[Tensor]) -> list[Tensor]:
+            return list(map(torch.view_as_real, column))
+
         return replace(
             self,
-            params=list(map(torch.view_as_real, self.params)),
+            params=as_real(self.params),
             grads=[torch.view_as_real(grad.resolve_conj()) for grad in self.grads],
-            state={
-                name: list(map(torch.view_as_real, column)) for name, column in self.state.items()
-            },
+            state={name: as_real(column) for name, column in self.state.items()},
         )
 
     def by_kind(self) -> Iterator[ShardLists]:
         """Yield the shards of each device and dtype: the arguments of one foreach kernel."""
-        kinds = [(param.device, param.dtype) for param in self.params]
-        if len(different := dict.fromkeys(kinds)) == 1:
-            return iter((self,))
-        return (
-            self.only([i for i, pair in enumerate(kinds) if pair == kind]) for kind in different
-        )
+        indices: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, param in enumerate(self.params):
+            indices.setdefault((param.device, param.dtype), []).append(i)
+        if len(indices) == 1:
+            yield self
+            return
+        for indices_of_kind in indices.values():
+            yield self.only(indices_of_kind)
+
+
+def _repeated(column: list[Any], counts: Sequence[int]) -> list[Any]:
+    """Return each item as many times as its count."""
+    if all(count == 1 for count in counts):
+        return column
+    results: list[Any] = []
+    for x, count in zip(column, counts, strict=True):
+        results += [x] * count
+    return results
+
+
+def _shards_in(column: list[Leaf], counts: Sequence[int]) -> list[Any]:
+    """Return the shards of leaves; for a leaf that is None as many times None as its count."""
+    if all(count == 1 for count in counts):  # by far the most common: without a call for each
+        return [leaf.shards[0] if isinstance(leaf, Sharded) else leaf for leaf in column]
+    results: list[Any] = []
+    for leaf, count in zip(column, counts, strict=True):
+        results += [None] * count if leaf is None else shards_of(leaf)
+    return results
 
 
 def _local_bytes(leaf: Leaf) -> int:
     """Return the bytes of the largest shard of a leaf, about: the same number on all devices."""
-    parts = (
-        prod(leaf.mesh.shape[axis] for axis in leaf.spec.split_axes)
-        if isinstance(leaf, Sharded)
-        else 1
-    )
-    return prod(leaf.shape) * leaf.dtype.itemsize // parts
+    nbytes = prod(leaf.shape) * leaf.dtype.itemsize
+    if not isinstance(leaf, Sharded):
+        return nbytes
+    return nbytes // prod([leaf.mesh.shape[axis] for axis in leaf.spec.split_axes])
 
 
 def numbers_of(counts: list[Tensor]) -> list[float]:
     """Return the values of counts; most are one tensor, which is read once."""
-    numbers = {id(count): count.item() for count in {id(count): count for count in counts}.values()}
+    numbers: dict[int, float] = {}
+    for count in counts:
+        if id(count) not in numbers:
+            numbers[id(count)] = count.item()
     return [numbers[id(count)] for count in counts]
 
 
-# -- rules ------------------------------------------------------------------------------------------------------------
+# -- rules -----------------------------------------------------------------------------------------
 
 Rule = Callable[[ShardLists, float], None]
 """Write the next parameters and state into shards, at a learning rate."""
@@ -222,7 +235,10 @@ def each_kind(rule: Rule, *, complex_as_real: bool = True) -> Rule:
 
 
 def fused_or(fused: Rule, rule: Rule, wanted: bool | None) -> Rule | None:
-    """Return a rule that uses a fused kernel where it can (None) or must (True); None if not wanted (False)."""
+    """Return a rule that uses a fused kernel where it can (None) or must (True).
+
+    None if not wanted (False).
+    """
 
     def chosen(shards: ShardLists, lr: float) -> None:
         shards = shards.nonempty()
@@ -232,7 +248,8 @@ def fused_or(fused: Rule, rule: Rule, wanted: bool | None) -> Rule | None:
             fused(replace(shards, grads=[grad.contiguous() for grad in shards.grads]), lr)
         elif wanted:
             raise OptimizerError(
-                f"fused=True needs contiguous parameters of a dtype that the kernel is right for; got "
+                "fused=True needs contiguous parameters of a dtype that the kernel is right for; "
+                "got "
                 f"{shards.params[0].dtype} on {shards.params[0].device}. Leave fused=None."
             )
         else:
@@ -243,20 +260,21 @@ def fused_or(fused: Rule, rule: Rule, wanted: bool | None) -> Rule | None:
 
 def has_fused(shards: ShardLists) -> bool:
     """Return True if a fused kernel can write these shards of one kind."""
-    dtype = shards.params[0].dtype
-    tensors = [x for column in (shards.params, *shards.state.values()) for x in column]
-    is_supported = dtype in _FUSED.get(shards.params[0].device.type, ())
-    return (
-        is_supported
-        and {x.dtype for x in tensors} == {dtype}
-        and all(map(Tensor.is_contiguous, tensors))
-    )
+    first = shards.params[0]
+    if first.dtype not in _FUSED.get(first.device.type, ()):
+        return False
+    tensors = list(chain(shards.params, *shards.state.values()))
+    has_one_dtype = {x.dtype for x in tensors} == {first.dtype}
+    return has_one_dtype and all(map(Tensor.is_contiguous, tensors))
 
 
 def step_tensors(shards: ShardLists) -> list[Tensor]:
-    """Return each shard's count of steps as the kernels want it: on the shard's device, one tensor for each count."""
-    counts = {
-        t: torch.full((), t, dtype=torch.float32, device=shards.params[0].device)
-        for t in set(shards.steps)
-    }
+    """Return each shard's count of steps for the kernels.
+
+    On the shard's device, one tensor for each count.
+    """
+    device = shards.params[0].device
+    counts: dict[float, Tensor] = {}
+    for t in {*shards.steps}:
+        counts[t] = torch.full((), t, dtype=torch.float32, device=device)
     return [counts[t] for t in shards.steps]

@@ -1,15 +1,16 @@
 """The classes of torch.optim as pure optimizers, by one table of their properties.
 
-A step makes an instance of the class whose parameters are the local shards, with their state, and calls its step. The
-class makes the state of a shard at its first step.
+A step makes an instance of the class whose parameters are the local shards, with their state, and
+calls its step. The class makes the state of a shard at its first step.
 
                  update of an element depends on     state of a parameter
     Adam         that element                        exp_avg, exp_avg_sq: like it
     ASGD         that element                        ax: like it; eta, mu: numbers
     Muon         the matrix                          momentum_buffer: like it
 
-On a CPU an elementwise class computes 16-bit parameters in 32 bits, and is rounded once a step: `torch.add(alpha=)`,
-which these classes use, rounds 16 bits by the index of an element in its tensor, so the bits would depend on the mesh.
+On a CPU an elementwise class computes 16-bit parameters in 32 bits, and is rounded once a step:
+`torch.add(alpha=)`, which these classes use, rounds 16 bits by the index of an element in its
+tensor, so the bits would depend on the mesh.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from fshard.optim.rules.foreach import rounds_by_index
 from fshard.optim.rules.rule import Slots, optimizer_of_rule
 from fshard.optim.rules.shard_lists import Rule, ShardLists, each_kind
 from fshard.optim.schedules import Rate
+from fshard.optim.sharding import ShardKind
 
 
 class TorchClass(NamedTuple):
@@ -37,14 +39,14 @@ class TorchClass(NamedTuple):
     Args:
         state: of each parameter, without the count of steps.
         options: for some of that, the option that enables it.
-        elementwise: True if an element's update depends on that element alone.
+        sharding: the kind of shards that it can step on.
         counts: True if it counts the steps of each parameter.
         unsupported: returns the reason why a parameter is not supported, if any.
     """
 
     state: Slots
     options: Mapping[str, str] = {}
-    elementwise: bool = True
+    sharding: ShardKind = "flat"
     counts: bool = True
     unsupported: Callable[[Leaf], str | None] = lambda leaf: None
 
@@ -58,15 +60,31 @@ def _numbers(*names: str) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def _unless_real_matrix(leaf: Leaf) -> str | None:
-    return complex_is_unsupported(leaf) or (
-        None if leaf.ndim == 2 else f"it has {leaf.ndim} dims, not 2"
-    )
+    reason = complex_is_unsupported(leaf)
+    if reason is None and leaf.ndim != 2:
+        return f"it has {leaf.ndim} dims, not 2"
+    return reason
+
+
+# Adafactor factors the mean squares of a matrix into a column for its rows and a row for its columns.
+
+
+def _row_variances(p: Tensor) -> Tensor | None:
+    return p.new_zeros((*p.shape[:-1], 1)) if p.ndim > 1 else None
+
+
+def _column_variances(p: Tensor) -> Tensor | None:
+    return p.new_zeros((*p.shape[:-2], 1, p.shape[-1])) if p.ndim > 1 else None
+
+
+def _variances(p: Tensor) -> Tensor | None:
+    return torch.zeros_like(p) if p.ndim < 2 else None
 
 
 _FACTORS: Slots = {
-    "row_var": lambda p: p.new_zeros((*p.shape[:-1], 1)) if p.ndim > 1 else None,
-    "col_var": lambda p: p.new_zeros((*p.shape[:-2], 1, p.shape[-1])) if p.ndim > 1 else None,
-    "variance": lambda p: torch.zeros_like(p) if p.ndim < 2 else None,
+    "row_var": _row_variances,
+    "col_var": _column_variances,
+    "variance": _variances,
 }
 _MEANS = _like("exp_avg", "exp_avg_sq")
 _ADAM = TorchClass(_MEANS | _like("max_exp_avg_sq"), {"max_exp_avg_sq": "amsgrad"})
@@ -88,10 +106,10 @@ CLASSES: dict[type[torch.optim.Optimizer], TorchClass] = {
         _like("momentum_buffer"), {"momentum_buffer": "momentum"}, counts=False
     ),
     torch.optim.Adafactor: TorchClass(
-        _FACTORS, elementwise=False, unsupported=complex_is_unsupported
+        _FACTORS, sharding="owners", unsupported=complex_is_unsupported
     ),
     torch.optim.Muon: TorchClass(
-        _like("momentum_buffer"), elementwise=False, counts=False, unsupported=_unless_real_matrix
+        _like("momentum_buffer"), sharding="owners", counts=False, unsupported=_unless_real_matrix
     ),
 }
 """Every class of torch.optim that steps by gradients alone."""
@@ -102,13 +120,15 @@ _REFUSED = {
 
 
 def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
-    """Make a pure optimizer of a class of torch.optim: its step on each shard, from the shard's state.
+    """Make a pure optimizer of a class of torch.optim: its step on each shard.
 
     Args:
-        cls: the class, such as torch.optim.RMSprop. A custom class is given to a Booster as an instance.
-        options: of the class, `foreach` and `fused` included; `lr` may be a schedule. A fused kernel rounds differently at
-            the end of a tensor, so with `fused=True` the last bits of `step` depend on the sharding: on the mesh and
-            the stage. `update` does without it, and so does reproducible mode.
+        cls: the class, such as torch.optim.RMSprop. A custom class is given to a Booster as an
+            instance.
+        options: of the class, `foreach` and `fused` included; `lr` may be a schedule. A fused
+            kernel rounds differently at the end of a tensor, so with `fused=True` the last bits of
+            `step` depend on the sharding: on the mesh and the stage. `update` does without it, and
+            so does reproducible mode.
 
     >>> import torch
     >>> opt = from_torch(torch.optim.Adagrad, lr=0.5)
@@ -120,7 +140,9 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
 
 
 def adafactor(lr: Rate = 1e-2, **options: Any) -> Optimizer:
-    """Make Adafactor (Shazeer and Stern 2018): p = p - lr g / sqrt(v), where v = row_var col_var / mean(row_var).
+    """Make Adafactor (Shazeer and Stern 2018): p = p - lr g / sqrt(v).
+
+    Of matrices, v = row_var col_var / mean(row_var).
 
     Options are those of torch.optim.Adafactor. Parameters must be unsharded on their devices.
 
@@ -133,41 +155,46 @@ def adafactor(lr: Rate = 1e-2, **options: Any) -> Optimizer:
 
 
 class MuonParts(NamedTuple):
-    """The matrices of a fused weight, concatenated along a dim: a number of equal ones, or the length of each."""
+    """The matrices of a fused weight, concatenated along a dim.
+
+    Args:
+        parts: a number of equal ones, or the length of each.
+        dim: along which they are concatenated.
+    """
 
     parts: int | tuple[int, ...]
     dim: int
 
     def __call__(self, weight: Tensor) -> Sequence[Tensor]:
         """Return views of the matrices."""
-        return (
-            weight.tensor_split(self.parts, self.dim)
-            if isinstance(self.parts, int)
-            else weight.split(self.parts, self.dim)
-        )
+        if isinstance(self.parts, int):
+            return weight.tensor_split(self.parts, self.dim)
+        return weight.split(self.parts, self.dim)
 
     def unsupported(self, leaf: Leaf) -> str | None:
         """Return the reason why a parameter is not made of these, if any."""
-        if reason := _unless_real_matrix(leaf):
+        reason = _unless_real_matrix(leaf)
+        if reason is not None:
             return reason
         length, parts = leaf.shape[self.dim], self.parts
         fits = length % parts == 0 if isinstance(parts, int) else length == sum(parts)
-        return (
-            None
-            if fits
-            else f"its dim {self.dim} has {length} elements, which parts={parts} do not divide"
-        )
+        if not fits:
+            return f"its dim {self.dim} has {length} elements, which parts={parts} do not divide"
+        return None
 
 
 def muon(
     lr: Rate = 1e-3, *, parts: int | Sequence[int] = 1, parts_dim: int = 0, **options: Any
 ) -> Optimizer:
-    """Make Muon (Jordan 2024): p = p - lr orthogonalized(momentum), for matrices, unsharded on their devices.
+    """Make Muon (Jordan 2024) for matrices: p = p - lr orthogonalized(momentum).
+
+    Parameters must be unsharded on their devices.
 
     Args:
         lr: learning rate, or a schedule.
-        parts: of a fused weight, such as query, key and value, or heads, each of which is orthogonalized by itself: a number
-            of equal ones, or their lengths. `by_label` gives fused weights a Muon of their own.
+        parts: of a fused weight, such as query, key and value, or heads, each of which is
+            orthogonalized by itself: a number of equal ones, or their lengths. `by_label` gives
+            fused weights a Muon of their own.
         parts_dim: the dim along which they are concatenated: 0 for a fused weight of nn.Linear.
         options: those of torch.optim.Muon.
 
@@ -180,11 +207,11 @@ def muon(
     True
     """
     lengths = parts if isinstance(parts, int) else tuple(parts)
-    if parts_dim not in (0, 1) or (
-        lengths < 1 if isinstance(lengths, int) else min(lengths, default=0) < 1
-    ):
+    smallest = lengths if isinstance(lengths, int) else min(lengths, default=0)
+    if parts_dim not in (0, 1) or smallest < 1:
         raise OptimizerError(
-            f"muon: parts must be positive, and parts_dim 0 or 1; got parts={parts}, parts_dim={parts_dim}."
+            f"muon: parts must be positive, and parts_dim 0 or 1; got parts={parts}, "
+            f"parts_dim={parts_dim}."
         )
     return _pure(torch.optim.Muon, "muon", {"lr": lr, **options}, MuonParts(lengths, parts_dim))
 
@@ -198,37 +225,44 @@ def _pure(
     check_divisible(cls)
     if cls not in CLASSES:
         raise OptimizerError(
-            f"{who} must be given a class of torch.optim. Boost an instance of a class of your own, or write "
+            f"{who} must be given a class of torch.optim. Boost an instance of a class of your "
+            "own, or write "
             "a pair: fs.optim.Optimizer(init, update)."
         )
-    known = CLASSES[cls] if parts is None else CLASSES[cls]._replace(unsupported=parts.unsupported)
-    usual = {
-        name: x.default for name, x in signature(cls).parameters.items() if x.default is not x.empty
-    }
-    lr: Rate = options.pop("lr", usual["lr"])
-    cls(
-        [torch.zeros(2, 2)], **({} if callable(lr) else {"lr": lr}), **options
-    )  # raises where options are wrong
-    chosen = usual | options
-    unfused = _rule(
-        cls, known, options | {"fused": False} if options.get("fused") else options, parts
-    )
+    entry = CLASSES[cls]
+    if parts is not None:
+        entry = entry._replace(unsupported=parts.unsupported)
+    defaults: dict[str, Any] = {}
+    for name, parameter in signature(cls).parameters.items():
+        if parameter.default is not parameter.empty:
+            defaults[name] = parameter.default
+    lr: Rate = options.pop("lr", defaults["lr"])
+    number = {} if callable(lr) else {"lr": lr}
+    cls([torch.zeros(2, 2)], **number, **options)  # raises where options are wrong
 
-    def check(at: Leaves) -> None:
-        if not known.elementwise:
-            check_unsharded(who, at, known.unsupported)
+    is_fused = bool(options.get("fused"))
+    rule = _rule(cls, entry, options | {"fused": False} if is_fused else options, parts)
+    if entry.sharding == "flat":
+        rule = _in_32_bits(rule)
+    else:
+        rule = each_kind(rule, complex_as_real=False)
+    slots: dict[str, Callable[[Tensor], Tensor | None]] = {}
+    for name, make in entry.state.items():
+        option = entry.options.get(name)
+        if option is None or (defaults | options)[option]:
+            slots[name] = make
+
+    def check(params: Leaves) -> None:
+        if entry.sharding == "owners":
+            check_unsharded(who, params, entry.unsupported)
 
     return optimizer_of_rule(
         lr,
-        {
-            name: make
-            for name, make in known.state.items()
-            if name not in known.options or chosen[known.options[name]]
-        },
-        _in_32_bits(unfused) if known.elementwise else each_kind(unfused, complex_as_real=False),
-        fast=_rule(cls, known, options) if options.get("fused") else None,
+        slots,
+        rule,
+        fast=_rule(cls, entry, options) if is_fused else None,
         check=check,
-        elementwise=known.elementwise,
+        sharding=entry.sharding,
     )
 
 
@@ -236,15 +270,16 @@ def check_divisible(cls: Any) -> None:
     """Raise if a class of torch.optim does not step by dense gradients alone."""
     if cls in _REFUSED:
         raise OptimizerError(
-            f"torch.optim.{cls.__name__} cannot step on shards: {_REFUSED[cls]}. Take another class."
+            f"torch.optim.{cls.__name__} cannot step on shards: {_REFUSED[cls]}. Take another "
+            "class."
         )
 
 
 def _rule(
-    cls: Any, known: TorchClass, options: Mapping[str, Any], parts: MuonParts | None = None
+    cls: Any, entry: TorchClass, options: Mapping[str, Any], parts: MuonParts | None = None
 ) -> Rule:
     """Return the rule that is a step of an instance of a class, on the parts of fused weights."""
-    on_device = options.get("fused") or options.get("capturable")  # where torch then has its counts
+    is_count_on_device = options.get("fused") or options.get("capturable")  # as torch has it
 
     def rule(shards: ShardLists, lr: float) -> None:
         shards = shards.nonempty()
@@ -254,24 +289,26 @@ def _rule(
             shards = shards.split(parts)
         params: list[Tensor] = [nn.Parameter(param.detach()) for param in shards.params]
         optimizer = cls(params, lr=lr, **options)
-        for i, (param, grad, t) in enumerate(zip(params, shards.grads, shards.steps, strict=True)):
-            param.grad = grad.clone()  # torch may write into it
-            if t > 1:
-                kept = {
-                    name: column[i]
-                    for name, column in shards.state.items()
-                    if column[i] is not None
-                }
-                count = torch.tensor(t - 1.0, device=param.device if on_device else None)
-                optimizer.state[param] = kept | {"step": count} if known.counts else kept
+        for i, param in enumerate(params):
+            param.grad = shards.grads[i].clone()  # torch may write into it
+            steps_before = shards.steps[i] - 1.0
+            if steps_before > 0:  # in its first step the class makes the state
+                state = {name: column[i] for name, column in shards.state.items()}
+                state = {name: x for name, x in state.items() if x is not None}
+                if entry.counts:
+                    device = param.device if is_count_on_device else None
+                    state["step"] = torch.tensor(steps_before, device=device)
+                optimizer.state[param] = state
         optimizer.step()
+
+        # The class may replace a state in place of writing it, and makes that of a first step.
         for i, param in enumerate(params):
             for name, column in shards.state.items():
-                if (
-                    column[i] is not None
-                    and (made := optimizer.state[param][name]) is not column[i]
-                ):
-                    column[i].copy_(made)
+                if column[i] is None:
+                    continue
+                after = optimizer.state[param][name]
+                if after is not column[i]:
+                    column[i].copy_(after)
 
     return rule
 
@@ -282,17 +319,21 @@ def _in_32_bits(rule: Rule) -> Rule:
     def widened(column: list[Any]) -> list[Any]:
         return [x.float() if x is not None and rounds_by_index(x) else x for x in column]
 
+    def write_back(column: list[Any], wide: list[Any]) -> None:
+        for x, computed in zip(column, wide, strict=True):
+            if computed is not x:
+                x.copy_(computed)
+
     def written(shards: ShardLists, lr: float) -> None:
-        state = {name: widened(column) for name, column in shards.state.items()}
         wide = replace(
-            shards, params=widened(shards.params), grads=widened(shards.grads), state=state
+            shards,
+            params=widened(shards.params),
+            grads=widened(shards.grads),
+            state={name: widened(column) for name, column in shards.state.items()},
         )
         rule(wide, lr)
-        for own, other in zip(
-            [shards.params, *shards.state.values()], [wide.params, *state.values()], strict=True
-        ):
-            for x, computed in zip(own, other, strict=True):
-                if computed is not x:
-                    x.copy_(computed)
+        write_back(shards.params, wide.params)
+        for name, column in shards.state.items():
+            write_back(column, wide.state[name])
 
     return written

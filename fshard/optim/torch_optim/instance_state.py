@@ -3,7 +3,8 @@
     state[w]    on the owner of w, elsewhere none    {"row": f32[4], "step": 3}
     as arrays   on all devices                       {"row": {"w": f32[4]{at:data=1}}, "step": {"w": 3}}
 
-Only the device that steps a parameter knows the keys, shapes and numbers of its state. Devices exchange these, no data.
+Only the device that steps a parameter knows the keys, shapes and numbers of its state. Devices
+exchange these, no data.
 """
 
 from __future__ import annotations
@@ -45,40 +46,48 @@ class InstanceState:
 
     def state_dict(self) -> ByKey:
         """Return arrays, and values that are equal on all devices; all devices must call it."""
-        held = {name: param for name, param in self.params.items() if param.shards[0].numel()}
-        states = {
-            name: self.optimizer.state.get(param.shards[0], {}) for name, param in held.items()
-        }
-        entries = {
-            (key, name): _entry(held[name], x)
-            for name, state in states.items()
-            for key, x in state.items()
-        }
-        keys = [key for key in self.optimizer.state if not isinstance(key, Tensor)]
-        entries |= {(key, "no parameter"): "must be that of a parameter" for key in keys}
-        merged, errors = dict[tuple[Any, str], Any](), dict[str, None]()
-        for row in _gathered(entries, next(iter(self.params.values())).mesh):
-            for (key, name), entry in row.items():
-                first = merged.setdefault((key, name), entry)
-                if isinstance(entry, str):
-                    errors[f"{key!r} of {name} {entry}"] = None
-                elif repr(first) != repr(entry):
-                    errors[
-                        f"{key!r} of {name} must be equal on all devices; got {first[2]} and {entry[2]}"
-                    ] = None
-        if errors:
-            raise OptimizerError(
-                f"{type(self.optimizer).__name__}: this state cannot be saved: {'; '.join(errors)}. Keep all else in "
-                "attributes, or leave out elementwise = True: an owner then has full parameters."
-            )
+        states: dict[str, dict[Any, Any]] = {}  # of the parameters that this device steps
+        for name, param in self.params.items():
+            if param.shards[0].numel():
+                states[name] = self.optimizer.state.get(param.shards[0], {})
         by_key = ByKey()
-        for (key, name), (shape, dtype, value) in merged.items():
+        for (key, name), (shape, dtype, value) in self._agreed_entries(states).items():
             if shape is not None:
                 value = self._array(name, shape, dtype, states.get(name, {}).get(key))
             elif dtype is not None:
                 value = torch.tensor(value, dtype=dtype)
             by_key.setdefault(key, {})[name] = value
         return by_key
+
+    def _agreed_entries(self, states: Mapping[str, Mapping[Any, Any]]) -> dict[Any, Any]:
+        """Return the descriptions of all devices' state, by key and parameter.
+
+        Raises if one cannot be saved, or if devices have different ones.
+        """
+        entries: dict[tuple[Any, str], Any] = {}
+        for name, state in states.items():
+            entries |= {(key, name): _entry(self.params[name], x) for key, x in state.items()}
+        for key in self.optimizer.state:
+            if not isinstance(key, Tensor):
+                entries[key, "no parameter"] = "must be that of a parameter"
+
+        agreed = dict[tuple[Any, str], Any]()
+        errors = dict[str, None]()  # each once, in order
+        for row in _gathered(entries, next(iter(self.params.values())).mesh):
+            for (key, name), entry in row.items():
+                first = agreed.setdefault((key, name), entry)
+                if isinstance(entry, str):
+                    errors[f"{key!r} of {name} {entry}"] = None
+                elif repr(first) != repr(entry):
+                    values = f"{first[2]} and {entry[2]}"
+                    errors[f"{key!r} of {name} must be equal on all devices; got {values}"] = None
+        if errors:
+            raise OptimizerError(
+                f"{type(self.optimizer).__name__}: this state cannot be saved: "
+                f"{'; '.join(errors)}. Keep all else in attributes, or leave out "
+                "elementwise = True: an owner then has full parameters."
+            )
+        return agreed
 
     def state_memory(
         self, name: str, shape: Sequence[int], dtype: torch.dtype
@@ -87,25 +96,22 @@ class InstanceState:
         if name not in self.params:
             return None
         is_number = not shape and self.params[name].shape
-        return (
-            torch.empty((), dtype=dtype)
-            if is_number
-            else self._array(name, tuple(shape), dtype, None)
-        )
+        if is_number:
+            return torch.empty((), dtype=dtype)
+        return self._array(name, tuple(shape), dtype, None)
 
     def _array(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, shard: Tensor | None
     ) -> Sharded:
         """Return state with this device's tensor, or new memory: that of a split parameter has its shape."""
         param = self.params[name]
-        like = (
-            shape_of_shard(param)
-            if shape == param.shape or not is_unsharded(param)
-            else torch.empty(shape, device="meta")
-        )
-        array = assembled_state(param, [None if shard is None else shard.detach(), like.to(dtype)])
-        kind, (x,) = param.mesh.device_type, array.shards
-        x = empty_in(self.memory, x.shape, x.dtype, kind) if shard is None else x
+        has_shape_of_shard = shape == param.shape or not is_unsharded(param)
+        like = shape_of_shard(param) if has_shape_of_shard else torch.empty(shape, device="meta")
+        stored = None if shard is None else shard.detach()
+        array = assembled_state(param, [stored, like.to(dtype)])
+        (x,) = array.shards
+        if shard is None:
+            x = empty_in(self.memory, x.shape, x.dtype, param.mesh.device_type)
         return Sharded(array.shape, array.layout.with_memory(self.memory), (x,))
 
     def load_state_dict(self, state_dict: ByKey) -> None:
@@ -122,17 +128,19 @@ class InstanceState:
         for name, param in self.params.items():
             (shard,) = param.shards
             self.optimizer.state.pop(shard, None)
-            state = {
-                key: local(key, x[name], shard.device)
-                for key, x in dict(state_dict).items()
-                if name in x
-            }
+            state: dict[Any, Any] = {}
+            for key, x in state_dict.items():
+                if name in x:
+                    state[key] = local(key, x[name], shard.device)
             if state and shard.numel():
                 self.optimizer.state[shard] = state
 
 
 def _entry(param: Sharded, x: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None, Any] | str:
-    """Describe state by its global shape, its dtype and, for a number, its value; or return why it cannot be saved."""
+    """Describe state by its global shape, its dtype and, for a number, its value.
+
+    Or return why it cannot be saved.
+    """
     if x is None or isinstance(x, int | float | str):
         return None, None, x
     if not isinstance(x, Tensor):

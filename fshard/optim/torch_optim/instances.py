@@ -4,8 +4,8 @@
     torch.optim.AdamW(groups)           GroupsSource      a pure optimizer per group, by its present options
     class Lion(torch.optim.Optimizer)   InstanceSource    the instance itself steps, on this device's local shards
 
-Learning-rate schedulers write a group's "lr", and some of them momentum or betas; loops may write weight decay. Values
-written before a step are used in that step. Groups may be added.
+Learning-rate schedulers write a group's "lr", and some of them momentum or betas; loops may write
+weight decay. Values written before a step are used in that step. Groups may be added.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,10 +31,10 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.run import as_one_device, local_devices
 from fshard.optim.by_label import NOTHING, by_label
-from fshard.optim.contract import ArrayOptimizer, Optimizer, check_optimizer, copied, differences
-from fshard.optim.draws import UpdateDraws
+from fshard.optim.contract import Optimizer, check_optimizer, copied, differences
 from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable, undifferentiable
-from fshard.optim.per_device import EqualResult, ReplicaCheck, sums_over_shards
+from fshard.optim.per_device.draws import UpdateDraws
+from fshard.optim.per_device.replicas import EqualResult, ReplicaCheck, sums_over_shards
 from fshard.optim.rules.adam import adam, adamw
 from fshard.optim.rules.sgd import sgd
 from fshard.optim.torch_optim.classes import CLASSES, check_divisible, from_torch
@@ -42,13 +43,19 @@ from fshard.randomness import drawn_key
 
 
 class OptimizerSource:
-    """An optimizer that may change from step to step, and the parameters that it trains: a pure one is for all, and stays."""
+    """An optimizer that may change from step to step, and the parameters that it trains.
+
+    A pure one is for all parameters, and stays.
+    """
 
     def __init__(self, opt: Optimizer = NOTHING) -> None:
         self.opt = opt
 
     def current_optimizer(self) -> Optimizer:
-        """Return the optimizer as it is now: the same object as long as nothing but learning rates changes."""
+        """Return the optimizer as it is now.
+
+        The same object as long as nothing but learning rates changes.
+        """
         return self.opt
 
     def freeze_untrained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -60,7 +67,10 @@ class OptimizerSource:
 
 
 def optimizer_source(optimizer: Any, params: Mapping[str, Tensor], caller: str) -> OptimizerSource:
-    """Make the source for an optimizer of torch or of `fs.optim`, which trains some of `params`; None trains nothing."""
+    """Make the source for an optimizer of torch or of `fs.optim`, which trains some of `params`.
+
+    None trains nothing.
+    """
     if optimizer is None:
         return OptimizerSource()
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -91,12 +101,14 @@ class TorchSource(OptimizerSource):
 
     def groups(self) -> list[list[str]]:
         """Return the names of the parameters in each group."""
-        groups = [
-            [self._names.get(x) for x in group["params"]] for group in self.optimizer.param_groups
-        ]
-        if foreign := [f"param_groups[{i}]" for i, names in enumerate(groups) if None in names]:
+        groups: list[list[Any]] = []
+        for group in self.optimizer.param_groups:
+            groups.append([self._names.get(x) for x in group["params"]])
+        foreign = [f"param_groups[{i}]" for i, names in enumerate(groups) if None in names]
+        if foreign:
             raise OptimizerError(
-                f"{self}: in {', '.join(foreign)} are tensors that are no parameters of the model. Make the optimizer of "
+                f"{self}: in {', '.join(foreign)} are tensors that are no parameters of the model. "
+                "Make the optimizer of "
                 "model.parameters(), before both are boosted."
             )
         return groups
@@ -110,26 +122,25 @@ class TorchSource(OptimizerSource):
 
     def freeze_untrained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Freeze the parameters that are in no group; ties stay ties."""
-        trained = {name for names in self.groups() for name in names}
-        self._aliases |= {name: self._names.get(x, name) for name, x in params.items()}
-        idle = {
-            name: x
-            for name, x in params.items()
-            if x.requires_grad and self._aliases[name] not in trained
-        }
-        self._idle |= {self._aliases[name] for name in idle}
-        for x in idle.values():
-            self._frozen.setdefault(x, nn.Parameter(x.detach(), requires_grad=False))
-        return {name: self._frozen[x] if name in idle else x for name, x in params.items()}
+        trained = {*chain.from_iterable(self.groups())}
+        results: dict[str, Tensor] = {}
+        for name, x in params.items():
+            alias = self._names.get(x, name)
+            self._aliases[name] = alias
+            results[name] = x
+            if x.requires_grad and alias not in trained:
+                self._idle.add(alias)
+                if x not in self._frozen:
+                    self._frozen[x] = nn.Parameter(x.detach(), requires_grad=False)
+                results[name] = self._frozen[x]  # one for ties
+        return results
 
     def rebind(self, params: Mapping[str, Tensor]) -> None:
         """Replace the parameters in the groups by these tensors."""
         for group, names in zip(self.optimizer.param_groups, self.groups(), strict=True):
             group["params"] = [params[name] for name in names]
-        self._names, self._frozen = (
-            WeakIdKeyDictionary({x: name for name, x in params.items()}),
-            WeakIdKeyDictionary(),
-        )
+        self._names = WeakIdKeyDictionary({x: name for name, x in params.items()})
+        self._frozen = WeakIdKeyDictionary()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the groups, and all else that the class saves, but for the state of parameters."""
@@ -144,28 +155,29 @@ class TorchSource(OptimizerSource):
     def add_group_state(
         self, params: PyTree, state: PyTree, init: Callable[[PyTree], PyTree]
     ) -> tuple[PyTree, PyTree]:
-        """Return parameters of which those in groups that were added are trained, and the state with theirs.
+        """Return parameters and state with those of the groups that were added.
 
         `init` makes a state of all groups, of which the parts that are new are taken.
         """
-        leaves, added = (
-            Leaves.of(params),
-            {name for names in self.groups() for name in names} & self._idle,
-        )
+        leaves = Leaves.of(params)
+        added = {*chain.from_iterable(self.groups())} & self._idle
         self._idle -= added
 
-        def unfrozen(path: str, leaf: Sharded) -> Sharded:
-            layout = replace(leaf.layout, frozen=False)
-            return Sharded(leaf.shape, layout, leaf.shards) if self.name_at(path) in added else leaf
-
-        params = leaves.rebuild(
-            [unfrozen(path, leaf) for path, leaf in zip(leaves.paths, leaves.leaves, strict=True)]
-        )
+        results: list[Leaf] = []
+        for path, leaf in zip(leaves.paths, leaves.leaves, strict=True):
+            if self.name_at(path) in added:
+                layout = replace(leaf.layout, frozen=False)
+                leaf = Sharded(leaf.shape, layout, leaf.shards)
+            results.append(leaf)
+        params = leaves.rebuild(results)
         return params, _filled(init(params), state)
 
 
 def _filled(initial: PyTree, before: PyTree) -> PyTree:
-    """Return a state with the previous one included; a state of one group is the first of several."""
+    """Return a state with the previous one included.
+
+    A state of one group is the first of several.
+    """
     if not isinstance(initial, dict) or not isinstance(before, dict):
         return before
     if 0 in initial and 0 not in before:
@@ -173,7 +185,7 @@ def _filled(initial: PyTree, before: PyTree) -> PyTree:
     return {name: _filled(x, before[name]) if name in before else x for name, x in initial.items()}
 
 
-# -- classes of torch -------------------------------------------------------------------------------------------------
+# -- classes of torch ------------------------------------------------------------------------------
 
 _ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
 _RULES: dict[type, tuple[Any, tuple[str, ...]]] = {
@@ -199,45 +211,39 @@ class GroupsSource(TorchSource):
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
         super().__init__(optimizer, params)
         for state in optimizer.state.values():
-            numbers = (
-                [state["step"]] if "step" in state else state.values()
-            )  # some start with a state of zeros
-            if any(
-                bool(torch.as_tensor(x).any())
-                for x in numbers
-                if isinstance(x, Tensor | int | float)
-            ):
+            # Some classes start with a state of zeros.
+            values = [state["step"]] if "step" in state else state.values()
+            numbers = [x for x in values if isinstance(x, Tensor | int | float)]
+            if any(bool(torch.as_tensor(x).any()) for x in numbers):
                 raise OptimizerError(
-                    f"{self} has taken steps already, and its state would be lost. Boost it before its first step."
+                    f"{self} has taken steps already, and its state would be lost. Boost it before "
+                    "its first step."
                 )
         self._described: Any = None  # the names and options of the groups that `opt` was made for
         self.current_optimizer()
 
     def current_optimizer(self) -> Optimizer:
         """Return the optimizer that the groups describe; learning rates are read in each step."""
-        hooks: list[Any] = [
-            vars(self.optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")
-        ]
-        if any(hooks):
+        names_of_hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        if any(vars(self.optimizer).get(name) for name in names_of_hooks):
             raise OptimizerError(
-                f"{self}: hooks of its steps are not called, since it does not step itself. Call them beside step()."
+                f"{self}: hooks of its steps are not called, since it does not step itself. Call "
+                "them beside step()."
             )
-        described = (
-            self.groups(),
-            [_options(type(self.optimizer), group) for group in self.optimizer.param_groups],
-        )
-        if described != self._described:
-            names, options = described
-            group_of = {name: i for i, group in enumerate(names) for name in group}
-            opts = {i: self._pure(i, group) for i, group in enumerate(options)}
+        names = self.groups()
+        options = [_options(type(self.optimizer), group) for group in self.optimizer.param_groups]
+        if (names, options) == self._described:
+            return self.opt
+        group_of: dict[str, int] = {}
+        for i, group in enumerate(names):
+            group_of |= dict.fromkeys(group, i)
+        opts = {i: self._pure(i, group) for i, group in enumerate(options)}
 
-            def label(path: str, leaf: Leaf) -> int:
-                return group_of.get(self.name_at(path), 0)  # those of no group are frozen
+        def label(path: str, leaf: Leaf) -> int:
+            return group_of.get(self.name_at(path), 0)  # those of no group are frozen
 
-            self._described, self.opt = (
-                described,
-                opts[0] if len(opts) == 1 else by_label(opts, label, every=False),
-            )
+        self._described = (names, options)
+        self.opt = opts[0] if len(opts) == 1 else by_label(opts, label, every=False)
         return self.opt
 
     def rebind(self, params: Mapping[str, Tensor]) -> None:
@@ -254,50 +260,55 @@ class GroupsSource(TorchSource):
         if cls not in _RULES or options.get("capturable") or options.get("differentiable"):
             return from_torch(cls, lr=rate, **options)
         rule, names = _RULES[cls]
-        return rule(
-            rate, **{name: options[name] for name in names}, fused=bool(options.get("fused"))
-        )
+        arguments = {name: options[name] for name in names}
+        return rule(rate, **arguments, fused=bool(options.get("fused")))
 
 
 def _options(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group that the class takes, but for the learning rate; numbers as such."""
+    """Return the options of a group that the class takes, but for the learning rate.
+
+    Numbers as such.
+    """
 
     def plain(x: Any) -> Any:
-        return (
-            tuple(map(plain, x))
-            if isinstance(x, tuple)
-            else x.item()
-            if isinstance(x, Tensor)
-            else x
-        )
+        if isinstance(x, tuple):
+            return tuple(map(plain, x))
+        return x.item() if isinstance(x, Tensor) else x
 
     taken = signature(cls).parameters.keys() - {"params", "lr"}
     return {name: plain(x) for name, x in group.items() if name in taken}
 
 
-# -- classes of one's own ---------------------------------------------------------------------------------------------
+# -- classes of one's own --------------------------------------------------------------------------
 
 
 class InstanceSource(TorchSource):
     """A custom optimizer class: the instance steps on the local shards of one device.
 
-    Each parameter is stored in full by its owner, and elsewhere has no elements and no gradient; if the class has
-    `elementwise = True`, each device has a flat shard of it. Its state is `state[param]` and its groups.
+    Each parameter is stored in full by its owner, and elsewhere has no elements and no gradient; if
+    the class has `elementwise = True`, each device has a flat shard of it. Its state is
+    `state[param]` and its groups.
 
-    Checkpoints store tensors, numbers and strings of `state[param]`, and what else the class's `state_dict` returns. Of an
-    elementwise class tensors have the shape of the shard, or are one number.
+    Checkpoints store tensors, numbers and strings of `state[param]`, and what else the class's
+    `state_dict` returns. Of an elementwise class tensors have the shape of the shard, or are one
+    number.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
         super().__init__(optimizer, params)
-        self._local: dict[
-            str, Sharded
-        ] = {}  # the data of whose shards, `nn.Parameter`s, is replaced in each step
+        # The shards are `nn.Parameter`s, whose data is replaced in each step.
+        self._local: dict[str, Sharded] = {}
         self.state = InstanceState(optimizer, self._local)
         self._step_instance = optimizer.step  # `boost` replaces it by one that raises
         self._check = ReplicaCheck()
-        elementwise = bool(getattr(type(optimizer), "elementwise", False))
-        self.opt = ArrayOptimizer(self._init, self._update, self._step, elementwise)
+        is_elementwise = bool(getattr(type(optimizer), "elementwise", False))
+        self.opt = Optimizer(
+            self._init,
+            self._update,
+            self._step,
+            "flat" if is_elementwise else "owners",
+            takes="arrays",
+        )
 
     def rebind(self, params: Mapping[str, Tensor]) -> None:
         """Replace the parameters in the groups, and in existing state, by these tensors."""
@@ -312,16 +323,20 @@ class InstanceSource(TorchSource):
             self.optimizer.state[new] = self.optimizer.state.pop(old)
 
     def _localize(self, params: Leaves) -> dict[str, int]:
-        """Replace the parameters in the groups by local shards; return the index of the leaf of each."""
-        firsts = [
-            i
-            for i, first in enumerate(params.firsts)
-            if i == first and params.leaves[i] is not None
-        ]
+        """Replace the parameters in the groups by local shards.
+
+        Return the index of the leaf of each.
+        """
+        firsts: list[int] = []
+        for i, first in enumerate(params.firsts):
+            if i == first and params.leaves[i] is not None:
+                firsts.append(i)
         names = [self.name_at(params.paths[i]) for i in firsts]
-        if fused := [name for name, count in Counter(names).items() if count > 1]:
+        fused = [name for name, count in Counter(names).items() if count > 1]
+        if fused:
             raise OptimizerError(
-                f"{self}, an optimizer of your own class, must get each parameter as one tensor; {', '.join(fused)} are stored "
+                f"{self}, an optimizer of your own class, must get each parameter as one tensor; "
+                f"{', '.join(fused)} are stored "
                 "in parts. Use an optimizer of torch or of fs.optim."
             )
         index = dict(zip(names, firsts, strict=True))
@@ -343,22 +358,24 @@ class InstanceSource(TorchSource):
         leaves = Leaves.of(params)
         if any(len(shards_of(leaf)) > 1 for leaf in leaves.leaves):
             raise OptimizerError(
-                f"{self}, an optimizer of your own class, must step on one device; got the shards of several. Train inside of "
+                f"{self}, an optimizer of your own class, must step on one device; got the shards "
+                "of several. Train inside of "
                 "fs.run(main, mesh=mesh), or under torchrun."
             )
         before, offload = {*self._local}, current_offload()
         self.state.memory = "device" if offload is None else offload.memory
         for param, i in self._localize(leaves).items():
-            leaf, state = (
-                leaves.leaves[i],
-                self.optimizer.state.get(self._local[param].shards[0], {}),
-            )
-            for name, x in state.items() if param not in before else ():
+            if param in before:
+                continue
+            leaf = leaves.leaves[i]
+            state = self.optimizer.state.get(self._local[param].shards[0], {})
+            for name, x in state.items():
                 if not isinstance(x, Tensor) or x.shape != leaf.shape or not x.numel():
                     continue
                 if x.is_meta and not leaf.shards[0].is_meta:
                     raise OptimizerError(
-                        f"{self}: state of a lazy parameter must be made in step(), not by the constructor; got {name!r} "
+                        f"{self}: state of a lazy parameter must be made in step(), not by the "
+                        f"constructor; got {name!r} "
                         "without memory."
                     )
                 state[name] = stored(put_equal(x, leaf.layout)).shards[0]
@@ -369,20 +386,20 @@ class InstanceSource(TorchSource):
         leaves = Leaves.of(params)
         gradients = leaves.gradients(grads)
         indices = self._localize(leaves)
-        steps = [
-            (self._local[name].shards[0], leaves.leaves[i], gradients[i])
-            for name, i in indices.items()
-        ]
-        for local, leaf, grad in steps:
+        pairs: list[tuple[Tensor, Leaf]] = []
+        updated: list[int] = []
+        for name, i in indices.items():
+            local, leaf = self._local[name].shards[0], leaves.leaves[i]
             (shard,) = shards_of(leaf)
-            local.grad, local.data = None, shard.detach()
-            if grad is not None and trainable(leaf) and shard.numel():
-                local.grad = shards_of(grad)[0].to(shard.dtype)
+            local.grad = None
+            local.data = shard.detach()
+            if gradients[i] is not None and trainable(leaf):
+                updated.append(i)
+                if shard.numel():
+                    local.grad = shards_of(gradients[i])[0].to(shard.dtype)
+            pairs.append((local, leaf))
 
-        updated = [
-            i for i in indices.values() if gradients[i] is not None and trainable(leaves.leaves[i])
-        ]
-        mesh = next((leaf.mesh for _, leaf, _ in steps if isinstance(leaf, Sharded)), None)
+        mesh = next((leaf.mesh for _, leaf in pairs if isinstance(leaf, Sharded)), None)
         device = 0 if mesh is None else local_devices(mesh)[0]
         draws = UpdateDraws(leaves, updated, device, drawn_key())
         with as_one_device(mesh) if mesh is not None else nullcontext():
@@ -392,12 +409,12 @@ class InstanceSource(TorchSource):
                 results = partial(self._equal_results, leaves, indices)
                 self._check.compare(mesh, device, results, draws)
 
-        for local, leaf, _ in steps:
+        for local, leaf in pairs:
             local.grad = None
-            if (
-                local.data_ptr() != shards_of(leaf)[0].data_ptr()
-            ):  # the class has written `param.data = ...`
-                shards_of(leaf)[0].copy_(local.data)
+            (shard,) = shards_of(leaf)
+            is_replaced = local.data_ptr() != shard.data_ptr()  # by `param.data = ...` of the class
+            if is_replaced:
+                shard.copy_(local.data)
         return params, state
 
     def _equal_results(self, params: Leaves, indices: Mapping[str, int]) -> list[EqualResult]:
@@ -427,35 +444,32 @@ class InstanceSource(TorchSource):
         offload, state = current_offload(), self.optimizer.state
         if offload is None:
             self._run_instance(draws, indices)
-            for x in (
-                [x for entry in state.values() for x in entry.values()]
-                if self.state.memory == "host"
-                else ()
-            ):
-                if (
-                    isinstance(x, Tensor) and x.ndim and memory_of(x) != "host"
-                ):  # the step has made it, there
-                    mark_memory(x, "host")
+            if self.state.memory == "host":
+                self._mark_host_state()
             return
-        keys = [
-            (param, name)
-            for param, entry in state.items()
-            for name, x in entry.items()
-            if is_away(x)
-        ]
+
+        keys: list[tuple[Any, Any]] = []
+        for param, entry in state.items():
+            keys += [(param, name) for name, x in entry.items() if is_away(x)]
         homes = [state[param][name] for param, name in keys]
         for (param, name), x in zip(keys, fetched(homes, offload), strict=True):
             state[param][name] = x
         self._run_instance(draws, indices)
         results = [state[param][name] for param, name in keys]
-        for (param, name), x in zip(
-            keys, written_back(results, homes, offload, in_place=True), strict=True
-        ):
+        results = written_back(results, homes, offload, in_place=True)
+        for (param, name), x in zip(keys, results, strict=True):
             state[param][name] = x
-        for entry in state.values():  # that the step has made
-            entry.update(
-                {name: stored(x) for name, x in entry.items() if isinstance(x, Tensor) and x.ndim}
-            )
+        for entry in state.values():  # what the step has made
+            for name, x in entry.items():
+                if isinstance(x, Tensor) and x.ndim:
+                    entry[name] = stored(x)
+
+    def _mark_host_state(self) -> None:
+        """Mark the state that a step on the host has made there as host memory."""
+        for entry in self.optimizer.state.values():
+            for x in entry.values():
+                if isinstance(x, Tensor) and x.ndim and memory_of(x) != "host":
+                    mark_memory(x, "host")
 
     def _update(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         after, state = self._step(grads, state, copied(params))

@@ -12,9 +12,10 @@ from torch import Tensor
 
 import fshard as fs
 from fshard.mesh.layout import Layout, Mesh, P, PyTree, as_axes, flatten
-from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
+from fshard.optim.contract import Optimizer, copied, pure_step
 from fshard.optim.leaves import Leaf, Leaves, trainable
-from fshard.optim.per_device import array_optimizer
+from fshard.optim.per_device.run import on_arrays
+from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.testing.certificate import Certificate
 from fshard.testing.certify.runs import (
     LOWER_DTYPES,
@@ -106,8 +107,8 @@ def certify(
             f"certify(local={options['local']!r}): within must be the rules that shard parameters along these axes, as for "
             "fs.shard_params; got None. Give within=P() if all parameters are replicated along them."
         )
-    opt = array_optimizer(opt, "certify")
     _validate_serial(opt, params=params, batch=batch, buffers=buffers)
+    opt = on_arrays(opt, "certify")
     if options.setdefault("has_buffers", buffers is not None) != (buffers is not None):
         raise ValueError(
             "certify: a loss function that has_buffers is given them by buffers=, and none else is."
@@ -162,7 +163,7 @@ def _train_sharded(
     program: _Program, mesh: Mesh, stage: Any, serial: Sequence[Snapshot]
 ) -> list[Snapshot]:
     """Train by `train_step`, in a stage of ZeRO; the optimizer is given the gradients of the serial run, if there is one."""
-    opt: Any = fs.partition_optimizer(program.opt, mesh=mesh, axis=program.axis, stage=stage)
+    opt = fs.partition_optimizer(program.opt, mesh=mesh, axis=program.axis, stage=stage)
     snapshots, recorded = list[Snapshot](), list[PyTree]()
 
     def like(grad: Leaf, full: Tensor | None) -> Leaf:
@@ -170,18 +171,16 @@ def _train_sharded(
         is_sharded = isinstance(grad, fs.Sharded) and full is not None and not grad.spec.unreduced
         return fs.device_put(full, grad.layout) if is_sharded else grad
 
-    def recording(act: Update) -> Update:
-        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            recorded.append(copied(grads))  # the step may overwrite them
-            if serial:
-                grads = Leaves.of(grads).mapped(like, serial[len(recorded) - 1].grads)
-            return act(grads, state, params)
-
-        return run
+    def recorded_gradients(grads: PyTree) -> PyTree:
+        """Record gradients; return those of the serial run, if there is one."""
+        recorded.append(copied(grads))  # the step may overwrite them
+        if not serial:
+            return grads
+        return Leaves.of(grads).mapped(like, serial[len(recorded) - 1].grads)
 
     params = fs.shard_params(program.params, program.rules[stage == 3], mesh=mesh)
     state, buffers = opt.init(params), fs.device_put(program.buffers, Layout(mesh))
-    recorder = opt._replace(step=recording(step_of(opt)), update=recording(opt.update))
+    recorder = opt.replaced(map_gradients=recorded_gradients)
     step = fs.train_step(
         program.loss_fn, recorder, mesh=mesh, batch=program.batch_spec, **program.options
     )
@@ -266,7 +265,9 @@ def _validate_serial(opt: Optimizer, **trees: PyTree) -> None:
         for name, tree in trees.items()
         if any(isinstance(x, fs.Sharded) for x in flatten(tree)[0])
     ]
-    if sharded := [*sharded, *["the optimizer"] * hasattr(opt, "on_mesh")]:
+    if isinstance(opt, ShardedOptimizer):
+        sharded.append("the optimizer")
+    if sharded:
         raise fs.errors.LayoutError(
             f"certify: all tensors must be full and the optimizer not partitioned; got {', '.join(sharded)} sharded. "
             "Leave out fs.device_put, fs.shard_params and fs.partition_optimizer: certify shards for every stage."

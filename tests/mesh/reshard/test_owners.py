@@ -13,7 +13,7 @@ from fshard import P, optim
 from fshard.mesh.layout import flatten
 from fshard.mesh.layout.sharded import flatten_shards
 from fshard.optim.contract import copied, pure_step
-from fshard.optim.partition import assign_owners
+from fshard.optim.sharded.layouts import assign_owners
 from tests.optim.optimizers import ALL
 from tests.transforms.test_zero import placed
 
@@ -84,9 +84,11 @@ def trees(draw):
     return params, grads
 
 
-def run_on(mesh, opt, stage, params, grads, unit=None):
+def run_on(mesh, opt, stage, params, grads, sharding=None):
     """Take steps with an optimizer that is divided among the devices; return parameters and state."""
-    divided = fs.partition_optimizer(opt, mesh=mesh, axis=mesh.axis_names, stage=stage, unit=unit)
+    divided = fs.partition_optimizer(
+        opt, mesh=mesh, axis=mesh.axis_names, stage=stage, sharding=sharding
+    )
     rules = fs.fsdp(mesh.axis_names) if stage == 3 else P()
     own = fs.shard_params(params, rules, mesh=mesh)
     state = divided.init(own)
@@ -123,12 +125,12 @@ def test_partitioned_optimizer_equals_one_device(name, data):
             [{"data": 2}, {"data": 1}, {"data": 4}, {"data": 8}, {"data": 2, "node": 3}]
         )
     )
-    stage, unit = (
+    stage, sharding = (
         data.draw(st.sampled_from([0, *STAGES])),
-        data.draw(st.sampled_from([None, "matrix"])),
+        data.draw(st.sampled_from([None, "owners"])),
     )
     expected = run_alone(OPTIMIZERS[name], params, grads)
-    found = run_on(fs.make_mesh(axes), OPTIMIZERS[name], stage, params, grads, unit)
+    found = run_on(fs.make_mesh(axes), OPTIMIZERS[name], stage, params, grads, sharding)
     assert same(found, expected)
 
 
@@ -292,7 +294,7 @@ def test_state_of_other_shape_follows_its_matrix():
 
 @pytest.mark.parametrize("at_once", [1, 1 << 20])
 def test_tied_matrices_share_owner_and_integers_stay(at_once, monkeypatch):
-    monkeypatch.setattr(optim.partition, "AT_ONCE", at_once)
+    monkeypatch.setattr(optim.sharded.optimizer, "AT_ONCE", at_once)
     mesh = fs.make_mesh({"data": 2})
     w = torch.ones(3, 2)
     params = fs.shard_params(

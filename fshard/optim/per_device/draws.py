@@ -1,18 +1,21 @@
-"""Random draws in an own `update` or `init`: those of one device, whatever the layout of the parameters.
+"""Random draws in an own `update` or `init`: those of one device, in every layout.
 
-An update of plain tensors sees shards. `torch.randn_like(g)` there is the device's shard of the draw that one device
-would make for the leaf, which is seeded by the step, the leaf, and the number of its draws before:
+An update of plain tensors sees shards. `torch.randn_like(g)` there is the device's shard of the
+draw that one device would make for the leaf, which is seeded by the step, the leaf, and the number
+of its draws before:
 
     leaf w, 6 elements      one device draws    [a b c d e f]
                             device 0 gets       [a b c]            the same leaf on other meshes, at owners, in
                             device 1 gets             [d e f]      replicas and in pipeline stages has the same draws
 
-So each device draws for the full leaf, and keeps its shard. The leaf of a draw is that of the tensor, or of the `shape`,
-that torch's function is given: a gradient, a parameter, state, or what was computed from these.
+So each device draws for the full leaf, and keeps its shard. The leaf of a draw is that of the
+tensor, or of the `shape`, that torch's function is given: a gradient, a parameter, state, or what
+was computed from these.
 
-A draw that is like no leaf is the same on all devices. Where they update other shards it must be one number,
-`torch.rand(())`: any other size may be that of a shard, in plain numbers. Where they update other leaves it must be the
-first of a key, `fs.keyed_random(seed, step)`: there the n-th draw of one device is not that of another.
+A draw that is like no leaf is the same on all devices. Where they update other shards it must be
+one number, `torch.rand(())`: any other size may be that of a shard, in plain numbers. Where they
+update other leaves it must be the first of a key, `fs.keyed_random(seed, step)`: there the n-th
+draw of one device is not that of another.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ _OF_TENSORS = frozenset[Any](
         nn.init.uniform_,
     }
 )
-"""The functions of torch that draw, from as many random bits, a number for each element of a tensor."""
+"""The functions of torch that draw a number for each element of a tensor, from as many bits."""
 
 _OF_SIZES = frozenset[Any]({torch.rand, torch.randn, torch.randint, torch.normal, torch.randperm})
 """The functions of torch that draw a tensor of a given size."""
@@ -71,13 +74,14 @@ _FIX = (
 _FIX_OF_SEVERAL = f"{_FIX} For several numbers of an element, draw several times."
 
 _FIX_AT_OWNERS = (
-    f"{_FIX} For one number that all leaves share: with fs.keyed_random(seed, step): torch.rand(()), a context for each "
+    f"{_FIX} For one number that all leaves share: with fs.keyed_random(seed, step): "
+    "torch.rand(()), a context for each "
     "draw."
 )
 
 
 class UpdateDraws(TorchFunctionMode):
-    """The random draws of one device in an own update: a mode, in which torch's functions draw shards.
+    """The random draws of one device in an own update: in this mode torch's functions draw shards.
 
     Args:
         params: of all devices.
@@ -88,8 +92,10 @@ class UpdateDraws(TorchFunctionMode):
 
     def __init__(self, params: Leaves, updated: Sequence[int], device: int, key: int) -> None:
         super().__init__()
-        self.key, self.has_drawn = folded(key), False
-        self._params, self._device = params, device
+        self.key = folded(key)
+        self.has_drawn = False
+        self._params = params
+        self._device = device
         self._updated = [params.leaves[i] for i in updated]
         self._names = names_of(params.structure)
         self._tensors = dict[int, tuple[Callable[[], Tensor | None], int]]()
@@ -98,7 +104,10 @@ class UpdateDraws(TorchFunctionMode):
 
     @contextmanager
     def seeded(self) -> Generator[None]:
-        """Draw by the key within the context; raise if devices have drawn differently by other functions."""
+        """Draw by the key within the context.
+
+        Raise if devices have drawn differently by other functions.
+        """
         with seeded_by(self.key):
             with self:
                 yield
@@ -106,7 +115,8 @@ class UpdateDraws(TorchFunctionMode):
             is_advanced = is_own_key and has_drawn(torch.default_generator)
         if is_advanced and not all(map(_is_full_everywhere, self._updated)):
             raise OptimizerError(
-                "an update must draw by functions that draw one number for each element; got another one, such as dropout, "
+                "an update must draw by functions that draw one number for each element; got "
+                "another one, such as dropout, "
                 f"multinomial or poisson, whose draws depend on the shards. {_FIX}"
             )
 
@@ -127,9 +137,8 @@ class UpdateDraws(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            torch.compiler.is_compiling()
-        ):  # draws of compiled functions are not divided: `seeded` finds them
+        if torch.compiler.is_compiling():
+            # Draws of compiled functions are not divided: `seeded` finds them.
             return func(*args, **kwargs)
         if func not in _DRAWING:
             result = func(*args, **kwargs)
@@ -141,9 +150,11 @@ class UpdateDraws(TorchFunctionMode):
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if func in _OF_TENSORS and tensors:
             example = max(tensors, key=Tensor.numel)
-            leaf, size = self._leaf_of(example), example.shape
+            leaf = self._leaf_of(example)
+            size = example.shape
         else:
-            example, size = None, _size_among(args, kwargs)
+            example = None
+            size = _size_among(args, kwargs)
             leaf = self._leaf_of(size)
         if leaf is None and self._is_at_owners:
             self._validate_at_owners(func)
@@ -160,10 +171,10 @@ class UpdateDraws(TorchFunctionMode):
         self.follow(result, leaf)
         return result
 
-    # -- the leaf of a draw ---------------------------------------------------------------------------------------
+    # -- the leaf of a draw ------------------------------------------------------------------------
 
     def _leaf_of(self, x: Any) -> int | None:
-        """Return the index of the leaf that a tensor or a size belongs to, None if there is none."""
+        """Return the index of the leaf of a tensor or a size; None if it belongs to none."""
         if isinstance(x, Tensor):
             entry = self._tensors.get(id(x))
             is_same = entry is not None and entry[0]() is x
@@ -175,7 +186,8 @@ class UpdateDraws(TorchFunctionMode):
     def _follow_results(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Record that a result belongs to the leaf of the first argument that belongs to one.
 
-        Functions of lists, torch._foreach_add, have a result for each item: it belongs to the leaf of that item.
+        Functions of lists, torch._foreach_add, have a result for each item: it belongs to the leaf
+        of that item.
         """
         if isinstance(result, Tensor | Size):
             self.follow(result, self._first_leaf((*args, *kwargs.values())))
@@ -193,9 +205,12 @@ class UpdateDraws(TorchFunctionMode):
         return None
 
     def _is_shard(self, size: Sequence[int], leaf: int) -> bool:
-        """Return True if a draw of this size for a leaf is a shard of it; False if it is drawn as it is.
+        """Return True if a draw of this size for a leaf is a shard of it.
 
-        As they are, numbers are drawn, state of another shape at an owner, and what has no elements.
+        False if it is drawn as it is.
+
+        As they are, numbers are drawn, state of another shape at an owner, and what has no
+        elements.
         """
         param = self._params.leaves[leaf]
         if not isinstance(param, Sharded):
@@ -208,17 +223,20 @@ class UpdateDraws(TorchFunctionMode):
         if not param.spec.split_axes or not size:
             return False
         raise OptimizerError(
-            f"a draw in an update must have the shape of its leaf's shard, {local_shape}, or be one number; got "
+            f"a draw in an update must have the shape of its leaf's shard, {local_shape}, or be "
+            "one number; got "
             f"{tuple(size)} for {self._names[leaf]}. {_FIX}"
         )
 
     def _validate_options(self, kwargs: dict[str, Any]) -> None:
-        """Raise if a draw is not from the generator that is seeded, or not to a result of its own."""
+        """Raise if a draw has a generator or a result that is given."""
         given = [name for name in ("generator", "out") if kwargs.get(name) is not None]
         if given and any(isinstance(x, Sharded) and x.mesh.size > 1 for x in self._updated):
             raise OptimizerError(
-                f"a draw in an update must be of torch's default generator and have no out=; got {given[0]}=. Devices would "
-                "share it, or have it in different states. Leave it out: torch.manual_seed seeds the draws of updates too."
+                "a draw in an update must be of torch's default generator and have no out=; got "
+                f"{given[0]}=. Devices would "
+                "share it, or have it in different states. Leave it out: torch.manual_seed seeds "
+                "the draws of updates too."
             )
 
     @property
@@ -227,32 +245,35 @@ class UpdateDraws(TorchFunctionMode):
         return any(isinstance(x, Sharded) and bool(x.spec.at) for x in self._updated)
 
     def _validate_at_owners(self, func: Any) -> None:
-        """Raise if a draw that is like no leaf may be another one of the same key on another device."""
+        """Raise if a draw that is like no leaf may be another one on another device."""
         is_own_key = torch.default_generator.initial_seed() != self.key
         if is_own_key and self._draws_before(None) == 0:
             return
         raise OptimizerError(
-            "a draw in an update must be like a tensor of one leaf, or the first of its key, where devices update other "
+            "a draw in an update must be like a tensor of one leaf, or the first of its key, where "
+            "devices update other "
             f"leaves; got {_name_of(func)}, which belongs to none. {_FIX_AT_OWNERS}"
         )
 
     def _validate_size(self, func: Any, size: tuple[int, ...]) -> None:
-        """Raise if a draw that is like no leaf may be meant for a shard: one of another shard would be equal."""
+        """Raise if a draw that is like no leaf may be meant for a shard."""
         split = [x for x in self._updated if isinstance(x, Sharded) and _is_split(x.layout)]
         is_one_number = prod(size) == 1
         may_be_shard = size != () and any(_has_shard_of_one(x.layout, x.shape) for x in split)
         if not split or (is_one_number and not may_be_shard):
             return
         raise OptimizerError(
-            "a draw in an update must be like a tensor of one leaf, or one number, torch.rand(()), where devices update "
-            f"other shards; got {_name_of(func)} of size {size}, which belongs to none. {_FIX_OF_SEVERAL}"
+            "a draw in an update must be like a tensor of one leaf, or one number, torch.rand(()), "
+            "where devices update "
+            f"other shards; got {_name_of(func)} of size {size}, which belongs to none. "
+            f"{_FIX_OF_SEVERAL}"
         )
 
-    # -- draws ----------------------------------------------------------------------------------------------------
+    # -- draws -------------------------------------------------------------------------------------
 
     @contextmanager
     def _seeded_for(self, leaf: int | None) -> Generator[None]:
-        """Draw by the leaf, the number of its draws before, and the update's key, or a key of the caller's within it."""
+        """Draw by the leaf, the number of its draws before, and the current key."""
         key = torch.default_generator.initial_seed()
         count = self._draws_before(leaf)
         self._counts[key, leaf] = count + 1
@@ -278,7 +299,7 @@ class UpdateDraws(TorchFunctionMode):
         example: Tensor,
         leaf: int,
     ) -> Tensor:
-        """Call a function of tensors for the full leaf, and return this device's shard of the result."""
+        """Call a function of tensors for the full leaf; return this device's shard."""
 
         def in_full(x: Any) -> Any:
             if not isinstance(x, Tensor) or x.shape != example.shape:
@@ -301,7 +322,7 @@ class UpdateDraws(TorchFunctionMode):
         size: Sequence[int],
         leaf: int,
     ) -> Tensor:
-        """Call a function of a size for the full leaf, and return this device's shard of the result."""
+        """Call a function of a size for the full leaf; return this device's shard."""
         full_size = tuple(self._params.leaves[leaf].shape)
         arguments = [full_size if x is size else x for x in args]
         options = {name: full_size if x is size else x for name, x in kwargs.items()}
@@ -315,7 +336,9 @@ class UpdateDraws(TorchFunctionMode):
 
 @lru_cache(maxsize=64)
 def names_of(params: Structure) -> tuple[str, ...]:
-    """Return the names by which leaves draw: the last parts of their paths, if these differ, so that stages do not count.
+    """Return the names by which leaves draw.
+
+    The last parts of their paths, if these differ, so that stages do not count.
 
     >>> from fshard.mesh.layout import flatten
     >>> names_of(flatten([{"0.weight": 1}, {"2.weight": 1}])[1]), names_of(flatten([{"w": 1}, {"w": 1}])[1])

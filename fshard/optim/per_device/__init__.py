@@ -1,0 +1,1 @@
+"""Pairs of functions on one device's tensors, run on every device."""
