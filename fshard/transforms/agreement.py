@@ -103,11 +103,34 @@ class StepAgreement(NamedTuple):
             return self._replace(weight=self.weight or 1.0, used=[1.0] * len(self.used))
         return self.unpack(row.tolist())
 
-    def check_inputs(self, caller: str, axes: Sequence[str]) -> None:
-        """Raise with the first difference; devices along `axes` must have the same samples."""
+    def check(
+        self,
+        caller: str,
+        along: tuple[str, ...],
+        local: tuple[str, ...],
+        *,
+        weight: float,
+        is_trained: bool,
+    ) -> None:
+        """Raise if devices differ in what must be equal, or if none of them has used a trained parameter.
+
+        Args:
+            caller: the function that was called.
+            along: axes along which devices have the same samples.
+            local: those of them along which devices compute one loss together.
+            weight: the total of all samples, each counted once.
+            is_trained: True if there is a trained parameter.
+        """
         for name, error in INPUT_ERRORS.items():
             if self.differences.get(name):
-                raise MismatchError(f"{caller}: {error.format(axes=', '.join(axes))}")
+                raise MismatchError(f"{caller}: {error.format(axes=', '.join(along))}")
+        self.check_losses(caller, local, weight)
+        if is_trained and not any(self.used):
+            raise ValueError(
+                "value_and_grad: the loss depends on no parameter that is trained, on any device, so "
+                "nothing would be trained. Was it cut off by detach(), item(), no_grad() or "
+                "torch.tensor(...), or are all parameters that it uses frozen?"
+            )
 
     def check_losses(self, caller: str, axes: tuple[str, ...], weight: float) -> None:
         """Raise if the losses of devices along local axes differ by more than rounding.

@@ -232,7 +232,7 @@ def train_step(
     )
     wrapped.changed, wrapped.stages = (
         changed,
-        getattr(gradient, "program", None),
+        gradient.program.pipeline,
     )  # for fs.plan.cost
     return wrapped
 

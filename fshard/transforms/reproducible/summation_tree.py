@@ -10,6 +10,7 @@ A batch sharded over ("a", "b") has its slices in the order of a, then b. Neighb
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fshard.pipeline.execution.gradient_sums import add_gradients
 from fshard.transforms.fsdp.plans import Gradients
@@ -28,9 +29,11 @@ class TreeAccumulator:
     """
 
     def __init__(self, units: Sequence[LazyUnit], reductions: GradientSums) -> None:
+        self._units = units
         self._reductions = reductions
         self._slice_sums: dict[LazyUnit, Gradients] = {}
-        self._trees: dict[LazyUnit, list[tuple[int, Gradients]]] = {unit: [] for unit in units}
+        # those of each unit have falling heights, from its first slices to its last
+        self._trees: dict[LazyUnit, list[_Tree]] = {}
 
     def add(self, unit: LazyUnit, gs: Gradients) -> None:
         """Add the gradients of one use of some leaves of a unit in this slice."""
@@ -42,25 +45,33 @@ class TreeAccumulator:
 
     def end_slice(self, weight: float) -> None:
         """End a slice of this weight."""
-        for unit, trees in self._trees.items():
+        for unit in self._units:
             gs = self._slice_sums.get(unit, [None] * len(unit.indices))
             gs = self._reductions.cast(unit.indices, gs)
-            trees.append(
-                (0, gs if weight == 1.0 else [None if g is None else g * weight for g in gs])
-            )
-            while len(trees) > 1 and trees[-1][0] == trees[-2][0]:
-                (height, first_sum), (_, right) = trees[-2:]
-                trees[-2:] = [(height + 1, _add_leaves(first_sum, right))]
+            if weight != 1.0:
+                gs = [None if g is None else g * weight for g in gs]
+            trees = self._trees.setdefault(unit, [])
+            trees.append(_Tree(0, gs))
+            while len(trees) > 1 and trees[-2].height == trees[-1].height:
+                left, right = trees[-2:]
+                trees[-2:] = [_Tree(left.height + 1, _add_leaves(left.sums, right.sums))]
         self._slice_sums = {}
 
-    def result(self, unit: LazyUnit) -> Gradients | None:
-        """Return the sum of a unit's gradients; None if no slice has used it."""
-        trees = [tree for _, tree in self._trees.pop(unit)]
-        while len(trees) > 1:
-            trees[-2:] = [_add_leaves(trees[-2], trees[-1])]
-        (gs,) = trees
+    def take(self, unit: LazyUnit) -> Gradients | None:
+        """Return the sum of a unit's gradients, None if no slice has used it; the next slice begins a new tree."""
+        sums = [tree.sums for tree in self._trees.pop(unit)]
+        while len(sums) > 1:
+            sums[-2:] = [_add_leaves(sums[-2], sums[-1])]
+        (gs,) = sums
         return gs if any(g is not None for g in gs) else None
 
 
-def _add_leaves(first_sum: Gradients, right: Gradients) -> Gradients:
-    return [add_gradients(a, b, missing=0.0) for a, b in zip(first_sum, right, strict=True)]
+class _Tree(NamedTuple):
+    """The sum of 2 ** height slices."""
+
+    height: int
+    sums: Gradients
+
+
+def _add_leaves(left: Gradients, right: Gradients) -> Gradients:
+    return [add_gradients(a, b, missing=0.0) for a, b in zip(left, right, strict=True)]
