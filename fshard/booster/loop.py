@@ -1,17 +1,17 @@
 """A model with separate forward and backward, as torch's loops are written.
 
-    output = model(x)              forward     of this device's part of the batch; parameters are unsharded as they are used
-    loss = criterion(output, y)                the caller's own
-    model.backward(loss)           backward    gradients are reduced as they are ready; or kept: sync=False
-    grads = model.gradients(options)           finish: devices agree, on all backwards since the last call, and buffers
+    output = model(x)                   forward     of this device's part of the batch
+    loss = criterion(output, y)                     the caller's own
+    model.backward(loss)                backward    gradients are reduced, or kept: sync=False
+    grads = model.gradients(options)    finish      of all backwards since the last call
 
-These are the three phases of a functional step, `ModelStep` in `transforms/device_step.py`: the loss is a mean over the
-samples of this device, the gradient that of the mean over all devices, weighted by samples. Each forward has a `ModelStep`
-of its own, since batches differ; all of one optimizer step share a `ParamRuntime`. The caller is one device: a process, or
-inside of `fs.run`.
+These are the three phases of a functional step, `ModelStep` in `transforms/device_step.py`: the
+loss is a mean over the samples of this device, the gradient that of the mean over all devices,
+weighted by samples. Each forward has a `ModelStep` of its own, since batches differ; all of one
+optimizer step share a `ParamRuntime`. The caller is one device: a process, or inside of `fs.run`.
 
-In reproducible mode the module runs once for each slice of the device's part: see `joined_outputs`. So the bits of
-gradients are equal on any mesh, if a sample's loss depends on that sample alone.
+In reproducible mode the module runs once for each slice of the device's part: see `joined_outputs`.
+So the bits of gradients are equal on any mesh, if a sample's loss depends on that sample alone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ from fshard.uncompiled import uncompiled
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 ROUNDING = 1e-11
-"""Of a sum of the devices' shares. A share of a batch of another size changes it by 1 / (devices x samples) or more."""
+"""Of a sum of the devices' shares.
+
+A share of a batch of another size changes it by 1 / (devices x samples) or more.
+"""
 
 
 def as_device(
@@ -141,12 +144,14 @@ class LoopStep:
 
 
 def _validate_no_leaves(leaves: Sequence[Tensor]) -> None:
-    """Raise if the loss of a reproducible step depends on other leaves than the model's parameters."""
+    """Raise if the loss of a reproducible step depends on leaves besides parameters."""
     if leaves:
         shapes = ", ".join([str(tuple(x.shape)) for x in leaves])
         raise ValueError(
-            "reproducible=True: the loss must depend on no tensors that need a gradient, beside the model's "
-            f"parameters; got some of shapes {shapes}. detach() them, or leave reproducible=True out."
+            "reproducible=True: the loss must depend on no tensors that need a gradient, beside "
+            "the model's "
+            f"parameters; got some of shapes {shapes}. detach() them, or leave reproducible=True "
+            "out."
         )
 
 
@@ -180,7 +185,8 @@ class LoopModel(BoostedModel):
         self._has_other_leaves = (
             False  # the loss of the first step led to leaves besides parameters
         )
-        # A hash of the all-gathers of forwards without gradients: devices compare it in the next step.
+        # A hash of the all-gathers of forwards without gradients: devices compare it in the next
+        # step.
         self._gathers = 0
         self.set_buffers([self.module_buffers])
         state.loop_models.add(self)
@@ -201,7 +207,7 @@ class LoopModel(BoostedModel):
         self.slots.leave(self._written[0])
 
     def follow_writes(self) -> None:
-        """Use the buffers that the loop has written to: in each slice, and in the mean over devices of this step."""
+        """Use buffers that the loop has written to, in each slice and in the mean over devices."""
         written = self.slots.written()
         if written:
             self._written = [{**tree, **written} for tree in self._written]
@@ -219,7 +225,7 @@ class LoopModel(BoostedModel):
             self._step = None
             self.slots.release_params()
 
-    # -- forward ----------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     @uncompiled
     @as_device
@@ -288,7 +294,7 @@ class LoopModel(BoostedModel):
         return ModelStep(slices, runtime, step.lazy_params, self._agreed)
 
     def _turns(self, slices: DeviceSlices, share: float, *, is_sliced: bool) -> list[SliceTurn]:
-        """Return the slices of the device's part of a batch; it is one slice, of any objects, unless it `is_sliced`."""
+        """Return the slices of a device's batch: one of any objects, unless it `is_sliced`."""
         batch = slices.batch
         index = self._state.cut(0).device_index(batch.mesh)
         if not is_sliced:
@@ -310,7 +316,8 @@ class LoopModel(BoostedModel):
             step.has_other_leaves |= any([x.requires_grad for x in inputs])
         if has_grad and self.is_reproducible and step.has_other_leaves:
             raise ValueError(
-                "reproducible=True: arguments of the model must not need a gradient, as the output of another call does: "
+                "reproducible=True: arguments of the model must not need a gradient, as the output "
+                "of another call does: "
                 "slices are cut off from its graph. detach() them, or leave reproducible=True out."
             )
         outputs, written = list[Any](), list[PyTree]()
@@ -326,7 +333,8 @@ class LoopModel(BoostedModel):
                 validate_no_reentrant_checkpoint(output)
             outputs.append(unsharded(output))
             written.append(buffers_after)
-        # Fewer are of a forward without gradients between those of a reproducible step, whose slices go on from theirs.
+        # Fewer are of a forward without gradients between those of a reproducible step, whose
+        # slices go on from theirs.
         if len(written) >= len(self._written):
             self._written = written
         self.slots.leave(self._written[-1])
@@ -339,7 +347,7 @@ class LoopModel(BoostedModel):
         return self._written if len(self._written) == count else self._written[:1] * count
 
     def _loss_in_eval_mode(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss in the output of a call in eval mode, which leaves buffers as they are."""
+        """Return the loss in the output of a call in eval mode, which leaves buffers alone."""
         modes, written = [(x, x.training) for x in self.module.modules()], self._written
         self.module.eval()
         try:
@@ -350,7 +358,7 @@ class LoopModel(BoostedModel):
             self._written = written
             self.slots.leave(written[-1])
 
-    # -- backward ---------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     @as_device
     def backward(
@@ -364,14 +372,16 @@ class LoopModel(BoostedModel):
     ) -> None:
         """Add the gradient of `scale` times the loss; without `sync` it is not reduced yet.
 
-        A mean over this device's samples is weighted by the number of samples of the last forward, or by `weight`. In
-        reproducible mode, and where gradients are reduced each time, `sync` makes no difference. Leaves beside parameters,
-        such as inputs that require a gradient, get their part of it in `.grad`.
+        A mean over this device's samples is weighted by the number of samples of the last forward,
+        or by `weight`. In reproducible mode, and where gradients are reduced each time, `sync`
+        makes no difference. Leaves beside parameters, such as inputs that require a gradient, get
+        their part of it in `.grad`.
         """
         step = self._step
         if step is None or step.last is None:
             raise ModuleError(
-                "backward: the model must be called after the last step or zero_grad. Call it first."
+                "backward: the model must be called after the last step or zero_grad. Call it "
+                "first."
             )
         loss = unshard(loss)  # an array, if penalties of sharded parameters were added to it
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -426,7 +436,7 @@ class LoopModel(BoostedModel):
     def _differentiate_slices(
         self, step: LoopStep, loss: Tensor, cotangent: Tensor, share: float, *, retain_graph: bool
     ) -> None:
-        """Add the gradients of the slices of a reproducible step in their tree, and reduce the sums."""
+        """Add the gradients of the slices of a reproducible step in a tree, and reduce the sums."""
         assert step.differentiated is not None
         phases = step.differentiated.step
         # The loss of all slices has the share of the device already, so they count as 1 here.
@@ -450,18 +460,20 @@ class LoopModel(BoostedModel):
         reductions.send()
 
     def _share_of(self, weight: float | Tensor, slices: DeviceSlices) -> float:
-        """Return this device's share of the weights of all devices: one sum, for which the host waits."""
+        """Return this device's share of all weights: one sum, for which the host waits."""
         number = nan
         if isinstance(weight, Real | Tensor) and torch.as_tensor(weight).numel() == 1:
             number = float(weight)
         if not 0 <= number < inf:
             raise ValueError(
-                f"backward: weight must be one finite number of at least 0; got {weight!r}. Give the number of samples or "
+                f"backward: weight must be one finite number of at least 0; got {weight!r}. Give "
+                "the number of samples or "
                 "tokens that this device's loss is a mean over."
             )
         if self.is_reproducible:
             raise ValueError(
-                "backward: weight must be None with reproducible=True, whose bits depend on no device's share. Divide a sum by "
+                "backward: weight must be None with reproducible=True, whose bits depend on no "
+                "device's share. Divide a sum by "
                 "a number that is equal on all devices: loss.sum() / booster.mean(tokens)."
             )
         assert self._step is not None
@@ -469,7 +481,8 @@ class LoopModel(BoostedModel):
         (total,) = reduce_rows((row,), slices.group, slices.site)
         if not total.item():
             raise ValueError(
-                "backward: weight must be above 0 on one device at least; got 0 on all. Leave the batch out."
+                "backward: weight must be above 0 on one device at least; got 0 on all. Leave the "
+                "batch out."
             )
         return number / total.item()
 
@@ -478,19 +491,22 @@ class LoopModel(BoostedModel):
         outputs = {id(output.joined) for output in step.outputs}  # cut off from the model's graph
         return [x for x in other_leaves(loss) if id(x) not in outputs]
 
-    # -- gradients --------------------------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------
 
     @as_device
     def gradients(self, optimizer: object) -> PyTree:
-        """Return the gradients of all backwards since the last time; None where no device has used a parameter.
+        """Return the gradients of all backwards since the last time.
 
-        Remaining gradients are reduced, and buffers averaged: the one time in a step that all devices agree, also on the
+        They are None where no device has used a parameter.
+        Remaining gradients are reduced, and buffers averaged: the one time in a step that all
+            devices agree, also on the
         options of the optimizer.
         """
         step = self._step
         if step is None or step.differentiated is None or not step.weights:
             raise ModuleError(
-                "there are no gradients. Call the model, then booster.backward(loss, optimizer): loss.backward() does not "
+                "there are no gradients. Call the model, then booster.backward(loss, optimizer): "
+                "loss.backward() does not "
                 "reduce over devices."
             )
         self.slots.validate_params()
@@ -500,11 +516,13 @@ class LoopModel(BoostedModel):
         must_agree: dict[str, object] = {"optimizer": optimizer}
         if self._state.order:
             must_agree["order"] = self._state.order
-        # The hash of forwards without gradients since the last step, beside the all-gathers of this one.
+        # The hash of forwards without gradients since the last step, beside the all-gathers of this
+        # one.
         step.runtime.sequence.append(self._gathers)
         result = phases.finish(self._outputs_of(step), must_agree=must_agree)
 
-        # A tree of gradients is in the plans' layouts; the next step expects the order of units of this one.
+        # A tree of gradients is in the plans' layouts; the next step expects the order of units of
+        # this one.
         grads = step.params.gradients(step.plans.leaves, [result.gradients])
         step.plans.order = result.order
         self._step = None
@@ -514,7 +532,8 @@ class LoopModel(BoostedModel):
         if not self.is_reproducible and abs(parts - 1) > ROUNDING:
             raise MismatchError(
                 f"the devices' parts of the batch must add up to one; got {parts:.3f}: rows fit "
-                "batches of two sizes. Use each batch of a loader before the next is fetched, or leave the last one out: "
+                "batches of two sizes. Use each batch of a loader before the next is fetched, or "
+                "leave the last one out: "
                 "drop_last=True."
             )
         self.set_buffers([self._agreed.after([result.buffers])])
@@ -524,7 +543,7 @@ class LoopModel(BoostedModel):
         return grads
 
     def _outputs_of(self, step: LoopStep) -> list[SliceOutput]:
-        """Return what devices agree on at the end: the weights of slices, and the buffers that these have written.
+        """Return the weights of slices and the buffers that they wrote, on which devices agree.
 
         The loop has used the losses, so they are zeros here.
         """
@@ -539,7 +558,7 @@ class LoopModel(BoostedModel):
 
     @as_device
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last step; a forward without its backward stays, as in torch."""
+        """Drop all gradients since the last step; as in torch, a forward without backward stays."""
         step = self._step
         self.slots.gradients.exist = False
         if step is not None and step.is_pending:

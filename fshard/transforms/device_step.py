@@ -1,11 +1,12 @@
 """One device's step: forward and backward of its slices, then what all devices agree on.
 
-    full model    F0 B0  F1 B1 ...  finish        `ModelStep.run`
-    loop          F  (the caller's loss)  B  ...  finish at the optimizer's step      (`booster/loop.py`)
-    stages        the row of a schedule           finish              (`transforms/stages/device.py`)
+    full model    F0 B0  F1 B1 ...                   finish     `ModelStep.run`
+    loop          F  the caller's loss  B  ...       finish     `booster/loop.py`
+    stages        the row of a schedule              finish     `transforms/stages/device.py`
 
-A full model and a loop have the same three phases, those of `ModelStep`. In stages a schedule calls the phases action by
-action. What comes last is the same for all: `agree`, then gradients, buffers and metrics.
+A full model and a loop have the same three phases, those of `ModelStep`. In stages a schedule calls
+the phases action by action. What comes last is the same for all: `agree`, then gradients, buffers
+and metrics.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class SliceOutput(NamedTuple):
 class DeviceResult(NamedTuple):
     """The results of one device's step.
 
-    The loss and its weight; the metrics; the local shards of the gradients, None where no device has used a parameter; the
-    buffers that changed; the order of units, which the next step expects.
+    The loss and its weight; the metrics; the local shards of the gradients, None where no device
+    has used a parameter; the buffers that changed; the order of units, which the next step expects.
     """
 
     loss: Tensor
@@ -82,8 +83,8 @@ class ModelStep:
     """One device in one step of a full model, in three phases.
 
     forward     the function on one slice; units are unsharded as it uses them
-    backward    autograd from there; gradients are reduced as each unit's are ready, or added up for later
-    finish      all devices agree: the rest of the gradients is reduced, losses and buffers are averaged
+    backward    autograd from there; gradients are reduced as each unit's are ready, or added up
+    finish      all devices agree; gradients that are left are reduced, losses and buffers averaged
 
     Args:
         slices: those of the device.
@@ -108,7 +109,8 @@ class ModelStep:
         self.buffers = buffers
         self.scale = scale
         self.scale_ratio = 1.0  # of the scale that the dtype of the loss allows to the given one
-        # In reproducible mode the gradients of slices are added in one binary tree; elsewhere as they come.
+        # In reproducible mode the gradients of slices are added in one binary tree; elsewhere as
+        # they come.
         self.trees: TreeAccumulator | None = None
         if self.options.reproducible:
             self.trees = TreeAccumulator(runtime.units, runtime.reductions)
@@ -116,8 +118,9 @@ class ModelStep:
     def run(self) -> DeviceResult:
         """Run all slices by the loss function, and finish.
 
-        Gradients of several slices are added up on the device and reduced with those of the last one. In reproducible mode
-        they are added in one binary tree, which the reduction continues over devices.
+        Gradients of several slices are added up on the device and reduced with those of the last
+        one. In reproducible mode they are added in one binary tree, which the reduction continues
+        over devices.
         """
         options, runtime, slices = self.options, self.runtime, self.slices
         turns = slices.turns()
@@ -173,7 +176,7 @@ class ModelStep:
             validate_no_reentrant_checkpoint(values.loss)
         return values
 
-    # -- the three phases -------------------------------------------------------------------------------------------
+    # -- the three phases --------------------------------------------------------------------------
 
     def forward(
         self,
@@ -182,9 +185,10 @@ class ModelStep:
         *buffers: PyTree,
         is_recorded: bool = True,
     ) -> Any:
-        """Return the result of function(params, *buffers, batch) on a slice, which unshards the units that it uses.
+        """Return the result of function(params, *buffers, batch) on a slice.
 
-        Without a backward it need not be recorded: then there are no saved-tensor hooks, which torch.func refuses.
+        Units are unsharded as it uses them. Without a backward it need not be recorded: then there
+        are no saved-tensor hooks, which torch.func refuses.
         """
         batch = self.slices.batch.tree(turn.slice.leaves, self.options.compute)
         with self.runtime.saved.watch() if is_recorded else nullcontext():
@@ -196,7 +200,7 @@ class ModelStep:
         self.slices.collectives.agree(self.slices.scope, cached, device, self.slices.site)
 
     def cotangent(self, loss: Tensor, share: float, scale: float) -> Tensor:
-        """Return the cotangent of a loss that has this share of the batch: its share of the gradient of `scale` losses."""
+        """Return the cotangent of a loss: its share of the gradient of `scale` times the mean."""
         self.scale_ratio = finite_scale(loss.dtype, scale) / scale
         return cotangent_of(loss, share, scale)
 
@@ -212,15 +216,19 @@ class ModelStep:
     ) -> None:
         """Run autograd, which calls the backwards of units, and runs parts of the forward again.
 
-        It takes part in the reductions of other devices even without outputs, where a loss depends on no parameter. After
-        the last backward that `is_reduced`, `reductions.end()` reduces what is left.
+        It takes part in the reductions of other devices even without outputs, where a loss depends
+        on no parameter. After the last backward that `is_reduced`, `reductions.end()` reduces what
+        is left.
 
         Args:
             outputs: of one slice.
             cotangents: of these.
-            weight: of the slice, by which a tree multiplies its gradients; 0: gradients count as 0, finite or not.
-            is_reduced: reduce gradients as each unit's are ready, instead of adding them up for later.
-            leaves: leaves besides parameters, such as inputs: their gradients are added to their `.grad`.
+            weight: of the slice, by which a tree multiplies its gradients; 0: gradients count as 0,
+                finite or not.
+            is_reduced: reduce gradients as each unit's are ready, instead of adding them up for
+                later.
+            leaves: leaves besides parameters, such as inputs: their gradients are added to their
+                `.grad`.
             retain_graph: keep the graph, for another backward.
         """
         runtime, collectives = self.runtime, self.slices.collectives
@@ -230,7 +238,8 @@ class ModelStep:
         elif not is_reduced:
             accumulate_into = LazyUnit.accumulate
 
-        # Where a collective has mixed samples of several devices, their losses may depend on a slice of weight 0.
+        # Where a collective has mixed samples of several devices, their losses may depend on a
+        # slice of weight 0.
         is_idle = not weight and not collectives.is_mixed
         runtime.reductions.begin(
             runtime.used_units,
@@ -264,51 +273,13 @@ class ModelStep:
         runtime, slices = self.runtime, self.slices
         runtime.check_unchanged()
         runtime.finish_slice()
-
-        everyone, paths = slices.everyone, self.buffers.paths
-        before = self.buffers.before(slices.index)
+        everyone = slices.everyone
+        writes = [Written(output.loss.weight, output.written) for output in outputs]
         losses = [output.loss for output in outputs]
-        written = [Written(output.loss.weight, output.written) for output in outputs]
-        differences = self._input_differences(everyone)
-        for name, value in (must_agree or {}).items():
-            differences[name] = difference(value, everyone)
-        if paths:
-            differences |= irregular_difference(written, before, everyone)
-        numbers = StepAgreement(
-            tree_sum([loss.weight for loss in losses]),
-            differences,
-            losses=slices.compared_losses(losses, is_first_step=runtime.is_first_step),
-            written=flags(paths, written_paths(written)),
-            accumulated=[float(unit.accumulated is not None) for unit in runtime.units],
-            used=[*map(float, runtime.reductions.used)],
-        )
-        # The losses of all devices travel with these numbers, in one collective.
-        mean, row = average_losses(
-            losses,
-            numbers.pack(),
-            everyone,
-            slices.site,
-            copies=slices.collectives.copies,
-        )
-        agreement = numbers.unpack(row)
-        copies = prod([slices.batch.mesh.shape[axis] for axis in slices.local])
-        agreement.check(
-            self.options.caller,
-            slices.collectives.along,
-            slices.local,
-            weight=agreement.weight / copies,
-            is_trained=any([leaf.trained for leaf in runtime.leaves]),
-        )
+        mean, agreement = self._agree(losses, writes, everyone, must_agree or {})
         runtime.reductions.rest(agreement.accumulated, agreement.used)
-
-        buffers: Mapping[str, Tensor] = {}
-        if paths:
-            is_regular = not agreement.differences["buffers"]
-            entries = entries_to_average(
-                paths, agreement.written, written, before, agreed=is_regular
-            )
-            device = losses[0].loss.device
-            buffers = averaged(written, entries, everyone, before, device, slices.site)
+        device = losses[0].loss.device
+        buffers = self._average_buffers(writes, agreement, everyone, device)
 
         # An abstract mesh knows the weights of no other device.
         is_abstract = slices.batch.mesh.runtime == "abstract"
@@ -319,14 +290,67 @@ class ModelStep:
         runtime.close()
         return DeviceResult(mean.loss, mean.weight, aux, gradients, buffers, runtime.order)
 
+    def _agree(
+        self,
+        losses: Sequence[SliceLoss],
+        writes: Sequence[Written],
+        everyone: Group | None,
+        must_agree: Mapping[str, object],
+    ) -> tuple[SliceLoss, StepAgreement]:
+        """Return the mean of the losses, and the numbers of all devices together, if they agree."""
+        runtime, slices = self.runtime, self.slices
+        differences = self._input_differences(everyone)
+        for name, value in must_agree.items():
+            differences[name] = difference(value, everyone)
+        paths = self.buffers.paths
+        if paths:
+            before = self.buffers.before(slices.index)
+            differences |= irregular_difference(writes, before, everyone)
+        numbers = StepAgreement(
+            tree_sum([loss.weight for loss in losses]),
+            differences,
+            losses=slices.compared_losses(losses, is_first_step=runtime.is_first_step),
+            written=flags(paths, written_paths(writes)),
+            accumulated=[float(unit.accumulated is not None) for unit in runtime.units],
+            used=[*map(float, runtime.reductions.used)],
+        )
+
+        # The losses of all devices travel with these numbers, in one collective.
+        copies = slices.collectives.copies
+        mean, row = average_losses(losses, numbers.pack(), everyone, slices.site, copies=copies)
+        agreement = numbers.unpack(row)
+        shape = slices.batch.mesh.shape
+        agreement.check(
+            self.options.caller,
+            slices.collectives.along,
+            slices.local,
+            weight=agreement.weight / prod([shape[axis] for axis in slices.local]),
+            is_trained=any([leaf.trained for leaf in runtime.leaves]),
+        )
+        return mean, agreement
+
+    def _average_buffers(
+        self,
+        writes: Sequence[Written],
+        agreement: StepAgreement,
+        everyone: Group | None,
+        device: torch.device,
+    ) -> Mapping[str, Tensor]:
+        """Return the means of the buffers that a slice of any device has written to."""
+        paths = self.buffers.paths
+        if not paths:
+            return {}
+        before = self.buffers.before(self.slices.index)
+        is_regular = not agreement.differences["buffers"]
+        entries = entries_to_average(paths, agreement.written, writes, before, agreed=is_regular)
+        return averaged(writes, entries, everyone, before, device, self.slices.site)
+
     def _input_differences(self, everyone: Group | None) -> dict[str, float]:
         """Return the differences of inputs, of parameters too in the first step."""
         runtime, slices = self.runtime, self.slices
         is_first_step = runtime.is_first_step
-        replicated, local = (
-            list[Tensor](),
-            list[Tensor](),
-        )  # parameters that are used as they are stored
+        # Parameters that are used as they are stored.
+        replicated, local = list[Tensor](), list[Tensor]()
         if is_first_step:
             for leaf, x in zip(runtime.leaves, runtime.shards, strict=True):
                 if not leaf.gather.steps:
@@ -352,7 +376,7 @@ def _differentiate(
     leaves: Sequence[Tensor],
     retain_graph: bool,
 ) -> None:
-    """Run autograd down to the anchor, the input of every unit's use, and to leaves that get a `.grad`."""
+    """Run autograd down to the anchor, an input of every use of a unit, and to other leaves."""
     if leaves:
         torch.autograd.backward(
             outputs, cotangents, retain_graph=retain_graph, inputs=[anchor, *leaves]

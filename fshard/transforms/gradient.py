@@ -1,18 +1,20 @@
 """The gradient of a loss, on a sharded batch and parameters in any layout: see `value_and_grad`.
 
-Each device takes the loss of its part of the batch; the loss of the batch is their mean, weighted by samples or by
-`weight`. So a batch of any size has the loss and the gradient that it has on one device, if the loss is a mean over
-samples, or over what `weight` counts. Gradients have the layouts they are given: that is all that ZeRO 0 to 3 differ in.
+Each device takes the loss of its part of the batch; the loss of the batch is their mean, weighted
+by samples or by `weight`. So a batch of any size has the loss and the gradient that it has on one
+device, if the loss is a mean over samples, or over what `weight` counts. Gradients have the layouts
+they are given: that is all that ZeRO 0 to 3 differ in.
 
     parameters    gradients     communication
     P()           P()           psum                    (0)
     P()           flat          psum_scatter            (1, 2)
     flat          flat          psum_scatter            (3; all-gathered at use)
 
-Reproducible mode: the batch is split into slices whose number does not depend on the mesh. Gradients of slices are
-added in one binary tree, within a device and, by the collectives, across devices, in at least 32 bits (16-bit sums
-would be rounded at other points on other meshes); random draws are seeded by the slice; torch computes with one
-thread. Then the bits are the same on any mesh.
+Reproducible mode: the batch is split into slices whose number does not depend on the mesh.
+    Gradients of slices are
+added in one binary tree, within a device and, by the collectives, across devices, in at least 32
+bits (16-bit sums would be rounded at other points on other meshes); random draws are seeded by the
+slice; torch computes with one thread. Then the bits are the same on any mesh.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ if TYPE_CHECKING:
 def unstaged(
     loss_fn: Callable[..., Any], *, mesh: Mesh, batch: PyTree, backward: bool = True, **options: Any
 ) -> GradientFunction:
-    """Return the gradient of a loss function of the full model; for its options see `value_and_grad`."""
+    """Return the gradient of a loss of the full model; for options see `value_and_grad`."""
     if errors := wrong_options(options):
         raise ValueError(f"value_and_grad: {'; '.join(errors)}.")
     step_options = StepOptions.of(loss_fn, options, backward=backward)
@@ -85,9 +87,10 @@ CACHED_PLANS = 64
 
 
 class StepValue(NamedTuple):
-    """The result of a gradient function: the loss, its weight, and the metrics of the loss function.
+    """The result of a gradient function: the loss with its weight, buffers and metrics.
 
-    `samples`: of the batch; None if its tensors disagree on their number. In an unsharded batch all tensors count.
+    `samples`: of the batch; None if its tensors disagree on their number. In an unsharded batch all
+    tensors count.
     """
 
     loss: Tensor
@@ -191,7 +194,7 @@ class StepProgram(Protocol):
         mesh: Mesh,
         axes: tuple[str, ...],
     ) -> Any:
-        """Return the plans of parameters: for each leaf its path, its parameter, and whether it is frozen."""
+        """Return plans of `params`: for each leaf a path, a parameter, and whether it is frozen."""
         ...
 
     def device_step(
@@ -209,7 +212,10 @@ class StepProgram(Protocol):
     def handle_error(
         self, caller: str, mesh: Mesh, plans: Any, steps: Mapping[int, Any], error: BaseException
     ) -> bool:
-        """Add to an error of the devices' steps; return True if they may run again, by plans that this has changed."""
+        """Add to an error of the devices' steps; return True if they may run again.
+
+        Then this has changed the plans, so that it returns True once.
+        """
         ...
 
 
@@ -238,8 +244,9 @@ class GradientFunction:
     ) -> tuple[Any, PyTree]:
         """Return the loss, or loss and metrics, and the gradient of `scale` times the loss.
 
-        The engine differentiates detached shards, of which torch.func and autograd see nothing: within a transform a
-        differentiable program takes its place, and where inputs require grad, their backward runs that program.
+        The engine differentiates detached shards, of which torch.func and autograd see nothing:
+        within a transform a differentiable program takes its place, and where inputs require grad,
+        their backward runs that program.
         """
         options = self.options
         if transformed():
@@ -273,7 +280,10 @@ class GradientFunction:
     def run(
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
     ) -> tuple[StepValue, PyTree]:
-        """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it in their layouts."""
+        """Run forward and backward on all devices; return the loss, and gradients in their layouts.
+
+        The gradients are those of `scale` times the loss.
+        """
         options, program = self.options, self.program
         mesh = resolve_mesh(self.mesh)
         plans, inputs = self._prepare(mesh, params, buffers, batch, site, scale)
@@ -319,11 +329,12 @@ class GradientFunction:
         site: Site,
         scale: float,
     ) -> tuple[Any, StepInputs]:
-        """Return the plans of a step, and its inputs: the batch is sharded, and the key of random draws is drawn."""
+        """Return the plans of a step and its inputs: shard the batch, and draw a random key."""
         options = self.options
         if options.backward and torch.is_inference_mode_enabled():
             raise ValueError(
-                f"{options.caller} under torch.inference_mode(): nothing is recorded there, so there is no gradient. "
+                f"{options.caller} under torch.inference_mode(): nothing is recorded there, so "
+                "there is no gradient. "
                 "Call it outside, or in torch.inference_mode(False)."
             )
         tree = ParamTree.of(params)
@@ -339,9 +350,10 @@ class GradientFunction:
         return plans, StepInputs(tree, sharded_batch, buffers_before, key, scale, site)
 
     def plans_of(self, tree: ParamTree, mesh: Mesh, axes: tuple[str, ...]) -> Any:
-        """Return the cached plans for parameters of this structure, these ties, shapes, dtypes and layouts.
+        """Return the cached plans for this structure, these ties, shapes, dtypes and layouts.
 
-        `axes` are those that shard the batch. The key is compared, which is faster than hashing it for a few entries.
+        `axes` are those that shard the batch. The key is compared, which is faster than hashing it
+        for a few entries.
         """
         leaves, numbers = tree.leaves, tree.numbers
         key = (
@@ -376,7 +388,8 @@ class GradientFunction:
             return
         if any(isinstance(x, Sharded) for x in flatten(batch)[0]):
             raise ValueError(
-                f"{caller}: params must be sharded parameters; got plain tensors, and sharded ones as the batch. "
+                f"{caller}: params must be sharded parameters; got plain tensors, and sharded ones "
+                "as the batch. "
                 "Swap the two: the order is (params, batch), in a step (params, state, batch)."
             )
 
@@ -391,12 +404,13 @@ class GradientFunction:
             name = named(parts_of(path)) or "the parameter"
             dtypes.append(f"{name} is {str(x.dtype).removeprefix('torch.')}")
         raise TypeError(
-            f"{self.options.caller}: parameters must be floating-point or complex to have gradients; {', '.join(dtypes)}. "
+            f"{self.options.caller}: parameters must be floating-point or complex to have "
+            f"gradients; {', '.join(dtypes)}. "
             "Shard x.float() of them."
         )
 
 
-# -- the full model -------------------------------------------------------------------------------------------------
+# -- the full model --------------------------------------------------------------------------------
 
 
 class ModelProgram:
@@ -464,7 +478,7 @@ class ModelProgram:
         steps: Mapping[int, ModelStep],
         error: BaseException,
     ) -> bool:
-        """Name the units in which devices differ; let a step run again that must go without saved-tensor hooks."""
+        """Name the units in which devices differ; let steps run again without saved-tensor hooks."""
         if isinstance(error, MismatchError | DeadlockError | CollectiveTimeoutError):
             runtimes = {device: step.runtime for device, step in steps.items()}
             gathers = describe_gathers(mesh, runtimes)
@@ -478,14 +492,18 @@ class ModelProgram:
 
 
 # Note [torch.func refuses saved-tensor hooks]
-# Under ZeRO-3 such hooks let unsharded parameters be freed until the backward. torch.func's grad, vjp, jacrev and
-# hessian raise under any, and which loss functions call one is not known before. So the first step that does
-# runs again, from its inputs and with its draws, and it and all later ones go without the hooks: what autograd saves
-# stays unsharded until the backward, as with reshard_after_forward=False.
+# Under ZeRO-3 such hooks let unsharded parameters be freed until the backward. torch.func's grad,
+# vjp, jacrev and hessian raise under any, and which loss functions call one is not known before. So
+# the first step that does runs again, from its inputs and with its draws, and it and all later ones
+# go without the hooks: what autograd saves stays unsharded until the backward, as with
+# reshard_after_forward=False.
 
 
 def describe_gathers(mesh: Mesh, runtimes: Mapping[int, ParamRuntime]) -> str:
-    """Return the units that each device has all-gathered, and the fix; empty if several devices have gathered the same."""
+    """Return the units that each device has all-gathered, and the fix.
+
+    It is empty if several devices have gathered the same.
+    """
     sequences = {tuple(runtime.sequence) for runtime in runtimes.values()}
     if len(runtimes) > 1 and len(sequences) == 1:
         return ""

@@ -1,4 +1,4 @@
-"""The slices of a batch that one device runs in a step: their weights, random draws, collectives and losses.
+"""The slices of a batch that one device runs: weights, random draws, collectives and losses.
 
 slice 0    3 samples    weight 3, or that of `weight=`    share 3/8: the factor of its gradient
 slice 1    2 samples    weight 2                          share 2/8
@@ -38,21 +38,22 @@ from fshard.transforms.options import StepOptions
 
 
 class Count(NamedTuple):
-    """The weight of a slice, and its share in the gradient; 1 in reproducible mode: see the next note."""
+    """The weight of a slice, and its share in the gradient, which the next note explains."""
 
     weight: float
     share: float
 
 
 # Note [Weights in reproducible mode]
-# The backward of a slice begins with a cotangent of 1, whatever its weight. The gradient of each slice is multiplied by
-# its weight when it is added to the tree, in at least 32 bits (`TreeAccumulator`, `OrderedSum`): a loss times its number
-# of tokens would overflow in 16. The sum of all devices is divided by the weight of the batch at the end
-# (`gradient_divisor`), which is then known to all of them without another collective.
+# The backward of a slice begins with a cotangent of 1, whatever its weight. The gradient of each
+# slice is multiplied by its weight when it is added to the tree, in at least 32 bits
+# (`TreeAccumulator`, `OrderedSum`): a loss times its number of tokens would overflow in 16. The sum
+# of all devices is divided by the weight of the batch at the end (`gradient_divisor`), which is
+# then known to all of them without another collective.
 
 
 class SliceTurn(NamedTuple):
-    """A slice, its index among those of all devices and of this one, and the function that returns their weights.
+    """A slice, its index among those of all devices and of this one, and their weights.
 
     Weights on an accelerator are read when the first is used: the host waits for it then.
     """
@@ -84,7 +85,8 @@ class SliceValues(NamedTuple):
 class DeviceSlices:
     """The slices of a batch that one device runs in a step.
 
-    They have the indices `first`, `first + 1`, ... among the slices of all devices: random draws are seeded by these.
+    They have the indices `first`, `first + 1`, ... among the slices of all devices: random draws
+    are seeded by these.
 
     Args:
         options: of the step.
@@ -113,8 +115,8 @@ class DeviceSlices:
         self.group = self.along(batch.axes)  # the devices that have other samples
         self.count = options.turns(1 if self.group is None else self.group.size)
         self.collectives = LossCollectives(batch, self.count, options)
-        # The local axes along which all devices have the same samples. So far the loss function has called no
-        # collective, so `along` has no other axes.
+        # The local axes along which all devices have the same samples. So far the loss function has
+        # called no collective, so `along` has no other axes.
         self.local = self.collectives.along
 
     def along(self, axes: tuple[str, ...]) -> Group | None:
@@ -123,14 +125,14 @@ class DeviceSlices:
 
     @property
     def everyone(self) -> Group | None:
-        """All devices whose losses make up the objective, in the order in which slices are added up.
+        """All devices whose losses make up the objective, in the order of sums over slices.
 
-        Those that have the same samples and compute another loss with them come first, since neighbours along the last
-        axis are added first: `summation_tree`.
+        Those that have the same samples and compute another loss with them come first, since
+        neighbours along the last axis are added first: `summation_tree`.
         """
         return self.along((*self.collectives.along, *self.batch.axes))
 
-    # -- weights --------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def turns(self) -> list[SliceTurn]:
         """Return the slices in the order in which they run, with their weights."""
@@ -146,7 +148,7 @@ class DeviceSlices:
         return [SliceTurn(slice, first + turn, turn, counts) for turn, slice in enumerate(slices)]
 
     def _counts(self, slices: list[Slice], row: list[Tensor]) -> list[Count]:
-        """Return the weights of the slices, from a row of `weight=` or by their numbers of samples."""
+        """Return the weights of the slices: those of `weight=`, or their numbers of samples."""
         is_weighed = bool(row)
         if not is_weighed:
             weights = [float(slice.rows) for slice in slices]
@@ -164,7 +166,7 @@ class DeviceSlices:
             total = self.batch.total(len(slices))
         return [Count(weight, weight / total) for weight in weights]
 
-    # -- the run of a slice -----------------------------------------------------------------------------------------
+    # -- the run of a slice ------------------------------------------------------------------------
 
     @contextmanager
     def running(self, turn: SliceTurn) -> Generator[None]:
@@ -174,17 +176,17 @@ class DeviceSlices:
             yield
 
     def loss_scope(self, *, is_idle: bool = False) -> AbstractContextManager[None]:
-        """Return the context of a loss function, in which the collectives that are called are recorded."""
+        """Return the context of a loss function, in which its collectives are recorded."""
         return loss_scope(self.batch.mesh.axis_names, self.collectives.record, is_idle=is_idle)
 
     def values_of(self, result: Any, slice: Slice, names: Sequence[str]) -> SliceValues:
-        """Return what a loss function has returned for a slice: the loss alone, or a tuple of these names."""
+        """Return the results of a loss function: the loss alone, or a tuple with these names."""
         values = unpack_result(result, names)
         loss = one_loss(self.options, values["loss"], slice)
         metrics = metrics_of(values.get("aux", ()), slice, loss.device, self.options.aux)
         return SliceValues(loss, metrics, values.get("buffers", ()))
 
-    # -- what devices compare ---------------------------------------------------------------------------------------
+    # -- what devices compare ----------------------------------------------------------------------
 
     def input_differences(
         self,
@@ -194,8 +196,9 @@ class DeviceSlices:
         *,
         is_first_step: bool,
     ) -> dict[str, float]:
-        """Return the differences of the inputs of this device: see `agreement.input_differences`."""
-        # Only in reproducible mode must all devices draw alike: elsewhere a rank may have its own seed.
+        """Return the differences of this device's inputs: see `agreement.input_differences`."""
+        # Only in reproducible mode must all devices draw alike: elsewhere a rank may have its own
+        # seed.
         key = self.key if self.options.reproducible else None
         return input_differences(
             self.batch,
@@ -208,7 +211,7 @@ class DeviceSlices:
         )
 
     def compared_losses(self, losses: Sequence[SliceLoss], *, is_first_step: bool) -> list[float]:
-        """Return the row that compares the losses of devices along local axes, where they can be read."""
+        """Return the row that compares losses along local axes, where they can be read."""
         is_in_host_memory = self.batch.mesh.device_type == "cpu"
         if not (is_in_host_memory or is_first_step or watching()):
             return []  # the host would wait for the device
@@ -224,7 +227,7 @@ class DeviceSlices:
 
 
 def _valid_weights(weights: Sequence[float], slices: Sequence[Slice]) -> list[float]:
-    """Return the weights of `weight=`, 0 for slices that have a neighbour's sample; raise if one is invalid."""
+    """Return valid weights of `weight=`; those of slices with a neighbour's sample are 0."""
     weights = [weight * bool(slice.rows) for weight, slice in zip(weights, slices, strict=True)]
     for weight in weights:
         if not 0 <= weight < inf:
@@ -261,10 +264,11 @@ def gradient_divisor(
     """Return what the sums of gradients are divided by.
 
     Args:
-        scale_ratio: of the scale of the losses to the given one: less than 1 where that is too large for the dtype.
+        scale_ratio: of the scale of the losses to the given one: less than 1 where that is too
+            large for the dtype.
         weight: of the entire batch.
-        is_weighted: True if the gradients of slices were multiplied by their weights: Note [Weights in reproducible mode];
-            else the cotangents had their shares.
+        is_weighted: True if the gradients of slices were multiplied by their weights: Note [Weights
+            in reproducible mode]; else the cotangents had their shares.
     """
     return scale_ratio * nonzero_weight(weight) if is_weighted else scale_ratio
 
@@ -291,7 +295,7 @@ def one_loss(options: StepOptions, loss: Any, slice: Slice) -> Tensor:
 
 
 def unpack_result(result: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return what the loss function returned by its names: the loss alone, or a tuple that begins with it."""
+    """Return a loss function's results by name: the loss alone, or a tuple that begins with it."""
     if len(names) == 1:
         return {"loss": result}
     is_sequence = isinstance(result, tuple | list)

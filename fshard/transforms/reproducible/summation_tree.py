@@ -1,6 +1,7 @@
-"""The order of additions in reproducible mode: one binary tree over the slices of a device, and over devices.
+"""The order of sums in reproducible mode: one binary tree over slices and over devices.
 
-A batch sharded over ("a", "b") has its slices in the order of a, then b. Neighbours are added first:
+A batch sharded over ("a", "b") has its slices in the order of a, then b. Neighbours are added
+first:
 
     slices   0   1   2   3       a = 0: 0, 1;  a = 1: 2, 3;  b = 0, 1 within each
              0 + 1   2 + 3       over "b"
@@ -19,13 +20,14 @@ from fshard.transforms.fsdp.units import LazyUnit
 
 
 class TreeAccumulator:
-    """Gradients of slices, added in one binary tree: two trees of one height become one of the next.
+    """Gradients of slices, added in one binary tree: two trees of a height become one of the next.
 
     slices 0 1 2 3 4 5 6 7 -> ((0+1)+(2+3)) + ((4+5)+(6+7))
 
-    A slice that has not used a unit counts as 0: the other devices have zeros for it. Uses of a leaf in one slice are
-    added in sequence, the last first, as autograd adds them, in their own dtype; slices as devices are added, each
-    times its weight, in the dtype in which they are reduced.
+    A slice that has not used a unit counts as 0: the other devices have zeros for it. Uses of a
+        leaf in one slice are
+    added in sequence, the last first, as autograd adds them, in their own dtype; slices as devices
+    are added, each times its weight, in the dtype in which they are reduced.
     """
 
     def __init__(self, units: Sequence[LazyUnit], reductions: GradientSums) -> None:
@@ -58,7 +60,7 @@ class TreeAccumulator:
         self._slice_sums = {}
 
     def take(self, unit: LazyUnit) -> Gradients | None:
-        """Return the sum of a unit's gradients, None if no slice has used it; the next slice begins a new tree."""
+        """Return the sum of a unit's gradients, None if no slice has used it, and begin anew."""
         sums = [tree.sums for tree in self._trees.pop(unit)]
         while len(sums) > 1:
             sums[-2:] = [_add_leaves(sums[-2], sums[-1])]

@@ -1,6 +1,7 @@
 """One device's step in a pipeline: its stages on its samples.
 
-Its shard of the batch is split into microbatches, which are slices: they are weighted and seeded as slices are, and
+Its shard of the batch is split into microbatches, which are slices: they are weighted and seeded as
+    slices are, and
 losses, metrics and gradients are those of `value_and_grad`.
 """
 
@@ -48,7 +49,7 @@ from fshard.transforms.stages.plan import StageLeaves, StagePlan
 
 
 class StageStep:
-    """One device in one step of a model in stages: the work behind the actions of its row of a schedule.
+    """One device in one step of a model in stages: the work behind its row of a schedule.
 
     F                           first_input, run_stage; of the last stage evaluate_loss
     B, I, W                     cotangent of a loss; edges; add_gradients
@@ -171,14 +172,15 @@ class StageStep:
             try:
                 loss, scale_ratio, aux = interpreter.run()
             except RuntimeError:
-                # Autograd raises it for saved tensors that a stage has written to: name the parameter.
+                # Autograd raises it for saved tensors that a stage has written to: name the
+                # parameter.
                 self._validate_unwritten()
                 raise
             finally:
                 self.runtime.release_replicas()
         return self.finish(loss, scale_ratio, aux)
 
-    # -- forward ------------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     def first_input(self, microbatch: int) -> PyTree:
         """Return the input of the first stage for a microbatch."""
@@ -223,7 +225,7 @@ class StageStep:
     def _stage_scope(
         self, turn: SliceTurn | None = None, moments: list[Any] | None = None
     ) -> AbstractContextManager[None]:
-        """Return the context of a stage or of the loss function: the collectives that they call are recorded."""
+        """Return the context of a stage or of the loss function: collectives are recorded."""
         is_idle = turn is not None and not turn.slice.rows
         axes = self.slices.batch.mesh.axis_names
         return loss_scope(axes, self._record_collective, is_idle=is_idle, moments=moments)
@@ -235,12 +237,13 @@ class StageStep:
         others = {axis for axis in group.axes if sizes.get(axis, 1) > 1} - {*legal}
         if others and call not in LOCAL_CALLS:
             raise ValueError(
-                f"{call} over {', '.join(sorted(others))} in a stage, at {call_site()}: stages of a pipeline may "
-                f"communicate only with devices that have other samples, along {', '.join(legal) or 'no axis'}."
+                f"{call} over {', '.join(sorted(others))} in a stage, at {call_site()}: stages of "
+                "a pipeline may communicate only with devices that have other samples, along "
+                f"{', '.join(legal) or 'no axis'}."
             )
         self.slices.collectives.record(call, group)
 
-    # -- backward -----------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     def cotangent(self, microbatch: int) -> Tensor:
         """Return the cotangent of the loss of a microbatch."""
@@ -261,7 +264,7 @@ class StageStep:
         is_idle = not self.turns[microbatch].weight
         self.sums.add(stage, microbatch, gs, is_idle=is_idle)
 
-    # -- units --------------------------------------------------------------------------------------------------------
+    # -- units -------------------------------------------------------------------------------------
 
     def unshard(self, stage: int) -> None:
         """Start the all-gather of a stage."""
@@ -275,10 +278,13 @@ class StageStep:
         """Start the reduction of the gradients of a stage."""
         self.sums.reduce(stage)
 
-    # -- the end of the step --------------------------------------------------------------------------------------------
+    # -- the end of the step -----------------------------------------------------------------------
 
     def outcome(self) -> tuple[Tensor, Tensor, PyTree]:
-        """Return the loss, the ratio of its scale to the given one, and the metrics: the last stage's device has them."""
+        """Return the loss, the ratio of its scale to the given one, and the metrics.
+
+        The last stage's device has them.
+        """
         microbatches = range(len(self.turns))
         losses = [self.losses[microbatch] for microbatch in microbatches]
         metrics = [self.metrics[microbatch] for microbatch in microbatches]
@@ -323,17 +329,22 @@ class StageStep:
         return DeviceResult(loss, weight, aux, gradients, buffers, Order([], []))
 
     def _validate_unwritten(self) -> None:
-        """Raise if a stage has written to a parameter: to frozen ones, too, since it has done so for each microbatch."""
+        """Raise if a stage has written to a parameter.
+
+        To a frozen one, too: it has done so for each microbatch.
+        """
         for unit in self.units.values():
             for path in unit.written():
                 raise ModuleError(
-                    f"{self.options.caller}: stages write to a parameter in place: {named(parts_of(path))}. {WRITES}"
+                    f"{self.options.caller}: stages write to a parameter in place: "
+                    f"{named(parts_of(path))}. {WRITES}"
                 )
 
     def _agree(self, written: Sequence[Written]) -> StepAgreement:
         """Return the sums over all devices; raise if they differ in what must be equal."""
         slices, options, is_first_step = self.slices, self.options, self.is_first_step
-        # Devices along the pipeline and local axes have the same samples: those of the first ones count.
+        # Devices along the pipeline and local axes have the same samples: those of the first ones
+        # count.
         copies_along = (self.pipeline.axis, *slices.local)
         is_first_copy = self.everyone.index < (1 if slices.group is None else slices.group.size)
         weight = self._weight() if is_first_copy else 0.0
@@ -358,7 +369,7 @@ class StageStep:
         return agreement
 
     def _empty_gradient(self, index: int) -> Tensor | None:
-        """Return the empty gradient of a parameter of another device's stage, the same in all steps."""
+        """Return the empty gradient of a parameter of another device's stage, cached."""
         leaf, cache, key = self.plan.leaves[index], self.plan.empty_gradients, (self.number, index)
         if not leaf.trained:
             return None

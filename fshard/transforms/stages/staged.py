@@ -1,13 +1,13 @@
 """The gradient of a model in stages, run by a schedule: `value_and_grad(stages, ..., schedule=)`.
 
-    mesh {"pipe": 4, "data": 2}        data=0   data=1
-                          pipe=0       stage 0  stage 0        values and their gradients are sent along "pipe",
-                          pipe=1       stage 1  stage 1        parameters and gradients are gathered and reduced along "data"
-                          ...
+    mesh {"pipe": 4, "data": 2}    data=0   data=1
+                         pipe=0    stage 0  stage 0    values are sent along "pipe",
+                         pipe=1    stage 1  stage 1    parameters gathered along "data"
+                         ...
 
-The batch is sharded along "data" as usual, and each device's shard is split into the microbatches of the schedule.
-These are slices: loss, gradients and metrics equal those of `value_and_grad`, bit by bit in reproducible mode with as
-many slices.
+The batch is sharded along "data" as usual, and each device's shard is split into the microbatches
+of the schedule. These are slices: loss, gradients and metrics equal those of `value_and_grad`, bit
+by bit in reproducible mode with as many slices.
 """
 
 from __future__ import annotations
@@ -123,11 +123,13 @@ def _argument_errors(
     ]
     if not callable(loss):
         errors.append(
-            "the last stage returns no loss: give loss=, a function of its result and the microbatch"
+            "the last stage returns no loss: give loss=, a function of its result and the "
+            "microbatch"
         )
     if axis in _sharded_axes(batch, mesh):
         errors.append(
-            f"the batch is sharded along {axis}, the axis of the stages: all of them need the same samples"
+            f"the batch is sharded along {axis}, the axis of the stages: all of them need the same "
+            "samples"
         )
     return errors
 
@@ -138,7 +140,7 @@ def _sharded_axes(specs: PyTree, mesh: Mesh) -> list[str]:
 
 
 def first_of_two(microbatch: PyTree) -> PyTree:
-    """Return the default input of the first stage: x of a pair (x, target), or the full microbatch."""
+    """Return the default input of the first stage: x of a pair (x, target), or all of it."""
     return (
         microbatch[0]
         if isinstance(microbatch, tuple | list) and len(microbatch) == 2
@@ -155,11 +157,12 @@ class StageProgram:
     def validate_params(
         self, options: StepOptions, params: PyTree, tree: ParamTree, mesh: Mesh
     ) -> None:
-        """Raise unless there is a tree per stage, of parameters placed on the stage or on one it is tied to."""
+        """Raise unless there is a tree of parameters per stage, on the mesh."""
         caller, count = options.caller, len(self.pipeline.stages)
         if mesh.runtime == "abstract" and ambient.representative is None:
             raise ValueError(
-                f"{caller}: stages must not run on an abstract mesh by themselves, where results of other stages "
+                f"{caller}: stages must not run on an abstract mesh by themselves, where results "
+                "of other stages "
                 "are unknown. Run them by fs.plan.cost, or on a virtual mesh."
             )
         is_sequence = isinstance(params, list | tuple)
@@ -190,7 +193,8 @@ class StageProgram:
     ) -> StagePlan:
         """Return the plans of parameters, which must be on the devices of their stages."""
         self._validate_placement(options, params, tree.numbers)
-        # Along a local axis that does not shard the batch, devices compute one loss together, each with its shards.
+        # Along a local axis that does not shard the batch, devices compute one loss together, each
+        # with its shards.
         local = [axis for axis in mesh.axis_names if axis in options.local and axis not in axes]
         planner = StagePlanner(options, self.pipeline, mesh, (*local, *axes))
         return planner.plan(tree.structure.children(), params, tree.numbers)
@@ -201,7 +205,7 @@ class StageProgram:
         params: Sequence[tuple[str, Sharded, bool]],
         numbers: Sequence[int],
     ) -> None:
-        """Raise naming the parameters that are not on the devices of their stages; a tied one belongs to its first."""
+        """Raise unless parameters are on the devices of their stages, tied ones of the first."""
         axis, placement = self.pipeline.axis, self.pipeline.route.placement
         errors, validated = list[str](), set[int]()
         for (path, x, _), number in zip(params, numbers, strict=True):
@@ -214,7 +218,8 @@ class StageProgram:
                 errors.append(f"{name} has {x.spec}, its stage the coordinate {coordinate}")
         if errors:
             raise LayoutError(
-                f"{options.caller}: parameters must be on the devices of their stages, along {axis}: "
+                f"{options.caller}: parameters must be on the devices of their stages, along "
+                f"{axis}: "
                 f"{'; '.join(errors)}. Put them there: {_SHARD_STAGES}."
             )
 
@@ -234,7 +239,8 @@ class StageProgram:
         """Raise: no differentiable program runs stages."""
         caller = options.caller
         raise TypeError(
-            f"{caller} of stages must not be differentiated, within a torch.func transform or by autograd. Differentiate "
+            f"{caller} of stages must not be differentiated, within a torch.func transform or by "
+            "autograd. Differentiate "
             f"fs.{caller} of the loss of the full model, without schedule=."
         )
 
