@@ -5,8 +5,8 @@
     stages        the row of a schedule              finish     `transforms/stages/device.py`
 
 A full model and a loop have the same three phases, those of `ModelStep`. In stages a schedule calls
-the phases action by action. What comes last is the same for all: `agree`, then gradients, buffers
-and metrics.
+forward and backward action by action. The end is the same for all: agreement, then gradients,
+buffers and metrics.
 """
 
 from __future__ import annotations
@@ -109,8 +109,7 @@ class ModelStep:
         self.buffers = buffers
         self.scale = scale
         self.scale_ratio = 1.0  # of the scale that the dtype of the loss allows to the given one
-        # In reproducible mode the gradients of slices are added in one binary tree; elsewhere as
-        # they come.
+        # In reproducible mode the gradients of slices are added in one binary tree.
         self.trees: TreeAccumulator | None = None
         if self.options.reproducible:
             self.trees = TreeAccumulator(runtime.units, runtime.reductions)

@@ -127,8 +127,8 @@ class DeviceSlices:
     def everyone(self) -> Group | None:
         """All devices whose losses make up the objective, in the order of sums over slices.
 
-        Those that have the same samples and compute another loss with them come first, since
-        neighbours along the last axis are added first: `summation_tree`.
+        The batch's axes are the last ones: neighbours along the last axis are added first, and the
+        tree of sums continues that of the device's slices. See `summation_tree`.
         """
         return self.along((*self.collectives.along, *self.batch.axes))
 

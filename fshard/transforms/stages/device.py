@@ -155,7 +155,7 @@ class StageStep:
         if not self.pipeline.dynamic:
             forms = self.plan.messages.setdefault(self.pipe.device, {})
         slices = [turn.slice for turn in self.turns]
-        # Slices without samples have rows of others, so the leaves alone do not tell them apart.
+        # Slices without samples have rows of others, so the leaves alone do not distinguish them.
         keys: list[Hashable] = [(shape_key(slice.leaves), slice.rows) for slice in slices]
         with self._stage_scope(), parting(self.everyone):
             interpreter = StageDevice(
