@@ -398,3 +398,16 @@ def test_evaluation_of_other_layers_on_one_device_raises_in_the_next_step(orders
 
     results = on_devices(body, fs.FSDPPlugin(unit="layers[*]"), 2, Ordered)
     assert results == [orders[0] != orders[1]] * 2
+
+
+def test_gradients_are_read_by_a_method_that_communicates():
+    def body(loop):
+        loop.backward(loop.model(X).sum())
+        with pytest.raises(AttributeError, match="reduce_gradients"):
+            _ = loop.opt.grads
+        grads = loop.opt.reduce_gradients()
+        assert loop.opt.reduce_gradients() is grads
+        return {name: fs.unshard(g).shape for name, g in grads.items()}
+
+    (shapes, _) = on_devices(body, fs.ZeroPlugin(stage=2), 2, model)
+    assert shapes["0.weight"] == (4, 3)
