@@ -1,4 +1,4 @@
-"""An optimizer whose state and work are sharded by a plugin, and that steps along the gradients of a boosted model."""
+"""An optimizer whose state and work are sharded by a plugin, for the model that `boost` returns."""
 
 from __future__ import annotations
 
@@ -75,14 +75,17 @@ def _partition(plugin: Plugin, update_on: UpdateOn, opt: Optimizer) -> ShardedOp
 
 _stale_step = refusing(
     OptimizerError,
-    "the optimizer must be the second value that boost returned; got step() of the optimizer that was boosted, which has no "
+    "the optimizer must be the second value that boost returned; got step() of the optimizer that "
+    "was boosted, which has no "
     "gradients. Write model, optimizer, *_ = booster.boost(model, optimizer).",
 )
 _stale_step._wrapped_by_lr_sched = True  # schedulers warn of a step that they have not wrapped
 
 
 class BoostedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state is sharded by the plugin; its groups are those of the optimizer that was boosted.
+    """An optimizer whose state is sharded by the plugin.
+
+    The groups are those of the optimizer that was boosted.
 
     Args:
         optim: the optimizer of torch, or a pure one.
@@ -100,11 +103,14 @@ class BoostedOptimizer(torch.optim.Optimizer):
         model: LoopModel | StagedModel,
         plugin: Plugin,
     ) -> None:
-        self.optim, self._source, self._partitioned, self.model = optim, source, partitioned, model
+        self.optim = optim
+        self.model = model
+        self._source = source
+        self._partitioned = partitioned
         self._plugin = plugin
-        self._unplaced = (
-            plugin if isinstance(plugin, GeminiPlugin) and plugin.placement == "auto" else None
-        )
+        self._unplaced: GeminiPlugin | None = None  # it places memory after the first steps
+        if isinstance(plugin, GeminiPlugin) and plugin.placement == "auto":
+            self._unplaced = plugin
         self._steps = 0
         self._grads: PyTree | None = None
         self.state: PyTree = self._partitioned().init(model.params)
@@ -114,7 +120,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The groups of the optimizer that was boosted: options written to them are used in the next step."""
+        """The groups of the boosted optimizer, whose present options the next step uses."""
         return self.optim.param_groups
 
     @property
@@ -123,31 +129,45 @@ class BoostedOptimizer(torch.optim.Optimizer):
         loss_scale = self._partitioned().loss_scale
         return 1.0 if loss_scale is None else float(loss_scale(self.state))
 
-    @property
-    def grads(self) -> PyTree:
-        """The gradients of all backwards since the last step, of `scale` times the loss, in their layouts."""
+    def reduce_gradients(self) -> PyTree:
+        """Return the gradients of all backwards since the last step, in their layouts.
+
+        They are those of `scale` times the loss.
+        The first call of a step communicates: devices agree, reduce the gradients that are left,
+            and average buffers. So all
+        must call it, as they must call `step`.
+        """
         has_dropped = not self.model.slots.gradients.exist  # by model.zero_grad()
         if self._grads is None or has_dropped:
-            self._grads, compression = (
-                self.model.gradients(self._numbers()),
-                self._partitioned().compression,
-            )
+            self._grads = self.model.gradients(self._group_numbers())
+            compression = self._partitioned().compression
             if compression is not None:
                 self._grads, self.state = compression.reduce(self._grads, self.state)
         return self._grads
 
-    def _numbers(self) -> list[dict[str, float]]:
-        """Return the numbers among the options of the groups: they must be the same on all devices."""
-        groups = self.optim.param_groups if isinstance(self.optim, torch.optim.Optimizer) else []
-        return [
-            {name: float(x) for name, x in group.items() if isinstance(x, float | int)}
-            | {
-                name: x.item()
-                for name, x in group.items()
-                if isinstance(x, Tensor) and x.numel() == 1
-            }
-            for group in groups
-        ]
+    @property
+    def grads(self) -> PyTree:
+        """Raise with the new name."""
+        raise AttributeError(
+            "the gradients must be read by optimizer.reduce_gradients(), since this communicates; "
+            "got optimizer.grads. "
+            "Write reduce_gradients()."
+        )
+
+    def _group_numbers(self) -> list[dict[str, float]]:
+        """Return the numbers in the options of the groups, which must be equal on all devices."""
+        if not isinstance(self.optim, torch.optim.Optimizer):
+            return []
+        groups = list[dict[str, float]]()
+        for group in self.optim.param_groups:
+            numbers = dict[str, float]()
+            for name, x in group.items():
+                if isinstance(x, float | int):
+                    numbers[name] = float(x)
+                elif isinstance(x, Tensor) and x.numel() == 1:
+                    numbers[name] = x.item()
+            groups.append(numbers)
+        return groups
 
     register_step_pre_hook = register_step_post_hook = refusing(
         OptimizerError,
@@ -158,55 +178,72 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scale the gradients so that their total norm is at most `max_norm`; return the norm before.
+        """Scale the gradients to a total norm of at most `max_norm`; return the norm before.
 
         `norm_type` is p of the norm: 2 the Euclidean one, "inf" the largest element.
         """
-        order, scale = float(norm_type), self.scale
+        order = float(norm_type)
+        scale = self.scale  # gradients are of this times the loss
         validate(
             "clip_grad_norm",
             within("[0, inf]", max_norm=max_norm),
             within("(0, inf]", norm_type=order),
         )
         with exact_norms(self.model.is_reproducible):
-            norm = global_norm(self.grads, order)
+            norm = global_norm(self.reduce_gradients(), order)
         if error_if_nonfinite and not norm.isfinite():
             raise OptimizerError(
                 f"clip_grad_norm: the norm of the gradients must be finite; got {norm.item()}."
             )
-        self._grads = shrunk(self.grads, norm, max_norm * scale)
+        self._grads = shrunk(self.reduce_gradients(), norm, max_norm * scale)
         return norm / scale
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Keep each element of the gradients between -clip_value and clip_value."""
         validate("clip_grad_value", within("[0, inf]", clip_value=clip_value))
         is_scaled = self._partitioned().loss_scale is not None
-        self._grads = clipped(self.grads, clip_value * self.scale, keep_infinite=is_scaled)
+        limit = clip_value * self.scale
+        self._grads = clipped(self.reduce_gradients(), limit, keep_infinite=is_scaled)
 
     @uncompiled
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], Tensor] | None = None
     ) -> Tensor | None:
-        """Take a step along the gradients, including those of `closure`, which is called once; return its result."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        model, opt, exact = self.model, self._partitioned(), self.model.is_reproducible
-        step = None if exact else opt.step  # fused kernels round otherwise where a shard ends
-        claim(self.state, "state")
+        """Take a step along the gradients, including those of `closure`; return its result.
+
+        The closure is called once.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         if isinstance(self._plugin, GeminiPlugin):
             self._plugin.validate_peak()
-        with torch.no_grad(), deterministic(exact, model.mesh.device_type), exact_norms(exact):
-            write = partial(step_of(Optimizer(opt.init, opt.update, step)), self.grads, self.state)
+        claim(self.state, "state")
+
+        model, opt = self.model, self._partitioned()
+        is_reproducible = model.is_reproducible
+        # In reproducible mode without fused kernels, which round otherwise where a shard ends.
+        fused_step = None if is_reproducible else opt.step
+        with (
+            torch.no_grad(),
+            deterministic(is_reproducible, model.mesh.device_type),
+            exact_norms(is_reproducible),
+        ):
+            step = step_of(Optimizer(opt.init, opt.update, fused_step))
+            write = partial(step, self.reduce_gradients(), self.state)
             params = model.params
             with model.draws_of_update():
-                model.params, self.state = (
-                    write(params) if model.replicas is None else model.combine(write)
-                )
-        self._grads, model.slots.gradients.exist = None, False
+                if model.replicas is None:
+                    model.params, self.state = write(params)
+                else:
+                    model.params, self.state = model.combine(write)
+        self._grads = None
+        model.slots.gradients.exist = False
         self._steps += 1
-        if (
-            self._unplaced is not None and self._steps == 2
-        ):  # units are prefetched since the first one
+
+        # From the second step on units are prefetched, so that peaks are those of all later steps.
+        if self._unplaced is not None and self._steps == 2:
             self._place(self._unplaced)
         if isinstance(self.optim, torch.optim.Optimizer):
             vars(self.optim)["_opt_called"] = True  # schedulers check that a step precedes theirs
@@ -232,26 +269,26 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Train parameters that were in no group so far."""
         self.optim.add_param_group(param_group)
         if isinstance(self._source, TorchSource):
-            grown = self._source.add_group_state(
-                self.model.params, self.state, self._partitioned().init
+            init = self._partitioned().init
+            self.model.params, self.state = self._source.add_group_state(
+                self.model.params, self.state, init
             )
-            self.model.params, self.state = grown
 
     def sharded_state(self) -> dict[str, Any]:
-        """Return state and groups by the names of parameters, as they are sharded: `fs.save` stores these."""
-        groups = {"groups": self._source} if isinstance(self._source, TorchSource) else {}
-        replicas = self.model.replicas
-        return {
-            "state": self.state if replicas is None else replicas.joined([self.state]),
-            **groups,
-        }
+        """Return sharded state and groups by the names of parameters: `fs.save` stores these."""
+        replicas, state = self.model.replicas, self.state
+        if replicas is not None:
+            state = replicas.joined([state])
+        if isinstance(self._source, TorchSource):
+            return {"state": state, "groups": self._source}
+        return {"state": state}
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Use arrays of `sharded_state`, into which others have been written."""
         replicas = self.model.replicas
-        self.state = (
-            state["state"] if replicas is None else replicas.local(state["state"], self.model.mesh)
-        )
+        self.state = state["state"]
+        if replicas is not None:
+            self.state = replicas.local(self.state, self.model.mesh)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: of an optimizer of torch in its form. All devices must call it."""
@@ -260,7 +297,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return full_state(self._source, state, self.model.first_names())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a full state, such as that of the optimizer on one device; all devices must give equal ones."""
+        """Load a full state, such as one device has; all devices must give equal ones."""
         init = self._partitioned().init(self.model.params)
         self.state = loaded_state(self._source, init, self.model.first_names(), state_dict)
 

@@ -1,4 +1,4 @@
-"""A model in stages, whose gradient is taken batch by batch by a schedule, and stepped by the caller.
+"""A model in stages: a schedule takes gradients batch by batch, the caller steps.
 
     value = model.run(criterion, batch)      forward and backward of all microbatches
     grads = model.gradients(options)         of all batches since the last call
@@ -34,7 +34,10 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 class StagedModel(BoostedModel):
-    """A boosted model in the layouts of a schedule; its stages run in place. For the arguments see `LoopModel`."""
+    """A boosted model in the layouts of a schedule; its stages run in place.
+
+    For the arguments see `LoopModel`.
+    """
 
     def __init__(
         self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: ShardedOptimizer
@@ -68,7 +71,8 @@ class StagedModel(BoostedModel):
 
     forward = refusing(
         ModuleError,
-        "a model in stages is run by its schedule: booster.execute_pipeline(iter(dataloader), model, criterion, optimizer), "
+        "a model in stages is run by its schedule: booster.execute_pipeline(iter(dataloader), "
+        "model, criterion, optimizer), "
         "in torch.no_grad() to evaluate it.",
     )
     backward = refusing(
@@ -76,7 +80,10 @@ class StagedModel(BoostedModel):
     )
 
     def _make_gradient(self, outputs: bool, backward: bool, weighted: bool) -> GradientFunction:
-        """Return the gradient of the schedule, for any criterion and weight: a loop may pass new ones in every step."""
+        """Return the gradient of the schedule, for any criterion and weight.
+
+        A loop may pass new ones in every step.
+        """
 
         def loss(y: Any, microbatch: Any) -> Any:
             value = loss_of(self._criterion, y, microbatch)
@@ -102,16 +109,19 @@ class StagedModel(BoostedModel):
         outputs: bool,
         weight: Weight | None = None,
     ) -> StepValue:
-        """Run the schedule on a batch, and keep the gradients of `scale` times the loss; without grad mode, forwards only.
+        """Run the schedule on a batch, and keep the gradients of `scale` times the loss.
 
-        The loss is the mean over microbatches, weighted by samples or by `weight`. With `outputs`, the last stage's results of
-        all samples are returned beside the loss.
+        Without grad mode it runs forwards only.
+
+        The loss is the mean over microbatches, weighted by samples or by `weight`. With `outputs`,
+        the last stage's results of all samples are returned beside the loss.
         """
         validate_inside(self.mesh)
         self.slots.validate_params()
         if has_hooks(self):
             raise ModuleError(
-                "hooks of a model in stages must be registered on the module that was boosted, which is run by its "
+                "hooks of a model in stages must be registered on the module that was boosted, "
+                "which is run by its "
                 "schedule; got hooks of the boosted model. Register them on model.module."
             )
         self._followed.follow()
@@ -145,7 +155,9 @@ class StagedModel(BoostedModel):
 
 
 def loss_of(criterion: Criterion | None, output: Any, batch: Any) -> Tensor:
-    """Return the loss of an output: by a criterion of it and the labels of a pair (inputs, labels), or the full batch.
+    """Return the loss of an output, by a criterion of it and the labels.
+
+    The labels are those of a pair (inputs, labels), or the full batch.
 
     Without a criterion the model has returned its loss, as those of transformers do.
     """

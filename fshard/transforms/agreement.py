@@ -1,14 +1,16 @@
-"""Agreement of devices in a step: losses, buffers, used parameters, and that their inputs are equal.
+"""Agreement of devices in a step: losses, buffers, used parameters, and equal inputs.
 
-    on devices    loss x weight, metrics x weight                             ──> tree over slices ──┐
-    on hosts      weight, differences, written, accumulated, used (`StepAgreement`) ─────────────────┴──> psum
+    on devices    loss x weight, metrics x weight        ──> tree over slices ──┐
+    on hosts      weight, differences, written, used ... (`StepAgreement`) ─────┴──> psum
 
-The row of the host waits for no accelerator. A slice of weight 0 adds nothing, even if its loss is not finite. Differences
-are hashes of what must be equal on all devices:
+The row of the host waits for no accelerator. A slice of weight 0 adds nothing, even if its loss is
+not finite. Differences are hashes of what must be equal on all devices:
 
-    shapes of the global batch, order of all-gathers, in reproducible mode the key of random draws      in every step
-    replicated parameters, batches that are given in full: each bit                                     in the first step
-    samples of devices with the same                 in the first step; then up to 64 KiB of each tensor in host memory
+    shapes of the global batch, order of all-gathers           in every step
+    in reproducible mode the key of random draws               in every step
+    replicated parameters, batches that are given in full      in the first step, each bit
+    samples of devices with the same                           in the first step, each bit;
+                                                               then up to 64 KiB of each in host memory
 
 The losses of devices with the same samples are compared too: Note [Losses of the same samples].
 """
@@ -33,26 +35,48 @@ from fshard.source import Site
 from fshard.transforms.batch import Batch
 
 FIX_UNEVEN_GATHERS = (
-    "An all-gather needs all devices. Let each of them call the part with the parameters, and branch inside: "
-    "fs.with_unsharded_params(part, keep=True); or put them into a unit that all devices use: fs.fsdp(axis, unit=...)."
+    "An all-gather needs all devices. Let each of them call the part with the parameters, and "
+    "branch inside: "
+    "fs.with_unsharded_params(part, keep=True); or put them into a unit that all devices use: "
+    "fs.fsdp(axis, unit=...)."
 )
 
 INPUT_ERRORS = {
-    "key": "the random state, from which reproducible=True draws the key of the step, must be the same on all devices. Give "
-    "all processes one seed: torch.manual_seed(0), not that of a rank.",
-    "params": "replicated parameters must be the same on all devices. Make them from one seed on all processes, or load them "
-    "from one file.",
-    "optimizer": "the options of the optimizer's groups must be the same on all devices. Does a scheduler get the loss of this "
-    "device alone? booster.mean(loss) is that of all.",
-    "order": "the sampler of a loader must choose the same samples, in the same order, on all devices, of which each takes its "
-    "part. Let it draw by torch's generators, or by a seed and set_epoch(epoch).",
-    "shapes": "devices were given batches of different shapes. Every process gets the global batch and takes its part: give "
-    "all the same, or each its own by fs.from_local.",
-    "batch": "devices were given different batches, of the same shapes. A plain tensor is the global batch, of which each "
-    'takes its part. If this process has loaded its own part: fs.from_local(x, fs.Layout(mesh, P("data"))).',
-    "samples": "devices along {axes} must have the same samples, since they compute one loss together; got different ones. "
-    "Load them by the coordinate along the batch's axes: seed and shard a loader by these alone.",
-    "gathers": f"devices gathered different units, so one was given another's values. {FIX_UNEVEN_GATHERS}",
+    "key": (
+        "the random state, from which reproducible=True draws the key of the step, must be "
+        "the same on all devices. Give all processes one seed: torch.manual_seed(0), not that "
+        "of a rank."
+    ),
+    "params": (
+        "replicated parameters must be the same on all devices. Make them from one seed on "
+        "all processes, or load them from one file."
+    ),
+    "optimizer": (
+        "the options of the optimizer's groups must be the same on all devices. Does a "
+        "scheduler get the loss of this device alone? booster.mean(loss) is that of all."
+    ),
+    "order": (
+        "the sampler of a loader must choose the same samples, in the same order, on all "
+        "devices, of which each takes its part. Let it draw by torch's generators, or by a "
+        "seed and set_epoch(epoch)."
+    ),
+    "shapes": (
+        "devices were given batches of different shapes. Every process gets the global batch "
+        "and takes its part: give all the same, or each its own by fs.from_local."
+    ),
+    "batch": (
+        "devices were given different batches, of the same shapes. A plain tensor is the "
+        "global batch, of which each takes its part. If this process has loaded its own part: "
+        'fs.from_local(x, fs.Layout(mesh, P("data"))).'
+    ),
+    "samples": (
+        "devices along {axes} must have the same samples, since they compute one loss "
+        "together; got different ones. Load them by the coordinate along the batch's axes: "
+        "seed and shard a loader by these alone."
+    ),
+    "gathers": (
+        f"devices gathered different units, so one was given another's values. {FIX_UNEVEN_GATHERS}"
+    ),
 }
 """The error of each difference. Where several differ, the first is the reason."""
 
@@ -97,17 +121,41 @@ class StepAgreement(NamedTuple):
         )
 
     def reduce(self, group: Group | None, site: Site) -> StepAgreement:
-        """Return the sums over the devices of a group; without values, as if every parameter was used."""
+        """Return the sums over a group; without values, as if every parameter was used."""
         (row,) = reduce_rows((host_row(self.pack(), torch.device("cpu")),), group, site)
         if row.is_meta:
             return self._replace(weight=self.weight or 1.0, used=[1.0] * len(self.used))
         return self.unpack(row.tolist())
 
-    def check_inputs(self, caller: str, axes: Sequence[str]) -> None:
-        """Raise with the first difference; devices along `axes` must have the same samples."""
+    def check(
+        self,
+        caller: str,
+        along: tuple[str, ...],
+        local: tuple[str, ...],
+        *,
+        weight: float,
+        is_trained: bool,
+    ) -> None:
+        """Raise if devices differ in what must be equal, or have used no trained parameter.
+
+        Args:
+            caller: the function that was called.
+            along: axes along which devices have the same samples.
+            local: those of them along which devices compute one loss together.
+            weight: the total of all samples, each counted once.
+            is_trained: True if there is a trained parameter.
+        """
         for name, error in INPUT_ERRORS.items():
             if self.differences.get(name):
-                raise MismatchError(f"{caller}: {error.format(axes=', '.join(axes))}")
+                raise MismatchError(f"{caller}: {error.format(axes=', '.join(along))}")
+        self.check_losses(caller, local, weight)
+        if is_trained and not any(self.used):
+            raise ValueError(
+                "value_and_grad: the loss depends on no parameter that is trained, on any device, "
+                "so "
+                "nothing would be trained. Was it cut off by detach(), item(), no_grad() or "
+                "torch.tensor(...), or are all parameters that it uses frozen?"
+            )
 
     def check_losses(self, caller: str, axes: tuple[str, ...], weight: float) -> None:
         """Raise if the losses of devices along local axes differ by more than rounding.
@@ -122,21 +170,27 @@ class StepAgreement(NamedTuple):
             return
         means = ", ".join(f"{loss / weight:.10g}" for loss in losses[:8])
         raise PromiseError(
-            f"{caller}(local=): the loss must be equal on all devices along {as_written(axes)}, which compute it together "
-            f"from the same samples; got {means}{' ...' if len(losses) > 8 else ''}. Sum what is sharded along them by fs.psum "
+            f"{caller}(local=): the loss must be equal on all devices along {as_written(axes)}, "
+            "which compute it together "
+            f"from the same samples; got {means}{' ...' if len(losses) > 8 else ''}. Sum what is "
+            "sharded along them by fs.psum "
             f"before it is used; if the mean is meant, return fs.pmean(loss, {as_written(axes)})."
         )
 
 
 # Note [Differences of inputs]
-# Device i of n adds c_i h_i, where c = (n - 1, -1, ..., -1) and h_i is a hash of 32 bits of its value. The sum is 0 if all
-# values are equal, since c adds up to 0. If they are not, the hash of device 0's value counts once for each device with
-# another value: whatever the other hashes are, it makes the sum 0 by one of 2^32 values.
-# All sums of any of the c_i h_i are below n 2^32, so float64 adds them exactly in any order while n 2^32 <= 2^53: up to
-# 2^21 devices, 2^20 where two differences are one number. The hash includes the group, so that those of two groups do not
+# Device i of n adds c_i h_i, where c = (n - 1, -1, ..., -1) and h_i is a hash of 32 bits of its
+# value. The sum is 0 if all values are equal, since c adds up to 0. If they are not, the hash of
+# device 0's value counts once for each device with another value: whatever the other hashes are, it
+# makes the sum 0 by one of 2^32 values. All sums of any of the c_i h_i are below n 2^32, so float64
+# adds them exactly in any order while n 2^32 <= 2^53: up to 2^21 devices, 2^20 where two
+# differences are one number. The hash includes the group, so that those of two groups do not
 # cancel.
 def difference(value: object, group: Group | None) -> float:
-    """Return a number whose sum over a group is 0 if all its devices have the same value: Note [Differences of inputs]."""
+    """Return a number whose sum over a group is 0 if all its devices have the same value.
+
+    See Note [Differences of inputs].
+    """
     if not value or group is None or group.size == 1 or not group.world.has_values:
         return 0.0
     number = hash_of((group.base, value))
@@ -149,16 +203,18 @@ def hash_of(value: object) -> int:
 
 
 # Note [Losses of the same samples]
-# Devices along a local axis have the same samples and compute one loss together: each adds the part of its shards by a
-# collective. A forgotten psum leaves each with a loss of its own, and their mean is trained. No type shows it, since every
-# value in a loss function is varying. So the losses are compared by value. Device j of the axis adds its weighted loss to
-# number j of a row, which is summed over all devices with the rest of the agreement: then the numbers must be equal.
-# They may differ by rounding, since a ring may add in another order on each device. Two thirds of a dtype's digits must be
-# equal: 4e-11 in 64 bits, 2e-5 in 32 and 4 % in bfloat16.
-# An accelerator's loss is read in the first step only, since the host waits for it. A weight that is zero at first, as one
-# of LoRA's, hides a forgotten psum there; the next step in host memory, or FSHARD_CHECK=1, finds it.
+# Devices along a local axis have the same samples and compute one loss together: each adds the part
+# of its shards by a collective. A forgotten psum leaves each with a loss of its own, and their mean
+# is trained. No type shows it, since every value in a loss function is varying. So the losses are
+# compared by value. Device j of the axis adds its weighted loss to number j of a row, which is
+# summed over all devices with the rest of the agreement: then the numbers must be equal. They may
+# differ by rounding, since a ring may add in another order on each device. Two thirds of a dtype's
+# digits must be equal: 4e-11 in 64 bits, 2e-5 in 32 and 4 % in bfloat16. An accelerator's loss is
+# read in the first step only, since the host waits for it. A weight that is zero at first, as one
+# of LoRA's, hides a forgotten psum there; the next step in host memory, or FSHARD_CHECK=1, finds
+# it.
 def losses_by_index(slices: Sequence[SliceLoss], group: Group | None) -> list[float]:
-    """Return the row of a device of a group that has the same samples: the losses by index, and the difference allowed.
+    """Return a device's row in a group with the same samples: losses by index, allowed difference.
 
     See Note [Losses of the same samples]. Empty if no other device has the same.
     """
@@ -185,8 +241,9 @@ def input_differences(
 ) -> dict[str, float]:
     """Return the differences of the inputs of the device at an index.
 
-    `key`: of random draws, if all devices draw alike; `params`: those that each has in full. Batches are compared in the
-    first step, for which an accelerator is waited for; under FSHARD_CHECK=1 in each.
+    `key`: of random draws, if all devices draw alike; `params`: those that each has in full.
+    Batches are compared in the first step, for which an accelerator is waited for; under
+    FSHARD_CHECK=1 in each.
     """
     is_full = batch.may_differ and (is_first_step or watching())
     has_copies = batch.may_differ and same_samples is not None and same_samples.size > 1
@@ -214,11 +271,11 @@ def _sample_digests(batch: Batch, device_index: int, *, is_full: bool) -> list[i
     return [digest(x if is_full else x.reshape(-1)[:: 1 + x.nbytes // (1 << 16)]) for x in tensors]
 
 
-# -- sums over slices and devices -----------------------------------------------------------------------------------
+# -- sums over slices and devices ------------------------------------------------------------------
 
 
 class SliceLoss(NamedTuple):
-    """The loss of a slice, or of all together, its weight, and the metrics that are averaged with it."""
+    """The loss of a slice, or of all, its weight, and the metrics that are averaged with it."""
 
     loss: Tensor
     weight: float
@@ -278,7 +335,7 @@ def tree_sum(numbers: Sequence[Number]) -> Number:
 
 
 def reduce_rows(rows: tuple[Tensor, ...], group: Group | None, site: Site) -> tuple[Tensor, ...]:
-    """Sum rows of numbers over devices, all rows in one collective; a single device has the sums already."""
+    """Sum rows of numbers over devices, all in one collective; one device has the sums already."""
     if group is None or group.size == 1:
         return rows
     psum = Bound(Psum(), group, site).run
@@ -290,7 +347,7 @@ def reduce_rows(rows: tuple[Tensor, ...], group: Group | None, site: Site) -> tu
 
 
 def host_row(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Return a row of numbers in the memory of the host; without values, where a device has none."""
+    """Return a row of numbers in host memory; without values, where a device has none."""
     return torch.tensor(
         numbers, dtype=torch.float64, device=device if device.type == "meta" else "cpu"
     )

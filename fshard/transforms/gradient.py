@@ -1,18 +1,20 @@
 """The gradient of a loss, on a sharded batch and parameters in any layout: see `value_and_grad`.
 
-Each device takes the loss of its part of the batch; the loss of the batch is their mean, weighted by samples or by
-`weight`. So a batch of any size has the loss and the gradient that it has on one device, if the loss is a mean over
-samples, or over what `weight` counts. Gradients have the layouts they are given: that is all that ZeRO 0 to 3 differ in.
+Each device takes the loss of its part of the batch; the loss of the batch is their mean, weighted
+by samples or by `weight`. So a batch of any size has the loss and the gradient that it has on one
+device, if the loss is a mean over samples, or over what `weight` counts. Gradients have the layouts
+they are given: that is all that ZeRO 0 to 3 differ in.
 
     parameters    gradients     communication
     P()           P()           psum                    (0)
     P()           flat          psum_scatter            (1, 2)
     flat          flat          psum_scatter            (3; all-gathered at use)
 
-Reproducible mode: the batch is split into slices whose number does not depend on the mesh. Gradients of slices are
-added in one binary tree, within a device and, by the collectives, across devices, in at least 32 bits (16-bit sums
-would be rounded at other points on other meshes); random draws are seeded by the slice; torch computes with one
-thread. Then the bits are the same on any mesh.
+Reproducible mode: the batch is split into slices whose number does not depend on the mesh.
+    Gradients of slices are
+added in one binary tree, within a device and, by the collectives, across devices, in at least 32
+bits (16-bit sums would be rounded at other points on other meshes); random draws are seeded by the
+slice; torch computes with one thread. Then the bits are the same on any mesh.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,13 +42,14 @@ from fshard.mesh.layout import (
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
+from fshard.mesh.spmd.scope import require
 from fshard.optim.leaves import trainable, without_static
 from fshard.randomness import drawn_key
 from fshard.source import Site, call_site
 from fshard.transforms.agreement import FIX_UNEVEN_GATHERS
 from fshard.transforms.array_checks import validate_local, validate_mesh, validate_run
 from fshard.transforms.batch import Batch, BatchPart, shard_batch
-from fshard.transforms.device_step import DeviceResult, DeviceStep, ModelStep
+from fshard.transforms.device_step import DeviceResult, ModelStep
 from fshard.transforms.fsdp.param_runtime import ParamRuntime
 from fshard.transforms.fsdp.plans import (
     Gradients,
@@ -61,19 +64,22 @@ from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import StepOptions, wrong_options
 from fshard.transforms.patterns import chosen, named, parts_of
 from fshard.transforms.reproducible.rerun import RecordedInputs
+from fshard.transforms.slices import DeviceSlices
 from fshard.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from fshard.transforms.differentiable_gradient import DifferentiableStep
+    from fshard.transforms.stages.plan import Pipeline
 
 
 def unstaged(
     loss_fn: Callable[..., Any], *, mesh: Mesh, batch: PyTree, backward: bool = True, **options: Any
-) -> Gradient:
-    """Return the gradient of a loss function of the full model; for its options see `value_and_grad`."""
+) -> GradientFunction:
+    """Return the gradient of a loss of the full model; for options see `value_and_grad`."""
     if errors := wrong_options(options):
         raise ValueError(f"value_and_grad: {'; '.join(errors)}.")
-    return Gradient(StepOptions.of(loss_fn, options, backward=backward), mesh, batch)
+    step_options = StepOptions.of(loss_fn, options, backward=backward)
+    return GradientFunction(step_options, mesh, batch, ModelProgram())
 
 
 CACHED_PLANS = 64
@@ -81,9 +87,10 @@ CACHED_PLANS = 64
 
 
 class StepValue(NamedTuple):
-    """The result of a gradient function: the loss, its weight, and the metrics of the loss function.
+    """The result of a gradient function: the loss with its weight, buffers and metrics.
 
-    `samples`: of the batch; None if its tensors disagree on their number. In an unsharded batch all tensors count.
+    `samples`: of the batch; None if its tensors disagree on their number. In an unsharded batch all
+    tensors count.
     """
 
     loss: Tensor
@@ -93,11 +100,15 @@ class StepValue(NamedTuple):
     aux: PyTree
 
 
-class StepInputs(NamedTuple):
-    """The inputs of a step on all devices of the caller.
+class ParamTree(NamedTuple):
+    """The parameters that a step is given: a tree, in which tied ones occur several times.
 
-    `restore` puts static leaves back; `indices` are those of leaves without ties, `numbers` the number of each leaf among
-    these; `key`: of random draws.
+    Args:
+        leaves: of the tree.
+        structure: of the tree.
+        restore: puts static leaves back.
+        indices: those of the leaves without repeated ones.
+        numbers: of each leaf, its number among these.
     """
 
     leaves: Sequence[Sharded]
@@ -105,31 +116,124 @@ class StepInputs(NamedTuple):
     restore: Callable[[PyTree], PyTree]
     indices: Sequence[int]
     numbers: Sequence[int]
+
+    @staticmethod
+    def of(params: PyTree) -> ParamTree:
+        """Return the leaves of a tree of parameters."""
+        params, restore = without_static(params)
+        leaves, structure = flatten(params)
+        return ParamTree(leaves, structure, restore, *numbered(leaves))
+
+    def shards(self, device_index: int) -> list[Tensor]:
+        """Return the shards of a local device, each parameter once."""
+        return [self.leaves[index].shards[device_index] for index in self.indices]
+
+    def with_leaves(self, params: Sequence[Any]) -> PyTree:
+        """Return the tree with other values of its parameters, each given once."""
+        return unflatten(self.structure, [params[number] for number in self.numbers])
+
+    def with_params(self, params: Sequence[Tensor]) -> PyTree:
+        """Return the tree that the caller gave, static leaves included, with other values."""
+        return self.restore(self.with_leaves(params))
+
+    def gradients(self, plans: Sequence[ParamPlan], by_device: Sequence[Gradients]) -> PyTree:
+        """Return gradients as the tree of parameters, from the local shards of each device."""
+        grads = [
+            None if shards[0] is None else Sharded(plan.shape, plan.gradient, tuple(shards))
+            for plan, *shards in zip(plans, *by_device, strict=True)
+        ]
+        return self.with_leaves(grads)
+
+
+class StepInputs(NamedTuple):
+    """The inputs of a step on all devices of the caller; `key` is that of random draws."""
+
+    params: ParamTree
     batch: Batch
     buffers: Buffers
     key: int
     scale: float
     site: Site
 
-    def shards(self, device_index: int) -> list[Tensor]:
-        """Return the shards of a local device, each parameter once."""
-        return [self.leaves[index].shards[device_index] for index in self.indices]
+    def slices(self, options: StepOptions, device_index: int) -> DeviceSlices:
+        """Return the slices of the local device at an index, which calls this."""
+        scope = require(options.caller)
+        return DeviceSlices(options, scope, self.batch, device_index, self.key, self.site)
 
-    def tree(self, params: Sequence[Tensor]) -> PyTree:
-        """Return parameters, each once, as the tree that the caller gave."""
-        return self.restore(unflatten(self.structure, [params[number] for number in self.numbers]))
+
+class RunnableStep(Protocol):
+    """One device's step."""
+
+    def run(self) -> DeviceResult: ...
+
+
+class StepProgram(Protocol):
+    """The program of a step: a full model, or stages that run by a schedule.
+
+    `pipeline`: the stages and how they run; None: the full model.
+    """
+
+    @property
+    def pipeline(self) -> Pipeline | None: ...
+
+    def validate_params(
+        self, options: StepOptions, params: PyTree, tree: ParamTree, mesh: Mesh
+    ) -> None:
+        """Raise unless these are the parameters of the program, on the mesh."""
+        ...
+
+    def buffers(self, options: StepOptions, buffers: PyTree, mesh: Mesh) -> Buffers:
+        """Return the given buffers on the mesh."""
+        ...
+
+    def plan(
+        self,
+        options: StepOptions,
+        tree: ParamTree,
+        params: Sequence[tuple[str, Sharded, bool]],
+        mesh: Mesh,
+        axes: tuple[str, ...],
+    ) -> Any:
+        """Return plans of `params`: for each leaf a path, a parameter, and whether it is frozen."""
+        ...
+
+    def device_step(
+        self, options: StepOptions, plans: Any, inputs: StepInputs, index: int
+    ) -> RunnableStep:
+        """Return the step of a device, the local one at `index`, which calls this."""
+        ...
+
+    def differentiable(
+        self, options: StepOptions, mesh: Mesh, specs: PyTree, params: PyTree, batch: PyTree
+    ) -> DifferentiableStep:
+        """Return the loss and its gradient as functions that can be differentiated."""
+        ...
+
+    def handle_error(
+        self, caller: str, mesh: Mesh, plans: Any, steps: Mapping[int, Any], error: BaseException
+    ) -> bool:
+        """Add to an error of the devices' steps; return True if they may run again.
+
+        Then this has changed the plans, so that it returns True once.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class GradientFunction:
     """A function of (params, batch) that returns the loss and its gradient, and caches its plans.
 
-    `run` is one algorithm for a full model and for one in stages; they differ in plans and in what each device does.
+    Args:
+        options: of the step.
+        mesh: the devices.
+        specs: the specs of the batch.
+        program: what runs on each device.
     """
 
     options: StepOptions
     mesh: Mesh
     specs: PyTree
+    program: StepProgram
     plans: list[tuple[object, Any]] = field(
         init=False, default_factory=list[Any], compare=False, repr=False
     )
@@ -140,8 +244,9 @@ class GradientFunction:
     ) -> tuple[Any, PyTree]:
         """Return the loss, or loss and metrics, and the gradient of `scale` times the loss.
 
-        The engine differentiates detached shards, of which torch.func and autograd see nothing: within a transform a
-        differentiable program takes its place, and where inputs require grad, their backward runs that program.
+        The engine differentiates detached shards, of which torch.func and autograd see nothing:
+        within a transform a differentiable program takes its place, and where inputs require grad,
+        their backward runs that program.
         """
         options = self.options
         if transformed():
@@ -149,9 +254,9 @@ class GradientFunction:
         recorded_inputs = RecordedInputs.of(params, *inputs)
         buffers, batch = inputs if options.has_buffers else ((), *inputs)
         validate_run(self.mesh, options.caller, params=params, buffers=buffers, batch=batch)
-        value, grads = self.run(
-            params, buffers, batch, call_site(), 1.0 if scale is None else float(scale)
-        )
+        factor = 1.0 if scale is None else float(scale)
+        value, grads = self.run(params, buffers, batch, call_site(), factor)
+
         loss = value.loss
         if recorded_inputs is not None:
 
@@ -159,274 +264,256 @@ class GradientFunction:
                 return self.differentiable(params, *inputs).loss_and_gradient(scale)
 
             loss, grads = recorded_inputs.attach(program, (loss, grads))
-        extras = (value.buffers,) * options.has_buffers + (value.aux,) * options.has_aux
-        return ((loss, *extras) if extras else loss), grads
+        results = [loss]
+        if options.has_buffers:
+            results.append(value.buffers)
+        if options.has_aux:
+            results.append(value.aux)
+        return (loss if len(results) == 1 else tuple(results)), grads
+
+    def differentiable(self, params: PyTree, *inputs: PyTree) -> DifferentiableStep:
+        """Return the loss and its gradient as functions that can be differentiated."""
+        batch = inputs[-1]  # with buffers it raises
+        mesh = resolve_mesh(self.mesh)
+        return self.program.differentiable(self.options, mesh, self.specs, params, batch)
 
     def run(
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
     ) -> tuple[StepValue, PyTree]:
-        """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it in their layouts."""
-        if self.options.backward and torch.is_inference_mode_enabled():
-            raise ValueError(
-                f"{self.options.caller} under torch.inference_mode(): nothing is recorded there, so there is no gradient. "
-                "Call it outside, or in torch.inference_mode(False)."
-            )
-        options, mesh = self.options, resolve_mesh(self.mesh)
-        params, restore = without_static(params)
-        leaves, structure = flatten(params)
-        self._validate_argument_order(leaves, batch)
-        self.check_params(params, leaves, structure, mesh)
-        sharded_batch = shard_batch(batch, self.specs, mesh)
-        sharded_batch.check(options.turns(prod(mesh.shape[axis] for axis in sharded_batch.axes)))
-        indices, numbers = numbered(leaves)  # a tied leaf is one, however often it occurs
-        plans = self.plans_of(structure, leaves, numbers, mesh, sharded_batch.axes)  # (1)
-        before = self.buffers_on(mesh, buffers) if options.has_buffers else no_buffers(mesh)
-        key = drawn_key()  # the same on every process
-        inputs = StepInputs(
-            leaves, structure, restore, indices, numbers, sharded_batch, before, key, scale, site
-        )
-        claim(leaves, "parameters")
-        claim(buffers, "buffers")
-        try:
-            results = self._on_devices(plans, inputs, mesh)
-        except RuntimeError as error:
-            if not self.runs_again(plans, error):
-                raise
-            results = self._on_devices(plans, inputs, mesh)
-        plans.order = results[0].order
-        grads = gradient_tree(
-            plans.leaves, [result.gradients for result in results], structure, numbers
-        )
-        after, aux = before.after([result.buffers for result in results]), ()
-        if options.has_aux:
-            aux = global_metrics([result.aux for result in results], sharded_batch, options.aux)
-        return StepValue(
-            results[0].loss, results[0].weight, sharded_batch.samples, after, aux
-        ), grads
+        """Run forward and backward on all devices; return the loss, and gradients in their layouts.
 
-    def _on_devices(self, plans: Any, inputs: StepInputs, mesh: Mesh) -> list[DeviceResult]:
-        """Run the step of each local device."""
-        options, devices, steps = self.options, local_devices(mesh), dict[int, Any]()
+        The gradients are those of `scale` times the loss.
+        """
+        options, program = self.options, self.program
+        mesh = resolve_mesh(self.mesh)
+        plans, inputs = self._prepare(mesh, params, buffers, batch, site, scale)
+        claim(inputs.params.leaves, "parameters")
+        claim(buffers, "buffers")
+        devices = local_devices(mesh)
+        steps = dict[int, RunnableStep]()
 
         def on_device(device: int) -> DeviceResult:
             index = devices.index(device) if len(devices) > 1 else 0
-            step = steps[device] = self.device_step(plans, inputs, index, device)  # (2)
+            step = steps[device] = program.device_step(options, plans, inputs, index)  # (2)
             return step.run()
 
-        try:
-            with (
-                deterministic(options.reproducible, mesh.device_type),
-                purpose("activations", inputs.site),
-            ):
-                return run_on_devices(mesh, on_device, mapped=mesh.axis_names)
-        except BaseException as error:
-            self.failed(mesh, steps, error)
-            raise
+        while True:
+            try:
+                with (
+                    deterministic(options.reproducible, mesh.device_type),
+                    purpose("activations", site),
+                ):
+                    results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
+                break
+            except BaseException as error:
+                # Once: it returns True if it has changed the plans.
+                if not program.handle_error(options.caller, mesh, plans, steps, error):
+                    raise
 
-    def runs_again(self, plans: Any, error: RuntimeError) -> bool:
-        """Return True if the step that raised may succeed with plans that this changes."""
-        return False
+        plans.order = results[0].order
+        grads = inputs.params.gradients(plans.leaves, [result.gradients for result in results])
+        buffers = inputs.buffers.after([result.buffers for result in results])
+        aux = ()
+        if options.has_aux:
+            aux = global_metrics([result.aux for result in results], inputs.batch, options.aux)
+        loss, weight = results[0].loss, results[0].weight
+        return StepValue(loss, weight, inputs.batch.samples, buffers, aux), grads
 
-    def differentiable(self, params: PyTree, *inputs: PyTree) -> DifferentiableStep:
-        """Return the loss and its gradient as functions that can be differentiated."""
-        caller = self.options.caller
-        raise TypeError(
-            f"{caller} of stages must not be differentiated, within a torch.func transform or by autograd. Differentiate "
-            f"fs.{caller} of the loss of the full model, without schedule=."
-        )
-
-    def plans_of(
+    def _prepare(
         self,
-        structure: Structure,
-        leaves: Sequence[Sharded],
-        numbers: Sequence[int],
         mesh: Mesh,
-        axes: tuple[str, ...],
-    ) -> Any:
-        """Return the cached plans for parameters of this structure, these ties, shapes, dtypes and layouts.
+        params: PyTree,
+        buffers: PyTree,
+        batch: PyTree,
+        site: Site,
+        scale: float,
+    ) -> tuple[Any, StepInputs]:
+        """Return the plans of a step and its inputs: shard the batch, and draw a random key."""
+        options = self.options
+        if options.backward and torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{options.caller} under torch.inference_mode(): nothing is recorded there, so "
+                "there is no gradient. "
+                "Call it outside, or in torch.inference_mode(False)."
+            )
+        tree = ParamTree.of(params)
+        self._validate_argument_order(tree.leaves, batch)
+        self.program.validate_params(options, params, tree, mesh)
+        sharded_batch = shard_batch(batch, self.specs, mesh)
+        sharded_batch.check(options.turns(prod(mesh.shape[axis] for axis in sharded_batch.axes)))
+        plans = self.plans_of(tree, mesh, sharded_batch.axes)  # (1)
+        buffers_before = no_buffers(mesh)
+        if options.has_buffers:
+            buffers_before = self.program.buffers(options, buffers, mesh)
+        key = drawn_key()  # the same on every process
+        return plans, StepInputs(tree, sharded_batch, buffers_before, key, scale, site)
 
-        The key is compared, which is faster than hashing it for a few entries.
+    def plans_of(self, tree: ParamTree, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+        """Return the cached plans for this structure, these ties, shapes, dtypes and layouts.
+
+        `axes` are those that shard the batch. The key is compared, which is faster than hashing it
+        for a few entries.
         """
+        leaves, numbers = tree.leaves, tree.numbers
         key = (
-            structure,
+            tree.structure,
             numbers,
             axes,
             [x.shape for x in leaves],
             [x.dtype for x in leaves],
             [x.layout for x in leaves],
         )
-        plans = next((plans for cached, plans in self.plans if cached == key), None)
-        if plans is None:
-            paths = [*paths_of(structure)]
-            frozen = chosen(self.options.frozen, paths, "frozen")
-            validate_ties_frozen(paths, numbers, frozen)
-            self._validate_dtypes(paths, leaves)
-            validate_local(self.options, paths, leaves, axes)
-            plans = self.plan(
-                structure, [*zip(paths, leaves, frozen, strict=True)], numbers, mesh, axes
-            )
-            self.plans[:] = [(key, plans), *self.plans[: CACHED_PLANS - 1]]
+        for cached_key, plans in self.plans:
+            if cached_key == key:
+                return plans
+        paths = [*paths_of(tree.structure)]
+        frozen = chosen(self.options.frozen, paths, "frozen")
+        validate_ties_frozen(paths, numbers, frozen)
+        self._validate_dtypes(paths, leaves)
+        validate_local(self.options, paths, leaves, axes)
+        params = [*zip(paths, leaves, frozen, strict=True)]
+        plans = self.program.plan(self.options, tree, params, mesh, axes)
+        self.plans[:] = [(key, plans), *self.plans[: CACHED_PLANS - 1]]
         return plans
 
     def _validate_argument_order(self, leaves: Sequence[Any], batch: PyTree) -> None:
         """Raise if the parameters were given as the batch, and the batch as the parameters."""
+        caller = self.options.caller
         if batch is None and isinstance(self.specs, P) and self.specs.axes:
             raise TypeError(
-                f"{self.options.caller}: the batch must be a tree of tensors, sharded by {self.specs}; got None."
+                f"{caller}: the batch must be a tree of tensors, sharded by {self.specs}; got None."
             )
         if any(isinstance(x, Sharded) for x in leaves) or isinstance(batch, Tensor | BatchPart):
             return
         if any(isinstance(x, Sharded) for x in flatten(batch)[0]):
             raise ValueError(
-                f"{self.options.caller}: params must be sharded parameters; got plain tensors, and sharded ones as the batch. "
+                f"{caller}: params must be sharded parameters; got plain tensors, and sharded ones "
+                "as the batch. "
                 "Swap the two: the order is (params, batch), in a step (params, state, batch)."
             )
 
     def _validate_dtypes(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
         """Raise if there is nothing to differentiate by."""
-        if (
-            self.options.backward
-            and leaves
-            and not any(x.dtype.is_floating_point or x.dtype.is_complex for x in leaves)
-        ):
-            dtypes = ", ".join(
-                f"{named(parts_of(path)) or 'the parameter'} is {str(x.dtype).removeprefix('torch.')}"
-                for path, x in zip(paths, leaves, strict=True)
-            )
-            raise TypeError(
-                f"{self.options.caller}: parameters must be floating-point or complex to have gradients; {dtypes}. "
-                "Shard x.float() of them."
-            )
+        if not self.options.backward or not leaves:
+            return
+        if any(x.dtype.is_floating_point or x.dtype.is_complex for x in leaves):
+            return
+        dtypes = list[str]()
+        for path, x in zip(paths, leaves, strict=True):
+            name = named(parts_of(path)) or "the parameter"
+            dtypes.append(f"{name} is {str(x.dtype).removeprefix('torch.')}")
+        raise TypeError(
+            f"{self.options.caller}: parameters must be floating-point or complex to have "
+            f"gradients; {', '.join(dtypes)}. "
+            "Shard x.float() of them."
+        )
 
-    def check_params(
-        self, params: PyTree, leaves: Sequence[Any], structure: Structure, mesh: Mesh
+
+# -- the full model --------------------------------------------------------------------------------
+
+
+class ModelProgram:
+    """A loss function of the full model: each device runs it on its slices of the batch."""
+
+    pipeline = None
+
+    def validate_params(
+        self, options: StepOptions, params: PyTree, tree: ParamTree, mesh: Mesh
     ) -> None:
         """Raise unless the parameters are on the mesh."""
-        validate_mesh(leaves, structure, mesh)
+        validate_mesh(tree.leaves, tree.structure, mesh)
 
-    def buffers_on(self, mesh: Mesh, buffers: PyTree) -> Buffers:
+    def buffers(self, options: StepOptions, buffers: PyTree, mesh: Mesh) -> Buffers:
         """Return the given buffers on the mesh."""
         return Buffers(buffers, mesh)
 
     def plan(
         self,
-        structure: Structure,
+        options: StepOptions,
+        tree: ParamTree,
         params: Sequence[tuple[str, Sharded, bool]],
-        numbers: Sequence[int],
-        mesh: Mesh,
-        axes: tuple[str, ...],
-    ) -> Any:
-        """Return the plans of parameters: for each leaf its path, its parameter, and whether it is frozen."""
-        raise NotImplementedError
-
-    def device_step(self, plans: Any, inputs: StepInputs, index: int, device: int) -> DeviceStep:
-        """Return the step of a device, the local one at `index`."""
-        raise NotImplementedError
-
-    def failed(self, mesh: Mesh, steps: Mapping[int, Any], error: BaseException) -> None:
-        """Handle an error in the steps of the devices, which is raised then."""
-        raise NotImplementedError
-
-
-def gradient_tree(
-    leaves: Sequence[ParamPlan],
-    by_device: Sequence[Gradients],
-    structure: Structure,
-    numbers: Sequence[int],
-) -> PyTree:
-    """Return gradients as the tree of parameters, from the local shards of each device."""
-    grads = [
-        None if shards[0] is None else Sharded(leaf.shape, leaf.gradient, tuple(shards))
-        for leaf, *shards in zip(leaves, *by_device, strict=True)
-    ]
-    return unflatten(structure, [grads[number] for number in numbers])
-
-
-class Gradient(GradientFunction):
-    """The gradient of a loss function of the full model."""
-
-    def differentiable(self, params: PyTree, *inputs: PyTree) -> DifferentiableStep:
-        """Return the loss and its gradient as functions that can be differentiated."""
-        from fshard.transforms.differentiable_gradient import differentiable_step  # rare
-
-        batch = inputs[-1]  # with buffers it raises
-        return differentiable_step(self.options, resolve_mesh(self.mesh), self.specs, params, batch)
-
-    def plan(
-        self,
-        structure: Structure,
-        params: Sequence[tuple[str, Sharded, bool]],
-        numbers: Sequence[int],
         mesh: Mesh,
         axes: tuple[str, ...],
     ) -> ParamPlans:
-        """Return the plans of parameters, each once."""
+        """Return the plans of parameters, each once: a tied one by its first path."""
         plans: dict[int, ParamPlan] = {}
-        for (path, x, is_frozen), number in zip(params, numbers, strict=True):
-            trained = self.options.backward and trainable(x) and not is_frozen
-            gradients, used = (
-                self.options.gradients if trained else None,
-                self.options.used(x.layout),
-            )
-            plans.setdefault(number, plan_param(path, x, gradients, used))
-        return ParamPlans(
-            tuple(plans[number] for number in sorted(plans)), mesh, axes, self.options.reproducible
-        )
+        for (path, x, is_frozen), number in zip(params, tree.numbers, strict=True):
+            if number in plans:
+                continue
+            is_trained = options.backward and trainable(x) and not is_frozen
+            gradients = options.gradients if is_trained else None
+            plans[number] = plan_param(path, x, gradients, options.used(x.layout))
+        leaves = tuple([plans[number] for number in sorted(plans)])
+        return ParamPlans(leaves, mesh, axes, options.reproducible)
 
     def device_step(
-        self, plans: ParamPlans, inputs: StepInputs, index: int, device: int
+        self, options: StepOptions, plans: ParamPlans, inputs: StepInputs, index: int
     ) -> ModelStep:
         """Return the step of a device, the local one at `index`."""
-        options, (*_, batch, buffers, key, scale, site) = self.options, inputs
-        runtime = ParamRuntime(plans, inputs.shards(index), device, options, site)
+        device = inputs.batch.devices[index]
+        params = inputs.params
+        runtime = ParamRuntime(plans, params.shards(index), device, options, inputs.site)
         return ModelStep(
-            options,
+            inputs.slices(options, index),
             runtime,
-            lambda: inputs.tree(runtime.lazy_params),
-            buffers,
-            batch,
-            index,
-            key,
-            scale,
+            lambda: params.with_params(runtime.lazy_params),
+            inputs.buffers,
+            inputs.scale,
         )
 
-    # Note [torch.func refuses saved-tensor hooks]
-    # Under ZeRO-3 such hooks let unsharded parameters be freed until the backward. torch.func's grad, vjp, jacrev and
-    # hessian raise under any, and which loss functions call one is not known before. So the first step that does
-    # runs again, from its inputs and with its draws, and it and all later ones go without the hooks: what autograd saves
-    # stays unsharded until the backward, as with reshard_after_forward=False.
-    def runs_again(self, plans: ParamPlans, error: RuntimeError) -> bool:
-        """Return True if the loss function calls torch.func, which needs a step without saved-tensor hooks."""
-        if plans.keeps_saved or "support saved tensor hooks" not in str(error):
+    def differentiable(
+        self, options: StepOptions, mesh: Mesh, specs: PyTree, params: PyTree, batch: PyTree
+    ) -> DifferentiableStep:
+        """Return the loss and its gradient as functions that can be differentiated."""
+        from fshard.transforms.differentiable_gradient import differentiable_step  # rare
+
+        return differentiable_step(options, mesh, specs, params, batch)
+
+    def handle_error(
+        self,
+        caller: str,
+        mesh: Mesh,
+        plans: ParamPlans,
+        steps: Mapping[int, ModelStep],
+        error: BaseException,
+    ) -> bool:
+        """Name the units in which devices differ; let steps run again without saved-tensor hooks."""
+        if isinstance(error, MismatchError | DeadlockError | CollectiveTimeoutError):
+            runtimes = {device: step.runtime for device, step in steps.items()}
+            gathers = describe_gathers(mesh, runtimes)
+            if gathers:
+                error.add_note(f"{caller}: {gathers}")
+        has_refused = isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error)
+        if plans.keeps_saved or not has_refused:
             return False
-        plans.keeps_saved = True
+        plans.keeps_saved = True  # Note [torch.func refuses saved-tensor hooks]
         return True
 
-    def failed(self, mesh: Mesh, steps: Mapping[int, ModelStep], error: BaseException) -> None:
-        """Name the units in which devices differ."""
-        runtimes = {device: step.runtime for device, step in steps.items()}
-        is_of_devices = isinstance(error, MismatchError | DeadlockError | CollectiveTimeoutError)
-        if is_of_devices and (gathers := describe_gathers(mesh, runtimes)):
-            error.add_note(f"{self.options.caller}: {gathers}")
+
+# Note [torch.func refuses saved-tensor hooks]
+# Under ZeRO-3 such hooks let unsharded parameters be freed until the backward. torch.func's grad,
+# vjp, jacrev and hessian raise under any, and which loss functions call one is not known before. So
+# the first step that does runs again, from its inputs and with its draws, and it and all later ones
+# go without the hooks: what autograd saves stays unsharded until the backward, as with
+# reshard_after_forward=False.
 
 
 def describe_gathers(mesh: Mesh, runtimes: Mapping[int, ParamRuntime]) -> str:
-    """Return the units that each device has all-gathered, and the fix; empty if several devices have gathered the same."""
-    if (
-        len(runtimes) > 1
-        and len({*(tuple(runtime.sequence) for runtime in runtimes.values())}) == 1
-    ):
+    """Return the units that each device has all-gathered, and the fix.
+
+    It is empty if several devices have gathered the same.
+    """
+    sequences = {tuple(runtime.sequence) for runtime in runtimes.values()}
+    if len(runtimes) > 1 and len(sequences) == 1:
         return ""
     devices = list[str]()
     for device, runtime in runtimes.items():
-        coordinates = ", ".join(
-            f"{axis}={index}" for axis, index in mesh.coordinates(device).items()
-        )
-        units = ", then ".join(runtime.describe_units()[number] for number in runtime.sequence)
-        devices.append(f"({coordinates}) has gathered {units or 'nothing'}")
-    fix = (
-        FIX_UNEVEN_GATHERS
-        if len(runtimes) > 1
-        else f"If another process has gathered others: {FIX_UNEVEN_GATHERS}"
-    )
+        coordinates = mesh.coordinates(device)
+        name = ", ".join([f"{axis}={index}" for axis, index in coordinates.items()])
+        descriptions = runtime.describe_units()
+        units = ", then ".join([descriptions[number] for number in runtime.sequence])
+        devices.append(f"({name}) has gathered {units or 'nothing'}")
+    fix = FIX_UNEVEN_GATHERS
+    if len(runtimes) < 2:
+        fix = f"If another process has gathered others: {FIX_UNEVEN_GATHERS}"
     return f"{'; '.join(devices)}. {fix}"

@@ -226,7 +226,7 @@ def train_step(
     wrapped.mesh, wrapped.state_memory, wrapped.update_on = mesh, opt.state_memory, opt.update_on
     wrapped.changed, wrapped.stages = (
         changed,
-        getattr(gradient, "program", None),
+        gradient.program.pipeline,
     )  # for fs.plan.cost
     return wrapped
 

@@ -405,3 +405,16 @@ def test_evaluation_of_other_layers_on_one_device_raises_in_the_next_step(orders
 def test_hooks_around_the_step_of_a_boosted_optimizer_raise(name):
     with pytest.raises(OptimizerError, match="Call the function before or after optimizer.step"):
         on_devices(lambda loop: getattr(loop.opt, name)(lambda *_: None), fs.DDPPlugin(), 2, model)
+
+
+def test_gradients_are_read_by_a_method_that_communicates():
+    def body(loop):
+        loop.backward(loop.model(X).sum())
+        with pytest.raises(AttributeError, match="reduce_gradients"):
+            _ = loop.opt.grads
+        grads = loop.opt.reduce_gradients()
+        assert loop.opt.reduce_gradients() is grads
+        return {name: fs.unshard(g).shape for name, g in grads.items()}
+
+    (shapes, _) = on_devices(body, fs.ZeroPlugin(stage=2), 2, model)
+    assert shapes["0.weight"] == (4, 3)

@@ -421,7 +421,9 @@ def change_gradient(monkeypatch, change):
 
     def mistaken(*args, **options):
         right = gradient_of(*args, **options)
-        return SimpleNamespace(options=right.options, run=partial(run, right))
+        return SimpleNamespace(
+            options=right.options, program=right.program, run=partial(run, right)
+        )
 
     monkeypatch.setattr(step_module, "gradient_of", mistaken)
 

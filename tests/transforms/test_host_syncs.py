@@ -165,7 +165,7 @@ WAITS = {
     "weights on the device": (
         fs.optim.adamw(0.1),
         {"weight": lambda part: (part["y"] > 0).sum(), "accumulate": 2},
-        ["tolist in counts_of"],
+        ["tolist in _counts"],
     ),
 }
 

@@ -36,20 +36,22 @@ from fshard.source import Site
 class StageWork(Protocol):
     """The functions behind the actions of one device's stages in one step.
 
-    `begin` returns the input of the first stage, `call` runs a stage; `end` computes the loss from the last stage's
-    result, and `start` returns its gradient. Gradients of weights are read at `edges` and passed to `add`, unless
-    `may_accumulate` states that autograd may add to their `.grad` in place. `outcome` is broadcast to all devices at the end.
+    `evaluate_loss` computes the loss from the last stage's output, None if there is no loss function. Gradients of weights
+    are read at `edges` and passed to `add_gradients`, unless `may_accumulate` states that autograd may add to their `.grad`
+    in place. `outcome` is broadcast to all devices at the end.
     """
 
-    def begin(self, microbatch: int) -> PyTree: ...
-    def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree: ...
-    def end(self, microbatch: int, y: PyTree) -> Tensor | None: ...
-    def start(self, microbatch: int) -> Tensor: ...
+    def first_input(self, microbatch: int) -> PyTree: ...
+    def run_stage(
+        self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]
+    ) -> PyTree: ...
+    def evaluate_loss(self, microbatch: int, y: PyTree) -> Tensor | None: ...
+    def cotangent(self, microbatch: int) -> Tensor: ...
     def edges(self, stage: int) -> list[GradientEdge]: ...
     def may_accumulate(self, stage: int, microbatch: int) -> bool: ...
-    def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None: ...
-    def gather(self, stage: int) -> None: ...
-    def free(self, stage: int) -> None: ...
+    def add_gradients(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None: ...
+    def unshard(self, stage: int) -> None: ...
+    def reshard(self, stage: int) -> None: ...
     def reduce(self, stage: int) -> None: ...
     def outcome(self) -> PyTree: ...
 
@@ -107,8 +109,8 @@ class StageDevice:
             Kind.W: self._backward_weight,
         }
         units = {
-            Kind.UNSHARD: self.work.gather,
-            Kind.RESHARD: self.work.free,
+            Kind.UNSHARD: self.work.unshard,
+            Kind.RESHARD: self.work.reshard,
             Kind.REDUCE: self.work.reduce,
         }
         for routed in self.route.actions[self.index]:  # (3)
@@ -133,7 +135,7 @@ class StageDevice:
             StageValue(*self._receive(message, source)) for message, source in routed.inputs
         ]  # (4)
         if stage == 0:
-            values.append(first_value(self.work.begin(microbatch)))
+            values.append(first_value(self.work.first_input(microbatch)))
         saved = SavedActivations() if (stage, microbatch) in self.route.split else None
         with torch.set_grad_enabled(self.backward):
             inputs = [value.as_input() for value in values]
@@ -141,7 +143,7 @@ class StageDevice:
             named = zip(routed.inputs[1:], inputs[1:], strict=True)
             skips = {message.wire.name or "": tree for (message, _), (tree, _) in named}
             with nullcontext() if saved is None else saved.recording():
-                y = self.work.call(stage, microbatch, inputs[0][0], skips)  # (5)
+                y = self.work.run_stage(stage, microbatch, inputs[0][0], skips)  # (5)
             outputs = [
                 as_output(tree) for tree in self._stage_outputs(routed, stage, microbatch, y)
             ]
@@ -178,7 +180,7 @@ class StageDevice:
                 y if (name := message.wire.name) is None else skips[name]
                 for message, _ in routed.outputs
             ]
-        loss = self.work.end(microbatch, y)
+        loss = self.work.evaluate_loss(microbatch, y)
         return [] if loss is None else [loss]
 
     def _backward(self, routed: RoutedAction, stage: int, microbatch: int) -> None:
@@ -187,7 +189,7 @@ class StageDevice:
         if routed.inputs:
             gs = [g for message, source in routed.inputs for g in self._receive(message, source)[0]]
         else:
-            gs = [self.work.start(microbatch) for _ in record.outputs]
+            gs = [self.work.cotangent(microbatch) for _ in record.outputs]
         ends = (
             record.outputs,
             gs,
@@ -207,14 +209,14 @@ class StageDevice:
         for (message, to), edges in zip(routed.outputs, record.inputs, strict=False):
             self._send(message, to, ([*islice(remaining, len(edges))],))
         if gws is not None:
-            self.work.add(stage, microbatch, gws)  # (8)
+            self.work.add_gradients(stage, microbatch, gws)  # (8)
 
     def _backward_weight(self, _: RoutedAction, stage: int, microbatch: int) -> None:
         self.work.edges(stage)  # unsharded, if the stage has units
         self.work.may_accumulate(stage, microbatch)
         gws = self.weight_backwards.pop((stage, microbatch))()
         if gws is not None:
-            self.work.add(stage, microbatch, gws)
+            self.work.add_gradients(stage, microbatch, gws)
 
     # -- messages -----------------------------------------------------------------------------------------------
 

@@ -208,13 +208,13 @@ class FunctionWork:
         default_factory=dict[int, Any]
     )  # loss and metrics of each microbatch, or y
 
-    def begin(self, microbatch: int) -> PyTree:
+    def first_input(self, microbatch: int) -> PyTree:
         return self.microbatches[microbatch]
 
-    def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
+    def run_stage(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         return stage_for(self.stages[stage], microbatch)(self.params[stage].tree, x, **skips)
 
-    def end(self, microbatch: int, y: PyTree) -> Tensor | None:
+    def evaluate_loss(self, microbatch: int, y: PyTree) -> Tensor | None:
         """Return the loss, and keep it with the metrics; without a loss function, keep y."""
         if self.loss_fn is None:
             self.results[microbatch] = map_tensors(Tensor.detach, y)
@@ -233,7 +233,7 @@ class FunctionWork:
         self.results[microbatch] = map_tensors(Tensor.detach, (loss, metrics))
         return loss
 
-    def start(self, microbatch: int) -> Tensor:
+    def cotangent(self, microbatch: int) -> Tensor:
         """Return the gradient of a microbatch's loss: its share of the mean, unless sums are weighted."""
         share = 1.0 if self.reproducible else self.weights[microbatch] / sum(self.weights)
         return torch.full_like(self.results[microbatch][0], share)
@@ -248,15 +248,15 @@ class FunctionWork:
             return False
         return total.let_accumulate(self.params[stage].trained)
 
-    def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
+    def add_gradients(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
         """Add gradients; those of weight 0 count as none, even if they are not finite."""
         has_weight = self.weights[microbatch] > 0
         self.sums[stage].add(microbatch, gs if has_weight else [None] * len(gs))
 
-    def gather(self, stage: int) -> None:
+    def unshard(self, stage: int) -> None:
         """Do nothing, as for all unit actions: parameters are unsharded."""
 
-    free = reduce = gather
+    reshard = reduce = unshard
 
     def outcome(self) -> tuple[Tensor, PyTree]:
         return mean_result([result for _, result in sorted(self.results.items())], self.weights)

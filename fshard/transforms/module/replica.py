@@ -193,7 +193,7 @@ NO_HOOKS = (
 
 NO_GRADS = (
     "gradients of a boosted model are sharded, so its parameters have no .grad. Clip them by booster.clip_grad_norm(optimizer, "
-    "max_norm), drop all by optimizer.zero_grad(); optimizer.grads are they, as sharded arrays."
+    "max_norm), drop all by optimizer.zero_grad(); optimizer.reduce_gradients() returns them, as sharded arrays."
 )
 
 

@@ -9,7 +9,7 @@ each slice then has its own backward, whose gradients are added in the tree of `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from torch.utils._pytree import (
 )  # it has the output classes of other libraries' modules
 
 from fshard.transforms.fsdp.graph_checks import raise_foreign_backward, validate_joined
-from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 
 
 class JoinedOutput(NamedTuple):
@@ -79,16 +78,10 @@ def _join_slices(column: Sequence[Any], rows: Sequence[int]) -> Any:
     return joined.requires_grad_(any(x.requires_grad for x in column))
 
 
-def split_backward(
-    loss: Tensor,
-    start: Tensor,
-    outputs: Sequence[JoinedOutput],
-    backward: Callable[[list[Tensor], list[Tensor]], None],
-    trees: TreeAccumulator,
-    *,
-    retain_graph: bool = False,
-) -> None:
-    """Call `backward` with the outputs and cotangents of each slice in turn; `start` is the cotangent of the loss."""
+def split_cotangents(
+    loss: Tensor, start: Tensor, outputs: Sequence[JoinedOutput], *, retain_graph: bool = False
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Yield for each slice its outputs with their cotangents; `start` is the cotangent of the loss."""
     joined = [output.joined for output in outputs]
     validate_joined(loss, joined)
     cotangents = ()
@@ -103,6 +96,4 @@ def split_backward(
         raise ValueError(
             "backward: the loss must depend on what this model has returned; got another model's."
         )
-    for pairs in zip(*reached, strict=True):
-        backward([x for x, _ in pairs], [g for _, g in pairs])
-        trees.end_slice(1.0)
+    yield from map(list, zip(*reached, strict=True))

@@ -1,4 +1,4 @@
-"""The order of additions in reproducible mode: one binary tree over the slices of a device, and over devices.
+"""The order of sums in reproducible mode: one binary tree over slices and over devices.
 
 A batch sharded over ("a", "b") has its slices in the order of a, then b. Neighbours are added
 first:
@@ -63,7 +63,7 @@ class TreeAccumulator:
                 trees[-2:] = [(height + 1, _add_leaves(left, right))]
         self._slice_sums = {}
 
-    def result(self, unit: UnitPlan) -> Gradients | None:
+    def take(self, unit: UnitPlan) -> Gradients | None:
         """Return the sum of a unit's gradients, once; None if no slice has used it."""
         trees = [gs for _, gs in self._trees[unit.number]]
         self._trees[unit.number] = []

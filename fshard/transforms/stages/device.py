@@ -1,12 +1,12 @@
 """One device's step in a pipeline: its stages on its samples.
 
-Its shard of the batch is split into microbatches, which are slices: they are weighted and seeded as slices are, and
-losses, metrics and gradients are those of `value_and_grad`.
+Its shard of the batch is split into microbatches, which are slices: they are weighted and seeded as
+slices are, and losses, metrics and gradients are those of `value_and_grad`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,246 +19,265 @@ from fshard.mesh.collectives.moves import Purpose
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.reshard.execute import start_reshard
-from fshard.mesh.spmd.scope import Group, parting
+from fshard.mesh.spmd.scope import Group, loss_scope, parting
 from fshard.optim.scaling import finite_scale
 from fshard.pipeline.execution.device import StageDevice
 from fshard.pipeline.execution.leaves import stage_for
 from fshard.pipeline.execution.microbatches import shape_key
 from fshard.randomness import folded, keyed_apart
-from fshard.source import Site, call_site
-from fshard.transforms.agreement import (
-    SliceLoss,
-    StepAgreement,
-    average_losses,
-    input_differences,
-    tree_sum,
-)
-from fshard.transforms.batch import Batch
-from fshard.transforms.device_step import DeviceResult, DeviceStep, validate_is_trained
+from fshard.source import call_site
+from fshard.transforms.agreement import SliceLoss, StepAgreement, average_losses, tree_sum
+from fshard.transforms.device_step import DeviceResult
 from fshard.transforms.fsdp.graph_checks import validate_no_reentrant_checkpoint
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.fsdp.plans import Order, local_plans
 from fshard.transforms.fsdp.reductions import Reducer
 from fshard.transforms.fsdp.units import StepContext
 from fshard.transforms.loss_collectives import LOCAL_CALLS
-from fshard.transforms.metrics import SliceMetrics, metrics_of, slice_loss
-from fshard.transforms.module.buffers import flags, written_paths
+from fshard.transforms.metrics import SliceMetrics, slice_loss
+from fshard.transforms.module.buffers import Written, flags, written_paths
 from fshard.transforms.patterns import named, parts_of
-from fshard.transforms.slices import nonzero_weight, one_loss, unpack_result
+from fshard.transforms.slices import (
+    DeviceSlices,
+    SliceTurn,
+    cotangent_of,
+    gradient_divisor,
+    nonzero_weight,
+)
 from fshard.transforms.stages.buffers import StageWrites
 from fshard.transforms.stages.params import StageParams, StageSums
 from fshard.transforms.stages.plan import StageLeaves, StagePlan
 
 
-class StageStep(DeviceStep):
-    """The work of one device in one step.
+class StageStep:
+    """One device in one step of a model in stages: the work behind its row of a schedule.
+
+    F                           first_input, run_stage; of the last stage evaluate_loss
+    B, I, W                     cotangent of a loss; edges; add_gradients
+    UNSHARD, RESHARD, REDUCE    unshard, reshard, reduce
+    the end of the row          outcome, which all devices receive; then finish
 
     Args:
         plan: of all steps.
+        slices: those of the device, the microbatches.
         shards: the local shard of each parameter.
-        device: its number in the mesh.
         writes: the buffers that its stages write, if any.
-        site: the source line of the step.
-        batch, index, key, scale: see `DeviceStep`.
+        scale: the loss scale.
     """
 
     def __init__(
         self,
         plan: StagePlan,
+        slices: DeviceSlices,
         shards: Sequence[Tensor],
-        device: int,
         writes: StageWrites | None,
-        site: Site,
-        batch: Batch,
-        index: int,
-        key: int,
         scale: float,
     ) -> None:
-        self.context, options = StepContext.of(plan.options, site), plan.options
-        super().__init__(options, self.context, batch, index, key, scale)
-        self.plan, self.program, self.number, self.writes = plan, plan.program, device, writes
+        options, scope = plan.options, slices.scope
+        self.options = options
+        self.plan = plan
+        self.pipeline = plan.pipeline
+        self.slices = slices
+        self.writes = writes
+        self.scale = scale
         self.is_first_step = plan.order is None
-        self.pipe = self.scope.group(plan.program.axis, options.caller)
-        self.same_stages = self.along((*self.local, *batch.axes))
-        self.everyone = self.scope.group(
-            (plan.program.axis, *self.local, *batch.axes), options.caller
-        )
-        self.slices = self.slice_turns()
-        placement = plan.program.route.placement
-        self.stages = [
-            stage for stage, coordinate in enumerate(placement) if coordinate == self.pipe.index
-        ]
+        self.context = StepContext.of(options, slices.site)
         self.device = shards[0].device
-        shards = self._borrow(shards)
-        self.units = dict[int, StageParams]()
-        for stage in self.stages:
-            params = plan.by_stage[stage]
-            if options.local:
-                params = StageLeaves.of(
-                    local_plans(tuple(params.leaves), device), params.indices, params.tree
-                )
-            shards_of_stage = [shards[index] for index in params.indices]
-            self.units[stage] = StageParams(
-                self.context, stage, params, shards_of_stage, self.device
-            )
-        self.reducer = Reducer(
-            local_plans(tuple(plan.leaves), device) if options.local else plan.leaves,
-            self.device,
-            options,
-            site,
-            wide=options.reproducible or options.accumulate > 1,
-        )
-        self.reducer.begin(plan.reduction_plans, self.local)
-        self.sums = StageSums(
-            plan,
-            self.reducer,
-            self.stages,
-            [turn.weight.share for turn in self.slices] if options.reproducible else None,
-            self.pipe.index,
-        )
-        self.parts: dict[int, tuple[SliceLoss, SliceMetrics]] = {}
+
+        axis, batch_axes = plan.pipeline.axis, slices.batch.axes
+        self.pipe = scope.group(axis, options.caller)
+        self.same_stages = slices.along((*slices.local, *batch_axes))
+        self.everyone = scope.group((axis, *slices.local, *batch_axes), options.caller)
+
+        self.turns = slices.turns()
+        self.losses: dict[
+            int, SliceLoss
+        ] = {}  # of each microbatch, on the device of the last stage
+        self.metrics: dict[int, SliceMetrics] = {}
+
+        shards = self._receive_borrowed(shards)
+        self.units = self._make_units(shards)
+        self.reducer = self._make_reducer()
+        self.sums = self._make_sums()
 
     @property
-    def weight(self) -> float:
-        """The weight of the device's microbatches."""
-        return tree_sum([slice_turn.weight.weight for slice_turn in self.slices])
+    def number(self) -> int:
+        """The number of the device in the mesh."""
+        return self.slices.batch.devices[self.slices.index]
 
-    def _borrow(self, shards: Sequence[Tensor]) -> list[Tensor]:
+    @property
+    def stages(self) -> list[int]:
+        """The stages of the device."""
+        placement = self.pipeline.route.placement
+        return [stage for stage, index in enumerate(placement) if index == self.pipe.index]
+
+    def _receive_borrowed(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return the device's shards of parameters, with those that it borrows."""
         borrowed, result = self.plan.borrowed, [*shards]
         sent = [shards[param.leaf].detach() for param in borrowed]
-        received = start_reshard(sent, [param.plan for param in borrowed], self.site)()
+        received = start_reshard(sent, [param.plan for param in borrowed], self.slices.site)()
         for param, x in zip(borrowed, received, strict=True):
             if param.coordinate == self.pipe.index:
                 result[param.leaf] = x
         return result
 
+    def _make_units(self, shards: Sequence[Tensor]) -> dict[int, StageParams]:
+        """Return the unit of each stage."""
+        units = dict[int, StageParams]()
+        for stage in self.stages:
+            params = self.plan.by_stage[stage]
+            if self.options.local:
+                leaves = local_plans(tuple(params.leaves), self.number)
+                params = StageLeaves.of(leaves, params.indices, params.tree)
+            shards_of_stage = [shards[index] for index in params.indices]
+            units[stage] = StageParams(self.context, stage, params, shards_of_stage, self.device)
+        return units
+
+    def _make_sums(self) -> StageSums:
+        """Return the sums of the stages' gradients."""
+        weights: list[float] | None = None
+        if self.options.reproducible:
+            weights = [turn.weight for turn in self.turns]
+        return StageSums(self.plan, self.reducer, self.stages, weights, self.pipe.index)
+
+    def _make_reducer(self) -> Reducer:
+        """Return what reduces gradients: those of microbatches are added first, in 32 bits."""
+        options, leaves = self.options, self.plan.leaves
+        if options.local:
+            leaves = local_plans(tuple(leaves), self.number)
+        is_wide = options.reproducible or options.accumulate > 1
+        reducer = Reducer(leaves, self.device, options, self.slices.site, wide=is_wide)
+        reducer.begin(self.plan.reduction_plans, self.slices.local)
+        return reducer
+
     def run(self) -> DeviceResult:
-        """Take the device's part in the step."""
-        options, pipe = self.options, self.pipe
-        forms = None if self.program.dynamic else self.plan.messages.setdefault(pipe.device, {})
-        keys: list[Hashable] = [  # idle slices have rows of others
-            (shape_key(slice_turn.slice.leaves), slice_turn.slice.rows)
-            for slice_turn in self.slices
-        ]
-        flags = {"backward": options.backward, "has_outcome": True}
-        with self.loss_scope(), parting(self.everyone):
-            device = StageDevice(
-                self.program.route, self, pipe, self.device, self.site, keys, forms, **flags
+        """Run the device's row of the schedule, and finish."""
+        forms = None
+        if not self.pipeline.dynamic:
+            forms = self.plan.messages.setdefault(self.pipe.device, {})
+        slices = [turn.slice for turn in self.turns]
+        # Slices without samples have rows of others, so the leaves alone do not distinguish them.
+        keys: list[Hashable] = [(shape_key(slice.leaves), slice.rows) for slice in slices]
+        with self._stage_scope(), parting(self.everyone):
+            interpreter = StageDevice(
+                self.pipeline.route,
+                self,
+                self.pipe,
+                self.device,
+                self.slices.site,
+                keys,
+                forms,
+                backward=self.options.backward,
+                has_outcome=True,
             )
             try:
-                loss, scale_ratio, aux = device.run()
-            except (
-                RuntimeError
-            ):  # raised by autograd, for saved tensors that a stage has written to
+                loss, scale_ratio, aux = interpreter.run()
+            except RuntimeError:
+                # Autograd raises it for saved tensors that a stage has written to: name the
+                # parameter.
                 self._validate_unwritten()
                 raise
             finally:
                 self.context.release_replicas()
-        self._validate_unwritten()
-        self.sums.reduce_rest()
-        agreement, buffers = self._agree()
-        weight = nonzero_weight(agreement.weight)
-        divisor = scale_ratio if self.scale != 1.0 else 1.0
-        gradients = self.reducer.gradients(
-            agreement.used, scale_ratio * weight if options.reproducible else divisor
-        )
-        gradients = [
-            self._empty_gradient(index) if users and g is None else g
-            for index, (g, users) in enumerate(zip(gradients, agreement.used, strict=True))
-        ]
-        return DeviceResult(loss, weight, aux, gradients, buffers, Order([], []))
+        return self.finish(loss, scale_ratio, aux)
 
-    def _empty_gradient(self, index: int) -> Tensor | None:
-        """Return the empty gradient of a parameter of another device's stage, the same in all steps."""
-        leaf, cache, key = self.plan.leaves[index], self.plan.empty_gradients, (self.number, index)
-        if not leaf.trained:
-            return None
-        if key not in cache:
-            shape = leaf.gradient.local_shape(leaf.shape, self.number)
-            cache[key] = empty_in(leaf.gradient.memory, shape, leaf.dtype, self.device.type)
-        return cache[key]
+    # -- forward -----------------------------------------------------------------------------------
 
-    def _validate_unwritten(self) -> None:
-        """Raise if a stage has written to a parameter: to frozen ones, too, since it has done so for each microbatch."""
-        path = next((path for unit in self.units.values() for path in unit.written()), None)
-        if path is not None:
-            error = f"stages write to a parameter in place: {named(parts_of(path))}"
-            raise ModuleError(f"{self.options.caller}: {error}. {WRITES}")
-
-    # -- the work of a schedule -----------------------------------------------------------------------------------
-
-    def begin(self, microbatch: int) -> PyTree:
+    def first_input(self, microbatch: int) -> PyTree:
         """Return the input of the first stage for a microbatch."""
-        return self.program.inputs(self._microbatch_tree(microbatch))
+        return self.pipeline.inputs(self._batch_of(microbatch))
 
-    def _microbatch_tree(self, microbatch: int) -> PyTree:
-        return self.batch.tree(self.slices[microbatch].slice.leaves, self.options.compute)
+    def _batch_of(self, microbatch: int) -> PyTree:
+        leaves = self.turns[microbatch].slice.leaves
+        return self.slices.batch.tree(leaves, self.options.compute)
 
-    def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
-        """Call a stage; its random draws depend on the samples and the layer."""
-        is_moved = self.writes is not None and not self.options.reproducible
-        moments = list[Any]() if is_moved else None
-        with self._seeded(microbatch, index=stage), self._slice_scope(microbatch, moments):
-            called, params = (
-                stage_for(self.program.stages[stage], microbatch),
-                self.units[stage].tree(),
-            )
+    def run_stage(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
+        """Run a stage; its random draws depend on the samples and the layer."""
+        turn, params = self.turns[microbatch], self.units[stage].tree()
+        function = stage_for(self.pipeline.stages[stage], microbatch)
+        moments: list[Any] | None = None
+        if self.writes is not None and not self.options.reproducible:
+            moments = []  # running statistics move once, towards those of all microbatches
+        with self._seeded(turn, stage), self._stage_scope(turn, moments):
             if self.writes is None:
-                y = called(params, x, **skips)
+                y = function(params, x, **skips)
             else:
-                y, after = called((params, self.writes.parts[stage]), x, **skips)
-                self.writes.record(stage, microbatch, after, moments or [])
+                y, buffers = function((params, self.writes.parts[stage]), x, **skips)
+                self.writes.record(stage, microbatch, buffers, moments or [])
         if self.is_first_step:
             validate_no_reentrant_checkpoint(y)
         return y
 
-    def _seeded(self, microbatch: int, index: int) -> AbstractContextManager[None]:
-        return keyed_apart(folded(self.key, 0, self.slices[microbatch].number), index)
+    def evaluate_loss(self, microbatch: int, y: PyTree) -> Tensor:
+        """Return the loss of the last stage's output."""
+        turn = self.turns[microbatch]
+        names = ["loss", "aux"] if self.options.has_aux else ["loss"]
+        with self._seeded(turn, 0), self._stage_scope(turn):
+            result = self.options.loss_fn(y, self._batch_of(microbatch))
+            values = self.slices.values_of(result, turn.slice, names)
+        loss = slice_loss(values.loss, turn.weight, values.metrics)
+        self.losses[microbatch] = loss
+        self.metrics[microbatch] = values.metrics
+        return values.loss
 
-    def _slice_scope(
-        self, microbatch: int, moments: list[Any] | None = None
+    def _seeded(self, turn: SliceTurn, index: int) -> AbstractContextManager[None]:
+        return keyed_apart(folded(self.slices.key, 0, turn.number), index)
+
+    def _stage_scope(
+        self, turn: SliceTurn | None = None, moments: list[Any] | None = None
     ) -> AbstractContextManager[None]:
-        return self.loss_scope(is_idle=not self.slices[microbatch].slice.rows, moments=moments)
-
-    def end(self, microbatch: int, y: PyTree) -> Tensor:
-        """Return the loss of the last stage's result."""
-        options, slice = self.options, self.slices[microbatch].slice
-        with self._seeded(microbatch, index=0), self._slice_scope(microbatch):
-            result = options.loss_fn(y, self._microbatch_tree(microbatch))
-            values = unpack_result(result, ["loss", "aux"] if options.has_aux else ["loss"])
-            loss = one_loss(options, values["loss"], slice)
-        metrics = metrics_of(values.get("aux", ()), slice, loss.device, options.aux)
-        self.parts[microbatch] = (
-            slice_loss(loss, self.slices[microbatch].weight.weight, metrics),
-            metrics,
+        """Return the context of a stage or of the loss function: collectives are recorded."""
+        is_idle = turn is not None and not turn.slice.rows
+        axes = self.slices.batch.mesh.axis_names
+        return loss_scope(
+            axes,
+            self._record_collective,
+            is_idle=is_idle,
+            moments=moments,
+            activations=self.options.activations,
         )
-        self.scaled = finite_scale(loss.dtype, self.scale)
-        return loss
 
-    def start(self, microbatch: int) -> Tensor:
-        """Return a loss weighted by its part of the batch; in reproducible mode sums are weighted, in 32 bits."""
-        share = self.slices[microbatch].weight.share if not self.options.reproducible else 1.0
-        return torch.full_like(self.parts[microbatch][0].loss, share * self.scaled)
+    def _record_collective(self, call: str, group: Group, purpose: Purpose = "values") -> None:
+        """Record a collective; raise if it is one that stages may not call."""
+        legal = (*self.slices.batch.axes, *self.slices.local)
+        sizes = self.slices.scope.mesh.shape
+        others = {axis for axis in group.axes if sizes.get(axis, 1) > 1} - {*legal}
+        if others and call not in LOCAL_CALLS:
+            raise ValueError(
+                f"{call} over {', '.join(sorted(others))} in a stage, at {call_site()}: stages of "
+                "a pipeline may communicate only with devices that have other samples, along "
+                f"{', '.join(legal) or 'no axis'}."
+            )
+        self.slices.collectives.record(call, group, purpose)
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def cotangent(self, microbatch: int) -> Tensor:
+        """Return the cotangent of the loss of a microbatch."""
+        share = self.turns[microbatch].share
+        return cotangent_of(self.losses[microbatch].loss, share, self.scale)
 
     def edges(self, stage: int) -> list[GradientEdge]:
-        """Return the trained ones."""
+        """Return the edges of trained parameters."""
         return self.units[stage].edges()
 
     def may_accumulate(self, stage: int, microbatch: int) -> bool:
         """Let autograd add to the sums, where gradients need no conversion before."""
-        has_weight = bool(self.slices[microbatch].weight.weight)
+        has_weight = bool(self.turns[microbatch].weight)
         return has_weight and self.sums.let_accumulate(stage, self.units[stage].trained)
 
-    def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
+    def add_gradients(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
         """Accumulate gradients; those of weight 0 count as zero, even if they are not finite."""
-        self.sums.add(stage, microbatch, gs, is_idle=not self.slices[microbatch].weight.weight)
+        is_idle = not self.turns[microbatch].weight
+        self.sums.add(stage, microbatch, gs, is_idle=is_idle)
 
-    def gather(self, stage: int) -> None:
+    # -- units -------------------------------------------------------------------------------------
+
+    def unshard(self, stage: int) -> None:
         """Start the all-gather of a stage."""
         self.units[stage].unshard()
 
-    def free(self, stage: int) -> None:
+    def reshard(self, stage: int) -> None:
         """Free a stage."""
         self.units[stage].reshard()
 
@@ -266,74 +285,102 @@ class StageStep(DeviceStep):
         """Start the reduction of the gradients of a stage."""
         self.sums.reduce(stage)
 
+    # -- the end of the step -----------------------------------------------------------------------
+
     def outcome(self) -> tuple[Tensor, Tensor, PyTree]:
-        """Return the loss, the ratio of its scale to the given one, and the metrics."""
-        losses, metrics = zip(
-            *(self.parts[microbatch] for microbatch in range(len(self.slices))), strict=True
-        )
+        """Return the loss, the ratio of its scale to the given one, and the metrics.
+
+        The last stage's device has them.
+        """
+        microbatches = range(len(self.turns))
+        losses = [self.losses[microbatch] for microbatch in microbatches]
+        metrics = [self.metrics[microbatch] for microbatch in microbatches]
+        copies = self.slices.collectives.copies
+        weight = self._weight()
         mean, _ = average_losses(
-            losses, [self.weight], self.same_stages, self.site, copies=self.collectives.copies
+            losses, [weight], self.same_stages, self.slices.site, copies=copies
         )
-        aux = self.combine_metrics(metrics, self.slices, mean)
-        return (
-            mean.loss,
-            torch.full_like(mean.loss, self.scaled / self.scale, dtype=torch.float64),
-            aux,
-        )
+        aux = self.slices.combine_metrics(metrics, self.turns, mean)
+        scale_ratio = finite_scale(losses[0].loss.dtype, self.scale) / self.scale
+        return mean.loss, torch.full_like(mean.loss, scale_ratio, dtype=torch.float64), aux
 
-    # -- agreement with all devices -----------------------------------------------------------------------------------
+    def _weight(self) -> float:
+        """Return the weight of the device's microbatches."""
+        return tree_sum([turn.weight for turn in self.turns])
 
-    def record(self, call: str, group: Group, purpose: Purpose = "values") -> None:
-        """Raise if a stage calls a collective that stages may not call."""
-        legal = (*self.batch.axes, *self.local)
-        elsewhere = {axis for axis in group.axes if self.scope.mesh.shape.get(axis, 1) > 1} - {
-            *legal
-        }
-        if elsewhere and call not in LOCAL_CALLS:
-            raise ValueError(
-                f"{call} over {', '.join(sorted(elsewhere))} in a stage, at {call_site()}: stages of a pipeline may "
-                f"communicate only with devices that have other samples, along {', '.join(legal) or 'no axis'}."
+    def finish(self, loss: Tensor, scale_ratio: Tensor, aux: PyTree) -> DeviceResult:
+        """Agree with all devices, reduce the gradients that are left, and end the step."""
+        self._validate_unwritten()
+        self.sums.reduce_rest()
+
+        writes, written = self.writes, list[Written]()
+        if writes is not None:
+            written = writes.written([turn.weight for turn in self.turns])
+        agreement = self._agree(written)
+        buffers: Mapping[str, Tensor] = {}
+        if writes is not None:
+            pairs = zip(writes.paths, agreement.written, strict=True)
+            flagged = [path for path, writers in pairs if writers]
+            buffers = writes.average(
+                written, flagged, self.stages, self.same_stages, self.slices.site
             )
-        super().record(call, group, purpose)
 
-    def _agree(self) -> tuple[StepAgreement, dict[str, Tensor]]:
-        """Return the sums over all devices, and the buffers that changed; raise if inputs differ."""
-        options, writes, key = (
-            self.options,
-            self.writes,
-            self.key if self.options.reproducible else None,
-        )
-        along = (self.program.axis, *self.local)
-        written = (
-            []
-            if writes is None
-            else writes.written([slice_turn.weight.weight for slice_turn in self.slices])
-        )
-        paths = [] if writes is None else writes.paths
-        is_first_copy = self.everyone.index < (
-            1 if self.group is None else self.group.size
-        )  # of the same samples
-        losses = [loss for loss, _ in self.parts.values()]  # of the last stage
-        agreement = StepAgreement(
-            self.weight if is_first_copy else 0.0,
-            input_differences(
-                self.batch,
-                self.index,
-                key,
-                (),
-                self.everyone,
-                self.along(along),
-                is_first_step=self.is_first_step,
+        # Without a scale it is 1.0, by which nothing is divided.
+        ratio = 1.0 if self.scale == 1.0 else scale_ratio
+        weight = nonzero_weight(agreement.weight)
+        divisor = gradient_divisor(ratio, weight, is_weighted=self.options.reproducible)
+        gradients = self.reducer.gradients(agreement.used, divisor)
+        for index, users in enumerate(agreement.used):
+            if users and gradients[index] is None:
+                gradients[index] = self._empty_gradient(index)
+        return DeviceResult(loss, weight, aux, gradients, buffers, Order([], []))
+
+    def _validate_unwritten(self) -> None:
+        """Raise if a stage has written to a parameter.
+
+        To a frozen one, too: it has done so for each microbatch.
+        """
+        for unit in self.units.values():
+            for path in unit.written():
+                raise ModuleError(
+                    f"{self.options.caller}: stages write to a parameter in place: "
+                    f"{named(parts_of(path))}. {WRITES}"
+                )
+
+    def _agree(self, written: Sequence[Written]) -> StepAgreement:
+        """Return the sums over all devices; raise if they differ in what must be equal."""
+        slices, options, is_first_step = self.slices, self.options, self.is_first_step
+        # Devices along the pipeline and local axes have the same samples: those of the first ones
+        # count.
+        copies_along = (self.pipeline.axis, *slices.local)
+        is_first_copy = self.everyone.index < (1 if slices.group is None else slices.group.size)
+        weight = self._weight() if is_first_copy else 0.0
+        paths = [] if self.writes is None else self.writes.paths
+        numbers = StepAgreement(
+            weight,
+            slices.input_differences(
+                (), self.everyone, slices.along(copies_along), is_first_step=is_first_step
             ),
-            losses=self.compared_losses(losses, is_first_step=self.is_first_step),
+            losses=slices.compared_losses([*self.losses.values()], is_first_step=is_first_step),
             written=flags(paths, written_paths(written)),
             used=[*map(float, self.reducer.used)],
-        ).reduce(self.everyone, self.site)
-        agreement.check_inputs(options.caller, along)
-        agreement.check_losses(options.caller, self.local, agreement.weight)
-        if options.backward:
-            validate_is_trained(agreement.used)
-        if writes is None:
-            return agreement, {}
-        flagged = [path for path, writers in zip(paths, agreement.written, strict=True) if writers]
-        return agreement, writes.average(written, flagged, self.stages, self.same_stages, self.site)
+        )
+        agreement = numbers.reduce(self.everyone, slices.site)
+        agreement.check(
+            options.caller,
+            copies_along,
+            slices.local,
+            weight=agreement.weight,
+            is_trained=options.backward,
+        )
+        return agreement
+
+    def _empty_gradient(self, index: int) -> Tensor | None:
+        """Return the empty gradient of a parameter of another device's stage, cached."""
+        leaf, cache, key = self.plan.leaves[index], self.plan.empty_gradients, (self.number, index)
+        if not leaf.trained:
+            return None
+        if key not in cache:
+            shape = leaf.gradient.local_shape(leaf.shape, self.number)
+            cache[key] = empty_in(leaf.gradient.memory, shape, leaf.dtype, self.device.type)
+        return cache[key]

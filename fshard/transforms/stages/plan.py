@@ -106,7 +106,7 @@ class Tie(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StageProgram:
+class Pipeline:
     """Stages and how they run.
 
     Args:
@@ -130,7 +130,7 @@ class StagePlan:
 
     Args:
         options: of the step.
-        program: the stages.
+        pipeline: the stages.
         leaves: the plans of all parameters, each once; they are referred to by index.
         by_stage: those of each stage.
         reduction_plans: of the gradients of trained ones, among the devices of the stage.
@@ -142,7 +142,7 @@ class StagePlan:
     """
 
     options: StepOptions
-    program: StageProgram
+    pipeline: Pipeline
     leaves: list[ParamPlan]
     by_stage: list[StageLeaves]
     reduction_plans: ReductionPlans
@@ -160,14 +160,14 @@ class StagePlanner:
     """Plans the parameters of stages; gradients are summed along the axes `over`: local ones and the batch's."""
 
     options: StepOptions
-    program: StageProgram
+    pipeline: Pipeline
     mesh: Mesh
     over: tuple[str, ...]
 
     @property
     def axis(self) -> str:
         """The axis of the pipeline."""
-        return self.program.axis
+        return self.pipeline.axis
 
     def plan(
         self,
@@ -182,7 +182,7 @@ class StagePlanner:
             params: for each leaf of these its path, its parameter, and whether it is frozen.
             numbers: of each, equal for tied ones.
         """
-        next_number, placement = iter(numbers), self.program.route.placement
+        next_number, placement = iter(numbers), self.pipeline.route.placement
         indices = [
             [next(next_number) for _ in range(structure.num_leaves)] for structure in structures
         ]
@@ -213,7 +213,7 @@ class StagePlanner:
             if leaf.trained
         }
         return StagePlan(
-            self.options, self.program, leaves, by_stage, reduction_plans, borrowed, ties
+            self.options, self.pipeline, leaves, by_stage, reduction_plans, borrowed, ties
         )
 
     def _used_layout(self, layout: Layout, coordinate: int) -> Layout:
@@ -261,7 +261,7 @@ class StagePlanner:
         return StageLeaves.of(list(map(plan_in_stage, unique)), unique, tree)
 
     def _plan_tie(self, index: int, leaf: ParamPlan, stages: list[int]) -> Tie:
-        coordinates = tuple(self.program.route.placement[stage] for stage in stages)
+        coordinates = tuple(self.pipeline.route.placement[stage] for stage in stages)
         shape = (1 if not self.options.reproducible else self.options.accumulate, *leaf.shape)
         stacked = [
             at_coordinate(Layout(self.mesh, P(None, *leaf.used.entries)), self.axis, coordinate)

@@ -1,13 +1,13 @@
 """The gradient of a model in stages, run by a schedule: `value_and_grad(stages, ..., schedule=)`.
 
-    mesh {"pipe": 4, "data": 2}        data=0   data=1
-                          pipe=0       stage 0  stage 0        values and their gradients are sent along "pipe",
-                          pipe=1       stage 1  stage 1        parameters and gradients are gathered and reduced along "data"
-                          ...
+    mesh {"pipe": 4, "data": 2}    data=0   data=1
+                         pipe=0    stage 0  stage 0    values are sent along "pipe",
+                         pipe=1    stage 1  stage 1    parameters gathered along "data"
+                         ...
 
-The batch is sharded along "data" as usual, and each device's shard is split into the microbatches of the schedule.
-These are slices: loss, gradients and metrics equal those of `value_and_grad`, bit by bit in reproducible mode with as
-many slices.
+The batch is sharded along "data" as usual, and each device's shard is split into the microbatches
+of the schedule. These are slices: loss, gradients and metrics equal those of `value_and_grad`, bit
+by bit in reproducible mode with as many slices.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Mesh, P, PyTree, Structure, as_axes, flatten
+from fshard.mesh.layout import Mesh, P, PyTree, as_axes, flatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.runtimes.abstract import representative
 from fshard.pipeline.execution.leaves import Stage
@@ -30,7 +30,7 @@ from fshard.pipeline.schedule.communication import with_units
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.verify import verify
 from fshard.transforms.array_checks import validate_mesh
-from fshard.transforms.gradient import GradientFunction, StepInputs
+from fshard.transforms.gradient import GradientFunction, ParamTree, StepInputs
 from fshard.transforms.module.buffers import Buffers
 from fshard.transforms.options import StepOptions, wrong_options
 from fshard.transforms.patterns import named, parts_of
@@ -38,12 +38,15 @@ from fshard.transforms.stages.buffers import StageWrites, stage_buffers, stage_o
 from fshard.transforms.stages.device import StageStep
 from fshard.transforms.stages.functions import Recompute, in_groups, stage_functions
 from fshard.transforms.stages.plan import (
+    Pipeline,
     StagePlan,
     StagePlanner,
-    StageProgram,
     coordinate_of,
     validate_schedule_fits,
 )
+
+if TYPE_CHECKING:
+    from fshard.transforms.differentiable_gradient import DifferentiableStep
 
 _SHARD_STAGES = "fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)"
 
@@ -64,7 +67,7 @@ def staged(
     dynamic: bool = False,
     recompute: Recompute = "never",
     **extras: Any,
-) -> Staged:
+) -> GradientFunction:
     """Return the gradient of stages that run by a schedule; for its options see `train_step`."""
     functions: list[Any] = (
         [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
@@ -105,9 +108,8 @@ def staged(
             functions, recompute = in_groups(functions, recompute, in_place=in_place), "never"
         functions = [with_buffers(stage, in_place=in_place) for stage in functions]
     called, _ = stage_functions(functions, recompute, microbatches=microbatches)
-    return Staged(
-        options, mesh, batch, StageProgram(axis, called, inputs or first_of_two, route, dynamic)
-    )
+    pipeline = Pipeline(axis, called, inputs or first_of_two, route, dynamic)
+    return GradientFunction(options, mesh, batch, StageProgram(pipeline))
 
 
 def _argument_errors(
@@ -121,11 +123,13 @@ def _argument_errors(
     ]
     if not callable(loss):
         errors.append(
-            "the last stage returns no loss: give loss=, a function of its result and the microbatch"
+            "the last stage returns no loss: give loss=, a function of its result and the "
+            "microbatch"
         )
     if axis in _sharded_axes(batch, mesh):
         errors.append(
-            f"the batch is sharded along {axis}, the axis of the stages: all of them need the same samples"
+            f"the batch is sharded along {axis}, the axis of the stages: all of them need the same "
+            "samples"
         )
     return errors
 
@@ -136,7 +140,7 @@ def _sharded_axes(specs: PyTree, mesh: Mesh) -> list[str]:
 
 
 def first_of_two(microbatch: PyTree) -> PyTree:
-    """Return the default input of the first stage: x of a pair (x, target), or the full microbatch."""
+    """Return the default input of the first stage: x of a pair (x, target), or all of it."""
     return (
         microbatch[0]
         if isinstance(microbatch, tuple | list) and len(microbatch) == 2
@@ -145,84 +149,109 @@ def first_of_two(microbatch: PyTree) -> PyTree:
 
 
 @dataclass(frozen=True)
-class Staged(GradientFunction):
-    """The gradient of a model in stages."""
+class StageProgram:
+    """A model in stages: each device runs its row of the schedule."""
 
-    program: StageProgram
+    pipeline: Pipeline
 
-    def check_params(
-        self, params: PyTree, leaves: Sequence[Any], structure: Structure, mesh: Mesh
+    def validate_params(
+        self, options: StepOptions, params: PyTree, tree: ParamTree, mesh: Mesh
     ) -> None:
-        """Raise unless there is a tree per stage, of parameters placed on the stage or on one it is tied to."""
+        """Raise unless there is a tree of parameters per stage, on the mesh."""
+        caller, count = options.caller, len(self.pipeline.stages)
         if mesh.runtime == "abstract" and representative() is None:
             raise ValueError(
-                f"{self.options.caller}: stages must not run on an abstract mesh by themselves, where results of other stages "
+                f"{caller}: stages must not run on an abstract mesh by themselves, where results "
+                "of other stages "
                 "are unknown. Run them by fs.plan.cost, or on a virtual mesh."
             )
-        if not isinstance(params, list | tuple) or len(params) != len(self.program.stages):
-            got = (
-                f"{len(params)} are given"
-                if isinstance(params, list | tuple)
-                else f"found {type(params).__name__}"
-            )
+        is_sequence = isinstance(params, list | tuple)
+        if not is_sequence or len(params) != count:
+            got = f"found {type(params).__name__}"
+            if is_sequence:
+                got = f"{len(params)} are given"
             raise ValueError(
-                f"{self.options.caller}: {len(self.program.stages)} stages have a list of as many trees of parameters; {got}."
+                f"{caller}: {count} stages have a list of as many trees of parameters; {got}."
             )
-        if not leaves:
-            raise ValueError(
-                f"{self.options.caller}: no stage has a parameter, so there is nothing to train."
-            )
-        validate_mesh(leaves, structure, mesh, self.options.caller, _SHARD_STAGES)
+        if not tree.leaves:
+            raise ValueError(f"{caller}: no stage has a parameter, so there is nothing to train.")
+        validate_mesh(tree.leaves, tree.structure, mesh, caller, _SHARD_STAGES)
 
-    def buffers_on(self, mesh: Mesh, buffers: PyTree) -> Buffers:
+    def buffers(self, options: StepOptions, buffers: PyTree, mesh: Mesh) -> Buffers:
         """Return the given buffers of all stages on the mesh."""
-        return stage_buffers(
-            self.options.caller, buffers, mesh, self.program.axis, self.program.route.placement
-        )
+        pipeline = self.pipeline
+        placement = pipeline.route.placement
+        return stage_buffers(options.caller, buffers, mesh, pipeline.axis, placement)
 
     def plan(
         self,
-        structure: Structure,
+        options: StepOptions,
+        tree: ParamTree,
         params: Sequence[tuple[str, Sharded, bool]],
-        numbers: Sequence[int],
         mesh: Mesh,
         axes: tuple[str, ...],
     ) -> StagePlan:
         """Return the plans of parameters, which must be on the devices of their stages."""
-        axis, placement = self.program.axis, self.program.route.placement
-        errors, numbers_so_far = list[str](), set[int]()
+        self._validate_placement(options, params, tree.numbers)
+        # Along a local axis that does not shard the batch, devices compute one loss together, each
+        # with its shards.
+        local = [axis for axis in mesh.axis_names if axis in options.local and axis not in axes]
+        planner = StagePlanner(options, self.pipeline, mesh, (*local, *axes))
+        return planner.plan(tree.structure.children(), params, tree.numbers)
+
+    def _validate_placement(
+        self,
+        options: StepOptions,
+        params: Sequence[tuple[str, Sharded, bool]],
+        numbers: Sequence[int],
+    ) -> None:
+        """Raise unless parameters are on the devices of their stages, tied ones of the first."""
+        axis, placement = self.pipeline.axis, self.pipeline.route.placement
+        errors, validated = list[str](), set[int]()
         for (path, x, _), number in zip(params, numbers, strict=True):
+            if number in validated:
+                continue
+            validated.add(number)
             coordinate = placement[stage_of(path)]
-            if number not in numbers_so_far and coordinate_of(x.layout, axis) != coordinate:
-                errors.append(
-                    f"{named(parts_of(path))} has {x.spec}, its stage the coordinate {coordinate}"
-                )
-            numbers_so_far.add(number)
+            if coordinate_of(x.layout, axis) != coordinate:
+                name = named(parts_of(path))
+                errors.append(f"{name} has {x.spec}, its stage the coordinate {coordinate}")
         if errors:
             raise LayoutError(
-                f"{self.options.caller}: parameters must be on the devices of their stages, along {axis}: "
+                f"{options.caller}: parameters must be on the devices of their stages, along "
+                f"{axis}: "
                 f"{'; '.join(errors)}. Put them there: {_SHARD_STAGES}."
             )
-        sum_axes = (
-            *(name for name in mesh.axis_names if name in self.options.local and name not in axes),
-            *axes,
-        )
-        return StagePlanner(self.options, self.program, mesh, sum_axes).plan(
-            structure.children(), params, numbers
-        )
 
     def device_step(
-        self, plans: StagePlan, inputs: StepInputs, index: int, device: int
+        self, options: StepOptions, plans: StagePlan, inputs: StepInputs, index: int
     ) -> StageStep:
         """Return the step of a device, the local one at `index`."""
-        *_, batch, buffers, key, scale, site = inputs
-        writes = (
-            StageWrites(self.options.caller, buffers, index) if self.options.has_buffers else None
-        )
-        return StageStep(
-            plans, inputs.shards(index), device, writes, site, batch, index, key, scale
+        writes = None
+        if options.has_buffers:
+            writes = StageWrites(options.caller, inputs.buffers, index)
+        slices, shards = inputs.slices(options, index), inputs.params.shards(index)
+        return StageStep(plans, slices, shards, writes, inputs.scale)
+
+    def differentiable(
+        self, options: StepOptions, mesh: Mesh, specs: PyTree, params: PyTree, batch: PyTree
+    ) -> DifferentiableStep:
+        """Raise: no differentiable program runs stages."""
+        caller = options.caller
+        raise TypeError(
+            f"{caller} of stages must not be differentiated, within a torch.func transform or by "
+            "autograd. Differentiate "
+            f"fs.{caller} of the loss of the full model, without schedule=."
         )
 
-    def failed(self, mesh: Mesh, steps: Mapping[int, StageStep], error: BaseException) -> None:
-        """Forget the plans: some devices may have cached message forms that others have not."""
-        self.plans.clear()
+    def handle_error(
+        self,
+        caller: str,
+        mesh: Mesh,
+        plans: StagePlan,
+        steps: Mapping[int, StageStep],
+        error: BaseException,
+    ) -> bool:
+        """Forget the forms of messages, which some devices may have cached and others not."""
+        plans.messages.clear()
+        return False
