@@ -30,9 +30,8 @@ from fshard.tensor.plan import TOLERANCE, Plan, tensor_parallel
 from fshard.transforms.module.compiled import uncompile
 from fshard.transforms.module.lazy import without_memory
 from fshard.transforms.module.replica import copy_on_meta
-from fshard.transforms.options import refusal, wrong_options
+from fshard.transforms.options import Recompute, refusal
 from fshard.transforms.shard_params import Rules, fsdp
-from fshard.transforms.stages.functions import Recompute
 
 MODEL_AXES = {
     "1d": ("model",),
@@ -129,7 +128,7 @@ class HybridParallelPlugin(Plugin):
         super().__post_init__()
 
     def contradictions(self) -> list[str]:
-        errors = refusal(self.inner_axes) + wrong_options({"recompute": self.recompute})
+        errors = refusal(self.inner_axes) + self.option_errors(recompute=self.recompute)
         if self.in_stages():
             errors = errors or refusal(
                 lambda: check_balance(self.balance, self.plan().stages, self.sample)

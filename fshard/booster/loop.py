@@ -51,10 +51,12 @@ from fshard.transforms.fsdp.graph_checks import (
 from fshard.transforms.fsdp.lazy_param import unsharded
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered
 from fshard.transforms.fsdp.units import LazyUnit
-from fshard.transforms.gradient import gradient_tree, unstaged
+from fshard.transforms.gradient import gradient_tree
 from fshard.transforms.module.buffers import Buffers
+from fshard.transforms.options import Options
 from fshard.transforms.reproducible.joined_outputs import JoinedOutput, join, split_backward
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
+from fshard.transforms.value_and_grad import gradient_of
 from fshard.uncompiled import uncompiled
 
 Args = ParamSpec("Args")
@@ -169,7 +171,8 @@ class LoopModel(BoostedModel):
 
     def set_gradients(self, layouts: Callable[[Layout], Layout]) -> None:
         """Set the layouts of gradients, by those of parameters."""
-        self._gradient = unstaged(self.function, gradients=layouts, **self._options)
+        options = Options(gradients=layouts, **self._options)
+        self._gradient = gradient_of("value_and_grad", self.function, options)
 
     def buffer_trees(self) -> list[PyTree]:
         self.follow_writes()

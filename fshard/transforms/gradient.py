@@ -58,22 +58,13 @@ from fshard.transforms.fsdp.param_runtime import (
 from fshard.transforms.fsdp.plans import Gradients, ParamPlan
 from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
-from fshard.transforms.options import StepOptions, wrong_options
+from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import chosen, named, parts_of
 from fshard.transforms.reproducible.rerun import RecordedInputs
 from fshard.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from fshard.transforms.differentiable_gradient import DifferentiableStep
-
-
-def unstaged(
-    loss_fn: Callable[..., Any], *, mesh: Mesh, batch: PyTree, backward: bool = True, **options: Any
-) -> Gradient:
-    """Return the gradient of a loss function of the full model; for its options see `value_and_grad`."""
-    if errors := wrong_options(options):
-        raise ValueError(f"value_and_grad: {'; '.join(errors)}.")
-    return Gradient(StepOptions.of(loss_fn, options, backward=backward), mesh, batch)
 
 
 CACHED_PLANS = 64
