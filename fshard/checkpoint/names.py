@@ -130,12 +130,24 @@ def is_object(x: Any) -> bool:
     )
 
 
+class ShardedObject:
+    """A base class of objects whose state is stored as shards, unlike that of their `state_dict`."""
+
+    def sharded_state(self) -> Any:
+        """Return the tree that is stored."""
+        raise NotImplementedError
+
+    def load_sharded_state(self, state: Any) -> None:
+        """Use arrays of `sharded_state`, into which others have been written."""
+        raise NotImplementedError
+
+
 class SummandArray(Sharded):
     """An unreduced array as its summands along a first dim, in the same memory; their number may differ on another mesh."""
 
 
 def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Replace modules by their tensors, objects that have a `sharded_state` by it, and unreduced arrays by their summands.
+    """Replace modules by their tensors, a `ShardedObject` by its state, unreduced arrays by their summands.
 
     Return the tree, and a function that gives the objects such a state again.
     """
@@ -161,9 +173,14 @@ def _opened_leaf(x: Any) -> tuple[Any, Callable[[Any], Any]]:
     if isinstance(x, Sharded) and x.spec.unreduced:
         summands = stack(x, x.spec.unreduced)
         return SummandArray(summands.shape, summands.layout, summands.shards), lambda result: x
-    if is_object(x) and hasattr(x, "sharded_state"):
+    if isinstance(x, ShardedObject):
         state, close = opened(x.sharded_state())
-        return state, lambda result: (x.load_sharded_state(close(result)), x)[1]
+
+        def load(result: Any) -> Any:
+            x.load_sharded_state(close(result))
+            return x
+
+        return state, load
     state = dict(x.state_dict(keep_vars=True)) if isinstance(x, nn.Module) else {}
     if state and all(map(is_array, state.values())):
         return state, lambda result: x

@@ -36,8 +36,6 @@ class RandomState:
     True
     """
 
-    takes_any_shape = True  # load_state_dict gets the rows of all devices
-
     def __init__(self, *generators: torch.Generator | np.random.Generator | random.Random) -> None:
         self._extra = [*map(_generator, generators)]
 

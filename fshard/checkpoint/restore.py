@@ -39,11 +39,13 @@ from fshard.checkpoint.names import (
     stored_parts,
     tie_key,
 )
+from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.source import Source, StoredArray, Target
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Mesh, P, PyTree, dtype_name
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices
+from fshard.optim.torch_optim.instance_state import InstanceState
 from fshard.transforms.module.lazy import reserved
 from fshard.transforms.patterns import matches, parts_of
 from fshard.transforms.shard_params import Fsdp, Rules, apply_rules
@@ -129,7 +131,8 @@ def restore(
             if x.name not in unfit
         ]
         if state:
-            like = {} if hasattr(leaf.value, "state_memory") else leaf.value.state_dict()
+            is_instance = isinstance(leaf.value, InstanceState)  # its state may be empty
+            like = {} if is_instance else leaf.value.state_dict()
             leaf.value.load_state_dict(shaped(build(state), like))
         is_value = leaf.name in source.values and leaf.name not in unfit | states.keys()
         result.append(source.values[leaf.name][1] if is_value else leaf.value)
@@ -244,7 +247,9 @@ def _separate_numbers(source: RenamedSource, leaves: Sequence[NamedLeaf]) -> lis
 
 def _state_leaves(source: RenamedSource, leaf: NamedLeaf) -> list[NamedLeaf]:
     """Return the stored leaves of the state of an object, with memory for its arrays: the object's, or new."""
-    memory = getattr(leaf.value, "state_memory", None)  # of an object whose state may be empty
+    memory = None
+    if isinstance(leaf.value, InstanceState):  # its state may be empty
+        memory = leaf.value.state_memory
     state = {} if memory is not None else leaf.value.state_dict()
     current = {
         x.name: x for x in (NamedLeaf((*leaf.path, *x.path), x.value) for x in leaves_of(state))
@@ -260,7 +265,8 @@ def _state_leaves(source: RenamedSource, leaf: NamedLeaf) -> list[NamedLeaf]:
             value = memory(name_of(path[depth + 1 :]), stored.shape, stored.dtype)
             if value is None:  # it is unexpected
                 continue
-        elif getattr(leaf.value, "takes_any_shape", False) or not is_array(value):
+        elif isinstance(leaf.value, RandomState) or not is_array(value):
+            # A RandomState takes the rows of all devices that have saved it.
             value = torch.empty(stored.shape, dtype=stored.dtype)
         result[name] = NamedLeaf(path, value)
     tied = {tie_key(x.value) for x in result.values() if is_array(x.value)}

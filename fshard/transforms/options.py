@@ -4,7 +4,8 @@
     def value_and_grad(loss_fn, options):            an `Options` value, checked
     value_and_grad(loss_fn, mesh=mesh, ...)          its fields by keyword, statically typed
 
-To add one, add a field to a group below. `StepOptions` is what the engine reads.
+To add one, add a field to a group below: name, type, checks, uses, default, and its description.
+`StepOptions` is what the engine reads.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ AuxReduction = Literal["mean", "sum", "rows"]
 Precision = Literal["bf16", "fp16"]
 Recompute = Literal["never", "always", "except_last"] | int
 Weight = Callable[[PyTree], Tensor | int | float]
+GradientLayouts = Callable[[Layout], Layout]
+StageInputs = Callable[[PyTree], PyTree]
 
 COMPUTE_DTYPES: Mapping[Precision | None, torch.dtype | None] = {
     "bf16": torch.bfloat16,
@@ -56,114 +59,8 @@ COMPUTE_DTYPES: Mapping[Precision | None, torch.dtype | None] = {
 }
 
 
-# Checks of single arguments: each returns a list of errors.
-
-
-def must_be(name: str, description: str, x: Any, ok: bool) -> list[str]:
-    """Return the error of an invalid argument.
-
-    >>> must_be("unit", "a pattern", 3, isinstance(3, str))
-    ['unit must be a pattern, got 3']
-    """
-    return [] if ok else [f"{name} must be {description}, got {shown(x)}"]
-
-
-def one_of(name: str, x: Any, *legal: Any) -> list[str]:
-    """Complain of an argument that is none of a few values.
-
-    >>> one_of("precision", "fp8", "bf16", "fp16", None)
-    ["precision must be 'bf16', 'fp16' or None, got 'fp8'"]
-    """
-    *choices, last = map(repr, legal)
-    is_legal = any(type(x) is type(choice) and x == choice for choice in legal)
-    return must_be(name, f"{', '.join(choices)} or {last}", x, is_legal)
-
-
-def integer(name: str, x: Any, least: int = 1) -> list[str]:
-    """Complain of an argument that is no integer, or a smaller one.
-
-    >>> integer("seed", -1, 0), integer("seed", True, 0), integer("seed", 3)
-    (['seed must be an integer >= 0, got -1'], ['seed must be an integer >= 0, got True'], [])
-    """
-    is_integer = isinstance(x, Integral) and not isinstance(x, bool)
-    return must_be(name, f"an integer >= {least}", x, is_integer and int(x) >= least)
-
-
-def flag(name: str, x: Any) -> list[str]:
-    """Complain of an argument that is neither True nor False."""
-    return one_of(name, x, True, False)
-
-
-def unknown(name: str, keys: Iterable[str], legal: Iterable[str]) -> list[str]:
-    """Complain of keys that a mapping must not have; name the legal ones, and fshard's words for others.
-
-    >>> unknown("options", {"buckt": 1, "tp_size": 2}, ["bucket", "reduce"])
-    ["options has no 'buckt', 'tp_size' (use tensor=2, sample=batch); legal: bucket, reduce"]
-    """
-    legal = [*legal]
-    illegal = list[str]()
-    for key in keys:
-        if key not in legal:
-            illegal.append(f"{key!r} (use {NAMES[key]})" if key in NAMES else repr(key))
-    if not illegal:
-        return []
-    return [f"{name} has no {', '.join(illegal)}; legal: {', '.join(legal)}"]
-
-
-def refusal(function: Callable[[], Any]) -> list[str]:
-    """Call a function; return the text of the error by which it refuses its arguments."""
-    try:
-        function()
-    except (FshardError, TypeError, ValueError) as error:
-        return [str(error).rstrip(".")]
-    return []
-
-
-Check = Callable[[str, Any], list[str]]
-
-
-def at_least(least: int) -> Check:
-    """Return the check of an integer with a lower bound."""
-    return lambda name, x: integer(name, x, least)
-
-
-def _function(name: str, x: Any) -> list[str]:
-    return must_be(name, "a function or None", x, callable(x))
-
-
-def _dtype(name: str, x: Any) -> list[str]:
-    if not isinstance(x, torch.dtype):
-        return must_be(name, "a torch.dtype or None", x, ok=False)
-    is_wide = x.is_floating_point and x.itemsize > 1
-    return must_be(name, "a floating dtype of at least 16 bits", x, is_wide)
-
-
-def _reductions(name: str, x: Any) -> list[str]:
-    words = flatten(x)[0]
-    are_known = all(isinstance(word, str) and word in get_args(AuxReduction) for word in words)
-    return must_be(name, '"mean", "sum" or "rows", or a tree of these', x, are_known)
-
-
-def _precision(name: str, x: Any) -> list[str]:
-    return one_of(name, x, *get_args(Precision), None)
-
-
-def _memories(name: str, x: Any) -> list[str]:
-    legal = get_args(ActivationMemory)
-    is_legal = isinstance(x, Mapping) and all(memory in legal for memory in x.values())
-    return must_be(name, 'a dict from names to "device", "host" or "recomputed"', x, is_legal)
-
-
-def _recompute(name: str, x: Any) -> list[str]:
-    is_legal = x in ("never", "always", "except_last") or not integer(name, x)
-    return must_be(name, '"never", "always", "except_last" or an integer >= 1', x, is_legal)
-
-
-# The options.
-
-
 class Use(Enum):
-    """What an option has a meaning for; without any of these, for every step."""
+    """A step that an option has a meaning for; an option with none of these has one for all."""
 
     BACKWARD = auto()  # it changes the backward: not for `evaluate`
     UPDATE = auto()  # it changes the update: for `train_step` alone
@@ -220,7 +117,7 @@ class AccumulationOptions:
 class ParameterOptions:
     """Parameters and gradients."""
 
-    gradients: Annotated[Callable[[Layout], Layout] | None, _function, Use.BACKWARD] = None
+    gradients: Annotated[GradientLayouts | None, _function, Use.BACKWARD] = None
     """From a parameter's layout to its gradient's. Default: the optimizer's, else the same."""
 
     frozen: Annotated[Choice, Use.BACKWARD] = None
@@ -282,7 +179,7 @@ class MemoryOptions:
     live_units: Annotated[int, at_least(1), Use.PLUGIN] = 2
     """Number of sharded units that are unsharded at a time, beside the prefetched ones, and in the
     backward those of a rematerialised block that runs again; of stages the current and next ones,
-    if the schedule does not say."""
+    if the schedule has no times for that."""
 
     prefetch: Annotated[int, at_least(0), Use.UNSCHEDULED, Use.PLUGIN] = 1
     """Number of units to all-gather ahead of their use, in the order of the previous step."""
@@ -314,9 +211,7 @@ class StageOptions:
     loss: Annotated[Callable[..., Any] | None, Use.SCHEDULED] = None
     """loss(y, microbatch), where y is the last stage's output: the mean, or a value per sample."""
 
-    inputs: Annotated[Callable[[PyTree], PyTree] | None, _function, Use.SCHEDULED, Use.PLUGIN] = (
-        None
-    )
+    inputs: Annotated[StageInputs | None, _function, Use.SCHEDULED, Use.PLUGIN] = None
     """inputs(microbatch): the first stage's input. Default: x of a pair (x, target), else all."""
 
     skips: Annotated[Mapping[str, tuple[int, int]] | None, Use.SCHEDULED, Use.PLUGIN] = None
@@ -398,7 +293,7 @@ class StepOptions(Options):
     loss_fn: Callable[..., Any]
     caller: str
     backward: bool = True
-    gradients: Callable[[Layout], Layout] = same_layouts
+    gradients: GradientLayouts = same_layouts
     local: tuple[str, ...] = ()
     reduce_once: bool = True
 
@@ -475,12 +370,114 @@ class StepOptions(Options):
         return count
 
 
+# Checks of single arguments: each returns a list of errors.
+
+Check = Callable[[str, Any], list[str]]
+
+
+def must_be(name: str, description: str, x: Any, ok: bool) -> list[str]:
+    """Return the error of an invalid argument.
+
+    >>> must_be("unit", "a pattern", 3, isinstance(3, str))
+    ['unit must be a pattern, got 3']
+    """
+    return [] if ok else [f"{name} must be {description}, got {shown(x)}"]
+
+
+def one_of(name: str, x: Any, *legal: Any) -> list[str]:
+    """Complain of an argument that is none of a few values.
+
+    >>> one_of("precision", "fp8", "bf16", "fp16", None)
+    ["precision must be 'bf16', 'fp16' or None, got 'fp8'"]
+    """
+    *choices, last = map(repr, legal)
+    is_legal = any(type(x) is type(choice) and x == choice for choice in legal)
+    return must_be(name, f"{', '.join(choices)} or {last}", x, is_legal)
+
+
+def integer(name: str, x: Any, least: int = 1) -> list[str]:
+    """Complain of an argument that is no integer, or a smaller one.
+
+    >>> integer("seed", -1, 0), integer("seed", True, 0), integer("seed", 3)
+    (['seed must be an integer >= 0, got -1'], ['seed must be an integer >= 0, got True'], [])
+    """
+    is_integer = isinstance(x, Integral) and not isinstance(x, bool)
+    return must_be(name, f"an integer >= {least}", x, is_integer and int(x) >= least)
+
+
+def flag(name: str, x: Any) -> list[str]:
+    """Complain of an argument that is neither True nor False."""
+    return one_of(name, x, True, False)
+
+
+def unknown(name: str, keys: Iterable[str], legal: Iterable[str]) -> list[str]:
+    """Complain of keys that a mapping must not have; name the legal ones, and fshard's words for others.
+
+    >>> unknown("options", {"buckt": 1, "tp_size": 2}, ["bucket", "reduce"])
+    ["options has no 'buckt', 'tp_size' (use tensor=2, sample=batch); legal: bucket, reduce"]
+    """
+    legal = [*legal]
+    illegal = list[str]()
+    for key in keys:
+        if key not in legal:
+            illegal.append(f"{key!r} (use {NAMES[key]})" if key in NAMES else repr(key))
+    if not illegal:
+        return []
+    return [f"{name} has no {', '.join(illegal)}; legal: {', '.join(legal)}"]
+
+
+def refusal(function: Callable[[], Any]) -> list[str]:
+    """Call a function; return the text of the error by which it refuses its arguments."""
+    try:
+        function()
+    except (FshardError, TypeError, ValueError) as error:
+        return [str(error).rstrip(".")]
+    return []
+
+
+def at_least(least: int) -> Check:
+    """Return the check of an integer with a lower bound."""
+    return lambda name, x: integer(name, x, least)
+
+
+def _function(name: str, x: Any) -> list[str]:
+    return must_be(name, "a function or None", x, callable(x))
+
+
+def _dtype(name: str, x: Any) -> list[str]:
+    if not isinstance(x, torch.dtype):
+        return must_be(name, "a torch.dtype or None", x, ok=False)
+    is_wide = x.is_floating_point and x.itemsize > 1
+    return must_be(name, "a floating dtype of at least 16 bits", x, is_wide)
+
+
+def _reductions(name: str, x: Any) -> list[str]:
+    words = flatten(x)[0]
+    are_known = all(isinstance(word, str) and word in get_args(AuxReduction) for word in words)
+    return must_be(name, '"mean", "sum" or "rows", or a tree of these', x, are_known)
+
+
+def _precision(name: str, x: Any) -> list[str]:
+    return one_of(name, x, *get_args(Precision), None)
+
+
+def _memories(name: str, x: Any) -> list[str]:
+    legal = get_args(ActivationMemory)
+    is_legal = isinstance(x, Mapping) and all(memory in legal for memory in x.values())
+    return must_be(name, 'a dict from names to "device", "host" or "recomputed"', x, is_legal)
+
+
+def _recompute(name: str, x: Any) -> list[str]:
+    is_legal = x in ("never", "always", "except_last") or not integer(name, x)
+    return must_be(name, '"never", "always", "except_last" or an integer >= 1', x, is_legal)
+
+
 # What is derived from the fields: a table of them, signatures, the text of help.
 
 
 @dataclass(frozen=True)
-class Option:
-    """One field of `Options`: what its annotation says, and the text below it."""
+class OptionField:
+    """One field of `Options`: the parts of its annotation, and the text below it."""
 
     name: str
     default: Any
@@ -491,7 +488,7 @@ class Option:
     description: str
 
     @classmethod
-    def of(cls, definition: Field[Any], hint: Any, group: str, description: str) -> Option:
+    def of(cls, definition: Field[Any], hint: Any, group: str, description: str) -> OptionField:
         """Return a field with what is in its annotation: `Annotated[type, *checks, *uses]`."""
         metadata = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
         default = definition.default
@@ -527,7 +524,7 @@ def _type_in(annotation: str) -> str:
             return annotation
 
 
-def _collect_options() -> dict[str, Option]:
+def _collect_options() -> dict[str, OptionField]:
     """Return the fields of `Options` by name, in order."""
     descriptions = _descriptions()
     hints = get_type_hints(Options, include_extras=True)
@@ -535,10 +532,12 @@ def _collect_options() -> dict[str, Option]:
     for group in Options.__bases__:
         title = inspect.getdoc(group) or ""
         groups |= dict.fromkeys(group.__annotations__, title.rstrip("."))
-    options = dict[str, Option]()
+    options = dict[str, OptionField]()
     for definition in fields(Options):
         name = definition.name
-        options[name] = Option.of(definition, hints[name], groups[name], descriptions.get(name, ""))
+        options[name] = OptionField.of(
+            definition, hints[name], groups[name], descriptions.get(name, "")
+        )
     return options
 
 
@@ -560,7 +559,7 @@ def _descriptions() -> dict[str, str]:
     return descriptions
 
 
-OPTIONS: Mapping[str, Option] = _collect_options()
+OPTIONS: Mapping[str, OptionField] = _collect_options()
 """The options by name, in the order of their groups."""
 
 Last = Literal["forward", "backward", "update"]
@@ -571,7 +570,7 @@ _EXCLUDED: dict[Last, Set[Use]] = {
 }
 
 
-def options_until(last: Last) -> list[Option]:
+def options_until(last: Last) -> list[OptionField]:
     """Return the options of a function whose last phase of a step is this one."""
     return [option for option in OPTIONS.values() if not option.uses & _EXCLUDED[last]]
 
@@ -591,6 +590,7 @@ First = TypeVar("First")
 Second = TypeVar("Second")
 Result = TypeVar("Result")
 _MARK = "{options}"
+_HELP_WIDTH = 96  # help() indents a docstring by 4: 100 columns in all
 
 
 class TakesOptions(Protocol[Given]):
@@ -620,32 +620,34 @@ def takes_options(make: Callable[Given, Options], *, until: Last) -> TakesOption
 
     def decorator(function: Callable[..., Any]) -> Any:
         parameters = [*inspect.signature(function).parameters.values()][:-1]
-        positional = [parameter.name for parameter in parameters]
         caller = function.__name__
 
         @wraps(function)
-        def run(*args: Any, **keywords: Any) -> Any:
-            given = {name: x for name, x in keywords.items() if name not in positional}
-            others = {name: x for name, x in keywords.items() if name in positional}
+        def run(*args: Any, **given: Any) -> Any:
+            named = dict[str, Any]()  # such as loss_fn=
+            for parameter in parameters:
+                if parameter.name in given:
+                    named[parameter.name] = given.pop(parameter.name)
             _validate_names(caller, given, options)
             try:
                 value: Any = make(**given)  # type: ignore[call-arg]
             except ValueError as error:
                 raise ValueError(f"{caller}: {error}") from None
-            return function(*args, **others, options=value)
+            return function(*args, **named, options=value)
 
         decorated: Any = run
-        decorated.__signature__ = inspect.signature(function).replace(
-            parameters=[*parameters, *[option.parameter() for option in options]]
-        )
-        if _MARK in (function.__doc__ or ""):  # there is none if Python runs with -OO
-            decorated.__doc__ = _with_descriptions(function.__doc__, options)
+        keywords = [option.parameter() for option in options]
+        signature = inspect.signature(function)
+        decorated.__signature__ = signature.replace(parameters=[*parameters, *keywords])
+        docstring = function.__doc__
+        if docstring is not None:  # with python -OO there is none
+            decorated.__doc__ = _with_descriptions(docstring, options)
         return decorated
 
     return decorator
 
 
-def _validate_names(caller: str, given: Mapping[str, Any], options: Sequence[Option]) -> None:
+def _validate_names(caller: str, given: Mapping[str, Any], options: Sequence[OptionField]) -> None:
     """Raise if options are missing, or have no meaning in the function that was called."""
     missing = [x.name for x in options if x.default is MISSING and x.name not in given]
     if missing:
@@ -662,7 +664,7 @@ def _validate_names(caller: str, given: Mapping[str, Any], options: Sequence[Opt
         )
 
 
-def _with_descriptions(docstring: str, options: Sequence[Option]) -> str:
+def _with_descriptions(docstring: str, options: Sequence[OptionField]) -> str:
     """Return a docstring with the descriptions of options, by group, in place of its mark."""
     lines = list[str]()
     group = ""
@@ -677,8 +679,4 @@ def _with_descriptions(docstring: str, options: Sequence[Option]) -> str:
             subsequent_indent="        ",
             break_on_hyphens=False,
         )
-    before, _, after = inspect.cleandoc(docstring).partition(_MARK)
-    return before + "\n".join(lines[1:]) + after
-
-
-_HELP_WIDTH = 96  # help() indents a docstring by 4: 100 columns in all
+    return inspect.cleandoc(docstring).replace(_MARK, "\n".join(lines[1:]))

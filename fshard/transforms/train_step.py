@@ -119,8 +119,8 @@ class TrainStep(PlaceableStep):
 
     With a schedule, `params` is a list with one tree per stage, each stored by the devices of that
     stage (`shard_stages`). Each device splits its shard of the batch into the schedule's
-    microbatches, of equal size where possible. ZeRO works as without stages: the schedule says
-    when a stage is unsharded, resharded and reduced; if it does not, `live_units` decides.
+    microbatches, of equal size where possible. ZeRO works as without stages: a stage is
+    unsharded, resharded and reduced when the schedule has it, else by `live_units`.
 
     >>> mesh = fs.make_mesh({"pipe": 2, "data": 2})
     >>> schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=4)

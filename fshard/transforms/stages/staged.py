@@ -84,7 +84,7 @@ def staged(caller: str, stages: Any, options: Options, *, backward: bool, in_pla
 
 
 def _completed(schedule: Schedule, options: StepOptions) -> Schedule:
-    """Return a schedule that says when stages are unsharded, and without a backward only forwards."""
+    """Add the times at which stages are unsharded, if there are none; without a backward keep forwards."""
     if not options.backward:
         schedule = schedule.with_rows(
             [action for action in row if action.kind is Kind.F] for row in schedule.rows
