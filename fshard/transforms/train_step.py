@@ -80,6 +80,11 @@ _WARNING = (
     "torch.compile(step) has no effect. Compile the loss function: "
     "train_step(torch.compile(loss_fn), ...)."
 )
+_IN_TRANSFORM = (
+    "train_step: a step must not be called within a transform of torch.func, such as vjp, which "
+    "does not see what it writes in place. Differentiate fs.grad and an update: "
+    "fs.optim.apply_updates(params, opt.update(grads, state, params)[0])."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +178,7 @@ class TrainStep(PlaceableStep):
     @property
     def mesh(self) -> Mesh:
         """The devices."""
-        return self.options.mesh
+        return self.gradient.mesh
 
     @property
     def state_memory(self) -> Memory:
@@ -192,10 +197,11 @@ class TrainStep(PlaceableStep):
     @partial(uncompiled, warning=_WARNING)
     def __call__(self, params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, ...]:
         """Return the next parameters, state, buffers if there are any, and metrics."""
-        _validate_outside_transforms()
+        if transformed():
+            raise TypeError(_IN_TRANSFORM)
         buffers, batch = self._buffers_and_batch(inputs)
         arguments = {"params": params, "state": state, "buffers": buffers, "batch": batch}
-        validate_run(self.mesh, "train_step", **arguments)
+        validate_run(self.gradient.mesh, "train_step", **arguments)
         claim(state, "state")
         optimizer = self.optimizer
         scale = 1.0
@@ -237,7 +243,7 @@ class TrainStep(PlaceableStep):
         compression = self.optimizer.compression
         with (
             torch.no_grad(),
-            deterministic(is_exact, self.mesh.device_type),
+            deterministic(is_exact, self.gradient.mesh.device_type),
             exact_norms(is_exact),
             purpose(None, site),
             _naming_dtypes(grads),
@@ -288,16 +294,6 @@ def _update_of(opt: Partitioned, *, donate: bool, exact: bool) -> Update:
     """
     write = step_of(Optimizer(opt.init, opt.update)) if exact else step_of(opt)
     return DonatingStep(write) if donate else write
-
-
-def _validate_outside_transforms() -> None:
-    """Raise within a transform of torch.func, which does not see what a step writes."""
-    if transformed():
-        raise TypeError(
-            "train_step: a step must not be called within a transform of torch.func, such as vjp; "
-            "it writes in place. Differentiate fs.grad and an update: "
-            "fs.optim.apply_updates(params, opt.update(grads, state, params)[0])."
-        )
 
 
 @contextmanager

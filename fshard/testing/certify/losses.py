@@ -14,6 +14,7 @@ import fshard as fs
 from fshard.mesh.layout import Layout, Mesh, P, PyTree, as_axes, flatten
 from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
+from fshard.optim.partition import Partitioned
 from fshard.optim.per_device import array_optimizer
 from fshard.testing.certificate import Certificate
 from fshard.testing.certify.runs import (
@@ -266,7 +267,7 @@ def _validate_serial(opt: Optimizer, **trees: PyTree) -> None:
         for name, tree in trees.items()
         if any(isinstance(x, fs.Sharded) for x in flatten(tree)[0])
     ]
-    if sharded := [*sharded, *["the optimizer"] * hasattr(opt, "on_mesh")]:
+    if sharded := [*sharded, *["the optimizer"] * isinstance(opt, Partitioned)]:
         raise fs.errors.LayoutError(
             f"certify: all tensors must be full and the optimizer not partitioned; got {', '.join(sharded)} sharded. "
             "Leave out fs.device_put, fs.shard_params and fs.partition_optimizer: certify shards for every stage."
