@@ -178,7 +178,7 @@ class TrainStep(PlaceableStep):
     @property
     def mesh(self) -> Mesh:
         """The devices."""
-        return self.gradient.mesh
+        return self.gradient.options.mesh
 
     @property
     def state_memory(self) -> Memory:
@@ -201,7 +201,7 @@ class TrainStep(PlaceableStep):
             raise TypeError(_IN_TRANSFORM)
         buffers, batch = self._buffers_and_batch(inputs)
         arguments = {"params": params, "state": state, "buffers": buffers, "batch": batch}
-        validate_run(self.gradient.mesh, "train_step", **arguments)
+        validate_run(self.gradient.options.mesh, "train_step", **arguments)
         claim(state, "state")
         optimizer = self.optimizer
         scale = 1.0
@@ -243,7 +243,7 @@ class TrainStep(PlaceableStep):
         compression = self.optimizer.compression
         with (
             torch.no_grad(),
-            deterministic(is_exact, self.gradient.mesh.device_type),
+            deterministic(is_exact, self.gradient.options.mesh.device_type),
             exact_norms(is_exact),
             purpose(None, site),
             _naming_dtypes(grads),
