@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -25,7 +26,7 @@ _SKIP_FRAME_AND_CALLEES = _frames._FrameExecStrategy(_ACTION.SKIP, _ACTION.SKIP)
 def uncompiled(function: Callable[Args, Result], *, warning: str = "") -> Callable[Args, Result]:
     """Return a function that runs without torch.compile, as does all that it calls; the code around it is compiled.
 
-    Where it is called by compiled code it gives the warning, once.
+    With a warning it is a method, which warns where compiled code calls it: once for each object.
 
     >>> import torch
     >>> @uncompiled
@@ -45,14 +46,13 @@ def uncompiled(function: Callable[Args, Result], *, warning: str = "") -> Callab
 
 
 def _warns_once(function: Callable[Args, Result], warning: str) -> Callable[Args, Result]:
-    warned = False
+    warned = WeakSet[Any]()  # objects whose method has warned
 
     @wraps(function)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        nonlocal warned
         compiler = _set_compiler(None)
-        if compiler and not warned:
-            warned = True
+        if compiler and args[0] not in warned:
+            warned.add(args[0])
             warnings.warn(warning, stacklevel=2)
         try:
             return function(*args, **kwargs)

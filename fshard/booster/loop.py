@@ -53,11 +53,13 @@ from fshard.transforms.fsdp.graph_checks import (
 from fshard.transforms.fsdp.lazy_param import unsharded
 from fshard.transforms.fsdp.param_runtime import ParamRuntime
 from fshard.transforms.fsdp.plans import ParamPlans
-from fshard.transforms.gradient import ParamTree, unstaged
+from fshard.transforms.gradient import ParamTree
 from fshard.transforms.metrics import NO_METRICS
 from fshard.transforms.module.buffers import Buffers
+from fshard.transforms.options import Options
 from fshard.transforms.reproducible.joined_outputs import JoinedOutput, join, split_cotangents
 from fshard.transforms.slices import Count, DeviceSlices, SliceTurn
+from fshard.transforms.value_and_grad import gradient_of
 from fshard.uncompiled import uncompiled
 
 Args = ParamSpec("Args")
@@ -195,7 +197,8 @@ class LoopModel(BoostedModel):
 
     def set_gradients(self, layouts: Callable[[Layout], Layout]) -> None:
         """Set the layouts of gradients, by those of parameters."""
-        self._gradient = unstaged(self.function, gradients=layouts, **self._options)
+        options = Options(gradients=layouts, **self._options)
+        self._gradient = gradient_of("value_and_grad", self.function, options)
 
     def buffer_trees(self) -> list[PyTree]:
         self.follow_writes()

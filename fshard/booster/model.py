@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fshard.booster.full_state import full_leaves, put
 from fshard.booster.plugins import Plugin
 from fshard.booster.slots import ModuleSlots
-from fshard.checkpoint.names import as_leaf
+from fshard.checkpoint.names import ShardedObject, as_leaf
 from fshard.comm.replicas import ReplicaGroup
 from fshard.copying import copied
 from fshard.errors import ModuleError, ScopeError
@@ -128,7 +128,7 @@ def validate_inside(mesh: Mesh) -> None:
 COMPILE_INSIDE = "torch.compile(model) of a boosted model has no effect. Compile it in place, model.compile(), or its blocks."
 
 
-class BoostedModel(nn.Module):
+class BoostedModel(nn.Module, ShardedObject):
     """A model whose parameters are sharded by its plugin: called as before, on this device's part of the batch.
 
     `module` is the module that was boosted, and it is the one that runs: hooks, attributes and modes set there take

@@ -16,6 +16,7 @@ from fshard.booster.loop import LoopModel
 from fshard.booster.model import refusing
 from fshard.booster.plugins import Plugin
 from fshard.booster.stages import StagedModel
+from fshard.checkpoint.names import ShardedObject
 from fshard.errors import OptimizerError
 from fshard.memory.kinds import claim
 from fshard.memory.state import UpdateOn
@@ -82,7 +83,7 @@ _stale_step = refusing(
 _stale_step._wrapped_by_lr_sched = True  # schedulers warn of a step that they have not wrapped
 
 
-class BoostedOptimizer(torch.optim.Optimizer):
+class BoostedOptimizer(torch.optim.Optimizer, ShardedObject):
     """An optimizer whose state is sharded by the plugin.
 
     The groups are those of the optimizer that was boosted.

@@ -5,7 +5,8 @@ DDPPlugin                replicated       all-reduced                   replicat
 ZeroPlugin(stage=1)      replicated       reduce-scattered once a step  sharded
 ZeroPlugin(stage=2)      replicated       reduce-scattered per unit     sharded
 FSDPPlugin               sharded          reduce-scattered per unit     sharded
-HybridParallelPlugin     those of a stage on its devices, of layers by a plan, and along the axes of data by its `zero_stage`
+HybridParallelPlugin     those of a stage on its devices, of layers by a plan, and along the axes
+                         of data by its `zero_stage`
 """
 
 from __future__ import annotations
@@ -29,31 +30,20 @@ from fshard.mesh.spmd.scope import here
 from fshard.optim.partition import Stage
 from fshard.tensor.plan import Plan
 from fshard.transforms.options import (
+    COMPUTE_DTYPES,
+    Options,
+    Precision,
     flag,
     integer,
     must_be,
     one_of,
+    plugin_options,
     refusal,
     unknown,
-    wrong_options,
 )
 from fshard.transforms.patterns import Choice
 from fshard.transforms.shard_params import Rules, fsdp
-from fshard.transforms.train_step import Precision
-from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 
-_OPTIONS = {
-    "bucket",
-    "in_flight",
-    "prefetch",
-    "live_units",
-    "reduce",
-    "reduce_once",
-    "skips",
-    "inputs",
-    "dynamic",
-}
-"""The options of `value_and_grad` that no field of a plugin sets."""
 _PRECISIONS: dict[Any, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -64,15 +54,20 @@ class Plugin:
     Args:
         mesh: the devices; None: that of `fs.run`, or all processes, along one axis "data".
         axis: that shards the batch; None: all axes of the mesh.
-        precision: "bf16" or "fp16", or the dtype, computes in it; parameters and state stay in their own.
-        unused: a parameter that no device has used gets: "skip", nothing, as in torch.optim, so that neither its state
-            nor its count of steps changes; "zero", a gradient of zeros, as in JAX.
+        precision: "bf16" or "fp16", or the dtype, computes in it; parameters and state stay in
+            their own.
+        unused: a parameter that no device has used gets: "skip", nothing, as in torch.optim, so
+            that neither its state nor its count of steps changes; "zero", a gradient of zeros, as
+            in JAX.
         sync_batchnorm: BatchNorm takes mean and variance over all devices.
-        reproducible: the same bits on any number of devices that divides `slices`, if a sample's loss depends on it alone.
+        reproducible: the same bits on any number of devices that divides `slices`, if a sample's
+            loss depends on it alone.
         slices: number of slices of a batch then.
         seed: of random draws in the model, and of lazy modules.
-        buffers: frozen parameters that the forward updates, such as a momentum encoder: see `functionalize`.
-        options: further ones of `value_and_grad`: bucket, in_flight, live_units, prefetch, reduce, ...
+        buffers: frozen parameters that the forward updates, such as a momentum encoder: see
+            `functionalize`.
+        options: further ones of `value_and_grad`, such as bucket, prefetch or reduce: an error
+            lists all.
     """
 
     mesh: Mesh | None = None
@@ -87,53 +82,52 @@ class Plugin:
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        if errors := unknown(cls.__name__, options, cls.__dataclass_fields__):
+        errors = unknown(cls.__name__, options, cls.__dataclass_fields__)
+        if errors:
             raise TypeError(f"{errors[0]}.")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if isinstance(self.precision, torch.dtype):
-            object.__setattr__(self, "precision", _PRECISIONS.get(self.precision, self.precision))
-        if errors := self._invalid_fields() or self.contradictions():
+            precision = _PRECISIONS.get(self.precision, self.precision)
+            object.__setattr__(self, "precision", precision)
+        errors = self._invalid_fields() or self.contradictions()
+        if errors:
             raise ValueError(f"{type(self).__name__}: {'; '.join(errors)}.")
 
     def _invalid_fields(self) -> list[str]:
         """List the flags, integers and literals that are not what their annotations allow."""
         errors = must_be("mesh", "a Mesh or None", self.mesh, isinstance(self.mesh, Mesh | None))
         for name, annotation in get_type_hints(type(self)).items():
-            x, kinds = getattr(self, name), get_args(annotation)
-            kinds = [annotation] if get_origin(annotation) is Literal or not kinds else [*kinds]
-            values = [
-                value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)
-            ]
-            types = {kind for kind in kinds if get_origin(kind) is not Literal} - {
-                NoneType,
-                torch.dtype,
-            }
-            if x is None and NoneType in kinds:
-                continue
-            if types == {bool}:
-                errors += flag(name, x)
-            elif types == {int} and not values:
-                errors += integer(name, x, 0 if name == "seed" else 1)
-            elif values and not types:
-                errors += one_of(name, x, *values, *[None] * (NoneType in kinds))
+            errors += _field_errors(name, getattr(self, name), annotation)
         return errors
 
     def contradictions(self) -> list[str]:
         """List the fields, each valid, that contradict each other or the mesh."""
-        legal = _OPTIONS & {*(OF_STAGES if self.in_stages() else OF_LOSSES)}
-        errors = unknown("options", self.options, sorted(legal))
-        errors += wrong_options({**self.options, "reproducible": self.reproducible})
+        legal = plugin_options(in_stages=self.in_stages())
+        errors = unknown("options", self.options, legal)
+        errors += self.option_errors(
+            reproducible=self.reproducible,
+            **{name: value for name, value in self.options.items() if name in legal},
+        )
         if self.reproducible and self.sync_batchnorm:
             errors.append(
-                "sync_batchnorm=True needs all devices together, reproducible=True computes slices one by one"
+                "sync_batchnorm=True needs all devices together, "
+                "reproducible=True computes slices one by one"
             )
         if self.reproducible and self.state_memory() == "disk":
             errors.append(
-                'offload="disk" is updated in place, which reproducible=True does not: use offload="host"'
+                'offload="disk" is updated in place, which reproducible=True does not: '
+                'use offload="host"'
             )
-        return errors if self.mesh is None else errors + refusal(self.zero_axes)
+        if self.mesh is not None:
+            errors += refusal(self.zero_axes)
+        return errors
+
+    def option_errors(self, **options: Any) -> list[str]:
+        """List the errors of options of a step."""
+        mesh: Any = self.mesh
+        return refusal(lambda: Options(mesh=mesh, batch=P(), **options))
 
     def zero(self) -> Stage:
         """Return the stage of ZeRO."""
@@ -151,7 +145,10 @@ class Plugin:
         """Return the mesh: that which was given, that of `fs.run`, or all processes."""
         if self.mesh is not None:
             return self.mesh
-        return scope.mesh if (scope := here()) is not None else make_mesh({"data": process_count()})
+        scope = here()
+        if scope is not None:
+            return scope.mesh
+        return make_mesh({"data": process_count()})
 
     def on_mesh(self) -> Self:
         """Return the plugin with its mesh."""
@@ -160,9 +157,9 @@ class Plugin:
     def axes(self) -> tuple[str, ...]:
         """Return the axes that shard the batch."""
         mesh = self.default_mesh()
-        return (
-            mesh.axis_names if self.axis is None else mesh.check_axes(cast(Any, self.axis), "axis=")
-        )
+        if self.axis is None:
+            return mesh.axis_names
+        return mesh.check_axes(cast(Any, self.axis), "axis=")
 
     def zero_axes(self) -> tuple[str, ...]:
         """Return the axes along which ZeRO shards."""
@@ -174,8 +171,11 @@ class Plugin:
 
     def replica_axes(self) -> tuple[str, ...]:
         """Return the axes that shard the batch of one replica."""
-        axes, replicas = self.axes(), self.replicas()
-        return axes if replicas is None else tuple([axis for axis in axes if axis != replicas.axis])
+        axes = self.axes()
+        replicas = self.replicas()
+        if replicas is None:
+            return axes
+        return tuple([axis for axis in axes if axis != replicas.axis])
 
     def rules(self, within: Rules = None) -> Rules:
         """Return the layouts of parameters, which plans shard by the rules `within`."""
@@ -207,41 +207,73 @@ class Plugin:
 
     def gradient_options(self) -> dict[str, Any]:
         """Return the options of `value_and_grad`."""
-        full = {
-            "slices": self.slices if self.reproducible else None,
-            "reduce_once": self.zero() < 2,
-        }
-        return {
+        precision = cast(Precision | None, self.precision)
+        options: dict[str, Any] = {
             "mesh": self.default_mesh(),
-            "batch": P(axes) if (axes := self.replica_axes()) else P(),
+            "batch": P(self.replica_axes()) if self.replica_axes() else P(),
             "has_buffers": True,
-            "compute": next(
-                (dtype for dtype, name in _PRECISIONS.items() if name == self.precision), None
-            ),
-            "reduce": torch.float32 if self.precision == "fp16" else None,
+            "compute": COMPUTE_DTYPES[precision],
+            "reduce": torch.float32 if precision == "fp16" else None,
             "reproducible": self.reproducible,
-            **({} if self.in_stages() else full),
-            **self.options,
         }
+        if not self.in_stages():
+            options["reduce_once"] = self.zero() < 2
+            if self.reproducible:
+                options["slices"] = self.slices
+        return options | self.options
+
+
+def _field_errors(name: str, x: Any, annotation: Any) -> list[str]:
+    """List the error of a field that is not the flag, integer or literal of its annotation."""
+    kinds = [*get_args(annotation)]
+    if get_origin(annotation) is Literal or not kinds:
+        kinds = [annotation]
+    values = list[Any]()
+    types = set[Any]()
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            values += get_args(kind)
+        else:
+            types.add(kind)
+    is_optional = NoneType in types
+    types -= {NoneType, torch.dtype}  # a dtype is another word for a literal
+    if x is None and is_optional:
+        return []
+    if types == {bool}:
+        return flag(name, x)
+    if types == {int} and not values:
+        return integer(name, x, 0 if name == "seed" else 1)
+    if values and not types:
+        return one_of(name, x, *values, *([None] if is_optional else []))
+    return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class _SlowLinkPlugin(Plugin):
-    """A plugin with replicated parameters, whose gradients are compressed, or whose replicas train apart."""
+    """A plugin with replicated parameters, for slow links.
+
+    Its gradients are compressed, or its replicas train apart.
+    """
 
     compress: Any = None
     local_steps: Any = None
     gossip: Any = None
 
     def contradictions(self) -> list[str]:
-        names = [
-            name
-            for name in ("compress", "local_steps", "gossip")
-            if getattr(self, name) is not None
-        ]
+        names = list[str]()
+        for name in ("compress", "local_steps", "gossip"):
+            if getattr(self, name) is not None:
+                names.append(name)
         if len(names) > 1:
             return [f"{' and '.join(names)} must not be combined: give one of them"]
-        errors = super().contradictions()
+        counts = [self.local_steps]
+        if isinstance(self.local_steps, Mapping):
+            counts = [*cast(Mapping[str, Any], self.local_steps).values()]
+        errors = list[str]()
+        for count in counts:
+            if count is not None:
+                errors += integer("local_steps", count)
+        errors += super().contradictions()
         for name in names:
             if self.reproducible:
                 errors.append(
@@ -249,14 +281,7 @@ class _SlowLinkPlugin(Plugin):
                 )
             if name != "compress" and self.zero() > 1:
                 errors.append(f"{name} must be None in stage {self.zero()}: use stage 0 or 1")
-        steps = (
-            self.local_steps.values()
-            if isinstance(self.local_steps, Mapping)
-            else [self.local_steps]
-        )
-        return [
-            error for count in steps if count is not None for error in integer("local_steps", count)
-        ] + errors
+        return errors
 
     def _by_axis(self, name: str) -> Mapping[str, Any] | None:
         """Return the values of an option by axis; a single one is for the axis of the batch."""
@@ -265,10 +290,11 @@ class _SlowLinkPlugin(Plugin):
             return value
         axes = [axis for axis in self.axes() if self.default_mesh().shape[axis] > 1]
         if not axes:  # one device: it has the state that a checkpoint of several has
-            axes = list(self.axes()[:1])
+            axes = [*self.axes()[:1]]
         if len(axes) > 1:
             raise ValueError(
-                f"{name} must be for each axis of {', '.join(axes)}, as {{{axes[0]!r}: ...}}; got {value}."
+                f"{name} must be for each axis of {', '.join(axes)}, as {{{axes[0]!r}: ...}}; "
+                f"got {value}."
             )
         return dict.fromkeys(axes, value)
 
@@ -277,12 +303,15 @@ class _SlowLinkPlugin(Plugin):
 
     def replicas(self) -> ReplicaGroup | None:
         name = "gossip" if self.local_steps is None else "local_steps"
-        values, mesh = self._by_axis(name), self.default_mesh()
+        values = self._by_axis(name)
         if values is None:
             return None
-        if len(values) != 1 or any(
-            axis not in self.axes() or mesh.shape[axis] == 1 for axis in values
-        ):
+        mesh = self.default_mesh()
+        is_usable = len(values) == 1
+        for axis in values:
+            if axis not in self.axes() or mesh.shape[axis] == 1:
+                is_usable = False
+        if not is_usable:
             raise ValueError(
                 f"{name} must be along one axis of the batch, of several devices; got {mesh}."
             )
@@ -292,7 +321,8 @@ class _SlowLinkPlugin(Plugin):
         graph = value(mesh.shape[axis]) if callable(value) else value
         if not isinstance(graph, Graph) or graph.size != mesh.shape[axis]:
             raise ValueError(
-                f"gossip must be a graph of the {mesh.shape[axis]} devices along {axis}; got {value}."
+                f"gossip must be a graph of the {mesh.shape[axis]} devices along {axis}; "
+                f"got {value}."
             )
         return ReplicaGroup(mesh, axis, gossip_rule(axis, graph))
 
@@ -302,27 +332,32 @@ class DDPPlugin(_SlowLinkPlugin):
     """Data parallelism: parameters are replicated and gradients all-reduced.
 
     Args:
-        compress: a compressor of `fs.comm` that reduces gradients instead, along the axis of the batch; or one by axis.
-        local_steps: number of steps between averages of the replicas along that axis, which train apart; or one by axis.
-        gossip: such replicas average with neighbours in each step: a graph, or a function from their number to one, such as
-            `fs.comm.ring`; or one by axis.
+        compress: a compressor of `fs.comm` that reduces gradients instead, along the axis of the
+            batch; or one by axis.
+        local_steps: number of steps between averages of the replicas along that axis, which train
+            apart; or one by axis.
+        gossip: such replicas average with neighbours in each step: a graph, or a function from
+            their number to one, such as `fs.comm.ring`; or one by axis.
 
-    With local_steps or gossip each device runs the model of its replica; `state_dict` and `unwrap` return their mean.
+    With local_steps or gossip each device runs the model of its replica; `state_dict` and `unwrap`
+    return their mean.
 
     >>> DDPPlugin(precision="fp8", seed=-1)
     Traceback (most recent call last):
-    ValueError: DDPPlugin: precision must be 'bf16', 'fp16' or None, got 'fp8'; seed must be an integer >= 0, ...
+    ValueError: DDPPlugin: precision must be 'bf16', 'fp16' or None, got 'fp8'; seed must be an ...
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroPlugin(_SlowLinkPlugin):
-    """ZeRO 1 and 2: the optimizer's state is sharded.  `stage` 2 reduces gradients in each backward, 1 once a step.
+    """ZeRO 1 and 2: the optimizer's state is sharded.
+
+    `stage` 2 reduces gradients in each backward, 1 once a step.
 
     Args:
         stage: of ZeRO.
-        offload: store the state on the "host", or on "disk" in the folder FSHARD_DISK, and update it on the host: gradients
-            are sent there as they are reduced, and parameters back.
+        offload: store the state on the "host", or on "disk" in the folder FSHARD_DISK, and update
+            it on the host: gradients are sent there as they are reduced, and parameters back.
 
     `compress` and, in stage 1, `local_steps` and `gossip` are those of `DDPPlugin`.
     """
@@ -342,11 +377,12 @@ class ShardedPlugin(Plugin):
     """ZeRO 3: parameters are sharded too, and all-gathered as they are used.
 
     Args:
-        unit: parameters that are all-gathered together: a pattern of paths ("blocks[*]"), several, or a size in bytes;
-            None: each repeated block, small ones merged: see `fs.fsdp`.
-        shard_axis: that shards parameters and state; None: all of `axis`. Along the others they are replicated
-            (hybrid sharding), such as {"node": 2, "gpu": 8} with shard_axis="gpu".
-        reshard_after_forward: free unsharded parameters after the forward, and all-gather them again for the backward.
+        unit: parameters that are all-gathered together: a pattern of paths ("blocks[*]"), several,
+            or a size in bytes; None: each repeated block, small ones merged: see `fs.fsdp`.
+        shard_axis: that shards parameters and state; None: all of `axis`. Along the others they are
+            replicated (hybrid sharding), such as {"node": 2, "gpu": 8} with shard_axis="gpu".
+        reshard_after_forward: free unsharded parameters after the forward, and all-gather them
+            again for the backward.
     """
 
     unit: str | Sequence[str] | int | None = None
@@ -360,12 +396,13 @@ class ShardedPlugin(Plugin):
         return 3
 
     def zero_axes(self) -> tuple[str, ...]:
-        axes, chosen = self.axes(), cast(Any, self.shard_axis)
-        shard_axes = (
-            axes if chosen is None else self.default_mesh().check_axes(chosen, "shard_axis=")
-        )
+        axes = self.axes()
+        if self.shard_axis is None:
+            return axes
+        shard_axis = cast(Any, self.shard_axis)
+        shard_axes = self.default_mesh().check_axes(shard_axis, "shard_axis=")
         if not {*shard_axes} <= {*axes}:
-            raise ValueError(f"shard_axis must be among axis=, got {chosen!r}.")
+            raise ValueError(f"shard_axis must be among axis=, got {shard_axis!r}.")
         return shard_axes
 
     def rules(self, within: Rules = None) -> Rules:
@@ -377,17 +414,22 @@ class ShardedPlugin(Plugin):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPPlugin(ShardedPlugin):
-    """ZeRO 3 with all parameters, gradients and state on the devices, or all of them elsewhere: see `ShardedPlugin`.
+    """ZeRO 3 with all parameters, gradients and state on the devices, or all of them elsewhere.
+
+    See `ShardedPlugin`.
 
     Args:
-        offload: store parameters, gradients and state on the "host" (True), and update them there: a unit is sent to the
-            device before it is all-gathered. "disk": parameters and state in the folder FSHARD_DISK.
+        offload: store parameters, gradients and state on the "host" (True), and update them there:
+            a unit is sent to the device before it is all-gathered. "disk": parameters and state in
+            the folder FSHARD_DISK.
     """
 
     offload: Literal[False, True, "host", "disk"] = False
 
     def state_memory(self) -> Memory:
-        return "host" if self.offload is True else self.offload or "device"
+        if self.offload is True:
+            return "host"
+        return self.offload or "device"
 
     def param_memory(self) -> Memory:
         return self.state_memory()

@@ -26,7 +26,7 @@ from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.pipeline.split.followed import FollowedModule, has_hooks
 from fshard.source import call_site
 from fshard.transforms.gradient import GradientFunction, StepValue
-from fshard.transforms.options import Weight
+from fshard.transforms.options import Options, Weight
 from fshard.transforms.stages.plan import has_stages
 from fshard.transforms.value_and_grad import gradient_of
 
@@ -97,7 +97,11 @@ class StagedModel(BoostedModel):
         if weighted:
             options["weight"] = lambda microbatch: self._weight(microbatch)
         return gradient_of(
-            "execute_pipeline", self.function, backward=backward, in_place=True, **options
+            "execute_pipeline",
+            self.function,
+            Options(**options),
+            backward=backward,
+            in_place=True,
         )
 
     def run(

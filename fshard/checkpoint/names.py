@@ -168,6 +168,18 @@ def is_object(x: Any) -> bool:
     return has_state and callable(getattr(x, "load_state_dict", None))
 
 
+class ShardedObject:
+    """A base class of objects whose state is stored as shards, unlike that of their `state_dict`."""
+
+    def sharded_state(self) -> Any:
+        """Return the tree that is stored."""
+        raise NotImplementedError
+
+    def load_sharded_state(self, state: Any) -> None:
+        """Use arrays of `sharded_state`, into which others have been written."""
+        raise NotImplementedError
+
+
 class SummandArray(Sharded):
     """An unreduced array as its summands along a first dim, in the same memory.
 
@@ -178,7 +190,7 @@ class SummandArray(Sharded):
 def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Replace objects by trees of their arrays; return the tree, and the function that undoes it.
 
-    Modules are replaced by their tensors, objects that have a `sharded_state` by it, and unreduced
+    Modules are replaced by their tensors, a `ShardedObject` by its state, and unreduced
     arrays by their summands. The function gives the objects a state of this form again.
     """
     flatten(tree)  # registers the dataclasses in it
@@ -216,7 +228,7 @@ def _opened_leaf(x: Any) -> tuple[PyTree, Callable[[PyTree], Any]]:
         summands = stack(x, x.spec.unreduced)
         return SummandArray(summands.shape, summands.layout, summands.shards), same_leaf
 
-    if is_object(x) and hasattr(x, "sharded_state"):
+    if isinstance(x, ShardedObject):
         state, close = opened(x.sharded_state())
 
         def load(result: PyTree) -> Any:

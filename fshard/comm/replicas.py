@@ -29,8 +29,8 @@ from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer, copied, pure_step
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, like, trainable
 from fshard.optim.per_device.run import device_optimizer
+from fshard.transforms.train_step import TrainStep
 
-Step = Callable[..., Any]
 Arrays = list[Sharded]
 """Parameters of one replica on one device: those that are trained, of tied ones the first."""
 Combining = Generator[Any, list[Tensor], None]
@@ -118,8 +118,8 @@ class ReplicaStep:
         rule: see `ReplicaGroup`.
     """
 
-    def __init__(self, inner: Any, mesh: Mesh, axis: str, init: Any, rule: Rule) -> None:
-        if not callable(getattr(inner, "init", None)):
+    def __init__(self, inner: TrainStep, mesh: Mesh, axis: str, init: Any, rule: Rule) -> None:
+        if not isinstance(inner, TrainStep):
             raise ValueError(
                 f"inner must be a step of fs.train_step, on the mesh of one replica; got {inner!r}."
             )
@@ -219,7 +219,9 @@ def mean(params: PyTree) -> PyTree:
     return map_leaves(mean_leaf, params)
 
 
-def local_sgd(inner: Step, *, every: int, mesh: Mesh, axis: str, after: int = 0) -> ReplicaStep:
+def local_sgd(
+    inner: TrainStep, *, every: int, mesh: Mesh, axis: str, after: int = 0
+) -> ReplicaStep:
     """Average the parameters of replicas every few steps (Stich 2018; post-local SGD, Lin 2018).
 
     Args:
@@ -251,7 +253,7 @@ def local_sgd_rule(axis: str, every: int, after: int = 0) -> Rule:
 
 
 def diloco(
-    inner: Step,
+    inner: TrainStep,
     outer: Optimizer,
     *,
     every: int,
@@ -266,7 +268,7 @@ def diloco(
 
 
 def streaming_diloco(
-    inner: Step,
+    inner: TrainStep,
     outer: Optimizer,
     *,
     every: int,
@@ -357,7 +359,7 @@ def _compression(compress: Compressor, axis: str) -> Optimizer:
     return device_optimizer(Optimizer(compress.init, update, sharding=sharding))
 
 
-def gossip(inner: Step, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
+def gossip(inner: TrainStep, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
     """Average with neighbours during each step (D-PSGD, Lian 2017): params = mix(params) + the inner step's change.
 
     Args:
@@ -385,7 +387,7 @@ def gossip_rule(axis: str, graph: Graph) -> Rule:
     return rule
 
 
-def push_sum(inner: Step, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
+def push_sum(inner: TrainStep, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
     """Divide the step's result among neighbours (stochastic gradient push, Assran 2019), for graphs with one-way edges.
 
     Parameters times a weight, and the weight itself, are divided by the rows of the graph, so that their sums over the

@@ -7,7 +7,6 @@ backward                           ── to the device ──●  x      the co
 from __future__ import annotations
 
 import threading
-from typing import Any
 from weakref import ref
 
 import torch
@@ -19,7 +18,15 @@ from fshard.mesh.spmd.scope import here
 
 RUNNING, AHEAD = 2, 2
 """The copies to the host that run at a time, and those back that start before they are needed."""
-_thread: Any = threading.local()
+
+
+class _Thread(threading.local):
+    """The last copy that a thread has started."""
+
+    last: ref[HostCopy] | None = None
+
+
+_thread = _Thread()
 
 
 def can_leave(x: Tensor) -> bool:
@@ -53,7 +60,8 @@ class HostCopy:
         )
         self._fetched: Transfer | None = None
         self._is_used = False
-        self._previous, _thread.last = getattr(_thread, "last", None), ref(self)
+        self._previous = _thread.last
+        _thread.last = ref(self)
         for copy in self._before(1 + RUNNING)[RUNNING:]:
             copy._end()
 

@@ -1,23 +1,27 @@
 """`place`: what leaves the devices' memory in a step, so that it stays below a limit.
 
-    measure     the step runs twice on the abstract mesh, with everything on the device: bytes between uses of units
-    choose      parameters, state and activations, the cheapest for the bytes by which the limit is passed (see `choice`)
-    verify      the step runs again with these in other memory; if it passes the limit still, more are chosen
+    measure     the step runs twice on the abstract mesh, with everything on the device: bytes
+                between uses of units
+    choose      parameters, state and activations, the cheapest for the bytes by which the limit is
+                passed (see `choice`)
+    verify      the step runs again with these in other memory; if it passes the limit still, more
+                are chosen
 
-A placement is a value: the memory kind of each unit's parameters and state, and of each named activation. All devices
-follow one, which is made from shapes alone. A step that uses units in another order than the measured one fetches them
-when it needs them.
+A placement is a value: the memory kind of each unit's parameters and state, and of each named
+activation. All devices follow one, which is made from shapes alone. A step that uses units in
+another order than the measured one fetches them when it needs them.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,9 +30,10 @@ from fshard.errors import MemoryLimitError
 from fshard.memory.choice import NotEnoughError, Option, choose
 from fshard.memory.kinds import mark
 from fshard.memory.limit import limit
+from fshard.memory.state import UpdateOn
 from fshard.memory.usage import MemoryUsage
 from fshard.mesh.collectives.ledger import Ledger, ledger
-from fshard.mesh.layout import Memory, Mesh, PyTree, flatten, map_leaves
+from fshard.mesh.layout import Layout, Memory, Mesh, PyTree, flatten, map_leaves
 from fshard.mesh.layout.counting import MEMORIES, ActivationMemory, without_counters
 from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.layout.sharded import Sharded, key_of
@@ -43,15 +48,48 @@ if TYPE_CHECKING:  # it is imported where a table is shown
 Role = Literal["parameters", "state", "activations"]
 
 
+class PlaceableStep(ABC):
+    """A training step that `place` can measure, since it can be made again for an abstract mesh.
+
+    `TrainStep` is one. It is in `transforms`, which this package must not import.
+    """
+
+    @property
+    @abstractmethod
+    def mesh(self) -> Mesh:
+        """The devices."""
+
+    @property
+    @abstractmethod
+    def state_memory(self) -> Memory:
+        """The memory of the optimizer's state."""
+
+    @property
+    @abstractmethod
+    def update_on(self) -> UpdateOn:
+        """The memory in which the state is updated."""
+
+    @abstractmethod
+    def replace(self, **options: Any) -> PlaceableStep:
+        """Return the step with other options, such as its mesh."""
+
+    @abstractmethod
+    def __call__(self, params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, ...]:
+        """Return the next parameters, state, buffers if there are any, and metrics."""
+
+
 class MemoryGroup(NamedTuple):
-    """The parameters of a unit, their optimizer state, or activations with one name: they are in one memory."""
+    """Arrays in one memory: a unit's parameters, their optimizer state, or activations of a name."""
 
     role: Role
     unit: str
 
 
 class Rates(NamedTuple):
-    """The work of a device in a second: operations of matrix products, and bytes copied to and from the host and a disk."""
+    """The work of a device in a second.
+
+    Operations of matrix products, and bytes copied to and from the host and a disk.
+    """
 
     flops: float = 4e14
     host: float = 4e10
@@ -82,10 +120,13 @@ class Placement(Tabular):
     comm: Ledger = field(repr=False)
     needed: int
     rates: Rates
-    step: Callable[..., Any]
+    step: PlaceableStep
 
     def peak(self, kind: Memory = "device") -> int:
-        """Return the largest number of bytes that a device holds in a step, the given trees and the batch included."""
+        """Return the largest number of bytes that a device holds in a step.
+
+        The given trees and the batch are included.
+        """
         return self.used.peak(kind)
 
     def moved(self, source: Memory, target: Memory) -> int:
@@ -94,49 +135,58 @@ class Placement(Tabular):
 
     def apply(self, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         """Return parameters and state in their memories; those that are there already are the same arrays."""
-        return in_memories(params, "parameters", self.memories), in_memories(
-            state, "state", self.memories
-        )
+        params = in_memories(params, "parameters", self.memories)
+        return params, in_memories(state, "state", self.memories)
 
     def flops(self) -> int:
-        """Return the floating-point operations of a device in a step: those of matrix products, convolutions and attention."""
+        """Return the floating-point operations of a device in a step.
+
+        Those of matrix products, convolutions and attention.
+        """
         return sum(event.flops for event in self.used.timeline)
 
     def seconds(self) -> float:
-        """Return the time of a step by the rates: matrix products and transfers; without the network and other operations.
+        """Return the time of a step by the rates: matrix products and transfers alone.
 
-        Copies to and from a memory each run in the order of their starts, beside the computation. Those that start in one
-        event are there when the next one ends; those of the update when it ends.
+        Copies to and from a memory each run in the order of their starts, beside the computation.
+        Those that start in one event are there when the next one ends; those of the update when it
+        ends.
         """
-        now, ends = 0.0, dict[tuple[Memory, Memory], float]()
+        now = 0.0
+        ends = dict[tuple[Memory, Memory], float]()  # of the last copy between two memories
         for event in self.used.timeline:
-            before = max(ends.values(), default=0.0)
+            arrival = max(ends.values(), default=0.0)
             for way, count in event.moved.items():
                 rate = self.rates.disk if "disk" in way else self.rates.host
-                ends[way] = max(ends.get(way, 0.0), now) + count / rate
-            now = max(now + event.flops / self.rates.flops, before)
+                start = max(ends.get(way, 0.0), now)
+                ends[way] = start + count / rate
+            now = max(now + event.flops / self.rates.flops, arrival)
         return max(now, *ends.values(), 0.0)
 
     def _repr_html_(self) -> str:
         """Return the table, and the curve of device memory under a step with its limit."""
-        limit, rows = self.limits["device"], self.used.timeline
-        top = max(
-            [event.peak for event in rows]
-            + ([] if limit is None or limit > 2 * self.needed else [limit])
-        )
-        bars = "".join(
-            f'<rect x="{12 * i}" y="{100 - 100 * event.peak / top:.1f}" width="11" height="{100 * event.peak / top:.1f}" '
-            f'fill="#5b8ff9"><title>{escape(event.name)}: {event.peak:,} bytes</title></rect>'
-            for i, event in enumerate(rows)
-        )
-        line = (
-            ""
-            if limit is None
-            else f'<path d="M0 {100 - 100 * limit / top:.1f}H{12 * len(rows)}" stroke="#d33"/>'
-        )
-        return super()._repr_html_() + (
-            f'<svg viewBox="0 -2 {12 * len(rows)} 104" style="width:100%;max-width:{12 * len(rows)}px;height:120px" '
-            f'preserveAspectRatio="none">{bars}{line}</svg>'
+        limit = self.limits["device"]
+        events = self.used.timeline
+        top = max(event.peak for event in events)
+        if limit is not None and limit <= 2 * self.needed:
+            top = max(top, limit)
+
+        bars = list[str]()
+        for index, event in enumerate(events):
+            height = 100 * event.peak / top
+            bars.append(
+                f'<rect x="{12 * index}" y="{100 - height:.1f}" width="11" '
+                f'height="{height:.1f}" fill="#5b8ff9">'
+                f"<title>{escape(event.name)}: {event.peak:,} bytes</title></rect>"
+            )
+        width = 12 * len(events)
+        line = ""
+        if limit is not None:
+            line = f'<path d="M0 {100 - 100 * limit / top:.1f}H{width}" stroke="#d33"/>'
+        style = f"width:100%;max-width:{width}px;height:120px"
+        return (
+            f'{super()._repr_html_()}<svg viewBox="0 -2 {width} 104" style="{style}" '
+            f'preserveAspectRatio="none">{"".join(bars)}{line}</svg>'
         )
 
     def table(self) -> Table:
@@ -145,33 +195,33 @@ class Placement(Tabular):
 
         table = Table("unit", "what", "memory", "bytes per device", title="placement")
         table.columns[3].justify = "right"
-        activations = {
-            MemoryGroup("activations", name): memory for name, memory in self.activations.items()
-        }
-        for group, memory in {**self.memories, **activations}.items():
+        memories: dict[MemoryGroup, Memory | ActivationMemory] = {**self.memories}
+        for name, memory in self.activations.items():
+            memories[MemoryGroup("activations", name)] = memory
+        for group, memory in memories.items():
             if memory != "device":
                 table.add_row(group.unit, group.role, memory, f"{self.sizes[group]:,}")
         table.add_section()
         for kind, most in self.limits.items():
-            if most is not None or self.peak(kind):
-                text = f"{self.peak(kind):,}{'' if most is None else f' of {most:,}'}"
-                table.add_row(
-                    "",
-                    "peak",
-                    kind,
-                    f"{text}, {self.needed:,} unplaced" if kind == "device" else text,
-                )
-        for source, target in dict.fromkeys(
-            pair for counts in self.comm.moves.values() for pair in counts
-        ):
-            table.add_row(
-                "", "moved in a step", f"{source} to {target}", f"{self.moved(source, target):,}"
-            )
+            if most is None and not self.peak(kind):
+                continue
+            text = f"{self.peak(kind):,}"
+            if most is not None:
+                text += f" of {most:,}"
+            if kind == "device":
+                text += f", {self.needed:,} unplaced"
+            table.add_row("", "peak", kind, text)
+        ways = dict[tuple[Memory, Memory], None]()  # each once, in order
+        for counts in self.comm.moves.values():
+            ways |= dict.fromkeys(counts)
+        for source, target in ways:
+            count = self.moved(source, target)
+            table.add_row("", "moved in a step", f"{source} to {target}", f"{count:,}")
         return table
 
 
 def place(
-    step: Any,
+    step: PlaceableStep,
     params: PyTree,
     state: PyTree,
     *inputs: PyTree,
@@ -179,56 +229,67 @@ def place(
     host: int | None = None,
     rates: Rates | None = None,
 ) -> Placement:
-    """Return what is in other memory so that a step stays below limits: parameters, state and activations, only the excess.
+    """Return what is in other memory so that a step stays below limits: only the excess.
 
-    The step runs on the abstract mesh: nothing is computed, sent or allocated on devices. The memory of the given arrays
-    does not matter, so a model that is larger than its devices begins with `shard_params(memory="host")`.
+    The step runs on the abstract mesh: nothing is computed, sent or allocated on devices. The
+    memory of the given arrays does not matter, so a model that is larger than its devices begins
+    with `shard_params(memory="host")`.
 
     Args:
-        step: of `train_step`, of a full model. State that leaves the device is stored in the memory `state_memory` of its
-            optimizer, by default the host. With `update_on="host"` all state stays there. Activations with a name, which
-            `fs.remat` keeps by `fs.nn.save_names`, may leave or be recomputed.
+        step: of `train_step`, of a full model. State that leaves the device is stored in the memory
+            `state_memory` of its optimizer, by default the host. With `update_on="host"` all state
+            stays there. Activations with a name, which `fs.remat` keeps by `fs.nn.save_names`, may
+            leave or be recomputed.
         params, state: for the step; parameters that leave must be sharded: stage 3.
         inputs: its other arguments: the batch, or buffers and the batch.
         device, host: the most bytes that each device may have in this memory; None: any number.
-        rates: of the device, by which costs are compared; default: those of an H100. `fshard doctor` measures the links.
+        rates: of the device, by which costs are compared; default: those of an H100. `fshard
+            doctor` measures the links.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
     >>> mesh = fs.make_mesh({"data": 2})
-    >>> params = fs.shard_params([torch.ones(64, 64) for _ in range(4)], fs.fsdp("data", unit="[*]"), mesh=mesh)
+    >>> params = [torch.ones(64, 64) for _ in range(4)]
+    >>> params = fs.shard_params(params, fs.fsdp("data", unit="[*]"), mesh=mesh)
     >>> opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=3)
     >>> def loss_fn(params, x):
     ...     for w in params:
     ...         x = torch.tanh(x @ w)
     ...     return x.square().mean()
     >>> step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True)
-    >>> plan = fs.memory.place(step, params, opt.init(params), torch.ones(8, 64), device=140_000)
+    >>> state, x = opt.init(params), torch.ones(8, 64)
+    >>> plan = fs.memory.place(step, params, state, x, device=140_000)
     >>> plan.needed > 140_000 >= plan.peak(), plan.moved("host", "device")
     (True, 49152)
-    >>> params, state = plan.apply(params, opt.init(params))
-    >>> params, state, metrics = plan.step(params, state, torch.ones(8, 64))
+    >>> params, state = plan.apply(params, state)
+    >>> params, state, metrics = plan.step(params, state, x)
     """
-    run = _Measurement(step, params, state, inputs)
-    plan = run.measured((), {"device": device, "host": host, "disk": None}, rates or Rates())
+    measurement = _Measurement(step, params, state, inputs)
+    limits: dict[Memory, int | None] = {"device": device, "host": host, "disk": None}
+    plan = measurement.measured((), limits, rates or Rates())
     if plan.peak() > device:
-        plan = run.below(device, plan)
+        plan = measurement.below(device, plan)
     if host is not None and plan.peak("host") > host:
         raise MemoryLimitError(
-            f"memory.place: host memory must be at least {plan.peak('host'):,} bytes per device for what leaves device memory; "
-            f'got host={host:,}. Raise the limit, or use state_memory="disk".'
+            f"memory.place: host memory must be at least {plan.peak('host'):,} bytes per device for "
+            f"what leaves device memory; got host={host:,}. Raise the limit, or use "
+            'state_memory="disk".'
         )
-    return replace(
-        plan, step=step.changed(activations=plan.activations) if plan.activations else step
-    )
+    if plan.activations:
+        step = step.replace(activations=plan.activations)
+    return replace(plan, step=step)
 
 
-def least(step: Any, params: PyTree, state: PyTree, *inputs: PyTree) -> Placement:
-    """Return the placement with all sharded parameters and all state on the host, as `place` measures it."""
-    run = _Measurement(step, params, state, inputs)
-    resident = run.measured((), dict.fromkeys(MEMORIES), Rates())
-    absent = [option for option in run.options(resident) if option.group.role != "activations"]
-    return run.measured(absent, resident.limits, resident.rates, resident.needed)
+def least(step: PlaceableStep, params: PyTree, state: PyTree, *inputs: PyTree) -> Placement:
+    """Return the placement with all sharded parameters and all state on the host.
+
+    `place` measures it.
+    """
+    measurement = _Measurement(step, params, state, inputs)
+    resident = measurement.measured((), dict.fromkeys(MEMORIES), Rates())
+    options = measurement.options(resident)
+    absent = [option for option in options if option.group.role != "activations"]
+    return measurement.measured(absent, resident.limits, resident.rates, resident.needed)
 
 
 def holders_of(plan: Placement) -> str:
@@ -238,30 +299,35 @@ def holders_of(plan: Placement) -> str:
 
 
 def _too_small(plan: Placement, device: int) -> MemoryLimitError:
-    holders = holders_of(plan)
     return MemoryLimitError(
-        f"memory.place: device memory must be at least {plan.peak():,} bytes per device, with as much elsewhere as may leave; "
-        f"got device={device:,}. The largest holders are then {holders}. Raise the limit, shard over more devices, use smaller "
-        'units or microbatches, or update_on="host".'
+        f"memory.place: device memory must be at least {plan.peak():,} bytes per device, with as "
+        f"much elsewhere as may leave; got device={device:,}. The largest holders are then "
+        f"{holders_of(plan)}. Raise the limit, shard over more devices, use smaller units or "
+        'microbatches, or update_on="host".'
     )
 
 
 class _Measurement:
     """Runs of a step on the abstract mesh, with groups in some memories."""
 
-    def __init__(self, step: Any, params: PyTree, state: PyTree, inputs: Sequence[PyTree]) -> None:
-        if not hasattr(step, "changed"):
+    def __init__(
+        self, step: PlaceableStep, params: PyTree, state: PyTree, inputs: Sequence[PyTree]
+    ) -> None:
+        if not isinstance(step, PlaceableStep):
             raise TypeError(
                 f"memory.place: step must be one of train_step; got {type(step).__name__}."
             )
+        self._step = step
         self._mesh = replace(step.mesh, runtime="abstract", device_type="meta", ranks=None)
-        self._step, self._inputs = step, inputs
         self._trees: dict[Role, PyTree] = {"parameters": params, "state": state}
         self._devices = fullest_devices(self._trees)
+        self._inputs = inputs
         self._sizes = group_sizes(self._trees)
         self.state_memory: Memory = "host" if step.state_memory == "device" else step.state_memory
-        arrays = [x for x in flatten(params)[0] if isinstance(x, Sharded)]
-        self._sharded = {x.layout.unit for x in arrays if x.layout.spec.is_flat}
+        self._sharded = set[str | None]()  # the units that may leave
+        for x in flatten(params)[0]:
+            if isinstance(x, Sharded) and x.layout.spec.is_flat:
+                self._sharded.add(x.layout.unit)
 
     def measured(
         self,
@@ -270,7 +336,7 @@ class _Measurement:
         rates: Rates,
         needed: int | None = None,
     ) -> Placement:
-        """Run two steps, of which the second knows the order of units, with groups in other memory than the device's.
+        """Run two steps, of which the second knows the order of units, with groups in other memory.
 
         The peak is that of both, what is moved that of the second; both of the device whose peak is highest.
         """
@@ -290,51 +356,60 @@ class _Measurement:
     ) -> Placement:
         """Run the steps as a device of the abstract mesh."""
         memories: dict[MemoryGroup, Memory] = dict.fromkeys(self._sizes, "device")
+        activations = dict[str, ActivationMemory]()
         if self._step.update_on == "host":
-            memories |= {group: self.state_memory for group in self._sizes if group.role == "state"}
-        memories |= {option.group: option.memory for option in absent if option.group in memories}
-        activations = {
-            option.group.unit: option.memory for option in absent if option.group not in memories
-        }
+            for group in self._sizes:
+                if group.role == "state":
+                    memories[group] = self.state_memory
+        for option in absent:
+            if option.group.role == "activations":
+                activations[option.group.unit] = option.memory
+            else:
+                memories[option.group] = cast(Memory, option.memory)
+
         with without_counters():
-            step = self._step.changed(mesh=self._mesh, activations=activations)
-            trees = [
-                abstract_like(tree, self._mesh, partial(_memory_of, memories, role))
-                for role, tree in self._trees.items()
-            ]
-            trees += [
-                abstract_like(tree, self._mesh, lambda x: x.layout.memory) for tree in self._inputs
-            ]
-        metrics, comm, sizes = None, Ledger(), dict(self._sizes)
+            step = self._step.replace(mesh=self._mesh, activations=activations)
+            trees = self._abstract_trees(memories)
+        metrics = None
+        comm = Ledger()
         with without_counters(), limit() as used:
             for _ in range(2):
                 used.timeline.clear()
                 with ledger() as comm:
                     mark("begin")
-                    *after, metrics = step(*trees)
+                    *after, metrics = step(*trees)  # the second finds the first metrics in use
                 trees[: len(after)] = after
-        del metrics  # which the next step finds in use
+        del metrics
+        sizes = dict(self._sizes)
         for name in used.timeline[0].kept:
-            sizes[MemoryGroup("activations", name)] = max(
-                event.kept[name] for event in used.timeline
-            )
-        needed = used.peak() if needed is None else needed
+            largest = max(event.kept[name] for event in used.timeline)
+            sizes[MemoryGroup("activations", name)] = largest
+        if needed is None:
+            needed = used.peak()
         return Placement(
             memories, activations, sizes, limits, used, comm, needed, rates, self._step
         )
 
+    def _abstract_trees(self, memories: Mapping[MemoryGroup, Memory]) -> list[PyTree]:
+        """Return the arguments of the step on the abstract mesh."""
+        trees = list[PyTree]()
+        for role, tree in self._trees.items():
+            trees.append(abstract_like(tree, self._mesh, partial(_memory_of, memories, role)))
+        for tree in self._inputs:
+            trees.append(abstract_like(tree, self._mesh, lambda x: x.layout.memory))
+        return trees
+
     def below(self, device: int, resident: Placement) -> Placement:
         """Return the cheapest placement below a limit, from the one with all on the device."""
-        options, needs = (
-            self.options(resident),
-            torch.tensor([event.peak for event in resident.used.timeline]),
-        )
-        each = {option.group: option for option in options}
-        fallbacks = [
-            [*each.values()],
-            [x for x in each.values() if x.group.role == "state"],
-        ]  # buffers may be larger there
-        target, plan, smallest = device, resident, resident
+        options = self.options(resident)
+        needs = torch.tensor([event.peak for event in resident.used.timeline])
+        last_of_each = {option.group: option for option in options}
+        all_groups = [*last_of_each.values()]
+        of_state = [option for option in all_groups if option.group.role == "state"]
+        fallbacks = [all_groups, of_state]  # of_state first: buffers may be larger with all
+        target = device
+        plan = resident
+        smallest = resident
         while plan.peak() > device:
             try:
                 chosen = choose(options, needs - target)
@@ -349,71 +424,82 @@ class _Measurement:
 
     def options(self, resident: Placement) -> list[Option]:
         """Return where each group may be, when it is absent, and what that costs."""
-        timeline, rates, on_device = (
-            resident.used.timeline,
-            resident.rates,
-            self._step.update_on == "device",
-        )
-        events, rate = len(timeline), rates.disk if self.state_memory == "disk" else rates.host
-        of_state = [
-            (group, size)
-            for group, size in self._sizes.items()
-            if group.role == "state" and on_device
-        ]
-        options = [  # the update has buffers for a few leaves
-            Option(group, self.state_memory, torch.full((events,), size), 2 * size / rate)
-            for group, size in of_state
-        ]
+        rates = resident.rates
+        timeline = resident.used.timeline
+        is_updated_on_device = self._step.update_on == "device"
+        options = list[Option]()
+        if is_updated_on_device:
+            rate = rates.disk if self.state_memory == "disk" else rates.host
+            for group, size in self._sizes.items():
+                if group.role == "state":  # the update has buffers for a few leaves
+                    absent = torch.full((len(timeline),), size)
+                    options.append(Option(group, self.state_memory, absent, 2 * size / rate))
         for group, size in self._sizes.items():
             if group.role == "parameters" and group.unit in self._sharded:
-                uses = [event for event, x in enumerate(timeline) if x.name == group.unit] or [
-                    0
-                ]  # [0]: of one device
-                absent = torch.zeros(events, dtype=torch.int64)
-                for begin, end in pairwise(
-                    [*uses, events + uses[0]]
-                ):  # it leaves and returns beside other events
-                    absent[[event % events for event in range(begin + 2, end - 1)]] = size
-                moves = (
-                    len(uses) + 2 * on_device
-                )  # for an update on the device it is fetched and stored
+                uses = [event for event, x in enumerate(timeline) if x.name == group.unit]
+                absent = _absence(uses or [0], size, len(timeline))  # [0]: of one device
+                moves = max(len(uses), 1)
+                if is_updated_on_device:
+                    moves += 2  # it is fetched and stored for the update
                 options.append(Option(group, "host", absent, moves * size / rates.host))
         for name in timeline[0].kept:
-            group = MemoryGroup("activations", name)
-            kept = torch.tensor([event.kept[name] for event in timeline])
-            options.append(
-                Option(group, "host", kept * 3 // 4, 2 * int(kept.max()) / rates.host)
-            )  # the rest is under way
-            recomputed = Option(group, "recomputed", kept, 0.0)
-            again = self.measured([recomputed], resident.limits, rates)
-            options.append(
-                recomputed._replace(cost=(again.flops() - resident.flops()) / rates.flops)
-            )
+            options += self._options_of_activations(name, resident)
         return options
+
+    def _options_of_activations(self, name: str, resident: Placement) -> list[Option]:
+        """Return the costs of activations of a name on the host, and of computing them again."""
+        rates = resident.rates
+        group = MemoryGroup("activations", name)
+        kept = torch.tensor([event.kept[name] for event in resident.used.timeline])
+        seconds = 2 * int(kept.max()) / rates.host
+        on_host = Option(group, "host", kept * 3 // 4, seconds)  # the rest is under way
+        recomputed = Option(group, "recomputed", kept, 0.0)
+        plan = self.measured([recomputed], resident.limits, rates)
+        flops = plan.flops() - resident.flops()
+        return [on_host, recomputed._replace(cost=flops / rates.flops)]
+
+
+def _absence(uses: Sequence[int], size: int, events: int) -> Tensor:
+    """Return the bytes of a unit that are absent in each event, if it leaves between its uses.
+
+    It leaves and returns beside the events after and before a use.
+    """
+    absent = torch.zeros(events, dtype=torch.int64)
+    first_of_next_step = events + uses[0]
+    for begin, end in pairwise([*uses, first_of_next_step]):
+        for event in range(begin + 2, end - 1):
+            absent[event % events] = size
+    return absent
 
 
 def abstract_like(tree: PyTree, mesh: Mesh, memory: Callable[[Sharded], Memory]) -> PyTree:
-    """Return a tree of arrays of an abstract mesh, without values, in some memories; ties stay ties."""
-    made: dict[tuple[int, ...], Any] = {}
+    """Return a tree of arrays of an abstract mesh, without values, in some memories.
 
-    def leaf(x: Any) -> Any:
+    Ties stay ties.
+    """
+    copies: dict[tuple[int, ...], Any] = {}
+
+    def abstract(x: Any) -> Any:
         if not isinstance(x, Sharded | Tensor):
             return x
-        if key_of(x) not in made:
-            if isinstance(x, Sharded):
-                layout = x.layout.on(mesh).with_memory(memory(x))
-                shard = empty_in(
-                    layout.memory,
-                    layout.local_shape(x.shape, local_devices(mesh)[0]),
-                    x.dtype,
-                    "meta",
-                )
-                made[key_of(x)] = Sharded(x.shape, layout, (shard,))
-            else:
-                made[key_of(x)] = torch.empty_like(x, device="meta") if x.ndim else x.clone()
-        return made[key_of(x)]
+        key = key_of(x)
+        if key not in copies:
+            copies[key] = _abstract_leaf(x, mesh, memory)
+        return copies[key]
 
-    return map_leaves(leaf, tree)
+    return map_leaves(abstract, tree)
+
+
+def _abstract_leaf(
+    x: Sharded | Tensor, mesh: Mesh, memory: Callable[[Sharded], Memory]
+) -> Sharded | Tensor:
+    if isinstance(x, Sharded):
+        layout = x.layout.on(mesh).with_memory(memory(x))
+        shape = layout.local_shape(x.shape, local_devices(mesh)[0])
+        return Sharded(x.shape, layout, (empty_in(layout.memory, shape, x.dtype, "meta"),))
+    if x.ndim:
+        return torch.empty_like(x, device="meta")
+    return x.clone()  # a number, which a step may read
 
 
 def group_sizes(trees: Mapping[Role, PyTree]) -> dict[MemoryGroup, int]:
@@ -442,30 +528,29 @@ def fullest_devices(trees: Mapping[Role, PyTree]) -> list[int]:
 def _sizes_on(device: int, trees: Mapping[Role, PyTree]) -> dict[MemoryGroup, int]:
     sizes = dict[MemoryGroup, int]()
     for role, tree in trees.items():
-        for x in {
-            key_of(x): x for x in flatten(tree)[0] if isinstance(x, Sharded) and x.ndim
-        }.values():
+        arrays = dict[Any, Sharded]()  # tied ones once
+        for x in flatten(tree)[0]:
+            if isinstance(x, Sharded) and x.ndim:
+                arrays[key_of(x)] = x
+        for x in arrays.values():
             group = MemoryGroup(role, str(x.layout.unit))
-            count = prod(x.layout.local_shape(x.shape, device))
-            sizes[group] = sizes.get(group, 0) + count * x.dtype.itemsize
+            size = prod(x.layout.local_shape(x.shape, device)) * x.dtype.itemsize
+            sizes[group] = sizes.get(group, 0) + size
     return sizes
 
 
 def in_memories(tree: PyTree, role: Role, memories: Mapping[MemoryGroup, Memory]) -> PyTree:
     """Return a tree whose arrays are in the memories of their groups."""
 
-    layouts = map_leaves(
-        lambda x: (
-            x.layout.with_memory(_memory_of(memories, role, x)) if isinstance(x, Sharded) else None
-        ),
-        tree,
-    )
-    return reshard(tree, layouts)
+    def layout_of(x: Any) -> Layout | None:
+        if not isinstance(x, Sharded):
+            return None
+        return x.layout.with_memory(_memory_of(memories, role, x))
+
+    return reshard(tree, map_leaves(layout_of, tree))
 
 
 def _memory_of(memories: Mapping[MemoryGroup, Memory], role: Role, x: Sharded) -> Memory:
-    return (
-        memories.get(MemoryGroup(role, str(x.layout.unit)), x.layout.memory)
-        if x.ndim
-        else x.layout.memory
-    )
+    if not x.ndim:
+        return x.layout.memory  # a number is in no group
+    return memories.get(MemoryGroup(role, str(x.layout.unit)), x.layout.memory)

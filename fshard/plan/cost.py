@@ -1,4 +1,6 @@
-"""`cost`: the needs of a training step on a mesh, counted by running it on the abstract mesh; and how long it takes.
+"""`cost`: the needs of a training step on a mesh, and how long it takes.
+
+They are counted by running it on the abstract mesh:
 
 the step ─> abstract mesh ─> events ─┬─ operations, bytes by axis and line, peak memory: exact
                                      └─ times_of(events, cluster): a model
@@ -27,13 +29,17 @@ from fshard.plan.cluster import Cluster
 from fshard.plan.timing import Times, times_of
 from fshard.plan.trace import CollectiveStart, Event, Operation, TracedLedger, TracedMail, recording
 from fshard.tables import Tabular
+from fshard.transforms.train_step import TrainStep
 
 if TYPE_CHECKING:  # it is imported where a table is shown
     from rich.table import Table
 
 
 class OperationCost(NamedTuple):
-    """All calls of one operation in a dtype, and what limits them: "arithmetic", "memory" or "launch"."""
+    """All calls of one operation in a dtype.
+
+    `limit` is what limits them: "arithmetic", "memory" or "launch".
+    """
 
     name: str
     dtype: str
@@ -100,11 +106,16 @@ class Cost(Tabular):
         return self.times.step
 
     def flops(self, dtype: str | None = None) -> int:
-        """Return the operations of matrix products, convolutions and attention, of a dtype such as "bf16" or of all."""
-        return max(
-            sum(x.flops for x in device.operations if dtype in (None, x.dtype))
-            for device in self.devices.values()
-        )
+        """Return the operations of matrix products, convolutions and attention.
+
+        Args:
+            dtype: that they are in, such as "bf16"; None: all.
+        """
+        counts = list[int]()
+        for device in self.devices.values():
+            operations = [x for x in device.operations if dtype in (None, x.dtype)]
+            counts.append(sum(x.flops for x in operations))
+        return max(counts)
 
     def traffic(self) -> int:
         """Return the bytes that operations read and write."""
@@ -126,159 +137,168 @@ class Cost(Tabular):
         return self.peak() <= self.cluster.memory
 
     def utilization(self, flops: float | None = None) -> float:
-        """Return the part of peak operations that are done, by default with those that are recomputed.
+        """Return the part of peak operations that are done, by default with recomputed ones.
 
         Args:
             flops: of the model in a step, on all devices; for model flops utilization.
         """
-        devices = self.devices.values()
-        dtypes = Counter[str]()
-        for event in (event for device in devices for event in device.operations):
-            dtypes[event.dtype] += event.flops
-        dtype = max(dtypes, key=lambda name: dtypes[name], default="f32")
-        each = dtypes.total() / len(devices) if flops is None else flops / self.mesh.size
-        return each / (self.seconds * self.cluster.peak(dtype))
+        by_dtype = Counter[str]()
+        for event in self._all_operations():
+            by_dtype[event.dtype] += event.flops
+        # Peaks differ by dtype: that of the dtype of most operations counts.
+        dtype = max(by_dtype, key=lambda name: by_dtype[name], default="f32")
+        if flops is None:
+            of_device = by_dtype.total() / len(self.devices)
+        else:
+            of_device = flops / self.mesh.size
+        return of_device / (self.seconds * self.cluster.peak(dtype))
 
     def operations(self) -> list[OperationCost]:
-        """Return the calls of each operation and dtype on all `devices`, the longest first: a roofline as rows."""
-        rows, costs = dict[tuple[str, str], list[Operation]](), list[OperationCost]()
-        for event in (event for device in self.devices.values() for event in device.operations):
-            rows.setdefault((event.name, event.dtype), []).append(event)
-        machine, efficiency = self.cluster, self.cluster.efficiency
-        for (name, dtype), calls in rows.items():
-            flops, traffic = (
-                sum(getattr(call, key) for call in calls) for key in ("flops", "traffic")
-            )
-            seconds = sum(
-                machine.seconds_of_operation(x.name, x.dtype, x.flops, x.traffic) for x in calls
-            )
-            limits = {
-                "launch": efficiency.launch * len(calls),
-                "memory": traffic / (machine.bandwidth * efficiency.memory),
-            }
-            largest = max(limits, key=lambda key: limits[key])
-            limit = (
-                largest
-                if seconds <= 1.001 * limits[largest]
-                else "arithmetic"
-                if flops
-                else "memory"
-            )
-            costs.append(OperationCost(name, dtype, len(calls), flops, traffic, seconds, limit))
-        return sorted(costs, key=lambda row: -row.seconds)
+        """Return the calls of each operation and dtype on all `devices`, the longest first.
+
+        This is a roofline as rows.
+        """
+        groups = dict[tuple[str, str], list[Operation]]()
+        for event in self._all_operations():
+            groups.setdefault((event.name, event.dtype), []).append(event)
+        rows = [_operation_cost(calls, self.cluster) for calls in groups.values()]
+        return sorted(rows, key=lambda row: -row.seconds)
+
+    def _all_operations(self) -> list[Operation]:
+        operations = list[Operation]()
+        for device in self.devices.values():
+            operations += device.operations
+        return operations
 
     def table(self) -> Table:
         """Return the numbers as a rich table."""
         from rich.table import Table
 
-        table = Table(
-            "what",
-            "of",
-            "amount",
-            "seconds",
-            title=f"a step on {self.mesh.size:,} x {self.cluster.name}",
-        )
-        for column in (2, 3):
-            table.columns[column].justify = "right"
+        title = f"a step on {self.mesh.size:,} x {self.cluster.name}"
+        table = Table("what", "of", "amount", "seconds", title=title)
+        table.columns[2].justify = "right"
+        table.columns[3].justify = "right"
         table.add_row("operations", "matrix products", f"{self.flops():,}", "")
-        table.add_row(
-            "", "memory traffic, bytes", f"{self.traffic():,}", f"{self.times.compute:.3g}"
-        )
-        for axes, seconds in self.times.network.items():
-            rows = [event for event in self.devices[0].events if isinstance(event, CollectiveStart)]
-            sent = sum(event.sent for event in rows if event.row.axes == axes)
-            exposed = f"{seconds:.3g}, {self.times.exposed.get(axes, 0.0):.3g} exposed"
-            table.add_row("network", f"{'+'.join(axes)}, bytes", f"{sent:,.0f}", exposed)
-        for source, target in dict.fromkeys(
-            way for counts in self.comm.moves.values() for way in counts
-        ):
-            table.add_row(
-                "copies", f"{source} to {target}, bytes", f"{self.comm.moved(source, target):,}", ""
-            )
+        seconds = f"{self.times.compute:.3g}"
+        table.add_row("", "memory traffic, bytes", f"{self.traffic():,}", seconds)
+        self._add_transfers(table)
         limit = "" if self.fits else f" of {self.cluster.memory:,.0f}: too many"
-        if self.comm.calls(collective="send"):
-            sent = float(self.comm.bytes(collective="send"))
-            table.add_row(
-                "stages", "messages, bytes", f"{sent:,.0f}", f"{self.times.idle:.3g} idle"
-            )
         table.add_row("memory", "peak, bytes", f"{self.peak():,}{limit}", "")
         for holder in self.used.holders()[:4]:
             table.add_row("", f"{holder.purpose} at {holder.site}", f"{holder.bytes:,}", "")
         table.add_section()
-        table.add_row(
-            "step",
-            "",
-            f"{100 * self.utilization():.0f} % of peak operations",
-            f"{self.seconds:.3g}",
-        )
+        utilization = f"{100 * self.utilization():.0f} % of peak operations"
+        table.add_row("step", "", utilization, f"{self.seconds:.3g}")
         return table
+
+    def _add_transfers(self, table: Table) -> None:
+        """Add the rows of the network, of copies between memories, and of messages of stages."""
+        starts = [x for x in self.devices[0].events if isinstance(x, CollectiveStart)]
+        for axes, seconds in self.times.network.items():
+            sent = sum(event.sent for event in starts if event.row.axes == axes)
+            exposed = self.times.exposed.get(axes, 0.0)
+            times = f"{seconds:.3g}, {exposed:.3g} exposed"
+            table.add_row("network", f"{'+'.join(axes)}, bytes", f"{sent:,.0f}", times)
+        ways = dict[tuple[Memory, Memory], None]()  # each once, in order
+        for counts in self.comm.moves.values():
+            ways |= dict.fromkeys(counts)
+        for source, target in ways:
+            count = self.comm.moved(source, target)
+            table.add_row("copies", f"{source} to {target}, bytes", f"{count:,}", "")
+        if self.comm.calls(collective="send"):
+            sent = float(self.comm.bytes(collective="send"))
+            idle = f"{self.times.idle:.3g} idle"
+            table.add_row("stages", "messages, bytes", f"{sent:,.0f}", idle)
+
+
+def _operation_cost(calls: Sequence[Operation], machine: Cluster) -> OperationCost:
+    """Return the sum of the calls of one operation in a dtype."""
+    first = calls[0]
+    flops = sum(call.flops for call in calls)
+    traffic = sum(call.traffic for call in calls)
+    seconds = sum(machine.seconds_of_operation(x.name, x.dtype, x.flops, x.traffic) for x in calls)
+    launch_seconds = machine.efficiency.launch * len(calls)
+    memory_seconds = traffic / (machine.bandwidth * machine.efficiency.memory)
+    # Each call takes the longest of launch, memory and arithmetic: if the sum is longer than either
+    # of the first two, arithmetic is what limits, for operations that have any.
+    limit = "launch" if launch_seconds >= memory_seconds else "memory"
+    if seconds > 1.001 * max(launch_seconds, memory_seconds):
+        limit = "arithmetic" if flops else "memory"
+    return OperationCost(first.name, first.dtype, len(calls), flops, traffic, seconds, limit)
 
 
 def cost(
-    step: Callable[..., Any],
+    step: TrainStep,
     *arguments: PyTree,
     cluster: Cluster,
     sizes: Mapping[str, int] | None = None,
 ) -> Cost:
-    """Return what a device needs in a step: operations, bytes by axis and line, memory; and the time on a machine.
+    """Return what a device needs in a step, and the time on a machine.
 
-    The step runs on the abstract mesh: the same code, without values, devices or memory. So operations, bytes and peaks are
-    those of the run; time is computed from the order of operations, collectives and waits by `times_of`.
+    That is operations, bytes by axis and line, and memory. The step runs on the abstract mesh: the
+    same code, without values, devices or memory. So operations, bytes and peaks are those of the
+    run; time is computed from the order of operations, collectives and waits by `times_of`.
 
     Args:
         step: of `train_step`, of a full model or of stages.
-        arguments: of the step: parameters, state, buffers if it has them, and the batch. Their values do not matter: meta
-            tensors and arrays of any mesh will do.
+        arguments: of the step: parameters, state, buffers if it has them, and the batch. Their
+            values do not matter: meta tensors and arrays of any mesh will do.
         cluster: the machine: see `fs.plan.cluster`.
-        sizes: sizes of axes that differ from the step's mesh, such as {"data": 1024}. The batch is that of all devices.
+        sizes: sizes of axes that differ from the step's mesh, such as {"data": 1024}. The batch is
+            that of all devices.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
     >>> mesh = fs.make_mesh({"data": 4})
-    >>> params = fs.shard_params([torch.ones(512, 512) for _ in range(4)], fs.fsdp("data", unit="[*]"), mesh=mesh)
+    >>> params = [torch.ones(512, 512) for _ in range(4)]
+    >>> params = fs.shard_params(params, fs.fsdp("data", unit="[*]"), mesh=mesh)
     >>> opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=3)
     >>> def loss_fn(params, x):
     ...     for w in params:
     ...         x = torch.tanh(x @ w)
     ...     return x.square().mean()
     >>> step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True)
-    >>> report = fs.plan.cost(step, params, opt.init(params), torch.ones(64, 512), cluster=fs.plan.cluster("h100"))
-    >>> report.flops() == 2 * 16 * 512 * 512 * (4 + 8 - 1), report.fits  # forward, and backward but for the first input
+    >>> h100 = fs.plan.cluster("h100")
+    >>> report = fs.plan.cost(step, params, opt.init(params), torch.ones(64, 512), cluster=h100)
+    >>> products = 4 + 8 - 1  # forward, and backward but for the first input
+    >>> report.flops() == 2 * 16 * 512 * 512 * products, report.fits
     (True, True)
     """
-    changed, mesh = getattr(step, "changed", None), getattr(step, "mesh", None)
-    if changed is None or mesh is None:
+    if not isinstance(step, TrainStep):
         raise PlanError(f"plan.cost: step must be one of train_step; got {type(step).__name__}.")
-    if unknown := [axis for axis in sizes or {} if axis not in mesh.shape]:
-        raise PlanError(f"plan.cost: sizes must name axes of {mesh}; got {', '.join(unknown)}.")
-    mesh = make_mesh({**mesh.shape, **(sizes or {})}, runtime="abstract")
-    axis = getattr(getattr(step, "stages", None), "axis", None)
-    devices = (
-        [0] if axis is None else [mesh.index({axis: index}) for index in range(mesh.shape[axis])]
-    )
+    sizes = sizes or {}
+    unknown = [axis for axis in sizes if axis not in step.mesh.shape]
+    if unknown:
+        names = ", ".join(unknown)
+        raise PlanError(f"plan.cost: sizes must name axes of {step.mesh}; got {names}.")
+
+    mesh = make_mesh({**step.mesh.shape, **sizes}, runtime="abstract")
+    axis = step.options.axis if step.options.schedule is not None else None
+    devices = [0]
+    if axis is not None:
+        devices = [mesh.index({axis: index}) for index in range(mesh.shape[axis])]
     events = {device: list[Event]() for device in devices}
 
     def run(device: int) -> tuple[MemoryUsage, TracedLedger, list[PyTree]]:
         with without_counters():
             trees = [abstract_like(tree, mesh, lambda x: x.layout.memory) for tree in arguments]
-            called = changed(mesh=mesh)
-        *trees[:-1], _ = recorded(called, trees, events[device])[
-            2
-        ]  # the second step knows the order of units
-        used, comm, _ = recorded(called, trees, events[device])
+            step_on_mesh = step.replace(mesh=mesh)
+        _, _, results = recorded(step_on_mesh, trees, events[device])
+        *trees[:-1], _ = results
+        del results  # the second step donates them: else their memory would still be in use
+        used, comm, _ = recorded(step_on_mesh, trees, events[device])  # it knows the order of units
         return used, comm, trees
 
     results = represented(devices, axis, run, TracedMail(events))
     times = times_of(events, cluster, mesh)
-    costs = {
-        device: DeviceCost(used, events[device], times[device])
-        for device, (used, *_) in zip(devices, results, strict=True)
-    }
+    costs = dict[int, DeviceCost]()
     comm = Ledger()
-    for _, each, _ in results:
-        comm.devices.update(each.devices)
-        comm.moves.update(each.moves)
-    return Cost(mesh, cluster, costs, comm, results[0][2])
+    for device, (used, device_comm, _) in zip(devices, results, strict=True):
+        costs[device] = DeviceCost(used, events[device], times[device])
+        comm.devices.update(device_comm.devices)
+        comm.moves.update(device_comm.moves)
+    trees_of_first = results[0][2]
+    return Cost(mesh, cluster, costs, comm, trees_of_first)
 
 
 def recorded(

@@ -14,11 +14,12 @@ from fshard.mesh.layout.make import make_mesh
 from fshard.plan.cluster import Cluster
 from fshard.plan.cost import Cost, cost
 from fshard.tables import Tabular
+from fshard.transforms.train_step import TrainStep
 
 if TYPE_CHECKING:  # it is imported where a table is shown
     from rich.table import Table
 
-Program = Callable[..., tuple[Callable[..., Any], Sequence[PyTree]]]
+Program = Callable[..., tuple[TrainStep, Sequence[PyTree]]]
 """A function of a mesh and options: to a step of `train_step`, and its arguments."""
 
 

@@ -61,7 +61,7 @@ from fshard.transforms.fsdp.plans import (
 )
 from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
-from fshard.transforms.options import StepOptions, wrong_options
+from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import chosen, named, parts_of
 from fshard.transforms.reproducible.rerun import RecordedInputs
 from fshard.transforms.slices import DeviceSlices
@@ -70,16 +70,6 @@ from fshard.uncompiled import uncompiled
 if TYPE_CHECKING:
     from fshard.transforms.differentiable_gradient import DifferentiableStep
     from fshard.transforms.stages.plan import Pipeline
-
-
-def unstaged(
-    loss_fn: Callable[..., Any], *, mesh: Mesh, batch: PyTree, backward: bool = True, **options: Any
-) -> GradientFunction:
-    """Return the gradient of a loss of the full model; for options see `value_and_grad`."""
-    if errors := wrong_options(options):
-        raise ValueError(f"value_and_grad: {'; '.join(errors)}.")
-    step_options = StepOptions.of(loss_fn, options, backward=backward)
-    return GradientFunction(step_options, mesh, batch, ModelProgram())
 
 
 CACHED_PLANS = 64

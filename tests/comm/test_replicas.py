@@ -1,5 +1,8 @@
 """Local steps and gossip against loops of plain tensors."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -235,13 +238,13 @@ def test_communication_is_under_way_during_the_inner_step(make, collective, call
     started = []
 
     def watched(inner, mesh):
-        def step(*args):
+        def run(*args):
             device = fs.axis_index(("node", "gpu"))
             started.append((device, ledger.calls(device, axis="node", collective=collective)))
-            return inner(*args)
+            return inner.gradient.run(*args)
 
-        step.init = inner.init
-        return make(step, mesh)
+        gradient = SimpleNamespace(options=inner.gradient.options, run=run)
+        return make(dataclasses.replace(inner, gradient=gradient), mesh)
 
     with fs.ledger() as ledger:
         train(watched, count=3)

@@ -1,8 +1,6 @@
 """Evaluation: the loss alone, on parameters that lie in any way."""
 
 import weakref
-from dataclasses import fields
-from inspect import signature
 
 import torch
 from hypothesis import given, settings
@@ -11,9 +9,6 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import P, optim
 from fshard.transforms.fsdp.lazy_param import unsharded
-from fshard.transforms.options import Options, StepOptions
-from fshard.transforms.stages.staged import staged
-from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 
 
 def params_of(layers=4):
@@ -182,13 +177,6 @@ def test_gradient_and_scaled_optimizer_equal_the_step():
     assert state["scale"] == again["scale"] == 2.0**12
     torch.testing.assert_close(loss, metrics["loss"])
     torch.testing.assert_close(fs.unshard(params), fs.unshard(others), rtol=1e-5, atol=1e-6)
-
-
-def test_options_are_typed_and_validated():
-    library = {"loss_fn", "caller", "backward"}
-    assert {field.name for field in fields(StepOptions)} - library == {*OF_LOSSES}
-    assert {*OF_STAGES} - {*OF_LOSSES} <= {*signature(staged).parameters}
-    assert {*OF_LOSSES} | {*OF_STAGES} == {*Options.__annotations__}
 
 
 def test_synchronised_batchnorm_outside_mesh_is_local():

@@ -173,11 +173,11 @@ MISUSE = {
     # stages
     "options of losses": (
         lambda: fs.evaluate([loss_fn] * 2, mesh=PIPE, batch=P("data"), **STAGES, accumulate=2, slices=4),
-        "evaluate has no option accumulate, slices with schedule=",
+        "evaluate has no option accumulate, slices. With a schedule it has: ",
     ),
     "options of stages": (
         lambda: fs.evaluate(loss_fn, mesh=MESH, batch=P("data"), loss=loss_fn),
-        "evaluate has no option loss without schedule=",
+        "evaluate has no option loss. Without a schedule it has: ",
     ),
 }  # fmt: skip
 

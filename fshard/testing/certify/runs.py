@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -31,6 +32,7 @@ from fshard.testing.verdicts import (
     largest,
     widest,
 )
+from fshard.transforms.options import PrecisionOptions
 
 SUBJECTS = {"grads": "gradient", "params": "parameter", "buffers": "buffer"}
 
@@ -47,7 +49,7 @@ class Snapshot(NamedTuple):
         return Snapshot(*(Leaves.of(leaves).mapped(f) for leaves in self))
 
 
-LOWER_DTYPES = {"precision", "compute", "reduce"}
+LOWER_DTYPES = {field.name for field in fields(PrecisionOptions)}
 """Options that let a step compute or send in another dtype: runs in float64 are without them."""
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,8 +26,7 @@ from fshard.pipeline.execution.leaves import ByMicrobatch, Stage, map_tensors
 from fshard.pipeline.split.block_stage import wrap_blocks
 from fshard.transforms.module.functionalize import functionalize
 from fshard.transforms.module.remat import Policy, remat
-
-Recompute = Literal["never", "always", "except_last"] | int
+from fshard.transforms.options import Recompute
 
 
 def stage_functions(

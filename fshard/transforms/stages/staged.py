@@ -12,7 +12,7 @@ by bit in reproducible mode with as many slices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,6 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P, PyTree, as_axes, flatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.runtimes.abstract import representative
-from fshard.pipeline.execution.leaves import Stage
 from fshard.pipeline.execution.route import Route
 from fshard.pipeline.schedule.actions import UNITS, Kind
 from fshard.pipeline.schedule.communication import with_units
@@ -32,11 +31,11 @@ from fshard.pipeline.schedule.verify import verify
 from fshard.transforms.array_checks import validate_mesh
 from fshard.transforms.gradient import GradientFunction, ParamTree, StepInputs
 from fshard.transforms.module.buffers import Buffers
-from fshard.transforms.options import StepOptions, wrong_options
+from fshard.transforms.options import Options, StepOptions
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.stages.buffers import StageWrites, stage_buffers, stage_of, with_buffers
 from fshard.transforms.stages.device import StageStep
-from fshard.transforms.stages.functions import Recompute, in_groups, stage_functions
+from fshard.transforms.stages.functions import in_groups, stage_functions
 from fshard.transforms.stages.plan import (
     Pipeline,
     StagePlan,
@@ -52,85 +51,78 @@ _SHARD_STAGES = "fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)"
 
 
 def staged(
-    stages: Sequence[nn.Module | Stage],
-    *,
-    mesh: Mesh,
-    batch: PyTree,
-    schedule: Schedule,
-    caller: str = "value_and_grad",
-    backward: bool = True,
-    in_place: bool = False,
-    loss: Callable[..., Any] | None = None,
-    inputs: Callable[[PyTree], PyTree] | None = None,
-    skips: Mapping[str, tuple[int, int]] | None = None,
-    axis: str = "pipe",
-    dynamic: bool = False,
-    recompute: Recompute = "never",
-    **extras: Any,
+    caller: str, stages: Any, options: Options, *, backward: bool, in_place: bool
 ) -> GradientFunction:
-    """Return the gradient of stages that run by a schedule; for its options see `train_step`."""
-    functions: list[Any] = (
-        [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
-    )
-    errors = _argument_errors(functions, mesh, batch, axis, loss)
-    errors += wrong_options(
-        {**extras, "inputs": inputs, "dynamic": dynamic, "recompute": recompute}
-    )
-    errors += [f"the axis of the stages, {axis}, is local, but shards no parameter"] * (
-        axis in as_axes(extras.get("local", ()))
-    )
-    validate_schedule_fits(caller, len(functions), mesh, schedule, axis, *errors)
-    assert loss is not None
-    count, microbatches = len(functions), schedule.microbatches
-    slices = prod(mesh.shape[name] for name in _sharded_axes(batch, mesh)) * microbatches
-    options = StepOptions.of(
-        loss,
-        {**extras, "slices": slices},
+    """Return the gradient of stages that run by the schedule in the options: see `train_step`."""
+    assert options.schedule is not None
+    functions: list[Any] = [stages]
+    if isinstance(stages, list | tuple | nn.ModuleList):
+        functions = [*stages]
+    mesh, axis, recompute = options.mesh, options.axis, options.recompute
+    errors = _argument_errors(functions, options)
+    validate_schedule_fits(caller, len(functions), mesh, options.schedule, axis, *errors)
+    assert options.loss is not None
+
+    microbatches = options.schedule.microbatches
+    parts = prod(mesh.shape[name] for name in _sharded_axes(options.batch, mesh))
+    step_options = StepOptions.of(
+        options,
+        options.loss,
         caller=caller,
         backward=backward,
+        slices=parts * microbatches,
         accumulate=microbatches,
-        in_flight=count,
+        in_flight=len(functions),
     )
-    if not backward:
+    schedule = _completed(options.schedule, step_options)
+    verify(schedule)
+    route = Route(schedule, options.skips or {}, backward)
+    if options.has_buffers:
+        if isinstance(recompute, int):
+            functions = in_groups(functions, recompute, in_place=in_place)
+            recompute = "never"
+        functions = [with_buffers(stage, in_place=in_place) for stage in functions]
+    functions, _ = stage_functions(functions, recompute, microbatches=microbatches)
+    inputs = options.inputs or first_of_two
+    pipeline = Pipeline(axis, functions, inputs, route, options.dynamic)
+    return GradientFunction(step_options, mesh, options.batch, StageProgram(pipeline))
+
+
+def _completed(schedule: Schedule, options: StepOptions) -> Schedule:
+    """Add the times at which stages are unsharded, if there are none; without a backward keep forwards."""
+    if not options.backward:
         schedule = schedule.with_rows(
             [action for action in row if action.kind is Kind.F] for row in schedule.rows
         )
-    if not any(action.kind in UNITS for row in schedule.rows for action in row):
+    has_units = any(action.kind in UNITS for row in schedule.rows for action in row)
+    if not has_units:
         schedule = with_units(schedule, options.live_units)
-    if not backward:
+    if not options.backward:
         schedule = schedule.with_rows(
-            [a for a in row if a.kind is not Kind.REDUCE] for row in schedule.rows
+            [action for action in row if action.kind is not Kind.REDUCE] for row in schedule.rows
         )
-    verify(schedule)
-    route = Route(schedule, skips or {}, backward)
-    if options.has_buffers:
-        if isinstance(recompute, int):
-            functions, recompute = in_groups(functions, recompute, in_place=in_place), "never"
-        functions = [with_buffers(stage, in_place=in_place) for stage in functions]
-    called, _ = stage_functions(functions, recompute, microbatches=microbatches)
-    pipeline = Pipeline(axis, called, inputs or first_of_two, route, dynamic)
-    return GradientFunction(options, mesh, batch, StageProgram(pipeline))
+    return schedule
 
 
-def _argument_errors(
-    stages: Sequence[Any], mesh: Mesh, batch: PyTree, axis: str, loss: object
-) -> list[str]:
-    """Return the errors of the arguments."""
-    errors = [
-        f"stage {number} is {type(stage).__name__}, which is not called"
-        for number, stage in enumerate(stages)
-        if not callable(stage)
-    ]
-    if not callable(loss):
+def _argument_errors(stages: Sequence[Any], options: Options) -> list[str]:
+    """Return the errors of stages, and of options together with them."""
+    axis = options.axis
+    errors = list[str]()
+    for number, stage in enumerate(stages):
+        if not callable(stage):
+            errors.append(f"stage {number} is {type(stage).__name__}, which is not called")
+    if not callable(options.loss):
         errors.append(
-            "the last stage returns no loss: give loss=, a function of its result and the "
-            "microbatch"
+            "the last stage returns no loss: "
+            "give loss=, a function of its result and the microbatch"
         )
-    if axis in _sharded_axes(batch, mesh):
+    if axis in _sharded_axes(options.batch, options.mesh):
         errors.append(
-            f"the batch is sharded along {axis}, the axis of the stages: all of them need the same "
-            "samples"
+            f"the batch is sharded along {axis}, the axis of the stages: "
+            "all of them need the same samples"
         )
+    if axis in as_axes(options.local):
+        errors.append(f"the axis of the stages, {axis}, is local, but shards no parameter")
     return errors
 
 
