@@ -307,7 +307,6 @@ FELT_FOR = {
     "checkpoint/names.py": "torch's state_dict, named tuples, joined_dim of classes made at run time",
     "checkpoint/save.py": "Python: the last error of a thread",
     "memory/limit.py": "torch: __torch_dispatch__, which its stubs annotate wrongly",
-    "plan/layers.py": "named tuples; torch: requires_grad of any leaf",
     "plan/program.py": "transformers: layers of experts",
     "testing/plugin.py": "pytest and Python: fixtures, notes of errors",
     "testing/programs/command.py": "Python: notes of errors",

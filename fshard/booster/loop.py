@@ -429,15 +429,14 @@ class LoopModel(BoostedModel):
             self._differentiate_slices(step, loss, cotangent, share, retain_graph=retain_graph)
         else:
             is_reduced = sync or not slices.options.reduce_once
-            with slices.loss_scope():
-                phases.backward(
-                    [loss],
-                    [cotangent],
-                    weight=share,
-                    is_reduced=is_reduced,
-                    leaves=leaves,
-                    retain_graph=retain_graph,
-                )
+            phases.backward(
+                [loss],
+                [cotangent],
+                weight=share,
+                is_reduced=is_reduced,
+                leaves=leaves,
+                retain_graph=retain_graph,
+            )
             if is_reduced:
                 step.runtime.reductions.end()
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from fshard.errors import FshardError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.spmd.global_inputs import digest
-from fshard.mesh.spmd.scope import Group
+from fshard.mesh.spmd.scope import Group, require
 from fshard.optim.scaling import finite_scale
 from fshard.transforms.agreement import (
     SliceLoss,
@@ -247,7 +247,10 @@ class ModelStep:
             is_idle=is_idle,
         )
         if outputs:
-            with runtime.backward():
+            # A scope of its own: a collective knows its backward in the loss function's scope as
+            # one that the loss function itself differentiates.
+            is_without_samples = require("a loss function").slice.is_idle
+            with runtime.backward(), self.slices.loss_scope(is_idle=is_without_samples):
                 _differentiate(outputs, cotangents, runtime.anchor, leaves, retain_graph)
         if self.trees is not None:
             self.trees.end_slice(weight)

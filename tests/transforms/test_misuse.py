@@ -35,11 +35,8 @@ def gradient(loss_fn=loss_fn, params=PLAIN, batch=X, stage=3, spec=P("data"), me
 
 
 def step(loss_fn=loss_fn, opt=SGD, batch=X, stage=0, **options):
-    opt = (
-        fs.partition_optimizer(opt, mesh=MESH, axis="data", stage=stage)
-        if isinstance(opt, tuple)
-        else opt
-    )
+    if isinstance(opt, fs.optim.Optimizer):
+        opt = fs.partition_optimizer(opt, mesh=MESH, axis="data", stage=stage)
     params = sharded(stage=stage)
     return fs.train_step(loss_fn, opt, mesh=MESH, batch=P("data"), **options)(
         params, opt.init(params), batch
