@@ -171,10 +171,9 @@ def test_bits_equal_those_of_all_on_the_device(run, optimizer):
 
 
 def test_owners_with_more_state_than_the_first_device_are_below_the_limit():
-    ((_, _, used),) = stepped(partial(GEMINI, device=3_300), 2, optimizer="lamb")
-    assert (
-        3_173 < used.peak("device") <= 3_300
-    )  # the first device would have 3,173 with two groups elsewhere
+    limit = 3_100  # the first device alone would keep groups that take an owner to 3,216 bytes
+    ((_, _, used),) = stepped(partial(GEMINI, device=limit), 2, optimizer="lamb")
+    assert used.peak("device") <= limit
 
 
 def test_a_loop_drops_its_batches_without_collection_of_cycles():
