@@ -153,9 +153,8 @@ def _validate_no_leaves(leaves: Sequence[Tensor]) -> None:
         shapes = ", ".join([str(tuple(x.shape)) for x in leaves])
         raise ValueError(
             "reproducible=True: the loss must depend on no tensors that need a gradient, beside "
-            "the model's "
-            f"parameters; got some of shapes {shapes}. detach() them, or leave reproducible=True "
-            "out."
+            f"the model's parameters; got some of shapes {shapes}. detach() them, or leave "
+            "reproducible=True out."
         )
 
 
@@ -479,14 +478,13 @@ class LoopModel(BoostedModel):
         if not 0 <= number < inf:
             raise ValueError(
                 f"backward: weight must be one finite number of at least 0; got {weight!r}. Give "
-                "the number of samples or "
-                "tokens that this device's loss is a mean over."
+                "the number of samples or tokens that this device's loss is a mean over."
             )
         if self.is_reproducible:
             raise ValueError(
                 "backward: weight must be None with reproducible=True, whose bits depend on no "
-                "device's share. Divide a sum by "
-                "a number that is equal on all devices: loss.sum() / booster.mean(tokens)."
+                "device's share. Divide a sum by a number that is equal on all devices: loss.sum() "
+                "/ booster.mean(tokens)."
             )
         assert self._step is not None
         row = host_row([number], self._step.runtime.reducer.device)
@@ -517,8 +515,7 @@ class LoopModel(BoostedModel):
         if step is None or step.differentiated is None or not step.weights:
             raise ModuleError(
                 "there are no gradients. Call the model, then booster.backward(loss, optimizer): "
-                "loss.backward() does not "
-                "reduce over devices."
+                "loss.backward() does not reduce over devices."
             )
         self.slots.validate_params()
         self.follow_writes()

@@ -77,8 +77,8 @@ def _partition(plugin: Plugin, update_on: UpdateOn, opt: Optimizer) -> ShardedOp
 _stale_step = refusing(
     OptimizerError,
     "the optimizer must be the second value that boost returned; got step() of the optimizer that "
-    "was boosted, which has no "
-    "gradients. Write model, optimizer, *_ = booster.boost(model, optimizer).",
+    "was boosted, which has no gradients. Write model, optimizer, *_ = booster.boost(model, "
+    "optimizer).",
 )
 _stale_step._wrapped_by_lr_sched = True  # schedulers warn of a step that they have not wrapped
 

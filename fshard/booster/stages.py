@@ -125,8 +125,8 @@ class StagedModel(BoostedModel):
         if has_hooks(self):
             raise ModuleError(
                 "hooks of a model in stages must be registered on the module that was boosted, "
-                "which is run by its "
-                "schedule; got hooks of the boosted model. Register them on model.module."
+                "which is run by its schedule; got hooks of the boosted model. Register them on "
+                "model.module."
             )
         self._followed.follow()
         self.module_buffers = self.buffer_trees()

@@ -285,8 +285,7 @@ def check_optimizer(opt: object, caller: str) -> None:
         name = opt.__name__ if isinstance(opt, type) else type(opt).__name__
         raise OptimizerError(
             f"{caller}: {name} is no pair of init and update. Write fs.optim.adamw(...), or make "
-            "one "
-            "of a class of torch: fs.optim.from_torch(torch.optim.RMSprop, lr=...)."
+            "one of a class of torch: fs.optim.from_torch(torch.optim.RMSprop, lr=...)."
         )
 
 

@@ -130,8 +130,7 @@ class Leaves:
         if structure != self.structure:
             raise OptimizerError(
                 f"{name} must be a tree of the structure of params, {self.structure}; got "
-                f"{structure}. Give one leaf for "
-                "each parameter; None where there is none."
+                f"{structure}. Give one leaf for each parameter; None where there is none."
             )
         _hidden(leaves)
         return leaves
@@ -170,9 +169,8 @@ class Leaves:
         except ValueError:
             raise OptimizerError(
                 f"labels and masks must be a prefix of the tree {self.structure}; got {prefix!r}. "
-                "Give one value, a tree of "
-                "values that ends where the parameters end or before, or a function of (path, "
-                "leaf)."
+                "Give one value, a tree of values that ends where the parameters end or before, or "
+                "a function of (path, leaf)."
             ) from None
 
 

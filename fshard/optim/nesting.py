@@ -17,8 +17,7 @@ def inner_optimizer(opt: Any, caller: str) -> Optimizer:
     if inner.loss_scale is not None:
         raise OptimizerError(
             f"{caller}: loss_scaled must not be nested, since what is around it would get "
-            "gradients "
-            "that are still scaled. Put one loss_scaled around all of it."
+            "gradients that are still scaled. Put one loss_scaled around all of it."
         )
     return inner
 
@@ -28,7 +27,6 @@ def check_not_sharded(opt: Any, caller: str) -> None:
     if isinstance(opt, ShardedOptimizer):
         raise OptimizerError(
             f"{caller}: a partitioned optimizer must not be nested, since what is around it would "
-            "work "
-            "on other shards than it does. Partition the outermost: "
+            "work on other shards than it does. Partition the outermost: "
             "fs.partition_optimizer(fs.optim.chain(...), ...)."
         )

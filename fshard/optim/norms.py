@@ -193,9 +193,8 @@ def _validate_outside_update(caller: str, leaves: Sequence[Leaf]) -> None:
     if is_cut and local_arrays.get() is not None:
         raise OptimizerError(
             f"{caller} must not be called in an update of shards within a transform of torch.func. "
-            "Compute it before the "
-            f"update, fs.optim.{caller}(...) of the global arrays, and scale the gradients that "
-            "the update gets."
+            f"Compute it before the update, fs.optim.{caller}(...) of the global arrays, and scale "
+            "the gradients that the update gets."
         )
 
 

@@ -68,8 +68,8 @@ def loss_scaled(
     errors: list[str] = []
     if not 0 < smallest <= initial <= largest:
         errors.append(
-            "smallest <= initial <= largest must hold, above 0; got "
-            f"{smallest}, {initial}, {largest}"
+            f"smallest <= initial <= largest must hold, above 0; got {smallest}, {initial}, "
+            f"{largest}"
         )
     validate(
         "loss_scaled",

@@ -292,9 +292,8 @@ class Parallelism:
         samples = data * self.replicas * self.experts * self.rows
         if batch is not None and batch % samples:
             reasons.append(
-                "data * replicas * experts * rows must divide the samples of a step, "
-                f"{batch}; got {data} * {self.replicas} * {self.experts} * {self.rows} "
-                f"= {samples}"
+                f"data * replicas * experts * rows must divide the samples of a step, {batch}; got "
+                f"{data} * {self.replicas} * {self.experts} * {self.rows} = {samples}"
             )
         return "; ".join(reasons)
 

@@ -43,26 +43,26 @@ FIX_UNEVEN_GATHERS = (
 
 INPUT_ERRORS = {
     "key": (
-        "the random state, from which reproducible=True draws the key of the step, must be "
-        "the same on all devices. Give all processes one seed: torch.manual_seed(0), not that "
-        "of a rank."
+        "the random state, from which reproducible=True draws the key of the step, must be the "
+        "same on all devices. Give all processes one seed: torch.manual_seed(0), not that of a "
+        "rank."
     ),
     "params": (
-        "replicated parameters must be the same on all devices. Make them from one seed on "
-        "all processes, or load them from one file."
+        "replicated parameters must be the same on all devices. Make them from one seed on all "
+        "processes, or load them from one file."
     ),
     "optimizer": (
-        "the options of the optimizer's groups must be the same on all devices. Does a "
-        "scheduler get the loss of this device alone? booster.mean(loss) is that of all."
+        "the options of the optimizer's groups must be the same on all devices. Does a scheduler "
+        "get the loss of this device alone? booster.mean(loss) is that of all."
     ),
     "order": (
-        "the sampler of a loader must choose the same samples, in the same order, on all "
-        "devices, of which each takes its part. Let it draw by torch's generators, or by a "
-        "seed and set_epoch(epoch)."
+        "the sampler of a loader must choose the same samples, in the same order, on all devices, "
+        "of which each takes its part. Let it draw by torch's generators, or by a seed and "
+        "set_epoch(epoch)."
     ),
     "shapes": (
-        "devices were given batches of different shapes. Every process gets the global batch "
-        "and takes its part: give all the same, or each its own by fs.from_local."
+        "devices were given batches of different shapes. Every process gets the global batch and "
+        "takes its part: give all the same, or each its own by fs.from_local."
     ),
     "batch": (
         "devices were given different batches, of the same shapes. A plain tensor is the "
@@ -70,9 +70,9 @@ INPUT_ERRORS = {
         'fs.from_local(x, fs.Layout(mesh, P("data"))).'
     ),
     "samples": (
-        "devices along {axes} must have the same samples, since they compute one loss "
-        "together; got different ones. Load them by the coordinate along the batch's axes: "
-        "seed and shard a loader by these alone."
+        "devices along {axes} must have the same samples, since they compute one loss together; "
+        "got different ones. Load them by the coordinate along the batch's axes: seed and shard a "
+        "loader by these alone."
     ),
     "gathers": (
         f"devices gathered different units, so one was given another's values. {FIX_UNEVEN_GATHERS}"
@@ -152,8 +152,7 @@ class StepAgreement(NamedTuple):
         if is_trained and not any(self.used):
             raise ValueError(
                 "value_and_grad: the loss depends on no parameter that is trained, on any device, "
-                "so "
-                "nothing would be trained. Was it cut off by detach(), item(), no_grad() or "
+                "so nothing would be trained. Was it cut off by detach(), item(), no_grad() or "
                 "torch.tensor(...), or are all parameters that it uses frozen?"
             )
 
@@ -171,10 +170,10 @@ class StepAgreement(NamedTuple):
         means = ", ".join(f"{loss / weight:.10g}" for loss in losses[:8])
         raise PromiseError(
             f"{caller}(local=): the loss must be equal on all devices along {as_written(axes)}, "
-            "which compute it together "
-            f"from the same samples; got {means}{' ...' if len(losses) > 8 else ''}. Sum what is "
-            "sharded along them by fs.psum "
-            f"before it is used; if the mean is meant, return fs.pmean(loss, {as_written(axes)})."
+            "which compute it together from the same samples; got "
+            f"{means}{' ...' if len(losses) > 8 else ''}. Sum what is sharded along them by "
+            "fs.psum before it is used; if the mean is meant, return fs.pmean(loss, "
+            f"{as_written(axes)})."
         )
 
 

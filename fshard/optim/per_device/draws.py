@@ -75,8 +75,7 @@ _FIX_OF_SEVERAL = f"{_FIX} For several numbers of an element, draw several times
 
 _FIX_AT_OWNERS = (
     f"{_FIX} For one number that all leaves share: with fs.keyed_random(seed, step): "
-    "torch.rand(()), a context for each "
-    "draw."
+    "torch.rand(()), a context for each draw."
 )
 
 
@@ -224,8 +223,7 @@ class UpdateDraws(TorchFunctionMode):
             return False
         raise OptimizerError(
             f"a draw in an update must have the shape of its leaf's shard, {local_shape}, or be "
-            "one number; got "
-            f"{tuple(size)} for {self._names[leaf]}. {_FIX}"
+            f"one number; got {tuple(size)} for {self._names[leaf]}. {_FIX}"
         )
 
     def _validate_options(self, kwargs: dict[str, Any]) -> None:
@@ -234,9 +232,8 @@ class UpdateDraws(TorchFunctionMode):
         if given and any(isinstance(x, Sharded) and x.mesh.size > 1 for x in self._updated):
             raise OptimizerError(
                 "a draw in an update must be of torch's default generator and have no out=; got "
-                f"{given[0]}=. Devices would "
-                "share it, or have it in different states. Leave it out: torch.manual_seed seeds "
-                "the draws of updates too."
+                f"{given[0]}=. Devices would share it, or have it in different states. Leave it "
+                "out: torch.manual_seed seeds the draws of updates too."
             )
 
     @property
@@ -251,8 +248,8 @@ class UpdateDraws(TorchFunctionMode):
             return
         raise OptimizerError(
             "a draw in an update must be like a tensor of one leaf, or the first of its key, where "
-            "devices update other "
-            f"leaves; got {_name_of(func)}, which belongs to none. {_FIX_AT_OWNERS}"
+            f"devices update other leaves; got {_name_of(func)}, which belongs to none. "
+            f"{_FIX_AT_OWNERS}"
         )
 
     def _validate_size(self, func: Any, size: tuple[int, ...]) -> None:
@@ -264,9 +261,8 @@ class UpdateDraws(TorchFunctionMode):
             return
         raise OptimizerError(
             "a draw in an update must be like a tensor of one leaf, or one number, torch.rand(()), "
-            "where devices update "
-            f"other shards; got {_name_of(func)} of size {size}, which belongs to none. "
-            f"{_FIX_OF_SEVERAL}"
+            f"where devices update other shards; got {_name_of(func)} of size {size}, which "
+            f"belongs to none. {_FIX_OF_SEVERAL}"
         )
 
     # -- draws -------------------------------------------------------------------------------------

@@ -62,8 +62,7 @@ class ReplicaCheck:
         if has_drawn and len({row[1] for row in rows}) > 1:
             raise MismatchError(
                 "the random state must be the same on all devices, for draws in an update. Give "
-                "all "
-                "processes one seed: torch.manual_seed(0), not that of a rank."
+                "all processes one seed: torch.manual_seed(0), not that of a rank."
             )
         for column, result in enumerate(results, 2):
             _compare_column(result, mesh, [row[column] for row in rows])
@@ -144,9 +143,8 @@ def sums_over_shards(params: Leaves, updated: Sequence[int]) -> AbstractContextM
                 raise OptimizerError(
                     f"{call} in an update must be over axes that shard all parameters; got "
                     f"{', '.join(replicated)}, along which params{params.paths[i]} is replicated, "
-                    "so "
-                    f"that it would count {copies} times. "
-                    "A norm that is right in every stage is fs.optim.global_norm(grads)."
+                    f"so that it would count {copies} times. A norm that is right in every stage "
+                    "is fs.optim.global_norm(grads)."
                 )
 
     return entered(scope.replaced(notice=validate_sum))

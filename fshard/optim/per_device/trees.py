@@ -132,8 +132,7 @@ class DeviceTrees:
             if (state.structure, state.is_like) != (first.structure, first.is_like):
                 raise OptimizerError(
                     "init must make the same state on all devices, but for subtrees with the "
-                    "structure "
-                    "of the parameters. Give None where a parameter is None: "
+                    "structure of the parameters. Give None where a parameter is None: "
                     "optree.tree_map(f, params)."
                 )
         leaves = self.params.leaves
@@ -141,9 +140,8 @@ class DeviceTrees:
         if is_cut and any(isinstance(x, Tensor) and x.ndim for x in first.single()):
             raise OptimizerError(
                 "state of divided parameters must be numbers, but for subtrees with the structure "
-                "of "
-                "the parameters; got other tensors. Make such subtrees: "
-                "{'m': optree.tree_map(torch.zeros_like, params)}."
+                "of the parameters; got other tensors. Make such subtrees: {'m': "
+                "optree.tree_map(torch.zeros_like, params)}."
             )
 
         def subtree(*columns: list[Any]) -> PyTree:
@@ -213,7 +211,7 @@ def _joined(leaf: Leaf, results: Sequence[Any]) -> Leaf:
     if not keeps_shapes:
         shape = None if leaf is None else tuple(before[0].shape)
         raise OptimizerError(
-            "updates and state of a parameter must keep their shape; got "
-            f"{tuple(example.shape)}, and it was {shape}."
+            f"updates and state of a parameter must keep their shape; got {tuple(example.shape)}, "
+            f"and it was {shape}."
         )
     return like(leaf, [x.to(example.dtype) for x in shards])

@@ -188,8 +188,6 @@ def _validate_tied(params: Leaves, grads: list[Leaf]) -> None:
         if i != first and key_of(grads[i]) != key_of(grads[first]):
             raise OptimizerError(
                 f"params{params.paths[first]} and params{params.paths[i]} are one tensor (tied), "
-                "but "
-                "have two gradients. Give both the sum as one tensor, or clone one parameter to "
-                "untie "
-                "them."
+                "but have two gradients. Give both the sum as one tensor, or clone one parameter "
+                "to untie them."
             )

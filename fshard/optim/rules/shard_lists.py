@@ -249,8 +249,7 @@ def fused_or(fused: Rule, rule: Rule, wanted: bool | None) -> Rule | None:
         elif wanted:
             raise OptimizerError(
                 "fused=True needs contiguous parameters of a dtype that the kernel is right for; "
-                "got "
-                f"{shards.params[0].dtype} on {shards.params[0].device}. Leave fused=None."
+                f"got {shards.params[0].dtype} on {shards.params[0].device}. Leave fused=None."
             )
         else:
             rule(shards, lr)

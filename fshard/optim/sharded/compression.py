@@ -66,18 +66,15 @@ class Compression:
         if sharded:
             raise LayoutError(
                 "partition_optimizer: compress must be along axes that do not shard the "
-                "parameters; got "
-                f"{', '.join(sharded)} for a parameter of {layout}. Compress along another axis, "
-                "where "
-                "they are replicated."
+                f"parameters; got {', '.join(sharded)} for a parameter of {layout}. Compress along "
+                "another axis, where they are replicated."
             )
         reduced = shard_layout(layout, self._axes)
         needs_matrices = any(compressor.full for compressor in self._compressors.values())
         if needs_matrices and reduced.spec.split_axes:
             raise LayoutError(
                 "partition_optimizer: compress must not be power_sgd where gradients are shards, "
-                "of "
-                f"{reduced}: a shard of a matrix has other factors. Use stage=0, or another "
+                f"of {reduced}: a shard of a matrix has other factors. Use stage=0, or another "
                 "compressor."
             )
         return reduced.with_spec(reduced.spec.replace(unreduced=[*self._compressors][first:]))

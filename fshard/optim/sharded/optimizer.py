@@ -333,9 +333,8 @@ def _validate_mesh(
             continue
         raise LayoutError(
             f"partition_optimizer on {mesh}: {params.paths[i] or 'the leaf'} is {kind_of(leaf)}. "
-            "Give "
-            "the mesh of the parameters, or shard them on this one: "
-            "fs.shard_params(params, rules, mesh=mesh)."
+            "Give the mesh of the parameters, or shard them on this one: fs.shard_params(params, "
+            "rules, mesh=mesh)."
         )
 
 
@@ -349,7 +348,6 @@ def _validate_memory(params: Leaves, stage: Stage) -> None:
             away.append(f"{path or 'the leaf'} in {x.layout.memory} memory")
     if away:
         raise OptimizerError(
-            "partition_optimizer: stage must be 3 for parameters in other memory; got "
-            f"{stage}, and {', '.join(away)}. "
-            "Leave memory= out of shard_params, or write stage=3."
+            f"partition_optimizer: stage must be 3 for parameters in other memory; got {stage}, "
+            f"and {', '.join(away)}. Leave memory= out of shard_params, or write stage=3."
         )

@@ -226,8 +226,7 @@ def _pure(
     if cls not in CLASSES:
         raise OptimizerError(
             f"{who} must be given a class of torch.optim. Boost an instance of a class of your "
-            "own, or write "
-            "a pair: fs.optim.Optimizer(init, update)."
+            "own, or write a pair: fs.optim.Optimizer(init, update)."
         )
     entry = CLASSES[cls]
     if parts is not None:

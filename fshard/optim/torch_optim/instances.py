@@ -108,8 +108,7 @@ class TorchSource(OptimizerSource):
         if foreign:
             raise OptimizerError(
                 f"{self}: in {', '.join(foreign)} are tensors that are no parameters of the model. "
-                "Make the optimizer of "
-                "model.parameters(), before both are boosted."
+                "Make the optimizer of model.parameters(), before both are boosted."
             )
         return groups
 
@@ -336,8 +335,7 @@ class InstanceSource(TorchSource):
         if fused:
             raise OptimizerError(
                 f"{self}, an optimizer of your own class, must get each parameter as one tensor; "
-                f"{', '.join(fused)} are stored "
-                "in parts. Use an optimizer of torch or of fs.optim."
+                f"{', '.join(fused)} are stored in parts. Use an optimizer of torch or of fs.optim."
             )
         index = dict(zip(names, firsts, strict=True))
         for group, names in zip(self.optimizer.param_groups, self.groups(), strict=True):
@@ -359,8 +357,7 @@ class InstanceSource(TorchSource):
         if any(len(shards_of(leaf)) > 1 for leaf in leaves.leaves):
             raise OptimizerError(
                 f"{self}, an optimizer of your own class, must step on one device; got the shards "
-                "of several. Train inside of "
-                "fs.run(main, mesh=mesh), or under torchrun."
+                "of several. Train inside of fs.run(main, mesh=mesh), or under torchrun."
             )
         before, offload = {*self._local}, current_offload()
         self.state.memory = "device" if offload is None else offload.memory
@@ -375,8 +372,7 @@ class InstanceSource(TorchSource):
                 if x.is_meta and not leaf.shards[0].is_meta:
                     raise OptimizerError(
                         f"{self}: state of a lazy parameter must be made in step(), not by the "
-                        f"constructor; got {name!r} "
-                        "without memory."
+                        f"constructor; got {name!r} without memory."
                     )
                 state[name] = stored(put_equal(x, leaf.layout)).shards[0]
         return self.state

@@ -154,8 +154,7 @@ class StageProgram:
         if mesh.runtime == "abstract" and representative() is None:
             raise ValueError(
                 f"{caller}: stages must not run on an abstract mesh by themselves, where results "
-                "of other stages "
-                "are unknown. Run them by fs.plan.cost, or on a virtual mesh."
+                "of other stages are unknown. Run them by fs.plan.cost, or on a virtual mesh."
             )
         is_sequence = isinstance(params, list | tuple)
         if not is_sequence or len(params) != count:
@@ -232,8 +231,7 @@ class StageProgram:
         caller = options.caller
         raise TypeError(
             f"{caller} of stages must not be differentiated, within a torch.func transform or by "
-            "autograd. Differentiate "
-            f"fs.{caller} of the loss of the full model, without schedule=."
+            f"autograd. Differentiate fs.{caller} of the loss of the full model, without schedule=."
         )
 
     def handle_error(
