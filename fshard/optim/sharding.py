@@ -4,8 +4,10 @@
     "owners"     a parameter's update depends on the full parameter: Muon, Shampoo
     ByLeaf(f)    f(params) chooses one of the two for each leaf: `by_label` of Muon and AdamW
 
-Here is each decision that depends on the kind alone. The layouts of the shards are computed in
-`fshard/optim/sharded/layouts.py`: a further kind needs a word here, and its layouts there.
+Here kinds are combined and checked; `fshard/optim/sharded/layouts.py` computes the shards. A further
+kind is a word here and its layouts there. Besides, four places treat a kind on its own: gradients
+that go to the host (`partition.py`), torch's classes (`torch_optim/classes.py`), owners along local
+axes (`booster/optimizer.py`), and the check of a user's word (`testing/certify/elementwise.py`).
 """
 
 from __future__ import annotations
