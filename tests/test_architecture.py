@@ -290,7 +290,7 @@ def test_facts_of_a_thread_are_those_that_ambient_lists():
     setters = {
         path.relative_to(PACKAGE).as_posix()
         for path in MODULES
-        if re.search(r"\bContextVar\(|ContextVar\[.*\] = |threading\.local\(", path.read_text())
+        if re.search(r"\bContextVar\(|ContextVar\[.*\] = |threading\.local\b", path.read_text())
     }
     assert len(listed) <= 5
     assert setters == listed | own_concerns

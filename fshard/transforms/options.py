@@ -657,11 +657,16 @@ def _validate_names(caller: str, given: Mapping[str, Any], options: Sequence[Opt
     excluded = Use.UNSCHEDULED if is_scheduled else Use.SCHEDULED
     legal = [option.name for option in options if excluded not in option.uses]
     illegal = [name for name in given if name not in legal]
-    if illegal:
-        when = "With a schedule" if is_scheduled else "Without a schedule"
-        raise ValueError(
-            f"{caller} has no option {', '.join(illegal)}. {when} it has: {', '.join(legal)}."
-        )
+    if not illegal:
+        return
+    of_stages = [option.name for option in options if Use.SCHEDULED in option.uses]
+    when = "With a schedule" if is_scheduled else "Without a schedule"
+    fix = ""
+    if not is_scheduled and not {*illegal}.isdisjoint(of_stages):
+        fix = " For stages give schedule=fs.pipeline_schedule(...)."
+    raise ValueError(
+        f"{caller} has no option {', '.join(illegal)}. {when} it has: {', '.join(legal)}.{fix}"
+    )
 
 
 def _with_descriptions(docstring: str, options: Sequence[OptionField]) -> str:

@@ -57,7 +57,7 @@ def one_is_elsewhere():
         meet._machine_id = lambda: 12345
     mesh = fs.make_mesh({"a": 3})
     total = fs.run(lambda: fs.psum(torch.ones(1), "a").item(), mesh=mesh)[0]
-    return sorted(ProcessWorld.of(mesh)._peers.by_rank), total
+    return sorted(ProcessWorld.of(mesh).peers.by_rank), total
 
 
 @pytest.mark.parametrize(

@@ -838,10 +838,10 @@ def with_buffers():
 
 MISUSE = {
     "all at once": (
-        lambda: prepare([linear, 3], batch=P("pipe"), schedule=GPIPE, live_units=0, loss=None),
+        lambda: prepare([linear, 3], batch=P("pipe"), schedule=GPIPE, loss=None),
         "train_step: stage 1 is int, which is not called; the last stage returns no loss: give loss=, a function of its "
         "result and the microbatch; the batch is sharded along pipe, the axis of the stages: all of them need the same "
-        "samples; live_units must be an integer >= 1, got 0; the schedule gpipe has 3 stages, 2 are given; the schedule "
+        "samples; the schedule gpipe has 3 stages, 2 are given; the schedule "
         "gpipe is for 3 devices, axis pipe has 2.",
     ),
     "options of losses": (
@@ -851,7 +851,7 @@ MISUSE = {
     **{
         f"no schedule of {name}": (
             lambda name=name: prepare(nn.ModuleList([nn.Linear(6, 6)] * 3), name),
-            f"{name} got a list of stages without a schedule. Give schedule=",
+            f"{name} has no option loss. .*For stages give schedule=",
         )
         for name in ENTRANCES
     },
