@@ -105,6 +105,12 @@ def test_unrolled_pure_updates_have_serial_derivatives(name, stage, rules):
     torch.testing.assert_close(jvp(loss, (params,), (tangent,))[1], rate)
 
 
+def test_unrolled_updates_have_derivatives_beside_a_tensor_on_the_host():
+    elsewhere = fs.device_put(torch.ones(2), fs.Layout(MESH).with_memory("host"))
+    test_unrolled_pure_updates_have_serial_derivatives("own", 1, "replicated")
+    assert elsewhere.layout.memory == "host"
+
+
 @pytest.mark.parametrize("rules", ["flat", "mixed"])
 def test_learning_rate_in_the_state_has_its_derivative(rules):
     params = fs.shard_params(SERIAL, RULES[rules], mesh=MESH)

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from fshard.mesh.layout.counting import Memory, counting, counting_by
 
@@ -36,9 +37,12 @@ def memory_of(x: Tensor) -> Memory:
     """
     if x.device.type not in ("cpu", "meta"):
         return "device"
-    kind = _kinds.get(x.untyped_storage()) if _kinds else None
-    if kind is not None:
-        return kind
+    if _kinds:
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)  # a tensor of a transform of torch.func has no storage of its own
+        kind = _kinds.get(x.untyped_storage())
+        if kind is not None:
+            return kind
     is_beside_gpu = x.device.type == "cpu" and torch.cuda.is_initialized()
     return "host" if is_beside_gpu else "device"
 
