@@ -282,6 +282,7 @@ class Booster(Checkpointing):
                 this one for another model's optimizer.
         """
         optimizer = _optimizer(optimizer)
+        optimizer.validate_takes_gradients()
         optimizer.model.backward(
             loss,
             scale=optimizer.scale,
@@ -403,7 +404,11 @@ class Booster(Checkpointing):
                 "execute_pipeline: the model must be cut into stages, by HybridParallelPlugin, "
                 f"and boosted; got {type(model).__name__}. Call another one, model(inputs)."
             )
-        scale = _optimizer(optimizer).scale if torch.is_grad_enabled() else 1.0
+        scale = 1.0
+        if torch.is_grad_enabled():
+            boosted = _optimizer(optimizer)
+            boosted.validate_takes_gradients()
+            scale = boosted.scale
         batch = _next_batch(data_iter)
         value = model.run(criterion, batch, scale, outputs=return_outputs, weight=weight)
         outputs = unshard(value.aux) if return_outputs else None

@@ -146,6 +146,15 @@ class BoostedOptimizer(torch.optim.Optimizer, ShardedObject):
                 self._grads, self.state = compression.reduce(self._grads, self.state)
         return self._grads
 
+    def validate_takes_gradients(self) -> None:
+        """Raise if gradients of this step were read: those of a further backward would be lost."""
+        if self._grads is not None and self.model.slots.gradients.exist:
+            raise OptimizerError(
+                "backward: all losses of a step must come before its gradients are read or clipped, "
+                "which reduces them; got one after clip_grad_norm, clip_grad_value or "
+                "reduce_gradients. Clip last, or call optimizer.step() or optimizer.zero_grad()."
+            )
+
     @property
     def grads(self) -> PyTree:
         """Raise with the new name."""

@@ -207,8 +207,9 @@ class LayerTrace:
                 phase = "layer"
             elif phase != "first":
                 phase = "last"
-            width = x.dtype.itemsize
-            sizes[phase] += _bytes_of(x) * max(least, width) // width
+            for leaf in flatten(x)[0]:  # several, of a fused weight that is sharded in parts
+                width = leaf.dtype.itemsize
+                sizes[phase] += _bytes_of(leaf) * max(least, width) // width
         return sizes
 
 

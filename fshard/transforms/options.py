@@ -628,7 +628,8 @@ def takes_options(make: Callable[Given, Options], *, until: Last) -> TakesOption
             for parameter in parameters:
                 if parameter.name in given:
                     named[parameter.name] = given.pop(parameter.name)
-            _validate_names(caller, given, options)
+            _validate_given(caller, given, options)
+            validate_names(caller, given, options, is_scheduled=given.get("schedule") is not None)
             try:
                 value: Any = make(**given)  # type: ignore[call-arg]
             except ValueError as error:
@@ -647,13 +648,18 @@ def takes_options(make: Callable[Given, Options], *, until: Last) -> TakesOption
     return decorator
 
 
-def _validate_names(caller: str, given: Mapping[str, Any], options: Sequence[OptionField]) -> None:
-    """Raise if options are missing, or have no meaning in the function that was called."""
+def _validate_given(caller: str, given: Mapping[str, Any], options: Sequence[OptionField]) -> None:
+    """Raise if options without a default are missing."""
     missing = [x.name for x in options if x.default is MISSING and x.name not in given]
     if missing:
         names = " and ".join([f"{name}=" for name in missing])
         raise TypeError(f"{caller} must be given {names}.")
-    is_scheduled = given.get("schedule") is not None
+
+
+def validate_names(
+    caller: str, given: Iterable[str], options: Sequence[OptionField], *, is_scheduled: bool
+) -> None:
+    """Raise if options are unknown, or have no meaning in the function that was called."""
     excluded = Use.UNSCHEDULED if is_scheduled else Use.SCHEDULED
     legal = [option.name for option in options if excluded not in option.uses]
     illegal = [name for name in given if name not in legal]

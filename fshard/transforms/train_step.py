@@ -29,7 +29,13 @@ from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.source import Site, call_site
 from fshard.transforms.array_checks import validate_run
 from fshard.transforms.gradient import GradientFunction, StepValue
-from fshard.transforms.options import Options, StepOptions, takes_options
+from fshard.transforms.options import (
+    Options,
+    StepOptions,
+    options_until,
+    takes_options,
+    validate_names,
+)
 from fshard.transforms.patterns import titled
 from fshard.transforms.value_and_grad import gradient_of
 from fshard.uncompiled import uncompiled
@@ -170,6 +176,9 @@ class TrainStep(PlaceableStep):
 
     def replace(self, **options: Any) -> TrainStep:
         """Return the step with other options; on another mesh, its optimizer is there too."""
+        schedule = options.get("schedule", self.options.schedule)
+        legal = options_until("update")
+        validate_names("TrainStep.replace", options, legal, is_scheduled=schedule is not None)
         opt = self.opt
         if "mesh" in options and isinstance(opt, ShardedOptimizer):
             opt = opt.on_mesh(options["mesh"])

@@ -407,6 +407,26 @@ def test_hooks_around_the_step_of_a_boosted_optimizer_raise(name):
         on_devices(lambda loop: getattr(loop.opt, name)(lambda *_: None), fs.DDPPlugin(), 2, model)
 
 
+@pytest.mark.parametrize("plugin", [fs.DDPPlugin(), fs.ZeroPlugin(stage=2), fs.FSDPPlugin()])
+@pytest.mark.parametrize("read", ["reduce", "clip by norm", "clip by value"])
+def test_backward_after_gradients_are_read_raises(plugin, read):
+    def body(loop):
+        loop.backward(loop.model(X).sum())
+        if read == "reduce":
+            loop.opt.reduce_gradients()
+        elif read == "clip by norm":
+            loop.opt.clip_grad_by_norm(1.0)
+        else:
+            loop.opt.clip_grad_by_value(1.0)
+        with pytest.raises(OptimizerError, match="all losses of a step must come before"):
+            loop.backward(loop.model(X).sum())
+        loop.opt.zero_grad()
+        loop.backward(loop.model(X).sum())
+        loop.opt.step()
+
+    on_devices(body, plugin, 2, model)
+
+
 def test_gradients_are_read_by_a_method_that_communicates():
     def body(loop):
         loop.backward(loop.model(X).sum())

@@ -345,3 +345,43 @@ def test_sizes_are_read_from_a_config_of_hugging_face(tmp_path, capsys):
         match="equal layers with usual attention; got kv_lora_rank, first_k_dense_replace",
     ):
         Transformer.from_config({**CONFIG, "kv_lora_rank": 8, "first_k_dense_replace": 3})
+
+
+class FusedBlock(nn.Module):
+    """A layer as nanoGPT writes it: a norm before one weight for queries, keys and values."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+
+    def forward(self, x):
+        parts = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class FusedModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 8)
+        self.blocks = nn.ModuleList(FusedBlock(8, 2) for _ in range(2))
+        self.head = nn.Linear(8, 9)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_fused_weights_are_planned():
+    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    options = {"devices": 2, "tensor": 2, "cluster": H100, "global_batch": 4}
+    plans = search(FusedModel().to("meta"), (tokens, tokens), optimizer=optim.sgd(0.1), **options)
+    assert plans[0].plan.tensor == 2

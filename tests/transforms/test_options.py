@@ -130,6 +130,17 @@ def test_replaced_options_are_completed_again():
     assert not step.has_aux and step.local == () and step.reduce_once
 
 
+@pytest.mark.parametrize(
+    "options", [{"acumulate": 2}, {"loss": len}, {"recompute": 1}, {"axis": "pipe"}, {"opt": None}]
+)
+def test_replace_refuses_the_options_that_train_step_refuses(options):
+    mesh = fs.make_mesh({"data": 2})
+    step = fs.train_step(lambda p, x: p.sum(), fs.optim.sgd(0.1), mesh=mesh, batch=P("data"))
+    with pytest.raises(ValueError, match=f"TrainStep.replace has no option {next(iter(options))}"):
+        step.replace(**options)
+    assert step.replace(accumulate=2).options.accumulate == 2
+
+
 def test_plugins_take_the_options_that_no_field_of_theirs_is():
     of_losses = {"bucket", "in_flight", "prefetch", "live_units", "reduce", "reduce_once"}
     assert {*plugin_options(in_stages=False)} == of_losses
