@@ -141,6 +141,12 @@ class Transformer:
                 f"plan: config.json must be of equal layers with usual attention; got {', '.join(other)}. "
                 "Build the model, and give it."
             )
+        head_dim = config.get("head_dim")
+        if head_dim and head_dim * sizes["heads"] != sizes["hidden"]:
+            raise PlanError(
+                f"plan: config.json must have a head_dim of hidden size / heads; got {head_dim} for "
+                f"{sizes['hidden']} / {sizes['heads']}. Build the model, and give it."
+            )
         experts = _found(config, _EXPERT_KEYS)
         sizes |= {name: size or 0 for name, size in experts.items()} if experts["experts"] else {}
         tied, dropout = (

@@ -340,6 +340,10 @@ def test_sizes_are_read_from_a_config_of_hugging_face(tmp_path, capsys):
         match="must have hidden_size or n_embd, intermediate_size or n_inner, num_attention",
     ):
         Transformer.from_config({"num_hidden_layers": 3})
+    heads = CONFIG["num_attention_heads"]
+    with pytest.raises(PlanError, match="must have a head_dim of hidden size / heads; got 7 for"):
+        Transformer.from_config({**CONFIG, "head_dim": 7})
+    assert Transformer.from_config({**CONFIG, "head_dim": CONFIG["hidden_size"] // heads}) == sizes
     with pytest.raises(
         PlanError,
         match="equal layers with usual attention; got kv_lora_rank, first_k_dense_replace",
