@@ -47,7 +47,7 @@ class OperationObserver(UnshardedOperations, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ArrayMode:
-    """How operations on arrays behave.
+    """The behaviour of operations on arrays.
 
     Args:
         is_explicit: implicit communication raises: see `explicit`.

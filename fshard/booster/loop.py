@@ -147,6 +147,16 @@ class LoopStep:
         self.drop_forwards()
 
 
+def _validated_loss(loss: Any) -> Tensor:
+    """Return a loss as a tensor; raise unless it is one number with a gradient."""
+    loss = unshard(loss)  # an array, if penalties of sharded parameters were added to it
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ValueError(
+            "backward: the loss must be a tensor of one number that the model's output led to."
+        )
+    return loss
+
+
 def _validate_no_leaves(leaves: Sequence[Tensor]) -> None:
     """Raise if the loss of a reproducible step depends on leaves besides parameters."""
     if leaves:
@@ -388,17 +398,8 @@ class LoopModel(BoostedModel):
                 "backward: the model must be called after the last step or zero_grad. Call it "
                 "first."
             )
-        loss = unshard(loss)  # an array, if penalties of sharded parameters were added to it
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(
-                "backward: the loss must be a tensor of one number that the model's output led to."
-            )
-        if step.runtime.is_first_step:
-            validate_no_other_parameters(loss)
-            self._has_other_leaves = bool(self._other_leaves(step, loss))
-        leaves = list[Tensor]()
-        if step.has_other_leaves or self._has_other_leaves:
-            leaves = self._other_leaves(step, loss)
+        loss = _validated_loss(loss)
+        leaves = self._leaves_with_gradients(step, loss)
         step.runtime.check_unchanged()
         models = [*self._state.loop_models]  # a loss may lead through several
         for model in models:
@@ -417,11 +418,11 @@ class LoopModel(BoostedModel):
         # In the first step devices agree on the axes of collectives. Later a device without samples
         # has to know whether the losses of others depend on its values: else their gradient is
         # dropped.
-        must_record = step.runtime.is_first_step or not share
-        for name, group in loop_collectives(loss) if must_record else ():
-            slices.collectives.record(name, group)
-
+        if step.runtime.is_first_step or not share:
+            for name, group in loop_collectives(loss):
+                slices.collectives.record(name, group)
         phases.agree_on_axes(loss.device)
+
         cotangent = phases.cotangent(loss, share, scale)
         if self.is_reproducible:
             _validate_no_leaves(leaves)
@@ -495,6 +496,19 @@ class LoopModel(BoostedModel):
                 "batch out."
             )
         return number / total.item()
+
+    def _leaves_with_gradients(self, step: LoopStep, loss: Tensor) -> list[Tensor]:
+        """Return the leaves beside parameters that get a gradient.
+
+        The graph of the loss is searched in the first step, and later only if there were some then
+        or inputs require a gradient.
+        """
+        if step.runtime.is_first_step:
+            validate_no_other_parameters(loss)
+            self._has_other_leaves = bool(self._other_leaves(step, loss))
+        if step.has_other_leaves or self._has_other_leaves:
+            return self._other_leaves(step, loss)
+        return []
 
     def _other_leaves(self, step: LoopStep, loss: Tensor) -> list[Tensor]:
         """Return the leaves beside parameters whose gradients a loss leads to."""

@@ -133,10 +133,9 @@ class BoostedOptimizer(torch.optim.Optimizer, ShardedObject):
     def reduce_gradients(self) -> PyTree:
         """Return the gradients of all backwards since the last step, in their layouts.
 
-        They are those of `scale` times the loss.
-        The first call of a step communicates: devices agree, reduce the gradients that are left,
-            and average buffers. So all
-        must call it, as they must call `step`.
+        They are those of `scale` times the loss. The first call of a step communicates: devices
+        agree, reduce the gradients that are left, and average buffers. So all must call it, as they
+        must call `step`.
         """
         has_dropped = not self.model.slots.gradients.exist  # by model.zero_grad()
         if self._grads is None or has_dropped:

@@ -11,9 +11,8 @@ they are given: that is all that ZeRO 0 to 3 differ in.
     flat          flat          psum_scatter            (3; all-gathered at use)
 
 Reproducible mode: the batch is split into slices whose number does not depend on the mesh.
-    Gradients of slices are
-added in one binary tree, within a device and, by the collectives, across devices, in at least 32
-bits (16-bit sums would be rounded at other points on other meshes); random draws are seeded by the
+Gradients of slices are added in one binary tree, within a device and, by the collectives, across
+devices, in at least 32 bits (16-bit sums would be rounded at other points on other meshes); random draws are seeded by the
 slice; torch computes with one thread. Then the bits are the same on any mesh.
 """
 

@@ -179,7 +179,7 @@ class Mesh(CachedHash):
 
 @dataclass(frozen=True, slots=True)
 class RunDefaults:
-    """How runs of the calling code are run, where their own arguments leave it open.
+    """The defaults of runs, where their own arguments leave them open.
 
     Args:
         mesh: the mesh of calls that name none: see `use_mesh`.

@@ -38,7 +38,7 @@ Stage = Literal[0, 1, 2, 3]
 
 @dataclass(frozen=True)
 class ShardLayouts:
-    """How an optimizer's work is sharded over the devices of a mesh.
+    """The layouts of an optimizer's work on the devices of a mesh.
 
     Args:
         mesh: the devices.

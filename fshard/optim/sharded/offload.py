@@ -49,7 +49,7 @@ from fshard.optim.leaves import (
 
 @dataclass(frozen=True)
 class StateMemory:
-    """Where the state of an optimizer is between updates, and where it is updated.
+    """The memories of an optimizer's state: between updates, and in them.
 
     Args:
         state: the memory between updates.
