@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case [name, *rest] if name in COMMANDS:
             try:
                 return COMMANDS[name](rest)
-            except FshardError as error:
+            except (FshardError, OSError) as error:  # such as a folder that is not there
                 sys.stderr.write(f"{error}\n")
                 return 2
         case ["--version"]:

@@ -1,8 +1,12 @@
-"""fshard's words, and the names of other libraries that mean them. The tables of `docs/migrating.md` have all of these."""
+"""fshard's words, and the names of other libraries that mean them.
+
+The tables of `docs/migrating.md` have all of these.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -66,11 +70,13 @@ _WORDS = {
     "fs.make_mesh": ("init_device_mesh", "launch_from_torch"),
     "the loader that `boost` returns": ("DistributedSampler",),
 }
+
 NAMES = {name: word for word, names in _WORDS.items() for name in names}
+"""fshard's word by the name of another library."""
 
 
 def hint(name: str) -> str:
-    """Return fshard's word for a name of another library, as the end of an error; "" if there is none."""
+    """Return the end of an error: fshard's word for a name of another library; "" if none."""
     return f" Use {NAMES[name]}." if name in NAMES else ""
 
 
@@ -105,3 +111,36 @@ def renamed_keywords(**names: str) -> Callable[[Decorated], Decorated]:
         return target
 
     return decorate
+
+
+Class = TypeVar("Class", bound=type)
+
+
+def knows_keywords(target: Class) -> Class:
+    """Let a dataclass raise for keywords that are no fields, with fshard's words for others.
+
+    >>> from dataclasses import dataclass
+    >>> @knows_keywords
+    ... @dataclass
+    ... class Sizes:
+    ...     tensor: int = 1
+    >>> Sizes(tp_size=2)
+    Traceback (most recent call last):
+    TypeError: Sizes has no field 'tp_size'; its fields are tensor. Use tensor=2, sample=batch.
+    """
+    dataclass_of_fields: Any = target
+    init = dataclass_of_fields.__init__
+    legal = [field.name for field in fields(dataclass_of_fields)]
+
+    @wraps(init)
+    def run(*args: Any, **keywords: Any) -> None:
+        for name in keywords:
+            if name not in legal:
+                raise TypeError(
+                    f"{target.__name__} has no field {name!r}; its fields are "
+                    f"{', '.join(legal)}.{hint(name)}"
+                )
+        init(*args, **keywords)
+
+    dataclass_of_fields.__init__ = run
+    return target

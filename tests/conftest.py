@@ -11,9 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fshard.testing.processes import Processes
 from tests import foreign_backward
-from tests.mesh.runtimes.nccl_rules import Ruled
+from tests.processes import HAS_FOREIGN_ENGINE, HAS_RULES, Processes
 
 pytest_plugins = ["pytester"]
 
@@ -32,20 +31,8 @@ settings.register_profile(
 settings.register_profile("thorough", settings.get_profile("fshard"), max_examples=500)
 settings.load_profile(os.environ.get("FSHARD_EXAMPLES", "fshard"))
 
-if os.environ.get(foreign_backward.VARIABLE):  # here, and in the processes of tests
+if HAS_FOREIGN_ENGINE:  # here; `tests.processes` installs it in processes
     foreign_backward.install()
-    _run = Processes._run
-    Processes._run = lambda self, fn, args, kwargs, last: _run(
-        self, foreign_backward.Foreign(fn), args, kwargs, last
-    )
-
-HAS_RULES = os.environ.get("FSHARD_BACKEND") == "nccl_rules"
-"""True if all processes of tests are to use the rules of NCCL; programs that tests start do not know them."""
-if HAS_RULES:
-    _run_plainly = Processes._run
-    Processes._run = lambda self, fn, args, kwargs, last: _run_plainly(
-        self, Ruled(fn), args, kwargs, last
-    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

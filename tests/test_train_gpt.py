@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from fshard.testing.processes import run_processes
 from tests.examples import printed
+from tests.processes import run_processes
 
 STEPS = 3
 

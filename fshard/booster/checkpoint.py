@@ -16,6 +16,7 @@ from fshard.checkpoint.save import save
 from fshard.transforms.options import unknown
 
 Folder = str | os.PathLike[str]
+
 _COUNTERS = ("_seed", "_steps", "_forwards", "_others")
 """The attributes of a boosted model that decide its next random draws."""
 
@@ -34,10 +35,12 @@ class Checkpointing:
     ) -> None:
         """Save what a loop has, as `boost` has returned it, and the random generators.
 
-        A loop that loads it, on any number of devices and with any plugin, continues as this one does: in mid-epoch too.
+        A loop that loads it, on any number of devices and with any plugin, continues as this one
+        does: in mid-epoch too.
 
         Args:
-            folder: a path, for `fs.save`; or an `fs.Checkpoints`, which gets the number of the model's steps.
+            folder: a path, for `fs.save`; or an `fs.Checkpoints`, which gets the number of the
+                model's steps.
             options: of these: metrics, timeout; metrics, wait.
         """
         tree = _tree(model, optimizer, lr_scheduler, dataloader)
@@ -54,27 +57,40 @@ class Checkpointing:
         lr_scheduler: Any = None,
         dataloader: Any = None,
     ) -> None:
-        """Load what `save` has saved, the last of an `fs.Checkpoints`; of what is not given nothing is read."""
+        """Load what `save` has saved, the last of an `fs.Checkpoints`.
+
+        Nothing is read of what is not given.
+        """
         tree = _tree(model, optimizer, lr_scheduler, dataloader)
         only = [*tree]
-        is_path = isinstance(folder, str | os.PathLike)
-        tree = restore(folder, tree, only=only) if is_path else folder.restore(tree, only=only)
+        if isinstance(folder, str | os.PathLike):
+            tree = restore(folder, tree, only=only)
+        else:
+            tree = folder.restore(tree, only=only)
         vars(model).update(tree["counters"])
 
     def load_model(
         self, model: BoostedModel, checkpoint: Folder, strict: bool = True, *, trust: bool = False
     ) -> None:
-        """Load all replicas' parameters and buffers from any source of `fs.restore`; those that have all names if `strict`."""
+        """Load parameters and buffers, those of all replicas, from any source of `fs.restore`.
+
+        If `strict`, the source must have all names.
+        """
         target: Any = model if model.replicas is None else model.state_dict()
         restore(checkpoint, target, strict=strict, trust=trust)
         if target is not model:
             model.load_state_dict(target)
 
     def save_model(self, x: Any, /, checkpoint: Folder, **options: Any) -> None:
-        """Save the state of a model (the mean of replicas), an optimizer (with its groups) or a scheduler; without options."""
-        if errors := unknown("save_model, save_optimizer", options, ["checkpoint"]):
+        """Save the state of a model, an optimizer (with its groups) or a scheduler.
+
+        Of replicas the mean is saved. There are no options: those of Colossal-AI's raise.
+        """
+        errors = unknown("save_model, save_optimizer", options, ["checkpoint"])
+        if errors:
             raise TypeError(f"{errors[0]}.")
-        save(checkpoint, x if getattr(x, "replicas", None) is None else x.state_dict())
+        has_replicas = isinstance(x, BoostedModel) and x.replicas is not None
+        save(checkpoint, x.state_dict() if has_replicas else x)
 
     save_optimizer = save_lr_scheduler = save_model
 
@@ -98,16 +114,13 @@ def _tree(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> dic
         "dataloader": dataloader,
     }
     objects = {name: x for name, x in objects.items() if x is not None or name == "model"}
-    kinds = {"model": BoostedModel, "optimizer": BoostedOptimizer}
-    errors = [
-        f"{name} must be as boost has returned it; got a {type(x).__name__}"
-        for name, x in objects.items()
-        if not isinstance(x, kinds.get(name, object)) or not is_object(x)
-    ]
+    expected_types = {"model": BoostedModel, "optimizer": BoostedOptimizer}
+    errors = list[str]()
+    for name, x in objects.items():
+        is_boosted = isinstance(x, expected_types.get(name, object)) and is_object(x)
+        if not is_boosted:
+            errors.append(f"{name} must be as boost has returned it; got a {type(x).__name__}")
     if errors:
         raise TypeError(f"{'; '.join(errors)}.")
-    return {
-        **objects,
-        "counters": {name: getattr(model, name) for name in _COUNTERS},
-        "random": RandomState(),
-    }
+    counters = {name: vars(model)[name] for name in _COUNTERS}
+    return {**objects, "counters": counters, "random": RandomState()}

@@ -1,8 +1,11 @@
-"""The state of an optimizer as full tensors: what `state_dict` gathers, and `load_state_dict` writes back.
+"""The state of an optimizer as full tensors: `state_dict` gathers it, `load_state_dict` writes it.
 
-sharded   {"exp_avg": {"w": x, "bias": y}, "step": {"w": 3, "bias": 3}, "count": 3}     with several groups {0: ..., 1: ...}
-torch     {"state": {0: {"exp_avg": x, "step": 3}, 1: {"exp_avg": y, "step": 3}}, "param_groups": [...]}
-pure      {"state": {"exp_avg": {"w": x, "bias": y}, ...}}                              by the first names of tied parameters
+sharded   {"exp_avg": {"w": x, "bias": y}, "step": {"w": 3, "bias": 3}, "count": 3}
+          with several groups {0: ..., 1: ...}
+torch     {"state": {0: {"exp_avg": x, "step": 3}, 1: {"exp_avg": y, "step": 3}},
+           "param_groups": [...]}
+pure      {"state": {"exp_avg": {"w": x, "bias": y}, ...}}
+          by the first names of tied parameters
 """
 
 from __future__ import annotations
@@ -44,72 +47,88 @@ FirstNames = Mapping[str, str]
 
 
 def full_leaves(tree: PyTree) -> list[NamedLeaf]:
-    """Return the leaves of a tree as full tensors, each with memory of its own; all devices must call it."""
+    """Return the leaves of a tree as full tensors; all devices must call it.
 
-    def full(x: Any) -> Any:
-        if isinstance(x, JoinedArray):
-            return torch.cat([*x.parts], x.dim)
-        return x.detach().clone() if isinstance(x, Tensor) else x
+    Each has memory of its own, so that a caller may write to it.
+    """
+    return [NamedLeaf(leaf.path, _full(leaf.value)) for leaf in leaves_of(unshard(tree))]
 
-    return [NamedLeaf(leaf.path, full(leaf.value)) for leaf in leaves_of(unshard(tree))]
+
+def _full(x: Any) -> Any:
+    if isinstance(x, JoinedArray):
+        return torch.cat([*x.parts], x.dim)
+    return x.detach().clone() if isinstance(x, Tensor) else x
 
 
 @torch.no_grad()
 def put(x: Any, value: Tensor) -> None:
     """Write a full tensor to an array."""
     for start, array in stored_parts(x):
-        rows = value[
-            tuple([slice(i, i + length) for i, length in zip(start, array.shape, strict=True)])
-        ]
-        fill(array, rows) if isinstance(array, Sharded) else array.copy_(rows)
+        part = [slice(i, i + length) for i, length in zip(start, array.shape, strict=True)]
+        rows = value[tuple(part)]
+        if isinstance(array, Sharded):
+            fill(array, rows)
+        else:
+            array.copy_(rows)
 
 
 def full_state(source: OptimizerSource, state: PyTree, names: FirstNames) -> dict[str, Any]:
     """Return the full state of an optimizer in torch's form; all devices must call it."""
-    leaves = [*{leaf.name: leaf for leaf in _by_first_name(full_leaves(state), names)}.values()]
+    # Tied parameters have a leaf in each stage; the last one is as good as the first.
+    by_name = {leaf.name: leaf for leaf in _by_first_name(full_leaves(state), names)}
+    leaves = [*by_name.values()]
     if not isinstance(source, TorchSource):
         return {"state": build([(leaf.path, leaf.value) for leaf in leaves])}
-    slots, beside = _by_number(source, leaves)
-    values: Any = (
-        _of_instance(source) if isinstance(source, InstanceSource) else _of_class(source, slots)
-    )
-    sections = dict[str, dict[str, Any]]()  # which torch's form does not have
-    for leaf in beside:
-        if leaf.path[-1] != "count":
-            key = "compress" if leaf.path[0] == "compress" else "loss_scale"
-            sections.setdefault(key, {})[leaf.name] = leaf.value
-    return {**source.state_dict(), "state": values, **sections}
+
+    slots, others = _by_number(source, leaves)
+    values: Any
+    if isinstance(source, InstanceSource):
+        values = _of_instance(source)
+    else:
+        values = _of_class(source, slots)
+    return {**source.state_dict(), "state": values, **_sections(others)}
+
+
+def _sections(leaves: Sequence[NamedLeaf]) -> dict[str, dict[str, Any]]:
+    """Return the arrays for which torch's form has no place, in sections of fshard's own.
+
+    The steps of a parameter are the count, so that a count needs no place. All arrays but those of
+    compression are in "loss_scale": the names of checkpoints stay.
+    """
+    sections = dict[str, dict[str, Any]]()
+    for leaf in leaves:
+        if leaf.path[-1] == "count":
+            continue
+        key = "compress" if leaf.path[0] == "compress" else "loss_scale"
+        sections.setdefault(key, {})[leaf.name] = leaf.value
+    return sections
 
 
 def loaded_state(
     source: OptimizerSource, init: PyTree, names: FirstNames, state_dict: Mapping[str, Any]
 ) -> PyTree:
-    """Return the state that `full_state` has returned, in the layouts of an initial one, whose memory it takes."""
+    """Return the state that `full_state` has returned, in the layouts of an initial state.
+
+    The arrays of the initial state are written to and returned.
+    """
     leaves, unflatten = flattened(init)
-    leaves, of_instance = _by_first_name(leaves, names), ByKey()
-    arrays = {leaf.name: leaf.value for leaf in leaves if is_array(leaf.value)}
+    leaves = _by_first_name(leaves, names)
     values: dict[str, Any] = {**state_dict.get("loss_scale", {}), **state_dict.get("compress", {})}
+    of_instance = ByKey()
     if isinstance(source, InstanceSource):
         of_instance, errors = _to_instance(source, state_dict["state"])
     elif isinstance(source, GroupsSource):
         errors = _to_class(source, leaves, state_dict["state"], values)
     else:
         values = {leaf.name: leaf.value for leaf in leaves_of(state_dict["state"])}
-        errors = [
-            f"{x.name} is missing" for x in leaves if x.name not in values and x.value is not None
-        ]
-    errors += [
-        f"{name} is unknown" for name, x in values.items() if name not in arrays and is_array(x)
-    ]
-    errors += [
-        f"{name} must have shape {tuple(x.shape)}; got {tuple(values[name].shape)}"
-        for name, x in arrays.items()
-        if name in values and tuple(values[name].shape) != tuple(x.shape)
-    ]
+        missing = [x.name for x in leaves if x.name not in values and x.value is not None]
+        errors = [f"{name} is missing" for name in missing]
+    errors += _misfits(leaves, values)
     if errors:
         raise OptimizerError(
             f"load_state_dict: the state must be that of this optimizer: {'; '.join(errors)}."
         )
+
     if isinstance(source, TorchSource):
         source.load_state_dict(state_dict)
     if isinstance(source, InstanceSource):
@@ -117,11 +136,29 @@ def loaded_state(
     return unflatten([_written(leaf.value, values.get(leaf.name, leaf.value)) for leaf in leaves])
 
 
+def _misfits(leaves: Sequence[NamedLeaf], values: Mapping[str, Any]) -> list[str]:
+    """List the values that are arrays of no leaf, or that have another shape than theirs."""
+    arrays = {leaf.name: leaf.value for leaf in leaves if is_array(leaf.value)}
+    errors = list[str]()
+    for name, value in values.items():
+        if name not in arrays and is_array(value):
+            errors.append(f"{name} is unknown")
+    for name, array in arrays.items():
+        expected = tuple(array.shape)
+        if name in values and tuple(values[name].shape) != expected:
+            errors.append(f"{name} must have shape {expected}; got {tuple(values[name].shape)}")
+    return errors
+
+
 def _written(x: Any, value: Any) -> Any:
-    """Write a full tensor to a leaf; one number may be the count of many parameters, so it is replaced."""
+    """Write a full tensor to a leaf; return the leaf, or a new one of a number.
+
+    One number may be the count of many parameters, so that a write to it would change all.
+    """
     if value is x or not is_array(x):
         return value
-    if isinstance(x, Tensor) and x.ndim == 0:
+    is_number = isinstance(x, Tensor) and x.ndim == 0
+    if is_number:
         return value.to(x.device, x.dtype, copy=True)
     put(x, value)
     return x
@@ -129,15 +166,16 @@ def _written(x: Any, value: Any) -> Any:
 
 def _by_first_name(leaves: Sequence[NamedLeaf], names: FirstNames) -> list[NamedLeaf]:
     """Rename the leaves of tied parameters, which have several names in stages."""
-    return [
-        NamedLeaf(
-            (*leaf.path[:-1], *[names.get(str(key), key) for key in leaf.path[-1:]]), leaf.value
-        )
-        for leaf in leaves
-    ]
+    renamed = list[NamedLeaf]()
+    for leaf in leaves:
+        path = leaf.path
+        if path:
+            path = (*path[:-1], names.get(str(path[-1]), path[-1]))
+        renamed.append(NamedLeaf(path, leaf.value))
+    return renamed
 
 
-# -- torch's form -----------------------------------------------------------------------------------------------------
+# -- torch's form ----------------------------------------------------------------------------------
 
 Slots = dict[int, dict[str, NamedLeaf]]
 """The leaves of each parameter, by its number and their keys in torch's form."""
@@ -145,15 +183,19 @@ Slots = dict[int, dict[str, NamedLeaf]]
 
 def _by_number(source: TorchSource, leaves: Sequence[NamedLeaf]) -> tuple[Slots, list[NamedLeaf]]:
     """Return the leaves that torch's form has for each parameter, and all other arrays."""
-    numbers, kind = _numbers(source), CLASSES.get(type(source.optimizer))
-    keys, slots, beside = () if kind is None else (*kind.state, "step"), Slots(), list[NamedLeaf]()
+    numbers = _numbers(source)
+    kind = CLASSES.get(type(source.optimizer))
+    keys = () if kind is None else (*kind.state, "step")
+    slots = Slots()
+    others = list[NamedLeaf]()
     for leaf in leaves:
+        # "exp_avg", "w" of the path of an average; a count has one entry.
         key, name = map(str, ("", "", *leaf.path)[-2:])
         if key in keys and name in numbers and leaf.value is not None:
             slots.setdefault(numbers[name], {})[key] = leaf
         elif is_array(leaf.value):
-            beside.append(leaf)
-    return slots, beside
+            others.append(leaf)
+    return slots, others
 
 
 def _numbers(source: TorchSource) -> dict[str, int]:
@@ -161,11 +203,18 @@ def _numbers(source: TorchSource) -> dict[str, int]:
 
 
 def _of_class(source: TorchSource, slots: Slots) -> dict[int, dict[str, Any]]:
-    """Return full tensors by the numbers of parameters that have had a step, or that begin with state, as Adagrad's."""
-    kind, state = type(source.optimizer), dict[int, dict[str, Any]]()
+    """Return full tensors by the numbers of parameters, as a class of torch has them.
+
+    It has those of parameters that have had a step; Adagrad's begin with theirs.
+    """
+    kind = type(source.optimizer)
+    state = dict[int, dict[str, Any]]()
     for number, leaves in slots.items():
-        step = leaves["step"] if CLASSES[kind].counts else leaves.pop("step")
-        if leaves and (kind is torch.optim.Adagrad or int(step.value) > 0):
+        step = leaves["step"]
+        if not CLASSES[kind].counts:
+            del leaves["step"]
+        has_state = kind is torch.optim.Adagrad or int(step.value) > 0
+        if leaves and has_state:
             state[number] = {key: leaf.value for key, leaf in leaves.items()}
     return state
 
@@ -176,52 +225,65 @@ def _to_class(
     state: Mapping[int, Any],
     values: dict[str, Any],
 ) -> list[str]:
-    """Add full tensors of torch's form to `values`, by the names of leaves; list the parameters that have others."""
-    slots, beside = _by_number(source, leaves)
-    errors, steps = list[str](), defaultdict[str, int](int)
+    """Add full tensors of torch's form to `values`, by the names of leaves.
+
+    Returns:
+        the errors: the parameters whose state has other keys.
+    """
+    slots, others = _by_number(source, leaves)
+    counts_steps = CLASSES[type(source.optimizer)].counts
+    errors = list[str]()
+    steps = defaultdict[str, int](int)  # of each group, the most of its parameters
     for number, expected in slots.items():
         tensors = dict(state.get(number, {}))
-        if tensors and not CLASSES[type(source.optimizer)].counts:
+        if not tensors:
+            continue  # it has had no step
+        if not counts_steps:
             tensors["step"] = 1.0
-        if tensors and tensors.keys() != expected.keys():
-            keys, got = (", ".join(sorted(each)) for each in (expected, tensors))
-            errors.append(f"parameter {number} must have {keys}; got {got}")
-        elif tensors:
-            values |= {leaf.name: torch.as_tensor(tensors[key]) for key, leaf in expected.items()}
-            group = name_of(expected["step"].path[:-2])
-            steps[group] = max(steps[group], int(tensors["step"]))
-    values |= {
-        x.name: torch.tensor(steps[name_of(x.path[:-1])]) for x in beside if x.path[-1] == "count"
-    }
+        if tensors.keys() != expected.keys():
+            keys = ", ".join(sorted(expected))
+            errors.append(f"parameter {number} must have {keys}; got {', '.join(sorted(tensors))}")
+            continue
+        for key, leaf in expected.items():
+            values[leaf.name] = torch.as_tensor(tensors[key])
+        group = name_of(expected["step"].path[:-2])
+        steps[group] = max(steps[group], int(tensors["step"]))
+    for leaf in others:
+        if leaf.path[-1] == "count":
+            values[leaf.name] = torch.tensor(steps[name_of(leaf.path[:-1])])
     return errors
 
 
 def _of_instance(source: InstanceSource) -> dict[int, dict[Any, Any]]:
-    """Return full tensors and values of a class of one's own by the numbers of parameters."""
-    numbers, state = _numbers(source), dict[int, dict[Any, Any]]()
+    """Return full tensors and values of a class of one's own, by the numbers of parameters."""
+    numbers = _numbers(source)
+    state = dict[int, dict[Any, Any]]()
     for key, values in unshard(source.state.state_dict()).items():
         for name, x in values.items():
-            state.setdefault(numbers[name], {})[key] = (
-                x.detach().clone() if isinstance(x, Tensor) else x
-            )
+            state.setdefault(numbers[name], {})[key] = _full(x)
     return dict(sorted(state.items()))
 
 
 def _to_instance(
     source: InstanceSource, state: Mapping[int, Mapping[Any, Any]]
 ) -> tuple[ByKey, list[str]]:
-    """Return arrays and values by the names of parameters, and the errors of those that do not fit these."""
-    names, by_key = {number: name for name, number in _numbers(source).items()}, ByKey()
+    """Return arrays and values by the names of parameters, and the errors of those that misfit."""
+    names = {number: name for name, number in _numbers(source).items()}
+    by_key = ByKey()
     errors = [f"parameter {number} is unknown" for number in state.keys() - names.keys()]
-    for name, key, x in [
-        (names.get(number, ""), key, x) for number, each in state.items() for key, x in each.items()
-    ]:
-        array = source.state.state_memory(name, x.shape, x.dtype) if isinstance(x, Tensor) else None
-        if array is not None and tuple(array.shape) != tuple(x.shape):
-            errors.append(
-                f"{key} of {name} must have shape {tuple(array.shape)}; got {tuple(x.shape)}"
-            )
-        elif array is not None:
-            put(array, x)
-        by_key.setdefault(key, {})[name] = x if array is None else array
+    for number, values in state.items():
+        name = names.get(number, "")
+        for key, x in values.items():
+            array = None
+            if isinstance(x, Tensor):
+                array = source.state.state_memory(name, x.shape, x.dtype)
+            by_key.setdefault(key, {})[name] = x if array is None else array
+            if array is None:
+                continue
+            if tuple(array.shape) == tuple(x.shape):
+                put(array, x)
+            else:
+                errors.append(
+                    f"{key} of {name} must have shape {tuple(array.shape)}; got {tuple(x.shape)}"
+                )
     return by_key, errors

@@ -40,21 +40,30 @@ def shard_model(
 ) -> tuple[Any, PyTree, PyTree]:
     """Return a model as a function, its sharded parameters, and its buffers; each a list for stages.
 
-    Lazy layers are built one at a time. A model that runs `in_place` gives up its memory. `parts` are those of
-    `plugin.split`, where the caller needs them too.
+    Lazy layers are built one at a time.
+
+    Args:
+        plugin: with a mesh.
+        model: with full parameters, or lazy layers.
+        source: says which parameters are trained.
+        parts: of `plugin.split`, where the caller needs them too.
+        in_place: True for a model that runs itself: it gives up the memory of its parameters.
     """
     mesh = plugin.default_mesh()
     pairs = plugin.split(model) if parts is None else parts
-    memory = plugin.param_memory()
-    options: Any = {"mesh": mesh, "freeze": source.freeze_untrained, "memory": memory}
+    options: Any = {
+        "mesh": mesh,
+        "freeze": source.freeze_untrained,
+        "memory": plugin.param_memory(),
+        "in_place": in_place,
+    }
     if plugin.in_stages():
-        step = plugin.gradient_options()
-        where: Any = {name: step[name] for name in ("mesh", "schedule", "axis")}
-        run, params, buffers = shard_in_stages(
-            pairs, plugin.rules, in_place=in_place, **{**options, **where}
-        )
-        stored = zip(has_stages(**where), params, buffers, strict=True)
-        trees = [tree for is_here, *pair in stored if is_here for tree in pair]
+        where = stages_of(plugin.gradient_options())
+        run, params, buffers = shard_in_stages(pairs, plugin.rules, **{**options, **where})
+        trees = list[PyTree]()
+        for is_here, *pair in zip(has_stages(**where), params, buffers, strict=True):
+            if is_here:
+                trees += pair
     else:
         synchronised = plugin.replica_axes() if plugin.sync_batchnorm else ()
         run, params, buffers = shard_full(
@@ -63,24 +72,27 @@ def shard_model(
             plugin.rules_of,
             buffers=plugin.buffers,
             sync_batchnorm=synchronised or None,
-            in_place=in_place,
             **options,
         )
         params = plugin.placed("parameters", params)
+        # On an abstract mesh nothing is drawn: its tensors have no values.
         trees = [params, buffers] if mesh.runtime != "abstract" else []
-    compare_inputs(
-        "boost", mesh, samples_of(dict([*model.named_parameters(), *model.named_buffers()]))
-    )
-    validate_not_boosted(
-        "boost", model
-    )  # by another device of a virtual mesh, while this one waited
-    tensors: dict[str, Any] = {name: x for tree in trees for name, x in tree.items()}
-    draw(model, plugin.seed, tensors, lambda name, x: put(as_leaf(tensors[name]), x))
+
+    tensors_of_model = dict([*model.named_parameters(), *model.named_buffers()])
+    compare_inputs("boost", mesh, samples_of(tensors_of_model))
+    # Again: another device of a virtual mesh may have boosted it while this one waited.
+    validate_not_boosted("boost", model)
+    arrays: dict[str, Any] = {name: x for tree in trees for name, x in tree.items()}
+    draw(model, plugin.seed, arrays, lambda name, x: put(as_leaf(arrays[name]), x))
     if in_place:
-        replace_by_placeholders(
-            [model, *[stage for stage, _ in pairs]], torch.device(mesh.device_type)
-        )
+        stages = [stage for stage, _ in pairs]
+        replace_by_placeholders([model, *stages], torch.device(mesh.device_type))
     return run, params, buffers
+
+
+def stages_of(options: Mapping[str, Any]) -> Any:
+    """Return the options of a step that say which device has which stages."""
+    return {name: options[name] for name in ("mesh", "schedule", "axis")}
 
 
 def _entries(arrays: Mapping[str, Any], tree: PyTree) -> dict[str, Any]:
@@ -90,12 +102,13 @@ def _entries(arrays: Mapping[str, Any], tree: PyTree) -> dict[str, Any]:
 
 def _of_shape(name: str, value: Any, shard: Tensor) -> Tensor:
     """Return the value in the place of a shard; raise if it has another shape."""
-    if not isinstance(value, Tensor) or value.shape != shard.shape:
-        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ModuleError(
-            f"parameters: the shard of {name} must be a tensor of shape {tuple(shard.shape)}; got {got}."
-        )
-    return value
+    if isinstance(value, Tensor) and value.shape == shard.shape:
+        return value
+    got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    raise ModuleError(
+        f"parameters: the shard of {name} must be a tensor of shape {tuple(shard.shape)}; "
+        f"got {got}."
+    )
 
 
 def refusing(kind: type[Exception], text: str) -> Any:
@@ -109,11 +122,13 @@ def refusing(kind: type[Exception], text: str) -> Any:
 
 def validate_not_boosted(caller: str, model: nn.Module) -> None:
     """Raise if the parameters of a model are sharded already."""
-    if isinstance(model, BoostedModel) or any(
-        isinstance(x, Placeholder | LazyParam) for x in model.parameters()
-    ):
+    is_boosted = isinstance(model, BoostedModel)
+    for x in () if is_boosted else model.parameters():
+        is_boosted = is_boosted or isinstance(x, Placeholder | LazyParam)
+    if is_boosted:
         raise ModuleError(
-            f"{caller}: the model has been boosted already, perhaps by another device. Each makes its own, inside of main."
+            f"{caller}: the model has been boosted already, perhaps by another device. Each makes "
+            "its own, inside of main."
         )
 
 
@@ -121,18 +136,24 @@ def validate_inside(mesh: Mesh) -> None:
     """Raise unless the caller is one device of the mesh."""
     if is_outside(mesh):
         raise ScopeError(
-            f"a loop must run as one device of {mesh}. Call it inside of fs.run(main, mesh=mesh), or under torchrun."
+            f"a loop must run as one device of {mesh}. Call it inside of fs.run(main, mesh=mesh), "
+            "or under torchrun."
         )
 
 
-COMPILE_INSIDE = "torch.compile(model) of a boosted model has no effect. Compile it in place, model.compile(), or its blocks."
+COMPILE_INSIDE = (
+    "torch.compile(model) of a boosted model has no effect. Compile it in place, model.compile(), "
+    "or its blocks."
+)
+"""The error of a boosted model that is called inside of a compiled one."""
 
 
 class BoostedModel(nn.Module, ShardedObject):
-    """A model whose parameters are sharded by its plugin: called as before, on this device's part of the batch.
+    """A model whose parameters are sharded by its plugin.
 
-    `module` is the module that was boosted, and it is the one that runs: hooks, attributes and modes set there take
-    effect. Between steps its parameters have no memory; `unwrap()` returns a copy with full parameters.
+    It is called as before, on this device's part of the batch. `module` is the module that was
+    boosted, and it is the one that runs: hooks, attributes and modes set there take effect. Between
+    steps its parameters have no memory; `unwrap()` returns a copy with full parameters.
 
     Args:
         module: runs in place, and the memory of its parameters is freed.
@@ -144,13 +165,15 @@ class BoostedModel(nn.Module, ShardedObject):
 
     def __init__(self, module: nn.Module, plugin: Plugin, source: OptimizerSource) -> None:
         super().__init__()
-        self.module, self.mesh, self.is_reproducible = (
-            module,
-            plugin.default_mesh(),
-            plugin.reproducible,
-        )
+        self.module = module
+        self.mesh = plugin.default_mesh()
+        self.is_reproducible = plugin.reproducible
         self.replicas = plugin.replicas()
-        self._seed, self._steps, self._forwards, self._others = plugin.seed, 0, 0, 0
+        # What decides the random draws: see `draws`. A checkpoint has them.
+        self._seed = plugin.seed
+        self._steps = 0
+        self._forwards = 0  # of the present step, with gradients
+        self._others = 0  # forwards without gradients, and other draws
         validate_inside(self.mesh)
         self.plugin_parts = plugin.split(module)
         self.function, self.params, self.module_buffers = shard_model(
@@ -169,17 +192,22 @@ class BoostedModel(nn.Module, ShardedObject):
             if module is None or not hasattr(module, name):
                 raise
             raise AttributeError(
-                f"{error}. That of the module is model.module.{name}; a method that runs the model is called on a copy with "
-                f"full parameters: model.unwrap().{name}."
+                f"{error}. That of the module is model.module.{name}; a method that runs the model "
+                f"is called on a copy with full parameters: model.unwrap().{name}."
             ) from None
 
     def trees(self) -> list[PyTree]:
-        """Return the trees of parameters and buffers by name, with what the loop has written to buffers."""
-        params = self.params if isinstance(self.params, list) else [self.params]
-        return [*params, *self.buffer_trees()]
+        """Return the trees of parameters and buffers by name, one of each or one of each stage.
+
+        Buffers have what the loop has written to them.
+        """
+        return [*self._param_trees(), *self.buffer_trees()]
+
+    def _param_trees(self) -> list[PyTree]:
+        return self.params if isinstance(self.params, list) else [self.params]
 
     def buffer_trees(self) -> list[PyTree]:
-        """Return the trees of buffers by name, one or one for each stage, with what the loop has written to them."""
+        """Return the trees of buffers by name, with what the loop has written to them."""
         raise NotImplementedError
 
     def draws(self, *, grad: bool) -> AbstractContextManager[None]:
@@ -195,19 +223,28 @@ class BoostedModel(nn.Module, ShardedObject):
 
     @contextmanager
     def draws_of_update(self) -> Generator[None]:
-        """Seed the draws of the optimizer's step as `Booster.step` does: after the key of the gradient."""
-        with keyed_random(self._seed, self._steps - 1, 0):  # the gradients have ended the step
+        """Seed the draws of the optimizer's step as `Booster.step` does.
+
+        That is after the key of the gradient, which has ended the step: its number is one less.
+        """
+        with keyed_random(self._seed, self._steps - 1, 0):
             drawn_key()
             yield
 
     def combine(self, step: Callable[[PyTree], tuple[PyTree, PyTree]]) -> tuple[PyTree, PyTree]:
-        """Return the parameters after an optimizer's step, combined with those of other replicas, and its state."""
-        replicas, params = cast(ReplicaGroup, self.replicas), self.params
-        mesh, step_here = resolve_mesh(self.mesh), partial(step, params)
-        ((params, _, state),) = run_on_devices(
-            mesh, lambda _: replicas.run(params, None, self._steps, step_here)
-        )
-        return params, state
+        """Return the parameters after an optimizer's step, and its state.
+
+        The parameters are combined with those of other replicas.
+        """
+        replicas = cast(ReplicaGroup, self.replicas)
+        params = self.params
+        step_here = partial(step, params)
+
+        def run(_: object) -> tuple[PyTree, PyTree, PyTree]:
+            return replicas.run(params, None, self._steps, step_here)
+
+        ((params_after, _, state),) = run_on_devices(resolve_mesh(self.mesh), run)
+        return params_after, state
 
     def compile(self, *args: Any, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Compile the module that was boosted, as `torch.nn.Module.compile` does."""
@@ -215,7 +252,10 @@ class BoostedModel(nn.Module, ShardedObject):
 
     @contextmanager
     def local_shards(self) -> Generator[dict[str, Tensor]]:
-        """Return this device's shards of the parameters by name, to read and write; those replaced are written at the end."""
+        """Return this device's shards of the parameters by name, to read and write.
+
+        Those that the caller replaces are written at the end.
+        """
         validate_inside(self.mesh)
         self.slots.validate_params()
         self.validate_between_steps()
@@ -228,18 +268,21 @@ class BoostedModel(nn.Module, ShardedObject):
             if entries.keys() != shards.keys():
                 names = ", ".join(sorted(entries.keys() ^ shards.keys()))
                 raise ModuleError(
-                    f"parameters: the names must stay those of the model; added or removed are {names}."
+                    "parameters: the names must stay those of the model; added or removed are "
+                    f"{names}."
                 )
             for name, shard in shards.items():
                 if entries[name] is not shard:
                     shard.copy_(_of_shape(name, entries[name], shard))
 
     def _named_shards(self) -> dict[str, Tensor]:
-        """Return this device's shards of the parameters by name, a tied one once; in stages those of its own."""
-        trees = self.params if isinstance(self.params, list) else [self.params]
-        shards, seen = dict[str, Tensor](), set[int]()
-        for tree, is_here in zip(trees, self.stages_here(), strict=True):
-            for name, x in tree.items() if is_here else ():
+        """Return this device's shards of the parameters by name, a tied one once."""
+        shards = dict[str, Tensor]()
+        seen = set[int]()
+        for tree, is_here in zip(self._param_trees(), self.stages_here(), strict=True):
+            if not is_here:
+                continue
+            for name, x in tree.items():
                 if id(x) not in seen:
                     seen.add(id(x))
                     (shards[name],) = x.shards
@@ -253,23 +296,25 @@ class BoostedModel(nn.Module, ShardedObject):
         """Raise if the model has gradients, or has been called since the last step."""
         if self.slots.gradients.exist:
             raise ModuleError(
-                "parameters: the model must have no gradients, which are of the values before. Enter it after "
-                "optimizer.step() or optimizer.zero_grad()."
+                "parameters: the model must have no gradients, which are of the values before. "
+                "Enter it after optimizer.step() or optimizer.zero_grad()."
             )
 
     def end_step(self) -> None:
         """Count a step of the optimizer."""
-        self._steps, self._forwards = self._steps + 1, 0
+        self._steps += 1
+        self._forwards = 0
 
     def unwrap(self) -> nn.Module:
         """Return a copy of the module with full parameters; all devices must call it."""
         self.slots.validate_params()
-        tree = {name: x for tree in self.trees() for name, x in tree.items()}
-        tree = tree if self.replicas is None else self.replicas.mean(tree)
+        tree = self._arrays()
+        if self.replicas is not None:
+            tree = self.replicas.mean(tree)
         values = {leaf.name: leaf.value for leaf in full_leaves(tree)}
-        full: dict[int, Any] = {
-            id(x): values.get(name, x).clone() for name, x in self.module.named_buffers()
-        }
+        full = dict[int, Any]()
+        for name, x in self.module.named_buffers():
+            full[id(x)] = values.get(name, x).clone()
         for name, x in self.module.named_parameters():
             full[id(x)] = nn.Parameter(values[name], requires_grad=x.requires_grad)
         return copied(self.module, full)
@@ -280,46 +325,67 @@ class BoostedModel(nn.Module, ShardedObject):
 
     def first_names(self) -> dict[str, str]:
         """Return the first name of each parameter and buffer, by all of its names."""
-        first, module = dict[int, str](), self.module
+        module = self.module
         tensors = [
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
         ]
-        return {name: first.setdefault(id(x), name) for name, x in tensors}
+        first_by_tensor = dict[int, str]()
+        return {name: first_by_tensor.setdefault(id(x), name) for name, x in tensors}
 
     def sharded_state(self) -> dict[str, Any]:
-        """Return what `fs.save` stores: shards by the names of `state_dict`, those of replicas with a first dim."""
+        """Return what `fs.save` stores: shards by the names of `state_dict`.
+
+        Those of replicas have a first dim, of the replicas.
+        """
         state = self._local_state()
         return state if self.replicas is None else self.replicas.joined([state])
 
     def _local_state(self) -> dict[str, Any]:
         self.slots.validate_params()
         names = self.first_names()
-        arrays = {name: x for tree in self.trees() for name, x in tree.items()}
-        state = self.module.state_dict(keep_vars=True)
-        return {key: arrays[names[key]] if key in names else x for key, x in state.items()}
+        arrays = self._arrays()
+        state = dict(self.module.state_dict(keep_vars=True))
+        for key in state.keys() & names.keys():
+            state[key] = arrays[names[key]]
+        return state
+
+    def _arrays(self) -> dict[str, Any]:
+        """Return all parameters and buffers by name."""
+        return {name: x for tree in self.trees() for name, x in tree.items()}
 
     def load_sharded_state(self, state: Mapping[str, Any]) -> None:
-        """Use arrays of `sharded_state`, into which others have been written, and extra state of modules."""
+        """Use arrays of `sharded_state` that others have written to, and extra state of modules."""
         first = self.first_names()
         arrays = {first[key]: x for key, x in state.items() if key in first}
         if self.replicas is not None:
             arrays = self.replicas.local(arrays, self.mesh)
         self.set_buffers([{**tree, **_entries(arrays, tree)} for tree in self.buffer_trees()])
         for key in state.keys() - first.keys():
-            self.module.get_submodule(key.rpartition(".")[0]).set_extra_state(state[key])
+            owner, _, _ = key.rpartition(".")
+            self.module.get_submodule(owner).set_extra_state(state[key])
 
     def state_dict(self, **options: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return full parameters and buffers, as the module's `state_dict`; all devices must call it."""
+        """Return full parameters and buffers, as the module's method does.
+
+        All devices must call it.
+        """
         return self.unwrap().state_dict(**options)
 
     def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> Any:
-        """Load full parameters and buffers, as the module's `load_state_dict`; all devices must call it, with equal ones."""
-        module, arrays = self.unwrap(), self._local_state()
-        differences, values = module.load_state_dict(state_dict, strict=strict), module.state_dict()
-        names, loaded = self.first_names(), dict(values)
+        """Load full parameters and buffers, as the module's method does.
+
+        All devices must call it, with equal ones. A copy of the module loads them first: so names,
+        shapes, hooks and extra state mean what they mean to the module.
+        """
+        module = self.unwrap()
+        arrays = self._local_state()
+        differences = module.load_state_dict(state_dict, strict=strict)
+        values = module.state_dict()
+        names = self.first_names()
+        loaded = dict(values)
         for key in values.keys() & names.keys():
             put(as_leaf(arrays[key]), values[key])
             if self.replicas is None:

@@ -1,12 +1,14 @@
 """`ModuleSlots`: the entries of a boosted module that the loop may write to between calls.
 
-    model.module.temperature.fill_(2.0)         a buffer takes effect: in the next forward, step, state_dict or save
+    model.module.temperature.fill_(2.0)         a buffer takes effect: in the next forward, step,
+                                                state_dict or save
     model.module.center = center                so does another tensor in its place
     model.module[2].weight = nn.Parameter(w)    a parameter that is replaced, tied or added raises
 
-Between calls the slot of a buffer holds one tensor, that of the module before `boost`, so that references to it stay
-valid. A call runs on copies; that tensor gets a lazy copy of the result, whose memory is copied at the first write: so
-any write of the loop is seen, also one through `.data`.
+Between calls the slot of a buffer holds one tensor, that of the module before `boost`, so that
+references to it stay valid. A call runs on copies; that tensor gets a lazy copy of the result,
+whose memory is copied at the first write: so any write of the loop is seen, also one through
+`.data`.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from fshard.errors import ModuleError
 from fshard.transforms.module.replica import GradientState, ModuleSlot, Placeholder
 
 _is_cow: Any = torch._C._is_cow_tensor  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
 _BOUND = (
-    "Its gradient would be lost, since the optimizer steps on the parameters that were boosted. Tie, replace "
-    "and add parameters and layers before boost, or boost again from model.unwrap() with a new optimizer."
+    "Its gradient would be lost, since the optimizer steps on the parameters that were boosted. "
+    "Tie, replace and add parameters and layers before boost, or boost again from model.unwrap() "
+    "with a new optimizer."
 )
+"""The way out of errors of parameters that are not those of the optimizer."""
 
 
 class ModuleSlots:
@@ -34,46 +39,50 @@ class ModuleSlots:
     Args:
         module: whose parameters are placeholders.
         buffers: the names of its buffers; a frozen parameter may be declared as one.
-        has_copies: layers of the module run in copies of their containers, as in stages, so no layer may be exchanged.
+        has_copies: True if layers run in copies of their containers, as in stages; then no layer
+            may be exchanged.
     """
 
     def __init__(self, module: nn.Module, buffers: set[str], *, has_copies: bool) -> None:
         self._has_copies = has_copies
-        self._buffers, self._params = list[ModuleSlot](), list[ModuleSlot]()
+        self._buffers = list[ModuleSlot]()
+        self._params = list[ModuleSlot]()
         first_names = dict[int, str]()
         for name, x in (*module.named_parameters(), *module.named_buffers()):
             first_names.setdefault(id(x), name)
-        children: list[Any] = [*module.modules()]
-        for child in children:
-            for entries in (child._parameters, child._buffers):
+        modules: list[Any] = [*module.modules()]
+        for submodule in modules:
+            for entries in (submodule._parameters, submodule._buffers):
                 for key, x in entries.items():
-                    if x is None:
-                        continue
-                    name = first_names[id(x)]
-                    slots = self._buffers if name in buffers else self._params
-                    slots.append(ModuleSlot(entries, key, name))
-        self._module = module
+                    if x is not None:
+                        name = first_names[id(x)]
+                        slots = self._buffers if name in buffers else self._params
+                        slots.append(ModuleSlot(entries, key, name))
+
         self._placeholders = [entries[key] for entries, key, _ in self._params]
         self.gradients = GradientState()
         for placeholder in self._placeholders:
             placeholder.gradients = self.gradients
         self._in_use = self._placeholders  # what the last call has put into the slots
-        self._containers = [(x._modules, dict(x._modules)) for x in children if x._modules]
-        self._sizes = [(x._parameters, len(x._parameters)) for x in children]
+        # The children and the number of parameters of each module, as `boost` has found them.
+        self._containers = [(x._modules, dict(x._modules)) for x in modules if x._modules]
+        self._sizes = [(x._parameters, len(x._parameters)) for x in modules]
 
-        self._tensors = dict[str, Tensor]()  # that the slots of buffers hold between calls
+        # The tensor that the slots of each buffer hold between calls.
+        self._tensors = dict[str, Tensor]()
         for entries, key, name in self._buffers:
             if not isinstance(entries[key], Placeholder):
                 self._tensors.setdefault(name, entries[key])
-        self._values = dict[str, Any]()  # of the buffers, as `leave` was given them
-        self._states = dict[str, tuple[int, bool]]()  # of the tensors, since `leave`: see `_state`
+        # What `leave` has last been given, and the states of the tensors since: see `_state`.
+        self._values = dict[str, Any]()
+        self._states = dict[str, tuple[int, bool]]()
 
-    # -- parameters ------------------------------------------------------------------------------------------------
+    # -- parameters -------------------------------------------------------------------------------
 
     def validate_params(self) -> None:
         """Raise if the loop has bound, added or replaced parameters."""
-        rows = zip(self._params, self._placeholders, self._in_use, strict=True)
-        for (entries, key, name), placeholder, in_use in rows:
+        slots = zip(self._params, self._placeholders, self._in_use, strict=True)
+        for (entries, key, name), placeholder, in_use in slots:
             x = entries.get(key)
             if x is not placeholder and x is not in_use:
                 raise ModuleError(
@@ -102,21 +111,23 @@ class ModuleSlots:
         self._in_use = [entries.get(key) for entries, key, _ in self._params]
 
     def release_params(self) -> None:
-        """Forget them: the step is over, and the slots hold placeholders again."""
+        """Drop what was recorded: the step is over, and the slots hold placeholders again."""
         self._in_use = self._placeholders
 
-    # -- buffers ---------------------------------------------------------------------------------------------------
+    # -- buffers ----------------------------------------------------------------------------------
 
     def written(self) -> dict[str, Tensor]:
         """Return copies of the buffers that the loop has written to, or bound to others, since the last call."""
-        written, bound = dict[str, Tensor](), dict[str, Tensor]()
+        written = dict[str, Tensor]()
+        bound = dict[str, Tensor]()
         for entries, key, name in self._buffers:
             x = entries.get(key)
             if isinstance(x, Placeholder):  # a declared parameter, between steps
                 continue
             if not isinstance(x, Tensor):
                 raise ModuleError(
-                    f"the buffer {name} must be a tensor; got {x}, after boost. Remove it before boost."
+                    f"the buffer {name} must be a tensor; got {x}, after boost. "
+                    "Remove it before boost."
                 )
             if x is not self._tensors.get(name):
                 bound[name] = lazy_copy(x.detach())
@@ -140,22 +151,29 @@ class ModuleSlots:
         if x is not None and value is self._values.get(name) and _state(x) == self._states[name]:
             return x
         copy = lazy_copy(value.detach())
-        if not untouched(copy):  # of memory that is not torch's: then a write is not seen
+        if not untouched(copy):
+            # Memory that is not torch's was copied at once, and a write to it would not be seen.
             copy = lazy_copy(copy)
         if x is not None and _fits(x, copy):
             x.data = copy
         else:
-            x = self._tensors[name] = copy
-        self._values[name], self._states[name] = value, _state(x)
+            x = copy
+            self._tensors[name] = copy
+        self._values[name] = value
+        self._states[name] = _state(x)
         return x
 
 
 def _state(x: Tensor) -> tuple[int, bool]:
-    """Return what a write to a tensor changes: its version or, through `.data`, that it is an untouched copy."""
+    """Return what a write to a tensor changes.
+
+    That is the version; a write through `.data` leaves it, and ends that the copy is untouched.
+    """
     try:
-        return x._version, _is_cow(x)
-    except RuntimeError:  # tensors of inference mode have no version
-        return 0, _is_cow(x)
+        version = x._version
+    except RuntimeError:  # tensors of inference mode have none
+        version = 0
+    return version, _is_cow(x)
 
 
 def _fits(x: Tensor, copy: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """A model in stages: a schedule takes gradients batch by batch, the caller steps.
 
     value = model.run(criterion, batch)      forward and backward of all microbatches
-    grads = model.gradients(options)         of all batches since the last call
+    grads = model.gradients(optimizer)       of all batches since the last call
 
 The caller is one device, as in `loop`; a batch is that of all devices.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fshard.booster.model import BoostedModel, refusing, validate_inside
+from fshard.booster.model import BoostedModel, refusing, stages_of, validate_inside
 from fshard.booster.plugins import Plugin
 from fshard.errors import ModuleError
 from fshard.mesh.layout import PyTree
@@ -47,9 +47,9 @@ class StagedModel(BoostedModel):
         self._grads: PyTree | None = None
         self._criterion: Criterion | None = None
         self._weight: Any = None
+        # With and without outputs, backward and weight; a loop uses few of them.
         self._gradient = lru_cache(maxsize=4)(self._make_gradient)
-        where: Any = {name: self._options[name] for name in ("mesh", "schedule", "axis")}
-        self._has_stages = has_stages(**where)
+        self._has_stages = has_stages(**stages_of(self._options))
         self.set_buffers(self.module_buffers)
         self._followed = FollowedModule(module, [stage for stage, _ in self.plugin_parts])
 
@@ -57,16 +57,21 @@ class StagedModel(BoostedModel):
         return self._has_stages
 
     def buffer_trees(self) -> list[PyTree]:
-        written, trees = self.slots.written(), list[PyTree]()
+        written = self.slots.written()
+        trees = list[PyTree]()
         for is_here, tree in zip(self._has_stages, self.module_buffers, strict=True):
-            trees.append(_with_written(tree, written) if is_here and written else tree)
+            if is_here and written:
+                tree = _with_written(tree, written)
+            trees.append(tree)
         return trees
 
     def set_buffers(self, trees: list[PyTree]) -> None:
-        self.module_buffers, values = trees, dict[str, Tensor]()
+        self.module_buffers = trees
+        values = dict[str, Tensor]()
         for is_here, tree in zip(self._has_stages, trees, strict=True):
             if is_here:
-                values |= {name: x.shards[0] for name, x in tree.items()}
+                for name, x in tree.items():
+                    values[name] = x.shards[0]
         self.slots.leave(values)
 
     forward = refusing(
@@ -82,18 +87,15 @@ class StagedModel(BoostedModel):
     def _make_gradient(self, outputs: bool, backward: bool, weighted: bool) -> GradientFunction:
         """Return the gradient of the schedule, for any criterion and weight.
 
-        A loop may pass new ones in every step.
+        A loop may pass new ones in every step, so that they are read when it runs.
         """
 
         def loss(y: Any, microbatch: Any) -> Any:
             value = loss_of(self._criterion, y, microbatch)
             return (value, y) if outputs else value
 
-        options: dict[str, Any] = {
-            **self._options,
-            "loss": loss,
-            "aux": "rows" if outputs else None,
-        }
+        options: dict[str, Any] = {**self._options, "loss": loss}
+        options["aux"] = "rows" if outputs else None
         if weighted:
             options["weight"] = lambda microbatch: self._weight(microbatch)
         return gradient_of(
@@ -131,49 +133,56 @@ class StagedModel(BoostedModel):
         self._followed.follow()
         self.module_buffers = self.buffer_trees()
         backward = torch.is_grad_enabled()
-        self._criterion, self._weight = criterion, weight
+        self._criterion = criterion
+        self._weight = weight
         with self.draws(grad=backward):
             gradient = self._gradient(outputs, backward, weight is not None)
             value, grads = gradient.run(self.params, self.module_buffers, batch, call_site(), scale)
         if backward:
             self.slots.gradients.exist = True
-            sums = Leaves.of(grads if self._grads is None else self._grads)
-            self._grads = (
-                grads
-                if self._grads is None
-                else sums.mapped(_add, sums.beside(grads, "the gradients"))
-            )
+            self._grads = grads if self._grads is None else _sums(self._grads, grads)
         self.set_buffers(value.buffers)
         return value
 
     def gradients(self, optimizer: object) -> PyTree:
         if self._grads is None:
             raise ModuleError("there are no gradients. Call booster.execute_pipeline first.")
-        grads, self._grads = self._grads, None
+        grads = self._grads
+        self._grads = None
         self.end_step()
         return grads
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step."""
-        self._grads, self.slots.gradients.exist = None, False
+        self._grads = None
+        self.slots.gradients.exist = False
 
 
 def loss_of(criterion: Criterion | None, output: Any, batch: Any) -> Tensor:
-    """Return the loss of an output, by a criterion of it and the labels.
+    """Return the loss of an output, by a criterion of the output and the labels.
 
-    The labels are those of a pair (inputs, labels), or the full batch.
-
-    Without a criterion the model has returned its loss, as those of transformers do.
+    The labels are those of a pair (inputs, labels), or the full batch. Without a criterion the
+    model has returned its loss, as those of transformers do.
     """
     if criterion is None:
         return output.loss
-    return criterion(
-        output, batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else batch
-    )
+    is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+    labels = batch[1] if is_pair else batch
+    return criterion(output, labels)
+
+
+def _sums(tree: PyTree, grads: PyTree) -> PyTree:
+    """Return the sums of two trees of gradients; None is the gradient of an unused parameter."""
+    leaves = Leaves.of(tree)
+    return leaves.mapped(_add, leaves.beside(grads, "the gradients"))
 
 
 def _add(x: Leaf, y: Leaf) -> Leaf:
-    return y if x is None else x if y is None else map_shards(torch.add, x, y)
+    if x is None:
+        return y
+    if y is None:
+        return x
+    return map_shards(torch.add, x, y)
 
 
 def _with_written(tree: PyTree, written: Mapping[str, Tensor]) -> PyTree:

@@ -16,6 +16,7 @@ from os import PathLike
 from typing import Any, Literal, get_args
 
 from fshard.errors import PlanError
+from fshard.foreign_names import knows_keywords
 from fshard.mesh.layout import Mesh
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.mesh import Runtime
@@ -49,6 +50,7 @@ SIZES = ("data", "replicas", "experts", "pipeline", "sequence", "tensor")
 """The numbers of devices along each axis, whose product is the number of devices."""
 
 
+@knows_keywords
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Parallelism:
     """How devices share a training step: the sizes of the mesh, ZeRO, stages and microbatches.

@@ -1,4 +1,4 @@
-"""`Cluster`: the numbers of a machine that time depends on. A value, read from a TOML file and written to one.
+"""`Cluster`: the numbers of a machine on which time depends, as a value that a TOML file holds.
 
 peak numbers    of the vendor: operations by dtype, memory and its bandwidth, links
 efficiency      the part of them that programs get: seven constants, the same for every model
@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fshard.errors import PlanError
 from fshard.mesh.layout import Mesh
 
 PRESETS = ("a100", "h100", "h200", "b200", "cpu")
+"""The names of `cluster`: the files of the folder `clusters`."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Efficiency:
         memory: of the memory's bandwidth.
         launch: seconds of the smallest operation.
         link: of a link's bandwidth.
-        overlap: 1 if collectives run beside the computation, as on GPUs; 0 if they take the same cores.
+        overlap: 1 if collectives run beside the computation, as on GPUs; 0 if they take the same
+            cores.
     """
 
     matmul: float = 0.75
@@ -57,13 +59,28 @@ class Efficiency:
     overlap: int = 1
 
 
+class NetworkLevel(NamedTuple):
+    """A level of the network, as some devices use it.
+
+    Args:
+        number: of the level, 0 for the innermost.
+        bandwidth: bytes per second.
+        latency: seconds of a message.
+    """
+
+    number: int
+    bandwidth: float
+    latency: float
+
+
 @dataclass(frozen=True)
 class Cluster:
     """A machine: see `cluster`.
 
     Args:
         name: of the device.
-        flops: operations per second of matrix products, by dtype, such as {"bf16": 989e12}; others take "f32".
+        flops: operations per second of matrix products, by dtype, such as {"bf16": 989e12}; others
+            take "f32".
         memory: bytes of a device.
         bandwidth: bytes per second of its memory.
         host, disk: bytes per second between a device and these.
@@ -81,15 +98,27 @@ class Cluster:
     efficiency: Efficiency = Efficiency()
 
     def __post_init__(self) -> None:
+        errors = list[str]()
+        if "f32" not in self.flops:
+            errors.append('flops must have "f32"')
+
         sizes = [link.devices for link in self.links]
-        errors = [] if "f32" in self.flops else ['flops must have "f32"']
-        errors += [] if sizes and not sizes[-1] and all(sizes[:-1]) and sizes[:-1] == sorted(sizes[:-1]) else [
-            f"links must go from small groups to devices=0, which is any number; got {sizes}"
-        ]  # fmt: skip
-        numbers = {name: getattr(self, name) for name in ("memory", "bandwidth", "host", "disk")}
-        numbers |= {f"flops.{dtype}": x for dtype, x in self.flops.items()}
-        numbers |= {f"links[{i}].bandwidth": link.bandwidth for i, link in enumerate(self.links)}
-        errors += [f"{name} must be > 0; got {x}" for name, x in numbers.items() if not x > 0]
+        ends_in_any_number = bool(sizes) and sizes[-1] == 0
+        grows = all(sizes[:-1]) and sizes[:-1] == sorted(sizes[:-1])
+        if not ends_in_any_number or not grows:
+            errors.append(
+                f"links must go from small groups to devices=0, which is any number; got {sizes}"
+            )
+
+        # Each of them divides a number of bytes or operations.
+        rates = {name: vars(self)[name] for name in _NUMBERS}
+        for dtype, flops in self.flops.items():
+            rates[f"flops.{dtype}"] = flops
+        for index, link in enumerate(self.links):
+            rates[f"links[{index}].bandwidth"] = link.bandwidth
+        for name, rate in rates.items():
+            if not rate > 0:  # NaN is refused too
+                errors.append(f"{name} must be > 0; got {rate}")
         if errors:
             raise PlanError(f"cluster {self.name}: {'; '.join(errors)}.")
 
@@ -98,67 +127,99 @@ class Cluster:
         return self.flops.get(dtype, self.flops["f32"])
 
     def seconds_of_operation(self, name: str, dtype: str, flops: int, traffic: int) -> float:
-        """Return the time of an operation: of its arithmetic or of its memory, whichever is longer."""
-        part = self.efficiency
-        reached = (
-            part.attention
-            if "attention" in name
-            else part.matmul * flops / (flops + part.half)
-            if flops
-            else 1.0
-        )
-        arithmetic = flops / (self.peak(dtype) * reached)
-        return max(arithmetic, traffic / (self.bandwidth * part.memory), part.launch)
+        """Return the time of an operation: of arithmetic or memory, whichever is longer.
 
-    def level(self, mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, float, float]:
-        """Return the level of the network that a group along some axes uses, its bandwidth and its latency.
-
-        Devices are numbered along the mesh, the last axis first. A group with several devices in a node has the links of
-        all of them to other nodes.
+        Products reach a part of the peak that grows with their size: `half` operations reach one
+        half of what large ones do.
         """
-        members, stride = {0}, 1
-        for axis, size in reversed(mesh.axes):
-            if axis in axes:
-                members = {member + stride * i for member in members for i in range(size)}
-            stride *= size
+        part = self.efficiency
+        if "attention" in name:
+            reached = part.attention
+        elif flops:
+            reached = part.matmul * flops / (flops + part.half)
+        else:
+            reached = 1.0  # no arithmetic: any number but 0
+        seconds_of_arithmetic = flops / (self.peak(dtype) * reached)
+        seconds_of_memory = traffic / (self.bandwidth * part.memory)
+        return max(seconds_of_arithmetic, seconds_of_memory, part.launch)
+
+    # -- the network ------------------------------------------------------------------------------
+
+    def level(self, mesh: Mesh, axes: tuple[str, ...]) -> NetworkLevel:
+        """Return the level of the network that a group along some axes uses.
+
+        Devices are numbered along the mesh, the last axis first. A group with several devices in a
+        node has the links of all of them to other nodes.
+        """
+        members = _group_of_first_device(mesh, axes)
         bandwidth = float("inf")
+        inner = 1  # devices inside of which the links of the level before connect
         for number, link in enumerate(self.links):
-            inner = self.links[number - 1].devices if number else 1
+            # A ring leaves each inner group through all of its members at once.
             senders = len([member for member in members if member < inner])
             bandwidth = min(bandwidth, link.bandwidth * senders)
-            if not link.devices or max(members) < link.devices:
-                return number, bandwidth * self.efficiency.link, link.latency
+            takes_any_number = link.devices == 0
+            if takes_any_number or max(members) < link.devices:
+                return self._reached(number, bandwidth)
+            inner = link.devices
         raise AssertionError("the last link takes any number of devices")
 
-    def level_between(self, source: int, to: int) -> tuple[int, float, float]:
-        """Return the level of the network between two devices, its bandwidth and its latency."""
-        number = next(
-            i
-            for i, link in enumerate(self.links)
-            if not link.devices or source // link.devices == to // link.devices
-        )
-        bandwidth = min(link.bandwidth for link in self.links[: number + 1])
-        return number, bandwidth * self.efficiency.link, self.links[number].latency
+    def level_between(self, source: int, target: int) -> NetworkLevel:
+        """Return the level of the network between two devices."""
+        bandwidth = float("inf")
+        for number, link in enumerate(self.links):
+            bandwidth = min(bandwidth, link.bandwidth)
+            takes_any_number = link.devices == 0
+            if takes_any_number or source // link.devices == target // link.devices:
+                return self._reached(number, bandwidth)
+        raise AssertionError("the last link takes any number of devices")
+
+    def _reached(self, number: int, bandwidth: float) -> NetworkLevel:
+        reached = bandwidth * self.efficiency.link
+        return NetworkLevel(number, reached, self.links[number].latency)
 
     def save(self, path: str | Path) -> None:
         """Write a TOML file, which `cluster` reads."""
-        tables = {"flops": dict(self.flops), "efficiency": asdict(self.efficiency)}
-        lines = [f'name = "{self.name}"', *(f"{key} = {getattr(self, key)!r}" for key in _NUMBERS)]
-        for title, table in tables.items():
-            lines += ["", f"[{title}]", *(f"{key} = {x!r}" for key, x in table.items())]
+        lines = [f'name = "{self.name}"']
+        lines += _toml_lines({name: vars(self)[name] for name in _NUMBERS})
+        lines += ["", "[flops]", *_toml_lines(self.flops)]
+        lines += ["", "[efficiency]", *_toml_lines(asdict(self.efficiency))]
         for link in self.links:
-            lines += ["", "[[links]]", *(f"{key} = {x!r}" for key, x in asdict(link).items())]
+            lines += ["", "[[links]]", *_toml_lines(asdict(link))]
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 _NUMBERS = ("memory", "bandwidth", "host", "disk")
+"""The fields of a cluster that are one number each."""
+
+
+def _group_of_first_device(mesh: Mesh, axes: tuple[str, ...]) -> set[int]:
+    """Return the devices of the first device's group along some axes.
+
+    On a mesh of (data=2, model=4) the group along "data" is {0, 4}, along "model" {0, 1, 2, 3}.
+    """
+    members = {0}
+    stride = 1
+    for axis, size in reversed(mesh.axes):
+        if axis in axes:
+            members = {member + stride * index for member in members for index in range(size)}
+        stride *= size
+    return members
+
+
+def _toml_lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{key} = {value!r}" for key, value in table.items()]
+
+
+# -- machines by name ------------------------------------------------------------------------------
 
 
 def cluster(name: str | Path, *, node: int | None = None) -> Cluster:
     """Return a machine by the name of its GPU, or from a TOML file.
 
     Args:
-        name: "a100", "h100", "h200", "b200", "cpu", or the path of a file, as `fshard calibrate` writes it.
+        name: "a100", "h100", "h200", "b200", "cpu", or the path of a file, as `fshard calibrate`
+            writes it.
         node: devices of a node; default: as in the file.
 
     >>> cluster("h100", node=8).links[0].devices, cluster("h100").peak("bf16")
@@ -166,59 +227,91 @@ def cluster(name: str | Path, *, node: int | None = None) -> Cluster:
     """
     path = Path(name)
     if str(name) in PRESETS:
-        text = (files("fshard.plan") / "clusters" / f"{name}.toml").read_text(encoding="utf-8")
+        preset = files("fshard.plan") / "clusters" / f"{name}.toml"
+        text = preset.read_text(encoding="utf-8")
     elif path.suffix == ".toml" and path.is_file():
         text = path.read_text(encoding="utf-8")
     else:
         raise PlanError(
-            f"cluster must be one of {', '.join(PRESETS)}, or the path of a .toml file; got {str(name)!r}."
+            f"cluster must be one of {', '.join(PRESETS)}, or the path of a .toml file; "
+            f"got {str(name)!r}."
         )
     machine = _from_toml(text, str(name))
     if node is None:
         return machine
-    if node < 1 or len(machine.links) < 2:
+    has_links_in_a_node = len(machine.links) > 1
+    if node < 1 or not has_links_in_a_node:
         raise PlanError(
             f"cluster {name}: node must be >= 1, of a machine with links in a node; got {node}."
         )
-    return replace(machine, links=(replace(machine.links[0], devices=node), *machine.links[1:]))
+    inner, *outer = machine.links
+    return replace(machine, links=(replace(inner, devices=node), *outer))
+
+
+def assert_cluster(machine: object, caller: str) -> None:
+    """Raise if a machine is no cluster, such as a name of one."""
+    if not isinstance(machine, Cluster):
+        name = repr(machine) if isinstance(machine, str) else "..."
+        raise PlanError(
+            f"{caller}: cluster must be a Cluster; got {machine!r}. "
+            f"Write cluster=fs.plan.cluster({name}), which takes {', '.join(PRESETS)} or a file."
+        )
 
 
 def _from_toml(text: str, name: str) -> Cluster:
+    """Return the machine of a file; one error names all keys that are wrong."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise PlanError(f"cluster {name}: the file must be TOML; {error}.") from error
-    errors = _key_errors(table, Cluster, "")
+
+    errors = [*_unknown(table, Cluster, ""), *_missing(table, Cluster, "")]
+    errors += _not_numbers({key: table[key] for key in _NUMBERS if key in table}, "")
+    errors += _not_numbers(table.get("flops", {}), "flops.")
     links = table.get("links", [])
-    errors += [
-        error
-        for i, link in enumerate(links)
-        for error in _key_errors(link, NetworkLink, f"links[{i}].")
-    ]
-    errors += _key_errors(table.get("efficiency", {}), Efficiency, "efficiency.")
+    if not isinstance(links, list):
+        errors.append(f"links must be tables [[links]]; got {links!r}")
+        links = []
+    for index, link in enumerate(links):
+        prefix = f"links[{index}]."
+        errors += [*_unknown(link, NetworkLink, prefix), *_missing(link, NetworkLink, prefix)]
+        errors += _not_numbers(link, prefix)
+    # Each constant of efficiency has a default, so that none can be missing.
+    efficiency = table.get("efficiency", {})
+    errors += _unknown(efficiency, Efficiency, "efficiency.")
+    errors += _not_numbers(efficiency, "efficiency.")
     if errors:
         raise PlanError(f"cluster {name}: {'; '.join(errors)}.")
+
     table["links"] = tuple([NetworkLink(**link) for link in links])
-    table["efficiency"] = Efficiency(**table.get("efficiency", {}))
+    table["efficiency"] = Efficiency(**efficiency)
     return Cluster(**table)
 
 
-def _key_errors(table: Mapping[str, Any], kind: Any, prefix: str) -> list[str]:
-    """Return what is wrong with the keys of a table."""
-    legal = {field.name: field for field in fields(kind)}
-    needed = [key for key in legal if kind is not Efficiency and key != "efficiency"]
-    errors = [
-        f"{prefix}{key} is unknown; the keys are {', '.join(legal)}"
-        for key in table
-        if key not in legal
-    ]
-    errors += [f"{prefix}{key} is missing" for key in needed if key not in table]
-    numeric = [
-        key for key in table if key in legal and key not in ("name", "flops", "links", "efficiency")
-    ]
-    errors += [
-        f"{prefix}{key} must be a number; got {table[key]!r}"
-        for key in numeric
-        if type(table[key]) not in (int, float)
-    ]
+def _field_names(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _unknown(table: Any, kind: Any, prefix: str) -> list[str]:
+    legal = _field_names(kind)
+    errors = list[str]()
+    for key in table:
+        if key not in legal:
+            errors.append(f"{prefix}{key} is unknown; the keys are {', '.join(legal)}")
+    return errors
+
+
+def _missing(table: Mapping[str, Any], kind: Any, prefix: str) -> list[str]:
+    needed = [name for name in _field_names(kind) if name != "efficiency"]
+    return [f"{prefix}{key} is missing" for key in needed if key not in table]
+
+
+def _not_numbers(table: Any, prefix: str) -> list[str]:
+    """List the values of a table that are no numbers; a bool is none."""
+    if not isinstance(table, Mapping):
+        return [f"{prefix.rstrip('.')} must be a table; got {table!r}"]
+    errors = list[str]()
+    for key, value in table.items():
+        if type(value) not in (int, float):
+            errors.append(f"{prefix}{key} must be a number; got {value!r}")
     return errors

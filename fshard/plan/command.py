@@ -1,4 +1,8 @@
-"""`fshard plan`: rank the layouts of a model of Hugging Face. `fshard calibrate`: measure this machine, for its cluster."""
+"""The commands of plans.
+
+fshard plan         ranks the layouts of a model of Hugging Face
+fshard calibrate    measures this machine, for its cluster
+"""
 
 from __future__ import annotations
 
@@ -34,45 +38,58 @@ OPTIMIZER = with_master_weights(adamw(3e-4))
 
 
 def run_plan(arguments: Sequence[str]) -> int:
-    """Search, print the table, and write the best plan if a file is given; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="fshard plan", description="Rank meshes and options of training a model."
-    )
-    parser.add_argument(
-        "config", help="config.json of a Llama, Mistral, Qwen or GPT-2, or its folder"
-    )
-    parser.add_argument("--devices", type=int, required=True, help="their number")
-    parser.add_argument(
-        "--gpu", required=True, help=f"{', '.join(PRESETS)}, or a file of fshard calibrate"
-    )
-    parser.add_argument("--node", type=int, help="devices of a node")
-    parser.add_argument("--global-batch", type=int, required=True, help="samples of a step")
-    parser.add_argument(
-        "--sequence", type=int, help="tokens of a sample; default: the most that the model takes"
-    )
-    parser.add_argument(
-        "-o", "--out", help="a TOML file for the best plan: fs.Parallelism.load, fshard explore"
-    )
-    options = parser.parse_args(arguments)
-    run = {name: getattr(options, name) for name in ("config", "gpu", "node", "sequence")}
+    """Search and print the table; write the best plan if a file is given; return the exit status."""
+    options = _plan_parser().parse_args(arguments)
+    run = {name: vars(options)[name] for name in _RUN}
     model, machine = model_and_machine(run)
-    counts = {"devices": options.devices, "global_batch": options.global_batch}
-    plans = search(model, cluster=machine, optimizer=OPTIMIZER, **counts)
+    plans = search(
+        model,
+        cluster=machine,
+        optimizer=OPTIMIZER,
+        devices=options.devices,
+        global_batch=options.global_batch,
+    )
     sys.stdout.write(f"{plans}\n")
     if options.out is not None:
         plans[0].save(options.out)
-        run |= {"config": str(Path(options.config).resolve())}
-        lines = [f"{name} = {json.dumps(x)}" for name, x in run.items() if x is not None]
-        with Path(options.out).open("a", encoding="utf-8") as file:
-            file.write("\n".join(["", "[run]", *lines, ""]))
+        _append_run(options.out, run)
     return 0
+
+
+_RUN = ("config", "gpu", "node", "sequence")
+"""The arguments of a search that `fshard explore` needs too: the table "run" of a plan's file."""
+
+
+def _plan_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fshard plan", description="Rank meshes and options of training a model."
+    )
+    add = parser.add_argument
+    add("config", help="config.json of a Llama, Mistral, Qwen or GPT-2, or its folder")
+    add("--devices", type=int, required=True, help="their number")
+    add("--gpu", required=True, help=f"{', '.join(PRESETS)}, or a file of fshard calibrate")
+    add("--node", type=int, help="devices of a node")
+    add("--global-batch", type=int, required=True, help="samples of a step")
+    add("--sequence", type=int, help="tokens of a sample; default: the most that the model takes")
+    add("-o", "--out", help="a TOML file for the best plan: fs.Parallelism.load, fshard explore")
+    return parser
+
+
+def _append_run(path: str, run: Mapping[str, Any]) -> None:
+    """Append the table of arguments; the path of the model is from any folder."""
+    table = {**run, "config": str(Path(run["config"]).resolve())}
+    lines = ["", "[run]"]
+    for name, value in table.items():
+        if value is not None:
+            lines.append(f"{name} = {json.dumps(value)}")
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.write("\n".join([*lines, ""]))
 
 
 def model_and_machine(run: Mapping[str, Any]) -> tuple[Transformer, Cluster]:
     """Return the model and the machine of a search."""
-    return Transformer.from_config(run["config"], sequence=run.get("sequence")), cluster(
-        run["gpu"], node=run.get("node")
-    )
+    model = Transformer.from_config(run["config"], sequence=run.get("sequence"))
+    return model, cluster(run["gpu"], node=run.get("node"))
 
 
 def cost_of_plan(path: str) -> Cost:
@@ -80,7 +97,8 @@ def cost_of_plan(path: str) -> Cost:
     run = read_table(path, "explore").get("run", {})
     if not {"config", "gpu"} <= run.keys():
         raise PlanError(
-            f"explore: {path} must be a file of `fshard plan -o`, with config and gpu in a table run; got {run}."
+            f"explore: {path} must be a file of `fshard plan -o`, with config and gpu in a table "
+            f"run; got {run}."
         )
     model, machine = model_and_machine(run)
     tracer = LayerTracer(layered_model(model, None, OPTIMIZER, None, None), machine)

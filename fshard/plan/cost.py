@@ -25,7 +25,7 @@ from fshard.mesh.layout import Memory, Mesh, PyTree
 from fshard.mesh.layout.counting import Purpose, without_counters
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.abstract import represented
-from fshard.plan.cluster import Cluster
+from fshard.plan.cluster import Cluster, assert_cluster
 from fshard.plan.timing import Times, times_of
 from fshard.plan.trace import CollectiveStart, Event, Operation, TracedLedger, TracedMail, recording
 from fshard.tables import Tabular
@@ -266,6 +266,7 @@ def cost(
     """
     if not isinstance(step, TrainStep):
         raise PlanError(f"plan.cost: step must be one of train_step; got {type(step).__name__}.")
+    assert_cluster(cluster, "plan.cost")
     sizes = sizes or {}
     unknown = [axis for axis in sizes if axis not in step.mesh.shape]
     if unknown:

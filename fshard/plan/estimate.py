@@ -22,7 +22,7 @@ from fshard.errors import PlanError
 from fshard.mesh.layout import Mesh, map_leaves
 from fshard.mesh.layout.make import make_mesh
 from fshard.parallelism.value import Parallelism
-from fshard.plan.cluster import Cluster
+from fshard.plan.cluster import Cluster, NetworkLevel
 from fshard.plan.cost import Cost, cost
 from fshard.plan.formulas import (
     bytes_of_device,
@@ -165,20 +165,20 @@ class PlanEstimate:
         if not self.plan.in_stages:
             return 0.0
         distance = self.plan.devices // self.plan.pipeline  # "pipe" is the outermost axis
-        _, bandwidth, latency = self.cluster.level_between(0, distance)
-        return latency + self.model.message / bandwidth
+        level = self.cluster.level_between(0, distance)
+        return level.latency + self.model.message / level.bandwidth
 
     def _exchange(self, size: float, axis: str = "data") -> float:
         """Return the seconds in which devices along an axis gather bytes, or reduce and scatter."""
         devices = self.mesh.get(axis, 1)
         if devices == 1:
             return 0.0
-        _, bandwidth, latency = self._levels[axis]
-        return exchange_seconds(size, devices, bandwidth, latency)
+        level = self._levels[axis]
+        return exchange_seconds(size, devices, level.bandwidth, level.latency)
 
     @cached_property
-    def _levels(self) -> dict[str, tuple[int, float, float]]:
-        """The level of links, its bandwidth and its latency, of the axes that reduce gradients."""
+    def _levels(self) -> dict[str, NetworkLevel]:
+        """The level of the network of each axis that reduces gradients."""
         mesh = make_mesh(self.mesh, runtime="abstract")
         axes = [axis for axis in ("replica", "data") if axis in self.mesh]
         return {axis: self.cluster.level(mesh, (axis,)) for axis in axes}

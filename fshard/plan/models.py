@@ -1,4 +1,7 @@
-"""`Transformer`: a decoder of language models by its sizes, such as those of a Hugging Face `config.json`."""
+"""`Transformer`: a decoder of language models by its sizes.
+
+They are given, or those of a `config.json` of Hugging Face: see `Transformer.from_config`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from fshard.errors import PlanError
 from fshard.experts.module import MoE
 from fshard.transforms.module.remat import checkpoint_name, remat
 
-_KEYS = {  # of config.json
+_KEYS = {
     "layers": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embd"),
     "ffn": ("intermediate_size", "n_inner"),
@@ -25,12 +28,18 @@ _KEYS = {  # of config.json
     "vocab": ("vocab_size",),
     "sequence": ("max_position_embeddings", "n_positions"),
 }
+"""The sizes of a decoder, and their keys in `config.json`; those of GPT-2 come second."""
+
 _EXPERT_KEYS = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "top_k": ("num_experts_per_tok",),
     "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
     "shared": ("shared_expert_intermediate_size",),
 }
+"""The same of experts, whose names differ by family."""
+
+_OTHER_LAYERS = ("kv_lora_rank", "n_shared_experts", "first_k_dense_replace")
+"""Keys of models whose layers differ, or whose attention is compressed."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +51,19 @@ class Transformer:
         sequence: tokens of a sample.
         gated: True for three matrices in an MLP, False for two.
         tied: True if the head is the embedding.
-        attention: "fused"; or "formula", with scores in memory, or "recomputed", the same with scores that are recomputed.
+        attention: "fused"; or "formula", with scores in memory, or "recomputed", the same with
+            scores that are recomputed.
         bias: True if linear layers and norms have one.
         dropout: the part of attention's scores and of each branch's result that is dropped.
         dtype: of its parameters.
-        experts, top_k, expert_ffn: of each layer, instead of an MLP; those of a token; their width. 0: an MLP.
+        experts, top_k, expert_ffn: of each layer, instead of an MLP: their number, those of a
+            token, and their width. 0: an MLP.
         shared: width of the network beside the experts.
 
     Norms are torch's fused layer norms, which cost as much as RMSNorm.
 
-    >>> small = Transformer(layers=2, hidden=64, ffn=256, heads=4, kv_heads=4, vocab=100, sequence=16, gated=False)
+    >>> sizes = dict(layers=2, hidden=64, ffn=256, heads=4, kv_heads=4, vocab=100, sequence=16)
+    >>> small = Transformer(**sizes, gated=False)
     >>> small.parameters == sum(x.numel() for x in small.build().parameters())
     True
     """
@@ -79,25 +91,54 @@ class Transformer:
         """The number of parameters."""
         return self._parameters(self.experts)
 
+    @property
+    def kv_width(self) -> int:
+        """The width of keys, and of values, of a token."""
+        return self.hidden // self.heads * self.kv_heads
+
     def _parameters(self, experts: int) -> int:
         """Return the number of parameters with a number of experts."""
-        h, kv = self.hidden, self.hidden // self.heads * self.kv_heads
-        mlp = (3 if self.gated else 2) * h * self.ffn
-        if self.experts:
-            mlp = 3 * h * self.expert_ffn * experts + h * self.experts + 2 * h * self.shared
-            mlp += h + self.shared if self.shared else 0  # biases
-        biases = self.layers * (5 * h + 2 * kv + (2 if self.gated else 1) * self.ffn) + h
-        block, ends = 2 * h * (h + kv) + mlp + 2 * h, (1 if self.tied else 2) * self.vocab * h + h
-        return self.layers * block + ends + (biases if self.bias else 0)
+        hidden = self.hidden
+        queries_and_output = 2 * hidden * hidden
+        keys_and_values = 2 * hidden * self.kv_width
+        norms = 2 * hidden
+        block = queries_and_output + keys_and_values + norms + self._mlp_parameters(experts)
+        if self.bias:
+            block += self._biases_of_block()
+        embeddings = (1 if self.tied else 2) * self.vocab * hidden
+        last_norm = (2 if self.bias else 1) * hidden
+        return self.layers * block + embeddings + last_norm
+
+    def _mlp_parameters(self, experts: int) -> int:
+        """Return the number of weights of a block's MLP, or of its experts and their router."""
+        matrices = 3 if self.gated else 2
+        if not self.experts:
+            return matrices * self.hidden * self.ffn
+        router = self.hidden * self.experts
+        count = 3 * self.hidden * self.expert_ffn * experts + router
+        if self.shared:  # two matrices, with their biases
+            count += 2 * self.hidden * self.shared + self.hidden + self.shared
+        return count
+
+    def _biases_of_block(self) -> int:
+        # Each has as many as its layer has outputs: queries, output, two norms and `down` those
+        # of `hidden`; keys and values; `up`, and the gate if there is one.
+        widths_of_ffn = 2 if self.gated else 1
+        return 5 * self.hidden + 2 * self.kv_width + widths_of_ffn * self.ffn
 
     def flops(self, samples: int, *, attention: bool = False) -> float:
-        """Return the operations of a step: 6 for a parameter and a token; with those of attention, of all pairs.
+        """Return the operations of a step: 6 for a parameter and a token.
 
-        Experts count as often as tokens use them.
+        With `attention` those of attention are added, of all pairs. Experts count as often as
+        tokens use them.
         """
         tokens = samples * self.sequence
-        pairs = 12 * self.layers * self.hidden * self.sequence * tokens if attention else 0
-        return 6 * self._parameters(self.top_k) * tokens + pairs
+        flops = 6 * self._parameters(self.top_k) * tokens
+        if attention:
+            # Scores and their products with values: 2 matrix products of 2 operations for a pair
+            # and an element, three times as many with the backward.
+            flops += 12 * self.layers * self.hidden * self.sequence * tokens
+        return flops
 
     def build(self, layers: int | None = None) -> Decoder:
         """Return the module on the meta device, with fewer layers if a number is given."""
@@ -108,60 +149,91 @@ class Transformer:
     def from_config(
         cls, source: str | Path | Mapping[str, Any], *, sequence: int | None = None
     ) -> Transformer:
-        """Return the sizes in a `config.json` of Hugging Face, of a Llama, Mistral, Mixtral, Qwen or GPT-2.
+        """Return the sizes in a `config.json` of Hugging Face.
 
         Args:
-            source: path of the file or its folder, or its content.
+            source: path of the file or its folder, or its content: of a Llama, Mistral, Mixtral,
+                Qwen or GPT-2.
             sequence: tokens of a sample; default: the most that the model takes.
 
         Raises:
             PlanError: naming all keys that are missing.
         """
-        if isinstance(source, str | Path):
-            path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
-            config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        else:
-            config = {**source}
-        config |= config.get("text_config", {})
-        sizes = _found(config, _KEYS)
-        sizes["sequence"] = sequence or sizes["sequence"]
-        sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
+        config = _read_config(source)
         is_gpt2 = config.get("model_type") == "gpt2"
-        sizes["ffn"] = sizes["ffn"] or (4 * (sizes["hidden"] or 0) if is_gpt2 else None)
-        if missing := [" or ".join(_KEYS[name]) for name, size in sizes.items() if not size]:
-            raise PlanError(
-                f"plan: config.json must have {', '.join(missing)}; it has {', '.join(sorted(config))}."
-            )
-        if other := [
-            key
-            for key in ("kv_lora_rank", "n_shared_experts", "first_k_dense_replace")
-            if config.get(key)
-        ]:
-            raise PlanError(
-                f"plan: config.json must be of equal layers with usual attention; got {', '.join(other)}. "
-                "Build the model, and give it."
-            )
-        head_dim = config.get("head_dim")
-        if head_dim and head_dim * sizes["heads"] != sizes["hidden"]:
-            raise PlanError(
-                f"plan: config.json must have a head_dim of hidden size / heads; got {head_dim} for "
-                f"{sizes['hidden']} / {sizes['heads']}. Build the model, and give it."
-            )
-        experts = _found(config, _EXPERT_KEYS)
-        sizes |= {name: size or 0 for name, size in experts.items()} if experts["experts"] else {}
-        tied, dropout = (
-            bool(config.get("tie_word_embeddings", is_gpt2)),
-            config.get("resid_pdrop", 0.0),
+        sizes = _first_values(config, _KEYS)
+        if sequence:
+            sizes["sequence"] = sequence
+        if not sizes["kv_heads"]:
+            sizes["kv_heads"] = sizes["heads"]
+        if is_gpt2 and not sizes["ffn"]:
+            sizes["ffn"] = 4 * (sizes["hidden"] or 0)
+        _assert_supported(config, sizes)
+
+        expert_sizes = _first_values(config, _EXPERT_KEYS)
+        if expert_sizes["experts"]:
+            for name, size in expert_sizes.items():
+                sizes[name] = size or 0
+        return cls(
+            **sizes,
+            gated=not is_gpt2,
+            tied=bool(config.get("tie_word_embeddings", is_gpt2)),
+            bias=is_gpt2,
+            dropout=config.get("resid_pdrop", 0.0),
         )
-        return cls(**sizes, gated=not is_gpt2, tied=tied, bias=is_gpt2, dropout=dropout)
 
 
-def _found(config: Mapping[str, Any], keys: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Return the values of the first key that a configuration has, None if it has none."""
-    return {
-        name: next((config[key] for key in legal if config.get(key)), None)
-        for name, legal in keys.items()
-    }
+def _read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration, with the keys of its language model if it has others too."""
+    if isinstance(source, Mapping):
+        config = {**source}
+    else:
+        path = Path(source)
+        if path.is_dir():
+            path = path / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise PlanError(
+                f"plan: config must be a config.json of Hugging Face, or its folder; got {path}: "
+                f"{error}."
+            ) from None
+        if not isinstance(config, dict):
+            raise PlanError(f"plan: {path} must have a JSON object; got {type(config).__name__}.")
+    return {**config, **config.get("text_config", {})}
+
+
+def _first_values(config: Mapping[str, Any], keys: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Return the value of the first key of each size that a configuration has; None of none."""
+    sizes = dict[str, Any]()
+    for name, legal in keys.items():
+        values = [config[key] for key in legal if config.get(key)]
+        sizes[name] = values[0] if values else None
+    return sizes
+
+
+def _assert_supported(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    """Raise if sizes are missing, or if a decoder has other layers than `Decoder`."""
+    missing = [" or ".join(_KEYS[name]) for name, size in sizes.items() if not size]
+    if missing:
+        raise PlanError(
+            f"plan: config.json must have {', '.join(missing)}; it has {', '.join(sorted(config))}."
+        )
+    other_layers = [key for key in _OTHER_LAYERS if config.get(key)]
+    if other_layers:
+        raise PlanError(
+            "plan: config.json must be of equal layers with usual attention; "
+            f"got {', '.join(other_layers)}. Build the model, and give it."
+        )
+    head_dim = config.get("head_dim")
+    if head_dim and head_dim * sizes["heads"] != sizes["hidden"]:
+        raise PlanError(
+            f"plan: config.json must have a head_dim of hidden size / heads; got {head_dim} for "
+            f"{sizes['hidden']} / {sizes['heads']}. Build the model, and give it."
+        )
+
+
+# -- the module ------------------------------------------------------------------------------------
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
@@ -171,52 +243,81 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 
 
 def _by_formula(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Return attention with scores in memory, for as many heads of keys; the mask is part of a fused softmax."""
+    """Return attention with scores in memory, for as many heads of keys as of queries.
+
+    There is no mask: the kernel of a masked softmax applies it without traffic of its own.
+    """
     scores = torch.softmax(q @ k.mT, -1)
-    return (functional.dropout(scores, dropout) if dropout else scores) @ v
+    if dropout:
+        scores = functional.dropout(scores, dropout)
+    return scores @ v
 
 
 _ATTENTION = {"fused": _fused, "formula": _by_formula, "recomputed": remat(_by_formula)}
 
 
 class DecoderBlock(nn.Module):
-    """Attention and an MLP. What they compute is named, so that it can be kept when the rest is recomputed."""
+    """Attention and an MLP, or experts.
+
+    The results of attention and of `up` and `gate` are named, so that they can be kept when the
+    rest is recomputed.
+    """
 
     def __init__(self, sizes: Transformer) -> None:
         super().__init__()
-        h, kv, bias = sizes.hidden, sizes.hidden // sizes.heads * sizes.kv_heads, sizes.bias
-        self.width = sizes.hidden // sizes.heads
-        self.attention, self.dropout = _ATTENTION[sizes.attention], sizes.dropout
-        self.norm, self.norm2 = nn.LayerNorm(h, bias=bias), nn.LayerNorm(h, bias=bias)
-        self.q, self.out = nn.Linear(h, h, bias=bias), nn.Linear(h, h, bias=bias)
-        self.k, self.v = nn.Linear(h, kv, bias=bias), nn.Linear(h, kv, bias=bias)
+        hidden = sizes.hidden
+        bias = sizes.bias
+        self.width = hidden // sizes.heads
+        self.attention = _ATTENTION[sizes.attention]
+        self.dropout = sizes.dropout
+        self.norm = nn.LayerNorm(hidden, bias=bias)
+        self.norm2 = nn.LayerNorm(hidden, bias=bias)
+        self.q = nn.Linear(hidden, hidden, bias=bias)
+        self.out = nn.Linear(hidden, hidden, bias=bias)
+        self.k = nn.Linear(hidden, sizes.kv_width, bias=bias)
+        self.v = nn.Linear(hidden, sizes.kv_width, bias=bias)
         self.experts = None
         if sizes.experts:
-            counts: Any = {"experts": sizes.experts, "top_k": sizes.top_k, "shared": sizes.shared}
-            self.experts = MoE(h, sizes.expert_ffn, axis="expert", **counts)
+            self.experts = MoE(
+                hidden,
+                sizes.expert_ffn,
+                axis="expert",
+                experts=sizes.experts,
+                top_k=sizes.top_k,
+                shared=sizes.shared,
+            )
             return
-        self.up, self.down = nn.Linear(h, sizes.ffn, bias=bias), nn.Linear(sizes.ffn, h, bias=bias)
-        self.gate = nn.Linear(h, sizes.ffn, bias=bias) if sizes.gated else None
+        self.up = nn.Linear(hidden, sizes.ffn, bias=bias)
+        self.down = nn.Linear(sizes.ffn, hidden, bias=bias)
+        self.gate = nn.Linear(hidden, sizes.ffn, bias=bias) if sizes.gated else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the hidden states after the block."""
-        y = self.norm(x)
-        q, k, v = (
-            layer(y).unflatten(-1, (-1, self.width)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        y = checkpoint_name(
-            self.attention(q, k, v, self.dropout if self.training else 0.0), "attention"
-        )
-        x = x + self._dropped(self.out(y.transpose(1, 2).flatten(2)))
+        x = x + self._dropped(self._attend(self.norm(x)))
         y = self.norm2(x)
-        if self.experts is not None:
-            return x + self._dropped(self.experts(y.flatten(0, 1)).unflatten(0, y.shape[:2]))
-        up = checkpoint_name(self.up(y), "mlp")
-        gate = None if self.gate is None else checkpoint_name(self.gate(y), "mlp")
-        return x + self._dropped(
-            self.down(functional.gelu(up) if gate is None else functional.silu(gate) * up)
-        )
+        if self.experts is None:
+            return x + self._dropped(self._mlp(y))
+        tokens = y.flatten(0, 1)
+        return x + self._dropped(self.experts(tokens).unflatten(0, y.shape[:2]))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        q = self._by_head(self.q(x))
+        k = self._by_head(self.k(x))
+        v = self._by_head(self.v(x))
+        dropout = self.dropout if self.training else 0.0
+        heads = checkpoint_name(self.attention(q, k, v, dropout), "attention")
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """(batch, token, head * width) -> (batch, head, token, width)."""
+        return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        up = checkpoint_name(self.up(x), "mlp")
+        if self.gate is None:
+            return self.down(functional.gelu(up))
+        gate = checkpoint_name(self.gate(x), "mlp")
+        return self.down(functional.silu(gate) * up)
 
     def _dropped(self, x: Tensor) -> Tensor:
         return functional.dropout(x, self.dropout, self.training) if self.dropout else x
@@ -229,10 +330,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocab, sizes.hidden)
         self.layers = nn.ModuleList(DecoderBlock(sizes) for _ in range(layers))
-        self.norm, self.head = (
-            nn.LayerNorm(sizes.hidden, bias=sizes.bias),
-            nn.Linear(sizes.hidden, sizes.vocab, bias=False),
-        )
+        self.norm = nn.LayerNorm(sizes.hidden, bias=sizes.bias)
+        self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
         if sizes.tied:
             self.head.weight = self.embedding.weight
 

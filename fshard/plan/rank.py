@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fshard.errors import FshardError, PlanError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.make import make_mesh
-from fshard.plan.cluster import Cluster
+from fshard.plan.cluster import Cluster, assert_cluster
 from fshard.plan.cost import Cost, cost
 from fshard.tables import Tabular
 from fshard.transforms.train_step import TrainStep
@@ -44,17 +44,18 @@ class RankedPlan(NamedTuple):
         times = self.cost.times if self.cost is not None else None
         if times is None:
             return {}
-        exposed = {
-            f"network along {'+'.join(axes)}": seconds for axes, seconds in times.exposed.items()
-        }
-        return {"operations": times.compute, **exposed, "copies": times.copies}
+        terms = {"operations": times.compute}
+        for axes, seconds in times.exposed.items():
+            terms[f"network along {'+'.join(axes)}"] = seconds
+        terms["copies"] = times.copies
+        return terms
 
 
 @dataclass(frozen=True, repr=False)
 class Ranking(Tabular):
-    """The plans of a search: those that fit, the fastest first, and those that do not. Prints as a table.
+    """The plans that fit, the fastest first: a sequence. `rejected` has the others.
 
-    A sequence of those that fit; `rejected` has the others.
+    Prints as a table.
     """
 
     plans: Sequence[RankedPlan]
@@ -73,43 +74,38 @@ class Ranking(Tabular):
         """Return the plans as a rich table."""
         from rich.table import Table
 
-        table = Table(
-            "mesh",
-            "options",
-            "step, s",
-            "of peak",
-            "memory, bytes",
-            "why not the first",
-            title="plans",
-        )
-        for column in (2, 3, 4):
-            table.columns[column].justify = "right"
-        for plan in (*self.plans, *self.rejected):
-            if self.rejected and plan is self.rejected[0]:
-                table.add_section()
-            numbers = ("", "", "")
-            if plan.cost is not None:
-                numbers = (
-                    f"{plan.cost.seconds:.3g}",
-                    f"{100 * plan.cost.utilization():.0f} %",
-                    f"{plan.cost.peak():,}",
-                )
-            table.add_row(
-                _written(plan.sizes),
-                _written(plan.options),
-                *numbers,
-                plan.reason or self._slower(plan),
-            )
+        numbers = ("step, s", "of peak", "memory, bytes")
+        table = Table("mesh", "options", *numbers, "why not the first", title="plans")
+        for column in table.columns:
+            if column.header in numbers:
+                column.justify = "right"
+        for plan in self.plans:
+            table.add_row(*_cells(plan), self._slower(plan))
+        if self.rejected:
+            table.add_section()
+        for plan in self.rejected:
+            table.add_row(*_cells(plan), plan.reason)
         return table
 
     def _slower(self, plan: RankedPlan) -> str:
         """Return the term by which a plan is slower than the first."""
-        if plan is self.plans[0]:
+        first = self.plans[0]
+        if plan is first:
             return ""
-        first, terms = self.plans[0].terms, plan.terms
-        longer = {name: seconds - first.get(name, 0.0) for name, seconds in terms.items()}
+        longer = dict[str, float]()
+        for name, seconds in plan.terms.items():
+            longer[name] = seconds - first.terms.get(name, 0.0)
         name = max(longer, key=lambda name: longer[name])
         return f"{name}: {max(longer[name], 0.0):.3g} s more"
+
+
+def _cells(plan: RankedPlan) -> tuple[str, ...]:
+    """Return the cells of a plan but for the reason; no numbers of a program that cannot run."""
+    names = (_written(plan.sizes), _written(plan.options))
+    if plan.cost is None:
+        return (*names, "", "", "")
+    utilization = f"{100 * plan.cost.utilization():.0f} %"
+    return (*names, f"{plan.cost.seconds:.3g}", utilization, f"{plan.cost.peak():,}")
 
 
 def rank(
@@ -120,18 +116,24 @@ def rank(
     cluster: Cluster,
     options: Mapping[str, Sequence[Any]] | None = None,
 ) -> Ranking:
-    """Rank all meshes of a number of devices, and all options, by the time of a step; none of it runs on devices.
+    """Rank all meshes of a number of devices, and all options, by the time of a step.
+
+    None of it runs on devices.
 
     Args:
-        program: called with an abstract mesh and options by name; it returns a step of `train_step` and its arguments, of
-            meta tensors. The same function builds the step that trains.
+        program: called with an abstract mesh and options by name; it returns a step of `train_step`
+            and its arguments, of meta tensors. The same function builds the step that trains.
         devices: their number.
-        axes: of the mesh, outermost first; a mapping limits their sizes: {"data": range(1, 65), "model": (1, 2, 4, 8)}.
+        axes: of the mesh, outermost first; a mapping limits their sizes:
+            {"data": range(1, 65), "model": (1, 2, 4, 8)}.
         cluster: the machine: see `fs.plan.cluster`.
         options: values of each option.
 
-    A plan that passes the memory of a device, or whose program raises, is rejected with that number or message. If none
-    fits, a `PlanError` has the smallest excess.
+    A plan that passes the memory of a device, or whose program raises, is rejected with that number
+    or message.
+
+    Raises:
+        PlanError: if no plan fits, with the smallest excess.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -149,28 +151,40 @@ def rank(
     >>> [plan.options["stage"] for plan in plans], plans[1].terms.keys() >= {"operations", "network along data"}
     ([1, 3], True)
     """
-    tried = [
-        _tried(program, sizes, dict(zip(options or {}, values, strict=True)), cluster)
-        for sizes in _meshes(devices, axes)
-        for values in product(*(options or {}).values())
-    ]
+    assert_cluster(cluster, "plan.rank")
+    names = [*(options or {})]
+    tried = list[RankedPlan]()
+    for sizes in _meshes(devices, axes):
+        for values in product(*(options or {}).values()):
+            chosen = dict(zip(names, values, strict=True))
+            tried.append(_tried(program, sizes, chosen, cluster))
     if not tried:
         raise PlanError(
-            f"plan.rank: the sizes of {', '.join(axes)} must have a product of {devices}; got none that has."
+            f"plan.rank: the sizes of {', '.join(axes)} must have a product of {devices}; "
+            "got none that has."
         )
-    fitting = [
-        (plan.cost.seconds, plan) for plan in tried if plan.cost is not None and not plan.reason
-    ]
+    fitting = [plan for plan in tried if not plan.reason]
     rejected = [plan for plan in tried if plan.reason]
     if not fitting:
-        least = min(
-            rejected, key=lambda plan: float("inf") if plan.cost is None else plan.cost.peak()
-        )
-        raise PlanError(
-            f"plan.rank: no plan of {devices} devices fits; the nearest is {_written({**least.sizes, **least.options})}: "
-            f"{least.reason}. Take more devices, a higher stage of ZeRO, recomputation or smaller microbatches."
-        )
-    return Ranking([plan for _, plan in sorted(fitting, key=lambda pair: pair[0])], rejected)
+        raise _nothing_fits(rejected, devices)
+    return Ranking(sorted(fitting, key=_seconds), rejected)
+
+
+def _seconds(plan: RankedPlan) -> float:
+    return float("inf") if plan.cost is None else plan.cost.seconds
+
+
+def _peak(plan: RankedPlan) -> float:
+    return float("inf") if plan.cost is None else plan.cost.peak()
+
+
+def _nothing_fits(rejected: Sequence[RankedPlan], devices: int) -> PlanError:
+    nearest = min(rejected, key=_peak)
+    return PlanError(
+        f"plan.rank: no plan of {devices} devices fits; the nearest is "
+        f"{_written({**nearest.sizes, **nearest.options})}: {nearest.reason}. "
+        "Take more devices, a higher stage of ZeRO, recomputation or smaller microbatches."
+    )
 
 
 def _meshes(
@@ -178,10 +192,12 @@ def _meshes(
 ) -> Iterator[dict[str, int]]:
     """Yield the sizes of axes whose product is the number of devices."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
-    legal = [
-        [size for size in divisors if not isinstance(axes, Mapping) or size in axes[axis]]
-        for axis in axes
-    ]
+    legal = list[list[int]]()
+    for axis in axes:
+        if isinstance(axes, Mapping):
+            legal.append([size for size in divisors if size in axes[axis]])
+        else:
+            legal.append(divisors)
     for sizes in product(*legal):
         if prod(sizes) == devices:
             yield dict(zip(axes, sizes, strict=True))
@@ -190,16 +206,21 @@ def _meshes(
 def _tried(
     program: Program, sizes: Mapping[str, int], options: Mapping[str, Any], cluster: Cluster
 ) -> RankedPlan:
+    """Run a program on the abstract mesh; return its cost, and why it does not fit or run."""
     try:
         step, arguments = program(make_mesh(sizes, runtime="abstract"), **options)
         report = cost(step, *arguments, cluster=cluster)
     except (FshardError, ValueError) as error:
-        return RankedPlan(sizes, options, None, str(error).partition("\n")[0])
+        first_line, *_ = str(error).split("\n")
+        return RankedPlan(sizes, options, None, first_line)
     if report.fits:
         return RankedPlan(sizes, options, report)
     largest = report.used.holders()[0]
-    over = f"{report.peak() - cluster.memory:,.0f} bytes over the memory; {largest.bytes:,} are for {largest.purpose}"
-    return RankedPlan(sizes, options, report, f"{over} at {largest.site}")
+    reason = (
+        f"{report.peak() - cluster.memory:,.0f} bytes over the memory; "
+        f"{largest.bytes:,} are for {largest.purpose} at {largest.site}"
+    )
+    return RankedPlan(sizes, options, report, reason)
 
 
 def _written(values: Mapping[str, Any]) -> str:

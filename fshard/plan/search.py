@@ -17,7 +17,7 @@ from fshard.errors import FshardError, PlanError
 from fshard.mesh.layout import PyTree
 from fshard.optim.contract import Optimizer
 from fshard.parallelism.value import Parallelism
-from fshard.plan.cluster import Cluster
+from fshard.plan.cluster import Cluster, assert_cluster
 from fshard.plan.estimate import PlanEstimate
 from fshard.plan.layers import LayerTracer
 from fshard.plan.models import Transformer
@@ -187,6 +187,7 @@ def search(
     """
     if goal not in _GOALS:
         raise PlanError(f"plan.search: goal must be one of {', '.join(_GOALS)}; got {goal!r}.")
+    assert_cluster(cluster, "plan.search")
     counts = _counts(devices, global_batch)
     layered = layered_model(model, batch, optimizer, loss, blocks)
     choices = plan_choices(constraints, layered.experts)
@@ -309,10 +310,12 @@ def _nothing_fits(rejected: Sequence[RejectedPlan], devices: str) -> PlanError:
             f"plan.search: no plan of {devices} devices fits; the nearest is {nearest.plan}: "
             f"{nearest.reason}. Take more devices, or those with more memory."
         )
-    first = next(plan for plan in rejected if plan.kind == "program")
-    return PlanError(
-        f"plan.search: the model cannot be planned, such as with {first.plan}: {first.reason}"
-    )
+    # One of each kind: the plan that raises is seldom the one that the reader has in mind.
+    first = dict[Kind, RejectedPlan]()
+    for plan in rejected:
+        first.setdefault(plan.kind, plan)
+    nearest = [f"{plan.plan}: {plan.reason.rstrip('.')}" for plan in first.values()]
+    return PlanError(f"plan.search: no plan of {devices} devices runs. {'. '.join(nearest)}.")
 
 
 Key = Callable[[PlanEstimate], float]

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from fshard.errors import PlanError
-from fshard.parallelism.value import FIELDS, IN_LOOPS, ONE_STAGE, Parallelism
+from fshard.parallelism.value import FIELDS, IN_LOOPS, ONE_STAGE, SIZES, Parallelism
 from fshard.plan.cluster import Cluster
 
 DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -126,6 +126,11 @@ def legal_plans(
             yield candidate.plan
 
 
+_SIZES = ("tensor", "pipeline", "sequence", "experts", "replicas", "data")
+"""All of `SIZES`; plans that are equally good stand in this order, those of few changes first."""
+assert set(_SIZES) == set(SIZES)
+
+
 def _sizes(devices: int, choices: Choices) -> Iterator[Parallelism]:
     """Yield sizes of all axes; without a choice, `data` is what is left.
 
@@ -133,11 +138,13 @@ def _sizes(devices: int, choices: Choices) -> Iterator[Parallelism]:
     are yielded where a choice is the reason.
     """
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
-    names = ["tensor", "pipeline", "sequence", "experts", "replicas", "data"]
-    values = [choices.get(name, divisors) for name in names[:-1]]
+    values = list[Collection[int | None]]()
+    for name in _SIZES:
+        default: Collection[int | None] = (None,) if name == "data" else divisors
+        values.append(choices.get(name, default))
     free = [name for name in ("tensor", "pipeline") if name not in choices]
-    for sizes in product(*values, choices.get("data", (None,))):
-        chosen: dict[str, Any] = dict(zip(names, sizes, strict=True))
+    for sizes in product(*values):
+        chosen: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
         if chosen["pipeline"] > 1 and chosen["replicas"] > 1:
             continue
         parallelism = Parallelism(**chosen)

@@ -1,12 +1,13 @@
 """The time of recorded events on a machine: the only model of `fshard.plan`.
 
     computation    operations one after another
-    network        collectives of each level one after another, beside the computation from their start to their wait
+    network        collectives of each level one after another, beside the computation
+                   from their start to their wait
     copies         of each pair of memories one after another
     messages       of stages: their receiver waits until they have arrived
 
-More operations, bandwidth or memory per second never make a step slower: each event begins at the latest end of earlier
-ones.
+More operations, bandwidth or memory per second never make a step slower: each event begins at the
+latest end of earlier ones.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fshard.plan.trace import (
 
 
 class TimedEvent(NamedTuple):
-    """The time in which a device does an event, on a lane: "compute", "network: data", "host to device"."""
+    """The time of an event on a lane of a device: "compute", "network: data", "host to device"."""
 
     lane: str
     event: Event
@@ -69,16 +70,19 @@ def times_of(
 ) -> dict[int, Times]:
     """Return the times of the events of a step on some devices, those that exchange messages."""
     mail = defaultdict[tuple[int, int], deque[float]](deque)
-    clocks = {
-        device: DeviceClock(device, events, cluster, mesh, mail)
-        for device, events in programs.items()
-    }
+    clocks = dict[int, DeviceClock]()
+    for device, events in programs.items():
+        clocks[device] = DeviceClock(device, events, cluster, mesh, mail)
+
     waiting = [*clocks.values()]
     while waiting:
-        still = [clock for clock in waiting if not clock.advance()]
-        if len(still) == len(waiting) and not any(clock.has_moved for clock in still):
+        unfinished = [clock for clock in waiting if not clock.advance()]
+        has_progress = len(unfinished) < len(waiting) or any(
+            clock.has_moved for clock in unfinished
+        )
+        if not has_progress:
             raise AssertionError("stages wait for each other")
-        waiting = still
+        waiting = unfinished
     return {device: clock.finish() for device, clock in clocks.items()}
 
 
@@ -96,18 +100,18 @@ class DeviceClock:
         mesh: Mesh,
         mail: Mapping[tuple[int, int], deque[float]],
     ) -> None:
-        self._device, self._events, self._cluster, self._mesh, self._mail = (
-            device,
-            events,
-            cluster,
-            mesh,
-            mail,
-        )
-        self._now, self._index, self.has_moved = 0.0, 0, False
-        self._free = defaultdict[object, float](
-            float
-        )  # when a level of the network, or two memories, are free
-        self._ends = dict[int, float]()  # of collectives that were started, by index
+        self._device = device
+        self._events = events
+        self._cluster = cluster
+        self._mesh = mesh
+        self._mail = mail
+        self._now = 0.0
+        self._index = 0
+        self.has_moved = False
+        # When a level of the network, or the way between two memories, is free again.
+        self._free = defaultdict[object, float](float)
+        # The ends of collectives that were started, by the index of their event.
+        self._ends = dict[int, float]()
         self._times = Times()
 
     def advance(self) -> bool:
@@ -126,55 +130,73 @@ class DeviceClock:
 
     def _do(self, index: int, event: Event) -> bool:
         """Do one event; return False if its message has not been sent."""
-        cluster, times, now = self._cluster, self._times, self._now
         match event:
             case Operation():
-                seconds = cluster.seconds_of_operation(
-                    event.name, event.dtype, event.flops, event.traffic
-                )
-                self._now, times.compute = now + seconds, times.compute + seconds
-                times.begins.setdefault(event.unit, now)
-                times.timed.append(TimedEvent("compute", event, now, self._now))
+                self._compute(event)
             case CollectiveStart():
-                axes, (level, seconds) = (
-                    event.row.axes,
-                    seconds_of_collective(event, cluster, self._mesh),
-                )
-                self._ends[index] = self._occupy(
-                    f"network: {'+'.join(axes)}", level, seconds, event
-                )
-                times.network[axes] += seconds
-                if not event.is_started or not cluster.efficiency.overlap:
-                    self._wait(axes, self._ends[index])
+                self._start(index, event)
             case CollectiveWait():
                 collective = self._events[event.start]
                 assert isinstance(collective, CollectiveStart)
                 self._wait(collective.row.axes, self._ends[event.start])
             case Copy():
-                rate = cluster.disk if "disk" in event[:2] else cluster.host
-                self._occupy(
-                    f"{event.source} to {event.target}", event[:2], event.size / rate, event
-                )
+                self._copy(event)
             case MessageSend():
-                level, bandwidth, latency = cluster.level_between(self._device, event.to)
-                arrival = self._occupy("messages", level, latency + event.sent / bandwidth, event)
-                self._mail[self._device, event.to].append(arrival)
-                if not cluster.efficiency.overlap:
-                    self._now = arrival
+                self._send(event)
             case MessageWait():
-                if not (arrivals := self._mail[event.source, self._device]):
-                    return False
-                arrival = arrivals.popleft()
-                times.idle += max(arrival - now, 0.0)
-                self._now = max(now, arrival)
+                return self._receive(event)
+        return True
+
+    def _compute(self, event: Operation) -> None:
+        begin = self._now
+        self._now += self._cluster.seconds_of_operation(
+            event.name, event.dtype, event.flops, event.traffic
+        )
+        self._times.compute += self._now - begin
+        self._times.begins.setdefault(event.unit, begin)
+        self._times.timed.append(TimedEvent("compute", event, begin, self._now))
+
+    def _start(self, index: int, event: CollectiveStart) -> None:
+        axes = event.row.axes
+        level, seconds = seconds_of_collective(event, self._cluster, self._mesh)
+        end = self._occupy(f"network: {'+'.join(axes)}", level, seconds, event)
+        self._ends[index] = end
+        self._times.network[axes] += seconds
+        runs_beside = event.is_started and self._cluster.efficiency.overlap
+        if not runs_beside:
+            self._wait(axes, end)
+
+    def _copy(self, event: Copy) -> None:
+        memories = (event.source, event.target)
+        rate = self._cluster.disk if "disk" in memories else self._cluster.host
+        lane = f"{event.source} to {event.target}"
+        self._occupy(lane, memories, event.size / rate, event)
+
+    def _send(self, event: MessageSend) -> None:
+        level = self._cluster.level_between(self._device, event.to)
+        seconds = level.latency + event.sent / level.bandwidth
+        arrival = self._occupy("messages", level.number, seconds, event)
+        self._mail[self._device, event.to].append(arrival)
+        if not self._cluster.efficiency.overlap:
+            self._now = arrival
+
+    def _receive(self, event: MessageWait) -> bool:
+        """Wait for the next message; return False if it has not been sent."""
+        arrivals = self._mail[event.source, self._device]
+        if not arrivals:
+            return False
+        arrival = arrivals.popleft()
+        self._times.idle += max(arrival - self._now, 0.0)
+        self._now = max(self._now, arrival)
         return True
 
     def _occupy(self, lane: str, resource: object, seconds: float, event: Event) -> float:
         """Use a resource as soon as it is free; return the time at which it is free again."""
         start = max(self._now, self._free[resource])
-        self._free[resource] = start + seconds
-        self._times.timed.append(TimedEvent(lane, event, start, start + seconds))
-        return start + seconds
+        end = start + seconds
+        self._free[resource] = end
+        self._times.timed.append(TimedEvent(lane, event, start, end))
+        return end
 
     def _wait(self, axes: tuple[str, ...], end: float) -> None:
         self._times.exposed[axes] += max(end - self._now, 0.0)
@@ -186,6 +208,8 @@ def seconds_of_collective(
 ) -> tuple[int, float]:
     """Return the level of the network that a collective uses, and its time."""
     axes = event.row.axes
-    level, bandwidth, latency = cluster.level(mesh, axes)
-    rounds = max(1, ceil(log2(prod(mesh.shape[axis] for axis in axes))))
-    return level, rounds * latency + event.sent / bandwidth
+    level = cluster.level(mesh, axes)
+    members = prod(mesh.shape[axis] for axis in axes)
+    # A tree needs log2 rounds of messages; one device alone still calls the collective.
+    rounds = max(1, ceil(log2(members)))
+    return level.number, rounds * level.latency + event.sent / level.bandwidth

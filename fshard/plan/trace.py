@@ -4,7 +4,8 @@
     CollectiveStart    with the bytes of the ledger; `CollectiveWait` is where the result is needed
     Copy               between two memories, beside the computation
 
-The program itself runs, on tensors without values: nothing here knows a model, a stage of ZeRO or an order of units.
+The program itself runs, on tensors without values: nothing here knows a model, a stage of ZeRO or
+an order of units.
 """
 
 from __future__ import annotations
@@ -27,12 +28,22 @@ from fshard.mesh.layout.counting import MEMORIES, LedgerRow, Purpose, counting, 
 from fshard.mesh.runtimes.abstract import Mail
 
 _ops: Any = torch.ops.aten
+
 _WITHOUT_TRAFFIC = {
-    *(_ops.empty, _ops.empty_like, _ops.empty_strided, _ops.new_empty, _ops.new_empty_strided),
-    *(_ops.lift_fresh, _ops.set_, _ops.resize_, _ops._unsafe_view),
+    _ops.empty,
+    _ops.empty_like,
+    _ops.empty_strided,
+    _ops.new_empty,
+    _ops.new_empty_strided,
+    _ops.lift_fresh,
+    _ops.set_,
+    _ops.resize_,
+    _ops._unsafe_view,
 }
+"""Operations that are no views for torch, and neither read nor write an element."""
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+"""The purposes of memory, in the order of `Operation.memory`."""
 
 
 class Operation(NamedTuple):
@@ -56,7 +67,13 @@ class Operation(NamedTuple):
 
 
 class CollectiveStart(NamedTuple):
-    """A collective: its row of the ledger, the bytes that a device sends, and whether it runs until a `CollectiveWait`."""
+    """A collective begins.
+
+    Args:
+        row: of the ledger.
+        sent: bytes that a device sends.
+        is_started: True if it runs until a `CollectiveWait`.
+    """
 
     row: LedgerRow
     sent: float
@@ -101,7 +118,8 @@ class TracedMail(Mail):
         self._events = events
 
     def put(self, source: int, to: int, xs: tuple[Tensor, ...]) -> None:
-        self._events[source].append(MessageSend(to, float(sum(x.nbytes for x in xs))))
+        size = sum(x.nbytes for x in xs)
+        self._events[source].append(MessageSend(to, float(size)))
         super().put(source, to, xs)
 
     def get(self, source: int, to: int) -> tuple[Tensor, ...]:
@@ -111,13 +129,14 @@ class TracedMail(Mail):
 
 @dataclass(repr=False)
 class TracedLedger(Ledger):
-    """A ledger that writes its calls into a list of events too, but for messages: see `TracedMail`."""
+    """A ledger that writes its calls into a list of events too, but for messages."""
 
     events: list[Event] = field(default_factory=list[Event])
 
     def record(self, device: int, row: LedgerRow, sent: Fraction) -> None:
         super().record(device, row, sent)
-        if row.collective != "send":
+        is_message = row.collective == "send"  # `TracedMail` writes it, with its receiver
+        if not is_message:
             self.events.append(CollectiveStart(row, float(sent), is_started=False))
 
     def record_move(self, device: int, source: Memory, target: Memory, count: int) -> None:
@@ -126,14 +145,16 @@ class TracedLedger(Ledger):
 
 
 class StepRecorder(CountStorages):
-    """Writes the operations of a step, and the waits for collectives, into a list of events; counts memory too."""
+    """Write the operations of a step, and the waits for collectives, into a list of events.
+
+    Memory is counted too.
+    """
 
     def __init__(self, usage: MemoryUsage, events: list[Event]) -> None:
         super().__init__(usage)
         self._events = events
-        self._starts: dict[
-            int, int
-        ] = {}  # the index of each collective under way, by the identity of its delivery
+        # The index of the start of each collective under way, by the identity of its delivery.
+        self._starts = dict[int, int]()
 
     def __torch_dispatch__(
         self,
@@ -143,29 +164,30 @@ class StepRecorder(CountStorages):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if result is not NotImplemented and self in counting().counters and not func.is_view:
-            packet = func.overloadpacket
-            if packet not in _WITHOUT_TRAFFIC:
-                flops = (
-                    flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-                    if packet in flop_registry
-                    else 0
-                )
-                self._add(packet.__name__, (*args, *(kwargs or {}).values()), result, flops)
+        is_counted = result is not NotImplemented and self in counting().counters
+        packet = func.overloadpacket
+        if is_counted and not func.is_view and packet not in _WITHOUT_TRAFFIC:
+            named = kwargs or {}
+            flops = 0
+            if packet in flop_registry:
+                flops = flop_registry[packet](*args, **named, out_val=result)
+            self._add(packet.__name__, (*args, *named.values()), result, flops)
         return result
 
     def _add(self, name: str, args: Sequence[Any], result: Any, flops: int) -> None:
-        inputs, outputs = _tensors(args), _tensors((result,))
-        sizes = {id(x): x.nbytes for x in (*inputs, *outputs)}
-        dtype = next((x.dtype for x in (*inputs, *outputs) if x.is_floating_point()), torch.int64)
-        unit = self.usage.timeline[-1].name if self.usage.timeline else "begin"
+        tensors = [*_tensors(args), *_tensors((result,))]
+        # A tensor that is read and written in place is one traffic of its bytes.
+        sizes = {id(x): x.nbytes for x in tensors}
+        dtype = next((x.dtype for x in tensors if x.is_floating_point()), torch.int64)
+        timeline = self.usage.timeline
+        unit = timeline[-1].name if timeline else "begin"
         memory = tuple([self.usage.purposes[purpose] for purpose in PURPOSES])
-        self._events.append(
-            Operation(name, unit, dtype_name(dtype), flops, sum(sizes.values()), memory)
-        )
+        traffic = sum(sizes.values())
+        self._events.append(Operation(name, unit, dtype_name(dtype), flops, traffic, memory))
 
     def reserve(self, delivery: object, xs: Sequence[Tensor], count: int) -> None:
         super().reserve(delivery, xs, count)
+        # Only a started collective reserves memory, and the ledger has just written its row.
         last = self._events[-1] if self._events else None
         if isinstance(last, CollectiveStart):
             self._events[-1] = last._replace(is_started=True)
@@ -173,7 +195,8 @@ class StepRecorder(CountStorages):
 
     def deliver(self, delivery: object, results: Sequence[Tensor]) -> None:
         super().deliver(delivery, results)
-        if (index := self._starts.pop(id(delivery), None)) is not None:
+        index = self._starts.pop(id(delivery), None)
+        if index is not None:
             self._events.append(CollectiveWait(index))
 
 
@@ -190,7 +213,8 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 @contextmanager
 def recording(events: list[Event]) -> Generator[tuple[MemoryUsage, TracedLedger]]:
     """Record what runs inside the block: memory, the ledger, and all events into a list."""
-    used, comm = MemoryUsage(dict.fromkeys(MEMORIES)), TracedLedger(events=events)
-    recorder = StepRecorder(used, comm.events)
-    with writing_to([comm]), without_counters(), counted(used, recorder):
-        yield used, comm
+    usage = MemoryUsage(dict.fromkeys(MEMORIES))
+    comm = TracedLedger(events=events)
+    recorder = StepRecorder(usage, comm.events)
+    with writing_to([comm]), without_counters(), counted(usage, recorder):
+        yield usage, comm

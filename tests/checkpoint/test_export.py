@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 import fshard as fs
 from fshard import P
 from fshard.errors import CheckpointError
-from fshard.testing.processes import run_processes
-from tests.booster.test_checkpoint import PLUGINS, adamw, network
+from tests.booster.checkpointed import PLUGINS, adamw, network
+from tests.checkpoint.exported import CONFIGS, trained
 from tests.checkpoint.programs import export_all, growth_of_memory, mesh
-from tests.checkpoint.test_foreign import tensors, tiny
+from tests.checkpoint.tiny import tensors, tiny
+from tests.processes import run_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 LAYOUTS = [
@@ -188,24 +189,6 @@ def test_boosted_models_are_exported_in_full(name, tmp_path):
 
 
 # -- LoRA -------------------------------------------------------------------------------------------------------------
-
-
-CONFIGS = {
-    "linear": fs.nn.LoraConfig(r=2, target_modules=["c_attn", "attn.c_proj"], lora_alpha=3),
-    "embedding": fs.nn.LoraConfig(
-        r=3, target_modules=["wte", "c_fc"], bias="lora_only", modules_to_save=["ln_f"]
-    ),
-    "tied head": fs.nn.LoraConfig(r=2, target_modules=r".*(lm_head|mlp\.c_proj)", bias="all"),
-    "all": fs.nn.LoraConfig(),
-}
-
-
-def trained(config):
-    """Return a model of LoRA with differences, and its parameters in ZeRO-3."""
-    model = fs.nn.lora(tiny("gpt2").eval(), config)
-    for x in model.parameters():
-        torch.nn.init.normal_(x)
-    return model, fs.shard_params(fs.functionalize(model)[1], fs.fsdp("data"), mesh=mesh())
 
 
 @pytest.mark.parametrize("name", CONFIGS)

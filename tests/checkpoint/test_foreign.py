@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import transformers
 from huggingface_hub import save_torch_state_dict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,8 +22,9 @@ from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.source import Target
 from fshard.command import main
 from fshard.errors import CheckpointError
-from fshard.testing.processes import run_processes
 from tests.checkpoint.programs import growth_of_memory, mesh, save_dtensors
+from tests.checkpoint.tiny import tensors, tiny
+from tests.processes import run_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 RULES = [
@@ -33,7 +33,6 @@ RULES = [
     fs.fsdp(("data", "model")),
     lambda name, x: P(*[None] * (x.ndim - 1), "model") if x.ndim and x.shape[-1] % 2 == 0 else P(),
 ]
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
 
 def write_safetensors(path, tensors):
@@ -67,19 +66,6 @@ WRITERS = {
 }
 
 
-@st.composite
-def tensors(draw, shortest=0):
-    result = {}
-    for number in range(draw(st.integers(1, 5))):
-        shape = draw(st.lists(st.integers(shortest, 6), max_size=3))
-        x = torch.arange(torch.Size(shape).numel()).reshape(shape) + number
-        x = x.to(draw(st.sampled_from(DTYPES)))
-        result[f"blocks.{number}.w"] = (
-            x.T if x.ndim == 2 and draw(st.booleans()) else x
-        )  # strided in torch's formats
-    return result
-
-
 @pytest.mark.parametrize("writer", WRITERS)
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -97,32 +83,6 @@ def test_foreign_arrays_are_restored_in_any_layout(writer, data, tmp_path_factor
                 and restored[name].shape == x.shape
                 and torch.equal(restored[name], x)
             )
-
-
-def tiny(name):
-    small = {
-        "vocab_size": 60,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    if name == "gpt2":
-        config = transformers.GPT2Config(
-            n_layer=2,
-            n_embd=16,
-            n_head=2,
-            vocab_size=60,
-            n_positions=8,
-            bos_token_id=1,
-            eos_token_id=1,
-        )
-        return transformers.GPT2LMHeadModel(config)
-    if name == "llama":
-        return transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**small, num_key_value_heads=1)
-        )
-    return transformers.BertForMaskedLM(transformers.BertConfig(**small, max_position_embeddings=8))
 
 
 @pytest.mark.parametrize(("name", "size"), [("gpt2", "5KB"), ("llama", "1GB"), ("bert", "5KB")])

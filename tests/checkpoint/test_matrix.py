@@ -14,8 +14,8 @@ from fshard import P, optim
 from fshard.checkpoint.names import is_array, leaves_of
 from fshard.mesh.layout import map_leaves
 from fshard.mesh.spmd.run import local_devices
-from fshard.testing.processes import run_processes
-from tests.transforms.stages.test_stages_zero import Head
+from tests.processes import run_processes
+from tests.transforms.stages.head import Head
 
 # -- trees of all kinds of leaves -------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import comm
+from tests.comm.graphs import mixed
 
 GRAPHS = {
     "ring": comm.ring,
@@ -36,16 +37,6 @@ def test_graphs_are_values_and_drawn():
     assert repr(comm.one_peer(4)) == "one_peer(4): 2 rounds, gap 1.000"
     svg = comm.one_peer(4)._repr_svg_()
     assert (svg.count("<path"), svg.count("<circle")) == (8, 8) and "one_peer(4)" in svg
-
-
-def mixed(graph, xs, rounds, axis="node"):
-    def main():
-        tree = {"x": xs[fs.axis_index(axis)]}
-        for turn in range(rounds):
-            tree = comm.mix(tree, graph, turn, axis)
-        return tree["x"]
-
-    return fs.run(main, mesh=fs.make_mesh({"node": len(xs)}))
 
 
 WEIGHTED = comm.from_matrix([[0.5, 0.5, 0], [0, 0.25, 0.75], [0.5, 0.25, 0.25]])

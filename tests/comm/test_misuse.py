@@ -5,11 +5,8 @@ import torch
 
 import fshard as fs
 from fshard import P, comm
-from tests.comm import test_booster as booster
-from tests.comm import test_graph as graphs
-from tests.comm import test_parameter_server as servers
-from tests.comm import test_replicas as replicas
-from tests.comm import test_steps as steps
+from tests.comm import boosted as booster
+from tests.comm import graphs, replicas, servers, steps
 
 MESH = fs.make_mesh(replicas.AXES)
 FEEDBACK = steps.FEEDBACK

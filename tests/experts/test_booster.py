@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import fshard as fs
-from tests.experts.test_transformers import MODELS, ids, model_of
+from tests.experts.models import MODELS, ids, model_of
 
 ROWS, WIDTH = 8, 6
 

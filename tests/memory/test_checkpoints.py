@@ -11,19 +11,11 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.layout import flatten
 from tests.booster.loops import Loop
-from tests.memory import test_plugins
-from tests.memory.test_plugins import (
-    OPTIMIZERS,
-    arrays_of,
-    batch,
-    is_same,
-    memories,
-    network,
-    tensors,
-)
+from tests.memory import offloaded
+from tests.memory.offloaded import OPTIMIZERS, arrays_of, batch, is_same, memories, network, tensors
 
 KINDS = ("device", "host", "disk")
-PLUGINS = {**test_plugins.PLUGINS, "ddp": (fs.DDPPlugin, {"data": 2}, "device")}
+PLUGINS = {**offloaded.PLUGINS, "ddp": (fs.DDPPlugin, {"data": 2}, "device")}
 
 
 def arrays_in(memory, n, scale=1):

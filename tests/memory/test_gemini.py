@@ -13,7 +13,7 @@ from fshard import P, optim
 from fshard.errors import MemoryLimitError
 from fshard.mesh.layout import flatten
 from tests.booster.loops import Loop, on_devices
-from tests.memory.test_plugins import OPTIMIZERS, batch, is_same, network, steps
+from tests.memory.offloaded import OPTIMIZERS, batch, is_same, network, steps
 
 GEMINI = partial(fs.GeminiPlugin, unit="*")
 RESIDENT = partial(fs.FSDPPlugin, unit="*")

@@ -12,16 +12,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.errors import CheckpointError, OptimizerError
-from tests.optim.test_torch_classes import (
-    PLUGINS,
-    Factored,
-    Lars,
-    Lion,
-    MyAdagrad,
-    groups_of,
-    net,
-    x_of,
-)
+from tests.optim.torch_classes import PLUGINS, Factored, Lars, Lion, MyAdagrad, groups_of, net, x_of
 
 
 class DampedLion(Lion):

@@ -13,8 +13,8 @@ from fshard import P, optim
 from fshard.errors import FshardError
 from fshard.optim import schedules
 from tests.optim.optimizers import WHOLE, WRAPPERS, laid
-from tests.optim.test_per_device import ROWS, momentum_init
-from tests.optim.test_torch_classes import Lars, groups_of, net
+from tests.optim.per_device_rules import ROWS, momentum_init
+from tests.optim.torch_classes import Lars, groups_of, net
 
 NAN, INF = float("nan"), float("inf")
 MESH = fs.make_mesh({"data": 2})

@@ -14,52 +14,12 @@ from fshard import P, optim
 from fshard.mesh.layout import flatten
 from fshard.testing import certify, check_elementwise
 from tests.optim.optimizers import by_step, by_update, laid, same, trees
-
-
-def momentum_init(params):
-    return tree_map(torch.zeros_like, params)
-
-
-def momentum_update(grads, state, params):
-    state = tree_map(lambda m, g: 0.9 * m + g, state, grads)
-    return tree_map(lambda m: -0.1 * m, state), state
-
-
-class State(NamedTuple):
-    """Like the parameters, of other shapes, None for some, numbers of each parameter, and a number."""
-
-    m: object
-    rows: object
-    norms: object
-    count: torch.Tensor
-
-
-def rows_init(params):
-    rows = tree_map(
-        lambda x: torch.zeros(x.shape[:1], dtype=x.dtype) if x.ndim > 1 else torch.zeros_like(x),
-        params,
-    )
-    norms = tree_map(lambda x: torch.zeros((), dtype=x.dtype), params)
-    return State(tree_map(torch.zeros_like, params), rows, norms, torch.zeros(()))
-
-
-def rows_update(grads, state, params):
-    """Divides by row norms, and by a ratio of sizes that is no number without elements."""
-    count = state.count + 1
-    m = tree_map(lambda m, g: m + g, state.m, grads)
-    rows = tree_map(
-        lambda r, g: r + (g.square().flatten(1).sum(1) if g.ndim > 1 else g.square()),
-        state.rows,
-        grads,
-    )
-    norms = tree_map(lambda n, g: n + g.norm(), state.norms, grads)
-
-    def move(x, r, n):
-        shape = x.shape if x.ndim > 1 and x.numel() else (1, 1)
-        return -0.1 * max(1, shape[0] / shape[1]) * x / (1 + r.sum() + n)
-
-    updates = tree_map(move, m, rows, norms)
-    return tree_map(lambda x: x / count.item(), updates), State(m, rows, norms, count)
+from tests.optim.per_device_rules import (
+    MOMENTUM,
+    ROWS,
+    State,
+    momentum_update,
+)
 
 
 def momentum_step(grads, state, params):
@@ -67,8 +27,6 @@ def momentum_step(grads, state, params):
     return tree_map(lambda p, u: p + u, params, updates), state
 
 
-MOMENTUM = optim.Optimizer(momentum_init, momentum_update, sharding="flat")
-ROWS = optim.Optimizer(rows_init, rows_update)
 PAIRS = {
     "momentum": MOMENTUM,
     "momentum of owners": replace(MOMENTUM, sharding="owners"),

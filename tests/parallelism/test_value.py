@@ -124,3 +124,12 @@ def test_old_names_raise_with_the_new_ones():
         fs.HybridParallelPlugin(pipeline=2).plan()
     with pytest.raises(AttributeError, match=r"'ModelPlan'. Use fs.Parallelism"):
         assert fs.plan.ModelPlan
+
+
+def test_parallelism_with_a_foreign_keyword_names_the_word():
+    with pytest.raises(
+        TypeError, match=r"Parallelism has no field 'tp_size'; its fields are data, .*Use tensor=2"
+    ):
+        fs.Parallelism(tp_size=2)
+    with pytest.raises(TypeError, match=r"Parallelism has no field 'batch'; its fields are"):
+        fs.Parallelism(batch=2)

@@ -47,6 +47,7 @@ def test_nodes_have_another_size():
             r"links\[1\].delay is unknown; .*; links\[1\].latency is missing",
         ),
         ("[flops]", "[flops", "the file must be TOML"),
+        ("bf16 = ", 'bf16 = "fast" #', "flops.bf16 must be a number; got 'fast'"),
     ],
 )
 def test_wrong_files_raise_with_the_key(old, new, message, tmp_path):
@@ -55,6 +56,15 @@ def test_wrong_files_raise_with_the_key(old, new, message, tmp_path):
     assert old in text
     path.write_text(text.replace(old, new))
     with pytest.raises(PlanError, match=message):
+        cluster(path)
+
+
+def test_files_whose_links_are_no_tables_raise(tmp_path):
+    path = tmp_path / "machine.toml"
+    path.write_text(
+        'name = "x"\nmemory = 1\nbandwidth = 1\nhost = 1\ndisk = 1\nlinks = 3\n[flops]\nf32 = 1\n'
+    )
+    with pytest.raises(PlanError, match=r"links must be tables \[\[links\]\]; got 3"):
         cluster(path)
 
 

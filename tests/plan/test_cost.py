@@ -9,47 +9,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional
 
 import fshard as fs
 from fshard import P, optim
 from fshard.errors import PlanError
 from fshard.mesh.layout.counting import LedgerRow
-from fshard.plan import NetworkLink, cluster, cost
+from fshard.plan import NetworkLink, cost
 from fshard.plan.timing import times_of
 from fshard.plan.trace import CollectiveStart, CollectiveWait, Copy, Operation
 from fshard.source import Site
+from tests.plan.machines import FIXED, H100, ROWS, TOKENS, WIDTH, Block
 from tests.sampled import THOROUGH
 
-H100 = cluster("h100")
-WIDTH, HEADS, TOKENS, ROWS = 16, 4, 6, 16
 OPTIMIZERS = {
     "adamw": lambda: optim.adamw(0.1),
     "clipped": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1)),
     "sgd": lambda: optim.sgd(0.1, momentum=0.9),
     "masters": lambda: optim.with_master_weights(optim.adamw(0.1)),
 }
-
-
-class Block(nn.Module):
-    def __init__(self, kv_heads):
-        super().__init__()
-        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.k, self.v = (nn.Linear(WIDTH, WIDTH // HEADS * kv_heads) for _ in range(2))
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 2 * WIDTH),
-            nn.Linear(2 * WIDTH, WIDTH),
-        )
-
-    def forward(self, x):
-        heads = [
-            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        ]
-        y = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 def program(sizes, *, layers, kv_heads, stage, name, recomputed, dtype, **options):
@@ -208,11 +185,6 @@ def test_drawn_plans_of_stages_have_the_bytes_and_the_peak_of_the_run(options):
     assert report.seconds == max(device.times.step for device in report.devices.values()) and str(
         report
     )
-
-
-FIXED = {
-    "layers": 2, "kv_heads": 2, "stage": 3, "name": "adamw", "recomputed": False, "dtype": torch.float32,
-}  # fmt: skip
 
 
 def in_process(n, stage):

@@ -10,7 +10,7 @@ import fshard as fs
 from fshard import P
 from fshard.errors import PlanError
 from fshard.plan import cluster, cost, rank
-from tests.plan.test_cost import FIXED, H100, Block
+from tests.plan.machines import FIXED, H100, Block
 
 WIDTH, TOKENS = 16, 6
 

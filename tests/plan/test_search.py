@@ -192,7 +192,7 @@ def test_any_module_with_a_list_of_layers_is_planned():
         search(nn.Linear(2, 2), batch, **options)
     with pytest.raises(
         PlanError,
-        match=r"the model cannot be planned, such as with Parallelism.*must have same reduction dim",
+        match=r"no plan of 2 devices runs. Parallelism.*must have same reduction dim",
     ):
         search(Stubborn(), batch, **options)
     unlike = Model()
@@ -349,6 +349,57 @@ def test_sizes_are_read_from_a_config_of_hugging_face(tmp_path, capsys):
         match="equal layers with usual attention; got kv_lora_rank, first_k_dense_replace",
     ):
         Transformer.from_config({**CONFIG, "kv_lora_rank": 8, "first_k_dense_replace": 3})
+
+
+def test_search_where_nothing_runs_names_each_number_that_does_not_divide():
+    """Seven devices: the samples are the reason that most have in mind, not the program of tensor=7."""
+    options = {"devices": 7, "cluster": H100, "optimizer": optim.sgd(0.1)}
+    with pytest.raises(PlanError) as info:
+        search(SMALL, global_batch=64, **options)
+    text = str(info.value)
+    assert "must divide the samples of a step, 64; got 7 * 1 * 1 * 1" in text
+    assert f"must be at most the number of layers, {SMALL.layers}; got 7 * 1" in text
+
+
+def test_machines_that_are_no_clusters_raise_with_the_way_out():
+    options = {"devices": 2, "global_batch": 8, "optimizer": optim.sgd(0.1)}
+    expected = r"cluster must be a Cluster; got 'h100'. Write cluster=fs.plan.cluster\('h100'\)"
+    with pytest.raises(PlanError, match=f"plan.search: {expected}"):
+        search(SMALL, cluster="h100", **options)
+    with pytest.raises(PlanError, match=f"plan.rank: {expected}"):
+        fs.plan.rank(lambda mesh: None, devices=2, axes=["data"], cluster="h100")
+    mesh = fs.make_mesh({"data": 1})
+    step = fs.train_step(
+        lambda x, batch: (x * batch).sum(), optim.sgd(0.1), mesh=mesh, batch=fs.P("data")
+    )
+    with pytest.raises(PlanError, match=f"plan.cost: {expected}"):
+        fs.plan.cost(step, torch.ones(1), (), torch.ones(1), cluster="h100")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        ("{", "must be a config.json of Hugging Face"),
+        ("[1]", "must have a JSON object; got list"),
+    ],
+)
+def test_commands_print_one_line_for_wrong_configs(content, message, tmp_path, capsys):
+    path = tmp_path / "model.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["plan", str(path), "--devices", "2", "--gpu", "h100", "--global-batch", "8"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_commands_print_one_line_for_folders_that_are_not_there(tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    words = ["--devices", "2", "--gpu", "h100", "--global-batch", "8"]
+    missing = tmp_path / "nowhere" / "plan.toml"
+    assert main(["plan", str(config), *words, "-o", str(missing)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 class FusedBlock(nn.Module):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P
-from fshard.testing.processes import run_processes
+from tests.processes import run_processes
 from tests.transforms.gradients import assert_equal, serial, sharded
 from tests.transforms.module.zoo import MODULES, D
 

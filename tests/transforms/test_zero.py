@@ -11,15 +11,9 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.layout import flatten, map_leaves
 from fshard.testing import gpt
+from tests.transforms.placement import placed
 
 STAGES = (0, 1, 2, 3)
-
-
-def placed(params, stage, mesh):
-    """Shard parameters; small units stay apart where leaves of blocks are."""
-    has_blocks = isinstance(params, dict) and "blocks" in params
-    rules = fs.fsdp("data", unit="blocks[*]" if has_blocks else 1)
-    return fs.shard_params(params, rules if stage == 3 else P(), mesh=mesh)
 
 
 def optimizer(stage, mesh, opt=None):

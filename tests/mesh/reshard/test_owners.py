@@ -15,7 +15,7 @@ from fshard.mesh.layout.sharded import flatten_shards
 from fshard.optim.contract import copied, pure_step
 from fshard.optim.sharded.layouts import assign_owners
 from tests.optim.optimizers import ALL
-from tests.transforms.test_zero import placed
+from tests.transforms.placement import placed
 
 STAGES = (1, 2, 3)
 

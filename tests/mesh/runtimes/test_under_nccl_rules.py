@@ -12,12 +12,12 @@ import torch
 import fshard as fs
 from fshard import P
 from fshard.pipeline.schedule.builders import BUILDERS
-from fshard.testing.processes import Processes
-from tests import test_foreign_backward
+from tests import foreign_programs
 from tests.foreign_backward import foreign_backward
+from tests.foreign_programs import adamw, draw, layers
 from tests.mesh.runtimes import nccl_rules
-from tests.mesh.runtimes.test_process import the_example
-from tests.test_foreign_backward import adamw, draw, layers
+from tests.mesh.runtimes.programs import the_example
+from tests.processes import Processes
 
 
 def stages(name, count):
@@ -114,7 +114,7 @@ def hybrid():
 TWO = {
     **{
         name: program
-        for name, (program, _) in test_foreign_backward.PROGRAMS.items()
+        for name, (program, _) in foreign_programs.PROGRAMS.items()
         if name != "refused"
     },
     **{f"{name} of 2": partial(stages, name, 2) for name in BUILDERS},

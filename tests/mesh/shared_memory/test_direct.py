@@ -13,7 +13,8 @@ import fshard as fs
 from fshard.mesh.runtimes.process import ProcessWorld, leave
 from fshard.mesh.shared_memory import meet
 from fshard.mesh.shared_memory.transport import SharedMemory
-from fshard.testing.processes import Processes, run_processes
+from tests.mesh.shared_memory.messages import UNEVEN, uneven_message
+from tests.processes import Processes, run_processes
 
 pytestmark = pytest.mark.skipif(
     meet._libc() is None, reason="this system does not read other processes' memory"
@@ -107,29 +108,6 @@ def call_differently(kind):
         leave(waiting=False)
         return str(error)
     return None
-
-
-def uneven_jvp(w, first):
-    torch.func.jvp(lambda w: fs.psum(w * 1 if first else torch.ones(2), "d"), (w,), (w * 10,))
-    fs.psum(torch.ones(2), "d")
-
-
-def uneven_backward(w, first):
-    y = fs.all_gather(w * 1 if first else torch.ones(2), "d")
-    if first:
-        torch.autograd.grad(y.sum(), w)
-    fs.psum_scatter(torch.arange(4.0), "d")
-
-
-def uneven_message(w, first):
-    def hand_on(w):
-        return fs.send(w, "d", to=1) if first else fs.recv(torch.empty(2), "d", source=0)
-
-    torch.func.jvp(lambda w: hand_on(w * 1), (w,), (w * 10,))
-    hand_on(w)
-
-
-UNEVEN = {uneven_jvp: "tangents", uneven_backward: "cotangents", uneven_message: "tangents"}
 
 
 def differentiate_unevenly(f):

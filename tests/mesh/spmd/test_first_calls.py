@@ -5,7 +5,7 @@ import torch
 import fshard as fs
 from fshard import P
 from fshard.errors import LostProcessError, MismatchError, PromiseError
-from fshard.testing.processes import run_processes
+from tests.processes import run_processes
 
 X, W = torch.arange(1.0, 13).double().view(6, 2), torch.tensor([0.5, -2.0]).double()
 

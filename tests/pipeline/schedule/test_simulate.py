@@ -15,7 +15,7 @@ from fshard.pipeline.schedule.communication import with_messages, with_units
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.simulate import simulate
 from fshard.pipeline.schedule.verify import verify
-from tests.pipeline.schedule.test_verify import NAMES, some_schedule
+from tests.pipeline.schedule.drawn import NAMES, some_schedule
 
 TWO = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", name="two")
 

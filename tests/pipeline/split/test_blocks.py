@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import fshard as fs
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.transforms.stages.functions import stage_functions
-from tests.transforms.module import test_hugging_face as hugging_face
+from tests.transforms.module import hugging_face
 
 WORDS, WIDTH, BLOCKS = 11, 8, 4
 NO_SHRINK = [Phase.explicit, Phase.generate]

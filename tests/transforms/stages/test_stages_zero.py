@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 import fshard as fs
 from fshard import P
 from fshard.pipeline.schedule.builders import BUILDERS
-from fshard.testing.processes import run_processes
+from tests.processes import run_processes
+from tests.transforms.stages.head import Head
 
 # -- a model: a small GPT as layers, with dropout and tied embeddings -------------------------------------------------
 
@@ -37,15 +38,6 @@ class Block(nn.Module):
         y = self.norm(x)
         x = x + self.attention(y, y, y, attn_mask=self.mask, need_weights=False)[0]
         return x + self.mlp(x)
-
-
-class Head(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.weight, self.scale = weight, nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return self.scale * x @ self.weight.T
 
 
 def gpt(blocks, seed=0):

@@ -1,0 +1,59 @@
+"""The processes of tests: those of `fshard.testing`, under the rules of other machines where asked for.
+
+    FSHARD_BACKEND=nccl_rules      each function runs under the rules of NCCL: see `nccl_rules`
+    FSHARD_FOREIGN_BACKWARD=1      each backward runs in a thread of another engine
+
+Tests of processes take them from here, so that the suite can be run under either.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from fshard.testing.processes import Processes as LibraryProcesses
+
+HAS_RULES = os.environ.get("FSHARD_BACKEND") == "nccl_rules"
+"""True if all processes of tests are to use the rules of NCCL; programs that tests start do not."""
+
+HAS_FOREIGN_ENGINE = bool(os.environ.get("FSHARD_FOREIGN_BACKWARD"))
+"""True if all backwards are to run in threads of another engine."""
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that processes run in place of a test's."""
+    # Imported where asked for: processes import this file too, and the rules register a backend.
+    if HAS_FOREIGN_ENGINE:
+        from tests.foreign_backward import Foreign
+
+        function = Foreign(function)
+    if HAS_RULES:
+        from tests.mesh.runtimes.nccl_rules import Ruled
+
+        function = Ruled(function)
+    return function
+
+
+class Processes(LibraryProcesses):
+    """A pool of processes, which run functions under the rules that are asked for."""
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return super().run(wrapped(fn), *args, **kwargs)
+
+    def run_last(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return super().run_last(wrapped(fn), *args, **kwargs)
+
+
+def run_processes(
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    backend: str = "gloo",
+    environment: dict[str, str] | None = None,
+    timeout: float = 60.0,
+    fresh: bool = False,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run a function in new processes, as `fshard.testing.run_processes` does."""
+    options: Any = {"backend": backend, "environment": environment}
+    with Processes(n, timeout=timeout, fresh=fresh, **options) as pool:
+        return pool.run_last(fn, *args, **kwargs)
