@@ -20,6 +20,7 @@ from nbclient import NotebookClient
 import fshard as fs
 from fshard.launching import travel
 from tests.ended import gone
+from tests.processes import wrapped
 
 
 def total(scale, add=0.0):
@@ -34,8 +35,8 @@ def test_launch_returns_results_in_rank_order():
         lambda: fs.psum(torch.randn(200, 200) @ torch.randn(200, 200), "data"),
         mesh=fs.make_mesh({"data": 4}),
     )
-    assert fs.launch(total, 0.5, processes=3, add=1.0) == [(2.5, 0), (2.5, 1), (2.5, 2)]
-    assert fs.launch(total, 0.5, processes=1, device="cpu") == [(0.5, 0)]
+    assert fs.launch(wrapped(total), 0.5, processes=3, add=1.0) == [(2.5, 0), (2.5, 1), (2.5, 2)]
+    assert fs.launch(wrapped(total), 0.5, processes=1, device="cpu") == [(0.5, 0)]
     assert fs.make_mesh({"data": 4}).runtime == "virtual"
 
 
@@ -102,7 +103,7 @@ def fail(who, pids):
 
 def test_launch_error_is_raised_and_processes_end(tmp_path):
     with pytest.raises(KeyError, match="mine") as error:
-        fs.launch(fail, 1, tmp_path, processes=2)
+        fs.launch(wrapped(fail), 1, tmp_path, processes=2)
     assert 'in fail\n    raise KeyError("mine")' in error.value.__notes__[0]
     assert any("then process 0 failed:\nLostProcessError" in note for note in error.value.__notes__)
     pids = [int(file.name) for file in tmp_path.iterdir()]

@@ -13,6 +13,7 @@ from torch import nn
 import fshard as fs
 from fshard.errors import CheckpointError, OptimizerError
 from tests.optim.torch_classes import PLUGINS, Factored, Lars, Lion, MyAdagrad, groups_of, net, x_of
+from tests.processes import wrapped
 
 
 class DampedLion(Lion):
@@ -250,7 +251,7 @@ def of_processes(folder):
 def test_processes_continue_what_virtual_devices_saved(tmp_path):
     for kind in ("DampedLion", "Factored"):
         train(kind, "fsdp", 4, range(2), save=tmp_path / kind / "1", **EXACT)
-    fs.launch(of_processes, tmp_path, processes=2)
+    fs.launch(wrapped(of_processes), tmp_path, processes=2)
     for kind in ("DampedLion", "Factored"):
         (wanted,) = train(kind, "ddp", 1, range(6), **EXACT)
         for one in train(kind, "zero 2", 4, range(4, 6), tmp_path / kind / "2", **EXACT):
