@@ -6,7 +6,6 @@ The tables of `docs/migrating.md` have all of these.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -111,36 +110,3 @@ def renamed_keywords(**names: str) -> Callable[[Decorated], Decorated]:
         return target
 
     return decorate
-
-
-Class = TypeVar("Class", bound=type)
-
-
-def knows_keywords(target: Class) -> Class:
-    """Let a dataclass raise for keywords that are no fields, with fshard's words for others.
-
-    >>> from dataclasses import dataclass
-    >>> @knows_keywords
-    ... @dataclass
-    ... class Sizes:
-    ...     tensor: int = 1
-    >>> Sizes(tp_size=2)
-    Traceback (most recent call last):
-    TypeError: Sizes has no field 'tp_size'; its fields are tensor. Use tensor=2, sample=batch.
-    """
-    dataclass_of_fields: Any = target
-    init = dataclass_of_fields.__init__
-    legal = [field.name for field in fields(dataclass_of_fields)]
-
-    @wraps(init)
-    def run(*args: Any, **keywords: Any) -> None:
-        for name in keywords:
-            if name not in legal:
-                raise TypeError(
-                    f"{target.__name__} has no field {name!r}; its fields are "
-                    f"{', '.join(legal)}.{hint(name)}"
-                )
-        init(*args, **keywords)
-
-    dataclass_of_fields.__init__ = run
-    return target

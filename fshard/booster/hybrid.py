@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from inspect import Parameter, Signature, signature
 from math import prod
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from torch import nn
 
@@ -22,7 +22,7 @@ from fshard.parallelism.value import FIELDS, Parallelism, present_devices
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.split.balance import Balance, check_balance
 from fshard.tensor.plan import TOLERANCE
-from fshard.transforms.options import refusal, unknown
+from fshard.transforms.options import refusal
 from fshard.transforms.shard_params import Rules
 
 OF_STAGES = ("microbatches", "schedule", "chunks", "recompute")
@@ -64,11 +64,9 @@ class HybridParallelPlugin(Plugin):
     offload: Literal["host", "disk"] | None = None
     pipeline_axis: str = "pipe"
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        legal = [*cls.__dataclass_fields__, *FIELDS]
-        if errors := unknown(cls.__name__, options, legal):
-            raise TypeError(f"{errors[0]}.")
-        return object.__new__(cls)
+    @classmethod
+    def keywords(cls) -> list[str]:
+        return [*super().keywords(), *FIELDS]
 
     def __init__(self, parallelism: Parallelism | None = None, **options: Any) -> None:
         sizes = {name: options.pop(name) for name in FIELDS if name in options}

@@ -31,6 +31,7 @@ from fshard.optim.partition import Stage
 from fshard.tensor.plan import Plan
 from fshard.transforms.options import (
     COMPUTE_DTYPES,
+    KnownKeywords,
     Options,
     Precision,
     flag,
@@ -48,7 +49,7 @@ _PRECISIONS: dict[Any, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plugin:
+class Plugin(KnownKeywords):
     """The options of every plugin.
 
     Args:
@@ -80,12 +81,6 @@ class Plugin:
     seed: int = 0
     buffers: Choice = None
     options: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        errors = unknown(cls.__name__, options, cls.__dataclass_fields__)
-        if errors:
-            raise TypeError(f"{errors[0]}.")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if isinstance(self.precision, torch.dtype):

@@ -16,7 +16,6 @@ from os import PathLike
 from typing import Any, Literal, get_args
 
 from fshard.errors import PlanError
-from fshard.foreign_names import knows_keywords
 from fshard.mesh.layout import Mesh
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.mesh import Runtime
@@ -29,7 +28,14 @@ from fshard.pipeline.schedule.builders import BUILDERS, pipeline_schedule
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.tensor.layer_plans import SequenceMode
 from fshard.tensor.sequence import Algorithm
-from fshard.transforms.options import integer, must_be, one_of, refusal, unknown
+from fshard.transforms.options import (
+    KnownKeywords,
+    integer,
+    must_be,
+    one_of,
+    refusal,
+    unknown,
+)
 
 Recomputed = str | int
 """The layers whose activations are recomputed: see `Parallelism`."""
@@ -50,9 +56,8 @@ SIZES = ("data", "replicas", "experts", "pipeline", "sequence", "tensor")
 """The numbers of devices along each axis, whose product is the number of devices."""
 
 
-@knows_keywords
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Parallelism:
+class Parallelism(KnownKeywords):
     """How devices share a training step: the sizes of the mesh, ZeRO, stages and microbatches.
 
     A number of devices is called like what they share: `sequence=2` are two devices that share

@@ -28,6 +28,7 @@ from typing import (
     Literal,
     ParamSpec,
     Protocol,
+    Self,
     TypeVar,
     get_args,
     get_origin,
@@ -424,6 +425,32 @@ def unknown(name: str, keys: Iterable[str], legal: Iterable[str]) -> list[str]:
     if not illegal:
         return []
     return [f"{name} has no {', '.join(illegal)}; legal: {', '.join(legal)}"]
+
+
+class KnownKeywords:
+    """A base of dataclasses whose error for other keywords names the legal ones, and our words.
+
+    >>> @dataclass
+    ... class Sizes(KnownKeywords):
+    ...     tensor: int = 1
+    >>> Sizes(tp_size=2)
+    Traceback (most recent call last):
+    TypeError: Sizes has no 'tp_size' (use tensor=2, sample=batch); legal: tensor.
+    """
+
+    @classmethod
+    def keywords(cls) -> list[str]:
+        """Return the legal keywords."""
+        declared: Any = cls
+        return [field.name for field in fields(declared)]
+
+    # Before `__init__`, whose own error would name only the first one, and no legal one.
+    def __new__(cls, *args: Any, **keywords: Any) -> Self:
+        # Copies and pickles of a dataclass are made without any.
+        errors = unknown(cls.__name__, keywords, cls.keywords()) if keywords else []
+        if errors:
+            raise TypeError(f"{errors[0]}.")
+        return super().__new__(cls)
 
 
 def refusal(function: Callable[[], Any]) -> list[str]:

@@ -128,8 +128,9 @@ def test_old_names_raise_with_the_new_ones():
 
 def test_parallelism_with_a_foreign_keyword_names_the_word():
     with pytest.raises(
-        TypeError, match=r"Parallelism has no field 'tp_size'; its fields are data, .*Use tensor=2"
+        TypeError,
+        match=r"Parallelism has no 'tp_size' \(use tensor=2, sample=batch\); legal: data, pipeline",
     ):
         fs.Parallelism(tp_size=2)
-    with pytest.raises(TypeError, match=r"Parallelism has no field 'batch'; its fields are"):
+    with pytest.raises(TypeError, match=r"Parallelism has no 'batch'; legal: data"):
         fs.Parallelism(batch=2)
