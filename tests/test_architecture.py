@@ -151,32 +151,32 @@ def package_of(module: str, packages: set[str]) -> str:
 
 def violations(files: dict[str, str]) -> list[str]:
     """List the imports that MAY_IMPORT forbids, in `files`: path inside the package -> source."""
-    found: list[str] = []
+    actual: list[str] = []
     present = {Path(path).parts[0].removesuffix(".py") for path in files} - {"__init__"}
     packages = present | set(MAY_IMPORT)
     for path, source in files.items():
         folder = ".".join(["fshard", *Path(path).parts[:-1]])
         package = package_of(f"fshard.{Path(path).parts[0].removesuffix('.py')}", packages)
         if package not in MAY_IMPORT:
-            found.append(f"fshard/{path}: the package `{package}` is not in the table MAY_IMPORT")
+            actual.append(f"fshard/{path}: the package `{package}` is not in the table MAY_IMPORT")
             continue
         for line, module in imports(source, folder):
             if module.split(".")[0] != "fshard":
                 continue
             target = package_of(module, packages)
             if target != package and target not in MAY_IMPORT[package]:
-                found.append(
+                actual.append(
                     f"fshard/{path}:{line}: `{package}` may not import `{module}` (package `{target}`)"
                 )
-    return found
+    return actual
 
 
 def test_packages_import_only_downwards():
     files = {
         path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in MODULES
     }
-    found = violations(files)
-    assert not found, "\n" + "\n".join(found)
+    actual = violations(files)
+    assert not actual, "\n" + "\n".join(actual)
 
 
 def test_folders_have_at_most_16_files():
@@ -238,15 +238,15 @@ def mesh_layer(module: str) -> int:
 
 def test_imports_inside_mesh_point_downwards():
     names = {module_name(path): path for path in MODULES}
-    found: list[str] = []
+    actual: list[str] = []
     for name, path in names.items():
         if name.startswith("fshard.mesh"):
             package = name if path.name == "__init__.py" else name.rpartition(".")[0]
             for line, target in imports(path.read_text(encoding="utf-8"), package):
                 target = target if target in names else target.rpartition(".")[0]
                 if target.startswith("fshard.mesh") and mesh_layer(target) > mesh_layer(name):
-                    found.append(f"{name}:{line} imports {target}")
-    assert found == []
+                    actual.append(f"{name}:{line} imports {target}")
+    assert actual == []
 
 
 def module_name(path: Path) -> str:
@@ -260,8 +260,8 @@ def test_modules_have_no_import_cycle():
     below: dict[str, set[str]] = {}
     for name, path in names.items():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        found = [each.module for each in imports(path.read_text(encoding="utf-8"), package)]
-        below[name] = {each if each in names else each.rpartition(".")[0] for each in found} & {
+        actual = [each.module for each in imports(path.read_text(encoding="utf-8"), package)]
+        below[name] = {each if each in names else each.rpartition(".")[0] for each in actual} & {
             *names
         } - {"fshard"}
     while ready := {name for name, lower in below.items() if not lower}:
@@ -369,14 +369,14 @@ def prose_and_names(path: Path) -> Iterator[str]:
 def test_library_has_no_banned_word():
     banned = banned_words()
     assert {"whole", "told", "lies"} <= banned
-    found = {
+    actual = {
         f"{path.relative_to(ROOT)}: {word}"
         for path in MODULES
         for text in prose_and_names(path)
         for word in re.findall(r"[A-Za-z][a-z]*", text)
         if word.lower() in banned
     }
-    assert sorted(found) == []
+    assert sorted(actual) == []
 
 
 # The public API.
@@ -385,7 +385,7 @@ def test_library_has_no_banned_word():
 @functools.cache
 def attribute_docstrings() -> dict[str, str]:
     """Collect the strings below `NAME = value`: the docstrings of constants and aliases."""
-    found: dict[str, str] = {}
+    actual: dict[str, str] = {}
     for path in MODULES:
         body = ast.parse(path.read_text(encoding="utf-8")).body
         for assignment, below in pairwise(body):
@@ -394,8 +394,8 @@ def attribute_docstrings() -> dict[str, str]:
                     ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)),
                     ast.Expr(ast.Constant(str(text))),
                 ):
-                    found[name] = text
-    return found
+                    actual[name] = text
+    return actual
 
 
 def docstring(name: str) -> str:

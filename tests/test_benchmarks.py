@@ -122,8 +122,8 @@ def test_a_model_is_the_same_as_functions_and_as_a_module(load, make):
     params = {name: x.requires_grad_() for name, x in model.init(3).items()}
     loss = model.loss(params, batch)
     expected = torch.autograd.grad(loss, list(params.values()))
-    found = torch.autograd.grad(module(batch), list(module.parameters()))
-    assert torch.equal(module(batch), loss) and all(map(torch.equal, found, expected))
+    actual = torch.autograd.grad(module(batch), list(module.parameters()))
+    assert torch.equal(module(batch), loss) and all(map(torch.equal, actual, expected))
 
 
 def test_calls_are_timed_in_turn(load):

@@ -34,10 +34,10 @@ def outputs(guide):
     """Run the blocks of a guide; return what each prints and what the guide shows."""
     torch.manual_seed(0)
     text, names = guide.read_text(), {"__name__": "guide"}
-    found = SHOWN.findall(text)
-    assert [block for block, _ in found] == python_blocks(text)
+    actual = SHOWN.findall(text)
+    assert [block for block, _ in actual] == python_blocks(text)
     with mock.patch.dict(os.environ):
-        return [(run_block(block, names, guide), shown) for block, shown in found]
+        return [(run_block(block, names, guide), shown) for block, shown in actual]
 
 
 def without_trailing_spaces(text):

@@ -93,11 +93,11 @@ class Job:
 
     def lines(self):
         """Return the last line of each process's log, by its number."""
-        found = {}
+        actual = {}
         for path in self.folder.glob("log-*.jsonl"):
             if rows := path.read_text().splitlines():
-                found[int(re.findall(r"\d+", path.name)[-1])] = json.loads(rows[-1])
-        return found
+                actual[int(re.findall(r"\d+", path.name)[-1])] = json.loads(rows[-1])
+        return actual
 
     def trained(self, processes, after, steps=1):
         """Wait until a number of processes have each trained some steps since a time; return their numbers."""

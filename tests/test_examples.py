@@ -28,13 +28,13 @@ def test_pipeline_prints_equal_losses_under_any_schedule():
 
 
 def test_pipeline_losses_fall():
-    found = [
+    actual = [
         *map(
             float,
             losses(alexnet("--stages", "2", "--steps", "30", "--batch", "24", "--width", "16")),
         )
     ]
-    assert found[-1] < 0.7 * found[0]
+    assert actual[-1] < 0.7 * actual[0]
 
 
 def llama(*options):

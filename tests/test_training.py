@@ -68,9 +68,9 @@ CASES = {
         if name not in OF_ALL_SAMPLES
     },
     "no dropout": Case(lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).eval()),
-    "gradient penalty": Case(MODULES["called three times"], called=penalty, width=D, ways=LOOP),
-    "wasteful": Case(Wasteful, taken=lambda y: y["wanted"].square().mean()),
-    "objects": Case(OnGraphs, given=lambda x: Graph(x, ["a", "b"]), ways=LOOP),
+    "gradient penalty": Case(MODULES["called three times"], forward=penalty, width=D, ways=LOOP),
+    "wasteful": Case(Wasteful, to_loss=lambda y: y["wanted"].square().mean()),
+    "objects": Case(OnGraphs, to_inputs=lambda x: Graph(x, ["a", "b"]), ways=LOOP),
 }
 BY_PAIRS = in_pairs(CASES, range(4), WAYS, (momentum, adamw), (1, 2, 4))
 

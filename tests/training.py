@@ -25,21 +25,21 @@ class Case(NamedTuple):
     """A module, its inputs, how it is called, and how a loss is made of its output."""
 
     make: Any
-    given: Any = lambda x: x
-    taken: Any = lambda y: y.square().mean()
-    called: Any = lambda model, x: model(x)
+    to_inputs: Any = lambda x: x
+    to_loss: Any = lambda y: y.square().mean()
+    forward: Any = lambda model, x: model(x)
     width: int = 3
     ways: tuple[str, ...] = ("loop", "booster.step", "train_step")
 
     def batch(self, step, dtype, n=1, at=0):
         """Return a device's part of a batch: of the same 8 samples on any number of devices."""
         draw = torch.Generator().manual_seed(step)
-        return self.given(
+        return self.to_inputs(
             torch.randn(8, self.width, generator=draw, dtype=torch.float64).chunk(n)[at].to(dtype)
         )
 
     def loss(self, model, *which):
-        return self.taken(self.called(model, self.batch(*which)))
+        return self.to_loss(self.forward(model, self.batch(*which)))
 
 
 def momentum(model):
@@ -99,7 +99,7 @@ def stepped(case, plugin, n, optimizer=momentum):
     torch.manual_seed(1)
     model = case.make().double()
     booster = fs.Booster(plugin=PLUGINS[plugin](mesh=fs.make_mesh({"data": n})))
-    state = booster.init(model, optimizer(model), lambda y, _: case.taken(y))
+    state = booster.init(model, optimizer(model), lambda y, _: case.to_loss(y))
     losses = []
     for step in range(STEPS):
         state, metrics = booster.step(state, (case.batch(step, torch.float64), torch.zeros(8)))
@@ -119,7 +119,7 @@ def by_train_step(case, stage, n, optimizer=momentum, wrap=lambda opt: opt, **op
     params = fs.shard_params(params, fs.fsdp("data", unit=1) if stage == 3 else P(), mesh=mesh)
 
     def loss_fn(params, x):
-        return case.taken(apply(params, buffers, x)[0])
+        return case.to_loss(apply(params, buffers, x)[0])
 
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options)
     state, losses = opt.init(params), []
@@ -153,5 +153,7 @@ def assert_trained_alike(case, *results, optimizer=momentum, clip=None, toleranc
 
 def bits(case, plugin, n):
     """Return what each device has learnt in reproducible mode, with dropout."""
-    found = boosted(case, PLUGINS[plugin](reproducible=True), n, adamw, torch.float32, dropout=0.25)
-    return [learnt for _, learnt in found]
+    actual = boosted(
+        case, PLUGINS[plugin](reproducible=True), n, adamw, torch.float32, dropout=0.25
+    )
+    return [learnt for _, learnt in actual]

@@ -58,7 +58,7 @@ def outcome(op: Any, sample: Any, draw: random.Random) -> str:  # noqa: PLR0911
         return "skipped"
     try:
         torch.manual_seed(0)
-        found = op(*placed(args, draw, made), **placed(sample.kwargs, draw, made))
+        actual = op(*placed(args, draw, made), **placed(sample.kwargs, draw, made))
     except (
         fs.errors.FshardError,
         NotImplementedError,
@@ -69,7 +69,7 @@ def outcome(op: Any, sample: Any, draw: random.Random) -> str:  # noqa: PLR0911
         AttributeError,
     ) as error:
         return f"refused: {type(error).__name__}: {str(error)[:90]}"
-    pairs = list(zip(tensors(found), tensors(wanted), strict=False))
+    pairs = list(zip(tensors(actual), tensors(wanted), strict=False))
     for y, z in pairs:
         if not isinstance(z, Tensor):
             if y != z:
@@ -152,15 +152,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for op in entries():
         try:
-            found = judge(op)
+            actual = judge(op)
         except Exception as error:
-            found = [f"refused: no samples: {error}"[:80]]
-        kinds = {one.partition(":")[0].split()[0] for one in found}
+            actual = [f"refused: no samples: {error}"[:80]]
+        kinds = {one.partition(":")[0].split()[0] for one in actual}
         verdict = "wrong" if "wrong" in kinds else "supported" if "equal" in kinds else "refused"
         counts[verdict] += 1
         counts["partly refused"] += verdict == "supported" and "refused" in kinds
         if verdict != "supported" or "-v" in sys.argv:
-            first = next((one for one in found if one != "equal"), "")
+            first = next((one for one in actual if one != "equal"), "")
             sys.stdout.write(f"{verdict} {op.name} {op.variant_test_name} {first}\n")
     sys.stdout.write(f"{dict(counts)}\n")
 

@@ -52,18 +52,18 @@ def check(
         if m:
             x.requires_grad_()
     torch.manual_seed(seed)
-    wanted = tensors(f(*plain))
+    expected = tensors(f(*plain))
     torch.manual_seed(seed)
     result = f(*arrays)
-    found = tensors(result)
-    assert len(found) == len(wanted)
-    for y, z in zip(found, wanted, strict=True):
+    actual = tensors(result)
+    assert len(actual) == len(expected)
+    for y, z in zip(actual, expected, strict=True):
         assert isinstance(y, fs.Sharded), y
         y.check()
         assert (y.shape, y.dtype) == (tuple(z.shape), z.dtype)
         torch.testing.assert_close(fs.unshard(y), z, equal_nan=True)
     draw = torch.Generator().manual_seed(seed)
-    pairs = [(y, z) for y, z in zip(found, wanted, strict=True) if z.requires_grad]
+    pairs = [(y, z) for y, z in zip(actual, expected, strict=True) if z.requires_grad]
     if not pairs:
         return result
     assert all(y.requires_grad for y, _ in pairs)

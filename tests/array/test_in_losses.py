@@ -55,9 +55,9 @@ def test_loss_of_arrays_has_the_serial_gradient(rules):
     params = fs.shard_params(SERIAL, rules, mesh=MESH)
     with fs.ledger() as comm:
         loss, grads = fs.value_and_grad(loss_of_arrays, mesh=MESH, batch=P("data"))(params, IDS)
-    wanted, value = torch.func.grad_and_value(loss_fn)(SERIAL, IDS)
+    expected, value = torch.func.grad_and_value(loss_fn)(SERIAL, IDS)
     torch.testing.assert_close(loss, value.float(), check_dtype=False)
-    torch.testing.assert_close(fs.unshard(grads), wanted)
+    torch.testing.assert_close(fs.unshard(grads), expected)
     assert not comm.calls(collective="all_to_all")  # the logits stay sharded over the vocabulary
 
 
@@ -68,11 +68,11 @@ def test_arrays_in_shard_map_know_their_device():
             MODEL.with_spec(P("model")),
             (SERIAL["words"].chunk(2)[fs.axis_index("model")],),
         )
-        found = F.embedding(fs.Sharded(tuple(ids.shape), MODEL, (ids,)), words)
-        return fs.array.constrain(found, P()).local
+        actual = F.embedding(fs.Sharded(tuple(ids.shape), MODEL, (ids,)), words)
+        return fs.array.constrain(actual, P()).local
 
-    found = fs.shard_map(look_up, mesh=MESH, in_specs=P("data"), out_specs=P("data"))(IDS)
-    torch.testing.assert_close(fs.unshard(found), F.embedding(IDS, SERIAL["words"]))
+    actual = fs.shard_map(look_up, mesh=MESH, in_specs=P("data"), out_specs=P("data"))(IDS)
+    torch.testing.assert_close(fs.unshard(actual), F.embedding(IDS, SERIAL["words"]))
 
 
 # Dims that the devices do not divide, and dims in zigzag order.
@@ -130,11 +130,11 @@ def check_dims(name, n, is_zigzag, dims):
             f, [params.get(str(number), x) for number, x in enumerate(xs)], *options
         )
 
-    wanted, value = torch.func.grad_and_value(loss_fn)(params, None)
+    expected, value = torch.func.grad_and_value(loss_fn)(params, None)
     gradient = fs.value_and_grad(lambda p, b: loss_fn(p, b, own, dims), mesh=mesh, batch=P("data"))
     loss, grads = gradient(fs.shard_params(params, P(), mesh=mesh), torch.zeros(1))
     torch.testing.assert_close(loss, value, check_dtype=False, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(fs.unshard(grads), wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(fs.unshard(grads), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.filterwarnings("ignore:reduction:UserWarning")

@@ -124,16 +124,16 @@ def test_bert_of_hugging_face_equals_one_device():
     ids, mask = torch.randint(0, WORDS, (4, LENGTH)), torch.ones(4, LENGTH, dtype=torch.long)
     mask[1:, -2:] = 0
     given = {"input_ids": ids, "attention_mask": mask, "labels": ids}
-    found, wanted = [], []
+    actual, expected = [], []
     for model, results, put in (
-        (one, wanted, lambda x: x),
-        (many, found, lambda x: fs.device_put(x, fs.Layout(MESH, P("data")))),
+        (one, expected, lambda x: x),
+        (many, actual, lambda x: fs.device_put(x, fs.Layout(MESH, P("data")))),
     ):
         torch.manual_seed(1)
         result = model(**{name: put(x) for name, x in given.items()})
         results += [result.loss, result.logits]
         result.loss.backward()
-    torch.testing.assert_close([fs.unshard(x) for x in found], wanted)
+    torch.testing.assert_close([fs.unshard(x) for x in actual], expected)
     for p, q in zip(one.parameters(), many.parameters(), strict=True):
         torch.testing.assert_close(fs.unshard(q.grad), p.grad)
     assert "attention.self.query.weight" in fs.array.inspect(many)
@@ -153,12 +153,12 @@ def test_image_models_equal_one_device(make, spec, rules):
     many = fs.array.shard_module(copy.deepcopy(one), rules, mesh=MESH)
     x = torch.randn(4, 3, 16, 16, dtype=F64)
     torch.manual_seed(1)
-    wanted = one(x)
+    expected = one(x)
     torch.manual_seed(1)
-    found = many(fs.device_put(x, fs.Layout(MESH, spec)))
-    torch.testing.assert_close(fs.unshard(found), wanted)
-    (wanted * wanted).sum().backward()
-    (found * found).sum().backward()
+    actual = many(fs.device_put(x, fs.Layout(MESH, spec)))
+    torch.testing.assert_close(fs.unshard(actual), expected)
+    (expected * expected).sum().backward()
+    (actual * actual).sum().backward()
     for p, q in zip(one.parameters(), many.parameters(), strict=True):
         torch.testing.assert_close(fs.unshard(q.grad), p.grad)
         assert q.grad.layout.spec == q.spec

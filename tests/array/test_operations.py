@@ -21,19 +21,19 @@ SIZES = {"data": 2, "model": 2}
 
 def specs_of(x):
     """List the specs that a tensor can have on the 2 x 2 mesh."""
-    found = [P(), P.flat("data"), P.flat("data", "model")]
+    actual = [P(), P.flat("data"), P.flat("data", "model")]
     for dim, axes in itertools.product(
         range(x.ndim), ("data", "model", ("data", "model"), ("model", "data"))
     ):
         if x.shape[dim] % (4 if isinstance(axes, tuple) else 2) == 0:
-            found.append(P(*[None] * dim, axes))
+            actual.append(P(*[None] * dim, axes))
     for one, other in itertools.permutations(range(x.ndim), 2):
         if x.shape[one] % 2 == x.shape[other] % 2 == 0:
-            found.append(P(*({one: "data", other: "model"}.get(dim) for dim in range(x.ndim))))
+            actual.append(P(*({one: "data", other: "model"}.get(dim) for dim in range(x.ndim))))
     if x.is_floating_point():
-        found += [P(unreduced="model"), P(unreduced=("data", "model"))]
-        found += [P("data", unreduced="model")] if x.ndim and x.shape[0] % 2 == 0 else []
-    return found
+        actual += [P(unreduced="model"), P(unreduced=("data", "model"))]
+        actual += [P("data", unreduced="model")] if x.ndim and x.shape[0] % 2 == 0 else []
+    return actual
 
 
 @pytest.mark.filterwarnings("ignore:reduction:UserWarning")

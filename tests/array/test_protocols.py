@@ -389,13 +389,13 @@ def test_jvp_of_gradients_over_trees_of_arrays():
 
     params, tangents = ({"w": torch.randn(6, 4), "b": torch.randn(4)} for _ in range(2))
     x = torch.randn(8, 6)
-    wanted = torch.func.jvp(torch.func.grad(lambda p: loss(p, x)), (params,), (tangents,))
+    expected = torch.func.jvp(torch.func.grad(lambda p: loss(p, x)), (params,), (tangents,))
     arrays = [{"w": put(tree["w"], "model"), "b": put(tree["b"])} for tree in (params, tangents)]
     gradient = lift(torch.func.grad)(lambda p: fs.unshard(loss(p, put(x, "data"))))
-    found = lift(torch.func.jvp)(gradient, (arrays[0],), (arrays[1],))
-    assert found[1]["w"].spec == P("model")
+    actual = lift(torch.func.jvp)(gradient, (arrays[0],), (arrays[1],))
+    assert actual[1]["w"].spec == P("model")
     torch.testing.assert_close(
-        [{k: fs.unshard(v) for k, v in tree.items()} for tree in found], list(wanted)
+        [{k: fs.unshard(v) for k, v in tree.items()} for tree in actual], list(expected)
     )
 
 

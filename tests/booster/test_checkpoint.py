@@ -132,8 +132,8 @@ def test_checkpoint_of_one_plugin_loads_into_another(source, target, folders):
         assert_equal(full_state(loop.model, loop.opt), state)
         return steps(loop, 3)
 
-    for _, found, _, *rest in run(target, main):
-        torch.testing.assert_close(found, learnt, rtol=tolerance, atol=tolerance)
+    for _, actual, _, *rest in run(target, main):
+        torch.testing.assert_close(actual, learnt, rtol=tolerance, atol=tolerance)
         assert rest == [rates, position]
 
 
@@ -147,8 +147,8 @@ def test_full_state_of_one_plugin_loads_into_another(name, folders):
         loop.opt.load_state_dict(state[1])
         return full_state(loop.model, loop.opt)
 
-    for found in run(name, main):
-        assert_equal(found, state)
+    for actual in run(name, main):
+        assert_equal(actual, state)
 
 
 def of_processes(path, plugin, before):
@@ -272,10 +272,10 @@ def test_pure_optimizers_in_full_form(name):
 
     options = {"optimizer": lambda _: PURE[name], "criterion": lambda y, _: y.square().mean()}
     (state, expected), _ = on_devices(body, fs.ZeroPlugin(stage=2), 2, small, **options)
-    for _, found in on_devices(
+    for _, actual in on_devices(
         partial(body, load=state), fs.ZeroPlugin(stage=2), 2, small, **options
     ):
-        assert_equal(found, expected)
+        assert_equal(actual, expected)
 
 
 # -- what else is saved ---------------------------------------------------------------------------------------------------

@@ -64,11 +64,11 @@ def test_generators_continue_with_equal_numbers(seed, before, tmp_path_factory):
     for _ in range(before):
         source.draw()
     fs.save(path, {"random": source.state})
-    wanted = [source.draw(), source.draw()]
+    expected = [source.draw(), source.draw()]
     target = Generators(seed + 1)
     target.draw()
     fs.restore(path, {"random": target.state})
-    assert [target.draw(), target.draw()] == wanted
+    assert [target.draw(), target.draw()] == expected
 
 
 def run_draws(n, path, load):
@@ -88,12 +88,12 @@ def run_draws(n, path, load):
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 7])
 def test_devices_take_their_rows_and_others_draw_other_numbers(before, after, tmp_path):
     """Of one state there are no others: all devices continue with it, as they begin with one."""
-    wanted = run_draws(before, tmp_path, load=False)
+    expected = run_draws(before, tmp_path, load=False)
     drawn = run_draws(after, tmp_path, load=True)
-    for (x, _), (y, _) in zip(drawn, wanted, strict=False):
+    for (x, _), (y, _) in zip(drawn, expected, strict=False):
         assert torch.equal(x, y)
     assert len({tuple(x.tolist()) for x, _ in drawn}) == (after if before > 1 else 1)
-    assert all(torch.equal(x, wanted[0][1]) for _, x in drawn)  # it draws alike on all devices
+    assert all(torch.equal(x, expected[0][1]) for _, x in drawn)  # it draws alike on all devices
     repeated = run_draws(after, tmp_path, load=True)
     assert all(torch.equal(x, y) for (x, _), (y, _) in zip(drawn, repeated, strict=True))
 

@@ -139,8 +139,8 @@ def test_resumed_loops_have_the_bits_of_others(name, tmp_path):
         return loop.steps(3).weights(), again.steps(3).weights()
 
     results = fs.run(main, mesh=fs.make_mesh(NODES))
-    for wanted, found in results:
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    for expected, actual in results:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     is_replica = "compress" not in name
     assert torch.equal(results[0][0][1], results[1][0][1])
     assert torch.equal(results[0][0][1], results[2][0][1]) != is_replica
@@ -162,8 +162,8 @@ def test_totals_of_residuals_are_kept_on_another_mesh(axes, tmp_path):
         loop.booster.load(tmp_path, *loop.parts)
 
     expected = fs.run(main, PLUGINS["compress"], save, mesh=fs.make_mesh(NODES))[0]
-    for found in fs.run(main, fs.DDPPlugin(compress=COMPRESS), load, mesh=fs.make_mesh(axes)):
-        torch.testing.assert_close(found, expected)
+    for actual in fs.run(main, fs.DDPPlugin(compress=COMPRESS), load, mesh=fs.make_mesh(axes)):
+        torch.testing.assert_close(actual, expected)
     assert any(x.any() for x in expected.values())
 
 

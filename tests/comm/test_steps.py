@@ -143,8 +143,10 @@ def test_a_step_follows_the_sequential_loop(name):
         torch.testing.assert_close(params[key], x, rtol=rtol[x.dtype], atol=1e-5)
     for key, x in residuals.items():
         torch.testing.assert_close(kept[key], x, rtol=rtol[x.dtype], atol=1e-5)
-    found = torch.stack([each["grad_norm"] for each in metrics])  # of gradients at these parameters
-    torch.testing.assert_close(found, torch.stack(norms), rtol=rtol[torch.float32], atol=1e-5)
+    actual = torch.stack(
+        [each["grad_norm"] for each in metrics]
+    )  # of gradients at these parameters
+    torch.testing.assert_close(actual, torch.stack(norms), rtol=rtol[torch.float32], atol=1e-5)
 
 
 def test_power_sgd_projects_the_gradient_of_a_stage():

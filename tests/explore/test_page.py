@@ -73,8 +73,8 @@ def test_numbers_are_those_of_the_report(name, limit, monkeypatch):
     monkeypatch.setattr(sys.modules["fshard.explore.page"], "EVENTS", limit)
     report = REPORTS[name]()
     (plan,) = document(report)["plans"]
-    found = [plan["numbers"][key] for key in ("seconds", "peak", "sent")]
-    assert found == [report.seconds, report.peak(), float(report.sent())]
+    actual = [plan["numbers"][key] for key in ("seconds", "peak", "sent")]
+    assert actual == [report.seconds, report.peak(), float(report.sent())]
     for shown, device in zip(plan["devices"], report.devices.values(), strict=True):
         operations = device.operations
         for lane in (0, shown["lanes"].index("compute")):  # units, and their operations

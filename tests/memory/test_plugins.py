@@ -107,8 +107,8 @@ def test_memory_of_a_loop_is_counted_by_purpose(name):
 
     options = {"optimizer": OPTIMIZERS["adamw"], "criterion": nn.functional.mse_loss}
     used, *_ = on_devices(body, PLUGINS[name][0](offload="host"), 2, matrices, **options)
-    whole, half = 4 * 4 * 36, 4 * 2 * 36  # bytes of four matrices, and of a device's shards
-    assert used.peak("device", "parameters") == (whole if name == "zero 2" else 0)
+    full, half = 4 * 4 * 36, 4 * 2 * 36  # bytes of four matrices, and of a device's shards
+    assert used.peak("device", "parameters") == (full if name == "zero 2" else 0)
     assert (
         used.peak("host", "parameters")
         == used.peak("host", "gradients")

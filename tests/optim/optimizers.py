@@ -261,7 +261,7 @@ def flat_tree(seed=0, dtype=torch.float32):
     return {name: tensor(shape, dtype, seed + i) for i, (name, shape) in enumerate(shapes.items())}
 
 
-def laid(tree, layout):
+def put_tree(tree, layout):
     at = optim.leaves.Leaves.of(tree)
     return at.rebuild([x if x is None else fs.device_put(x, layout) for x in at.leaves])
 

@@ -16,9 +16,9 @@ HALVES = (torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_from_torch_computes_16_bits_in_float32(cls, dtype):
     params, grads = ([tensor((n,), dtype, seed + n) for n in (5, 64, 77)] for seed in (0, 100))
-    found, _ = by_step(optim.from_torch(cls, **FOREIGN[cls]), params, [grads])
+    actual, _ = by_step(optim.from_torch(cls, **FOREIGN[cls]), params, [grads])
     wide = by_torch(cls, [x.float() for x in params], [[g.float() for g in grads]], **FOREIGN[cls])
-    assert same(leaves_of(found), [x.to(dtype) for x in wide])
+    assert same(leaves_of(actual), [x.to(dtype) for x in wide])
 
 
 @given(slices=st.integers(1, 24), n=st.integers(2, 8), seed=st.integers(0, 99))

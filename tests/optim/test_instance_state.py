@@ -125,28 +125,28 @@ CHAINS = [
 )
 def test_run_continues_on_other_meshes_with_equal_bits(kind, chain, tmp_path):
     """Two steps on each mesh; the first does not use all layers."""
-    (wanted,) = train(kind, "ddp", 1, range(6), **EXACT)
-    found, load = [], None
+    (expected,) = train(kind, "ddp", 1, range(6), **EXACT)
+    actual, load = [], None
     for part, (plugin, n) in enumerate(chain):
-        found = train(
+        actual = train(
             kind, plugin, n, range(2 * part, 2 * part + 2), load, tmp_path / f"{part}", **EXACT
         )
         load = tmp_path / f"{part}"
-    for one in found:
-        equal(one, wanted)
+    for one in actual:
+        equal(one, expected)
 
 
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", [*KINDS])
 def test_state_dict_is_that_of_torch(kind, plugin):
     """Keys, shapes and values; and each continues from the other's."""
-    wanted = by_torch(kind, range(2))
-    found = train(kind, plugin, 2, range(2))
-    for one in found:
-        close(one, wanted)
-    close(train(kind, plugin, 4, range(2, 4), wanted)[3], by_torch(kind, range(4)))
+    expected = by_torch(kind, range(2))
+    actual = train(kind, plugin, 2, range(2))
+    for one in actual:
+        close(one, expected)
+    close(train(kind, plugin, 4, range(2, 4), expected)[3], by_torch(kind, range(4)))
     if kind != "Factored":  # torch loads state in the parameter's dtype, which its step refuses
-        close(by_torch(kind, range(2, 4), found[0]), by_torch(kind, range(2, 4), wanted))
+        close(by_torch(kind, range(2, 4), actual[0]), by_torch(kind, range(2, 4), expected))
 
 
 @pytest.mark.parametrize("kind", ["DampedLion", "Factored"])
@@ -162,10 +162,10 @@ def test_load_replaces_the_state_of_later_steps(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["DampedLion", "Factored"])
 def test_loss_scale_is_saved_beside_the_state(kind, tmp_path):
     saved = train(kind, "fsdp", 2, range(3), save=tmp_path, precision="fp16")[0]
-    wanted = train(kind, "fsdp", 2, range(5), precision="fp16")[0]
+    expected = train(kind, "fsdp", 2, range(5), precision="fp16")[0]
     assert saved[1]["loss_scale"]["finite"] == 3
     for load in (tmp_path, saved):
-        equal(train(kind, "fsdp", 2, range(3, 5), load, precision="fp16")[0], wanted)
+        equal(train(kind, "fsdp", 2, range(3, 5), load, precision="fp16")[0], expected)
         equal(train(kind, "zero 1", 4, [], load, precision="fp16")[3], saved)
 
 
@@ -234,12 +234,12 @@ def test_functional_state_is_saved(tmp_path):
             fs.save(save, state)
         return fs.unshard(state.params)
 
-    (wanted,) = fs.run(main, fs.DDPPlugin, range(4), mesh=fs.make_mesh({"data": 1}))
+    (expected,) = fs.run(main, fs.DDPPlugin, range(4), mesh=fs.make_mesh({"data": 1}))
     fs.run(main, fs.FSDPPlugin, range(2), None, tmp_path, mesh=fs.make_mesh({"data": 2}))
-    for found in fs.run(
+    for actual in fs.run(
         main, PLUGINS["zero 1"], range(2, 4), tmp_path, mesh=fs.make_mesh({"data": 4})
     ):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def of_processes(folder):
@@ -253,9 +253,9 @@ def test_processes_continue_what_virtual_devices_saved(tmp_path):
         train(kind, "fsdp", 4, range(2), save=tmp_path / kind / "1", **EXACT)
     fs.launch(wrapped(of_processes), tmp_path, processes=2)
     for kind in ("DampedLion", "Factored"):
-        (wanted,) = train(kind, "ddp", 1, range(6), **EXACT)
+        (expected,) = train(kind, "ddp", 1, range(6), **EXACT)
         for one in train(kind, "zero 2", 4, range(4, 6), tmp_path / kind / "2", **EXACT):
-            equal(one, wanted)
+            equal(one, expected)
 
 
 # -- misuse -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.errors import FshardError
 from fshard.optim import schedules
-from tests.optim.optimizers import WHOLE, WRAPPERS, laid
+from tests.optim.optimizers import WHOLE, WRAPPERS, put_tree
 from tests.optim.per_device_rules import ROWS, momentum_init
 from tests.optim.torch_classes import Lars, groups_of, net
 
@@ -229,7 +229,7 @@ MISUSE = {
     **{
         f"shards for {name}": (
             lambda name=name: WHOLE[name].init(
-                laid({"a": torch.ones(3, 2)}, fs.Layout(MESH, P.flat("data")))
+                put_tree({"a": torch.ones(3, 2)}, fs.Layout(MESH, P.flat("data")))
             ),
             rf"{name} needs full matrices(?s:.)*params\[\"a\"\] is Sharded.*\nGive each matrix to one device",
         )

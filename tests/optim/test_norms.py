@@ -47,33 +47,33 @@ def test_global_norm_equals_torch_and_counts_ties_once():
 @settings(max_examples=20)
 def test_norm_of_any_order_equals_torch(order, data):
     mesh = data.draw(fs.testing.strategies.meshes())
-    whole, tree, cut = [], [], False
+    full, tree, cut = [], [], False
     for _ in range(data.draw(st.integers(0, 4))):
         shape = data.draw(fs.testing.strategies.shapes_for(mesh))
         dtype = data.draw(
             st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64])
         )
         x = data.draw(fs.testing.strategies.dyadic(shape, dtype))
-        whole.append(x)
+        full.append(x)
         if data.draw(st.booleans()):
             layout = data.draw(fs.testing.strategies.layouts(mesh, shape, unreduced=False))
             cut |= any(mesh.shape[axis] > 1 for axis in layout.spec.sharded_axes)
             x = fs.device_put(x, layout)
         tree.append(x)
     together = torch.cat(
-        [torch.zeros(1, dtype=torch.float64), *(x.abs().flatten().double() for x in whole)]
+        [torch.zeros(1, dtype=torch.float64), *(x.abs().flatten().double() for x in full)]
     )
     expected = torch.linalg.vector_norm(together, order)
     with fs.ledger() as comm:
-        found = optim.global_norm(tree, order)
-    torch.testing.assert_close(found, expected)
+        actual = optim.global_norm(tree, order)
+    torch.testing.assert_close(actual, expected)
     assert comm.calls() == cut
     torch.testing.assert_close(
         [fs.unshard(x) for x in optim.clip_by_global_norm(0.5, order).update(tree, (), None)[0]],
-        [(x * min(0.5 / (expected.item() + 1e-6), 1.0)) for x in whole],
+        [(x * min(0.5 / (expected.item() + 1e-6), 1.0)) for x in full],
     )
     inside = fs.run(
-        lambda: optim.global_norm([fs.device_put(x, fs.Layout(mesh, P())) for x in whole], order),
+        lambda: optim.global_norm([fs.device_put(x, fs.Layout(mesh, P())) for x in full], order),
         mesh=mesh,
     )
     torch.testing.assert_close(inside[0], expected)
@@ -88,10 +88,10 @@ def test_exact_sum_is_independent_of_order(numbers, data):
     mixed = torch.tensor(data.draw(st.permutations(numbers)), dtype=torch.float64)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(numbers)), max_size=4)))
     pieces = [columns_of(piece) for piece in mixed.tensor_split(cuts)]
-    found = number_of(torch.stack(pieces).sum(0))
-    assert torch.equal(found, number_of(columns_of(torch.tensor(numbers, dtype=torch.float64))))
+    actual = number_of(torch.stack(pieces).sum(0))
+    assert torch.equal(actual, number_of(columns_of(torch.tensor(numbers, dtype=torch.float64))))
     exact = sum(map(Fraction, numbers))
-    assert abs(Fraction(found.item()) - exact) <= exact * Fraction(2) ** -50
+    assert abs(Fraction(actual.item()) - exact) <= exact * Fraction(2) ** -50
 
 
 @given(
@@ -102,16 +102,16 @@ def test_exact_sum_is_independent_of_order(numbers, data):
 def test_float64_norm_equals_hypot(numbers, cut, exact):
     assume(not any(0 < abs(x) < 1e-140 for x in numbers))  # whose squares are no normal numbers
     x = torch.tensor(numbers, dtype=torch.float64)
-    found = optim.global_norm([x[:cut], x[cut:].clone()], exact=exact).item()
-    assert found == pytest.approx(hypot(*numbers), rel=1e-14)
+    actual = optim.global_norm([x[:cut], x[cut:].clone()], exact=exact).item()
+    assert actual == pytest.approx(hypot(*numbers), rel=1e-14)
 
 
 @pytest.mark.parametrize("strange", [inf, 1e200, nan])
 def test_nonfinite_float64_norm_is_nonfinite(strange):
     x = tensor((100_000,), torch.float64, 0)
     x[70_000] = strange
-    found = optim.global_norm([x, tensor((3,), torch.float64, 1)]).item()
-    assert isnan(found) if isnan(strange) else found == inf
+    actual = optim.global_norm([x, tensor((3,), torch.float64, 1)]).item()
+    assert isnan(actual) if isnan(strange) else actual == inf
 
 
 @given(st.data())
@@ -134,8 +134,8 @@ def test_norm_error_is_bounded_and_exact_is_zero(data):
     count = sum(x.numel() for x in tree)
     exact = sum(Fraction(x) ** 2 for leaf in tree for x in leaf.reshape(-1).tolist())
     for laid_out in (tree, cut):
-        found = Fraction(optim.global_norm(laid_out).item()) ** 2
-        assert abs(found - exact) <= 2 * count * exact * Fraction(2) ** -53
+        actual = Fraction(optim.global_norm(laid_out).item()) ** 2
+        assert abs(actual - exact) <= 2 * count * exact * Fraction(2) ** -53
     alone, ours = (optim.global_norm(laid_out, exact=True) for laid_out in (tree, cut))
     assert (
         torch.equal(alone, ours)
@@ -187,10 +187,10 @@ def test_clipping_step_returns_norm_before_clipping(rule, stage, options):
 
 
 def test_norms_in_reproducible_step_are_exact():
-    found = list[bool]()
+    actual = list[bool]()
 
     def noting(grads, state, params):
-        found.append(torch.equal(optim.global_norm(grads), optim.global_norm(grads, exact=True)))
+        actual.append(torch.equal(optim.global_norm(grads), optim.global_norm(grads, exact=True)))
         return optim.sgd(0.1).update(grads, optim.sgd(0.1).init(params), params)[0], state
 
     mesh = fs.make_mesh({"data": 2})
@@ -204,7 +204,7 @@ def test_norms_in_reproducible_step_are_exact():
         reproducible=True,
     )
     step(params, (), tensor((8, 37), torch.float32, 7))
-    assert found == [True]
+    assert actual == [True]
 
 
 def test_norm_later_uses_gradients_before_donation():
@@ -267,9 +267,9 @@ def test_global_dot_counts_tied_pairs_once_and_sends_one_psum():
     x, y = dot_operands(torch.float64)
     a, b = laid_out(x, P.flat("data")), laid_out(y, P.flat("data"))
     with fs.ledger() as comm:
-        found = optim.global_dot([a, a, b], [b, b, a])
+        actual = optim.global_dot([a, a, b], [b, b, a])
     assert comm.calls() == 1
-    torch.testing.assert_close(found, 2 * (x * y).sum())
+    torch.testing.assert_close(actual, 2 * (x * y).sum())
 
 
 def test_global_dot_of_other_shapes_raises():
@@ -317,5 +317,5 @@ def test_norms_and_dots_have_derivatives(spec):
 
 def test_norm_of_zero_has_derivative_zero():
     a = laid_out(torch.zeros(6, 4, dtype=torch.float64), P.flat("data"))
-    found = fs.array.lift(torch.func.grad)(lambda a: optim.global_norm([a]))(a)
-    assert not fs.unshard(found).any()
+    actual = fs.array.lift(torch.func.grad)(lambda a: optim.global_norm([a]))(a)
+    assert not fs.unshard(actual).any()

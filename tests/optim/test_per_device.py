@@ -13,7 +13,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.mesh.layout import flatten
 from fshard.testing import certify, check_elementwise
-from tests.optim.optimizers import by_step, by_update, laid, same, trees
+from tests.optim.optimizers import by_step, by_update, put_tree, same, trees
 from tests.optim.per_device_rules import (
     MOMENTUM,
     ROWS,
@@ -89,7 +89,7 @@ def test_pair_on_shards_equals_one_device(name, tree, n, stage, run):
     opt = fs.partition_optimizer(PAIRS[name], mesh=mesh, axis="data", stage=stage)
     sharded = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
     layout = opt.gradients(sharded["numbers"].layout)
-    after, state = run(opt, sharded, [laid(grads, layout) for grads in steps])
+    after, state = run(opt, sharded, [put_tree(grads, layout) for grads in steps])
     assert layouts_of(state) == layouts_of(opt.init(sharded))
     assert same(flatten(fs.unshard(after))[0], alone(PAIRS[name], params, steps))
 
@@ -259,7 +259,7 @@ def by_global_norm(devices, sharding, stage):
     }
     params["tie"], frozen = params["v"], {"frozen": torch.ones(2)}
     opt = fs.partition_optimizer(pair, mesh=mesh, axis="data", stage=stage)
-    laid = fs.shard_params(
+    sharded_params = fs.shard_params(
         {**params, **frozen}, fs.fsdp("data") if stage == 3 else P(), mesh=mesh, frozen="frozen"
     )
 
@@ -268,12 +268,12 @@ def by_global_norm(devices, sharding, stage):
             (x @ p["w"]).square().mean() + (p["v"] + p["tie"]).square().sum() + p["u"].sin().sum()
         )
 
-    step, state = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data")), opt.init(laid)
+    step, state = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data")), opt.init(sharded_params)
     for seed in range(2):
-        laid, state, _ = step(
-            laid, state, torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        sharded_params, state, _ = step(
+            sharded_params, state, torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
         )
-    return fs.unshard(laid)
+    return fs.unshard(sharded_params)
 
 
 COUPLED = [*(("owners", stage) for stage in range(4)), ("flat", 1), ("flat", 3)]
@@ -316,8 +316,8 @@ def test_pair_without_state_trains(params, state):
 def trained_once(opt, params, stage):
     mesh = fs.make_mesh({"data": 2})
     opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
-    laid = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    sharded_params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
     step = fs.train_step(
         lambda p, x: (x * flatten(p)[0][0].sum()).mean(), opt, mesh=mesh, batch=P("data")
     )
-    return fs.unshard(step(laid, opt.init(laid), torch.full((4,), 4.0))[0])
+    return fs.unshard(step(sharded_params, opt.init(sharded_params), torch.full((4,), 4.0))[0])

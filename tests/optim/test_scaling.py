@@ -13,13 +13,13 @@ FINITE = st.lists(st.booleans(), max_size=30)
 
 def scales(opt, finite):
     """The scale after each step, and what the parameter is in the end."""
-    params, state, found = [torch.zeros(())], opt.init([torch.zeros(())]), []
+    params, state, actual = [torch.zeros(())], opt.init([torch.zeros(())]), []
     for good in finite:
         grads = [state["scale"].clone() if good else torch.tensor(torch.inf)]
         params, state = opt.step(grads, state, params)
-        found.append(state["scale"].item())
+        actual.append(state["scale"].item())
     assert params[0] == -sum(finite) and state["skipped"] == finite.count(False)
-    return found
+    return actual
 
 
 LIMITS = st.sampled_from([(2.0**-100, 2.0**100), (2.0**9, 2.0**11)])

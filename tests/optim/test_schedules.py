@@ -12,12 +12,12 @@ def rates_of(make, lr, count=12):
     p = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([p], lr=lr)
     scheduler = make(optimizer)
-    found = []
+    actual = []
     for _ in range(count):
-        found.append(optimizer.param_groups[0]["lr"])
+        actual.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    return found
+    return actual
 
 
 T = torch.optim.lr_scheduler

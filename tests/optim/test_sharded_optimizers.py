@@ -19,8 +19,8 @@ from tests.optim.optimizers import (
     by_step,
     by_update,
     flat_tree,
-    laid,
     leaves_of,
+    put_tree,
     same,
     tensor,
 )
@@ -91,7 +91,9 @@ def test_clip_by_global_norm_on_shards_equals_full_tensors():
     layout = fs.Layout(fs.make_mesh({"data": 4}), P.flat("data"))
     params, steps = flat_tree(), [flat_tree(10), flat_tree(20)]
     with fs.ledger() as comm:
-        sharded = by_step(opt, laid(params, layout), [laid(grads, layout) for grads in steps])
+        sharded = by_step(
+            opt, put_tree(params, layout), [put_tree(grads, layout) for grads in steps]
+        )
     assert comm.calls() == 2
     for a, b in zip(
         leaves_of(fs.unshard(sharded)), leaves_of(by_step(opt, params, steps)), strict=True
@@ -113,7 +115,7 @@ def test_matrix_optimizers_accept_replicated_leaves(name):
     opt = WHOLE[name]
     layout = fs.Layout(fs.make_mesh({"data": 2}))
     params, steps = flat_tree(), [flat_tree(10), flat_tree(20)]
-    sharded = by_step(opt, laid(params, layout), [laid(grads, layout) for grads in steps])
+    sharded = by_step(opt, put_tree(params, layout), [put_tree(grads, layout) for grads in steps])
     assert same(fs.unshard(sharded), by_step(opt, params, steps))
 
 
@@ -122,7 +124,7 @@ def test_lamb_norms_take_one_collective(devices):
     opt = optim.lamb(0.1, weight_decay=0.1)
     layout = fs.Layout(fs.make_mesh({"data": devices}), P.flat("data"))
     params, grads = flat_tree(), flat_tree(10)
-    sharded, shards = laid(params, layout), laid(grads, layout)
+    sharded, shards = put_tree(params, layout), put_tree(grads, layout)
     state = opt.init(sharded)
     with fs.ledger() as comm:
         updates, _ = opt.update(shards, state, sharded)

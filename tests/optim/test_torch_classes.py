@@ -145,9 +145,9 @@ def test_muon_of_parts_equals_matrices_by_themselves(name):
 
     for run in (by_step, by_update):
         opt = optim.muon(0.1, parts=parts, parts_dim=dim)
-        found, state = run(opt, [fused], [[grad] for grad in grads])
+        actual, state = run(opt, [fused], [[grad] for grad in grads])
         expected, each = run(optim.muon(0.1), divided(fused), [divided(grad) for grad in grads])
-        assert torch.equal(found[0], torch.cat(expected, dim))
+        assert torch.equal(actual[0], torch.cat(expected, dim))
         assert torch.equal(state["momentum_buffer"][0], torch.cat(each["momentum_buffer"], dim))
 
 
@@ -175,11 +175,13 @@ def test_muon_under_tensor_parallelism_equals_one_device(spec, stage):
     partitioned = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
     layouts = {name: partitioned.gradients(x.layout) for name, x in sharded.items()}
     with fs.ledger() as comm:
-        found, _ = by_step(partitioned, sharded, [fs.device_put(grads, layouts) for grads in steps])
+        actual, _ = by_step(
+            partitioned, sharded, [fs.device_put(grads, layouts) for grads in steps]
+        )
     assert comm.by_collective()["all_to_all", ("data", "model")][0] == 1 + 2 * len(
         steps
     )  # one of init
-    assert same(fs.unshard(found), by_step(opt, params, steps)[0])
+    assert same(fs.unshard(actual), by_step(opt, params, steps)[0])
 
 
 # -- boosted: torch's classes and one's own do on any mesh what they do on one device ---------------------------------

@@ -92,8 +92,8 @@ def test_step_of_other_dtypes_equals_torch_foreach(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_add_multiple_rounds_16_bits_once(dtype):
     p, g = tensor((77,), dtype, 0), tensor((77,), dtype, 1)
-    (found,), _ = by_step(optim.sgd(0.0123), [p], [[g]])
-    assert torch.equal(found, (p.double() - 0.0123 * g.double()).to(dtype))
+    (actual,), _ = by_step(optim.sgd(0.0123), [p], [[g]])
+    assert torch.equal(actual, (p.double() - 0.0123 * g.double()).to(dtype))
     (added,), _ = optim.add_decayed_weights(0.0123).update([g], (), [p])
     assert torch.equal(added, (g.double() + 0.0123 * p.double()).to(dtype))
 
@@ -118,6 +118,6 @@ def test_adafactor_uses_eps_of_each_dtype(make, dtypes):
     params = [tensor((4, 3), dtype, 0) for dtype in dtypes]
     grads = [tensor((4, 3), dtype, 1) * 1e-4 for dtype in dtypes]
     together, _ = by_step(make(0.1), params, [grads])
-    for p, g, found in zip(params, grads, leaves_of(together), strict=True):
+    for p, g, actual in zip(params, grads, leaves_of(together), strict=True):
         (alone,), _ = by_step(make(0.1), [p], [[g]])
-        assert torch.equal(found, alone)
+        assert torch.equal(actual, alone)

@@ -195,8 +195,8 @@ def in_process(n, stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_plans_have_the_bytes_and_the_peak_of_processes(two, stage):
-    for planned, found in two.run(in_process, 2, stage):
-        assert planned == found
+    for planned, actual in two.run(in_process, 2, stage):
+        assert planned == actual
 
 
 def stages_in_process(stage, schedule):
@@ -220,9 +220,9 @@ def test_plans_of_stages_have_the_bytes_and_the_peak_of_four_processes(four, sta
     """A process counts itself: the plan has the numbers of the one that has most."""
     results = four.run(stages_in_process, stage, schedule)
     ((peak, sent),) = {(planned[0], tuple(planned[1].items())) for planned, _ in results}
-    assert peak == max(found[0] for _, found in results)
+    assert peak == max(actual[0] for _, actual in results)
     assert dict(sent) == {
-        axis: max(found[1][axis] for _, found in results) for axis in ("pipe", "data")
+        axis: max(actual[1][axis] for _, actual in results) for axis in ("pipe", "data")
     }
 
 
@@ -377,8 +377,8 @@ def test_more_of_anything_is_never_slower(events, data):
 )
 def test_groups_use_the_links_between_their_devices(sizes, axes, level, bandwidth):
     plain = replace(H100, efficiency=replace(H100.efficiency, link=1.0))
-    found = plain.level(fs.make_mesh(sizes, runtime="abstract"), axes)
-    assert found[:2] == (level, bandwidth)
+    actual = plain.level(fs.make_mesh(sizes, runtime="abstract"), axes)
+    assert actual[:2] == (level, bandwidth)
 
 
 def test_invalid_arguments_raise():

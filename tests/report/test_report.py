@@ -160,8 +160,8 @@ def test_tensorboard_has_the_written_scalars(tmp_path):
     with fs.report.Report(fs.report.TensorBoard(tmp_path), every=2) as report:
         for step in range(4):
             report(loss=2.0**-step)
-    found = EventAccumulator(str(tmp_path)).Reload()
-    assert [(point.step, point.value) for point in found.Scalars("loss")] == [
+    actual = EventAccumulator(str(tmp_path)).Reload()
+    assert [(point.step, point.value) for point in actual.Scalars("loss")] == [
         (1, 1.0),
         (2, 0.5),
         (4, 0.125),
@@ -238,8 +238,8 @@ def test_profile_has_a_trace_per_virtual_device_and_host(tmp_path):
         "host.json",
     ]
     for device in (0, 1):
-        found = names_in(tmp_path / f"device-{device}.json", device)
-        assert "aten::mm" in found and "aten::linalg_inv" not in found
+        actual = names_in(tmp_path / f"device-{device}.json", device)
+        assert "aten::mm" in actual and "aten::linalg_inv" not in actual
     outside = {
         event["name"] for event in json.loads((tmp_path / "host.json").read_text())["traceEvents"]
     }

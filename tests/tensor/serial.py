@@ -39,18 +39,18 @@ def derivatives(f, arguments, order=2):
     """Return the value, the gradient and a derivative of the gradient along a random direction."""
     given = [x.detach().requires_grad_() for x in arguments]
     value = f(*given)
-    found = [value.detach()]
+    actual = [value.detach()]
     for _ in range(order):
         if value.requires_grad:
             options = {"create_graph": True, "materialize_grads": True}
             first = torch.autograd.grad(
-                (value * randn(*value.shape, seed=len(found))).sum(), given, **options
+                (value * randn(*value.shape, seed=len(actual))).sum(), given, **options
             )
         else:
             first = [torch.zeros_like(x) for x in given]
-        found += [x.detach() for x in first]
+        actual += [x.detach() for x in first]
         value = sum((x * randn(*x.shape, seed=3)).sum() for x in first)
-    return found
+    return actual
 
 
 def assert_equal_to_serial(sharded, serial, arguments, order=2):

@@ -189,11 +189,11 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_sharded_layers_equal_one_device(name):
     run = RUNS[name]
-    found = planned(run.mesh, run.make, ids=token_ids(run.rows), clip=run.clip, **run.how)
-    assert len(found) == torch.Size(run.mesh.values()).numel()
-    assert_learnt(found, by_torch_alone(run.make, rows=run.rows, clip=run.clip))
+    actual = planned(run.mesh, run.make, ids=token_ids(run.rows), clip=run.clip, **run.how)
+    assert len(actual) == torch.Size(run.mesh.values()).numel()
+    assert_learnt(actual, by_torch_alone(run.make, rows=run.rows, clip=run.clip))
     for name, x in run.make().named_parameters():
-        assert x.requires_grad or name not in found[0] or torch.equal(found[0][name], x)
+        assert x.requires_grad or name not in actual[0] or torch.equal(actual[0][name], x)
 
 
 def test_value_from_before_the_blocks_raises():
@@ -277,8 +277,8 @@ def exact_and_serial_error(make, precision):
 )
 def test_half_precision_errs_as_one_device_does(mesh, make, precision, zero_stage):
     exact, serial = exact_and_serial_error(make, precision)
-    for found in planned(mesh, make, sgd, precision=precision, zero_stage=zero_stage):
-        assert 1e-5 < error(found, exact) < 2 * serial < 0.02
+    for actual in planned(mesh, make, sgd, precision=precision, zero_stage=zero_stage):
+        assert 1e-5 < error(actual, exact) < 2 * serial < 0.02
 
 
 def overflowing():
@@ -296,11 +296,11 @@ def slow_sgd(model):
 @pytest.mark.parametrize(("mesh", "zero_stage"), [(ALONE, 3), (STAGES, 2)])
 def test_overflow_of_one_shard_skips_the_step_of_all_devices(mesh, zero_stage):
     options = {"precision": "fp16", "state": True, "steps": 8}
-    ((wanted, state),) = trained({"data": 1}, overflowing, slow_sgd, **options)
+    ((expected, state),) = trained({"data": 1}, overflowing, slow_sgd, **options)
     assert 0 < state["skipped"] < 8
-    for found, own in planned(mesh, overflowing, slow_sgd, zero_stage=zero_stage, **options):
+    for actual, own in planned(mesh, overflowing, slow_sgd, zero_stage=zero_stage, **options):
         assert (own["skipped"], own["scale"]) == (state["skipped"], state["scale"])
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 # -- optimizers, and what is trained ----------------------------------------------------------------------------------
@@ -346,20 +346,20 @@ def test_optimizers_of_matrices_equal_one_device(name):
 
 
 def test_parts_of_a_fused_weight_are_matrices_of_their_own():
-    wanted = trained({"data": 1}, parts, muon)[0]
+    expected = trained({"data": 1}, parts, muon)[0]
     for layer in "12":
         for kind in "weight", "bias":
-            wanted[f"{layer}.qkv.{kind}"] = torch.cat(
-                [wanted.pop(f"{layer}.{part}.{kind}") for part in "qkv"]
+            expected[f"{layer}.qkv.{kind}"] = torch.cat(
+                [expected.pop(f"{layer}.{part}.{kind}") for part in "qkv"]
             )
-    assert_learnt(planned(ALONE, fused, muon, zero_stage=1), wanted)
+    assert_learnt(planned(ALONE, fused, muon, zero_stage=1), expected)
 
 
 @pytest.mark.parametrize(("mesh", "zero_stage"), [(ALONE, 3), (STAGES, 0)])
 def test_lora_beside_a_plan_equals_one_device(mesh, zero_stage):
     lora = fs.nn.LoraConfig(r=2, target_modules=["qkv", "out", "up"], bias="lora_only")
-    (wanted,) = trained({"data": 1}, gpt, lora=lora, steps=5)
+    (expected,) = trained({"data": 1}, gpt, lora=lora, steps=5)
     start = dict(gpt().named_parameters())
-    assert not torch.equal(wanted["1.qkv.base_layer.bias"], start["1.qkv.bias"])
-    assert torch.equal(wanted["1.qkv.base_layer.weight"], start["1.qkv.weight"])
-    assert_learnt(planned(mesh, gpt, lora=lora, steps=5, zero_stage=zero_stage), wanted)
+    assert not torch.equal(expected["1.qkv.base_layer.bias"], start["1.qkv.bias"])
+    assert torch.equal(expected["1.qkv.base_layer.weight"], start["1.qkv.weight"])
+    assert_learnt(planned(mesh, gpt, lora=lora, steps=5, zero_stage=zero_stage), expected)

@@ -152,9 +152,9 @@ def test_dropout_of_uneven_features_is_that_of_all():
         return T.dropout(shard_of(x, P(None, "a")), 0.5, mode.next, features=7)
 
     torch.manual_seed(7)
-    found = fs.run(lambda: on_shards(x), mesh=mesh)
+    actual = fs.run(lambda: on_shards(x), mesh=mesh)
     torch.manual_seed(7)
-    assert torch.equal(torch.cat(found, 1), fs.run(lambda: T.dropout(x, 0.5, mode), mesh=mesh)[0])
+    assert torch.equal(torch.cat(actual, 1), fs.run(lambda: T.dropout(x, 0.5, mode), mesh=mesh)[0])
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])

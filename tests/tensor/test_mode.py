@@ -24,13 +24,13 @@ TABLE = {  # activations, weight, bias, norm, embedding of a mode and its next
 @pytest.mark.parametrize(("kind", "axes"), TABLE)
 def test_layouts_of_a_mode_and_its_next(kind, axes):
     mode = fs.tensor.mode(kind, axes, MESH)
-    for found, expected in zip((mode, mode.next), TABLE[kind, axes], strict=True):
+    for actual, expected in zip((mode, mode.next), TABLE[kind, axes], strict=True):
         assert (
-            found.activation(2),
-            found.weight,
-            found.bias,
-            found.norm,
-            found.embedding,
+            actual.activation(2),
+            actual.weight,
+            actual.bias,
+            actual.norm,
+            actual.embedding,
         ) == expected
     assert mode.next.next == mode
     assert hash(mode.next.next) == hash(mode)

@@ -41,19 +41,19 @@ def gradients(name, plan, mesh, rules=None, model=None, **more):
         key: tuple(y.detach() for y in x) if isinstance(x, tuple) else x.detach()
         for key, x in params.items()
     }
-    wanted, value = torch.func.grad_and_value(loss_fn)(values, batch)
+    expected, value = torch.func.grad_and_value(loss_fn)(values, batch)
     sharded = fs.shard_params(params, rules or fs.fsdp("data", within=plan.rules), mesh=mesh)
     with fs.ledger() as comm:
-        loss, found = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), local=plan.axes)(
+        loss, actual = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), local=plan.axes)(
             sharded, batch
         )
-    return (loss, fs.unshard(found)), (value, wanted), comm
+    return (loss, fs.unshard(actual)), (value, expected), comm
 
 
 def assert_planned(name, plan, mesh, tolerance=1e-6, **how):
-    (loss, found), (value, wanted), comm = gradients(name, plan, mesh, **how)
+    (loss, actual), (value, expected), comm = gradients(name, plan, mesh, **how)
     torch.testing.assert_close(loss, value, check_dtype=False, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     return comm
 
 
@@ -164,7 +164,7 @@ def test_bytes_on_an_abstract_mesh_are_those_that_are_sent(options):
         model_of("Llama"), axis="model", sample=inputs_of("Llama")[0], check=False, **options
     )
     apply, params, buffers = fs.functionalize(model_of("Llama"), plan=plan)
-    found = []
+    actual = []
     for runtime in ("virtual", "abstract"):
         mesh = fs.make_mesh({"data": 2, "seq": 2, "model": 2}, runtime=runtime)
         own = fs.shard_params(params, fs.fsdp("data", within=plan.rules), mesh=mesh)
@@ -176,8 +176,8 @@ def test_bytes_on_an_abstract_mesh_are_those_that_are_sent(options):
         )
         with fs.ledger() as comm:
             step(own, inputs_of("Llama")[1])
-        found.append(comm.by_collective(device=0))
-    assert found[0] == found[1]
+        actual.append(comm.by_collective(device=0))
+    assert actual[0] == actual[1]
 
 
 class Block(nn.Module):

@@ -32,15 +32,15 @@ def inputs(
     heads, tokens = heads or 2 * n, 2 * n * chunk
     kv_heads = kv_heads or heads
     shapes = [(batch, count, tokens, dim) for count in (heads, kv_heads, kv_heads, heads)]
-    found = {}
+    actual = {}
     if masks in ("padding", "both"):
-        found["key_mask"] = torch.rand(batch, tokens, generator=draw) > 0.4
-        found["key_mask"][:, 0] = False
+        actual["key_mask"] = torch.rand(batch, tokens, generator=draw) > 0.4
+        actual["key_mask"][:, 0] = False
     if masks in ("documents", "both"):
-        found["document_ids"] = torch.randint(0, 3, (batch, tokens), generator=draw).sort(1)[0]
+        actual["document_ids"] = torch.randint(0, 3, (batch, tokens), generator=draw).sort(1)[0]
     return [
         torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes
-    ], found
+    ], actual
 
 
 def choose(operation, bias, causal, scale):
@@ -54,9 +54,9 @@ def choose(operation, bias, causal, scale):
 def check(mesh, how, values, causal=False, masks=None, second=True, **options):
     """Compare output, first and second derivatives with the serial run in float64."""
     options = {**options, **(masks or {}), "causal": causal}
-    wanted = derivatives(lambda *xs: serial(*xs, **options), *values, second)
-    found = derivatives(lambda *xs: sharded(mesh, how, *xs, **options), *values, second)
-    for want, own in zip(wanted, found, strict=True):
+    expected = derivatives(lambda *xs: serial(*xs, **options), *values, second)
+    actual = derivatives(lambda *xs: sharded(mesh, how, *xs, **options), *values, second)
+    for want, own in zip(expected, actual, strict=True):
         torch.testing.assert_close(own, want, rtol=1e-9, atol=1e-11)
 
 
@@ -106,10 +106,10 @@ def test_error_is_at_most_four_times_that_of_torch(how, operation, dtype, masks,
         results(serial, values, torchs=True),
     )
     with operations_of_cuda():
-        found = results(
+        actual = results(
             lambda *xs, **options: sharded(fs.make_mesh({"seq": 4}), how, *xs, **options), values
         )
-    for want, rough, own in zip(exact, alone, found, strict=True):
+    for want, rough, own in zip(exact, alone, actual, strict=True):
         assert own.dtype == dtype
         assert (own - want).norm() <= 4 * (rough - want).norm()
 
@@ -130,12 +130,12 @@ def test_cross_attention_and_frozen_keys(how):
     mesh = fs.make_mesh({"seq": 2})
     check(mesh, how, (q, k, v, weights))
     q.requires_grad_()
-    found = [
+    actual = [
         torch.autograd.grad((attend(q) * weights).sum(), q, create_graph=True)[0]
         for attend in (lambda q: sharded(mesh, how, q, k, v), lambda q: serial(q, k, v))
     ]
-    torch.testing.assert_close(*found)
-    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), q)[0] for x in found))
+    torch.testing.assert_close(*actual)
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), q)[0] for x in actual))
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -148,8 +148,8 @@ def test_strided_tensors_and_cotangents(how):
         return torch.autograd.grad(fs.tensor.attention(*own, "seq", how, causal=True).sum(), own)
 
     xs = [x.requires_grad_() for x in strided]
-    (found,) = fs.run(local, mesh=fs.make_mesh({"seq": 1}))
-    torch.testing.assert_close(found, torch.autograd.grad(serial(*xs, causal=True).sum(), xs))
+    (actual,) = fs.run(local, mesh=fs.make_mesh({"seq": 1}))
+    torch.testing.assert_close(actual, torch.autograd.grad(serial(*xs, causal=True).sum(), xs))
 
 
 def test_self_attention_of_one_tensor_has_partial_second_derivatives():
@@ -212,8 +212,8 @@ def test_saved_bytes_are_those_of_the_own_tokens(how, n):
     alone = saved_bytes(lambda *xs: F.scaled_dot_product_attention(*xs, is_causal=True), q, k, v)
     attend = lambda *xs: fs.tensor.attention(*xs, "seq", how, causal=True)  # noqa: E731
     own = [x.chunk(n, 2)[0] for x in (q, k, v)]
-    for found in fs.run(lambda: saved_bytes(attend, *own), mesh=fs.make_mesh({"seq": n})):
-        assert found <= 1.15 / n * alone
+    for actual in fs.run(lambda: saved_bytes(attend, *own), mesh=fs.make_mesh({"seq": n})):
+        assert actual <= 1.15 / n * alone
 
 
 def computed_scores(how, n, monkeypatch):

@@ -20,10 +20,10 @@ def test_zigzag_gives_each_device_an_early_and_a_late_chunk(n, chunk, dim):
         .reshape([-1 if place == dim else 1 for place in range(3)])
         .expand(2 * n * chunk, 2 * n * chunk, 2 * n * chunk)
     )
-    chunks, found = x.chunk(2 * n, dim), fs.tensor.zigzag(x, n, dim)
-    for index, own in enumerate(found.chunk(n, dim)):
+    chunks, actual = x.chunk(2 * n, dim), fs.tensor.zigzag(x, n, dim)
+    for index, own in enumerate(actual.chunk(n, dim)):
         assert torch.equal(own, torch.cat([chunks[index], chunks[2 * n - 1 - index]], dim))
-    assert torch.equal(fs.tensor.zigzag(found, n, dim - 3, inverse=True), x)
+    assert torch.equal(fs.tensor.zigzag(actual, n, dim - 3, inverse=True), x)
 
 
 @pytest.mark.parametrize("how", ["ring", "zigzag"])

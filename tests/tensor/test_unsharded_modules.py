@@ -118,14 +118,14 @@ def train(case):
     _, grads = fs.value_and_grad(
         loss_fn, mesh=fs.make_mesh({"model": 2}), batch=P(), local="model"
     )(own, x)
-    wanted = {name: w.grad for name, w in model.named_parameters()}
-    return fs.unshard(grads), wanted
+    expected = {name: w.grad for name, w in model.named_parameters()}
+    return fs.unshard(grads), expected
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_modules_on_unsharded_tensors_have_right_gradients(case):
-    found, wanted = train(case)
-    torch.testing.assert_close(found, wanted)
+    actual, expected = train(case)
+    torch.testing.assert_close(actual, expected)
 
 
 class Root(nn.Module):

@@ -72,10 +72,10 @@ def test_batch_of_any_size_has_gradient_of_one_device(size, n, stage, accumulate
     weight = {"weight": lambda batch: batch["mask"].sum()} if kind == "masked" else {}
     mode = {**mode, "slices": 8 * n} if mode.get("reproducible") else mode
     accumulate = 1 if mode.get("reproducible") else accumulate
-    found = sharded(
+    actual = sharded(
         loss_fn, params(), batch, {"data": n}, stage, accumulate=accumulate, **mode, **weight
     )
-    assert_equal(found, serial(loss_fn, params(), batch))
+    assert_equal(actual, serial(loss_fn, params(), batch))
 
 
 def reproducible(n, stage, size):
@@ -164,8 +164,8 @@ def test_collective_in_loss_with_uneven_batch_raises(name, size, refused, stage)
         return
     loss, grads = run(own, x)
     parts = x.tensor_split([size * place // 4 for place in (1, 2, 3)])
-    whole = x.amax(0) if name == "pmax" else x.mean(0)
-    expected = torch.cat([part - part.mean(0) for part in parts]) if name == "gather" else x - whole
+    full = x.amax(0) if name == "pmax" else x.mean(0)
+    expected = torch.cat([part - part.mean(0) for part in parts]) if name == "gather" else x - full
     torch.testing.assert_close(loss, expected.square().sum(1).mean())
     torch.testing.assert_close(fs.unshard(grads), 2 * expected.square().mean(0))
 
@@ -205,12 +205,12 @@ ACCUMULATED = [{}, {"accumulate": 3}, {"reproducible": True, "slices": 4}]
 @pytest.mark.parametrize(("stage", "size"), [(0, 3), (3, 3), (0, 4), (3, 7), (0, 8), (3, 8)])
 def test_aux_equals_that_of_the_global_batch(stage, size, options):
     def loss_fn(params, batch):
-        found = per_sample(params, batch)
-        large = found > 1
+        actual = per_sample(params, batch)
+        large = actual > 1
         x = batch["x"]  # matrices may have as many rows as a device has samples
-        aux = {"mean": [found.mean(), x.mean(0) + torch.zeros(4, 4)], "rows": (x, large)}
-        aux["count"], aux["sum"] = [large.sum(), len(found)], x.T @ x
-        return found, aux
+        aux = {"mean": [actual.mean(), x.mean(0) + torch.zeros(4, 4)], "rows": (x, large)}
+        aux["count"], aux["sum"] = [large.sum(), len(actual)], x.T @ x
+        return actual, aux
 
     mesh = fs.make_mesh({"data": 4})
     own = fs.shard_params(params(), fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
@@ -233,8 +233,8 @@ def test_aux_rows_of_equal_samples_are_averaged():
     own = fs.shard_params({"w": torch.ones(())}, P(), mesh=mesh)
 
     def loss_fn(p, x):
-        found = (p["w"] * x).mean(1)
-        return found, (found, x[:, 0] > 6)
+        actual = (p["w"] * x).mean(1)
+        return actual, (actual, x[:, 0] > 6)
 
     for size in (4, 3):
         x = torch.arange(4.0 * size).reshape(size, 4)
@@ -257,8 +257,8 @@ def test_aux_numbers_are_averaged_by_default():
             "rows": x.sum(),
         }
 
-    found = metrics_of(loss_fn, torch.arange(4.0), has_aux=True)["aux"]
-    assert found == {"mean": 1.5, "share": 0.5, "count": 2, "rows": 3}
+    actual = metrics_of(loss_fn, torch.arange(4.0), has_aux=True)["aux"]
+    assert actual == {"mean": 1.5, "share": 0.5, "count": 2, "rows": 3}
     assert metrics_of(loss_fn, torch.arange(4.0), aux="rows")["aux"]["rows"] == 3
     assert metrics_of(loss_fn, torch.arange(4.0), aux="sum")["aux"] == {
         "mean": 3,
@@ -304,13 +304,13 @@ def linear_loss(params, batch):
 def test_slice_alignment_leaves_bits_unchanged(size, width, devices):
     """The rows of a slice begin at any address: a product of the same numbers was rounded differently there."""
     draw = torch.Generator().manual_seed(size)
-    whole = {"w": torch.randn(5, width, generator=draw), "b": torch.randn(5, generator=draw)}
+    full = {"w": torch.randn(5, width, generator=draw), "b": torch.randn(5, generator=draw)}
     batch = {"x": torch.randn(size, width, generator=draw)}
 
     def found(n):
         mesh = fs.make_mesh({"data": n})
         run = fs.value_and_grad(linear_loss, mesh=mesh, batch=P("data"), reproducible=True)
-        loss, grads = run(fs.shard_params(whole, P(), mesh=mesh), batch)
+        loss, grads = run(fs.shard_params(full, P(), mesh=mesh), batch)
         return [loss, *map(fs.unshard, grads.values())]
 
     assert all(map(torch.equal, found(1), found(devices)))

@@ -57,13 +57,13 @@ def gradients(stage, n, steps, loss_fn=routed, **options):
         experts(), fs.fsdp("data", unit="experts[*]") if stage == 3 else P(), mesh=mesh
     )
     run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), gradients=opt.gradients, **options)
-    found = [run(own, batch_of(codes))[1] for codes in steps]
+    actual = [run(own, batch_of(codes))[1] for codes in steps]
     return [
         [
             None if g is None else fs.unshard(g)
             for g in torch.utils._pytree.tree_leaves(step, is_leaf=is_gradient)
         ]
-        for step in found
+        for step in actual
     ]
 
 
@@ -109,11 +109,11 @@ def test_branches_have_gradients_of_one_device(steps, stage, options):
     accumulate=st.sampled_from([1, 2]),
 )
 def test_branches_in_reproducible_mode_have_equal_bits(codes, stage, accumulate):
-    found = [
+    actual = [
         gradients(stage, n, [codes], reproducible=True, slices=8, accumulate=accumulate)[0]
         for n in (1, 2, 4)
     ]
-    for first, *others in zip(*found, strict=True):
+    for first, *others in zip(*actual, strict=True):
         assert all(first is None if g is None else bits(g) == bits(first) for g in others)
 
 
@@ -125,8 +125,8 @@ def bits(x):
     "options", [{"compute": torch.bfloat16}, {"reduce": torch.float64}], ids=str
 )
 def test_missing_gradient_is_sent_as_zeros_of_equal_dtype(options):
-    (found,) = gradients(2, 2, [[0b0001, 0b0000]], **options)
-    assert [g is None for g in found] == [False, False, *[True] * 6, False]
+    (actual,) = gradients(2, 2, [[0b0001, 0b0000]], **options)
+    assert [g is None for g in actual] == [False, False, *[True] * 6, False]
 
 
 def test_reductions_start_during_the_backward(monkeypatch):
@@ -223,8 +223,8 @@ def reused(params, batch):
     for place, expert in enumerate(params["experts"]):
         if place == 0 and code & TWICE:
             with torch.no_grad():
-                found = y @ expert["w"]
-            y = y + found
+                actual = y @ expert["w"]
+            y = y + actual
         if place != 2 or not code & SKIPPED:
             y = torch.tanh(y @ expert["w"] + expert["b"])
     return y.square().mean()
@@ -247,8 +247,8 @@ def test_use_of_an_unsharded_unit_on_one_device_keeps_the_prefetches_of_all(opti
 def by_order(steps):
     """Run steps on a transport that pairs collectives by their order alone; return the errors of wrong ones."""
     importlib.import_module("tests.mesh.runtimes.nccl_rules")
-    found = reused_on_processes()
-    return found, [refused(codes, [[0b1111, 0b1111]] * 2) for codes in steps]
+    actual = reused_on_processes()
+    return actual, [refused(codes, [[0b1111, 0b1111]] * 2) for codes in steps]
 
 
 WRONG = {"0": [[0b0100, 0b1000]], "1": [[0b0100, 0b1000], [0b0001, 0b1111]]}
@@ -258,8 +258,8 @@ WRONG = {"0": [[0b0100, 0b1000]], "1": [[0b0100, 0b1000], [0b0001, 0b1111]]}
 @pytest.mark.parametrize("check", WRONG)
 def test_branches_on_a_transport_without_tags_are_equal_or_raise(check):
     environment = {"FSHARD_BACKEND": "nccl_rules", "FSHARD_CHECK": check}
-    for found, errors in run_processes(by_order, 2, WRONG[check], environment=environment):
-        for steps in found:
+    for actual, errors in run_processes(by_order, 2, WRONG[check], environment=environment):
+        for steps in actual:
             assert_serial(steps, REUSED, reused)
         assert len(errors) == len(WRONG[check])
         for kind, notes in errors:

@@ -48,9 +48,9 @@ def marked(p, batch):
 
 
 def sums_by_counts(p, batch):
-    found = errors(p, batch)
-    return fs.psum(found.sum(), "data") / fs.psum(
-        torch.tensor(float(len(found)), dtype=torch.float64), "data"
+    actual = errors(p, batch)
+    return fs.psum(actual.sum(), "data") / fs.psum(
+        torch.tensor(float(len(actual)), dtype=torch.float64), "data"
     )
 
 
@@ -252,8 +252,8 @@ WAYS = [{}, {}, {"reshard_after_forward": False}, {"in_flight": 0, "bucket": 0}]
 def test_collective_over_batch_axis_has_gradient_of_one_device(name, n, stage, more, way):
     loss_fn, alone, even = LOSSES[name]
     size = 8 if even == 4 else 5 + more
-    found = on_mesh(loss_fn, batch_of(size), {"data": n}, stage=stage, **way)
-    assert_equal(found, alone_on(alone, batch_of(size)))
+    actual = on_mesh(loss_fn, batch_of(size), {"data": n}, stage=stage, **way)
+    assert_equal(actual, alone_on(alone, batch_of(size)))
 
 
 @settings(max_examples=50)
@@ -273,8 +273,8 @@ def test_collective_over_batch_axis_has_gradient_of_one_device(name, n, stage, m
 )
 def test_model_parallel_loss_has_gradient_of_one_device(name, sizes, layout, stage, way):
     loss_fn, alone = MODEL_LOSSES[name]
-    found = on_mesh(loss_fn, batch_of(8), sizes, LAYOUTS[layout], stage=stage, **way)
-    assert_equal(found, alone_on(alone, batch_of(8)))
+    actual = on_mesh(loss_fn, batch_of(8), sizes, LAYOUTS[layout], stage=stage, **way)
+    assert_equal(actual, alone_on(alone, batch_of(8)))
 
 
 # -- what is particular ------------------------------------------------------------------------------------------------
@@ -296,10 +296,10 @@ def test_weight_zero_samples_count_in_collectives():
         ].sum().clamp(min=1)
 
     batch = (*batch_of(8), mask)
-    found = on_mesh(
+    actual = on_mesh(
         loss_fn, batch, {"data": 4}, fs.fsdp("data"), weight=lambda batch: batch[2].sum()
     )
-    assert_equal(found, alone_on(lambda p, batch: losses(p, batch).sum() / mask.sum(), batch))
+    assert_equal(actual, alone_on(lambda p, batch: losses(p, batch).sum() / mask.sum(), batch))
 
 
 def test_model_parallel_parts_have_their_gradients():
@@ -325,9 +325,9 @@ def test_model_parallel_parts_have_their_gradients():
 
 def test_unused_axis_has_no_messages():
     def sent(loss_fn):
-        with fs.ledger() as found:
+        with fs.ledger() as actual:
             on_mesh(loss_fn, batch_of(8), {"data": 2, "model": 2}, P())
-        return {row.axes for row, _, _ in found.rows()} - {
+        return {row.axes for row, _, _ in actual.rows()} - {
             ("data", "model")
         }  # over which the first step agrees
 
@@ -414,8 +414,8 @@ def test_processes_with_different_inputs_raise(two, four):
     }
     for what, words in expected.items():
         for pool, n in [(two, 2)] + [(four, 4)] * (what == "parameters"):
-            for found in pool.run(started_from, what, n):
-                assert found is None if words is None else words in found, found
+            for actual in pool.run(started_from, what, n):
+                assert actual is None if words is None else words in actual, actual
 
 
 @pytest.mark.parametrize("stage", [0, 3])

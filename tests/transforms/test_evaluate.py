@@ -62,15 +62,15 @@ def evaluated(n, stage, rows, **options):
 def test_evaluate_of_any_batch_equals_one_device(n, stage, rows, options, mode):
     expected, aux = mean(params_of(), batch_of(rows))
     with mode():
-        loss, found = evaluated(n, stage, rows, **options)
+        loss, actual = evaluated(n, stage, rows, **options)
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(found, aux)
+    torch.testing.assert_close(actual, aux)
     assert not loss.requires_grad
 
 
 def test_evaluate_reproducible_has_bits_of_one_device():
-    found = [evaluated(n, stage, 7, reproducible=True)[0] for n in (1, 2, 4) for stage in (0, 3)]
-    assert len({x.item() for x in found}) == 1
+    actual = [evaluated(n, stage, 7, reproducible=True)[0] for n in (1, 2, 4) for stage in (0, 3)]
+    assert len({x.item() for x in actual}) == 1
 
 
 def test_evaluate_unshards_units_one_by_one():

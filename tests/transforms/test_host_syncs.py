@@ -239,7 +239,7 @@ PLUGINS = {
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_step_of_a_loop_launches_without_host_sync(monkeypatch, name):
-    found = fs.run(
+    actual = fs.run(
         loop_steps, monkeypatch, PLUGINS[name](), ({}, {}), mesh=fs.make_mesh({"data": 2})
     )
-    assert found == [[]] * 2
+    assert actual == [[]] * 2

@@ -136,8 +136,8 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_lazy_param_gets_gradients_by_every_path(name, stage, options):
     params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
-    found = sharded(LOSSES[name], params, x, N, stage, live_units=1, **options)
-    assert_equal(found, serial(LOSSES[name], params, x))
+    actual = sharded(LOSSES[name], params, x, N, stage, live_units=1, **options)
+    assert_equal(actual, serial(LOSSES[name], params, x))
 
 
 # -- torch.func ------------------------------------------------------------------------------------------------------------
@@ -264,11 +264,11 @@ def test_compiled_loss_gets_unsharded_parameters():
     params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
     plain = LOSSES["operators"]
     expected = serial(plain, params, x)
-    whole = torch.compile(plain, backend="eager", fullgraph=True)
+    full = torch.compile(plain, backend="eager", fullgraph=True)
     part = torch.compile(lambda w, x: x @ w, backend="eager")
     marked = fs.with_unsharded_params(part)
     for stage in STAGES:
-        assert_equal(sharded(whole, params, x, N, stage), expected)
+        assert_equal(sharded(full, params, x, N, stage), expected)
         assert_equal(
             sharded(lambda p, x: ((marked(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, N, stage),
             expected,
@@ -311,12 +311,12 @@ def by_functional_call(
     module, x = MODULES[name]().double(), draw(8, D, seed=1)
     params = {key: value.detach() for key, value in module.named_parameters()}
     called = wrap(lambda p, x: functional_call(module, p, (x,)))
-    _, found = sharded(
+    _, actual = sharded(
         lambda p, x: called(p, x).sin().square().mean(), params, x, {"data": n}, stage, live_units=1
     )
     module(x).sin().square().mean().backward()
     return [
-        g - module.get_parameter(key).grad for g, key in zip(found, sorted(params), strict=True)
+        g - module.get_parameter(key).grad for g, key in zip(actual, sorted(params), strict=True)
     ]
 
 

@@ -67,7 +67,7 @@ def test_any_tree_trains_within_error_bounds(model, opt, run):
     st.sampled_from([None, "bf16"]),
 )
 def test_any_tree_has_equal_bits_in_reproducible_mode(model, opt, run, precision):
-    found = run(
+    actual = run(
         model.loss_fn,
         model.params,
         model.batch,
@@ -76,7 +76,7 @@ def test_any_tree_has_equal_bits_in_reproducible_mode(model, opt, run, precision
         slices=16,
         precision=precision,
     )
-    assert verdicts(found) == {"EXACT"}
+    assert verdicts(actual) == {"EXACT"}
 
 
 @settings(max_examples=20)

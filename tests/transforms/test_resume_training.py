@@ -123,7 +123,7 @@ def test_reshard_keeps_ties_units_and_frozen_leaves():
         moved["c"].layout.unit == "c"
         and fs.reshard(params, fs.Layout(mesh))["c"].layout.unit == "unit 2"
     )
-    whole = fs.unshard(params)
-    assert whole["a"] is whole["b"][0] and torch.equal(whole["a"], w)
+    full = fs.unshard(params)
+    assert full["a"] is full["b"][0] and torch.equal(full["a"], w)
     put = fs.device_put({"a": w, "b": w}, fs.Layout(mesh))
     assert put["a"] is put["b"]

@@ -66,8 +66,8 @@ def test_reproducible_bits_are_equal_on_all_meshes_and_stages(name):
         (1, 3, {}),
         (8, 3, {}),
     ):
-        found, again = train(fs.make_mesh({"data": n}), stage, **options, **more)
-        assert found == losses and all(map(torch.equal, params, again))
+        actual, again = train(fs.make_mesh({"data": n}), stage, **options, **more)
+        assert actual == losses and all(map(torch.equal, params, again))
 
 
 def step_with_threads(count):
@@ -143,10 +143,10 @@ def test_reproducible_bits_are_equal_for_repeated_uses(uses, n, live_units, opti
             slices=4,
             **options,
         )
-        found = flatten(
+        actual = flatten(
             run(placed(params, stage, fs.make_mesh({"data": n})), xs), none_is_leaf=True
         )[0]
-        return [None if g is None else fs.unshard(g) for g in found]
+        return [None if g is None else fs.unshard(g) for g in actual]
 
     compute = {key: x for key, x in options.items() if key == "compute"}
     for ours, g in zip(
@@ -381,13 +381,13 @@ def test_overflow_on_one_device_is_skipped_by_all():
     step = fs.train_step(
         lambda p, x: (p["w"].sum() * x).mean(), opt, mesh=mesh, batch=P("data"), precision="fp16"
     )
-    found = []
+    actual = []
     for x in ([0.5, 10.0], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]):
         params, state, metrics = step(params, state, torch.tensor(x))
-        found.append(
+        actual.append(
             (state["scale"].item(), fs.unshard(params["w"])[0].item(), bool(metrics["finite"]))
         )
-    assert found == [
+    assert actual == [
         (2.0**13, 1.0, False),
         (2.0**13, 0.5, True),
         (2.0**14, 0.0, True),

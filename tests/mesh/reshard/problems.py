@@ -61,7 +61,7 @@ def problems(draw, meshes=MESHES):
     return mesh, shape, draw(specs(mesh, shape)), draw(specs(mesh, shape))
 
 
-def as_laid(whole, layout):
+def expected_shards(whole, layout):
     """The oracle: each device's piece by indexing, every summand but the first zero."""
     pieces = []
     for device in range(layout.mesh.size):

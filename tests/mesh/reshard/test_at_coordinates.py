@@ -86,8 +86,8 @@ def test_spec_at_invalid_raises():
 def test_reshard_at_coordinate_sends_only_there(spec):
     """Else a stage would wait for another."""
     mesh = fs.make_mesh(MESH)
-    whole = torch.arange(8.0)
-    x = fs.device_put(whole, fs.Layout(mesh, spec))
+    full = torch.arange(8.0)
+    x = fs.device_put(full, fs.Layout(mesh, spec))
     with fs.ledger() as comm:
         y = fs.reshard(x, fs.Layout(mesh, P(at={"pipe": 1})))
     assert (
@@ -96,7 +96,7 @@ def test_reshard_at_coordinate_sends_only_there(spec):
         == [4 * n for n in (0, 0, 4, 4)]
     )
     assert [comm.calls(device) for device in range(4)] == [0, 0, 1, 1]
-    assert [shard.tolist() for shard in y.shards] == [[], [], whole.tolist(), whole.tolist()]
+    assert [shard.tolist() for shard in y.shards] == [[], [], full.tolist(), full.tolist()]
     with fs.ledger() as counted:
         z = fs.device_put(
             torch.empty(8, device="meta"), fs.Layout(fs.make_mesh(MESH, runtime="abstract"), spec)
@@ -118,12 +118,12 @@ def test_visualize_at_coordinate_shows_devices(capsys):
 
 def test_shard_map_at_coordinate_in_and_out():
     mesh = fs.make_mesh(MESH)
-    whole = numbers((4, 3), 0).requires_grad_()
+    full = numbers((4, 3), 0).requires_grad_()
     spec = P("data", at={"pipe": 1}, shape=(4, 3))
-    tripled = fs.shard_map(lambda x: 3 * x, mesh=mesh, in_specs=spec, out_specs=spec)(whole)
+    tripled = fs.shard_map(lambda x: 3 * x, mesh=mesh, in_specs=spec, out_specs=spec)(full)
     assert str(fs.typeof(tripled)) == "f32[4@data, 3]{at:pipe=1}"
-    (gradient,) = torch.autograd.grad((fs.unshard(tripled) * whole.detach()).sum(), whole)
-    assert torch.equal(fs.unshard(tripled), 3 * whole) and torch.equal(gradient, 3 * whole)
+    (gradient,) = torch.autograd.grad((fs.unshard(tripled) * full.detach()).sum(), full)
+    assert torch.equal(fs.unshard(tripled), 3 * full) and torch.equal(gradient, 3 * full)
     number = torch.tensor(2.0, requires_grad=True)
     at = P(at={"pipe": 1}, shape=())
     squared = fs.shard_map(lambda x: x**2, mesh=mesh, in_specs=at, out_specs=at)(number)
@@ -145,10 +145,10 @@ def trained(mesh, name, stage, wholes, specs):
     state = opt.init(params)
     for step in (1, 2):
         grads = [numbers(x.shape, 10 * step + seed) for seed, x in enumerate(wholes)]
-        laid = [
+        placed_grads = [
             fs.device_put(g, opt.gradients(x.layout)) for g, x in zip(grads, params, strict=True)
         ]
-        params, state = pure_step(opt)(laid, state, params)
+        params, state = pure_step(opt)(placed_grads, state, params)
     return params, state
 
 
@@ -196,8 +196,8 @@ def test_loss_with_params_at_coordinates_equals_serial(stage):
     value, grads = fs.value_and_grad(loss, mesh=mesh, batch=P("data"))(
         fs.shard_params(wholes, rest, mesh=mesh), x
     )
-    leaves = [whole.clone().requires_grad_() for whole in wholes]
+    leaves = [full.clone().requires_grad_() for full in wholes]
     expected = loss(leaves, x)
     torch.testing.assert_close(value, expected.detach())
-    for found, wanted in zip(grads, torch.autograd.grad(expected, leaves), strict=True):
-        torch.testing.assert_close(fs.unshard(found), wanted)
+    for actual, wanted in zip(grads, torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(fs.unshard(actual), wanted)

@@ -12,7 +12,7 @@ from fshard.mesh.reshard.plan import plan
 from fshard.mesh.runtimes.nccl import Nccl
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.spmd.deterministic import deterministic
-from tests.mesh.reshard.problems import as_laid, problems
+from tests.mesh.reshard.problems import expected_shards, problems
 from tests.processes import Processes
 
 # torch itself uses torch.jit.script in its first jvp
@@ -55,12 +55,12 @@ def sent(x, layout):
 )
 def test_direct_exchange_sends_only_missing_elements(shape, before, after, expected):
     mesh = fs.make_mesh({"a": 2, "b": 3})
-    whole = torch.arange(1.0, prod(shape) + 1).reshape(shape)
-    y, total, _ = sent(fs.device_put(whole, fs.Layout(mesh, before)), fs.Layout(mesh, after))
+    full = torch.arange(1.0, prod(shape) + 1).reshape(shape)
+    y, total, _ = sent(fs.device_put(full, fs.Layout(mesh, before)), fs.Layout(mesh, after))
     assert total == expected
     assert all(
         torch.equal(shard, piece)
-        for shard, piece in zip(y.shards, as_laid(whole, y.layout), strict=True)
+        for shard, piece in zip(y.shards, expected_shards(full, y.layout), strict=True)
     )
 
 
@@ -97,8 +97,8 @@ def resharded(axes, shape, before, after, dtype, runtime):
             for digit, index in enumerate(place.values())
             if [*place][digit] in before.unreduced
         )
-        whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-        return as_laid(whole, fs.Layout(mesh, settled(before)))[mesh.index(place)]
+        full = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        return expected_shards(full, fs.Layout(mesh, settled(before)))[mesh.index(place)]
 
     x = fs.from_local(piece, fs.Layout(mesh, before), shape=shape)
     with fs.ledger() as comm:
@@ -148,8 +148,8 @@ def test_abstract_mesh_counts_bytes_of_busiest_device(problem):
     counts = []
     for runtime in ("virtual", "abstract"):
         mesh = fs.make_mesh(axes, runtime=runtime)
-        whole = torch.ones(shape, device="cpu" if runtime == "virtual" else "meta")
-        x = fs.device_put(whole, fs.Layout(mesh, before))
+        full = torch.ones(shape, device="cpu" if runtime == "virtual" else "meta")
+        x = fs.device_put(full, fs.Layout(mesh, before))
         with fs.ledger() as comm:
             y = fs.reshard(x, fs.Layout(mesh, after))
         assert y.shards[0].shape == y.layout.local_shape(shape)

@@ -93,11 +93,11 @@ def run_on(mesh, opt, stage, params, grads, sharding=None):
     own = fs.shard_params(params, rules, mesh=mesh)
     state = divided.init(own)
     for each in grads:
-        laid = {
+        placed_grads = {
             k: g if g is None else fs.device_put(g, divided.gradients(own[k].layout))
             for k, g in each.items()
         }
-        own, state = pure_step(divided)(laid, state, own)
+        own, state = pure_step(divided)(placed_grads, state, own)
     return own, state
 
 
@@ -130,8 +130,8 @@ def test_partitioned_optimizer_equals_one_device(name, data):
         data.draw(st.sampled_from([None, "owners"])),
     )
     expected = run_alone(OPTIMIZERS[name], params, grads)
-    found = run_on(fs.make_mesh(axes), OPTIMIZERS[name], stage, params, grads, sharding)
-    assert same(found, expected)
+    actual = run_on(fs.make_mesh(axes), OPTIMIZERS[name], stage, params, grads, sharding)
+    assert same(actual, expected)
 
 
 def on_processes(n):
@@ -221,8 +221,8 @@ def test_training_any_tree_equal_bits_and_layouts(name, data):
     expected = steps_of_training(
         opt, fs.make_mesh({"data": 1}), 0, params, batches, precision=precision
     )
-    found = steps_of_training(opt, fs.make_mesh({"data": n}), stage, params, batches, **options)
-    assert same(found, fs.unshard(expected))
+    actual = steps_of_training(opt, fs.make_mesh({"data": n}), stage, params, batches, **options)
+    assert same(actual, fs.unshard(expected))
 
 
 # -- who holds what ---------------------------------------------------------------------------------------------------
@@ -281,11 +281,11 @@ def test_state_of_other_shape_follows_its_matrix():
     state = fs.partition_optimizer(optim.shampoo(longest=3), mesh=mesh, axis="data", stage=1).init(
         params
     )
-    found = {
+    actual = {
         name: {k: None if x is None else str(fs.typeof(x)) for k, x in state[name].items()}
         for name in ("left", "right")
     }
-    assert found == {
+    assert actual == {
         "left": {"a": None, "b": "f32[2, 2]{at:data=1}"},
         "right": {"a": "f32[3, 3]{at:data=0}", "b": "f32[3, 3]{at:data=1}"},
     }

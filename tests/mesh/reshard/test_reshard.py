@@ -12,7 +12,7 @@ from hypothesis import example, given
 import fshard as fs
 from fshard import P
 from fshard.mesh.reshard.plan import plan
-from tests.mesh.reshard.problems import as_laid, problems
+from tests.mesh.reshard.problems import expected_shards, problems
 
 
 @given(problems())
@@ -24,7 +24,7 @@ def test_reshard_any_layout_to_any_layout(problem):
     mesh = fs.make_mesh(axes)
     full = torch.arange(1.0, prod(shape) + 1).reshape(shape)
     x = fs.device_put(full, fs.Layout(mesh, before))
-    for shard, expected in zip(x.shards, as_laid(full, x.layout), strict=True):
+    for shard, expected in zip(x.shards, expected_shards(full, x.layout), strict=True):
         assert torch.equal(shard, expected)
     with fs.ledger() as comm:
         y = fs.reshard(x, fs.Layout(mesh, after))
@@ -33,7 +33,7 @@ def test_reshard_any_layout_to_any_layout(problem):
     ]
     assert torch.equal(fs.unshard(y), full)
     if not after.unreduced:
-        for shard, expected in zip(y.shards, as_laid(full, y.layout), strict=True):
+        for shard, expected in zip(y.shards, expected_shards(full, y.layout), strict=True):
             assert torch.equal(shard, expected)
 
     planned = (
@@ -130,8 +130,8 @@ def test_reshard_plan_time_independent_of_mesh_size(before, after):
         began = time.process_time()
         with fs.ledger() as comm:
             y = fs.reshard(x, fs.Layout(mesh, after))
-            whole = fs.unshard(y)
-            torch.autograd.grad(whole, piece, torch.empty_like(whole))
+            full = fs.unshard(y)
+            torch.autograd.grad(full, piece, torch.empty_like(full))
         assert y.shards[0].shape == y.layout.local_shape(shape)
         assert comm.bytes() > 0
         return time.process_time() - began

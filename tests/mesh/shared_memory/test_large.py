@@ -63,8 +63,8 @@ KINDS = [(name, torch.float32) for name in COLLECTIVES] + [
 def test_many_tensors_collectives_equal_virtual_bits(two, four, name, dtype):
     for processes, n in ((two, 2), (four, 4)):
         expected = collected(n, name, dtype)
-        for rank, (found,) in enumerate(processes.run(collected, n, name, dtype)):
-            pairs = zip(flatten(found)[0], flatten(expected[rank])[0], strict=True)
+        for rank, (actual,) in enumerate(processes.run(collected, n, name, dtype)):
+            pairs = zip(flatten(actual)[0], flatten(expected[rank])[0], strict=True)
             assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in pairs)
 
 
@@ -77,10 +77,10 @@ def in_many_parts():
     meet._libc() is None, reason="this system does not read other processes' memory"
 )
 def test_more_spans_than_one_call_reads_equal_virtual():
-    for (found,), expected in zip(
+    for (actual,), expected in zip(
         run_processes(in_many_parts, 2), collected(2, "all_gather", torch.float32), strict=True
     ):
-        assert all(map(torch.equal, found, expected))
+        assert all(map(torch.equal, actual, expected))
 
 
 def one_does_something_else():

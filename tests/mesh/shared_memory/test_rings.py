@@ -58,9 +58,9 @@ def test_ring_any_message_can_be_taken_in_order(plan):
                 )
             key += 1
         elif what == "look" and waiting:
-            wanted = waiting[min(number, len(waiting) - 1)][0]
-            assert reader.receive_until(wanted)
-            while waiting and waiting[0][0] <= wanted:
+            expected = waiting[min(number, len(waiting) - 1)][0]
+            assert reader.receive_until(expected)
+            while waiting and waiting[0][0] <= expected:
                 inside.update([waiting.popleft()])
         elif what == "take" and inside:
             chosen = list(inside)[number % len(inside)]

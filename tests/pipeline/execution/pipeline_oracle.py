@@ -80,8 +80,8 @@ class Machine:
         gradients, outputs = serial(self.schedule)
         if self.outputs != dict(enumerate(outputs)):
             raise Harm("wrong outputs")
-        found = self.reduced if self.reduces else self.gradients
-        if self.backward and dict(found) != dict(enumerate(gradients)):
+        actual = self.reduced if self.reduces else self.gradients
+        if self.backward and dict(actual) != dict(enumerate(gradients)):
             raise Harm("wrong gradients")
 
     def current(self, device):

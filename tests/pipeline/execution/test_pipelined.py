@@ -145,11 +145,11 @@ def serial(stages, params, microbatches, skips):
             given = {name: kept[name] for name, (_, to) in skips.items() if to == number}
             value = stage(unflatten(flatten(tree)[1], leaves[number]), value, **given)
             if any(source == number for source, _ in skips.values()):
-                value, found = value
-                kept |= found
+                value, actual = value
+                kept |= actual
         loss, _ = loss_fn(value, batch)
-        wanted = [x for own in leaves for x in own if x.requires_grad]
-        gs = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else []
+        expected = [x for own in leaves for x in own if x.requires_grad]
+        gs = torch.autograd.grad(loss, expected, allow_unused=True) if expected else []
         gradients.append([None if g is None else g * len(batch["x"]) for g in gs])
         losses.append(loss.detach().double() * len(batch["x"]))
     sums = [None if gs[0] is None else tree_sum(gs) / total for gs in zip(*gradients, strict=True)]
@@ -195,9 +195,9 @@ class Case:
                 reproducible=reproducible,
             )
             for _ in range(2):
-                found = step(self.params, self.batches)
+                actual = step(self.params, self.batches)
             wanted = iter(gradients)
-            for tree, own in zip(self.params, found.gradients, strict=True):
+            for tree, own in zip(self.params, actual.gradients, strict=True):
                 exact = [next(wanted) if x.is_floating_point() else None for x in flatten(tree)[0]]
                 if own is None and tree is not None:
                     continue  # a stage of another process
@@ -209,8 +209,8 @@ class Case:
                         assert torch.equal(ours, g)
                     elif g is not None:
                         torch.testing.assert_close(ours, g)
-            assert torch.equal(found.loss, expected)
-            assert found.metrics["n"] == sum(len(one["x"]) for one in self.batches)
+            assert torch.equal(actual.loss, expected)
+            assert actual.metrics["n"] == sum(len(one["x"]) for one in self.batches)
 
 
 @settings(max_examples=25)
@@ -253,7 +253,7 @@ def of_two_tensors(params, given):
 
 def on_odd_addresses(sizes):
     """Return losses and gradients of messages in which a tensor of any length comes before another."""
-    found = []
+    actual = []
     mesh = fs.make_mesh({"pipe": 2})
     for n in sizes:
         draw = torch.Generator().manual_seed(n)
@@ -268,17 +268,17 @@ def on_odd_addresses(sizes):
             reproducible=True,
         )
         outcome = step(params, [torch.randn(n, 6, generator=draw)])
-        found.append(
+        actual.append(
             [outcome.loss, *(g for tree in outcome.gradients if tree is not None for g in tree)]
         )
-    return found
+    return actual
 
 
 def test_received_tensors_are_aligned_for_equal_bits(two):
     """Kernels round differently at other addresses, and a message is one buffer."""
-    whole = on_odd_addresses(range(1, 9))
+    full = on_odd_addresses(range(1, 9))
     first, last = two.run(on_odd_addresses, range(1, 9))
-    for all_of_it, *parts in zip(whole, first, last, strict=True):
+    for all_of_it, *parts in zip(full, first, last, strict=True):
         assert all(
             torch.equal(x, y) for x, y in zip(all_of_it, [*parts[0], *parts[1][1:]], strict=True)
         )
@@ -402,8 +402,8 @@ def test_value_dependent_shapes_need_dynamic():
         match="the result of stage 0 for microbatch 1 must be .*2, 1.*got .*1, 1.*dynamic=True",
     ):
         pipelined(stages, named("gpipe", 2, 2), total, mesh=mesh)(ws, xs)
-    found = pipelined(stages, named("gpipe", 2, 2), total, mesh=mesh, dynamic=True)(ws, xs, [1, 1])
-    assert found.loss == (12 + 6) / 2 and [g.item() for g in found.gradients] == [3.0, 4.5]
+    actual = pipelined(stages, named("gpipe", 2, 2), total, mesh=mesh, dynamic=True)(ws, xs, [1, 1])
+    assert actual.loss == (12 + 6) / 2 and [g.item() for g in actual.gradients] == [3.0, 4.5]
 
 
 # -- without a backward, beside other axes ------------------------------------------------------------------------
@@ -442,11 +442,11 @@ def on_two_axes():
     def main():
         x = torch.full((1, 1), 1.0 + fs.axis_index("data"))
         place = fs.axis_index("pipe")
-        found = step(
+        actual = step(
             [torch.tensor(2.0) if place == 0 else None, torch.tensor(3.0) if place == 1 else None],
             [x, x],
         )
-        return found.loss.item(), [None if g is None else g.item() for g in found.gradients]
+        return actual.loss.item(), [None if g is None else g.item() for g in actual.gradients]
 
     return fs.run(main, mesh=mesh)
 
@@ -461,8 +461,8 @@ def test_pipelines_along_two_axes_run_independently():
 def test_detached_stage_gives_no_gradients_before_it():
     stages = [scaled, lambda w, x: (x * w).detach(), scaled]
     step = pipelined(stages, named("gpipe", 3, 2), total, mesh=fs.make_mesh({"pipe": 3}))
-    found = step([torch.tensor(2.0)] * 3, lengths(1, 1))
-    assert found.gradients == [None, None, 4.0]
+    actual = step([torch.tensor(2.0)] * 3, lengths(1, 1))
+    assert actual.gradients == [None, None, 4.0]
 
 
 # -- threads, and errors of stages --------------------------------------------------------------------------------

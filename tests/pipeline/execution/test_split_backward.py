@@ -309,10 +309,10 @@ def test_run_backward_accumulates_into_given_weights_only():
     for _ in range(3):
         x.grad = None
         total.let_accumulate([*weights, unused])
-        found, rest = run_backward(
+        actual, rest = run_backward(
             outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own, accumulate=True
         )
-        assert found[0].equal(gx) and rest is None
+        assert actual[0].equal(gx) and rest is None
     assert all(
         torch.equal(total, g + g + g)
         for total, g in zip(total.result()[:5], expected[:5], strict=True)
@@ -385,12 +385,12 @@ def test_accumulated_gradients_equal_those_of_the_full_model(name):
     step = fs.pipeline.pipelined(
         [lambda w, x: torch.tanh(x @ w)] * 4, schedule, lambda y, x: y.square().mean(), mesh=mesh
     )
-    found = step(weights, microbatches).gradients
+    actual = step(weights, microbatches).gradients
     model = [w.double().requires_grad_() for w in weights]
     y = torch.cat(microbatches).double()
     for w in model:
         y = torch.tanh(y @ w)
-    for g, expected in zip(found, torch.autograd.grad(y.square().mean(), model), strict=True):
+    for g, expected in zip(actual, torch.autograd.grad(y.square().mean(), model), strict=True):
         torch.testing.assert_close(g, expected.float(), rtol=1e-4, atol=1e-7)
 
 

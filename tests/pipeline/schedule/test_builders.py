@@ -38,12 +38,14 @@ def timed(schedule: Schedule) -> list[list[tuple[Action, int, int]]]:
             for action in row[len(done[device]) :]:
                 kind, stage, m = action
                 back = "I" if kind in "BI" else None
-                wanted = [("F", stage, m)] * bool(back) + [("I", stage, m)] * (kind == "W")
-                wanted += [("F", stage - 1, m)] * (kind == "F" and stage > 0)
-                wanted += [("I", stage + 1, m)] * (back is not None and stage + 1 < schedule.stages)
-                if not all(each in ends for each in wanted):
+                expected = [("F", stage, m)] * bool(back) + [("I", stage, m)] * (kind == "W")
+                expected += [("F", stage - 1, m)] * (kind == "F" and stage > 0)
+                expected += [("I", stage + 1, m)] * (
+                    back is not None and stage + 1 < schedule.stages
+                )
+                if not all(each in ends for each in expected):
                     break
-                begin = max([free[device], *(ends[each] for each in wanted)])
+                begin = max([free[device], *(ends[each] for each in expected)])
                 free[device] = ends[back or str(kind), stage, m] = begin + (2 if kind == "B" else 1)
                 done[device].append((action, begin, free[device]))
                 progress = True
@@ -65,14 +67,14 @@ def waits(schedule: Schedule) -> list[int]:
 
 def peaks(schedule: Schedule) -> list[int]:
     """Count what each device holds at most: an F begins to hold a stage's activations, its B or W lets them go."""
-    found = []
+    actual = []
     for row in schedule.rows:
         held = [
             sum({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in row[:n])
             for n in range(len(row) + 1)
         ]
-        found.append(max(held))
-    return found
+        actual.append(max(held))
+    return actual
 
 
 @given(
@@ -89,12 +91,12 @@ def test_named_schedule_of_any_size_is_complete(name, stages, microbatches, data
     counts = Counter(action for row in schedule.rows for action in row)
     for stage in range(stages):
         for m in range(microbatches):
-            whole, halves = (
+            full, halves = (
                 Action(Kind.B, stage, m),
                 {Action(Kind.I, stage, m), Action(Kind.W, stage, m)},
             )
             assert counts.pop(Action(Kind.F, stage, m)) == 1
-            assert counts.pop(whole, 0) == 1 or [counts.pop(half) for half in halves] == [1, 1]
+            assert counts.pop(full, 0) == 1 or [counts.pop(half) for half in halves] == [1, 1]
     assert not counts
     for device, row in enumerate(schedule.rows):
         assert {schedule.placement[action.stage] for action in row} == {device}

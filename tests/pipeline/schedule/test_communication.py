@@ -43,21 +43,21 @@ def test_with_units_unshards_used_stages_within_the_limit(schedule, live, messag
     assert after.without(UNITS) == before
     assert with_units(after, live) == after
     for row in after.rows:
-        whole, used = set(), defaultdict(int)
+        full, used = set(), defaultdict(int)
         for kind, stage, _ in row:
             if kind is Kind.UNSHARD:
-                assert stage not in whole
-                whole.add(stage)
+                assert stage not in full
+                full.add(stage)
             elif kind is Kind.RESHARD:
-                whole.remove(stage)
+                full.remove(stage)
             elif kind is Kind.REDUCE:
                 assert used[stage] == schedule.microbatches
                 used[stage] = -1
             elif kind in COMPUTE:
-                assert stage in whole
+                assert stage in full
                 used[stage] += kind in {Kind.B, Kind.W}
-            assert len(whole) <= live
-        assert not whole
+            assert len(full) <= live
+        assert not full
         assert set(used.values()) <= {-1}
 
 

@@ -42,10 +42,10 @@ time 18, bubble 1/3, at most 3 activations on a device
 
 
 def test_simulation_is_drawn_to_scale_of_shortest_action():
-    found = simulate(
+    actual = simulate(
         pipeline_schedule("gpipe", stages=2, microbatches=2), forward=[Fraction(1, 2), 1], send=1
     )
-    assert str(found) == (
+    assert str(actual) == (
         """gpipe: 2 microbatches, 2 stages on 2 devices
 device 0 │ F0 F1 ·  ·  ·  ·  ·  ·  ·  ·  ·  ·  ·  B0───────── B1─────────
 device 1 │ ·  ·  ·  F0─── F1─── B0───────── B1───────── ·  ·  ·  ·  ·  ·
@@ -66,9 +66,9 @@ def test_long_schedule_is_truncated():
 
 
 def test_svg_has_a_box_per_action_at_its_time():
-    found = simulate(pipeline_schedule("zbv", stages=4, microbatches=3), send=1)
-    drawn = boxes(found.to_svg())
-    events = [event for row in found.events for event in row]
+    actual = simulate(pipeline_schedule("zbv", stages=4, microbatches=3), send=1)
+    drawn = boxes(actual.to_svg())
+    events = [event for row in actual.events for event in row]
     assert len(drawn) == len(events)
     words = {"F": "forward", "I": "input gradient", "W": "weight gradient"}
     first = drawn["0F0: forward, 0 to 1, device 0"]
@@ -83,11 +83,11 @@ def test_svg_has_a_box_per_action_at_its_time():
 
 def test_svg_draws_communication_below_computation():
     schedule = with_units(with_messages(pipeline_schedule("1f1b", stages=2, microbatches=2)))
-    found = simulate(schedule, send=1, gather=2, reduce=1)
-    svg = found.to_svg()
+    actual = simulate(schedule, send=1, gather=2, reduce=1)
+    svg = actual.to_svg()
     high = {title.split(":")[0]: box["height"] for title, box in boxes(svg).items()}
     assert high["0F0"] > 20 and high["0UNSHARD"] == high["1RECV_F0"] == high["1REDUCE_GRAD"] == 5
-    assert len(high) == sum(len(row) for row in found.events) - 2  # freeing takes no time
+    assert len(high) == sum(len(row) for row in actual.events) - 2  # freeing takes no time
     assert all(
         word in svg for word in (">forward<", ">backward<", ">message<", ">unshard<", ">reduce<")
     )

@@ -39,34 +39,34 @@ def test_peak_activations_scale_with_activation_size():
 
 
 def test_zb_h2_has_no_idle_span():
-    found = simulate(pipeline_schedule("zb-h2", stages=4, microbatches=8))
-    assert found.idle_span == (0, 0, 0, 0)
-    assert found.idle_by_device == (3, 3, 3, 3)
-    assert (found.idle, found.bubble) == (12, Fraction(1, 9))
+    actual = simulate(pipeline_schedule("zb-h2", stages=4, microbatches=8))
+    assert actual.idle_span == (0, 0, 0, 0)
+    assert actual.idle_by_device == (3, 3, 3, 3)
+    assert (actual.idle, actual.bubble) == (12, Fraction(1, 9))
 
 
 # Times.
 
 
 def test_latency_delays_messages_but_not_devices():
-    found = simulate(TWO, send=Fraction(1, 2))
-    assert [text(row) for row in found.events] == [
+    actual = simulate(TWO, send=Fraction(1, 2))
+    assert [text(row) for row in actual.events] == [
         ["0F0 0-1", "0F1 1-2", "0B0 5-7", "0B1 8-10"],
         ["1F0 3/2-5/2", "1B0 5/2-9/2", "1F1 9/2-11/2", "1B1 11/2-15/2"],
     ]
-    assert found.messages == 4
+    assert actual.messages == 4
 
 
 def test_unshard_and_reduce_overlap_computation():
     schedule = Schedule.from_csv(
         "0UNSHARD,0F0,1UNSHARD,1F0,1B0,1REDUCE_GRAD,1RESHARD,0B0,0REDUCE_GRAD,0RESHARD"
     )
-    found = simulate(schedule, gather=3, reduce=[4, 1])
-    assert text(found.events[0]) == [
+    actual = simulate(schedule, gather=3, reduce=[4, 1])
+    assert text(actual.events[0]) == [
         "0UNSHARD 0-3", "0F0 3-4", "1UNSHARD 4-7", "1F0 7-8", "1B0 8-10", "1REDUCE_GRAD 10-11", "1RESHARD 11-11",
         "0B0 10-12", "0REDUCE_GRAD 12-16", "0RESHARD 16-16",
     ]  # fmt: skip
-    assert found.makespan == 16
+    assert actual.makespan == 16
 
 
 def test_simulated_times_equal_a_fixed_point_iteration():
@@ -80,14 +80,14 @@ def test_simulated_times_equal_a_fixed_point_iteration():
             for kind in "FIW"
         }
         send = Fraction(draw.randint(0, 5), 3)
-        found = simulate(
+        actual = simulate(
             schedule,
             forward=cost["F"],
             backward_input=cost["I"],
             backward_weight=cost["W"],
             send=send,
         )
-        starts = {(e.device, e.action): e.start for row in found.events for e in row}
+        starts = {(e.device, e.action): e.start for row in actual.events for e in row}
         assert starts == turned(schedule, cost, send), seed
 
 
@@ -149,9 +149,9 @@ def test_explicit_messages_take_as_long_as_derived_ones():
 def test_critical_path_has_no_gaps():
     for seed in range(60):
         draw = random.Random(seed)
-        found = simulate(some_schedule(draw), forward=draw.randint(1, 3), gather=2, reduce=3)
-        path = found.critical_path
-        assert path[0].start == 0 and path[-1].end == found.makespan
+        actual = simulate(some_schedule(draw), forward=draw.randint(1, 3), gather=2, reduce=3)
+        path = actual.critical_path
+        assert path[0].start == 0 and path[-1].end == actual.makespan
         assert all(
             before.end == after.start for before, after in pairwise(path) if before[2:] != after[2:]
         ), seed
@@ -161,14 +161,14 @@ def test_critical_path_has_no_gaps():
 
 
 def test_exact_costs_give_fractions():
-    found = simulate(TWO, forward=[1, Fraction(1, 3)], send=[1, Fraction(1, 7)])
+    actual = simulate(TWO, forward=[1, Fraction(1, 3)], send=[1, Fraction(1, 7)])
     numbers = [
-        found.makespan,
-        found.idle,
-        found.bubble,
-        *found.idle_span,
-        *found.busy,
-        found.events[1][0].start,
+        actual.makespan,
+        actual.idle,
+        actual.bubble,
+        *actual.idle_span,
+        *actual.busy,
+        actual.events[1][0].start,
     ]
     assert all(isinstance(number, Fraction) for number in numbers)
     assert isinstance(simulate(TWO, forward=[1, 0.5]).makespan, float)
@@ -199,14 +199,14 @@ def test_large_schedule_simulates_within_four_seconds():
 
 
 def test_chrome_trace_has_every_event_and_message():
-    found = simulate(
+    actual = simulate(
         with_units(with_messages(pipeline_schedule("zbv", stages=4, microbatches=3))),
         send=1,
         gather=1,
     )
-    records = json.loads(found.to_chrome_trace(unit=1000))["traceEvents"]
+    records = json.loads(actual.to_chrome_trace(unit=1000))["traceEvents"]
     done = [record for record in records if record["ph"] == "X"]
-    events = [event for row in found.events for event in row]
+    events = [event for row in actual.events for event in row]
     assert [(r["pid"], r["name"], r["ts"], r["dur"]) for r in done] == [
         (e.device, str(e.action), float(e.start * 1000), float((e.end - e.start) * 1000))
         for e in events
@@ -214,7 +214,7 @@ def test_chrome_trace_has_every_event_and_message():
     tips = {
         kind: sorted(record["id"] for record in records if record["ph"] == kind) for kind in "sf"
     }
-    assert tips["s"] == tips["f"] and len(tips["s"]) == found.messages
+    assert tips["s"] == tips["f"] and len(tips["s"]) == actual.messages
     lines = {(r["pid"], r.get("tid")): r["args"]["name"] for r in records if r["ph"] == "M"}
     assert {name for (_, line), name in lines.items() if line is None} == {"device 0", "device 1"}
     assert {(r["pid"], r["tid"]) for r in done} <= {*lines}

@@ -111,14 +111,14 @@ def check_bits(model, stages, batch, loss_of, name="1f1b"):
     step = fs.pipeline.pipelined(
         fns, schedule, lambda y, _: loss_of(y), mesh=mesh, reproducible=True
     )
-    found = step(params, [batch], weights=[1])
+    actual = step(params, [batch], weights=[1])
     with deterministic(True, "cpu"):
         loss = loss_of(model(**batch))
         expected = gradients(model, loss)
     assert torch.equal(
-        found.loss, loss.detach().float() if loss.dtype != torch.float64 else loss.detach()
+        actual.loss, loss.detach().float() if loss.dtype != torch.float64 else loss.detach()
     )
-    for name, g in summed(found.gradients).items():
+    for name, g in summed(actual.gradients).items():
         if expected.get(name) is None:
             assert g is None, name
         else:
@@ -270,8 +270,8 @@ def test_block_stages_of_microbatches_equal_the_model():
     step = fs.pipeline.pipelined(fns, schedule, lambda y, _: y, mesh=fs.make_mesh({"pipe": 2}))
     expected = gradients(model, sum(model(**batch) for batch in batches) / 3)
     for _ in range(2):
-        found = summed(step(params, batches).gradients)
-        torch.testing.assert_close(found, {name: expected.get(name) for name in found})
+        actual = summed(step(params, batches).gradients)
+        torch.testing.assert_close(actual, {name: expected.get(name) for name in actual})
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers' own

@@ -70,12 +70,12 @@ def test_forward_over_reverse(rules, kind):
     mesh = fs.make_mesh({"data": 2, "model": 2})
     params, tangent = placed(mesh, RULES[rules])
     gradient = fs.grad(loss_fn, mesh=mesh, batch=P("data"), **options)
-    found = jvp(lambda p: gradient(p, BATCH), (params,), (tangent,))
-    for each, wanted in zip(found, jvp(serial(loss_fn), (SERIAL,), (TANGENT,)), strict=True):
+    actual = jvp(lambda p: gradient(p, BATCH), (params,), (tangent,))
+    for each, expected in zip(actual, jvp(serial(loss_fn), (SERIAL,), (TANGENT,)), strict=True):
         assert {name: x.layout for name, x in each.items()} == {
             name: x.layout for name, x in params.items()
         }
-        torch.testing.assert_close(fs.unshard(each), wanted)
+        torch.testing.assert_close(fs.unshard(each), expected)
 
 
 @pytest.mark.parametrize("rules", RULES)
@@ -98,18 +98,18 @@ def test_a_loss_that_communicates():
         return fs.psum(own, "model").mean()
 
     gradient = fs.grad(by_columns, mesh=mesh, batch=P("data"))
-    found = jvp(lambda p: gradient(p, BATCH), (params,), (tangent,))
-    wanted = jvp(serial(mean_loss), (SERIAL,), (TANGENT,))
-    torch.testing.assert_close([fs.unshard(each) for each in found], [*wanted])
+    actual = jvp(lambda p: gradient(p, BATCH), (params,), (tangent,))
+    expected = jvp(serial(mean_loss), (SERIAL,), (TANGENT,))
+    torch.testing.assert_close([fs.unshard(each) for each in actual], [*expected])
 
 
 def test_frozen_parameters_have_no_gradient():
     mesh = fs.make_mesh({"data": 2})
     params, tangent = placed(mesh, fs.fsdp("data"))
     gradient = fs.grad(mean_loss, mesh=mesh, batch=P("data"), frozen="b")
-    found = []
-    jvp(lambda p: found.append(gradient(p, BATCH)) or found[0]["w"], (params,), (tangent,))
-    assert found[0]["b"] is None
+    actual = []
+    jvp(lambda p: actual.append(gradient(p, BATCH)) or actual[0]["w"], (params,), (tangent,))
+    assert actual[0]["b"] is None
 
 
 # The loss itself, and penalties of its gradient.
@@ -209,17 +209,17 @@ def test_cotangent_of_the_loss_is_pulled_back():
     value_and_grad = fs.value_and_grad(mean_loss, mesh=mesh, batch=P("data"))
     (loss, gradient), pull = vjp(lambda p: value_and_grad(p, BATCH), params)
     zeros = {name: x * 0 for name, x in gradient.items()}
-    (found,) = pull((torch.ones_like(loss), zeros))
-    torch.testing.assert_close(fs.unshard(found), grad(mean_loss)(SERIAL, BATCH))
+    (actual,) = pull((torch.ones_like(loss), zeros))
+    torch.testing.assert_close(fs.unshard(actual), grad(mean_loss)(SERIAL, BATCH))
 
 
 def test_scale_is_differentiated_too():
     mesh = fs.make_mesh({"data": 2})
     params, _ = placed(mesh, fs.fsdp("data"))
     gradient = fs.grad(mean_loss, mesh=mesh, batch=P("data"))
-    found = lifted_grad(lambda p: norm_squared(gradient(p, BATCH, scale=3.0)))(params)
+    actual = lifted_grad(lambda p: norm_squared(gradient(p, BATCH, scale=3.0)))(params)
     expected = grad(lambda p: 9 * norm_squared(grad(mean_loss)(p, BATCH)))(SERIAL)
-    torch.testing.assert_close(fs.unshard(found), expected)
+    torch.testing.assert_close(fs.unshard(actual), expected)
 
 
 def test_hyperparameter_in_the_batch_has_its_derivative():
@@ -236,8 +236,8 @@ def test_hyperparameter_in_the_batch_has_its_derivative():
     expected = grad(lambda x: serial_penalized(decayed)(SERIAL, (BATCH, x)))(decay)
     torch.testing.assert_close(lifted_grad(lambda x: total(params, (BATCH, x)))(decay), expected)
     leaf = decay.clone().requires_grad_()
-    (found,) = torch.autograd.grad(total(params, (BATCH, leaf)), leaf)
-    torch.testing.assert_close(found, expected)
+    (actual,) = torch.autograd.grad(total(params, (BATCH, leaf)), leaf)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("columns", [4, 3])  # 3: one device has fewer
@@ -253,9 +253,9 @@ def test_local_tensor_parallel_loss_is_differentiated(columns, is_zero3):
         return fs.psum((x @ p["w"] + p["b"]).tanh().pow(2).sum(1), "model").mean()
 
     value_and_grad = fs.value_and_grad(by_columns, mesh=mesh, batch=P("data"), local="model")
-    found = lifted_grad(penalized(value_and_grad), argnums=(0, 1))(shards, BATCH)
+    actual = lifted_grad(penalized(value_and_grad), argnums=(0, 1))(shards, BATCH)
     expected = grad(serial_penalized(mean_loss), argnums=(0, 1))(params, BATCH)
-    torch.testing.assert_close(fs.unshard(found), expected)
+    torch.testing.assert_close(fs.unshard(actual), expected)
 
 
 def test_slice_of_weight_0_adds_nothing_to_a_derivative():
@@ -269,9 +269,9 @@ def test_slice_of_weight_0_adds_nothing_to_a_derivative():
 
     options = {"mesh": mesh, "batch": P("data"), "weight": lambda batch: batch[1].sum()}
     total = penalized(fs.value_and_grad(masked, **options))
-    found = lifted_grad(total)(params, (BATCH, mask))
+    actual = lifted_grad(total)(params, (BATCH, mask))
     expected = grad(serial_penalized(masked))(SERIAL, (BATCH, mask))
-    torch.testing.assert_close(fs.unshard(found), expected)
+    torch.testing.assert_close(fs.unshard(actual), expected)
 
 
 def test_parameter_that_one_device_uses_has_its_derivative():
@@ -283,9 +283,9 @@ def test_parameter_that_one_device_uses_has_its_derivative():
         return (x @ p["w"]).square().mean() + bias
 
     evaluate = fs.evaluate(branching, mesh=mesh, batch=P("data"))
-    found = lifted_grad(evaluate)(params, BATCH[:6])
+    actual = lifted_grad(evaluate)(params, BATCH[:6])
     expected = grad(lambda p, x: (x @ p["w"]).square().mean() + p["b"].sum() ** 2 / 2)
-    torch.testing.assert_close(fs.unshard(found), expected(SERIAL, BATCH[:6]))
+    torch.testing.assert_close(fs.unshard(actual), expected(SERIAL, BATCH[:6]))
 
 
 def test_tied_parameter_has_one_derivative():
@@ -302,9 +302,9 @@ def test_tied_parameter_has_one_derivative():
     leaves = leaves_that_require_grad(params)
     loss, gradient = value_and_grad({**leaves, "tied": leaves["w"]}, BATCH)
     total = loss + 0.1 * norm_squared({"w": gradient["w"], "b": gradient["b"]})
-    (found,) = torch.autograd.grad(total, [leaves["w"]])
+    (actual,) = torch.autograd.grad(total, [leaves["w"]])
     expected = grad(serial_penalized(serial_loss))(SERIAL, BATCH)
-    torch.testing.assert_close(fs.unshard(found), expected["w"])
+    torch.testing.assert_close(fs.unshard(actual), expected["w"])
 
 
 def test_dropout_is_that_of_the_step():
@@ -356,14 +356,14 @@ def test_autograd_third_derivative_equals_serial():
     gradient = fs.grad(mean_loss, mesh=mesh, batch=P("data"))(leaves, BATCH)
     products = sum(fs.unshard((gradient[name] * x).sum()) for name, x in tangent.items())
     hvp = torch.autograd.grad(products, [*leaves.values()], create_graph=True)
-    found = torch.autograd.grad(sum(fs.unshard((x * x).sum()) for x in hvp), [*leaves.values()])
+    actual = torch.autograd.grad(sum(fs.unshard((x * x).sum()) for x in hvp), [*leaves.values()])
 
     def serial_hvp(p):
         return torch.func.jvp(serial(mean_loss), (p,), (TANGENT,))[1]
 
     torch.testing.assert_close([fs.unshard(x) for x in hvp], [*serial_hvp(SERIAL).values()])
     expected = grad(lambda p: norm_squared(serial_hvp(p)))(SERIAL)
-    torch.testing.assert_close([fs.unshard(x) for x in found], [*expected.values()])
+    torch.testing.assert_close([fs.unshard(x) for x in actual], [*expected.values()])
 
 
 def test_autograd_inside_run_equals_serial():
@@ -374,11 +374,11 @@ def test_autograd_inside_run_equals_serial():
         params = fs.shard_params(SERIAL, fs.fsdp("data"), mesh=mesh)
         total = penalized(fs.value_and_grad(mean_loss, mesh=mesh, batch=P("data")))
         leaves, batch = leaves_that_require_grad(params), BATCH.clone().requires_grad_()
-        *found, of_batch = torch.autograd.grad(total(leaves, batch), [*leaves.values(), batch])
-        return [*map(fs.unshard, found), of_batch]
+        *actual, of_batch = torch.autograd.grad(total(leaves, batch), [*leaves.values(), batch])
+        return [*map(fs.unshard, actual), of_batch]
 
-    for found in fs.run(main, mesh=mesh):
-        torch.testing.assert_close(found, [*expected[0].values(), expected[1]])
+    for actual in fs.run(main, mesh=mesh):
+        torch.testing.assert_close(actual, [*expected[0].values(), expected[1]])
 
 
 def test_results_require_grad_only_if_an_input_does():
@@ -475,8 +475,8 @@ def derivatives_on_a_process():
     total = penalized(fs.value_and_grad(mean_loss, mesh=mesh, batch=P("data")))
     of_params, of_batch = lifted_grad(total, argnums=(0, 1))(params, BATCH)
     leaves, batch = leaves_that_require_grad(params), BATCH.clone().requires_grad_()
-    *found, of_leaf = torch.autograd.grad(total(leaves, batch), [*leaves.values(), batch])
-    return [*map(fs.unshard, of_params.values()), of_batch], [*map(fs.unshard, found), of_leaf]
+    *actual, of_leaf = torch.autograd.grad(total(leaves, batch), [*leaves.values(), batch])
+    return [*map(fs.unshard, of_params.values()), of_batch], [*map(fs.unshard, actual), of_leaf]
 
 
 def test_processes_have_the_serial_derivatives():

@@ -68,8 +68,8 @@ def parallel(p, h):
 
 def own(ids, words):
     """Return the rows of this device's part of the vocabulary, and which of them are its own."""
-    found = ids - fs.axis_index("model") * -(-WORDS // fs.axis_size("model"))
-    return found.clamp(0, words - 1), (found >= 0) & (found < words)
+    actual = ids - fs.axis_index("model") * -(-WORDS // fs.axis_size("model"))
+    return actual.clamp(0, words - 1), (actual >= 0) & (actual < words)
 
 
 def first(p, ids):
@@ -184,10 +184,10 @@ def test_sharded_parameters_send_nothing_over_local_axes(stage):
         own, state, _ = step(own, state, torch.ones(8, 4))
         with fs.ledger() as comm:
             step(own, state, torch.ones(8, 4))
-        found = {True: 0, False: 0}
+        actual = {True: 0, False: 0}
         for (_, axes), (_, bytes_) in comm.by_collective().items():
-            found["model" in axes] += bytes_
-        return found
+            actual["model" in axes] += bytes_
+        return actual
 
     small, large = sent(6), sent(600)
     assert small[True] == large[True] < 2000
@@ -198,21 +198,25 @@ def test_lazy_parameters_are_drawn_for_local_layouts():
     lay = {"**.weight": ROW, "**.bias": P()}
     model = nn.Sequential(fs.lazy(nn.Linear, 4, 7), fs.lazy(nn.Linear, 7, 5))
     mesh = fs.make_mesh({"data": 2, "model": 2})
-    found = [
+    actual = [
         fs.shard_params(model, rule, mesh=mesh, seed=1)
         for rule in (P(), lay, fs.fsdp("data", within=lay))
     ]
-    for name in found[0]:
-        assert all(torch.equal(fs.unshard(one[name]), fs.unshard(found[0][name])) for one in found)
-    assert [tuple(x.shape) for x in found[1]["0.weight"].shards] == [(4, 4), (3, 4)] * 2
+    for name in actual[0]:
+        assert all(
+            torch.equal(fs.unshard(one[name]), fs.unshard(actual[0][name])) for one in actual
+        )
+    assert [tuple(x.shape) for x in actual[1]["0.weight"].shards] == [(4, 4), (3, 4)] * 2
 
 
 def test_evaluate_gives_loss_of_one_device():
     for stage, model in [(0, 2), (3, 3)]:
         mesh = fs.make_mesh({"data": 2, "model": model})
         own = fs.shard_params(params(), rules(stage), mesh=mesh)
-        found = fs.evaluate(local_loss, mesh=mesh, batch=P("data"), local="model")(own, batch_of(7))
-        torch.testing.assert_close(found.double(), alone(params(), batch_of(7)))
+        actual = fs.evaluate(local_loss, mesh=mesh, batch=P("data"), local="model")(
+            own, batch_of(7)
+        )
+        torch.testing.assert_close(actual.double(), alone(params(), batch_of(7)))
 
 
 # -- a forgotten psum ---------------------------------------------------------------------------------------------------
@@ -512,8 +516,8 @@ def started_from_others(axis):
 
 def test_processes_with_different_replicas_of_a_shard_raise(four):
     assert four.run(started_from_others, "model") == [None] * 4
-    for found in four.run(started_from_others, "data"):
-        assert "replicated parameters must be the same" in found
+    for actual in four.run(started_from_others, "data"):
+        assert "replicated parameters must be the same" in actual
 
 
 MESH = fs.make_mesh({"a": 2, "b": 3, "c": 2}, runtime="virtual")
@@ -534,9 +538,9 @@ def layouts(draw, ndim):
 def test_uneven_parameters_are_resharded_exactly(data, shape):
     x = torch.arange(float(math.prod(shape))).reshape(shape)
     before, after = data.draw(layouts(len(shape))), data.draw(layouts(len(shape)))
-    found = fs.reshard(fs.device_put(x, before), after)
-    found.check()
-    assert torch.equal(fs.unshard(found), x)
+    actual = fs.reshard(fs.device_put(x, before), after)
+    actual.check()
+    assert torch.equal(fs.unshard(actual), x)
 
 
 def test_layouts_that_are_not_local_raise_together():
@@ -621,9 +625,9 @@ def samples_on_processes(stages):
 def test_different_samples_in_a_group_raise(four, stages):
     """Of devices along a local axis, and along that of stages: other values, another order, later, or exchanged."""
     mesh = fs.make_mesh({"data": 2, "pipe" if stages else "model": 2}, runtime="virtual")
-    found = [
+    actual = [
         fs.run(steps_with_samples, mesh, kind, stages, mesh=mesh)[0] for kind in ("right", "late")
     ]
-    for right, *others in [*four.run(samples_on_processes, stages), found]:
+    for right, *others in [*four.run(samples_on_processes, stages), actual]:
         assert right is None
         assert all("must have the same samples" in str(error) for error in others)

@@ -94,9 +94,11 @@ def train(name, make=model_of, mask=None, **options):
 
 
 def assert_equal(devices, name, mask=None):
-    wanted = train_serial(name, mask)
-    for found in devices:
-        torch.testing.assert_close(found, {key: wanted[key] for key in found}, rtol=1e-5, atol=1e-6)
+    expected = train_serial(name, mask)
+    for actual in devices:
+        torch.testing.assert_close(
+            actual, {key: expected[key] for key in actual}, rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,10 @@ def test_buffer_of_uneven_parts_is_the_mean_by_samples(devices):
     """Of the running mean of BatchNorm; the mean of the devices' means would be another."""
     samples = torch.randn(5, 3, dtype=torch.float32)
     start = torch.zeros(3)
-    found = buffers_after(devices, samples, lambda b, x: 0.9 * b + 0.1 * x.mean(0), start)
+    actual = buffers_after(devices, samples, lambda b, x: 0.9 * b + 0.1 * x.mean(0), start)
     parts = [part for part in samples.split(PARTS[devices]) if len(part)]
     expected = sum(len(part) * 0.1 * part.mean(0) for part in parts) / 5
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     if devices == 2:
         assert not torch.allclose(expected, sum(0.1 * part.mean(0) for part in parts) / 2)
 
@@ -39,17 +39,17 @@ def test_buffer_of_uneven_parts_is_the_mean_by_samples(devices):
 def test_buffer_of_weighted_parts_is_the_mean_by_weight():
     """Tokens that count: `weight=` is the weight of a buffer too."""
     samples = torch.tensor([[1.0, 0, 0], [1, 1, 1], [0, 0, 0], [1, 1, 0]])
-    found = buffers_after(
+    actual = buffers_after(
         2, samples, lambda b, x: x.sum(0), torch.zeros(3), weight=lambda x: x.sum()
     )
     first, second = samples.split(2)
     expected = (first.sum() * first.sum(0) + second.sum() * second.sum(0)) / samples.sum()
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("start", [2**53 + 1, 2**62 + 1])
 def test_integer_buffer_beyond_floats_is_exact(start):
     """A count that no float64 holds is added to on all devices alike."""
     counts = torch.tensor([start, 3], dtype=torch.int64)
-    found = buffers_after(2, torch.randn(4, 3), lambda b, x: b + 1, counts)
-    assert found.tolist() == [start + 1, 4]
+    actual = buffers_after(2, torch.randn(4, 3), lambda b, x: b + 1, counts)
+    assert actual.tolist() == [start + 1, 4]

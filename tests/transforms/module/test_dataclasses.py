@@ -104,17 +104,19 @@ def loss_fn(params, x):
 
 def trained(params, stage):
     mesh = fs.make_mesh({"data": 2})
-    laid = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    sharded_params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
     opt = fs.partition_optimizer(
         fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adamw(0.1)),
         mesh=mesh,
         axis="data",
         stage=stage,
     )
-    state, step = opt.init(laid), fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"))
+    state, step = opt.init(sharded_params), fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"))
     for turn in range(2):
-        laid, state, _ = step(laid, state, torch.full((4, 4), 1.0 + turn, dtype=torch.float64))
-    return fs.unshard(laid)
+        sharded_params, state, _ = step(
+            sharded_params, state, torch.full((4, 4), 1.0 + turn, dtype=torch.float64)
+        )
+    return fs.unshard(sharded_params)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,18 +125,18 @@ def test_dataclass_parameters_train_as_dicts(kind, stage):
     own, expected = trained(model(kind), stage), trained(model(Block, Block), stage)
     assert type(own) is Model and own.rate == 0.5
     assert [type(x) for x in (*own.blocks, own.head)] == [kind] * 3 and own.blocks[1].b is None
-    found, wanted = flatten(own)[0], flatten(expected)[0]
-    assert len(found) == 5 and all(map(torch.equal, found, wanted))
+    actual, wanted = flatten(own)[0], flatten(expected)[0]
+    assert len(actual) == 5 and all(map(torch.equal, actual, wanted))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rules_match_dataclass_fields(kind):
     mesh, params = fs.make_mesh({"data": 2}), model(kind)
     if kind is not Strict:  # which does not take specs
-        laid = fs.shard_params(
+        sharded_params = fs.shard_params(
             params, Model([P("data"), P()], kind(w=P(None, "data"), b=P())), mesh=mesh
         )
-        assert [x.spec for x in flatten(laid)[0]] == [
+        assert [x.spec for x in flatten(sharded_params)[0]] == [
             P("data"),
             P("data"),
             P(),
@@ -143,13 +145,16 @@ def test_rules_match_dataclass_fields(kind):
         ]
     if kind is not Pair:  # whose paths are numbers
         rules = {"blocks[*].w": P("data"), "head.**": P(None), "**": P()}
-        laid = fs.shard_params(params, rules, mesh=mesh, frozen="blocks[0].b")
-        assert [x.spec for x in (laid.blocks[0].w, laid.blocks[0].b, laid.head.w)] == [
+        sharded_params = fs.shard_params(params, rules, mesh=mesh, frozen="blocks[0].b")
+        assert [
+            x.spec
+            for x in (sharded_params.blocks[0].w, sharded_params.blocks[0].b, sharded_params.head.w)
+        ] == [
             P("data"),
             P(),
             P(None),
         ]
-        assert laid.blocks[0].b.layout.frozen and not laid.head.b.layout.frozen
+        assert sharded_params.blocks[0].b.layout.frozen and not sharded_params.head.b.layout.frozen
 
 
 def test_batch_and_aux_may_be_dataclasses():

@@ -64,8 +64,8 @@ def same(one, other):
 
 
 def test_dropout_mask_is_independent_of_other_layers():
-    found = masks(Stack((0, Noisy()), (1, Noisy())))
-    assert len(found) == 10 == len({tuple(mask.tolist()) for mask in found.values()})
+    actual = masks(Stack((0, Noisy()), (1, Noisy())))
+    assert len(actual) == 10 == len({tuple(mask.tolist()) for mask in actual.values()})
     for others in (
         [(1, Noisy())],
         [(0, Noisy(before=3)), (1, Noisy())],
@@ -73,8 +73,8 @@ def test_dropout_mask_is_independent_of_other_layers():
         [(0, Noisy()), (7, Noisy()), (1, Noisy(first=False))],
     ):
         own = masks(Stack(*others))
-        assert same(found, own) and len(found.keys() & own.keys()) >= 5
-    assert not same(found, masks(Stack((0, Noisy()), (1, Noisy())), key=1))
+        assert same(actual, own) and len(actual.keys() & own.keys()) >= 5
+    assert not same(actual, masks(Stack((0, Noisy()), (1, Noisy())), key=1))
 
 
 def again(f, x):
@@ -120,8 +120,8 @@ class Within(nn.Module):
 
 
 def test_dropout_masks_of_nested_layers_differ():
-    found = masks(Stack(("a", Within()), ("b", Within()), ("c", Noisy())))
-    assert len(found) == 25 == len({tuple(mask.tolist()) for mask in found.values()})
+    actual = masks(Stack(("a", Within()), ("b", Within()), ("c", Noisy())))
+    assert len(actual) == 25 == len({tuple(mask.tolist()) for mask in actual.values()})
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -139,7 +139,7 @@ def test_dropout_masks_are_equal_on_any_mesh(stage):
 
     def gradient(n, accumulate=1):
         mesh = fs.make_mesh({"data": n})
-        laid = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+        sharded_params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
 
         def loss_fn(params, x):
             return (apply(params, buffers, x)[0] * torch.arange(10.0)[:, None, None]).mean()
@@ -148,7 +148,7 @@ def test_dropout_masks_are_equal_on_any_mesh(stage):
         run = fs.grad(
             loss_fn, mesh=mesh, batch=P("data"), reproducible=True, slices=4, accumulate=accumulate
         )
-        return fs.unshard(run(laid, torch.ones(4, WIDTH)))["w"]
+        return fs.unshard(run(sharded_params, torch.ones(4, WIDTH)))["w"]
 
     expected = gradient(1)
     assert expected.unique().numel() > 5

@@ -248,11 +248,11 @@ def test_remat_of_apply_has_equal_gradients(kind, request):
         request.applymarker(pytest.mark.xfail(strict=True, raises=CheckpointError, reason=reason))
     apply, params, buffers = functionalize(made(kind))
     x = torch.randn(3, D)
-    wanted = [p for p in params.values() if p.requires_grad]
+    expected = [p for p in params.values() if p.requires_grad]
 
     def gradients(apply):
         output, after = apply(params, buffers, x)
-        return torch.autograd.grad(output.sum(), wanted, allow_unused=True), after
+        return torch.autograd.grad(output.sum(), expected, allow_unused=True), after
 
     again = remat(apply)
     functionalized = gradients(again)

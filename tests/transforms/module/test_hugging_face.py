@@ -27,7 +27,9 @@ def class_of(model, kind):
 def trained(model, n, stage, unit=None, **options):
     mesh = fs.make_mesh({"data": n})
     apply, params, buffers = fs.functionalize(model)
-    laid = fs.shard_params(params, fs.fsdp("data", unit=unit) if stage == 3 else P(), mesh=mesh)
+    sharded_params = fs.shard_params(
+        params, fs.fsdp("data", unit=unit) if stage == 3 else P(), mesh=mesh
+    )
     opt = fs.partition_optimizer(
         fs.optim.sgd(1.0, momentum=0.9), mesh=mesh, axis="data", stage=stage
     )
@@ -38,11 +40,11 @@ def trained(model, n, stage, unit=None, **options):
 
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), aux="rows", **options)
     torch.manual_seed(1)
-    state, losses = opt.init(laid), []
+    state, losses = opt.init(sharded_params), []
     for turn in range(STEPS):
-        laid, state, metrics = step(laid, state, batch_of(turn))
+        sharded_params, state, metrics = step(sharded_params, state, batch_of(turn))
         losses.append(metrics["loss"].item())
-    return losses, fs.unshard(laid)
+    return losses, fs.unshard(sharded_params)
 
 
 @pytest.mark.parametrize("way", ["path", "class", "checkpoints"])
@@ -75,5 +77,5 @@ def test_hugging_face_dropout_has_equal_bits_on_any_mesh(make):
     losses, params = trained(built(make, 0.2), 1, 0, **how)
     without = built(make, 0.0)(input_ids=batch_of(0), labels=batch_of(0)).loss.item()
     assert losses[0] != pytest.approx(without, rel=1e-5)
-    own, found = trained(built(make, 0.2, checkpointing=True), 4, 3, **how)
-    assert own == losses and all(found[name].equal(w) for name, w in params.items())
+    own, actual = trained(built(make, 0.2, checkpointing=True), 4, 3, **how)
+    assert own == losses and all(actual[name].equal(w) for name, w in params.items())

@@ -39,22 +39,22 @@ def test_materialized_stage_draws_by_names():
     before = torch.get_rng_state()
     last = fs.nn.materialize(stages[2], seed=1)
     assert [width for where, width in Noted.made if where != "meta"] == [4]
-    whole = fs.nn.materialize(nn.Sequential(*layers), seed=1)
-    found = {
+    full = fs.nn.materialize(nn.Sequential(*layers), seed=1)
+    actual = {
         name: x for stage in stages for name, x in state(fs.nn.materialize(stage, seed=1)).items()
     }
-    assert found.keys() == state(whole).keys()
-    assert all(torch.equal(x, found[name]) for name, x in state(whole).items())
-    assert all(torch.equal(x, found[name]) for name, x in state(last).items())
-    assert not torch.equal(found["0.inner.weight_ih_l0"], found["4.inner.weight_ih_l0"])
+    assert actual.keys() == state(full).keys()
+    assert all(torch.equal(x, actual[name]) for name, x in state(full).items())
+    assert all(torch.equal(x, actual[name]) for name, x in state(last).items())
+    assert not torch.equal(actual["0.inner.weight_ih_l0"], actual["4.inner.weight_ih_l0"])
     assert not torch.equal(
-        found["2.0.weight"], state(fs.nn.materialize(stages[0], seed=2))["2.0.weight"]
+        actual["2.0.weight"], state(fs.nn.materialize(stages[0], seed=2))["2.0.weight"]
     )
     assert torch.equal(torch.get_rng_state(), before) and all(
         x.is_meta for x in state(stages[0]).values()
     )
     x = torch.randn(2, 3, 8)
-    assert torch.equal(last(x), whole[4](x))
+    assert torch.equal(last(x), full[4](x))
 
 
 def test_materialize_keeps_tensors_and_ties():

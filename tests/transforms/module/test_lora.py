@@ -26,7 +26,7 @@ class Tied(nn.Module):
         return self.head(self.up(y + self.mix(y, y, y, need_weights=False)[0])).mean(1)
 
 
-def learnt(model, seed=0):
+def train_adapters(model, seed=0):
     """Return a model whose differences are not zero."""
     draw = torch.Generator().manual_seed(seed)
     for part in model.modules():
@@ -38,7 +38,7 @@ def learnt(model, seed=0):
 def test_lora_difference_equals_its_formula():
     torch.manual_seed(0)
     layer, x = nn.Linear(5, 3).double(), torch.randn(4, 5).double()
-    model = learnt(lora(layer, fs.nn.LoraConfig(r=2, lora_alpha=6)))
+    model = train_adapters(lora(layer, fs.nn.LoraConfig(r=2, lora_alpha=6)))
     w = layer.weight + 6 / 2 * model.lora_B @ model.lora_A
     torch.testing.assert_close(model(x), x @ w.T + layer.bias)
     torch.testing.assert_close(fs.nn.merge_lora(model)(x), model(x))
@@ -50,7 +50,7 @@ def test_lora_wraps_linear_layers_and_merges():
     model = Tied().double()
     tokens = torch.tensor([[1, 2, 3, 10], [3, 3, 0, 4]])
     config = fs.nn.LoraConfig(r=2, target_modules=["embed", "mix.out_proj", "up", "head"])
-    tuned = learnt(lora(model, config))
+    tuned = train_adapters(lora(model, config))
     plain = fs.nn.merge_lora(tuned)
     assert [type(x).__name__ for x in (plain.embed, plain.mix.out_proj, plain.up, plain.head)] == [
         type(x).__name__ for x in (model.embed, model.mix.out_proj, model.up, model.head)
@@ -65,7 +65,7 @@ def test_lora_of_shared_layer_has_one_difference():
     layer = nn.Linear(4, 4)
     model = lora(nn.Sequential(layer, nn.ReLU(), layer))
     assert model[0] is model[2] and isinstance(model[0], LowRank)
-    both = fs.nn.merge_lora(learnt(model))
+    both = fs.nn.merge_lora(train_adapters(model))
     assert both[0] is both[2] and type(both[0]) is nn.Linear
 
 
@@ -74,7 +74,9 @@ def test_lora_covers_transformer_layers():
     sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
-    tuned = learnt(lora(model, fs.nn.LoraConfig(r=2, target_modules=r".*\.(c_attn|c_proj)")))
+    tuned = train_adapters(
+        lora(model, fs.nn.LoraConfig(r=2, target_modules=r".*\.(c_attn|c_proj)"))
+    )
     assert sum(isinstance(part, LowRank) for part in tuned.modules()) == 3
     tokens = torch.tensor([[1, 2, 3]])
     torch.testing.assert_close(fs.nn.merge_lora(tuned)(tokens).logits, tuned(tokens).logits)
@@ -120,7 +122,9 @@ TOKENS, LABELS = (
 
 CONFIG = fs.nn.LoraConfig(r=2, target_modules=["up", "head", "mix.out_proj"], bias="lora_only")
 CASE = Case(
-    lambda: learnt(lora(Tied(), CONFIG)), given=lambda x: (x.abs() * 9).long() % 11, width=4
+    lambda: train_adapters(lora(Tied(), CONFIG)),
+    to_inputs=lambda x: (x.abs() * 9).long() % 11,
+    width=4,
 )
 
 

@@ -31,7 +31,7 @@ class Model(NamedTuple):
 
 def of_torchrec(make):
     """Return a model that is called on dense features, and on an object made of this device's sparse ones."""
-    on_both = Case(make, called=lambda model, x: model(x, features(x)))
+    on_both = Case(make, forward=lambda model, x: model(x, features(x)))
     return Model("torchrec.models", on_both, Case(lambda: OfTensors(make())))
 
 
@@ -60,5 +60,5 @@ def test_third_party_model_trains_as_in_torch(name, plugin, way):
             assert_trained_alike(model.of_tensors, stepped(model.of_tensors, plugin, 2))
         else:
             (expected,) = bits(model.of_tensors, "ddp", 1)
-            for found in bits(model.of_tensors, plugin, 2):
-                assert all(torch.equal(x, expected[key]) for key, x in found.items())
+            for actual in bits(model.of_tensors, plugin, 2):
+                assert all(torch.equal(x, expected[key]) for key, x in actual.items())

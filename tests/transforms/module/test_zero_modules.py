@@ -157,8 +157,8 @@ def with_buffers(module, stage, n=N, size=8, lay=lambda buffers, mesh: buffers, 
 @pytest.mark.parametrize("stage", STAGES)
 def test_batchnorm_trains_as_on_one_device(stage, n, size):
     """A device without samples takes part in the sums and adds nothing to them."""
-    found = with_buffers(batch_normed(), stage, n, size)
-    torch.testing.assert_close(found, serial(batch_normed(), 6, size), rtol=1e-9, atol=1e-11)
+    actual = with_buffers(batch_normed(), stage, n, size)
+    torch.testing.assert_close(actual, serial(batch_normed(), 6, size), rtol=1e-9, atol=1e-11)
 
 
 def test_buffers_update_once_a_step_with_accumulation():
@@ -175,15 +175,15 @@ def test_buffers_update_once_a_step_with_accumulation():
     run = fs.value_and_grad(
         loss_fn, mesh=mesh, batch=P("data"), accumulate=2, has_buffers=True, has_aux=True
     )
-    (_, found, aux), grads = run(fs.shard_params(params, P(), mesh=mesh), buffers, x)
+    (_, actual, aux), grads = run(fs.shard_params(params, P(), mesh=mesh), buffers, x)
     slices = [copy.deepcopy(module) for _ in range(4)]
     first = [one(part)[0] for one, part in zip(slices, x.chunk(4), strict=True)]
     torch.testing.assert_close(torch.stack(aux["first"]), torch.stack(first).mean(0))
     for name in ("running_mean", "running_var"):
         torch.testing.assert_close(
-            found[name], torch.stack([dict(one.named_buffers())[name] for one in slices]).mean(0)
+            actual[name], torch.stack([dict(one.named_buffers())[name] for one in slices]).mean(0)
         )
-    assert found["num_batches_tracked"] == 1 and grads["weight"] is not None
+    assert actual["num_batches_tracked"] == 1 and grads["weight"] is not None
     assert buffers["num_batches_tracked"] == 0
 
 
@@ -211,10 +211,10 @@ def test_buffers_on_the_mesh_keep_their_layout():
     def lay(buffers, mesh):
         return fs.device_put(buffers, fs.Layout(mesh))
 
-    _, _, found = with_buffers(batch_normed(), 3, lay=lay)
-    assert all(isinstance(x, fs.Sharded) and x.spec == P() for x in found.values())
+    _, _, actual = with_buffers(batch_normed(), 3, lay=lay)
+    assert all(isinstance(x, fs.Sharded) and x.spec == P() for x in actual.values())
     torch.testing.assert_close(
-        fs.unshard(found), serial(batch_normed(), 6)[2], rtol=1e-10, atol=1e-12
+        fs.unshard(actual), serial(batch_normed(), 6)[2], rtol=1e-10, atol=1e-12
     )
     with pytest.raises(
         ValueError, match=r"buffers must be replicated .*; 1.num_batches_tracked has P.flat"
@@ -334,14 +334,14 @@ def most_whole(monkeypatch, loss_fn, own, mesh, width=6, **options) -> Most:
 def test_live_units_bound_unsharded_units(monkeypatch, name, live, prefetch):
     wrap = {"plain": lambda block: block, **WRAPS}[name]
     options, mesh = {"live_units": live, "prefetch": prefetch}, fs.make_mesh({"data": N})
-    found = most_whole(
+    actual = most_whole(
         monkeypatch,
         lambda p, x: tower(p, x, wrap),
         placed(tower_params(), 3, mesh),
         mesh,
         **options,
     )
-    assert 1 <= found.units <= live + prefetch
+    assert 1 <= actual.units <= live + prefetch
 
 
 class Nested(nn.Module):
@@ -376,7 +376,7 @@ def test_units_of_class_bound_unsharded_memory(monkeypatch, live):
     assert units == tuple(f"body.1.layers.{layer}" for layer in range(4))
     own = fs.shard_params(params, fs.fsdp("data", unit=units), mesh=mesh)
     layer = sum(x.nbytes for name, x in params.items() if name.startswith("body.1.layers.0."))
-    found = most_whole(
+    actual = most_whole(
         monkeypatch,
         lambda p, x: loss_of(apply(p, buffers, x)[0]),
         own,
@@ -385,9 +385,9 @@ def test_units_of_class_bound_unsharded_memory(monkeypatch, live):
         live_units=live,
         prefetch=0,
     )
-    assert found.bytes <= live * layer < sum(x.nbytes for x in params.values())
+    assert actual.bytes <= live * layer < sum(x.nbytes for x in params.values())
     coarse = fs.shard_params(params, fs.fsdp("data", unit=["body", "head"]), mesh=mesh)
-    whole = most_whole(
+    full = most_whole(
         monkeypatch,
         lambda p, x: loss_of(apply(p, buffers, x)[0]),
         coarse,
@@ -396,7 +396,7 @@ def test_units_of_class_bound_unsharded_memory(monkeypatch, live):
         live_units=live,
         prefetch=0,
     )
-    assert whole.bytes > 4 * layer
+    assert full.bytes > 4 * layer
 
 
 # -- what a loss function may do with parameters ------------------------------------------------------------------------------

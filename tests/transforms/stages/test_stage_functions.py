@@ -80,8 +80,8 @@ def run(name, recompute):
         mesh=fs.make_mesh({"pipe": 2}),
         reproducible=True,
     )
-    found = step(params, torch.linspace(0.5, 1, MICROBATCHES * 8).reshape(MICROBATCHES, 2, 4))
-    return found, counts
+    actual = step(params, torch.linspace(0.5, 1, MICROBATCHES * 8).reshape(MICROBATCHES, 2, 4))
+    return actual, counts
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
@@ -89,9 +89,9 @@ def test_stage_recomputation_has_equal_bits(name):
     expected, kept = run(name, "never")
     assert kept.calls == {0: 12, 1: 12}
     for recompute in WAYS:
-        found, counts = run(name, recompute)
-        assert torch.equal(found.loss, expected.loss)
-        for own, grads in zip(found.gradients, expected.gradients, strict=True):
+        actual, counts = run(name, recompute)
+        assert torch.equal(actual.loss, expected.loss)
+        for own, grads in zip(actual.gradients, expected.gradients, strict=True):
             assert own.keys() == grads.keys() and all(
                 torch.equal(own[key], grads[key]) for key in grads
             ), recompute
@@ -121,12 +121,12 @@ def test_stage_recomputation_defers_weight_products(recompute):
     with Products() as first:
         (gx,), later = split_backward([end], [torch.ones_like(y)], inputs, own.edges, saved)
     with Products() as second:
-        found = later()
+        actual = later()
     # recomputed layers have both their gradients in I; checkpoint stops early, before products whose results are not read
     assert (first.count, second.count) == {"never": (2, 2), "always": (1 + 4, 0), 1: (4, 0)}[
         recompute
     ]
-    assert all(g is not None for g in [gx, *found])
+    assert all(g is not None for g in [gx, *actual])
 
 
 class Products(TorchDispatchMode):
@@ -153,7 +153,7 @@ class Blocks(nn.Module):
 
 
 def test_stage_blocks_recompute_one_by_one():
-    found = []
+    actual = []
     for recompute in ("never", 1, "always"):
         torch.manual_seed(0)
         model = Blocks()
@@ -167,16 +167,16 @@ def test_stage_blocks_recompute_one_by_one():
             mesh=fs.make_mesh({"pipe": 2}),
             reproducible=True,
         )
-        found.append((step(params, torch.ones(2, 3, 4)), [*model.counts.calls.values()]))
+        actual.append((step(params, torch.ones(2, 3, 4)), [*model.counts.calls.values()]))
     shapes = torch.tensor(
         [1, 1, 0, 0]
     )  # the second stage asks the first one's blocks once what they make of a shape
-    assert [(torch.tensor(calls) - shapes).tolist() for _, calls in found] == [
+    assert [(torch.tensor(calls) - shapes).tolist() for _, calls in actual] == [
         [2] * 4,
         [4] * 4,
         [4] * 4,
     ]
-    for (one, _), (other, _) in pairwise(found):
+    for (one, _), (other, _) in pairwise(actual):
         for own, grads in zip(one.gradients, other.gradients, strict=True):
             assert own.keys() == grads.keys() and all(
                 torch.equal(own[key], grads[key]) for key in grads

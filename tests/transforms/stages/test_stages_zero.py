@@ -47,10 +47,10 @@ def gpt(blocks, seed=0):
 
 
 def tokens(size, seed=1):
-    found = torch.randint(
+    actual = torch.randint(
         0, WORDS, (size, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
     )
-    return found[:, :-1], found[:, 1:]
+    return actual[:, :-1], actual[:, 1:]
 
 
 def entropy(y, batch):
@@ -173,19 +173,19 @@ def by_hand(stages, opt, *, precision=None, donate=False, aux=None, **options):
 
     def step(params, state, batch):
         scale = None if opt.loss_scale is None else opt.loss_scale(state)
-        found, grads = gradient(params, batch, scale=scale)
+        actual, grads = gradient(params, batch, scale=scale)
         updates, state = opt.update(grads, state, params)
-        return fs.optim.apply_updates(params, updates), state, found
+        return fs.optim.apply_updates(params, updates), state, actual
 
     return step
 
 
 def at_once(stages, opt, **options):
     """Return `fs.train_step`, of whose metrics it keeps those that `by_hand` has."""
-    whole = fs.train_step(stages, opt, **options)
+    full = fs.train_step(stages, opt, **options)
 
     def step(*given):
-        params, state, metrics = whole(*given)
+        params, state, metrics = full(*given)
         return (
             params,
             state,
@@ -268,7 +268,7 @@ class Drawn:
             model, batches, opt, 1 if reproducible else self.data, self.zero, **options
         )
         options = {name: x for name, x in options.items() if name not in ("slices", "accumulate")}
-        found = in_stages(
+        actual = in_stages(
             model,
             batches,
             opt,
@@ -278,13 +278,13 @@ class Drawn:
             recompute=self.recompute,
             **options,
         )
-        assert_same(found, expected, 0.0 if reproducible else 1e-4)
+        assert_same(actual, expected, 0.0 if reproducible else 1e-4)
 
     def check_pieces(self):
         model = MODELS[self.model](self.blocks)
         batches = [tokens(self.size, seed) for seed in (1, 2)]
         options = {"recompute": self.recompute, "reproducible": True, **self.options}
-        found, whole = (
+        actual, full = (
             in_stages(
                 model,
                 batches,
@@ -297,7 +297,7 @@ class Drawn:
             )
             for make in (by_hand, at_once)
         )
-        assert_same(found, whole)
+        assert_same(actual, full)
 
 
 @settings(max_examples=12)
@@ -410,7 +410,7 @@ def test_staged_memory_and_bytes_equal_theory(name, gathers, zero):
     params = fs.shard_stages(weights(stages), at_rest(zero), mesh=mesh, schedule=schedule)
     opt = optimizer(fs.optim.adam(0.1), mesh, zero)
     state, sizes = opt.init(params), [36, 6]
-    whole = sum(sizes)
+    full = sum(sizes)
     seen = []
 
     def watched(w, x):
@@ -432,9 +432,9 @@ def test_staged_memory_and_bytes_equal_theory(name, gathers, zero):
             max(min(chunk(size, data), size - at["data"] * chunk(size, data)), 0) for size in sizes
         )
         held = sum(x.shards[device].numel() for tree in params for x in tree.values())
-        assert held == len(own) * (pieces if zero == 3 else whole)
+        assert held == len(own) * (pieces if zero == 3 else full)
         moments = sum(x.shards[device].numel() for tree in state["exp_avg"] for x in tree.values())
-        assert moments == len(own) * (pieces if zero else whole)
+        assert moments == len(own) * (pieces if zero else full)
         sent = {
             what: comm.bytes(device, collective=what) / 4
             for what in ("all_gather", "psum_scatter", "psum")
@@ -444,7 +444,7 @@ def test_staged_memory_and_bytes_equal_theory(name, gathers, zero):
         assert sent["all_gather"] == gathered * others
         assert sent["psum_scatter"] == (len(own) * others if zero else 0)
         if zero == 0:
-            assert sent["psum"] > len(own) * 2 * (data - 1) * whole / data
+            assert sent["psum"] > len(own) * 2 * (data - 1) * full / data
     assert all(
         bool(x.untyped_storage().nbytes()) == (zero != 3) for x in seen
     )  # let go at last, if it was gathered
@@ -463,8 +463,8 @@ def test_live_units_bound_unsharded_stages():
         opt = fs.partition_optimizer(fs.optim.sgd(0.1), mesh=mesh, axis="data", stage=3)
 
         def count(y, batch, live=live):
-            whole = {x.data_ptr() for x in seen if x.untyped_storage().nbytes()}
-            most[live] = max(most.get(live, 0), len(whole))
+            full = {x.data_ptr() for x in seen if x.untyped_storage().nbytes()}
+            most[live] = max(most.get(live, 0), len(full))
             return y.square().mean()
 
         options = {"loss": count, "live_units": live}
@@ -490,9 +490,9 @@ def test_replicated_batch_splits_into_microbatches(axes):
     loss.backward()
     torch.testing.assert_close(metrics["loss"], loss.detach())
     assert metrics["samples"] == 7
-    found = {name: x for tree in fs.unshard(after) for name, x in tree.items()}
+    actual = {name: x for tree in fs.unshard(after) for name, x in tree.items()}
     for name, x in model.named_parameters():
-        torch.testing.assert_close(found[name], x.detach() - x.grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual[name], x.detach() - x.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_nonfinite_step_is_skipped_by_all_stages():
@@ -508,9 +508,9 @@ def test_nonfinite_step_is_skipped_by_all_stages():
         fs.optim.loss_scaled(fs.optim.sgd(0.1)),
     ):
         expected = serial(model, batches, opt, 2, 3, burst, reproducible=True, slices=4)
-        found = in_stages(model, batches, opt, 2, schedule, 3, burst, reproducible=True)
-        assert [bool(finite) for _, _, finite, *_ in found.metrics] == [True, False, True]
-        assert_same(found.params, expected.params)
+        actual = in_stages(model, batches, opt, 2, schedule, 3, burst, reproducible=True)
+        assert [bool(finite) for _, _, finite, *_ in actual.metrics] == [True, False, True]
+        assert_same(actual.params, expected.params)
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
@@ -528,8 +528,8 @@ def test_microbatch_of_weight_zero_adds_nothing(reproducible):
     model.train(reproducible)
     slices = {"slices": 4} if reproducible else {"accumulate": 4}
     expected = serial(model, [batch], fs.optim.sgd(0.1), 1, **slices, **options)
-    found = in_stages(model, [batch], fs.optim.sgd(0.1), 1, schedule, **options)
-    assert_same(found, expected, 0.0 if reproducible else 1e-4)
+    actual = in_stages(model, [batch], fs.optim.sgd(0.1), 1, schedule, **options)
+    assert_same(actual, expected, 0.0 if reproducible else 1e-4)
     assert expected.metrics[0][2]  # finite
 
 
@@ -620,7 +620,7 @@ def test_stage_buffers_are_means_over_microbatches(recompute):
     ]
     options = {"loss": mean_square, "has_buffers": True, "reproducible": True}
     expected = serial(model, batches, fs.optim.sgd(0.1), 2, slices=4, **options)
-    found = in_stages(
+    actual = in_stages(
         model,
         batches,
         fs.optim.sgd(0.1),
@@ -630,7 +630,7 @@ def test_stage_buffers_are_means_over_microbatches(recompute):
         inputs=lambda batch: batch[0],
         **options,
     )
-    assert_same((found.params, found.buffers), (expected.params, expected.buffers))
+    assert_same((actual.params, actual.buffers), (expected.params, expected.buffers))
 
 
 def running_statistics(data, microbatches, momentum=0.1, sync=None, samples=12):
@@ -673,8 +673,8 @@ def running_statistics(data, microbatches, momentum=0.1, sync=None, samples=12):
 )
 def test_stage_batchnorm_has_running_statistics_of_the_batch(options):
     for data, microbatches in [(1, 1), (1, 4), (2, 2)]:
-        found, expected = running_statistics(data, microbatches, **options)
-        torch.testing.assert_close(found, expected)
+        actual, expected = running_statistics(data, microbatches, **options)
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -722,17 +722,17 @@ def of_lazy_layers():
     step = fs.train_step(
         stages, fs.optim.sgd(0.1), mesh=mesh, batch=P("data"), schedule=schedule, loss=mean_square
     )
-    whole = fs.unshard(params)
+    full = fs.unshard(params)
     step(params, fs.optim.sgd(0.1).init(params), torch.ones(4, 6))
-    return whole, built
+    return full, built
 
 
 def test_lazy_layers_are_built_on_their_stage_only(four):
     expected = [dict(fs.nn.materialize(stage, seed=3).named_parameters()) for stage in lazily(4)]
-    for whole, built in (of_lazy_layers(), *four.run(of_lazy_layers)):
+    for full, built in (of_lazy_layers(), *four.run(of_lazy_layers)):
         assert all(
             torch.equal(one[name], x)
-            for one, tree in zip(whole, expected, strict=True)
+            for one, tree in zip(full, expected, strict=True)
             for name, x in tree.items()
         )
         assert built in (2, 4)
