@@ -119,7 +119,8 @@ def _is_pair_of_strangers(node: ast.AST) -> bool:
     """Return True for `a, b = f(x), y + 1`, whose values must be told apart by counting commas."""
     if not isinstance(node, ast.Assign):
         return False
-    target, value = node.targets[0], node.value
+    target = node.targets[0]
+    value = node.value
     if not isinstance(target, ast.Tuple) or not isinstance(value, ast.Tuple):
         return False
     computed = (ast.Call, ast.IfExp, ast.BinOp, ast.Subscript)

@@ -37,7 +37,9 @@ class ForeignEngine:
         ):  # torch.func's state is C++'s own
             return self.engine.run_backward(*args, **kwargs)
         self.backwards += 1
-        state, results, errors = ThreadState.capture("cpu"), [], []
+        state = ThreadState.capture("cpu")
+        results = []
+        errors = []
 
         def body():
             _thread.is_foreign = True

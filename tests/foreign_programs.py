@@ -40,7 +40,8 @@ def zero(stage, **options):
         return apply(params, buffers, x)[0].square().mean()
 
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), bucket=1, **options)
-    state, x = opt.init(params), draw(8, 4)
+    state = opt.init(params)
+    x = draw(8, 4)
     for _ in range(2):
         params, state, metrics = step(params, state, x)
     return fs.unshard(params), metrics["loss"]

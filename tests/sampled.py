@@ -11,7 +11,9 @@ def in_pairs(*kinds):
     """Return combinations in which any two options of different kinds occur together; all of them in a thorough run."""
     every = [*product(*map(tuple, kinds))]
     pairs = {one: {*combinations(enumerate(one), 2)} for one in every}
-    left, chosen, used = set().union(*pairs.values()), [], Counter()
+    left = set().union(*pairs.values())
+    chosen = []
+    used = Counter()
     while left and not THOROUGH:
         best = max(
             every,

@@ -38,7 +38,8 @@ def gpu_benchmark(*argument_lists):
     """Run benchmarks/gpu.py in this process, once for each list of arguments; return its numbers, and what it printed."""
     sys.path.insert(0, str(BENCHMARKS))
     warnings.simplefilter("ignore")  # torch's own, of the peers
-    gpu, results = importlib.import_module("gpu"), []
+    gpu = importlib.import_module("gpu")
+    results = []
     for arguments in argument_lists:
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -118,7 +119,8 @@ def test_without_a_gpu_the_benchmark_says_so(load, monkeypatch, capsys):
 def test_a_model_is_the_same_as_functions_and_as_a_module(load, make):
     models = load("models")
     model = make(models).model()
-    batch, module = model.batch(1, 0), models.Module(model, 3)
+    batch = model.batch(1, 0)
+    module = models.Module(model, 3)
     params = {name: x.requires_grad_() for name, x in model.init(3).items()}
     loss = model.loss(params, batch)
     expected = torch.autograd.grad(loss, list(params.values()))
@@ -127,7 +129,8 @@ def test_a_model_is_the_same_as_functions_and_as_a_module(load, make):
 
 
 def test_calls_are_timed_in_turn(load):
-    timing, seen = load("timing"), []
+    timing = load("timing")
+    seen = []
     calls = {name: lambda name=name: seen.append(name) for name in "ab"}
     times = timing.interleaved(
         calls, 3, warm_up=2, between=lambda: seen.append("-"), ready=lambda: seen.append(".")
@@ -139,7 +142,8 @@ def test_calls_are_timed_in_turn(load):
 
 def test_a_link_delays_packets_and_limits_their_rate(load):
     """Five packets of 1,000 bytes at 0.8 Mbit/s: 10 ms each, and 50 ms later; the other direction is free."""
-    forward, ended = load("two_machines").forward, threading.Event()
+    forward = load("two_machines").forward
+    ended = threading.Event()
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
     (here, to_there), (there, to_here) = pairs
     link = threading.Thread(

@@ -33,7 +33,8 @@ SHOWN = re.compile(
 def outputs(guide):
     """Run the blocks of a guide; return what each prints and what the guide shows."""
     torch.manual_seed(0)
-    text, names = guide.read_text(), {"__name__": "guide"}
+    text = guide.read_text()
+    names = {"__name__": "guide"}
     actual = SHOWN.findall(text)
     assert [block for block, _ in actual] == python_blocks(text)
     with mock.patch.dict(os.environ):

@@ -204,5 +204,6 @@ def test_training_goes_on_with_fewer_and_more_processes_with_equal_bits(tmp_path
         str(STEPS),
     ]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=100)
-    one, other = fs.restore(alone / "end"), fs.restore(tmp_path / "end")
+    one = fs.restore(alone / "end")
+    other = fs.restore(tmp_path / "end")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

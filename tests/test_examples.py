@@ -44,7 +44,8 @@ def llama(*options):
 @pytest.mark.filterwarnings("ignore")  # of transformers' own
 def test_llama_prints_the_losses_of_one_device():
     pytest.importorskip("transformers")
-    here, staged = llama(), llama("--pipeline", "2")
+    here = llama()
+    staged = llama("--pipeline", "2")
     first, second = run_processes(llama, 2, "--model", "1", timeout=170)
     alone = [*map(float, losses(llama("--devices", "1", "--seq", "1", "--model", "1")))]
     assert (

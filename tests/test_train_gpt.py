@@ -71,6 +71,7 @@ def test_what_is_sent_is_what_theory_says_and_other_options_train_nearly_the_sam
         "--log",
         str(tmp_path / "half"),
     )
-    plain, half = losses(tmp_path / "plain"), losses(tmp_path / "half")
+    plain = losses(tmp_path / "plain")
+    half = losses(tmp_path / "half")
     assert half == pytest.approx(plain, abs=0.03) and half != plain
     assert "By theory" not in text

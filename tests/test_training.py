@@ -21,7 +21,9 @@ class Wasteful(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.head, self.other = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(3, 2)
+        self.body = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 2)
+        self.other = nn.Linear(3, 2)
 
     def forward(self, x):
         y = self.body(x)
@@ -112,7 +114,8 @@ SMALL = (
 
 @pytest.mark.parametrize(("name", "options", "stage"), in_pairs(SMALL, OPTIONS, range(4)))
 def test_module_trains_as_in_torch_with_any_options(name, options, stage):
-    clip, tolerance = CLIP if options == "clipped" else None, TOLERANCES.get(options, 1e-9)
+    clip = CLIP if options == "clipped" else None
+    tolerance = TOLERANCES.get(options, 1e-9)
     results = by_train_step(
         CASES[name], stage, 2, **OPTIONS[options]
     )  # by momentum: its steps are as long as gradients

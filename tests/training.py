@@ -113,7 +113,8 @@ def by_train_step(case, stage, n, optimizer=momentum, wrap=lambda opt: opt, **op
     `wrap` makes another optimizer of one.
     """
     torch.manual_seed(1)
-    module, mesh = case.make().double(), fs.make_mesh({"data": n})
+    module = case.make().double()
+    mesh = fs.make_mesh({"data": n})
     apply, params, buffers = fs.functionalize(module)
     opt = fs.partition_optimizer(wrap(OURS[optimizer]), mesh=mesh, axis="data", stage=stage)
     params = fs.shard_params(params, fs.fsdp("data", unit=1) if stage == 3 else P(), mesh=mesh)
@@ -122,7 +123,8 @@ def by_train_step(case, stage, n, optimizer=momentum, wrap=lambda opt: opt, **op
         return case.to_loss(apply(params, buffers, x)[0])
 
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options)
-    state, losses = opt.init(params), []
+    state = opt.init(params)
+    losses = []
     for seed in range(STEPS):
         params, state, metrics = step(params, state, case.batch(seed, torch.float64))
         losses.append(metrics["loss"].item())

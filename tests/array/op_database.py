@@ -131,10 +131,8 @@ def list_rowless() -> str:
             continue  # a property
         label = {"torch.functional": "torch"}.get(space.__name__, space.__name__)
         for function in functions:
-            name, title = (
-                name_of.__wrapped__(function),
-                function.__name__.removeprefix(f"{label.rpartition('.')[2]}_"),
-            )
+            name = name_of.__wrapped__(function)
+            title = function.__name__.removeprefix(f"{label.rpartition('.')[2]}_")
             has_row = any(one in TABLE or one in DIRECT for one in (name, name.removesuffix("_")))
             if not has_row and not re.search(SPECIAL, function.__name__):
                 found.setdefault(label, set()).add(title)

@@ -84,7 +84,8 @@ def test_casts_of_arrays_of_one_layout_and_several_dtypes_have_own_dtypes(spec):
             x = X.to(dtype)
             array = fs.Sharded((4, 4), layout, put(x, MESH, spec).shards)
             for cast in CASTS:
-                actual, expected = getattr(array, cast)(), getattr(x, cast)()
+                actual = getattr(array, cast)()
+                expected = getattr(x, cast)()
                 assert actual.dtype == expected.dtype
                 if not spec.unreduced:
                     assert torch.equal(fs.unshard(actual), expected)

@@ -50,7 +50,8 @@ WITH_A_SUM = {
 @pytest.mark.parametrize("shape", [(8, 8), (7, 5), (13,), (3, 3, 3)], ids=str)
 @pytest.mark.parametrize("name", WITH_A_SUM)
 def test_flat_array_with_a_sum_keeps_its_layout(name, shape):
-    f, x = WITH_A_SUM[name], draw_tensor(*shape)
+    f = WITH_A_SUM[name]
+    x = draw_tensor(*shape)
     for spec in (P.flat("data"), P.flat("model"), P.flat("data", "model")):
         array = put(x, MESH, spec).requires_grad_()
         total = (array * array).sum()
@@ -70,8 +71,10 @@ def test_flat_array_with_a_sum_keeps_its_layout(name, shape):
 
 @pytest.mark.parametrize("other", [P(), P("data"), P("model", "data")], ids=str)
 def test_flat_array_with_another_layout_sends_the_fewest_bytes(other):
-    x, y = draw_tensor(8, 4), draw_tensor(4, 8).T.contiguous()
-    array, second = put(x, MESH, P.flat("data")), put(y, MESH, other)
+    x = draw_tensor(8, 4)
+    y = draw_tensor(4, 8).T.contiguous()
+    array = put(x, MESH, P.flat("data"))
+    second = put(y, MESH, other)
     sent, result = bytes_of(lambda: array * second)
     alternatives = [
         bytes_of(lambda spec=spec: [fs.reshard(z, fs.Layout(MESH, spec)) for z in (array, second)])[
@@ -125,7 +128,9 @@ def programs(draw):
     """Draw an operation, and a layout for each of its inputs."""
     name = draw(st.sampled_from(sorted(EQUATIONS)))
     lengths = {letter: draw(st.sampled_from([4, 8, 12])) for letter in "abc"}
-    terms, specs, shapes = EQUATIONS[name], [], []
+    terms = EQUATIONS[name]
+    specs = []
+    shapes = []
     for term in terms:
         places = {axis: draw(st.sampled_from([*term, "unreduced", None])) for axis in AXES}
         specs.append(spec_with(term, places))
@@ -165,7 +170,8 @@ def alternatives_of(terms, specs):
 @given(programs())
 def test_drawn_operation_sends_no_more_bytes_than_any_alternative(program):
     name, shapes, specs = program
-    f, tensors = FUNCTIONS[name], [draw_tensor(*shape) for shape in shapes]
+    f = FUNCTIONS[name]
+    tensors = [draw_tensor(*shape) for shape in shapes]
     arrays = [put(x, MESH, spec) for x, spec in zip(tensors, specs, strict=True)]
     sent, result = bytes_of(lambda: f(*arrays))
 
@@ -197,7 +203,8 @@ def test_array_with_a_sum_keeps_its_layout(spec):
 
 
 def test_result_has_the_layout_of_the_first_of_equal_inputs():
-    first, second = P("data"), P(None, "data")
+    first = P("data")
+    second = P(None, "data")
     x, y = (put(draw_tensor(8, 4), MESH, spec) for spec in (first, second))
     assert (x + y).spec == first
     assert (y + x).spec == second

@@ -90,7 +90,8 @@ def spec_for(x, spec):
 @pytest.mark.parametrize("second", [P(), P("model"), P(None, "data")], ids=str)
 @pytest.mark.parametrize("first", LAYOUTS, ids=str)
 def test_custom_function_equals_autograd_function_of_second_order(first, second):
-    x, w = draw(8, 4), draw(4, 6)
+    x = draw(8, 4)
+    w = draw(4, 6)
     own_product = fs.array.custom_function(product, product_backward)
 
     def loss(function, x, w):
@@ -158,7 +159,9 @@ def test_custom_function_of_trees_has_gradients_of_their_leaves():
         g = cotangent["value"]
         return {"w": 2 * x.T @ g, "b": g.sum(0)}, None
 
-    w, b, x = draw(4, 6), draw(6), draw(8, 4)
+    w = draw(4, 6)
+    b = draw(6)
+    x = draw(8, 4)
     params = {"w": put(w, MESH, P("model")), "b": put(b, MESH, P())}
     for leaf in params.values():
         leaf.requires_grad_()
@@ -174,7 +177,8 @@ def test_custom_function_of_trees_has_gradients_of_their_leaves():
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("spec", LAYOUTS[:7], ids=str)
 def test_custom_function_under_lift_equals_autograd_function(spec):
-    x, w = draw(8, 4), draw(4, 6)
+    x = draw(8, 4)
+    w = draw(4, 6)
     plain = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad(Product.apply(plain, w, 0.5).sum(), plain, create_graph=True)
     (second_expected,) = torch.autograd.grad(expected.square().sum(), plain)
@@ -193,7 +197,8 @@ def test_custom_function_under_lift_equals_autograd_function(spec):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_custom_function_under_jvp_raises():
     own_product = fs.array.custom_function(product, product_backward)
-    x, w = put(draw(8, 4), MESH, P("data")), put(draw(4, 6), MESH, P())
+    x = put(draw(8, 4), MESH, P("data"))
+    w = put(draw(4, 6), MESH, P())
     with pytest.raises(RuntimeError, match="jvp"):
         fs.array.lift(torch.func.jvp)(lambda x: own_product(x, w, 1.0), (x,), (x,))
 
@@ -201,7 +206,8 @@ def test_custom_function_under_jvp_raises():
 @pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P()], ids=str)
 def test_custom_function_in_a_loss_function_has_the_serial_gradient(spec):
     own_product = fs.array.custom_function(product, product_backward)
-    w, x = draw(4, 6), draw(8, 4)
+    w = draw(4, 6)
+    x = draw(8, 4)
     model = fs.Layout(MESH["model"])
 
     def loss(w, x):
@@ -237,7 +243,8 @@ def test_custom_function_draws_the_same_numbers_for_second_derivatives():
 
 def test_custom_function_that_is_recomputed_by_a_checkpoint_has_its_gradient():
     own_product = fs.array.custom_function(product, product_backward)
-    x, w = put(draw(8, 4), MESH, P("data")), put(draw(4, 6), MESH, P())
+    x = put(draw(8, 4), MESH, P("data"))
+    w = put(draw(4, 6), MESH, P())
     gradients = []
     for run in (own_product, lambda *args: checkpoint(own_product, *args, use_reentrant=False)):
         x.requires_grad_()

@@ -25,7 +25,8 @@ TENSOR_PARALLEL = {
 def test_gpt_equals_one_device_over_five_steps():
     """Its table of words is also its head."""
     torch.manual_seed(0)
-    words, head = Words(), nn.Linear(WIDTH, 11, bias=False)
+    words = Words()
+    head = nn.Linear(WIDTH, 11, bias=False)
     head.weight = words.words.weight
     single = nn.Sequential(words, *(Layer() for _ in range(6)), nn.LayerNorm(WIDTH), head).to(F64)
     sharded = fs.array.shard_module(copy.deepcopy(single), TENSOR_PARALLEL, mesh=MESH)
@@ -51,12 +52,12 @@ def test_gpt_equals_one_device_over_five_steps():
 class Residual(nn.Module):
     def __init__(self, before, after, stride):
         super().__init__()
-        self.conv1, self.norm1 = (
-            nn.Conv2d(before, after, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(after),
-        )
-        self.conv2, self.norm2 = nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after)
-        self.short, self.relu = nn.Conv2d(before, after, 1, stride), nn.ReLU(inplace=True)
+        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(after)
+        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(after)
+        self.short = nn.Conv2d(before, after, 1, stride)
+        self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x):
         y = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
@@ -84,11 +85,10 @@ def resnet():
 class ViT(nn.Module):
     def __init__(self):
         super().__init__()
-        self.patch, self.head = nn.Conv2d(3, WIDTH, 4, 4), nn.Linear(WIDTH, 4)
-        self.cls, self.pos = (
-            nn.Parameter(torch.randn(1, 1, WIDTH)),
-            nn.Parameter(torch.randn(1, 17, WIDTH)),
-        )
+        self.patch = nn.Conv2d(3, WIDTH, 4, 4)
+        self.head = nn.Linear(WIDTH, 4)
+        self.cls = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.pos = nn.Parameter(torch.randn(1, 17, WIDTH))
         layer = nn.TransformerEncoderLayer(
             WIDTH, HEADS, 16, dropout=0.0, batch_first=True, norm_first=True
         )
@@ -121,7 +121,8 @@ def test_bert_of_hugging_face_equals_one_device():
         "*word_embeddings.weight": P("model"),
     }
     many = fs.array.shard_module(copy.deepcopy(one), rules, mesh=MESH)
-    ids, mask = torch.randint(0, WORDS, (4, LENGTH)), torch.ones(4, LENGTH, dtype=torch.long)
+    ids = torch.randint(0, WORDS, (4, LENGTH))
+    mask = torch.ones(4, LENGTH, dtype=torch.long)
     mask[1:, -2:] = 0
     given = {"input_ids": ids, "attention_mask": mask, "labels": ids}
     actual, expected = [], []

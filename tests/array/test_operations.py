@@ -120,10 +120,8 @@ UNARY = {
 def test_drawn_unary_operation_equals_unsharded(data):
     mesh = data.draw(st.sampled_from(MESHES))
     shape = data.draw(st.lists(LENGTHS, min_size=1, max_size=3))
-    f, dim = (
-        UNARY[data.draw(st.sampled_from(sorted(UNARY)))],
-        data.draw(st.integers(0, len(shape) - 1)),
-    )
+    f = UNARY[data.draw(st.sampled_from(sorted(UNARY)))]
+    dim = data.draw(st.integers(0, len(shape) - 1))
     x = torch.randn(
         shape, dtype=F64, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
     )
@@ -230,7 +228,8 @@ QUOTIENTS = {
 def test_unreduced_array_divided_by_zero_equals_unsharded(name):
     """Its shards are summands, of which some are zero where the sum is not."""
     mesh = fs.make_mesh({"model": 2})
-    ones, summands = torch.ones(1, 2, dtype=torch.float64), torch.zeros(2, 4, dtype=torch.float64)
+    ones = torch.ones(1, 2, dtype=torch.float64)
+    summands = torch.zeros(2, 4, dtype=torch.float64)
     summands[0] = torch.tensor([1.0, 0.0, -1.0, 2.0])
     left = fs.device_put(ones, fs.Layout(mesh, P(None, "model")))
     sums = left @ fs.device_put(summands, fs.Layout(mesh, P("model")))

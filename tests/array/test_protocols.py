@@ -30,7 +30,8 @@ def put(x, *entries, **more):
 
 
 def test_unreduced_results_are_reduced_once_and_scattered_where_wanted():
-    x, w = put(torch.randn(8, 8), None, "model"), put(torch.randn(8, 8), "model")
+    x = put(torch.randn(8, 8), None, "model")
+    w = put(torch.randn(8, 8), "model")
     with fs.ledger() as comm:
         y = (x @ w) * 2 + x @ w - (x @ w).T.T
     assert comm.calls() == 0
@@ -57,7 +58,8 @@ def test_ledger_names_operation_and_line():
 
 
 def test_explicit_forbids_implicit_communication():
-    x, z = put(torch.randn(8, 4), "data"), put(torch.randn(8, 4), None, "data")
+    x = put(torch.randn(8, 4), "data")
+    z = put(torch.randn(8, 4), None, "data")
     with fs.array.explicit():
         _ = x + x
         with pytest.raises(
@@ -155,7 +157,8 @@ def test_in_place_operations_write_to_their_array():
 
 def test_views_are_not_used_when_stale():
     x = put(torch.ones(4, 2), "data").requires_grad_() * 1
-    row, last = x[0], x[0][1]
+    row = x[0]
+    last = x[0][1]
     with pytest.raises(LayoutError, match=r"got .* view of another array by .T"):
         x.T.add_(1)
     x.add_(1)
@@ -229,7 +232,8 @@ def test_leaves_accumulate_gradients_in_their_layout():
 
 def test_a_hook_gets_the_gradient_of_an_array_once_for_each_backward():
     x = put(torch.ones(4, 2), "data").requires_grad_()
-    y, gradients = x[1:] * 3, []
+    y = x[1:] * 3
+    gradients = []
     handles = [x.register_hook(gradients.append), y.register_hook(gradients.append)]
     for _ in range(2):
         y.sum().backward(retain_graph=True)
@@ -285,13 +289,12 @@ def test_linear_algebra_is_unsharded_counted_and_sharded_again():
 
 def test_checkpoint_recomputes():
     full = torch.randn(8, 6, dtype=torch.float64)
-    x, w = (
-        put(full, "data").requires_grad_(),
-        put(torch.ones(6, 6, dtype=torch.float64), None, "model").requires_grad_(),
-    )
+    x = put(full, "data").requires_grad_()
+    w = put(torch.ones(6, 6, dtype=torch.float64), None, "model").requires_grad_()
     y = checkpoint(lambda x: (x @ w).sin() @ w, x, use_reentrant=False)
     y.sum().backward()
-    a, b = full.clone().requires_grad_(), torch.ones(6, 6, dtype=torch.float64).requires_grad_()
+    a = full.clone().requires_grad_()
+    b = torch.ones(6, 6, dtype=torch.float64).requires_grad_()
     ((a @ b).sin() @ b).sum().backward()
     torch.testing.assert_close(fs.unshard(x.grad), a.grad)
     torch.testing.assert_close(fs.unshard(w.grad), b.grad)
@@ -299,8 +302,10 @@ def test_checkpoint_recomputes():
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_torch_func_transforms():
-    full, weights = torch.randn(8, 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
-    x, w = put(full, "data", "model"), put(weights, "model")
+    full = torch.randn(8, 6, dtype=torch.float64)
+    weights = torch.randn(6, 4, dtype=torch.float64)
+    x = put(full, "data", "model")
+    w = put(weights, "model")
     f = lambda w: (x @ w).sin().sum()  # noqa: E731
     g = lambda w: (full @ w).sin().sum()  # noqa: E731
     gradient = lift(torch.func.grad)(lambda w: fs.unshard(f(w)))
@@ -318,7 +323,8 @@ def test_torch_func_transforms():
 
 
 def test_plain_tensors_numbers_and_0d_tensors():
-    x, scale = put(torch.ones(4, 2), "data"), torch.tensor(3.0, requires_grad=True)
+    x = put(torch.ones(4, 2), "data")
+    scale = torch.tensor(3.0, requires_grad=True)
     assert float((x * scale + torch.tensor(1)).sum()) == 32
     (x * scale).sum().backward()
     assert scale.grad.item() == 8
@@ -331,7 +337,8 @@ def test_plain_tensors_numbers_and_0d_tensors():
             act()
 
 
-X, CUBE = put(torch.ones(4, 2), "data"), put(torch.randn(4, 2, 6), "data")
+X = put(torch.ones(4, 2), "data")
+CUBE = put(torch.randn(4, 2, 6), "data")
 FFT = r"torch.fft.fft is no operation on arrays.* got f32\[4@data, 2\], at .*test_protocols.py.*fs.shard_map.*fs.array.constrain"
 ERRORS = {
     "no rule": (lambda: torch.fft.fft(X), LayoutError, FFT),
@@ -407,7 +414,8 @@ def test_lift_reshards_tangents_and_cotangents():
     layouts = [fs.Layout(MESH, spec) for spec in specs] + [fs.Layout(MESH, w.spec, unit="other")]
     expected = 3 * fs.unshard(w) ** 2 * tangent
     for layout in layouts:
-        t, cotangent = fs.device_put(tangent, layout), fs.device_put(full, layout)
+        t = fs.device_put(tangent, layout)
+        cotangent = fs.device_put(full, layout)
         _, rate = lift(torch.func.jvp)(lambda x: x**3, (w,), (t,))
         _, push = lift(torch.func.linearize)(lambda x: x**3, w)
         _, pull = lift(torch.func.vjp)(lambda x: {"cube": x**3}, w)
@@ -420,7 +428,8 @@ def test_lift_reshards_tangents_and_cotangents():
 
 def test_lift_reduces_unreduced_arrays():
     a, b = (torch.randn(4, 4, dtype=torch.float64) for _ in range(2))
-    x, y = put(a, None, "data"), put(b, "data")
+    x = put(a, None, "data")
+    y = put(b, "data")
     product = x @ y
     assert product.spec.unreduced
     gradient = lift(torch.func.grad)(lambda z: fs.unshard((z**2).sum()))(product)

@@ -18,11 +18,10 @@ def program(runtime=None):
             torch.randn(*shape, generator=draw, dtype=torch.float64), fs.Layout(mesh, spec)
         )
 
-    x, w = put(8, 6, spec=P("data", "model")), put(6, 4, spec=P("model")).requires_grad_()
-    v, z = (
-        put(4, 4, spec=P(None, "model")).requires_grad_(),
-        put(8, 4, spec=P.flat("data")).requires_grad_(),
-    )
+    x = put(8, 6, spec=P("data", "model"))
+    w = put(6, 4, spec=P("model")).requires_grad_()
+    v = put(4, 4, spec=P(None, "model")).requires_grad_()
+    z = put(8, 4, spec=P.flat("data")).requires_grad_()
     torch.manual_seed(3)
     with fs.ledger() as comm:
         h = F.dropout(torch.relu(x @ w), 0.3)

@@ -13,7 +13,9 @@ class Block(nn.Module):
     def __init__(self, counts, dropout):
         super().__init__()
         self.counts = counts
-        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
         self.drop = nn.Dropout(dropout)
         self.register_buffer("calls", torch.zeros(()))
 

@@ -42,7 +42,9 @@ class Loop:
     ):
         torch.manual_seed(1)
         self.module = self.model = make()
-        self.opt, self.loader, self.criterion = optimizer(self.model), loader, criterion
+        self.opt = optimizer(self.model)
+        self.loader = loader
+        self.criterion = criterion
         self.schedule = schedule and schedule(self.opt)
         self.booster = fs.Booster(plugin) if isinstance(plugin, Plugin) else plugin
         self.is_staged = plugin is not None and self.booster.plugin.in_stages()
@@ -90,7 +92,8 @@ class Loop:
         with torch.no_grad():
             if not self.is_staged:
                 return self.model(x)
-            batch, options = iter([(x, x)]), {"return_loss": False, "return_outputs": True}
+            batch = iter([(x, x)])
+            options = {"return_loss": False, "return_outputs": True}
             return self.booster.execute_pipeline(
                 batch, self.model, lambda y, _: y.mean(), **options
             )["outputs"]

@@ -298,7 +298,8 @@ class Recorder(nn.Linear):
 
 def test_extra_state_is_saved(tmp_path):
     def main():
-        modules, booster = [Recorder() for _ in "abc"], fs.Booster()
+        modules = [Recorder() for _ in "abc"]
+        booster = fs.Booster()
         model, by_folder, by_state = (booster.boost(module)[0] for module in modules)
         modules[0].seen = 3
         booster.save_model(model, tmp_path)
@@ -322,7 +323,9 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.step = nn.Linear(3, 3), nn.Linear(3, 3), 0
+        self.a = nn.Linear(3, 3)
+        self.b = nn.Linear(3, 3)
+        self.step = 0
 
     def forward(self, x):
         self.step += 1
@@ -358,7 +361,8 @@ def test_state_of_steps_is_saved(name, tmp_path):
 
     def main(plugin, load):
         torch.manual_seed(0)
-        booster, module = fs.Booster(plugin(**options)), make()
+        booster = fs.Booster(plugin(**options))
+        module = make()
         model, opt, *_ = booster.boost(module, trainable(module))
         if load:
             booster.load(tmp_path, model, opt)
@@ -447,7 +451,8 @@ def test_what_cannot_be_saved_or_loaded_raises(tmp_path):
 def stepped(name, state=None, make=network, numbers=range(0), **options):
     """Return the state after some steps, from a state that a function returns for the initial one."""
     plugin, axes = PLUGINS[name]
-    booster, module = fs.Booster(plugin(mesh=fs.make_mesh(axes), **options)), make()
+    booster = fs.Booster(plugin(mesh=fs.make_mesh(axes), **options))
+    module = make()
     first = booster.init(module, adamw(module), nn.MSELoss())
     state = first if state is None else state(first)
     for number in numbers:

@@ -50,7 +50,8 @@ class Net(nn.Module):
         )
         self.first = nn.utils.parametrizations.weight_norm(nn.Linear(4, WIDE))
         self.blocks = nn.Sequential(*(make(WIDE) for _ in range(4)))
-        self.again, self.last = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+        self.again = nn.Linear(WIDE, WIDE)
+        self.last = nn.Linear(WIDE, WIDE)
         self.last.weight = self.again.weight
 
     def forward(self, x):
@@ -101,7 +102,8 @@ def adafactor(model):
 
 def trained(kind, name, optimizer, *, functional, materialize):
     """Return the losses of three steps, and the tensors after them; of the model that was built before, or a lazy one."""
-    plugin, draws = plugin_of(name, kind), torch.Generator().manual_seed(0)
+    plugin = plugin_of(name, kind)
+    draws = torch.Generator().manual_seed(0)
     batches = [
         (torch.randn(8, 4, generator=draws), torch.randn(8, WIDE, generator=draws))
         for _ in range(3)
@@ -113,7 +115,9 @@ def trained(kind, name, optimizer, *, functional, materialize):
         return fs.nn.materialize(model, seed=plugin.seed) if materialize else model
 
     if functional:
-        booster, model, losses = fs.Booster(plugin), make(), []
+        booster = fs.Booster(plugin)
+        model = make()
+        losses = []
         state = booster.init(model, optimizer(model), nn.MSELoss())
         for batch in batches:
             state, metrics = booster.step(state, batch)
@@ -184,7 +188,8 @@ def test_boost_holds_one_lazy_block_at_a_time(plugin):
 
 
 def test_shard_params_builds_lazy_layers():
-    mesh, model = fs.make_mesh({"data": 2}), Net(described)
+    mesh = fs.make_mesh({"data": 2})
+    model = Net(described)
     Block.alive.clear()
     params = fs.shard_params(model, fs.fsdp("data"), mesh=mesh, seed=5)
     assert Block.alive == [1] * 4

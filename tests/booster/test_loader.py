@@ -84,8 +84,10 @@ def looped(plugin, loader_of, batches_of, *, sync=True):
 def stepped(plugin, loader_of, batches_of):
     """Train by functional steps; return the parameters, and the number of samples of each step."""
     torch.manual_seed(1)
-    model, booster = mlp(), fs.Booster(plugin)
-    state, counts = booster.init(model, momentum(model), nn.CrossEntropyLoss()), []
+    model = mlp()
+    booster = fs.Booster(plugin)
+    state = booster.init(model, momentum(model), nn.CrossEntropyLoss())
+    counts = []
     for batch in batches_of(loader_of(booster)):
         state, metrics = booster.step(state, batch)
         counts.append(int(metrics["samples"]))
@@ -224,7 +226,8 @@ def test_loader_takes_each_sample_once_on_any_mesh(n, options):
         "state": {"epoch": 5, "sample": 0, "seed": 3},
         **options,
     }
-    size, full = options["size"], COUNT // options["size"] * options["size"]
+    size = options["size"]
+    full = COUNT // options["size"] * options["size"]
     batches, end = taken(n, **options)
     order = [*chain(*batches)]
     assert len(order) == len({*order}) == (full if "drop_last" in options else COUNT)
@@ -326,7 +329,9 @@ def test_peek_returns_next_batch_and_takes_nothing():
             TensorDataset(torch.arange(11)), 4, shuffle=True, num_workers=1
         )
         torch.manual_seed(0)
-        before, first, state = torch.get_rng_state(), loader.peek()[0], loader.state_dict()
+        before = torch.get_rng_state()
+        first = loader.peek()[0]
+        state = loader.state_dict()
         same = torch.equal(before, torch.get_rng_state())
         pairs, last = [], first
         for (x,) in loader:

@@ -247,7 +247,8 @@ def test_misuse_raises(name):
 
 
 def test_boost_outside_or_of_a_shared_module_raises():
-    mesh, shared = fs.make_mesh({"data": 2}), model()
+    mesh = fs.make_mesh({"data": 2})
+    shared = model()
     message = r"a loop must run as one device of .*\. Call it inside of fs.run\(main, mesh=mesh\), or under torchrun"
     for call in (
         lambda booster: booster.boost(model()),
@@ -262,7 +263,8 @@ def test_boost_outside_or_of_a_shared_module_raises():
 def errors_on_processes():
     """Return the errors of modules that torch has wrapped by its own process group."""
     mesh = fs.mesh.to_device_mesh(fs.make_mesh({"data": 2}))
-    sharded, distributed = model(), model()
+    sharded = model()
+    distributed = model()
     fully_shard(sharded[0], mesh=mesh)
     distribute_module(distributed, mesh)
     texts = []
@@ -347,7 +349,8 @@ def test_values_given_to_boost_raise_and_name_those_returned(plugin, optimizer):
 
     def main():
         old = model()
-        before, old_opt = copy.deepcopy(old), optimizer(old)
+        before = copy.deepcopy(old)
+        old_opt = optimizer(old)
         schedule = torch.optim.lr_scheduler.StepLR(old_opt, 1)
         loop = Loop(
             lambda: old, PLUGINS[plugin](), lambda _: old_opt, criterion=lambda y, _: y.mean()

@@ -97,10 +97,8 @@ def test_gradient_through_two_boosted_models_equals_torch():
 
 
 def test_one_booster_steps_several_models():
-    booster, batch = (
-        fs.Booster(fs.ZeroPlugin(stage=1, mesh=fs.make_mesh({"data": 2}))),
-        samples(8).tensors,
-    )
+    booster = fs.Booster(fs.ZeroPlugin(stage=1, mesh=fs.make_mesh({"data": 2})))
+    batch = samples(8).tensors
     states = []
     for lr in (0.1, 100.0):
         torch.manual_seed(1)
@@ -118,7 +116,8 @@ class Half(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.used, self.idle = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.used = nn.Linear(6, 4)
+        self.idle = nn.Linear(6, 4)
 
     def forward(self, x):
         return self.used(x)
@@ -128,7 +127,8 @@ class Half(nn.Module):
     ("plugin", "unused"), [("ddp", "skip"), ("fsdp", "skip"), ("zero 2", "zero"), ("fsdp", "zero")]
 )
 def test_functional_step_skips_unused_or_gives_zeros(plugin, unused):
-    model, batch = Half().double(), samples(8).tensors
+    model = Half().double()
+    batch = samples(8).tensors
     opt = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     booster = fs.Booster(PLUGINS[plugin](mesh=fs.make_mesh({"data": 2}), unused=unused))
     state = booster.init(model, opt, nn.CrossEntropyLoss())
@@ -142,7 +142,8 @@ def test_functional_step_skips_unused_or_gives_zeros(plugin, unused):
 
 def test_mean_is_over_devices_that_have_other_samples():
     def means(plugin):
-        booster, index = fs.Booster(plugin), float(fs.axis_index("data"))
+        booster = fs.Booster(plugin)
+        index = float(fs.axis_index("data"))
         tree = {"loss": torch.tensor(index), "rows": (index, torch.tensor([index, 1.0]))}
         return booster.mean(tree), booster.mean(torch.tensor(index), samples=[3, 0][int(index)])
 
@@ -165,7 +166,8 @@ def test_mean_is_over_devices_that_have_other_samples():
 @pytest.mark.parametrize("plugin", ["ddp", "stages"])
 def test_each_forward_of_each_device_draws_new_numbers(plugin):
     """Without gradients, before a step that is skipped, and of another model of the same layers."""
-    x, options = torch.ones(8, 6).double(), {"return_outputs": True}
+    x = torch.ones(8, 6).double()
+    options = {"return_outputs": True}
 
     def draw(loop):
         if loop.is_staged:
@@ -213,7 +215,8 @@ def learnt_with_dropout(seed, data, pipeline, *, functional=False, noise=0):
 
     if not functional:
         return fs.run(main, mesh=mesh)[-1]
-    booster, model = fs.Booster(plugin), make()
+    booster = fs.Booster(plugin)
+    model = make()
     state = booster.init(model, adam(model), nn.CrossEntropyLoss())
     for batch in DataLoader(samples(24), 8):
         state, _ = booster.step(state, batch)
@@ -261,9 +264,11 @@ def test_unwrap_returns_independent_copy(plugin):
     def body(loop):
         batch = [loop.part(x) for x in samples(8).tensors]
         loop.step(*batch)
-        best, state = loop.model.unwrap(), loop.state()
+        best = loop.model.unwrap()
+        state = loop.state()
         loop.step(*batch)
-        last, copies = loop.state(), [best.state_dict(), loop.model.unwrap().state_dict()]
+        last = loop.state()
+        copies = [best.state_dict(), loop.model.unwrap().state_dict()]
         errors = unequal_bits(copies[0], state)
         for x in [x for tensors in copies for x in tensors.values()]:
             x.zero_()

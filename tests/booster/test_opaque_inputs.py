@@ -80,7 +80,8 @@ def test_opaque_batch_of_loader_keeps_its_weight(count):
 @pytest.mark.parametrize("kind", CASES)
 def test_opaque_input_that_would_be_split_raises(kind):
     """In reproducible mode, by slices; and as a leaf of a sharded batch. Without gradients nothing is split."""
-    x, mesh = torch.ones(8, 3), fs.make_mesh({"data": 2})
+    x = torch.ones(8, 3)
+    mesh = fs.make_mesh({"data": 2})
 
     def body(loop):
         with torch.no_grad():
@@ -90,10 +91,8 @@ def test_opaque_input_that_would_be_split_raises(kind):
     if kind is Bags:
         with pytest.raises(TypeError, match="a Bags is not sharded"):
             on_devices(body, fs.DDPPlugin(reproducible=True), 2, OnBags)
-    params, batch = (
-        fs.shard_params({"w": torch.ones(3)}, P(), mesh=mesh),
-        {"x": x, "bags": bags_of(x, kind)},
-    )
+    params = fs.shard_params({"w": torch.ones(3)}, P(), mesh=mesh)
+    batch = {"x": x, "bags": bags_of(x, kind)}
 
     def loss_fn(params, batch):
         return (batch["x"] * params["w"]).mean() * batch["bags"].lengths.sum()

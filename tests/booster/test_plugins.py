@@ -15,7 +15,8 @@ import fshard as fs
 from fshard.foreign_names import NAMES
 from fshard.parallelism.modes import model_axes
 
-DATA, PIPE = fs.make_mesh({"data": 2}), fs.make_mesh({"data": 2, "pipe": 2})
+DATA = fs.make_mesh({"data": 2})
+PIPE = fs.make_mesh({"data": 2, "pipe": 2})
 SAVED = torch.nn.Linear(1, 1)
 
 

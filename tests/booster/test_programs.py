@@ -128,7 +128,8 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
 
     def forward(self, x, both):
         return self.second(self.first(x)) if both else self.first(x)
@@ -145,7 +146,8 @@ class Router(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        self.layer, self.kind = nn.Linear(3, 3), kind
+        self.layer = nn.Linear(3, 3)
+        self.kind = kind
 
     def forward(self, x):
         y = self.layer(x).tanh()
@@ -160,11 +162,9 @@ class Router(nn.Module):
 class Routed(nn.Module):
     def __init__(self, kind):
         super().__init__()
-        self.routers, self.head, self.kind = (
-            nn.ModuleList(Router(kind) for _ in range(2)),
-            nn.Linear(3, 1),
-            kind,
-        )
+        self.routers = nn.ModuleList(Router(kind) for _ in range(2))
+        self.head = nn.Linear(3, 1)
+        self.kind = kind
 
     def forward(self, x):
         for router in self.routers:
@@ -188,7 +188,9 @@ class Scaled(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.tau, self.calls = nn.Linear(3, 3), 1.0, 0
+        self.layer = nn.Linear(3, 3)
+        self.tau = 1.0
+        self.calls = 0
 
     def forward(self, x):
         self.calls += 1

@@ -114,7 +114,8 @@ def test_list_of_layers_trains_as_a_sequence(pipeline, functional):
             loop = Loop(layers_and_function, plugin, sgd)
             loop.step(*batch)
             return loop.state()
-        layers, booster = layers_and_function(), fs.Booster(plugin)
+        layers = layers_and_function()
+        booster = fs.Booster(plugin)
         state, _ = booster.step(booster.init(layers, sgd(layers), nn.CrossEntropyLoss()), batch)
         params = fs.unshard(state.params)
         return {
@@ -137,7 +138,8 @@ class Layered(nn.Module):
     def __init__(self):
         super().__init__()
         self.scale, self.sizes = 1.0, []
-        self.before, self.after = nn.Dropout(0.5), nn.Dropout(0.5)
+        self.before = nn.Dropout(0.5)
+        self.after = nn.Dropout(0.5)
         blocks = (nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5)) for _ in range(3))
         self.blocks = nn.ModuleList(blocks)
         self.double()

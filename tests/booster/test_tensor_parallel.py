@@ -50,7 +50,8 @@ def batch_of(name, loss):
 
 @cache
 def by_torch(name, loss, clip):
-    model, batch = model_of(name), batch_of(name, loss)
+    model = model_of(name)
+    batch = batch_of(name, loss)
     optimizer = adamw(model)
     for _ in range(STEPS):
         loss(model(**batch), batch).backward()
@@ -65,7 +66,8 @@ def looped(name, sizes, plugin_options, loss, clip, accumulate):
     """Return what each device has learnt in a loop over a loader."""
 
     def main():
-        model, batch = model_of(name), batch_of(name, loss)
+        model = model_of(name)
+        batch = batch_of(name, loss)
         rows = [{key: x[i] for key, x in batch.items()} for i in range(4)]
         booster = fs.Booster(fs.HybridParallelPlugin(sample=inputs_of(name)[0], **plugin_options))
         model, opt, _, loader, _ = booster.boost(
@@ -101,7 +103,9 @@ def in_stages(name, sizes, plugin_options, loss, *_):
     }
 
     def main():
-        booster, model, losses = fs.Booster(fs.HybridParallelPlugin(**options)), model_of(name), []
+        booster = fs.Booster(fs.HybridParallelPlugin(**options))
+        model = model_of(name)
+        losses = []
         model, opt, *_ = booster.boost(model, adamw(model))
         for _ in range(STEPS):
             result = booster.execute_pipeline(
@@ -117,7 +121,8 @@ def in_stages(name, sizes, plugin_options, loss, *_):
 
 
 def by_functional_steps(name, sizes, plugin_options, loss, *_):
-    model, batch = model_of(name), batch_of(name, loss)
+    model = model_of(name)
+    batch = batch_of(name, loss)
     booster = fs.Booster(
         fs.HybridParallelPlugin(mesh=fs.make_mesh(sizes), sample=batch, **plugin_options)
     )
@@ -159,7 +164,8 @@ def by_functional_steps(name, sizes, plugin_options, loss, *_):
 def test_models_of_transformers_train_as_on_one_device(form, name, mode, options):
     """Norms of Llama and Qwen3, and losses of transformers, are computed in float32."""
     plugin_options = {"zero_stage": 0, **options}
-    loss, clip = plugin_options.pop("loss", criterion), plugin_options.pop("clip", None)
+    loss = plugin_options.pop("loss", criterion)
+    clip = plugin_options.pop("clip", None)
     accumulate, (axes, layers) = plugin_options.pop("accumulate", 1), MODES[mode]
     sizes = {"data": options.get("data", 1), **axes}
     results = form(name, sizes, {**layers, **plugin_options}, loss, clip, accumulate)
@@ -170,7 +176,8 @@ def test_models_of_transformers_train_as_on_one_device(form, name, mode, options
 
 
 def test_functional_steps_in_stages_equal_one_device():
-    mesh, model = fs.make_mesh({"pipe": 2, "data": 1, "model": 2}), gpt()
+    mesh = fs.make_mesh({"pipe": 2, "data": 1, "model": 2})
+    model = gpt()
     booster = fs.Booster(
         fs.HybridParallelPlugin(mesh=mesh, sample=IDS[:2], pipeline=2, tensor=2, microbatches=2)
     )

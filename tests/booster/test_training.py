@@ -35,7 +35,8 @@ class Tables(nn.Module):
     def __init__(self):
         super().__init__()
         self.tables = nn.ModuleList([nn.Embedding(20, 4), nn.Embedding(7, 4)])
-        self.bottom, self.top = nn.Linear(3, 4), nn.Linear(12, 11)
+        self.bottom = nn.Linear(3, 4)
+        self.top = nn.Linear(12, 11)
 
     def forward(self, x):
         features = [
@@ -50,7 +51,8 @@ class Words(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.positions = nn.Embedding(11, 8), nn.Parameter(torch.randn(5, 8))
+        self.embed = nn.Embedding(11, 8)
+        self.positions = nn.Parameter(torch.randn(5, 8))
 
     def forward(self, tokens):
         return self.embed(tokens) + self.positions
@@ -58,7 +60,8 @@ class Words(nn.Module):
 
 def row_of_words(dropout=0.25):
     """A GPT as a row of layers, of which the first and the last share a weight: they are in two stages."""
-    first, head = Words(), nn.Linear(8, 11, bias=False)
+    first = Words()
+    head = nn.Linear(8, 11, bias=False)
     head.weight = first.embed.weight
     blocks = [nn.TransformerEncoderLayer(8, 2, 16, dropout=dropout, batch_first=True) for _ in "ab"]
     return nn.Sequential(first, *blocks, head, nn.AdaptiveAvgPool2d((1, None)), nn.Flatten())
@@ -127,7 +130,8 @@ def train(loop):
 
 def trained(name, plugin, n, count=48):
     """Return what each device has learnt in two epochs, and its output of four samples."""
-    loader, x = DataLoader(data(name, count), 16, shuffle=True), data(name, 4).tensors[0]
+    loader = DataLoader(data(name, count), 16, shuffle=True)
+    x = data(name, 4).tensors[0]
 
     def body(loop):
         return train(loop), loop.output(x)
@@ -382,7 +386,8 @@ def test_functional_step_trains_stages_as_torch(inside, zero_stage, norm):
     def make():
         return nn.Sequential(nn.Linear(3, 6), norm(6), nn.Tanh(), nn.Linear(6, 11)).double()
 
-    x, y = rows(8).double(), torch.arange(8)
+    x = rows(8).double()
+    y = torch.arange(8)
     serial = Loop(make, None, adamw)
     for _ in range(3):
         losses = [serial.accumulate(*pair) for pair in zip(x.chunk(4), y.chunk(4), strict=True)]
@@ -415,10 +420,8 @@ def test_functional_step_trains_stages_as_torch(inside, zero_stage, norm):
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp", "stages"])
 def test_outputs_in_inference_mode_are_those_without_gradients(plugin):
     def main():
-        loop, x = (
-            Loop(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), PLUGINS[plugin]()),
-            torch.ones(4, 3),
-        )
+        loop = Loop(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), PLUGINS[plugin]())
+        x = torch.ones(4, 3)
         with torch.inference_mode():
             output = loop.output(x)
         return torch.equal(output, loop.output(x))

@@ -18,7 +18,8 @@ from fshard import P
 
 def save_dtensors(path):
     fs.make_mesh({"data": 2})  # joins the processes
-    devices, x = init_device_mesh("cpu", (2,)), torch.arange(35.0).reshape(5, 7)
+    devices = init_device_mesh("cpu", (2,))
+    x = torch.arange(35.0).reshape(5, 7)
     shards = {
         name: distribute_tensor(x, devices, [Shard(dim)])
         for dim, name in enumerate(["rows", "columns"])
@@ -58,7 +59,8 @@ def mesh():
 
 def growth_of_memory(action, field="RssAnon"):
     """Return the bytes by which a field of /proc grows meanwhile; "VmRSS" counts the pages of mapped files too."""
-    sizes, is_done = [], threading.Event()
+    sizes = []
+    is_done = threading.Event()
 
     def watch():
         while not is_done.wait(0.0005):

@@ -69,7 +69,8 @@ def flip(path, offset):
 
 def test_convert_chains_all_formats(saved, tmp_path, capsys):
     """Tied arrays are written once by the formats that have no values."""
-    path, want = saved, fs.restore(saved, only="params")
+    path = saved
+    want = fs.restore(saved, only="params")
     for to, only in (("torch", []), ("hf", ["--only", "params"]), ("dcp", []), ("safetensors", [])):
         words = ["checkpoint", "convert", "--trust", "--to", to, *only]
         assert main([*words, str(path), str(tmp_path / to)]) == 0

@@ -59,7 +59,8 @@ class Generators:
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), before=st.integers(0, 3))
 def test_generators_continue_with_equal_numbers(seed, before, tmp_path_factory):
-    path, source = tmp_path_factory.mktemp("random"), Generators(seed)
+    path = tmp_path_factory.mktemp("random")
+    source = Generators(seed)
     torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
     for _ in range(before):
         source.draw()
@@ -197,7 +198,8 @@ class Run:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_torch_objects_are_leaves(schedule, tmp_path):
-    source, target = Run(schedule), Run(schedule)
+    source = Run(schedule)
+    target = Run(schedule)
     for number in range(4):
         source.step(number)
     fs.save(tmp_path, {**source.tree, "step": 4})
@@ -213,7 +215,8 @@ def test_torch_objects_are_leaves(schedule, tmp_path):
     "kind", [torch.optim.SGD, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.ASGD]
 )
 def test_state_of_torch_optimizers(kind, tmp_path):
-    source, target = Run("step", kind), Run("step", kind)
+    source = Run("step", kind)
+    target = Run("step", kind)
     fs.save(tmp_path, source.tree)  # without state so far
     assert_equal(fs.restore(tmp_path, target.tree)["opt"].state_dict(), source.opt.state_dict())
     for number in range(3):
@@ -275,7 +278,9 @@ STATES = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(state=st.dictionaries(st.text("abc", min_size=1, max_size=2), STATES, max_size=3))
 def test_state_of_any_object(state, tmp_path_factory):
-    path, source, target = tmp_path_factory.mktemp("any"), Stateful(), Stateful()
+    path = tmp_path_factory.mktemp("any")
+    source = Stateful()
+    target = Stateful()
     source.state = state
     fs.save(path, {"loader": source, "x": torch.ones(1)})
     fs.restore(path, {"loader": target, "x": torch.zeros(1)})
@@ -297,7 +302,8 @@ SPECS = [P(), P("model"), P(None, "model"), P("data", "model"), P.flat("data"), 
 )
 def test_parts_are_one_array(sizes, shift, dim, specs, tmp_path_factory):
     """Saved in parts, they are restored in full, and the other way round; each in any layout."""
-    path, shape = tmp_path_factory.mktemp("parts"), [3, 3]
+    path = tmp_path_factory.mktemp("parts")
+    shape = [3, 3]
     shape[dim] = sum(sizes)
     x = torch.arange(shape[0] * shape[1]).reshape(shape).float()
 

@@ -68,7 +68,8 @@ def outcome(path):
 
 def corrupted(data, chance):
     """Flip a bit, cut the end, swap two ranges, repeat or remove a range."""
-    size, kind = len(data), chance.randrange(5)
+    size = len(data)
+    kind = chance.randrange(5)
     start, second_start = sorted(chance.sample(range(size), 2))
     length = chance.randint(1, max(1, min(64, second_start - start, size - second_start)))
     if kind == 0:
@@ -76,7 +77,8 @@ def corrupted(data, chance):
     if kind == 1:
         return data[:start]
     if kind == 2:
-        first, second = data[start : start + length], data[second_start : second_start + length]
+        first = data[start : start + length]
+        second = data[second_start : second_start + length]
         return (
             data[:start]
             + second
@@ -92,7 +94,8 @@ def corrupted(data, chance):
 @pytest.mark.parametrize("seed", range(4))
 def test_250_corruptions_of_any_file_are_detected(seed, saved, tmp_path):
     contents, _ = saved
-    chance, count = random.Random(seed), 0
+    chance = random.Random(seed)
+    count = 0
     written(tmp_path, contents)
     while count < 250:
         name = chance.choice([*contents])
@@ -237,7 +240,8 @@ def test_manipulated_index_raises_and_allocates_no_more_than_files_hold(
         return empty(*shape, **options)
 
     path = manipulated(tmp_path, saved[0], change)
-    mesh, target = fs.make_mesh({"data": 2}), whole()
+    mesh = fs.make_mesh({"data": 2})
+    target = whole()
     monkeypatch.setattr(torch, "empty", small)
     for options in ({}, {"target": fs.fsdp("data"), "mesh": mesh}, {"target": target}):
         with pytest.raises(CheckpointError, match=text):
@@ -249,7 +253,8 @@ def test_manipulated_index_raises_and_allocates_no_more_than_files_hold(
 def test_index_that_is_nested_deep_is_refused(key, depth, saved, tmp_path):
     """Deeper than Python's limit of calls, in what is read as JSON or in the tree that it describes."""
     path = written(tmp_path, saved[0])
-    index, deep = read_sealed(path / "index.json"), "[" * depth + "]" * depth
+    index = read_sealed(path / "index.json")
+    deep = "[" * depth + "]" * depth
     change = {
         "value": {"values": [[["n"], "@"]]},
         "path": {"values": [[["a"] * depth, 1]]},

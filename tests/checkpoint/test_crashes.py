@@ -45,7 +45,8 @@ class FragileDisk(files.Disk):
 
     def __init__(self, root, fail_at=None, *, gone=False):
         self.root, self.fail_at, self.gone = root, fail_at, gone
-        self.calls, self.lock = [], threading.Lock()
+        self.calls = []
+        self.lock = threading.Lock()
         self.bytes = {}  # of files by inode, as fsynced
         self.entries = {}  # of folders by inode, as fsynced: inodes, True for a folder
         self.last = {}  # bytes of files by inode, fsynced or not
@@ -121,7 +122,8 @@ class FragileDisk(files.Disk):
 
         def build(path, number):
             path.mkdir()
-            old, new = self.entries.get(number, {}), entries.get(number, {})
+            old = self.entries.get(number, {})
+            new = entries.get(number, {})
             names = new if loss == "bytes" else old
             if loss == "some":
                 sides = {name: choose.choice([old, new]) for name in sorted({*old, *new})}
@@ -189,12 +191,14 @@ def test_fault_at_any_change_keeps_the_last_checkpoint(
 ):
     """An error before the commit is raised, and the folder has what it had; after it the new checkpoint loads."""
     use(QuickDisk())
-    before, failure = tmp_path / "before", None
+    before = tmp_path / "before"
+    failure = None
     (before / "runs").mkdir(parents=True)
     if exists:
         saved(before / "runs" / "7", 1, devices, inside=False)
     for number in range(1000):
-        root, failure = tmp_path / str(number), None
+        root = tmp_path / str(number)
+        failure = None
         shutil.copytree(before, root)
         disk = use(FragileDisk(root, number, gone=fault == "crash"))
         try:
@@ -240,7 +244,9 @@ def test_failed_save_frees_the_disk(tmp_path, use):
 def test_crash_while_checkpoints_are_removed_leaves_complete_ones(tmp_path, use):
     """Retention: a checkpoint that is being removed is none, and others are complete."""
     use(QuickDisk())
-    before, ended, number = tmp_path / "before", False, 0
+    before = tmp_path / "before"
+    ended = False
+    number = 0
     for step in (1, 2):
         fs.Checkpoints(before / "run", keep=2).save(step, tree(step))
     while not ended:
@@ -267,7 +273,10 @@ class RacingDisk(QuickDisk):
     """A disk on which two threads take turns at random: one of them has the next few changes, the other waits."""
 
     def __init__(self, seed):
-        self.chance, self.turn, self.left, self.done = random.Random(seed), 0, 0, set()
+        self.chance = random.Random(seed)
+        self.turn = 0
+        self.left = 0
+        self.done = set()
         self.condition = threading.Condition()
         for name in (
             "open_new",
@@ -290,7 +299,8 @@ class RacingDisk(QuickDisk):
             self.condition.wait_for(lambda: self.turn == job or self.done, timeout=0.05)
             self.left -= 1
             if self.left < 0:
-                self.turn, self.left = self.chance.randrange(2), self.chance.randrange(6)
+                self.turn = self.chance.randrange(2)
+                self.left = self.chance.randrange(6)
             self.condition.notify_all()
 
 
@@ -344,7 +354,8 @@ def one_fails(path):
     """A save of which process 1 cannot write its data; then one that process 1 does not call; the errors of both."""
     import torch.distributed as dist
 
-    arrays, texts = tree(2, 2), list[str]()
+    arrays = tree(2, 2)
+    texts = list[str]()
     rank = dist.get_rank()
     for module in MODULES:
         module.disk = FragileDisk(Path(path).parent, 3 if rank else None)
@@ -382,7 +393,8 @@ def test_failed_and_late_processes_raise_everywhere_and_commit_nothing(tmp_path)
 
 def dies(path, is_direct):
     """Save, but not on process 1: it ends before it has a file, or before its file is complete."""
-    arrays, disk = tree(2, 2), files.Disk()
+    arrays = tree(2, 2)
+    disk = files.Disk()
     if torch.distributed.get_rank():
         disk.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         for module in MODULES:
@@ -531,7 +543,8 @@ def test_save_in_a_handler_waits_for_a_commit_of_another_thread(tmp_path, during
 
 
 def test_checkpoints_save_in_a_handler_of_the_same_call_raises(tmp_path, during_commit, handler):
-    folder, errors = fs.Checkpoints(tmp_path), list[CheckpointError]()
+    folder = fs.Checkpoints(tmp_path)
+    errors = list[CheckpointError]()
 
     def save_again():
         try:
@@ -617,7 +630,8 @@ def files_below(folder, process):
 
 def test_child_of_a_commit_has_no_lock(tmp_path, during_commit):
     """The child lives on, as a worker of a DataLoader does; later saves commit, and remove what it has seen."""
-    folder, children = fs.Checkpoints(tmp_path, keep=1, timeout=20), list[int]()
+    folder = fs.Checkpoints(tmp_path, keep=1, timeout=20)
+    children = list[int]()
 
     def fork(_):
         child = os.fork()
@@ -647,7 +661,8 @@ def test_child_of_a_commit_has_no_lock(tmp_path, during_commit):
 
 def test_threads_have_a_folder_one_at_a_time(tmp_path):
     """Each removes its lock, for which others wait with the file open."""
-    inside, errors = list[int](), list[str]()
+    inside = list[int]()
+    errors = list[str]()
 
     def count():
         for _ in range(20):

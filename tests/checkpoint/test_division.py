@@ -64,7 +64,8 @@ def divisions(draw):
 
 def written(division, columns, number, device):
     """The numbers of the elements that a device writes of an array."""
-    entry, column = division.arrays[number], columns[device]
+    entry = division.arrays[number]
+    column = columns[device]
     block = block_elements(span_of(entry.layout, entry.shape, device).block, entry.shape)
     return block[column.starts[number] : column.stops[number]]
 
@@ -81,7 +82,8 @@ def test_every_element_is_written_exactly_once(division):
 
 @given(divisions())
 def test_places_fill_each_file_without_gaps_and_aligned(division):
-    arrays, order = division[0].arrays, division[0].order.tolist()
+    arrays = division[0].arrays
+    order = division[0].order.tolist()
     sizes = [arrays[number].itemsize for number in order]
     assert sizes == sorted(sizes, reverse=True) and sorted(order) == [*range(len(arrays))]
     for column in division[1]:
@@ -94,7 +96,8 @@ def test_places_fill_each_file_without_gaps_and_aligned(division):
 @given(divisions())
 def test_replicas_divide_their_bytes_evenly(division):
     """The bytes of replicas differ by less than two elements, for each set of axes that arrays are replicated over."""
-    arrays, columns = division[0].arrays, division[1]
+    arrays = division[0].arrays
+    columns = division[1]
     groups = {}
     for number, entry in enumerate(arrays):
         groups.setdefault(entry.layout.replicated_axes, []).append(number)
@@ -113,7 +116,8 @@ def test_replicas_divide_their_bytes_evenly(division):
 @given(divisions(), st.data())
 def test_pieces_have_every_element_of_a_range_once(division, data):
     """Also for an array that is a part of a fused one: at an offset there."""
-    arrays, columns = division[0].arrays, division[1]
+    arrays = division[0].arrays
+    columns = division[1]
     if not arrays:
         return
     number = data.draw(st.integers(0, len(arrays) - 1))
@@ -187,7 +191,8 @@ def test_overlap_is_the_smallest_range_with_all_common_elements(pair):
 @given(pairs(), st.integers(0, 3))
 def test_copy_writes_the_common_elements_only(pair, offset):
     shape, source, target = pair
-    numbers, target_elements = elements(shape, source), elements(shape, target)
+    numbers = elements(shape, source)
+    target_elements = elements(shape, target)
     room = torch.full((offset + len(target_elements),), -1)
     copy(source, torch.from_numpy(numbers), target, room[offset:])
     expected = np.where(np.isin(target_elements, numbers), target_elements, -1)

@@ -196,7 +196,8 @@ def test_merged_export_is_that_of_merge_lora(name, tmp_path):
     model, params = trained(CONFIGS[name])
     fs.export(tmp_path / "merged", params, model=model)
     plain = fs.nn.merge_lora(model)
-    want, read = dict(plain.named_parameters()), load_file(tmp_path / "merged/model.safetensors")
+    want = dict(plain.named_parameters())
+    read = load_file(tmp_path / "merged/model.safetensors")
     assert read.keys() == want.keys() and all(torch.equal(read[key], x) for key, x in want.items())
     if name == "linear":
         pretrained = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "merged").eval()
@@ -236,7 +237,8 @@ def test_adapters_are_restored_beside_any_base(name, tmp_path):
     fs.export(tmp_path / "adapter", params, to="peft", model=model)
     target_model, target = trained(CONFIGS[name])
     before = fs.unshard(target)
-    restored, want = fs.unshard(fs.restore(tmp_path / "adapter", target)), fs.unshard(params)
+    restored = fs.unshard(fs.restore(tmp_path / "adapter", target))
+    want = fs.unshard(params)
     learnt = {key for key, x in target_model.named_parameters() if x.requires_grad}
     assert all(
         torch.equal(x, (want if key in learnt else before)[key]) for key, x in restored.items()
@@ -358,7 +360,8 @@ def test_misuse_is_named_and_changes_nothing(options, kind, text, tmp_path):
 
 @pytest.mark.parametrize("to", ["save", "hf", "dcp", "torch", "safetensors"])
 def test_strided_tensors_are_written(to, tmp_path):
-    x, z = torch.arange(24.0).view(4, 6), torch.view_as_complex(torch.arange(6.0).view(3, 2))
+    x = torch.arange(24.0).view(4, 6)
+    z = torch.view_as_complex(torch.arange(6.0).view(3, 2))
     tensors = {
         "rows": x[::2],
         "column": x[:, 1],

@@ -38,7 +38,8 @@ def written(path, parts):
 
 @given(st.lists(st.binary(max_size=200), max_size=6))
 def test_digests_are_of_each_block_however_it_is_written(tmp_path_factory, parts):
-    path, data = tmp_path_factory.mktemp("a") / "x", b"".join(parts)
+    path = tmp_path_factory.mktemp("a") / "x"
+    data = b"".join(parts)
     file = written(path, parts)
     assert path.read_bytes() == data and file.size == len(data) and file.digests == digests(data)
 
@@ -102,7 +103,9 @@ def test_weighted_sums_change_with_any_byte_and_with_the_order(data, draw):
     """The digest of a GPU's tensors, here of a CPU's."""
     x = torch.tensor([*data], dtype=torch.uint8)
     first, second = draw.draw(st.permutations(range(len(x))))[:2]
-    sums, changed, swapped = files._weighted_sums(x), x.clone(), x.clone()
+    sums = files._weighted_sums(x)
+    changed = x.clone()
+    swapped = x.clone()
     changed[first] += draw.draw(st.integers(1, 255))
     swapped[[first, second]] = x[[second, first]]
     assert not torch.equal(files._weighted_sums(changed), sums)
@@ -110,7 +113,8 @@ def test_weighted_sums_change_with_any_byte_and_with_the_order(data, draw):
 
 
 def test_digests_are_of_the_elements_in_order():
-    x, empty = torch.arange(24.0).view(4, 6), torch.empty(0, 2)
+    x = torch.arange(24.0).view(4, 6)
+    empty = torch.empty(0, 2)
     assert files.digest_of(x.t()) == files.digest_of(x.t().contiguous()) != files.digest_of(x)
     assert (
         files.digest_of(empty) == files.digest_of(empty.t())

@@ -183,7 +183,8 @@ def test_errors_of_arguments_and_of_an_empty_folder(tmp_path):
 @pytest.fixture
 def go(monkeypatch):
     """Let all writes wait for this event."""
-    event, write = threading.Event(), files.Disk.write
+    event = threading.Event()
+    write = files.Disk.write
     monkeypatch.setattr(
         files.Disk, "write", lambda *arguments: (event.wait(20), write(*arguments))[1]
     )
@@ -227,7 +228,8 @@ def test_ten_donated_steps_during_a_slow_write_do_not_change_what_is_saved(tmp_p
 
 def test_save_beside_training_waits_for_a_gpu_once_in_the_writer(tmp_path, monkeypatch):
     """The call starts the copies alone; the parameters may be written to behind them on the stream."""
-    gpu, folder = FakeGpu(monkeypatch), fs.Checkpoints(tmp_path)
+    gpu = FakeGpu(monkeypatch)
+    folder = fs.Checkpoints(tmp_path)
     params = {name: torch.full((5,), value) for name, value in (("w", 1.0), ("v", 2.0))}
     folder.save(1, params, wait=False)
     for x in params.values():
@@ -390,7 +392,8 @@ def test_virtual_devices_save_in_the_background(tmp_path):
 def bad(path):
     """Save a leaf that the second process cannot save."""
     fs.make_mesh({"data": 2})
-    began, leaf = time.monotonic(), object() if torch.distributed.get_rank() else 1.0
+    began = time.monotonic()
+    leaf = object() if torch.distributed.get_rank() else 1.0
     with pytest.raises(CheckpointError) as error:
         fs.save(path, {"x": leaf}, timeout=60)
     return str(error.value), time.monotonic() - began

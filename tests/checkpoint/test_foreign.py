@@ -87,7 +87,8 @@ def test_foreign_arrays_are_restored_in_any_layout(writer, data, tmp_path_factor
 
 @pytest.mark.parametrize(("name", "size"), [("gpt2", "5KB"), ("llama", "1GB"), ("bert", "5KB")])
 def test_folders_of_transformers_are_restored_with_ties(name, size, tmp_path):
-    model, target_model = tiny(name), tiny(name)
+    model = tiny(name)
+    target_model = tiny(name)
     model.save_pretrained(tmp_path, max_shard_size=size)
     want = dict(model.named_parameters())
     params = fs.shard_params(fs.functionalize(tiny(name))[1], fs.fsdp("data"), mesh=mesh())
@@ -296,7 +297,8 @@ def test_truncated_files_are_refused_and_damaged_ones_allocate_no_more_than_they
     file.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
     with pytest.raises(CheckpointError):
         fs.restore(path, trust=True)
-    byte, bit = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 7))
+    byte = data.draw(st.integers(0, len(content) - 1))
+    bit = data.draw(st.integers(0, 7))
     file.write_bytes(content[:byte] + bytes([content[byte] ^ 1 << bit]) + content[byte + 1 :])
     try:
         restored = fs.restore(path, trust=True)
@@ -333,7 +335,8 @@ def planted(tmp_path):
 def test_metadata_of_dcp_beside_another_format_is_not_read(writer, planted, tmp_path):
     """Not if it is trusted either: the other format has the arrays."""
     marker, metadata = planted
-    folder, x = tmp_path / "folder", torch.ones(2)
+    folder = tmp_path / "folder"
+    x = torch.ones(2)
     folder.mkdir()
     if writer == "save":
         fs.save(folder, {"w": x})
@@ -382,7 +385,8 @@ def test_commands_run_no_code_of_a_folder(command, is_alone, planted, tmp_path, 
 
 def test_commands_read_dcp_that_is_trusted(tmp_path, capsys):
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    path, out = str(tmp_path / "dcp"), str(tmp_path / "out")
+    path = str(tmp_path / "dcp")
+    out = str(tmp_path / "out")
     assert main(["checkpoint", "verify", "--trust", path]) == 0
     assert main(["checkpoint", "convert", "--to", "safetensors", "--trust", path, out]) == 0
     assert fs.restore(out)["w"].equal(torch.ones(2))

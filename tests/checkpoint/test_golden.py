@@ -73,7 +73,8 @@ NAMES = {
 
 @pytest.mark.parametrize("folder", sorted(GOLDEN.parent.iterdir()), ids=lambda folder: folder.name)
 def test_golden_folder_restores_bit_for_bit(folder):
-    into, expected = tree(), {leaf.name: fs.unshard(leaf.value) for leaf in leaves_of(tree())}
+    into = tree()
+    expected = {leaf.name: fs.unshard(leaf.value) for leaf in leaves_of(tree())}
     assert sorted(expected) == [f"{top}.{name}" for top, names in NAMES.items() for name in names]
     for leaf in leaves_of(into):
         for x in getattr(

@@ -55,7 +55,8 @@ def by_index(make):
     """Place the leaves by a function of (index, shape): the spec of each."""
 
     def place(axes):
-        mesh, done = fs.make_mesh(axes), {}
+        mesh = fs.make_mesh(axes)
+        done = {}
 
         def placed(x):
             if id(x) not in done:
@@ -100,7 +101,8 @@ def plain(_):
     return map_leaves(lambda x: copies.setdefault(id(x), x.clone()), odd_tree())
 
 
-replicated, flat = by_index(lambda *_: P()), by_index(lambda *_: P.flat("data"))
+replicated = by_index(lambda *_: P())
+flat = by_index(lambda *_: P.flat("data"))
 LAYOUTS = {
     "plain": (plain, None),
     "data=1": (replicated, {"data": 1}),
@@ -157,7 +159,8 @@ def differing_leaves(names, folders):
     """Restore all checkpoints into some layouts; return which leaves differ."""
     differences = []
     for name in names:
-        expected, into = shards(made(name)), made(name)
+        expected = shards(made(name))
+        into = made(name)
         for path in folders:
             restored = shards(fs.restore(path, blank(into)))
             assert restored.keys() == expected.keys()

@@ -20,7 +20,8 @@ def logits(model):
 
 def plain(model):
     """Return GPT-2 without LoRA layers, with the frozen weights of a model that has them."""
-    base, params = tiny("gpt2"), dict(model.named_parameters())
+    base = tiny("gpt2")
+    params = dict(model.named_parameters())
     for name, x in base.named_parameters():
         parent, _, last = name.rpartition(".")
         x.data = params.get(f"{parent}.base_layer.{last}", params.get(name)).data.clone()

@@ -63,7 +63,8 @@ def cleared(tree):
     ("source_devices", "target_devices"), [(2, 0), (0, 2), (2, 4), (4, 2), (2, 2)]
 )
 def test_fused_weights_are_restored_under_any_plan(source_devices, target_devices, tmp_path):
-    saved, target = trained(source_devices), cleared(trained(target_devices))
+    saved = trained(source_devices)
+    target = cleared(trained(target_devices))
     fs.save(tmp_path, saved)
     torch.testing.assert_close(
         full_by_name(fs.restore(tmp_path, target)), full_by_name(saved), rtol=0, atol=0

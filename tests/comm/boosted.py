@@ -31,7 +31,8 @@ def adamw(model):
 
 class Loop:
     def __init__(self, plugin, dropout=0.0, optimizer=adamw, batch=8):
-        self.booster, model = fs.Booster(plugin), network(dropout)
+        self.booster = fs.Booster(plugin)
+        model = network(dropout)
         loader = DataLoader(DATA, batch)
         self.model, self.opt, _, self.loader, _ = self.booster.boost(
             model, optimizer(model), None, loader

@@ -44,7 +44,8 @@ CODES = {  # of 18 numbers: the compressor, and the bytes of its formula on 2 de
 
 
 def server_of(arrivals, opt="adam", n=4, gradient=gradient, code="dense", **options):
-    mesh, options = fs.make_mesh({"node": n}), {"compress": CODES[code][0], **options}
+    mesh = fs.make_mesh({"node": n})
+    options = {"compress": CODES[code][0], **options}
     return comm.parameter_server(
         gradient, OPTIMIZERS[opt], arrivals, mesh=mesh, axis="node", **options
     )

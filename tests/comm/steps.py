@@ -64,7 +64,8 @@ def train(
     **options,
 ):
     """Train a model in which `frozen`, `unused` and maybe ties occur; return its parameters, state and metrics."""
-    mesh, params = mesh or fs.make_mesh(AXES), full_params()
+    mesh = mesh or fs.make_mesh(AXES)
+    params = full_params()
     params = fs.shard_params(
         {**params, "tied": params["w"]} if tied else params,
         rules or P(),
@@ -79,7 +80,9 @@ def train(
 
 
 def follow(step, params, opt, count, x=None):
-    state, metrics, x = opt.init(params), [], batch() if x is None else x
+    state = opt.init(params)
+    metrics = []
+    x = batch() if x is None else x
     for _ in range(count):
         params, state, values = step(params, state, x)
         metrics.append(values)
@@ -98,7 +101,8 @@ def train_stages(
 ):
     """Train in two stages, which have `w`, `b` and `frozen`, and the parameters of these keys."""
     mesh = fs.make_mesh({"node": 2, **dict.fromkeys(axes, 2)})
-    schedule, full = fs.pipeline_schedule(name, stages=2, microbatches=2), full_params()
+    schedule = fs.pipeline_schedule(name, stages=2, microbatches=2)
+    full = full_params()
     params = [{key: full[key] for key in names} for names in (("w", "b", "frozen"), keys)]
     params = fs.shard_stages(params, P(), mesh=mesh, schedule=schedule)
     opt = fs.partition_optimizer(

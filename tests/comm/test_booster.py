@@ -99,10 +99,8 @@ def unchanged(before, after, step):
 )
 def test_loops_train_as_a_list_of_modules(plugin, axes, rule):
     """The last batch has 3 samples, fewer than devices: a replica with none computes on its neighbours'."""
-    models, mesh = (
-        plain({"node": 1} if rule is unchanged else axes, "node", rule),
-        fs.make_mesh(axes),
-    )
+    models = plain({"node": 1} if rule is unchanged else axes, "node", rule)
+    mesh = fs.make_mesh(axes)
     states = [model.state_dict() for model in models]
     mean = {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
     for device, (state, output) in enumerate(run(plugin, axes=axes)):
@@ -220,7 +218,8 @@ def test_states_of_replicas_are_their_mean(tmp_path):
         loop = Loop(PLUGINS["local steps"]).steps(2)
         loop.booster.save(tmp_path / "all", *loop.parts)
         loop.booster.save_model(loop.model, tmp_path / "mean")
-        mean, optimizer = loop.model.state_dict(), loop.opt.state_dict()
+        mean = loop.model.state_dict()
+        optimizer = loop.opt.state_dict()
         loop.booster.load_model(loop.model, tmp_path / "mean")
         loop.opt.load_state_dict(optimizer)
         return mean, loop.weights(), optimizer, loop.opt.state_dict()

@@ -35,12 +35,14 @@ def with_estimates(gradients):
 
 def with_momentum(gradients):
     """Deep Gradient Compression: momentum u and its sum v; both are zero where v is sent."""
-    u, v = torch.zeros(40), torch.zeros(40)
+    u = torch.zeros(40)
+    v = torch.zeros(40)
     for g in gradients:
         u = 0.9 * u + g
         v = v + u
         sent = largest(v)
-        u, v = u * (sent == 0), v * (sent == 0)
+        u = u * (sent == 0)
+        v = v * (sent == 0)
         yield sent
 
 
@@ -61,7 +63,8 @@ def test_totals_are_those_of_the_loop_over_each_device(combine, loop):
     compress = combine(comm.top_k(FRACTION))
 
     def main():
-        state, totals = compress.init([gradient(0, 0)]), []
+        state = compress.init([gradient(0, 0)])
+        totals = []
         for step in range(COUNT):
             total, _, state = compress.reduce(
                 [gradient(fs.axis_index("data"), step)], state, "data"

@@ -36,7 +36,8 @@ def on_devices(compress, count=1, n=4, make=gradients):
     """Reduce some steps' gradients; return for each device (total, sent) of each step, and the last state."""
 
     def main():
-        state, results = compress.init(make(0, 0)), []
+        state = compress.init(make(0, 0))
+        results = []
         for step in range(count):
             total, sent, state = compress.reduce(make(fs.axis_index("data"), step), state, "data")
             results.append((total, sent))
@@ -103,7 +104,8 @@ def test_codes_are_the_nearest_levels_of_each_block(bits):
     xs = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
 
     def coded(x):
-        blocks, levels = x.reshape(-1, 8), 2 ** (bits - 1) - 1
+        blocks = x.reshape(-1, 8)
+        levels = 2 ** (bits - 1) - 1
         if bits == 1:
             return (np.where(blocks >= 0, 1, -1) * np.abs(blocks).mean(1, keepdims=True)).reshape(
                 x.shape
@@ -179,7 +181,8 @@ def test_each_leaf_and_step_draws_other_elements():
 
 def test_stochastic_codes_are_right_on_average():
     """The mean of 2,000 blocks of equal numbers; no total is further than 3 from its mean."""
-    draws, block = 2000, torch.linspace(-1, 1, 8)
+    draws = 2000
+    block = torch.linspace(-1, 1, 8)
     xs = torch.stack([block.repeat(draws), 2 * block.repeat(draws)])
     total, _ = reduced(comm.quantized(2, block=8, stochastic=True), xs)
     assert (total.view(draws, 8).mean(0) - 3 * block).abs().max() < 4 * 3.0 / draws**0.5

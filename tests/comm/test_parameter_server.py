@@ -23,9 +23,13 @@ def batch(worker, number):
 
 def loop(arrivals, opt, compensate=0.0):
     """Apply the pushes one after the other; keep all versions of the parameters."""
-    versions, state, losses, numbers = [params()], opt.init(params()), [], Counter()
+    versions = [params()]
+    state = opt.init(params())
+    losses = []
+    numbers = Counter()
     for worker, version in arrivals.events:
-        now, read = versions[-1], versions[version]
+        now = versions[-1]
+        read = versions[version]
         loss, grads = gradient(read, batch(worker, numbers[worker]))
         if compensate:
             grads = {
@@ -82,7 +86,8 @@ def test_compressed_pushes_feed_back_their_errors(code):
     compress, size = CODES[code]
     arrivals = comm.arrivals([1.0, 2.0], bound=2, count=10)
     server = server_of(arrivals, "sgd", 3, lambda w, x: (x.sum(), x[:3].T), code)
-    w, state = torch.zeros(6, 3), server.init(torch.zeros(6, 3))
+    w = torch.zeros(6, 3)
+    state = server.init(torch.zeros(6, 3))
     for _ in range(2):
         with fs.ledger() as ledger:
             w, state, _ = server(w, state, batch)

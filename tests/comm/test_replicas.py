@@ -46,7 +46,9 @@ def compressed_diloco(every):
 def outer_steps(every, fragments=1, delay=0, mix=1.0):
     """The parameters are b, then w."""
     offsets = {"b": 0, "w": every // 2 if fragments == 2 else 0}
-    anchor, velocity, grads = dict(FULL), {k: torch.zeros_like(x) for k, x in FULL.items()}, {}
+    anchor = dict(FULL)
+    velocity = {k: torch.zeros_like(x) for k, x in FULL.items()}
+    grads = {}
 
     def combine(before, replicas, count):
         for k, offset in offsets.items():
@@ -76,7 +78,8 @@ def mixed(graph):
 
 
 def divided(graph):
-    weights, totals = torch.ones(4), [dict(FULL) for _ in range(4)]
+    weights = torch.ones(4)
+    totals = [dict(FULL) for _ in range(4)]
 
     def combine(before, replicas, count):
         nonlocal weights, totals
@@ -95,7 +98,8 @@ def loop(combine, count):
     """SGD on each replica's rows, then `combine(before, replicas, step)`; return the replicas of each leaf, stacked."""
     replicas = [dict(FULL) for _ in range(4)]
     for number in range(count):
-        rows, before = batch(number).chunk(4), replicas
+        rows = batch(number).chunk(4)
+        before = replicas
         grads = [
             torch.func.grad(loss_fn)(params, x) for params, x in zip(before, rows, strict=True)
         ]
@@ -150,7 +154,8 @@ def bytes_of_metrics():
 )
 def test_replicas_follow_a_loop_of_plain_tensors(rule, combine, args, size, bytes_of_metrics):
     """The first step has exact gradients, so it has the bits of the formula."""
-    first, expected = loop(combine(*args), 1), loop(combine(*args), 9)
+    first = loop(combine(*args), 1)
+    expected = loop(combine(*args), 9)
     assert all(torch.equal(fs.unshard(x), first[k]) for k, x in train(rule(*args), 1)[0].items())
     with fs.ledger() as ledger:
         params, _, metrics = train(rule(*args), 9)
@@ -247,7 +252,8 @@ def test_replicas_have_the_bits_of_separate_runs_and_their_mean(case, tmp_path):
     mesh = fs.make_mesh({"node": 2, "gpu": 2})
     params, inner = odd_start(mesh, **INSIDE[case])
     step = local_sgd(3)(inner, mesh)
-    run, runs = step.init(params), []
+    run = step.init(params)
+    runs = []
     for number in range(4):
         run = step(*run, odd_batch(number))[:2]
         if number == 1:
@@ -280,12 +286,11 @@ def test_replicas_have_the_bits_of_separate_runs_and_their_mean(case, tmp_path):
 def test_replicas_of_pipelines_train_as_replicas_of_one_device():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
-    mesh, schedule = (
-        fs.make_mesh({"node": 2, "pipe": 2}),
-        fs.pipeline_schedule("1f1b", stages=2, microbatches=2),
-    )
+    mesh = fs.make_mesh({"node": 2, "pipe": 2})
+    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
     stages = fs.pipeline.split_stages(model, 2)
-    opt, x = fs.optim.sgd(0.5, momentum=0.9), torch.randn(8, 4)
+    opt = fs.optim.sgd(0.5, momentum=0.9)
+    x = torch.randn(8, 4)
     options = {"mesh": mesh["pipe"], "batch": P(), "schedule": schedule}
     inner = fs.train_step(
         stages, opt, **options, loss=lambda y, batch: (y - batch[:, :2]).square().mean()

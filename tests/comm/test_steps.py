@@ -151,7 +151,8 @@ def test_a_step_follows_the_sequential_loop(name):
 
 def test_power_sgd_projects_the_gradient_of_a_stage():
     """P = orthogonal(G Q^T) and the total is P P^T G, of the gradient G of all nodes."""
-    full, compress = full_params(), comm.power_sgd(2)
+    full = full_params()
+    compress = comm.power_sgd(2)
     q = compress.init([{"w": full["w"]}])["q"][0]["w"]
     params, state, _ = train_stages({"node": compress}, count=1)
     gradient = torch.func.grad(
@@ -292,7 +293,8 @@ def test_delayed_gradients_of_a_checkpoint_are_applied_by_any_number_of_devices(
 )
 def test_a_step_that_is_not_finite_leaves_the_state_alone(compress):
     """A step is skipped if a gradient is not finite, sent or not; the next one has the state of before."""
-    mesh, x = fs.make_mesh(AXES), batch().clone()
+    mesh = fs.make_mesh(AXES)
+    x = batch().clone()
     x[3, 3] = float("inf")
     scaled = fs.optim.loss_scaled(fs.optim.sgd(RATE), initial=8.0)
     opt = fs.partition_optimizer(
@@ -327,7 +329,9 @@ def logging_psum(log):
 
 def train_delayed(nodes=2):
     """Return what happens in three steps, and whether the results are those without overlap."""
-    log, mesh, results = [], fs.make_mesh({"node": nodes}), []
+    log = []
+    mesh = fs.make_mesh({"node": nodes})
+    results = []
 
     def logged_loss(params, x):
         log.append("forward")
@@ -365,7 +369,8 @@ def test_a_delayed_reduction_starts_before_the_forward():
 
 def test_delayed_gradients_are_reduced_if_other_leaves_are_used():
     """The leaves with a gradient change in every step, so what was started cannot be used."""
-    mesh, results = fs.make_mesh({"node": 2}), []
+    mesh = fs.make_mesh({"node": 2})
+    results = []
 
     def loss(params, x):
         used = params["w"] if x[0, 0] > 0 else params["odd"]
@@ -376,7 +381,8 @@ def test_delayed_gradients_are_reduced_if_other_leaves_are_used():
         opt = fs.partition_optimizer(
             fs.optim.sgd(RATE), mesh=mesh, axis="node", stage=0, compress={"node": delayed}
         )
-        step, state = fs.train_step(loss, opt, mesh=mesh, batch=P("node")), opt.init(params)
+        step = fs.train_step(loss, opt, mesh=mesh, batch=P("node"))
+        state = opt.init(params)
         for sign in (1, -1, 1, 1, -1, -1):
             params, state, _ = step(params, state, sign * torch.ones(8, 6))
         results.append([*fs.unshard(params).values()])

@@ -32,7 +32,8 @@ def data(step):
 
 
 def serial():
-    model, losses = network(), []
+    model = network()
+    losses = []
     opt = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(3):
         x, y = data(step)
@@ -79,7 +80,8 @@ def mesh_of(options, n):
 
 
 def looped(plugin):
-    model, losses = network(), []
+    model = network()
+    losses = []
     booster = fs.Booster(plugin)
     axes = plugin.axes()
     boosted, opt, *_ = booster.boost(
@@ -142,7 +144,9 @@ def entropy(output, batch):
 def test_models_of_transformers_in_the_booster(name, layout):
     """Losses and parameters of three steps of SGD, which add up the gradients."""
     options, n = TRANSFORMERS[layout]
-    model, reference, batch = model_of(name), model_of(name), {"input_ids": ids()}
+    model = model_of(name)
+    reference = model_of(name)
+    batch = {"input_ids": ids()}
     if "stages" in layout:
         model.config.use_cache = False
         options = {**options, "microbatches": 2, "sample": batch, "blocks": "model.layers"}

@@ -47,10 +47,13 @@ def layer(p, x, *, top_k, capacity, score, axis, batch, skewed, replicated=()):
 
 def loss_of(options, axis, batch, replicated=()):
     def loss_fn(params, rows):
-        x, total, loads = rows["x"], 0.0, []
+        x = rows["x"]
+        total = 0.0
+        loads = []
         for p in params:
             x, losses, load = layer(p, x, axis=axis, batch=batch, replicated=replicated, **options)
-            total, loads = total + losses, [*loads, load]
+            total = total + losses
+            loads = [*loads, load]
         return (x - rows["y"]).square().mean() + total, torch.stack(loads).double()
 
     return loss_fn
@@ -63,11 +66,9 @@ def data():
 
 def trained(sizes, stage, experts, options, *, steps=3, accumulate=1, **more):
     """Return losses and norms, parameters, and loads after some steps of AdamW with clipping."""
-    mesh, axes, local = (
-        fs.make_mesh(sizes),
-        ("data", "expert"),
-        ("expert", *(["model"] if "model" in sizes else [])),
-    )
+    mesh = fs.make_mesh(sizes)
+    axes = ("data", "expert")
+    local = ("expert", *(["model"] if "model" in sizes else []))
     within = {"*.experts.*": P(local), "**": P()}
     rules = fs.fsdp(axes, within=within) if stage == 3 else within
     params = fs.shard_params(weights(experts, 2), rules, mesh=mesh)
@@ -82,7 +83,8 @@ def trained(sizes, stage, experts, options, *, steps=3, accumulate=1, **more):
         accumulate=accumulate,
         **more,
     )
-    state, numbers = opt.init(params), []
+    state = opt.init(params)
+    numbers = []
     for _ in range(steps):
         params, state, metrics = step(params, state, data())
         numbers += [metrics["loss"], metrics["grad_norm"]]
@@ -91,7 +93,8 @@ def trained(sizes, stage, experts, options, *, steps=3, accumulate=1, **more):
 
 def of_one_device(experts, options, steps=3):
     """Plain autograd and the optimizer on plain tensors; all experts are here."""
-    params, numbers = weights(experts, 2), []
+    params = weights(experts, 2)
+    numbers = []
     state = OPTIMIZER.init(params)
     for _ in range(steps):
         leaves, structure = optree.tree_flatten(params)
@@ -158,7 +161,8 @@ def moe_by_hand(x, routing, weights, limit):
 def test_tokens_beyond_the_capacity_get_nothing(devices, top_k, capacity, limit):
     """16 tokens of 4 experts: the mean is 4 rows with top_k=1 and 8 with top_k=2, and a limit is rounded up."""
     mesh = fs.make_mesh({"expert": devices})
-    full, x = weights(4, 1)[0], data()["x"]
+    full = weights(4, 1)[0]
+    x = data()["x"]
     logits = x @ full["router"] + torch.tensor([2.0, 0.0, 0.0, -1.0])  # the first expert has many
 
     def on_device(x, logits, experts):
@@ -205,7 +209,8 @@ def test_processes_train_the_same(two, stage):
 def test_drawn_stages_have_the_gradient_of_one_device(data_size, shards, stage, schedule, options):
     """Two stages of one layer each, without balance losses and capacity, which are not linear in the samples."""
     (expert_size, model_size), options = shards, options | {"capacity": None}
-    axes, replicated = ("data", "expert"), ("model",) if model_size else ()
+    axes = ("data", "expert")
+    replicated = ("model",) if model_size else ()
     mesh = fs.make_mesh(
         {"pipe": 2, "data": data_size, "expert": expert_size}
         | dict.fromkeys(replicated, model_size)
@@ -247,7 +252,8 @@ def test_drawn_stages_have_the_gradient_of_one_device(data_size, shards, stage, 
 def test_experts_beside_tensor_parallel_dims():
     """Each expert's inner dim is sharded along "model": the results are summed there."""
     options = {"top_k": 2, "capacity": None, "score": "softmax", "skewed": False}
-    mesh, axes = fs.make_mesh({"data": 2, "expert": 2, "model": 3}), ("data", "expert")
+    mesh = fs.make_mesh({"data": 2, "expert": 2, "model": 3})
+    axes = ("data", "expert")
 
     def experts_of(p):
         return lambda rows, counts: fs.psum(fs.experts.swiglu(p["experts"], rows, counts), "model")
@@ -283,7 +289,8 @@ def test_experts_beside_tensor_parallel_dims():
 def test_accumulation_without_capacity_is_the_same():
     """Balance losses are of microbatches; without them all is linear in the samples."""
     options = {"top_k": 2, "capacity": None, "score": "softmax", "skewed": False}
-    mesh, axes = fs.make_mesh({"data": 2, "expert": 2}), ("data", "expert")
+    mesh = fs.make_mesh({"data": 2, "expert": 2})
+    axes = ("data", "expert")
 
     def loss_fn(params, rows):
         y, *_ = layer(params[0], rows["x"], axis="expert", batch=(), **options)
@@ -302,7 +309,8 @@ def test_bits_are_equal_in_reproducible_mode():
     options = {"top_k": 2, "capacity": None, "score": "softmax", "skewed": False}
 
     def bits(size, stage):
-        mesh, axes = fs.make_mesh({"expert": 2, "data": size}), ("expert", "data")
+        mesh = fs.make_mesh({"expert": 2, "data": size})
+        axes = ("expert", "data")
 
         def loss_fn(params, rows):
             y, *_ = layer(params[0], rows["x"], axis="expert", batch="expert", **options)
@@ -327,7 +335,9 @@ def test_bits_are_equal_in_reproducible_mode():
 
 
 def test_bytes_of_dispatch_are_those_of_rows_that_are_elsewhere():
-    mesh, n, width = fs.make_mesh({"expert": 4}), 4, 6
+    mesh = fs.make_mesh({"expert": 4})
+    n = 4
+    width = 6
     logits = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
 
     def device():
@@ -368,7 +378,8 @@ def test_an_abstract_mesh_expects_balanced_rows():
 @given(st.integers(0, 50), st.sampled_from([1, 2]))
 def test_groups_and_biases_choose_as_a_loop_does(seed, top_groups):
     draw = torch.Generator().manual_seed(seed)
-    logits, bias = torch.randn(5, 6, generator=draw), torch.randn(6, generator=draw)
+    logits = torch.randn(5, 6, generator=draw)
+    bias = torch.randn(6, generator=draw)
     routing = route(
         logits, 2, score="sigmoid", bias=bias, groups=3, top_groups=top_groups, scale=2.5
     )
@@ -386,7 +397,9 @@ def test_groups_and_biases_choose_as_a_loop_does(seed, top_groups):
 
 
 def test_grouped_matmul_is_one_product_for_each_expert():
-    rows, matrices, counts = torch.randn(7, 3), torch.randn(4, 3, 2).requires_grad_(), [2, 0, 4, 1]
+    rows = torch.randn(7, 3)
+    matrices = torch.randn(4, 3, 2).requires_grad_()
+    counts = [2, 0, 4, 1]
     expected = torch.cat([part @ w for part, w in zip(rows.split(counts), matrices, strict=True)])
     y = grouped_matmul(rows, matrices, counts)
     torch.testing.assert_close(y, expected)
@@ -410,7 +423,8 @@ def test_a_module_in_a_step_and_alone():
         fs.nn.MoE(6, 5, experts=4, top_k=2, shared=3, axis="expert", batch=("data", "expert")),
     ).double()
     apply, params, buffers = fs.functionalize(network)
-    mesh, axes = fs.make_mesh({"data": 2, "expert": 2}), ("data", "expert")
+    mesh = fs.make_mesh({"data": 2, "expert": 2})
+    axes = ("data", "expert")
     sharded = fs.shard_params(params, {"1.experts.*": P("expert"), "**": P()}, mesh=mesh)
 
     def loss_fn(params, x):

@@ -25,8 +25,10 @@ LAYOUTS = {  # sizes of the axes, stage
 def test_models_of_transformers_train_with_experts_on_an_axis(name, layout):
     """Losses, gradients and three steps of AdamW in float64; routers and losses compute in float32."""
     (sizes, stage), model = LAYOUTS[layout], model_of(name)
-    mesh, axes = fs.make_mesh(sizes), tuple([axis for axis in ("data", "expert") if axis in sizes])
-    experts, plan = "expert" if "expert" in sizes else None, None
+    mesh = fs.make_mesh(sizes)
+    axes = tuple([axis for axis in ("data", "expert") if axis in sizes])
+    experts = "expert" if "expert" in sizes else None
+    plan = None
     local = (experts,) if experts else ()
     if "model" in sizes:
         sample = {"input_ids": ids(), "labels": ids()}
@@ -61,7 +63,8 @@ def test_models_of_transformers_train_with_experts_on_an_axis(name, layout):
     ):
         torch.testing.assert_close(fs.unshard(grads[key]), g, rtol=1e-6, atol=1e-7)
 
-    step, state = fs.train_step(loss_fn, opt, **options), opt.init(sharded)
+    step = fs.train_step(loss_fn, opt, **options)
+    state = opt.init(sharded)
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(3):
         sharded, state, _ = step(sharded, state, ids())
@@ -80,7 +83,8 @@ def test_models_of_transformers_train_with_experts_on_an_axis(name, layout):
 
 
 def test_outside_of_a_mesh_a_model_computes_as_before():
-    model, reference = model_of("mixtral"), model_of("mixtral")
+    model = model_of("mixtral")
+    reference = model_of("mixtral")
     expert_rules(model, "expert")
     torch.testing.assert_close(model(ids()).logits, reference(ids()).logits)
 

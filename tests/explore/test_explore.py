@@ -381,7 +381,8 @@ def test_svg_marks_unreduced_and_host_memory():
 
 
 def blocks(mesh, count):
-    cut, total = fs.Layout(mesh, P("data")), fs.Layout(mesh, P())
+    cut = fs.Layout(mesh, P("data"))
+    total = fs.Layout(mesh, P())
     block = {"w": fs.device_put(torch.ones(8, 6), cut), "b": fs.device_put(torch.ones(6), total)}
     return {
         "blocks": [dict(block) for _ in range(count)],
@@ -416,7 +417,8 @@ def test_tree_as_text():
 
 
 def test_tree_folds_equal_neighbours_of_lists_only():
-    a, b = torch.ones(2), torch.ones(3)
+    a = torch.ones(2)
+    b = torch.ones(3)
     assert [(entry.name, entry.count) for entry in take_stock([a, a, b, a]).entries] == [
         ("[0..1]", 2),
         ("[2]", 1),

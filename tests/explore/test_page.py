@@ -138,7 +138,8 @@ def test_page_is_one_file_without_resources(tmp_path):
 
 
 def test_visualize_shows_the_page_in_a_notebook(monkeypatch):
-    shown, shell = [], SimpleNamespace(kernel=object())
+    shown = []
+    shell = SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     display = SimpleNamespace(display=lambda x, raw=False: shown.append(x))
     monkeypatch.setitem(sys.modules, "IPython.display", display)

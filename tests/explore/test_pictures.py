@@ -37,8 +37,10 @@ def extents(element, x=0.0, y=0.0):
     if element.tag in (f"{SVG}defs", f"{SVG}title", f"{SVG}style"):
         return
     if move := re.match(r"translate\((\S+) (\S+)\)", element.get("transform", "")):
-        x, y = x + float(move[1]), y + float(move[2])
-    left, top = x + float(element.get("x", 0)), y + float(element.get("y", 0))
+        x = x + float(move[1])
+        y = y + float(move[2])
+    left = x + float(element.get("x", 0))
+    top = y + float(element.get("y", 0))
     if element.tag == f"{SVG}rect":
         yield left, top, left + float(element.get("width")), top + float(element.get("height"))
     if element.tag == f"{SVG}text":

@@ -118,7 +118,8 @@ def stepped(name, optimizer="adamw", **options):
     make, axes, _ = PLUGINS[name]
     model = network(norm_of(name))
     booster = fs.Booster(make(mesh=fs.make_mesh(axes), **options))
-    state, seen = booster.init(model, OPTIMIZERS[optimizer](model), nn.MSELoss()), []
+    state = booster.init(model, OPTIMIZERS[optimizer](model), nn.MSELoss())
+    seen = []
     for step in range(3):
         state, metrics = booster.step(state, batch(step))
         seen.append(metrics)

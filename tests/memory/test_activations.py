@@ -38,7 +38,8 @@ def trained(policy=None, *, n=2, stage=3, microbatches=1, runtime=None, limit=No
     step = fs.train_step(
         loss_fn, opt, mesh=mesh, batch=P("data"), donate=True, accumulate=microbatches
     )
-    state, batch = opt.init(params), torch.randn(ROWS, WIDTH, generator=draw)
+    state = opt.init(params)
+    batch = torch.randn(ROWS, WIDTH, generator=draw)
     params, state, _ = step(params, state, batch)
     with fs.memory.limit(device=limit) as used, fs.ledger() as comm:
         params, state, _ = step(params, state, batch)
@@ -90,7 +91,8 @@ def test_values_that_were_written_to_are_computed_again():
         y = checkpoint_name(x @ w, "first")
         return torch.relu_(y).sin() + y
 
-    w, x = torch.randn(4, 4).requires_grad_(), torch.randn(3, 4)
+    w = torch.randn(4, 4).requires_grad_()
+    x = torch.randn(3, 4)
     (expected,) = torch.autograd.grad(written(w, x).sum(), w)
 
     def main():
@@ -122,10 +124,8 @@ def test_copies_end_with_their_graph():
 
 
 def test_in_stages():
-    mesh, schedule = (
-        fs.make_mesh({"pipe": 2, "data": 2}),
-        fs.pipeline_schedule("1f1b", stages=2, microbatches=4),
-    )
+    mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
     stages = [
         torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(2)
     ]

@@ -57,11 +57,10 @@ def saved(folder, tree):
 def test_arrays_are_restored_in_the_memory_of_the_target(
     disk_folder, tmp_path, source, target, save
 ):
-    tree, into = arrays_in(source, 4), arrays_in(target, 2, scale=0)
-    expected, shards = (
-        fs.unshard(tree),
-        [x.data_ptr() for leaf in flatten(into)[0] for x in leaf.shards],
-    )
+    tree = arrays_in(source, 4)
+    into = arrays_in(target, 2, scale=0)
+    expected = fs.unshard(tree)
+    shards = [x.data_ptr() for leaf in flatten(into)[0] for x in leaf.shards]
     with fs.memory.limit() as used:
         result = save(tmp_path, tree)(into)
     assert memories(result) == {target}
@@ -132,7 +131,8 @@ def assert_restored(save, source, target, optimizer):
     full = tensors(expected[0][0])
     for values, (params, state) in result:
         assert all(torch.equal(x, y) for x, y in zip(tensors(values), full, strict=True))
-        plugin, kind = LOOPS[target][0], LOOPS[target][1].get("offload", "device")
+        plugin = LOOPS[target][0]
+        kind = LOOPS[target][1].get("offload", "device")
         assert memories(state) == {kind}
         assert memories(params) == {kind if PLUGINS[plugin][2] == "host" else "device"}
     continued = trained(target, folder, optimizer, 2, loads=True)

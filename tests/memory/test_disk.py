@@ -37,7 +37,8 @@ def test_values_return_from_disk(disk_folder, dtype, shape):
 
 
 def test_views_are_copied_at_their_offsets(disk_folder):
-    x, y = empty_on_disk((6, 4), torch.float32), torch.arange(24.0).view(6, 4)
+    x = empty_on_disk((6, 4), torch.float32)
+    y = torch.arange(24.0).view(6, 4)
     copy(y[:3], x[:3])
     copy(y[3:].T.contiguous().T, x[3:])
     assert torch.equal(x, y)
@@ -95,7 +96,8 @@ def test_a_disk_too_small_raises_with_both_numbers(disk_folder):
 
 @pytest.mark.parametrize(("call", "verb"), [("preadv", "Reading"), ("pwritev", "Writing")])
 def test_failed_reads_and_writes_name_the_file(disk_folder, monkeypatch, call, verb):
-    x, y = empty_on_disk((9,), torch.float32), torch.zeros(9)
+    x = empty_on_disk((9,), torch.float32)
+    y = torch.zeros(9)
 
     def broken(descriptor, buffers, offset):
         raise OSError(5, "Input/output error")
@@ -124,7 +126,9 @@ def test_partial_reads_and_writes_go_on(disk_folder, monkeypatch):
             call,
             lambda fd, buffers, offset, whole=whole: whole(fd, [buffers[0][:5]], offset),
         )
-    x, y, result = empty_on_disk((9,), torch.float32), torch.arange(9.0), torch.empty(9)
+    x = empty_on_disk((9,), torch.float32)
+    y = torch.arange(9.0)
+    result = torch.empty(9)
     copy(y, x)
     copy(x, result)
     assert torch.equal(result, y)

@@ -167,7 +167,8 @@ def test_bytes_that_the_host_has_are_at_most_all():
 def end_of_a_process(folder, what, call):
     """Take a step in which the disk of the first process fails; write the error that this process gets."""
     os.environ["FSHARD_DISK"] = folder
-    mesh, rank = fs.make_mesh({"data": 2}), fs.mesh.process_index()
+    mesh = fs.make_mesh({"data": 2})
+    rank = fs.mesh.process_index()
     memory, state_memory = ("disk", "device") if what == "parameters" else ("device", "disk")
     params = fs.shard_params(PARAMS, fs.fsdp("data"), mesh=mesh, memory=memory)
     opt = fs.partition_optimizer(

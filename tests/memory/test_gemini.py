@@ -58,7 +58,8 @@ def looped(plugin, n, limit=None, model=network, optimizer="adamw", evaluates=Fa
 
 def by_functions(n, limit, model, steps=3):
     """Return the same as `stepped` from functions, without a plugin."""
-    module, mesh = model(), fs.make_mesh({"data": n})
+    module = model()
+    mesh = fs.make_mesh({"data": n})
     apply, params, buffers = fs.functionalize(module)
     params = fs.shard_params(params, fs.fsdp("data", unit="blocks[*]"), mesh=mesh, memory="host")
 
@@ -71,7 +72,8 @@ def by_functions(n, limit, model, steps=3):
     )
     options = {"live_units": 1, "in_flight": 1, "donate": True}
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options)
-    state, losses = opt.init(params), []
+    state = opt.init(params)
+    losses = []
     plan = fs.memory.place(step, params, state, batch(0), device=limit)
     params, state = plan.apply(params, state)
     with fs.memory.limit(device=limit) as used:
@@ -103,12 +105,11 @@ def in_memory(tree, memory):
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.inner, self.outer = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 2 * width),
-            nn.Linear(2 * width, width),
-        )
-        self.query, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, 2 * width)
+        self.outer = nn.Linear(2 * width, width)
+        self.query = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x):
         q, k, v = self.query(self.norm(x)).chunk(3, -1)

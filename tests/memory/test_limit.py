@@ -32,7 +32,8 @@ ACTIONS = st.lists(
 @given(ACTIONS)
 def test_peak_is_the_largest_sum_of_live_storages(actions):
     """The oracle: a list of pairs (tensors of a storage, bytes)."""
-    live, peak = list[list]([]), 0
+    live = list[list]([])
+    peak = 0
     with fs.memory.limit() as used:
         for action, n in actions:
             if action == "new":
@@ -113,7 +114,8 @@ def test_invalid_limits_raise_one_error(limits):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_results_are_in_the_memory_of_arguments_and_mixtures_raise(device):
-    host, x = empty_in("host", (4,), torch.float32, device), torch.ones(4, device=device)
+    host = empty_in("host", (4,), torch.float32, device)
+    x = torch.ones(4, device=device)
     zero = torch.zeros((), device=device)
     with fs.memory.limit(host=100) as used:
         y = torch.relu(host * 2 + zero + 1)  # numbers may be anywhere
@@ -370,7 +372,8 @@ def test_full_tensors_that_parameters_are_sharded_from_count_as_source(devices):
     mesh = fs.make_mesh({"data": devices})
     full = {"w": torch.ones(64, 6), "b": torch.ones(12), "tied": None}
     full["tied"] = full["w"]
-    size, shard = 4 * (64 * 6 + 12), 4 * (64 * 6 + 12) // devices
+    size = 4 * (64 * 6 + 12)
+    shard = 4 * (64 * 6 + 12) // devices
     with fs.memory.limit() as used:
         params = fs.shard_params(full, fs.fsdp("data"), mesh=mesh)
     assert used.peak("device", "source") == size

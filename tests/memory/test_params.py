@@ -66,10 +66,8 @@ def trained(
         params = fs.shard_stages(
             layers, fs.fsdp("data"), mesh=mesh, schedule=schedule, memory=memory
         )
-        program, options = (
-            [layer] * 3,
-            {"schedule": schedule, "loss": lambda y, x: y.float().square().mean()},
-        )
+        program = [layer] * 3
+        options = {"schedule": schedule, "loss": lambda y, x: y.float().square().mean()}
     else:
         mesh = fs.make_mesh({"data": n})
         params = fs.shard_params(layers, fs.fsdp("data", unit="[*]"), mesh=mesh, memory=memory)
@@ -186,7 +184,8 @@ def test_units_are_fetched_before_they_are_used(monkeypatch):
 
 
 def test_tied_parameters_are_in_one_memory():
-    w, mesh = torch.ones(4), fs.make_mesh({"data": 2})
+    w = torch.ones(4)
+    mesh = fs.make_mesh({"data": 2})
     with pytest.raises(fs.errors.LayoutError, match="tied to a leaf in host memory"):
         fs.shard_params({"a": w, "b": w}, P(), mesh=mesh, memory={"a": "host", "b": "device"})
 
@@ -200,7 +199,8 @@ def test_gradients_of_parameters_on_the_host_are_summed_along_the_axes_that_repl
     mesh = fs.make_mesh({"node": 2, "data": 2})
     torch.manual_seed(0)
     full = {"w": torch.randn(5, 3), "b": torch.randn(3)}
-    x, axes = torch.randn(8, 5), ("node", "data")
+    x = torch.randn(8, 5)
+    axes = ("node", "data")
 
     def loss_fn(params, x):
         return (torch.tanh(x @ params["w"]) + params["b"]).square().mean()

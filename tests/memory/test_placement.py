@@ -252,7 +252,8 @@ def named_layer(w, x):
 
 def named_program(n, **options):
     """Return a program whose activations are larger than its state."""
-    draw, mesh = torch.Generator().manual_seed(0), fs.make_mesh({"data": n})
+    draw = torch.Generator().manual_seed(0)
+    mesh = fs.make_mesh({"data": n})
     full = [torch.randn(16, 16, generator=draw) / 4 for _ in range(8)]
     params = fs.shard_params(full, fs.fsdp("data", unit="[*]"), mesh=mesh)
     opt = fs.partition_optimizer(optim.sgd(0.1, momentum=0.9), mesh=mesh, axis="data", stage=3)
@@ -359,7 +360,8 @@ def least_cost(options: list[Option], beyond: list[int]) -> float:
 @st.composite
 def problems(draw: st.DrawFn, *, equal: bool, most: int = 5) -> tuple[list[Option], list[int]]:
     """Groups that may leave in some events, to one of two memories, and a limit that can be kept."""
-    events, options = draw(st.integers(4, 10)), list[Option]()
+    events = draw(st.integers(4, 10))
+    options = list[Option]()
     for number in range(draw(st.integers(2, most))):
         size = 4 if equal else draw(st.integers(1, 9))
         events_absent = draw(st.lists(st.booleans(), min_size=events, max_size=events))

@@ -72,10 +72,8 @@ def test_options_of_plugins_work_with_offload(disk_folder, case):
 def test_peak_of_the_device_is_lower_by_what_is_elsewhere(disk_folder, name, offload):
     """By the state, and in stage 3 by the parameters; with units that are not prefetched."""
     make, axes, memory = PLUGINS[name]
-    model, options = (
-        nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)]),
-        {"mesh": fs.make_mesh(axes)},
-    )
+    model = nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)])
+    options = {"mesh": fs.make_mesh(axes)}
     options |= {} if "stages" in name else {"options": {"prefetch": 0}}
 
     def peaks(**offload):
@@ -107,7 +105,8 @@ def test_memory_of_a_loop_is_counted_by_purpose(name):
 
     options = {"optimizer": OPTIMIZERS["adamw"], "criterion": nn.functional.mse_loss}
     used, *_ = on_devices(body, PLUGINS[name][0](offload="host"), 2, matrices, **options)
-    full, half = 4 * 4 * 36, 4 * 2 * 36  # bytes of four matrices, and of a device's shards
+    full = 4 * 4 * 36
+    half = 4 * 2 * 36  # bytes of four matrices, and of a device's shards
     assert used.peak("device", "parameters") == (full if name == "zero 2" else 0)
     assert (
         used.peak("host", "parameters")

@@ -57,7 +57,8 @@ def test_state_of_mixed_dtypes_equals_state_on_the_device(disk_folder, place, do
     if place[0] == "disk" and not donate:
         pytest.skip("state on disk is updated in place")
     dtypes = [torch.float64, torch.bfloat16, torch.float32, torch.float16] * 10  # several a group
-    mesh, draw = fs.make_mesh({"data": 2}), torch.Generator().manual_seed(0)
+    mesh = fs.make_mesh({"data": 2})
+    draw = torch.Generator().manual_seed(0)
     values = {
         str(i): torch.randn(3 + i % 5, generator=draw).to(dtype) for i, dtype in enumerate(dtypes)
     }
@@ -111,7 +112,8 @@ def test_state_that_changes_its_dtype_keeps_it_on_the_host(update_on, donate):
             params, state, _ = step(params, state, torch.ones(4))
         return fs.unshard(params["w"]), fs.unshard(state["w"]), state["w"]
 
-    expected, result = after(), after(state_memory="host", update_on=update_on)
+    expected = after()
+    result = after(state_memory="host", update_on=update_on)
     assert result[1].dtype == torch.float64 and result[2].layout.memory == "host"
     assert all(map(torch.equal, result[:2], expected[:2]))
 
@@ -251,7 +253,8 @@ def test_state_of_an_instance_is_moved_to_its_step(disk_folder, cls, place):
     """Tensors that the class writes in place, replaces, or makes in its first step."""
 
     def run(memory="device", update_on="device"):
-        mesh, generator = fs.make_mesh({"data": 1}), torch.Generator().manual_seed(0)
+        mesh = fs.make_mesh({"data": 1})
+        generator = torch.Generator().manual_seed(0)
         values = {
             name: torch.randn(shape, generator=generator)
             for name, shape in {"a": (5, 3), "b": (3,)}.items()

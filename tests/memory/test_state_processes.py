@@ -49,7 +49,8 @@ def growth_of_a_process(folder):
     """Return the growth of resident memory by 16 MB of state on each of two devices, and that of 200 more steps."""
     os.environ["FSHARD_DISK"] = folder
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10)
-    mesh, sizes = fs.make_mesh({"data": 2}), {}
+    mesh = fs.make_mesh({"data": 2})
+    sizes = {}
     large, small = (
         fs.shard_params([torch.ones(n) for _ in range(16)], fs.fsdp("data"), mesh=mesh)
         for n in (1 << 18, 1 << 8)

@@ -50,7 +50,8 @@ def values(shape, dtype):
 @given(st.data())
 def test_transfers_equal_plain_copies(disk_folder, data):
     """Sizes, strides, dtypes; either side in memory or on disk; both runtimes; all modes of tests."""
-    dtype, shape = data.draw(st.sampled_from(DTYPES)), data.draw(SIZES)
+    dtype = data.draw(st.sampled_from(DTYPES))
+    shape = data.draw(SIZES)
     makers = {
         "memory": lambda shape: torch.empty(shape, dtype=dtype),
         "disk": lambda shape: empty_on_disk(shape, dtype),
@@ -88,11 +89,13 @@ def test_transfers_equal_plain_copies(disk_folder, data):
 @pytest.mark.parametrize("rate", [None, 2e3])
 def test_poison_changes_the_bits_of_a_missing_wait(runtime, rate):
     """A sum over buffers that are fetched ahead: right with its waits; NaN where one is left out."""
-    home, link = [torch.full((10,), float(i)) for i in range(6)], Link("host", "device", runtime)
+    home = [torch.full((10,), float(i)) for i in range(6)]
+    link = Link("host", "device", runtime)
 
     def total(missing=None):
         with stress(rate=rate, poison=True):
-            pool, sums = Pool(lambda: torch.empty(40, dtype=torch.uint8)), torch.zeros(10)
+            pool = Pool(lambda: torch.empty(40, dtype=torch.uint8))
+            sums = torch.zeros(10)
             fetched = [(buffer := pool.take(), start(home[0], buffer.view(torch.float32), link))]
             for i in range(len(home)):
                 if i + 1 < len(home):
@@ -124,7 +127,8 @@ def test_released_buffers_are_poisoned():
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_slowed_transfers_run_beside_the_caller(runtime):
-    xs, link = [torch.ones(250) for _ in range(3)], Link("device", "host", runtime)
+    xs = [torch.ones(250) for _ in range(3)]
+    link = Link("device", "host", runtime)
     with stress(rate=20_000):  # 50 ms each
         before = time.perf_counter()
         under_way = [start(x, torch.zeros(250), link) for x in xs]
@@ -135,7 +139,8 @@ def test_slowed_transfers_run_beside_the_caller(runtime):
 
 
 def test_a_bounded_number_is_under_way(monkeypatch):
-    gate, waiting = threading.Event(), threading.Event()
+    gate = threading.Event()
+    waiting = threading.Event()
     copies, copy = [], transfers.disk.copy
 
     def held(source, target):
@@ -165,7 +170,8 @@ def test_a_bounded_number_is_under_way(monkeypatch):
 
 
 def test_errors_of_the_helper_thread_are_raised_by_wait(disk_folder, monkeypatch):
-    x, y = empty_on_disk((5,), torch.float32), torch.zeros(5)
+    x = empty_on_disk((5,), torch.float32)
+    y = torch.zeros(5)
 
     def broken(descriptor, buffers, offset):
         raise OSError(5, "Input/output error")

@@ -94,7 +94,8 @@ def trained(
         accumulate=microbatches,
         precision="fp16" if fp16 else None,
     )
-    state, metrics = opt.init(params), []
+    state = opt.init(params)
+    metrics = []
     with fs.ledger() as comm:
         for _ in range(steps):
             params, state, seen = step(params, state, torch.randn(24, 5, generator=generator))

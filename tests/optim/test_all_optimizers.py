@@ -32,7 +32,8 @@ def test_update_keeps_state_types_and_arguments(name, data):
         updates, after = opt.update(grads, state, params)
         assert skeleton(after) == skeleton(state)
         assert same(before, (params, state, grads))
-        params, state = optim.apply_updates(params, updates), after
+        params = optim.apply_updates(params, updates)
+        state = after
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -62,7 +63,9 @@ def test_update_equals_step_bits_within_factor_two(name, data):
 @pytest.mark.parametrize("name", ALL)
 def test_frozen_leaves_stay_and_ties_step_once(name):
     """A leaf without a gradient, integers, None; a tied leaf is one."""
-    opt, w, g = ALL[name], tensor((2, 3), torch.float32, 0), tensor((2, 3), torch.float32, 1)
+    opt = ALL[name]
+    w = tensor((2, 3), torch.float32, 0)
+    g = tensor((2, 3), torch.float32, 1)
     idle = {"a": tensor((2, 3), torch.float32, 2), "n": torch.arange(3), "none": None}
     grads = dict.fromkeys(idle)
     for run in (by_step, by_update):
@@ -75,7 +78,9 @@ def test_frozen_leaves_stay_and_ties_step_once(name):
 
 
 def test_step_keeps_requires_grad():
-    opt, params, grads = optim.adamw(0.1), [torch.ones(2, requires_grad=True)], [torch.ones(2)]
+    opt = optim.adamw(0.1)
+    params = [torch.ones(2, requires_grad=True)]
+    grads = [torch.ones(2)]
     for (after,), _ in (by_update(opt, params, [grads]), opt.step(grads, opt.init(params), params)):
         assert after.requires_grad and after.is_leaf
 
@@ -84,7 +89,8 @@ def test_step_keeps_requires_grad():
 
 
 def test_lamb_equals_its_formula():
-    p, g = tensor((3, 4), torch.float64, 0), tensor((3, 4), torch.float64, 1)
+    p = tensor((3, 4), torch.float64, 0)
+    g = tensor((3, 4), torch.float64, 1)
     opt = optim.lamb(0.1, (0.9, 0.99), 1e-6, 0.01)
     after, _ = by_step(opt, [p], [[g]])
     u = g / (g.square().sqrt() + 1e-6) + 0.01 * p
@@ -93,7 +99,8 @@ def test_lamb_equals_its_formula():
 
 def test_lion_equals_its_formula():
     params, steps = example(torch.float64)
-    p, m = params["c"]["d"], torch.zeros(5, dtype=torch.float64)
+    p = params["c"]["d"]
+    m = torch.zeros(5, dtype=torch.float64)
     for grads in steps:
         g = grads["c"]["d"]
         p = p - 0.1 * 0.2 * p - 0.1 * torch.sign(0.9 * m + 0.1 * g)
@@ -110,13 +117,15 @@ def test_shampoo_equals_its_formula(shape):
         [p],
         [[g] for g in grads],
     )
-    rows, columns = (shape[0] if shape else 1), p.numel() // (shape[0] if shape else 1)
+    rows = shape[0] if shape else 1
+    columns = p.numel() // (shape[0] if shape else 1)
     left, right = (0.01 * torch.eye(n, dtype=p.dtype) for n in (rows, columns))
     used = [1 < n <= 8 for n in (rows, columns)]
     b = torch.zeros_like(p)
     for g in grads:
         u = g.reshape(rows, columns)
-        left, right = left + u @ u.T, right + u.T @ u
+        left = left + u @ u.T
+        right = right + u.T @ u
         for on, at in zip(used, (0, 1), strict=True):
             if on:
                 u_, s, v = torch.linalg.svd((left, right)[at])

@@ -117,7 +117,8 @@ def test_learning_rate_in_the_state_has_its_derivative(rules):
     optimizer = fs.partition_optimizer(PURE["own"], mesh=MESH, axis="data", stage=1)
     gradient = fs.grad(loss_fn, mesh=MESH, batch=P("data"))
     evaluate = fs.evaluate(loss_fn, mesh=MESH, batch=P("data"))
-    state, serial_state = optimizer.init(params), PURE["own"].init(SERIAL)
+    state = optimizer.init(params)
+    serial_state = PURE["own"].init(SERIAL)
     rate = torch.tensor(0.5, dtype=torch.float64)
 
     def loss(lr):
@@ -131,10 +132,8 @@ def test_learning_rate_in_the_state_has_its_derivative(rules):
 
 def test_pure_step_is_differentiated():
     params = fs.shard_params(SERIAL, fs.fsdp("data"), mesh=MESH)
-    step, gradient = (
-        optim.pure_step(optim.scale(-0.5)),
-        fs.grad(loss_fn, mesh=MESH, batch=P("data")),
-    )
+    step = optim.pure_step(optim.scale(-0.5))
+    gradient = fs.grad(loss_fn, mesh=MESH, batch=P("data"))
     state = optim.scale(-0.5).init(params)
     after, pull = vjp(lambda p: step(gradient(p, BATCH), state, p)[0], params)
 

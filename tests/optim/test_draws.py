@@ -74,7 +74,8 @@ def trained(
     def loss_fn(params, x):
         return sum(p.square().sum() for p in params.values()) * x.mean()
 
-    step, state = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data")), opt.init(params)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"))
+    state = opt.init(params)
     for _ in range(2):
         params, state, _ = step(params, state, torch.ones(8))
     return {name: fs.unshard(x) for name, x in params.items()}

@@ -25,10 +25,12 @@ def test_from_torch_computes_16_bits_in_float32(cls, dtype):
 @settings(max_examples=40)
 def test_any_slices_equal_one_device_or_raise(slices, n, seed):
     draw = torch.Generator().manual_seed(seed)
-    w, x = torch.randn(7, 7, generator=draw), torch.randn(30, 7, generator=draw)
+    w = torch.randn(7, 7, generator=draw)
+    x = torch.randn(30, 7, generator=draw)
 
     def grad(n):
-        mesh, options = fs.make_mesh({"data": n}), {"reproducible": True, "slices": slices}
+        mesh = fs.make_mesh({"data": n})
+        options = {"reproducible": True, "slices": slices}
         loss = fs.grad(
             lambda w, x: (x @ w).tanh().square().mean(), mesh=mesh, batch=P("data"), **options
         )

@@ -244,7 +244,8 @@ def test_functional_state_is_saved(tmp_path):
 
 def of_processes(folder):
     for kind in ("DampedLion", "Factored"):
-        load, save = folder / kind / "1", folder / kind / "2"
+        load = folder / kind / "1"
+        save = folder / kind / "2"
         train_here(kind, PLUGINS["zero 1"], 2, range(2, 4), load, save, **EXACT)
 
 

@@ -16,7 +16,8 @@ from tests.optim.optimizers import WHOLE, WRAPPERS, put_tree
 from tests.optim.per_device_rules import ROWS, momentum_init
 from tests.optim.torch_classes import Lars, groups_of, net
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 MESH = fs.make_mesh({"data": 2})
 ARGUMENTS = [
     # all errors at once
@@ -115,12 +116,14 @@ def steps_on_halves():
 
 
 def tied(opt):
-    x, fixed = torch.ones(1), nn.Parameter(torch.ones(1), requires_grad=False)
+    x = torch.ones(1)
+    fixed = nn.Parameter(torch.ones(1), requires_grad=False)
     opt.init({"emb": x, "fixed": fixed, "head": [x, fixed]})
 
 
 def two_gradients():
-    w, opt = torch.ones(2), optim.sgd(0.1)
+    w = torch.ones(2)
+    opt = optim.sgd(0.1)
     opt.update(
         {"a": torch.ones(2), "b": torch.ones(2)}, opt.init({"a": w, "b": w}), {"a": w, "b": w}
     )

@@ -117,14 +117,10 @@ def test_nonfinite_float64_norm_is_nonfinite(strange):
 @given(st.data())
 @settings(max_examples=60)
 def test_norm_error_is_bounded_and_exact_is_zero(data):
-    mesh, draw = (
-        fs.make_mesh(data.draw(st.sampled_from([{"a": 3}, {"a": 8}, {"a": 2, "b": 2}]))),
-        data.draw,
-    )
-    shapes, dtype = (
-        [(5,), (33, 17), (), (1000,)],
-        draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64])),
-    )
+    mesh = fs.make_mesh(data.draw(st.sampled_from([{"a": 3}, {"a": 8}, {"a": 2, "b": 2}])))
+    draw = data.draw
+    shapes = [(5,), (33, 17), (), (1000,)]
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
     scale = 10.0 ** draw(st.integers(-15, 15))
     tree = [
         (tensor(shape, torch.float64, seed) * scale).to(dtype)
@@ -156,14 +152,16 @@ def one_step(opt, stage, *, by_hand=False, **options):
     tree = {"u": tensor((5, 3), torch.float32, 0), "v": tensor((3, 2), torch.float32, 1)}
     params = fs.shard_params(tree, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
     opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
-    batch, spec = tensor((8, 5), torch.float32, 7), {"mesh": mesh, "batch": P("data")}
+    batch = tensor((8, 5), torch.float32, 7)
+    spec = {"mesh": mesh, "batch": P("data")}
 
     def loss_fn(p, x):
         return (x @ p["u"] @ p["v"]).square().mean()
 
     if by_hand:
         _, grads = fs.value_and_grad(loss_fn, **spec, gradients=opt.gradients)(params, batch)
-        params, metrics = opt.step(grads, opt.init(params), params)[0], {}
+        params = opt.step(grads, opt.init(params), params)[0]
+        metrics = {}
     else:
         params, _, metrics = fs.train_step(loss_fn, opt, **spec, **options)(
             params, opt.init(params), batch
@@ -265,7 +263,8 @@ def test_global_dot_with_itself_is_the_squared_norm(dtype):
 
 def test_global_dot_counts_tied_pairs_once_and_sends_one_psum():
     x, y = dot_operands(torch.float64)
-    a, b = laid_out(x, P.flat("data")), laid_out(y, P.flat("data"))
+    a = laid_out(x, P.flat("data"))
+    b = laid_out(y, P.flat("data"))
     with fs.ledger() as comm:
         actual = optim.global_dot([a, a, b], [b, b, a])
     assert comm.calls() == 1
@@ -298,7 +297,8 @@ def test_global_dot_in_an_update_is_over_all_shards():
 @pytest.mark.parametrize("spec", [P(), P("model", "data"), P.flat("data"), P(at={"data": 1})])
 def test_norms_and_dots_have_derivatives(spec):
     x, y = dot_operands(torch.float64)
-    a, b = laid_out(x, spec), laid_out(y, spec)
+    a = laid_out(x, spec)
+    b = laid_out(y, spec)
 
     def serial(x):
         return (x * y).sum() * x.norm() + x.abs().pow(3).sum() ** (1 / 3)

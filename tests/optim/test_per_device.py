@@ -84,7 +84,8 @@ def layouts_of(tree):
 )
 @settings(max_examples=15)
 def test_pair_on_shards_equals_one_device(name, tree, n, stage, run):
-    params, steps = with_ties(tree[0]), with_gradients(tree[1])
+    params = with_ties(tree[0])
+    steps = with_gradients(tree[1])
     mesh = fs.make_mesh({"data": n})
     opt = fs.partition_optimizer(PAIRS[name], mesh=mesh, axis="data", stage=stage)
     sharded = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
@@ -98,7 +99,8 @@ def trained(opt, stage, n=2, **options):
     mesh = fs.make_mesh({"data": n})
     torch.manual_seed(0)
     params = {"w": torch.randn(6, 6), "h": torch.randn(6, 2), "idle": torch.ones(5)}
-    x, y = torch.randn(8, 6), torch.randn(8, 2)
+    x = torch.randn(8, 6)
+    y = torch.randn(8, 2)
     params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
     opt = (
         fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
@@ -212,7 +214,8 @@ def test_abstract_mesh_init_returns_owner_layouts():
 
 
 def test_certify_and_check_elementwise_accept_pairs():
-    params, x = {"w": torch.randn(3, 3), "v": torch.randn(3)}, torch.randn(4, 3)
+    params = {"w": torch.randn(3, 3), "v": torch.randn(3)}
+    x = torch.randn(4, 3)
     for pair in (MOMENTUM, ROWS):
         certify(
             lambda p, x: (x @ p["w"] * p["v"]).square().mean(),
@@ -268,7 +271,8 @@ def by_global_norm(devices, sharding, stage):
             (x @ p["w"]).square().mean() + (p["v"] + p["tie"]).square().sum() + p["u"].sin().sum()
         )
 
-    step, state = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data")), opt.init(sharded_params)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"))
+    state = opt.init(sharded_params)
     for seed in range(2):
         sharded_params, state, _ = step(
             sharded_params, state, torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))

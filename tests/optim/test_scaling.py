@@ -13,7 +13,9 @@ FINITE = st.lists(st.booleans(), max_size=30)
 
 def scales(opt, finite):
     """The scale after each step, and what the parameter is in the end."""
-    params, state, actual = [torch.zeros(())], opt.init([torch.zeros(())]), []
+    params = [torch.zeros(())]
+    state = opt.init([torch.zeros(())])
+    actual = []
     for good in finite:
         grads = [state["scale"].clone() if good else torch.tensor(torch.inf)]
         params, state = opt.step(grads, state, params)
@@ -27,7 +29,9 @@ LIMITS = st.sampled_from([(2.0**-100, 2.0**100), (2.0**9, 2.0**11)])
 
 @given(FINITE, st.integers(1, 4), st.sampled_from([2.0, 4.0]), st.sampled_from([0.5, 0.25]), LIMITS)
 def test_loss_scale_equals_torch_grad_scaler(finite, interval, growth, backoff, limits):
-    scale, tracker, expected = torch.tensor(2.0**10), torch.tensor(0, dtype=torch.int32), []
+    scale = torch.tensor(2.0**10)
+    tracker = torch.tensor(0, dtype=torch.int32)
+    expected = []
     for good in finite:
         torch._amp_update_scale_(
             scale, tracker, torch.tensor(0.0 if good else 1.0), growth, backoff, interval

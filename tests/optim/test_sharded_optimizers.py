@@ -89,7 +89,8 @@ def test_clip_by_global_norm_on_shards_equals_full_tensors():
     opt = WHOLE["clip_by_global_norm"]
     assert opt.sharding == "flat"
     layout = fs.Layout(fs.make_mesh({"data": 4}), P.flat("data"))
-    params, steps = flat_tree(), [flat_tree(10), flat_tree(20)]
+    params = flat_tree()
+    steps = [flat_tree(10), flat_tree(20)]
     with fs.ledger() as comm:
         sharded = by_step(
             opt, put_tree(params, layout), [put_tree(grads, layout) for grads in steps]
@@ -103,7 +104,8 @@ def test_clip_by_global_norm_on_shards_equals_full_tensors():
 
 def test_replicated_shards_sharing_memory_step_once():
     mesh = fs.make_mesh({"data": 3})
-    x, g = torch.ones(2), torch.ones(2)
+    x = torch.ones(2)
+    g = torch.ones(2)
     shared, grads = (fs.Sharded((2,), fs.Layout(mesh), (t, t, t)) for t in (x, g))
     opt = optim.sgd(0.5)
     after, _ = opt.step([grads], opt.init([shared]), [shared])
@@ -114,7 +116,8 @@ def test_replicated_shards_sharing_memory_step_once():
 def test_matrix_optimizers_accept_replicated_leaves(name):
     opt = WHOLE[name]
     layout = fs.Layout(fs.make_mesh({"data": 2}))
-    params, steps = flat_tree(), [flat_tree(10), flat_tree(20)]
+    params = flat_tree()
+    steps = [flat_tree(10), flat_tree(20)]
     sharded = by_step(opt, put_tree(params, layout), [put_tree(grads, layout) for grads in steps])
     assert same(fs.unshard(sharded), by_step(opt, params, steps))
 
@@ -123,8 +126,10 @@ def test_matrix_optimizers_accept_replicated_leaves(name):
 def test_lamb_norms_take_one_collective(devices):
     opt = optim.lamb(0.1, weight_decay=0.1)
     layout = fs.Layout(fs.make_mesh({"data": devices}), P.flat("data"))
-    params, grads = flat_tree(), flat_tree(10)
-    sharded, shards = put_tree(params, layout), put_tree(grads, layout)
+    params = flat_tree()
+    grads = flat_tree(10)
+    sharded = put_tree(params, layout)
+    shards = put_tree(grads, layout)
     state = opt.init(sharded)
     with fs.ledger() as comm:
         updates, _ = opt.update(shards, state, sharded)
@@ -232,7 +237,8 @@ def test_optimizer_on_another_mesh_makes_the_state_of_that_mesh():
     meshes = [fs.make_mesh({"data": n}) for n in (2, 4)]
     opts = [fs.partition_optimizer(BY_NDIM, mesh=m, axis="data", stage=1) for m in meshes]
     params = fs.shard_params(MATRIX_AND_VECTOR, P(), mesh=meshes[1])
-    moved, made = opts[0].on_mesh(meshes[1]).init(params), opts[1].init(params)
+    moved = opts[0].on_mesh(meshes[1]).init(params)
+    made = opts[1].init(params)
     assert str(fs.mesh.layouts(moved)) == str(fs.mesh.layouts(made))
 
 

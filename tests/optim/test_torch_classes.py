@@ -266,7 +266,8 @@ def test_custom_instance_keeps_state_of_local_shards():
     """The owner of a parameter has its state; hooks and keys of the instance are those of torch."""
 
     def main():
-        model, called = net(), []
+        model = net()
+        called = []
         given = Lars(groups_of(model))
         given.register_step_post_hook(lambda *_: called.append(1))
         booster = fs.Booster(fs.ZeroPlugin(stage=1))

@@ -91,7 +91,8 @@ def test_step_of_other_dtypes_equals_torch_foreach(name, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_add_multiple_rounds_16_bits_once(dtype):
-    p, g = tensor((77,), dtype, 0), tensor((77,), dtype, 1)
+    p = tensor((77,), dtype, 0)
+    g = tensor((77,), dtype, 1)
     (actual,), _ = by_step(optim.sgd(0.0123), [p], [[g]])
     assert torch.equal(actual, (p.double() - 0.0123 * g.double()).to(dtype))
     (added,), _ = optim.add_decayed_weights(0.0123).update([g], (), [p])
@@ -99,7 +100,8 @@ def test_add_multiple_rounds_16_bits_once(dtype):
 
 
 def test_fused_step_accepts_any_gradient_strides():
-    p, g = tensor((4, 6), torch.float32, 0), tensor((6, 4), torch.float32, 1).T
+    p = tensor((4, 6), torch.float32, 0)
+    g = tensor((6, 4), torch.float32, 1).T
     for make in FUSED:
         fused, plain = (
             by_step(make(0.1, fused=fused), [p], [[g]])[0][0] for fused in (True, False)

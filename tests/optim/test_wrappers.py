@@ -65,10 +65,8 @@ def test_accumulate_takes_one_step_with_mean():
 
 def test_accumulate_counts_a_missing_gradient_as_zero():
     """A parameter with none in all steps is left alone."""
-    opt, params = (
-        optim.accumulate(optim.sgd(1.0, momentum=0.5), every=2),
-        [torch.ones(2), torch.ones(2)],
-    )
+    opt = optim.accumulate(optim.sgd(1.0, momentum=0.5), every=2)
+    params = [torch.ones(2), torch.ones(2)]
     state = opt.init(params)
     for grads in (
         [torch.ones(2), torch.ones(2)],
@@ -93,7 +91,8 @@ def test_ema_of_a_partitioned_optimizer_has_memory_of_its_own(stage):
     opt = fs.partition_optimizer(
         optim.ema(optim.sgd(0.5), 0.9), mesh=mesh, axis="data", stage=stage
     )
-    state, grad = opt.init(params), torch.linspace(-1, 1, 6)
+    state = opt.init(params)
+    grad = torch.linspace(-1, 1, 6)
     expected = torch.arange(6.0)
     for step in range(1, 4):
         layout = opt.gradients(params[0].layout)
@@ -105,7 +104,8 @@ def test_ema_of_a_partitioned_optimizer_has_memory_of_its_own(stage):
 def test_ema_averages_parameters_after_each_step():
     params, steps = example(torch.float64)
     opt = optim.chain(optim.clip_by_value(1.0), optim.ema(optim.sgd(0.1, fused=False), 0.9))
-    expected, moving = copied(params), copied(params)
+    expected = copied(params)
+    moving = copied(params)
     inner = optim.chain(optim.clip_by_value(1.0), optim.sgd(0.1, fused=False))
     state = inner.init(moving)
     for grads in steps:

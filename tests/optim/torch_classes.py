@@ -21,8 +21,11 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.third = nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)
-        self.scale, self.late = nn.Parameter(torch.tensor(1.5)), nn.Linear(2, 2, bias=False)
+        self.first = nn.Linear(3, 5)
+        self.second = nn.Linear(5, 5)
+        self.third = nn.Linear(5, 2)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.late = nn.Linear(2, 2, bias=False)
 
     def forward(self, x, deep=True):
         y = self.first(x).tanh()
@@ -81,7 +84,9 @@ class Factored(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                state, square, decay = self.state[p], p.grad.float().square() + 1e-8, group["decay"]
+                state = self.state[p]
+                square = p.grad.float().square() + 1e-8
+                decay = group["decay"]
                 if not state:
                     state["count"], state["unused"] = 0, None
                     for name, shape in (

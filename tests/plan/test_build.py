@@ -30,10 +30,8 @@ def plan_with(**fields):
 class ExpertLayer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner, self.moe = (
-            nn.Linear(32, 32),
-            fs.nn.MoE(32, 16, experts=8, top_k=2, axis="expert"),
-        )
+        self.inner = nn.Linear(32, 32)
+        self.moe = fs.nn.MoE(32, 16, experts=8, top_k=2, axis="expert")
 
     def forward(self, x):
         x = x + self.inner(functional.layer_norm(x, (32,)))
@@ -45,7 +43,8 @@ class ExpertModel(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(60, 32), nn.Linear(32, 60)
+        self.embedding = nn.Embedding(60, 32)
+        self.head = nn.Linear(32, 60)
         self.layers = nn.ModuleList(ExpertLayer() for _ in range(4))
 
     def forward(self, ids):
@@ -120,8 +119,10 @@ def test_what_a_plan_builds_trains_as_on_one_device(build, options):
 
     named = build is KeywordModel
     batch = {"ids": IDS, "labels": IDS} if named else (IDS, IDS)
-    plan, module = plan_with(**options), model()
-    torch_optimizer, losses = torch.optim.AdamW(module.parameters(), lr=3e-3), []
+    plan = plan_with(**options)
+    module = model()
+    torch_optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
+    losses = []
     for _ in range(3):
         loss = (
             module(**batch).loss

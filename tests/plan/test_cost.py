@@ -32,7 +32,8 @@ OPTIMIZERS = {
 def program(sizes, *, layers, kv_heads, stage, name, recomputed, dtype, **options):
     """Return a step of a GPT, and its arguments, on a mesh of "data", and of "model" if it has that axis."""
     torch.manual_seed(0)
-    mesh, x = fs.make_mesh(sizes), torch.randn(ROWS, TOKENS, WIDTH).to(dtype)
+    mesh = fs.make_mesh(sizes)
+    x = torch.randn(ROWS, TOKENS, WIDTH).to(dtype)
     model = nn.Sequential(*(Block(kv_heads) for _ in range(layers))).to(dtype)
     plan = None
     if "model" in sizes:
@@ -145,8 +146,11 @@ STAGED = st.fixed_dictionaries(
 def staged(sizes, *, schedule, microbatches, stage, name, tied, **options):
     """Return a step of stages, and its arguments."""
     torch.manual_seed(0)
-    mesh, x, devices = fs.make_mesh(sizes), torch.randn(ROWS, TOKENS, WIDTH), sizes["pipe"]
-    stages, is_sharded = devices * SCHEDULES[schedule], stage > 0 and "data" in sizes
+    mesh = fs.make_mesh(sizes)
+    x = torch.randn(ROWS, TOKENS, WIDTH)
+    devices = sizes["pipe"]
+    stages = devices * SCHEDULES[schedule]
+    is_sharded = stage > 0 and "data" in sizes
     schedule = fs.pipeline_schedule(
         schedule, stages=stages, microbatches=microbatches, devices=devices
     )
@@ -228,7 +232,8 @@ def test_plans_of_stages_have_the_bytes_and_the_peak_of_four_processes(four, sta
 
 def test_operations_are_those_of_the_formula_and_recomputation_adds_a_forward():
     """2 operations for a weight and a token in the forward and 4 in the backward; attention sees all pairs of tokens."""
-    layers, tokens = 2, ROWS * TOKENS
+    layers = 2
+    tokens = ROWS * TOKENS
     weights = layers * (2 * WIDTH**2 + 2 * WIDTH * WIDTH // 2 + 4 * WIDTH**2)
     attention = layers * 4 * TOKENS * tokens * WIDTH
     step, trees = program({"data": 1}, **FIXED)
@@ -385,13 +390,12 @@ def test_invalid_arguments_raise():
     step, trees = program({"data": 2}, **FIXED)
     with pytest.raises(PlanError, match="step must be one of train_step; got function"):
         cost(lambda x: x, *trees, cluster=H100)
-    mesh, weights = (
-        fs.make_mesh({"pipe": 1}, runtime="abstract"),
-        [[torch.empty(2, 2, device="meta")]],
-    )
+    mesh = fs.make_mesh({"pipe": 1}, runtime="abstract")
+    weights = [[torch.empty(2, 2, device="meta")]]
     schedule = fs.pipeline_schedule("1f1b", stages=1, microbatches=1)
     options = {"mesh": mesh, "batch": P(), "schedule": schedule, "loss": lambda y, x: y.sum()}
-    params, opt = fs.shard_stages(weights, mesh=mesh, schedule=schedule), optim.sgd(0.1)
+    params = fs.shard_stages(weights, mesh=mesh, schedule=schedule)
+    opt = optim.sgd(0.1)
     stages = fs.train_step([lambda params, x: x @ params[0]], opt, **options)
     with pytest.raises(ValueError, match="stages must not run on an abstract mesh by themselves"):
         stages(params, opt.init(params), torch.ones(2, 2))

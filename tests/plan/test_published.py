@@ -71,7 +71,8 @@ def flops(model, plan, batch):
 @pytest.mark.parametrize("name", RUNS)
 def test_utilization_of_published_runs(name):
     model, gpu, layout, batch, published = RUNS[name]
-    machine, estimates = cluster(gpu, node=8), []
+    machine = cluster(gpu, node=8)
+    estimates = []
     layered = layered_model(model, None, optim.with_master_weights(optim.adamw(3e-4)), None, None)
     tracer = LayerTracer(layered, machine)
     is_published = layout.recompute == "never"

@@ -19,7 +19,8 @@ from fshard.plan.program import layered_model
 from fshard.plan.search import KINDS, LISTED, SIMULATED
 from fshard.plan.space import legal_plans, plan_choices
 
-H100, ROWS = cluster("h100", node=8), 4
+H100 = cluster("h100", node=8)
+ROWS = 4
 SMALL = Transformer(layers=4, hidden=512, ffn=2048, heads=8, kv_heads=8, vocab=1024, sequence=128)
 LARGE = replace(SMALL, hidden=4096, ffn=11008, heads=32, kv_heads=8, vocab=32000, sequence=4096)
 ADAMW = optim.with_master_weights(optim.adamw(3e-4))
@@ -46,10 +47,8 @@ def test_costs_of_other_microbatches_are_derived(tensor, recompute):
     plan = plan_with(
         tensor=tensor, recompute=recompute, sequence_mode="megatron" if tensor > 1 else "gather"
     )
-    derived, other = (
-        tracer(SMALL).cost(replace(plan, rows=8)),
-        LayerTracer(tracer(SMALL).model, H100),
-    )
+    derived = tracer(SMALL).cost(replace(plan, rows=8))
+    other = LayerTracer(tracer(SMALL).model, H100)
     other.cost(plan)
     trace = other.traces[replace(plan, recompute="never")]
     other.steps[replace(plan, rows=2)] = trace.record(rows=8, recompute=recompute)
@@ -144,10 +143,8 @@ def test_plans_are_ranked_with_reasons():
 
 def test_the_plan_with_the_least_memory_is_that_of_alllegal_plans():
     """There are more plans than are simulated, so those with the least time are not enough."""
-    layered, choices = (
-        layered_model(SMALL, None, ADAMW, None, None),
-        plan_choices({"rows": (1, 2), "tensor": 1}),
-    )
+    layered = layered_model(SMALL, None, ADAMW, None, None)
+    choices = plan_choices({"rows": (1, 2), "tensor": 1})
     peaks = [estimate(plan).peak for plan in legal_plans(layered.layers, 8, 64, choices, H100)]
     options = {"devices": 8, "global_batch": 64, "optimizer": ADAMW, "rows": (1, 2), "tensor": 1}
     plans = search(SMALL, cluster=H100, goal="memory", **options)
@@ -160,7 +157,8 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = nn.Module()
-        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 4)
+        self.first = nn.Linear(8, 32)
+        self.last = nn.Linear(32, 4)
         self.inner.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
 
     def forward(self, x):
@@ -408,11 +406,9 @@ class FusedBlock(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
-        self.norm, self.qkv, self.out = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x):
         parts = self.qkv(self.norm(x)).chunk(3, -1)

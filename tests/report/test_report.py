@@ -36,7 +36,8 @@ def seconds(*times):
 
 
 def test_report_writes_metrics_of_train_step():
-    mesh, recorder = fs.make_mesh({"data": 2}), Recorder()
+    mesh = fs.make_mesh({"data": 2})
+    recorder = Recorder()
     params = fs.shard_params({"w": torch.ones(2)}, P(), mesh=mesh)
     opt = fs.partition_optimizer(fs.optim.sgd(0.5), mesh=mesh, axis="data", stage=1)
     step = fs.train_step(lambda p, x: (p["w"] * x).sum(1).mean(), opt, mesh=mesh, batch=P("data"))
@@ -87,7 +88,8 @@ def test_wrong_arguments_raise(name):
 
 def test_report_in_a_loop_counts_each_sample_once():
     """9 samples in batches of 8: at last one device has one, three compute on a neighbour's, here on one that is not finite."""
-    recorders, mesh = [Recorder() for _ in range(4)], fs.make_mesh({"data": 4})
+    recorders = [Recorder() for _ in range(4)]
+    mesh = fs.make_mesh({"data": 4})
     xs = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, float("inf")])
 
     def main():

@@ -61,7 +61,8 @@ def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, s
     """16 bits, without a mask."""
     assert q.dtype.itemsize == 2 and not dropout_p and not return_debug_mask
     out, lse = attend(q, k, v, None, is_causal, scale)
-    none, seed = q.new_empty(0), torch.empty(2, dtype=torch.uint64)
+    none = q.new_empty(0)
+    seed = torch.empty(2, dtype=torch.uint64)
     return out, lse, none, none, q.shape[2], k.shape[2], seed, seed[0], none
 
 

@@ -22,7 +22,8 @@ IDS = token_ids()
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
-        self.words, self.places = nn.Embedding(11, 8), nn.Embedding(4, 8)
+        self.words = nn.Embedding(11, 8)
+        self.places = nn.Embedding(4, 8)
 
     def forward(self, ids):
         return self.words(ids) + self.places(torch.arange(4))
@@ -31,9 +32,13 @@ class Words(nn.Module):
 class Layer(nn.Module):
     def __init__(self, heads=2, dropout=0.0):
         super().__init__()
-        self.heads, self.dropped = heads, nn.Dropout(dropout)
-        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.heads = heads
+        self.dropped = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
 
     def projected(self, x):
         return self.qkv(x).chunk(3, -1)
@@ -57,10 +62,8 @@ class LayerOfParts(Layer):
         parts = zip(self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True)
         self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
         for part, (weight, bias) in zip((self.q, self.k, self.v), parts, strict=True):
-            part.weight, part.bias = (
-                nn.Parameter(weight.detach().clone()),
-                nn.Parameter(bias.detach().clone()),
-            )
+            part.weight = nn.Parameter(weight.detach().clone())
+            part.bias = nn.Parameter(bias.detach().clone())
         del self.qkv
 
     def projected(self, x):
@@ -117,7 +120,8 @@ def trained(
         )
         model = model if lora is None else booster.enable_lora(model, lora)
         model, opt, *_ = booster.boost(model, optimizer(model))
-        n, at = fs.axis_size("data"), fs.axis_index("data")
+        n = fs.axis_size("data")
+        at = fs.axis_index("data")
         for _ in range(steps):
             for batch in ids.chunk(accumulate):
                 scaled = lambda y, x: next_word(y, x) / accumulate  # noqa: E731
@@ -138,7 +142,8 @@ def trained(
 @cache
 def by_torch_alone(make=gpt, optimizer=adamw, rows=4, steps=STEPS, clip=None):
     """Return what torch alone has learnt."""
-    model, ids = make(), token_ids(rows)
+    model = make()
+    ids = token_ids(rows)
     opt = optimizer(model)
     for _ in range(steps):
         next_word(model(ids), ids).backward()

@@ -220,7 +220,8 @@ def untied_with_dropout():
 @cache
 def in_bits(data, stages, zero_stage):
     """Return what was learnt in reproducible mode, from 8 slices."""
-    mesh, microbatches = {"pipe": stages, "data": data, "model": 2}, 8 // data if stages > 1 else 1
+    mesh = {"pipe": stages, "data": data, "model": 2}
+    microbatches = 8 // data if stages > 1 else 1
     how = {
         "microbatches": microbatches,
         "reproducible": True,

@@ -39,7 +39,9 @@ def settled(name, flipped):
 def test_norms_equal_serial_to_the_second_derivative(name, flipped):
     mode, mesh, batch, features = settled(name, flipped)
     arguments = randn(batch, 2, features) + 3, randn(features), randn(features, seed=1)
-    full, at, norm = (features,), mode.activation(3), mode.norm
+    full = (features,)
+    at = mode.activation(3)
+    norm = mode.norm
     f = mapped(lambda x, w, b: T.layer_norm(x, w, mode, b, 0.1), mesh, (at, norm, norm), at)
     assert_equal_to_serial(f, lambda x, w, b: F.layer_norm(x, full, w, b, 0.1), arguments)
     f = mapped(lambda x, w: T.rms_norm(x, w, mode, 0.1), mesh, (at, norm), at)
@@ -48,7 +50,8 @@ def test_norms_equal_serial_to_the_second_derivative(name, flipped):
 
 def test_norms_without_weights_in_bfloat16_round_once():
     mode, mesh = mode_of("2d-2x2")
-    x, at = randn(2, 3, 8, dtype=torch.bfloat16), mode.activation(3)
+    x = randn(2, 3, 8, dtype=torch.bfloat16)
+    at = mode.activation(3)
     for norm, serial in (T.layer_norm, F.layer_norm), (T.rms_norm, partial(F.rms_norm, eps=1e-6)):
         y = mapped(lambda x, norm=norm: norm(x, None, mode), mesh, at, at)(x)
         torch.testing.assert_close(y, serial(x.float(), (8,)).to(x.dtype), rtol=2**-7, atol=0)
@@ -126,7 +129,8 @@ def test_dropout_masks_in_a_loss_function_are_equal_however_features_are_sharded
     """Slices differ, devices with the same slice do not."""
     mesh = fs.make_mesh({"data": 2, "a": 2})
     mode = T.mode("1d", "a", mesh)
-    w, x = fs.shard_params({"w": torch.ones(8)}, P(), mesh=mesh), torch.ones(4, 8)
+    w = fs.shard_params({"w": torch.ones(8)}, P(), mesh=mesh)
+    x = torch.ones(4, 8)
 
     def in_full(p, x):
         return T.dropout(x * p["w"], 0.5, mode).square().sum() + 0 * fs.axis_index("a")
@@ -163,7 +167,8 @@ def test_dropout_drops_independently_with_its_probability(p):
     n = 400
     y = dropped(mode, mesh, torch.ones(n, n), p)
     assert set(y.unique().tolist()) <= {0.0, torch.tensor(1 / (1 - p)).item() if p < 1 else 0.0}
-    zero, slack = (y == 0).double(), 5 * (p * (1 - p)) ** 0.5 / n
+    zero = (y == 0).double()
+    slack = 5 * (p * (1 - p)) ** 0.5 / n
     for shift in (
         (0, 0),
         (0, 1),
@@ -179,7 +184,8 @@ def test_dropout_drops_independently_with_its_probability(p):
 
 def test_dropout_gradient_has_the_mask_of_its_forward():
     mode, mesh = mode_of("2d-2x2")
-    x, at = randn(4, 8), mode.activation(2)
+    x = randn(4, 8)
+    at = mode.activation(2)
     f = mapped(lambda x: T.dropout(x, 0.5, mode), mesh, at, at)
 
     def seeded(x):
@@ -214,7 +220,8 @@ CASES = sorted(
 def test_self_attention_equals_serial(name, heads, kv):
     mode, mesh = mode_of(name)
     batch, features = units(mode)
-    n, width = features, 6 * heads
+    n = features
+    width = 6 * heads
     weights = (
         randn(width, n),
         randn(6 * kv, n, seed=1),

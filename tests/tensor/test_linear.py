@@ -51,7 +51,8 @@ def test_linear_layers_equal_serial_to_the_second_derivative(name, flipped):
     @settings(max_examples=examples(name))
     @given(most, most, most, st.integers(1, 4))
     def check(m, k, n, length):
-        x, w = randn(m * batch, length, k * features), randn(n * features, k * features)
+        x = randn(m * batch, length, k * features)
+        w = randn(n * features, k * features)
         assert_equal_to_serial(f, serial, (x, w, randn(n * features), -2 * w))
 
     check()
@@ -64,7 +65,9 @@ def test_column_and_row_take_hidden_features_that_devices_do_not_divide(t, hidde
 
     def on_shards(x, up, bias, down, last):
         up, bias, down = fs.pvary((up, bias, down), "t")
-        up, bias, down = shard_of(up, P("t")), shard_of(bias, P("t")), shard_of(down, P(None, "t"))
+        up = shard_of(up, P("t"))
+        bias = shard_of(bias, P("t"))
+        down = shard_of(down, P(None, "t"))
         return T.row(T.column(x, up, "t", bias).sin(), down, "t", last)
 
     def serial(x, up, bias, down, last):
@@ -99,8 +102,11 @@ def test_elements_sent_equal_the_theory(name, runtime):
     mode, mesh = mode_of(name, runtime)
     kind, sizes = GRIDS[name]
     (batch, features), q = units(mode), sizes[-1]
-    m, k, n = 2 * batch, 3 * features, 5 * features
-    x, w = (torch.ones(m, k, device=mesh.device_type), torch.ones(n, k, device=mesh.device_type))
+    m = 2 * batch
+    k = 3 * features
+    n = 5 * features
+    x = torch.ones(m, k, device=mesh.device_type)
+    w = torch.ones(n, k, device=mesh.device_type)
     if kind == "1d":
         sent = ledger_of(
             mode, mesh, lambda x, w, v: T.linear(T.linear(x, w, mode), v.mT, mode.next), x, w, w
@@ -122,7 +128,8 @@ def test_elements_sent_equal_the_theory(name, runtime):
 def test_tuple_of_weights_shares_each_collective(name):
     mode, mesh = mode_of(name)
     batch, features = units(mode)
-    x, w = torch.ones(batch, features), torch.ones(features, features)
+    x = torch.ones(batch, features)
+    w = torch.ones(features, features)
     one = ledger_of(mode, mesh, lambda x, w: T.linear(x, w, mode), x, w)
     three = ledger_of(mode, mesh, lambda x, *ws: T.linear(x, ws, mode), x, w, w, w)
     assert three.calls() == one.calls()
@@ -151,7 +158,8 @@ def test_summa_saves_local_shards_only():
 
 def test_frozen_weights_need_no_second_gather_of_activations():
     mode, mesh = mode_of("2d-2x2")
-    x, w = torch.ones(4, 6), torch.ones(2, 6)
+    x = torch.ones(4, 6)
+    w = torch.ones(2, 6)
 
     def step(x, w):
         return torch.autograd.grad(T.linear(x.requires_grad_(), w, mode).sum(), x)[0]
@@ -174,7 +182,8 @@ TRANSFORMS = {
 def test_torch_func_transforms_pass_through(name, transform):
     mode, mesh = mode_of(name)
     batch, features = units(mode)
-    x, w = randn(batch, features), randn(features, features)
+    x = randn(batch, features)
+    w = randn(features, features)
     f = mapped(
         lambda x, w: T.linear(x, w, mode),
         mesh,

@@ -34,7 +34,8 @@ def test_cross_entropy_equals_serial_to_the_second_derivative(name):
     """Labels of the tokens of the layer before; any vocabulary, also one that the devices do not divide."""
     before, mesh = mode_of(name)
     mode = before.next
-    batch, n = units(before)[0], mode.size()
+    batch = units(before)[0]
+    n = mode.size()
 
     @settings(max_examples=2 * examples(name))
     @given(st.integers(2 * n, 6 * n), st.booleans(), st.integers(0, 99), OPTIONS)

@@ -185,9 +185,13 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.fused, self.down = nn.Linear(8, 24), nn.Linear(12, 8)
-        self.one, self.two, self.three = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)
-        self.normed, self.after = nn.Linear(8, 6), nn.Linear(6, 8)
+        self.fused = nn.Linear(8, 24)
+        self.down = nn.Linear(12, 8)
+        self.one = nn.Linear(8, 16)
+        self.two = nn.Linear(16, 16)
+        self.three = nn.Linear(16, 8)
+        self.normed = nn.Linear(8, 6)
+        self.after = nn.Linear(6, 8)
 
     def forward(self, x):
         a, b = self.fused(x).chunk(2, -1)
@@ -214,7 +218,9 @@ class Places(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.words, self.places, self.head = nn.Embedding(8, 4), nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.words = nn.Embedding(8, 4)
+        self.places = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8)
 
     def forward(self, ids):
         return self.head(
@@ -238,7 +244,8 @@ def test_frozen_parameters_are_checked_too():
 
 
 def test_rules_replace_what_is_found():
-    model, x = Block().to(F64), torch.randn(4, 8, dtype=F64)
+    model = Block().to(F64)
+    x = torch.randn(4, 8, dtype=F64)
     rules = {
         "t*.weight": "column",
         "three.weight": "row",
@@ -280,7 +287,8 @@ def step(plan, sizes, name="Llama"):
 
 
 def step_without_local():
-    plan, mesh = plan_of(), fs.make_mesh({"model": 2})
+    plan = plan_of()
+    mesh = fs.make_mesh({"model": 2})
     apply, params, buffers = fs.functionalize(model_of("Llama"), plan=plan)
     run = fs.grad(
         lambda p, x: plan.full(apply(p, buffers, input_ids=x)[0].logits.mean()),

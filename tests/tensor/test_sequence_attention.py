@@ -29,7 +29,8 @@ def inputs(
 ):
     """Return q, k, v, weights of the outputs, and masks in which some rows see no key."""
     draw = torch.Generator().manual_seed(seed)
-    heads, tokens = heads or 2 * n, 2 * n * chunk
+    heads = heads or 2 * n
+    tokens = 2 * n * chunk
     kv_heads = kv_heads or heads
     shapes = [(batch, count, tokens, dim) for count in (heads, kv_heads, kv_heads, heads)]
     actual = {}
@@ -63,8 +64,10 @@ def check(mesh, how, values, causal=False, masks=None, second=True, **options):
 @settings(max_examples=25)
 @given(st.data())
 def test_equals_serial_attention_and_derivatives(data):
-    n, how = data.draw(st.sampled_from((2, 3, 4, 8))), data.draw(st.sampled_from(HOWS))
-    group, kv_heads = data.draw(st.sampled_from((1, 2, 3))), data.draw(st.integers(1, 4))
+    n = data.draw(st.sampled_from((2, 3, 4, 8)))
+    how = data.draw(st.sampled_from(HOWS))
+    group = data.draw(st.sampled_from((1, 2, 3)))
+    kv_heads = data.draw(st.integers(1, 4))
     if how == "ulysses" and group * kv_heads % n:
         group *= n
     sizes = {
@@ -101,10 +104,8 @@ def test_error_is_at_most_four_times_that_of_torch(how, operation, dtype, masks,
             lambda *xs: attend(*xs, **masks, causal=True, **options), *xs, second=False
         )
 
-    exact, alone = (
-        results(serial, [x.double() for x in values]),
-        results(serial, values, torchs=True),
-    )
+    exact = results(serial, [x.double() for x in values])
+    alone = results(serial, values, torchs=True)
     with operations_of_cuda():
         actual = results(
             lambda *xs, **options: sharded(fs.make_mesh({"seq": 4}), how, *xs, **options), values
@@ -174,12 +175,14 @@ def test_self_attention_of_one_tensor_has_partial_second_derivatives():
 @pytest.mark.parametrize("how", HOWS)
 def test_transforms_of_torch_func(how):
     (q, k, v, weights), masks = inputs(2, batch=1, heads=2, chunk=1, dim=2, masks="both")
-    mesh, at = fs.make_mesh({"seq": 2}), slice(None)
+    mesh = fs.make_mesh({"seq": 2})
+    at = slice(None)
 
     def losses(attend):
         return lambda q: (attend(q, k, v, causal=True, **masks) * weights)[at].sum()
 
-    one, other = losses(lambda *xs, **options: sharded(mesh, how, *xs, **options)), losses(serial)
+    one = losses(lambda *xs, **options: sharded(mesh, how, *xs, **options))
+    other = losses(serial)
     torch.testing.assert_close(torch.func.hessian(one)(q), torch.func.hessian(other)(q))
     tangent = torch.randn_like(q)
     torch.testing.assert_close(

@@ -20,7 +20,8 @@ def test_zigzag_gives_each_device_an_early_and_a_late_chunk(n, chunk, dim):
         .reshape([-1 if place == dim else 1 for place in range(3)])
         .expand(2 * n * chunk, 2 * n * chunk, 2 * n * chunk)
     )
-    chunks, actual = x.chunk(2 * n, dim), fs.tensor.zigzag(x, n, dim)
+    chunks = x.chunk(2 * n, dim)
+    actual = fs.tensor.zigzag(x, n, dim)
     for index, own in enumerate(actual.chunk(n, dim)):
         assert torch.equal(own, torch.cat([chunks[index], chunks[2 * n - 1 - index]], dim))
     assert torch.equal(fs.tensor.zigzag(actual, n, dim - 3, inverse=True), x)
@@ -56,7 +57,8 @@ def test_shard_sequence_error_names_leaves_and_sizes():
 
 
 def test_token_mean_divides_by_the_global_count():
-    mesh, draw = fs.make_mesh({"data": 2, "seq": 2}), torch.Generator().manual_seed(0)
+    mesh = fs.make_mesh({"data": 2, "seq": 2})
+    draw = torch.Generator().manual_seed(0)
     loss = torch.randn(4, 6, generator=draw, dtype=torch.float64)
     mask = torch.rand(4, 6, generator=draw) > 0.6
     loss[~mask] = torch.nan  # the loss of padding need not be finite
@@ -136,14 +138,13 @@ def batches(count):
 )
 def test_ten_steps_equal_those_of_one_device(how, stage):
     mesh = fs.make_mesh({"data": 2, "seq": 2})
-    want, opt = {name: x.requires_grad_() for name, x in init().items()}, fs.optim.adamw(1e-2)
+    want = {name: x.requires_grad_() for name, x in init().items()}
+    opt = fs.optim.adamw(1e-2)
     optimizer = torch.optim.AdamW(want.values(), lr=1e-2)
     params = fs.shard_params(init(), fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
     sharded = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
-    state, step = (
-        sharded.init(params),
-        fs.train_step(on_mesh(how), sharded, mesh=mesh, batch=P("data")),
-    )
+    state = sharded.init(params)
+    step = fs.train_step(on_mesh(how), sharded, mesh=mesh, batch=P("data"))
     for batch in batches(10):
         optimizer.zero_grad()
         loss = alone(want, batch)

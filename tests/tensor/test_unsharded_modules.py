@@ -39,10 +39,8 @@ class NormedGradient(Function):
 class Apply(nn.Module):
     def __init__(self, function, width=0):
         super().__init__()
-        self.function, self.scale = (
-            function,
-            nn.Parameter(torch.linspace(1, 2, width)) if width else None,
-        )
+        self.function = function
+        self.scale = nn.Parameter(torch.linspace(1, 2, width)) if width else None
 
     def forward(self, x):
         return self.function.apply(x if self.scale is None else x * self.scale)
@@ -76,13 +74,12 @@ class Nested(Apply):
 class Mlp(nn.Module):
     def __init__(self, inner):
         super().__init__()
-        self.up, self.inner, self.down, self.unused = (
-            nn.Linear(4, 8),
-            inner,
-            nn.Linear(8, 4),
-            nn.Linear(2, 2),
-        )
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.up = nn.Linear(4, 8)
+        self.inner = inner
+        self.down = nn.Linear(8, 4)
+        self.unused = nn.Linear(2, 2)
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(8, 4)
 
     def forward(self, x):
         x = x + self.down(self.inner(self.up(x)))
@@ -102,7 +99,8 @@ CASES = {
 def train(case):
     """Return the gradients of the plan, and those of one device."""
     torch.manual_seed(0)
-    model, x = Mlp(CASES[case]()).to(F64).train(), torch.randn(6, 4, dtype=F64)
+    model = Mlp(CASES[case]()).to(F64).train()
+    x = torch.randn(6, 4, dtype=F64)
     plan = fs.tensor_parallel(
         model, axis="model", sample=x, check=case != "coupled"
     )  # its loss is a mean over each output
@@ -131,7 +129,8 @@ def test_modules_on_unsharded_tensors_have_right_gradients(case):
 class Root(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
 
     def forward(self, x):
         return self.down(SquaredRelu.apply(self.up(x)))
@@ -164,8 +163,10 @@ class Rotation(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.first, self.second = nn.Linear(3, 8), nn.Linear(8, 3)
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 3)
+        self.first = nn.Linear(3, 8)
+        self.second = nn.Linear(8, 3)
 
     def forward(self, x):
         pairs = torch.view_as_complex(self.up(x).unflatten(-1, (4, 2)))
@@ -179,7 +180,8 @@ class Experts(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.gate, self.last = nn.Linear(6, 2), nn.Linear(6, 3)
+        self.gate = nn.Linear(6, 2)
+        self.last = nn.Linear(6, 3)
         self.experts = nn.ModuleList(
             nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)) for _ in range(2)
         )
@@ -198,7 +200,8 @@ class Steps(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(2, 8), nn.Linear(8, 3)
+        self.up = nn.Linear(2, 8)
+        self.down = nn.Linear(8, 3)
 
     def forward(self, x):
         outputs = torch.zeros(len(x), 3, 8, dtype=F64)
@@ -212,7 +215,8 @@ class Forces(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 1)
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 1)
 
     def forward(self, x):
         x = x.detach().requires_grad_()
@@ -226,7 +230,9 @@ class Statistics(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.up = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.down = nn.Linear(8, 3)
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("square", torch.zeros(8))
 

@@ -92,7 +92,8 @@ def zero_redundancy(rank, world):
 
 
 def by_fully_shard(rank, world, *, policy=None, reshard=True, **options):
-    model, mesh = mlp(), world.mesh
+    model = mlp()
+    mesh = world.mesh
     for module in (model[0], model[2], model):
         fully_shard(
             module,
@@ -196,8 +197,10 @@ class CopyTo(torch.autograd.Function):
 
 def megatron(rank, world, *, bias_everywhere=False):
     """Columns of the first layer and rows of the second on each process, as plain tensors."""
-    full, mesh = mlp(), world.mesh
-    index, n = mesh.get_local_rank(), mesh.size()
+    full = mlp()
+    mesh = world.mesh
+    index = mesh.get_local_rank()
+    n = mesh.size()
     params = {
         "up.weight": full[0].weight.chunk(n, 0)[index],
         "up.bias": full[0].bias.chunk(n, 0)[index],
@@ -222,7 +225,8 @@ def megatron(rank, world, *, bias_everywhere=False):
 
 def pipeline(rank, world, *, scales_twice=False, microbatches=2):
     """Two stages by hand; one process has both."""
-    full, n = mlp(), int(world)
+    full = mlp()
+    n = int(world)
     parts = {"first": nn.Sequential(full[0], full[1]), "second": full[2]}
     mine = [*parts] if n == 1 else [[*parts][rank]]
     model = nn.ModuleDict({name: parts[name] for name in mine})
@@ -297,7 +301,9 @@ class Experts(nn.Module):
     def __init__(self, rank, world, mistake=None):
         super().__init__()
         torch.manual_seed(0)
-        self.router, self.mistake, self.n = nn.Linear(4, EXPERTS), mistake, int(world)
+        self.router = nn.Linear(4, EXPERTS)
+        self.mistake = mistake
+        self.n = int(world)
         full = [torch.randn(4, 3) for _ in range(EXPERTS)]
         self.local = torch.arange(EXPERTS).chunk(world)[rank].tolist()
         self.experts = nn.ParameterDict({str(i): nn.Parameter(full[i]) for i in self.local})
@@ -308,14 +314,16 @@ class Experts(nn.Module):
         if self.mistake == "detached" and self.n > 1:
             top = top.detach()
         gates = torch.zeros_like(scores).scatter(-1, index, top)
-        rows, weights = GatherRows.apply(x), GatherRows.apply(gates)
+        rows = GatherRows.apply(x)
+        weights = GatherRows.apply(gates)
         self.auxiliary = self.balance(gates, scores)
         out = sum(weights[:, i : i + 1] * (rows @ self.experts[str(i)]) for i in self.local)
         return SumRows.apply(out)
 
     def balance(self, gates, scores):
         """The product of mean load and mean score: of all rows, or of this process's."""
-        load, score = (gates > 0).to(scores.dtype).mean(0), scores.mean(0)
+        load = (gates > 0).to(scores.dtype).mean(0)
+        score = scores.mean(0)
         if self.mistake == "empty":
             chosen = gates > 0
             return sum((scores[:, i][chosen[:, i]]).mean() for i in range(EXPERTS)) / EXPERTS
@@ -325,7 +333,8 @@ class Experts(nn.Module):
 
 
 def experts(rank, world, *, mistake=None, clip=None):
-    model, n = Experts(rank, world, mistake), int(world)
+    model = Experts(rank, world, mistake)
+    n = int(world)
     dense, own = [*model.router.parameters()], [*model.experts.values()]
 
     def loss(model, batch):
@@ -388,7 +397,8 @@ def by_fshard(rank, world, *, stage=3):
         batch=P("data"),
         gradients=opt.gradients,
     )
-    state, grads = opt.init(params), None
+    state = opt.init(params)
+    grads = None
 
     def loss(model, batch):
         nonlocal grads

@@ -24,7 +24,8 @@ from fshard.transforms import train_step as step_module
 from fshard.transforms.value_and_grad import gradient_of
 
 STAGES = (0, 1, 2, 3)
-ADAMW, LION = fs.optim.adamw(3e-3, fused=False), fs.optim.lion(1e-2)
+ADAMW = fs.optim.adamw(3e-3, fused=False)
+LION = fs.optim.lion(1e-2)
 MOMENTUM = fs.optim.sgd(0.1, momentum=0.9, fused=False)
 X = torch.randn(8, 5, generator=torch.Generator().manual_seed(2))
 
@@ -80,8 +81,10 @@ def over_the_model(reductions):
     def loss_fn(params, x):
         y = params["bias"][:3]
         for axis in [axis for axis in reductions if axis != "data"]:
-            n, index = fs.axis_size(axis), fs.axis_index(axis)
-            up, down = params["up"].chunk(n, 1)[index], params["down"].chunk(n, 0)[index]
+            n = fs.axis_size(axis)
+            index = fs.axis_index(axis)
+            up = params["up"].chunk(n, 1)[index]
+            down = params["down"].chunk(n, 0)[index]
             y = y + reductions[axis](torch.tanh(x @ up) @ down, axis)
         return (
             (y - reductions.get("data", lambda y, axis: 0 * y)(y.mean(0), "data")).square()
@@ -369,7 +372,8 @@ def test_certify_finds_mistakes_in_every_leaf_on_any_mesh(data, stage, opt):
         st.sampled_from([{"a": 2, "b": 4}, {"a": 3, "b": 2}, {"a": 2, "b": 2}, {"a": 5}])
     )
     subsets = [axes for count in (1, 2) for axes in combinations(sizes, count)]
-    axes, batch_axes = data.draw(st.sampled_from(subsets)), data.draw(st.sampled_from(subsets))
+    axes = data.draw(st.sampled_from(subsets))
+    batch_axes = data.draw(st.sampled_from(subsets))
     power = data.draw(st.sampled_from([None, 1, -1, 0.5, -0.5]))
 
     def mistaken(params, x):

@@ -19,7 +19,9 @@ class Net(nn.Module):
 
     def __init__(self, more=nn.Identity):
         super().__init__()
-        self.a, self.more, self.b = nn.Linear(4, 6), more(), nn.Linear(6, 2)
+        self.a = nn.Linear(4, 6)
+        self.more = more()
+        self.b = nn.Linear(6, 2)
         self.register_buffer("mean", torch.zeros(6))
         self.calls = 0
 

@@ -181,7 +181,8 @@ def test_the_command_prints_the_certificate(tmp_path, capsys):
         )
         == 1
     )
-    table, result = capsys.readouterr().out, json.loads(out.read_text())
+    table = capsys.readouterr().out
+    result = json.loads(out.read_text())
     assert "is 2 times" in table and not result["ok"]
     assert [(row["mesh"], row["leaf"], row["verdict"]) for row in result["rows"]] == [
         ("data=2", name, "DIVERGENT") for name in ("loss", "weight", "bias")

@@ -19,10 +19,8 @@ def serial(loss_fn, params, batch):
 
 def sharded(loss_fn, params, batch, sizes, stage=0, rules=None, spec=DATA, **options):
     """Return the same on a mesh of these sizes, in a stage of ZeRO; replicated gradients have the same bits on all devices."""
-    mesh, rules = (
-        fs.make_mesh(sizes),
-        (fs.fsdp("data") if stage == 3 else P()) if rules is None else rules,
-    )
+    mesh = fs.make_mesh(sizes)
+    rules = (fs.fsdp("data") if stage == 3 else P()) if rules is None else rules
     arrays = fs.shard_params(params, rules, mesh=mesh)
     gradients = fs.partition_optimizer(
         fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=stage

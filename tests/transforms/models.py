@@ -122,7 +122,8 @@ def models(
     >>> model.loss_fn(model.params, model.batch).shape
     torch.Size([8])
     """
-    first, rest = draw(_parameters(dtypes)), draw(pytrees(_leaves(dtypes)))
+    first = draw(_parameters(dtypes))
+    rest = draw(pytrees(_leaves(dtypes)))
     leaves, structure = flatten({"first": first, "rest": rest})
     for place in range(1, len(leaves)):
         if draw(st.sampled_from((False, False, True))):

@@ -194,7 +194,8 @@ def test_partial_all_gather_after_prefetches_raises_and_names_units(codes):
 
 def marked(params, batch):
     """The same, as the error advises: all devices gather every expert, and branch inside."""
-    y, code = batch["x"] @ params["root"], int(batch["code"][0])
+    y = batch["x"] @ params["root"]
+    code = int(batch["code"][0])
     for place in range(EXPERTS):
         chosen = bool(code >> place & 1)
 
@@ -214,12 +215,14 @@ def test_partial_all_gather_fix_from_the_error_works(options):
     assert_serial(gradients(3, 2, steps, marked, **options), steps, marked)
 
 
-SKIPPED, TWICE = 1 << EXPERTS, 2 << EXPERTS
+SKIPPED = 1 << EXPERTS
+TWICE = 2 << EXPERTS
 
 
 def reused(params, batch):
     """Use the first expert twice for some codes, the first time without a gradient; skip the third for others."""
-    y, code = batch["x"] @ params["root"], int(batch["code"][0])
+    y = batch["x"] @ params["root"]
+    code = int(batch["code"][0])
     for place, expert in enumerate(params["experts"]):
         if place == 0 and code & TWICE:
             with torch.no_grad():

@@ -87,7 +87,8 @@ def standardised_alone(p, batch):
 
 def contrastive(to):
     def loss_fn(p, batch):
-        x, y = hidden(p, batch[0]) @ p["v"], batch[1] @ p["u"]
+        x = hidden(p, batch[0]) @ p["v"]
+        y = batch[1] @ p["u"]
         every = fs.all_gather(y, "data", to=to)
         return F.cross_entropy(x @ every.T, torch.arange(len(x)) + len(x) * fs.axis_index("data"))
 
@@ -95,7 +96,8 @@ def contrastive(to):
 
 
 def contrastive_alone(p, batch):
-    x, y = hidden(p, batch[0]) @ p["v"], batch[1] @ p["u"]
+    x = hidden(p, batch[0]) @ p["v"]
+    y = batch[1] @ p["u"]
     return F.cross_entropy(x @ y.T, torch.arange(len(x)))
 
 
@@ -114,7 +116,8 @@ def softmax_alone(p, batch):
 
 def neighbours(p, batch):
     """Each device's last sample is carried on to the next device."""
-    z, n = hidden(p, batch[0]), fs.axis_size("data")
+    z = hidden(p, batch[0])
+    n = fs.axis_size("data")
     before = fs.ppermute(z[-1:], "data", [(place, (place + 1) % n) for place in range(n)])
     return (z * torch.cat([before, z[:-1]])).mean()
 
@@ -421,7 +424,9 @@ def test_processes_with_different_inputs_raise(two, four):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_device_dependent_print_in_loss_changes_nothing(stage):
     """Devices that ask for an index that others do not ask for reduce over the same axes as these."""
-    mesh, printed, steps = fs.make_mesh({"data": 2, "model": 2}), [], []
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    printed = []
+    steps = []
 
     def loss_fn(p, x):
         if len(printed) < len(steps) and fs.axis_index("data") == 0 and fs.axis_index("model") == 0:

@@ -74,11 +74,14 @@ def test_evaluate_reproducible_has_bits_of_one_device():
 
 
 def test_evaluate_unshards_units_one_by_one():
-    mesh, alive, seen = fs.make_mesh({"data": 2}), [], []
+    mesh = fs.make_mesh({"data": 2})
+    alive = []
+    seen = []
     params = fs.shard_params(params_of(8), fs.fsdp("data", unit="blocks[*]"), mesh=mesh)
 
     def loss_fn(p, batch):
-        x, own = batch["x"], []
+        x = batch["x"]
+        own = []
         for block in p["blocks"]:
             w = unsharded(block["w"])
             x = torch.tanh(x @ w)
@@ -103,7 +106,8 @@ def test_evaluate_reads_buffers_and_follows_eval():
     model(torch.randn(20, 6))
     apply, params, buffers = fs.functionalize(model, sync_batchnorm="data")
     model.eval()
-    mesh, batch = fs.make_mesh({"data": 4}), batch_of(7)
+    mesh = fs.make_mesh({"data": 4})
+    batch = batch_of(7)
     params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
 
     def loss_fn(p, b, batch):
@@ -137,7 +141,8 @@ def test_evaluate_draws_differ_by_call_and_sample_and_repeat_by_seed():
 
 
 def test_evaluate_in_keyed_random_draws_alike_and_keeps_the_random_state():
-    mesh, before = fs.make_mesh({"data": 4}), torch.get_rng_state()
+    mesh = fs.make_mesh({"data": 4})
+    before = torch.get_rng_state()
     test = fs.evaluate(lambda params, x: torch.rand(2).mean(), mesh=mesh, batch=P("data"))
     losses = []
     for _ in range(2):
@@ -180,7 +185,8 @@ def test_gradient_and_scaled_optimizer_equal_the_step():
 
 
 def test_synchronised_batchnorm_outside_mesh_is_local():
-    layer, x = torch.nn.BatchNorm1d(3), torch.randn(5, 3)
+    layer = torch.nn.BatchNorm1d(3)
+    x = torch.randn(5, 3)
     apply, params, buffers = fs.functionalize(layer, sync_batchnorm="data")
     y, after = apply(params, buffers, x)
     assert torch.equal(y, layer(x))

@@ -62,7 +62,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        there, here = any(map(self.has, given)), any(memory(x) in self.here for x in given)
+        there = any(map(self.has, given))
+        here = any(memory(x) in self.here for x in given)
         reads = func is torch.ops.aten._local_scalar_dense.default
         self.note(func.__name__, there and (here or reads))
         result = func(*args, **(kwargs or {}))
@@ -151,10 +152,8 @@ def test_step_launches_without_host_sync(monkeypatch, stage, n, options):
     assert waits(monkeypatch, fs.optim.adamw(0.1), stage, n=n, **options) == [[]] * n
 
 
-SCALED, ONE_READ = (
-    fs.optim.loss_scaled(fs.optim.adamw(0.1)),
-    "_local_scalar_dense.default in all_finite",
-)
+SCALED = fs.optim.loss_scaled(fs.optim.adamw(0.1))
+ONE_READ = "_local_scalar_dense.default in all_finite"
 WAITS = {
     **{
         name: (getattr(fs.optim, name)(0.1), {}, [])
@@ -187,7 +186,8 @@ def stage_steps(monkeypatch, schedule, mesh, known, options):
     stages = fs.pipeline.split_stages(model(schedule.stages), schedule.stages, "uniform")
     params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule)
     opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=3)
-    state, batch = opt.init(params), fs.device_put(torch.ones(8, 4), fs.Layout(mesh, P("data")))
+    state = opt.init(params)
+    batch = fs.device_put(torch.ones(8, 4), fs.Layout(mesh, P("data")))
     how = {"batch": P("data"), "schedule": schedule, "loss": lambda y, x: y.square().mean()}
     step = fs.train_step(stages, opt, mesh=mesh, **how, **options)
     params, state, _ = step(params, state, batch)
@@ -209,7 +209,8 @@ def test_step_in_stages_launches_without_host_sync(monkeypatch, name, options):
 
 
 def loop_steps(monkeypatch, plugin, known):
-    booster, net = fs.Booster(plugin), model()
+    booster = fs.Booster(plugin)
+    net = model()
     net, opt, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), 0.1))
     x = torch.ones(8, 4)
 

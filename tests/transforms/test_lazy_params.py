@@ -42,7 +42,8 @@ def test_lazy_param_knows_metadata_before_unshard(stage):
     gathered = []
 
     def loss_fn(p, x):
-        w, fixed = p["w"], p["fixed"]
+        w = p["w"]
+        fixed = p["fixed"]
         assert isinstance(w, Tensor)
         with fs.ledger() as comm:
             known = (
@@ -135,7 +136,8 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_lazy_param_gets_gradients_by_every_path(name, stage, options):
-    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
+    params = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}
+    x = draw(8, 3, seed=2)
     actual = sharded(LOSSES[name], params, x, N, stage, live_units=1, **options)
     assert_equal(actual, serial(LOSSES[name], params, x))
 
@@ -191,7 +193,8 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("loss_fn", TRANSFORMED, ids=lambda fn: fn.__name__)
 def test_torch_func_works_in_every_zero_stage(loss_fn, options):
-    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
+    params = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}
+    x = draw(8, 3, seed=2)
     expected = serial(loss_fn, params, x)
     for stage in STAGES:
         assert_equal(sharded(loss_fn, params, x, N, stage, live_units=1, **options), expected)
@@ -202,7 +205,8 @@ def per_sample_with_dropout(p, x):
 
 
 def test_step_that_runs_again_for_torch_func_draws_once():
-    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
+    params = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}
+    x = draw(8, 3, seed=2)
     results = []
     for stage in STAGES:
         mesh = fs.make_mesh(N)
@@ -215,7 +219,8 @@ def test_step_that_runs_again_for_torch_func_draws_once():
 
 def torch_func_on_a_process():
     """Return the losses of two steps and an evaluation under ZeRO-3, with units of one parameter."""
-    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
+    params = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}
+    x = draw(8, 3, seed=2)
     mesh = fs.make_mesh(N)
     shards = fs.shard_params(params, fs.fsdp("data", unit=["w", "v"]), mesh=mesh)
     results = []
@@ -228,7 +233,8 @@ def torch_func_on_a_process():
 
 
 def test_torch_func_under_zero3_works_on_processes():
-    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
+    params = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}
+    x = draw(8, 3, seed=2)
     for results in run_processes(torch_func_on_a_process, 2, timeout=170):
         for loss_fn, (loss, *gradients) in zip((per_sample, of_hessians), results, strict=True):
             torch.testing.assert_close(loss, loss_fn(params, x))
@@ -261,7 +267,8 @@ def test_kept_part_inside_remat_still_recomputes():
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # dynamo looks at it
 def test_compiled_loss_gets_unsharded_parameters():
-    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
+    params = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}
+    x = draw(8, 3, seed=2)
     plain = LOSSES["operators"]
     expected = serial(plain, params, x)
     full = torch.compile(plain, backend="eager", fullgraph=True)
@@ -308,7 +315,8 @@ def by_functional_call(
 ) -> list[Tensor]:
     """Return a module's gradients, minus those of the module itself on the whole batch."""
     torch.manual_seed(0)
-    module, x = MODULES[name]().double(), draw(8, D, seed=1)
+    module = MODULES[name]().double()
+    x = draw(8, D, seed=1)
     params = {key: value.detach() for key, value in module.named_parameters()}
     called = wrap(lambda p, x: functional_call(module, p, (x,)))
     _, actual = sharded(
@@ -336,7 +344,9 @@ class Changing(nn.Module):
 
     def __init__(self, do):
         super().__init__()
-        self.layer, self.fixed, self.do = nn.Linear(3, 3), nn.Linear(3, 1).requires_grad_(False), do
+        self.layer = nn.Linear(3, 3)
+        self.fixed = nn.Linear(3, 1).requires_grad_(False)
+        self.do = do
 
     def forward(self, x):
         self.do(self)

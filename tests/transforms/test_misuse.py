@@ -215,7 +215,8 @@ def test_inplace_parameter_write_in_loss_raises(stage, options, recorded):
 
 @pytest.mark.parametrize("caller", ENTRANCES)
 def test_entrances_validate_their_arguments(caller):
-    call, options = ENTRANCES[caller], {"mesh": MESH, "batch": P("data")}
+    call = ENTRANCES[caller]
+    options = {"mesh": MESH, "batch": P("data")}
     for spec in (None, "data"):
         with pytest.raises(
             TypeError, match=f"{caller}: batch must be a P, .*; got {spec!r}. Write batch=P"
@@ -263,7 +264,8 @@ def test_compiled_module_is_functionalized_under_its_own_names():
 
 def test_compiled_step_runs_as_the_step():
     run = fs.train_step(loss_fn, SGD, mesh=MESH, batch=P("data"))
-    params, compiled = sharded(), torch.compile(run, backend="eager")
+    params = sharded()
+    compiled = torch.compile(run, backend="eager")
     state = SGD.init(params)
     plain = run(params, state, X)
     with pytest.warns(UserWarning, match=r"torch.compile\(step\) has no effect"):
@@ -298,7 +300,8 @@ def test_static_leaves_pass_through_a_training_step(stage):
     given = Config(torch.ones(4, 2), torch.relu, "mlp", 0.5, 3, {"bias": True})
     params = sharded(given, stage)
     opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=MESH, axis="data", stage=stage)
-    run, state = fs.train_step(configured, opt, mesh=MESH, batch=P("data")), opt.init(params)
+    run = fs.train_step(configured, opt, mesh=MESH, batch=P("data"))
+    state = opt.init(params)
     w = torch.ones(4, 2, requires_grad=True)
     plain = torch.optim.AdamW([w], lr=0.1)
     for _ in range(2):

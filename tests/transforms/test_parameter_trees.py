@@ -43,7 +43,8 @@ def runs(draw, powers=True):
     )
     names = draw(st.lists(st.sampled_from(sorted(HOW)), unique=True))
     options = {name: draw(HOW[name]) for name in names}
-    cut, axis = draw(axis_subsets(mesh)), draw(axis_subsets(mesh))
+    cut = draw(axis_subsets(mesh))
+    axis = draw(axis_subsets(mesh))
     return partial(
         certify, mesh=mesh, axis=axis, batch_spec=P(cut), stages=[draw(STAGES)], steps=2, **options
     )
@@ -124,7 +125,8 @@ def test_memory_of_any_tree_equals_theory(model, mesh, data, stage, options, mas
     step = fs.train_step(model.loss_fn, opt, mesh=mesh, batch=P(axis), **options)
     for _ in range(3):
         for device in range(mesh.size):
-            at, sizes = mesh.coordinates(device), [mesh.shape[name] for name in axis]
+            at = mesh.coordinates(device)
+            sizes = [mesh.shape[name] for name in axis]
             own = partial(share, parts=prod(sizes), index=ravel([at[name] for name in axis], sizes))
             lying = own if stage == 3 else torch.Tensor.numel
             worked_on = own if stage else torch.Tensor.numel

@@ -47,10 +47,8 @@ def test_step_frees_all_tensors(stage):
         [torch.eye(SIZE)] * 1 + [torch.ones(SIZE, SIZE)], fs.fsdp("data"), mesh=mesh
     )
     opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=stage)
-    step, state = (
-        fs.train_step(loss, opt, mesh=mesh, batch=P("data"), accumulate=2),
-        opt.init(params),
-    )
+    step = fs.train_step(loss, opt, mesh=mesh, batch=P("data"), accumulate=2)
+    state = opt.init(params)
     _, large = kept_in_cycles(lambda: step(params, state, torch.ones(SIZE, SIZE)))
     assert large == []
 
@@ -70,10 +68,8 @@ def test_pipelined_step_frees_all_tensors(name):
 
 
 def test_staged_step_frees_all_tensors():
-    mesh, schedule = (
-        fs.make_mesh({"pipe": 2, "data": 2}),
-        fs.pipeline_schedule("1f1b", stages=2, microbatches=2),
-    )
+    mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
     stages = fs.pipeline.split_stages(
         torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE)), 2
     )
@@ -121,7 +117,8 @@ def _is_wide(x):
 @pytest.mark.parametrize("does", [fails, drops, drops_what_failed_midway])
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_failed_and_evaluated_calls_leave_no_state(plugin, does):
-    x, counts = torch.randn(ROWS, 6), list[int]()
+    x = torch.randn(ROWS, 6)
+    counts = list[int]()
     gc.collect()
     gc.freeze()  # only what is made from here on is looked at
 
@@ -134,7 +131,8 @@ def test_failed_and_evaluated_calls_leave_no_state(plugin, does):
             nn.Sigmoid(),
             nn.Linear(WIDE, 2),
         )
-        model, booster = nn.Sequential(*layers), fs.Booster(PLUGINS[plugin]())
+        model = nn.Sequential(*layers)
+        booster = fs.Booster(PLUGINS[plugin]())
         model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for step in range(10):
             does(model, x)

@@ -106,7 +106,8 @@ def test_state_of_another_layout_raises_with_fix():
 
 
 def test_reshard_keeps_ties_units_and_frozen_leaves():
-    mesh, other = fs.make_mesh({"data": 2}), fs.make_mesh({"data": 4})
+    mesh = fs.make_mesh({"data": 2})
+    other = fs.make_mesh({"data": 4})
     w = torch.arange(6.0)
     params = fs.shard_params(
         {"a": w, "b": [w], "c": torch.ones(3)}, fs.fsdp("data", unit=8), mesh=mesh, frozen="c"

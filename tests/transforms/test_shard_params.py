@@ -176,7 +176,8 @@ def test_default_unit_is_a_repeated_block(monkeypatch):
         monkeypatch.setattr("fshard.transforms.shard_params.MERGED_BYTES", 0)
         return [unit for _, unit in lying(params, fs.fsdp("data"))]
 
-    emb, head = torch.ones(4, 4), torch.ones(4)
+    emb = torch.ones(4, 4)
+    head = torch.ones(4)
     assert units({"emb": emb, "blocks": blocks(3), "head": head}) == [
         "blocks[0]",
         "blocks[1]",
@@ -248,7 +249,8 @@ def test_init_params_equals_the_plain_function(kind):
 
 
 def test_init_params_with_seed_restores_the_generator():
-    mesh, before = fs.make_mesh({"data": 2}), torch.get_rng_state()
+    mesh = fs.make_mesh({"data": 2})
+    before = torch.get_rng_state()
     own = fs.nn.init_params(lambda: torch.randn(4), P(), mesh=mesh, seed=3)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(3)

@@ -72,7 +72,8 @@ def test_reproducible_bits_are_equal_on_all_meshes_and_stages(name):
 
 def step_with_threads(count):
     """Take a step on sums that torch cuts among its threads."""
-    generator, mesh = torch.Generator().manual_seed(0), fs.make_mesh({"data": 2})
+    generator = torch.Generator().manual_seed(0)
+    mesh = fs.make_mesh({"data": 2})
     params = {
         "w": torch.randn(512, 512, generator=generator) / 20,
         "b": torch.randn(512, generator=generator),
@@ -83,7 +84,8 @@ def step_with_threads(count):
             x = torch.nn.functional.layer_norm(torch.tanh(x @ p["w"] + p["b"]), (512,))
         return x.square().mean()
 
-    own, opt = placed(params, 3, mesh), optimizer(3, mesh, fs.optim.adamw(1e-2))
+    own = placed(params, 3, mesh)
+    opt = optimizer(3, mesh, fs.optim.adamw(1e-2))
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), reproducible=True, slices=4)
     torch.set_num_threads(count)
     try:
@@ -168,7 +170,8 @@ def test_reproducible_bits_are_equal_for_repeated_uses(uses, n, live_units, opti
 )
 def test_reproducible_batch_sums_do_not_overflow(stage, dtype, compute, options):
     """The gradient fits into 16 bits, the sum over all samples that it is the mean of does not."""
-    mesh, x = fs.make_mesh({"data": 2}), torch.full((64, 4), 5000.0, dtype=torch.float16)
+    mesh = fs.make_mesh({"data": 2})
+    x = torch.full((64, 4), 5000.0, dtype=torch.float16)
     run = fs.grad(
         lambda p, x: (p["w"] * x).sum(1).mean(),
         mesh=mesh,
@@ -225,21 +228,17 @@ def tower(params, x):
 
 def tower_step(stage, n, blocks=4, *, runtime="virtual", trains=True, **options):
     """Return the ledger and the gradients of a step on blocks of 16 x 16 weights and 16 biases."""
-    mesh, device = (
-        fs.make_mesh({"data": n}, runtime=runtime),
-        "meta" if runtime == "abstract" else "cpu",
-    )
+    mesh = fs.make_mesh({"data": n}, runtime=runtime)
+    device = "meta" if runtime == "abstract" else "cpu"
     draw = torch.Generator().manual_seed(0)
     params = [
         {"w": torch.randn(16, 16, generator=draw), "b": torch.randn(16, generator=draw)}
         for _ in range(blocks)
     ]
     own = placed({"blocks": map_leaves(lambda x: x.to(device), params)}, stage, mesh)
-    opt, batch, options = (
-        optimizer(stage, mesh),
-        torch.ones(4 * n, 16, device=device),
-        {**options, "batch": P("data")},
-    )
+    opt = optimizer(stage, mesh)
+    batch = torch.ones(4 * n, 16, device=device)
+    options = {**options, "batch": P("data")}
     state = opt.init(own)
     with fs.ledger() as comm:
         if trains:
@@ -307,7 +306,8 @@ def test_abstract_mesh_sends_the_same_bytes(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_step_leaves_its_arguments_unchanged(stage):
     mesh = fs.make_mesh({"data": 2})
-    opt, params = optimizer(stage, mesh), placed(gpt.init(), stage, mesh)
+    opt = optimizer(stage, mesh)
+    params = placed(gpt.init(), stage, mesh)
     state = opt.init(params)
     before = [x.clone() for x in flatten((params, state))[0]]
     fs.train_step(gpt.loss_fn, opt, mesh=mesh, batch=P("data"))(params, state, gpt.batch())
@@ -361,7 +361,8 @@ def test_half_precision_computes_low_and_keeps_masters(precision, dtype):
 @pytest.mark.parametrize("stage", STAGES)
 def test_16_bit_gradients_are_accumulated_in_32_bits(stage):
     """In bfloat16, 256 + 1 is 256."""
-    mesh, x = fs.make_mesh({"data": 2}), torch.tensor([256.0, 1, 1, 1, 1, 1, 1, 256.0])
+    mesh = fs.make_mesh({"data": 2})
+    x = torch.tensor([256.0, 1, 1, 1, 1, 1, 1, 256.0])
     options = {"accumulate": 4, "reduce_once": True, "gradients": optimizer(stage, mesh).gradients}
     run = fs.grad(lambda p, x: (8 * p["w"] * x).mean(), mesh=mesh, batch=P("data"), **options)
     g = run(placed({"w": torch.ones((), dtype=torch.bfloat16)}, stage, mesh), x)

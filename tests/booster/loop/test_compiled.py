@@ -28,7 +28,8 @@ class Feedforward(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
 
     def forward(self, x):
         return self.down(F.gelu(self.up(x)))
@@ -37,7 +38,8 @@ class Feedforward(nn.Module):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.feedforward = nn.LayerNorm(8), Feedforward()
+        self.norm = nn.LayerNorm(8)
+        self.feedforward = Feedforward()
 
     def forward(self, x):
         return x + self.feedforward(self.norm(x))
@@ -47,7 +49,8 @@ class Network(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.embed = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 3)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, x):

@@ -205,7 +205,9 @@ def test_gradients_of_nested_keyword_inputs_are_right():
         def __init__(self):
             super().__init__()
             torch.manual_seed(2)
-            self.words, self.up, self.down = nn.Embedding(5, 6), nn.Linear(6, 8), nn.Linear(8, 3)
+            self.words = nn.Embedding(5, 6)
+            self.up = nn.Linear(6, 8)
+            self.down = nn.Linear(8, 3)
 
         def forward(self, batch, *, scale):
             x, (y, count) = batch["x"], batch["more"]
@@ -214,7 +216,8 @@ def test_gradients_of_nested_keyword_inputs_are_right():
             )
 
     def gradients(run):
-        x, y = X.clone().requires_grad_(), (X * 2).requires_grad_()
+        x = X.clone().requires_grad_()
+        y = (X * 2).requires_grad_()
         scale = torch.tensor(1.5, dtype=F64, requires_grad=True)
         output = run({"x": x, "ids": torch.arange(8) % 5, "more": (y, 2)}, scale=scale)
         return torch.autograd.grad(output.square().sum(), [x, y, scale])
@@ -239,7 +242,8 @@ class Fused(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.qkv, self.out = nn.Linear(6, 24), nn.Linear(8, 6)
+        self.qkv = nn.Linear(6, 24)
+        self.out = nn.Linear(8, 6)
 
     def forward(self, x):
         q, k, v = self.qkv(x).split(8, dim=-1)

@@ -22,7 +22,8 @@ class WithLoss(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.dropout = nn.Linear(3, 3).double(), nn.Dropout(0.5)
+        self.layer = nn.Linear(3, 3).double()
+        self.dropout = nn.Dropout(0.5)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x, y):

@@ -85,7 +85,8 @@ def test_microbatches_with_counts_have_one_mean_over_all_tokens(devices):
         loop.step()
 
     compare(body, [net], *devices)
-    alone, expected = Loop(net, optimizer=sgd), Loop(net, optimizer=sgd)
+    alone = Loop(net, optimizer=sgd)
+    expected = Loop(net, optimizer=sgd)
     body(alone)
     outputs = expected.model(torch.cat([X, X]))
     functional.cross_entropy(outputs, torch.cat(labels)).backward()
@@ -338,7 +339,8 @@ def test_samples_of_weight_0_count_in_the_losses_of_other_devices():
     is_labelled = PADDED != -100
 
     def body(loop):
-        output, is_anchor = loop.model(loop.part(X)), loop.part(is_labelled)
+        output = loop.model(loop.part(X))
+        is_anchor = loop.part(is_labelled)
         others = output if loop.booster is None else fs.all_gather(output, "data")
         losses = (output @ others.T).logsumexp(1)
         count = is_anchor.sum()
@@ -420,7 +422,8 @@ def test_a_loss_with_a_mean_over_processes_is_that_of_one_device(two):
 class ActorCritic(nn.Module):
     def __init__(self):
         super().__init__()
-        self.trunk, self.actor = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+        self.trunk = nn.Linear(3, 4).double()
+        self.actor = nn.Linear(4, 2).double()
         self.critic = nn.Linear(4, 1).double()
 
     def forward(self, x):

@@ -24,7 +24,8 @@ from tests.mesh.collectives.cases import Case, all_cases, cotangent, operand
 
 def group_of(mesh, device, axes):
     """Return the devices that `device` meets along `axes`, in their order: major to minor, as the axes are named."""
-    names, grid = list(mesh.shape), torch.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+    names = list(mesh.shape)
+    grid = torch.arange(mesh.size).reshape(tuple(mesh.shape.values()))
     coordinates = (grid == device).nonzero()[0].tolist()
     group = grid[
         tuple(slice(None) if name in axes else coordinates[dim] for dim, name in enumerate(names))
@@ -88,7 +89,8 @@ def _perform(case, device, device_type):
 def _call(case, xs):
     """Call the collective on one tensor, or on a tree; return the results, and other tensors to differentiate."""
     tree = xs[0] if len(xs) == 1 else {"first": xs[0], "others": tuple(xs[1:])}
-    options, is_started = dict(case.options), case.mode == "start"
+    options = dict(case.options)
+    is_started = case.mode == "start"
     if case.collective == "send_recv":
         return _send_recv(tree, case.axis, is_started, **options)
     collective = getattr(fs, case.collective)
@@ -124,7 +126,8 @@ def check_runtime(mesh, cases=None):
     Raises an AssertionError for the first case that fails. On a process mesh every process calls it, with the same
     cases, and checks its own results. Sums are equal bit for bit, unless the backend adds (NCCL).
     """
-    remaining, count = iter(all_cases(mesh) if cases is None else cases), 0
+    remaining = iter(all_cases(mesh) if cases is None else cases)
+    count = 0
     while some := list(islice(remaining, 64)):
         outcomes = dict(fs.run(perform, mesh, some, mesh=mesh))
         for number, case in enumerate(some):
@@ -160,7 +163,9 @@ def _check(mesh, case, outcomes):
 
 def expect(case: Case, members, is_abstract):
     """Return the expected outcome of each device of a group, by the oracle."""
-    oracle, options, n = case.oracle, dict(case.options), len(members)
+    oracle = case.oracle
+    options = dict(case.options)
+    n = len(members)
     results, gradients = [], []
     for number in range(len(case.operands)):
         xs = [operand(case, number, device) for device in members]
@@ -204,7 +209,8 @@ def _is_same(x, y, bits):
         return (x.shape, x.dtype) == (y.shape, y.dtype)
     if bits or not is_differentiable(x):
         return torch.equal(_as_bits(x.cpu()), _as_bits(y))
-    eps, wide = torch.finfo(x.dtype).eps, torch.complex128 if x.is_complex() else torch.float64
+    eps = torch.finfo(x.dtype).eps
+    wide = torch.complex128 if x.is_complex() else torch.float64
     return torch.allclose(
         x.cpu().to(wide), y.to(wide), rtol=16 * eps, atol=16 * eps, equal_nan=True
     )

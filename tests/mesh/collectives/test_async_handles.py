@@ -68,7 +68,8 @@ def test_handles_waited_in_any_order_are_exact(two, four):
 
 def wait_for_a_message_in_between():
     def main():
-        x, index = torch.ones(5_000_000), fs.axis_index("d")
+        x = torch.ones(5_000_000)
+        index = fs.axis_index("d")
         handle = fs.psum.start(x, "d")
         if index == 0:
             fs.recv(torch.empty(3), "d", source=1)
@@ -124,7 +125,8 @@ def wait_for_the_first_of_two():
 
         fs.psum(torch.ones(2), ("a", "b"))
         if fs.axis_index(("a", "b")) == 0:
-            near, far = start("a"), start(("a", "b"))
+            near = start("a")
+            far = start(("a", "b"))
             return near.wait()[0].item(), far.wait()[0].item()
         far = start(("a", "b")).wait()
         return start("a").wait()[0].item(), far[0].item()

@@ -186,7 +186,8 @@ def test_ledger_bytes_equal_theory(collective, sent):
 
 def test_send_recv_chain_gradients():
     def body(dtype):
-        index, n = fs.axis_index("a"), fs.axis_size("a")
+        index = fs.axis_index("a")
+        n = fs.axis_size("a")
         w = torch.full((3,), 2.0, dtype=dtype, requires_grad=True)
         start = torch.ones(3, dtype=dtype, requires_grad=True)
         like = {"h": start, "mask": torch.empty(2, dtype=torch.bool)}

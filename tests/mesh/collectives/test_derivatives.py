@@ -298,7 +298,8 @@ def jacobians_of(name, options, started, dual):
             collective.start(x, "a", **options).wait() if started else collective(x, "a", **options)
         )
 
-    x, tables = shards()[fs.axis_index("a")], (FORWARD, REVERSE, HESSIANS)
+    x = shards()[fs.axis_index("a")]
+    tables = (FORWARD, REVERSE, HESSIANS)
     return [
         {kind: of(f, x) for kind, of in table.items() if dual or "dual" not in kind}
         for table in tables
@@ -307,7 +308,8 @@ def jacobians_of(name, options, started, dual):
 
 def jacobians_by_oracle(name, options):
     """Return the same per device: all devices differentiate along the same element of theirs at once."""
-    oracle, xs = ORACLES[name], shards()
+    oracle = ORACLES[name]
+    xs = shards()
     ys = oracle.forward(xs, **options)
     forward = [oracle.forward([t, t], **options) for t in basis(xs[0], 0)]
     reverse = [oracle.backward([g, g], xs, **options) for g in basis(ys[0], 0)]
@@ -327,7 +329,8 @@ def jacobians_by_oracle(name, options):
 
 def run_jacobians(dual):
     """Try every collective with its options: started where dual numbers can be, else called and started by turns."""
-    mesh, runs = fs.make_mesh({"a": 2}), []
+    mesh = fs.make_mesh({"a": 2})
+    runs = []
     for index, (name, options) in enumerate(LINEAR):
         runs.append(fs.run(jacobians_of, name, options, dual or index % 2 == 1, dual, mesh=mesh))
     return runs
@@ -352,13 +355,12 @@ def test_jacobians_and_hessians_of_every_collective(two):
 
 def extremes():
     """Compare derivatives of pmax and pmin with those of the maximum and minimum of all devices' tensors."""
-    index, n = fs.axis_index("a"), fs.axis_size("a")
+    index = fs.axis_index("a")
+    n = fs.axis_size("a")
     xs = torch.randn(n, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    x, t, weight = (
-        xs[index],
-        torch.ones_like(xs[0]),
-        torch.arange(12.0, dtype=torch.float64).reshape(3, 4),
-    )
+    x = xs[index]
+    t = torch.ones_like(xs[0])
+    weight = torch.arange(12.0, dtype=torch.float64).reshape(3, 4)
     for collective, extreme in ((fs.pmax, torch.amax), (fs.pmin, torch.amin)):
         f = lambda x, collective=collective: (collective(x, "a").exp() * weight).sum()  # noqa: E731
         serial = lambda xs, extreme=extreme: (extreme(xs, 0).exp() * weight).sum()  # noqa: E731
@@ -454,7 +456,8 @@ def test_shard_map_under_no_grad_records_nothing():
 @pytest.mark.parametrize("memory", ["device", "host"])
 def test_torch_func_through_device_put_and_reshard(memory):
     mesh = fs.make_mesh({"data": 2, "model": 2})
-    x, v = torch.arange(16.0).reshape(4, 4), torch.ones(4, 4)
+    x = torch.arange(16.0).reshape(4, 4)
+    v = torch.ones(4, 4)
 
     def squares(x):
         y = fs.device_put(x, fs.Layout(mesh, P("data"), memory))
@@ -501,10 +504,13 @@ def test_gradients_equal_serial_program(data, model, swapped, blocks, width, see
     mesh = fs.make_mesh(
         {"model": model, "data": data} if swapped else {"data": data, "model": model}
     )
-    generator, kinds, features = torch.Generator().manual_seed(seed), sum(blocks, ()), 6 * width
+    generator = torch.Generator().manual_seed(seed)
+    kinds = sum(blocks, ())
+    features = 6 * width
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     params = [(draw(features, features) / features**0.5, draw(features)) for _ in kinds]
-    x, specs = draw(6, features), [SPECS[kind] for kind in kinds]
+    x = draw(6, features)
+    specs = [SPECS[kind] for kind in kinds]
     expected = grad(lambda params: (mlp(params, x, [None] * len(kinds)) ** 2).mean())(params)
 
     def loss(params, x):

@@ -50,7 +50,8 @@ X = torch.tensor([0.3, -1.2, 0.7, 2.1], dtype=torch.float64)
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradcheck(name):
-    f, x = FUNCTIONS[name], X.clone().requires_grad_()
+    f = FUNCTIONS[name]
+    x = X.clone().requires_grad_()
     assert gradcheck(
         f, x, check_batched_grad=True, check_forward_ad=True, check_batched_forward_grad=True
     )
@@ -62,7 +63,8 @@ def test_gradcheck(name):
 @pytest.mark.parametrize("options", [{"retain_graph": True}, {"create_graph": True}])
 def test_batched_gradients_of_retained_graph(options):
     x = X.clone().requires_grad_()
-    y, eye = PSUM(x), torch.eye(2, dtype=X.dtype)
+    y = PSUM(x)
+    eye = torch.eye(2, dtype=X.dtype)
     jacobians = [
         torch.autograd.grad(y, x, eye, is_grads_batched=True, **options)[0] for _ in range(2)
     ]

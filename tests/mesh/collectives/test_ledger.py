@@ -40,7 +40,8 @@ def in_threads(*bodies):
 
 
 def test_ledgers_of_threads_count_their_own_collectives():
-    both, counts = threading.Barrier(3), dict[int, int]()
+    both = threading.Barrier(3)
+    counts = dict[int, int]()
 
     def body(number):
         mesh = fs.make_mesh({"data": 2})
@@ -85,7 +86,8 @@ def test_ledger_of_a_device_counts_that_device():
 
 def test_thread_that_python_has_not_started_writes_to_open_ledgers():
     """Autograd runs backwards of an accelerator in such threads."""
-    ended, counted = threading.Event(), list[int]()
+    ended = threading.Event()
+    counted = list[int]()
 
     def body():
         counted.append(len(module.active()))

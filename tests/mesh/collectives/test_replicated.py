@@ -51,7 +51,8 @@ def test_replicated_sends_no_bytes():
 
 
 def test_replicated_in_loss_changes_nothing():
-    mesh, params = fs.make_mesh({"data": 2}), torch.ones(2)
+    mesh = fs.make_mesh({"data": 2})
+    params = torch.ones(2)
     values = [
         fs.value_and_grad(lambda w, x, f=f: (w * f(x)).mean(), mesh=mesh, batch=P("data"))(
             fs.shard_params(params, P(), mesh=mesh), torch.ones(2, 2)

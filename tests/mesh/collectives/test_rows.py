@@ -55,7 +55,8 @@ def test_derivatives_are_those_of_lists(problem):
     """Backward, a second backward through it, and forward mode: of sums of squares."""
     counts, xs = problem
     assume(all(map(sum, counts)) and all(x.numel() for x in xs))
-    n, xs = len(xs), [x.real.double() if x.is_complex() else x.double() for x in xs]
+    n = len(xs)
+    xs = [x.real.double() if x.is_complex() else x.double() for x in xs]
     weights = [torch.randn(y.shape, dtype=torch.float64) for y in exchanged(xs, counts)]
 
     def device(i):
@@ -98,7 +99,8 @@ def test_vmap_and_trees_and_start():
 
 def test_along_one_axis_of_two():
     def device():
-        a, b = fs.axis_index("a"), fs.axis_index("b")
+        a = fs.axis_index("a")
+        b = fs.axis_index("b")
         return fs.all_to_all(torch.full((2,), 10 * a + b), "b", counts=[2 - a, a] if b else [0, 2])
 
     results = fs.run(device, mesh=fs.make_mesh({"a": 2, "b": 2}))
@@ -117,7 +119,8 @@ def test_expected_rows_on_an_abstract_mesh():
 
 def in_process():
     """Return the rows, and the gradient, of uneven counts of which one is large."""
-    mesh, counts = fs.make_mesh({"d": 2}), [[1, 40_000], [0, 3]]
+    mesh = fs.make_mesh({"d": 2})
+    counts = [[1, 40_000], [0, 3]]
     i = fs.mesh.process_index()
     x = torch.arange(3.0 * sum(counts[i])).view(-1, 3).add(i / 2).requires_grad_()
 

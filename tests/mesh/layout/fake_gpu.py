@@ -18,7 +18,9 @@ class FakeGpu:
 
     def __init__(self, monkeypatch, *modules):
         self.log, self.host, self.current = [], {}, "compute"
-        self._queue, self._started, self._copy = deque(), 0, Tensor.copy_
+        self._queue = deque()
+        self._started = 0
+        self._copy = Tensor.copy_
         host_like = host_copies.host_like
         monkeypatch.setattr(
             Tensor,

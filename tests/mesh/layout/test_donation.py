@@ -129,7 +129,8 @@ def test_donated_argument_of_a_step_raises():
 
 
 def test_tied_parameters_stay_tied_when_they_are_donated():
-    mesh, w = fs.make_mesh({"data": 2}), torch.ones(3, 3)
+    mesh = fs.make_mesh({"data": 2})
+    w = torch.ones(3, 3)
     params = fs.shard_params({"a": w, "b": w}, P(), mesh=mesh)
     opt = optim.sgd(1.0)
     grads = fs.device_put({"a": w, "b": w}, fs.Layout(mesh, P()))

@@ -18,7 +18,8 @@ def gpu(monkeypatch):
 
 
 def test_host_waits_only_where_it_reads(gpu):
-    x, on_host = torch.ones(3), gpu.on_host(torch.zeros(2))
+    x = torch.ones(3)
+    on_host = gpu.on_host(torch.zeros(2))
     read = start_read([x, on_host])
     x.add_(1)  # follows the copy on the stream
     assert gpu.log == ["to host"]

@@ -19,7 +19,8 @@ from fshard.mesh.layout import arithmetic
 from fshard.mesh.layout.sharded import in_memory, stack, unstack
 from fshard.testing import strategies
 
-MESH, LINE = fs.make_mesh({"data": 4, "model": 2}), fs.make_mesh({"data": 2})
+MESH = fs.make_mesh({"data": 4, "model": 2})
+LINE = fs.make_mesh({"data": 2})
 META = torch.empty(4, device="meta")
 
 
@@ -258,10 +259,8 @@ def test_stacked_summands_have_the_arrays_memory_and_its_total(data):
     mesh = data.draw(strategies.meshes())
     shape = data.draw(strategies.shapes_for(mesh))
     layout = data.draw(strategies.layouts(mesh, shape).filter(lambda layout: layout.spec.unreduced))
-    x, axes = (
-        fs.device_put(data.draw(strategies.dyadic(shape, torch.float32)), layout),
-        layout.spec.unreduced,
-    )
+    x = fs.device_put(data.draw(strategies.dyadic(shape, torch.float32)), layout)
+    axes = layout.spec.unreduced
     stacked = stack(x, axes)
     stacked.check()
     assert torch.equal(fs.unshard(stacked).sum(0), fs.unshard(x))

@@ -58,7 +58,8 @@ def test_numpy_array_of_an_array_is_a_copy():
 
 
 def test_from_local_copies_the_shards_it_is_given():
-    mesh, shard = fs.make_mesh({"data": 2}), torch.zeros(2)
+    mesh = fs.make_mesh({"data": 2})
+    shard = torch.zeros(2)
     x = fs.from_local(lambda data: shard, fs.Layout(mesh, P("data")))
     shard.add_(1)
     assert fs.unshard(x).tolist() == [0.0] * 4
@@ -67,7 +68,8 @@ def test_from_local_copies_the_shards_it_is_given():
 
 
 def test_ties_stay_ties_in_copies():
-    mesh, w = fs.make_mesh({"data": 2}), torch.ones(4)
+    mesh = fs.make_mesh({"data": 2})
+    w = torch.ones(4)
     params = fs.shard_params({"a": w, "b": w}, P(), mesh=mesh)
     for result in (
         fs.shard_params(params, P(), mesh=mesh),
@@ -122,7 +124,8 @@ def test_memory_kind_of_a_copy_is_that_of_the_array():
 
 def test_constrained_array_of_a_written_array_raises():
     x = fs.device_put(torch.ones(4), fs.Layout(fs.make_mesh({"data": 2}), P()))
-    same, sliced = fs.array.constrain(x, P()), fs.array.constrain(x, P("data"))
+    same = fs.array.constrain(x, P())
+    sliced = fs.array.constrain(x, P("data"))
     x.add_(1)
     for y in (same, sliced):
         with pytest.raises(fs.errors.LayoutError, match="view of an array that was changed"):

@@ -154,7 +154,8 @@ def trained(mesh, name, stage, wholes, specs):
 
 def by_itself(name, wholes):
     """Return parameters after two steps without a mesh."""
-    opt, params = OPTIMIZERS[name](), [x.clone() for x in wholes]
+    opt = OPTIMIZERS[name]()
+    params = [x.clone() for x in wholes]
     state = opt.init(params)
     for step in (1, 2):
         grads = [numbers(x.shape, 10 * step + seed) for seed, x in enumerate(wholes)]

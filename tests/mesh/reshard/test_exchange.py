@@ -183,7 +183,8 @@ def test_reshard_derivatives_equal_identity(shape, before, after):
     def cubed(x):
         return (same(x) ** 3).sum()
 
-    x, tangent = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.float64)
+    tangent = torch.randn(shape, dtype=torch.float64)
     many = torch.randn(4, *shape, dtype=torch.float64)
     assert torch.equal(torch.func.vjp(same, x)[1](tangent)[0], tangent)
     assert torch.equal(torch.func.jvp(same, (x,), (tangent,))[1], tangent)

@@ -125,10 +125,8 @@ def test_partitioned_optimizer_equals_one_device(name, data):
             [{"data": 2}, {"data": 1}, {"data": 4}, {"data": 8}, {"data": 2, "node": 3}]
         )
     )
-    stage, sharding = (
-        data.draw(st.sampled_from([0, *STAGES])),
-        data.draw(st.sampled_from([None, "owners"])),
-    )
+    stage = data.draw(st.sampled_from([0, *STAGES]))
+    sharding = data.draw(st.sampled_from([None, "owners"]))
     expected = run_alone(OPTIMIZERS[name], params, grads)
     actual = run_on(fs.make_mesh(axes), OPTIMIZERS[name], stage, params, grads, sharding)
     assert same(actual, expected)
@@ -216,7 +214,8 @@ def test_training_any_tree_equal_bits_and_layouts(name, data):
     n = data.draw(st.sampled_from([2, 1, 4, 8]))
     accumulate = data.draw(st.sampled_from([turns for turns in (1, 2, 4, 8) if turns * n <= 8]))
     stage = data.draw(st.sampled_from([0, *STAGES]))
-    precision, donate = data.draw(st.sampled_from([None, None, "bf16"])), data.draw(st.booleans())
+    precision = data.draw(st.sampled_from([None, None, "bf16"]))
+    donate = data.draw(st.booleans())
     options = {"accumulate": accumulate, "precision": precision, "donate": donate}
     expected = steps_of_training(
         opt, fs.make_mesh({"data": 1}), 0, params, batches, precision=precision
@@ -312,7 +311,8 @@ def test_tied_matrices_share_owner_and_integers_stay(at_once, monkeypatch):
 @pytest.mark.parametrize("spec", [P(None, "model"), P("model"), P(("data", "model"))])
 def test_sharded_matrices_are_assembled_at_owner(spec):
     mesh = fs.make_mesh({"data": 2, "model": 2})
-    w, g = numbers((4, 8), 0), numbers((4, 8), 1)
+    w = numbers((4, 8), 0)
+    g = numbers((4, 8), 1)
     opt = fs.partition_optimizer(optim.muon(0.1), mesh=mesh, axis="data", stage=1)
     params = fs.shard_params({"w": w}, {"w": spec}, mesh=mesh)
     grads = {"w": fs.device_put(g, opt.gradients(params["w"].layout))}
@@ -340,7 +340,8 @@ def test_update_at_owners_sends_minimal_bytes(stage):
     with fs.ledger() as comm:
         opt.step(grads, state, params)
     size = matrices * 24 * 4
-    exchange, gather = Fraction((n - 1) * size, n * n), Fraction((n - 1) * size, n)
+    exchange = Fraction((n - 1) * size, n * n)
+    gather = Fraction((n - 1) * size, n)
     expected = {("all_to_all", ("data",)): (2, 3 * exchange if stage == 3 else 2 * exchange)}
     if stage < 3:
         expected["all_gather", ("data",)] = (1, gather)

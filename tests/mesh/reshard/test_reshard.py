@@ -137,7 +137,8 @@ def test_reshard_plan_time_independent_of_mesh_size(before, after):
         return time.process_time() - began
 
     cost(2)
-    small, large = cost(4), cost(16)
+    small = cost(4)
+    large = cost(16)
     assert (
         large < 3 * small + 0.3
     )  # to pair 65,536 devices takes as long for each step that is weighed

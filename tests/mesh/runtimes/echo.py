@@ -17,7 +17,9 @@ class EchoWork(dist._Work):
 
     def __init__(self, name):
         super().__init__()
-        self.name, self.thread, self.is_done = name, get_ident(), False
+        self.name = name
+        self.thread = get_ident()
+        self.is_done = False
 
     def wait(self, timeout=None):
         if timeout is not None and timeout.total_seconds():

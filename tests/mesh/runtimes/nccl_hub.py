@@ -115,7 +115,8 @@ class Hub:
     """The devices of all ranks."""
 
     def __init__(self, n: int) -> None:
-        self.n, self.listener = n, Listener(family="AF_UNIX", backlog=n)
+        self.n = n
+        self.listener = Listener(family="AF_UNIX", backlog=n)
         self.ranks: dict[Connection, int] = {}
         self.queues: dict[tuple[Any, int], deque[Op]] = defaultdict(deque)
         self.joining: dict[Any, dict[int, Op]] = defaultdict(dict)
@@ -125,7 +126,8 @@ class Hub:
         self.due: list[tuple[float, Op]] = []
         self.numbers: Counter[Any] = Counter()
         self.failure: tuple[str, str] | None = None
-        self.random, self.event = random.Random(SEED), time.monotonic()
+        self.random = random.Random(SEED)
+        self.event = time.monotonic()
         self.thread = threading.Thread(target=self.run, name="nccl_rules", daemon=True)
         self.thread.start()
         atexit.register(self.thread.join, 5)

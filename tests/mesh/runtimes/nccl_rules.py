@@ -91,9 +91,13 @@ class Engine:
     """The connection of a process to the hub."""
 
     def __init__(self, rank: int, address: str) -> None:
-        self.rank, self.connection, self.lock = rank, Client(address), threading.Lock()
+        self.rank = rank
+        self.connection = Client(address)
+        self.lock = threading.Lock()
         self.connection.send(rank)
-        self.ids, self.works, self.failure = count(1), dict[int, Work](), ("", "")
+        self.ids = count(1)
+        self.works = dict[int, Work]()
+        self.failure = ("", "")
         self.groups: set[NcclRules] = set()
         self.comms: set[Any] = set()
         self.names: Counter[str] = Counter()
@@ -151,7 +155,10 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
         self, group: NcclRules, op: Op, inputs: Sequence[Tensor], outputs: dict[int, Tensor]
     ) -> None:
         super().__init__()
-        self.group, self.op, self.event, self.stream = group, op, threading.Event(), _stream()
+        self.group = group
+        self.op = op
+        self.event = threading.Event()
+        self.stream = _stream()
         self.results: dict[int, bytes] | None = None
         self.inputs, self.outputs = inputs, outputs
         self.is_held = _state["held"] is not None

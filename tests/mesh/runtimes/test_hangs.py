@@ -53,7 +53,8 @@ def test_call_that_cannot_end_is_written_aborted_and_raised(is_hanging, world, c
     """A collective is waited for, but its stream goes no further; or another process has failed."""
     fs.run(lambda: fs.pmax(torch.ones(2), "d"), mesh=world.mesh)
     time.sleep(0.3)  # the stream reaches two marks after it
-    world.runs, handle = not is_hanging, start(world)
+    world.runs = not is_hanging
+    handle = start(world)
     error, text = fs.errors.CollectiveTimeoutError, "A call did not end within 0.9 s."
     if not is_hanging:
         error, text = fs.errors.LostProcessError, "Process 1 has failed."

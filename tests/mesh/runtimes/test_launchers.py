@@ -220,7 +220,8 @@ def test_read_variables_any_values_return_or_raise_mesh_error(variables):
 )
 def test_slurm_step_processes_agree_on_meeting_point(tasks, job, step):
     """A step of any shape: all have different numbers, and meet at one host and port."""
-    n, nodes = sum(tasks), f"n[0-{len(tasks) - 1}]" if len(tasks) > 1 else "n0"
+    n = sum(tasks)
+    nodes = f"n[0-{len(tasks) - 1}]" if len(tasks) > 1 else "n0"
     variables = {
         "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_STEP_NUM_TASKS": str(n),
         "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, tasks)), "SLURM_STEP_NODELIST": nodes,
@@ -234,7 +235,8 @@ def test_slurm_step_processes_agree_on_meeting_point(tasks, job, step):
             strict=True,
         )
         infos.append(read_variables({**variables, **dict(numbers)}))
-    address, port = "127.0.0.1" if len(tasks) == 1 else "n0", infos[0].port
+    address = "127.0.0.1" if len(tasks) == 1 else "n0"
+    port = infos[0].port
     expected = [
         ProcessInfo(rank, n, local, address, port, "SLURM")
         for rank, (_, local) in enumerate(positions)
@@ -351,7 +353,9 @@ def test_meet_all_on_gpus_binds_the_gpu_or_warns(kind, monkeypatch, recwarn):
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    store, current, calls = dist.HashStore(), [0], []
+    store = dist.HashStore()
+    current = [0]
+    calls = []
     launchers.each_its_own(gpus[0], dist.PrefixStore("meeting 7", store), 1)
     for module, name, replacement in (
         (launchers, "_meetings", iter([7])),

@@ -37,8 +37,10 @@ def group():
 
 def test_sends_end_when_the_device_has_read_the_buffer(mesh):
     def main():
-        transport, works = group().world.transport(group()), group().world._works
-        work, buffer = echo.EchoWork("send"), torch.ones(2)
+        transport = group().world.transport(group())
+        works = group().world._works
+        work = echo.EchoWork("send")
+        buffer = torch.ones(2)
 
         def wire(x):
             yield [work]
@@ -58,7 +60,9 @@ class Stream:
     """A stream of a device, by name; it records what it waits for."""
 
     def __init__(self, name):
-        self.name, self.device, self.waited = name, torch.device("cuda", 0), []
+        self.name = name
+        self.device = torch.device("cuda", 0)
+        self.waited = []
 
     def wait_stream(self, other):
         self.waited.append(other.name)
@@ -96,7 +100,8 @@ def test_waiter_on_another_stream_waits_for_the_stream_of_the_start(mesh, monkey
 
 def test_started_reductions_keep_only_packed_gradients(mesh):
     def main():
-        summands, shards = fs.Layout(mesh, P(unreduced="d")), fs.Layout(mesh, P.flat("d"))
+        summands = fs.Layout(mesh, P(unreduced="d"))
+        shards = fs.Layout(mesh, P.flat("d"))
         for after in (shards, fs.Layout(mesh, P())):
             gs = [torch.ones(3), torch.ones(2, 2)]
             ways = [plan_reshard(summands, after, tuple(g.shape)) for g in gs]
@@ -159,7 +164,8 @@ def under_rules_of_nccl():
 
     def held():
         """Start all while nothing completes, and wait in another order: a launch and a wait each, two for pmax."""
-        started, x = sum(nccl_rules.counts[name] for name in ("launches", "waits")), torch.ones(4)
+        started = sum(nccl_rules.counts[name] for name in ("launches", "waits"))
+        x = torch.ones(4)
         handles = [fs.all_gather.start([torch.ones(3), torch.ones(2)], "d"), fs.psum.start(x, "d")]
         handles += [
             fs.broadcast.start(x, "d", source=0),

@@ -274,7 +274,8 @@ def test_random_state_of_gpus_is_shared_and_cpu_world_refuses_gpus(two):
 def make_groups_unevenly():
     """Make groups in some processes only: of host tensors beside GPUs, and by torch; then groups of all."""
     mesh = fs.make_mesh({"pipe": 2, "data": 2}, timeout=8)
-    world, rank = ProcessWorld.of(mesh), dist.get_rank()
+    world = ProcessWorld.of(mesh)
+    rank = dist.get_rank()
 
     def host_sum(axis):
         group = require("here").group(axis, "here")
@@ -360,7 +361,8 @@ def read_on_one_process():
     """Read an unreduced sum on process 0 alone: the others are in their next sum meanwhile."""
     mesh = fs.make_mesh({"data": 2}, timeout=5)
     x = fs.device_put(torch.arange(8.0), fs.Layout(mesh, P("data")))
-    total, double = x.sum(), (2 * x).sum()
+    total = x.sum()
+    double = (2 * x).sum()
     dist.barrier()
     try:
         if fs.mesh.process_index() == 0:

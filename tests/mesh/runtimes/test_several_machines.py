@@ -48,7 +48,8 @@ def train(mesh):
     )
     opt = fs.partition_optimizer(fs.optim.adamw(1e-2), mesh=mesh, axis="data", stage=3)
     loss_fn = lambda p, x: (x @ p["w"]).tanh().matmul(p["v"]).square().mean()  # noqa: E731
-    step, state = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data")), opt.init(params)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"))
+    state = opt.init(params)
     for seed in range(3):
         params, state, _ = step(
             params, state, torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))

@@ -41,7 +41,8 @@ def ring():
     """Send to the next device, then receive, in a loop; then exchange messages and collectives in both directions."""
 
     def main():
-        index, n = fs.axis_index("data"), fs.axis_size("data")
+        index = fs.axis_index("data")
+        n = fs.axis_size("data")
         x = draw(3) * (1 + index)
         for _ in range(3):
             fs.send(x, "data", to=(index + 1) % n)
@@ -54,7 +55,8 @@ def ring():
 
 def experts():
     """Train two layers of experts under ZeRO-3: rows of differing numbers, and an expert without any."""
-    mesh, axes = fs.make_mesh({"data": 2, "expert": 2}), ("data", "expert")
+    mesh = fs.make_mesh({"data": 2, "expert": 2})
+    axes = ("data", "expert")
     shapes = {"gate": (3, 5), "up": (3, 5), "down": (5, 3)}
     weights = {
         "router": draw(3, 4),

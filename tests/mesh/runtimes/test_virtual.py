@@ -64,7 +64,8 @@ def differentiate_on_one():
         torch.autograd.grad(y, x)
 
 
-X, SQUARE = torch.ones(2), torch.ones(2, 2)
+X = torch.ones(2)
+SQUARE = torch.ones(2, 2)
 WRONG = {  # the mesh, what each device does, the error and what it says
     "each waits for another": ({"a": 2, "d": 2}, wait_for_each_other, "DeadlockError", "4 of 4 wait", "waits in psum"),
     "a recv alone": (
@@ -222,7 +223,8 @@ def interrupt(main, mesh):
 
 
 def test_interrupted_run_leaves_the_mesh_usable():
-    mesh, before = fs.make_mesh({"d": 4}), threading.active_count()
+    mesh = fs.make_mesh({"d": 4})
+    before = threading.active_count()
 
     def main():
         while True:
@@ -234,7 +236,9 @@ def test_interrupted_run_leaves_the_mesh_usable():
 
 
 def test_interrupted_device_without_collective_ends_at_its_next_one():
-    mesh, before, is_over = fs.make_mesh({"d": 4}), threading.active_count(), threading.Event()
+    mesh = fs.make_mesh({"d": 4})
+    before = threading.active_count()
+    is_over = threading.Event()
 
     def main():
         is_over.wait()
@@ -277,7 +281,8 @@ def test_device_threads_have_the_callers_torch_settings():
 
 
 def test_device_threads_have_the_callers_hooks_and_context():
-    color, packed = ContextVar("color", default="none"), []
+    color = ContextVar("color", default="none")
+    packed = []
     color.set("blue")
 
     def main():
@@ -348,7 +353,8 @@ def test_run_twice_has_equal_order_of_side_effects():
 @pytest.mark.parametrize("n", [1, 2])
 def test_results_share_no_memory_with_arguments_or_each_other(n):
     def main():
-        index, x = fs.axis_index("d"), torch.arange(4.0) + fs.axis_index("d")
+        index = fs.axis_index("d")
+        x = torch.arange(4.0) + fs.axis_index("d")
         ring = [(i, (i + 1) % n) for i in range(n)]
         results = [
             fs.psum(x, "d"),
@@ -407,7 +413,8 @@ def test_run_inside_a_device_of_another_mesh_works():
 
 def test_make_mesh_inside_run_is_the_runs_mesh():
     def main():
-        mesh, spec = fs.make_mesh({"rows": 2, "columns": 3}), P("rows", "columns")
+        mesh = fs.make_mesh({"rows": 2, "columns": 3})
+        spec = P("rows", "columns")
         x = fs.device_put(torch.arange(6.0).reshape(2, 3), fs.Layout(mesh, spec))
         double = fs.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=spec, out_specs=spec)
         return x.local.item(), fs.unshard(double(x)).sum().item()

@@ -197,7 +197,8 @@ def start_along_two_axes(first, second):
     """Start along a and b, devices 0 and 3 the other way round, and look at the messages between them meanwhile."""
 
     def main():
-        other, x = 3 - dist.get_rank(), torch.tensor([1.0 + dist.get_rank()])
+        other = 3 - dist.get_rank()
+        x = torch.tensor([1.0 + dist.get_rank()])
         order = (first, second) if dist.get_rank() in (0, 3) else (second, first)
         handles = {axis: fs.psum.start(x, axis) for axis in order}
         fs.send(x, ("a", "b"), to=other)
@@ -233,7 +234,8 @@ STARTED_WRONG = {
 
 def start_wrongly(kind):
     def main():
-        began, told = time.monotonic(), []
+        began = time.monotonic()
+        told = []
         for _ in range(2):  # the group stays closed
             try:
                 for handle in STARTED_WRONG[kind][dist.get_rank() % 2](torch.ones(4)):
@@ -302,7 +304,8 @@ def test_gloo_uneven_differentiation_raises():
 
 
 def call_with_process_that(fate, path):
-    mesh, is_first = fs.make_mesh({"data": 2}, timeout=1), dist.get_rank() == 0
+    mesh = fs.make_mesh({"data": 2}, timeout=1)
+    is_first = dist.get_rank() == 0
     if not is_first and fate == "dies":
         os._exit(3)
     if not is_first:

@@ -171,7 +171,8 @@ def leave_early():
     """One process leaves; what the others send each other arrives; what was sent to it is an error of its sender."""
 
     def main():
-        index, x = fs.axis_index("d"), torch.ones(16_000)
+        index = fs.axis_index("d")
+        x = torch.ones(16_000)
         fs.psum(x, "d")
         if index == 0:
             fs.send(x, "d", to=2)
@@ -197,7 +198,8 @@ def test_process_that_leaves_does_not_disturb_others():
 
 def messages_of_all_sizes():
     def main():
-        index, other = fs.axis_index("d"), 1 - fs.axis_index("d")
+        index = fs.axis_index("d")
+        other = 1 - fs.axis_index("d")
         sizes = [1, 20_000, 0, 300_000, 5, 1 << 20, 3]
         for size in sizes:
             fs.send(torch.full((size,), 1.0 + index), "d", to=other)
@@ -215,7 +217,8 @@ def test_messages_of_all_sizes_arrive_in_order(pair):
 
 def change_at_once():
     def main():
-        index, n = fs.axis_index("d"), fs.axis_size("d")
+        index = fs.axis_index("d")
+        n = fs.axis_size("d")
         for size in (100, 70_000, 400_001):
             x = torch.empty(n * size)
             for turn in range(20):

@@ -27,7 +27,8 @@ def slow_yields(monkeypatch):
 @pytest.fixture
 def link():
     """The two ends of a link, both in this process."""
-    ends, peers = socket.socketpair(), [None, None]
+    ends = socket.socketpair()
+    peers = [None, None]
 
     def meet_other(rank):
         peers[rank] = Peer(1 - rank, os.getpid(), ends[rank], meet._libc())

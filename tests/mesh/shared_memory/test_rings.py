@@ -45,7 +45,9 @@ steps = st.one_of(
 @given(st.lists(steps, max_size=120))
 def test_ring_any_message_can_be_taken_in_order(plan):
     writer, reader = ring()
-    waiting, inside, key = deque(), {}, 0
+    waiting = deque()
+    inside = {}
+    key = 0
     for what, number in plan:
         if what == "put":
             text = bytes([key % 251]) * number

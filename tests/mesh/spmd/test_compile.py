@@ -76,7 +76,9 @@ CALLS = {
 @pytest.mark.filterwarnings("ignore:torch.compile.step. has no effect")
 @pytest.mark.parametrize("name", CALLS)
 def test_compile_around_fshard_does_not_trace_it(name, monkeypatch):
-    compile_frame, files, call = convert_frame._compile, [], CALLS[name]
+    compile_frame = convert_frame._compile
+    files = []
+    call = CALLS[name]
 
     def noted(code, *args, **kwargs):
         files.append(code.co_filename)
@@ -124,7 +126,10 @@ class Net(nn.Module):
     def __init__(self, act=torch.tanh, first=None):
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b, self.act, self.first = nn.Linear(3, 4), nn.Linear(4, 1), act, first
+        self.a = nn.Linear(3, 4)
+        self.b = nn.Linear(4, 1)
+        self.act = act
+        self.first = first
 
     def forward(self, x):
         y = self.a(x) if self.first is None else self.first(x, self.a.weight, self.a.bias)

@@ -28,7 +28,8 @@ def summands(count, dtype, index):
 
 def sums():
     """Sum numbers of several dtypes and counts, some of which the devices do not share evenly."""
-    index, results = fs.axis_index("d"), []
+    index = fs.axis_index("d")
+    results = []
     for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int16):
         for count in (0, 5, 8):
             x = summands(count, dtype, index)

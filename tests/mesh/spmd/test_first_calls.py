@@ -7,7 +7,8 @@ from fshard import P
 from fshard.errors import LostProcessError, MismatchError, PromiseError
 from tests.processes import run_processes
 
-X, W = torch.arange(1.0, 13).double().view(6, 2), torch.tensor([0.5, -2.0]).double()
+X = torch.arange(1.0, 13).double().view(6, 2)
+W = torch.tensor([0.5, -2.0]).double()
 
 
 def grad_by_autograd(loss):
@@ -59,11 +60,9 @@ def observe():
         runs.append(1)
         return marked(w, x)
 
-    f, each, collectives = (
-        mapped(counted),
-        1 if fs.make_mesh({"d": 2}).runtime == "process" else 0.5,
-        set(),
-    )
+    f = mapped(counted)
+    each = 1 if fs.make_mesh({"d": 2}).runtime == "process" else 0.5
+    collectives = set()
     expected = grad_by_autograd(lambda w: (X @ w).square().mean())
     results["runs"] = []
     for _ in range(3):
@@ -92,7 +91,8 @@ def differ_later(check):
     f = fs.shard_map(lambda w: fs.psum(w, "d"), mesh=mesh, in_specs=P(), out_specs=P(), check=check)
 
     def on_device():
-        index, calls = fs.axis_index("d"), ((0, 2), (0, 2), (1, 2), (1, 3))
+        index = fs.axis_index("d")
+        calls = ((0, 2), (0, 2), (1, 2), (1, 3))
         return [raises(f, torch.full((size,), float(index * unequal))) for unequal, size in calls]
 
     return fs.run(on_device, mesh=mesh)[0]
@@ -112,7 +112,8 @@ def test_environment_variable_checks_every_call(monkeypatch):
 
 
 def disagree():
-    f, new = mapped(marked, check=None), mapped(marked, check=None)
+    f = mapped(marked, check=None)
+    new = mapped(marked, check=None)
     f(W)
     try:
         (f if fs.mesh.process_index() else new)(W)

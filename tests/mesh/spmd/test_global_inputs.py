@@ -93,7 +93,8 @@ def test_unequal_inputs_raise_on_devices_and_processes(two):
     ]:
         assert [texts[name] for name in ALLOWED] == [None] * len(ALLOWED)
         for name in CALLS:
-            leaf, text = "the tensor" if name == "from_local" else '"weight"]', str(texts[name])
+            leaf = "the tensor" if name == "from_local" else '"weight"]'
+            text = str(texts[name])
             words = leaf, "equal", f"on all {kind} along", f"got other values on {kind} 1 than on 0"
             assert text.startswith(name.split(",")[0]) and all(word in text for word in words), text
             assert "bias" not in text

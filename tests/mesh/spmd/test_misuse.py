@@ -10,8 +10,11 @@ import fshard as fs
 from fshard import P
 
 UNTYPED: Any = fs
-MESH, LINE = fs.make_mesh({"data": 2, "model": 2}), fs.make_mesh({"data": 2})
-DATA, X, LEAF = P("data"), torch.arange(4.0), torch.ones(4, requires_grad=True)
+MESH = fs.make_mesh({"data": 2, "model": 2})
+LINE = fs.make_mesh({"data": 2})
+DATA = P("data")
+X = torch.arange(4.0)
+LEAF = torch.ones(4, requires_grad=True)
 LAYOUT = fs.Layout(MESH, DATA)
 ARRAY = fs.device_put(X, fs.Layout(LINE, DATA))
 MIXED = fs.Sharded((4,), LAYOUT, (*[torch.ones(2)] * 2, *[torch.ones(2, dtype=torch.int64)] * 2))

@@ -28,7 +28,8 @@ def identity(mesh, in_specs, out_specs, **options):
 
 
 def test_in_specs_single_tuple_keywords_or_layouts(mesh):
-    a, b = torch.arange(4.0), torch.arange(4.0, 8.0)
+    a = torch.arange(4.0)
+    b = torch.arange(4.0, 8.0)
 
     def add(a, b, *, scale=1):
         return (a + b) * scale
@@ -49,7 +50,8 @@ class Pair(NamedTuple):
 
 
 def test_prefix_specs_and_static_leaves(mesh):
-    w, deep = torch.arange(8.0).reshape(4, 2), Pair(torch.ones(4), torch.zeros(2))
+    w = torch.arange(8.0).reshape(4, 2)
+    deep = Pair(torch.ones(4), torch.zeros(2))
     params = {"w": w, "deep": deep, "name": "layer", "none": None}
     specs = {"w": P("data"), "deep": Pair(P("model"), P()), "name": None, "none": None}
 
@@ -94,7 +96,8 @@ def test_flat_and_unreduced_specs(mesh):
 
 @pytest.mark.parametrize("spec", [P(), P("data"), P.flat("data")])
 def test_shard_changed_in_place_raises_but_for_copies(mesh, spec):
-    x, f_spec = torch.ones(8), P() if spec == P() else P("data")
+    x = torch.ones(8)
+    f_spec = P() if spec == P() else P("data")
     write = fs.shard_map(lambda x: x.add_(1), mesh=mesh, in_specs=f_spec, out_specs=f_spec)
     with pytest.raises(ValueError, match="<lambda> changed its argument x in place"):
         write(fs.device_put(x, fs.Layout(mesh, spec)))
@@ -108,11 +111,9 @@ def test_shard_changed_in_place_raises_but_for_copies(mesh, spec):
 
 def use_defaults():
     """Return the results of programs without in_specs and without a mesh, on this runtime."""
-    mesh, other, x = (
-        fs.make_mesh({"data": 2}),
-        fs.make_mesh({"data": 2, "model": 1}),
-        torch.arange(4.0),
-    )
+    mesh = fs.make_mesh({"data": 2})
+    other = fs.make_mesh({"data": 2, "model": 1})
+    x = torch.arange(4.0)
 
     @fs.shard_map(mesh=mesh, out_specs=P("data"))
     def double(x, scale=2.0):
@@ -142,10 +143,8 @@ def test_mesh_and_specs_have_defaults_on_processes_too(two):
 
 
 def test_nested_shard_maps_have_values_and_gradients(mesh):
-    x, w = (
-        torch.randn(4, 6, dtype=torch.float64),
-        torch.randn(6, 3, dtype=torch.float64, requires_grad=True),
-    )
+    x = torch.randn(4, 6, dtype=torch.float64)
+    w = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     specs = {"in_specs": (P(None, "model"), P("model")), "out_specs": P()}
 
     def outer(x, w):
@@ -253,19 +252,16 @@ def test_abstract_mesh_time_independent_of_size():
                 x, "model", [(0, 1)]
             )
 
-        f, times = (
-            fs.shard_map(
-                body, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model")
-            ),
-            [],
-        )
+        f = fs.shard_map(body, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model"))
+        times = []
         for _ in range(20):  # what others on the machine do makes some slower, and none faster
             began = time.perf_counter()
             assert f(x)[0].shape[0] == n * 8
             times.append(time.perf_counter() - began)
         return min(times)
 
-    small, large = cost(1), cost(8192)
+    small = cost(1)
+    large = cost(8192)
     assert large < 3 * small + 0.001
 
 
@@ -354,7 +350,8 @@ def test_argument_used_by_some_devices_has_gradient(mesh):
         y = (fs.pvary(w, "model") * x) if fs.axis_index("data") == 0 else x.detach()
         return y.sum().reshape(1)
 
-    w, x = torch.ones(2, requires_grad=True), torch.arange(4.0, requires_grad=True)
+    w = torch.ones(2, requires_grad=True)
+    x = torch.arange(4.0, requires_grad=True)
     f = fs.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check=False)
     gradients = torch.autograd.grad(fs.unshard(f(w, x)).sum(), (w, x))
     assert [g.tolist() for g in gradients] == [[2, 0], [1, 1, 0, 0]]

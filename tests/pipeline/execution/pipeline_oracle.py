@@ -31,7 +31,8 @@ def sample(microbatch):
 
 def serial(schedule):
     """Return the gradients of all stages and the last outputs, without any schedule."""
-    gradients, outputs = [0] * schedule.stages, []
+    gradients = [0] * schedule.stages
+    outputs = []
     for microbatch in range(schedule.microbatches):
         x, target = sample(microbatch)
         inputs = []
@@ -60,14 +61,18 @@ def put(box, key, value, what):
 
 class Machine:
     def __init__(self, schedule: Schedule):
-        self.schedule, self.at = schedule, [0] * schedule.devices
+        self.schedule = schedule
+        self.at = [0] * schedule.devices
         kinds = {action.kind for row in schedule.rows for action in row}
         self.carried = bool(kinds & {*SENDS, *RECEIVES})
         self.backward = bool(kinds & BACKWARD)
         self.gathers = bool(kinds & {Kind.UNSHARD, Kind.RESHARD})
         self.reduces = Kind.REDUCE in kinds
         self.inputs, self.saved, self.owed, self.unsent = {}, {}, {}, {}
-        self.outputs, self.gathered, self.gradients, self.reduced = {}, set(), defaultdict(int), {}
+        self.outputs = {}
+        self.gathered = set()
+        self.gradients = defaultdict(int)
+        self.reduced = {}
 
     def run(self):
         while any(self.step(device) for device in range(self.schedule.devices)):
@@ -112,7 +117,8 @@ class Machine:
     def meet(self, source, target):
         if source is None or target is None or source == target:
             raise Harm("a message to or from nobody")
-        sent, received = self.current(source), self.current(target)
+        sent = self.current(source)
+        received = self.current(target)
         if (
             sent is None
             or sent.kind not in SENDS
@@ -144,7 +150,8 @@ class Machine:
         forward = kind is Kind.F
         if kind not in {Kind.F, Kind.B, Kind.I} or (forward and stage == 0):
             return True
-        here, there = self.home(stage), self.home(stage - 1 if forward else stage + 1)
+        here = self.home(stage)
+        there = self.home(stage - 1 if forward else stage + 1)
         return (self.carried and here != there) or (forward, stage, microbatch) in self.inputs
 
     def hand_on(self, forward, stage, microbatch, value):

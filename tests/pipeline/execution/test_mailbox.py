@@ -16,7 +16,8 @@ class Line:
     """A world of two devices whose messages are put into a queue; it records on what device each was expected."""
 
     def __init__(self):
-        self.messages, self.received = deque(), []
+        self.messages = deque()
+        self.received = []
 
     def current(self):
         return self
@@ -49,7 +50,8 @@ def two_messages():
 
 @pytest.mark.parametrize("values", [(1, True), (1, 1.0), (0.0, -0.0), (True, 1)], ids=str)
 def test_value_of_another_microbatch_that_compares_equal_raises(values):
-    line, messages = Line(), two_messages()
+    line = Line()
+    messages = two_messages()
     sender, _ = boxes_of(line, messages, "cpu")
     sender.send(messages[0], 1, ([torch.ones(3), values[0]], "description"))
     with pytest.raises(ValueError, match="dynamic=True"):
@@ -57,7 +59,8 @@ def test_value_of_another_microbatch_that_compares_equal_raises(values):
 
 
 def test_headers_and_host_tensors_stay_in_host_memory():
-    line, messages = Line(), two_messages()
+    line = Line()
+    messages = two_messages()
     boxes = boxes_of(line, messages, "meta")
     content = [torch.ones(3), torch.empty(2, device="meta"), torch.zeros(1), "word"], "description"
     for message in messages:

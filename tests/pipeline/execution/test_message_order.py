@@ -52,8 +52,11 @@ class Replay:
     """The calls of all devices, in queues: `queue_of(sender, receiver)` names that of a message, at both ends."""
 
     def __init__(self, rows, queue_of):
-        self.rows, self.queue_of, self.at = rows, queue_of, [0] * len(rows)
-        self.queues, self.done = defaultdict(deque), set()
+        self.rows = rows
+        self.queue_of = queue_of
+        self.at = [0] * len(rows)
+        self.queues = defaultdict(deque)
+        self.done = set()
 
     def queue(self, device, number):
         kind, peer = self.rows[device][number]
@@ -117,7 +120,8 @@ class Replay:
         """Return why a call does not run, in words, and the call that it waits for."""
         kind, peer = self.rows[device][number]
         text = f"device {device}: {kind} {'to' if kind == 'send' else 'from'} {peer}"
-        first, partner = self.queue(device, number)[0], self.partner(device, number)
+        first = self.queue(device, number)[0]
+        partner = self.partner(device, number)
         if first != number:
             return f"{text} is behind", (device, first)
         if partner is not None:
@@ -202,7 +206,8 @@ def many_messages():
     """Send around rings of 4 and of 2, and run schedules with skips, or on rows of a mesh; return the values."""
     results = []
     for axes, skips in (({"pipe": 4}, [(0, 2), (1, 3)]), ({"pipe": 2, "data": 2}, [])):
-        mesh, n = fs.make_mesh(axes, device="cpu"), axes["pipe"]
+        mesh = fs.make_mesh(axes, device="cpu")
+        n = axes["pipe"]
         results.append(fs.run(lambda n=n: around_a_ring(n), mesh=mesh))
         for name, dynamic in (("1f1b", True), ("interleaved", False), ("v-half", False)):
             step = step_of(name, n, 4, mesh, skips, dynamic=dynamic)

@@ -28,8 +28,10 @@ from tests.processes import run_processes
 
 def any_schedule(choose, placement, microbatches, split=()):
     """Make a schedule by letting devices do, in any order, what can be done: then it can be run."""
-    stages, devices = len(placement), max(placement) + 1
-    done, rows = set(), [[] for _ in range(devices)]
+    stages = len(placement)
+    devices = max(placement) + 1
+    done = set()
+    rows = [[] for _ in range(devices)]
 
     def needs(kind, stage, m):
         backward = [(Kind.I if s in split else Kind.B, s, m) for s in (stage + 1,) if s < stages]
@@ -88,7 +90,8 @@ def stage_of(kind, in_place, sends=None):
     }[kind]
 
     def stage(params, given, **skips):
-        x, others = given["x"], given["others"]
+        x = given["x"]
+        others = given["others"]
         y = body(params, x)
         for value in skips.values():
             y = y + value["v"] * 2
@@ -134,7 +137,9 @@ def loss_fn(y, batch):
 
 def serial(stages, params, microbatches, skips):
     """Run each microbatch in one graph, add up in the fixed tree."""
-    losses, gradients, total = [], [], sum(len(one["x"]) for one in microbatches)
+    losses = []
+    gradients = []
+    total = sum(len(one["x"]) for one in microbatches)
     leaves = [
         [x.clone().requires_grad_(x.is_floating_point()) for x in flatten(tree)[0]]
         for tree in params
@@ -349,7 +354,8 @@ def test_message_header_is_sent_once_per_shape():
 
 def shapes_where_values_are_not_needed(pretend):
     """The first stage's device has no targets, the last one's no inputs."""
-    mesh, draw = fs.make_mesh({"pipe": 2}), torch.Generator().manual_seed(0)
+    mesh = fs.make_mesh({"pipe": 2})
+    draw = torch.Generator().manual_seed(0)
     first = torch.distributed.get_rank() == 0
     x, target = (torch.randn(6, 4, generator=draw) for _ in range(2))
     if pretend:
@@ -410,7 +416,8 @@ def test_value_dependent_shapes_need_dynamic():
 
 
 def test_forward_only_step_evaluates_and_infers():
-    mesh, xs = fs.make_mesh({"pipe": 2}), lengths(1, 2, 3)
+    mesh = fs.make_mesh({"pipe": 2})
+    xs = lengths(1, 2, 3)
     ws = [torch.tensor(2.0), torch.tensor(3.0)]
     recording = []
 
@@ -470,7 +477,8 @@ def test_detached_stage_gives_no_gradients_before_it():
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_reproducible_step_uses_one_thread(devices):
-    before, seen = torch.get_num_threads(), set()
+    before = torch.get_num_threads()
+    seen = set()
 
     def stage(w, x):
         seen.add(torch.get_num_threads())
@@ -505,7 +513,8 @@ def test_microbatch_of_weight_zero_may_have_no_numbers(name, reproducible):
         reproducible=reproducible,
     )
     params = [torch.eye(2), torch.full((2, 2), 0.5)]
-    first, last = torch.ones(1, 2), torch.full((1, 2), 2.0)
+    first = torch.ones(1, 2)
+    last = torch.full((1, 2), 2.0)
     result = step(params, [first, torch.full((1, 2), torch.nan), last], weights=[1, 0, 3])
     leaves = [x.clone().requires_grad_() for x in params]
     outputs = [(x @ leaves[0] @ leaves[1]).tanh() for x in (first, last)]

@@ -135,7 +135,8 @@ def attention(xs, ws):
     )
 
 
-X, W = t(3, 4), [t(4, 4, seed=seed) for seed in range(1, 5)]
+X = t(3, 4)
+W = [t(4, 4, seed=seed) for seed in range(1, 5)]
 CASES = {
     "a chain": (lambda xs, ws: (torch.tanh(xs[0] @ ws[0]) @ ws[1],), [X], W[:2], 2),
     "with a bias": (lambda xs, ws: (F.linear(xs[0], ws[0], ws[1]).relu(),), [X], [W[0], t(4, seed=7)], 1),
@@ -234,7 +235,8 @@ def test_split_backward_of_random_programs_equals_one_backward(program, watched,
     def run(xs, ws):
         pool = [*xs, *ws]
         for name, i, j in program:
-            a, b = pool[i % len(pool)], pool[j % len(pool)]
+            a = pool[i % len(pool)]
+            b = pool[j % len(pool)]
             pool.append(OPERATIONS[name](a, b))
         return [y * 1 if any(y is x for x in [*xs, *ws]) else y for y in pool[-outputs:]]
 
@@ -266,7 +268,9 @@ def test_split_backward_frees_activations_of_inputs_after_i():
             kept[name] = weakref.ref(one.untyped_storage())
         return b @ w2
 
-    x, ws, saved = t(3, 4), W[:2], SavedActivations()
+    x = t(3, 4)
+    ws = W[:2]
+    saved = SavedActivations()
     with saved.recording():
         y = stage(x, *ws)
     _, later = split_backward(edges([y]), [torch.ones_like(y)], edges([x]), edges(ws), saved)
@@ -277,7 +281,8 @@ def test_split_backward_frees_activations_of_inputs_after_i():
 
 
 def test_saved_tensor_modified_in_place_raises():
-    x, saved = t(3, 4), SavedActivations()
+    x = t(3, 4)
+    saved = SavedActivations()
     with saved.recording():
         h = (x @ W[0]).sigmoid()
         y = h @ W[1]
@@ -292,7 +297,8 @@ def test_run_backward_accumulates_into_given_weights_only():
     weights = [torch.randn(150, 150, requires_grad=True) for _ in range(4)] + [
         torch.randn(150, requires_grad=True)
     ]
-    unused, x = torch.randn(150, 150, requires_grad=True), torch.randn(2, 150, requires_grad=True)
+    unused = torch.randn(150, 150, requires_grad=True)
+    x = torch.randn(2, 150, requires_grad=True)
     users = torch.randn(
         150, requires_grad=True
     )  # of the stage function's own, not of its parameters
@@ -321,7 +327,8 @@ def test_run_backward_accumulates_into_given_weights_only():
 
 
 def test_running_sum_mixes_added_and_accumulated_gradients():
-    total, weights = RunningSum(), [torch.zeros(2, requires_grad=True) for _ in range(4)]
+    total = RunningSum()
+    weights = [torch.zeros(2, requires_grad=True) for _ in range(4)]
     first = torch.ones(2)
     total.add(0, [first, None, None, None])
     for _ in range(2):
@@ -353,7 +360,8 @@ class Keeping(torch.autograd.Function):
 
 
 def test_running_sum_does_not_write_to_shared_memory():
-    kept, part = torch.ones(3, 1), torch.ones(5)
+    kept = torch.ones(3, 1)
+    part = torch.ones(5)
     total, (w, v) = (
         RunningSum(),
         (torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)),
@@ -366,7 +374,8 @@ def test_running_sum_does_not_write_to_shared_memory():
 
 
 def test_running_sum_of_sparse_gradients_is_dense():
-    total, w = RunningSum(), torch.zeros(4, 2, requires_grad=True)
+    total = RunningSum()
+    w = torch.zeros(4, 2, requires_grad=True)
     for _ in range(3):
         total.let_accumulate([w])
         F.embedding(torch.tensor([1, 1, 3]), w, sparse=True).sum().backward()
@@ -375,10 +384,8 @@ def test_running_sum_of_sparse_gradients_is_dense():
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv"])
 def test_accumulated_gradients_equal_those_of_the_full_model(name):
-    schedule, draw = (
-        pipeline_schedule(name, stages=4, microbatches=3),
-        torch.Generator().manual_seed(0),
-    )
+    schedule = pipeline_schedule(name, stages=4, microbatches=3)
+    draw = torch.Generator().manual_seed(0)
     weights = [torch.randn(150, 150, generator=draw) / 12 for _ in range(4)]
     microbatches = [torch.randn(rows, 150, generator=draw) for rows in (2, 1, 3)]
     mesh = fs.make_mesh({"pipe": schedule.devices})
@@ -399,7 +406,8 @@ def test_accumulated_gradients_equal_those_of_the_full_model(name):
 )
 def test_hooks_of_a_deferred_product_run_once(hooked):
     torch.manual_seed(0)
-    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)
+    x = torch.randn(3, 4, requires_grad=True)
+    w = torch.randn(4, 2, requires_grad=True)
 
     def product():
         y = x @ w

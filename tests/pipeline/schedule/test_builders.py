@@ -91,10 +91,8 @@ def test_named_schedule_of_any_size_is_complete(name, stages, microbatches, data
     counts = Counter(action for row in schedule.rows for action in row)
     for stage in range(stages):
         for m in range(microbatches):
-            full, halves = (
-                Action(Kind.B, stage, m),
-                {Action(Kind.I, stage, m), Action(Kind.W, stage, m)},
-            )
+            full = Action(Kind.B, stage, m)
+            halves = {Action(Kind.I, stage, m), Action(Kind.W, stage, m)}
             assert counts.pop(Action(Kind.F, stage, m)) == 1
             assert counts.pop(full, 0) == 1 or [counts.pop(half) for half in halves] == [1, 1]
     assert not counts
@@ -196,7 +194,8 @@ def test_early_actions_do_not_exceed_the_activation_limit(
     placement = (*range(devices), *reversed(range(devices)))[: devices * len(legs) // 2]
     steps, pauses = zip(*legs, strict=True)
     path = along_path("any", placement, microbatches, steps, pauses)
-    strict, early = with_weights(path, limit), with_weights(path, limit, early=tuple(rules))
+    strict = with_weights(path, limit)
+    early = with_weights(path, limit, early=tuple(rules))
     assert max(peaks(early)) <= max(*peaks(strict), limit)
     assert Counter(a for row in early.rows for a in row) == Counter(
         a for row in strict.rows for a in row

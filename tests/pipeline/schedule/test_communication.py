@@ -43,7 +43,8 @@ def test_with_units_unshards_used_stages_within_the_limit(schedule, live, messag
     assert after.without(UNITS) == before
     assert with_units(after, live) == after
     for row in after.rows:
-        full, used = set(), defaultdict(int)
+        full = set()
+        used = defaultdict(int)
         for kind, stage, _ in row:
             if kind is Kind.UNSHARD:
                 assert stage not in full

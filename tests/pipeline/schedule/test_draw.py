@@ -73,7 +73,8 @@ def test_svg_has_a_box_per_action_at_its_time():
     words = {"F": "forward", "I": "input gradient", "W": "weight gradient"}
     first = drawn["0F0: forward, 0 to 1, device 0"]
     for event in events:
-        word, when = words[event.action.kind], f"{event.start} to {event.end}"
+        word = words[event.action.kind]
+        when = f"{event.start} to {event.end}"
         box = drawn[f"{event.action}: {word}, {when}, device {event.device}"]
         left = (box["x"] - first["x"]) / (first["width"] + 1)
         assert abs(left - float(event.start)) < 1e-3 and (box["y"] == first["y"]) == (

@@ -72,7 +72,9 @@ def runtime(schedule: Schedule, kind=torch_schedules._PipelineScheduleRuntime):
         schedule.microbatches,
         schedule.stages,
     )
-    made.num_stages, made.n_local_stages, made._stages = schedule.stages, loops, [None] * loops
+    made.num_stages = schedule.stages
+    made.n_local_stages = loops
+    made._stages = [None] * loops
     made.microbatches_per_round = schedule.microbatches // max(
         1, schedule.microbatches // schedule.devices
     )

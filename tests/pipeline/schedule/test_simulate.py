@@ -111,7 +111,8 @@ def turned(schedule, cost, send):
         ]
 
     home = {action: device for device, row in enumerate(schedule.rows) for action in row}
-    start, changed = dict.fromkeys(home, Fraction(0)), True
+    start = dict.fromkeys(home, Fraction(0))
+    changed = True
     while changed:
         changed = False
         for row in schedule.rows:
@@ -134,10 +135,8 @@ def test_explicit_messages_take_as_long_as_derived_ones():
             draw.choice(NAMES), stages=draw.randint(1, 6), microbatches=draw.randint(1, 5)
         )
         latency = draw.randint(0, 3)
-        bare, sent = (
-            simulate(schedule, send=latency),
-            simulate(with_messages(schedule), send=latency),
-        )
+        bare = simulate(schedule, send=latency)
+        sent = simulate(with_messages(schedule), send=latency)
         assert (bare.makespan, bare.idle_span, bare.messages) == (
             sent.makespan,
             sent.idle_span,

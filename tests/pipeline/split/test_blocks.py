@@ -24,11 +24,9 @@ class Block(nn.Module):
     def __init__(self, index, drop):
         super().__init__()
         self.index = index
-        self.qkv, self.up, self.drop = (
-            nn.Linear(WIDTH, 3 * WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Dropout(drop),
-        )
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(drop)
         self.register_buffer("bias", torch.full((WIDTH,), index / 8))
 
     def forward(self, x, mask=None, *, turns, scale=None):
@@ -45,11 +43,10 @@ class Decoder(nn.Module):
 
     def __init__(self, drop=0.0):
         super().__init__()
-        self.words, self.memory = (
-            nn.Embedding(WORDS, WIDTH),
-            nn.LSTM(WIDTH, WIDTH, batch_first=True),
-        )
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.memory = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.blocks = nn.ModuleList(Block(index, drop) for index in range(BLOCKS))
         self.scales, self.between, self.unused = (
             nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)) for _ in range(3)
@@ -59,7 +56,8 @@ class Decoder(nn.Module):
         self.head.weight = self.words.weight
 
     def forward(self, tokens, targets=None, *, pause=0, masked=True):
-        x, places = self.words(tokens), torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.words(tokens)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
         x = x + self.memory(x)[0] * self.frozen
         causal = places[:, None] >= places
         near = causal & (places[:, None] - places < 2) if masked and causal.any() else None
@@ -149,7 +147,8 @@ def test_block_stages_of_any_split_equal_the_model_bitwise(n, data):
         sample={"tokens": tokens(1, 3, 0), "targets": tokens(1, 3, 0)},
         blocks="blocks",
     )
-    rows, length = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 5))
+    rows = data.draw(st.integers(1, 2))
+    length = data.draw(st.integers(1, 5))
     batch = {"tokens": tokens(rows, length, 1).clamp(min=1), "targets": tokens(rows, length, 2)}
     batch |= data.draw(st.sampled_from([{}, {"pause": 1, "masked": False}]))
     batch["tokens"][0, 0] = 2
@@ -176,7 +175,8 @@ class Skipping(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
         self.downs, self.ups = (
             nn.ModuleList(kind(WIDTH, WIDTH) for _ in range(3)) for kind in (Down, Up)
         )
@@ -197,7 +197,8 @@ class Skipping(nn.Module):
 @pytest.mark.parametrize("n", [2, 3, 6])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_skips_between_stages_equal_the_model_bitwise(n, schedule):
-    model, batch = Skipping().double(), {"tokens": tokens(2, 3, 0)}
+    model = Skipping().double()
+    batch = {"tokens": tokens(2, 3, 0)}
     stages = fs.pipeline.split_stages(model, n, sample=batch, blocks=["downs", "ups"])
     check_bits(
         model, stages, batch, lambda y: y["logits"].square().sum() + y["middle"].sum(), schedule
@@ -243,7 +244,8 @@ def test_stage_has_only_the_weights_it_uses():
 
 def test_dropout_in_stages_equals_the_model():
     torch.manual_seed(0)
-    model, x = Decoder(drop=0.5), tokens(2, 4, 0)
+    model = Decoder(drop=0.5)
+    x = tokens(2, 4, 0)
     apply, params, buffers = fs.functionalize(model)
     fns, own = functions(fs.pipeline.split_stages(model, 3, sample=x, blocks="blocks"))
     before = torch.get_rng_state()
@@ -288,7 +290,8 @@ def test_hugging_face_models_split_with_equal_bits(make, n):
 
 
 def test_balance_counts_code_outside_the_blocks():
-    model, sample = Decoder(), tokens(1, 2, 0)
+    model = Decoder()
+    sample = tokens(1, 2, 0)
 
     def sizes(balance):
         before = {name: x.clone() for name, x in model.state_dict().items()}
@@ -314,7 +317,8 @@ class Layers(nn.Module):
     def __init__(self, body):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 3)
+        self.embed = nn.Linear(3, WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)
         )
@@ -478,7 +482,8 @@ class WithState(Layers):
         return nn.Sequential.forward(layer, x)
 
     def forward(self, x):
-        x, cache = self.embed(x), Written()
+        x = self.embed(x)
+        cache = Written()
         for layer in self.layers:
             x = layer(x, cache)
         return self.head(x)
@@ -645,7 +650,8 @@ def test_objects_with_state_are_made_by_each_stage():
 
 
 def test_recomputed_block_refuses_objects_with_state():
-    model, x = WithState(), sample_of(2).float()
+    model = WithState()
+    x = sample_of(2).float()
     stages = fs.pipeline.split_stages(model, 2, sample=x, blocks="layers")
     functions, params = stage_functions(stages, 1)
     with pytest.raises(ValueError, match="must be called with tensors and plain .*: Written"):

@@ -124,7 +124,8 @@ def test_measuring_balance_leaves_layers_unchanged(monkeypatch):
         nn.Linear(400, 4),
         nn.Tanh(),
     )
-    sample, state = torch.ones(3, 4), torch.get_rng_state()
+    sample = torch.ones(3, 4)
+    state = torch.get_rng_state()
     assert [len(stage) for stage in split_stages(layers, 2, "time", sample=sample)] in (
         [4, 2],
         [5, 1],

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.filterwarnings(
 )  # torch itself uses it in its first jvp
 
 lifted_grad = fs.array.lift(torch.func.grad)
-jvp, vjp = fs.array.lift(torch.func.jvp), fs.array.lift(torch.func.vjp)
+jvp = fs.array.lift(torch.func.jvp)
+vjp = fs.array.lift(torch.func.vjp)
 TORCH = torch.Generator().manual_seed(0)
 SERIAL = {
     "w": torch.randn(6, 4, generator=TORCH, dtype=torch.float64),
@@ -179,7 +180,8 @@ def test_gradient_penalty_equals_serial(shape, rules, loss_fn, accumulate):
     by_func = lifted_grad(total, argnums=(0, 1))(params, BATCH)
 
     torch.testing.assert_close(fs.unshard(by_func), expected)
-    leaves, batch = leaves_that_require_grad(params), BATCH.clone().requires_grad_()
+    leaves = leaves_that_require_grad(params)
+    batch = BATCH.clone().requires_grad_()
     by_autograd = torch.autograd.grad(total(leaves, batch), [*leaves.values(), batch])
     torch.testing.assert_close(
         [fs.unshard(x) for x in by_autograd], [*expected[0].values(), expected[1]]
@@ -373,7 +375,8 @@ def test_autograd_inside_run_equals_serial():
     def main():
         params = fs.shard_params(SERIAL, fs.fsdp("data"), mesh=mesh)
         total = penalized(fs.value_and_grad(mean_loss, mesh=mesh, batch=P("data")))
-        leaves, batch = leaves_that_require_grad(params), BATCH.clone().requires_grad_()
+        leaves = leaves_that_require_grad(params)
+        batch = BATCH.clone().requires_grad_()
         *actual, of_batch = torch.autograd.grad(total(leaves, batch), [*leaves.values(), batch])
         return [*map(fs.unshard, actual), of_batch]
 
@@ -474,7 +477,8 @@ def derivatives_on_a_process():
     params = fs.shard_params(SERIAL, fs.fsdp("data"), mesh=mesh)
     total = penalized(fs.value_and_grad(mean_loss, mesh=mesh, batch=P("data")))
     of_params, of_batch = lifted_grad(total, argnums=(0, 1))(params, BATCH)
-    leaves, batch = leaves_that_require_grad(params), BATCH.clone().requires_grad_()
+    leaves = leaves_that_require_grad(params)
+    batch = BATCH.clone().requires_grad_()
     *actual, of_leaf = torch.autograd.grad(total(leaves, batch), [*leaves.values(), batch])
     return [*map(fs.unshard, of_params.values()), of_batch], [*map(fs.unshard, actual), of_leaf]
 

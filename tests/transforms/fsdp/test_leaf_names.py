@@ -8,7 +8,8 @@ from fshard import P
 from fshard.errors import LayoutError, ModuleError
 
 MESH = fs.make_mesh({"data": 2})
-W, X = torch.ones(4, 4), torch.ones(4, 4)
+W = torch.ones(4, 4)
+X = torch.ones(4, 4)
 
 
 def gradient(loss=lambda w, x: (x @ w).square().mean(), params=W, x=X, rules=None, **options):

@@ -17,7 +17,8 @@ from fshard.mesh.spmd.run import device_of
 # -- a GPT: two blocks and tied embeddings of 51 words, which neither two nor four devices divide ----------------------
 
 WORDS, WIDTH, HEADS, LENGTH = 51, 8, 6, 5
-COLUMN, ROW = P(None, "model"), P("model")
+COLUMN = P(None, "model")
+ROW = P("model")
 LEAVES = {
     "emb": ((WORDS, WIDTH), ROW), "norm": ((WIDTH,), P()), "q": ((WIDTH, 12), COLUMN), "k": ((WIDTH, 12), COLUMN),
     "v": ((WIDTH, 12), COLUMN), "o": ((12, WIDTH), ROW), "up": ((WIDTH, 18), COLUMN), "bias": ((18,), ROW),
@@ -104,7 +105,8 @@ def train(loss_fn, sizes, stage=0, lay=None, steps=5, **options):
     mesh = fs.make_mesh(sizes)
     params_of_mesh = fs.shard_params(params(), rules(stage) if lay is None else lay, mesh=mesh)
     opt = fs.partition_optimizer(CLIPPED, mesh=mesh, axis="data", stage=stage)
-    step, numbers = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options), []
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options)
+    numbers = []
     state = opt.init(params_of_mesh)
     for turn in range(steps):
         params_of_mesh, state, metrics = step(params_of_mesh, state, batch_of(12 + turn))
@@ -177,10 +179,8 @@ def test_sharded_parameters_send_nothing_over_local_axes(stage):
         tree = {"up": torch.ones(4, width), "down": torch.ones(width, 4)}
         own = fs.shard_params(tree, fs.fsdp("data", within=lay) if stage == 3 else lay, mesh=mesh)
         opt = fs.partition_optimizer(CLIPPED, mesh=mesh, axis="data", stage=stage)
-        state, step = (
-            opt.init(own),
-            fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), local="model"),
-        )
+        state = opt.init(own)
+        step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), local="model")
         own, state, _ = step(own, state, torch.ones(8, 4))
         with fs.ledger() as comm:
             step(own, state, torch.ones(8, 4))
@@ -189,7 +189,8 @@ def test_sharded_parameters_send_nothing_over_local_axes(stage):
             actual["model" in axes] += bytes_
         return actual
 
-    small, large = sent(6), sent(600)
+    small = sent(6)
+    large = sent(600)
     assert small[True] == large[True] < 2000
     assert large[False] > 50 * small[False]  # over "data", gradients are
 
@@ -294,7 +295,8 @@ def test_psum_that_zeros_hide_is_missed_in_the_next_step():
 
 def test_loss_that_differs_by_rounding_is_equal():
     """A ring adds in another order on each device."""
-    mesh, x = fs.make_mesh({"data": 1, "model": 3}), torch.randn(9, 4)
+    mesh = fs.make_mesh({"data": 1, "model": 3})
+    x = torch.randn(9, 4)
     shards = {"up": torch.randn(4, 6), "down": torch.randn(6, 4)}
     p = fs.shard_params(shards, TWO_LAYERS, mesh=mesh)
 
@@ -315,7 +317,8 @@ def test_loss_that_differs_by_rounding_is_equal():
 
 def test_pmean_of_losses_that_differ_trains_their_mean():
     mesh = fs.make_mesh({"data": 2, "model": 2})
-    full, x = two_layers(), torch.randn(8, 4)
+    full = two_layers()
+    x = torch.randn(8, 4)
     p = fs.shard_params(full, TWO_LAYERS, mesh=mesh)
 
     def loss_fn(p, x):
@@ -478,7 +481,8 @@ def test_inner_jvp_through_a_collective_along_a_local_axis_equals_one_devices():
 
 
 def test_certify_names_forgotten_psum():
-    mesh, tree = fs.make_mesh({"data": 2, "model": 2}), two_layers()
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    tree = two_layers()
     how = {"within": TWO_LAYERS, "local": "model"}
     x = torch.randn(8, 4)
     for options in ({}, {"reproducible": True}, {"reproducible": True, "precision": "bf16"}):
@@ -492,7 +496,8 @@ def test_certify_names_forgotten_psum():
 
 def test_certify_needs_the_rules_of_local_axes():
     """Without them each device would have full parameters, and the verdict would be reversed."""
-    mesh, x = fs.make_mesh({"data": 2, "model": 2}), torch.randn(8, 4)
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    x = torch.randn(8, 4)
     with pytest.raises(ValueError, match="within must be the rules"):
         fs.testing.certify(summed_loss, two_layers(), x, CLIPPED, mesh, local="model")
 
@@ -537,7 +542,8 @@ def layouts(draw, ndim):
 @given(st.data(), st.lists(st.integers(1, 7), min_size=1, max_size=3))
 def test_uneven_parameters_are_resharded_exactly(data, shape):
     x = torch.arange(float(math.prod(shape))).reshape(shape)
-    before, after = data.draw(layouts(len(shape))), data.draw(layouts(len(shape)))
+    before = data.draw(layouts(len(shape)))
+    after = data.draw(layouts(len(shape)))
     actual = fs.reshard(fs.device_put(x, before), after)
     actual.check()
     assert torch.equal(fs.unshard(actual), x)
@@ -585,23 +591,17 @@ def steps_with_samples(mesh, kind, stages=False):
     if stages:
         schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
         options = {"schedule": schedule, "loss": lambda y, x: y.square().mean()}
-        w, given = (
-            fs.shard_stages([torch.ones(2), torch.ones(2)], mesh=mesh, schedule=schedule),
-            [torch.mul] * 2,
-        )
+        w = fs.shard_stages([torch.ones(2), torch.ones(2)], mesh=mesh, schedule=schedule)
+        given = [torch.mul] * 2
     else:
-        options, w = (
-            {"local": "model"},
-            fs.shard_params(torch.ones(2, 2), P(None, "model"), mesh=mesh),
-        )
+        options = {"local": "model"}
+        w = fs.shard_params(torch.ones(2, 2), P(None, "model"), mesh=mesh)
 
         def given(w, x):
             return fs.psum((x @ w).square().mean(), "model")
 
-    run, along = (
-        fs.value_and_grad(given, mesh=mesh, batch=P("data"), **options),
-        coordinates["pipe" if stages else "model"],
-    )
+    run = fs.value_and_grad(given, mesh=mesh, batch=P("data"), **options)
+    along = coordinates["pipe" if stages else "model"]
     try:
         for step in range(3):
             x = fs.from_local(samples_of(coordinates["data"], along, step, "right"), layout)

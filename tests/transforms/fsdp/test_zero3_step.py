@@ -16,7 +16,8 @@ from tests.mesh.runtimes import echo
 
 N, UNITS, SIZE = 4, 6, 32
 LEAF = SIZE * SIZE * 4
-UNIT, SHARD = 2 * LEAF, 2 * LEAF // N
+UNIT = 2 * LEAF
+SHARD = 2 * LEAF // N
 
 
 class Block(torch.nn.Module):
@@ -73,10 +74,8 @@ def after_two_steps(stage=3, **options):
         donate=True,
         **options,
     )
-    state, batch = (
-        opt.init(params),
-        fs.device_put(torch.ones(2 * N, SIZE), fs.Layout(mesh, P("data"))),
-    )
+    state = opt.init(params)
+    batch = fs.device_put(torch.ones(2 * N, SIZE), fs.Layout(mesh, P("data")))
     for _ in range(2):
         params, state, _ = step(params, state, batch)
     echo.forget()
@@ -96,7 +95,9 @@ def test_step_launches_everything_before_anything_completes(alone):
     step, params, state, batch = after_two_steps()
     step(params, state, batch)
     names = [work.name for work in echo.works]
-    forward, backward, end = names[:UNITS], names[UNITS:-2], names[-2:]
+    forward = names[:UNITS]
+    backward = names[UNITS:-2]
+    end = names[-2:]
     assert forward == ["all_gather"] * UNITS
     assert (
         sorted(backward) == ["all_gather"] * (UNITS - 2) + ["reduce_scatter"] * UNITS

@@ -70,7 +70,8 @@ def sgd(model):
 
 
 def train_serial(name, mask=None):
-    model, batch = model_of(name), batch_of(name, mask)
+    model = model_of(name)
+    batch = batch_of(name, mask)
     optimizer = sgd(model)
     for _ in range(2):
         loss_of(model(**batch), batch).backward()
@@ -80,7 +81,8 @@ def train_serial(name, mask=None):
 
 
 def train(name, make=model_of, mask=None, **options):
-    model, batch = make(name), batch_of(name, mask)
+    model = make(name)
+    batch = batch_of(name, mask)
     booster = fs.Booster(fs.HybridParallelPlugin(**options))
     model, optimizer, *_ = booster.boost(model, sgd(model))
     for _ in range(2):

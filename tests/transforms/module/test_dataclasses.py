@@ -111,7 +111,8 @@ def trained(params, stage):
         axis="data",
         stage=stage,
     )
-    state, step = opt.init(sharded_params), fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"))
+    state = opt.init(sharded_params)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"))
     for turn in range(2):
         sharded_params, state, _ = step(
             sharded_params, state, torch.full((4, 4), 1.0 + turn, dtype=torch.float64)
@@ -122,16 +123,19 @@ def trained(params, stage):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_dataclass_parameters_train_as_dicts(kind, stage):
-    own, expected = trained(model(kind), stage), trained(model(Block, Block), stage)
+    own = trained(model(kind), stage)
+    expected = trained(model(Block, Block), stage)
     assert type(own) is Model and own.rate == 0.5
     assert [type(x) for x in (*own.blocks, own.head)] == [kind] * 3 and own.blocks[1].b is None
-    actual, wanted = flatten(own)[0], flatten(expected)[0]
+    actual = flatten(own)[0]
+    wanted = flatten(expected)[0]
     assert len(actual) == 5 and all(map(torch.equal, actual, wanted))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rules_match_dataclass_fields(kind):
-    mesh, params = fs.make_mesh({"data": 2}), model(kind)
+    mesh = fs.make_mesh({"data": 2})
+    params = model(kind)
     if kind is not Strict:  # which does not take specs
         sharded_params = fs.shard_params(
             params, Model([P("data"), P()], kind(w=P(None, "data"), b=P())), mesh=mesh

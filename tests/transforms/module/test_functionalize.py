@@ -68,7 +68,8 @@ def assert_untouched(module, before):
 @each_module
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_apply_called_twice_equals_module_called_twice(kind, train):
-    module, plain = made(kind).train(train), made(kind).train(train)
+    module = made(kind).train(train)
+    plain = made(kind).train(train)
     apply, params, buffers = functionalize(module)
     before = snapshot(module)
     x = torch.randn(3, D)
@@ -98,7 +99,8 @@ class Writing(nn.Module):
 
     def __init__(self, write, frozen=False):
         super().__init__()
-        self.layer, self.write = nn.Linear(D, D).requires_grad_(not frozen), write
+        self.layer = nn.Linear(D, D).requires_grad_(not frozen)
+        self.write = write
 
     def forward(self, x):
         with torch.no_grad():
@@ -127,7 +129,8 @@ def test_frozen_parameters_declared_as_buffers_are_updated():
     class Momentum(nn.Module):
         def __init__(self):
             super().__init__()
-            self.online, self.target = nn.Linear(D, D), nn.Linear(D, D).requires_grad_(False)
+            self.online = nn.Linear(D, D)
+            self.target = nn.Linear(D, D).requires_grad_(False)
 
         def forward(self, x):
             with torch.no_grad():
@@ -145,7 +148,8 @@ def test_frozen_parameters_declared_as_buffers_are_updated():
         "target.bias",
     ]
     before = {name: x.clone() for name, x in buffers.items()}
-    x, now = torch.randn(3, D), buffers
+    x = torch.randn(3, D)
+    now = buffers
     for _ in range(3):
         output, now = apply(params, now, x)
         close(output, plain(x))
@@ -201,7 +205,8 @@ def test_apply_without_grad_keeps_no_parameters():
 
 @each_module
 def test_apply_accepts_other_tensors(kind):
-    module, other = made(kind).eval(), made(kind, seed=1).eval()
+    module = made(kind).eval()
+    other = made(kind, seed=1).eval()
     apply, _, _ = functionalize(module)
     _, params, buffers = functionalize(other)
     x = torch.randn(3, D)
@@ -274,7 +279,8 @@ def test_torch_func_transforms_apply_to_the_function(kind):
         return output.square().sum(), after
 
     gradients, after = grad(loss, has_aux=True)(params, x)
-    y, _ = (own := made(kind))(x), None
+    y = (own := made(kind))(x)
+    _ = None
     y.square().sum().backward()
     for name, g in gradients.items():
         p = own.get_parameter(name)
@@ -298,7 +304,8 @@ def test_any_module_tree_equals_the_module(data):
     torch.manual_seed(0)
     leaves = [nn.Linear(D, D) for _ in range(3)] + [nn.BatchNorm1d(D)]
     for _ in range(data.draw(st.integers(0, 2))):
-        i, j = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
+        i = data.draw(st.integers(0, 2))
+        j = data.draw(st.integers(0, 2))
         leaves[i].weight = leaves[j].weight
     tree = st.recursive(
         st.integers(0, 3).map(lambda i: leaves[i]),
@@ -386,7 +393,9 @@ class Normed(nn.Module):
     def __init__(self, dims, **options):
         super().__init__()
         kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[dims]
-        self.first, self.norm, self.second = nn.Linear(4, 4), kind(3, **options), nn.Linear(4, 1)
+        self.first = nn.Linear(4, 4)
+        self.norm = kind(3, **options)
+        self.second = nn.Linear(4, 1)
 
     def forward(self, x):
         y = self.first(x)  # (batch, channels, ...) as they come

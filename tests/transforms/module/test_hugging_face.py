@@ -40,7 +40,8 @@ def trained(model, n, stage, unit=None, **options):
 
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), aux="rows", **options)
     torch.manual_seed(1)
-    state, losses = opt.init(sharded_params), []
+    state = opt.init(sharded_params)
+    losses = []
     for turn in range(STEPS):
         sharded_params, state, metrics = step(sharded_params, state, batch_of(turn))
         losses.append(metrics["loss"].item())

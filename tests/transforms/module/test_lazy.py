@@ -58,8 +58,10 @@ def test_materialized_stage_draws_by_names():
 
 
 def test_materialize_keeps_tensors_and_ties():
-    first, second = fs.lazy(nn.Linear, 4, 4), fs.lazy(nn.Linear, 4, 4)
-    second.weight, real = first.weight, nn.Linear(4, 4)
+    first = fs.lazy(nn.Linear, 4, 4)
+    second = fs.lazy(nn.Linear, 4, 4)
+    second.weight = first.weight
+    real = nn.Linear(4, 4)
     made = fs.nn.materialize(nn.Sequential(first, real, second), seed=0)
     assert (
         made[0].weight is made[2].weight

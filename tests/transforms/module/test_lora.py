@@ -37,7 +37,8 @@ def train_adapters(model, seed=0):
 
 def test_lora_difference_equals_its_formula():
     torch.manual_seed(0)
-    layer, x = nn.Linear(5, 3).double(), torch.randn(4, 5).double()
+    layer = nn.Linear(5, 3).double()
+    x = torch.randn(4, 5).double()
     model = train_adapters(lora(layer, fs.nn.LoraConfig(r=2, lora_alpha=6)))
     w = layer.weight + 6 / 2 * model.lora_B @ model.lora_A
     torch.testing.assert_close(model(x), x @ w.T + layer.bias)
@@ -114,10 +115,8 @@ def test_lora_trains_selected_parameters(config, trained):
     assert {name for name, x in tuned.named_parameters() if x.requires_grad} == trained
 
 
-TOKENS, LABELS = (
-    torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(1)),
-    torch.arange(8),
-)
+TOKENS = torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(1))
+LABELS = torch.arange(8)
 
 
 CONFIG = fs.nn.LoraConfig(r=2, target_modules=["up", "head", "mix.out_proj"], bias="lora_only")

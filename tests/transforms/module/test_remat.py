@@ -407,7 +407,9 @@ class Residual(nn.Module):
 
     def __init__(self, policy):
         super().__init__()
-        self.up, self.down, self.policy = nn.Linear(4, 4), nn.Linear(4, 4), policy
+        self.up = nn.Linear(4, 4)
+        self.down = nn.Linear(4, 4)
+        self.policy = policy
 
     def forward(self, x):
         layer = remat(
@@ -419,7 +421,8 @@ class Residual(nn.Module):
 @each_policy
 def test_remat_of_sharded_layers_has_equal_gradients(policy):
     """The first step finds how results are sharded: the operations for this are not those of the function."""
-    x, results = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.manual_seed(0)), []
+    x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.manual_seed(0))
+    results = []
     for kept in ("everything", policy):
         torch.manual_seed(1)
         model = Residual(kept).double()

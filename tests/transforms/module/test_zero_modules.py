@@ -89,7 +89,8 @@ def test_frozen_patterns_match_module_names(frozen):
 def test_frozen_parameters_have_no_state_nor_messages(stage, n):
     """A device holds two numbers for each trained one, the parameters at rest, and sends what training the rest takes."""
     mesh = fs.make_mesh({"data": n})
-    base, head = nn.Linear(16, 32), nn.Linear(32, 16)
+    base = nn.Linear(16, 32)
+    head = nn.Linear(32, 16)
     apply, params, buffers = fs.functionalize(
         nn.Sequential(base.requires_grad_(False), nn.Tanh(), head)
     )
@@ -144,8 +145,10 @@ def with_buffers(module, stage, n=N, size=8, lay=lambda buffers, mesh: buffers, 
         return loss_of(y), buffers
 
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), has_buffers=True, **options)
-    own, buffers = placed(params, stage, mesh), lay(buffers, mesh)
-    state, losses = opt.init(own), []
+    own = placed(params, stage, mesh)
+    buffers = lay(buffers, mesh)
+    state = opt.init(own)
+    losses = []
     for x in batches(6, size):
         own, state, buffers, metrics = step(own, state, buffers, x)
         losses.append(metrics["loss"].item())
@@ -333,7 +336,8 @@ def most_whole(monkeypatch, loss_fn, own, mesh, width=6, **options) -> Most:
 @pytest.mark.parametrize(("name", "live", "prefetch"), in_pairs(["plain", *WRAPS], (1, 3), (0, 2)))
 def test_live_units_bound_unsharded_units(monkeypatch, name, live, prefetch):
     wrap = {"plain": lambda block: block, **WRAPS}[name]
-    options, mesh = {"live_units": live, "prefetch": prefetch}, fs.make_mesh({"data": N})
+    options = {"live_units": live, "prefetch": prefetch}
+    mesh = fs.make_mesh({"data": N})
     actual = most_whole(
         monkeypatch,
         lambda p, x: tower(p, x, wrap),
@@ -420,7 +424,9 @@ def of_conjugates(p, x):
 )
 def test_loss_on_units_of_one_leaf_has_gradient_of_torch(loss_fn, dtype, stage):
     draw = torch.randn(3, 4, 4, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    params, x, mesh = {"a": draw[0], "b": draw[1]}, draw[2], fs.make_mesh({"data": N})
+    params = {"a": draw[0], "b": draw[1]}
+    x = draw[2]
+    mesh = fs.make_mesh({"data": N})
     own = fs.shard_params(params, fs.fsdp("data", unit=1) if stage == 3 else P(), mesh=mesh)
     gradients = fs.partition_optimizer(
         fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=stage

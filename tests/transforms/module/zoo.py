@@ -18,7 +18,8 @@ class Perceptron(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
         self.blocks[3].weight = self.blocks[0].weight
         self.blocks[1].requires_grad_(False)
-        self.unused, self.head = nn.Linear(D, D), nn.Linear(D, 3)
+        self.unused = nn.Linear(D, D)
+        self.head = nn.Linear(D, 3)
 
     def forward(self, x):
         for block in self.blocks:
@@ -47,7 +48,8 @@ class TiedWords(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.norm = nn.Embedding(7, 6, padding_idx=0), nn.LayerNorm(6)
+        self.embedding = nn.Embedding(7, 6, padding_idx=0)
+        self.norm = nn.LayerNorm(6)
         self.head = nn.Linear(6, 7, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -96,7 +98,8 @@ class Lists(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+        self.a = nn.Linear(D, D)
+        self.b = nn.Linear(D, D)
         self.ws = nn.ParameterList([torch.randn(D), torch.randn(D)])
         self.named = nn.ParameterDict({"scale": torch.randn(D)})
         self.plain = [self.a, (self.b, "name")]
@@ -128,7 +131,11 @@ class Stateful(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(D, D)
-        self.calls, self.mean, self.odd, self.table, self.seen = 0, 0.0, False, None, torch.zeros(D)
+        self.calls = 0
+        self.mean = 0.0
+        self.odd = False
+        self.table = None
+        self.seen = torch.zeros(D)
         self.smooth = None
 
     def forward(self, x):
@@ -162,7 +169,8 @@ class Closing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight, self.scale = nn.Parameter(torch.randn(D, 2)), 0.5
+        self.weight = nn.Parameter(torch.randn(D, 2))
+        self.scale = 0.5
         self.times = lambda x: x @ self.weight * self.scale
 
     def forward(self, x):
@@ -176,7 +184,8 @@ class Strided(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(D, 4)), nn.Parameter(torch.ones(1))
+        self.weight = nn.Parameter(torch.randn(D, 4))
+        self.bias = nn.Parameter(torch.ones(1))
         self.offset = torch.linspace(0, 1, 4)
 
     def forward(self, x):
@@ -190,7 +199,8 @@ class Sparse(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table, self.head = nn.Embedding(9, 3, sparse=True), nn.Linear(3, 2)
+        self.table = nn.Embedding(9, 3, sparse=True)
+        self.head = nn.Linear(3, 2)
 
     def forward(self, x):
         return self.head(self.table((x[:, 0] * 3).long().abs() % 9))
@@ -234,7 +244,8 @@ class Choosing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.always, self.sometimes = nn.Linear(D, D), nn.Linear(D, D)
+        self.always = nn.Linear(D, D)
+        self.sometimes = nn.Linear(D, D)
 
     def forward(self, x):
         y = self.always(x)
@@ -293,7 +304,8 @@ def parametrized():
 
 
 def convolutions():
-    down, up = nn.Conv2d(3, 4, 2, padding=1), nn.ConvTranspose2d(4, 3, 2)
+    down = nn.Conv2d(3, 4, 2, padding=1)
+    up = nn.ConvTranspose2d(4, 3, 2)
     return nn.Sequential(
         nn.Unflatten(1, (3, 2, 2)),
         down,

@@ -7,7 +7,8 @@ from torch import nn
 class Head(nn.Module):
     def __init__(self, weight):
         super().__init__()
-        self.weight, self.scale = weight, nn.Parameter(torch.ones(()))
+        self.weight = weight
+        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
         return self.scale * x @ self.weight.T

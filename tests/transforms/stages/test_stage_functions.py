@@ -44,7 +44,9 @@ class Watched(Function):
 
 class Counts:
     def __init__(self):
-        self.saved, self.peak, self.calls = defaultdict(list), defaultdict(int), defaultdict(int)
+        self.saved = defaultdict(list)
+        self.peak = defaultdict(int)
+        self.calls = defaultdict(int)
 
     def __deepcopy__(self, memo):
         return self
@@ -57,7 +59,9 @@ class Counts:
 class Layer(nn.Module):
     def __init__(self, counts, where):
         super().__init__()
-        self.linear, self.drop, self.where = nn.Linear(4, 4), nn.Dropout(0.5), where
+        self.linear = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+        self.where = where
         self.counts = counts
 
     def forward(self, x):
@@ -113,11 +117,13 @@ def test_stage_recomputation_holds_less_memory():
 def test_stage_recomputation_defers_weight_products(recompute):
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(), nn.Linear(4, 4))
     (function,), (params,) = fs.nn.stage_functions([layers], recompute)
-    own, saved = Params(params, trained=True), SavedActivations()
+    own = Params(params, trained=True)
+    saved = SavedActivations()
     x = torch.randn(3, 4, requires_grad=True)
     with saved.recording():
         y = function(own.tree, x)
-    end, inputs = get_gradient_edge(y), [get_gradient_edge(x)]
+    end = get_gradient_edge(y)
+    inputs = [get_gradient_edge(x)]
     with Products() as first:
         (gx,), later = split_backward([end], [torch.ones_like(y)], inputs, own.edges, saved)
     with Products() as second:
@@ -142,7 +148,8 @@ class Products(TorchDispatchMode):
 class Blocks(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.counts = nn.Linear(4, 4), Counts()
+        self.first = nn.Linear(4, 4)
+        self.counts = Counts()
         self.blocks = nn.ModuleList(Layer(self.counts, where) for where in range(4))
 
     def forward(self, x):

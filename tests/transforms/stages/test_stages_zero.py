@@ -25,10 +25,8 @@ WORDS, WIDTH, LENGTH = 13, 6, 5
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.attention = (
-            nn.LayerNorm(WIDTH),
-            nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True),
-        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
         self.mlp = nn.Sequential(
             nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH), nn.Dropout(0.1)
         )
@@ -124,7 +122,8 @@ def serial(model, batches, opt, data, zero=None, loss=entropy, has_buffers=False
     """Train the whole model, without stages."""
     mesh = fs.make_mesh({"data": data}, runtime="virtual")
     apply, params, buffers = fs.functionalize(model)
-    params, opt = fs.shard_params(params, at_rest(zero), mesh=mesh), optimizer(opt, mesh, zero)
+    params = fs.shard_params(params, at_rest(zero), mesh=mesh)
+    opt = optimizer(opt, mesh, zero)
 
     def loss_fn(params, *inputs):
         y, after = apply(params, inputs[0] if has_buffers else buffers, inputs[-1][0])
@@ -141,11 +140,10 @@ def in_stages(
 ):
     """Train it in stages; return what `serial` does."""
     mesh = fs.make_mesh({"pipe": schedule.devices, "data": data})
-    stages, buffers = fs.pipeline.split_stages(model, schedule.stages, "uniform"), None
-    params, opt = (
-        fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule),
-        optimizer(opt, mesh, zero),
-    )
+    stages = fs.pipeline.split_stages(model, schedule.stages, "uniform")
+    buffers = None
+    params = fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule)
+    opt = optimizer(opt, mesh, zero)
     if options.get("has_buffers"):
         trees = [dict(stage.named_buffers()) for stage in stages]
         buffers = fs.shard_stages(trees, mesh=mesh, schedule=schedule)
@@ -197,7 +195,9 @@ def at_once(stages, opt, **options):
 
 def trained(step, params, opt, batches, buffers=None):
     torch.manual_seed(7)
-    state, seen, rest = opt.init(params), [], [] if buffers is None else [buffers]
+    state = opt.init(params)
+    seen = []
+    rest = [] if buffers is None else [buffers]
     for batch in batches:
         params, state, *rest, metrics = step(params, state, *rest, batch)
         seen.append(tree_leaves(fs.unshard(metrics)))
@@ -229,8 +229,10 @@ class Drawn:
     """A training, all of which is drawn."""
 
     def __init__(self, choose, devices=(1, 2, 3), datas=(1, 2, 3, 4), zeros=(None, 0, 1, 2, 3)):
-        self.data, self.zero = choose(datas), choose(zeros)
-        name, count = choose(sorted(BUILDERS)), choose(devices)
+        self.data = choose(datas)
+        self.zero = choose(zeros)
+        name = choose(sorted(BUILDERS))
+        count = choose(devices)
         stages = count * (1 if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2)
         self.microbatches = choose(
             [1, 2, 3, 4, 6] if self.data == 1 else [1, 2, 4]
@@ -248,7 +250,8 @@ class Drawn:
         )
         self.recompute = choose(["never", "never", "always", "except_last", 1])
         self.options = {"precision": "fp16"} if self.opt == "scaled" else self.options
-        self.blocks, self.size = max(stages - 2, choose([0, 1, 2, 3])), choose([1, 5, 8, 12, 13])
+        self.blocks = max(stages - 2, choose([0, 1, 2, 3]))
+        self.size = choose([1, 5, 8, 12, 13])
 
     def __repr__(self):
         return f"Drawn({self.__dict__})"
@@ -404,12 +407,15 @@ def chunk(numbers, devices):
 @pytest.mark.parametrize(("name", "gathers"), [("1f1b", [1, 1]), ("bfs", [2, 2, 1, 1])])
 def test_staged_memory_and_bytes_equal_theory(name, gathers, zero):
     """Of each stage D devices hold 1/D, gather the rest once for each time that it is used anew, and send their sums."""
-    data, microbatches, stages = 4, 3, len(gathers)
+    data = 4
+    microbatches = 3
+    stages = len(gathers)
     schedule = fs.pipeline_schedule(name, stages=stages, microbatches=microbatches)
     mesh = fs.make_mesh({"pipe": 2, "data": data})
     params = fs.shard_stages(weights(stages), at_rest(zero), mesh=mesh, schedule=schedule)
     opt = optimizer(fs.optim.adam(0.1), mesh, zero)
-    state, sizes = opt.init(params), [36, 6]
+    state = opt.init(params)
+    sizes = [36, 6]
     full = sum(sizes)
     seen = []
 
@@ -452,7 +458,9 @@ def test_staged_memory_and_bytes_equal_theory(name, gathers, zero):
 
 def test_live_units_bound_unsharded_stages():
     schedule = fs.pipeline_schedule("interleaved", stages=6, devices=2, microbatches=4)
-    mesh, most, seen = fs.make_mesh({"pipe": 2, "data": 2}), {}, []
+    mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    most = {}
+    seen = []
     params = fs.shard_stages(weights(6), fs.fsdp("data"), mesh=mesh, schedule=schedule)
 
     def watched(w, x):
@@ -479,9 +487,11 @@ def test_live_units_bound_unsharded_stages():
 @pytest.mark.parametrize("axes", [{}, {"data": 2}])
 def test_replicated_batch_splits_into_microbatches(axes):
     """On a mesh that has nothing but the pipeline, say."""
-    model, batch = gpt(3).eval(), tokens(7)
+    model = gpt(3).eval()
+    batch = tokens(7)
     schedule = fs.pipeline_schedule("zb-h1", stages=3, microbatches=2)
-    mesh, stages = fs.make_mesh({"pipe": 3, **axes}), fs.pipeline.split_stages(model, 3)
+    mesh = fs.make_mesh({"pipe": 3, **axes})
+    stages = fs.pipeline.split_stages(model, 3)
     params = fs.shard_stages(stages, P.flat(*axes) if axes else None, mesh=mesh, schedule=schedule)
     opt = fs.optim.sgd(1.0)
     step = fs.train_step(stages, opt, mesh=mesh, batch=P(), schedule=schedule, loss=entropy)
@@ -496,7 +506,8 @@ def test_replicated_batch_splits_into_microbatches(axes):
 
 
 def test_nonfinite_step_is_skipped_by_all_stages():
-    model, schedule = gpt(2), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+    model = gpt(2)
+    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
 
     def burst(y, batch):
         return entropy(y, batch) + torch.where(batch[1][0, 0] == 0, torch.inf, 0.0) * y.sum()
@@ -515,7 +526,8 @@ def test_nonfinite_step_is_skipped_by_all_stages():
 
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_microbatch_of_weight_zero_adds_nothing(reproducible):
-    model, schedule = gpt(2), fs.pipeline_schedule("zb-h1", stages=2, microbatches=4)
+    model = gpt(2)
+    schedule = fs.pipeline_schedule("zb-h1", stages=2, microbatches=4)
 
     def of_words_alone(y, batch):
         """A mean over the words that are not 0; without any, neither it nor its gradient is a number."""
@@ -537,10 +549,8 @@ def test_microbatch_of_weight_zero_adds_nothing(reproducible):
 
 
 def test_function_stages_accept_skips_and_any_batch():
-    mesh, schedule = (
-        fs.make_mesh({"pipe": 3, "data": 2}),
-        fs.pipeline_schedule("gpipe", stages=3, microbatches=2),
-    )
+    mesh = fs.make_mesh({"pipe": 3, "data": 2})
+    schedule = fs.pipeline_schedule("gpipe", stages=3, microbatches=2)
 
     def first(w, x):
         return x["x"] * w, {"far": {"x": x["x"], "n": x["n"]}}
@@ -575,10 +585,8 @@ def test_function_stages_accept_skips_and_any_batch():
 
 
 def test_unused_stage_parameters_stay_unchanged():
-    mesh, schedule = (
-        fs.make_mesh({"pipe": 2, "data": 2}),
-        fs.pipeline_schedule("1f1b", stages=2, microbatches=2),
-    )
+    mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
     trees = [
         {"w": torch.tensor(2.0), "idle": torch.ones(3), "n": torch.tensor(4)},
         {"w": torch.tensor(3.0)},
@@ -613,7 +621,8 @@ def normalised(seed=0):
 @pytest.mark.parametrize("recompute", ["never", "always", 1])
 def test_stage_buffers_are_means_over_microbatches(recompute):
     """In reproducible mode: as without stages, to the bit; two steps."""
-    model, schedule = normalised(), fs.pipeline_schedule("zbv", stages=4, microbatches=2)
+    model = normalised()
+    schedule = fs.pipeline_schedule("zbv", stages=4, microbatches=2)
     batches = [
         (torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)),)
         for n in (1, 2)
@@ -636,10 +645,8 @@ def test_stage_buffers_are_means_over_microbatches(recompute):
 def running_statistics(data, microbatches, momentum=0.1, sync=None, samples=12):
     """Train two steps in stages, of which the first is a BatchNorm; return its buffers, and those of torch's."""
     schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=microbatches)
-    mesh, layer = (
-        fs.make_mesh({"pipe": 2, "data": data}),
-        nn.BatchNorm2d(3, momentum=momentum).double(),
-    )
+    mesh = fs.make_mesh({"pipe": 2, "data": data})
+    layer = nn.BatchNorm2d(3, momentum=momentum).double()
     apply, params, buffers = fs.functionalize(layer, sync_batchnorm=sync)
     trees = [
         fs.shard_stages([tree, {}], mesh=mesh, schedule=schedule) for tree in (params, buffers)
@@ -655,10 +662,8 @@ def running_statistics(data, microbatches, momentum=0.1, sync=None, samples=12):
         "loss": mean_square,
         "has_buffers": True,
     }
-    step, state = (
-        fs.train_step(stages, fs.optim.sgd(0.1), **options),
-        fs.optim.sgd(0.1).init(trees[0]),
-    )
+    step = fs.train_step(stages, fs.optim.sgd(0.1), **options)
+    state = fs.optim.sgd(0.1).init(trees[0])
     draw = torch.Generator().manual_seed(0)
     for _ in range(2):
         x = torch.randn(samples, 3, 2, 2, dtype=torch.float64, generator=draw)
@@ -679,11 +684,10 @@ def test_stage_batchnorm_has_running_statistics_of_the_batch(options):
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_evaluate_runs_stages_forward_only(zero):
-    model, batch = gpt(3).eval(), tokens(7)
-    mesh, schedule = (
-        fs.make_mesh({"pipe": 2, "data": 2}),
-        fs.pipeline_schedule("zbv", stages=4, microbatches=2),
-    )
+    model = gpt(3).eval()
+    batch = tokens(7)
+    mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    schedule = fs.pipeline_schedule("zbv", stages=4, microbatches=2)
     stages = fs.pipeline.split_stages(model, 4)
     params = fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule)
     options = {
