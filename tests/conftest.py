@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import foreign_backward
-from tests.processes import HAS_FOREIGN_ENGINE, HAS_RULES, Processes
+from tests.helpers import foreign_backward
+from tests.helpers.processes import HAS_FOREIGN_ENGINE, HAS_RULES, Processes
 
 pytest_plugins = ["pytester"]
 
@@ -31,7 +31,7 @@ settings.register_profile(
 settings.register_profile("thorough", settings.get_profile("fshard"), max_examples=500)
 settings.load_profile(os.environ.get("FSHARD_EXAMPLES", "fshard"))
 
-if HAS_FOREIGN_ENGINE:  # here; `tests.processes` installs it in processes
+if HAS_FOREIGN_ENGINE:  # here; `tests.helpers.processes` installs it in processes
     foreign_backward.install()
 
 

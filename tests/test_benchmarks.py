@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.processes import run_processes
 from tests.mesh.runtimes.nccl_rules import Ruled
-from tests.processes import run_processes
 
 RULES = {"FSHARD_BACKEND": "nccl_rules"}
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.examples import python_blocks, run_block
+from tests.helpers.examples import python_blocks, run_block
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))

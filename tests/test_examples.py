@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tests.examples import losses, printed
-from tests.processes import run_processes
+from tests.helpers.examples import losses, printed
+from tests.helpers.processes import run_processes
 
 SMALL = ("--steps", "4", "--batch", "12", "--microbatches", "3", "--width", "4", "--reproducible")
 

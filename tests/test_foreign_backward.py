@@ -9,11 +9,11 @@ import os
 import pytest
 import torch
 
-from tests.foreign_backward import foreign_backward
-from tests.foreign_programs import (
+from tests.helpers.foreign_backward import foreign_backward
+from tests.helpers.foreign_programs import (
     PROGRAMS,
 )
-from tests.processes import Processes
+from tests.helpers.processes import Processes
 
 
 def both(name):

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tests.examples import python_blocks
-from tests.processes import run_processes
+from tests.helpers.examples import python_blocks
+from tests.helpers.processes import run_processes
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCKS = python_blocks(README.read_text())

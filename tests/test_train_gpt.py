@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from tests.examples import printed
-from tests.processes import run_processes
+from tests.helpers.examples import printed
+from tests.helpers.processes import run_processes
 
 STEPS = 3
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fshard as fs
-from tests.sampled import in_pairs
-from tests.training import WAYS, Case, adamw, assert_trained_alike, by_train_step, momentum
+from tests.helpers.sampled import in_pairs
+from tests.helpers.training import WAYS, Case, adamw, assert_trained_alike, by_train_step, momentum
 from tests.transforms.module.zoo import MODULES, D
 
 pytestmark = pytest.mark.filterwarnings(

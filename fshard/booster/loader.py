@@ -146,7 +146,7 @@ class _Loop(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """What a sampler has chosen for an epoch of a seed."""
+    """The choice of a sampler in an epoch, by its seed."""
 
     seed: int
     epoch: int

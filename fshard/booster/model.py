@@ -45,7 +45,7 @@ def shard_model(
     Args:
         plugin: with a mesh.
         model: with full parameters, or lazy layers.
-        source: says which parameters are trained.
+        source: decides which parameters are trained.
         parts: of `plugin.split`, where the caller needs them too.
         in_place: True for a model that runs itself: it gives up the memory of its parameters.
     """
@@ -91,7 +91,7 @@ def shard_model(
 
 
 def stages_of(options: Mapping[str, Any]) -> Any:
-    """Return the options of a step that say which device has which stages."""
+    """Return the options of a step that decide which device has which stages."""
     return {name: options[name] for name in ("mesh", "schedule", "axis")}
 
 

@@ -127,7 +127,7 @@ def legal_plans(
 
 
 _SIZES = ("tensor", "pipeline", "sequence", "experts", "replicas", "data")
-"""All of `SIZES`; plans that are equally good stand in this order, those of few changes first."""
+"""All of `SIZES`; plans that are equally good are ranked in this order."""
 assert set(_SIZES) == set(SIZES)
 
 

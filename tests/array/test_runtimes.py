@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 
 
 def program(runtime=None):

@@ -8,7 +8,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.booster.plugins import Plugin
-from tests.training import momentum
+from tests.helpers.training import momentum
 
 PLUGINS = {
     "ddp": fs.DDPPlugin,

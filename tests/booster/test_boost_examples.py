@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.examples import printed
+from tests.helpers.examples import printed
 
 
 def losses(text):

@@ -14,7 +14,7 @@ import fshard as fs
 from fshard.errors import MismatchError, ScopeError
 from fshard.mesh.layout.arithmetic import balanced_range
 from tests.booster.loops import PLUGINS, Loop, assert_close, unequal_bits
-from tests.training import momentum
+from tests.helpers.training import momentum
 
 COUNT, SIZE = 19, 8  # the last batch has 3: for four devices one each, and none
 REPRODUCIBLE = {"reproducible": partial(fs.FSDPPlugin, reproducible=True)}

@@ -9,7 +9,7 @@ from torch import nn
 import fshard as fs
 from fshard import P
 from tests.booster.loops import assert_close, on_devices
-from tests.training import PLUGINS, Case, assert_trained_alike, boosted
+from tests.helpers.training import PLUGINS, Case, assert_trained_alike, boosted
 
 
 class Bags:

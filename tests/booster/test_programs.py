@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from tests.booster.loops import Loop, assert_close, on_devices, unequal_bits
-from tests.sampled import in_pairs
-from tests.training import PLUGINS, adamw, momentum
+from tests.helpers.sampled import in_pairs
+from tests.helpers.training import PLUGINS, adamw, momentum
 
 
 def rows(seed):

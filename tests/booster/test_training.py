@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fshard as fs
 from fshard.errors import OptimizerError
 from tests.booster.loops import PLUGINS, Loop, assert_close, mesh_of, on_devices, unequal_bits
-from tests.sampled import in_pairs
+from tests.helpers.sampled import in_pairs
 
 
 class Attention(nn.Module):

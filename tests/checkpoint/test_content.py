@@ -17,8 +17,8 @@ import fshard as fs
 from fshard import P
 from fshard.checkpoint.names import JoinedArray
 from fshard.errors import CheckpointError
-from tests.checkpoint.programs import mesh
-from tests.processes import run_processes
+from tests.checkpoint.helpers.programs import mesh
+from tests.helpers.processes import run_processes
 
 # -- random generators ------------------------------------------------------------------------------------------------
 

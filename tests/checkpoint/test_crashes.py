@@ -21,8 +21,8 @@ import fshard as fs
 from fshard.checkpoint import files
 from fshard.checkpoint.files import LOCK, Lock, is_locked, locked_folder
 from fshard.errors import CheckpointError
-from tests.checkpoint.versions import loaded, tree
-from tests.processes import run_processes
+from tests.checkpoint.helpers.versions import loaded, tree
+from tests.helpers.processes import run_processes
 
 MODULES = [sys.modules[f"fshard.checkpoint.{name}"] for name in ("files", "save", "folder")]
 
@@ -421,7 +421,7 @@ KILLED = """
 import mmap, os, random, signal, sys, time
 from pathlib import Path
 import torch, fshard as fs
-from tests.checkpoint.versions import loaded, tree
+from tests.checkpoint.helpers.versions import loaded, tree
 
 path, done, value = sys.argv[1], mmap.mmap(-1, 8), 0
 for turn in range(50):

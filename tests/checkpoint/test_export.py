@@ -15,10 +15,10 @@ import fshard as fs
 from fshard import P
 from fshard.errors import CheckpointError
 from tests.booster.checkpointed import PLUGINS, adamw, network
-from tests.checkpoint.exported import CONFIGS, trained
-from tests.checkpoint.programs import export_all, growth_of_memory, mesh
-from tests.checkpoint.tiny import tensors, tiny
-from tests.processes import run_processes
+from tests.checkpoint.helpers.exported import CONFIGS, trained
+from tests.checkpoint.helpers.programs import export_all, growth_of_memory, mesh
+from tests.checkpoint.helpers.tiny import tensors, tiny
+from tests.helpers.processes import run_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 LAYOUTS = [

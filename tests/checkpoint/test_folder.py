@@ -19,8 +19,8 @@ from fshard import P
 from fshard.checkpoint import files
 from fshard.checkpoint.folder import remove
 from fshard.errors import CheckpointError
+from tests.helpers.processes import run_processes
 from tests.mesh.layout.fake_gpu import FakeEvent, FakeGpu
-from tests.processes import run_processes
 
 
 def tree(step):

@@ -22,9 +22,9 @@ from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.source import Target
 from fshard.command import main
 from fshard.errors import CheckpointError
-from tests.checkpoint.programs import growth_of_memory, mesh, save_dtensors
-from tests.checkpoint.tiny import tensors, tiny
-from tests.processes import run_processes
+from tests.checkpoint.helpers.programs import growth_of_memory, mesh, save_dtensors
+from tests.checkpoint.helpers.tiny import tensors, tiny
+from tests.helpers.processes import run_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 RULES = [

@@ -14,7 +14,7 @@ from fshard import P, optim
 from fshard.checkpoint.names import is_array, leaves_of
 from fshard.mesh.layout import map_leaves
 from fshard.mesh.spmd.run import local_devices
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 from tests.transforms.stages.head import Head
 
 # -- trees of all kinds of leaves -------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import fshard as fs
-from tests.checkpoint.exported import CONFIGS, trained
-from tests.checkpoint.programs import mesh
-from tests.checkpoint.tiny import tiny
+from tests.checkpoint.helpers.exported import CONFIGS, trained
+from tests.checkpoint.helpers.programs import mesh
+from tests.checkpoint.helpers.tiny import tiny
 from tests.transforms.module.third_party import reachable
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft's own

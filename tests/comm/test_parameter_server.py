@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import comm
 from tests.comm.servers import CODES, LIVE, OPTIMIZERS, drawn, gradient, params, server_of
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 
 
 def batch(worker, number):

@@ -13,7 +13,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.experts import balance_loss, grouped_matmul, moe, route, z_loss
 from fshard.optim.contract import pure_step
-from tests.sampled import THOROUGH
+from tests.helpers.sampled import THOROUGH
 
 WIDTH, HIDDEN, ROWS = 4, 3, 16
 OPTIMIZER = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.05))

@@ -20,7 +20,7 @@ from fshard.doctor.examine import Findings, Speed, machine
 from fshard.doctor.visit import judge
 from fshard.launching.torchrun import command
 from fshard.testing.oracles import ORACLES
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 
 # -- run ----------------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ from nbclient import NotebookClient
 
 import fshard as fs
 from fshard.launching import travel
-from tests.ended import gone
-from tests.processes import wrapped
+from tests.helpers.ended import gone
+from tests.helpers.processes import wrapped
 
 
 def total(scale, add=0.0):

@@ -10,7 +10,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.errors import DiskError, LayoutError, MemoryLimitError, OptimizerError
 from fshard.memory import disk, pool
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 
 MESH = fs.make_mesh({"data": 2})
 PARAMS = {"blocks": [torch.ones(6), torch.ones(5)], "head": torch.ones(3)}

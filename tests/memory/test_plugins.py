@@ -8,6 +8,7 @@ import fshard as fs
 from fshard.memory.transfers import stress
 from fshard.mesh.layout import flatten
 from tests.booster.loops import on_devices
+from tests.helpers.sampled import in_pairs
 from tests.memory.offloaded import (
     OPTIMIZERS,
     PLUGINS,
@@ -18,7 +19,6 @@ from tests.memory.offloaded import (
     looped,
     memories,
 )
-from tests.sampled import in_pairs
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from fshard.mesh.layout.kinds import memory_of
 from fshard.optim.leaves import Leaves
 from fshard.optim.torch_optim.instances import optimizer_source
 from tests.memory.training import CASE, OPTIMIZERS, bits, same_bits, trained
-from tests.optim.optimizers import ALL, FOREIGN
-from tests.optim.torch_classes import Factored, Lion
+from tests.optim.helpers.optimizers import ALL, FOREIGN
+from tests.optim.helpers.torch_classes import Factored, Lion
 
 PLACES = [("host", "device"), ("host", "host"), ("disk", "device"), ("disk", "host")]
 OPTIMIZERS |= {

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fshard import optim
 from fshard.optim.contract import copied
-from tests.optim.optimizers import (
+from tests.optim.helpers.optimizers import (
     ALL,
     by_step,
     by_update,

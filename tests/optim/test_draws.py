@@ -11,7 +11,7 @@ import fshard as fs
 from fshard import P
 from fshard.errors import MismatchError, OptimizerError
 from fshard.testing import check_elementwise
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 
 SHAPES = {"a": (5, 3), "b": (5, 3), "c": (7,), "d": (), "f": (15,), "one": (1,)}
 

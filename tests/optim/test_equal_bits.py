@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, optim
-from tests.optim.optimizers import FOREIGN, by_step, by_torch, leaves_of, same, tensor
+from tests.optim.helpers.optimizers import FOREIGN, by_step, by_torch, leaves_of, same, tensor
 
 HALVES = (torch.bfloat16, torch.float16)
 

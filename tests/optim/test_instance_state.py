@@ -12,8 +12,17 @@ from torch import nn
 
 import fshard as fs
 from fshard.errors import CheckpointError, OptimizerError
-from tests.optim.torch_classes import PLUGINS, Factored, Lars, Lion, MyAdagrad, groups_of, net, x_of
-from tests.processes import wrapped
+from tests.helpers.processes import wrapped
+from tests.optim.helpers.torch_classes import (
+    PLUGINS,
+    Factored,
+    Lars,
+    Lion,
+    MyAdagrad,
+    groups_of,
+    net,
+    x_of,
+)
 
 
 class DampedLion(Lion):

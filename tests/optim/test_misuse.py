@@ -12,9 +12,9 @@ import fshard as fs
 from fshard import P, optim
 from fshard.errors import FshardError
 from fshard.optim import schedules
-from tests.optim.optimizers import WHOLE, WRAPPERS, put_tree
-from tests.optim.per_device_rules import ROWS, momentum_init
-from tests.optim.torch_classes import Lars, groups_of, net
+from tests.optim.helpers.optimizers import WHOLE, WRAPPERS, put_tree
+from tests.optim.helpers.per_device_rules import ROWS, momentum_init
+from tests.optim.helpers.torch_classes import Lars, groups_of, net
 
 NAN = float("nan")
 INF = float("inf")

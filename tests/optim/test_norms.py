@@ -14,7 +14,7 @@ from fshard import P, optim
 from fshard.errors import LayoutError, OptimizerError
 from fshard.optim.exact_sum import columns_of, number_of
 from fshard.optim.norms import norm_later
-from tests.optim.optimizers import leaves_of, tensor
+from tests.optim.helpers.optimizers import leaves_of, tensor
 
 
 @pytest.mark.parametrize("order", [1, 2, 3.0])

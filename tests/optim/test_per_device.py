@@ -13,8 +13,8 @@ import fshard as fs
 from fshard import P, optim
 from fshard.mesh.layout import flatten
 from fshard.testing import certify, check_elementwise
-from tests.optim.optimizers import by_step, by_update, put_tree, same, trees
-from tests.optim.per_device_rules import (
+from tests.optim.helpers.optimizers import by_step, by_update, put_tree, same, trees
+from tests.optim.helpers.per_device_rules import (
     MOMENTUM,
     ROWS,
     State,

@@ -11,7 +11,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.optim.leaves import Leaves
 from fshard.optim.sharding import ByLeaf, kinds_of
-from tests.optim.optimizers import (
+from tests.optim.helpers.optimizers import (
     ALL,
     ELEMENTWISE,
     FOREIGN,

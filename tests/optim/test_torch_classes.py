@@ -12,7 +12,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.optim.torch_optim.classes import CLASSES
 from fshard.testing import check_elementwise
-from tests.optim.optimizers import (
+from tests.optim.helpers.optimizers import (
     FOREIGN,
     by_step,
     by_torch,
@@ -24,7 +24,7 @@ from tests.optim.optimizers import (
     tensor,
     trees,
 )
-from tests.optim.torch_classes import (
+from tests.optim.helpers.torch_classes import (
     PLUGINS,
     Factored,
     Lars,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fshard import optim
-from tests.optim.optimizers import (
+from tests.optim.helpers.optimizers import (
     FUSED,
     TWINS,
     WHEN,

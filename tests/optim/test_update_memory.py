@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fshard as fs
 from fshard import optim
 from fshard.mesh.layout.sharded import flatten_shards
-from tests.transforms.placement import placed
+from tests.transforms.helpers.placement import placed
 
 N, SIZE, COUNT = 4, 64, 64
 LEAF = SIZE * SIZE * 4

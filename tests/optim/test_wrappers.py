@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import P, optim
 from fshard.optim.contract import copied
-from tests.optim.optimizers import by_step, by_update, example, leaves_of, same, trees
+from tests.optim.helpers.optimizers import by_step, by_update, example, leaves_of, same, trees
 
 
 def test_chain_steps_as_its_last_optimizer():

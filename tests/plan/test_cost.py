@@ -18,8 +18,8 @@ from fshard.plan import NetworkLink, cost
 from fshard.plan.timing import times_of
 from fshard.plan.trace import CollectiveStart, CollectiveWait, Copy, Operation
 from fshard.source import Site
+from tests.helpers.sampled import THOROUGH
 from tests.plan.machines import FIXED, H100, ROWS, TOKENS, WIDTH, Block
-from tests.sampled import THOROUGH
 
 OPTIMIZERS = {
     "adamw": lambda: optim.adamw(0.1),

@@ -10,7 +10,7 @@ import torch
 
 import fshard as fs
 from fshard.testing.processes import Processes, run_processes
-from tests.ended import gone
+from tests.helpers.ended import gone
 
 # -- processes --------------------------------------------------------------------------------------------------
 

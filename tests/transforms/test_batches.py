@@ -8,7 +8,7 @@ from torch import nn
 
 import fshard as fs
 from fshard import P
-from tests.transforms.gradients import DATA, assert_equal, serial, sharded
+from tests.transforms.helpers.gradients import DATA, assert_equal, serial, sharded
 
 STAGES = (0, 1, 2, 3)
 SIZES = (1, 2, 3, 5, 7, 8, 13)

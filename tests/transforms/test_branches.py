@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 
 EXPERTS = 4
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
-from tests.transforms.gradients import assert_equal, serial, sharded
+from tests.transforms.helpers.gradients import assert_equal, serial, sharded
 
 SIZES = {"w": (4, 6), "v": (6, 4), "b": (6,), "u": (4, 4)}
 

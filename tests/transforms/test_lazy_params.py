@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P
-from tests.processes import run_processes
-from tests.transforms.gradients import assert_equal, serial, sharded
+from tests.helpers.processes import run_processes
+from tests.transforms.helpers.gradients import assert_equal, serial, sharded
 from tests.transforms.module.zoo import MODULES, D
 
 pytestmark = pytest.mark.filterwarnings(

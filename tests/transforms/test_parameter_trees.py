@@ -14,8 +14,8 @@ from fshard.mesh.layout.arithmetic import ravel
 from fshard.optim.leaves import trainable
 from fshard.testing import certify
 from fshard.testing.strategies import axis_subsets, meshes
-from tests.optim.optimizers import optimizers
-from tests.transforms.models import FLOATS, models
+from tests.optim.helpers.optimizers import optimizers
+from tests.transforms.helpers.models import FLOATS, models
 
 STAGES = st.sampled_from((0, 1, 2, 3))
 HALVES = (torch.bfloat16, torch.float16)

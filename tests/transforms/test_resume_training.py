@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import P, optim
 from fshard.mesh.layout import flatten
-from tests.optim.per_device_rules import MOMENTUM, ROWS
+from tests.optim.helpers.per_device_rules import MOMENTUM, ROWS
 
 by_shape = optim.by_label(
     {"m": optim.muon(0.1), "v": optim.adamw(0.1)}, lambda path, x: "m" if x.ndim == 2 else "v"

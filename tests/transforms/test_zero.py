@@ -11,7 +11,7 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.layout import flatten, map_leaves
 from fshard.testing import gpt
-from tests.transforms.placement import placed
+from tests.transforms.helpers.placement import placed
 
 STAGES = (0, 1, 2, 3)
 

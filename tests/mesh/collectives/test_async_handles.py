@@ -6,7 +6,7 @@ import time
 import torch
 
 import fshard as fs
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 
 CALLS = [  # the collective, how many elements (None: all), its options
     (fs.psum, 900, {}),

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard.testing.oracles import ORACLES
+from tests.helpers.processes import run_processes
 from tests.mesh.collectives.cases import all_cases, drawn_cases, large_cases
 from tests.mesh.collectives.conformance import check_runtime
-from tests.processes import run_processes
 
 THOROUGH = os.environ.get("FSHARD_EXAMPLES") == "thorough"
 EXAMPLES = 500 if THOROUGH else 25

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fshard as fs
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 
 NAMES = st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True)
 

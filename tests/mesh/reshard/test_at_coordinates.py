@@ -11,7 +11,7 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.layout import flatten
 from fshard.optim.contract import pure_step
-from tests.optim.per_device_rules import ROWS
+from tests.optim.helpers.per_device_rules import ROWS
 
 MESH = {"pipe": 2, "data": 2}
 

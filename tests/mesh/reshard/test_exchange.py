@@ -12,8 +12,8 @@ from fshard.mesh.reshard.plan import plan
 from fshard.mesh.runtimes.nccl import Nccl
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.spmd.deterministic import deterministic
+from tests.helpers.processes import Processes
 from tests.mesh.reshard.problems import expected_shards, problems
-from tests.processes import Processes
 
 # torch itself uses torch.jit.script in its first jvp
 pytestmark = pytest.mark.filterwarnings(

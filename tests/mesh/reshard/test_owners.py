@@ -14,8 +14,8 @@ from fshard.mesh.layout import flatten
 from fshard.mesh.layout.sharded import flatten_shards
 from fshard.optim.contract import copied, pure_step
 from fshard.optim.sharded.layouts import assign_owners
-from tests.optim.optimizers import ALL
-from tests.transforms.placement import placed
+from tests.optim.helpers.optimizers import ALL
+from tests.transforms.helpers.placement import placed
 
 STAGES = (1, 2, 3)
 

@@ -29,7 +29,7 @@ from fshard.mesh.runtimes.launchers import (
     time_limit,
 )
 from fshard.mesh.runtimes.process import ProcessWorld
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 
 
 def by_hand(rank, world, address, port):

@@ -17,9 +17,9 @@ from fshard.mesh.runtimes import nccl
 from fshard.mesh.runtimes.gloo import Gloo
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
+from tests.helpers.processes import run_processes
 from tests.mesh.runtimes import echo, nccl_rules
 from tests.mesh.runtimes.programs import each_collective, extremes
-from tests.processes import run_processes
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.transforms.agreement import reduce_rows
+from tests.helpers.processes import run_processes
 from tests.mesh.runtimes.programs import each_collective, extremes, the_example
-from tests.processes import run_processes
 
 
 def test_readme_example_on_processes_equals_virtual(four):

@@ -12,12 +12,12 @@ import torch
 import fshard as fs
 from fshard import P
 from fshard.pipeline.schedule.builders import BUILDERS
-from tests import foreign_programs
-from tests.foreign_backward import foreign_backward
-from tests.foreign_programs import adamw, draw, layers
+from tests.helpers import foreign_programs
+from tests.helpers.foreign_backward import foreign_backward
+from tests.helpers.foreign_programs import adamw, draw, layers
+from tests.helpers.processes import Processes
 from tests.mesh.runtimes import nccl_rules
 from tests.mesh.runtimes.programs import the_example
-from tests.processes import Processes
 
 
 def stages(name, count):

@@ -17,8 +17,8 @@ from fshard import P
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
 from fshard.mesh.runtimes.process import leave
 from fshard.mesh.spmd.scope import require
+from tests.helpers.processes import Processes, run_processes
 from tests.mesh.shared_memory.messages import UNEVEN, uneven_message
-from tests.processes import Processes, run_processes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated:DeprecationWarning"

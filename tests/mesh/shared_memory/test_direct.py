@@ -13,8 +13,8 @@ import fshard as fs
 from fshard.mesh.runtimes.process import ProcessWorld, leave
 from fshard.mesh.shared_memory import meet
 from fshard.mesh.shared_memory.transport import SharedMemory
+from tests.helpers.processes import Processes, run_processes
 from tests.mesh.shared_memory.messages import UNEVEN, uneven_message
-from tests.processes import Processes, run_processes
 
 pytestmark = pytest.mark.skipif(
     meet._libc() is None, reason="this system does not read other processes' memory"

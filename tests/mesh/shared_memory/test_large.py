@@ -7,7 +7,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard.mesh.layout import flatten
 from fshard.mesh.shared_memory import meet, peers
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 
 LENGTHS = (120_000, 4, 0, 300_000, 8, 70_000, 16)
 COLLECTIVES = {

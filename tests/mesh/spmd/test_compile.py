@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 import fshard as fs
 from fshard import P
 from fshard.mesh.runtimes.thread_state import batches_nested
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf",  # asked for by Dynamo

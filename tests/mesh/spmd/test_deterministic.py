@@ -9,8 +9,8 @@ import torch
 import fshard as fs
 from fshard import P
 from fshard.mesh.spmd.deterministic import deterministic, missing_cuda_settings
+from tests.helpers.processes import run_processes
 from tests.mesh.runtimes import nccl_rules
-from tests.processes import run_processes
 
 N = 4
 SUMMANDS = torch.tensor([1e8, 1.0, -1e8, 1.0, 1e8, 3.0, -1e8, 0.1])

@@ -5,7 +5,7 @@ import torch
 import fshard as fs
 from fshard import P
 from fshard.errors import LostProcessError, MismatchError, PromiseError
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 
 X = torch.arange(1.0, 13).double().view(6, 2)
 W = torch.tensor([0.5, -2.0]).double()

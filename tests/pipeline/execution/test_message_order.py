@@ -14,8 +14,8 @@ from fshard.mesh.runtimes.nccl import direction
 from fshard.mesh.runtimes.virtual import Parcel, VirtualWorld
 from fshard.pipeline.execution.pipelined import pipelined
 from fshard.pipeline.schedule.builders import BUILDERS, pipeline_schedule
+from tests.helpers.processes import run_processes
 from tests.mesh.runtimes import nccl_rules
-from tests.processes import run_processes
 
 TWO_EACH = {"interleaved", "bfs", "zbv", "v-half", "v-min", "dualpipe-v"}
 

@@ -21,7 +21,7 @@ from fshard.pipeline.schedule.actions import Action, Kind
 from fshard.pipeline.schedule.builders import BUILDERS, pipeline_schedule
 from fshard.pipeline.schedule.communication import with_messages, with_units
 from fshard.pipeline.schedule.schedule import Schedule
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 
 # -- schedules ----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from torch.func import grad
 
 import fshard as fs
 from fshard import P
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.script"

@@ -7,7 +7,7 @@ from torch import nn
 import fshard as fs
 from fshard.mesh.layout import flatten
 from fshard.transforms.module.lora import LowRank, lora
-from tests.training import PLUGINS, Case, assert_trained_alike, boosted
+from tests.helpers.training import PLUGINS, Case, assert_trained_alike, boosted
 
 
 class Tied(nn.Module):

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.sampled import in_pairs
-from tests.training import PLUGINS, Case, assert_trained_alike, bits, boosted, stepped
+from tests.helpers.sampled import in_pairs
+from tests.helpers.training import PLUGINS, Case, assert_trained_alike, bits, boosted, stepped
 from tests.transforms.module.third_party import (
     OfTensors,
     convit_base,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import fshard as fs
 from fshard import P
 from fshard.mesh.layout import flatten
-from tests.sampled import in_pairs
-from tests.training import Case, by_train_step
+from tests.helpers.sampled import in_pairs
+from tests.helpers.training import Case, by_train_step
 from tests.transforms.module.zoo import MODULES, D
 
 STAGES = (0, 1, 2, 3)

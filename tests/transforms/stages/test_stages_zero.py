@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import fshard as fs
 from fshard import P
 from fshard.pipeline.schedule.builders import BUILDERS
-from tests.processes import run_processes
+from tests.helpers.processes import run_processes
 from tests.transforms.stages.head import Head
 
 # -- a model: a small GPT as layers, with dropout and tied embeddings -------------------------------------------------

@@ -23,7 +23,7 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function that processes run in place of a test's."""
     # Imported where asked for: processes import this file too, and the rules register a backend.
     if HAS_FOREIGN_ENGINE:
-        from tests.foreign_backward import Foreign
+        from tests.helpers.foreign_backward import Foreign
 
         function = Foreign(function)
     if HAS_RULES:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import fshard as fs
-from tests.optim.optimizers import (
+from tests.optim.helpers.optimizers import (
     tensor,
 )
 

@@ -3,8 +3,8 @@
 import torch
 
 import fshard as fs
-from tests.checkpoint.programs import mesh
-from tests.checkpoint.tiny import tiny
+from tests.checkpoint.helpers.programs import mesh
+from tests.checkpoint.helpers.tiny import tiny
 
 CONFIGS = {
     "linear": fs.nn.LoraConfig(r=2, target_modules=["c_attn", "attn.c_proj"], lora_alpha=3),
