@@ -68,3 +68,16 @@ def test_first_hour_links_lead_to_the_lines_of_their_names():
 def test_first_hour_has_at_most_12_files():
     files = {path for _, path, _ in LINK.findall((ROOT / "CONTRIBUTING.md").read_text())}
     assert len(files) <= 12
+
+
+def test_notes_that_are_cited_exist_once():
+    """A law stands in one place, `# Note [Title]`, above the code that must obey it."""
+    defined = []
+    cited = set()
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        defined += re.findall(r"^ *# Note \[(.+)\]$", text, re.MULTILINE)
+        in_one_line = re.sub(r"\n\s*#? *", " ", text)
+        cited |= set(re.findall(r"Note \[([^\]]+)\]", in_one_line))
+    assert len(defined) == len(set(defined))
+    assert cited == set(defined)
