@@ -162,3 +162,19 @@ def test_a_link_delays_packets_and_limits_their_rate(load):
     link.join()
     for end in itertools.chain(*pairs):
         end.close()
+
+
+def kernels_of_a_step():
+    """Return the table of benchmarks/kernels.py, which makes process groups of its own."""
+    sys.path.insert(0, str(BENCHMARKS))
+    warnings.simplefilter("ignore")  # torch's own, of the fake group
+    return importlib.import_module("kernels").rows()
+
+
+def test_kernels_of_a_step_do_not_grow():
+    """The oracle is `fully_shard`, whose operations are counted beside ours."""
+    (rows,) = run_processes(kernels_of_a_step, 1)
+    assert rows["fully_shard"]["added by block"] <= 10
+    assert rows["fshard"]["added by block"] <= 62
+    assert rows["fshard"]["clipping"] <= 160
+    assert rows["fshard"]["gathers"] == 10

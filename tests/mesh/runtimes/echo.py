@@ -5,9 +5,11 @@ host. Whatever would block the host on NCCL is noted: `wait(timeout)`, and a loo
 """
 
 from contextlib import contextmanager
+from functools import wraps
 from threading import get_ident
 
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fshard.mesh.runtimes import process
 
@@ -51,6 +53,17 @@ def _started(name):
     return works[-1]
 
 
+def by_the_network(operation):
+    """Run an operation outside of dispatch modes: its copies are no kernels of this process."""
+
+    @wraps(operation)
+    def run(*args, **kwargs):
+        with _disable_current_modes():
+            return operation(*args, **kwargs)
+
+    return run
+
+
 class EchoGroup(dist.ProcessGroup):
     @property
     def group_name(self):
@@ -59,22 +72,26 @@ class EchoGroup(dist.ProcessGroup):
     def getBackendName(self):
         return "echo"
 
+    @by_the_network
     def all_gather_single(self, output, input, opts=None):
         for row in output.view(self.size(), -1):
             if row.data_ptr() != input.data_ptr():  # it may be the input
                 row.copy_(input.view(-1))
         return _started("all_gather")
 
+    @by_the_network
     def reduce_scatter_single(self, output, input, opts=None):
         output.view(-1).copy_(input.view(self.size(), -1)[self.rank()])
         if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
             output.mul_(self.size())
         return _started("reduce_scatter")
 
+    @by_the_network
     def all_to_all_single(self, output, input, output_sizes=(), input_sizes=(), opts=None):
         output.view(self.size(), -1).copy_(input.view(self.size(), -1)[self.rank()])
         return _started("all_to_all")
 
+    @by_the_network
     def allreduce(self, tensors, opts=None):
         if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
             for x in tensors:
@@ -84,6 +101,7 @@ class EchoGroup(dist.ProcessGroup):
     def broadcast(self, tensors, opts=None):
         return _started("broadcast")
 
+    @by_the_network
     def allgather(self, outputs, inputs, opts=None):
         for rows, x in zip(outputs, inputs, strict=True):
             for row in rows:
