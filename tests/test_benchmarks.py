@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -178,3 +179,25 @@ def test_kernels_of_a_step_do_not_grow():
     assert rows["fshard"]["added by block"] <= 62
     assert rows["fshard"]["clipping"] <= 160
     assert rows["fshard"]["gathers"] == 10
+
+
+def test_first_card_runs_without_a_card(tmp_path):
+    """Each part says what it could not do; those that must fail end by themselves, and not with 0."""
+    file = tmp_path / "first.json"
+    command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "first_card.py")]
+    only = ["programs", "messages", "raise"]
+    done = subprocess.run(
+        [*command, "--device", "cpu", "--only", *only, "--json", str(file)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    outcomes = {outcome["name"]: outcome for outcome in json.loads(file.read_text())}
+    assert done.returncode == 0, done.stdout
+    assert {name: outcome["passed"] for name, outcome in outcomes.items()} == dict.fromkeys(
+        only, True
+    )
+    assert outcomes["raise"]["code"] != 0
+    assert outcomes["messages"]["missing"] == "NCCL: ranks are linked by gloo"
+    assert "experts: losses" in "\n".join(outcomes["programs"]["output"])
