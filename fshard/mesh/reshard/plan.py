@@ -31,7 +31,7 @@ from fshard.mesh.collectives.moves import (
 )
 from fshard.mesh.layout import P
 from fshard.mesh.layout.arithmetic import chunk
-from fshard.mesh.reshard.exchange import KeptRange, Parts, Supply
+from fshard.mesh.reshard.exchange import DirectExchange, DirectSlice, LeafExchange
 from fshard.mesh.reshard.regions import Sizes
 
 Kind = Literal[
@@ -358,8 +358,8 @@ class _ReshardPath:
         group = tuple(
             (axis, size) for axis, size in self.sizes.items() if axis in before.axes + after.axes
         )
-        parts = Parts((Supply(before, after, shape, group),))
-        busiest = parts.sent(parts.length, None, 0)
-        move = parts if busiest else KeptRange(parts)
+        exchange = DirectExchange((LeafExchange(before, after, shape, group),))
+        busiest = exchange.sent(exchange.length, None, 0)
+        move = exchange if busiest else DirectSlice(exchange)
         self.steps.append(Step("direct", move, tuple(axis for axis, _ in group), busiest, goal))
         self.spec = goal
