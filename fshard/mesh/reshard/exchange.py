@@ -389,9 +389,11 @@ class DirectSlice(Alone):
 
     def new_shard(self, old_shard: Tensor, index: int) -> Tensor:
         """Return the new shard of a device, flat; a view if it is contiguous in the old one."""
-        row = plain(old_shard).reshape(1, -1)
         (traffic,) = self.exchange.traffic(index)
+        if not traffic.local:
+            return old_shard.new_empty(0)
+
+        row = plain(old_shard).reshape(1, -1)  # a copy, if the shard has gaps
         boxes = [box.view(row).reshape(-1) for box, _ in traffic.local]
-        if len(boxes) == 1:
-            return boxes[0]
-        return torch.cat([old_shard.new_empty(0), *boxes])  # there may be no box: an empty shard
+        del row  # boxes that are copies need it no more
+        return boxes[0] if len(boxes) == 1 else torch.cat(boxes)

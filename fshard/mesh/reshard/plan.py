@@ -407,7 +407,7 @@ class _ReshardPath:
     def _remove_axes(
         self, dim: int, target: tuple[str, ...], removed: tuple[str, ...], goal: P
     ) -> None:
-        """Let the axes `target` of a dim remain: move the others to another dim, or gather."""
+        """Leave a dim sharded over `target`: move its other axes to another dim, or gather."""
         n = self.count(removed)
         destinations: list[int] = []
         for other_dim, axes in enumerate(self._further_axes(goal)):
@@ -416,9 +416,8 @@ class _ReshardPath:
 
         if destinations:
             split = destinations[0]
-            entries = self._entries_with(
-                {dim: target, split: self.dims(self.spec)[split] + removed}
-            )
+            split_axes = self.dims(self.spec)[split] + removed
+            entries = self._entries_with({dim: target, split: split_axes})
             sent = Fraction(n - 1, n) * self.shard_size
             self.step("all_to_all", AllToAll(split, dim), removed, sent, entries=entries)
         elif {*removed}.isdisjoint(goal.split_axes):

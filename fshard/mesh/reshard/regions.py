@@ -220,7 +220,9 @@ def nonempty_boxes(boxes: Numbers) -> Numbers:
 def replicas(group: Sizes, axes: Sequence[str]) -> Numbers:
     """Return the devices in rows of equal coordinates along some axes.  -> (rows, replicas)
 
-    >>> replicas((("a", 2), ("b", 3)), ("b",)).tolist()  # rows b = 0, 1, 2 of a mesh [[0 1 2] [3 4 5]]
+    Of 2 x 3 devices, [[0 1 2] [3 4 5]], those with equal coordinates along the second axis:
+
+    >>> replicas((("a", 2), ("b", 3)), ("b",)).tolist()
     [[0, 3], [1, 4], [2, 5]]
     """
     row_axes = [axis for axis, _ in group if axis in axes]
