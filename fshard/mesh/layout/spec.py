@@ -36,7 +36,8 @@ Along several axes one number, major to minor: `{("data", "model"): 5}`.
 class CachedHash:
     """The base of frozen dataclasses that are cache keys: hashed once.
 
-    Pickles have the fields only: hashes differ between processes.
+    Pickles have the fields only: hashes differ between processes. Each class must set
+    `__hash__ = CachedHash.__hash__`, or `dataclass` defines one that hashes all fields every time.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -116,6 +117,8 @@ class P(CachedHash):
         at: Coordinates | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> None:
+        # Specs of one meaning must be equal, as they are keys of caches. So there is one form of
+        # each: no None at the end, and axes whose order has no meaning are sorted.
         normalized = [_normalized_entry(entry) for entry in entries]
         while normalized and normalized[-1] is None:
             normalized.pop()
@@ -159,10 +162,12 @@ class P(CachedHash):
         return cls(flat=axes, unreduced=unreduced, at=at, shape=shape)
 
     def replace(self, **changes: Any) -> P:
-        """Return this spec with another `flat`, `unreduced`, `at` or `shape`, or with other `entries`.
+        """Return this spec with another `flat`, `unreduced`, `at`, `shape` or `entries`.
 
-        >>> P.flat("data").replace(at={"pipe": 2}), P("data", unreduced="model").replace(unreduced=None)
-        (P.flat("data", at={"pipe": 2}), P("data"))
+        >>> P.flat("data").replace(at={"pipe": 2})
+        P.flat("data", at={"pipe": 2})
+        >>> P("data", unreduced="model").replace(unreduced=None)
+        P("data")
         """
         fields: dict[str, Any] = {
             "flat": self.flat_axes,
