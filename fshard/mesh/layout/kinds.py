@@ -4,8 +4,8 @@
     "host"      that of the host; page-locked beside a GPU
     "disk"      a file that is mapped into memory
 
-Meshes of CPUs and abstract meshes have one memory for all kinds, so a table has the kind of each storage that is not
-"device". Beside a GPU, tensors of the CPU are in host memory.
+Meshes of CPUs and abstract meshes have one memory for all kinds, so a table has the kind of each
+storage that is not "device". Beside a GPU, tensors of the CPU are in host memory.
 """
 
 from __future__ import annotations

@@ -96,13 +96,12 @@ def plan(before: P, after: P, shape: tuple[int, ...], axes: Sizes) -> tuple[Step
 def _normalized_spec(spec: P, sizes: Mapping[str, int]) -> P:
     """Return a spec without axes of size 1, with its coordinates axis by axis."""
     large = {axis for axis, size in sizes.items() if size > 1}
+    dims = [_within(axes, large) for axes in spec.dims(len(spec.entries))]
+    flat = _within(spec.flat_axes or (), large)
+    unreduced = _within(spec.unreduced, large)
     coordinates = spec.coordinates(sizes)
-    return P(
-        *[_within(axes, large) for axes in spec.dims(len(spec.entries))],
-        flat=_within(spec.flat_axes or (), large),
-        unreduced=_within(spec.unreduced, large),
-        at={axis: index for axis, index in coordinates.items() if axis in large},
-    )
+    at = {axis: index for axis, index in coordinates.items() if axis in large}
+    return P(*dims, flat=flat, unreduced=unreduced, at=at)
 
 
 def _reshape_to(spec: P) -> Step:
@@ -115,6 +114,10 @@ def _within(axes: Iterable[str], allowed: Collection[str]) -> tuple[str, ...]:
 
 def _without(items: Iterable[Item], removed: Collection[Item]) -> tuple[Item, ...]:
     return tuple(item for item in items if item not in removed)
+
+
+def _sizes_without(sizes: Mapping[str, int], axes: Collection[str]) -> dict[str, int]:
+    return {axis: size for axis, size in sizes.items() if axis not in axes}
 
 
 def _after_prefix(axes: tuple[str, ...], prefix: tuple[str, ...]) -> tuple[str, ...]:
@@ -159,13 +162,10 @@ def _route_at_coordinates(
 ) -> list[Step]:
     """Return the steps of the devices at the coordinates that both specs have."""
     shared = [pair for pair in start.at if pair in goal.at]
-    fixed_axes = {axis for axes, _ in shared for axis in axes}
-    steps = _route(
-        start.replace(at=dict(_without(start.at, shared))),
-        goal.replace(at=dict(_without(goal.at, shared))),
-        shape,
-        {axis: size for axis, size in sizes.items() if axis not in fixed_axes},
-    )
+    fixed_axes = [axis for axes, _ in shared for axis in axes]
+    free_start = start.replace(at=dict(_without(start.at, shared)))
+    free_goal = goal.replace(at=dict(_without(goal.at, shared)))
+    steps = _route(free_start, free_goal, shape, _sizes_without(sizes, fixed_axes))
 
     restricted: list[Step] = []
     for step in steps:
@@ -262,12 +262,10 @@ class _ReshardPath:
         pairs = zip(self.shape, self.dims(start), strict=True)
         shard_shape = tuple(chunk(length, self.count(axes)) for length, axes in pairs)
         axes_of_dims = start.replace(flat=None).split_axes
-        steps = _route(
-            start.replace(entries=()),
-            goal.replace(entries=()),
-            shard_shape,
-            {axis: size for axis, size in self.sizes.items() if axis not in axes_of_dims},
-        )
+        shards_start = start.replace(entries=())
+        shards_goal = goal.replace(entries=())
+        sizes = _sizes_without(self.sizes, axes_of_dims)
+        steps = _route(shards_start, shards_goal, shard_shape, sizes)
         has_exchange = any(step.kind == "direct" for step in steps)
         if has_exchange and not self.is_even(start):
             return False
@@ -289,8 +287,8 @@ class _ReshardPath:
         if can_scatter_dims:
             self._slice_dims(goal)  # first, so that less is summed
 
-        # For an owner too: a scattered sum, and its shards sent to the owner, are one tensor from each
-        # device, (n-1)/n + 1/n. A sum on all devices is 2 (n-1)/n.
+        # For an owner too: a scattered sum, and its shards sent to the owner, are one tensor from
+        # each device, (n-1)/n + 1/n. A sum on all devices is 2 (n-1)/n.
         flat_axes = _within(goal.flat_axes or goal.at_axes, reduced)
         if flat_axes and not self.spec.sharded_axes:
             n = self.count(flat_axes)
