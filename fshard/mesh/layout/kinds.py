@@ -37,6 +37,7 @@ def memory_of(x: Tensor) -> Memory:
     """
     if x.device.type not in ("cpu", "meta"):
         return "device"
+    # Most programs have no storage in the table: they spare the search.
     if _kinds:
         while is_functorch_wrapped_tensor(x):
             x = get_unwrapped(x)  # a tensor of a transform of torch.func has no storage of its own

@@ -78,6 +78,7 @@ class Layout(CachedHash):
             raise ValueError(
                 f'Layout: memory must be "device", "host" or "disk"; got {self.memory!r}.'
             )
+        # Only here are the sizes of axes known: a P has names.
         for axes, index in self.spec.at:
             n = prod(self.mesh.shape[axis] for axis in axes)
             if index >= n:

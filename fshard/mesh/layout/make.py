@@ -74,7 +74,7 @@ def _default_runtime(scope: Scope | None) -> Runtime:
 def _join_processes(mesh: Mesh, timeout: float | None) -> None:
     """Join the world of processes, and make the groups of a mesh."""
     process.join(mesh.device_type, timeout)
-    world = dist.get_world_size()
+    world = dist.get_world_size()  # it is known only now
     if mesh.size != world:
         sizes = " x ".join([str(size) for _, size in mesh.axes])
         product = f"{sizes} = " if len(mesh.axes) > 1 else ""

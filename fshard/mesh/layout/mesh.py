@@ -92,7 +92,10 @@ class Mesh(CachedHash):
 
     @cached_property
     def strides(self) -> Mapping[str, int]:
-        """Stride of each axis in the numbering of the parent mesh."""
+        """Stride of each axis in the numbering of the parent mesh.
+
+        It is 3 for the axis "data" of 2 x 3 devices, in `mesh["data"]` too.
+        """
         root = self.parent or self.axes
         root_names = [name for name, _ in root]
         root_strides = arithmetic.strides([size for _, size in root])

@@ -166,7 +166,7 @@ def donated(arguments: PyTree, results: PyTree) -> PyTree:
 
     for x in arrays.values():
         del x.shards  # the mark: see `is_donated`
-    if not successors:
+    if not successors:  # as in most steps, whose results need not be put together again
         return results
     return unflatten(structure, [successors.get(id(leaf), leaf) for leaf in leaves])
 

@@ -315,6 +315,7 @@ def _normalized_coordinates(
         raise TypeError(f'at must map axes to coordinates, {{"pipe": 2}}; got {coordinates!r}.')
     pairs: list[tuple[tuple[str, ...], int]] = []
     for axes, index in (coordinates or {}).items():
+        # A bool is an int in Python, but no coordinate.
         is_index = isinstance(index, int) and not isinstance(index, bool) and index >= 0
         if not axes or not is_index:
             raise ValueError(

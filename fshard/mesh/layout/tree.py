@@ -144,6 +144,7 @@ def learn(leaves: Iterable[Any], namespace: str) -> bool:
         return False
     with _lock:  # optree raises for a class that another thread has registered already
         for kind in unregistered - _leaves:
+            # `P` and `Layout` are dataclasses, but leaves.
             library = kind.__module__.partition(".")[0]
             if library in ("torch", "fshard"):
                 continue
