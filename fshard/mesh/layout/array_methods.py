@@ -1,4 +1,7 @@
-"""`ArrayMethods`: the operators and tensor methods of a global array. `fshard.array` computes them."""
+"""`ArrayMethods`: the operators and tensor methods of a global array.
+
+`fshard.array` computes them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ def _operator(method: Any) -> Any:
 
 
 class ArrayMethods:
-    """The base of `Sharded`: `operations` computes torch's functions and methods, and attributes by name."""
+    """The base of `Sharded`.
+
+    `operations` computes torch's functions and methods, and attributes by name.
+    """
 
     operations: ClassVar[Any]
     """A function of (torch's function, args, kwargs), which `fshard.array` sets."""
@@ -30,7 +36,7 @@ class ArrayMethods:
     sums: Any = MappingProxyType[Any, Any]({})
     """Reduced shards of an unreduced array, which several operations need."""
     viewed: Any = None
-    """The array that this one is a view of, its version then, the operation's name and its arguments."""
+    """The array that this one is a view of, its version then, the operation and its arguments."""
 
     @classmethod
     def __torch_function__(
@@ -41,14 +47,16 @@ class ArrayMethods:
         return cls.operations(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method or an attribute that tensors have; methods become those of the class when they are first used.
+        """Return a method or an attribute that tensors have.
 
-        A donated array has no shards any more, so each use of them arrives here and raises.
+        Methods become those of the class when they are first used, so that later uses do not get
+        here. A donated array has no shards any more, so each use of them gets here and raises.
         """
         if name == "shards":
             raise LayoutError(
-                f"an array must not be donated to be used; got {self!r}, whose memory has the results of a step. Use what the "
-                "step returned, or copy before it: fs.device_put(x, x.layout)."
+                f"an array must not be donated to be used; got {self!r}, whose memory has the "
+                "results of a step. Use what the step returned, or copy before it: "
+                "fs.device_put(x, x.layout)."
             )
         method = None if name.startswith("_") else getattr(Tensor, name, None)
         if method is None:
@@ -75,15 +83,18 @@ class ArrayMethods:
         """Raise if this is a view of an array that was changed in place since."""
         if self.viewed is None:
             return
-        if self.viewed[0].is_donated:
+        source, version, *_ = self.viewed
+        if source.is_donated:
             raise LayoutError(
-                f"{self!r} is a view of an array that was donated to a step since. Copy it before the step: x.clone()."
+                f"{self!r} is a view of an array that was donated to a step since. "
+                "Copy it before the step: x.clone()."
             )
-        if self.viewed[0].version != self.viewed[1]:
+        if source.version != version:
             raise LayoutError(
-                f"{self!r} is a view of an array that was changed in place since. Take the view again."
+                f"{self!r} is a view of an array that was changed in place since. "
+                "Take the view again."
             )
-        self.viewed[0].check_view()
+        source.check_view()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.operations(Tensor.__array__, (self, *args), kwargs)
@@ -99,54 +110,56 @@ class ArrayMethods:
     def __str__(self) -> str:
         return self.operations("str", (self,), {})
 
-    __hash__ = object.__hash__
-    __add__, __radd__, __iadd__ = (
-        _operator(Tensor.add),
-        _operator(Tensor.add),
-        _operator(Tensor.add_),
-    )
-    __sub__, __rsub__, __isub__ = (
-        _operator(Tensor.sub),
-        _operator(torch.rsub),
-        _operator(Tensor.sub_),
-    )
-    __mul__, __rmul__, __imul__ = (
-        _operator(Tensor.mul),
-        _operator(Tensor.mul),
-        _operator(Tensor.mul_),
-    )
-    __truediv__, __rtruediv__ = _operator(Tensor.div), _operator(Tensor.__rtruediv__)
+    __hash__ = object.__hash__  # by identity: `__eq__` compares elements
+
+    # Only operators: Python looks them up in the class, without `__getattr__`.
+    __add__ = _operator(Tensor.add)
+    __radd__ = _operator(Tensor.add)
+    __iadd__ = _operator(Tensor.add_)
+    __sub__ = _operator(Tensor.sub)
+    __rsub__ = _operator(torch.rsub)
+    __isub__ = _operator(Tensor.sub_)
+    __mul__ = _operator(Tensor.mul)
+    __rmul__ = _operator(Tensor.mul)
+    __imul__ = _operator(Tensor.mul_)
+    __truediv__ = _operator(Tensor.div)
+    __rtruediv__ = _operator(Tensor.__rtruediv__)
     __itruediv__ = _operator(Tensor.div_)
-    __floordiv__, __rfloordiv__ = _operator(Tensor.floor_divide), _operator(Tensor.__rfloordiv__)
-    __mod__, __rmod__ = _operator(Tensor.remainder), _operator(Tensor.__rmod__)
-    __pow__, __rpow__ = _operator(Tensor.pow), _operator(Tensor.__rpow__)
-    __ifloordiv__, __imod__, __ipow__ = map(
-        _operator, (Tensor.floor_divide_, Tensor.remainder_, Tensor.pow_)
-    )
+    __floordiv__ = _operator(Tensor.floor_divide)
+    __rfloordiv__ = _operator(Tensor.__rfloordiv__)
+    __ifloordiv__ = _operator(Tensor.floor_divide_)
+    __mod__ = _operator(Tensor.remainder)
+    __rmod__ = _operator(Tensor.__rmod__)
+    __imod__ = _operator(Tensor.remainder_)
+    __pow__ = _operator(Tensor.pow)
+    __rpow__ = _operator(Tensor.__rpow__)
+    __ipow__ = _operator(Tensor.pow_)
     __matmul__ = _operator(Tensor.matmul)
-    __neg__, __pos__, __abs__ = (
-        _operator(Tensor.neg),
-        _operator(Tensor.positive),
-        _operator(Tensor.abs),
-    )
-    __eq__, __ne__ = _operator(Tensor.eq), _operator(Tensor.ne)
-    __lt__, __le__ = _operator(Tensor.lt), _operator(Tensor.le)
-    __gt__, __ge__ = _operator(Tensor.gt), _operator(Tensor.ge)
-    __and__, __or__, __xor__ = (
-        _operator(Tensor.__and__),
-        _operator(Tensor.__or__),
-        _operator(Tensor.__xor__),
-    )
-    __iand__, __ior__, __ixor__ = map(
-        _operator, (Tensor.bitwise_and_, Tensor.bitwise_or_, Tensor.bitwise_xor_)
-    )
+    __neg__ = _operator(Tensor.neg)
+    __pos__ = _operator(Tensor.positive)
+    __abs__ = _operator(Tensor.abs)
+
+    __eq__ = _operator(Tensor.eq)
+    __ne__ = _operator(Tensor.ne)
+    __lt__ = _operator(Tensor.lt)
+    __le__ = _operator(Tensor.le)
+    __gt__ = _operator(Tensor.gt)
+    __ge__ = _operator(Tensor.ge)
+
+    __and__ = _operator(Tensor.__and__)
+    __or__ = _operator(Tensor.__or__)
+    __xor__ = _operator(Tensor.__xor__)
+    __iand__ = _operator(Tensor.bitwise_and_)
+    __ior__ = _operator(Tensor.bitwise_or_)
+    __ixor__ = _operator(Tensor.bitwise_xor_)
     __invert__ = _operator(torch.bitwise_not)
-    __getitem__, __setitem__ = _operator(Tensor.__getitem__), _operator(Tensor.__setitem__)
-    __bool__, __float__, __int__ = map(
-        _operator, (Tensor.__bool__, Tensor.__float__, Tensor.__int__)
-    )
-    __index__, __format__ = _operator(Tensor.__index__), _operator(Tensor.__format__)
-    __dlpack__, __dlpack_device__ = (
-        _operator(Tensor.__dlpack__),
-        _operator(Tensor.__dlpack_device__),
-    )
+
+    __getitem__ = _operator(Tensor.__getitem__)
+    __setitem__ = _operator(Tensor.__setitem__)
+    __bool__ = _operator(Tensor.__bool__)
+    __float__ = _operator(Tensor.__float__)
+    __int__ = _operator(Tensor.__int__)
+    __index__ = _operator(Tensor.__index__)
+    __format__ = _operator(Tensor.__format__)
+    __dlpack__ = _operator(Tensor.__dlpack__)
+    __dlpack_device__ = _operator(Tensor.__dlpack_device__)

@@ -113,8 +113,10 @@ class Counting:
     owner: int | None = None
 
 
-_counting: ContextVar[Counting] = ContextVar("counting", default=Counting())  # noqa: B039  # it is frozen
-
+_counting: ContextVar[Counting] = ContextVar(
+    "counting",
+    default=Counting(),  # noqa: B039  # it is frozen
+)
 
 counting = _counting.get
 """Return what counts the calling code: the method itself, since each collective reads it."""

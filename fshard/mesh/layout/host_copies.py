@@ -26,11 +26,19 @@ def host_like(x: Tensor) -> Tensor:
 def start_read(
     xs: Sequence[Tensor], into: Sequence[Tensor] | None = None
 ) -> Callable[[], list[Tensor]]:
-    """Start copying tensors to the host; return the function that waits for the copies and returns them."""
-    copies = [x if is_on_host(x) else host_like(x) for x in xs] if into is None else [*into]
+    """Start copying tensors to the host; return a function that waits for the copies.
+
+    It returns them: tensors in `into`, if given, and otherwise new ones.
+    """
+    if into is not None:
+        copies = [*into]
+    else:
+        copies = [x if is_on_host(x) else host_like(x) for x in xs]
     for x, copy in zip(xs, copies, strict=True):
         if x is not copy:
             copy.copy_(x, non_blocking=True)
+
+    # After all copies: an event waits for what was queued before it, not for later work.
     devices = {x.device for x in xs if not is_on_host(x)}
     events = [torch.cuda.current_stream(device).record_event() for device in devices]
 

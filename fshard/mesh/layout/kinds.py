@@ -4,8 +4,8 @@
     "host"      that of the host; page-locked beside a GPU
     "disk"      a file that is mapped into memory
 
-Meshes of CPUs and abstract meshes have one memory for all kinds, so a table has the kind of each storage that is not
-"device". Beside a GPU, tensors of the CPU are in host memory.
+Meshes of CPUs and abstract meshes have one memory for all kinds, so a table has the kind of each
+storage that is not "device". Beside a GPU, tensors of the CPU are in host memory.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def memory_of(x: Tensor) -> Memory:
     """
     if x.device.type not in ("cpu", "meta"):
         return "device"
+    # Most programs have no storage in the table: they spare the search.
     if _kinds:
         while is_functorch_wrapped_tensor(x):
             x = get_unwrapped(x)  # a tensor of a transform of torch.func has no storage of its own

@@ -67,7 +67,8 @@ class Layout(CachedHash):
     frozen: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mesh, Mesh) or not isinstance(self.spec, P):
+        has_mesh_and_spec = isinstance(self.mesh, Mesh) and isinstance(self.spec, P)
+        if not has_mesh_and_spec:
             raise TypeError(
                 'Layout: mesh and spec must be a Mesh and a P, as in Layout(mesh, P("data")); got '
                 f"{type(self.mesh).__name__} and {type(self.spec).__name__}."
@@ -77,12 +78,13 @@ class Layout(CachedHash):
             raise ValueError(
                 f'Layout: memory must be "device", "host" or "disk"; got {self.memory!r}.'
             )
+        # Only here are the sizes of axes known: a P has names.
         for axes, index in self.spec.at:
             n = prod(self.mesh.shape[axis] for axis in axes)
             if index >= n:
                 raise LayoutError(
-                    f"Layout with {self.spec}: there are {n} devices along {' x '.join(axes)}, which are counted from 0. "
-                    f"Give one below {n}."
+                    f"Layout with {self.spec}: there are {n} devices along {' x '.join(axes)}, "
+                    f"which are counted from 0. Give one below {n}."
                 )
 
     @property
@@ -96,38 +98,51 @@ class Layout(CachedHash):
         return prod(self.mesh.shape[axis] for axis in self.spec.flat_axes or ())
 
     def check(self, shape: Sequence[int], name: str = "the tensor") -> None:
-        """Raise if a tensor of `shape` cannot have this layout, naming every uneven dim; parameters, with a unit, may be."""
-        spec, shape = self.spec, tuple(shape)
+        """Raise if a tensor of `shape` cannot have this layout, naming every uneven dim.
+
+        Dims of parameters, whose layouts have a unit, may be uneven.
+        """
+        spec = self.spec
+        shape = tuple(shape)
         if spec.shape is not None and spec.shape != shape:
             raise LayoutError(
                 f"{name} has shape {shape}, but its spec {spec} was written for shape {spec.shape}."
             )
         if len(spec.entries) > len(shape):
             raise LayoutError(
-                f"{name} of shape {shape} has {len(shape)} dims, but {spec} has {len(spec.entries)} entries."
+                f"{name} of shape {shape} has {len(shape)} dims, but {spec} has "
+                f"{len(spec.entries)} entries."
             )
+
         errors: list[str] = []
         for dim, (length, axes) in enumerate(zip(shape, spec.dims(len(shape)), strict=True)):
-            parts, zigzag = prod(self.mesh.shape[axis] for axis in axes), self.mesh.zigzag
-            if zigzag in axes and length % (2 * parts):
+            parts = prod([self.mesh.shape[axis] for axis in axes])
+            is_zigzag = self.mesh.zigzag in axes  # then each device has two chunks
+            if is_zigzag and length % (2 * parts):
                 errors.append(
-                    f"dim {dim} has {length} elements, which must be a multiple of {2 * parts} in zigzag order"
+                    f"dim {dim} has {length} elements, which must be a multiple of {2 * parts} "
+                    "in zigzag order"
                 )
             elif length % parts and self.unit is None:
                 errors.append(
-                    f"dim {dim} has {length} elements, which {parts} devices ({' x '.join(axes)}) do not divide"
+                    f"dim {dim} has {length} elements, which {parts} devices "
+                    f"({' x '.join(axes)}) do not divide"
                 )
         if errors:
             raise LayoutError(
-                f"{name} of shape {shape} cannot have the layout {spec}: {'; '.join(errors)}. Pad, or use P.flat."
+                f"{name} of shape {shape} cannot have the layout {spec}: {'; '.join(errors)}. "
+                "Pad, or use P.flat."
             )
 
     def ranges(self, shape: Sequence[int], device: int) -> tuple[Range, ...]:
-        """Return the range of each dim (or the one flat range, of its block) that `device` holds of a tensor of `shape`."""
+        """Return the range of each dim that `device` stores of a tensor of `shape`.
+
+        Of a flat layout it is the one range of the flattened block.
+        """
         return self.spec.ranges(shape, self.mesh.shape, self.mesh.coordinates(device))
 
     def block(self, shape: Sequence[int], device: int) -> tuple[Range, ...]:
-        """Return the range of each dim that the shard of `device` is taken from, before it is flattened."""
+        """Return the range of each dim of a device's block: its shard before that is flattened."""
         return self.spec.block(shape, self.mesh.shape, self.mesh.coordinates(device))
 
     @cached_property
@@ -146,13 +161,16 @@ class Layout(CachedHash):
     def global_shape(self, local: Sequence[int]) -> tuple[int, ...]:
         """Return the global shape from the shape of a shard."""
         spec = self.spec
-        if not spec.is_flat and not spec.at:
-            parts = [prod(self.mesh.shape[axis] for axis in axes) for axes in spec.dims(len(local))]
-            shape = tuple(length * count for length, count in zip(local, parts, strict=True))
+        is_block_of_dims = not spec.is_flat and not spec.at
+        if is_block_of_dims:
+            lengths: list[int] = []
+            for length, axes in zip(local, spec.dims(len(local)), strict=True):
+                lengths.append(length * prod([self.mesh.shape[axis] for axis in axes]))
+            shape = tuple(lengths)
         elif spec.shape is None:
             raise LayoutError(
-                f"The global shape cannot be derived from a shard of shape {tuple(local)} with {spec}. Write it into the spec: "
-                "shape=(...)."
+                "The global shape cannot be derived from a shard of shape "
+                f"{tuple(local)} with {spec}. Write it into the spec: shape=(...)."
             )
         else:
             shape = spec.shape
@@ -172,9 +190,14 @@ class Layout(CachedHash):
     __hash__ = CachedHash.__hash__
 
     def __repr__(self) -> str:
-        memory = "" if self.memory == "device" else f', "{self.memory}"'
-        unit = "" if self.unit is None else f", unit={self.unit!r}"
-        return f"Layout({self.mesh}, {self.spec}{memory}{unit}{', frozen=True' if self.frozen else ''})"
+        arguments = [str(self.mesh), str(self.spec)]
+        if self.memory != "device":
+            arguments.append(f'"{self.memory}"')
+        if self.unit is not None:
+            arguments.append(f"unit={self.unit!r}")
+        if self.frozen:
+            arguments.append("frozen=True")
+        return f"Layout({', '.join(arguments)})"
 
 
 def as_layout(layout: object, mesh: Mesh | None = None, *, caller: str = "") -> Layout:
@@ -194,8 +217,8 @@ def as_layout(layout: object, mesh: Mesh | None = None, *, caller: str = "") -> 
     mesh = run_defaults().mesh or mesh
     if mesh is None:
         raise TypeError(
-            f"{start}layout must have a mesh; got {layout}. Write fs.Layout(mesh, {layout}), or call it in a "
-            "block: with fs.use_mesh(mesh)."
+            f"{start}layout must have a mesh; got {layout}. Write fs.Layout(mesh, {layout}), or "
+            "call it in a block: with fs.use_mesh(mesh)."
         )
     return Layout(mesh, layout)
 
@@ -214,31 +237,40 @@ class ShardType:
     memory: Memory = "device"
 
     def __str__(self) -> str:
-        dims = [
-            f"{length}@{'+'.join(axes)}" if axes else str(length)
-            for length, axes in zip(self.shape, self.spec.dims(len(self.shape)), strict=True)
-        ]
-        notes = [f"flat:{'+'.join(self.spec.flat_axes)}"] if self.spec.flat_axes else []
-        notes += [f"at:{'+'.join(axes)}={index}" for axes, index in self.spec.at]
-        notes += [f"U:{'+'.join(self.spec.unreduced)}"] if self.spec.unreduced else []
-        notes += [self.memory] if self.memory != "device" else []
-        return f"{dtype_name(self.dtype)}[{', '.join(dims)}]" + (
-            f"{{{', '.join(notes)}}}" if notes else ""
-        )
+        spec = self.spec
+        dims: list[str] = []
+        for length, axes in zip(self.shape, spec.dims(len(self.shape)), strict=True):
+            dims.append(f"{length}@{'+'.join(axes)}" if axes else str(length))
+        text = f"{dtype_name(self.dtype)}[{', '.join(dims)}]"
+
+        notes: list[str] = []
+        if spec.flat_axes:
+            notes.append(f"flat:{'+'.join(spec.flat_axes)}")
+        for axes, index in spec.at:
+            notes.append(f"at:{'+'.join(axes)}={index}")
+        if spec.unreduced:
+            notes.append(f"U:{'+'.join(spec.unreduced)}")
+        if self.memory != "device":
+            notes.append(self.memory)
+        return text + "{" + ", ".join(notes) + "}" if notes else text
 
     __repr__ = __str__
 
 
 @lru_cache(maxsize=4096)
 def holders(layout: Layout) -> tuple[int, ...]:
-    """Return one device for each different shard that is any: the first along every replicated and unreduced axis."""
-    equal = {*layout.replicated_axes, *layout.spec.unreduced}
-    devices = ((device, layout.mesh.coordinates(device)) for device in range(layout.mesh.size))
-    return tuple(
-        device
-        for device, coordinates in devices
-        if not any(coordinates[axis] for axis in equal) and layout.has_any(device)
-    )
+    """Return one device for each different shard that has elements.
+
+    It is the first device along every replicated and unreduced axis.
+    """
+    equal_axes = {*layout.replicated_axes, *layout.spec.unreduced}
+    devices: list[int] = []
+    for device in range(layout.mesh.size):
+        coordinates = layout.mesh.coordinates(device)
+        is_first = not any(coordinates[axis] for axis in equal_axes)
+        if is_first and layout.has_any(device):
+            devices.append(device)
+    return tuple(devices)
 
 
 def is_dense(x: Tensor) -> bool:
@@ -253,5 +285,11 @@ def is_dense(x: Tensor) -> bool:
 def no_dense(x: Tensor) -> str:
     """Return the message for a tensor that is not dense, with the fix."""
     if x.is_nested:
-        return "a nested tensor, which cannot be cut or sent. Give torch.nested.to_padded_tensor(x, 0.0), or x.unbind()"
-    return f"a tensor of {x.layout} (shape {tuple(x.shape)}), which cannot be cut or sent. Give x.to_dense()"
+        return (
+            "a nested tensor, which cannot be cut or sent. "
+            "Give torch.nested.to_padded_tensor(x, 0.0), or x.unbind()"
+        )
+    return (
+        f"a tensor of {x.layout} (shape {tuple(x.shape)}), which cannot be cut or sent. "
+        "Give x.to_dense()"
+    )

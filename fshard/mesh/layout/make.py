@@ -29,69 +29,94 @@ def make_mesh(
     """Make a mesh of named axes, major to minor.
 
     Args:
-        axes: {"name": size, ...}; or the sizes alone, with `names`. One size may be -1: all other processes, or, inside of
-            `fs.run`, devices.
+        axes: {"name": size, ...}; or the sizes alone, with `names`. One size may be -1: all other
+            processes, or, inside of `fs.run`, devices.
         names: of the axes, as in JAX: `make_mesh((4, 2), ("data", "model"))`.
-        runtime: "virtual" (devices are threads of this process), "process" (devices are processes, over gloo or NCCL) or
-            "abstract" (shapes only). By default: process under torchrun, srun, mpirun and `fs.launch`, else virtual; inside
-            `fs.run`, the run's own.
-        device: "cpu" or "cuda". By default: "cuda" on a process mesh if there are GPUs, else torch's default device.
-        timeout: seconds until a collective between processes fails (process meshes); `inf` for no limit. Default: the
-            environment variable FSHARD_TIMEOUT, or 600.
+        runtime: "virtual" (devices are threads of this process), "process" (devices are processes,
+            over gloo or NCCL) or "abstract" (shapes only). By default: process under torchrun,
+            srun, mpirun and `fs.launch`, else virtual; inside `fs.run`, the run's own.
+        device: "cpu" or "cuda". By default: "cuda" on a process mesh if there are GPUs, else
+            torch's default device.
+        timeout: seconds until a collective between processes fails (process meshes); `inf` for no
+            limit. Default: the environment variable FSHARD_TIMEOUT, or 600.
 
     >>> make_mesh({"data": 4, "model": 2})
     Mesh(data=4, model=2; virtual, cpu)
     """
-    pairs = _axes_with_sizes(axes, names)
     scope = here()
     if runtime is None:
-        runtime = scope.mesh.runtime if scope else "process" if launched() else "virtual"
-    pairs = _fill_rest(pairs, _count_devices(runtime, scope))
-    mesh = Mesh(
-        pairs,
-        runtime,
-        _choose_device_type(runtime, device.type if isinstance(device, torch.device) else device),
-    )
+        runtime = _default_runtime(scope)
+    devices = _count_devices(runtime, scope)
+    pairs = _fill_size(_axes_with_sizes(axes, names), devices)
+    device_name = device.type if isinstance(device, torch.device) else device
+    mesh = Mesh(pairs, runtime, _choose_device_type(runtime, device_name))
+
     if timeout is not None and runtime != "process":
         raise MeshError(
             f"timeout={timeout} has no meaning on {mesh}: only processes can be waited for in vain."
         )
     if scope is not None and runtime == scope.mesh.runtime and mesh.size != scope.mesh.root_size:
         raise MeshError(
-            f"{mesh} has {mesh.size} devices, but this code runs on one of {scope.mesh.root_size}, of {scope.mesh}."
+            f"{mesh} has {mesh.size} devices, but this code runs on one of "
+            f"{scope.mesh.root_size}, of {scope.mesh}."
         )
     if runtime == "process":
-        process.join(mesh.device_type, timeout)
-        world = dist.get_world_size()
-        if mesh.size != world:
-            product = " x ".join(str(size) for _, size in pairs) + " = " if len(pairs) > 1 else ""
-            raise MeshError(
-                f"{mesh} has {product}{mesh.size} devices, but there are {world} processes. Start it with "
-                f"torchrun --nproc-per-node {mesh.size}, or change a size."
-            )
-        process.device_mesh(mesh)
+        _join_processes(mesh, timeout)
     return mesh
+
+
+def _default_runtime(scope: Scope | None) -> Runtime:
+    if scope is not None:
+        return scope.mesh.runtime
+    return "process" if launched() else "virtual"
+
+
+def _join_processes(mesh: Mesh, timeout: float | None) -> None:
+    """Join the world of processes, and make the groups of a mesh."""
+    process.join(mesh.device_type, timeout)
+    world = dist.get_world_size()  # it is known only now
+    if mesh.size != world:
+        sizes = " x ".join([str(size) for _, size in mesh.axes])
+        product = f"{sizes} = " if len(mesh.axes) > 1 else ""
+        raise MeshError(
+            f"{mesh} has {product}{mesh.size} devices, but there are {world} processes. Start it "
+            f"with torchrun --nproc-per-node {mesh.size}, or change a size."
+        )
+    process.device_mesh(mesh)
 
 
 def _axes_with_sizes(axes: Any, names: Any) -> tuple[tuple[str, int], ...]:
     """Return names and sizes, of sizes alone with `names`, as in JAX's make_mesh."""
+    pairs: Any = axes
     if names is not None:
         if not _is_list(axes) or not _is_list(names) or len(axes) != len(names):
             raise MeshError(
-                f"make_mesh: with names, axes must be as many sizes; got axes={axes!r}, names={names!r}."
+                "make_mesh: with names, axes must be as many sizes; "
+                f"got axes={axes!r}, names={names!r}."
             )
-        axes = dict(zip(names, axes, strict=True))
-    pairs = [*axes.items()] if isinstance(axes, Mapping) else axes
-    if not _is_list(pairs) or not all(
-        isinstance(pair, tuple | list) and len(cast("Any", pair)) == 2 for pair in pairs
-    ):
+        pairs = [*zip(names, axes, strict=True)]  # no dict: `Mesh` refuses a name that is repeated
+    elif isinstance(axes, Mapping):
+        pairs = [*axes.items()]
+
+    if not _is_list(pairs) or not all(_is_pair(pair) for pair in pairs):
         raise MeshError(
             f'make_mesh: axes must be names with sizes, {{"data": 4, "model": 2}}; got {axes!r}.'
         )
-    return tuple(
-        (name, int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size)
-        for name, size in pairs
-    )
+    return tuple((name, _as_size(size)) for name, size in pairs)
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, Sequence) and not isinstance(x, str)
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, tuple | list) and len(cast("Any", x)) == 2
+
+
+def _as_size(size: Any) -> Any:
+    """Return an integer of another library as an int; what is no integer, for `Mesh` to refuse."""
+    is_integer = isinstance(size, Integral) and not isinstance(size, bool)
+    return int(size) if is_integer else size
 
 
 def _count_devices(runtime: Runtime, scope: Scope | None) -> int | None:
@@ -101,33 +126,35 @@ def _count_devices(runtime: Runtime, scope: Scope | None) -> int | None:
     return process_count() if runtime == "process" else None
 
 
-def _fill_rest(
+def _fill_size(
     pairs: tuple[tuple[str, int], ...], devices: int | None
 ) -> tuple[tuple[str, int], ...]:
-    """Replace the size -1 of an axis by what the other sizes leave of the devices."""
+    """Replace the size -1 of an axis by the number of devices over the product of other sizes."""
     unknown = [name for name, size in pairs if size == -1]
     if not unknown:
         return pairs
     if len(unknown) > 1:
         raise MeshError(
-            f"make_mesh: one size at most may be -1; got {dict(pairs)}. Give the size of {unknown[0]}."
+            f"make_mesh: one size at most may be -1; got {dict(pairs)}. "
+            f"Give the size of {unknown[0]}."
         )
     if devices is None:
         raise MeshError(
-            f"make_mesh: the size of {unknown[0]} must be a number here, since no processes were started together; got -1. "
-            "fs.mesh.process_count(default=8) is their number under torchrun, and 8 elsewhere."
+            f"make_mesh: the size of {unknown[0]} must be a number here, since no processes were "
+            "started together; got -1. fs.mesh.process_count(default=8) is their number under "
+            "torchrun, and 8 elsewhere."
         )
-    known = prod([size for _, size in pairs if size != -1])
-    rest, remainder = divmod(devices, known) if known > 0 else (0, 0)
+
+    product = prod([size for _, size in pairs if size != -1])
+    if product <= 0:
+        return pairs  # `Mesh` raises for these sizes
+    size_left, remainder = divmod(devices, product)
     if remainder:
         raise MeshError(
-            f"make_mesh: the sizes beside -1 must divide the number of devices, {devices}; got {dict(pairs)}. Change one."
+            "make_mesh: the sizes beside -1 must divide the number of devices, "
+            f"{devices}; got {dict(pairs)}. Change one."
         )
-    return tuple((name, rest if size == -1 else size) for name, size in pairs)
-
-
-def _is_list(x: Any) -> bool:
-    return isinstance(x, Sequence) and not isinstance(x, str)
+    return tuple((name, size_left if size == -1 else size) for name, size in pairs)
 
 
 def _choose_device_type(runtime: Runtime, device: str | None) -> str:
@@ -137,8 +164,12 @@ def _choose_device_type(runtime: Runtime, device: str | None) -> str:
                 f"an abstract mesh has no device, but device={device!r} was given. Leave it out."
             )
         return "meta"
-    prefers_gpu = runtime == "process" and torch.cuda.is_available()
-    kind = device or ("cuda" if prefers_gpu or torch.get_default_device().type == "cuda" else "cpu")
+
+    kind = device
+    if kind is None:
+        prefers_gpu = runtime == "process" and torch.cuda.is_available()
+        is_gpu_default = torch.get_default_device().type == "cuda"
+        kind = "cuda" if prefers_gpu or is_gpu_default else "cpu"
     if kind not in ("cpu", "cuda"):
         raise MeshError(f'device={kind!r} is neither "cpu" nor "cuda".')
     if kind == "cuda" and not torch.cuda.is_available():
@@ -149,7 +180,10 @@ def _choose_device_type(runtime: Runtime, device: str | None) -> str:
 
 
 def to_device_mesh(mesh: Mesh) -> DeviceMesh:
-    """Return torch's DeviceMesh for a process mesh: the same processes, axes and groups, for torch's own code."""
+    """Return torch's DeviceMesh for a process mesh, for torch's own code.
+
+    It has the same processes, axes and groups.
+    """
     mesh = require_mesh("to_device_mesh", mesh)
     if mesh.runtime != "process":
         raise MeshError(
@@ -159,10 +193,14 @@ def to_device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
-    """Return the mesh for a torch DeviceMesh, with its groups.  The axes need names (`mesh_dim_names=`)."""
+    """Return the mesh for a torch DeviceMesh, with its groups.
+
+    The axes need names (`mesh_dim_names=`).
+    """
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(
-            f"from_device_mesh: device_mesh must be a torch DeviceMesh; got {type(device_mesh).__name__}."
+            "from_device_mesh: device_mesh must be a torch DeviceMesh; "
+            f"got {type(device_mesh).__name__}."
         )
     names = device_mesh.mesh_dim_names
     if names is None:
@@ -173,6 +211,7 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten().tolist())
     axes = tuple(zip(names, device_mesh.mesh.shape, strict=True))
     is_ordered = ranks == tuple(range(dist.get_world_size()))
-    mesh = Mesh(axes, "process", device_mesh.device_type, None, None if is_ordered else ranks)
+    mesh_ranks = None if is_ordered else ranks
+    mesh = Mesh(axes, "process", device_mesh.device_type, None, mesh_ranks)
     process.use_groups(mesh, device_mesh)
     return mesh

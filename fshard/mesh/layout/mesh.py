@@ -1,7 +1,7 @@
 """`Mesh`: a named grid of devices, as a value.
 
-It holds no device, no thread and no process group, so it can be compared, hashed, printed and made anywhere.  Devices are
-numbered row-major: the last axis is the fastest.
+It holds no device, no thread and no process group, so it can be compared, hashed, printed and made
+anywhere. Devices are numbered row-major: the last axis is the fastest.
 
     make_mesh({"data": 2, "model": 3})        model ->
                                        data   0  1  2
@@ -25,7 +25,7 @@ from fshard.mesh.layout import arithmetic
 from fshard.mesh.layout.spec import Axes, CachedHash, as_axes
 
 Runtime = Literal["virtual", "process", "abstract"]
-"""Where devices live: threads of this process, processes of torch.distributed, or nowhere (shapes only)."""
+"""The kind of devices: threads of this process, processes of torch.distributed, or shapes only."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Mesh(CachedHash):
         device_type: "cpu", "cuda" or, on an abstract mesh, "meta".
         parent: the (name, size) pairs of the mesh that this one was sliced from, or None.
         ranks: torch.distributed ranks of the devices in mesh order, where they are not 0, 1, 2, ...
-        zigzag: an axis along which shards of arrays are in zigzag order: see `arithmetic.zigzag`. For operations on arrays.
+        zigzag: an axis along which shards of arrays are in zigzag order: see `arithmetic.zigzag`.
+            For operations on arrays.
         is_varying: arrays on it are those of a loss function: see `mesh/reshard/varying.py`.
 
     >>> mesh = Mesh((("data", 4), ("model", 2)), "virtual", "cpu")
@@ -57,24 +58,24 @@ class Mesh(CachedHash):
     is_varying: bool = False
 
     def __post_init__(self) -> None:
-        complaints: list[str] = []
+        errors: list[str] = []
         if self.runtime not in get_args(Runtime):
-            complaints.append(f'runtime "{self.runtime}" is none of {_quote(get_args(Runtime))}')
+            errors.append(f'runtime "{self.runtime}" is none of {_quote(get_args(Runtime))}')
         if not self.axes:
-            complaints.append('it has no axis: write make_mesh({"data": 1}) for a single device')
-        names = [name for name, _ in self.axes]
+            errors.append('it has no axis: write make_mesh({"data": 1}) for a single device')
         for name, size in self.axes:
             if not isinstance(name, str) or not name.isidentifier():
-                complaints.append(f'axis name {name!r} is not a name like "data"')
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                complaints.append(
-                    f"axis {name!r} has size {size!r}: a size must be an integer >= 1"
-                )
+                errors.append(f'axis name {name!r} is not a name like "data"')
+            is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+            if not is_size:
+                errors.append(f"axis {name!r} has size {size!r}: a size must be an integer >= 1")
+
+        names = [name for name, _ in self.axes]
         repeated = sorted({name for name in names if names.count(name) > 1}, key=str)
         if repeated:
-            complaints.append(f"axis {_quote(repeated)} is named more than once")
-        if complaints:
-            raise MeshError("This mesh cannot be made: " + "; ".join(complaints) + ".")
+            errors.append(f"axis {_quote(repeated)} is named more than once")
+        if errors:
+            raise MeshError("This mesh cannot be made: " + "; ".join(errors) + ".")
 
     @cached_property
     def axis_names(self) -> tuple[str, ...]:
@@ -91,9 +92,14 @@ class Mesh(CachedHash):
 
     @cached_property
     def strides(self) -> Mapping[str, int]:
-        """Stride of each axis in the numbering of the parent mesh."""
+        """Stride of each axis in the numbering of the parent mesh.
+
+        It is 3 for the axis "data" of 2 x 3 devices, in `mesh["data"]` too.
+        """
         root = self.parent or self.axes
-        strides = dict(zip(dict(root), arithmetic.strides([size for _, size in root]), strict=True))
+        root_names = [name for name, _ in root]
+        root_strides = arithmetic.strides([size for _, size in root])
+        strides = dict(zip(root_names, root_strides, strict=True))
         return MappingProxyType({name: strides[name] for name in self.axis_names})
 
     @cached_property
@@ -112,13 +118,8 @@ class Mesh(CachedHash):
             raise MeshError(
                 f"{self} has no device {device!r}: its {self.size} devices are counted from 0."
             )
-        return dict(
-            zip(
-                self.axis_names,
-                arithmetic.unravel(device, [size for _, size in self.axes]),
-                strict=True,
-            )
-        )
+        indices = arithmetic.unravel(device, [size for _, size in self.axes])
+        return dict(zip(self.axis_names, indices, strict=True))
 
     def index(self, coordinates: Mapping[str, int]) -> int:
         """Return the number of the device at `coordinates`; an axis left out counts as 0."""
@@ -126,20 +127,22 @@ class Mesh(CachedHash):
         for name, coordinate in coordinates.items():
             if not 0 <= coordinate < self.shape[name]:
                 raise MeshError(
-                    f'mesh.index: "{name}" has coordinates 0 to {self.shape[name] - 1}; got {coordinate}.'
+                    f'mesh.index: "{name}" has coordinates 0 to {self.shape[name] - 1}; '
+                    f"got {coordinate}."
                 )
         return self._ravel_coordinates(coordinates)
 
     def _ravel_coordinates(self, coordinates: Mapping[str, int]) -> int:
-        return arithmetic.ravel(
-            [coordinates.get(name, 0) for name in self.axis_names], [size for _, size in self.axes]
-        )
+        indices = [coordinates.get(name, 0) for name in self.axis_names]
+        return arithmetic.ravel(indices, [size for _, size in self.axes])
 
     def local_index(self, root_device: int) -> int:
         """Return the number that a device of the parent mesh has in this one."""
-        return self._ravel_coordinates(
-            {name: root_device // step % self.shape[name] for name, step in self.strides.items()}
-        )
+        # Device 5 of 2 x 3, with strides 3 and 1, is at (5 // 3 % 2, 5 // 1 % 3), which is (1, 2).
+        coordinates: dict[str, int] = {}
+        for name, stride in self.strides.items():
+            coordinates[name] = root_device // stride % self.shape[name]
+        return self._ravel_coordinates(coordinates)
 
     def check_axes(self, axes: Axes | Iterable[str], where: str) -> tuple[str, ...]:
         """Return `axes` as a tuple, or raise naming all that this mesh does not have."""
@@ -147,12 +150,16 @@ class Mesh(CachedHash):
         unbound = [name for name in names if name not in self.axis_names]
         if unbound:
             raise MeshError(
-                f"{where}: {self} has no axis {_quote(unbound)}. Its axes are {_quote(self.axis_names)}."
+                f"{where}: {self} has no axis {_quote(unbound)}. "
+                f"Its axes are {_quote(self.axis_names)}."
             )
         return names
 
     def __getitem__(self, axes: Axes) -> Mesh:
-        """Return the mesh of some axes: on each device, the row or plane it is in. All axes in order give this mesh."""
+        """Return the mesh of some axes: on each device, the row or plane it is in.
+
+        All axes in order give this mesh.
+        """
         names = self.check_axes(axes, f"mesh[{axes!r}]")
         if names == self.axis_names:
             return self
@@ -165,14 +172,9 @@ class Mesh(CachedHash):
     __hash__ = CachedHash.__hash__
 
     def __str__(self) -> str:
-        grid = ", ".join(f"{name}={size}" for name, size in self.axes)
-        cut = (
-            ""
-            if self.parent is None
-            else " of " + ", ".join(f"{name}={size}" for name, size in self.parent)
-        )
+        parent = f" of {_grid(self.parent)}" if self.parent is not None else ""
         order = f", zigzag over {self.zigzag}" if self.zigzag else ""
-        return f"Mesh({grid}{cut}; {self.runtime}, {self.device_type}{order})"
+        return f"Mesh({_grid(self.axes)}{parent}; {self.runtime}, {self.device_type}{order})"
 
     __repr__ = __str__
 
@@ -191,7 +193,10 @@ class RunDefaults:
     has_fixed_order: bool = False
 
 
-_run_defaults: ContextVar[RunDefaults] = ContextVar("run defaults", default=RunDefaults())  # noqa: B039  # it is frozen
+_run_defaults: ContextVar[RunDefaults] = ContextVar(
+    "run defaults",
+    default=RunDefaults(),  # noqa: B039  # it is frozen
+)
 run_defaults = _run_defaults.get
 """Return how runs of the calling code are run."""
 
@@ -203,9 +208,10 @@ def fixed_order() -> AbstractContextManager[None]:
 
 @contextmanager
 def use_mesh(mesh: Mesh) -> Generator[Mesh]:
-    """Use a mesh for the calls in the block that name none: `shard_map`, `run`, `shard_params`, and a P as a layout.
+    """Use a mesh for the calls in the block that name none.
 
-    It reaches the threads of virtual devices. `mesh=` in a call and the mesh of a `Layout` take precedence.
+    These are `shard_map`, `run`, `shard_params`, and a P as a layout. It reaches the threads of
+    virtual devices. `mesh=` in a call and the mesh of a `Layout` take precedence.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -220,16 +226,22 @@ def use_mesh(mesh: Mesh) -> Generator[Mesh]:
 
 def require_mesh(caller: str, mesh: object = None) -> Mesh:
     """Return a mesh, by default that of `use_mesh`; raise if there is none."""
-    mesh = run_defaults().mesh if mesh is None else mesh
+    if mesh is None:
+        mesh = run_defaults().mesh
     if isinstance(mesh, Mesh):
         return mesh
-    hint = (
-        "" if mesh is not None else " Write mesh=, or call it in a block: with fs.use_mesh(mesh)."
-    )
+    hint = ""
+    if mesh is None:
+        hint = " Write mesh=, or call it in a block: with fs.use_mesh(mesh)."
     raise TypeError(
-        f'{caller}: mesh must be a Mesh, such as fs.make_mesh({{"data": 4}}); got {type(mesh).__name__}.{hint}'
+        f'{caller}: mesh must be a Mesh, such as fs.make_mesh({{"data": 4}}); '
+        f"got {type(mesh).__name__}.{hint}"
     )
 
 
-def _quote(names: tuple[str, ...] | list[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names)
+def _grid(axes: Iterable[tuple[str, int]]) -> str:
+    return ", ".join([f"{name}={size}" for name, size in axes])
+
+
+def _quote(names: Iterable[str]) -> str:
+    return ", ".join([f'"{name}"' for name in names])

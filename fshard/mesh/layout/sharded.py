@@ -1,7 +1,8 @@
 """`Sharded`: the global array, as the shards that this process holds.
 
-On a virtual mesh that is a shard for every device, on a process mesh one. A `Sharded` is a leaf of trees, and its
-operations are those of a global tensor: see `fshard.array`. `flatten_shards` reaches its shards.
+On a virtual mesh that is a shard for every device, on a process mesh one. A `Sharded` is a leaf of
+trees, and its operations are those of a global tensor: see `fshard.array`. `flatten_shards` reaches
+its shards.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class Sharded(ArrayMethods):
         layout: its layout.
         shards: the local shards, in device order.
 
-    It may be pickled and saved with `torch.save`: each process saves its own shards. To load it, name its classes:
-    `with torch.serialization.safe_globals(fs.mesh.SAFE_GLOBALS): x = torch.load(file)`.
+    It may be pickled and saved with `torch.save`: each process saves its own shards. To load it,
+    name its classes: `with torch.serialization.safe_globals(fs.mesh.SAFE_GLOBALS)`, then
+    `x = torch.load(file)`.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -59,7 +61,7 @@ class Sharded(ArrayMethods):
 
     @property
     def is_donated(self) -> bool:
-        """True once a step has taken the memory for its results: then each use of the array raises."""
+        """True once a step has taken the memory for its results: each use of the array raises."""
         return "shards" not in self.__dict__
 
     @property
@@ -91,7 +93,8 @@ class Sharded(ArrayMethods):
         if len(devices) == 1:
             return self.shards[devices[0]]
         raise LayoutError(
-            f"{self!r} holds the shards of {len(self.shards)} devices here, so none is the local one. Take x.shards[device]."
+            f"{self!r} holds the shards of {len(self.shards)} devices here, so none is the local "
+            "one. Take x.shards[device]."
         )
 
     def check(self) -> None:
@@ -99,38 +102,46 @@ class Sharded(ArrayMethods):
         self.check_view()
         devices = local_devices(self.mesh)
         if len(self.shards) != len(devices):
-            was, used = (
-                ("outside of", "inside") if len(self.shards) > 1 else ("inside of", "outside")
-            )
+            if len(self.shards) > 1:
+                origin = "outside of"
+                use = "inside"
+            else:
+                origin = "inside of"
+                use = "outside"
             raise LayoutError(
-                f"{self!r} was made {was} fs.run and is used {used}. Make it where it is used. In shard_map, pass it as an "
-                "argument, or take its local shard: x.local."
+                f"{self!r} was made {origin} fs.run and is used {use}. Make it where it is used. "
+                "In shard_map, pass it as an argument, or take its local shard: x.local."
             )
         _validate_shards("The shards of this Sharded", self.shards)
         shapes = tuple([tuple(shard.shape) for shard in self.shards])
         if shapes != _local_shapes(self.layout, self.shape, devices):
+            different_shapes = ", ".join([str(shape) for shape in sorted(set(shapes))])
             raise LayoutError(
-                f"The shards of this Sharded have shapes {', '.join(map(str, sorted(set(shapes))))}, which are not those "
-                f"of a tensor of shape {self.shape} as {self.spec}. Trees of shards are for elementwise functions."
+                f"The shards of this Sharded have shapes {different_shapes}, which are not those "
+                f"of a tensor of shape {self.shape} as {self.spec}. "
+                "Trees of shards are for elementwise functions."
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to copy or pickle; raise for a donated array, which has no values."""
-        assert self.shards is not None
+        """Return the attributes to pickle; raise for a donated array, which has no values."""
+        assert self.shards is not None  # raises by `__getattr__`
         return self.__dict__
 
     def __repr__(self) -> str:
         if self.is_donated:
             return f"Sharded of shape {self.shape}, donated, on {self.mesh}"
+        # In a tree of specs or names, an array's shards are no tensors.
         kinds = [type(shard).__name__ for shard in self.shards if not isinstance(shard, Tensor)]
-        return f"Sharded {kinds[0] if kinds else typeof(self)} on {self.mesh}"
+        content = kinds[0] if kinds else typeof(self)
+        return f"Sharded {content} on {self.mesh}"
 
 
 def donated(arguments: PyTree, results: PyTree) -> PyTree:
-    """Return results, which have the memory of arrays among the arguments, and let each use of these arguments raise.
+    """Return results, and mark the arguments whose memory they have: each use of these raises.
 
-    A frozen array is not donated, since no step writes it. Nor is an abstract one: it has no memory. One that requires
-    grad is a variable, such as a parameter of a module: a step writes to it in place, as torch's do.
+    A frozen array is not donated, since no step writes it. Nor is an abstract one: it has no
+    memory. One that requires grad is a variable, such as a parameter of a module: a step writes to
+    it in place, as torch's do.
     """
     arrays: dict[int, Sharded] = {}
     for leaf in flatten(arguments)[0]:
@@ -144,54 +155,63 @@ def donated(arguments: PyTree, results: PyTree) -> PyTree:
             arrays[id(leaf)] = leaf
     if not arrays:
         return results
+
+    # A result that is an argument itself must stay usable: it becomes another object.
     leaves, structure = flatten(results)
-    successors: dict[int, Sharded] = {}  # of arguments that are results too; tied ones stay tied
+    successors: dict[int, Sharded] = {}  # by the argument, so that tied ones stay tied
     for leaf in leaves:
         key = id(leaf)
         if key in arrays and key not in successors:
             successors[key] = Sharded(leaf.shape, leaf.layout, leaf.shards)
+
     for x in arrays.values():
-        del x.shards
-    if not successors:
+        del x.shards  # the mark: see `is_donated`
+    if not successors:  # as in most steps, whose results need not be put together again
         return results
     return unflatten(structure, [successors.get(id(leaf), leaf) for leaf in leaves])
 
 
 def _validate_shards(caller: str, shards: Sequence[Any]) -> None:
     """Raise unless shards are dense tensors of one dtype."""
-    dtypes = {x.dtype if isinstance(x, Tensor) and is_dense(x) else None for x in shards}
-    if len(dtypes) > 1 or None in dtypes:
-        kinds = {
-            dtype_name(x.dtype) if isinstance(x, Tensor) and is_dense(x) else type(x).__name__
-            for x in shards
-        }
-        raise LayoutError(
-            f"{caller} are not dense tensors of one dtype: {', '.join(sorted(kinds))}."
-        )
+    dtypes: set[torch.dtype | None] = set()
+    for x in shards:
+        is_dense_tensor = isinstance(x, Tensor) and is_dense(x)
+        dtypes.add(x.dtype if is_dense_tensor else None)
+    if len(dtypes) <= 1 and None not in dtypes:
+        return
+
+    kinds: set[str] = set()
+    for x in shards:
+        is_dense_tensor = isinstance(x, Tensor) and is_dense(x)
+        kinds.add(dtype_name(x.dtype) if is_dense_tensor else type(x).__name__)
+    raise LayoutError(f"{caller} are not dense tensors of one dtype: {', '.join(sorted(kinds))}.")
 
 
 def stack(x: Sharded, axes: Axes, mesh: Mesh | None = None) -> Sharded:
-    """Return an array with a first dim for the values that devices have along `axes`, varying or unreduced, in place."""
-    names, mesh = as_axes(axes), mesh or x.mesh
-    return _with_reshaped_shards(
-        x,
-        (prod(mesh.shape[axis] for axis in names), *x.shape),
-        (names, *x.spec.entries),
-        names,
-        mesh,
-    )
+    """Return an array with a first dim for the values that devices have along `axes`, in place.
+
+    The values are varying or unreduced. 2 replicas of shape (8,) are an array of shape (2, 8).
+    """
+    names = as_axes(axes)
+    mesh = mesh or x.mesh
+    count = prod([mesh.shape[axis] for axis in names])
+    shape = (count, *x.shape)
+    entries = (names, *x.spec.entries)
+    return _with_reshaped_shards(x, shape, entries, names, mesh)
 
 
 def unstack(x: Sharded, axes: Axes, mesh: Mesh | None = None) -> Sharded:
-    """Return the array whose values along `axes`, varying ones, an array has along its first dim, in place."""
+    """Return the array whose varying values along `axes` are the first dim of an array, in place.
+
+    It is the inverse of `stack`.
+    """
     names = as_axes(axes)
-    if (
-        not x.ndim
-        or x.spec.dims(1)[0] != names
-        or x.shape[0] != prod(x.mesh.shape[axis] for axis in names)
-    ):
+    count = prod([x.mesh.shape[axis] for axis in names])
+    is_stacked = x.ndim > 0 and x.spec.dims(1)[0] == names and x.shape[0] == count
+    if not is_stacked:
         raise LayoutError(
-            f"replicas must have a first dim along {axes}, as the `init` of their step makes; got {x!r}."
+            f"replicas must have a first dim along {axes}, as the `init` of their step makes; "
+            f"got {x!r}."
         )
     return _with_reshaped_shards(x, x.shape[1:], x.spec.entries[1:], names, mesh or x.mesh)
 
@@ -201,11 +221,9 @@ def _with_reshaped_shards(
 ) -> Sharded:
     layout = _layout_with_entries(x.layout, entries, axes, mesh)
     shapes = _local_shapes(layout, shape, local_devices(mesh))
-    return Sharded(
-        shape,
-        layout,
-        tuple([shard.reshape(local) for shard, local in zip(x.shards, shapes, strict=True)]),
-    )
+    pairs = zip(x.shards, shapes, strict=True)
+    shards = tuple([shard.reshape(local_shape) for shard, local_shape in pairs])
+    return Sharded(shape, layout, shards)
 
 
 @lru_cache(maxsize=4096)
@@ -246,7 +264,9 @@ torch_trees.register_pytree_node(
 
 
 def flatten_shards(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[Any], Structure]:
-    """Return the leaves of a tree, with shards in place of arrays, and its structure, which puts arrays together again.
+    """Return the leaves of a tree, with shards in place of arrays, and its structure.
+
+    The structure puts arrays together again.
 
     >>> import torch, fshard as fs
     >>> x = fs.device_put(torch.arange(4.0), fs.Layout(fs.make_mesh({"data": 2}), fs.P("data")))
@@ -257,8 +277,8 @@ def flatten_shards(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[An
     leaves, structure = flatten(tree, none_is_leaf=none_is_leaf)
     if Sharded not in map(type, leaves):
         return leaves, structure
-    opened = unflatten(structure, [ArrayNode(x) if isinstance(x, Sharded) else x for x in leaves])
-    return flatten(opened, none_is_leaf=none_is_leaf)
+    nodes = [ArrayNode(x) if isinstance(x, Sharded) else x for x in leaves]
+    return flatten(unflatten(structure, nodes), none_is_leaf=none_is_leaf)
 
 
 def key_of(x: Any) -> tuple[int, ...]:
@@ -269,24 +289,29 @@ def key_of(x: Any) -> tuple[int, ...]:
 
 
 def typeof(x: PyTree) -> Any:
-    """Return dtype, shape and layout of a tensor, which prints as one token; of a tree, the tree of these.
+    """Return dtype, shape and layout of a tensor, which prints as one token.
 
-    Leaves that are no tensors, such as numbers, stay as they are.
+    Of a tree, return the tree of these; leaves that are no tensors, such as numbers, stay as they
+    are.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
-    >>> print(typeof(fs.device_put(torch.zeros(8, 6), fs.Layout(fs.make_mesh({"data": 4, "model": 2}), P("data", "model")))))
+    >>> layout = fs.Layout(fs.make_mesh({"data": 4, "model": 2}), P("data", "model"))
+    >>> typeof(fs.device_put(torch.zeros(8, 6), layout))
     f32[8@data, 6@model]
     >>> typeof({"w": torch.zeros(8, 6), "step": 3})
     {'w': f32[8, 6], 'step': 3}
     """
     if isinstance(x, Sharded | Tensor):
         return _type_of(x)
+
     leaves, structure = flatten(x, none_is_leaf=True)
     if not any(isinstance(leaf, Sharded | Tensor) for leaf in leaves):
         raise TypeError(f"typeof: x must be a tensor or a tree of tensors; got {type(x).__name__}.")
-    types = [_type_of(leaf) if isinstance(leaf, Sharded | Tensor) else leaf for leaf in leaves]
-    return unflatten(structure, types)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Sharded | Tensor):
+            leaves[index] = _type_of(leaf)
+    return unflatten(structure, leaves)
 
 
 def _type_of(x: Sharded | Tensor) -> ShardType:
@@ -303,12 +328,14 @@ def from_local(
 ) -> Sharded:
     """Build a global array from each device's local shard.
 
-    Nothing is sent, but along axes that `layout` does not name: replicas are compared there by a hash, in one small
-    collective, and different ones raise. Processes compare their shapes only under `FSHARD_CHECK=1`.
+    Nothing is sent, but along axes that `layout` does not name: replicas are compared there by a
+    hash, in one small collective, and different ones raise. Processes compare their shapes only
+    under `FSHARD_CHECK=1`.
 
     Args:
-        shard: this process's shard, on a process mesh or inside `run`; on a virtual mesh from outside, a function of
-            the device's coordinates, `piece(data=0, model=1)`. A function works everywhere.
+        shard: this process's shard, on a process mesh or inside `run`; on a virtual mesh from
+            outside, a function of the device's coordinates, `shard(data=0, model=1)`. A function
+            works everywhere.
         layout: of the global array; a P is one on the mesh of `fs.use_mesh`.
         shape: the global shape; needed for flat layouts only.
 
@@ -320,48 +347,58 @@ def from_local(
     """
     layout = as_layout(layout, caller="from_local")
     layout = layout.on(resolve_mesh(layout.mesh))
-    devices = local_devices(layout.mesh)
+    mesh = layout.mesh
+    devices = local_devices(mesh)
     if isinstance(shard, Tensor) and len(devices) > 1:
         raise LayoutError(
-            f"from_local got one shard for the {len(devices)} devices of {layout.mesh}. Give a function of the "
-            f"coordinates, from_local(lambda {', '.join(layout.mesh.axis_names)}: ..., layout), or call it inside fs.run."
+            f"from_local got one shard for the {len(devices)} devices of {mesh}. Give a function "
+            f"of the coordinates, from_local(lambda {', '.join(mesh.axis_names)}: ..., layout), or "
+            "call it inside fs.run."
         )
-    shards = [
-        shard(**layout.mesh.coordinates(device)) if callable(shard) else shard for device in devices
-    ]
+
+    shards: list[Tensor] = []
+    for device in devices:
+        shards.append(shard(**mesh.coordinates(device)) if callable(shard) else shard)
     _validate_shards("from_local: the shards", shards)
     full_shape = tuple(shape) if shape is not None else layout.global_shape(shards[0].shape)
     layout.check(full_shape, "the tensor")
-    for device, x, local_shape in zip(
-        devices, shards, _local_shapes(layout, full_shape, devices), strict=True
-    ):
+    local_shapes = _local_shapes(layout, full_shape, devices)
+    for device, x, local_shape in zip(devices, shards, local_shapes, strict=True):
         if tuple(x.shape) != local_shape:
             raise LayoutError(
-                f"from_local: the shard of device {layout.mesh.coordinates(device)} must have shape {local_shape}, that of a "
-                f"tensor of shape {full_shape} as {layout.spec}; got {tuple(x.shape)}."
+                f"from_local: the shard of device {mesh.coordinates(device)} must have shape "
+                f"{local_shape}, that of a tensor of shape {full_shape} as {layout.spec}; "
+                f"got {tuple(x.shape)}."
             )
+
     copies = list[Tensor]()
     for x in shards:
-        stored = in_memory(x, layout.mesh, layout.memory)
+        stored = in_memory(x, mesh, layout.memory)
         copies.append(stored.clone() if stored is x else stored)  # the array never changes with x
     array = Sharded(full_shape, layout, tuple(copies))
-    agree(layout.mesh, f"from_local of {typeof(array)}")
+    agree(mesh, f"from_local of {typeof(array)}")
     if layout.replicated_axes:
-        compare_inputs("from_local", layout.mesh, {"": array.shards}, layout.replicated_axes)
+        compare_inputs("from_local", mesh, {"": array.shards}, layout.replicated_axes)
     return array
 
 
 def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
     """Return a shard in the memory that its layout names: itself, or a copy."""
     if mesh.device_type == "cuda" and memory == "host":
-        return start_read([x])()[0]
+        (copy,) = start_read([x])()
+        return copy
     if mesh.device_type == "meta":
         x = without_values(x)
     if x.is_meta and mesh.device_type != "meta":
         raise LayoutError(
-            f'a meta tensor (shape {tuple(x.shape)}) has no values to lay on {mesh}. Take runtime="abstract" to count without '
-            "them. Those of fs.lazy layers are made by a seed: shard_params(model, ..., seed=0), shard_stages(..., seed=0)."
+            f"a meta tensor (shape {tuple(x.shape)}) has no values to lay on {mesh}. "
+            'Take runtime="abstract" to count without them. Those of fs.lazy layers are made by a '
+            "seed: shard_params(model, ..., seed=0), shard_stages(..., seed=0)."
         )
-    if memory == "device" and (mesh.device_type == "cuda" or x.device.type != mesh.device_type):
+
+    is_elsewhere = mesh.device_type == "cuda" or x.device.type != mesh.device_type
+    if memory == "device" and is_elsewhere:
         return x.to(mesh.device_type)  # this process's GPU: x may be on another
-    return x if transformed() or memory_of(x) == memory else copy_in(memory, x, mesh.device_type)
+    if transformed() or memory_of(x) == memory:
+        return x
+    return copy_in(memory, x, mesh.device_type)

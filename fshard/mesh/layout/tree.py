@@ -1,9 +1,9 @@
 """Trees of tensors, by optree, in a namespace of fshard.
 
-A `Sharded` is a leaf, the global array: for optree in any namespace and for torch's pytrees. Code that needs its shards
-names them: `x.shards`, `flatten_shards`, and `fs.array.lift` for torch.func. Dataclasses and the node
-types of torch's pytrees are nodes without registration; a field with `metadata={"static": True}` (or
-`{"pytree_node": False}`) is part of the structure.
+A `Sharded` is a leaf, the global array: for optree in any namespace and for torch's pytrees. Code
+that needs its shards names them: `x.shards`, `flatten_shards`, and `fs.array.lift` for torch.func.
+Dataclasses and the node types of torch's pytrees are nodes without registration; a field with
+`metadata={"static": True}` (or `{"pytree_node": False}`) is part of the structure.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def flatten(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[Any], Str
     if type(tree) is Tensor:
         return [tree], _LEAVES[none_is_leaf]
     leaves, structure = _o.tree_flatten(tree, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
+    # optree takes the first object of a class for a leaf. Its children may be of new classes too.
     while learn(leaves, NAMESPACE):
         leaves, structure = _o.tree_flatten(tree, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
     return leaves, structure
@@ -63,10 +64,11 @@ def paths_of(structure: Structure) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _paths(structure: Structure) -> tuple[str, ...]:
-    return tuple(
-        "".join(f'["{entry}"]' if isinstance(entry, str) else f"[{entry!r}]" for entry in path)
-        for path in structure.paths()
-    )
+    paths: list[str] = []
+    for path in structure.paths():
+        keys = [f'["{entry}"]' if isinstance(entry, str) else f"[{entry!r}]" for entry in path]
+        paths.append("".join(keys))
+    return tuple(paths)
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> PyTree:
@@ -82,7 +84,10 @@ def map_leaves(f: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
 
 
 def broadcast_prefix(prefix: PyTree, tree: PyTree, *, none_is_leaf: bool = False) -> list[Any]:
-    """Return, for every leaf of a tree, its value in a prefix of the tree; ValueError if it is not a prefix."""
+    """Return, for every leaf of a tree, its value in a prefix of the tree.
+
+    Raises ValueError if it is not a prefix.
+    """
     return _o.broadcast_prefix(prefix, tree, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
 
 
@@ -100,18 +105,30 @@ def collected(name: str) -> Generator[Callable[[str], Any]]:
 
     yield attempt
     if errors:
-        kinds = {type(error) for _, error in errors}
-        paths: dict[str, list[str]] = {}
-        for path, error in errors:
-            paths.setdefault(str(error), []).append(path)
-        lines = [
-            f"{', '.join(leaves)}: {text}" if any(leaves) else text
-            for text, leaves in paths.items()
-        ]
-        kind = (
-            kinds.pop() if len(kinds) == 1 else LayoutError if LayoutError in kinds else ValueError
-        )
-        raise kind(f"{name}: " + ("\n  " if len(lines) > 1 else "") + "\n  ".join(lines))
+        raise _joined(name, errors)
+
+
+def _joined(name: str, errors: Sequence[tuple[str, Exception]]) -> Exception:
+    """Return one error with the texts of several, each with the paths of its leaves."""
+    paths_by_text: dict[str, list[str]] = {}
+    for path, error in errors:
+        paths_by_text.setdefault(str(error), []).append(path)
+
+    lines: list[str] = []
+    for text, paths in paths_by_text.items():
+        has_paths = any(paths)  # the path of a tree that is one leaf is ""
+        lines.append(f"{', '.join(paths)}: {text}" if has_paths else text)
+
+    kinds = {type(error) for _, error in errors}
+    if len(kinds) == 1:
+        kind = kinds.pop()
+    elif LayoutError in kinds:
+        kind = LayoutError
+    else:
+        kind = ValueError
+    indent = "\n  "
+    start = indent if len(lines) > 1 else ""
+    return kind(f"{name}: {start}{indent.join(lines)}")
 
 
 _torch_nodes: dict[Any, Any] = torch_trees.SUPPORTED_NODES
@@ -125,9 +142,11 @@ def learn(leaves: Iterable[Any], namespace: str) -> bool:
     unregistered = {*map(type, leaves)} - _leaves
     if not unregistered:
         return False
-    with _lock:
+    with _lock:  # optree raises for a class that another thread has registered already
         for kind in unregistered - _leaves:
-            if kind.__module__.partition(".")[0] in ("torch", "fshard"):
+            # `P` and `Layout` are dataclasses, but leaves.
+            library = kind.__module__.partition(".")[0]
+            if library in ("torch", "fshard"):
                 continue
             if is_dataclass(kind) and not issubclass(kind, Tensor | nn.Module | dict):
                 _o.register_pytree_node(kind, *_dataclass_node(kind), namespace=namespace)
@@ -138,28 +157,32 @@ def learn(leaves: Iterable[Any], namespace: str) -> bool:
 
 
 Node = tuple[Callable[[Any], tuple[Any, Any, Any]], Callable[[Any, Any], Any]]
-"""Functions that flatten a class into (children, auxiliary data, names of the children) and rebuild it."""
+"""A function that flattens objects of a class into (children, auxiliary data, names of the
+children), and one that rebuilds them."""
 
 
 def _dataclass_node(kind: type) -> Node:
     """Return how to flatten a dataclass."""
-    is_static = {
-        each.name: each.metadata.get("static", not each.metadata.get("pytree_node", True))
-        for each in fields(kind)
-    }
-    names = tuple(name for name in is_static if not is_static[name])
-    static = tuple(name for name in is_static if is_static[name])
+    names: list[str] = []
+    static_names: list[str] = []
+    for field in fields(kind):
+        is_node = field.metadata.get("pytree_node", True)
+        is_static = field.metadata.get("static", not is_node)
+        if is_static:
+            static_names.append(field.name)
+        else:
+            names.append(field.name)
 
     def flatten(x: Any) -> tuple[Any, Any, Any]:
-        return (
-            [getattr(x, name) for name in names],
-            tuple(getattr(x, name) for name in static),
-            names,
-        )
+        children = [getattr(x, name) for name in names]
+        static_values = tuple(getattr(x, name) for name in static_names)
+        return children, static_values, tuple(names)
 
     def unflatten(values: Any, children: Any) -> Any:
-        x = object.__new__(kind)
-        for name, value in (*zip(names, children, strict=True), *zip(static, values, strict=True)):
+        x = object.__new__(kind)  # not by __init__: children may be anything, such as layouts
+        values_by_name = dict(zip(names, children, strict=True))
+        values_by_name.update(zip(static_names, values, strict=True))
+        for name, value in values_by_name.items():
             object.__setattr__(x, name, value)  # it may be frozen
         return x
 
@@ -174,14 +197,18 @@ def _torch_node(kind: type) -> Node:
         children, context = node.flatten_fn(x)
         if node.flatten_with_keys_fn is None:
             return children, context, range(len(children))
-        keys = [key for key, _ in node.flatten_with_keys_fn(x)[0]]
-        names = [
-            next(getattr(key, name) for name in ("name", "key", "idx") if hasattr(key, name))
-            for key in keys
-        ]
-        return children, context, names
+        pairs, _ = node.flatten_with_keys_fn(x)
+        return children, context, [_name_of_key(key) for key, _ in pairs]
 
     def unflatten(context: Any, children: Any) -> Any:
         return node.unflatten_fn([*children], context)
 
     return flatten, unflatten
+
+
+def _name_of_key(key: Any) -> Any:
+    """Return the name, key or index that a key of torch's pytrees has."""
+    for attribute in ("name", "key", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    raise TypeError(f"a key of torch's pytrees must have a name, a key or an idx; got {key!r}.")

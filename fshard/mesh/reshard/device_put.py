@@ -1,15 +1,11 @@
 """Change the layout of tensors: `device_put`, `reshard`, `unshard`.
 
-Each is a function of one device, made of collectives and local moves with transposes, and run on every device of the
-caller. `plan` chooses the steps, `execute` runs them.
+    device_put    a plain tensor, equal on all processes    ->    an array
+    reshard       an array in one layout                    ->    an array in another
+    unshard       an array                                  ->    a plain tensor
 
-# Note [Results do not alias]
-What these functions return never changes with their arguments: a snapshot keeps its values when a step writes the
-parameters in place, and a write to the snapshot changes no array. A result that no collective has moved would be the
-argument's own memory, or a view of it, so it is copied: as many bytes as it has, once. The public functions do that.
-`reshard_all`, `full_values` and `put_equal(may_alias=True)` do not: steps call them, and only read what they return.
-torch's copy-on-write storages (`_lazy_clone`) would spare copies that are only read. But memory limits would not see
-when they become copies, and shards in page-locked memory or in files cannot have them.
+Each is a function of one device, made of collectives and local moves with transposes, and run on
+every device of the caller. `plan` chooses the steps, `execute` runs them.
 """
 
 from __future__ import annotations
@@ -55,7 +51,10 @@ from fshard.uncompiled import uncompiled
 
 @dataclass(frozen=True)
 class Fanout(LinearMap):
-    """Give a tensor to all n devices as a replicated value. Its cotangents are equal: one is taken."""
+    """Give a tensor to all n devices as a replicated value.
+
+    Its cotangents are equal: one is taken.
+    """
 
     n: int
 
@@ -82,55 +81,73 @@ class First(LinearMap):
 def spread(x: Tensor, layout: Layout) -> Sharded:
     """Return a global value as a replicated array on the mesh of a layout."""
     x = in_memory(x, layout.mesh, "device")
-    shards = apply(Fanout(layout.mesh.size), (x,)) if is_outside(layout.mesh) else (x,)
+    shards: Tensors = (x,)
+    if is_outside(layout.mesh):
+        shards = apply(Fanout(layout.mesh.size), shards)
     return Sharded(tuple(x.shape), Layout(layout.mesh), shards)
 
 
 def shard_of(x: Tensor, layout: Layout, device: int) -> Tensor:
     """Return a view of a global value: the shard of one device."""
-    block, ranges = _slices(layout, x.shape, (device,))[0]
-    return _shard_view(x, layout, block, ranges)
+    (slices,) = _slices(layout, x.shape, (device,))
+    return _shard_view(x, layout, *slices)
+
+
+def sliced(x: Tensor, layout: Layout) -> Tensors:
+    """Return the shards of a global value on the devices held here, as views.
+
+    No gradient is recorded as one of shards.
+    """
+    if layout.memory == "device" or layout.mesh.runtime == "abstract":
+        x = in_memory(x, layout.mesh, "device")
+    devices = local_devices(layout.mesh)
+    if not layout.spec.sharded_axes:
+        return (x,) * len(devices)
+
+    slices_of_devices = _slices(layout, x.shape, devices)
+    return tuple([_shard_view(x, layout, *slices) for slices in slices_of_devices])
 
 
 @lru_cache(maxsize=1024)
 def _slices(
     layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]
 ) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Return for each device the slices of its block, if that is flattened, and those of its shard."""
-    is_block = layout.spec.is_flat and bool(layout.spec.entries)
-    blocks = [layout.block(shape, device) if is_block else () for device in devices]
-    shards = [layout.ranges(shape, device) for device in devices]
-    return [
-        (tuple([slice(*side) for side in block]), tuple([slice(*side) for side in shard]))
-        for block, shard in zip(blocks, shards, strict=True)
-    ]
+    """Return for each device the slices of its block, and those of its shard in the block.
+
+    Only a block that is flattened needs slices of its own; else they are ().
+    """
+    has_flat_block = layout.spec.is_flat and bool(layout.spec.entries)
+    result: list[tuple[tuple[slice, ...], tuple[slice, ...]]] = []
+    for device in devices:
+        block = layout.block(shape, device) if has_flat_block else ()
+        shard = layout.ranges(shape, device)
+        block_slices = tuple([slice(*side) for side in block])
+        shard_slices = tuple([slice(*side) for side in shard])
+        result.append((block_slices, shard_slices))
+    return result
 
 
 def _shard_view(
-    x: Tensor, layout: Layout, block: tuple[slice, ...], ranges: tuple[slice, ...]
+    x: Tensor, layout: Layout, block: tuple[slice, ...], shard: tuple[slice, ...]
 ) -> Tensor:
-    x = x[block] if block else x
-    flat = x.reshape(-1) if layout.spec.is_flat or not x.ndim else x
-    return flat[ranges] if ranges else x
-
-
-def sliced(x: Tensor, layout: Layout) -> Tensors:
-    """Return the shards of a global value on the devices held here, as views. No gradient is recorded as of shards."""
-    if layout.memory == "device" or layout.mesh.runtime == "abstract":
-        x = in_memory(x, layout.mesh, "device")
-    devices = local_devices(layout.mesh)
-    if not layout.spec.sharded_axes:
-        return (x,) * len(devices)
-    return tuple([_shard_view(x, layout, *slices) for slices in _slices(layout, x.shape, devices)])
+    if block:
+        x = x[block]
+    if not shard:
+        return x  # a scalar
+    if layout.spec.is_flat or not x.ndim:
+        x = x.reshape(-1)  # of a scalar, a device that stores nothing has the range 0:0
+    return x[shard]
 
 
 def moves(x: Sharded, layout: Layout) -> bool:
     """Return True if an array must be resharded to have this layout in the devices' memory."""
     x.check()
     before = x.layout
-    return before is not layout and (
-        before.memory != "device" or bool(plan_reshard(before, layout, x.shape).steps)
-    )
+    if before is layout:
+        return False
+    if before.memory != "device":
+        return True
+    return bool(plan_reshard(before, layout, x.shape).steps)
 
 
 def _reshard_tree(
@@ -141,9 +158,14 @@ def _reshard_tree(
     *,
     may_alias: bool = False,
 ) -> PyTree:
-    """Reshard leaves, as arrays, by a prefix tree of layouts; `unit` and `frozen` are kept where the layout has none.
+    """Reshard the leaves of a tree by a prefix tree of layouts.
 
-    Results share no memory with the leaves, unless they `may_alias` them.
+    Args:
+        caller: the function that errors name.
+        tree: any tree.
+        layouts: a layout or P for each leaf; None leaves it unchanged.
+        as_array: returns a leaf as an array on the mesh of its layout; None leaves it unchanged.
+        may_alias: results may share memory with the leaves.
     """
     paths, leaves, structure = flatten_with_paths(tree, none_is_leaf=True)
     try:
@@ -152,31 +174,59 @@ def _reshard_tree(
         raise ValueError(
             f"{caller}: the layouts {layouts!r} are no prefix of the tree {structure}."
         ) from None
-    meshes = list(dict.fromkeys([leaf.mesh for leaf in leaves if isinstance(leaf, Sharded)]))
-    tree_mesh = meshes[0] if len(meshes) == 1 else None
-    arrays: dict[int, tuple[Sharded, Layout]] = {}
+    meshes = {leaf.mesh for leaf in leaves if isinstance(leaf, Sharded)}
+    tree_mesh = meshes.pop() if len(meshes) == 1 else None
+
+    arrays: dict[int, Sharded] = {}  # by the index of the leaf
+    new_layouts: list[Layout] = []
     with collected(caller) as attempt:
-        for index, (path, leaf, to) in enumerate(zip(paths, leaves, targets, strict=True)):
-            if to is None or leaf is None:
+        leaves_with_targets = zip(paths, leaves, targets, strict=True)
+        for index, (path, leaf, target) in enumerate(leaves_with_targets):
+            if target is None or leaf is None:
                 continue
             with attempt(path):
-                spec = to.spec if isinstance(to, Layout) else to
-                if path and isinstance(spec, P) and is_static(leaf, spec):
+                spec = target.spec if isinstance(target, Layout) else target
+                is_in_tree = path != ""
+                if is_in_tree and isinstance(spec, P) and is_static(leaf, spec):
                     continue
-                layout = as_layout(to, leaf.mesh if isinstance(leaf, Sharded) else tree_mesh)
-                before = leaf.layout if isinstance(leaf, Sharded) else layout
-                unit, frozen = layout.unit or before.unit, layout.frozen or before.frozen
-                layout = Layout(resolve_mesh(layout.mesh), layout.spec, layout.memory, unit, frozen)
-                if (array := as_array(leaf, layout)) is not None:
-                    arrays[index] = array, layout
-    resharded = reshard_all(
-        [x for x, _ in arrays.values()], [layout for _, layout in arrays.values()], call_site()
-    )
+                layout = _layout_of_leaf(leaf, target, tree_mesh)
+                array = as_array(leaf, layout)
+                if array is not None:
+                    arrays[index] = array
+                    new_layouts.append(layout)
+
+    results = reshard_all([*arrays.values()], new_layouts, call_site())
     if not may_alias:
-        resharded = without_aliases(resharded, [leaves[index] for index in arrays])
-    for index, x in zip(arrays, resharded, strict=True):
-        leaves[index] = x
+        results = without_aliases(results, [leaves[index] for index in arrays])
+    for index, result in zip(arrays, results, strict=True):
+        leaves[index] = result
     return unflatten(structure, leaves)
+
+
+def _layout_of_leaf(leaf: Any, target: Any, tree_mesh: Mesh | None) -> Layout:
+    """Return the layout that a leaf gets.
+
+    The unit of an array is kept where the layout has none, and a frozen array stays so.
+    """
+    if not isinstance(leaf, Sharded):
+        layout = as_layout(target, tree_mesh)
+        return layout.on(resolve_mesh(layout.mesh))
+
+    layout = as_layout(target, leaf.mesh)
+    unit = layout.unit or leaf.layout.unit
+    frozen = layout.frozen or leaf.layout.frozen
+    return Layout(resolve_mesh(layout.mesh), layout.spec, layout.memory, unit, frozen)
+
+
+# Note [Results do not alias]
+# What these functions return never changes with their arguments: a snapshot keeps its values when a
+# step writes the parameters in place, and a write to the snapshot changes no array. A result that
+# no collective has moved would be the argument's own memory, or a view of it, so it is copied: as
+# many bytes as it has, once. The public functions do that. `reshard_all`, `full_values` and
+# `put_equal(may_alias=True)` do not: steps call them, and only read what they return.
+# torch's copy-on-write storages (`_lazy_clone`) would spare copies that are only read. But memory
+# limits would not see when they become copies, and shards in page-locked memory or in files cannot
+# have them.
 
 
 def shares_memory(x: Sharded | Tensor, y: Sharded | Tensor) -> bool:
@@ -186,11 +236,14 @@ def shares_memory(x: Sharded | Tensor, y: Sharded | Tensor) -> bool:
 
 
 def without_aliases(results: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
-    """Return results, arrays or tensors, with copies of those that share memory with a source; ties stay ties.
+    """Return arrays or tensors, with copies of those that share memory with a source.
 
-    See Note [Results do not alias].
+    Tied results stay tied. See Note [Results do not alias].
     """
-    storages = {_storage(x) for source in sources for x in _tensors(source)}
+    storages: set[int] = set()
+    for source in sources:
+        storages.update([_storage(x) for x in _tensors(source)])
+
     distinct: dict[tuple[int, ...], Any] = {}
     for result in results:
         key = key_of(result)
@@ -215,10 +268,12 @@ def _copy(x: Sharded | Tensor) -> Sharded | Tensor:
     """Return a copy in the same memory, which autograd records."""
     if isinstance(x, Tensor):
         return x.clone()
+
+    keeps_strides = x.layout.memory == "device" or transformed()
     copies = list[Tensor]()
     for device, shard in zip(local_devices(x.mesh), x.shards, strict=True):
         with owned_by(device):
-            if x.layout.memory == "device" or transformed():  # with its strides
+            if keeps_strides:
                 copies.append(shard.clone())
             else:
                 copies.append(copy_in(x.layout.memory, shard, x.mesh.device_type))
@@ -226,19 +281,20 @@ def _copy(x: Sharded | Tensor) -> Sharded | Tensor:
 
 
 def is_static(leaf: Any, spec: P) -> bool:
-    """Return True for a leaf that passes unchanged: a string, a function, a number that is replicated."""
+    """Return True for a leaf that passes unchanged: a string, a function, a replicated number."""
+    if isinstance(leaf, Tensor | Sharded | np.ndarray):
+        return False
+    # A spec with axes for numbers or for elements is a mistake, which must raise.
     has_elements = isinstance(leaf, Number | np.generic | Set | Iterator)
-    return not isinstance(leaf, Tensor | Sharded | np.ndarray) and not (
-        has_elements and spec != P()
-    )
+    return not has_elements or spec == P()
 
 
 def validate_leaf(leaf: Any, layout: Layout) -> None:
     """Raise if a leaf cannot have its layout."""
     if not isinstance(leaf, Tensor | Sharded):
         raise TypeError(
-            f"a tensor is needed; got {type(leaf).__name__}. Write torch.as_tensor(...) around it, or give None for what is "
-            "not sharded."
+            f"a tensor is needed; got {type(leaf).__name__}. Write torch.as_tensor(...) around it, "
+            "or give None for what is not sharded."
         )
     if isinstance(leaf, Tensor) and not is_dense(leaf):
         raise LayoutError(f"{no_dense(leaf)}.")
@@ -251,18 +307,22 @@ def validate_leaf(leaf: Any, layout: Layout) -> None:
 def device_put(tree: PyTree, layout: PyTree) -> PyTree:
     """Shard global values: every process has the full values and keeps its shards.
 
-    All processes of the mesh must call it. One small collective for a call compares a hash of the plain tensors, and
-    different ones raise. A step shards its batch without this; inside `shard_map` and loss functions nothing is compared.
+    All processes of the mesh must call it. One small collective for a call compares a hash of the
+    plain tensors, and different ones raise. A step shards its batch without this; inside
+    `shard_map` and loss functions nothing is compared.
 
     Args:
-        tree: a tensor or tree of tensors, the same on every process. A `Sharded` is resharded; one of another mesh is
-            unsharded first. Tied tensors stay tied.
-        layout: a layout, or a tree of layouts that is a prefix of `tree`; None leaves a leaf unchanged. A P is a layout on
-            the mesh of `fs.use_mesh`, or else of the arrays in `tree`.
+        tree: a tensor or tree of tensors, the same on every process. A `Sharded` is resharded; one
+            of another mesh is unsharded first. Tied tensors stay tied.
+        layout: a layout, or a tree of layouts that is a prefix of `tree`; None leaves a leaf
+            unchanged. A P is a layout on the mesh of `fs.use_mesh`, or else of the arrays in
+            `tree`.
 
-    Leaves that are no tensors, such as strings and functions, are unchanged; numbers must be replicated, P().
+    Leaves that are no tensors, such as strings and functions, are unchanged; numbers must be
+    replicated, P().
 
-    The result never changes with the tree, nor the tree with the result: an array that has its layout already is copied.
+    The result never changes with the tree, nor the tree with the result: an array that has its
+    layout already is copied.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -272,57 +332,168 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
     (f32[8@data], tensor([2., 3.]))
     """
     result = put_equal(tree, layout)
+
+    # Only plain tensors are compared: the processes have shards of an array, not copies.
     paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
-    pairs = zip(paths, leaves, flatten(result, none_is_leaf=True)[0], strict=True)
-    tensors = [
-        (path, x, y.mesh)
-        for path, x, y in pairs
-        if isinstance(x, Tensor) and isinstance(y, Sharded)
-    ]
-    for mesh in dict.fromkeys([mesh for *_, mesh in tensors]):
-        compare_inputs(
-            "device_put", mesh, {path: (x,) for path, x, root in tensors if root == mesh}
-        )
+    results, _ = flatten(result, none_is_leaf=True)
+    by_mesh: dict[Mesh, dict[str, Tensors]] = {}
+    for path, leaf, array in zip(paths, leaves, results, strict=True):
+        if isinstance(leaf, Tensor) and isinstance(array, Sharded):
+            by_mesh.setdefault(array.mesh, {})[path] = (leaf,)
+    for mesh, tensors in by_mesh.items():
+        compare_inputs("device_put", mesh, tensors)
     return result
 
 
 def put_equal(tree: PyTree, layout: PyTree, *, may_alias: bool = False) -> PyTree:
-    """Shard global values as `device_put` does, without comparing those of the processes: nothing is sent.
+    """Shard global values as `device_put` does, without comparing those of the processes.
 
-    With `may_alias`, arrays that are not moved share the memory of the given ones.
+    Nothing is sent. With `may_alias`, arrays that are not moved share the memory of the given ones.
     """
-    arrays: dict[object, Sharded] = {}
+    arrays: dict[object, Sharded] = {}  # one for all leaves that are tied
 
-    def as_array(x: Any, to: Layout) -> Sharded:
-        validate_leaf(x, to)
-        if isinstance(x, Sharded) and x.mesh == to.mesh:
-            return x
-        key = key_of(x), to
+    def as_array(leaf: Any, target: Layout) -> Sharded:
+        validate_leaf(leaf, target)
+        if isinstance(leaf, Sharded) and leaf.mesh == target.mesh:
+            return leaf
+        key = (key_of(leaf), target)
         if key not in arrays:
-            arrays[key] = _shard_value(x if isinstance(x, Tensor) else full_values(x), to)
+            x = leaf if isinstance(leaf, Tensor) else full_values(leaf)
+            arrays[key] = _shard_value(x, target)
         return arrays[key]
 
     return _reshard_tree("device_put", tree, layout, as_array, may_alias=may_alias)
 
 
 def layouts(tree: PyTree) -> PyTree:
-    """Return the layout of every `Sharded` of a tree, None for all other leaves: for `device_put` and `reshard`.
+    """Return the layout of every `Sharded` of a tree, None for all other leaves.
 
-    To continue in another ZeRO stage or on another mesh, give the state its layouts there: `device_put(state,
-    layouts(optimizer.init(params)))`, with the optimizer and the parameters of that mesh.
+    To continue in another ZeRO stage or on another mesh, give the state its layouts there:
+    `device_put(state, layouts(optimizer.init(params)))`, with the optimizer and the parameters of
+    that mesh.
     """
     return map_leaves(lambda x: x.layout if isinstance(x, Sharded) else None, tree)
 
 
 def _shard_value(x: Tensor, layout: Layout) -> Sharded:
-    """Return a global value in a layout; a replicated array where autograd must record the reshard, or sums are split."""
+    """Return a global value in a layout.
+
+    It is a replicated array, to be resharded, where autograd must record that or it becomes a sum.
+    """
     if recorded((x,)) or transformed() or layout.spec.unreduced:
         return spread(x, layout)
+
     shards = list[Tensor]()
-    for device, shard in zip(local_devices(layout.mesh), sliced(x, layout), strict=True):
-        with owned_by(device):
-            shards.append(copy_in(layout.memory, shard, layout.mesh.device_type))  # no views
+    for device, view in zip(local_devices(layout.mesh), sliced(x, layout), strict=True):
+        with owned_by(device):  # copied: views would keep x alive, and change with it
+            shards.append(copy_in(layout.memory, view, layout.mesh.device_type))
     return Sharded(tuple(x.shape), layout, tuple(shards))
+
+
+@uncompiled
+def reshard(tree: PyTree, layout: PyTree) -> PyTree:
+    """Change the layouts of global arrays on their mesh, by collectives: see `plan`.
+
+    Plain tensors, which are global values, and leaves whose layout is None are returned unchanged.
+    An array that has its layout already is copied: a result never changes with its source.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> x = fs.device_put(torch.arange(16.0).reshape(4, 4), fs.Layout(mesh, P("data")))
+    >>> with fs.ledger() as comm:
+    ...     y = reshard(x, fs.Layout(mesh, P(None, "data")))
+    >>> fs.typeof(y), comm.by_collective()
+    (f32[4, 4@data], {('all_to_all', ('data',)): (1, Fraction(12, 1))})
+    """
+    has_arrays = any(isinstance(x, Sharded) for x in flatten(tree)[0])
+
+    def as_array(leaf: Any, target: Layout) -> Sharded | None:
+        if not isinstance(leaf, Sharded) and has_arrays:
+            return None
+        validate_leaf(leaf, target)
+        if not isinstance(leaf, Sharded):
+            raise TypeError(
+                f"a Sharded is needed; got {type(leaf).__name__}. Shard tensors with fs.device_put."
+            )
+        if leaf.mesh != target.mesh:
+            raise LayoutError(
+                f"the tensor is on {leaf.mesh} and cannot be resharded to {target.mesh}. "
+                "Use fs.device_put."
+            )
+        return leaf
+
+    return _reshard_tree("reshard", tree, layout, as_array)
+
+
+def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) -> list[Sharded]:
+    """Reshard global arrays on their mesh.
+
+    Those with equal steps share collectives, and tied ones stay tied. An array that has its layout
+    already is returned.
+    """
+    first_indices = _first_tied_indices(xs, layouts)
+    results = list(xs)
+    indices_by_mesh: dict[Mesh, list[int]] = {}
+    for index in dict.fromkeys(first_indices):
+        if xs[index].layout != layouts[index]:
+            indices_by_mesh.setdefault(xs[index].mesh, []).append(index)
+
+    for mesh, indices in indices_by_mesh.items():
+        arrays = [xs[index] for index in indices]
+        new_layouts = [layouts[index] for index in indices]
+        resharded = _reshard_on_mesh(arrays, new_layouts, mesh, site)
+        for index, array in zip(indices, resharded, strict=True):
+            results[index] = array
+    return [results[index] for index in first_indices]
+
+
+def _first_tied_indices(xs: Sequence[Sharded], layouts: Sequence[Layout]) -> Sequence[int]:
+    """Return for each array the index of the first equal one with an equal layout to come."""
+    if len({id(x.shards[0]) for x in xs}) == len(xs):
+        return range(len(xs))  # most often none is tied
+
+    first_indices: dict[object, int] = {}
+    result: list[int] = []
+    for index, (x, layout) in enumerate(zip(xs, layouts, strict=True)):
+        key = (*key_of(x), layout)
+        result.append(first_indices.setdefault(key, index))
+    return result
+
+
+def _reshard_on_mesh(
+    arrays: Sequence[Sharded], layouts: Sequence[Layout], mesh: Mesh, site: Site
+) -> list[Sharded]:
+    """Reshard arrays of one mesh together."""
+    _validate_reshardable(arrays, mesh)
+
+    # Collectives work in the devices' memory; without steps, shards move from memory to memory.
+    plans: list[ReshardPlan] = []
+    memories: list[Memory] = []
+    columns: list[Tensors] = []
+    has_steps = False
+    for x, layout in zip(arrays, layouts, strict=True):
+        leaf_plan = plan_reshard(x.layout, layout, x.shape)
+        memory = x.layout.memory
+        if leaf_plan.steps:
+            memory = "device"
+            has_steps = True
+        plans.append(leaf_plan)
+        memories.append(memory)
+        columns.append(_moved_to_memory(x.shards, mesh, x.layout.memory, memory))
+
+    if has_steps:
+        columns = run_mapped(mesh, partial(_execute_plans, plans, site), columns)
+
+    results: list[Sharded] = []
+    for x, layout, memory, shards in zip(arrays, layouts, memories, columns, strict=True):
+        moved = _moved_to_memory(tuple(shards), mesh, memory, layout.memory)
+        results.append(Sharded(x.shape, layout, moved))
+    return results
+
+
+def _execute_plans(plans: Sequence[ReshardPlan], site: Site, device: int, xs: Tensors) -> Tensors:
+    return tuple(start_reshard(xs, plans, site)())
 
 
 def _moved_to_memory(shards: Tensors, mesh: Mesh, before: Memory, after: Memory) -> Tensors:
@@ -338,116 +509,39 @@ def _moved_to_memory(shards: Tensors, mesh: Mesh, before: Memory, after: Memory)
     return tuple(moved)
 
 
-@uncompiled
-def reshard(tree: PyTree, layout: PyTree) -> PyTree:
-    """Change the layouts of global arrays on their mesh, by collectives: see `plan`.
+def _validate_reshardable(arrays: Sequence[Sharded], mesh: Mesh) -> None:
+    """Raise if arrays of a mesh cannot be resharded.
 
-    Plain tensors, which are global values, and leaves whose layout is None are returned unchanged. An array that has its
-    layout already is copied: a result never changes with its source.
-
-    >>> import torch, fshard as fs
-    >>> from fshard import P
-    >>> mesh = fs.make_mesh({"data": 4})
-    >>> x = fs.device_put(torch.arange(16.0).reshape(4, 4), fs.Layout(mesh, P("data")))
-    >>> with fs.ledger() as comm:
-    ...     y = reshard(x, fs.Layout(mesh, P(None, "data")))
-    >>> fs.typeof(y), comm.by_collective()
-    (f32[4, 4@data], {('all_to_all', ('data',)): (1, Fraction(12, 1))})
+    These are arrays in zigzag order, and those of a loss function, where values are varying.
     """
-    has_arrays = any(isinstance(x, Sharded) for x in flatten(tree)[0])
-
-    def as_array(x: Any, to: Layout) -> Sharded | None:
-        if not isinstance(x, Sharded) and has_arrays:
-            return None
-        validate_leaf(x, to)
-        if not isinstance(x, Sharded):
-            raise TypeError(
-                f"a Sharded is needed; got {type(x).__name__}. Shard tensors with fs.device_put."
-            )
-        if x.mesh != to.mesh:
-            raise LayoutError(
-                f"the tensor is on {x.mesh} and cannot be resharded to {to.mesh}. Use fs.device_put."
-            )
-        return x
-
-    return _reshard_tree("reshard", tree, layout, as_array)
-
-
-def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) -> list[Sharded]:
-    """Reshard global arrays on their mesh; those with equal steps share collectives, tied ones stay tied."""
-    firsts = _first_tied_indices(xs, layouts)
-    resharded = list(xs)
-    by_mesh: dict[Mesh, list[int]] = {}
-    for index in dict.fromkeys(firsts):
-        if xs[index].layout != layouts[index]:
-            by_mesh.setdefault(xs[index].mesh, []).append(index)
-    for mesh, indices in by_mesh.items():
-        arrays = [xs[index] for index in indices]
-        _validate_reshardable(arrays, mesh)
-        plans = [
-            plan_reshard(xs[index].layout, layouts[index], xs[index].shape) for index in indices
-        ]
-        kinds: list[Memory] = [
-            "device" if plan.steps else x.layout.memory
-            for x, plan in zip(arrays, plans, strict=True)
-        ]
-        columns = [
-            _moved_to_memory(x.shards, mesh, x.layout.memory, kind)
-            for x, kind in zip(arrays, kinds, strict=True)
-        ]
-        if any(plan.steps for plan in plans):
-            columns = run_mapped(mesh, partial(_execute_plans, plans, site), columns)
-        for index, shards, kind in zip(indices, columns, kinds, strict=True):
-            to = layouts[index]
-            resharded[index] = Sharded(
-                xs[index].shape, to, _moved_to_memory(tuple(shards), mesh, kind, to.memory)
-            )
-    return [resharded[first] for first in firsts]
-
-
-def _first_tied_indices(xs: Sequence[Sharded], layouts: Sequence[Layout]) -> Sequence[int]:
-    """Return for each array the index of the first equal one with an equal plan."""
-    if len({id(x.shards[0]) for x in xs}) == len(xs):
-        return range(len(xs))
-    firsts: dict[object, int] = {}
-    return [
-        firsts.setdefault((*key_of(x), to), index)
-        for index, (x, to) in enumerate(zip(xs, layouts, strict=True))
-    ]
-
-
-def _execute_plans(plans: Sequence[ReshardPlan], site: Site, device: int, xs: Tensors) -> Tensors:
-    return tuple(start_reshard(xs, plans, site)())
-
-
-def _validate_reshardable(xs: Sequence[Sharded], mesh: Mesh) -> None:
-    """Raise if arrays of a mesh cannot be resharded: in zigzag order, or in a loss function, where values are varying."""
     if mesh.zigzag:
         raise LayoutError(
-            f"an array must not be in zigzag order to be resharded; got one on {mesh}. Use plan.full(x), or "
-            "fs.array.constrain."
+            f"an array must not be in zigzag order to be resharded; got one on {mesh}. "
+            "Use plan.full(x), or fs.array.constrain."
         )
-    if any(is_left(x) and recorded(x.shards) for x in xs):
+    if any(is_left(x) and recorded(x.shards) for x in arrays):
         raise LayoutError(
-            "a parameter of a planned module cannot be resharded between forward and backward. Use fs.unshard(x), "
-            "or operations on it."
+            "a parameter of a planned module cannot be resharded between forward and backward. "
+            "Use fs.unshard(x), or operations on it."
         )
+
     scope = inside(mesh)
     is_varying = scope is not None and not scope.own.isdisjoint(mesh.axis_names)
-    if is_varying and any(recorded(x.shards) for x in xs):
+    if is_varying and any(recorded(x.shards) for x in arrays):
         raise LayoutError(
-            "a tensor that depends on parameters cannot be resharded in a loss function of value_and_grad, where every "
-            "value is varying. Use collectives: fs.all_gather(x, axis) for the full tensor."
+            "a tensor that depends on parameters cannot be resharded in a loss function of "
+            "value_and_grad, where every value is varying. Use collectives: fs.all_gather(x, axis) "
+            "for the full tensor."
         )
 
 
 @uncompiled
 def unshard(tree: PyTree) -> PyTree:
-    """Return global arrays as plain, full tensors; on a process mesh, on every process. Other leaves are unchanged.
+    """Return global arrays as plain, full tensors; on a process mesh, on every process.
 
-    The tensors are copies, of replicated arrays too: write to them as you like. Tied tensors stay tied. To move
-    parameters to another mesh give them to `shard_params` or `device_put` directly: a plain tensor has lost its unit and
-    whether it is frozen.
+    Other leaves are unchanged. The tensors are copies, of replicated arrays too: write to them as
+    you like. Tied tensors stay tied. To move parameters to another mesh give them to `shard_params`
+    or `device_put` directly: a plain tensor has lost its unit and whether it is frozen.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -457,33 +551,38 @@ def unshard(tree: PyTree) -> PyTree:
     """
     leaves, structure = flatten(tree)
     for index, leaf in enumerate(leaves):
-        if getattr(type(leaf), "computes_on_arrays", False):  # parts of a fused weight
+        is_fused_weight = getattr(type(leaf), "computes_on_arrays", False)
+        if is_fused_weight:
             leaves[index] = leaf.full()
-    indices = [index for index, x in enumerate(leaves) if isinstance(x, Sharded)]
-    left = dict[int, Sharded]()  # by the array, so that tied ones stay tied
+
+    indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Sharded)]
+    outside = dict[int, Sharded]()  # by the array, so that tied ones stay tied
     arrays = list[Sharded]()
     for index in indices:
         x = leaves[index]
-        if id(x) not in left:
-            left[id(x)] = leave_loss(x)
-        arrays.append(left[id(x)])
+        if id(x) not in outside:
+            outside[id(x)] = leave_loss(x)
+        arrays.append(outside[id(x)])
+
     tensors = without_aliases(_full_tensors(arrays), arrays)
-    for index, x in zip(indices, tensors, strict=True):
-        leaves[index] = x
+    for index, tensor in zip(indices, tensors, strict=True):
+        leaves[index] = tensor
     return unflatten(structure, leaves)
 
 
 def full_values(array: Sharded) -> Tensor:
-    """Return an array as a plain, full tensor to read: that of a replicated array is its shard."""
-    return _full_tensors([array])[0]
+    """Return an array as a plain, full tensor to read: of a replicated array, the shard itself."""
+    (tensor,) = _full_tensors([array])
+    return tensor
 
 
 def _full_tensors(arrays: Sequence[Sharded]) -> list[Tensor]:
     for x in arrays:
         x.check()
     replicated = reshard_all(arrays, [Layout(x.mesh) for x in arrays], call_site())
-    full: dict[int, Tensor] = {}
+
+    tensors: dict[int, Tensor] = {}  # by the array, so that tied ones stay tied
     for x in replicated:
-        if id(x) not in full:  # tied tensors stay tied
-            full[id(x)] = apply(First(len(x.shards)), x.shards)[0]
-    return [full[id(x)] for x in replicated]
+        if id(x) not in tensors:
+            tensors[id(x)] = apply(First(len(x.shards)), x.shards)[0]
+    return [tensors[id(x)] for x in replicated]

@@ -1,15 +1,19 @@
-"""Exchanges that send each device exactly the elements it lacks, where no collective of equal rows is minimal.
+"""Exchange exactly the elements that each device lacks, where collectives of equal rows send more.
 
-Devices store shards of one layout and need shards of another. An element that a device has is kept; others are sent by
-a device that has them, and replicas divide the requests among themselves. No element is received twice.
+Devices store shards of one layout and need shards of another. An element that a device has already
+stays there. A device that lacks an element receives it once, from a device that has it, and
+replicas divide these requests among themselves.
 
-    P.flat("b") -> P.flat("b", "a"), 7 elements on 2 x 3 devices, a = 0 above, a = 1 below
+    P.flat("b") -> P.flat("b", "a"), 7 elements on 2 x 3 devices: a = 0 above, a = 1 below
 
-    stores   [0 1 2] [3 4 5] [6]    needs    [0 1] [4 5] []      receives       nothing          nothing    nothing
-             [0 1 2] [3 4 5] [6]             [2 3] [6]   []                     3 from (0, 1)    6 from (1, 2)
+    stores   [0 1 2] [3 4 5] [6]    needs    [0 1] [4 5] []      receives    -    -    -
+             [0 1 2] [3 4 5] [6]             [2 3] [6]   []                  3    6    -
 
-Any number of tensors share one exchange. A device concatenates its shards of them, padded to the length of the longest
-such row; the padding has no defined value.
+Device (1, 0) receives 3 from (1, 1), which receives 6 from (1, 2). The devices above send nothing:
+see Note [Requests without messages].
+
+Any number of tensors share one exchange. A device concatenates its shards of them to a row, padded
+to the length of the longest such row; the padding has no defined value.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from math import prod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,15 +33,16 @@ from torch.nn.functional import pad
 
 from fshard.mesh.collectives.moves import Alone, Move, PartsMove, plain
 from fshard.mesh.layout import P
-from fshard.mesh.layout.arithmetic import strides, unravel
+from fshard.mesh.layout.arithmetic import balanced_range, strides, unravel
 from fshard.mesh.layout.spec import CachedHash
 from fshard.mesh.reshard.regions import (
     Numbers,
     Sizes,
-    elements,
     intersect,
+    nonempty_boxes,
     regions_of,
     replicas,
+    slice_region,
     volume,
 )
 
@@ -45,7 +50,7 @@ from fshard.mesh.reshard.regions import (
 class Box(NamedTuple):
     """A box in the memory of one shard: its offset, lengths and strides."""
 
-    begin: int
+    offset: int
     lengths: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -53,23 +58,51 @@ class Box(NamedTuple):
     def size(self) -> int:
         return prod(self.lengths)
 
-    def of(self, rows: Tensor) -> Tensor:
-        """Return the box of each row.  (rows, length) -> (rows, ...)"""
-        begin = rows.storage_offset() + self.begin
-        return rows.as_strided((len(rows), *self.lengths), (rows.stride(0), *self.strides), begin)
+    def view(self, rows: Tensor) -> Tensor:
+        """Return a view of the box in the shard of each row.  (rows, length) -> (rows, ...)"""
+        lengths = (len(rows), *self.lengths)
+        steps = (rows.stride(0), *self.strides)
+        return rows.as_strided(lengths, steps, rows.storage_offset() + self.offset)
 
 
 class Traffic(NamedTuple):
-    """The boxes that one device sends to others, receives from them, and keeps: (in its old shard, in its new one)."""
+    """The boxes of one tensor that one device sends, receives, and has already.
 
-    sends: Mapping[int, list[Box]]
-    gets: Mapping[int, list[Box]]
-    keeps: list[tuple[Box, Box]]
+    Args:
+        outgoing: for each receiver, boxes in the old shard.
+        incoming: for each sender, boxes in the new shard.
+        local: pairs of boxes, in the old shard and in the new one.
+    """
+
+    outgoing: Mapping[int, list[Box]]
+    incoming: Mapping[int, list[Box]]
+    local: list[tuple[Box, Box]]
+
+
+# Note [Requests without messages]
+# A sender and its receiver compute the same boxes, each on its own. So nothing here may depend on
+# what only one of them has, and boxes are enumerated in one order, that of the receivers' numbers.
+#
+# Replicas have the same old shard; all elements of it that other devices lack are its requests, as
+# one list. Of r replicas, number i sends the balanced range i of the list.
+#
+#     P("a") -> P("b"), 8 elements on 2 x 2 devices (a, b)
+#
+#     replicas           shard      requests, by receiver    (0, 0) or (1, 0)    (0, 1) or (1, 1)
+#     (0, 0) (0, 1)      0 1 2 3    (1, 0): 0 1 2 3          sends 0 1           sends 2 3
+#     (1, 0) (1, 1)      4 5 6 7    (0, 1): 4 5 6 7          sends 4 5           sends 6 7
+#
+# `LeafExchange.sent` counts the list without making it. Each of the 4 elements is needed by c = 2
+# devices, as after the exchange there are 2 replicas of it. Of these 4 c = 8 shard elements, the
+# devices of the row have 4 already: (0, 0) needs 0 1 2 3 and stores them. So 8 - 4 = 4 are sent.
 
 
 @dataclass(frozen=True)
-class Supply(CachedHash):
-    """Two layouts of one tensor on a group of devices: which elements each device must be sent."""
+class LeafExchange(CachedHash):
+    """The exchange of one tensor between two layouts on a group of devices.
+
+    The axes of the group are those of the two specs.
+    """
 
     before: P
     after: P
@@ -78,153 +111,190 @@ class Supply(CachedHash):
 
     __hash__ = CachedHash.__hash__
 
-    def transposed(self) -> Supply:
-        return Supply(self.after, self.before, self.shape, self.group)
+    def transposed(self) -> LeafExchange:
+        return LeafExchange(self.after, self.before, self.shape, self.group)
 
     @property
-    def held(self) -> Numbers:
-        """The regions of all devices before."""
+    def old_regions(self) -> Numbers:
+        """The regions of all devices before the exchange."""
         return regions_of(self.before, self.shape, self.group)
 
     @property
-    def wanted(self) -> Numbers:
-        """The regions of all devices after."""
+    def new_regions(self) -> Numbers:
+        """The regions of all devices after the exchange."""
         return regions_of(self.after, self.shape, self.group)
+
+    @property
+    def _replicas(self) -> Numbers:
+        """The devices with equal old shards.  (rows, replicas)"""
+        return replicas(self.group, self.before.sharded_axes)
 
     @property
     def length(self) -> int:
         """The elements of the longest shard, before or after."""
-        return int(max(volume(self.held).max(), volume(self.wanted).max()))
+        longest_before = volume(self.old_regions).max()
+        longest_after = volume(self.new_regions).max()
+        return int(max(longest_before, longest_after))
 
     @cached_property
     def sent(self) -> Numbers:
-        """The number of elements that each device sends: the missing ones, divided among the replicas of each."""
-        held, rows = self.held, replicas(self.group, self.before.sharded_axes)
-        needed_by = {*self.before.sharded_axes} - {*self.after.sharded_axes}
-        times = prod(size for axis, size in self.group if axis in needed_by)
-        counts = volume(held[rows[:, 0]]) * times - volume(intersect(held, self.wanted))[rows].sum(
-            1
-        )
-        result = np.empty(len(held), np.int64)
-        result[rows] = np.diff(np.arange(rows.shape[1] + 1) * counts[:, None] // rows.shape[1])
+        """The number of elements that each device sends: see Note [Requests without messages]."""
+        old_regions = self.old_regions
+        rows = self._replicas
+        copies = prod([size for axis, size in self.group if axis not in self.after.sharded_axes])
+        needed = volume(old_regions[rows[:, 0]]) * copies  # of each row's shard
+        local = volume(intersect(old_regions, self.new_regions))
+        requested = needed - local[rows].sum(1)
+
+        # The balanced ranges of `_requests_of_row`, of all rows at once.
+        count = rows.shape[1]
+        bounds = np.arange(count + 1) * requested[:, None] // count  # (rows, replicas + 1)
+        result = np.empty(len(old_regions), np.int64)
+        result[rows] = np.diff(bounds)
         return result
 
     def traffic(self, index: int) -> Traffic:
-        """Return the boxes that a device sends, receives and keeps."""
-        held, wanted = self.held[index], self.wanted[index]
-        rows = replicas(self.group, self.before.sharded_axes)
-        ((row, replica),) = np.argwhere(rows == index)
-        requests = _requests_for_row(self, int(row))
-        sends = {
-            int(to): requests.served(int(to), int(replica))
-            for to in np.flatnonzero(volume(requests.regions))
-        }
-        gets: dict[int, list[Numbers]] = {}
-        for row in np.flatnonzero(volume(intersect(self.held[rows[:, 0]], wanted))):
-            requests = _requests_for_row(self, int(row))
-            if volume(requests.regions[index]):
-                gets |= {
-                    int(source): requests.served(index, number)
-                    for number, source in enumerate(rows[row])
-                }
-        keeps = elements(intersect(held, wanted), 0, int(volume(held)))
-        return Traffic(
-            {
-                to: self._local_boxes(self.before, boxes, index)
-                for to, boxes in sends.items()
-                if boxes
-            },
-            {
-                source: self._local_boxes(self.after, boxes, index)
-                for source, boxes in gets.items()
-                if boxes
-            },
-            [
-                *zip(
-                    self._local_boxes(self.before, keeps, index),
-                    self._local_boxes(self.after, keeps, index),
-                    strict=True,
-                )
-            ],
-        )
+        """Return the boxes that a device sends, receives and has already."""
+        rows = self._replicas
+        old_region = self.old_regions[index]
+        new_region = self.new_regions[index]
+
+        # It sends its range of the requests for its own shard.
+        ((row_index, replica_index),) = np.argwhere(rows == index)
+        requests = self._requests_of_row(rows[row_index])
+        outgoing: dict[int, list[Box]] = {}
+        for receiver in np.flatnonzero(requests.counts):
+            boxes = requests.boxes(int(receiver), int(replica_index))
+            if boxes:
+                outgoing[int(receiver)] = self._local_boxes(self.before, boxes, index)
+
+        # It receives from the replicas of each shard with elements that it lacks.
+        incoming: dict[int, list[Box]] = {}
+        overlaps = volume(intersect(self.old_regions[rows[:, 0]], new_region))
+        for row in rows[overlaps > 0]:
+            requests = self._requests_of_row(row)
+            if requests.counts[index] == 0:
+                continue
+            for replica, sender in enumerate(row):
+                boxes = requests.boxes(index, replica)
+                if boxes:
+                    incoming[int(sender)] = self._local_boxes(self.after, boxes, index)
+
+        overlap = [*nonempty_boxes(intersect(old_region, new_region))]
+        old_boxes = self._local_boxes(self.before, overlap, index)
+        new_boxes = self._local_boxes(self.after, overlap, index)
+        return Traffic(outgoing, incoming, [*zip(old_boxes, new_boxes, strict=True)])
+
+    def _requests_of_row(self, devices: Numbers) -> Requests:
+        """Return the requests for the shard that some replicas have."""
+        regions = intersect(self.old_regions[devices[0]], self.new_regions)
+        regions[devices] = 0  # these have the elements already
+        counts = volume(regions)
+        return Requests(len(devices), regions, counts, counts.cumsum())
 
     def _local_boxes(self, spec: P, boxes: list[Numbers], index: int) -> list[Box]:
-        """Return where boxes of global indices are in a device's shard."""
+        """Convert boxes of global indices to boxes in the memory of a device's shard.
+
+        In the memory of a block, element (i, j, ...) is at i * strides[0] + j * strides[1] + ...,
+        less the same of the block's first element; in a flat shard also less its first element.
+        With P("a", flat="b"), shape (4, 6) and 2 x 2 devices, device (1, 1) has rows 2:4, and of
+        their 12 elements 6:12. Box [3:4, 2:5] is at 3*6 + 2 - (2*6 + 0) - 6 = 2 in its shard.
+        """
         sizes = dict(self.group)
         coordinates = dict(zip(sizes, unravel(index, [*sizes.values()]), strict=True))
         block = spec.block(self.shape, sizes, coordinates)
         steps = strides([stop - start for start, stop in block])
-        first = sum(start * step for (start, _), step in zip(block, steps, strict=True))
+        first = sum([start * step for (start, _), step in zip(block, steps, strict=True)])
         if spec.is_flat:
-            first += spec.ranges(self.shape, sizes, coordinates)[0][0]
-        return [
-            Box(int(box[:, 0] @ steps) - first, tuple((box[:, 1] - box[:, 0]).tolist()), steps)
-            for box in boxes
-        ]
+            ((flat_start, _),) = spec.ranges(self.shape, sizes, coordinates)
+            first += flat_start
+
+        local_boxes: list[Box] = []
+        for box in boxes:
+            starts = box[:, 0]
+            lengths = box[:, 1] - starts
+            local_boxes.append(Box(int(starts @ steps) - first, tuple(lengths.tolist()), steps))
+        return local_boxes
 
 
 class Requests(NamedTuple):
-    """The elements of one shard that each device lacks, and their running total; replicas serve equal parts of it."""
+    """The elements of one shard that each device lacks: see Note [Requests without messages].
+
+    Args:
+        replicas: the number of devices that have the shard.
+        regions: the elements for each device.  (n, k, d, 2)
+        counts: the number of them.  (n,)
+        ends: the end of the elements for each device in the list of all.  (n,)
+    """
 
     replicas: int
     regions: Numbers
+    counts: Numbers
     ends: Numbers
 
-    def served(self, device: int, replica: int) -> list[Numbers]:
-        """Return the boxes that a replica sends to a device."""
-        total, begin = int(self.ends[-1]), int(self.ends[device - 1]) if device else 0
-        start, stop = (number * total // self.replicas - begin for number in (replica, replica + 1))
-        return elements(self.regions[device], start, stop)
+    def boxes(self, receiver: int, replica: int) -> list[Numbers]:
+        """Return the boxes of global indices that a replica sends to a device."""
+        start, stop = balanced_range(int(self.ends[-1]), self.replicas, replica)
+        begin = int(self.ends[receiver] - self.counts[receiver])
+        return slice_region(self.regions[receiver], start - begin, stop - begin)
 
 
-@lru_cache(maxsize=1024)
-def _requests_for_row(supply: Supply, row: int) -> Requests:
-    devices = replicas(supply.group, supply.before.sharded_axes)[row]
-    regions = intersect(supply.held[devices[0]], supply.wanted)
-    regions[devices] = 0  # replicas lack the same elements
-    return Requests(len(devices), regions, volume(regions).cumsum())
+class ShardSizes(NamedTuple):
+    """The number of elements of one device's shards of each tensor."""
+
+    before: list[int]
+    after: list[int]
 
 
 @dataclass(frozen=True)
-class Parts(CachedHash, PartsMove):
+class DirectExchange(CachedHash, PartsMove):
     """Send each device the elements of its new shards that it lacks, for one or more tensors."""
 
-    leaves: tuple[Supply, ...]
+    leaves: tuple[LeafExchange, ...]
 
     __hash__ = CachedHash.__hash__
 
     @cached_property
     def traffic(self) -> Callable[[int], list[Traffic]]:
-        """From a device to the boxes of each tensor that it sends, receives and keeps."""
-        return cache(lambda index: [leaf.traffic(index) for leaf in self.leaves])
+        """A function from a device to the boxes of each tensor that it sends, receives and has.
+
+        It is cached on this object, so that its results are freed with the exchange.
+        """
+
+        def traffic(index: int) -> list[Traffic]:
+            return [leaf.traffic(index) for leaf in self.leaves]
+
+        return cache(traffic)
 
     @cached_property
-    def sizes(self) -> Callable[[int], list[tuple[int, int]]]:
-        """From a device to the number of elements of its old and new shard of each tensor."""
-        pairs = [(leaf.held, leaf.wanted) for leaf in self.leaves]
-        return cache(
-            lambda index: [
-                (int(volume(held[index])), int(volume(wanted[index]))) for held, wanted in pairs
-            ]
-        )
+    def sizes(self) -> Callable[[int], ShardSizes]:
+        """A function from a device to the sizes of its shards, cached like `traffic`."""
+        before, after = self._volumes
+
+        def sizes(index: int) -> ShardSizes:
+            return ShardSizes(before[:, index].tolist(), after[:, index].tolist())
+
+        return cache(sizes)
 
     @cached_property
-    def _transposed(self) -> Parts:
-        return Parts(tuple(leaf.transposed() for leaf in self.leaves))
+    def _volumes(self) -> tuple[Numbers, Numbers]:
+        """The number of elements of each shard, before and after.  (tensors, n) each"""
+        before = np.stack([volume(leaf.old_regions) for leaf in self.leaves])
+        after = np.stack([volume(leaf.new_regions) for leaf in self.leaves])
+        return before, after
 
-    def transposed(self) -> Parts:
-        return self._transposed
+    @cached_property
+    def _transposed(self) -> DirectExchange:
+        return DirectExchange(tuple(leaf.transposed() for leaf in self.leaves))
+
+    def transposed(self) -> DirectExchange:
+        return self._transposed  # one object, with one cache of traffic, for all backwards
 
     @cached_property
     def length(self) -> int:
         """The length of a row: that of the longest one that any device has, before or after."""
-        if len(self.leaves) == 1:
-            return max(self.leaves[0].length, 1)
-        before, after = (
-            sum(volume(leaf.held) for leaf in self.leaves),
-            sum(volume(leaf.wanted) for leaf in self.leaves),
-        )
-        return max(1, int(np.max(before)), int(np.max(after)))
+        before, after = self._volumes
+        return max(1, int(before.sum(0).max()), int(after.sum(0).max()))
 
     @cached_property
     def _sent(self) -> Numbers:
@@ -234,73 +304,96 @@ class Parts(CachedHash, PartsMove):
         count = self._sent.max() if index is None else self._sent[index]
         return Fraction(size, self.length) * int(count)
 
-    def joined(self, xs: Sequence[Tensor]) -> Tensor:
-        """Concatenate the shards of one device into a row."""
-        flat = torch.cat([x.reshape(-1) for x in xs]) if len(xs) > 1 else xs[0].reshape(-1)
-        return flat if flat.numel() == self.length else pad(flat, (0, self.length - flat.numel()))
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
+        """Concatenate the old shards of one device into a row."""
+        if len(shards) == 1:
+            row = shards[0].reshape(-1)
+        else:
+            row = torch.cat([shard.reshape(-1) for shard in shards])
+        missing = self.length - row.numel()
+        return pad(row, (0, missing)) if missing else row
 
     def split(self, row: Tensor, index: int) -> list[Tensor]:
         """Return the new shards of one device, flat, from its row."""
-        if len(self.leaves) == 1 and self.sizes(index)[0][1] == row.numel():
+        sizes = self.sizes(index).after
+        if sizes == [row.numel()]:
             return [row]
-        # copied: a view would keep the row alive, and unaligned matmuls round differently
-        return [shard[0].clone() for shard in self._shards_in_rows(row[None], index, 1)]
-
-    def _shards_in_rows(
-        self, rows: Tensor, index: int, is_after: Literal[0, 1]
-    ) -> Sequence[Tensor]:
-        """Return the old or the new shard of each tensor in the rows of a device.  (rows, length) -> (rows, size) each"""
-        sizes = [pair[is_after] for pair in self.sizes(index)]
-        return rows.split([*sizes, rows.shape[1] - sum(sizes)], 1)[:-1]
+        # Copied: a view would keep the row alive, and unaligned matmuls round differently.
+        return [shard[0].clone() for shard in _split_rows(row[None], sizes)]
 
     def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
+        shards = _split_rows(x.view(-1, self.length), self.sizes(index).before)
         parts: dict[int, list[Tensor]] = {}
-        shards = self._shards_in_rows(x.view(-1, self.length), index, 0)
         for shard, traffic in zip(shards, self.traffic(index), strict=True):
-            for to, boxes in traffic.sends.items():
-                parts.setdefault(to, []).extend([box.of(shard).reshape(-1) for box in boxes])
-        return {to: torch.cat(parcel) for to, parcel in parts.items()}
+            for receiver, boxes in traffic.outgoing.items():
+                flat_boxes = [box.view(shard).reshape(-1) for box in boxes]
+                parts.setdefault(receiver, []).extend(flat_boxes)
+        return {receiver: torch.cat(parcel) for receiver, parcel in parts.items()}
 
     def expected(self, x: Tensor, index: int) -> dict[int, int]:
-        rows, sizes = x.numel() // self.length, Counter[int]()
+        rows = x.numel() // self.length
+        sizes = Counter[int]()
         for traffic in self.traffic(index):
-            for source, boxes in traffic.gets.items():
-                sizes[source] += rows * sum([box.size for box in boxes])
+            for sender, boxes in traffic.incoming.items():
+                sizes[sender] += rows * sum([box.size for box in boxes])
         return sizes
 
     def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
         rows = x.view(-1, self.length)
-        result = torch.zeros_like(rows)
+        new_rows = torch.zeros_like(rows)  # with NaNs in the padding, anomaly detection would raise
+        sizes = self.sizes(index)
+        old_shards = _split_rows(rows, sizes.before)
+        new_shards = _split_rows(new_rows, sizes.after)
+
+        # A parcel has the boxes of the first tensor, then those of the second: see `parcels`.
         begins = dict.fromkeys(arrived, 0)
-        shards = self._shards_in_rows(rows, index, 0), self._shards_in_rows(result, index, 1)
-        for before, after, traffic in zip(*shards, self.traffic(index), strict=True):
-            for source, target in traffic.keeps:
-                target.of(after).copy_(source.of(before))
-            for source, boxes in traffic.gets.items():
+        leaves = zip(self.traffic(index), old_shards, new_shards, strict=True)
+        for traffic, old_shard, new_shard in leaves:
+            for old_box, new_box in traffic.local:
+                new_box.view(new_shard).copy_(old_box.view(old_shard))
+
+            for sender, boxes in traffic.incoming.items():
                 for box in boxes:
-                    target, begin = box.of(after), begins[source]
-                    begins[source] += target.numel()
-                    target.copy_(arrived[source][begin : begins[source]].view(target.shape))
-        return result.view(x.shape)
+                    target = box.view(new_shard)
+                    begin = begins[sender]
+                    end = begin + target.numel()
+                    begins[sender] = end
+                    target.copy_(arrived[sender][begin:end].view(target.shape))
+        return new_rows.view(x.shape)
+
+
+def _split_rows(rows: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Return the shard of each tensor in rows, without the padding.
+
+    (rows, length) -> (rows, size) each
+    """
+    padding = rows.shape[1] - sum(sizes)
+    return rows.split([*sizes, padding], 1)[:-1]
 
 
 @dataclass(frozen=True)
-class KeptRange(Alone):
-    """Slice the new shard of one tensor from the old one, where every device has all of its elements."""
+class DirectSlice(Alone):
+    """Slice the new shard of one tensor from the old one, where every device has all of it.
 
-    parts: Parts
+    The transpose is an exchange: a device has the cotangent of its own new shard only.
+    """
+
+    exchange: DirectExchange
     name = "keep"
 
     def local(self, x: Tensor, index: int, n: int) -> Tensor:
-        return self.parts.unpacked(plain(x).contiguous(), index, {})
+        return self.exchange.unpacked(plain(x).contiguous(), index, {})
 
     def transposed(self) -> Move:
-        return self.parts.transposed()
+        return self.exchange.transposed()
 
-    def new_shard(self, x: Tensor, index: int) -> Tensor:
-        """Return the new shard, flat, from a device's old one; a view if it is contiguous there."""
-        boxes = [
-            box.of(plain(x).reshape(1, -1)).reshape(-1)
-            for box, _ in self.parts.traffic(index)[0].keeps
-        ]
-        return boxes[0] if len(boxes) == 1 else torch.cat([x.new_empty(0), *boxes])
+    def new_shard(self, old_shard: Tensor, index: int) -> Tensor:
+        """Return the new shard of a device, flat; a view if it is contiguous in the old one."""
+        (traffic,) = self.exchange.traffic(index)
+        if not traffic.local:
+            return old_shard.new_empty(0)
+
+        row = plain(old_shard).reshape(1, -1)  # a copy, if the shard has gaps
+        boxes = [box.view(row).reshape(-1) for box, _ in traffic.local]
+        del row  # boxes that are copies need it no more
+        return boxes[0] if len(boxes) == 1 else torch.cat(boxes)

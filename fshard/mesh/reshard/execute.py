@@ -36,7 +36,7 @@ from fshard.mesh.collectives.moves import Alone, Move
 from fshard.mesh.layout import Layout
 from fshard.mesh.layout.arithmetic import chunk, flat_range
 from fshard.mesh.layout.counting import LedgerRow
-from fshard.mesh.reshard.exchange import KeptRange, Parts, Supply
+from fshard.mesh.reshard.exchange import DirectExchange, DirectSlice, LeafExchange
 from fshard.mesh.reshard.plan import Step, plan
 from fshard.mesh.spmd.scope import Group, Pending, Scope, require
 from fshard.source import Site
@@ -145,7 +145,7 @@ class SharedStep:
         self.move = _shared_move(self.steps)
         self.communicates = self.move is not None and not isinstance(self.move, Alone)
         # The slices that are worth a view: `pack` would copy the shard. Take, of dims, does not.
-        self.is_slice = self.kind == "flat_slice" or isinstance(self.move, KeptRange)
+        self.is_slice = self.kind == "flat_slice" or isinstance(self.move, DirectSlice)
 
         sharded_axes: dict[str, None] = {}  # a set in order
         for step in self.steps:
@@ -180,7 +180,7 @@ class SharedStep:
         return self._without_padding(shards, scope)
 
     def _slice(self, shard: Tensor, group: Group) -> Tensor:
-        if isinstance(self.move, KeptRange):
+        if isinstance(self.move, DirectSlice):
             return self.move.new_shard(shard, group.index)
         start, stop = flat_range(shard.numel(), group.size, group.index)
         return shard.reshape(-1)[start:stop]
@@ -200,11 +200,11 @@ class SharedStep:
 
     def pack(self, shards: Sequence[Tensor], scope: Scope) -> tuple[Tensor, ...]:
         """Return the input of the move: tensors that are equally long on all devices."""
-        if isinstance(self.move, Parts):
-            return (self.move.joined(shards),)
-        if isinstance(self.move, KeptRange):
-            parts = self.move.parts
-            return tuple([parts.joined([shard]) for shard in shards])
+        if isinstance(self.move, DirectExchange):
+            return (self.move.join(shards),)
+        if isinstance(self.move, DirectSlice):
+            exchange = self.move.exchange
+            return tuple([exchange.join([shard]) for shard in shards])
 
         # Of n flat shards the last ones may be shorter; all are padded to the first, a chunk.
         n = scope.group(self.axes, _CALLER).size
@@ -219,7 +219,7 @@ class SharedStep:
 
     def unpack(self, results: Sequence[Tensor], scope: Scope) -> list[Tensor]:
         """Return the new shards, from the results of the move."""
-        if isinstance(self.move, Parts):
+        if isinstance(self.move, DirectExchange):
             (row,) = results
             group = scope.group(self.axes, _CALLER)
             results = self.move.split(row, group.index)
@@ -283,12 +283,12 @@ class SharedStep:
 
 def _shared_move(steps: list[Step]) -> Move | None:
     """Return the move of a shared step: the equal move of all steps, or their exchanges as one."""
-    supplies: list[Supply] = []
+    exchanges: list[LeafExchange] = []
     for step in steps:
-        if isinstance(step.move, Parts):
-            supplies.extend(step.move.leaves)
-    if supplies:
-        return Parts(tuple(supplies))
+        if isinstance(step.move, DirectExchange):
+            exchanges.extend(step.move.leaves)
+    if exchanges:
+        return DirectExchange(tuple(exchanges))
     return steps[0].move
 
 
@@ -342,11 +342,11 @@ def _group_leaves(
 
         step = plans[index].steps[number]
         shared = (step.kind, step.axes, step.at, dtype)
-        if isinstance(step.move, Parts):
-            (supply,) = step.move.leaves  # before it is shared an exchange has one leaf
-            pair = (*shared, supply.before.at, supply.after.at)
+        if isinstance(step.move, DirectExchange):
+            (exchange,) = step.move.leaves  # before it is shared an exchange has one leaf
+            pair = (*shared, exchange.before.at, exchange.after.at)
             begin = bytes_before.get(pair, 0)
-            bytes_before[pair] = begin + supply.length * dtype.itemsize
+            bytes_before[pair] = begin + exchange.length * dtype.itemsize
             key = (*shared, begin // at_once)
         else:
             key = (*shared, step.move)

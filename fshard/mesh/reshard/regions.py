@@ -1,10 +1,18 @@
-"""Compute which device stores which elements, for all devices of a group; exchanges are planned from it.
+"""Compute which elements each device of a group stores, for all devices at once.
 
-A region is a few boxes of global indices: a range of the flattened tensor is part of a row, full rows, and part of
-another. Elements 4 to 8 of (4, 6) are [0, 4:6] and [1, 0:2]. The regions of all devices are one array, so
-intersections for 65,536 devices take one operation.
+A region is the set of elements that one device stores, as a few boxes of global indices. A shard of
+dims is one box. A range of the flattened tensor is part of a row, full rows, and part of a row.
+Here P.flat("a") splits a tensor of shape (3, 4) over 2 devices, row by row:
 
-Legend: n devices, k boxes in a region, d dims; `regions` are (n, k, d, 2), the last dim is (start, stop).
+    [0 0 0 0]      device 0, elements 0 to 6     boxes [0:1, 0:4] and [1:2, 0:2]
+    [0 0 1 1]      device 1, elements 6 to 12    boxes [1:2, 2:4] and [2:3, 0:4]
+    [1 1 1 1]
+
+The regions of all devices are one array, so intersections for 65,536 devices take one operation.
+Every region of an array has as many boxes as the largest one; those that are not needed are empty.
+
+Legend: n devices, k boxes in a region, d dims; `regions` are (n, k, d, 2), the last dim is
+(start, stop).
 """
 
 from __future__ import annotations
@@ -26,115 +34,199 @@ Numbers = npt.NDArray[np.int64]
 
 @lru_cache(maxsize=64)
 def regions_of(spec: P, shape: tuple[int, ...], group: Sizes) -> Numbers:
-    """Return the regions of all devices of a group, whose axes are those of the spec."""
+    """Return the regions of all devices of a group, whose axes are those of the spec.
+
+    >>> regions_of(P("a"), (4, 6), (("a", 2),)).tolist()
+    [[[[0, 2], [0, 6]]], [[[2, 4], [0, 6]]]]
+    """
     sizes = dict(group)
+
+    # The block of a device is its shard of dims, before that is flattened.
     sides: list[Numbers] = []
     for length, axes in zip(shape, spec.dims(len(shape)), strict=True):
-        each = chunk(length, prod(sizes[axis] for axis in axes))
-        start = _indices_along(group, axes) * each
-        sides.append(np.minimum(np.stack([start, start + each], -1), length))
+        side_length = chunk(length, prod([sizes[axis] for axis in axes]))
+        start = _indices_along(group, axes) * side_length
+        stop = start + side_length
+        side = np.stack([start, stop], -1)
+        sides.append(np.minimum(side, length))
     blocks = np.stack(sides, 1)  # (n, d, 2)
-    regions = blocks[:, None]
-    if spec.flat_axes is not None:
-        regions = _flat_regions(
-            blocks,
-            prod(sizes[axis] for axis in spec.flat_axes),
-            _indices_along(group, spec.flat_axes),
-        )
+
+    if spec.flat_axes is None:
+        regions = blocks[:, None]
+    else:
+        parts = prod([sizes[axis] for axis in spec.flat_axes])
+        regions = _flat_regions(blocks, parts, _indices_along(group, spec.flat_axes))
+
+    # A device at other coordinates stores nothing: all of its boxes are [0:0, ...].
     for axes, index in spec.at:
-        regions = regions * (_indices_along(group, axes) == index)[:, None, None, None]
+        is_there = _indices_along(group, axes) == index
+        regions = regions * is_there[:, None, None, None]
     return regions
 
 
 def _flat_regions(blocks: Numbers, parts: int, index: Numbers) -> Numbers:
-    """Return the part at `index` of each flattened block."""
-    lengths = blocks[..., 1] - blocks[..., 0]
+    """Flatten the block of each device, and return its range number `index` of `parts`.
+
+    blocks (n, d, 2), index (n,) -> regions (n, k, d, 2)
+    """
+    lengths = blocks[..., 1] - blocks[..., 0]  # (n, d)
     total = lengths.prod(1)
-    each = -(-total // parts)
-    start, stop = np.minimum(index * each, total), np.minimum(index * each + each, total)
-    regions = np.empty((len(blocks), 2 ** blocks.shape[1] - 1, blocks.shape[1], 2), np.int64)
+    range_length = _divide_up(total, parts)
+    start = np.minimum(index * range_length, total)
+    stop = np.minimum(start + range_length, total)
+
+    # A block at the end of an uneven dim is shorter, so a few shapes of blocks occur.
+    dims = blocks.shape[1]
+    regions = np.empty((len(blocks), 2**dims - 1, dims, 2), np.int64)
     for block_shape in np.unique(lengths, axis=0):
         is_shape = (lengths == block_shape).all(1)
-        regions[is_shape] = _boxes_of_ranges(
-            start[is_shape], stop[is_shape], np.maximum(block_shape, 1).tolist()
-        )
-    # The boxes that hold anything come first; those that no device needs are left out.
-    is_full = np.all(regions[..., 1] > regions[..., 0], axis=-1)  # (n, k)
-    order = np.argsort(~is_full, axis=1, kind="stable")
-    boxes = np.take_along_axis(regions * is_full[..., None, None], order[..., None, None], 1)
-    return boxes[:, : max(1, int(is_full.sum(1).max(initial=0)))] + blocks[:, None, :, :1]
+        # The range of an empty block is empty: any shape without a 0, to divide by, will do.
+        divisible_shape = np.maximum(block_shape, 1).tolist()
+        boxes = _boxes_of_ranges(start[is_shape], stop[is_shape], divisible_shape)
+        regions[is_shape] = boxes
+
+    # Most of the 2^d - 1 boxes are empty, and an intersection pairs each with each. So the others
+    # are moved to the front, and what is empty on all devices is cut off. One box stays, since
+    # `intersect` cannot reshape arrays without elements.
+    is_needed = np.all(regions[..., 1] > regions[..., 0], axis=-1)  # (n, k)
+    regions = regions * is_needed[..., None, None]  # an empty box can have a negative length
+    order = np.argsort(~is_needed, axis=1, kind="stable")
+    regions = np.take_along_axis(regions, order[..., None, None], 1)
+    most_boxes = max(1, int(is_needed.sum(1).max()))
+
+    origins = blocks[:, None, :, :1]
+    return regions[:, :most_boxes] + origins
 
 
 def _indices_along(group: Sizes, axes: Sequence[str]) -> Numbers:
-    """Return the index of every device of a group along some axes. (n,)"""
+    """Return the index of every device of a group along some axes, major to minor.  -> (n,)"""
     sizes = dict(group)
-    coordinates = dict(
-        zip(sizes, np.indices([*sizes.values()]).reshape(len(sizes), -1), strict=True)
-    )
+    grid = np.indices([*sizes.values()])  # (axes, size of each axis ...)
+    coordinates = dict(zip(sizes, grid.reshape(len(sizes), -1), strict=True))
+
     index = np.zeros(prod(sizes.values()), np.int64)
     for axis in axes:
         index = index * sizes[axis] + coordinates[axis]
     return index
 
 
+# Note [Boxes of a range]
+# The rows of a tensor, along dim 0, have e elements each: e = prod(shape[1:]). Of a range
+# start:stop of the flattened tensor,
+#
+#     head   is in row start // e: from start to the end of the row, or to stop if that is before
+#     rows   are full: from row ceil(start / e) to row stop // e
+#     tail   is in row stop // e: from its begin to stop
+#
+# The head is empty where start begins a row. The tail is empty where stop begins a row, or where
+# the head has the entire range: ceil(start / e) > stop // e, two elements of one row.
+# Head and tail are ranges of a tensor with one dim less. Its boxes, b(d - 1) each, make
+# b(d) = 2 b(d - 1) + 1 = 2^d - 1 boxes. For 5:22 of shape (2, 3, 4), with e = 12:
+#
+#     head   5:12 of row 0, shape (3, 4)      boxes [0:1, 1:2, 1:4] and [0:1, 2:3, 0:4]
+#     rows   1:1                              none
+#     tail   0:10 of row 1, shape (3, 4)      boxes [1:2, 0:2, 0:4] and [1:2, 2:3, 0:2]
+#
+# The boxes are in the order of their elements.
+
+
 def _boxes_of_ranges(start: Numbers, stop: Numbers, shape: Sequence[int]) -> Numbers:
-    """Convert ranges of a flattened tensor to boxes: part of a row, full rows, part of another row."""
+    """Convert ranges of a flattened tensor to boxes: see Note [Boxes of a range].
+
+    start (n,), stop (n,) -> boxes (n, 2^d - 1, d, 2). The rows of a box that is not needed may be
+    2:1, a negative length. No other side is negative, so its volume is at most 0.
+    """
     if len(shape) == 1:
         return np.stack([start, stop], -1)[:, None, None]
-    each = prod(shape[1:])
-    row, top, bottom = start // each, -(-start // each), stop // each
-    head = _boxes_of_ranges(
-        start - row * each,
-        np.where(start % each, np.minimum(stop - row * each, each), 0),
-        shape[1:],
-    )
-    tail = _boxes_of_ranges(np.zeros_like(stop), np.where(top > bottom, 0, stop % each), shape[1:])
-    rows = [
-        np.stack([top, bottom], -1),
-        *(np.stack([0 * top, 0 * top + length], -1) for length in shape[1:]),
-    ]
 
-    def in_row(row: Numbers, boxes: Numbers) -> Numbers:
-        side = np.broadcast_to(
-            np.stack([row, row + 1], -1)[:, None, None], (*boxes.shape[:2], 1, 2)
-        )
-        return np.concatenate([side, boxes], 2)
+    row_size = prod(shape[1:])
+    first_row = start // row_size
+    first_full_row = _divide_up(start, row_size)
+    last_row = stop // row_size
 
-    return np.concatenate([in_row(row, head), np.stack(rows, 1)[:, None], in_row(bottom, tail)], 1)
+    head_start = start - first_row * row_size
+    head_stop = np.minimum(stop - first_row * row_size, row_size)
+    head_stop = np.where(head_start > 0, head_stop, 0)
+    head = _boxes_of_ranges(head_start, head_stop, shape[1:])
+
+    rows = np.zeros((len(start), 1, len(shape), 2), np.int64)
+    rows[:, 0, 0, 0] = first_full_row
+    rows[:, 0, 0, 1] = last_row
+    rows[:, 0, 1:, 1] = shape[1:]
+
+    is_in_one_row = first_full_row > last_row
+    tail_stop = np.where(is_in_one_row, 0, stop - last_row * row_size)
+    tail = _boxes_of_ranges(np.zeros_like(stop), tail_stop, shape[1:])
+
+    return np.concatenate([_in_row(first_row, head), rows, _in_row(last_row, tail)], 1)
+
+
+def _in_row(row: Numbers, boxes: Numbers) -> Numbers:
+    """Return boxes of one row as boxes of the tensor.  (n,), (n, k, d - 1, 2) -> (n, k, d, 2)"""
+    side = np.stack([row, row + 1], -1)[:, None, None]
+    sides = np.broadcast_to(side, (*boxes.shape[:2], 1, 2))
+    return np.concatenate([sides, boxes], 2)
+
+
+def _divide_up(numbers: Numbers, divisor: int) -> Numbers:
+    """Return quotients, rounded up."""
+    return -(-numbers // divisor)
 
 
 def intersect(a: Numbers, b: Numbers) -> Numbers:
     """Return the intersections of regions.  (..., k, d, 2), (..., l, d, 2) -> (..., k*l, d, 2)"""
     start = np.maximum(a[..., :, None, :, 0], b[..., None, :, :, 0])
     stop = np.minimum(a[..., :, None, :, 1], b[..., None, :, :, 1])
-    both = np.stack([start, np.maximum(start, stop)], -1)
-    return both.reshape(*both.shape[:-4], -1, *both.shape[-2:])
+    stop = np.maximum(start, stop)  # no negative lengths
+    boxes = np.stack([start, stop], -1)  # (..., k, l, d, 2)
+    return boxes.reshape(*boxes.shape[:-4], -1, *boxes.shape[-2:])
 
 
 def volume(regions: Numbers) -> Numbers:
-    """Return the number of elements of regions. (..., k, d, 2) -> (...)"""
-    return (regions[..., 1] - regions[..., 0]).prod(-1).sum(-1)
+    """Return the number of elements of each region.  (..., k, d, 2) -> (...)"""
+    lengths = regions[..., 1] - regions[..., 0]
+    return lengths.prod(-1).sum(-1)
 
 
-def elements(region: Numbers, start: int, stop: int) -> list[Numbers]:
-    """Return the boxes of a region, from one of its elements to another, without empty ones.  (k, d, 2) -> (d, 2) each"""
+def slice_region(region: Numbers, start: int, stop: int) -> list[Numbers]:
+    """Return the boxes of elements `start` to `stop` of a region, counted box by box.
+
+    (k, d, 2) -> (d, 2) each. Bounds beyond the region's elements, and negative ones, are clipped.
+    """
     boxes: list[Numbers] = []
-    for box in region[volume(region[:, None]) > 0]:
+    for box in nonempty_boxes(region):
         lengths = (box[:, 1] - box[:, 0]).tolist()
         size = prod(lengths)
-        first, last = max(start, 0), min(stop, size)
-        if (first, last) == (0, size):
+        first = max(start, 0)
+        last = min(stop, size)
+        if first == 0 and last == size:
             boxes.append(box)
         elif first < last:
-            parts = _boxes_of_ranges(np.array([first]), np.array([last]), lengths)[0]
-            boxes += [box[:, :1] + sub_box for sub_box in parts[volume(parts[:, None]) > 0]]
-        start, stop = start - size, stop - size
+            origin = box[:, :1]
+            (inner_boxes,) = _boxes_of_ranges(np.array([first]), np.array([last]), lengths)
+            boxes.extend([origin + inner_box for inner_box in nonempty_boxes(inner_boxes)])
+
+        # From here on they count from the first element of the next box.
+        start -= size
+        stop -= size
     return boxes
 
 
+def nonempty_boxes(boxes: Numbers) -> Numbers:
+    """Return the boxes that have elements.  (k, d, 2) -> (j, d, 2)"""
+    return boxes[volume(boxes[:, None]) > 0]
+
+
 def replicas(group: Sizes, axes: Sequence[str]) -> Numbers:
-    """Return the devices in rows of equal coordinates along some axes. (rows, devices in each)"""
-    index = _indices_along(group, [axis for axis, _ in group if axis in axes])
-    return np.argsort(index, kind="stable").reshape(
-        -1, prod(size for axis, size in group if axis not in axes)
-    )
+    """Return the devices in rows of equal coordinates along some axes.  -> (rows, replicas)
+
+    Of 2 x 3 devices, [[0 1 2] [3 4 5]], those with equal coordinates along the second axis:
+
+    >>> replicas((("a", 2), ("b", 3)), ("b",)).tolist()
+    [[0, 3], [1, 4], [2, 5]]
+    """
+    row_axes = [axis for axis, _ in group if axis in axes]
+    row_of_device = _indices_along(group, row_axes)
+    count = prod([size for axis, size in group if axis not in axes])
+    devices = np.argsort(row_of_device, kind="stable")
+    return devices.reshape(-1, count)

@@ -1,15 +1,16 @@
 """Values that enter and leave a loss function, in which a cotangent is the part of one device.
 
-The objective is the mean of the losses of all devices that have the same samples. So the gradient of a value in a loss
-function is the mean of the devices' cotangents, and a shard's cotangent counts as often as there are shards. Outside of
-a loss function, in a loop between forward and backward, all devices have the gradient itself.
+The objective is the mean of the losses of all devices that have the same samples. So the gradient
+of a value in a loss function is the mean of the devices' cotangents, and a shard's cotangent counts
+as often as there are shards. Outside of a loss function, in a loop between forward and backward,
+all devices have the gradient itself.
 
-              value        cotangent                              of
-    enter     equal        mean of the devices' parts             a plain tensor: an input of the model
-    leave     equal        times the number of shards             an array: a parameter, or what a hook has kept
+             value    cotangent                         of
+    enter    equal    mean of the devices' parts        a plain tensor: an input of the model
+    leave    equal    times the number of shards        an array: a parameter, or a hook's value
 
-The maps and their transposes are linear maps, so second derivatives are right too. Arrays of a planned module are on a
-mesh with `is_varying`, by which they are known outside.
+The maps and their transposes are linear maps, so second derivatives are right too. Arrays of a
+planned module are on a mesh with `is_varying`, by which they are known outside.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ from fshard.source import Site, call_site
 
 @dataclass(frozen=True)
 class Enter(LinearMap):
-    """Use a value in a loss function. The cotangent is the mean of all parts: their sum over a group, divided by n."""
+    """Use a value in a loss function.
+
+    The cotangent is the mean of all parts: their sum over a group, divided by n.
+    """
 
     total: Bound | None
     n: int
@@ -93,24 +97,32 @@ class _Times(LinearMap):
 
 def enter_loss(x: Tensor, mesh: Mesh) -> Tensor:
     """Return a tensor, equal on all devices of a mesh, as a value of a loss function on it."""
-    is_number = x.is_floating_point() or x.is_complex()
-    if not is_number or not (recorded((x,)) or transformed()):
+    is_differentiable = x.is_floating_point() or x.is_complex()
+    if not is_differentiable:
         return x
-    (entered,) = apply(Enter(_total(mesh, mesh.axis_names, call_site()), mesh.size), (x,))
+    if not recorded((x,)) and not transformed():
+        return x
+
+    total = _total(mesh, mesh.axis_names, call_site())
+    (entered,) = apply(Enter(total, mesh.size), (x,))
     return entered
 
 
 def is_left(x: Sharded) -> bool:
     """Return True if an array of a loss function is used outside of it."""
+    if not x.layout.mesh.is_varying:
+        return False
     scope = here()
-    return x.layout.mesh.is_varying and (scope is None or not scope.own)
+    return scope is None or not scope.own
 
 
 def leave_loss(x: Any) -> Any:
     """Return an array of a loss function as one of the loop around it; anything else unchanged."""
     if not isinstance(x, Sharded) or not is_left(x):
         return x
-    shards, n = x.shards, number_of_shards(x)
+
+    shards = x.shards
+    n = number_of_shards(x)
     if n > 1 and (recorded(shards) or transformed()):
         shards = apply(Leave(n), _plain(shards))
     return Sharded(x.shape, _outside(x.layout), shards)
@@ -129,7 +141,10 @@ def number_of_shards(x: Sharded) -> int:
 
 
 def gradient_of_parts(x: Sharded, parts: Sequence[Tensor]) -> Sharded:
-    """Return the gradient of an array of a loss function, given each device's part of it, as an array outside."""
+    """Return the gradient of an array of a loss function, as an array outside.
+
+    `parts` are the cotangents of its shards, one for each device.
+    """
     mesh = x.mesh
     replicated = tuple([axis for axis in mesh.axis_names if axis not in x.spec.axes])
     total = _total(mesh, replicated, call_site()) if replicated else None
@@ -139,6 +154,7 @@ def gradient_of_parts(x: Sharded, parts: Sequence[Tensor]) -> Sharded:
 
 
 def _total(mesh: Mesh, axes: tuple[str, ...], site: Site) -> Bound:
+    """Return a sum over some axes of a mesh."""
     with as_one_device(mesh) as scope:
         return Bound(Psum(), scope.group(axes, "the gradient of an input"), site)
 

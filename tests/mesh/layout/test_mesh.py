@@ -124,6 +124,11 @@ WRONG = [  # the call, the errors of which one is raised, and what the message m
         "MeshError",
         'axis "data" is named more than once',
     ),
+    (
+        lambda: fs.make_mesh((2, 4), ("data", "data")),
+        "MeshError",
+        'axis "data" is named more than once',
+    ),
     (lambda: fs.make_mesh({}), "MeshError", "it has no axis"),
     (lambda: fs.make_mesh({"": 2}), "MeshError", "axis name '' is not a name like"),
     (lambda: fs.make_mesh(["a", "b"]), "MeshError", f"{LIST} ['a', 'b']."),
