@@ -1,4 +1,4 @@
-"""Linear maps as autograd Functions: the backward of a map is its transpose, itself such a Function.
+"""Linear maps as autograd Functions: the backward of a map is its transpose, which is one too.
 
     y = psum(x)             forward     Bound(Psum)      x  ->  y
                             backward    Bound(Pvary)     dy ->  dx      Bound(Psum).transposed()
@@ -33,7 +33,8 @@ from fshard.mesh.spmd.scope import Group, Pending, UserCall, loss_along
 from fshard.source import Site
 
 Tensors = tuple[Tensor, ...]
-_unpack_dual: Any = torch._VF._unpack_dual  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+_VF: Any = torch._VF  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+_unpack_dual = _VF._unpack_dual
 """The function behind forward_ad.unpack_dual, called directly: every tensor of every collective
 needs it."""
 
@@ -104,7 +105,7 @@ class _Recorded(Function):
         ys = linear.run(xs)
         if not batches_nested():
             return ys
-        # The results get many tangents, of which a view can have none: autograd gives it one.
+        # Copies, no views: the many tangents of a result cannot be a view of one.
         return tuple([y.clone(memory_format=torch.contiguous_format) for y in ys])
 
     @staticmethod
