@@ -55,7 +55,7 @@ class Delivery:
         assert pending is not None
         with without_counters():
             results = pending.wait()
-        del pending  # with its buffers, before the results are counted
+
         for counter in self._counters:
             counter.deliver(self, results)
         self._xs = ()

@@ -252,9 +252,9 @@ def plan_call(
 
     on_arguments: LinearMap | None = None
     on_results: LinearMap | None = None
-    if equal is not None and scope.own and not scope.own.isdisjoint(group.axes):
-        varying = tuple(name for name in group.axes if name in scope.own)
-        others = tuple(name for name in group.axes if name not in scope.own)
+    if equal is not None and scope.varying_axes and not scope.varying_axes.isdisjoint(group.axes):
+        varying = tuple(name for name in group.axes if name in scope.varying_axes)
+        others = tuple(name for name in group.axes if name not in scope.varying_axes)
         if equal == "result":
             on_results = Bound(Pvary(), scope.group(varying, caller), site)
         elif others:
@@ -294,7 +294,7 @@ def plan_call(
 # Note [Collectives of loss functions]
 # Types state what is replicated: the argument of pvary, the result of psum. In a loss function of
 # `value_and_grad` each device has a loss of its own, the objective is their mean, and every value
-# is varying along the axes of the batch (`Scope.own`). Then nothing is compared, and
+# is varying along the axes of the batch (`Scope.varying_axes`). Then nothing is compared, and
 #
 #     pvary, replicated    have nothing to convert along these axes: the argument is returned
 #     psum, broadcast      are followed by a pvary, so that the cotangents of all devices are summed

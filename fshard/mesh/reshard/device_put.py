@@ -433,7 +433,7 @@ def _validate_reshardable(xs: Sequence[Sharded], mesh: Mesh) -> None:
             "or operations on it."
         )
     scope = inside(mesh)
-    is_varying = scope is not None and not scope.own.isdisjoint(mesh.axis_names)
+    is_varying = scope is not None and not scope.varying_axes.isdisjoint(mesh.axis_names)
     if is_varying and any(recorded(x.shards) for x in xs):
         raise LayoutError(
             "a tensor that depends on parameters cannot be resharded in a loss function of value_and_grad, where every "

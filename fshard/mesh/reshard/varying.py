@@ -103,7 +103,7 @@ def enter_loss(x: Tensor, mesh: Mesh) -> Tensor:
 def is_left(x: Sharded) -> bool:
     """Return True if an array of a loss function is used outside of it."""
     scope = here()
-    return x.layout.mesh.is_varying and (scope is None or not scope.own)
+    return x.layout.mesh.is_varying and (scope is None or not scope.varying_axes)
 
 
 def leave_loss(x: Any) -> Any:

@@ -71,7 +71,7 @@ def compare_inputs(
     mesh = resolve_mesh(mesh)
     site = call_site()
     scope = inside(mesh)
-    is_varying = scope is not None and (scope.mapped or scope.own)
+    is_varying = scope is not None and (scope.mapped or scope.varying_axes)
     if is_varying or transformed() or mesh.runtime == "abstract":
         return
 

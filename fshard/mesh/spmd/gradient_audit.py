@@ -81,7 +81,11 @@ class Audit(LinearMap):
             typed, results = self._differentiate_by_types(_requiring_grad(xs))
         set_random_state(scope.mesh.device_type, random)
         try:
-            with entered(scope.replaced(checked=False, own=scope.own.union(self.plans.mapped))):
+            with entered(
+                scope.replaced(
+                    checked=False, varying_axes=scope.varying_axes.union(self.plans.mapped)
+                )
+            ):
                 varying_grads, varying_results = self._differentiate_by_devices(_requiring_grad(xs))
         except LayoutError:  # it reshards, which relies on types
             return

@@ -165,7 +165,7 @@ class MappedCall:
 
     def _is_first_call(self, check: bool | None, scope: Scope | None) -> bool:
         """Return True if no call like it was checked: see Note [First calls are checked]."""
-        is_in_loss = scope is not None and bool(scope.own)
+        is_in_loss = scope is not None and bool(scope.varying_axes)
         if check is False or is_in_loss:
             return False
         was_audited = self.plan.checked.get(self._caller)
@@ -308,7 +308,7 @@ class MappedCall:
 def _validate_outer_scope(plans: CallPlans, mesh: Mesh, outer: Scope) -> None:
     """Raise if the devices of an outer shard_map or loss function cannot run a mapped function."""
     name = plans.name
-    if outer.own and outer.notice is not None:
+    if outer.varying_axes and outer.notice is not None:
         raise MeshError(
             f"shard_map of {name} in a loss function of value_and_grad, which runs once per device "
             f"of {outer.mesh} already. Call {name} itself there, on the device's own shard."
