@@ -362,7 +362,7 @@ def without_values(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Forget(LinearMap):
-    """Return a tensor without values; the backward drops the values of the cotangent too."""
+    """Return a tensor without values on an abstract mesh; a gradient of what had values raises."""
 
     def run(self, xs: Tensors) -> Tensors:
         return tuple([x.to("meta") for x in xs])
@@ -371,7 +371,7 @@ class Forget(LinearMap):
         return _ForgottenGradient()
 
 
-class _ForgottenGradient(Forget):
+class _ForgottenGradient(LinearMap):
     def run(self, xs: Tensors) -> Tensors:
         raise LayoutError(
             f"A gradient of shape {tuple(xs[0].shape)} is needed for a tensor with values, but on "
