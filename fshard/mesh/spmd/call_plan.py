@@ -161,7 +161,10 @@ def _shards_in_place(x: Tensor | Sharded, layout: Layout, *, recorded: bool) -> 
 
 @dataclass(frozen=True, eq=False)
 class ResultPlan:
-    """The tensors among the results of a call; devices with equal plans return shards of equal shapes and dtypes."""
+    """The tensors among the results of a call.
+
+    Devices with one plan return shards of equal shapes and dtypes, unless it is uneven.
+    """
 
     entries: tuple[PlannedTensor, ...]
     uneven: bool
@@ -285,7 +288,8 @@ class CallPlans:
         """Return the layout of a tensor with this spec, or raise."""
         if not isinstance(spec, P):
             raise TypeError(
-                f"is a tensor, but its {role} is None. Give P() for one that is the same on all devices."
+                f"is a tensor, but its {role} is None. "
+                "Give P() for one that is the same on all devices."
             )
         if isinstance(value, Tensor) and not is_dense(value):
             raise LayoutError(f"{no_dense(value)}.")
@@ -346,7 +350,7 @@ class CallPlans:
 
 
 def _validate_specs(caller: str, specs: PyTree) -> PyTree:
-    """Return a tree of Ps and Nones, with the specs of its Layouts; raise if it has other leaves."""
+    """Return a tree of Ps and Nones, with the specs of its Layouts; raise for other leaves."""
     paths, leaves, structure = flatten_with_paths(specs, none_is_leaf=True)
     for path, leaf in zip(paths, leaves, strict=True):
         if not isinstance(leaf, P | Layout | None):
@@ -395,7 +399,7 @@ def _argument_names(f: Callable[..., Any], positional: int, keywords: tuple[str,
 
 
 def _leaves_with_specs(tree: PyTree, specs: PyTree) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the path, the leaf and its spec for all leaves of a tree; the specs are a prefix tree."""
+    """Yield the path, the leaf and its spec for all leaves; the specs are a prefix tree."""
     paths, leaves, structure = flatten_with_paths(tree, none_is_leaf=True)
     try:
         leaf_specs = broadcast_prefix(specs, tree, none_is_leaf=True)

@@ -1,7 +1,7 @@
 """Reject tensors that a mapped function captures from outside.
 
-A mapped function is one operation of its arguments. A tensor that it captures from a closure would be a constant to
-autograd and torch.func, so a captured tensor that requires grad raises.
+A mapped function is one operation of its arguments. A tensor that it captures from a closure would
+be a constant to autograd and torch.func, so a captured tensor that requires grad raises.
 """
 
 from __future__ import annotations
