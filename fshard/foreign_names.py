@@ -1,4 +1,7 @@
-"""fshard's words, and the names of other libraries that mean them. The tables of `docs/migrating.md` have all of these."""
+"""fshard's words, and the names of other libraries that mean them.
+
+The tables of `docs/migrating.md` have all of these.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +69,24 @@ _WORDS = {
     "fs.make_mesh": ("init_device_mesh", "launch_from_torch"),
     "the loader that `boost` returns": ("DistributedSampler",),
 }
-NAMES = {name: word for word, names in _WORDS.items() for name in names}
+
+
+def _words_by_name() -> dict[str, str]:
+    words: dict[str, str] = {}
+    for word, names in _WORDS.items():
+        words.update(dict.fromkeys(names, word))
+    return words
+
+
+NAMES = _words_by_name()
+"""fshard's word for each name of another library."""
 
 
 def hint(name: str) -> str:
-    """Return fshard's word for a name of another library, as the end of an error; "" if there is none."""
+    """Return fshard's word for a name of another library, as the end of an error.
+
+    Return "" if there is none.
+    """
     return f" Use {NAMES[name]}." if name in NAMES else ""
 
 
@@ -88,7 +104,8 @@ def renamed_keywords(**names: str) -> Callable[[Decorated], Decorated]:
     """
 
     def decorate(target: Any) -> Any:
-        function = target.__init__ if isinstance(target, type) else target
+        is_class = isinstance(target, type)
+        function = target.__init__ if is_class else target
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -98,10 +115,9 @@ def renamed_keywords(**names: str) -> Callable[[Decorated], Decorated]:
                 )
             return function(*args, **kwargs)
 
-        if not isinstance(target, type):
+        if not is_class:
             return run
-        vars_of_class: Any = target
-        vars_of_class.__init__ = run
+        target.__init__ = run
         return target
 
     return decorate
