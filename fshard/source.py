@@ -92,7 +92,7 @@ def _line_of_thread(frame: FrameType | None) -> Site | None:
     return None if frame is None else frame.f_locals["site"]
 
 
-@cache
+@cache  # each collective looks at all frames up to the user's
 def _is_plumbing(file: str) -> bool:
     return file.startswith(_PLUMBING)
 

@@ -80,7 +80,7 @@ class _CountedWorld:
         start = partial(self.world.start, move, xs, group, *rest)
         if not xs:
             return start()
-        with without_counters():
+        with without_counters():  # the shapes of results, without memory
             results = [delivered(move, x.detach().to("meta"), group.size) for x in xs]
         return Delivery(xs, results, start)
 

@@ -217,6 +217,7 @@ class PsumScatter(Wired):
     wire: ClassVar[WireKind] = "scatter"
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        # Copies: a view has the strides of the full sum, and would keep it alive.
         return [shard.clone() for shard in tree_sum(xs).chunk(len(xs), self.dim)]
 
     def transposed(self) -> Move:
@@ -284,7 +285,7 @@ class AllToAll(Wired):
         results: list[Tensor] = []
         for received in shards.unbind(to_dim):  # (from, ..., shard, ...)
             in_order = received.movedim(0, self.concat).flatten(self.concat, self.concat + 1)
-            results.append(in_order.clone())
+            results.append(in_order.clone())  # where it is a view, it would keep `shards` alive
         return results
 
     def transposed(self) -> Move:

@@ -24,6 +24,7 @@ from fshard.mesh.spmd.scope import require
 from fshard.source import Site
 
 
+# Numpy takes 13 us, as long as a small collective on shards.
 @lru_cache(maxsize=512)
 def _groups_of_devices(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
     """Return the devices of each group along some axes.

@@ -206,7 +206,7 @@ def _checked_plan(
 ) -> CollectiveCall:
     """Plan a call; if the arguments do not fit the signature, raise with a hint for each keyword.
 
-    The signature is compared only after a TypeError: binding takes longer than the plan.
+    Arguments are bound to the signature after a TypeError only, so right calls do not wait for it.
     """
     try:
         return plan(*args, **kwargs)
@@ -222,6 +222,13 @@ def _checked_plan(
         raise
 
 
+# Note [Collectives of loss functions]
+# Types state what is replicated: the argument of pvary, the result of psum. In a loss function of
+# `value_and_grad` each device has a loss of its own, the objective is their mean, and every value
+# is varying along the axes of the batch (`Scope.varying_axes`). Then nothing is compared, and
+#
+#     pvary, replicated    have nothing to convert along these axes: the argument is returned
+#     psum, broadcast      are followed by a pvary, so that the cotangents of all devices are summed
 def plan_call(
     caller: str,
     tree: PyTree,
@@ -242,7 +249,7 @@ def plan_call(
         prepare: converts each leaf before the move, or raises.
         finish: converts each result.
         equal: what must be equal on all devices, and is compared in a checked call: the values of
-            the argument, or the cotangents of the result. See Note [Collectives of loss functions].
+            the argument, or the cotangents of the result.
     """
     scope = require(caller)
     group = scope.called_group(axis, caller)
@@ -252,9 +259,11 @@ def plan_call(
 
     on_arguments: LinearMap | None = None
     on_results: LinearMap | None = None
-    if equal is not None and scope.varying_axes and not scope.varying_axes.isdisjoint(group.axes):
-        varying = tuple(name for name in group.axes if name in scope.varying_axes)
-        others = tuple(name for name in group.axes if name not in scope.varying_axes)
+    varying_axes = scope.varying_axes
+    if equal is not None and varying_axes and not varying_axes.isdisjoint(group.axes):
+        # See Note [Collectives of loss functions].
+        varying = tuple([name for name in group.axes if name in varying_axes])
+        others = tuple([name for name in group.axes if name not in varying_axes])
         if equal == "result":
             on_results = Bound(Pvary(), scope.group(varying, caller), site)
         elif others:
@@ -272,6 +281,24 @@ def plan_call(
         else:
             on_results = guard
 
+    xs, moves = _moves_of_leaves(caller, leaves, structure, group, move, prepare)
+    batches: list[LeafBatch] = []
+    for indices, tensors, batch_site in batched(xs, moves, structure, site):
+        bound = Bound(moves[indices[0]], group, batch_site, user_call=user_call)
+        batches.append(LeafBatch(bound, tensors, indices))
+    convert = None if finish is None else lambda y: finish(y, group)
+    return CollectiveCall(batches, structure, on_arguments, on_results, convert)
+
+
+def _moves_of_leaves(
+    caller: str,
+    leaves: list[Tensor],
+    structure: Structure | None,
+    group: Group,
+    move: Callable[[Tensor, Group], Move],
+    prepare: Callable[[Tensor], Tensor] | None,
+) -> tuple[list[Tensor], list[Move]]:
+    """Return the converted leaves and their moves; raise with the path of a leaf that has none."""
     xs: list[Tensor] = []
     moves: list[Move] = []
     for number, leaf in enumerate(leaves):
@@ -282,22 +309,7 @@ def plan_call(
             path = "" if structure is None else f"leaf {paths_of(structure)[number]}: "
             raise type(error)(f"{caller}: {path}{error}") from None
         xs.append(x)
-
-    batches: list[LeafBatch] = []
-    for indices, tensors, batch_site in batched(xs, moves, structure, site):
-        bound = Bound(moves[indices[0]], group, batch_site, user_call=user_call)
-        batches.append(LeafBatch(bound, tensors, indices))
-    convert = None if finish is None else lambda y: finish(y, group)
-    return CollectiveCall(batches, structure, on_arguments, on_results, convert)
-
-
-# Note [Collectives of loss functions]
-# Types state what is replicated: the argument of pvary, the result of psum. In a loss function of
-# `value_and_grad` each device has a loss of its own, the objective is their mean, and every value
-# is varying along the axes of the batch (`Scope.varying_axes`). Then nothing is compared, and
-#
-#     pvary, replicated    have nothing to convert along these axes: the argument is returned
-#     psum, broadcast      are followed by a pvary, so that the cotangents of all devices are summed
+    return xs, moves
 
 
 _ERROR_TEXTS = {

@@ -150,7 +150,7 @@ def send(tree: PyTree, axis: Axes, to: int) -> Any:
     batches: list[LeafBatch] = []
     for _, xs, site in batched(leaves, [None] * len(leaves), structure, call_site()):
         message = Send(to, group, site, _detached(xs))
-        batches.append(LeafBatch(message, xs, (0,)))
+        batches.append(LeafBatch(message, xs, (0,)))  # one token, whatever the leaves
     return _SendCall(batches, None)
 
 
@@ -183,6 +183,7 @@ def recv(like: PyTree, axis: Axes, source: int) -> Any:
 
 
 def _detached(xs: Tensors) -> Tensors:
+    """Return tensors for their shapes and dtypes: with a graph, a message would keep it alive."""
     return tuple([x.detach() for x in xs])
 
 

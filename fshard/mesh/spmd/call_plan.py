@@ -103,7 +103,8 @@ class ArgumentPlan:
         named_axes: those that the spec of any argument or result names; along the others all values
             are equal.
         checked: the callers that have made a checked call, each a device's scope, or the plan where
-            there is none; True once the gradients have been audited too.
+            there is none; True once the gradients have been audited too. Weak, so that a plan keeps
+            no scope alive.
     """
 
     entries: tuple[PlannedTensor, ...]

@@ -22,9 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import compress
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -42,10 +41,8 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 Item = TypeVar("Item")
 
 
-class Program(Protocol):
-    """A program of one device: from its number and its tensors to its results."""
-
-    def __call__(self, device: int, xs: Tensors) -> Tensors: ...
+Program = Callable[[int, Tensors], Tensors]
+"""A program of one device: from its number and its tensors to its results."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +107,10 @@ def run_mapped(
     `columns` and the result have one entry per tensor: its shards, in device order.
     """
     if not is_outside(mesh):
-        body = partial(program, xs=tuple([column[0] for column in columns]))
-        (results,) = run_on_devices(mesh, body, mapped=mapped, checked=checked)
+        xs = tuple([column[0] for column in columns])
+        (results,) = run_on_devices(
+            mesh, lambda device: program(device, xs), mapped=mapped, checked=checked
+        )
         return [(result,) for result in results]
     random = random_state(mesh.device_type)
     grad = torch.is_grad_enabled()
@@ -336,6 +335,7 @@ class _MappedFunction(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         run: MappedRun = ctx.run
         tape: Tape | None = ctx.tape
+        # The graph on the tape can be used once, and its backward is not recorded.
         has_graph = tape is not None and tape.outputs
         if tape is not None and has_graph and not torch.is_grad_enabled() and not transformed():
             return None, None, *_backward_of_tape(run, tape, cotangents)

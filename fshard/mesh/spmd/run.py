@@ -33,7 +33,7 @@ from fshard.mesh.runtimes.abstract import AbstractWorld, representative
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.runtimes.virtual import VirtualWorld
 from fshard.mesh.runtimes.watch import watching
-from fshard.mesh.spmd.scope import Scope, enter, entered, here, require
+from fshard.mesh.spmd.scope import Scope, entered, here, require
 from fshard.source import call_site
 from fshard.uncompiled import uncompiled
 
@@ -124,11 +124,9 @@ def run_on_devices(
 
     def on_thread(device: int) -> Any:
         mark(device)
-        before = enter(Scope(virtual, alone, device, mapped=mapped, checked=checked))  # (3)
-        try:
+        scope = Scope(virtual, alone, device, mapped=mapped, checked=checked)
+        with entered(scope):  # (3)
             return body(device)
-        finally:
-            enter(before)
 
     return virtual.run(on_thread, random, keep=keep)
 

@@ -224,6 +224,7 @@ class Scope:
         return group
 
 
+# Virtual devices have a new scope in each run, whose groups would be computed again.
 @lru_cache(maxsize=8192)
 def _group_position(device: int, dims: tuple[tuple[int, int], ...]) -> tuple[int, int, int]:
     """Return the base of the group through a device, the device's index, and the group's size.
@@ -322,13 +323,6 @@ def require(caller: str) -> Scope:
             "Call it in the function that you give to fs.shard_map or fs.run."
         )
     return scope
-
-
-def enter(scope: Scope | None) -> Scope | None:
-    """Make `scope` the calling thread's, and return the one before."""
-    before = here()
-    _scope.set(scope)
-    return before
 
 
 def entered(scope: Scope | None) -> AbstractContextManager[None]:
