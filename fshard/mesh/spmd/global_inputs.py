@@ -6,7 +6,7 @@ ones, such as weights drawn without a seed, the shards of several values would b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fshard.mesh.collectives.autograd import Tensors, transformed
 from fshard.mesh.layout import Mesh, PyTree, flatten_with_paths
 from fshard.mesh.spmd.check_equal import gather_all
 from fshard.mesh.spmd.run import inside, local_devices, resolve_mesh, run_on_devices
-from fshard.mesh.spmd.scope import require
+from fshard.mesh.spmd.scope import Group, require
 from fshard.source import call_site
 
 
@@ -88,21 +88,31 @@ def compare_inputs(
         digests = torch.tensor([digest(xs[position]) for xs in compared.values()])
         rows = gather_all(digests, group, site).tolist()
 
-        paths: list[str] = []
+        unequal: list[str] = []
         for path, *column in zip(compared, *rows, strict=True):
             if len(set(column)) > 1:
-                paths.append(path or "the tensor")
-        if paths:
-            unequal: list[str] = []
-            for number, row in zip(group.members, rows, strict=True):
-                if row != rows[0]:
-                    unequal.append(str(number))
+                unequal.append(path or "the tensor")
+        if unequal:
             kind = "processes" if mesh.runtime == "process" else "devices"
-            shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
-            raise MismatchError(
-                f"{caller}: {shown} must be equal on all {kind} along {'+'.join(axes)}; got other "
-                f"values on {kind} {', '.join(unequal)} than on {group.members[0]}. Make them from "
-                "one seed, by torch.manual_seed(0) on all of them, or load them from one file."
-            )
+            raise MismatchError(f"{caller}: {_text_of_difference(unequal, kind, group, rows)}")
 
     run_on_devices(mesh, on_device)
+
+
+def _text_of_difference(
+    paths: list[str], kind: str, group: Group, rows: Sequence[list[int]]
+) -> str:
+    """Return the error for unequal tensors; `rows` has the digests of each member of the group."""
+    numbers: list[str] = []
+    for number, row in zip(group.members, rows, strict=True):
+        if row != rows[0]:
+            numbers.append(str(number))
+
+    shown = ", ".join(paths[:8])
+    if len(paths) > 8:
+        shown += ", ..."
+    return (
+        f"{shown} must be equal on all {kind} along {'+'.join(group.axes)}; got other values on "
+        f"{kind} {', '.join(numbers)} than on {group.members[0]}. Make them from one seed, by "
+        "torch.manual_seed(0) on all of them, or load them from one file."
+    )

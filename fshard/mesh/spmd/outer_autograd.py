@@ -335,17 +335,16 @@ class _MappedFunction(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         run: MappedRun = ctx.run
         tape: Tape | None = ctx.tape
-        # The graph on the tape can be used once, and its backward is not recorded.
-        has_graph = tape is not None and tape.outputs
-        if tape is not None and has_graph and not torch.is_grad_enabled() and not transformed():
+        # The graphs on the tape can be used once, and their backward is not recorded.
+        is_recorded = torch.is_grad_enabled() or transformed()
+        if tape is not None and tape.outputs and not is_recorded:
             return None, None, *_backward_of_tape(run, tape, cotangents)
 
         n = run.mesh.size
         flat: Tensors = ctx.saved_tensors
-        of_first_device = flat[::n]
-        width = len(of_first_device)
-        indices = range(width)
-        targets = tuple([index for index in indices if _is_differentiable(of_first_device[index])])
+        firsts = flat[::n]  # of each tensor, the shard of the first device
+        width = len(firsts)
+        targets = tuple([index for index in range(width) if _is_differentiable(firsts[index])])
         vjp = replace(_vjp_run(run, targets, width), grad=torch.is_grad_enabled())
         gradients = _shards_by_tensor(_apply_derivative(vjp, flat, cotangents), n)
         return None, None, *_gradients_of_inputs(gradients, targets, width, n)
@@ -369,9 +368,7 @@ class _MappedFunction(Function):
         jvp = _jvp_run(run, len(columns), tuple(moving))
         tangents = _apply_derivative(jvp, flat, tuple(moved))
         pairs = zip(tangents, ctx.are_differentiable, strict=True)
-        return tuple(
-            [tangent if is_differentiable else None for tangent, is_differentiable in pairs]
-        )
+        return tuple([tangent if has_tangent else None for tangent, has_tangent in pairs])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
