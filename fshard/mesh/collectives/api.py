@@ -43,7 +43,7 @@ def _normalized_dim(leaf: Tensor, dim: int) -> int:
         raise TypeError(f"a dim must be an integer; got {dim!r}.")
     if not -leaf.ndim <= dim < leaf.ndim:
         raise ValueError(f"dim {dim} does not exist in a tensor of shape {tuple(leaf.shape)}.")
-    return dim % leaf.ndim
+    return dim % leaf.ndim  # -1 is the last
 
 
 def _divisible_dim(leaf: Tensor, dim: int, group: Group) -> int:
@@ -327,7 +327,7 @@ def _plan_rows(tree: PyTree, axis: Axes, counts: Any) -> CollectiveCall:
         device 0  [0 1 2]       [0 1 2 . .]         [0 . . . .]         [0]
         device 1  [10 11 12]    [10 11 12 . .]      [1 2 10 11 12]      [1 2 10 11 12]
     """
-    group = require("fs.all_to_all").group(axis, "fs.all_to_all")
+    group = require("fs.all_to_all").group(axis, "fs.all_to_all")  # `plan_call` notifies the step
     matrix = _counts_matrix(counts, group)
     sent = sum(matrix[group.index])
     received = sum(row[group.index] for row in matrix)

@@ -377,6 +377,7 @@ class Rows(PartsMove):
         return parcels
 
     def expected(self, x: Tensor, index: int) -> dict[int, int]:
+        # Empty parcels are neither sent nor received: `parcels` has the same condition.
         elements_of_row = len(self._as_rows(x)) * self.width
         elements: dict[int, int] = {}
         for source, counts in enumerate(self.counts):

@@ -172,6 +172,7 @@ def collective(plan: Callable[Params, CollectiveCall]) -> Collective[Params]:
     def start(*args: Params.args, **kwargs: Params.kwargs) -> Handle:
         return _checked_plan(plan, args, kwargs).start()
 
+    # `help` shows what the plan takes, but not that it returns a plan.
     function: Any = update_wrapper(run, plan)
     started: Any = update_wrapper(start, plan)
     signature = inspect.signature(plan)
@@ -282,6 +283,7 @@ def plan_call(
             on_results = guard
 
     xs, moves = _moves_of_leaves(caller, leaves, structure, group, move, prepare)
+    # All leaves of a batch have an equal move, which is part of the key that groups them.
     batches: list[LeafBatch] = []
     for indices, tensors, batch_site in batched(xs, moves, structure, site):
         bound = Bound(moves[indices[0]], group, batch_site, user_call=user_call)

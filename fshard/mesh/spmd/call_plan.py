@@ -226,6 +226,7 @@ class CallPlans:
     ) -> tuple[PlannedTensor, ...]:
         entries: list[PlannedTensor] = []
         index = 0
+        # One error names all arguments that do not fit.
         with collected(f"shard_map of {self.name}") as attempt:
             specs = self._spec_per_argument(names)
             for name, value, spec in zip(names, values, specs, strict=True):

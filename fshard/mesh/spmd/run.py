@@ -241,6 +241,7 @@ def error_of_deferred(name: str, f: Any) -> str:
 
     Such are generator functions and coroutine functions.
     """
+    # The checks of `inspect` look at functions: of another object, at the method that is called.
     called = f.func if isinstance(f, partial) else f
     if not isinstance(called, FunctionType | MethodType | type):
         called = getattr(called, "__call__", called)  # noqa: B004

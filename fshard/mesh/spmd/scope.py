@@ -170,6 +170,7 @@ class Scope:
 
     def replaced(self, **fields: Any) -> Scope:
         """Return a scope of the same device and axes, with other values of some fields."""
+        # Groups are those of the same device; inner scopes would have the old values.
         scope = Scope.__new__(Scope)
         vars(scope).update(vars(self), inner={}, **fields)
         return scope

@@ -112,7 +112,7 @@ def shard_map(
     name = getattr(f, "__name__", type(f).__name__)
     plans = CallPlans(f, name, in_specs, out_specs, mapped)
 
-    @wraps(f, updated=())
+    @wraps(f, updated=())  # without the attributes of f, which may be a module
     @uncompiled
     def on_mesh(*args: Any, **kwargs: Any) -> PyTree:
         call = MappedCall(plans, resolve_mesh(mesh), args, kwargs, check)  # (1)
