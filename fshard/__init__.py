@@ -1,7 +1,7 @@
 """fshard: JAX's sharding model for PyTorch.
 
-A named mesh of devices, layouts as values, and pure functions on shards; one program on virtual devices (threads of
-this process), on real ones (torch.distributed) and on none (shapes only).
+A named mesh of devices, layouts as values, and pure functions on shards; one program on virtual
+devices (threads of this process), on real ones (torch.distributed) and on none (shapes only).
 """
 
 from importlib import import_module
@@ -75,7 +75,10 @@ from fshard.transforms.value_and_grad import grad, value_and_grad
 
 
 def __getattr__(name: str) -> Any:
-    """Import `fshard.testing`, which needs test packages, `fshard.plan`, and the version on first use."""
+    """Import `fshard.testing`, which needs test packages, and `fshard.plan` on first use.
+
+    Also read the version, and hint at fshard's word for a name of another library.
+    """
     if name in ("testing", "plan"):
         return import_module(f"fshard.{name}")
     if name == "__version__":

@@ -1,4 +1,7 @@
-"""The command `fshard`, which is also `python -m fshard`: each word of `COMMANDS` has a function of its own."""
+"""The command `fshard`, which is also `python -m fshard`.
+
+Each word of `COMMANDS` has a function, which gets the arguments behind the word.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,13 @@ checkpoint   show what a checkpoint has, compare it with its digests, write it i
 
 def explore(arguments: Sequence[str]) -> int:
     """Write the page of a plan; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="fshard explore", description="Write the step of a plan as one HTML file."
-    )
+    description = "Write the step of a plan as one HTML file."
+    parser = argparse.ArgumentParser(prog="fshard explore", description=description)
     parser.add_argument("plan", help="the file of fshard plan -o")
     parser.add_argument("-o", "--out", default="plan.html", help="the page to write (%(default)s)")
     options = parser.parse_args(arguments)
-    sys.stdout.write(f"{page(cost_of_plan(options.plan), options.out)}\n")
+    path = page(cost_of_plan(options.plan), options.out)
+    sys.stdout.write(f"{path}\n")
     return 0
 
 

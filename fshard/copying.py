@@ -1,4 +1,7 @@
-"""Copies of modules that share tensors with the original, and of tensors that share memory until a write."""
+"""Copies of modules that share tensors with the original, and of tensors that share memory.
+
+Tensors share memory until one of them is written to.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,24 @@ def copied(module: Module, instead: Mapping[int, Any]) -> Module:
     """Copy a module by `copy.deepcopy`, with some objects replaced, by their ids.
 
     >>> layer = nn.Linear(2, 2)
-    >>> made = copied(layer, {id(layer.weight): layer.weight})
-    >>> made.weight is layer.weight, made.bias is layer.bias
+    >>> copy = copied(layer, {id(layer.weight): layer.weight})
+    >>> copy.weight is layer.weight, copy.bias is layer.bias
     (True, False)
     """
     memo = dict(instead)
-    for part in module.modules():
-        for leaf in tree_leaves([*vars(part).values()]):
-            for x in getattr(leaf, "shards", [leaf]):  # of an array, and of a tensor itself
-                is_computed = isinstance(x, Tensor) and not x.is_leaf
-                if is_computed:  # such as weight_norm's, which torch does not copy
+    # torch does not copy a computed tensor, such as that of weight_norm.
+    for submodule in module.modules():
+        for leaf in tree_leaves(list(vars(submodule).values())):
+            tensors = getattr(leaf, "shards", [leaf])  # the shards of an array, or the leaf itself
+            for x in tensors:
+                if isinstance(x, Tensor) and not x.is_leaf:
                     memo.setdefault(id(x), x.detach().clone())
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
         raise ModuleError(
-            f"{type(module).__name__} must support copy.deepcopy; got {type(error).__name__}: {error}. "
-            "Make what cannot be copied in forward, or give the class a __deepcopy__."
+            f"{type(module).__name__} must support copy.deepcopy; got {type(error).__name__}: "
+            f"{error}. Make what cannot be copied in forward, or give the class a __deepcopy__."
         ) from error
 
 
@@ -52,8 +56,11 @@ def lazy_copy(x: Any) -> Any:
     >>> untouched(copy), untouched(copy.add_(1)), x
     (True, False, tensor([0., 0.]))
     """
-    if not isinstance(x, Tensor) or type(x) is not Tensor or _transform_now() is not None:
-        return x.clone() if isinstance(x, Tensor) else x
+    if not isinstance(x, Tensor):
+        return x
+    is_transformed = _transform_now() is not None  # then a tensor may have no memory of its own
+    if type(x) is not Tensor or is_transformed:
+        return x.clone()
     try:
         return _lazy_clone(x)
     except RuntimeError:  # memory that is not torch's own, numpy's for instance

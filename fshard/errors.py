@@ -1,7 +1,7 @@
-"""The errors of fshard's own domains; other wrong arguments raise a plain `ValueError` or `TypeError`.
+"""The errors of fshard's own domains; other wrong arguments raise a `ValueError` or `TypeError`.
 
-One root, `FshardError`, and below it a class per domain. Each class is also a `ValueError` (a wrong call) or a
-`RuntimeError` (a failed run), so that code without fshard's classes can catch it.
+One root, `FshardError`, and below it a class per domain. Each class is also a `ValueError` (a wrong
+call) or a `RuntimeError` (a failed run), so that code without fshard's classes can catch it.
 """
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class FshardError(Exception):
-    """The root of the errors of layouts, meshes, schedules, collectives and other domains of fshard."""
+    """The root of the errors of layouts, meshes, schedules, collectives and other domains."""
 
 
 class MeshError(FshardError, ValueError):
@@ -34,7 +34,7 @@ class MeshError(FshardError, ValueError):
 
 
 class LayoutError(FshardError, ValueError):
-    """A tensor that cannot have the layout: a dim that is not divisible, a spec of the wrong length."""
+    """A tensor that cannot have the layout: a dim that is not divisible, a wrong spec."""
 
 
 class ScopeError(FshardError, RuntimeError):
@@ -46,7 +46,7 @@ class DeadlockError(FshardError, RuntimeError):
 
 
 class DiskError(FshardError, RuntimeError):
-    """A folder that cannot have tensors on disk, a disk that is full, or a read or write that failed."""
+    """A folder that cannot have tensors on disk, a full disk, or a read or write that failed."""
 
 
 class MismatchError(FshardError, RuntimeError):
@@ -57,7 +57,7 @@ class MismatchError(FshardError, RuntimeError):
 
 
 class PromiseError(FshardError, RuntimeError):
-    """Values that were promised to be equal on all devices are not, or a gradient has a wrong type."""
+    """Values promised to be equal on all devices are not, or a gradient has a wrong type."""
 
 
 class CollectiveTimeoutError(FshardError, RuntimeError):
@@ -93,4 +93,7 @@ class ScheduleError(FshardError, ValueError):
 
 
 class CheckpointError(FshardError, RuntimeError):
-    """A checkpoint that cannot be written, or is not what is to be restored; a file that is not as it was written."""
+    """A checkpoint that cannot be written, or is not what is to be restored.
+
+    Also a file that is not as it was written.
+    """

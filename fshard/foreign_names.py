@@ -93,7 +93,8 @@ def renamed_keywords(**names: str) -> Callable[[Decorated], Decorated]:
     """
 
     def decorate(target: Any) -> Any:
-        function = target.__init__ if isinstance(target, type) else target
+        is_class = isinstance(target, type)
+        function = target.__init__ if is_class else target
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -103,10 +104,9 @@ def renamed_keywords(**names: str) -> Callable[[Decorated], Decorated]:
                 )
             return function(*args, **kwargs)
 
-        if not isinstance(target, type):
+        if not is_class:
             return run
-        vars_of_class: Any = target
-        vars_of_class.__init__ = run
+        target.__init__ = run
         return target
 
     return decorate

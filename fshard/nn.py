@@ -1,4 +1,7 @@
-"""Functions for modules and losses beyond the first page: LoRA, policies of `remat`, units, stages, drawn parameters; `MoE`."""
+"""Functions for modules and losses beyond the first page.
+
+LoRA, policies of `remat`, units, stages, drawn parameters; `MoE`.
+"""
 
 from fshard.experts.module import MoE
 from fshard.transforms.module.lazy import materialize

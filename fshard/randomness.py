@@ -1,8 +1,13 @@
 """Random draws that depend only on a key: not on the device, and not on earlier draws.
 
-Dropout seeded by (seed, step, slice) draws the same masks on 1 device as on 8. The key is the generator's seed, which
-torch stores with the generator's state. Keys of layers are those of `transforms/reproducible/layer_keys.py`, keys of
-an optimizer's leaves those of `optim/per_device/draws.py`.
+Dropout seeded by (seed, step, slice) draws the same masks on 1 device as on 8. The key is the seed
+of torch's generator, which torch stores with the generator's state, so code inside can read it:
+
+    key = folded(17, 3)         0xF5A2 and 48 bits of a digest of (17, 3)
+    turned(key, "blocks.1")     another key with the same prefix, for one part of the program
+
+Keys of layers are those of `transforms/reproducible/layer_keys.py`, keys of an optimizer's leaves
+those of `optim/per_device/draws.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +26,10 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
 def keyed_random(seed: int, *key: int | str) -> AbstractContextManager[None]:
-    """Draw all random numbers of torch's default generators from a state that depends only on the key.
+    """Draw from torch's default generators by a key: the draws depend on nothing else.
 
-    The generators of the CPU and the current CUDA device are restored after. Contexts may be nested.
+    The generators of the CPU and the current CUDA device are restored after. Contexts may be
+    nested.
 
     >>> import torch
     >>> step, slice = 3, 0
@@ -56,7 +62,10 @@ def keyed_apart(key: int, index: int) -> AbstractContextManager[None]:
     >>> first == draw(0), first[0] == draw(1)[0], first[1] == draw(1)[1]
     (True, False, True)
     """
-    return _KeyedRandom(turned(key, index), key) if index else _KeyedRandom(key)
+    if index == 0:
+        return _KeyedRandom(key)
+    # Layers turn the key that is reported, so they draw alike in all parts.
+    return _KeyedRandom(turned(key, index), reported=key)
 
 
 class DrawState:
@@ -66,7 +75,7 @@ class DrawState:
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self.generators = generators
-        self._states = [*map(torch.Generator.get_state, generators)]
+        self._states = [generator.get_state() for generator in generators]
 
     def begin(self, key: int) -> None:
         """Let the generators draw by a key from now on."""
@@ -74,11 +83,15 @@ class DrawState:
             generator.manual_seed(key)
 
     def set(self, key: int | None = None) -> None:
-        """Let the generators go on from here, the CPU's by another name, if a key is given: nothing is drawn from a seed."""
+        """Let the generators continue from here.
+
+        With a key, the CPU's generator reports it as its seed; what it draws does not change, since
+        nothing is drawn from a seed.
+        """
         if key is not None:
-            c_uint64.from_address(
-                self._states[0].data_ptr()
-            ).value = key  # offset of the seed in torch's state
+            # The seed is the first number of torch's state.
+            seed = c_uint64.from_address(self._states[0].data_ptr())
+            seed.value = key
         for generator, state in zip(self.generators, self._states, strict=True):
             generator.set_state(state)
 
@@ -94,7 +107,8 @@ class _KeyedRandom(ContextDecorator):
     __slots__ = ("_before", "_key", "_reported")
 
     def __init__(self, key: int, reported: int | None = None) -> None:
-        self._key, self._reported = key, reported
+        self._key = key
+        self._reported = reported
 
     def _recreate_cm(self) -> _KeyedRandom:
         return type(self)(self._key, self._reported)
@@ -155,28 +169,34 @@ _MARK = 0xF5A2
 """The prefix of seeds that are keys."""
 
 _BITS = 48
+"""The bits of a key behind the prefix: 16 + 48 are the 64 of a seed."""
 
 _MULTIPLIER = 0x9E3779B97F4B
-"""An odd number: no two keys are turned to one."""
+"""An odd number, which has an inverse modulo 2^48: no two keys are turned to one."""
 
 
 def folded(*key: int | str) -> int:
     """Return a 64-bit key in which every component and its position count."""
-    return _MARK << _BITS | _digest(
-        *(item if isinstance(item, str) else index(item) for item in key)
-    )
+    components = [item if isinstance(item, str) else index(item) for item in key]
+    return _MARK << _BITS | _digest(*components)
 
 
 def turned(key: int, *parts: int | str) -> int:
-    """Return another key for each of a few parts, numbers and strings that come again for many keys; their order counts.
+    """Return another key for each of a few parts, whose order counts.
+
+    Parts are numbers and strings that occur with many keys, so their digests are cached.
 
     >>> key = folded(17, 3)
     >>> turned(key, "blocks.1", 0) == turned(key, "blocks.1", 0) != turned(key, "blocks.1", 1)
     True
-    >>> key == turned(turned(key, "a"), "a"), turned(turned(key, "a"), "b") == turned(turned(key, "b"), "a")
-    (False, False)
+    >>> key == turned(turned(key, "a"), "a")
+    False
+    >>> turned(turned(key, "a"), "b") == turned(turned(key, "b"), "a")
+    False
     """
-    return _MARK << _BITS | (key ^ _cached_digest(*parts)) * _MULTIPLIER % (1 << _BITS)
+    # By ^ alone two equal parts would cancel, and the order of parts would not count.
+    mixed = (key ^ _cached_digest(*parts)) * _MULTIPLIER
+    return _MARK << _BITS | mixed % (1 << _BITS)
 
 
 def _digest(*parts: int | str) -> int:
@@ -184,6 +204,5 @@ def _digest(*parts: int | str) -> int:
     return int.from_bytes(digest, "little")
 
 
-_cached_digest = lru_cache(maxsize=1 << 16, typed=True)(
-    _digest
-)  # a digest is soon made, but not among products of matrices
+# A digest takes little time, but more than there is between products of matrices.
+_cached_digest = lru_cache(maxsize=1 << 16, typed=True)(_digest)

@@ -1,7 +1,7 @@
 """The user's source line of a collective.
 
-Errors and ledgers name a line of the user's program, so frames of fshard, torch and the standard library's plumbing
-are skipped.
+Errors and ledgers name a line of the user's program, so frames of fshard, torch and the standard
+library's plumbing are skipped.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ import torch
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
-_OURS = (
-    *(str(Path(file).parent) for file in (__file__, str(torch.__file__), str(optree.__file__))),
+_FSHARD = str(Path(__file__).parent)
+
+_PLUMBING = (
+    _FSHARD,
+    str(Path(str(torch.__file__)).parent),
+    str(Path(str(optree.__file__)).parent),
     str(contextlib.__file__),
     str(threading.__file__),
     str(Path(concurrent.futures.__file__).parent),
-    "<frozen",
+    "<frozen",  # Python's own modules, such as those that import
 )
-
-
-_FSHARD = str(Path(__file__).parent)
+"""Beginnings of the paths of files that are not the user's."""
 
 
 class Site(NamedTuple):
@@ -90,9 +92,9 @@ def _line_of_thread(frame: FrameType | None) -> Site | None:
     return None if frame is None else frame.f_locals["site"]
 
 
-@cache
+@cache  # each collective looks at all frames up to the user's
 def _is_plumbing(file: str) -> bool:
-    return file.startswith(_OURS)
+    return file.startswith(_PLUMBING)
 
 
 def call_site(default: Site | None = None) -> Site:
@@ -100,47 +102,58 @@ def call_site(default: Site | None = None) -> Site:
     return site_of(sys._getframe(1), default)  # pyright: ignore[reportPrivateUsage]
 
 
-def _cell(file: str) -> str | None:
+def _name_of_cell(file: str) -> str | None:
     """Return the name of a notebook's cell by its file, `In[3]`. IPython is never imported."""
     ipython: Any = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
-    named = name_of(file) if name_of is not None else None
-    return None if named is None else named[1]
+    shell = None if ipython is None else ipython.get_ipython()
+    compiler = getattr(shell, "compile", None)
+    name_of = getattr(compiler, "format_code_name", None)
+    if name_of is None:
+        return None
+    kind_and_name = name_of(file)  # ("Cell", "In[3]")
+    return None if kind_and_name is None else kind_and_name[1]
 
 
 def _short(file: str) -> str:
-    """Shorten a path: a cell's number, relative to the working directory if below, else the last two components."""
-    cell = _cell(file)
+    """Shorten the path of a file.
+
+    Return the name of a notebook's cell, or the path relative to the working directory if the file
+    is below, else the last two components.
+    """
+    cell = _name_of_cell(file)
     if cell is not None:
         return cell
     path = Path(file)
-    if path.is_absolute():
-        here = Path.cwd()
-        return (
-            str(path.relative_to(here)) if path.is_relative_to(here) else "/".join(path.parts[-2:])
-        )
-    return file
+    if not path.is_absolute():
+        return file
+    folder = Path.cwd()
+    if path.is_relative_to(folder):
+        return str(path.relative_to(folder))
+    return "/".join(path.parts[-2:])
 
 
 def locate(
     error: BaseException, paths: Mapping[int, str], stop: CodeType | None = None
 ) -> tuple[str, str]:
-    """Return the path of the innermost module, by the ids of modules, whose code raised or called `stop`, and its line.
+    """Return the path of the innermost module whose code raised or called `stop`, and the line.
 
-    The line is the innermost one of the user's code, or that of a module of torch.
+    `paths`: by the ids of modules. The line is the innermost one of the user's code; if there is
+    none, that of a module of torch.
     """
-    path, line, line_of_torch = "", "", ""
+    path_of_module = ""
+    line_of_user = ""
+    line_of_torch = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
-        file = frame.f_code.co_filename
         if frame.f_code is stop:
             break
-        here = f"{Path(file).name}:{number}"
-        module = paths.get(id(frame.f_locals.get("self")))
+        file = frame.f_code.co_filename
+        line = f"{Path(file).name}:{number}"
+        is_ours = file.startswith(_FSHARD)
+        module = None if is_ours else paths.get(id(frame.f_locals.get("self")))
+        if module is not None:
+            path_of_module = module
         if not _is_plumbing(file):
-            line = here
-        elif module is not None and not file.startswith(_FSHARD):
-            line_of_torch = here
-        if module is not None and not file.startswith(_FSHARD):
-            path = module
-    return path, line or line_of_torch
+            line_of_user = line
+        elif module is not None:
+            line_of_torch = line
+    return path_of_module, line_of_user or line_of_torch

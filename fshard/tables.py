@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_WIDTH = 110
+_WIDTH = 110  # columns of text
 _STYLE = "line-height:1.2;font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
 
 
@@ -27,12 +27,11 @@ class Tabular:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return self._printed().export_html(
-            inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>'
-        )
+        code_format = f'<pre style="{_STYLE}">{{code}}</pre>'
+        return self._printed().export_html(inline_styles=True, code_format=code_format)
 
     def _printed(self) -> Console:
-        from rich.console import Console
+        from rich.console import Console  # slow to import
 
         console = Console(file=StringIO(), width=_WIDTH, record=True, force_jupyter=False)
         console.print(self.table())

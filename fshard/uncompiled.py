@@ -1,7 +1,8 @@
 """`uncompiled`: functions that torch.compile calls without tracing them.
 
-fshard's own code is Python around threads, messages and caches: there is nothing to compile, and Dynamo needs many
-seconds to find that out. `torch.compiler.disable` does the same, but imports Dynamo when a function is decorated.
+fshard's own code is Python around threads, messages and caches: there is nothing to compile, and
+Dynamo needs many seconds to find that out. `torch.compiler.disable` does the same, but imports
+Dynamo when a function is decorated.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ _SKIP_FRAME_AND_CALLEES = _frames._FrameExecStrategy(_ACTION.SKIP, _ACTION.SKIP)
 
 
 def uncompiled(function: Callable[Args, Result], *, warning: str = "") -> Callable[Args, Result]:
-    """Return a function that runs without torch.compile, as does all that it calls; the code around it is compiled.
+    """Return a function that runs without torch.compile, as does all that it calls.
 
-    With a warning it is a method, which warns where compiled code calls it: once for each object.
+    The code around it is compiled. With a warning it is a method, which warns where compiled code
+    calls it: once for each object.
 
     >>> import torch
     >>> @uncompiled
@@ -35,12 +37,11 @@ def uncompiled(function: Callable[Args, Result], *, warning: str = "") -> Callab
     >>> torch.compile(lambda x: is_compiled(x) * 2, backend="eager")(torch.ones(2))
     tensor([2., 2.])
     """
-
     marked: Any = function
-    if not warning:
-        _frames.set_code_exec_strategy(marked.__code__, _SKIP_FRAME_AND_CALLEES)
-    else:
+    if warning:
         marked = _warns_once(function, warning)
+    else:
+        _frames.set_code_exec_strategy(marked.__code__, _SKIP_FRAME_AND_CALLEES)
     marked._torchdynamo_disable = True  # Dynamo breaks the graph before it
     return marked
 
@@ -50,6 +51,7 @@ def _warns_once(function: Callable[Args, Result], warning: str) -> Callable[Args
 
     @wraps(function)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        # The compiler of the caller, which is taken out while the method runs.
         compiler = _set_compiler(None)
         if compiler and args[0] not in warned:
             warned.add(args[0])

@@ -168,7 +168,7 @@ def _moves(
 def in_loss() -> bool:
     """Return True in a loss function, where every value is varying: see `fs.value_and_grad`."""
     scope = here()
-    return scope is not None and bool(scope.own)
+    return scope is not None and bool(scope.varying_axes)
 
 
 def _apply_own(

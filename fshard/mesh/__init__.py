@@ -10,7 +10,8 @@ from fshard.mesh.reshard.device_put import layouts
 from fshard.mesh.runtimes.launchers import process_count, process_index
 
 SAFE_GLOBALS = [Sharded, Layout, Mesh, P]
-"""The classes in a saved `Sharded`, for `torch.load`: `with torch.serialization.safe_globals(fs.mesh.SAFE_GLOBALS): ...`."""
+"""The classes in a saved `Sharded`, for `torch.load`:
+`with torch.serialization.safe_globals(fs.mesh.SAFE_GLOBALS): ...`."""
 
 __all__ = [
     "SAFE_GLOBALS",

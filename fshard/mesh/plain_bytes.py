@@ -1,7 +1,8 @@
-"""Plain values and structures of trees as bytes, and back: what processes send each other beside tensors.
+"""Plain values and structures of trees as bytes, and back: what processes send beside tensors.
 
-It is JSON, not pickle: bytes from another process can name classes and functions that are imported already, but
-calls none of them. An encoded value is itself (None, bool, int, float, str), or a list of its kind and what it has:
+It is JSON, not pickle: bytes from another process can name classes and functions that are imported
+already, but call none of them. An encoded value is itself (None, bool, int, float, str), or a list
+of its kind and its items:
 
     (1, torch.float32)      ["tuple", 1, ["dtype", "float32"]]
 """
@@ -24,7 +25,14 @@ from torch import Tensor, nn
 from fshard.mesh.layout.tree import Structure
 
 _ITSELF = (type(None), bool, int, float, str)
-_NAMEDTUPLE, _DEFAULTDICT, _STRUCTSEQ = 6, 8, 10  # optree's numbers of kinds of nodes
+
+# The numbers that optree gives to kinds of nodes.
+_NAMEDTUPLE = 6
+_DEFAULTDICT = 8
+_STRUCTSEQ = 10
+
+# The factories of a defaultdict that a message may name: the dict calls them for missing keys.
+_FACTORIES = (None, list, dict, set, int, float, str)
 
 
 def to_bytes(value: Any) -> bytes:
@@ -49,8 +57,8 @@ def _encoded(x: Any) -> Any:
         if kind.has(x):
             return [name, *kind.encode(x)]
     raise TypeError(
-        f"A message to another process must have tensors and plain values; got {type(x).__name__}. Make it a dataclass or "
-        "a NamedTuple, or leave it out."
+        "A message to another process must have tensors and plain values; got "
+        f"{type(x).__name__}. Make it a dataclass or a NamedTuple, or leave it out."
     )
 
 
@@ -71,30 +79,97 @@ class ValueKind(NamedTuple):
     decode: Callable[[list[Any]], Any]
 
 
+def _instance_of(kind: Any) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, kind)
+
+
 def _of_type(
     kind: type, encode: Callable[[Any], list[Any]], decode: Callable[[list[Any]], Any]
 ) -> ValueKind:
     return ValueKind(lambda x: type(x) is kind, encode, decode)
 
 
+# -- collections ----------------------------------------------------------------------------------
+
+
 def _sequence(kind: Any) -> ValueKind:
-    return _of_type(kind, _encoded_items, lambda items: kind(map(_decoded, items)))
+    return _of_type(kind, _encoded_items, lambda items: kind(_decoded_items(items)))
 
 
 def _encoded_items(xs: Any) -> list[Any]:
     return [_encoded(x) for x in xs]
 
 
+def _decoded_items(items: list[Any]) -> list[Any]:
+    return [_decoded(item) for item in items]
+
+
+def _encoded_dict(x: dict[Any, Any]) -> list[Any]:
+    return [[_encoded(key), _encoded(value)] for key, value in x.items()]
+
+
+def _decoded_dict(items: list[Any]) -> dict[Any, Any]:
+    return {_decoded(key): _decoded(value) for key, value in items}
+
+
+def _is_namedtuple(x: Any) -> bool:
+    return isinstance(x, tuple) and hasattr(x, "_fields")
+
+
+def _encoded_namedtuple(x: Any) -> list[Any]:
+    return [_reference(type(x)), *_encoded_items(x)]
+
+
+def _decoded_namedtuple(items: list[Any]) -> Any:
+    """Return a named tuple with these items, without a call of its class."""
+    name, *values = items
+    kind = _validate_tuple_class(_referred(name))
+    return tuple.__new__(kind, _decoded_items(values))
+
+
+def _validate_tuple_class(x: Any) -> Any:
+    is_tuple_class = isinstance(x, type) and issubclass(x, tuple)
+    if not is_tuple_class:
+        raise ValueError(f"A message must have a class of tuples; got {x!r}.")
+    return x
+
+
+# -- numbers, bytes and values of torch -----------------------------------------------------------
+
+
+def _encoded_bytes(x: bytes) -> list[Any]:
+    return [base64.b64encode(x).decode()]
+
+
+def _decoded_bytes(items: list[Any]) -> bytes:
+    return base64.b64decode(items[0])
+
+
+def _encoded_dtype(x: torch.dtype) -> list[Any]:
+    return [str(x).removeprefix("torch.")]
+
+
+def _decoded_dtype(items: list[Any]) -> torch.dtype:
+    return _of_kind(getattr(torch, items[0]), torch.dtype)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "biufcSU"  # no objects
+
+
 def _encoded_array(x: Any) -> list[Any]:
     array = np.asarray(x)
     is_scalar = isinstance(x, np.generic)
-    return [is_scalar, array.dtype.str, [*array.shape], base64.b64encode(array.tobytes()).decode()]
+    return [is_scalar, array.dtype.str, [*array.shape], *_encoded_bytes(array.tobytes())]
 
 
 def _decoded_array(items: list[Any]) -> Any:
     is_scalar, dtype, shape, data = items
     array = np.frombuffer(base64.b64decode(data), np.dtype(dtype)).reshape(shape).copy()
     return array[()] if is_scalar else array
+
+
+# -- objects --------------------------------------------------------------------------------------
 
 
 def _encoded_structure(x: Any) -> list[Any]:
@@ -106,8 +181,8 @@ def _decoded_structure(items: list[Any]) -> Structure:
     nodes, *_ = state
     for kind, _, data, *_ in nodes:
         if kind in (_NAMEDTUPLE, _STRUCTSEQ):
-            _named_tuple(data)
-        elif kind == _DEFAULTDICT and data[0] not in (None, list, dict, set, int, float, str):
+            _validate_tuple_class(data)
+        elif kind == _DEFAULTDICT and data[0] not in _FACTORIES:
             raise ValueError(f"A message has a defaultdict of an unknown kind: {data[0]!r}.")
     structure: Any = Structure.__new__(Structure)
     structure.__setstate__(state)  # raises for classes that are no registered nodes
@@ -115,25 +190,34 @@ def _decoded_structure(items: list[Any]) -> Structure:
 
 
 def _encoded_dataclass(x: Any) -> list[Any]:
-    return [
-        _reference(type(x)),
-        *[[each.name, _encoded(getattr(x, each.name))] for each in fields(x)],
-    ]
+    entries = [[each.name, _encoded(getattr(x, each.name))] for each in fields(x)]
+    return [_reference(type(x)), *entries]
 
 
 def _decoded_dataclass(items: list[Any]) -> Any:
     """Return an instance with the fields of a message, without a call of its class."""
-    kind, entries = _referred(items[0]), items[1:]
+    name, *entries = items
+    kind = _referred(name)
     if not is_dataclass(kind):
         raise ValueError(f"A message must have a dataclass; got {kind!r}.")
+
     names = {each.name for each in fields(kind)}
     new: Any = object.__new__
     result = new(kind)
-    for name, value in entries:
-        if name not in names:
-            raise ValueError(f"A message has {name!r}, which is no field of {kind!r}.")
-        object.__setattr__(result, name, _decoded(value))
+    for field_name, value in entries:
+        if field_name not in names:
+            raise ValueError(f"A message has {field_name!r}, which is no field of {kind!r}.")
+        object.__setattr__(result, field_name, _decoded(value))
     return result
+
+
+def _encoded_enum(x: Enum) -> list[Any]:
+    return [_reference(type(x)), x.name]
+
+
+def _decoded_enum(items: list[Any]) -> Any:
+    name, member = items
+    return _of_kind(_referred(name), type(Enum))[member]
 
 
 def _of_kind(x: Any, kind: Any) -> Any:
@@ -142,14 +226,7 @@ def _of_kind(x: Any, kind: Any) -> Any:
     return x
 
 
-def _named_tuple(x: Any) -> Any:
-    is_tuple_class = isinstance(x, type) and issubclass(x, tuple)
-    if not is_tuple_class:
-        raise ValueError(f"A message must have a class of tuples; got {x!r}.")
-    return x
-
-
-# -- classes and functions by name ------------------------------------------------------------------------------
+# -- classes and functions by name ----------------------------------------------------------------
 
 
 def _reference(x: Any) -> str:
@@ -157,7 +234,8 @@ def _reference(x: Any) -> str:
     name = f"{x.__module__}:{x.__qualname__}"
     if _find(name) is not x:
         raise TypeError(
-            f"A message to another process must name classes and functions of modules; got {x!r}. Define it in a module."
+            "A message to another process must name classes and functions of modules; "
+            f"got {x!r}. Define it in a module."
         )
     return name
 
@@ -165,14 +243,17 @@ def _reference(x: Any) -> str:
 def _referred(name: str) -> Any:
     """Return a class of values, or a function, of a module that is imported."""
     x = _find(name)
-    is_value_class = isinstance(x, type) and (
-        x.__module__ == "builtins"
-        or is_dataclass(x)
-        or issubclass(x, tuple | dict | Enum | Tensor | nn.Module)
-    )
-    if not is_value_class and not isinstance(x, FunctionType):
+    if not isinstance(x, FunctionType) and not _is_value_class(x):
         raise ValueError(f"A message names {name}, which is no class of values here.")
     return x
+
+
+def _is_value_class(x: Any) -> bool:
+    if not isinstance(x, type):
+        return False
+    if x.__module__ == "builtins" or is_dataclass(x):
+        return True
+    return issubclass(x, tuple | dict | Enum | Tensor | nn.Module)
 
 
 def _find(name: str) -> Any:
@@ -189,46 +270,23 @@ KINDS = {
     "set": _sequence(set),
     "frozenset": _sequence(frozenset),
     "size": _sequence(torch.Size),
-    "dict": _of_type(
-        dict,
-        lambda x: [[_encoded(key), _encoded(value)] for key, value in x.items()],
-        lambda items: {_decoded(key): _decoded(value) for key, value in items},
-    ),
+    "dict": _of_type(dict, _encoded_dict, _decoded_dict),
     "complex": _of_type(complex, lambda x: [x.real, x.imag], lambda items: complex(*items)),
-    "bytes": _of_type(
-        bytes,
-        lambda x: [base64.b64encode(x).decode()],
-        lambda items: base64.b64decode(items[0]),
-    ),
-    "dtype": _of_type(
-        torch.dtype,
-        lambda x: [str(x).removeprefix("torch.")],
-        lambda items: _of_kind(getattr(torch, items[0]), torch.dtype),
-    ),
+    "bytes": _of_type(bytes, _encoded_bytes, _decoded_bytes),
+    "dtype": _of_type(torch.dtype, _encoded_dtype, _decoded_dtype),
     "device": _of_type(torch.device, lambda x: [str(x)], lambda items: torch.device(items[0])),
-    "numpy": ValueKind(
-        lambda x: isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "biufcSU",
-        _encoded_array,
-        _decoded_array,
-    ),
-    "structure": ValueKind(
-        lambda x: isinstance(x, Structure), _encoded_structure, _decoded_structure
-    ),
-    "enum": ValueKind(
-        lambda x: isinstance(x, Enum),
-        lambda x: [_reference(type(x)), x.name],
-        lambda items: _of_kind(_referred(items[0]), type(Enum))[items[1]],
-    ),
+    "numpy": ValueKind(_is_array, _encoded_array, _decoded_array),
+    "structure": ValueKind(_instance_of(Structure), _encoded_structure, _decoded_structure),
+    "enum": ValueKind(_instance_of(Enum), _encoded_enum, _decoded_enum),
     "reference": ValueKind(
-        lambda x: isinstance(x, type | FunctionType),
+        _instance_of(type | FunctionType),
         lambda x: [_reference(x)],
         lambda items: _referred(items[0]),
     ),
-    "namedtuple": ValueKind(
-        lambda x: isinstance(x, tuple) and hasattr(x, "_fields"),
-        lambda x: [_reference(type(x)), *_encoded_items(x)],
-        lambda items: tuple.__new__(_named_tuple(_referred(items[0])), map(_decoded, items[1:])),
-    ),
+    "namedtuple": ValueKind(_is_namedtuple, _encoded_namedtuple, _decoded_namedtuple),
     "dataclass": ValueKind(is_dataclass, _encoded_dataclass, _decoded_dataclass),
 }
-"""The kinds of values by their names in messages; the first that has a value encodes it."""
+"""The kinds of values by their names in messages; the first that has a value encodes it.
+
+So a class is a reference before it could be a dataclass, which its instances are.
+"""

@@ -229,7 +229,7 @@ class LayerPlans:
         if scope is None or not {*self.axes} <= {*scope.mesh.axis_names}:
             return None
         zigzag = self.sequence if self.sequence_mode == "zigzag" else None
-        return _mesh_of_arrays(scope.mesh, self.axes, zigzag, bool(scope.own))
+        return _mesh_of_arrays(scope.mesh, self.axes, zigzag, bool(scope.varying_axes))
 
 
 @cache

@@ -1,17 +1,22 @@
-"""Linear maps as autograd Functions: the backward of a map is its transpose, itself such a Function.
+"""Linear maps as autograd Functions: the backward of a map is its transpose, which is one too.
 
-Derivatives of any order follow. Forward mode applies the map to the tangents; `vmap` applies the map with one more
-leading dim. A Function with `setup_context` works under torch.func but costs three times as much to call, so it is
-used only while a torch.func transform is active.
+    y = psum(x)             forward     Bound(Psum)      x  ->  y
+                            backward    Bound(Pvary)     dy ->  dx      Bound(Psum).transposed()
+                            backward of the backward     Bound(Psum)    and so on
 
-`pmax` and `pmin` are not linear and have their own Function: dy/dx = [x == y] / (number of devices with x == y).
+Derivatives of any order follow. Forward mode applies the map to the tangents; `vmap` applies the
+map with one more leading dim. A Function with `setup_context` works under torch.func but costs
+three times as much to call, so it is used only while a torch.func transform is active.
+
+`pmax` and `pmin` are not linear and have a Function of their own:
+dy/dx = [x == y] / (number of devices with x == y).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +27,16 @@ from torch.autograd.function import Function
 from fshard.mesh.collectives.delivery import world_of
 from fshard.mesh.collectives.ledger import active
 from fshard.mesh.collectives.moves import Alone, Move, Psum, Purpose, Wired
-from fshard.mesh.layout.counting import LedgerRow
+from fshard.mesh.layout.counting import CollectiveCounter, LedgerRow
 from fshard.mesh.runtimes.thread_state import batches_nested
 from fshard.mesh.spmd.scope import Group, Pending, UserCall, loss_along
 from fshard.source import Site
 
 Tensors = tuple[Tensor, ...]
-_unpack_dual: Any = torch._VF._unpack_dual  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-"""The function behind forward_ad.unpack_dual, called directly, since every tensor of every collective needs it."""
-
+_VF: Any = torch._VF  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+_unpack_dual = _VF._unpack_dual
+"""The function behind forward_ad.unpack_dual, called directly: every tensor of every collective
+needs it."""
 
 _torch: Any = torch  # for private functions
 
@@ -61,7 +67,9 @@ def apply(linear: LinearMap, xs: Tensors) -> Tensors:
     """Apply a linear map so that it can be differentiated."""
     if transformed():
         return _Transformed.apply(linear, *xs)
-    return _Recorded.apply(linear, *xs) if recorded(xs) else linear.run(xs)  # (5)
+    if recorded(xs):
+        return _Recorded.apply(linear, *xs)  # (5)
+    return linear.run(xs)
 
 
 def transformed() -> bool:
@@ -97,9 +105,8 @@ class _Recorded(Function):
         ys = linear.run(xs)
         if not batches_nested():
             return ys
-        return tuple(
-            y.clone(memory_format=torch.contiguous_format) for y in ys
-        )  # no views: many tangents cannot be one
+        # Copies, no views: the many tangents of a result cannot be a view of one.
+        return tuple([y.clone(memory_format=torch.contiguous_format) for y in ys])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,9 +115,10 @@ class _Recorded(Function):
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
         _, *tangents = grad_inputs
-        tangent_ids = {*map(id, tangents)}  # autograd requires a view of an input that is returned
         ys = apply_to_many(ctx.linear.of_tangents(), tuple(tangents))
-        return tuple(y.view_as(y) if id(y) in tangent_ids else y for y in ys)
+        # If an input is returned, as by `pvary`, autograd requires a view of it.
+        tangent_ids = {id(tangent) for tangent in tangents}
+        return tuple([y.view_as(y) if id(y) in tangent_ids else y for y in ys])
 
 
 def apply_to_many(linear: LinearMap, xs: Tensors) -> Tensors:
@@ -119,7 +127,9 @@ def apply_to_many(linear: LinearMap, xs: Tensors) -> Tensors:
 
 
 def over_many(
-    f: Callable[[Tensors], Tensors], batched_f: Callable[[Tensors], Tensors], xs: Tensors
+    f: Callable[[Tensors], Tensors],
+    batched_f: Callable[[Tensors], Tensors],
+    xs: Tensors,
 ) -> Tensors:
     """Call `f`, or `batched_f` on tensors with one more leading dim under autograd's own vmap.
 
@@ -127,16 +137,21 @@ def over_many(
     """
     if not any(map(is_legacy_batchedtensor, xs)):
         return f(xs)
+
     level = batches_nested()
-    batches = [
-        _torch._remove_batch_dim(x, level, 1, 0) if is_legacy_batchedtensor(x) else None for x in xs
-    ]
+    batches: list[Tensor | None] = []
+    for x in xs:
+        is_batched = is_legacy_batchedtensor(x)
+        # The arguments 1 and 0: a batch of any size (it is only read for a tensor that is not one),
+        # whose dim shall be the first.
+        batches.append(_torch._remove_batch_dim(x, level, 1, 0) if is_batched else None)
     size = next(batch.shape[0] for batch in batches if batch is not None)
-    arguments = tuple(
-        leading(x, None, size) if batch is None else batch
-        for x, batch in zip(xs, batches, strict=True)
-    )
-    return tuple(_torch._add_batch_dim(y.contiguous(), 0, level) for y in batched_f(arguments))
+
+    arguments: list[Tensor] = []
+    for x, batch in zip(xs, batches, strict=True):
+        arguments.append(leading(x, None, size) if batch is None else batch)
+    results = batched_f(tuple(arguments))
+    return tuple([_torch._add_batch_dim(y.contiguous(), 0, level) for y in results])
 
 
 class _Transformed(Function):
@@ -156,23 +171,26 @@ class _Transformed(Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
         linear, *xs = args
-        batched = tuple(
-            leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True)
-        )
-        ys = apply(linear.batched(), batched)
+        ys = apply(linear.batched(), _with_leading_dim(xs, in_dims[1:], info.batch_size))
         return ys, (0,) * len(ys)
 
 
 def leading(x: Tensor, dim: int | None, size: int) -> Tensor:
     """Put the dim that vmap maps over first; give one to a tensor that it does not map over."""
-    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    if dim is None:
+        return x.expand(size, *x.shape)
+    return x.movedim(dim, 0)
+
+
+def _with_leading_dim(xs: list[Tensor], dims: tuple[int | None, ...], size: int) -> Tensors:
+    return tuple([leading(x, dim, size) for x, dim in zip(xs, dims, strict=True)])
 
 
 @dataclass(slots=True)
 class Bound(LinearMap):
     """A move, the group it runs on, the source line that called it, and its purpose.
 
-    `user_call`: by which it is known in the backward where it was called.
+    `user_call`: the call by user code, from which the backward chooses the transpose.
     """
 
     move: Move
@@ -182,43 +200,52 @@ class Bound(LinearMap):
     user_call: UserCall | None = None
 
     def run(self, xs: Tensors) -> Tensors:
-        move, group = self.move, self.group
+        move = self.move
         if isinstance(move, Alone):
-            return tuple([move.local(x, group.index, group.size) for x in xs])
-        self._record_bytes(xs)
-        return (
-            world_of(group).start(cast("Wired", move), xs, group, self.site, self.purpose).wait()
-        )  # (6)
+            index = self.group.index
+            n = self.group.size
+            return tuple([move.local(x, index, n) for x in xs])
+        return self.start(xs).wait()
 
     def start(self, xs: Tensors) -> Pending:
-        """Write it into the ledger and begin."""
-        self._record_bytes(xs)
-        return world_of(self.group).start(
-            cast("Wired", self.move), xs, self.group, self.site, self.purpose
-        )
+        """Write the collective into the ledger, and start it."""
+        move = self.move
+        assert isinstance(move, Wired)
+        group = self.group
+        ledgers = active()
+        if ledgers:
+            self._record_bytes(move, xs, ledgers)
+        return world_of(group).start(move, xs, group, self.site, self.purpose)  # (6)
 
-    def _record_bytes(self, xs: Tensors) -> None:
-        for ledger in active():
-            move, group = cast("Wired", self.move), self.group
-            size = sum(x.numel() * x.element_size() for x in xs)
-            row = LedgerRow(move.name, group.axes, self.site._replace(leaves=()))
-            index = None if group.represents_all else group.index  # None: count the largest of all
-            ledger.record(group.device, row, move.sent(size, index, group.size))
+    def _record_bytes(self, move: Wired, xs: Tensors, ledgers: Sequence[CollectiveCounter]) -> None:
+        group = self.group
+        size = sum(x.numel() * x.element_size() for x in xs)
+        index = None if group.represents_all else group.index  # None: the most that any sends
+        sent = move.sent(size, index, group.size)
+        row = LedgerRow(move.name, group.axes, self.site._replace(leaves=()))
+        for ledger in ledgers:
+            ledger.record(group.device, row, sent)
 
     def transposed(self) -> Bound:
+        return Bound(
+            self._move_of_cotangents(), self.group, self.site, "cotangents", self.user_call
+        )
+
+    def _move_of_cotangents(self) -> Move:
+        """Return the transpose, or the adjoint where cotangents of equal values differ."""
         user_call = self.user_call
         loss = None if user_call is None else loss_along(self.group)
         if user_call is None or loss is None:
-            move = self.move.transposed()
-        elif user_call.slice is None:  # see Note [Collectives of loops]
+            return self.move.transposed()
+
+        if user_call.slice is None:  # see Note [Collectives of loops]
             loss.called_group(self.group.axes, user_call.name)
-            move = self.move.adjoint()
-        else:
-            is_in_forward = user_call.slice is loss.slice
-            if is_in_forward and loss.notice is not None:
-                loss.notice(user_call.name, self.group, "cotangents")
-            move = self.move.transposed()
-        return Bound(move, self.group, self.site, "cotangents", user_call)
+            return self.move.adjoint()
+
+        is_in_forward = user_call.slice is loss.slice
+        if is_in_forward and loss.notice is not None:
+            loss.notice(user_call.name, self.group, "cotangents")
+        return self.move.transposed()
 
     def batched(self) -> Bound:
         return replace(self, move=self.move.batched())
@@ -228,12 +255,15 @@ class Bound(LinearMap):
 
 
 # Note [Collectives of loops]
-# In the code of `fs.run` values have types: the result of a psum is replicated, its cotangent equal on all devices. Code
-# that differentiates by torch.autograd keeps to that, or marks a value by `pvary`. But a boosted loop gives each device
-# a loss of its own, and its objective is their mean, as in a loss function of `value_and_grad`, where every value is
-# varying. Which of the two holds is decided in the backward: `booster.backward` runs in the scope of a loss function,
-# in which the collectives that the loop has called use the adjoint, and the step records them, as it does where
-# a loss function calls them. So a mean over devices is right with `pvary` behind it and without.
+# In the code of `fs.run` values have types: the result of a psum is replicated, its cotangent equal
+# on all devices. Code that differentiates by torch.autograd keeps to that, or marks a value by
+# `pvary`. But a boosted loop gives each device a loss of its own, and its objective is their mean,
+# as in a loss function of `value_and_grad`, where every value is varying.
+#
+# Which of the two holds is decided in the backward: `booster.backward` runs in the scope of a loss
+# function. There the collectives that the loop has called use the adjoint, and the step records
+# them, as it does where a loss function calls them. So a mean over devices is right with `pvary`
+# behind it and without.
 
 
 def apply_extreme(bound: Bound, xs: Tensors) -> Tensors:
@@ -252,35 +282,39 @@ class _Extreme(Function):
         ctx.bound = bound
         ctx.save_for_backward(*xs, *output)
         ctx.save_for_forward(*xs, *output)
-        ctx.mark_non_differentiable(*(y for y in output if not y.is_floating_point()))
+        ctx.mark_non_differentiable(*[y for y in output if not y.is_floating_point()])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         bound = replace(ctx.bound, purpose="cotangents")
         shares = _shares(bound, ctx.saved_tensors)
-        varying = apply_to_many(replace(ctx.bound, move=Psum()).transposed(), cotangents)
-        return None, *(cotangent * share for cotangent, share in zip(varying, shares, strict=True))
+        psum = replace(ctx.bound, move=Psum())
+        varying = apply_to_many(psum.transposed(), cotangents)
+        return None, *_products(varying, shares)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
         _, *tangents = grad_inputs
         bound = replace(ctx.bound, purpose="tangents")
         shares = _shares(bound, ctx.saved_tensors)
-        summands = tuple(tangent * share for tangent, share in zip(tangents, shares, strict=True))
-        return apply_to_many(replace(bound, move=Psum()), summands)
+        return apply_to_many(replace(bound, move=Psum()), _products(tangents, shares))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
         bound, *xs = args
-        batched = tuple(
-            leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True)
-        )
+        batched = _with_leading_dim(xs, in_dims[1:], info.batch_size)
         return apply_extreme(bound.batched(), batched), (0,) * len(xs)
 
 
 def _shares(bound: Bound, saved: Tensors) -> Tensors:
     """Return each device's part in the extreme: 0, or 1 over the number of devices that hold it."""
-    xs, ys = saved[: len(saved) // 2], saved[len(saved) // 2 :]
-    held = tuple((x == y).to(y.dtype) for x, y in zip(xs, ys, strict=True))
+    middle = len(saved) // 2
+    xs = saved[:middle]
+    ys = saved[middle:]
+    held = tuple([(x == y).to(y.dtype) for x, y in zip(xs, ys, strict=True)])
     totals = apply(replace(bound, move=Psum()), held)
-    return tuple(mask / total for mask, total in zip(held, totals, strict=True))
+    return tuple([mask / total for mask, total in zip(held, totals, strict=True)])
+
+
+def _products(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
+    return tuple([x * y for x, y in zip(xs, ys, strict=True)])

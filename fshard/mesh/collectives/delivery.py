@@ -1,7 +1,7 @@
 """Count the results of collectives for their receivers, in `fshard.memory.limit`.
 
-The buffers of transports are not counted. From its start until its end a collective counts as large as its results, and
-its arguments are kept: so a program has one peak on all runtimes.
+The buffers of transports are not counted. From its start until its end a collective counts as large
+as its results, and its arguments are kept: so a program has one peak on all runtimes.
 """
 
 from __future__ import annotations
@@ -40,19 +40,22 @@ class Delivery:
     def __init__(
         self, xs: tuple[Tensor, ...], results: Sequence[Tensor], start: Callable[[], Pending]
     ) -> None:
-        self._xs, self._counters = xs, counting().counters
+        self._xs = xs
+        self._counters = counting().counters
+        size = sum([y.nbytes for y in results])
         for counter in self._counters:
-            counter.reserve(self, xs, sum([y.nbytes for y in results]))
+            counter.reserve(self, xs, size)
         with without_counters():
             self._pending: Pending | None = start()
 
     def wait(self) -> tuple[Tensor, ...]:
         """Return the results, which are counted in place of what was reserved."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         assert pending is not None
         with without_counters():
             results = pending.wait()
-        del pending
+
         for counter in self._counters:
             counter.deliver(self, results)
         self._xs = ()
@@ -60,9 +63,11 @@ class Delivery:
 
 
 def world_of(group: Group) -> World:
-    """Return the world that runs a group's collectives, or one that counts its results while there is a limit."""
+    """Return the world that runs a group's collectives; within a limit, one that counts results."""
     world = group.world.current()
-    return cast("World", _CountedWorld(world)) if counting().counters else world
+    if counting().counters:
+        return cast("World", _CountedWorld(world))
+    return world
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class _CountedWorld:
         start = partial(self.world.start, move, xs, group, *rest)
         if not xs:
             return start()
-        with without_counters():
+        with without_counters():  # the shapes of results, without memory
             results = [delivered(move, x.detach().to("meta"), group.size) for x in xs]
         return Delivery(xs, results, start)
 

@@ -1,10 +1,16 @@
 """The ledger: the bytes that each device sends, by one rule on every runtime.
 
-It counts the bytes of the bandwidth-optimal algorithm, for n devices with B bytes each: psum 2(n-1)/n B, psum_scatter
-and all_to_all (n-1)/n B, all_gather (n-1) B, ppermute and send B, broadcast B (a chain, whose last device sends
-nothing). Of shards of unequal sizes each device counts those that it sends. A program has the same ledger, device by
-device, on virtual and process meshes; fractions are exact. On an abstract mesh one device represents all and counts
-the most that any device sends.
+It counts the bytes of the bandwidth-optimal algorithm, for n devices with B bytes each:
+
+    psum                        2(n-1)/n B
+    psum_scatter, all_to_all    (n-1)/n B
+    all_gather                  (n-1) B
+    ppermute, send              B
+    broadcast                   B       a chain, whose last device sends nothing
+
+Of shards of unequal sizes each device counts those that it sends. A program has the same ledger,
+device by device, on virtual and process meshes; fractions are exact. On an abstract mesh one device
+represents all and counts the most that any device sends.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fshard.mesh.layout.counting import (
     MEMORIES,
@@ -31,8 +37,16 @@ if TYPE_CHECKING:  # it is imported where a table is shown
     from rich.table import Table
 
 COUNTED = (
-    "psum", "pmax", "pmin", "psum_scatter", "all_gather", "all_to_all", "ppermute", "broadcast", "send",
-)  # fmt: skip
+    "psum",
+    "pmax",
+    "pmin",
+    "psum_scatter",
+    "all_gather",
+    "all_to_all",
+    "ppermute",
+    "broadcast",
+    "send",
+)
 """Collectives, by the names of rows."""
 
 
@@ -46,10 +60,11 @@ class Entry:
 
 @dataclass(repr=False)
 class Ledger(Tabular):
-    """The bytes that were sent while the ledger was open.  Prints as a table; see `ledger`.
+    """The bytes that were sent while the ledger was open. Prints as a table; see `ledger`.
 
-    `devices` maps the number of a device to its rows: all devices on a virtual mesh, this process's own on a
-    process mesh, the representative's on an abstract one.
+    `devices` maps the number of a device to its rows: all devices on a virtual mesh, this process's
+    own on a process mesh, the representative's on an abstract one. `moves` maps it to the bytes
+    that the device moved between two memories.
     """
 
     devices: dict[int, dict[LedgerRow, Entry]] = field(
@@ -70,80 +85,92 @@ class Ledger(Tabular):
         self.moves.setdefault(device, Counter())[source, target] += count
 
     def moved(self, source: Memory, target: Memory, device: int | None = None) -> int:
-        """Return the bytes of arrays that a device moved between two memories (default: the largest of all devices).
+        """Return the bytes of arrays that a device moved between two memories.
 
-        They are not part of `bytes`, which are sent to other devices.
+        Without a device, return the largest of all devices. These bytes are not part of `bytes`,
+        which are sent to other devices.
         """
-        if unknown := [kind for kind in (source, target) if kind not in MEMORIES]:
-            raise ValueError(
-                f'ledger: a memory must be "device", "host" or "disk"; got {unknown[0]!r}.'
-            )
-        return max(
-            (
-                count[source, target]
-                for number, count in self.moves.items()
-                if device in (None, number)
-            ),
-            default=0,
-        )
+        for kind in (source, target):
+            if kind not in MEMORIES:
+                raise ValueError(
+                    f'ledger: a memory must be "device", "host" or "disk"; got {kind!r}.'
+                )
+        totals: list[int] = []
+        for number, counts in self.moves.items():
+            if device in (None, number):
+                totals.append(counts[source, target])
+        return max(totals, default=0)
 
     def bytes(
         self, device: int | None = None, *, collective: str | None = None, axis: str | None = None
     ) -> Fraction:
-        """Return the bytes that a device sent (default: the largest of all devices), in total or filtered.
+        """Return the bytes that a device sent, in total or filtered.
 
-        `collective` is one of `COUNTED`; `axis` selects calls along it, alone or with other axes.
+        Without a device, return the largest of all devices. `collective` is one of `COUNTED`;
+        `axis` selects calls along it, alone or with other axes.
         """
-        entries = self._filtered_entries(device, collective, axis)
-        return max(
-            (sum((e.bytes for e in rows), Fraction(0)) for rows in entries), default=Fraction(0)
-        )
+        totals: list[Fraction] = []
+        for entries in self._filtered_entries(device, collective, axis):
+            totals.append(sum([entry.bytes for entry in entries], Fraction(0)))
+        return max(totals, default=Fraction(0))
 
     def calls(
         self, device: int | None = None, *, collective: str | None = None, axis: str | None = None
     ) -> int:
-        """Return the calls that a device made (default: the most that any made), in total or filtered."""
-        return max(
-            (
-                sum(e.calls for e in rows)
-                for rows in self._filtered_entries(device, collective, axis)
-            ),
-            default=0,
-        )
+        """Return the calls that a device made, in total or filtered.
+
+        Without a device, return the most that any made.
+        """
+        totals: list[int] = []
+        for entries in self._filtered_entries(device, collective, axis):
+            totals.append(sum([entry.calls for entry in entries]))
+        return max(totals, default=0)
 
     def _filtered_entries(
         self, device: int | None, collective: object, axis: object
     ) -> list[list[Entry]]:
-        """Return the entries of each device, or of one; raise for a filter whose total would always be 0."""
+        """Return the entries of each device, or of one.
+
+        Raise for a filter that matches no collective: its total would always be 0.
+        """
         if collective is not None and collective not in COUNTED:
             raise ValueError(
-                f"ledger: collective must be one of {', '.join(COUNTED)} (a pmean is a psum); got {collective!r}."
+                f"ledger: collective must be one of {', '.join(COUNTED)} (a pmean is a psum); "
+                f"got {collective!r}."
             )
         if not isinstance(axis, str | None):
             raise TypeError(f"ledger: axis must be the name of one axis; got {axis!r}.")
-        return [
-            [
-                entry
-                for row, entry in rows.items()
-                if collective in (None, row.collective) and axis in (None, *row.axes)
-            ]
-            for number, rows in self.devices.items()
-            if device in (None, number)
-        ]
+
+        selected: list[list[Entry]] = []
+        for number, rows in self.devices.items():
+            if device not in (None, number):
+                continue
+            entries: list[Entry] = []
+            for row, entry in rows.items():
+                if collective in (None, row.collective) and axis in (None, *row.axes):
+                    entries.append(entry)
+            selected.append(entries)
+        return selected
 
     def by_collective(
         self, device: int | None = None
     ) -> dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]]:
-        """Return {(collective, axes): (calls, bytes)} of one device; default: the first recorded one."""
+        """Return {(collective, axes): (calls, bytes)} of one device; default: the first one."""
+        if device is None:
+            device = min(self.devices, default=0)
+
         totals: dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]] = {}
-        device = min(self.devices, default=0) if device is None else device
         for row, entry in self.devices.get(device, {}).items():
-            calls, sent = totals.get(row[:2], (0, Fraction(0)))
-            totals[row[:2]] = (calls + entry.calls, sent + entry.bytes)
+            key = (row.collective, row.axes)
+            calls, sent = totals.get(key, (0, Fraction(0)))
+            totals[key] = (calls + entry.calls, sent + entry.bytes)
         return totals
 
     def rows(self) -> list[tuple[LedgerRow, int, Fraction]]:
-        """Return every line with the most calls and bytes that a device had there, in the order of first calls."""
+        """Return every line with the most calls and bytes that a device had there.
+
+        Lines are in the order of first calls.
+        """
         largest: dict[LedgerRow, tuple[int, Fraction]] = {}
         for entries in self.devices.values():
             for row, entry in entries.items():
@@ -155,19 +182,20 @@ class Ledger(Tabular):
         """Return the ledger as a rich table."""
         from rich.table import Table
 
-        table = Table(
-            "collective", "axis", "calls", "bytes per device", "source line", title="ledger"
-        )
+        columns = ("collective", "axis", "calls", "bytes per device", "source line")
+        table = Table(*columns, title="ledger")
         for row, calls, sent in self.rows():
-            table.add_row(
-                row.collective, "+".join(row.axes), f"{calls:,}", _format_count(sent), str(row.site)
-            )
+            axes = "+".join(row.axes)
+            table.add_row(row.collective, axes, f"{calls:,}", _format_count(sent), str(row.site))
         table.add_section()
         table.add_row("all", "", f"{self.calls():,}", _format_count(self.bytes()), "")
-        for source, target in dict.fromkeys(
-            pair for count in self.moves.values() for pair in count
-        ):
+
+        pairs: dict[tuple[Memory, Memory], None] = {}  # a set in order
+        for counts in self.moves.values():
+            pairs.update(dict.fromkeys(counts))
+        for source, target in pairs:
             table.add_row(f"{source} to {target}", "", "", f"{self.moved(source, target):,}", "")
+
         for column in (2, 3):
             table.columns[column].justify = "right"
         return table
@@ -176,8 +204,10 @@ class Ledger(Tabular):
 def _format_count(count: Fraction) -> str:
     """Format a count; fractions get enough digits not to look like integers.
 
-    >>> _format_count(Fraction(4000)), _format_count(Fraction(10, 3)), _format_count(Fraction(8 * 65535, 65536))
-    ('4,000', '3.33', '7.9999')
+    >>> _format_count(Fraction(4000)), _format_count(Fraction(10, 3))
+    ('4,000', '3.33')
+    >>> _format_count(Fraction(8 * 65535, 65536))  # with two digits: 8.00
+    '7.9999'
     """
     if count.denominator == 1:
         return f"{int(count):,}"
@@ -205,8 +235,12 @@ def writing_to(ledgers: Sequence[CollectiveCounter]) -> AbstractContextManager[N
 
 
 def _is_thread_of_autograd() -> bool:
-    """Return True if Python has not started the thread: autograd runs backwards of an accelerator there, for any thread."""
-    return isinstance(threading.current_thread(), threading._DummyThread)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    """Return True if Python has not started the thread.
+
+    Autograd runs the backwards of an accelerator in such a thread, for any thread of Python.
+    """
+    private: Any = threading
+    return isinstance(threading.current_thread(), private._DummyThread)
 
 
 def uncounted() -> AbstractContextManager[None]:
@@ -216,15 +250,19 @@ def uncounted() -> AbstractContextManager[None]:
 
 @contextmanager
 def ledger() -> Generator[Ledger]:
-    """Count the collectives that the calling thread runs inside the block, and the devices that it runs.
+    """Count the collectives of the calling thread in the block, and of the devices that it runs.
 
-    Each process of a process mesh has a ledger of its own; `if fs.mesh.process_index() == 0: print(comm)` prints one.
+    Each process of a process mesh has a ledger of its own;
+    `if fs.mesh.process_index() == 0: print(comm)` prints one.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
     >>> mesh = fs.make_mesh({"data": 4})
+    >>> def total(x):
+    ...     return fs.psum(x, "data")
+    >>> sum_of_shards = fs.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P())
     >>> with fs.ledger() as comm:
-    ...     total = fs.shard_map(lambda x: fs.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())(torch.ones(8))
+    ...     y = sum_of_shards(torch.ones(8))
     >>> comm.by_collective()  # each device sends 2 (n-1)/n of its 8 bytes
     {('psum', ('data',)): (1, Fraction(12, 1))}
     """
@@ -234,4 +272,5 @@ def ledger() -> Generator[Ledger]:
         with writing_to((*active(), opened)):
             yield opened
     finally:
+        # By identity: `remove` compares values, and two ledgers of one program are equal.
         _open[:] = [other for other in _open if other is not opened]

@@ -1,10 +1,12 @@
 """The collectives as data: definition, transpose and bytes of each.
 
-A *move* is a linear map from the tensors of a group's devices before it to those after it. Its reference is written on
-a plain list of per-device tensors; the virtual runtime executes it and the tests compare the other runtimes with it. A
-move also defines its wire format, in rows of equal size, and the bytes it sends.
+A *move* is a linear map from the tensors of a group's devices before it to those after it. Its
+reference is written on a plain list of per-device tensors; the virtual runtime executes it and the
+tests compare the other runtimes with it. A move also defines its wire format, in rows of equal
+size, and the bytes it sends.
 
-Legend: n devices in the group, x the tensor of one, xs those of all; U unreduced, R replicated, V sharded or varying.
+Legend: n devices in the group, x the tensor of one, xs those of all.
+U unreduced, R replicated, V sharded or varying.
 
     move                     before     after         transpose
     Psum                     U          R             Pvary
@@ -19,18 +21,19 @@ Legend: n devices in the group, x the tensor of one, xs those of all; U unreduce
     Same (fs.replicated)     U or V     R             Summand                   (free)
     Permute, AllToAll, Rows  V          V             themselves, reversed
 
-The transpose holds for cotangents of these types: that of an R is equal on all devices. Where each device has a loss
-of its own, it is not, and the backward of a move is its *adjoint*: the transpose of `meaning`, which looks at no types.
-They differ where an R is involved: the adjoint of a Psum is a Psum, that of a Pvary itself.
+The transpose holds for cotangents of these types: that of an R is equal on all devices. Where each
+device has a loss of its own, it is not, and the backward of a move is its *adjoint*: the transpose
+of `meaning`, which looks at no types. They differ where an R is involved: the adjoint of a Psum is
+a Psum, that of a Pvary itself.
 
-If only some devices of a group differentiate, their extra collectives would be matched with the next ones of the other
-devices: a silently wrong sum. Therefore the *purpose* of a call (values, tangents or cotangents) is part of what
-devices must agree on.
+If only some devices of a group differentiate, their extra collectives would be matched with the
+next ones of the other devices: a silently wrong sum. Therefore the *purpose* of a call (values,
+tangents or cotangents) is part of what devices must agree on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, cast, get_args
@@ -41,15 +44,24 @@ from torch import Tensor
 from fshard.mesh.layout.arithmetic import Combine, tree_of, tree_sum
 
 WireKind = Literal["reduce", "gather", "scatter", "exchange", "permute", "broadcast", "parts"]
-"""Wire formats: rows of equal size in six patterns, and `parts` of any size; every runtime implements exactly these."""
+"""Wire formats: rows of equal size in six patterns, and `parts` of any size.
 
-_SENT: dict[WireKind, Callable[[int], Fraction]] = {
-    "reduce": lambda n: Fraction(2 * (n - 1), n),
-    "gather": lambda n: Fraction(n - 1),
-    "scatter": lambda n: Fraction(n - 1, n),
-    "exchange": lambda n: Fraction(n - 1, n),
-}
-"""The bytes that each of n devices sends per byte that it has, by the bandwidth-optimal algorithm."""
+Every runtime implements exactly these.
+"""
+
+
+def _bytes_sent_per_byte(wire: WireKind, n: int) -> Fraction:
+    """Return the bytes that each of n devices sends per byte that it has.
+
+    It is the number of the bandwidth-optimal algorithm, whatever a transport does.
+    """
+    if wire == "gather":  # around a ring, each device passes a row on n - 1 times
+        return Fraction(n - 1)
+    if wire in ("scatter", "exchange"):  # n - 1 of the n rows that a device has
+        return Fraction(n - 1, n)
+    if wire == "reduce":  # a scatter, and a gather of the row that a device has then
+        return Fraction(2 * (n - 1), n)
+    raise AssertionError(f"{wire} has bytes of its own")
 
 
 class Move:
@@ -66,7 +78,7 @@ class Move:
         raise NotImplementedError
 
     def adjoint(self) -> Move:
-        """Return the move that carries cotangents back, if they differ between devices where values are equal."""
+        """Return the move that carries back cotangents that differ where values are equal."""
         return self.transposed()
 
     def batched(self) -> Move:
@@ -76,13 +88,22 @@ class Move:
 
 def describe(move: Move) -> str:
     """Return the name and options of a move: psum, all_gather(dim=1)."""
-    values = {option.name: getattr(move, option.name) for option in fields(cast("Any", move))}
-    shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value is not False)
-    return f"{move.name}({shown})" if shown and not isinstance(move, Extreme) else move.name
+    if isinstance(move, Extreme):  # the name has the option
+        return move.name
+
+    options: list[str] = []
+    for option in fields(cast("Any", move)):
+        value = getattr(move, option.name)
+        if value is not False:
+            options.append(f"{option.name}={value!r}")
+    return f"{move.name}({', '.join(options)})" if options else move.name
 
 
 class Wired(Move):
-    """A move that sends rows of equal size; by default each device sends its full tensor, and all send equally much."""
+    """A move that sends rows of equal size.
+
+    By default each device sends its full tensor, and all send equally much.
+    """
 
     wire: ClassVar[WireKind]
 
@@ -96,13 +117,18 @@ class Wired(Move):
         return rows if rows.shape == shape else rows.reshape(shape)
 
     def sent(self, size: int, index: int | None, n: int) -> Fraction:
-        """Return the bytes that the device at `index` sends if it has `size` bytes; None: the most that any sends."""
-        return size * _SENT[self.wire](n)
+        """Return the bytes that the device at `index` sends if it has `size` bytes.
+
+        With None, return the most that any device sends.
+        """
+        return size * _bytes_sent_per_byte(self.wire, n)
 
 
 def plain(x: Tensor) -> Tensor:
     """Return a tensor whose memory holds its values: a lazy conjugate or negative is computed."""
-    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+    if x.is_conj() or x.is_neg():
+        return x.resolve_conj().resolve_neg()
+    return x
 
 
 def is_plain(x: Tensor) -> bool:
@@ -112,11 +138,10 @@ def is_plain(x: Tensor) -> bool:
 
 def _split_rows(x: Tensor, dim: int, n: int) -> Tensor:
     """Split `dim` into n shards, each a row. (..., n*k, ...) -> (n, elements)"""
-    return (
-        plain(x).reshape(n, -1)
-        if dim == 0 and x.numel()
-        else plain(x).unflatten(dim, (n, -1)).movedim(dim, 0).reshape(n, -1)
-    )
+    x = plain(x)
+    if dim == 0 and x.numel():  # the rows are in order already, mostly a view
+        return x.reshape(n, -1)
+    return x.unflatten(dim, (n, -1)).movedim(dim, 0).reshape(n, -1)
 
 
 def _shard_shape(shape: torch.Size, dim: int, n: int) -> list[int]:
@@ -153,7 +178,9 @@ class Psum(Wired):
 
 @dataclass(frozen=True)
 class Extreme(Wired):
-    """Take the largest (or smallest) over the devices, element by element.  Not linear: see `collectives.pmax`.
+    """Take the largest (or smallest) over the devices, element by element.
+
+    Not linear: see `pmax` in `collectives/api.py`.
 
     device 0  [1 9]   =>  [3 9]
     device 1  [3 4]       [3 9]
@@ -190,6 +217,7 @@ class PsumScatter(Wired):
     wire: ClassVar[WireKind] = "scatter"
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        # Copies: a view has the strides of the full sum, and would keep it alive.
         return [shard.clone() for shard in tree_sum(xs).chunk(len(xs), self.dim)]
 
     def transposed(self) -> Move:
@@ -249,14 +277,16 @@ class AllToAll(Wired):
     wire: ClassVar[WireKind] = "exchange"
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        n, split, concat = len(xs), self.split + 1, self.concat
-        shards = torch.stack(xs).unflatten(
-            split, (n, xs[0].shape[self.split] // n)
-        )  # (from, ..., to, shard, ...)
-        return [
-            row.movedim(0, concat).flatten(concat, concat + 1).clone()
-            for row in shards.unbind(split)
-        ]
+        n = len(xs)
+        shard_length = xs[0].shape[self.split] // n
+        to_dim = self.split + 1  # since `stack` adds a leading dim
+        shards = torch.stack(xs).unflatten(to_dim, (n, shard_length))  # (from, ..., to, shard, ...)
+
+        results: list[Tensor] = []
+        for received in shards.unbind(to_dim):  # (from, ..., shard, ...)
+            in_order = received.movedim(0, self.concat).flatten(self.concat, self.concat + 1)
+            results.append(in_order.clone())  # where it is a view, it would keep `shards` alive
+        return results
 
     def transposed(self) -> Move:
         return AllToAll(self.concat, self.split)
@@ -272,7 +302,10 @@ class AllToAll(Wired):
 
 
 class PartsMove(Wired):
-    """A move that sends each device a part of any size; a buffer may have several tensors that are moved alike."""
+    """A move that sends each device a part of any size.
+
+    A buffer may have several tensors that are moved alike.
+    """
 
     name = "all_to_all"
     wire: ClassVar[WireKind] = "parts"
@@ -286,28 +319,35 @@ class PartsMove(Wired):
         raise NotImplementedError
 
     def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
-        """Return the buffer of a device after the move, from that before it and what has arrived from others."""
+        """Return the buffer of a device after the move.
+
+        `x` is the buffer before it, `arrived` has what other devices have sent.
+        """
         raise NotImplementedError
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
         xs = [plain(x).contiguous() for x in xs]
         sent = [self.parcels(x, index) for index, x in enumerate(xs)]
-        return [
-            self.unpacked(
-                x, index, {source: sent[source][index] for source in self.expected(x, index)}
-            )
-            for index, x in enumerate(xs)
-        ]
+
+        results: list[Tensor] = []
+        for index, x in enumerate(xs):
+            arrived = {source: sent[source][index] for source in self.expected(x, index)}
+            results.append(self.unpacked(x, index, arrived))
+        return results
 
 
 @dataclass(frozen=True)
 class Rows(PartsMove):
-    """Send `counts[source][to]` rows of `width` elements; devices have them in the order of destinations, then of sources.
+    """Send `counts[source][to]` rows of `width` elements.
 
-    device 0  [1 2 .]   =>  [1 . .]         (<= the same with the counts transposed)      counts [[1, 1], [0, 3]]
-    device 1  [3 4 5]       [2 3 4 5]
+    Devices have rows in the order of destinations before the move, of sources after it. With counts
+    [[1, 1], [0, 3]]:
 
-    Buffers have the rows of the fullest device, before or after; what is beyond a device's own has no meaning.
+    device 0  [1 2 . .]   =>  [1 . . .]         (<= the same with the counts transposed)
+    device 1  [3 4 5 .]       [2 3 4 5]
+
+    Buffers have the rows of the fullest device, before or after: here 4. What is beyond the rows of
+    a device has no meaning. Under vmap a buffer has a leading dim.
     """
 
     counts: tuple[tuple[int, ...], ...]
@@ -316,43 +356,54 @@ class Rows(PartsMove):
     @property
     def length(self) -> int:
         """The rows of a buffer."""
-        return max(1, *map(sum, self.counts), *map(sum, zip(*self.counts, strict=True)))
+        columns = zip(*self.counts, strict=True)
+        return max(1, *map(sum, self.counts), *map(sum, columns))  # sent, received
 
     def transposed(self) -> Rows:
         return Rows(tuple(zip(*self.counts, strict=True)), self.width)
 
     def _as_rows(self, x: Tensor) -> Tensor:
-        return x.view(-1 if x.numel() else 0, self.length, self.width)
+        """Return a view of a buffer. (...) -> (vmapped, rows, width)"""
+        count = -1 if x.numel() else 0  # torch infers no length from an empty tensor
+        return x.view(count, self.length, self.width)
 
     def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
-        rows = self._as_rows(x).narrow(1, 0, sum(self.counts[index])).split(self.counts[index], 1)
-        return {
-            to: parcel.reshape(-1)
-            for to, parcel in enumerate(rows)
-            if to != index and parcel.numel()
-        }
+        counts = self.counts[index]
+        rows = self._as_rows(x).narrow(1, 0, sum(counts))
+        parcels: dict[int, Tensor] = {}
+        for to, parcel in enumerate(rows.split(counts, 1)):
+            if to != index and parcel.numel():
+                parcels[to] = parcel.reshape(-1)
+        return parcels
 
     def expected(self, x: Tensor, index: int) -> dict[int, int]:
-        each = len(self._as_rows(x)) * self.width
-        return {
-            source: row[index] * each
-            for source, row in enumerate(self.counts)
-            if source != index and row[index] * each
-        }
+        # Empty parcels are neither sent nor received: `parcels` has the same condition.
+        elements_of_row = len(self._as_rows(x)) * self.width
+        elements: dict[int, int] = {}
+        for source, counts in enumerate(self.counts):
+            count = counts[index] * elements_of_row
+            if source != index and count:
+                elements[source] = count
+        return elements
 
     def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
-        before, after = self._as_rows(x), torch.zeros_like(self._as_rows(x))
-        sizes, first = [row[index] for row in self.counts], sum(self.counts[index][:index])
-        for source, rows in enumerate(after.narrow(1, 0, sum(sizes)).split(sizes, 1)):
+        before = self._as_rows(x)
+        after = torch.zeros_like(before)
+        counts = [row[index] for row in self.counts]
+        first_kept = sum(self.counts[index][:index])  # before the rows for this device itself
+
+        sections = after.narrow(1, 0, sum(counts)).split(counts, 1)
+        for source, rows in enumerate(sections):
             if source == index:
-                rows.copy_(before.narrow(1, first, sizes[index]))
+                rows.copy_(before.narrow(1, first_kept, counts[index]))
             elif source in arrived:
                 rows.copy_(arrived[source].view(rows.shape))
         return after.view(x.shape)
 
     def sent(self, size: int, index: int | None, n: int) -> Fraction:
-        rows = [sum(row) - row[source] for source, row in enumerate(self.counts)]
-        return Fraction(size, self.length) * (max(rows) if index is None else rows[index])
+        rows = [sum(counts) - counts[source] for source, counts in enumerate(self.counts)]
+        count = max(rows) if index is None else rows[index]
+        return Fraction(size, self.length) * count
 
 
 @dataclass(frozen=True)
@@ -369,17 +420,19 @@ class Permute(Wired):
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
         source = {to: xs[origin] for origin, to in self.pairs}
-        return [
-            source[index] if index in source else torch.zeros_like(x) for index, x in enumerate(xs)
-        ]
+        results: list[Tensor] = []
+        for index, x in enumerate(xs):
+            results.append(source[index] if index in source else torch.zeros_like(x))
+        return results
 
     def transposed(self) -> Move:
-        return Permute(tuple((to, origin) for origin, to in self.pairs))
+        return Permute(tuple([(to, origin) for origin, to in self.pairs]))
 
     def sent(self, size: int, index: int | None, n: int) -> Fraction:
-        return Fraction(
-            size * any(origin != to and index in (None, origin) for origin, to in self.pairs)
-        )
+        for origin, to in self.pairs:
+            if origin != to and index in (None, origin):
+                return Fraction(size)
+        return Fraction(0)
 
 
 @dataclass(frozen=True)
@@ -406,7 +459,11 @@ class Broadcast(Wired):
         raise _without_adjoint("fs.broadcast")
 
     def sent(self, size: int, index: int | None, n: int) -> Fraction:
-        return Fraction(size * (n > 1 if index is None else (index - self.source) % n != n - 1))
+        if index is None:
+            sends = n > 1
+        else:
+            sends = (index - self.source) % n != n - 1  # the device before the source is the last
+        return Fraction(size) if sends else Fraction(0)
 
 
 class Alone(Move):
@@ -441,8 +498,8 @@ class Take(Alone):
     name = "take"
 
     def local(self, x: Tensor, index: int, n: int) -> Tensor:
-        each = x.shape[self.dim] // n
-        return x.narrow(self.dim, index * each, each)
+        length = x.shape[self.dim] // n
+        return x.narrow(self.dim, index * length, length)
 
     def transposed(self) -> Move:
         return AllGather(self.dim, replicated=True)
@@ -473,7 +530,7 @@ class Pick(Alone):
 
 @dataclass(frozen=True)
 class Summand(Alone):
-    """Convert a replicated value to an unreduced one: the value on the first device, zeros on the others."""
+    """Convert a replicated value to an unreduced one: zeros on all devices but the first."""
 
     name = "summand"
 
@@ -502,16 +559,16 @@ class Same(Alone):
 
 def _without_adjoint(what: str) -> ValueError:
     return ValueError(
-        f"{what}: in the loss of a loop it must not depend on the model, since each device has a loss of its own. "
-        "Take it from fs.all_gather(x, axis), whose result is varying."
+        f"{what}: in the loss of a loop it must not depend on the model, since each device has a "
+        "loss of its own. Take it from fs.all_gather(x, axis), whose result is varying."
     )
 
 
 Purpose = Literal["values", "tangents", "cotangents"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 UNEVEN = (
-    " One is for {}, the other for {}: what some devices of a group differentiate, all must. Where there is nothing to "
-    "differentiate, let the argument depend on what is: add 0 * x."
+    " One is for {}, the other for {}: what some devices of a group differentiate, all must. Where "
+    "there is nothing to differentiate, let the argument depend on what is: add 0 * x."
 )
 
 

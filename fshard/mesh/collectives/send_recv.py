@@ -1,8 +1,14 @@
 """Point-to-point messages for pipelines: `send` and `recv`.
 
-`send` returns immediately; `recv` waits for its message. Messages between two devices arrive in order, one for each dtype
-of a tree. Cotangents of a received tensor are sent back to the sender. For that, `send` returns a *token*, a zero to add
-to the value that the sender differentiates. A started `recv` receives where its handle is waited for.
+`send` returns immediately; `recv` waits for its message. Messages between two devices arrive in
+order, one for each dtype of a tree. A started `recv` receives where its handle is waited for.
+
+Cotangents of a received tensor are sent back to the sender. For that, `send` returns a *token*, a
+zero to add to the value that the sender differentiates:
+
+    sender      token = send(x)            backward: receive dx  <-+
+                loss + token                                       |
+    receiver    y = recv(like)             backward: send dy  -----+
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.api import check_index
@@ -34,13 +41,13 @@ from fshard.source import Site, call_site
 
 def dispatch(xs: Tensors, group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
     """Send tensors of one dtype to the device at index `to`, and record the bytes."""
-    for ledger in active():
-        pair, size = Permute(((group.index, to),)), sum(x.nbytes for x in xs)
-        ledger.record(
-            group.device,
-            LedgerRow("send", group.axes, site._replace(leaves=())),
-            pair.sent(size, group.index, group.size),
-        )
+    ledgers = active()
+    if ledgers:
+        size = sum([x.nbytes for x in xs])
+        sent = Permute(((group.index, to),)).sent(size, group.index, group.size)
+        row = LedgerRow("send", group.axes, site._replace(leaves=()))
+        for ledger in ledgers:
+            ledger.record(group.device, row, sent)
     world_of(group).send(xs, group, to, site, purpose)
 
 
@@ -48,8 +55,9 @@ class _Message(LinearMap):
     def batched(self) -> LinearMap:
         """Refuse: the other end has agreed on the message as it is."""
         raise LayoutError(
-            "fs.send and fs.recv cannot be mapped by vmap (nor by jacrev, jacfwd and hessian, which do it): the device at the "
-            "other end expects one message. Map inside the stages, or use fs.ppermute, which can be mapped."
+            "fs.send and fs.recv cannot be mapped by vmap (nor by jacrev, jacfwd and hessian, "
+            "which do it): the device at the other end expects one message. Map inside the stages, "
+            "or use fs.ppermute, which can be mapped."
         )
 
 
@@ -78,7 +86,7 @@ class Send(_Message):
 
 @dataclass(frozen=True)
 class Receive(_Message):
-    """The map from nothing (a zero, or tensors whose values are ignored) to the received tensors."""
+    """The map from nothing (a zero, or tensors whose values are ignored) to received tensors."""
 
     source: int
     group: Group
@@ -102,13 +110,13 @@ class Receive(_Message):
 
 @dataclass(frozen=True)
 class _SendAndZeros(_Message):
-    """Send cotangents back, and give those whose values did not matter a gradient of zero."""
+    """Send cotangents back; the gradient of `like`, whose values do not matter, is zero."""
 
     send: Send
 
     def run(self, xs: Tensors) -> Tensors:
         self.send.run(xs)
-        return tuple(torch.zeros_like(x) for x in xs)
+        return tuple([torch.zeros_like(x) for x in xs])
 
     def transposed(self) -> LinearMap:
         send = self.send
@@ -122,10 +130,11 @@ class _SendAndZeros(_Message):
 
 @collective
 def send(tree: PyTree, axis: Axes, to: int) -> Any:
-    """Send tensors to the device at index `to` along `axis` without waiting; return the token (a zero).
+    """Send tensors to the device at index `to` along `axis` without waiting; return the token.
 
-    For gradients, add the token to the value that is differentiated on this device. On NCCL the first message to a
-    device that is not next to this one along `axis` waits until that device sends or receives.
+    The token is a zero. For gradients, add it to the value that is differentiated on this device.
+    On NCCL the first message to a device that is not next to this one along `axis` waits until that
+    device sends or receives.
 
     >>> import torch, fshard as fs
     >>> def hand_on():
@@ -138,20 +147,20 @@ def send(tree: PyTree, axis: Axes, to: int) -> Any:
     group = require("fs.send").called_group(axis, "fs.send")
     check_index("fs.send", "to", to, group)
     leaves, structure = tensors_of("fs.send", tree)
-    messages = batched(leaves, [None] * len(leaves), structure, call_site())
-    return _SendCall(
-        [LeafBatch(Send(to, group, site, _detached(xs)), xs, (0,)) for _, xs, site in messages],
-        None,
-    )
+    batches: list[LeafBatch] = []
+    for _, xs, site in batched(leaves, [None] * len(leaves), structure, call_site()):
+        message = Send(to, group, site, _detached(xs))
+        batches.append(LeafBatch(message, xs, (0,)))  # one token, whatever the leaves
+    return _SendCall(batches, None)
 
 
 @collective
 def recv(like: PyTree, axis: Axes, source: int) -> Any:
-    """Receive the next message of the device at index `source` along `axis`: a tree with the shapes and dtypes of
-    `like`.
+    """Receive the next message of the device at index `source` along `axis`.
 
-    If a tensor of `like` requires grad, the cotangent is sent back to the sender, which must add the token of its
-    `send` to the value that it differentiates. Second derivatives are not defined.
+    It is a tree with the shapes and dtypes of `like`. If a tensor of `like` requires grad, the
+    cotangent is sent back to the sender, which must add the token of its `send` to the value that
+    it differentiates. Second derivatives are not defined.
 
     >>> import torch, fshard as fs
     >>> def double():
@@ -166,17 +175,15 @@ def recv(like: PyTree, axis: Axes, source: int) -> Any:
     group = require("fs.recv").called_group(axis, "fs.recv")
     check_index("fs.recv", "source", source, group)
     leaves, structure = tensors_of("fs.recv", like)
-    messages = batched(leaves, [None] * len(leaves), structure, call_site())
-    return _ReceiveCall(
-        [
-            LeafBatch(Receive(source, group, site, _detached(xs), from_token=False), xs, indices)
-            for indices, xs, site in messages
-        ],
-        structure,
-    )
+    batches: list[LeafBatch] = []
+    for indices, xs, site in batched(leaves, [None] * len(leaves), structure, call_site()):
+        message = Receive(source, group, site, _detached(xs), from_token=False)
+        batches.append(LeafBatch(message, xs, indices))
+    return _ReceiveCall(batches, structure)
 
 
 def _detached(xs: Tensors) -> Tensors:
+    """Return tensors for their shapes and dtypes: with a graph, a message would keep it alive."""
     return tuple([x.detach() for x in xs])
 
 
@@ -184,12 +191,13 @@ class _SendCall(CollectiveCall):
     """The messages of one tree, one per dtype."""
 
     def assembled(self, results: list[Tensors]) -> PyTree:
-        """Return the sum of their tokens."""
-        tokens = [token.real if token.is_complex() else token for (token,) in results]
-        differentiable = [token for token in tokens if token.dtype.is_floating_point]
-        return (
-            sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())
-        )
+        """Return the sum of the tokens that can be differentiated."""
+        total: Tensor | None = None
+        for (token,) in results:
+            real = token.real if token.is_complex() else token
+            if real.dtype.is_floating_point:
+                total = real if total is None else total + real
+        return torch.zeros(()) if total is None else total
 
 
 class _ReceiveCall(CollectiveCall):

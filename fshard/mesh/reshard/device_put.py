@@ -526,7 +526,7 @@ def _validate_reshardable(arrays: Sequence[Sharded], mesh: Mesh) -> None:
         )
 
     scope = inside(mesh)
-    is_varying = scope is not None and not scope.own.isdisjoint(mesh.axis_names)
+    is_varying = scope is not None and not scope.varying_axes.isdisjoint(mesh.axis_names)
     if is_varying and any(recorded(x.shards) for x in arrays):
         raise LayoutError(
             "a tensor that depends on parameters cannot be resharded in a loss function of "

@@ -113,7 +113,7 @@ def is_left(x: Sharded) -> bool:
     if not x.layout.mesh.is_varying:
         return False
     scope = here()
-    return scope is None or not scope.own
+    return scope is None or not scope.varying_axes
 
 
 def leave_loss(x: Any) -> Any:

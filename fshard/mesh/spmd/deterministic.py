@@ -1,7 +1,7 @@
-"""`deterministic`: the context of reproducible mode. Sums have one order, and kernels are deterministic.
+"""`deterministic`: the context of reproducible mode.
 
-On CUDA the settings that kernels need belong to the process, and one must precede the first CUDA operation. So they
-are required, not set.
+Sums have one order, and kernels are deterministic. On CUDA the settings that kernels need belong to
+the process, and one must precede the first CUDA operation. So they are required, not set.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ _SETTINGS = {
 
 @contextmanager
 def deterministic(wanted: bool, device_type: str) -> Generator[None]:
-    """Compute with one intra-op thread, and sum over devices in the fixed tree; raise if CUDA kernels may vary.
+    """Compute with one intra-op thread, and sum over devices in the fixed tree.
 
-    torch splits large sums among threads, whose number changes bits; NCCL adds in an order of its own.
+    torch splits large sums among threads, whose number changes bits; NCCL adds in an order of its
+    own. Raise if CUDA kernels may vary.
     """
     if not wanted:
         yield
         return
-    if device_type == "cuda" and (lines := missing_cuda_settings()):
+    lines = missing_cuda_settings() if device_type == "cuda" else []
+    if lines:
         raise ValueError(
-            "reproducible=True: CUDA kernels must be deterministic and add in full precision; got settings by which bits may "
-            "vary. Begin the program with:\n    " + "\n    ".join(lines)
+            "reproducible=True: CUDA kernels must be deterministic and add in full precision; got "
+            "settings by which bits may vary. Begin the program with:\n    " + "\n    ".join(lines)
         )
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -49,17 +52,14 @@ def deterministic(wanted: bool, device_type: str) -> Generator[None]:
 
 
 def missing_cuda_settings() -> list[str]:
-    """List the lines that a program needs, so that its kernels are deterministic."""
-    lines = [
-        f"torch.{name} = {value!r}"
-        for name, value in _SETTINGS.items()
-        if attrgetter(name)(torch) != value
-    ]
-    if torch.get_deterministic_debug_mode() < 2:  # 1: torch only warns
-        lines.insert(0, "torch.use_deterministic_algorithms(True)")
+    """List the lines that a program needs, in order, so that its kernels are deterministic."""
+    lines: list[str] = []
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
-        lines.insert(
-            0,
-            'os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before the first CUDA operation',
-        )
+        setting = 'os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"'
+        lines.append(f"{setting}  # before the first CUDA operation")
+    if torch.get_deterministic_debug_mode() < 2:  # 1: torch only warns
+        lines.append("torch.use_deterministic_algorithms(True)")
+    for name, value in _SETTINGS.items():
+        if attrgetter(name)(torch) != value:
+            lines.append(f"torch.{name} = {value!r}")
     return lines

@@ -1,11 +1,11 @@
 """Run one function on every device of the caller.
 
-Code runs either *outside* a mesh, for all its devices (a notebook with a virtual mesh), or *as* one device (a process
-under torchrun, a thread of `run`, the body of a `shard_map`). `run_on_devices` hides the difference, so everything
-built on it is one program on all runtimes.
+Code runs either *outside* a mesh, for all its devices (a notebook with a virtual mesh), or *as* one
+device (a process under torchrun, a thread of `run`, the body of a `shard_map`). `run_on_devices`
+hides the difference, so everything built on it is one program on all runtimes.
 
-On an abstract mesh tensors have no values. Tensors that a function creates lose their values immediately, captured
-ones where they meet a tensor without values (`Valueless`).
+On an abstract mesh tensors have no values. Tensors that a function creates lose their values
+immediately, captured ones where they meet a tensor without values (`Valueless`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fshard.mesh.runtimes.abstract import AbstractWorld, representative
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.runtimes.virtual import VirtualWorld
 from fshard.mesh.runtimes.watch import watching
-from fshard.mesh.spmd.scope import Scope, enter, entered, here, require
+from fshard.mesh.spmd.scope import Scope, entered, here, require
 from fshard.source import call_site
 from fshard.uncompiled import uncompiled
 
@@ -52,9 +52,14 @@ def inside(mesh: Mesh) -> Scope | None:
 
 
 def resolve_mesh(mesh: Mesh) -> Mesh:
-    """Return the mesh to run on: for some axes, the caller's own row inside a `shard_map`, elsewhere the entire mesh."""
+    """Return the mesh to run on, for a mesh that may be some axes of another.
+
+    Inside a `shard_map` it is the caller's row along these axes, elsewhere the entire mesh.
+    """
+    if mesh.parent is None:
+        return mesh
     scope = inside(mesh)
-    if mesh.parent is None or (scope is not None and scope.mapped):
+    if scope is not None and scope.mapped:
         return mesh
     return Mesh(mesh.parent, mesh.runtime, mesh.device_type, None, mesh.ranks)
 
@@ -77,17 +82,22 @@ def device_of(mesh: Mesh) -> int:
 
 def local_devices(mesh: Mesh) -> tuple[int, ...]:
     """Return the numbers, in `mesh`, of the devices whose shards the caller holds."""
-    return tuple(range(mesh.size)) if is_outside(mesh) else (mesh.local_index(device_of(mesh)),)
+    if is_outside(mesh):
+        return tuple(range(mesh.size))
+    return (mesh.local_index(device_of(mesh)),)
 
 
 def agree(mesh: Mesh, call: str) -> None:
     """Under `FSHARD_CHECK=1`, raise on all processes of a mesh unless all make this call."""
-    if mesh.runtime == "process" and watching():
-        site, axes = call_site(), mesh.axis_names
-        run_on_devices(
-            mesh,
-            lambda device: ProcessWorld.of(mesh).agree(call, require(call).group(axes, call), site),
-        )
+    if mesh.runtime != "process" or not watching():
+        return
+    site = call_site()
+
+    def on_device(device: int) -> None:
+        group = require(call).group(mesh.axis_names, call)
+        ProcessWorld.of(mesh).agree(call, group, site)
+
+    run_on_devices(mesh, on_device)
 
 
 def run_on_devices(
@@ -101,61 +111,71 @@ def run_on_devices(
 ) -> list[Result]:
     """Run `body(device)` on every device of the caller, each in its scope; return their results.
 
-    `random` is the initial random state of virtual devices (default: the caller's). With `keep`, threads stay for
-    reuse.
+    `random` is the initial random state of virtual devices (default: the caller's). With `keep`,
+    threads stay for reuse.
     """
-    if is_outside(mesh):
-        alone = mesh if mesh.parent is None else Mesh(mesh.axes, mesh.runtime, mesh.device_type)
-        virtual = VirtualWorld(alone)
+    if not is_outside(mesh):
+        with as_one_device(mesh, mapped=mapped, checked=checked) as scope:
+            return [body(mesh.local_index(scope.device))]
 
-        def on_thread(device: int) -> Any:
-            mark(device)
-            before = enter(Scope(virtual, alone, device, mapped=mapped, checked=checked))  # (3)
-            try:
-                return body(device)
-            finally:
-                enter(before)
+    # From outside, the devices along some axes of a mesh are a mesh of their own.
+    alone = mesh if mesh.parent is None else Mesh(mesh.axes, mesh.runtime, mesh.device_type)
+    virtual = VirtualWorld(alone)
 
-        return virtual.run(on_thread, random, keep=keep)
-    with as_one_device(mesh, mapped=mapped, checked=checked) as scope:
-        return [body(mesh.local_index(scope.device))]
+    def on_thread(device: int) -> Any:
+        mark(device)
+        scope = Scope(virtual, alone, device, mapped=mapped, checked=checked)
+        with entered(scope):  # (3)
+            return body(device)
+
+    return virtual.run(on_thread, random, keep=keep)
 
 
 @contextmanager
 def as_one_device(
     mesh: Mesh, *, mapped: tuple[str, ...] = (), checked: bool = False
 ) -> Generator[Scope]:
-    """Enter the scope of the one device that the caller is: a process, a virtual device, or any of an abstract mesh.
+    """Enter the scope of the one device that the caller is.
 
-    It is made once for each world or outer scope.
+    It is a process, a virtual device, or any device of an abstract mesh. The scope is made once for
+    each world or outer scope.
     """
     outer = inside(mesh)
     if outer is not None:
-        world, scopes = outer.world, outer.inner
+        world = outer.world
+        scopes = outer.inner
     else:
         world = ProcessWorld.of(mesh) if mesh.runtime == "process" else _ABSTRACT
         scopes = world.scopes
+
     device = device_of(mesh)
     key = mesh, device, mapped, checked
     scope = scopes.get(key)
     if scope is None:
-        if len(scopes) >= 512:
+        if len(scopes) >= 512:  # a bound, for programs that make many meshes
             scopes.clear()
-        scope = scopes[key] = Scope(world, mesh, device, outer, mapped=mapped, checked=checked)
-    valueless = Valueless() if mesh.runtime == "abstract" and outer is None else nullcontext()
+        scope = Scope(world, mesh, device, outer, mapped=mapped, checked=checked)
+        scopes[key] = scope
+
+    is_outermost_abstract = mesh.runtime == "abstract" and outer is None
+    valueless = Valueless() if is_outermost_abstract else nullcontext()
     with entered(scope), backward_in_caller(), valueless:
         yield scope
 
 
 # Note [Backwards run in the calling thread]
-# Autograd runs the nodes of an accelerator in a thread of its own, where Python's thread-locals and context variables are
-# empty: the scope, the regions of remat. With nodes on two devices there are two
-# such threads, whose collectives would start in an order that differs between processes. So all code that runs as a
-# device of a mesh runs its backwards in the calling thread, those of user code too; the streams are the forward's anyway.
-# Only a backward outside of `run`, such as that of a plain tensor under torchrun, may run in such a thread: autograd
-# Functions on that path take the scope of their forward.
+# Autograd runs the nodes of an accelerator in a thread of its own, where Python's thread-locals and
+# context variables are empty: the scope, the regions of remat. With nodes on two devices there are
+# two such threads, whose collectives would start in an order that differs between processes. So all
+# code that runs as a device of a mesh runs its backwards in the calling thread, those of user code
+# too; the streams are the forward's anyway. Only a backward outside of `run`, such as that of a
+# plain tensor under torchrun, may run in such a thread: autograd Functions on that path take the
+# scope of their forward.
 def backward_in_caller() -> AbstractContextManager[None]:
-    """Return a context whose backwards run in the calling thread: see Note [Backwards run in the calling thread]."""
+    """Return a context whose backwards run in the calling thread.
+
+    See Note [Backwards run in the calling thread].
+    """
     return torch.autograd.set_multithreading_enabled(False)
 
 
@@ -180,10 +200,10 @@ def run(
     check: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
-    """Run `main(*args, **kwargs)` as each device of the mesh, as torchrun would; return the results of local devices.
+    """Run `main(*args, **kwargs)` as each device of the mesh, as torchrun would.
 
-    Some axes of a mesh run on the entire mesh; the default is that of `fs.use_mesh`. With `check`, values that
-    collectives promise to be equal are compared.
+    Return the results of local devices. Some axes of a mesh run on the entire mesh; the default is
+    that of `fs.use_mesh`. With `check`, values that collectives promise to be equal are compared.
 
     >>> import fshard as fs
     >>> def main(greeting):
@@ -196,18 +216,20 @@ def run(
         raise TypeError(
             f"fs.run: main must be a function, called as each device; got {type(main).__name__}."
         )
-    if error := error_of_deferred("main", main):
+    error = error_of_deferred("main", main)
+    if error:
         raise TypeError(f"fs.run: {error}")
 
     def run_main(device: int) -> Any:
         result = main(*args, **kwargs)
-        if isinstance(result, Generator | AsyncGenerator | Coroutine):  # of a function inside
+        # A generator that `main` makes inside is found only by its result.
+        if isinstance(result, Generator | AsyncGenerator | Coroutine):
             kind = type(result).__name__
             if isinstance(result, Coroutine):
                 result.close()  # else Python warns that it was not awaited
             raise TypeError(
-                f"fs.run: main must return values; got a {kind}, whose body would run outside of the devices. Run it in "
-                "main: return list(...), or asyncio.run(...)."
+                f"fs.run: main must return values; got a {kind}, whose body would run outside of "
+                "the devices. Run it in main: return list(...), or asyncio.run(...)."
             )
         return result
 
@@ -215,21 +237,27 @@ def run(
 
 
 def error_of_deferred(name: str, f: Any) -> str:
-    """Return the error of a function whose call runs nothing: a generator or coroutine function; "" for another."""
+    """Return the error of a function whose call runs nothing; "" for another.
+
+    Such are generator functions and coroutine functions.
+    """
+    # The checks of `inspect` look at functions: of another object, at the method that is called.
     called = f.func if isinstance(f, partial) else f
     if not isinstance(called, FunctionType | MethodType | type):
         called = getattr(called, "__call__", called)  # noqa: B004
+
     if isgeneratorfunction(called) or isasyncgenfunction(called):
-        return (
-            f"{name} must be a function that returns its result; got {_name_of(f)}, a generator function, whose body would "
-            "run outside of the devices. Return a list instead of yielding."
-        )
-    if iscoroutinefunction(called):
-        return (
-            f"{name} must be a function that returns its result; got {_name_of(f)}, a coroutine function, whose body would "
-            "run outside of the devices. Call asyncio.run in a plain function."
-        )
-    return ""
+        kind = "a generator function"
+        fix = "Return a list instead of yielding"
+    elif iscoroutinefunction(called):
+        kind = "a coroutine function"
+        fix = "Call asyncio.run in a plain function"
+    else:
+        return ""
+    return (
+        f"{name} must be a function that returns its result; got {_name_of(f)}, {kind}, whose body "
+        f"would run outside of the devices. {fix}."
+    )
 
 
 def _name_of(f: Any) -> str:
@@ -250,28 +278,33 @@ class Valueless(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        named = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
+        kwargs = kwargs or {}
+        # A generator of the CPU or of CUDA draws no tensor without values.
+        options = {name: value for name, value in kwargs.items() if name != "generator"}
         if func in _CONSTRUCTORS:
-            return func(*args, **named | {"device": "meta"})
-        arguments: Any = (args, named)
+            return func(*args, **options | {"device": "meta"})
+
+        arguments: Any = (args, options)
         leaves, structure = flatten(arguments)
         tensors = [x for x in leaves if isinstance(x, Tensor | ArrayMethods)]
         if not any(isinstance(x, ArrayMethods) or x.is_meta for x in tensors):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if len(tensors) > 1:
-            args, named = unflatten(
-                structure, [without_values(x) if isinstance(x, Tensor) else x for x in leaves]
-            )
+            leaves = [without_values(x) if isinstance(x, Tensor) else x for x in leaves]
+            args, options = unflatten(structure, leaves)
+
         if func is scaled_dot_product_attention:
             func = attention_without_values
         try:
-            return func(*args, **named)
+            return func(*args, **options)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if "meta" not in str(error):
                 raise
+            name = getattr(func, "__name__", func)
             raise LayoutError(
-                f"{getattr(func, '__name__', func)} at {call_site()} needs the value of a tensor of shape "
-                f"{tuple(tensors[0].shape)}, but on an abstract mesh tensors have none. Run this on a virtual mesh."
+                f"{name} at {call_site()} needs the value of a tensor of shape "
+                f"{tuple(tensors[0].shape)}, but on an abstract mesh tensors have none. "
+                "Run this on a virtual mesh."
             ) from error
 
 
@@ -285,19 +318,12 @@ def attention_without_values(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Call the kernel that CPUs have for this attention: without values torch calls one that needs more memory."""
+    """Compute attention with the kernel that CPUs have for it.
+
+    For tensors without values torch calls one that needs more memory, which would be counted.
+    """
     xs = query, key, value
-    is_fused = all(type(x) is Tensor for x in xs)  # arrays have rules for torch's own function
-    is_fused &= (
-        query.ndim == 4
-        and not dropout_p
-        and not enable_gqa
-        and all(x.numel() and x.stride(-1) == 1 for x in xs)
-    )
-    is_fused &= len({(*x.shape[:2], x.shape[-1]) for x in xs}) == 1 and query.is_floating_point()
-    if not is_fused or (
-        attn_mask is not None and (attn_mask.requires_grad or attn_mask.dtype == torch.bool)
-    ):
+    if not _have_fused_attention(xs, attn_mask, dropout_p, enable_gqa):
         return scaled_dot_product_attention(
             *xs, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -305,25 +331,49 @@ def attention_without_values(
     return kernel(*xs, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
+def _have_fused_attention(
+    xs: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    dropout_p: float,
+    enable_gqa: bool,
+) -> bool:
+    """Return True if CPUs have a fused kernel for the attention of query, key and value."""
+    if not all(type(x) is Tensor for x in xs):  # arrays have rules for torch's own function
+        return False
+    query = xs[0]
+    if query.ndim != 4 or not query.is_floating_point() or dropout_p or enable_gqa:
+        return False
+    if not all(x.numel() and x.stride(-1) == 1 for x in xs):
+        return False
+    shapes = {(*x.shape[:2], x.shape[-1]) for x in xs}  # batch, heads, features
+    if len(shapes) > 1:
+        return False
+    return mask is None or not (mask.requires_grad or mask.dtype == torch.bool)
+
+
 def without_values(x: Tensor) -> Tensor:
     """Return a tensor that is like this one, without values."""
-    return x if x.is_meta else apply(Forget(), (x,))[0]
+    if x.is_meta:
+        return x
+    (result,) = apply(Forget(), (x,))
+    return result
 
 
 @dataclass(frozen=True)
 class Forget(LinearMap):
-    """Return a tensor without values on an abstract mesh; its backward drops the cotangent's values too."""
+    """Return a tensor without values on an abstract mesh; a gradient of what had values raises."""
 
     def run(self, xs: Tensors) -> Tensors:
-        return tuple(x.to("meta") for x in xs)
+        return tuple([x.to("meta") for x in xs])
 
     def transposed(self) -> LinearMap:
         return _ForgottenGradient()
 
 
-class _ForgottenGradient(Forget):
+class _ForgottenGradient(LinearMap):
     def run(self, xs: Tensors) -> Tensors:
         raise LayoutError(
-            f"A gradient of shape {tuple(xs[0].shape)} is needed for a tensor with values, but on an abstract mesh it has "
-            'none. Give the mesh meta tensors: x.detach().to("meta").requires_grad_().'
+            f"A gradient of shape {tuple(xs[0].shape)} is needed for a tensor with values, but on "
+            "an abstract mesh it has none. Give the mesh meta tensors: "
+            'x.detach().to("meta").requires_grad_().'
         )

@@ -1,9 +1,16 @@
-"""The scope of the calling code: its device and the axes that it can name; and the interface of a runtime.
+"""The scope of the calling code: the device and the axes that it can name; a runtime's interface.
 
-Inside `shard_map` and `run` every thread (virtual) or process has a scope, which gives collectives the *group* of
-devices along their axes. Axes are stored as (size, stride) in the numbering of the full mesh, so axes of an outer and
-an inner `shard_map` combine, and a group is three integers per axis on any mesh. A *world* moves tensors between the
-devices of a group; all code above it is the same on all runtimes.
+Inside `shard_map` and `run` every thread (virtual) or process has a scope, which gives collectives
+the *group* of devices along their axes. Axes are stored as (size, stride) in the numbering of the
+full mesh, so axes of an outer and an inner `shard_map` combine, and a group is three integers per
+axis on any mesh. On a mesh a=2, b=3, whose devices are numbered
+
+        b=0  1  2
+    a=0   0  1  2       a is (2, 3), b is (3, 1)
+    a=1   3  4  5       the group of device 4 along b: base 3, index 1, members 3 4 5
+
+A *world* moves tensors between the devices of a group; all code above it is the same on all
+runtimes.
 """
 
 from __future__ import annotations
@@ -33,9 +40,15 @@ if TYPE_CHECKING:
 class Group:
     """The devices along some axes through one device, major to minor as the axes were named.
 
-    `dims`: (size, stride) of each axis in the numbering of the full mesh. `base`: the device with coordinate 0 along
-    every axis. `index`: of the calling device in the group. `device`: its number in the mesh. `ranks`: of processes,
-    if they differ from the device numbers.
+    Args:
+        axes: the names.
+        dims: (size, stride) of each axis in the numbering of the full mesh.
+        base: the device with coordinate 0 along every axis.
+        index: of the calling device in the group.
+        size: the number of devices.
+        device: the number of the calling device in the mesh.
+        world: the runtime.
+        ranks: of processes, if they differ from the device numbers.
     """
 
     axes: tuple[str, ...]
@@ -55,20 +68,19 @@ class Group:
     def member(self, index: int) -> int:
         """Return the device number, in the full mesh, of the device at `index` of the group."""
         coordinates = unravel(index, [size for size, _ in self.dims])
-        return self.base + sum(
+        offsets = [
             coordinate * stride
             for coordinate, (_, stride) in zip(coordinates, self.dims, strict=True)
-        )
+        ]
+        return self.base + sum(offsets)
 
     @cached_property
     def members(self) -> tuple[int, ...]:
         """The ranks (or numbers) of all devices of the group, in its order."""
-        numbers = (self.member(index) for index in range(self.size))
-        return (
-            tuple(numbers)
-            if self.ranks is None
-            else tuple(self.ranks[number] for number in numbers)
-        )
+        numbers = tuple([self.member(index) for index in range(self.size)])
+        if self.ranks is None:
+            return numbers
+        return tuple([self.ranks[number] for number in numbers])
 
     @property
     def represents_all(self) -> bool:
@@ -77,7 +89,7 @@ class Group:
 
 
 Notice = Callable[[str, Group, "Purpose"], None]
-"""Called with the name and group of every collective of the user's code; raises if it is not allowed.
+"""Gets the name and group of every collective of the user's code; raises if it is not allowed.
 
 For cotangents: the code that called it also differentiates it, itself.
 """
@@ -87,21 +99,40 @@ For cotangents: the code that called it also differentiates it, itself.
 class SliceState:
     """The slice of the batch that a device's loss function runs on."""
 
-    is_idle: bool = False  # it has no samples of its own, but a neighbour's
-    moments: list[Any] | None = (
-        None  # BatchNorm layers append their sums, if the statistics are taken over all slices
-    )
+    is_idle: bool = False
+    """It has no samples, and runs on those of another slice."""
+
+    moments: list[Any] | None = None
+    """The sums of BatchNorm layers, which append them; None unless statistics are of all slices."""
 
 
 class UserCall(NamedTuple):
-    """A call of a collective in a loss function, on one slice of the batch, or in the code of `fs.run`: `slice` is None."""
+    """A call of a collective by the user.
+
+    In a loss function it is on one slice of the batch; in the code of `fs.run` `slice` is None.
+    """
 
     name: str
     slice: SliceState | None
 
 
 class Scope:
-    """The device that a thread or process runs as: set by `shard_map` and `run`, read by collectives."""
+    """The device that a thread or process runs as: set by `shard_map` and `run`.
+
+    Attributes:
+        world: the runtime.
+        mesh: the innermost mesh.
+        device: the number of the device in the full mesh.
+        mapped: the axes of all `shard_map`s around the code; () in the code of `fs.run`.
+        checked: compare what is promised to be equal.
+        axes: (size, stride) of each axis that can be named.
+        inner: scopes of the same device on other meshes, by their arguments: see `as_one_device`.
+        varying_axes: the axes along which every value is varying, in a loss function.
+        notice: gets the collectives of the user's code.
+        slice: the slice of the batch that the code runs on.
+        activations: the memory of named ones.
+        is_for_shapes: the code runs on meta tensors, and its collectives reach no device.
+    """
 
     def __init__(
         self,
@@ -116,22 +147,30 @@ class Scope:
         self.world = world
         self.mesh = mesh
         self.device = device
-        self.mapped = mapped + (outer.mapped if outer else ())
         self.checked = checked
-        self.mapped_axes = frozenset(self.mapped)
-        self.axes: Mapping[str, tuple[int, int]] = (
-            {**outer.axes, **mesh.steps} if outer else mesh.steps
-        )
-        self._groups: dict[Axes, Group] = {}
         self.inner: dict[object, Scope] = {}
-        self.own: frozenset[str] = outer.own if outer else frozenset()
         self.notice: Notice | None = None
-        self.slice: SliceState = outer.slice if outer else SliceState()
-        self.activations: Mapping[str, ActivationMemory] = outer.activations if outer else {}
-        self.is_for_shapes: bool = outer.is_for_shapes if outer else False
+        self._groups: dict[Axes, Group] = {}
+
+        # A `shard_map` in a loss function or another `shard_map` has what holds around it.
+        self.mapped = mapped
+        self.axes: Mapping[str, tuple[int, int]] = mesh.steps
+        self.varying_axes: frozenset[str] = frozenset()
+        self.slice = SliceState()
+        self.activations: Mapping[str, ActivationMemory] = {}
+        self.is_for_shapes = False
+        if outer is not None:
+            self.mapped = mapped + outer.mapped
+            self.axes = {**outer.axes, **mesh.steps}
+            self.varying_axes = outer.varying_axes
+            self.slice = outer.slice
+            self.activations = outer.activations
+            self.is_for_shapes = outer.is_for_shapes
+        self.mapped_axes = frozenset(self.mapped)
 
     def replaced(self, **fields: Any) -> Scope:
         """Return a scope of the same device and axes, with other values of some fields."""
+        # Groups are those of the same device; inner scopes would have the old values.
         scope = Scope.__new__(Scope)
         vars(scope).update(vars(self), inner={}, **fields)
         return scope
@@ -140,34 +179,43 @@ class Scope:
         """Return the group along `axes` through this device."""
         try:
             group = self._groups.get(axes)
-        except TypeError:  # axes is a list
-            axes, group = _axis_names(axes, caller), None
+        except TypeError:  # axes is a list, which has no hash
+            axes = _axis_names(axes, caller)
+            group = None
         if group is None:
-            names = _axis_names(axes, caller)
-            unbound = [name for name in names if name not in self.axes]
-            if unbound or not names or len(set(names)) < len(names):
-                bound = ", ".join(f'"{name}"' for name in self.axes)
-                named = ", ".join(f'"{name}"' for name in names) or "no axis"
-                problem = (
-                    "an axis is named twice"
-                    if names and not unbound
-                    else f"the axes bound here are {bound}"
-                )
-                raise ScopeError(
-                    f"{caller} over {named}: {problem}. Name axes of the mesh that shard_map or run was given."
-                )
-            dims = tuple([self.axes[name] for name in names])
-            position = _group_position(self.device, dims)
-            group = self._groups[axes] = Group(
-                names, dims, *position, self.device, self.world, self.mesh.ranks
-            )
+            group = self._new_group(_axis_names(axes, caller), caller)
+            self._groups[axes] = group
         return group
 
+    def _new_group(self, names: tuple[str, ...], caller: str) -> Group:
+        unbound = [name for name in names if name not in self.axes]
+        is_named_twice = len(set(names)) < len(names)
+        if unbound or is_named_twice or not names:
+            if is_named_twice and not unbound:
+                problem = "an axis is named twice"
+            else:
+                bound = ", ".join([f'"{name}"' for name in self.axes])
+                problem = f"the axes bound here are {bound}"
+            shown = ", ".join([f'"{name}"' for name in names]) or "no axis"
+            raise ScopeError(
+                f"{caller} over {shown}: {problem}. "
+                "Name axes of the mesh that shard_map or run was given."
+            )
+
+        dims = tuple([self.axes[name] for name in names])
+        base, index, size = _group_position(self.device, dims)
+        return Group(names, dims, base, index, size, self.device, self.world, self.mesh.ranks)
+
     def user_call(self, name: str) -> UserCall | None:
-        """Return a call in a loss function or in the code of `fs.run`; None in `shard_map`, where the step has no part."""
-        if self.own:
+        """Return a call in a loss function or in the code of `fs.run`.
+
+        Return None in `shard_map`, where no step has a part.
+        """
+        if self.varying_axes:
             return UserCall(name, self.slice)
-        return None if self.mapped else UserCall(name, None)
+        if self.mapped:
+            return None
+        return UserCall(name, None)
 
     def called_group(self, axes: Axes, caller: str) -> Group:
         """Return the group of a collective that the user's code calls, and notify the observer."""
@@ -177,14 +225,18 @@ class Scope:
         return group
 
 
+# Virtual devices have a new scope in each run, whose groups would be computed again.
 @lru_cache(maxsize=8192)
 def _group_position(device: int, dims: tuple[tuple[int, int], ...]) -> tuple[int, int, int]:
-    """Return the first device of the group through a device, the device's index in it, and the group's size."""
+    """Return the base of the group through a device, the device's index, and the group's size.
+
+    Device 4 of the module's picture, along b = (3, 1): coordinate 4 // 1 % 3 = 1, base 4 - 1 = 3.
+    """
     sizes = [size for size, _ in dims]
     coordinates = [device // stride % size for size, stride in dims]
-    base = device - sum(
-        coordinate * stride for coordinate, (_, stride) in zip(coordinates, dims, strict=True)
-    )
+    base = device
+    for coordinate, (_, stride) in zip(coordinates, dims, strict=True):
+        base -= coordinate * stride
     return base, ravel(coordinates, sizes), prod(sizes)
 
 
@@ -208,13 +260,14 @@ def loss_scope(
     moments: list[Any] | None = None,
     activations: Mapping[str, ActivationMemory] | None = None,
 ) -> AbstractContextManager[None]:
-    """Run a loss function, in which every value is varying along axes: see `fshard.transforms.loss_collectives`.
+    """Run a loss function, in which every value is varying along axes.
 
-    `notice` gets the collectives that it calls; `is_idle` and `moments` describe its slice.
-    `activations` is the memory of named ones, in place of the policies of `fs.remat`.
+    `notice` gets the collectives that it calls: see `fshard.transforms.loss_collectives`. `is_idle`
+    and `moments` describe its slice. `activations` is the memory of named ones, in place of the
+    policies of `fs.remat`.
     """
     scope = require("a loss function").replaced(
-        own=frozenset(axes),
+        varying_axes=frozenset(axes),
         notice=notice,
         slice=SliceState(is_idle, moments),
         activations=activations or {},
@@ -234,9 +287,12 @@ def run_for_shapes() -> AbstractContextManager[None]:
 
 
 def loss_along(group: Group) -> Scope | None:
-    """Return the scope of the loss function whose values are varying along axes of a group; None outside of one."""
+    """Return the scope of the loss function whose values are varying along axes of a group.
+
+    Return None outside of one.
+    """
     scope = here()
-    if scope is None or scope.own.isdisjoint(group.axes):
+    if scope is None or scope.varying_axes.isdisjoint(group.axes):
         return None
     return scope
 
@@ -270,20 +326,13 @@ def require(caller: str) -> Scope:
     return scope
 
 
-def enter(scope: Scope | None) -> Scope | None:
-    """Make `scope` the calling thread's, and return the one before."""
-    before = here()
-    _scope.set(scope)
-    return before
-
-
 def entered(scope: Scope | None) -> AbstractContextManager[None]:
     """Make `scope` the calling thread's for a while."""
     return setting(_scope, scope)
 
 
 class Pending(Protocol):
-    """An operation in progress: `wait`, which may be called once, returns the results when they are there."""
+    """An operation in progress: `wait`, which may be called once, returns the results."""
 
     def wait(self) -> tuple[Tensor, ...]: ...
 
@@ -314,7 +363,10 @@ class World(Protocol):
         ...
 
     def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
-        """Prepare for messages between members, given as indices of sender and receiver: both call it, before any."""
+        """Prepare for messages between members: sender and receiver both call it, before any.
+
+        `pairs` are indices of senders and receivers.
+        """
         ...
 
     def send(
@@ -333,5 +385,8 @@ class World(Protocol):
         site: Site,
         purpose: Purpose = "values",
     ) -> Pending:
-        """Start receiving the next message of the device at index `source`: tensors with these shapes and dtypes."""
+        """Start receiving the next message of the device at index `source`.
+
+        It has tensors with the shapes and dtypes of `likes`.
+        """
         ...

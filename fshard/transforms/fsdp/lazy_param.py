@@ -120,7 +120,7 @@ class LazyParam(Tensor):
     def _validate_in_loss(self) -> None:
         """Raise if a shard is used outside of the model: what devices compute of theirs would not be added up."""
         scope = here()
-        if scope is not None and not scope.own:
+        if scope is not None and not scope.varying_axes:
             raise ModuleError(
                 f"{titled(self.plan.path)} must be used in the model's forward only, since each device has a shard of it, "
                 f"{self.plan.used}; got an operation in the loop. Compute a penalty in the forward, "

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[
 
 from fshard.mesh.collectives.api import pvary
 from fshard.mesh.collectives.moves import Psum
-from fshard.mesh.collectives.on_trees import call
+from fshard.mesh.collectives.on_trees import plan_call
 from fshard.mesh.layout import Axes
 from fshard.mesh.spmd.scope import here
 
@@ -112,7 +112,7 @@ def moments(x: Tensor, axis: Axes) -> tuple[Tensor, Tensor, Tensor]:
     [1.5, 1.25, 4.0]
     """
     channels, sums = x.shape[1], sums_of(x)
-    summed = call("sync_batchnorm", sums, axis, lambda x, group: Psum(), equal="result").run()
+    summed = plan_call("sync_batchnorm", sums, axis, lambda x, group: Psum(), equal="result").run()
     total, squares, count = summed.split([channels, channels, 1])
     mean = total / count
     return mean, squares / count - mean * mean, count[0]
