@@ -17,6 +17,7 @@ from fshard.mesh.runtimes.buffers import SMALLEST, empty
 from fshard.mesh.runtimes.gloo import Gloo
 from fshard.mesh.runtimes.nccl import Nccl
 from fshard.mesh.runtimes.process import ProcessWorld
+from fshard.mesh.runtimes.transport import joined
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.testing.processes import run_processes
@@ -381,6 +382,13 @@ def test_groups_made_by_some_processes_only_do_not_hang():
         run_processes(make_groups_unevenly, 4, environment={"FSHARD_DIRECT": "0"}, timeout=40)
         == expected
     )
+
+
+def test_expanded_element_is_packed_with_a_stride_of_one():
+    """The gradient of `x.sum()` for one element: torch refuses to view it as bytes."""
+    x = torch.ones((), dtype=torch.bfloat16).expand(1)
+    assert x.stride() == (0,)
+    assert joined([x]).view(torch.uint8).shape == (2,)
 
 
 def test_buffer_pool_free_buffer_is_reused():
