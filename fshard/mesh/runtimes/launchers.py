@@ -309,8 +309,8 @@ def _missing_variables_error() -> MeshError:
     return MeshError(
         "A process mesh needs processes: the environment variables that torchrun, srun or mpirun "
         f"set are not there; missing: {', '.join(missing)}. Start with "
-        "`torchrun --nproc-per-node 8 file.py` or `fshard run --processes 8 file.py`, call fs.launch, or take devices in this "
-        'process: make_mesh(..., runtime="virtual").'
+        "`torchrun --nproc-per-node 8 file.py` or `fshard run --processes 8 file.py`, call "
+        'fs.launch, or take devices in this process: make_mesh(..., runtime="virtual").'
     )
 
 

@@ -155,10 +155,10 @@ def joined(xs: Sequence[Tensor]) -> Tensor:
     x = xs[0]
     if len(xs) == 1:
         x = x.contiguous()
-        if x.stride(-1) != 1 and x.numel() == 1:
-            # An expanded element, such as the gradient of x.sum(), counts as contiguous, but torch
-            # refuses to view it as bytes.
-            x = x.as_strided(x.shape, (1,) * x.ndim)
+        if x.stride(-1) != 1:
+            # A dim of one element or none is contiguous whatever its stride, such as 0 of the
+            # gradient of x.sum(). But torch refuses to view it as bytes.
+            x = x.as_strided(x.shape, (x.shape[-1], 1)[-x.ndim :])
         return x
 
     buffer = None

@@ -384,11 +384,15 @@ def test_groups_made_by_some_processes_only_do_not_hang():
     )
 
 
-def test_expanded_element_is_packed_with_a_stride_of_one():
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 1)])
+def test_expanded_elements_are_packed_with_a_stride_of_one(shape):
     """The gradient of `x.sum()` for one element: torch refuses to view it as bytes."""
-    x = torch.ones((), dtype=torch.bfloat16).expand(1)
-    assert x.stride() == (0,)
-    assert joined([x]).view(torch.uint8).shape == (2,)
+    x = torch.arange(1.0, 4.0).to(torch.bfloat16)[: shape[0]]
+    x = x.unsqueeze(0).expand(1, -1).t() if len(shape) == 2 else x[:1].sum().expand(shape)
+    assert x.is_contiguous() and x.stride(-1) != 1
+    packed = joined([x])
+    assert torch.equal(packed, x)
+    assert packed.view(torch.uint8).shape == (*shape[:-1], 2 * shape[-1])
 
 
 def test_buffer_pool_free_buffer_is_reused():
