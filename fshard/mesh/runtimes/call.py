@@ -122,7 +122,7 @@ def _stamp(
 ) -> int:
     """Return the stamp of a call without its purpose.
 
-    Cached, since a step makes the same calls again, and text of shapes takes long.
+    Cached, since each step makes the same calls again.
     """
     line = _hash_file(site.file) << 16 | site.line & 0xFFFF
     is_line_shared = move is not None and compares_lines()  # a message has a line at each end

@@ -108,7 +108,8 @@ def _uses_recursion(call: GroupCall, size: int) -> bool:
 def _halves(call: GroupCall, distance: int) -> tuple[slice, slice]:
     """Return the rows of this process and of its peer when they are `distance` apart.
 
-    Before that round both have the rows that are equal to their index modulo `distance`.
+    These are the rows that equal their index modulo 2 * `distance`. Both have all of these rows
+    before the round in halving, and after it in doubling.
     """
     step = 2 * distance
     peer = call.index ^ distance

@@ -523,7 +523,7 @@ def _compute_results(slot: CollectiveSlot) -> list[tuple[Tensor, ...]]:
     the two is written to.
     """
     columns: list[list[Tensor]] = []
-    # Autograd has its own view of a collective. Without gradients the mode costs nothing.
+    # Autograd does not record this, since a collective is one node of its graph on each device.
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         for number in range(len(slot.call.signature)):
             arguments = [slot.values[index][number] for index in range(slot.n)]
