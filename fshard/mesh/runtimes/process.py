@@ -113,15 +113,15 @@ class ProcessWorld:
         self._has_left = Event()
         self._store = open_store()
 
+        if not self._staged and self.device_type == "cuda":
+            stream = torch.cuda.current_stream()
+            context = (self._works, stream, self._store, self._has_left)
+            Thread(target=end_hangs, args=context, name="fshard-hangs", daemon=True).start()
         self._messages: MessageLinks | None = None
         if not self._staged:
             everyone = tuple(range(dist.get_world_size()))
             make_unbound = partial(self.make_group, everyone, backend=self.backend)
             self._messages = MessageLinks(self._works, self.rank, self.device_type, make_unbound)
-        if not self._staged and self.device_type == "cuda":
-            stream = torch.cuda.current_stream()
-            context = (self._works, stream, self._store, self._has_left)
-            Thread(target=end_hangs, args=context, name="fshard-hangs", daemon=True).start()
         self._watch: Watch | None = None
         if watching():
             self._watch = Watch(self.rank, timeout, self.peers.has_gone, self._works.advance)
