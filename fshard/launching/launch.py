@@ -25,22 +25,23 @@ def launch(
     timeout: float | None = None,
     **kwargs: Any,
 ) -> list[Result]:
-    """Run `fn(*args, **kwargs)` in new processes of this machine, and return all results, in rank order.
+    """Run `fn(*args, **kwargs)` in new processes of this machine; return results in rank order.
 
-    In `fn`, `fs.make_mesh({"data": 4})` is a mesh of the processes, as under torchrun. Their output is displayed here
-    line by line. An exception in a process is raised here, with its traceback as a note, and the others are ended, as
-    by Ctrl-C and at the end of this process. All processes end with the call.
+    In `fn`, `fs.make_mesh({"data": 4})` is a mesh of the processes, as under torchrun. Their output
+    is displayed here line by line. An exception in a process is raised here, with its traceback as
+    a note, and the others are ended, as by Ctrl-C and at the end of this process. All processes end
+    with the call.
 
-    Functions of modules are pickled by name. Those of a notebook or of the running script, lambdas, and nested
-    functions are pickled by value, with the globals that they use, if cloudpickle is installed. The script itself is
-    not run again, so `if __name__ == "__main__"` is not needed.
+    Functions of modules are pickled by name. Those of a notebook or of the running script, lambdas,
+    and nested functions are pickled by value, with the globals that they use, if cloudpickle is
+    installed. The script itself is not run again, so `if __name__ == "__main__"` is not needed.
 
     Args:
         fn: the function.
         args: of `fn` in every process.
         processes: number of processes.
-        device: "cpu" hides the GPUs; "cuda" requires one. Default as in `make_mesh`: GPUs if there are any, each
-            process its own, or shared if there are fewer.
+        device: "cpu" hides the GPUs; "cuda" requires one. Default as in `make_mesh`: GPUs if there
+            are any, each process its own, or shared if there are fewer.
         timeout: seconds for the call; default: unlimited.
         kwargs: of `fn` in every process.
 
@@ -51,33 +52,47 @@ def launch(
         fs.launch(total, 0.5, processes=4)  # [tensor(2.), tensor(2.), tensor(2.), tensor(2.)]
     """
     _validate(fn, processes, device, timeout)
-    threads = {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"
-    }  # as under torchrun: they share processors
+    # One thread each, as under torchrun: the processes share the processors.
+    threads = os.environ.get("OMP_NUM_THREADS") or "1"
+    environment = {"OMP_NUM_THREADS": threads}
     backend = "gloo" if device == "cpu" else "nccl"  # the latter where there are GPUs, and enough
     with Processes(
-        processes, backend=backend, environment=threads, timeout=timeout, shown=True
+        processes, backend=backend, environment=environment, timeout=timeout, shown=True
     ) as pool:
         return pool.run_last(fn, *args, **kwargs)
 
 
 def _validate(fn: Any, processes: Any, device: Any, timeout: Any) -> None:
-    """Raise with all that is wrong with a call."""
-    integer = isinstance(processes, int) and not isinstance(processes, bool)
-    positive = isinstance(timeout, int | float) and timeout > 0
+    """Raise one error with everything that is wrong with a call."""
+    errors: list[str] = []
     deferred = error_of_deferred("fn", fn).removesuffix(".")
-    checks = {
-        deferred: not deferred,
-        f"fn must be a function; got {fn!r}": callable(fn),
-        f"processes must be an integer >= 1; got {processes!r}": integer and processes >= 1,
-        f'device must be "cpu" or "cuda"; got {device!r}': device in (None, "cpu", "cuda"),
-        'device="cuda" needs a GPU, but torch sees none': device != "cuda"
-        or torch.cuda.is_available(),
-        f"timeout must be a number of seconds; got {timeout!r}": timeout is None or positive,
-        "this code runs on a device of a mesh, and starts no processes": here() is None,
-        f"this is process {process_index()} of {process_count()} that were started together, and starts no others: make "
-        "the mesh here, with fs.make_mesh. If a file that the processes import has called fs.launch, put that call below "
-        '`if __name__ == "__main__":`': not launched() or here() is not None,
-    }
-    if errors := [complaint for complaint, holds in checks.items() if not holds]:
+    if deferred:
+        errors.append(deferred)
+    if not callable(fn):
+        errors.append(f"fn must be a function; got {fn!r}")
+
+    is_integer = isinstance(processes, int) and not isinstance(processes, bool)
+    if not is_integer or processes < 1:
+        errors.append(f"processes must be an integer >= 1; got {processes!r}")
+
+    if device not in (None, "cpu", "cuda"):
+        errors.append(f'device must be "cpu" or "cuda"; got {device!r}')
+    if device == "cuda" and not torch.cuda.is_available():
+        errors.append('device="cuda" needs a GPU, but torch sees none')
+
+    is_number = isinstance(timeout, int | float)
+    if timeout is not None and not (is_number and timeout > 0):
+        errors.append(f"timeout must be a number of seconds; got {timeout!r}")
+
+    if here() is not None:
+        errors.append("this code runs on a device of a mesh, and starts no processes")
+    elif launched():
+        errors.append(
+            f"this is process {process_index()} of {process_count()} that were started together, "
+            "and starts no others: make the mesh here, with fs.make_mesh. If a file that the "
+            "processes import has called fs.launch, put that call below "
+            '`if __name__ == "__main__":`'
+        )
+
+    if errors:
         raise MeshError(f"fs.launch cannot start: {'; '.join(errors)}.")

@@ -1,11 +1,11 @@
 """Run functions in several processes, set up as by torchrun: `Processes`, a persistent pool.
 
-The parent serves the store in which the processes find each other, as torchrun's agent does: no port is guessed, and
-the store outlives every process. A process that fails reports it and leaves its group, which closes its connections;
-peers that wait for it then fail too instead of hanging, and the pool can be used again. A process that reports nothing
-reports its stack and is ended.
+The parent serves the store in which the processes find each other, as torchrun's agent does: no
+port is guessed, and the store outlives every process. A process that fails reports it and leaves
+its group, which closes its connections; peers that wait for it then fail too instead of hanging,
+and the pool can be used again. A process that reports nothing writes its stack and is ended.
 
-    parent   store ---- run ---------------- reports in rank order, or the first error with all others as notes
+    parent   store ---- run ---------------- reports in rank order, or the first error, with notes
                          |  task      ^ report
     process 0..n-1       +--> fn() ---+      (the group that fn joined is kept for the next run)
 """
@@ -32,24 +32,24 @@ from fshard.launching.worker import GRACE, Worker, WorkerReport, read, stacks_of
 Result = TypeVar("Result")
 
 START = 180.0
-"""Seconds that processes may take to start: importing torch takes its time on a busy machine."""
+"""Seconds that processes may take to start: on a busy machine importing torch takes long."""
 
 
 class Processes:
     """Processes that persist, and run one function after another: a call costs about a millisecond.
 
-    The processes keep the groups that they have joined. After a failure they leave them, and join again, by a new
-    store, in the next call; processes that hang or have died are replaced.
+    The processes keep the groups that they have joined. After a failure they leave them, and join
+    again, by a new store, in the next call. Processes that hang or have died are replaced.
 
     Args:
         n: number of processes.
         backend: "gloo" (on CPUs, whatever GPUs there are) or "nccl".
         environment: more variables for the processes.
         timeout: seconds that one call may take, or None.
-        fresh: start each process as a new interpreter, not as a fork of one that has imported torch.
-        shown: for `fs.launch`: display the output of the processes immediately, let them have child processes and not
-            import the running script; with cloudpickle they take functions that cannot be imported. Otherwise only
-            the output of a process that fails is reported.
+        fresh: start each process as a new interpreter, not as a fork of one with torch imported.
+        shown: for `fs.launch`: display the output of the processes immediately, let them have child
+            processes and not import the running script; with cloudpickle they take functions that
+            cannot be imported. Otherwise only the output of a process that fails is reported.
 
         with Processes(2) as pool:
             pool.run(function, 1)
@@ -68,25 +68,19 @@ class Processes:
     ) -> None:
         if n < 1 or backend not in ("gloo", "nccl"):
             raise ValueError(
-                f'Processes({n}, backend={backend!r}): at least one process, over "gloo" or "nccl", is needed.'
+                f'Processes({n}, backend={backend!r}): at least one process, over "gloo" or '
+                '"nccl", is needed.'
             )
-        self.n, self.timeout = n, inf if timeout is None else timeout
-        self._is_spawned, self._shown = fresh, shown
-        self._environment = {
-            "OMP_NUM_THREADS": "1",
-            **({"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}),
-            **(environment or {}),
-            "WORLD_SIZE": str(n),
-            "LOCAL_WORLD_SIZE": str(n),
-            "MASTER_ADDR": "127.0.0.1",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: process 0 is not to open another
-        }
+        self.n = n
+        self.timeout = inf if timeout is None else timeout
+        self._is_spawned = fresh
+        self._is_shown = shown
+        self._environment = _variables(n, backend, environment or {})
         self._workers: list[Worker] = []
-        self._stores: deque[TCPStore] = deque(
-            maxlen=2
-        )  # the one in use, and the one that processes still leave
-        self._used = True
-        self._idle = 0
+        # The store in use, and the one that processes still leave.
+        self._stores: deque[TCPStore] = deque(maxlen=2)
+        self._is_store_used = True  # a used store has old addresses, so the next call needs another
+        self._idle = 0  # the processes that wait for their next task
 
     def __enter__(self) -> Processes:
         self._start()
@@ -96,93 +90,111 @@ class Processes:
         self.close()
 
     def run(self, fn: Callable[..., Result], *args: Any, **kwargs: Any) -> list[Result]:
-        """Run `fn(*args, **kwargs)` in every process; return the results in rank order, or raise as `run_processes`."""
-        return self._run(fn, args, kwargs, last=False)
+        """Run `fn(*args, **kwargs)` in every process; return the results in rank order.
+
+        Raises as `run_processes` does.
+        """
+        return self._run(fn, args, kwargs, is_last=False)
 
     def run_last(self, fn: Callable[..., Result], *args: Any, **kwargs: Any) -> list[Result]:
-        """Run as `run` does, but let each process leave its groups as soon as it is done, as a script's end does.
+        """Run as `run` does, but let each process leave its groups as soon as it is done.
 
-        So a process that waits for one that has finished gets an error, not a time-out.
+        So a process that waits for one that has finished gets an error, not a time-out, as at the
+        end of a script.
         """
-        return self._run(fn, args, kwargs, last=True)
+        return self._run(fn, args, kwargs, is_last=True)
 
     def _run(
-        self, fn: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any], last: bool
+        self,
+        fn: Callable[..., Result],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_last: bool,
     ) -> list[Result]:
-        try:
-            task = (by_value if self._shown else pickle.dumps)((fn, args, kwargs))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            where = "" if self._shown else ": the function must be at the top level of a module"
-            error.add_note(f"{_name(fn)} and its arguments go to other processes{where}.")
-            raise
+        task = self._pickled(fn, args, kwargs)
         self._start()
-        port = self._meeting_place()
+        port = self._meeting_port()
+        # Errors quote what a process has written since here.
         starts = [os.fstat(worker.stderr.fileno()).st_size for worker in self._workers]
         self._idle = 0
         try:
             for worker in self._workers:
-                with contextlib.suppress(
-                    OSError
-                ):  # it has died since the last call, which `_collect` will see
-                    worker.connection.send_bytes(pickle.dumps((port, task, last)))
+                # It may have died since the last call, which `_collect` will see.
+                with contextlib.suppress(OSError):
+                    worker.connection.send_bytes(pickle.dumps((port, task, is_last)))
             reports = self._collect(time.monotonic() + self.timeout)
+
             silent = [worker for worker in self._workers if worker.rank not in reports]
-            if silent or any(report.error is not None for report in reports.values()):
-                raise self._failure(
-                    f"{_name(fn)} within {self.timeout:g} s", reports, silent, starts
-                )
-            for show in self._shows():
+            has_failed = any(report.error is not None for report in reports.values())
+            if silent or has_failed:
+                limit = f"{_name(fn)} within {self.timeout:g} s"
+                raise self._failure(limit, reports, silent, starts)
+            for show in self._open_shows():
                 show.drain()
-            self._used = last or not all(report.joined for report in reports.values())
+            have_all_joined = all(report.joined for report in reports.values())
+            self._is_store_used = is_last or not have_all_joined
         except BaseException:
-            self._used = True
-            if self._idle != self.n or not all(
-                worker.process.is_alive() for worker in self._workers
-            ):
-                self._kill()  # unless every process waits for its next task
+            self._is_store_used = True
+            are_alive = all(worker.process.is_alive() for worker in self._workers)
+            is_each_idle = self._idle == self.n
+            if not (is_each_idle and are_alive):
+                self._kill()
             raise
         return [reports[rank].result for rank in range(self.n)]
+
+    def _pickled(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bytes:
+        dumps = by_value if self._is_shown else pickle.dumps
+        try:
+            return dumps((fn, args, kwargs))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            note = f"{_name(fn)} and its arguments go to other processes"
+            if not self._is_shown:
+                note += ": the function must be at the top level of a module"
+            error.add_note(f"{note}.")
+            raise
 
     def close(self) -> None:
         """Let the processes leave their groups and end."""
         for worker in self._workers:
             worker.connection.close()
-        until = time.monotonic() + GRACE + 3
+        deadline = time.monotonic() + GRACE + 3
         for worker in self._workers:
-            worker.process.join(max(0.0, until - time.monotonic()))
+            worker.process.join(max(0.0, deadline - time.monotonic()))
         self._kill()
         self._stores.clear()
-        self._used = True
+        self._is_store_used = True
 
-    # -- starting and ending --------------------------------------------------------------------------------------
+    # -- starting and ending -----------------------------------------------------------------------
 
     def _start(self) -> None:
+        """Start the processes, unless they are running."""
         if self._workers:
             return
         try:
             for rank in range(self.n):
                 variables = {**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                self._workers.append(
-                    start(rank, variables, fresh=self._is_spawned, shown=self._shown)
-                )
-            ready = self._collect(time.monotonic() + START)
-            missing = [
-                worker
-                for worker in self._workers
-                if worker.rank not in ready or ready[worker.rank].error
-            ]
-            if missing:
-                raise self._failure(f"their start within {START:g} s", ready, missing, [0] * self.n)
+                worker = start(rank, variables, fresh=self._is_spawned, shown=self._is_shown)
+                self._workers.append(worker)
+
+            reports = self._collect(time.monotonic() + START)
+            failed: list[Worker] = []
+            for worker in self._workers:
+                report = reports.get(worker.rank)
+                if report is None or report.error is not None:
+                    failed.append(worker)
+            if failed:
+                limit = f"their start within {START:g} s"
+                raise self._failure(limit, reports, failed, [0] * self.n)
         except BaseException:
             self._kill()
             raise
 
-    def _shows(self) -> list[Shown]:
-        return [show for worker in self._workers for show in worker.shown if show.open]
-
-    def _meeting_place(self) -> int:
-        """Return the port of a new store, for this machine only: a used one contains old addresses."""
-        if self._used:
+    def _meeting_port(self) -> int:
+        """Return the port of the store in which the processes meet; it serves this machine only."""
+        if self._is_store_used:
             server = socket.create_server(("127.0.0.1", 0))
             host, port = server.getsockname()
             store = TCPStore(
@@ -203,59 +215,85 @@ class Processes:
             worker.stderr.close()
         self._workers = []
 
-    # -- reports ----------------------------------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------
+
+    def _open_shows(self) -> list[Shown]:
+        """Return the streams of all processes that have not ended."""
+        shows: list[Shown] = []
+        for worker in self._workers:
+            shows += [show for show in worker.shown if show.open]
+        return shows
 
     def _collect(self, deadline: float) -> dict[int, WorkerReport]:
-        """Wait for a report of every process; after a failure, for the others' only a little longer."""
+        """Wait for a report of every process, and display their output meanwhile.
+
+        After a failure, wait for the others only a little longer.
+        """
         pending = {worker.rank: worker for worker in self._workers}
         reports: dict[int, WorkerReport] = {}
         self._idle = 0
-        while pending and (seconds := deadline - time.monotonic()) > 0:
-            workers, shows = list(pending.values()), self._shows()
-            ends = [
-                end for worker in workers for end in (worker.connection, worker.process.sentinel)
-            ]
-            ready = wait(
-                [*ends, *(show.pipe for show in shows)], None if seconds == inf else seconds
-            )
-            for show in shows:
-                if show.pipe in ready:
-                    show.pump()
+        while pending and time.monotonic() < deadline:
+            workers = list(pending.values())
+            self._wait_for_any(workers, deadline)
             for worker in workers:
                 report = read(worker, self.n)
-                if report is not None:
-                    del pending[worker.rank]
-                    reports[worker.rank] = report
-                    self._idle += worker.process.is_alive()
-                    if report.error is not None:
-                        deadline = min(deadline, time.monotonic() + GRACE)
+                if report is None:
+                    continue
+                del pending[worker.rank]
+                reports[worker.rank] = report
+                if worker.process.is_alive():
+                    self._idle += 1
+                if report.error is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE)
         return reports
+
+    def _wait_for_any(self, workers: list[Worker], deadline: float) -> None:
+        """Wait for a report, the end of a process, or output; display the output."""
+        shows = self._open_shows()
+        ends: list[Any] = [show.pipe for show in shows]
+        for worker in workers:
+            ends += [worker.connection, worker.process.sentinel]
+        seconds = None if deadline == inf else max(0.0, deadline - time.monotonic())
+        ready = wait(ends, seconds)
+        for show in shows:
+            if show.pipe in ready:
+                show.pump()
 
     def _failure(
         self,
-        failure: str,
+        limit: str,
         reports: dict[int, WorkerReport],
         silent: list[Worker],
         starts: list[int],
     ) -> BaseException:
-        """Return the error to raise, with the state of the others as notes."""
+        """Return the error to raise, with the state of the others as notes.
+
+        Args:
+            limit: the task and the time that it had, in words.
+            reports: those of the processes that have reported.
+            silent: the processes that have not.
+            starts: the length of what each process had written before the call.
+        """
         stacks = stacks_of(silent, starts)
-        unfinished = (
-            f"process{'es' * (len(silent) > 1)} {', '.join(str(worker.rank) for worker in silent)}"
-        )
+        plural = "es" if len(silent) > 1 else ""
+        ranks = ", ".join([str(worker.rank) for worker in silent])
+        unfinished = f"process{plural} {ranks}"
+
         failed = [report for report in reports.values() if report.error is not None]
-        failed.sort(
-            key=lambda report: (report.followed, report.ended)
-        )  # causes before consequences
+        failed.sort(key=_causes_first)
         if not failed:
-            late = RuntimeError(f"{unfinished} of {self.n} did not finish {failure}.")
+            late = RuntimeError(f"{unfinished} of {self.n} did not finish {limit}.")
             late.add_note(stacks)
             return late
-        first, error = failed[0], failed[0].error or AssertionError("unreachable")
+
+        first = failed[0]
+        error = first.error
+        assert error is not None
         if first.trace:
             error.add_note(f"in process {first.rank} of {self.n}:\n{first.trace.rstrip()}")
-        if noise := self._workers[first.rank].noise(starts[first.rank]):
-            error.add_note(f"process {first.rank} wrote to stderr:\n{noise}")
+        output = self._workers[first.rank].output(starts[first.rank])
+        if output:
+            error.add_note(f"process {first.rank} wrote to stderr:\n{output}")
         for report in failed[1:]:
             error.add_note(f"then process {report.rank} failed:\n{report.summary()}")
         if silent:
@@ -263,6 +301,27 @@ class Processes:
                 f"{unfinished} had not finished {GRACE:g} s later, and was ended.\n{stacks}"
             )
         return error
+
+
+def _variables(n: int, backend: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that all processes have, as torchrun sets them."""
+    variables = {"OMP_NUM_THREADS": "1"}
+    if backend == "gloo":
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    variables.update(environment)
+    variables.update(
+        WORLD_SIZE=str(n),
+        LOCAL_WORLD_SIZE=str(n),
+        MASTER_ADDR="127.0.0.1",
+        # The store is there already: process 0 must not open another.
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    return variables
+
+
+def _causes_first(report: WorkerReport) -> tuple[bool, float]:
+    """Return the key by which causes are sorted before their consequences."""
+    return report.followed, report.ended
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -1,8 +1,8 @@
-"""Display the output of other processes: in a terminal, and in the cell of a notebook, which file descriptors do not
-reach.
+"""Display the output of other processes, in a terminal or in the cell of a notebook.
 
-Each process writes to its own pipes. The waiting thread reads them (`Shown.pump`) and writes complete lines to
-Python's present `sys.stdout` and `sys.stderr`; so lines of several processes do not mix.
+Output reaches a notebook's cell through Python's `sys.stdout` alone, not through file descriptors.
+So each process writes to its own pipes. The thread that waits reads them (`Shown.pump`) and writes
+complete lines to the present `sys.stdout` and `sys.stderr`: lines of several processes do not mix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ class Shown:
     """One stream of one process."""
 
     def __init__(self, pipe: Connection, stream: str) -> None:
-        self.pipe, self.stream, self._incomplete = pipe, stream, b""
+        self.pipe = pipe
+        self.stream = stream
+        self._incomplete = b""  # the begin of a line
 
     @property
     def open(self) -> bool:
@@ -27,7 +29,10 @@ class Shown:
         return not self.pipe.closed
 
     def pump(self) -> None:
-        """Read available output, and display complete lines, which end with a newline or a carriage return."""
+        """Read available output, and display complete lines.
+
+        A line ends with a newline or a carriage return, as progress bars write.
+        """
         chunk = os.read(self.pipe.fileno(), _CHUNK)
         text = self._incomplete + chunk
         end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1

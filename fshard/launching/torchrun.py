@@ -1,4 +1,4 @@
-"""The command line of torchrun for that of `fshard run`: one option, `--processes`; all others are torchrun's.
+"""The command line of torchrun for `fshard run`, whose options are torchrun's and `--processes`.
 
 fshard run train.py --rate 0.1                        a process for each GPU here, or two processes
 fshard run --processes 4 -m package.module            a module
@@ -27,7 +27,8 @@ def command(arguments: Sequence[str]) -> list[str]:
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    parser.prog, parser.usage = "fshard run", "fshard run [options] [-m] FILE [arguments of FILE]"
+    parser.prog = "fshard run"
+    parser.usage = "fshard run [options] [-m] FILE [arguments of FILE]"
     parser.description = "Start a file, or with -m a module, in several processes by torchrun."
     parser.add_argument(
         "--processes",
@@ -35,14 +36,16 @@ def command(arguments: Sequence[str]) -> list[str]:
         help="number on this machine; default: one for each GPU, or 2 without",
     )
     parsed = parser.parse_args(arguments)
-    start = len(arguments) - 1 - len(parsed.training_script_args)
-    options = [word.replace("--processes", "--nproc-per-node") for word in arguments[:start]]
+
+    # The file and its arguments are last; torchrun's parser knows how many arguments these are.
+    file = len(arguments) - 1 - len(parsed.training_script_args)
+    options = [word.replace("--processes", "--nproc-per-node") for word in arguments[:file]]
     if not any(word.startswith("--nproc") for word in options):
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         options = ["--nproc-per-node", str(gpus or 2), *options]
     if not any(word.startswith(_MEETING) for word in options):
         options = ["--standalone", *options]
-    return [sys.executable, "-m", "torch.distributed.run", *options, *arguments[start:]]
+    return [sys.executable, "-m", "torch.distributed.run", *options, *arguments[file:]]
 
 
 def run(arguments: Sequence[str]) -> NoReturn:

@@ -1,9 +1,10 @@
 """Pickling of a function, its arguments and its results for another process.
 
-By reference: pickle writes the name of a function or class, and the other process imports its module. By value:
-functions outside of importable modules (in a notebook, the running script, a lambda, a nested function) are written by
-cloudpickle, with all that they refer to. A script's own functions are pickled by value although they could be
-imported, because that would run the script again in every process.
+By reference: pickle writes the name of a function or class, and the other process imports its
+module. By value: functions outside of importable modules (in a notebook, the running script, a
+lambda, a nested function) are written by cloudpickle, with all that they refer to. A script's own
+functions are pickled by value although they could be imported, because that would run the script
+again in every process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 
 def by_value(value: Any) -> bytes:
-    """Pickle; by value what the other process cannot import."""
+    """Pickle a value, with the objects that another process cannot import by value."""
     buffer = io.BytesIO()
     try:
         _Importable(buffer).dump(value)
@@ -26,8 +27,9 @@ def by_value(value: Any) -> bytes:
             cloudpickle: Any = import_module("cloudpickle")
         except ImportError as missing:
             raise ImportError(
-                f"This cannot be sent to other processes by name: {error}. Install cloudpickle (pip install cloudpickle, or "
-                "pip install 'fshard[notebooks]') to send it as it is, or write it into a module of its own and import that."
+                f"This cannot be sent to other processes by name: {error}. Install cloudpickle "
+                "(pip install cloudpickle, or pip install 'fshard[notebooks]') to send it as it "
+                "is, or write it into a module of its own and import that."
             ) from missing
         return cloudpickle.dumps(value)
 

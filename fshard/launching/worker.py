@@ -1,8 +1,8 @@
 """One process of `pool.Processes`: its start, its loop, its reports.
 
-The parent has a `Worker`: the process, a pipe to it, and either the file of its stderr or the pipes through which its
-output is displayed. The process takes tasks from the pipe, answers each with a `WorkerReport`, and ends when the pipe
-is closed, or with its parent.
+The parent has a `Worker`: the process, a pipe to it, and either the file of its stderr or the pipes
+through which its output is displayed. The process takes tasks from the pipe, answers each with a
+`WorkerReport`, and ends when the pipe is closed, or with its parent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ GRACE = 5.0
 
 @dataclass(frozen=True)
 class Worker:
-    """One process, as the parent sees it.  Its stderr, or its stacks alone, go into a nameless file, read if it fails."""
+    """One process, as the parent sees it.
+
+    Its stderr, or its stacks alone, are written to a file without a name, which is read if it
+    fails.
+    """
 
     rank: int
     process: BaseProcess
@@ -51,8 +55,8 @@ class Worker:
     stderr: BinaryIO
     shown: tuple[Shown, ...] = ()
 
-    def noise(self, start: int) -> str:
-        """Return the output of the process since `start`."""
+    def output(self, start: int) -> str:
+        """Return what the process has written to its file since `start`."""
         return os.pread(self.stderr.fileno(), 1 << 30, start).decode(errors="replace").strip()
 
 
@@ -70,10 +74,12 @@ class WorkerReport:
     @property
     def followed(self) -> bool:
         """True if it only lost the connection to a peer, as a consequence of another failure."""
-        texts = isinstance(self.error, RuntimeError | MeshError) and any(
-            word in str(self.error) for word in LOST
-        )
-        return texts or isinstance(self.error, LostProcessError)
+        if isinstance(self.error, LostProcessError):
+            return True
+        if not isinstance(self.error, RuntimeError | MeshError):
+            return False
+        text = str(self.error)
+        return any(lost in text for lost in LOST)
 
     def summary(self) -> str:
         """Return its error and traceback; one line if it is a consequence of another one."""
@@ -88,44 +94,44 @@ _OUR_FRAMES = f'  File "{__file__}"'
 
 def read(worker: Worker, n: int) -> WorkerReport | None:
     """Return the report of a process, or of its death; None if there is none yet."""
-    alive = worker.process.is_alive()  # first: a report sent before the process died is still read
+    is_alive = worker.process.is_alive()  # first: a report before the process died is still read
     with contextlib.suppress(EOFError, OSError):
         if worker.connection.poll():
             return pickle.loads(worker.connection.recv_bytes())
-        if alive:
+        if is_alive:
             return None
+
     worker.process.join(GRACE)
     code = worker.process.exitcode or 0
-    reason = (
-        f"was killed by {signal.Signals(-code).name}"
-        if code < 0
-        else f"ended with exit code {code}"
-    )
+    reason = f"ended with exit code {code}"
+    if code < 0:
+        reason = f"was killed by {signal.Signals(-code).name}"
     error = RuntimeError(f"process {worker.rank} of {n} {reason}, before it had finished.")
     return WorkerReport(worker.rank, time.monotonic(), error=error)
 
 
 def stacks_of(workers: list[Worker], starts: list[int]) -> str:
-    """Request stacks of processes."""
+    """Let processes write their stacks, and return these.
+
+    `starts` has the length of each process's file before the call.
+    """
     if not hasattr(faulthandler, "register"):
         return ""
     for worker in workers:
         if worker.process.pid is not None:
-            with contextlib.suppress(
-                ProcessLookupError
-            ):  # it has ended meanwhile, which is reported elsewhere
+            # It may have ended meanwhile, which is reported elsewhere.
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.process.pid, signal.SIGUSR1)
     time.sleep(1)  # while they write
-    stacks = [
-        (worker.rank, worker.noise(starts[worker.rank]).partition(_OUR_FRAMES)[0])
-        for worker in workers
-    ]
-    return "\n".join(
-        f"process {rank} wrote to stderr, and is at:\n{stack.rstrip()}" for rank, stack in stacks
-    )
+
+    texts: list[str] = []
+    for worker in workers:
+        stack, _, _ = worker.output(starts[worker.rank]).partition(_OUR_FRAMES)
+        texts.append(f"process {worker.rank} wrote to stderr, and is at:\n{stack.rstrip()}")
+    return "\n".join(texts)
 
 
-# -- in the process ---------------------------------------------------------------------------------------------
+# -- starting a process ----------------------------------------------------------------------------
 
 
 def start(rank: int, variables: dict[str, str], *, fresh: bool, shown: bool) -> Worker:
@@ -133,27 +139,38 @@ def start(rank: int, variables: dict[str, str], *, fresh: bool, shown: bool) -> 
     context = _context(fresh)
     parent_end, child_end = context.Pipe()
     stderr = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115, the worker closes it
-    pipes = [context.Pipe(duplex=False) for _ in (STREAMS if shown else ())]
-    log = Connection(
-        os.dup(stderr.fileno()), readable=False
-    )  # a descriptor that multiprocessing passes on
-    ends = [log, *(write for _, write in pipes)]
+    # As a connection, since multiprocessing passes these on.
+    child_ends = [Connection(os.dup(stderr.fileno()), readable=False)]
+    shows: list[Shown] = []
+    if shown:
+        for stream in STREAMS:
+            reader, writer = context.Pipe(duplex=False)
+            shows.append(Shown(reader, stream))
+            child_ends.append(writer)
+
     server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    setup = (rank, child_end, {**os.environ, **variables}, ends, server._forkserver_address or "")
-    child = context.Process(
-        target=_serve_tasks, args=setup, daemon=not shown, name=f"process {rank}"
+    address = server._forkserver_address or ""
+    environment = {**os.environ, **variables}
+    process = context.Process(
+        target=_serve_tasks,
+        args=(rank, child_end, environment, child_ends, address),
+        daemon=not shown,  # a daemon may have no child processes
+        name=f"process {rank}",
     )
     with _no_main() if shown else contextlib.nullcontext():
-        child.start()
-    for end in (child_end, *ends):
+        process.start()
+    # The parent's copies: with them open, no pipe would end with the process.
+    for end in (child_end, *child_ends):
         end.close()
-    shows = tuple(Shown(read, stream) for (read, _), stream in zip(pipes, STREAMS, strict=False))
-    return Worker(rank, child, parent_end, stderr, shows)
+    return Worker(rank, process, parent_end, stderr, tuple(shows))
 
 
 @contextlib.contextmanager
 def _no_main() -> Generator[None]:
-    """Let multiprocessing find a `__main__` that has no file: it would run the script once more in every process."""
+    """Let multiprocessing find a `__main__` without a file.
+
+    It would run the script once more in every process.
+    """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -163,9 +180,10 @@ def _no_main() -> Generator[None]:
 
 
 def _context(is_spawned: bool) -> ForkServerContext | SpawnContext:
-    """Return how processes start: new interpreters, or forks of one that has imported torch and done nothing else.
+    """Return how processes start: as new interpreters, or as forks of one that has imported torch.
 
-    Only on Linux: a fork is not safe even then on macOS, and unknown on Windows.
+    That one has done nothing else, since a fork of a process with threads may hang. Only on Linux:
+    a fork is not safe even then on macOS, and unknown on Windows.
     """
     if is_spawned or sys.platform != "linux":
         return mp.get_context("spawn")
@@ -175,55 +193,61 @@ def _context(is_spawned: bool) -> ForkServerContext | SpawnContext:
     return context
 
 
+# -- in the process --------------------------------------------------------------------------------
+
+
 def _serve_tasks(
     rank: int,
     connection: Connection,
     environment: dict[str, str],
     outputs: list[Connection],
-    socket: str,
+    server_address: str,
 ) -> None:
     """Be process `rank`: take tasks until the parent closes the connection."""
-    os.environ.clear()  # a copy has those that its model was started with
+    # A fork has the variables and random states of the process that forks.
+    os.environ.clear()
     os.environ.update(environment)
-    torch.default_generator.seed()  # and it draws as it did
+    torch.default_generator.seed()
     np.random.seed()
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
     _redirect(*outputs)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
-    threading.Thread(target=_die_with_parent, args=(socket,), daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(server_address,), daemon=True).start()
+
+    is_shown = len(outputs) > 1
+    pickled = by_value if is_shown else pickle.dumps
     connection.send_bytes(pickle.dumps(WorkerReport(rank, time.monotonic())))
     with contextlib.suppress(EOFError, OSError):
         while True:
-            port, task, last = pickle.loads(connection.recv_bytes())
+            port, task, is_last = pickle.loads(connection.recv_bytes())
             if os.environ.get("MASTER_PORT") != str(port):  # another process has failed or left
                 process.leave(waiting=False)
                 os.environ["MASTER_PORT"] = str(port)
-            well = _do(rank, task, connection, by_value if outputs[1:] else pickle.dumps, last)
-            if not well:
+            if not _run_task(rank, task, connection, pickled, is_last=is_last):
                 process.leave(waiting=False)
     process.leave()
 
 
-def _do(
-    rank: int, task: bytes, connection: Connection, packed: Callable[[Any], bytes], last: bool
+def _run_task(
+    rank: int,
+    task: bytes,
+    connection: Connection,
+    pickled: Callable[[Any], bytes],
+    *,
+    is_last: bool,
 ) -> bool:
-    """Run one task and report, after leaving if it is the last; return True on success."""
+    """Run one task and report; return True on success. Leave the group before if it is the last."""
     is_done = False
     try:
         fn, args, kwargs = pickle.loads(task)
-        result, joined = fn(*args, **kwargs), dist.is_initialized()
-        if last:
+        result = fn(*args, **kwargs)
+        joined = dist.is_initialized()
+        if is_last:
             process.leave()
-        report = packed(WorkerReport(rank, time.monotonic(), result, joined=joined))
+        report = pickled(WorkerReport(rank, time.monotonic(), result, joined=joined))
         is_done = True
     except BaseException as error:
-        tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
-        texts = traceback.TracebackException(type(error), error, tail)
-        texts.__notes__ = []  # they travel with the error
-        trace = "".join(texts.format())
-        report = packed(
-            WorkerReport(rank, time.monotonic(), error=_portable(error, packed), trace=trace)
-        )
+        report = pickled(_failed_report(rank, error, pickled))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # it may be closed
             stream.flush()
@@ -231,45 +255,60 @@ def _do(
     return is_done
 
 
-def _portable(error: BaseException, packed: Callable[[Any], bytes]) -> BaseException:
-    """Return the error without its traceback, or an equivalent RuntimeError if it cannot be pickled."""
+def _failed_report(
+    rank: int, error: BaseException, pickled: Callable[[Any], bytes]
+) -> WorkerReport:
+    """Return the report of an error, with its traceback below this module as text."""
+    traceback_of_fn = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    texts = traceback.TracebackException(type(error), error, traceback_of_fn)
+    texts.__notes__ = []  # the error itself has them
+    trace = "".join(texts.format())
+    portable = _portable(error, pickled)
+    return WorkerReport(rank, time.monotonic(), error=portable, trace=trace)
+
+
+def _portable(error: BaseException, pickled: Callable[[Any], bytes]) -> BaseException:
+    """Return the error, or an equivalent RuntimeError if it cannot be pickled."""
     with contextlib.suppress(Exception):
-        if type(pickle.loads(packed(error))) is type(error):
+        if type(pickle.loads(pickled(error))) is type(error):
             return error
-    instead = RuntimeError(f"{type(error).__name__}: {error}")
-    instead.__notes__ = [*getattr(error, "__notes__", [])]
-    return instead
+    replacement = RuntimeError(f"{type(error).__name__}: {error}")
+    replacement.__notes__ = [*getattr(error, "__notes__", [])]
+    return replacement
 
 
-def _redirect(stderr: Connection, *outputs: Connection) -> None:
-    """Write to these pipes, or stderr to a file; stacks go to the file, whatever `fn` does to stderr."""
+def _redirect(stderr: Connection, *pipes: Connection) -> None:
+    """Write stdout and stderr to pipes, if any, else stderr to a file.
+
+    Stacks are written to the file, whatever `fn` does to stderr.
+    """
     file = os.dup(stderr.fileno())
-    if not outputs:
+    if not pipes:
         os.dup2(file, 2)
-    for number, (pipe, stream) in enumerate(
-        zip(outputs, STREAMS, strict=False), start=1
-    ):  # from Python or not
-        os.dup2(pipe.fileno(), number)
+    for number, (pipe, stream) in enumerate(zip(pipes, STREAMS, strict=False), start=1):
+        os.dup2(pipe.fileno(), number)  # for output that is not from Python, too
         pipe.close()
-        options: dict[str, Any] = {
-            "encoding": "utf-8",
-            "errors": "backslashreplace",
-            "closefd": False,
-        }
-        setattr(sys, stream, os.fdopen(number, "w", buffering=1, **options))
+        text_stream = os.fdopen(
+            number,
+            "w",
+            buffering=1,
+            encoding="utf-8",
+            errors="backslashreplace",
+            closefd=False,
+        )
+        setattr(sys, stream, text_stream)
     faulthandler.enable(file)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file, all_threads=False)
 
 
-def _die_with_parent(socket: str) -> None:
+def _die_with_parent(server_address: str) -> None:
     """End with the parent, and remove the socket of its process that forks."""
     parent = mp.parent_process()
     if parent is not None:
         wait([parent.sentinel])
-        with contextlib.suppress(
-            OSError
-        ):  # there is none, or the parent or another process was faster
-            os.unlink(socket)
-            os.rmdir(os.path.dirname(socket))
+        # There may be none, or the parent or another process was faster.
+        with contextlib.suppress(OSError):
+            os.unlink(server_address)
+            os.rmdir(os.path.dirname(server_address))
         os._exit(1)

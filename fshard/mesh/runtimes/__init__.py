@@ -1,1 +1,1 @@
-"""The three runtimes: `virtual` (threads), `process` (torch.distributed) and `abstract` (shapes only)."""
+"""The three runtimes: `virtual` (threads), `process` (torch.distributed), `abstract` (shapes)."""

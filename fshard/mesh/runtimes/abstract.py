@@ -1,10 +1,14 @@
 """The abstract runtime: shapes without data.
 
-One representative device runs the program on meta tensors. Received tensors get the shapes that the move's `pack` and
-`unpack` give them, so a mesh of 65,536 devices costs no more than one of 8.
+One representative device runs the program on meta tensors. Received tensors get the shapes that the
+move's `pack` and `unpack` give them, so a mesh of 65,536 devices costs no more than one of 8.
 
-In a pipeline each stage has a representative, which runs in a thread of its own (`represented`): devices of a stage do the
-same, those of other stages do not.
+In a pipeline each stage has a representative, which runs in a thread of its own (`represented`):
+devices of a stage do the same, those of other stages do not.
+
+    mesh pipe=2, data=4                    device 0 for stage 0, device 4 for stage 1
+    psum over "data" on device 4           represents all four: the result has the shape of a sum
+    send over "pipe" from 0                is received by 4
 """
 
 from __future__ import annotations
@@ -80,7 +84,7 @@ class AbstractWorld(OneProcessWorld):
         purpose: Purpose = "values",
     ) -> Done:
         """Return tensors of the shapes that the collective would return."""
-        return Done(tuple(delivered(move, x.to("meta"), group.size) for x in xs))
+        return Done(tuple([delivered(move, x.to("meta"), group.size) for x in xs]))
 
     def send(
         self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"
@@ -102,7 +106,7 @@ class AbstractWorld(OneProcessWorld):
         current = representative()
         if current is not None:
             return PendingMessage(current.mail, group.member(source), group.device)
-        return Done(tuple(torch.empty_like(like) for like in likes))
+        return Done(tuple([torch.empty_like(like) for like in likes]))
 
     def report_failure(self, group: Group, error: BaseException) -> None:
         """End the other representatives."""
@@ -114,19 +118,22 @@ class AbstractWorld(OneProcessWorld):
 class Mail:
     """Messages between the representatives of an abstract mesh, in order between each two.
 
-    One of them runs at a time, which holds `running` but where it waits: torch's modes may crash in several threads.
+    The representative that runs holds `running`, and gives it back only where it waits in `get`. So
+    one runs at a time: in several threads at once torch's modes crashed in one of twelve runs.
     """
 
     def __init__(self) -> None:
         self._boxes: defaultdict[tuple[int, int], deque[tuple[Tensor, ...]]] = defaultdict(deque)
-        self.running, self._is_closed = Condition(), False
+        self.running = Condition()
+        self._is_closed = False
 
     def put(self, source: int, to: int, xs: tuple[Tensor, ...]) -> None:
         """Send tensors."""
+        copies: list[Tensor] = []
+        for x in xs:
+            copies.append(torch.empty_like(x) if x.is_meta else x.clone())
         with self.running:
-            self._boxes[source, to].append(
-                tuple([torch.empty_like(x) if x.is_meta else x.clone() for x in xs])
-            )
+            self._boxes[source, to].append(tuple(copies))
             self.running.notify_all()
 
     def get(self, source: int, to: int) -> tuple[Tensor, ...]:
@@ -135,7 +142,7 @@ class Mail:
         with self.running:
             self.running.wait_for(lambda: box or self._is_closed)
             if not box:
-                raise Stopped
+                raise Stopped  # another representative has failed
             return box.popleft()
 
     def close(self) -> None:
@@ -171,21 +178,22 @@ class Representative(NamedTuple):
 
 _representative: ContextVar[Representative | None] = ContextVar("representative", default=None)
 representative = _representative.get
-"""Return the device of an abstract mesh that the calling thread runs as, if it is one of several."""
+"""Return the device of an abstract mesh that the calling thread runs as, if one of several."""
 
 
 def represented(
     devices: Sequence[int], axis: str | None, body: Callable[[int], Result], mail: Mail
 ) -> list[Result]:
-    """Run a function as each of some devices of an abstract mesh, in threads that exchange messages.
+    """Run a function as each of some devices of an abstract mesh, in threads with messages.
+
+    Raises the first error that is not the end of another representative.
 
     Args:
         devices: one of each stage.
-        axis: of the stages.
+        axis: of the stages, None without stages: then all run in the calling thread.
         body: called with the number of the device.
         mail: the messages.
     """
-
     site = call_site()
     ledgers = active()
 
@@ -195,10 +203,12 @@ def represented(
             return run_for_line(site, body, device)
 
     if axis is None:
-        return [*map(run, devices)]
+        return [run(device) for device in devices]
     with ThreadPoolExecutor(len(devices), "stage") as threads:
         futures = [threads.submit(run, device) for device in devices]
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise next((error for error in errors if not isinstance(error, Stopped)), errors[0])
+    errors = [future.exception() for future in futures]
+    errors.sort(key=lambda error: isinstance(error, Stopped))  # causes before consequences
+    for error in errors:
+        if error is not None:
+            raise error
     return [future.result() for future in futures]

@@ -1,4 +1,8 @@
-"""A call between processes: a collective or a message, as text for errors, and as a stamp that its messages carry."""
+"""A call between processes: a collective or a message, as text for errors, and as a stamp.
+
+Every message between processes carries the stamp of its call, so a process that receives bytes of
+another call raises, instead of computing with them: see Note [Stamps].
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,30 @@ from fshard.source import Site
 if TYPE_CHECKING:
     from fshard.mesh.spmd.scope import Group
 
+# Note [Stamps]
+# A stamp is a call in 64 bits. Two processes compare the stamps of a message that one sends and the
+# other receives. The lower half is equal on all processes of a call. The upper half differs where a
+# message is sent in one line and received in another; an error names the other line by it.
+#
+#     bits    63 .. 48         47 .. 32      31 .. 2               1, 0
+#             hash of file     line          hash of the call      purpose
+#
+# The hash of the call covers move, dtype, shapes, axes and leaves. That of a collective also covers
+# the line, since all processes must call it in one line (unless FSHARD_LINES=0 permits others). The
+# file is hashed without its folder, which may differ between machines. Over gloo the lowest bits of
+# a stamp are part of the tag: see `process_group`.
+
 CALL = (1 << 32) - 1
 """Bits of a stamp that are equal on all processes of a call."""
+
+_PURPOSE = 3
+"""Bits of a stamp that are the index of the purpose: there are three purposes."""
 
 
 class CallInfo:
     """A collective, or a message (`move` is None)."""
 
+    # Calls are recorded until long after their end, for errors, so they refer to no tensors.
     __slots__ = (
         "_dtype",
         "_shapes",
@@ -36,9 +57,9 @@ class CallInfo:
         "purpose",
         "site",
     )
-    meeting: tuple[
-        str, tuple[int, ...]
-    ]  # on groups of torch.distributed: its name on all processes, and their ranks
+
+    meeting: tuple[str, tuple[int, ...]]
+    """On groups of torch.distributed: a name of the call on all its processes, and their ranks."""
 
     def __init__(
         self,
@@ -50,9 +71,13 @@ class CallInfo:
         *,
         is_send: bool = False,
     ) -> None:
-        self.move, self.group, self.site, self.is_send = move, group, site, is_send
+        self.move = move
+        self.group = group
+        self.site = site
         self.purpose: Purpose = purpose
-        self._dtype, self._shapes = xs[0].dtype, tuple([x.shape for x in xs])
+        self.is_send = is_send
+        self._dtype = xs[0].dtype
+        self._shapes = tuple([x.shape for x in xs])
         self._stamp: int | None = None
 
     def __str__(self) -> str:
@@ -61,14 +86,15 @@ class CallInfo:
     @property
     def signature(self) -> str:
         """The call in words, without its line."""
-        name = named(describe(self.move) if self.move is not None else "a message", self.purpose)
+        name = "a message" if self.move is None else describe(self.move)
         dtype = str(self._dtype).removeprefix("torch.")
-        shapes = ", ".join(f"{dtype}{list(shape)}" for shape in self._shapes)
-        return f"{name} of {shapes}{self.site.given} over {'+'.join(self.group.axes)}"
+        shapes = ", ".join([f"{dtype}{list(shape)}" for shape in self._shapes])
+        axes = "+".join(self.group.axes)
+        return f"{named(name, self.purpose)} of {shapes}{self.site.given} over {axes}"
 
     @property
     def stamp(self) -> int:
-        """The call in 64 bits: a hash of the file's name, the line, a hash of the call, its purpose (16, 16, 30, 2)."""
+        """The call in 64 bits: see Note [Stamps]."""
         if self._stamp is None:
             stamp = _stamp(self.move, self._dtype, self._shapes, self.group.axes, self.site)
             self._stamp = stamp | PURPOSES.index(self.purpose)
@@ -76,11 +102,13 @@ class CallInfo:
 
     def mismatch(self, rank: int, stamp: int) -> MismatchError:
         """Return the error for a process that makes a call with another stamp."""
+        line = line_of(stamp, self)
+        hint = uneven(PURPOSES[self.stamp & _PURPOSE], PURPOSES[stamp & _PURPOSE])
         return MismatchError(
-            f"{self}: process {rank} makes another call at {line_of(stamp, self)}, or on another shape, dtype or tree. Every "
-            "process of a group must call the same collectives in the same order and line, on equal shapes, dtypes and trees; "
-            "run with FSHARD_CHECK=1 to see both calls. FSHARD_LINES=0 permits other lines."
-            f"{uneven(PURPOSES[self.stamp & 3], PURPOSES[stamp & 3])}"
+            f"{self}: process {rank} makes another call at {line}, or on another shape, dtype or "
+            "tree. Every process of a group must call the same collectives in the same order and "
+            "line, on equal shapes, dtypes and trees; run with FSHARD_CHECK=1 to see both calls. "
+            f"FSHARD_LINES=0 permits other lines.{hint}"
         )
 
 
@@ -92,32 +120,40 @@ def _stamp(
     axes: tuple[str, ...],
     site: Site,
 ) -> int:
+    """Return the stamp of a call without its purpose.
+
+    Cached, since each step makes the same calls again.
+    """
     line = _hash_file(site.file) << 16 | site.line & 0xFFFF
-    shared_line = (
-        line if move is not None and compares_lines() else None
-    )  # a message has a line at each end
-    call = zlib.crc32(f"{move} {dtype} {shapes} {axes} {site.leaves} {shared_line}".encode())
-    return line << 32 | call & ~3
+    is_line_shared = move is not None and compares_lines()  # a message has a line at each end
+    shared_line = line if is_line_shared else None
+    text = f"{move} {dtype} {shapes} {axes} {site.leaves} {shared_line}"
+    return line << 32 | zlib.crc32(text.encode()) & ~_PURPOSE
 
 
 def compares_lines() -> bool:
     """Return True if all processes of a collective must call it in one source line."""
-    return os.environ.get("FSHARD_LINES", "1") != "0" and os.environ.get("FSHARD_CHECK") != "shapes"
+    if os.environ.get("FSHARD_LINES", "1") == "0":
+        return False
+    return os.environ.get("FSHARD_CHECK") != "shapes"
 
 
 def line_of(stamp: int, call: CallInfo) -> str:
-    """Return the source line of a stamp that another process made; `call` is the local one."""
-    files = (
-        call.site.file,
-        *[getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]],
-    )
-    name = next(
-        (os.path.basename(file) for file in files if _hash_file(file) == stamp >> 48),
-        "another file",
-    )
-    return f"{name}:{stamp >> 32 & 0xFFFF}"
+    """Return the source line of a stamp that another process made; `call` is the local one.
+
+    A stamp has the hash of a file's name. The name is found among the file of the local call and
+    those of all imported modules.
+    """
+    hash_of_file = stamp >> 48
+    line = stamp >> 32 & 0xFFFF
+    files = [call.site.file]
+    for module in [*sys.modules.values()]:  # a copy: a lazy module may import others meanwhile
+        files.append(getattr(module, "__file__", None) or "")
+    for file in files:
+        if _hash_file(file) == hash_of_file:
+            return f"{os.path.basename(file)}:{line}"
+    return f"another file:{line}"
 
 
 def _hash_file(file: str) -> int:
-    """Hash the name of a file without its folder, which may differ between machines."""
     return zlib.crc32(os.path.basename(file).encode()) & 0xFFFF

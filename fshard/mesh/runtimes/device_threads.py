@@ -1,10 +1,12 @@
 """The threads of virtual devices, of which one runs at a time; they are kept idle between runs.
 
-A thread sleeps on its own lock, its *baton*, both between runs and while its device waits for others; so starting a
-run costs one wake-up per thread. Only the thread that runs wakes another one, after an error too: a run needs no lock.
+A thread sleeps on a lock of its own, its *baton*, both between runs and while its device waits for
+others; so starting a run costs one wake-up per thread. A raw lock is the fastest of Python's ways
+to wake a thread: see docs/decisions/001. Only the thread that runs wakes another one, after an
+error too: see Note [Baton and random states].
 
-An interrupt (Ctrl-C) stops a run at the next collective of the device that runs. If there is none within a second, the
-threads are left behind, and unwind when that device gets there.
+An interrupt (Ctrl-C) stops a run at the next collective of the device that runs. If there is none
+within a second, the threads are left behind, and unwind when that device gets there.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class Stopped(BaseException):
 
 
 class DeviceThreads:
-    """Threads that do `work(i)` once in each run, thread `i` from its first `wake(i)` on; the last one calls `finish`.
+    """Threads that do `work(i)` once in each run, thread `i` from its first `wake(i)` on.
+
+    The last one calls `finish`.
 
     >>> threads, done = DeviceThreads(), []
     >>> def work(i):
@@ -39,9 +43,9 @@ class DeviceThreads:
         self._batons: list[threading.Lock] = []
         self._work: Callable[[int], None] | None = None
         self._context = Context()
-        self._finished = _new_baton()
+        self._finished = _new_baton()  # the baton of the thread that called `run`
         self._is_ending = False
-        self.reusable = True
+        self.reusable = True  # False once a run has left modes in a thread
 
     @classmethod
     def idle(cls) -> DeviceThreads:
@@ -73,10 +77,14 @@ class DeviceThreads:
     ) -> None:
         """Wake the first thread, and wait until as many as there are names have done their work.
 
-        If the wait is interrupted, call `stop`, by which the threads unwind, and wait for one more second. With `keep`,
-        the threads wait for the next run; else they end.
+        Args:
+            names: of the threads, one for each device.
+            work: called with the number of each device.
+            stop: called if the wait is interrupted: then the threads unwind, for one more second.
+            keep: let the threads wait for the next run; else they end.
         """
-        self._work, self._context = work, copy_context()
+        self._work = work
+        self._context = copy_context()
         try:
             self._start_threads(names)
         except BaseException:  # the system gives no more threads
@@ -84,9 +92,8 @@ class DeviceThreads:
             raise
         try:
             self.wake(0)
-            while not self._finished.acquire(
-                timeout=0.5
-            ):  # a Ctrl-C just before sleeping does not end the sleep
+            # In turns, since a Ctrl-C just before sleeping does not end the sleep.
+            while not self._finished.acquire(timeout=0.5):
                 pass
         except BaseException as error:
             self._is_ending = True
@@ -107,22 +114,23 @@ class DeviceThreads:
             thread.name = name
         for device in range(len(self._threads), len(names)):
             self._batons.append(_new_baton())
-            self._threads.append(
-                threading.Thread(
-                    target=self._work_when_woken, args=(device,), name=names[device], daemon=True
-                )
+            thread = threading.Thread(
+                target=self._work_when_woken, args=(device,), name=names[device], daemon=True
             )
-            self._threads[-1].start()
+            self._threads.append(thread)
+            thread.start()
 
     def _work_when_woken(self, device: int) -> None:
         while not self._is_ending:
             self.sleep(device)
             if self._work is not None:
+                # A copy, since a context can be entered by one thread at a time.
                 self._context.copy().run(self._work, device)
 
     def _end_threads(self) -> None:
         """End the threads, which sleep or have just been interrupted."""
-        self._work, self._is_ending = None, True
+        self._work = None
+        self._is_ending = True
         for baton, thread in zip(self._batons, self._threads, strict=True):
             if thread.is_alive():
                 baton.release()
@@ -136,6 +144,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _new_baton() -> threading.Lock:
+    """Return a lock that is taken: who acquires it sleeps until another thread releases it."""
     lock = threading.Lock()
     lock.acquire()
     return lock

@@ -1,7 +1,8 @@
 """Choose the network interface that gloo listens on.
 
-gloo takes the address that the host's name resolves to. On many machines that is a loopback address (127.0.1.1 on
-Debian), which processes of other machines cannot reach. Then the interface is chosen that reaches the meeting point.
+gloo takes the address that the host's name resolves to. On many machines that is a loopback address
+(127.0.1.1 on Debian), which processes of other machines cannot reach. Then the interface is chosen
+that reaches the meeting point.
 """
 
 from __future__ import annotations
@@ -16,16 +17,25 @@ from ipaddress import ip_address
 VARIABLE = "GLOO_SOCKET_IFNAME"
 """The environment variable that names the interface of gloo."""
 _SIOCGIFADDR = 0x8915
+"""The request of ioctl for an interface's address. Its row has the name, then the socket address.
+
+    bytes    0 .. 15    16, 17    18, 19    20 .. 23
+             name       family    port      IPv4 address
+"""
 
 
 def choose_interface(address: str, port: int) -> None:
-    """Set GLOO_SOCKET_IFNAME, unless it is set or the host's name is an address that others can reach."""
+    """Set GLOO_SOCKET_IFNAME to the interface that reaches an address.
+
+    Not if it is set, or if other machines can reach what the host's name resolves to.
+    """
     if os.environ.get(VARIABLE) or not _is_loopback(_address_of(socket.gethostname())):
         return
     local_address = _address_towards(address, port)
     if local_address is None or _is_loopback(local_address):
-        return
-    if (name := interface_of(local_address)) is not None:
+        return  # all processes are on this machine
+    name = interface_of(local_address)
+    if name is not None:
         os.environ[VARIABLE] = name
 
 
@@ -36,12 +46,18 @@ def _address_of(host: str) -> str | None:
 
 
 def _is_loopback(address: str | None) -> bool:
-    """Return True for an address that only this machine can reach, and for none, where gloo takes one."""
+    """Return True for an address that only this machine can reach.
+
+    True also for no address: then gloo takes a loopback one.
+    """
     return address is None or ip_address(address).is_loopback
 
 
 def _address_towards(address: str, port: int) -> str | None:
-    """Return the local address of packets to another one; a UDP socket sends nothing to connect."""
+    """Return the local address of packets to another one.
+
+    A UDP socket sends nothing to connect.
+    """
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
         end.connect((address, port))
         return end.getsockname()[0]
@@ -56,10 +72,9 @@ def interface_of(address: str) -> str | None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
         for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
             with suppress(OSError):  # it has no address
-                row = fcntl.ioctl(
-                    end.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15])
-                )
+                row = fcntl.ioctl(end.fileno(), _SIOCGIFADDR, request)
                 if socket.inet_ntoa(row[20:24]) == address:
                     return name
     return None

@@ -1,11 +1,12 @@
-"""Read rank and meeting point of this process from the launcher's environment variables, and join the others.
+"""Join the other processes of this program, as the launcher's environment variables describe them.
 
-The first launcher in `LAUNCHERS` whose variables are set counts. torchrun's have priority: they are complete, and
-scripts set them. MPI precedes SLURM: `mpirun` inside a SLURM job starts its daemons with srun, and the processes
-inherit srun's variables, which number the daemons.
+The first launcher in `LAUNCHERS` whose variables are set counts. torchrun's have priority: they are
+complete, and scripts set them. MPI precedes SLURM: `mpirun` inside a SLURM job starts its daemons
+with srun, and the processes inherit srun's variables, which number the daemons.
 
     torchrun    complete
-    MPI         127.0.0.1 on one machine; on several MASTER_ADDR and MASTER_PORT must be exported, or SLURM gives them
+    MPI         127.0.0.1 on one machine; on several MASTER_ADDR and MASTER_PORT must be exported,
+                or SLURM gives them
     SLURM       only in a step, which srun starts; the processes meet on its first host
 """
 
@@ -39,9 +40,10 @@ PORTS = range(10240, 29952)
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Rank, world size and meeting point of this process; `local_rank` is its number on this machine.
+    """Rank, world size and meeting point of this process.
 
-    All processes meet at `address` and `port`, where process 0 listens.
+    `local_rank` is the number of this process on its machine. All processes meet at `address` and
+    `port`, where process 0 listens.
     """
 
     rank: int
@@ -53,7 +55,10 @@ class ProcessInfo:
 
     @property
     def is_one_of_several(self) -> bool:
-        """True if several processes were requested; `srun --pty jupyter` starts one and has these variables as well."""
+        """True if several processes were requested.
+
+        `srun --pty jupyter` starts one and has these variables as well.
+        """
         return self.world > 1 or self.launcher == "torchrun"
 
 
@@ -69,11 +74,13 @@ class LauncherVariables(NamedTuple):
 LAUNCHERS = {
     "torchrun": LauncherVariables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "Open MPI": LauncherVariables(
-        *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    "MPI": LauncherVariables(
-        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
-    ),  # MPICH's, Intel's
+    # MPICH's, Intel's
+    "MPI": LauncherVariables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "SLURM": LauncherVariables("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 }
 """Launchers, by priority."""
@@ -82,17 +89,22 @@ JOB = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
 """Variables that are equal in all processes of a world, and differ between worlds."""
 
 
-# -- this process ---------------------------------------------------------------------------------------------------
+# -- this process ----------------------------------------------------------------------------------
 
 
 def process_info() -> ProcessInfo | None:
     """Return the rank of this process among several; None without a launcher."""
     info = read_variables(os.environ, os.getppid())
-    return info if info is not None and info.is_one_of_several else None
+    if info is None or not info.is_one_of_several:
+        return None
+    return info
 
 
 def launched() -> bool:
-    """Return True if this process is one of several: by torchrun, SLURM, MPI, `fs.launch` or torch's process group."""
+    """Return True if this process is one of several.
+
+    They were started by torchrun, SLURM, MPI or `fs.launch`, or have a process group of torch.
+    """
     return _has_group() or (dist.is_available() and process_info() is not None)
 
 
@@ -127,17 +139,20 @@ def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-# -- the variables --------------------------------------------------------------------------------------------------
+# -- the variables ---------------------------------------------------------------------------------
 
 
 def read_variables(variables: Variables, parent: int = 0) -> ProcessInfo | None:
-    """Return the rank of this process, or None without a launcher. Raise a MeshError if the variables are incomplete.
+    """Return the rank of this process, or None without a launcher.
+
+    Raise a MeshError if the variables are incomplete.
 
     Args:
         variables: the environment.
-        parent: the parent process, which the processes of one launcher on one machine have in common.
+        parent: the parent process, which all processes of one launcher on one machine share.
 
-    >>> read_variables({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu7", "MASTER_PORT": "2222"})
+    >>> variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    >>> read_variables({**variables, "MASTER_ADDR": "gpu7", "MASTER_PORT": "2222"})
     ProcessInfo(rank=1, world=2, local_rank=1, address='gpu7', port=2222, launcher='torchrun')
     """
     half_set = ""
@@ -160,44 +175,62 @@ def _read_launcher(
 ) -> ProcessInfo:
     world = _read_number(names.world, variables, 1)
     rank = _read_number(names.rank, variables, 0, world)
-    address, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
     hosts = variables.get("SLURM_STEP_NODELIST", "") if _is_in_step(variables) else ""
-    if variables.get(names.local_world):
-        is_local = _read_number(names.local_world, variables, 1) == world
-    else:
-        is_local = (
-            not {",", "["} & {*hosts} if hosts else address in ("", "127.0.0.1", "localhost", "::1")
-        )
-    local_names = [
-        name for name in (names.local_rank, "LOCAL_RANK", "SLURM_LOCALID") if variables.get(name)
-    ]
-    local_rank = (
-        _read_number(local_names[0], variables, 0, world)
-        if local_names
-        else rank
-        if is_local
-        else 0
-    )
-    if launcher != "torchrun":
-        address = address or ("127.0.0.1" if is_local else first_host(hosts))
-        port = port or _derived_port(variables, parent if launcher == "MPI" and is_local else 0)
-    if not address or not port:
-        missing = ["MASTER_ADDR"] * (not address) + ["MASTER_PORT"] * (not port)
+    address = variables.get("MASTER_ADDR", "")
+    port = variables.get("MASTER_PORT", "")
+    is_on_one_machine = _is_on_one_machine(names, variables, world, hosts, address)
+
+    # On several machines the local rank does not follow from the rank: 0, if no variable has it.
+    local_rank = rank if is_on_one_machine else 0
+    for name in (names.local_rank, "LOCAL_RANK", "SLURM_LOCALID"):
+        if variables.get(name):
+            local_rank = _read_number(name, variables, 0, world)
+            break
+
+    # torchrun sets both, so one that is missing is an error.
+    if launcher != "torchrun" and not address:
+        address = "127.0.0.1" if is_on_one_machine else first_host(hosts)
+    if launcher != "torchrun" and not port:
+        # The processes of several machines have different parents.
+        has_one_parent = launcher == "MPI" and is_on_one_machine
+        port = _derived_port(variables, parent if has_one_parent else 0)
+
+    missing: list[str] = []
+    if not address:
+        missing.append("MASTER_ADDR")
+    if not port:
+        missing.append("MASTER_PORT")
+    if missing:
         raise _environment_error(f"it was started by {launcher}; missing: {', '.join(missing)}")
-    return ProcessInfo(
-        rank,
-        world,
-        local_rank,
-        address,
-        _read_number("MASTER_PORT", {"MASTER_PORT": port}, 1, 65536),
-        launcher,
-    )
+    port_number = _read_number("MASTER_PORT", {"MASTER_PORT": port}, 1, 65536)
+    return ProcessInfo(rank, world, local_rank, address, port_number, launcher)
+
+
+def _is_on_one_machine(
+    names: LauncherVariables, variables: Variables, world: int, hosts: str, address: str
+) -> bool:
+    """Return True if all processes are on this machine.
+
+    Decided by the number of processes here, else SLURM's list of hosts, else the meeting point.
+    """
+    if variables.get(names.local_world):
+        return _read_number(names.local_world, variables, 1) == world
+    if hosts:
+        return "," not in hosts and "[" not in hosts
+    return address in ("", "127.0.0.1", "localhost", "::1")
 
 
 def _derived_port(variables: Variables, parent: int) -> str:
-    """Derive a port from values that are equal in all processes of this world only; "" if there are none."""
-    common = str(parent or "") or " ".join(variables.get(name, "") for name in JOB).strip()
-    return str(PORTS[zlib.crc32(common.encode()) % len(PORTS)]) if common else ""
+    """Derive a port from values that are equal in all processes of this world, and in no others.
+
+    Return "" if there are none.
+    """
+    common = " ".join([variables.get(name, "") for name in JOB]).strip()
+    if parent:
+        common = str(parent)
+    if not common:
+        return ""
+    return str(PORTS[zlib.crc32(common.encode()) % len(PORTS)])
 
 
 def _read_number(name: str, variables: Variables, least: int, end: int = 1 << 31) -> int:
@@ -209,8 +242,8 @@ def _read_number(name: str, variables: Variables, least: int, end: int = 1 << 31
 
 def _environment_error(problem: str) -> MeshError:
     return MeshError(
-        f"The environment does not give the rank of this process: {problem}. Start all processes with "
-        "torchrun, srun or mpirun, or unset these variables; devices in this process: "
+        f"The environment does not give the rank of this process: {problem}. Start all processes "
+        "with torchrun, srun or mpirun, or unset these variables; devices in this process: "
         'make_mesh(..., runtime="virtual").'
     )
 
@@ -237,63 +270,78 @@ def first_host(text: str) -> str:
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", text).split(",")[0]
 
 
-# -- meeting --------------------------------------------------------------------------------------------------------
+# -- meeting ---------------------------------------------------------------------------------------
 
 _meetings = count()
+"""Numbers of meetings: a store has the keys of an earlier world that used it."""
 
 
 def meet_all(device_type: str, limit: timedelta) -> None:
     """Form torch's default group of all processes."""
     info = read_variables(os.environ, os.getppid())
     if info is None:
-        missing = [
-            name
-            for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-            if name not in os.environ
-        ]
-        raise MeshError(
-            "A process mesh needs processes: the environment variables that torchrun, srun or mpirun set are not there; "
-            f"missing: {', '.join(missing)}. Start with `torchrun --nproc-per-node 8 file.py` or `fshard run --processes 8 "
-            'file.py`, call fs.launch, or take devices in this process: make_mesh(..., runtime="virtual").'
-        )
+        raise _missing_variables_error()
     if device_type == "cuda":
         torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
-    host = f"[{info.address}]" if ":" in info.address else info.address
     try:
-        store, rank, world = _connect_store(
-            f"tcp://{host}:{info.port}", info.rank, info.world, limit
-        )
-        store.set_timeout(limit)
-        choose_interface(info.address, info.port)
-        backend = _choose_backend(
-            device_type, PrefixStore(f"meeting {next(_meetings)}", store), world, info
-        )
-        default = PrefixStore("default_pg", store)
-        gpu = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
-        backend = (
-            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
-        )  # gloo is for tensors in host memory
-        dist.init_process_group(
-            backend, store=default, rank=rank, world_size=world, timeout=limit, device_id=gpu
-        )
+        _join_group(device_type, info, limit)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise MeshError(
-            f"Process {info.rank} of {info.world}, started by {info.launcher}, did not meet the others at {info.address}, port "
-            f"{info.port}: {str(error).splitlines()[0]} All must be started together; if another program has the port, "
-            "export another MASTER_PORT, and if that is not the host of process 0, MASTER_ADDR."
+            f"Process {info.rank} of {info.world}, started by {info.launcher}, did not meet the "
+            f"others at {info.address}, port {info.port}: {str(error).splitlines()[0]} All must be "
+            "started together; if another program has the port, export another MASTER_PORT, and if "
+            "that is not the host of process 0, MASTER_ADDR."
         ) from error
     except RuntimeError as error:
         if "connectFullMesh" not in str(error):
             raise
+        interface = os.environ.get(VARIABLE) or "not set"
         raise MeshError(
-            f"Process {info.rank} of {info.world} met the others at {info.address}, but gloo could not connect all of them. "
-            f"Export {VARIABLE}, the name of a network interface that the other machines can reach, on each machine; now it "
-            f"is {os.environ.get(VARIABLE) or 'not set'}."
+            f"Process {info.rank} of {info.world} met the others at {info.address}, but gloo could "
+            f"not connect all of them. Export {VARIABLE}, the name of a network interface that the "
+            f"other machines can reach, on each machine; now it is {interface}."
         ) from error
 
 
+def _missing_variables_error() -> MeshError:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    return MeshError(
+        "A process mesh needs processes: the environment variables that torchrun, srun or mpirun "
+        f"set are not there; missing: {', '.join(missing)}. Start with "
+        "`torchrun --nproc-per-node 8 file.py` or `fshard run --processes 8 file.py`, call "
+        'fs.launch, or take devices in this process: make_mesh(..., runtime="virtual").'
+    )
+
+
+def _join_group(device_type: str, info: ProcessInfo, limit: timedelta) -> None:
+    host = f"[{info.address}]" if ":" in info.address else info.address
+    url = f"tcp://{host}:{info.port}"
+    store, rank, world = _connect_store(url, info.rank, info.world, limit)
+    store.set_timeout(limit)
+    choose_interface(info.address, info.port)
+    meeting = PrefixStore(f"meeting {next(_meetings)}", store)
+    backend = _choose_backend(device_type, meeting, world, info)
+
+    gpu = None
+    if backend == "nccl":
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        backend = "cpu:gloo,cuda:nccl"  # gloo is for tensors in host memory
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("default_pg", store),
+        rank=rank,
+        world_size=world,
+        timeout=limit,
+        device_id=gpu,
+    )
+
+
 def _connect_store(url: str, rank: int, world: int, limit: timedelta) -> tuple[Any, int, int]:
-    """Connect to the store, in a thread: torch waits without a limit for the greeting of the program at the port."""
+    """Connect to the store.
+
+    In a thread: torch waits without a limit for the greeting of the program at the port.
+    """
     meeting: Future[Any] = Future()
 
     def connect() -> None:
@@ -312,10 +360,14 @@ def _connect_store(url: str, rank: int, world: int, limit: timedelta) -> tuple[A
 
 
 def time_limit(seconds: float | None) -> timedelta:
-    """Return the time limit of collectives between processes: `seconds`, or FSHARD_TIMEOUT; `inf` is none (30 days)."""
+    """Return the time limit of collectives between processes.
+
+    It is `seconds`, or FSHARD_TIMEOUT; `inf` is none (30 days).
+    """
     value = os.environ.get("FSHARD_TIMEOUT", "600") if seconds is None else seconds
     with suppress(TypeError, ValueError):
-        if (limit := float(value)) > 0:
+        limit = float(value)
+        if limit > 0:
             return timedelta(seconds=min(limit, 30 * 86400))
     name = "FSHARD_TIMEOUT" if seconds is None else "timeout"
     raise MeshError(
@@ -328,25 +380,30 @@ def _choose_backend(device_type: str, store: Any, world: int, info: ProcessInfo)
 
     FSHARD_BACKEND names another backend of torch.distributed, for tests and experiments.
     """
-    if backend := os.environ.get("FSHARD_BACKEND"):
-        return backend
+    named_backend = os.environ.get("FSHARD_BACKEND")
+    if named_backend:
+        return named_backend
     if device_type != "cuda" or not dist.is_nccl_available():
         return "gloo"
-    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+    device = torch.cuda.current_device()
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
     if each_its_own(gpu, store, world):
         return "nccl"
     warnings.warn(
-        f"Several processes share a GPU, so they communicate over gloo, through host memory. Process {info.rank} has local "
-        f"rank {info.local_rank} and GPU {torch.cuda.current_device()}. If that is not meant, export LOCAL_RANK.",
-        stacklevel=4,
+        "Several processes share a GPU, so they communicate over gloo, through host memory. "
+        f"Process {info.rank} has local rank {info.local_rank} and GPU {device}. If that is not "
+        "meant, export LOCAL_RANK.",
+        stacklevel=5,
     )
     return "gloo"
 
 
 def each_its_own(gpu: str, store: Any, world: int) -> bool:
-    """Return True if no two processes of a world have the same GPU. All processes call it, and get the same answer.
+    """Return True if no two processes of a world have the same GPU.
 
-    Counting GPUs would not do: SLURM may show each process only its own, as number 0.
+    All processes call it, and get the same answer. Counting GPUs would not do: SLURM may show each
+    process only its own, as number 0.
     """
     if store.add(f"gpu {gpu}", 1) > 1:  # another process has it
         store.add("shared", 1)

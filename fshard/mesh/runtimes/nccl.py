@@ -1,9 +1,10 @@
 """Collectives by the backend's own operations, for backends where these are fast: NCCL.
 
-A work runs on the stream that it was started on: to wait for it makes the caller's stream wait, not the host.
+A work runs on the stream that it was started on: to wait for it makes the caller's stream wait, not
+the host. So the host never knows which calls have ended, and no wait can raise: see `end_hangs`.
 
-Unsupported dtypes are converted before the call (a rejected call can leave a group broken): 16-bit integers are summed
-as 32-bit ones, complex numbers as pairs of reals, and so on, wherever that is exact.
+Unsupported dtypes are converted before the call, wherever that is exact: a rejected call can leave
+a group broken. 16-bit integers are summed as 32-bit ones, complex numbers as pairs of reals.
 """
 
 from __future__ import annotations
@@ -30,24 +31,23 @@ from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFu
 from fshard.mesh.runtimes.transport import Wire, Works
 
 _dist: Any = dist
-_all_gather = (
-    getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor
-)  # the name before torch 2.13
+# The second names are those before torch 2.13.
+_all_gather = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor
 _reduce_scatter = getattr(_dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
 
-_REDUCES_AS = {
-    **{
-        dtype: wide for dtype, wide in WIDER.items() if dtype not in (torch.float16, torch.bfloat16)
-    },
-    torch.bool: torch.uint8,
-    torch.int16: torch.int32,
-}
-"""Dtypes that the backend cannot add or compare, and one that holds the same values and that it can."""
+_REDUCES_AS = {**WIDER, torch.bool: torch.uint8, torch.int16: torch.int32}
+"""Dtypes that the backend cannot add or compare, and one with the same values that it can."""
+del _REDUCES_AS[torch.float16], _REDUCES_AS[torch.bfloat16]  # NCCL adds these itself
+
+
+# -- reductions ------------------------------------------------------------------------------------
 
 
 def _reducible(x: Tensor) -> Tensor:
     """Return the same values in a form that the backend can reduce."""
-    return torch.view_as_real(x) if x.is_complex() else x.to(_REDUCES_AS.get(x.dtype, x.dtype))
+    if x.is_complex():
+        return torch.view_as_real(x)
+    return x.to(_REDUCES_AS.get(x.dtype, x.dtype))
 
 
 def _restored(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,9 +55,9 @@ def _restored(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _reduce_operation(move: Wired) -> dist.ReduceOp.RedOpType:
-    if isinstance(move, Extreme):
-        return dist.ReduceOp.MAX if move.largest else dist.ReduceOp.MIN
-    return dist.ReduceOp.SUM
+    if not isinstance(move, Extreme):
+        return dist.ReduceOp.SUM
+    return dist.ReduceOp.MAX if move.largest else dist.ReduceOp.MIN
 
 
 def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
@@ -65,38 +65,35 @@ def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     if isinstance(move, Extreme) and x.is_floating_point():
         return (yield from _reduce_float_extreme(call, x, move))
     if isinstance(move, Extreme) and x.dtype == torch.uint64:
+        # As int64 the upper half of uint64 is negative; flipped values are in order.
         return flipped((yield from reduce(call, flipped(x), move)))
-    result, dtype = _reducible(x), x.dtype
-    result = result.clone() if result.data_ptr() == x.data_ptr() else result
+
+    dtype = x.dtype
+    result = _reducible(x)
+    if result.data_ptr() == x.data_ptr():
+        result = result.clone()  # the reduction is in place, and arguments stay
     del x  # only the copy stays alive
     yield [dist.all_reduce(result, _reduce_operation(move), call.pg, async_op=True)]
     return _restored(result, dtype)
 
 
 def _reduce_float_extreme(call: GroupCall, x: Tensor, move: Extreme) -> Wire:
-    """All-reduce to the largest or smallest, or to NaN, which the backend keeps or drops depending on the dtype."""
-    result, dtype = _reducible(x), x.dtype
+    """All-reduce to the largest or smallest, or to NaN if there is one.
+
+    The backend keeps or drops NaN depending on the dtype, so NaN is reduced beside the values.
+    """
+    dtype = x.dtype
+    result = _reducible(x)
     is_nan = result.isnan()
-    result, has_nan = (
-        result.masked_fill(is_nan, -torch.inf if move.largest else torch.inf),
-        is_nan.to(torch.uint8),
-    )
-    del x, is_nan
-    works = [dist.all_reduce(result, _reduce_operation(move), call.pg, async_op=True)]
-    yield [*works, dist.all_reduce(has_nan, dist.ReduceOp.MAX, call.pg, async_op=True)]
-    return _restored(result.masked_fill_(has_nan.bool(), torch.nan), dtype)
-
-
-def gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """All-gather. (elements,), or in place (n, elements) with this process's row -> (n, elements)"""
-    rows = x if x.ndim == 2 else x.new_empty(call.n, x.numel())
-    shard = x[call.index] if x.ndim == 2 else x
+    neutral = -torch.inf if move.largest else torch.inf
+    result = result.masked_fill(is_nan, neutral)
+    has_nan = is_nan.to(torch.uint8)
+    del x, is_nan  # only the two tensors of the calls stay alive
     yield [
-        _all_gather(
-            rows.view(-1).view(torch.uint8), shard.view(torch.uint8), call.pg, async_op=True
-        )
+        dist.all_reduce(result, _reduce_operation(move), call.pg, async_op=True),
+        dist.all_reduce(has_nan, dist.ReduceOp.MAX, call.pg, async_op=True),
     ]
-    return rows
+    return _restored(result.masked_fill_(has_nan.bool(), torch.nan), dtype)
 
 
 def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
@@ -107,32 +104,44 @@ def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
     return _restored(result, rows.dtype)
 
 
+# -- moves of bytes --------------------------------------------------------------------------------
+# Bytes, since the backend does not know every dtype.
+
+
+def gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
+    """All-gather. (elements,) -> (n, elements), or in place if `x` has a row for each process."""
+    is_in_place = x.ndim == 2
+    rows = x if is_in_place else x.new_empty(call.n, x.numel())
+    shard = x[call.index] if is_in_place else x
+    row_bytes = rows.view(-1).view(torch.uint8)
+    yield [_all_gather(row_bytes, shard.view(torch.uint8), call.pg, async_op=True)]
+    return rows
+
+
 def exchange(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
     """All-to-all: row i is sent to process i. (n, elements) -> (n, elements)"""
     result = torch.empty_like(rows)
-    flat = rows.contiguous().view(-1)
-    yield [
-        dist.all_to_all_single(
-            result.view(-1).view(torch.uint8), flat.view(torch.uint8), group=call.pg, async_op=True
-        )
-    ]
+    received = result.view(-1).view(torch.uint8)
+    sent = rows.contiguous().view(-1).view(torch.uint8)
+    yield [dist.all_to_all_single(received, sent, group=call.pg, async_op=True)]
     return result
 
 
 def permute(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (elements,): along the pairs of the move, zeros where none ends."""
+    """Send along the pairs of the move; zeros where none ends. (elements,) -> (elements,)"""
     assert isinstance(move, Permute)
-    result, sent_bytes = torch.zeros_like(x), x.view(torch.uint8)
+    result = torch.zeros_like(x)
+    received = result.view(torch.uint8)
+    sent = x.view(torch.uint8)
     messages: list[dist.P2POp] = []
-    for source, to in move.pairs:
-        if source == to == call.index:
+    for source, target in move.pairs:
+        if source == target == call.index:
             result.copy_(x)
-        elif to == call.index:
-            messages.append(
-                dist.P2POp(dist.irecv, result.view(torch.uint8), group=call.pg, group_peer=source)
-            )
+        elif target == call.index:
+            messages.append(dist.P2POp(dist.irecv, received, group=call.pg, group_peer=source))
         elif source == call.index:
-            messages.append(dist.P2POp(dist.isend, sent_bytes, group=call.pg, group_peer=to))
+            messages.append(dist.P2POp(dist.isend, sent, group=call.pg, group_peer=target))
+    # As one batch: single messages would wait for each other in a ring.
     yield dist.batch_isend_irecv(messages) if messages else []
     return result
 
@@ -141,40 +150,62 @@ def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Broadcast. (elements,) -> (elements,)"""
     assert isinstance(move, Broadcast)
     result = x.clone()
-    yield [
-        dist.broadcast(
-            result.view(torch.uint8), group=call.pg, group_src=move.source, async_op=True
-        )
-    ]
+    message = result.view(torch.uint8)
+    yield [dist.broadcast(message, group=call.pg, group_src=move.source, async_op=True)]
     return result
 
 
 def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """Exchange of unequal parts. (elements,) -> (elements,)"""
+    """Exchange unequal parts, with each process what it lacks. (elements,) -> (elements,)"""
     assert isinstance(move, PartsMove)
-    outgoing, sizes = move.parcels(x, call.index), move.expected(x, call.index)
-    sent_buffer = torch.cat([outgoing[to] for to in sorted(outgoing)]) if outgoing else x[:0]
-    result = x.new_empty(sum(sizes.values()))
-    sent = [outgoing[to].nbytes if to in outgoing else 0 for to in range(call.n)]
-    received = [sizes.get(source, 0) * x.element_size() for source in range(call.n)]
-    buffers = result.view(torch.uint8), sent_buffer.view(torch.uint8)
-    yield [dist.all_to_all_single(*buffers, received, sent, group=call.pg, async_op=True)]
-    arrived = result.split([sizes.get(source, 0) for source in range(call.n)])
-    return move.unpacked(x, call.index, {source: arrived[source] for source in sizes})
+    outgoing = move.parcels(x, call.index)
+    sizes = move.expected(x, call.index)
+
+    sent = torch.cat([outgoing[peer] for peer in sorted(outgoing)]) if outgoing else x[:0]
+    received = x.new_empty(sum(sizes.values()))
+    sent_sizes: list[int] = []
+    received_sizes: list[int] = []
+    for peer in range(call.n):
+        sent_sizes.append(outgoing[peer].nbytes if peer in outgoing else 0)
+        received_sizes.append(sizes.get(peer, 0) * x.element_size())
+    yield [
+        dist.all_to_all_single(
+            received.view(torch.uint8),
+            sent.view(torch.uint8),
+            received_sizes,
+            sent_sizes,
+            group=call.pg,
+            async_op=True,
+        )
+    ]
+
+    arrived = received.split([sizes.get(source, 0) for source in range(call.n)])
+    incoming = {source: arrived[source] for source in sizes}
+    return move.unpacked(x, call.index, incoming)
+
+
+# -- sums in the fixed tree ------------------------------------------------------------------------
 
 
 def tree_reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """All-reduce in the fixed tree: each process combines one row, then all gather the rows. (elements,) -> (elements,)"""
+    """All-reduce in the fixed tree: each process combines one row, then all gather the rows.
+
+    (elements,) -> (elements,)
+    """
     rows = torch.cat([x, x.new_zeros(-x.numel() % call.n)])
     arrived = torch.empty_like(rows)
-    # The stream waits here, not when the handle is waited for: all processes start the same operations in one order.
+    # The stream waits here, not when the handle is waited for: a gather that starts only then could
+    # start in another order on another process.
     dist.all_to_all_single(arrived.view(torch.uint8), rows.view(torch.uint8), group=call.pg)
     row = _combine_rows(arrived.view(call.n, rows.numel() // call.n), move)
     return (yield from gather(call, row, move)).view(-1)[: x.numel()]
 
 
 def tree_scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
-    """Reduce-scatter in the fixed tree: exchange rows, then combine them. (n, elements) -> (elements,)"""
+    """Reduce-scatter in the fixed tree: exchange rows, then combine them.
+
+    (n, elements) -> (elements,)
+    """
     return _combine_rows((yield from exchange(call, rows, move)), move)
 
 
@@ -184,7 +215,7 @@ def _combine_rows(rows: Tensor, move: Wired) -> Tensor:
 
 
 def _select_by_mode(usual: WireFunction, reproducible: WireFunction) -> WireFunction:
-    """Return the wire that is `reproducible` in that mode: sums in the fixed tree; else the `usual` one.
+    """Return the wire that is `reproducible` in that mode, else the `usual` one.
 
     The backend's order of summands varies with their number and size.
     """
@@ -199,22 +230,26 @@ def _select_by_mode(usual: WireFunction, reproducible: WireFunction) -> WireFunc
 WIRES: dict[str, WireFunction] = {
     "reduce": _select_by_mode(reduce, tree_reduce),
     "scatter": _select_by_mode(scatter, tree_scatter),
-    **{wire.__name__: wire for wire in (gather, exchange, permute, broadcast, parts)},
+    "gather": gather,
+    "exchange": exchange,
+    "permute": permute,
+    "broadcast": broadcast,
+    "parts": parts,
 }
 
 
 class Nccl(GroupTransport):
     """Processes connected by NCCL.
 
-    Only the waiting thread ends a collective, since a helper thread has another stream. The host sees the end of sends
-    alone, whose buffers are kept until then.
+    Only the thread that waits ends a collective, since a helper thread has another stream. The host
+    sees the end of sends alone, whose buffers are kept until then.
     """
 
     wires = WIRES
     has_streams = True
 
     def joined(self, move: Wired, xs: Sequence[Tensor]) -> Tensor:
-        """Return packed tensors as one buffer: that of the result, for a gather in place."""
+        """Return packed tensors as one buffer; for a gather in place as a row of its result."""
         if move.wire != "gather" or len(xs) == 1:
             return super().joined(move, xs)
         buffer = xs[0].new_empty(self.n, sum([len(x) for x in xs]))
@@ -229,30 +264,37 @@ class Nccl(GroupTransport):
         return call.is_send and super().is_ready(needs, call)
 
 
+# -- messages --------------------------------------------------------------------------------------
+
+
 def direction(sender: int, receiver: int) -> str:
     """Return the direction of messages between two ranks."""
     return "up" if receiver > sender else "down"
 
 
 # Note [Messages have a queue for each direction]
-# NCCL ignores tags: two ranks have one queue for all that they send and receive. A device starts to receive ahead of its
-# computation. In one queue that would block its next send, which the other end may need first:
+# NCCL ignores tags: two ranks have one queue for all that they send and receive. A device starts to
+# receive ahead of its computation. In one queue that would block its next send, which the other end
+# may need first:
 #
 #     rank 0   recv B0 (ahead), send F0           F0 is behind B0
 #     rank 1   recv F0, send B0                   B0 needs F0
 #
-# So messages to higher ranks have one group, those to lower ranks another. A queue then has the messages of one rank to
-# one other, and both start them in the same order. The groups are not bound to a device, as those of collectives are: all
-# ranks of a bound group share one queue.
+# So messages to higher ranks have one group, those to lower ranks another. A queue then has the
+# messages of one rank to one other, and both start them in the same order. The groups are not bound
+# to a device, as those of collectives are: all ranks of a bound group share one queue.
 class MessageLinks:
-    """The transports of one rank's messages, by direction; indices in them are ranks of the world."""
+    """The transports of one rank's messages, by direction; their indices are ranks of the world."""
 
     def __init__(
         self, works: Works, rank: int, device_type: str, make_group: Callable[[str], ProcessGroup]
     ) -> None:
-        self._rank, self._device_type = rank, device_type
-        groups = {name: make_group(f"messages {name}") for name in ("up", "down")}
-        self._transports = {name: Nccl(works, pg, rank, pg.size()) for name, pg in groups.items()}
+        self._rank = rank
+        self._device_type = device_type
+        self._transports: dict[str, Nccl] = {}
+        for name in ("up", "down"):
+            pg = make_group(f"messages {name}")
+            self._transports[name] = Nccl(works, pg, rank, pg.size())
         self._connected: set[tuple[int, int]] = set()
 
     def transport(self, sender: int, receiver: int) -> Nccl:
@@ -260,42 +302,64 @@ class MessageLinks:
         return self._transports[direction(sender, receiver)]
 
     def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
-        """Send a byte between members, from index to index, unless one has been sent. Both ends of a pair call it.
+        """Connect pairs of members, given as indices (sender, receiver), by a first message each.
 
-        NCCL connects two ranks in their first call, which blocks the host until the other end makes its own: if all
-        members of a ring send before they receive, none would. All ranks take pairs in one order, disjoint ones first.
+        Both ends of a pair call it. NCCL connects two ranks in their first call, which blocks the
+        host until the other end makes its own: if all members of a ring send before they receive,
+        none would.
         """
-        for pair in sorted(pairs, key=lambda pair: (min(pair) % 2, *sorted(pair), pair)):
+        for pair in sorted(pairs, key=_connection_order):
             sender, receiver = route = members[pair[0]], members[pair[1]]
-            if self._rank in route and sender != receiver and route not in self._connected:
+            is_end = self._rank in route and sender != receiver
+            if is_end and route not in self._connected:
                 self._connected.add(route)
-                byte, pg = (
-                    torch.zeros(1, dtype=torch.uint8, device=self._device_type),
-                    self.transport(*route).pg,
-                )
-                work = (
-                    pg.send([byte], receiver, 0)
-                    if self._rank == sender
-                    else pg.recv([byte], sender, 0)
-                )
-                work.wait()
+                self._send_byte(sender, receiver)
+
+    def _send_byte(self, sender: int, receiver: int) -> None:
+        """Send or receive one byte, and wait until the other end does."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._device_type)
+        pg = self.transport(sender, receiver).pg
+        if self._rank == sender:
+            pg.send([byte], receiver, 0).wait()
+        else:
+            pg.recv([byte], sender, 0).wait()
+
+
+def _connection_order(pair: tuple[int, int]) -> tuple[int, ...]:
+    """Return the key by which all ranks order pairs: neighbours at even indices first.
+
+    Of a ring of four these are 0-1, 2-3, then 1-2; disjoint pairs connect at the same time.
+    """
+    lower, upper = sorted(pair)
+    return (lower % 2, lower, upper, *pair)
+
+
+# -- hangs -----------------------------------------------------------------------------------------
 
 
 def end_hangs(works: Works, stream: Any, store: Any, stopped: Event) -> None:
-    """Mark a compute stream every second, until stopped: on NCCL the host waits for no call, so none could raise.
+    """Abort the groups if the compute stream hangs, or another process fails; until `stopped`.
 
-    If it does not reach a mark within nine tenths of the time limit (then NCCL's watchdog would end the process), or
-    another process has failed, write the calls since the mark before to stderr, and abort the groups: kernels that
-    wait for other processes end, and the next call raises.
+    Runs in a thread of its own. It marks the compute stream about once a second, since on NCCL the
+    host waits for no call, so no call could raise. If the stream does not reach a mark within nine
+    tenths of the time limit, or another process has failed, the calls since the mark before are
+    written to stderr, and the groups are aborted. Then kernels that wait for other processes end,
+    and the next call raises.
     """
+    # Before the full limit, at which NCCL's watchdog would end the process.
     limit = 0.9 * works.timeout.total_seconds()
-    since, marked, mark = 0.0, time.monotonic(), stream.record_event()
+    interval = min(1.0, limit / 20)
+    since = 0.0  # when the last mark that was reached was set
+    marked = time.monotonic()
+    mark = stream.record_event()
     with suppress(dist.DistError):  # the process with the store has ended
-        while works.error is None and not stopped.wait(min(1.0, limit / 20)):
+        while works.error is None and not stopped.wait(interval):
             if store.check(["failure"]):
                 works.error = LostProcessError(store.get("failure").decode())
             elif mark.query():
-                since, marked, mark = marked, time.monotonic(), stream.record_event()
+                since = marked
+                marked = time.monotonic()
+                mark = stream.record_event()
             elif time.monotonic() - marked > limit:
                 works.error = CollectiveTimeoutError(f"A call did not end within {limit:g} s.")
     if works.error is not None:

@@ -57,10 +57,15 @@ if TYPE_CHECKING:
 
 _C10D: Any = dist.distributed_c10d
 
+SentMessage = tuple[CallInfo, tuple[Tensor, ...]]
+"""A message of a process to itself."""
+
 
 @dataclass
 class ProcessState:
-    """The world that this process has joined. There is one: torch.distributed has one default group.
+    """The world that this process has joined.
+
+    There is one, since torch.distributed has one default group.
 
     Args:
         world: the world of processes, None before `join` and after `leave`.
@@ -90,7 +95,8 @@ class ProcessWorld:
     def __init__(self, timeout: timedelta, device_type: str) -> None:
         self.rank = dist.get_rank()
         self.timeout = timeout
-        backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+        # Such as {"cpu": "gloo", "cuda": "nccl"}, which torch writes as "cpu:gloo,cuda:nccl".
+        backends = dict([pair.split(":") for pair in dist.get_backend_config().split(",")])
         self.device_type = device_type if device_type in backends else next(iter(backends))
         self.backend = backends[self.device_type]
         # gloo sends tensors of GPUs from copies in host memory.
@@ -98,23 +104,24 @@ class ProcessWorld:
         self.peers = meet(timeout) if self._staged else Peers({}, timeout)
         self.scopes: dict[object, Scope] = {}
         self._works = Works(timeout)
+        # By the members of a group: its transport, that for host tensors beside it, torch's group.
         self._transports: dict[tuple[int, ...], Transport] = {}
         self._hosts: dict[tuple[int, ...], Transport] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._messages: MessageLinks | None = None
+        self._to_itself: dict[tuple[int, ...], deque[SentMessage]] = defaultdict(deque)
+        self.has_failed = False
         self._has_left = Event()
         self._store = open_store()
+
         if not self._staged and self.device_type == "cuda":
-            context = self._works, torch.cuda.current_stream(), self._store, self._has_left
+            stream = torch.cuda.current_stream()
+            context = (self._works, stream, self._store, self._has_left)
             Thread(target=end_hangs, args=context, name="fshard-hangs", daemon=True).start()
+        self._messages: MessageLinks | None = None
         if not self._staged:
             everyone = tuple(range(dist.get_world_size()))
             make_unbound = partial(self.make_group, everyone, backend=self.backend)
             self._messages = MessageLinks(self._works, self.rank, self.device_type, make_unbound)
-        self.has_failed = False
-        self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = (
-            defaultdict(deque)
-        )
         self._watch: Watch | None = None
         if watching():
             self._watch = Watch(self.rank, timeout, self.peers.has_gone, self._works.advance)
@@ -149,7 +156,7 @@ class ProcessWorld:
         """Return False: each device has a process."""
         return False
 
-    # -- collectives --------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def start(
         self,
@@ -171,7 +178,8 @@ class ProcessWorld:
             verify = partial(self._watch.meet, meeting)
             has_group = self._staged and group.members in self._transports
             if not self.are_near(group.members) and not has_group:
-                # Now: calls have no tags on NCCL, and to make a group all members must come.
+                # Now, not before the wait: calls have no tags on NCCL, and a group is made by all
+                # of its members together.
                 verify()
                 verify = None
 
@@ -191,7 +199,7 @@ class ProcessWorld:
         if self._watch is not None and group.size > 1:
             self._watch.meet(self._watch.start(group, call, site))
 
-    # -- messages -----------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def send(
         self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"
@@ -201,10 +209,11 @@ class ProcessWorld:
         if self._watch is not None:
             self._watch.sent(call, to)
         if to == group.index:
-            self._to_itself[group.members].append((call, tuple(x.detach().clone() for x in xs)))
+            copies = tuple([x.detach().clone() for x in xs])
+            self._to_itself[group.members].append((call, copies))
             return
         if self._staged and not xs[0].is_cpu:
-            xs = tuple(x.cpu() for x in xs)
+            xs = tuple([x.cpu() for x in xs])
         transport, index = self._transport_of_message(group, to, xs[0].device, is_send=True)
         transport.start(transport.send(xs, index, call), call)
 
@@ -227,9 +236,8 @@ class ProcessWorld:
         device = "cpu" if self._staged else likes[0].device
         make = partial(torch.empty, size, dtype=likes[0].dtype, device=device)
         transport, index = self._transport_of_message(group, source, likes[0].device)
-        return transport.start(
-            transport.receive(make, index, call), call, partial(_split_message, likes), verify
-        )
+        unpack = partial(_split_message, likes)
+        return transport.start(transport.receive(make, index, call), call, unpack, verify)
 
     def listen(
         self, like: Tensor, group: Group, source: int, arrived: SimpleQueue[tuple[int, Any]]
@@ -254,15 +262,14 @@ class ProcessWorld:
                 if isinstance(transport, Gloo):
                     # A time-out closes gloo's connections: else others wait for this process.
                     with suppress(RuntimeError):
-                        transport.pg.recv_anysource([torch.empty(1)], 0).wait(
-                            timedelta(milliseconds=1)
-                        )
+                        never = transport.pg.recv_anysource([torch.empty(1)], 0)
+                        never.wait(timedelta(milliseconds=1))
             arrived.put((source, result))
 
         Thread(target=wait, name="fshard-listener", daemon=True).start()
 
     def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
-        """Connect pairs of members, given as indices, where a first message would block: on NCCL."""
+        """Connect pairs of members, given as indices: on NCCL a first message would block."""
         if self._messages is not None:
             self._messages.connect(members, pairs)
 
@@ -272,8 +279,9 @@ class ProcessWorld:
         """Return the transport of a message on a device, and the index of its other end in it."""
         if self._messages is not None and device.type == self.device_type:
             rank = group.members[peer]
-            sender, receiver = (self.rank, rank) if is_send else (rank, self.rank)
-            return self._messages.transport(sender, receiver), rank
+            if is_send:
+                return self._messages.transport(self.rank, rank), rank
+            return self._messages.transport(rank, self.rank), rank
         return self.transport(group, device), peer
 
     def _receive_from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
@@ -290,21 +298,30 @@ class ProcessWorld:
             )
         return xs
 
-    # -- leaving ------------------------------------------------------------------------------------------------
+    # -- leaving -----------------------------------------------------------------------------------
 
     def report_failure(self, group: Group, error: BaseException) -> None:
         """Leave a group in which others may wait for this process."""
         self.has_failed = True
-        if group.size > 1 and self.are_near(group.members):
-            is_reported = isinstance(
-                error, MismatchError | LostProcessError | CollectiveTimeoutError
-            )
-            failed = f"process {self.rank} has failed: {type(error).__name__}: {error}"
-            self.transport(group).fail(error if is_reported else MismatchError(failed))
+        if group.size == 1 or not self.are_near(group.members):
+            return
+        # As a mismatch, whose text the next call of this process on the group has.
+        if not isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError):
+            text = f"process {self.rank} has failed: {type(error).__name__}: {error}"
+            error = MismatchError(text)
+        self.transport(group).fail(error)
 
+    # Note [Waiting for peers at the end]
+    # A process must not close its links while others need them: a peer copies long messages from
+    # this one's memory, and an ended process would be a lost one. So `finish` waits until each
+    # message was received, at most for the time limit. A message that a process has left without is
+    # an error of the program: that of the sender. After a failure nothing is waited for, since the
+    # others may never receive; where no socket closes visibly (NCCL) the failure is published in
+    # the store. Last all references are cleared: torch closes a connection with the last reference
+    # to it.
     def finish(self, waiting: bool) -> None:
         """End all calls; `waiting` for sent messages to arrive, and raising if some never will."""
-        calls: list[Any] = []
+        calls: list[CallInfo] = []
         if waiting:
             for messages in self._to_itself.values():
                 calls += [call for call, _ in messages]
@@ -314,22 +331,25 @@ class ProcessWorld:
         self._has_left.set()
         self.has_failed |= not waiting
         if self.has_failed and not self._staged:
+            text = f"Process {self.rank} has failed: look for its own error."
             with suppress(RuntimeError):  # the process with the store has failed
-                self._store.compare_set(
-                    "failure", "", f"Process {self.rank} has failed: look for its own error."
-                )
+                self._store.compare_set("failure", "", text)
         self.peers.close()
-        self._messages = None
+
         # A connection closes with the last reference to it, and graphs still refer to this world.
-        groups = (self._transports, self._hosts, self._groups)
-        for references in (self._to_itself, self._works.in_progress, *groups, self.scopes):
-            references.clear()
+        self._messages = None
+        self._to_itself.clear()
+        self._works.in_progress.clear()
+        self._transports.clear()
+        self._hosts.clear()
+        self._groups.clear()
+        self.scopes.clear()
         if calls and not self.has_failed:
             self.has_failed = True
             lines = sorted({str(call) for call in calls})
             raise MismatchError("\n  ".join(["Messages were sent but never received:", *lines]))
 
-    # -- groups -------------------------------------------------------------------------------------------------
+    # -- groups ------------------------------------------------------------------------------------
 
     def transport(self, group: Group, device: torch.device | None = None) -> Transport:
         """Return the transport of a group for tensors on a device; the first call makes it."""
@@ -371,12 +391,12 @@ class ProcessWorld:
 
     def axis_group(self, members: tuple[int, ...]) -> Any:
         """Return the group of torch.distributed along an axis; the first call makes it."""
-        if members not in self._groups:
+        pg = self._groups.get(members)
+        if pg is None:
             is_world = members == tuple(range(dist.get_world_size()))
-            self._groups[members] = (
-                dist.group.WORLD if is_world else self.make_group(members, "axis")
-            )
-        return self._groups[members]
+            pg = dist.group.WORLD if is_world else self.make_group(members, "axis")
+            self._groups[members] = pg
+        return pg
 
     def make_group(self, members: tuple[int, ...], purpose: str, backend: str | None = None) -> Any:
         """Make a group of torch.distributed, in its members alone.
@@ -432,7 +452,8 @@ def _unpack_results(
         rows = rows.split(widths, dim=-1) if len(widths) > 1 else (rows,)
     if device.type != rows[0].device.type:
         rows = [row.to(device) for row in rows]
-    return tuple([move.unpack(row, shape, n) for row, shape in zip(rows, shapes, strict=True)])
+    pairs = zip(rows, shapes, strict=True)
+    return tuple([move.unpack(row, shape, n) for row, shape in pairs])
 
 
 def _split_message(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
@@ -441,11 +462,11 @@ def _split_message(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...
         flat = flat.to(likes[0].device)
     if len(likes) == 1:
         return (flat.view(likes[0].shape),)
-    parts = flat.split([like.numel() for like in likes])
-    return tuple([x.view(like.shape) for x, like in zip(parts, likes, strict=True)])
+    pairs = zip(flat.split([like.numel() for like in likes]), likes, strict=True)
+    return tuple([x.view(like.shape) for x, like in pairs])
 
 
-# -- joining and leaving ----------------------------------------------------------------------------------------
+# -- joining and leaving ---------------------------------------------------------------------------
 
 
 def join(device_type: str, timeout: float | None) -> ProcessWorld:
@@ -453,7 +474,8 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
     if _state.world is not None and dist.is_initialized():
         if device_type == "cuda" and _state.world.device_type == "cpu":
             raise MeshError(
-                'device must be "cpu"; got "cuda" after a mesh of CPUs. Make the mesh of GPUs first.'
+                'device must be "cpu"; got "cuda" after a mesh of CPUs. '
+                "Make the mesh of GPUs first."
             )
         return _state.world
     limit = time_limit(timeout)
@@ -507,7 +529,7 @@ def _share_random_state(device_type: str) -> None:
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
-    """Return torch's DeviceMesh for a mesh, made once; its groups are the ones that collectives use."""
+    """Return torch's DeviceMesh for a mesh, made once; collectives use its groups."""
     torch_mesh = _state.meshes.get(mesh)
     if torch_mesh is not None:
         return torch_mesh

@@ -1,8 +1,4 @@
-"""The transports over a group of torch.distributed: what gloo and NCCL share.
-
-The tag of a message is distinct for concurrent calls and for calls that differ. So processes in different calls wait
-until the time-out instead of receiving each other's bytes. NCCL ignores tags.
-"""
+"""The transports over a group of torch.distributed: what gloo and NCCL share."""
 
 from __future__ import annotations
 
@@ -23,10 +19,22 @@ from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.runtimes.transport import Tensors, Transport, Wire, Works, as_bytes, joined
 from fshard.mesh.runtimes.watch import compare_failed
 
+# Note [Tags]
+# Calls that are in progress at a time have distinct tags, and calls that differ have, too. So
+# processes in different calls wait until the time-out, instead of receiving each other's bytes.
+# NCCL ignores tags. A tag has 31 bits, so it is positive as a 32-bit integer:
+#
+#     bit 30              29 .. 20                19 .. 0
+#     1 for a message     number of the call      lowest bits of its stamp, see Note [Stamps]
+#
+# Collectives of a group are counted from 1, messages of each route from 0. So tags below 1 << 20
+# are free for others: torch's own messages have tag 0.
 _STAMP = (1 << 20) - 1
-"""Bits of a tag that distinguish different calls; the higher bits are the number of the call."""
+"""The bits of a tag that are of the stamp."""
 MESSAGE_TAG = 1 << 30
-"""The tag of messages, to which number and stamp are added; those of collectives are smaller."""
+"""The bit of a tag that only messages have."""
+_NUMBERS = MESSAGE_TAG >> 20
+"""Numbers of calls in tags: a call has the tag of an equal one only after 1,023 others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +58,20 @@ class GroupTransport(Transport):
     def __init__(self, works: Works, pg: ProcessGroup, index: int, n: int) -> None:
         super().__init__(works, index, n)
         self.pg = pg
-        self._numbers = cycle(range(1, MESSAGE_TAG // (_STAMP + 1)))
+        self._numbers = cycle(range(1, _NUMBERS))
+        # The numbers of messages to come, by peer and direction.
         self.messages: dict[tuple[int, bool], Iterator[int]] = defaultdict(
-            lambda: cycle(range(MESSAGE_TAG // (_STAMP + 1)))
+            lambda: cycle(range(_NUMBERS))
         )
 
     def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
         return self.wires[move.wire](self.numbered(call), self.joined(move, xs), move)
 
     def numbered(self, call: CallInfo) -> GroupCall:
-        """Return what the wire of a collective needs: its number is in the tag."""
+        """Return what the wire of a collective needs: see Note [Tags]."""
         number = next(self._numbers)
         call.meeting = f"{self.pg.group_name}/{number}", call.group.members
-        tag = number * (_STAMP + 1) + (call.stamp & _STAMP)
+        tag = number << 20 | call.stamp & _STAMP
         return GroupCall(self.pg, self.index, self.n, tag)
 
     def joined(self, move: Wired, xs: Sequence[Tensor]) -> Tensor:
@@ -80,16 +89,13 @@ class GroupTransport(Transport):
         return buffer
 
     def _message_tag(self, peer: int, call: CallInfo) -> int:
-        """Return the tag of a message: its number between the two processes, and its stamp."""
-        number, ranks = (
-            next(self.messages[peer, call.is_send]),
-            dist.get_process_group_ranks(self.pg),
-        )
-        route = (
-            (ranks[self.index], ranks[peer]) if call.is_send else (ranks[peer], ranks[self.index])
-        )
+        """Return the tag of a message to or from a peer: see Note [Tags]."""
+        number = next(self.messages[peer, call.is_send])
+        ranks = dist.get_process_group_ranks(self.pg)
+        local, remote = ranks[self.index], ranks[peer]
+        route = (local, remote) if call.is_send else (remote, local)
         call.meeting = f"{self.pg.group_name}/{route}/{number}", route
-        return MESSAGE_TAG + number * (_STAMP + 1) + (call.stamp & _STAMP)
+        return MESSAGE_TAG | number << 20 | call.stamp & _STAMP
 
     def wait(self, needs: Sequence[Any], timeout: timedelta) -> None:
         """Wait for operations; the backend's threads advance the others."""

@@ -1,9 +1,17 @@
 """Transports, which carry the calls of one group of processes, and works, the calls in progress.
 
-A *wire* is a generator: it starts messages, yields what it waits for, and returns the result. So every algorithm is
-written sequentially, yet can be started now and finished later. Collectives, sends and receives are wires; a `Work` is
-one that was started, and is advanced by whichever thread waits. A thread that waits for one work advances all others,
-or gives them to the helpers of their transports. So works may be waited for in any order.
+A *wire* is a generator: it starts messages, yields what it waits for, and returns the result. So
+every algorithm is written sequentially, yet can be started now and finished later. Collectives,
+sends and receives are wires. A `Work` is a wire that was started, and is advanced by any thread
+that waits. Here a process waits for the second of two collectives of two rounds each:
+
+    start A    A: round 1
+    start B    B: round 1
+    B.wait()   A: round 2    B: round 2    the result of B
+    A.wait()   the result of A
+
+A thread that waits for one work advances all others, or gives them to the helper threads of their
+transports. So processes may wait for their works in different orders.
 """
 
 from __future__ import annotations
@@ -36,8 +44,12 @@ LOST = (
 )
 """Error texts of backends for a lost peer."""
 
+# Note [Unlimited sends]
+# A message may wait for its receiver without a limit: the receiver may compute for hours before it
+# receives. A time-out would also close all of gloo's connections. Where the sender itself waits for
+# its messages, when it leaves the world, the usual limit holds: see `Works.finish_sends`.
 UNLIMITED = timedelta(days=30)
-"""A message may wait for its receiver as long as it likes."""
+"""The time limit of a send."""
 
 Tensors = tuple[Tensor, ...]
 Wire = Generator[Sequence[Any], None, Any]
@@ -45,18 +57,20 @@ Wire = Generator[Sequence[Any], None, Any]
 
 
 class Transport:
-    """The processes of one group, as a backend connects them; the caller is the one at `index` of `n`.
+    """The processes of one group, as a backend connects them; the caller has `index` of `n`.
 
     A transport knows tensors and processes, and nothing of trees, autograd, ledgers or scopes.
     """
 
     lock: AbstractContextManager[Any] = nullcontext()
-    """The lock to hold while a wire takes a step."""
+    """The lock to hold while a wire takes a step: see Note [Order of locks]."""
     has_streams: ClassVar[bool] = False
     """True if works run on the streams of a device."""
 
     def __init__(self, works: Works, index: int, n: int) -> None:
-        self.works, self.index, self.n = works, index, n
+        self.works = works
+        self.index = index
+        self.n = n
 
     def start(
         self,
@@ -67,51 +81,66 @@ class Transport:
     ) -> Work:
         """Start a wire of this transport; `unpack` makes the results.
 
-        `verify` raises, before the result is waited for, unless all make the same call.
+        `verify` raises, before the result is waited for, unless all processes make the same call.
         """
         works = self.works
         works.recent.append((time.monotonic(), call))
         if works.in_progress:
             works.hand_over()
+
         work = Work(self, wire, call, unpack, verify)
         works.in_progress[work] = None
         try:
-            with work.advancing, self.lock:
+            with work.lock, self.lock:
                 work.needs = next(wire)
         except StopIteration as stopped:
             work.end(stopped.value)
         except BaseException as error:
             work.fail(error)
         if verify is None:
-            works.advance()  # others may wait for this process, which may not wait for anything soon
+            # Others may wait for this process, which may not wait for anything soon. With `verify`
+            # nothing advances before the calls are known to be equal.
+            works.advance()
         return work
 
-    # -- the wires --------------------------------------------------------------------------------------------------
+    # -- the wires ---------------------------------------------------------------------------------
 
     def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
-        """Return the wire of a collective on packed tensors of one dtype; it returns as many, or their concatenation."""
+        """Return the wire of a collective on packed tensors of one dtype.
+
+        It returns as many tensors, or their concatenation.
+        """
         raise NotImplementedError
 
     def send(self, xs: Tensors, to: int, call: CallInfo) -> Wire:
-        """Return the wire that sends tensors to the process at an index. After its first step they may change."""
+        """Return the wire that sends tensors to the process at an index.
+
+        The tensors may change after its first step.
+        """
         raise NotImplementedError
 
     def receive(self, make: Callable[[], Tensor], source: int, call: CallInfo) -> Wire:
-        """Return the wire that receives the next message of the process at an index, into a new buffer."""
+        """Return the wire that receives the next message of the process at an index.
+
+        `make` returns the new buffer that it is received into.
+        """
         raise NotImplementedError
 
-    # -- what they wait for -----------------------------------------------------------------------------------------
+    # -- the waits of wires ------------------------------------------------------------------------
 
     def wait(self, needs: Sequence[Any], timeout: timedelta) -> None:
         """Wait for what a wire has yielded."""
         raise NotImplementedError
 
     def is_ready(self, needs: Sequence[Any], call: CallInfo) -> bool:
-        """Return True if what a wire has yielded is complete; False also if that is unknown without waiting."""
+        """Return True if what a wire has yielded is complete.
+
+        False also if that is unknown without waiting.
+        """
         raise NotImplementedError
 
     def helper(self, call: CallInfo) -> Helper | None:
-        """Return the helper thread that advances a work while nothing waits for it, if it needs one."""
+        """Return the helper thread that advances a work while no thread waits for it, if any."""
         return None
 
     def fail(self, error: BaseException) -> None:
@@ -122,11 +151,20 @@ class Transport:
 
 
 def joined(xs: Sequence[Tensor]) -> Tensor:
-    """Return packed tensors as one contiguous buffer."""
+    """Return packed tensors as one contiguous buffer, with a stride of 1."""
     x = xs[0]
     if len(xs) == 1:
-        return x.contiguous()
-    buffer = empty((*x.shape[:-1], sum([x.shape[-1] for x in xs])), x.dtype) if x.is_cpu else None
+        x = x.contiguous()
+        if x.stride(-1) != 1:
+            # A dim of one element or none is contiguous whatever its stride, such as 0 of the
+            # gradient of x.sum(). But torch refuses to view it as bytes.
+            x = x.as_strided(x.shape, (x.shape[-1], 1)[-x.ndim :])
+        return x
+
+    buffer = None
+    if x.is_cpu:
+        length = sum([x.shape[-1] for x in xs])
+        buffer = empty((*x.shape[:-1], length), x.dtype)
     return torch.cat([*xs], dim=-1, out=buffer)
 
 
@@ -140,21 +178,26 @@ class Works:
 
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
-        self.in_progress: dict[Work, None] = {}
+        self.in_progress: dict[Work, None] = {}  # a set in order
+        # For the text of an error on NCCL, where the host does not know which calls have ended.
         self.recent: deque[tuple[float, CallInfo]] = deque(maxlen=64)
         self.error: FshardError | None = None
 
     def hand_over(self, waited_for: Work | None = None) -> None:
-        """Give works to helpers, where they need one: before another one starts or is waited for."""
+        """Give works to helpers, where they need one: before another starts or is waited for."""
         for work in [*self.in_progress]:
             if work is not waited_for:
                 work.hand_over()
 
     def advance(self) -> bool:
-        """Step the works that can; return True if one has stepped."""
+        """Advance each work that can take a step; return True if one could."""
         if not self.in_progress:
             return False
-        return sum([work.try_step() for work in [*self.in_progress]]) > 0
+        has_stepped = False
+        for work in [*self.in_progress]:
+            if work.try_step():
+                has_stepped = True
+        return has_stepped
 
     def finish_sends(self) -> list[CallInfo]:
         """Wait until all messages have been received; return those that were not."""
@@ -165,10 +208,25 @@ class Works:
         return [work.call for work in sends if not work.is_done]
 
 
+# Note [Order of locks]
+# A work's lock is held by the thread that advances its wire, a transport's lock by the thread that
+# takes a step of any wire of it. The order is
+#
+#     lock of one work  ->  lock of the transport
+#
+# and never back: a step must not touch the lock of a work. A thread that has the lock of one work
+# only tries for the locks of others (`try_step`, `hand_over`) and skips a work that another thread
+# advances. If it waited for these locks, two threads that wait for A and B, and advance each
+# other's work meanwhile, would deadlock.
+
+
 # Note [Buffers belong to one stream]
-# The allocator reuses freed memory in the order of the stream that it was allocated on. So a wire on a device takes all
-# its steps on the stream of its start, whichever thread waits. A waiter on another stream waits for that one, and the
-# results, which it may read for longer, are not reused before it has.
+# The allocator reuses freed memory in the order of the stream that it was allocated on. So a wire
+# on a device takes all its steps on the stream of its start, whichever thread waits. A waiter on
+# another stream waits for that one, and the results, which it may read for longer, are not reused
+# before it has.
+
+
 class Work:
     """A started wire. Its buffers are local variables of the generator, until it ends."""
 
@@ -180,23 +238,32 @@ class Work:
         unpack: Callable[[Any], Tensors],
         verify: Callable[[], None] | None,
     ) -> None:
-        self.call, self._transport, self._wire = call, transport, wire
-        self._unpack, self._verify = unpack, verify
+        self.call = call
+        self.lock = Lock()  # held by the thread that advances the wire: see Note [Order of locks]
         self.needs: Sequence[Any] = ()
-        self._result: Any = None
         self.is_done = False
+        self._transport = transport
+        self._wire = wire
+        self._unpack = unpack
+        self._verify = verify
+        self._result: Any = None
         self._error: BaseException | None = None
-        self._ended: Event | None = None
-        self.advancing = Lock()  # held by the thread that advances the wire
-        has_streams = transport.has_streams and torch.cuda.is_initialized()
-        self._stream = torch.cuda.current_stream() if has_streams else None
+        self._helper_ended: Event | None = None  # set once a helper runs the wire
+        self._stream = None
+        if transport.has_streams and torch.cuda.is_initialized():
+            self._stream = torch.cuda.current_stream()
 
     def wait(self) -> Tensors:
-        """Return the results, for use on the caller's stream: see Note [Buffers belong to one stream]."""
-        if self._stream is None or self._stream == (
-            stream := torch.cuda.current_stream(self._stream.device)
-        ):
+        """Return the results, for use on the caller's stream.
+
+        See Note [Buffers belong to one stream].
+        """
+        if self._stream is None:
             return self._finish_wire()
+        stream = torch.cuda.current_stream(self._stream.device)
+        if self._stream == stream:
+            return self._finish_wire()
+
         with torch.cuda.stream(self._stream):
             results = self._finish_wire()
         stream.wait_stream(self._stream)
@@ -205,50 +272,61 @@ class Work:
         return results
 
     def _finish_wire(self) -> Tensors:
-        """Run it to its end, or wait for the thread that does; unpack the result."""
+        """Run the wire to its end, or wait for the helper that does; unpack the result."""
         works = self._transport.works
         if len(works.in_progress) > 1 or self._verify is not None:
             works.hand_over(self)
+        if self._verify is not None:
             self._verify_call()
-        with self.advancing:
-            if self._ended is None:
+
+        with self.lock:
+            if self._helper_ended is None:
                 self._run_wire()
-        if self._ended is not None:
-            self._ended.wait(works.timeout.total_seconds() if self.call.is_send else None)
+        if self._helper_ended is not None:
+            # Without the lock, which the helper needs.
+            limit = works.timeout.total_seconds() if self.call.is_send else None
+            self._helper_ended.wait(limit)
         if self._error is not None:
             raise self._error
-        result, self._result = self._result, None  # freed as soon as it is unpacked
+
+        result = self._result
+        self._result = None  # this work may outlive the wait, and the packed result must not
         return self._unpack(result)
 
     def _verify_call(self) -> None:
-        """Raise unless all make this call; and end the wire then, unless a helper runs it, whose error the group raises."""
-        verify, self._verify = self._verify, None
+        """Raise unless all processes make this call; then end the wire, unless a helper runs it."""
+        verify = self._verify
+        self._verify = None
         try:
             if verify is not None:
                 verify()
         except BaseException as error:
-            if self._error is None and not self.is_done and self.advancing.acquire(blocking=False):
+            # A helper's wire ends by itself: the group is left, so it raises there.
+            is_running = self._error is None and not self.is_done
+            if is_running and self.lock.acquire(blocking=False):
                 try:
                     self.fail(error)
                 finally:
-                    self.advancing.release()
+                    self.lock.release()
             raise
 
     def hand_over(self) -> None:
-        """Give it to its transport's helper, if that has one; unless a thread waits for it already."""
+        """Give the wire to the transport's helper, if any, unless a thread advances it already."""
         helper = self._transport.helper(self.call)
-        if helper is not None and self.advancing.acquire(blocking=False):
+        if helper is not None and self.lock.acquire(blocking=False):
             try:
-                self._ended = self._ended or helper.submit(self._run_in_helper)
+                if self._helper_ended is None:
+                    self._helper_ended = helper.submit(self._run_in_helper)
             finally:
-                self.advancing.release()
+                self.lock.release()
 
     def _run_in_helper(self) -> None:
-        """Run it; an error is raised where it is waited for."""
-        with self.advancing, suppress(BaseException):
+        """Run the wire to its end; an error is raised in the thread that waits."""
+        with self.lock, suppress(BaseException):
             self._run_wire()
 
     def _run_wire(self) -> None:
+        # See Note [Unlimited sends].
         timeout = UNLIMITED if self.call.is_send else self._transport.works.timeout
         while not self.is_done:
             if self._error is not None:
@@ -260,21 +338,22 @@ class Work:
             self._step_wire()
 
     def try_step(self) -> bool:
-        """Step if what it waits for is complete; return True if so. Errors are raised where it is waited for."""
-        if not self.advancing.acquire(blocking=False):
+        """Advance the wire if what it waits for is complete; return True if so.
+
+        An error is raised in the thread that waits.
+        """
+        if not self.lock.acquire(blocking=False):
             return False
         try:
-            if (
-                self.is_done
-                or self._error is not None
-                or not self._transport.is_ready(self.needs, self.call)
-            ):
+            if self.is_done or self._error is not None:
+                return False
+            if not self._transport.is_ready(self.needs, self.call):
                 return False
             with suppress(Exception):
                 self._step_wire()
             return True
         finally:
-            self.advancing.release()
+            self.lock.release()
 
     def _step_wire(self) -> None:
         """Run the wire to where it waits next, or to its end."""
@@ -288,7 +367,9 @@ class Work:
 
     def end(self, result: Any) -> None:
         """Keep the result until it is waited for."""
-        self._result, self.needs, self.is_done = result, (), True
+        self._result = result
+        self.needs = ()
+        self.is_done = True
         self._transport.works.in_progress.pop(self, None)
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -298,30 +379,33 @@ class Work:
         self._transport.fail(error)
         try:
             self._error = self._explained_error(error)
-        except BaseException as raised:
-            self._error = raised
+        except BaseException as explanation:
+            self._error = explanation
         if self._error is error:
             raise error
         raise self._error from error
 
     def _explained_error(self, error: BaseException) -> BaseException:
-        """Return the error to raise for one of a wire: a time-out or a lost peer is an error of its own."""
+        """Return the error to raise: a time-out or a lost peer is an error of its own."""
         works = self._transport.works
         if works.error is not None:
             return works.error
         if not isinstance(error, RuntimeError) or isinstance(error, FshardError):
             return error
+
         self._transport.explain(self.call)
-        text, first = str(error), str(error).splitlines()[0] if str(error) else ""
+        text = str(error)
+        first_line = text.splitlines()[0] if text else ""
         if "imed out" in text or "imeout" in text:
             return CollectiveTimeoutError(
-                f"{self.call} did not end within {works.timeout.total_seconds():g} s: another process of the group has not "
-                f"made the same call. Run with FSHARD_CHECK=1 to see where each process is. ({first})"
+                f"{self.call} did not end within {works.timeout.total_seconds():g} s: another "
+                "process of the group has not made the same call. Run with FSHARD_CHECK=1 to see "
+                f"where each process is. ({first_line})"
             )
-        if any(word in text for word in LOST):
+        if any(lost in text for lost in LOST):
             return LostProcessError(
-                f"{self.call} cannot end: another process of the group has failed or ended. Its own error is the one to "
-                f"look for. ({first})"
+                f"{self.call} cannot end: another process of the group has failed or ended. Its "
+                f"own error is the one to look for. ({first_line})"
             )
         error.add_note(f"in {self.call}")
         return error
@@ -332,19 +416,24 @@ Task = tuple[Callable[[], None], Event, bool]
 
 
 class Helper:
-    """Runs tasks in order, in a thread that starts with the first and ends with the last reference to the helper."""
+    """Runs tasks in order, in a thread that starts with the first task.
+
+    The thread ends with the last reference to the helper.
+    """
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
-        self._started = False
+        self._is_started = False
 
     def submit(self, task: Callable[[], None]) -> Event:
         """Queue a task that raises nothing; return an event that is set when it has ended."""
-        if not self._started:
-            self._started = True
-            Thread(
+        if not self._is_started:
+            self._is_started = True
+            # The thread refers to the queue alone: a reference to the helper would keep it forever.
+            thread = Thread(
                 target=_run_queue, args=(self._tasks,), name="fshard-helper", daemon=True
-            ).start()
+            )
+            thread.start()
             finalize(self, self._tasks.put, None)
         ended = Event()
         self._tasks.put((task, ended, torch.is_inference_mode_enabled()))
@@ -352,9 +441,11 @@ class Helper:
 
 
 def _run_queue(tasks: SimpleQueue[Task | None]) -> None:
+    """Run tasks until there is None."""
     while (item := tasks.get()) is not None:
-        task, ended, inference = item
-        with torch.inference_mode(inference):
+        task, ended, is_inference = item
+        # Outside of inference mode torch refuses to write to tensors that were made in it.
+        with torch.inference_mode(is_inference):
             task()
-        del task, item
+        del task, item  # else the buffers of this wire would live until the next task
         ended.set()

@@ -1,16 +1,16 @@
 """The virtual runtime: a thread per device, of which exactly one runs at a time.
 
-The running thread has the *baton*. In a collective it adds its tensors; the last device of the group to arrive
-computes the result for all, by the move's definition on lists, and continues. A device that must wait wakes the next
-one that can run. So a run is deterministic, including the order of prints and random draws, needs no locks, and a
-deadlock is detected immediately: no device can run.
+The running thread has the *baton*. In a collective it adds its tensors; the last device of the
+group to arrive computes the result for all, by the move's definition on lists, and continues. A
+device that must wait wakes the next one that can run. So a run is deterministic, including the
+order of prints and random draws, and needs no locks. A deadlock is detected immediately: no device
+can run.
 
     device 0   F--psum.............===F         F start, = running again with the result,
     device 1      F--psum........==F            . waiting
     device 2         F--psum====F  (last to arrive: computes, continues)
 
-Each device has its own random state, initially the caller's: devices draw equal numbers until they seed differently,
-as equally seeded processes do.
+Each device has its own random state: see Note [Baton and random states].
 """
 
 from __future__ import annotations
@@ -61,14 +61,24 @@ class VirtualCall(NamedTuple):
 
     def text_at(self, site: Site) -> str:
         """Describe the call of a device at a line."""
-        axes = ", ".join(f'"{axis}"' for axis in self.axes)
-        text = f"{named(describe(self.move), self.purpose)} over {axes} of {_describe_values(self.signature)}"
-        return f"{text}{site.given} at {site}"
+        name = named(describe(self.move), self.purpose)
+        axes = ", ".join([f'"{axis}"' for axis in self.axes])
+        values = _describe_values(self.signature)
+        return f"{name} over {axes} of {values}{site.given} at {site}"
 
 
 @dataclass(slots=True)
 class CollectiveSlot:
-    """One collective of one group, filling up as its devices arrive."""
+    """One collective of one group, filling up as its devices arrive.
+
+    Args:
+        call: the collective, as the first device calls it.
+        n: the size of the group.
+        values: the tensors of each index that has arrived.
+        sites: the line of each index that has arrived.
+        waiting: the devices to wake when the results are there.
+        results: the results of each index, once all have arrived.
+    """
 
     call: VirtualCall
     n: int
@@ -93,7 +103,7 @@ class Arrival:
             self.slot.waiting.append(self.device)
             self.world.park(self.device, self)
         results = self.slot.results[self.index]
-        self.slot.results[self.index] = ()  # so that nothing outlives its last use
+        self.slot.results[self.index] = ()  # the slot outlives the last use of these tensors
         return results
 
     def __str__(self) -> str:
@@ -112,19 +122,21 @@ class Parcel:
     purpose: Purpose
 
     def __str__(self) -> str:
-        source = self.world.name(self.route[0])
-        values = f"{named(_describe_values(_signature(self.likes)), self.purpose)}{self.site.given}"
-        return f"recv of {values} from {source} at {self.site}"
+        sender = self.world.name(self.route[0])
+        values = named(_describe_values(_signature(self.likes)), self.purpose)
+        return f"recv of {values}{self.site.given} from {sender} at {self.site}"
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Park until the message is there, and open it."""
+        """Park until the message is there; raise unless it is the one expected."""
         world = self.world
         while not world.mail[self.route]:
             world.listening[self.route] = self.device
             world.park(self.device, self)
+
         message = world.mail[self.route].popleft()
-        expected = _signature(self.likes), self.purpose, self.site.leaves
-        if (_signature(message.tensors), message.purpose, message.site.leaves) != expected:
+        expected = (_signature(self.likes), self.purpose, self.site.leaves)
+        actual = (_signature(message.tensors), message.purpose, message.site.leaves)
+        if actual != expected:
             raise MismatchError(
                 f"{world.name(self.device)} expects {self}, but received {message}."
                 + uneven(self.purpose, message.purpose)
@@ -133,7 +145,7 @@ class Parcel:
 
 
 class VirtualMessage(NamedTuple):
-    """A message between virtual devices: its tensor, its sender and its purpose."""
+    """A message between virtual devices: its tensors, its sender and its purpose."""
 
     tensors: tuple[Tensor, ...]
     purpose: Purpose
@@ -145,6 +157,24 @@ class VirtualMessage(NamedTuple):
         return f"{values}{self.site.given} sent by {self.sender} at {self.site}"
 
 
+# Note [Baton and random states]
+# Exactly one thread of a run is awake. It gives the baton to another one in two places: `park`,
+# where a device must wait, and `_finish_device`. So the state of a run needs no lock, but only the
+# thread with the baton may change it, and the baton must not be given twice:
+#
+#     device 0   runs   park(0): wake(1) ......... awake again: runs on
+#     device 1          ....... runs   park(1): wake(0) ..............
+#
+# torch's default generator is one for all threads. So the generator has the state of the device
+# with the baton: `park` saves the state of its device before it wakes another, and sets it again
+# when it is awake. All devices begin with one state, so that `torch.randn(...)` is one global value
+# on all of them until they seed differently, as for equally seeded processes.
+#
+#     generator    device 0: r0 -> r1     device 1: r0 -> r1     device 0: r1 -> r2
+#
+# The caller continues with the state of device 0, as a process does.
+
+
 class VirtualWorld(OneProcessWorld):
     """The threads of one run and their shared state."""
 
@@ -154,11 +184,11 @@ class VirtualWorld(OneProcessWorld):
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.mail: dict[tuple[int, int], deque[VirtualMessage]] = defaultdict(deque)
-        self.listening: dict[tuple[int, int], int] = {}
+        self.listening: dict[tuple[int, int], int] = {}  # the devices that wait for a message
         self._slots: dict[object, deque[CollectiveSlot]] = defaultdict(deque)
         self._ready = deque(range(1, mesh.size))  # the next device to run; device 0 begins
         self._status: list[Arrival | Parcel | str] = ["has not started"] * mesh.size
-        self._unfinished = dict.fromkeys(range(mesh.size))
+        self._unfinished = dict.fromkeys(range(mesh.size))  # a set in order
         self._random: list[Tensor] = []
         self._failure: tuple[int, BaseException] | None = None
         self._stopping = False
@@ -168,26 +198,36 @@ class VirtualWorld(OneProcessWorld):
         """Return False: each device has a thread."""
         return False
 
-    # -- the run ------------------------------------------------------------------------------------------------
+    # -- the run -----------------------------------------------------------------------------------
 
     def run(
         self, body: Callable[[int], Any], random: Tensor | None = None, *, keep: bool = True
     ) -> list[Any]:
-        """Run `body(device)` on every device and return the results; raise the error of the first device that fails.
+        """Run `body(device)` on every device and return the results.
 
-        Devices begin with the caller's random state, and the caller continues with device 0's. With the state `random`
-        of an earlier run, devices begin with that, and the caller's is unchanged. With `keep`, threads stay for the
-        next run.
+        Raise the error of the first device that fails.
+
+        Args:
+            body: the program of a device.
+            random: the random state of an earlier run, with which devices begin then; the caller's
+                is unchanged. By default they begin with the caller's, who continues with that of
+                device 0: see Note [Baton and random states].
+            keep: let the threads stay for the next run.
         """
         if self.mesh.size == 1:
             return [self._run_single_device(body, random)]
-        results, program = [None] * self.mesh.size, [body]
-        kind, state = self.mesh.device_type, ThreadState.capture(self.mesh.device_type)
+
+        kind = self.mesh.device_type
+        state = ThreadState.capture(kind)
         with writing_to(active()):  # a thread of autograd has none of its own: see `active`
             contexts = [copy_context() for _ in range(self.mesh.size)]
-        before = random_state(kind)
-        self._random = [before if random is None else random] * self.mesh.size
-        threads = self._threads = DeviceThreads.idle() if keep else DeviceThreads()
+        random_before = random_state(kind)
+        begin = random_before if random is None else random
+        self._random = [begin] * self.mesh.size
+        threads = DeviceThreads.idle() if keep else DeviceThreads()
+        self._threads = threads
+        program = [body]
+        results: list[Any] = [None] * self.mesh.size
 
         def run_device(device: int) -> None:
             try:
@@ -202,7 +242,7 @@ class VirtualWorld(OneProcessWorld):
                         if has_open_modes():
                             threads.reusable = False
                     if device == 0:
-                        self._random[0] = random_state(kind)  # with which the caller continues
+                        self._random[0] = random_state(kind)
             except BaseException as error:
                 self._stop_with_error(device, error)
             self._finish_device(device)
@@ -212,18 +252,21 @@ class VirtualWorld(OneProcessWorld):
                 threads.run(device_names(self.mesh), run_device, stop=self._stop, keep=keep)
         finally:
             self._is_over = True
-        set_random_state(kind, self._random[0] if random is None else before)
+        set_random_state(kind, self._random[0] if random is None else random_before)
+
         if self._failure is not None:
             self._raise_error_of(*self._failure)
         self._check_nothing_left()
-        after = [*results]
-        for values in (results, program):
-            values.clear()  # a thread that is about to sleep may still have the list
-        return after
+        # A thread that is about to sleep may still have `run_device`, and with it these lists.
+        returned = [*results]
+        results.clear()
+        program.clear()
+        return returned
 
     def _run_single_device(self, body: Callable[[int], Any], random: Tensor | None) -> Any:
         """Run a single device in the caller's own thread, with all its processors."""
-        before = random_state(self.mesh.device_type) if random is not None else None
+        kind = self.mesh.device_type
+        random_before = random_state(kind) if random is not None else None
         self._ready.clear()
         try:
             with (
@@ -232,39 +275,44 @@ class VirtualWorld(OneProcessWorld):
                 torch.set_grad_enabled(torch.is_grad_enabled()),
             ):
                 if random is not None:
-                    set_random_state(self.mesh.device_type, random)
+                    set_random_state(kind, random)
                 result = body(0)
         except Exception as error:
             self._raise_error_of(0, error)
         finally:
             self._is_over = True
-            if before is not None:
-                set_random_state(self.mesh.device_type, before)
+            if random_before is not None:
+                set_random_state(kind, random_before)
         self._check_nothing_left()
         return result
 
     def _raise_error_of(self, device: int, error: BaseException) -> NoReturn:
+        # These errors name the devices themselves.
         if not isinstance(error, DeadlockError | MismatchError | PromiseError):
             error.add_note(f"raised on {self.name(device)} of {self.mesh}")
         if "Nested forward mode AD" in str(error):
             error.add_note(
-                "torch has one forward-mode level per process, and the devices share it: use torch.func.jvp, jacfwd or hessian"
+                "torch has one forward-mode level per process, and the devices share it: use "
+                "torch.func.jvp, jacfwd or hessian"
             )
         raise error
 
     def _stop_with_error(self, device: int, error: BaseException) -> None:
         if self._failure is None and not isinstance(error, Stopped):
-            self._failure = device, error
+            self._failure = (device, error)
         self._stop()
 
     def _stop(self) -> None:
         """Let every device unwind when it is woken."""
         self._stopping = True
 
-    # -- the baton ----------------------------------------------------------------------------------------------
+    # -- the baton ---------------------------------------------------------------------------------
 
     def park(self, device: int, pending: Arrival | Parcel) -> None:
-        """Wake the next device, and sleep until this one is woken."""
+        """Wake the next device, and sleep until this one is woken.
+
+        The order is that of Note [Baton and random states].
+        """
         self._status[device] = pending
         if not self._ready:
             raise self._deadlock_error()
@@ -277,7 +325,10 @@ class VirtualWorld(OneProcessWorld):
         self._status[device] = "is running"
 
     def _finish_device(self, device: int) -> None:
-        """Wake the next device, which unwinds if the run is stopped; end the run if this was the last one."""
+        """Wake the next device, or end the run if this was the last one.
+
+        If the run is stopped, the devices unwind one after another.
+        """
         self._status[device] = "has finished"
         del self._unfinished[device]
         if not self._unfinished:
@@ -285,33 +336,39 @@ class VirtualWorld(OneProcessWorld):
             return
         if not self._ready and not self._stopping:
             self._stop_with_error(device, self._deadlock_error())
-        self._threads.wake(
-            next(iter(self._unfinished)) if self._stopping else self._ready.popleft()
-        )
+        if self._stopping:
+            self._threads.wake(next(iter(self._unfinished)))
+        else:
+            self._threads.wake(self._ready.popleft())
 
     def _deadlock_error(self) -> DeadlockError:
-        texts = [
-            status if isinstance(status, str) else f"waits in {status}" for status in self._status
-        ]
-        lines = [(self.name(device), text) for device, text in enumerate(texts)]
+        lines: list[tuple[str, str]] = []
+        for device, status in enumerate(self._status):
+            text = status if isinstance(status, str) else f"waits in {status}"
+            lines.append((self.name(device), text))
         return DeadlockError(
-            f"No device of {self.mesh} can go on: {len(self._unfinished)} of {self.mesh.size} wait, the others have "
-            f"finished.\n{_table_of_devices(lines)}\nEvery device of a group must call the same collectives in the same order."
+            f"No device of {self.mesh} can go on: {len(self._unfinished)} of {self.mesh.size} "
+            f"wait, the others have finished.\n{_table_of_devices(lines)}\n"
+            "Every device of a group must call the same collectives in the same order."
         )
 
-    # -- collectives --------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def current(self) -> VirtualWorld:
-        """Return the run that the calling thread is a device of: gradients may be taken in a later run than this."""
+        """Return the run that the calling thread is a device of.
+
+        A gradient may be taken in a later run than its forward, and then has collectives there.
+        """
         scope = here()
         if scope is not None and isinstance(scope.world, VirtualWorld):
             return scope.world
-        if (
-            self._is_over
-        ):  # but for that, autograd changes threads in deeply nested checkpoints; the baton stays
+        # During the run there may be no scope either: autograd changes threads in deeply nested
+        # checkpoints, while the baton stays.
+        if self._is_over:
             raise ScopeError(
-                "A collective of a virtual mesh was differentiated outside the function that called it. Take the "
-                "gradient inside, or pass the tensors through shard_map's arguments and results."
+                "A collective of a virtual mesh was differentiated outside the function that "
+                "called it. Take the gradient inside, or pass the tensors through shard_map's "
+                "arguments and results."
             )
         return self
 
@@ -328,42 +385,48 @@ class VirtualWorld(OneProcessWorld):
             raise Stopped
         if group.size == 1:
             return Done(tuple([move.meaning([x])[0].clone() for x in xs]))
-        index, slots = group.index, self._slots[group.key]
+
+        # Devices may start several collectives before they wait, so a group may have several slots.
+        index = group.index
+        slots = self._slots[group.key]
         call = VirtualCall(move, _signature(xs), group.axes, purpose, site.leaves)
         slot = next((slot for slot in slots if index not in slot.values), None)
         if slot is None:
             slot = CollectiveSlot(call, group.size)
             slots.append(slot)
-        elif call != slot.call or (
-            (scope := here()) and scope.checked and site not in slot.sites.values()
-        ):
+        elif call != slot.call:
             self._raise_mismatch(slot, call, group, site)
+        else:
+            scope = here()
+            if scope is not None and scope.checked and site not in slot.sites.values():
+                self._raise_mismatch(slot, call, group, site)
+
         slot.values[index] = xs
         slot.sites[index] = site
         if len(slot.values) == slot.n:
             slots.remove(slot)
             slot.results = _compute_results(slot)
-            slot.values = {}
+            slot.values = {}  # arguments must not live as long as results
             self._ready.extend(slot.waiting)
         return Arrival(self, slot, index, group.device)
 
     def _raise_mismatch(
         self, slot: CollectiveSlot, call: VirtualCall, group: Group, site: Site
     ) -> NoReturn:
-        lines = [
-            (group.member(index), slot.call.text_at(slot.sites[index])) for index in slot.values
-        ]
-        lines.append((group.device, call.text_at(site)))
-        hint = " Only the lines differ: if that is meant, check=False." if call == slot.call else ""
+        lines = [(group.device, call.text_at(site))]
+        for index in slot.values:
+            lines.append((group.member(index), slot.call.text_at(slot.sites[index])))
+        table = _table_of_devices([(self.name(device), text) for device, text in sorted(lines)])
+        hint = ""
+        if call == slot.call:
+            hint = " Only the lines differ: if that is meant, check=False."
         raise MismatchError(
             f"The devices of one group of {self.mesh} met in one collective with different calls.\n"
-            + _table_of_devices([(self.name(device), text) for device, text in sorted(lines)])
-            + "\nEvery device of a group must call the same collectives in the same order, on equal shapes, dtypes and trees."
-            + hint
-            + uneven(call.purpose, slot.call.purpose)
+            f"{table}\nEvery device of a group must call the same collectives in the same order, "
+            f"on equal shapes, dtypes and trees.{hint}{uneven(call.purpose, slot.call.purpose)}"
         )
 
-    # -- messages -----------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def send(
         self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"
@@ -371,9 +434,10 @@ class VirtualWorld(OneProcessWorld):
         """Put copies into the mail; the sender runs on."""
         if self._stopping:
             raise Stopped
-        route = group.device, group.member(to)
-        copies = tuple(x.detach().clone() for x in xs)
-        self.mail[route].append(VirtualMessage(copies, purpose, self.name(route[0]), site))
+        route = (group.device, group.member(to))
+        copies = tuple([x.detach().clone() for x in xs])
+        message = VirtualMessage(copies, purpose, self.name(group.device), site)
+        self.mail[route].append(message)
         if route in self.listening:
             self._ready.append(self.listening.pop(route))
 
@@ -388,24 +452,29 @@ class VirtualWorld(OneProcessWorld):
         """Request the next message of the device at index `source`."""
         if self._stopping:
             raise Stopped
-        route = group.member(source), group.device
-        return Parcel(self, route, route[1], likes, site, purpose)
+        route = (group.member(source), group.device)
+        return Parcel(self, route, group.device, likes, site, purpose)
 
     def _check_nothing_left(self) -> None:
-        incomplete = [slot for slots in self._slots.values() for slot in slots]
-        if incomplete:
-            lines = [slot.call.text_at(site) for slot in incomplete for site in slot.sites.values()]
+        lines: set[str] = set()
+        for slots in self._slots.values():
+            for slot in slots:
+                lines.update([slot.call.text_at(site) for site in slot.sites.values()])
+        if lines:
             raise MismatchError(
                 "Collectives were started, but not by all devices of their group:\n  "
-                + "\n  ".join(sorted(set(lines)))
+                + "\n  ".join(sorted(lines))
             )
-        unreceived = [str(message) for box in self.mail.values() for message in box]
+
+        unreceived: list[str] = []
+        for messages in self.mail.values():
+            unreceived += map(str, messages)
         if unreceived:
             raise MismatchError(
                 "Messages were sent but never received:\n  " + "\n  ".join(unreceived)
             )
 
-    # -- words --------------------------------------------------------------------------------------------------
+    # -- words -------------------------------------------------------------------------------------
 
     def name(self, device: int) -> str:
         """Return a device's coordinates, for messages and as the name of its thread."""
@@ -415,25 +484,28 @@ class VirtualWorld(OneProcessWorld):
 @lru_cache(maxsize=64)
 def device_names(mesh: Mesh) -> list[str]:
     """Return each device's coordinates in words: `device (data=0, model=1)`."""
-    coordinates = (mesh.coordinates(device).items() for device in range(mesh.size))
-    return [
-        "device (" + ", ".join(f"{axis}={coordinate}" for axis, coordinate in each) + ")"
-        for each in coordinates
-    ]
+    names: list[str] = []
+    for device in range(mesh.size):
+        coordinates = mesh.coordinates(device).items()
+        text = ", ".join([f"{axis}={coordinate}" for axis, coordinate in coordinates])
+        names.append(f"device ({text})")
+    return names
 
 
 def _table_of_devices(lines: list[tuple[str, str]]) -> str:
     """Write a line per device; equal consecutive lines are merged, first to last."""
     merged: list[tuple[str, str, str]] = []
     for name, text in lines:
+        first = name
         if merged and merged[-1][2] == text:
-            merged[-1] = (merged[-1][0], name, text)
-        else:
-            merged.append((name, name, text))
-    return "\n".join(
-        f"  {first if first == last else f'{first} to {last}'}: {text}"
-        for first, last, text in merged
-    )
+            first, _, _ = merged.pop()
+        merged.append((first, name, text))
+
+    rows: list[str] = []
+    for first, last, text in merged:
+        names = first if first == last else f"{first} to {last}"
+        rows.append(f"  {names}: {text}")
+    return "\n".join(rows)
 
 
 def _signature(xs: tuple[Tensor, ...]) -> Signature:
@@ -441,23 +513,24 @@ def _signature(xs: tuple[Tensor, ...]) -> Signature:
 
 
 def _describe_values(signature: Signature) -> str:
-    return ", ".join(f"{dtype_name(dtype)}{list(shape)}" for shape, dtype in signature)
+    return ", ".join([f"{dtype_name(dtype)}{list(shape)}" for shape, dtype in signature])
 
 
 def _compute_results(slot: CollectiveSlot) -> list[tuple[Tensor, ...]]:
     """Compute the results of every device, in tensors that share no memory with any argument.
 
-    Results that occur twice or are arguments are copied: lazily on the CPU, until one of the two is written to.
+    Results that occur twice or are arguments are copied. On the CPU the copy is lazy, until one of
+    the two is written to.
     """
     columns: list[list[Tensor]] = []
-    with (
-        torch.no_grad() if torch.is_grad_enabled() else nullcontext()
-    ):  # autograd sees a different view
+    # Autograd does not record this, since a collective is one node of its graph on each device.
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         for number in range(len(slot.call.signature)):
             arguments = [slot.values[index][number] for index in range(slot.n)]
-            column, ids = list[Tensor](), {*map(id, arguments)}
+            seen = {*map(id, arguments)}
+            column: list[Tensor] = []
             for result in slot.call.move.meaning(arguments):
-                column.append(result.clone() if id(result) in ids else result)
-                ids.add(id(result))
+                column.append(result.clone() if id(result) in seen else result)
+                seen.add(id(result))
             columns.append(column)
     return list(zip(*columns, strict=True))

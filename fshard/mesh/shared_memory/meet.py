@@ -25,48 +25,71 @@ from fshard.mesh.shared_memory.peers import Peer, Peers
 def meet(timeout: timedelta) -> Peers:
     """Find the other processes of this machine; a collective of the world.
 
-    Returns none if one of them may not read the memory of another.
+    Returns none if one of them may not read the memory of another. The processes meet in four
+    steps:
+
+        1. all-gather a table: machine, process, and a random token with its address
+        2. each reads the token of its local predecessor, which a process may or may not permit
+        3. all-gather whether it could: from then on, all listen
+        4. each connects to the local processes of higher ranks, and accepts those of lower ranks
     """
-    rank, libc = dist.get_rank(), _libc()
-    token = torch.tensor(
-        [secrets.randbits(62)]
-    )  # a process that can read this can read this process's memory
+    rank = dist.get_rank()
+    libc = _libc()
+    # A process that can read this can read this process's memory.
+    token = torch.tensor([secrets.randbits(62)])
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        table = _all_gather(
-            [_machine_id() if libc is not None else 0, os.getpid(), int(token), token.data_ptr()]
-        )
-        names = [f"\0fshard-{pid}-{secret}" for _, pid, secret, _ in table]
-        local_ranks = [peer for peer, row in enumerate(table) if row[0] == table[rank][0] != 0]
-        if local_ranks:
-            listener.bind(names[rank])
+        machine = _machine_id() if libc is not None else 0
+        table = _all_gather([machine, os.getpid(), int(token), token.data_ptr()])
+        local_ranks: list[int] = []
+        if machine:
+            local_ranks = [peer for peer, row in enumerate(table) if row[0] == machine]
+            listener.bind(_socket_name(table[rank]))
             listener.listen(len(local_ranks))
             listener.settimeout(timeout.total_seconds())
-        can_read = len(local_ranks) > 1 and _can_read(
-            libc, table[local_ranks[local_ranks.index(rank) - 1]]
-        )
-        verdicts = _all_gather([can_read])  # from now on, all listen
+
+        can_read = False
+        if len(local_ranks) > 1:
+            predecessor = local_ranks[local_ranks.index(rank) - 1]
+            can_read = _can_read(libc, table[predecessor])
+        verdicts = _all_gather([can_read])
         if not local_ranks or not all(verdicts[peer][0] for peer in local_ranks):
             return Peers({}, timeout)
-        ends: dict[int, socket.socket] = {}
-        for peer in local_ranks:
-            if peer > rank:
-                ends[table[peer][1]] = end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                end.connect(names[peer])
-        awaited = {table[peer][1] for peer in local_ranks if peer < rank}
-        while awaited:
-            end, _ = listener.accept()
-            pid, _, _ = struct.unpack(
-                "3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            )
-            if pid in awaited:  # any process may connect
-                awaited.remove(pid)
-                ends[pid] = end
-    peers = {
-        peer: Peer(peer, table[peer][1], ends[table[peer][1]], libc)
-        for peer in local_ranks
-        if peer != rank
-    }
+        ends = _connect(listener, rank, {peer: table[peer] for peer in local_ranks})
+
+    peers: dict[int, Peer] = {}
+    for peer, end in ends.items():
+        _, pid, _, _ = table[peer]
+        peers[peer] = Peer(peer, pid, end, libc)
     return Peers(peers, timeout, libc)
+
+
+def _connect(
+    listener: socket.socket, rank: int, rows: dict[int, list[int]]
+) -> dict[int, socket.socket]:
+    """Connect this process to the others of its machine, whose rows of the table these are."""
+    ends: dict[int, socket.socket] = {}
+    awaited: dict[int, int] = {}  # ranks by process
+    for peer, row in rows.items():
+        if peer > rank:
+            ends[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ends[peer].connect(_socket_name(row))
+        elif peer < rank:
+            _, pid, _, _ = row
+            awaited[pid] = peer
+
+    while awaited:
+        end, _ = listener.accept()
+        credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid, _, _ = struct.unpack("3i", credentials)
+        if pid in awaited:  # any process may connect
+            ends[awaited.pop(pid)] = end
+    return {peer: ends[peer] for peer in rows if peer != rank}
+
+
+def _socket_name(row: list[int]) -> str:
+    """Return the name of a process's socket, in Linux's namespace without files."""
+    _, pid, token, _ = row
+    return f"\0fshard-{pid}-{token}"
 
 
 def _all_gather(numbers: list[int]) -> list[list[int]]:
@@ -81,7 +104,8 @@ def _can_read(libc: Any, row: list[int]) -> bool:
     """Return True if this process can read the token of another, whose row of the table this is."""
     _, pid, token, address = row
     value = array("q", [0])
-    target, source = array("q", [value.buffer_info()[0], 8]), array("q", [address, 8])
+    target = array("q", [value.buffer_info()[0], 8])
+    source = array("q", [address, 8])
     count = libc.process_vm_readv(pid, target.buffer_info()[0], 1, source.buffer_info()[0], 1, 0)
     return count == 8 and value[0] == token
 
@@ -93,27 +117,25 @@ def _libc() -> Any:
     libc: Any = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "process_vm_readv") or not rings.are_supported(libc):
         return None
-    word = ctypes.c_ulong
+
+    address, word = ctypes.c_void_p, ctypes.c_ulong
     libc.process_vm_readv.restype = ctypes.c_ssize_t
-    libc.process_vm_readv.argtypes = [
-        ctypes.c_int,
-        ctypes.c_void_p,
-        word,
-        ctypes.c_void_p,
-        word,
-        word,
-    ]
-    with suppress(
-        OSError
-    ):  # permit siblings to read this process's memory, where Yama permits only parents
+    libc.process_vm_readv.argtypes = [ctypes.c_int, address, word, address, word, word]
+    # Where Yama permits only parents to read a process's memory, permit siblings to read this
+    # one's.
+    with suppress(OSError):
         if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
-            set_ptracer, any_process = 0x59616D61, ctypes.c_ulong(-1)
+            set_ptracer = 0x59616D61
+            any_process = ctypes.c_ulong(-1)
             libc.prctl(set_ptracer, any_process, 0, 0, 0)
     return libc
 
 
 def _machine_id() -> int:
-    """Return a number that is equal for the processes that can meet: on one machine, in one container, of one user."""
+    """Return a number that is equal for the processes that can meet, 0 where that is unknown.
+
+    They are on one machine, in one container, of one user.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net", "user")]

@@ -1,12 +1,20 @@
 """A ring of messages in memory shared by two processes: one writer, one reader, no system calls.
 
-    words      HEAD  bytes written so far  TAIL  bytes read so far   ASLEEP  the reader sleeps   CLOSED  the writer left
+    words      HEAD      bytes written so far
+               TAIL      bytes read so far
+               ASLEEP    the number of threads of the reader that sleep
+               CLOSED    1 once the writer has left
                RECEIVED  messages of `send` that `recv` has returned so far
-    records    key, address, size, stamp, and the bytes themselves where the address is INSIDE
+    records    key, address, size, stamp; then the bytes themselves, where the address is INSIDE
 
-A record is published by the one write that advances HEAD, after it has been written: x86 makes writes visible in that
-order. Before a reader sleeps it sets ASLEEP and then makes all processors complete their writes (membarrier), so a
-later writer sees that it must wake the reader.
+Both ends count bytes without end; the place of a byte is its number modulo SIZE. Here A, B and C
+with 64 bytes each were written to a ring of SIZE 256, and A was read before C was written:
+
+    0                96               192        256
+    | C              | B              | skipped  |        HEAD 352, TAIL 96
+
+A record is published by the one write that advances HEAD, after it has been written: x86 makes
+writes visible in that order.
 """
 
 from __future__ import annotations
@@ -25,22 +33,37 @@ INSIDE, READ = 0, 1
 """Values of a record's address: the bytes are inside; or, as a reply, they have been read."""
 
 HEAD, TAIL, ASLEEP, CLOSED, RECEIVED = 0, 8, 16, 24, 32
-"""Offsets of the words, each in its own cache line."""
+"""Indices of the words of 8 bytes: each has a cache line of 64 bytes of its own."""
 _RECORDS = 4096
+"""Offset of the records: the words have a page of their own."""
 _RECORD = struct.Struct("=QQQQ")
 _GRAIN = _RECORD.size
+"""Records begin at multiples of their own size, so one always fits before the end of the ring."""
 _SKIP = (1 << 64) - 1
+"""The key of a record that fills the end of the ring."""
 _MEMBARRIER, _FENCE, _REGISTER = 324, 2, 4
+"""The system call membarrier, its commands GLOBAL_EXPEDITED and REGISTER_GLOBAL_EXPEDITED.
+
+The barrier holds for all processes that have registered.
+"""
 
 
 class RingMessage(NamedTuple):
-    """A record that has been read: an address (or INSIDE, or READ), a size, a stamp, and the address of bytes inside."""
+    """A record that has been read.
+
+    Args:
+        address: of the bytes in the writer's memory, or INSIDE, or READ.
+        size: number of bytes.
+        stamp: of the call, see Note [Stamps].
+        inside: the address of bytes inside.
+        copy: the memory of these bytes, once they have left the ring.
+    """
 
     address: int
     size: int
     stamp: int
     inside: int
-    copy: Any = None  # the memory of these bytes, once they have left the ring
+    copy: Any = None
 
 
 class Ring:
@@ -53,34 +76,54 @@ class Ring:
         self._position = 0
 
 
+# Note [Sleeping readers]
+# A reader that sleeps is woken by a byte in a socket, which costs the writer a system call, so it
+# sends one only if it must. No wake-up is lost if both write first and look then:
+#
+#     reader    ASLEEP = 1, fence, look at HEAD, sleep if it is unchanged
+#     writer    advance HEAD, look at ASLEEP, wake the reader if it is set
+#
+# A processor may delay a write beyond a later read. The fence (membarrier) makes all processors
+# complete their writes, so the writer needs none: either the reader sees HEAD, or the writer
+# ASLEEP.
+
+
 class RingWriter(Ring):
     """The end that writes messages."""
 
     def __init__(self, file: int, wake: Callable[[], None]) -> None:
         super().__init__(file)
-        self._wake, self._tail = wake, 0
+        self._wake = wake
+        self._tail = 0  # TAIL when it was last needed
 
     def put(self, key: int, address: int, size: int, stamp: int, source: int | None = None) -> bool:
-        """Write a message, with the bytes at the address `source` inside; return False if there is no space."""
-        position, length = (
-            self._position,
-            _GRAIN if source is None else _GRAIN + (size + _GRAIN - 1 & -_GRAIN),
-        )
+        """Write a message, with the bytes at the address `source` inside.
+
+        Return False if there is no space.
+        """
+        length = _GRAIN
+        if source is not None:
+            length += -(-size // _GRAIN) * _GRAIN
+        position = self._position
         offset = position & SIZE - 1
-        if length > SIZE - offset:  # records are contiguous: the rest of the ring is skipped
+        is_wrapped = length > SIZE - offset  # a record is contiguous, so the ring's end is skipped
+        if is_wrapped:
             position += SIZE - offset
-        if position + length - self._tail > SIZE:
+        end = position + length
+        if end - self._tail > SIZE:
             self._tail = self.words[TAIL]
-            if position + length - self._tail > SIZE:
+            if end - self._tail > SIZE:
                 return False
-        if position != self._position:
+
+        if is_wrapped:
             _RECORD.pack_into(self._memory, _RECORDS + offset, _SKIP, 0, 0, 0)
             offset = 0
         _RECORD.pack_into(self._memory, _RECORDS + offset, key, address, size, stamp)
         if source is not None:
             ctypes.memmove(self._base + offset + _GRAIN, source, size)
-        self._position = self.words[HEAD] = position + length
-        if self.words[ASLEEP]:
+        self._position = end
+        self.words[HEAD] = end
+        if self.words[ASLEEP]:  # after HEAD: see Note [Sleeping readers]
             self._wake()
         return True
 
@@ -97,16 +140,17 @@ class RingWriter(Ring):
 class RingReader(Ring):
     """The end that reads messages."""
 
-    _last_record: tuple[int, int] | None = None
+    _last_record: tuple[int, int] | None = None  # key and length
 
     def __init__(self, file: int) -> None:
         super().__init__(file)
         self.inbox: dict[int, RingMessage] = {}
 
     def receive_until(self, key: int | None) -> bool:
-        """Move received messages to the inbox, up to the one with this key; return True if that one is there.
+        """Move received messages to the inbox, up to the one with this key.
 
-        Its bytes stay in the ring until the next read, since they are used immediately.
+        Return True if that one is there. Its bytes stay in the ring until the next read, since they
+        are used immediately.
         """
         inbox = self.inbox
         while key not in inbox:
@@ -114,19 +158,26 @@ class RingReader(Ring):
             if self.words[HEAD] == position:
                 return False
             offset = position & SIZE - 1
-            number, address, size, stamp = _RECORD.unpack_from(self._memory, _RECORDS + offset)
-            if number == _SKIP:
+            record = _RECORD.unpack_from(self._memory, _RECORDS + offset)
+            record_key, address, size, stamp = record
+            if record_key == _SKIP:
                 self._position = self.words[TAIL] = position + SIZE - offset
                 continue
-            length = _GRAIN + (size + _GRAIN - 1 & -_GRAIN if address == INSIDE else 0)
-            inbox[number] = RingMessage(address, size, stamp, self._base + offset + _GRAIN)
-            self._last_record = number, length
+            length = _GRAIN
+            if address == INSIDE:
+                length += -(-size // _GRAIN) * _GRAIN
+            inbox[record_key] = RingMessage(address, size, stamp, self._base + offset + _GRAIN)
+            self._last_record = (record_key, length)
         return True
 
     def _leave_last_record(self) -> int:
-        """Leave the last record, with a copy of its bytes if they have not been taken; return where the next one is."""
+        """Give the space of the last record back; return the position of the next one.
+
+        If its bytes have not been taken, its message gets a copy of them.
+        """
         if self._last_record is not None:
-            (key, length), self._last_record = self._last_record, None
+            key, length = self._last_record
+            self._last_record = None
             message = self.inbox.get(key)
             if message is not None and message.address == INSIDE:
                 copy = (ctypes.c_char * message.size)()
@@ -139,9 +190,11 @@ class RingReader(Ring):
     @property
     def is_filled(self) -> bool:
         """True if the ring has a message that is not in the inbox."""
-        return self.words[HEAD] != self._position + (
-            self._last_record[1] if self._last_record is not None else 0
-        )
+        position = self._position
+        if self._last_record is not None:
+            _, length = self._last_record
+            position += length
+        return self.words[HEAD] != position
 
     @property
     def is_closed(self) -> bool:

@@ -17,6 +17,7 @@ from fshard.mesh.runtimes.buffers import SMALLEST, empty
 from fshard.mesh.runtimes.gloo import Gloo
 from fshard.mesh.runtimes.nccl import Nccl
 from fshard.mesh.runtimes.process import ProcessWorld
+from fshard.mesh.runtimes.transport import joined
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.transforms.agreement import reduce_rows
@@ -312,6 +313,17 @@ def test_groups_made_by_some_processes_only_do_not_hang():
         run_processes(make_groups_unevenly, 4, environment={"FSHARD_DIRECT": "0"}, timeout=40)
         == expected
     )
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 1)])
+def test_expanded_elements_are_packed_with_a_stride_of_one(shape):
+    """The gradient of `x.sum()` for one element: torch refuses to view it as bytes."""
+    x = torch.arange(1.0, 4.0).to(torch.bfloat16)[: shape[0]]
+    x = x.unsqueeze(0).expand(1, -1).t() if len(shape) == 2 else x[:1].sum().expand(shape)
+    assert x.is_contiguous() and x.stride(-1) != 1
+    packed = joined([x])
+    assert torch.equal(packed, x)
+    assert packed.view(torch.uint8).shape == (*shape[:-1], 2 * shape[-1])
 
 
 def test_buffer_pool_free_buffer_is_reused():

@@ -4,12 +4,16 @@ import os
 import socket
 import threading
 import time
+import tracemalloc
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
+from fshard.mesh.runtimes.transport import Works
 from fshard.mesh.shared_memory import meet
 from fshard.mesh.shared_memory.peers import Peer, Peers
+from fshard.mesh.shared_memory.transport import SharedMemory
 
 pytestmark = pytest.mark.skipif(
     meet._libc() is None, reason="this system does not read other processes' memory"
@@ -88,3 +92,15 @@ def test_message_of_a_process_that_has_ended_is_received(link):
     peers = Peers({1: peer}, timedelta(seconds=5), meet._libc())
     peers.wait([(peer, 1)], lambda: False)
     assert 1 in peer.incoming.inbox
+
+
+def test_numbers_of_calls_take_no_memory():
+    transport = SharedMemory(Works(timedelta(1)), Peers({}, timedelta(1)), (0,), 0)
+    tracemalloc.start()
+    try:
+        for _ in range(10_000):
+            transport._message_exchange(0, SimpleNamespace(is_send=True))
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size < 10_000
