@@ -1,7 +1,7 @@
 """The interpreter: every device runs the actions of its row of a schedule.
 
     F   receive the inputs of the stage, call the stage, send its outputs
-    B   receive the gradients of the outputs, run the backward of F, send the gradients of the inputs
+    B   receive the gradients of the outputs, run the backward of F, send those of the inputs
     I   as B, but without the gradients of the weights
     W   compute the gradients of the weights
 
@@ -39,11 +39,11 @@ from fshard.source import Site
 class StageWork(Protocol):
     """The functions behind the actions of one device's stages in one step.
 
-    F: `first_input`, `run_stage`, and of the last stage `evaluate_loss`, which returns None if there
-    is no loss function. B, I and W: `cotangent` of the loss, and the gradients of weights, which are
-    read at `edges` and passed to `add_gradients`. If `may_accumulate` returns True, autograd adds
-    them to the `.grad` of the weights in place instead. `outcome` is broadcast to all devices at the
-    end of the row.
+    F: `first_input`, `run_stage`, and of the last stage `evaluate_loss`, which returns None if
+    there is no loss function. B, I and W: `cotangent` of the loss, and the gradients of weights,
+    which are read at `edges` and passed to `add_gradients`. If `may_accumulate` returns True,
+    autograd adds them to the `.grad` of the weights in place instead. `outcome` is broadcast to all
+    devices at the end of the row.
     """
 
     def first_input(self, microbatch: int) -> PyTree: ...
@@ -209,7 +209,7 @@ class StageDevice:
         return outputs
 
     def _validate_skips(self, stage: int, y: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
-        """Return the result of a stage and the skips that it sends; raise unless it returns both."""
+        """Return the result of a stage and the skips that it sends; raise unless y has both."""
         names = self.route.skips[stage]
         is_pair = isinstance(y, tuple) and len(y) == 2
         if not is_pair or not isinstance(y[1], dict) or y[1].keys() != names:

@@ -171,7 +171,10 @@ def add_gradients(
 
 
 def tree_mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the mean of numbers in 64 bits, added in the fixed tree; rows of weight 0 may be nan."""
+    """Return the mean of numbers in 64 bits, added in the fixed tree.
+
+    Rows of weight 0 may be nan.
+    """
     stack = torch.stack([*rows]).double()
     factors = torch.tensor(weights, dtype=stack.dtype, device=stack.device)
     factors = factors.reshape(-1, *[1] * (stack.ndim - 1))

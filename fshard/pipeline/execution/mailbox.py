@@ -53,7 +53,7 @@ class _TensorLike(NamedTuple):
 
 
 class _Buffer(NamedTuple):
-    """The tensors of a message that are sent together: their indices, and placeholders like them."""
+    """The tensors of a message that are sent together: their indices, and placeholders."""
 
     indices: Sequence[int]
     placeholders: tuple[Tensor, ...]
@@ -218,7 +218,7 @@ class Mailbox:
     # -- forms -------------------------------------------------------------------------------------
 
     def _form_key(self, message: Message, target: int) -> Hashable:
-        """Return a key of all messages with the same form: those of microbatches of equal shapes."""
+        """Return a key of all messages with one form: those of microbatches of equal shapes."""
         shapes = self._keys[message.microbatch] if message.microbatch >= 0 else tuple(self._keys)
         return target, message.kind, message.wire, shapes
 

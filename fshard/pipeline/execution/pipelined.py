@@ -76,10 +76,10 @@ def pipelined(
             describes itself.
 
     The function's `params` are a tree per stage, of which a device needs its own; floating tensors
-    in it are trained, except Parameters that do not require grad. `microbatches` are trees, the same
-    on all devices; their shapes may differ. Each counts for its number of rows, or for its entry in
-    `weights`. Only the first stage and the loss function read them; elsewhere a tensor may be a
-    placeholder: `x.new_empty(()).expand(x.shape)` takes no memory.
+    in it are trained, except Parameters that do not require grad. `microbatches` are trees, the
+    same on all devices; their shapes may differ. Each counts for its number of rows, or for its
+    entry in `weights`. Only the first stage and the loss function read them; elsewhere a tensor may
+    be a placeholder: `x.new_empty(()).expand(x.shape)` takes no memory.
 
     >>> import fshard as fs
     >>> schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n", name="1f1b")

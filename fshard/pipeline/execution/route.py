@@ -1,9 +1,9 @@
 """The messages that a schedule needs.
 
-A *wire* leads from a stage to a later one: values are sent along it, and their gradients back. Every
-stage has one to the next; *skips* have names. All devices have the full schedule, so each derives
-which messages it receives from another one, first to last: a message is sent as soon as it is
-computed, and received when it is needed.
+A *wire* leads from a stage to a later one: values are sent along it, and their gradients back.
+Every stage has one to the next; *skips* have names. All devices have the full schedule, so each
+derives which messages it receives from another one, first to last: a message is sent as soon as it
+is computed, and received when it is needed.
 
     device 0    0F0  0F1  0B0  0B1        sends the result of stage 0 for microbatch 0, then for 1
     device 1    1F0  1B0  1F1  1B1        receives them in this order, and sends two gradients
@@ -66,8 +66,8 @@ class Route:
     """A schedule with its messages.
 
     `actions` are those of each device, and `receives` the messages that each receives from each
-    other one; `pairs` are the devices that send and receive. `skips` has the names of the skips that
-    each stage sends, `split` the backwards in two halves, by stage and microbatch.
+    other one; `pairs` are the devices that send and receive. `skips` has the names of the skips
+    that each stage sends, `split` the backwards in two halves, by stage and microbatch.
 
     Args:
         schedule: placement and actions.
@@ -83,9 +83,9 @@ class Route:
 
         wires = [Wire(stage, stage + 1) for stage in range(schedule.stages - 1)]
         wires += [Wire(source, target, name) for name, (source, target) in skips.items()]
-        # From the last receiver to the first: a stage accumulates the gradients of its outputs in
-        # this order, as one backward of the full model does. Of the wires to one stage, the one from
-        # the stage before it stays the first.
+        # From the last receiver to the first: a stage accumulates the gradients of its outputs so,
+        # as one backward of the full model does. Of the wires to one stage, the one from the stage
+        # before it stays the first.
         wires.sort(key=lambda wire: wire.target, reverse=True)
         self._outgoing: list[list[Wire]] = [[] for _ in range(schedule.stages)]
         self._incoming: list[list[Wire]] = [[] for _ in range(schedule.stages)]
@@ -154,5 +154,6 @@ def _validate_skips(schedule: Schedule, skips: Mapping[str, tuple[int, int]]) ->
             errors.append(f'"{name}": {ends}')
     if errors:
         raise ValueError(
-            f"skips must lead to a later stage of 0..{schedule.stages - 1}; got {'; '.join(errors)}."
+            f"skips must lead to a later stage of 0..{schedule.stages - 1}; "
+            f"got {'; '.join(errors)}."
         )

@@ -1,4 +1,4 @@
-"""A backward in two halves: I, the gradients of a stage's inputs, and later W, those of its weights.
+"""A backward in two halves: I, the gradients of a stage's inputs, and later W, of its weights.
 
 In I a matrix product computes the gradient of its input, and the gradient of its output is kept; in
 W a backward begins at the product, for the weights below it.

@@ -214,9 +214,10 @@ def zero_bubble_h2(name: str, placement: Placement, microbatches: int) -> Schedu
 
 
 def zero_bubble_v(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """Zero bubble in a V: no device is idle once it has begun; the peak is that of 1F1B's first device.
+    """Zero bubble in a V: no device is idle once it has begun.
 
-    The last stage is on the same device as the first, so backwards begin where forwards do.
+    The peak is that of the first device of 1F1B. The last stage is on the same device as the first,
+    so backwards begin where forwards do.
 
     device 0   F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 I0 w2 W0 f3 i3 I1 w3 W1 f4 i4 I2 w4 I3 W2 I4 W3 W4
     device 1   .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 I0 w1 F4 W0 f3 i2 I1 w2 W1 f4 i3 I2 i4 I3 w3 I4 W2 w4 W3 W4
@@ -244,7 +245,9 @@ def v_half(name: str, placement: Placement, microbatches: int) -> Schedule:
 
 
 def v_min(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """V-min: the shortest path in a V has a third of zbv's peak, and about two thirds of the bubble of 1F1B.
+    """V-min: the shortest path in a V has a third of zbv's peak.
+
+    Its bubble is about two thirds of that of 1F1B.
 
     device 0   F0 F1 F2 .  .  .  .  f0 i0 w0 .  .  f1 i1 w1 I0 F3 W0 .  f2 i2 I1 w2 W1 .  f3 i3 I2 w3 W2 .  .  .  I3 W3
     device 1   .  F0 F1 F2 .  .  f0 .  .  i0 w0 f1 .  .  I0 i1 W0 w1 f2 F3 I1 i2 W1 w2 f3 .  I2 i3 W2 w3 .  .  I3 W3
@@ -260,7 +263,7 @@ def v_min(name: str, placement: Placement, microbatches: int) -> Schedule:
 
 
 def dualpipe_v(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """Run forwards of one stage beside backwards of the other, so that one can compute while the other sends.
+    """Run forwards of one stage beside backwards of the other: one computes while the other sends.
 
     Eight steps, as DeepSeek published them; W is the oldest weight gradient that is left. Fewer
     microbatches than two for each device are the first ones of a longer schedule.
@@ -343,7 +346,7 @@ def _place_in_loops(name: str, stages: int, devices: int | None) -> Placement:
 
 
 def _place_in_v(name: str, stages: int, devices: int | None) -> Placement:
-    """Place two stages on each device in a V; of an odd number of stages the first device has one."""
+    """Place two stages on each device in a V; of an odd number the first device has one."""
     half = (stages + 1) // 2
     if devices is not None and devices != half:
         raise ValueError(

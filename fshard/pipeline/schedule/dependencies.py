@@ -71,7 +71,7 @@ class Dependencies:
             the actions that have run, in a topological order; and of each device that is stuck, the
             action that cannot start.
         """
-        order: list[int] = []
+        topological_order: list[int] = []
         has_ended = bytearray(len(self.actions))
         position = self.begin[:-1]  # of each device, the next action
         waits: dict[int, Wait] = {}
@@ -94,11 +94,11 @@ class Dependencies:
                 partner = self.partner.get(number)
                 ended = [number] if partner is None else [number, partner]
                 for action in ended:
-                    order.append(action)
+                    topological_order.append(action)
                     has_ended[action] = True
                     position[self.device[action]] += 1
                     ready += sleepers.pop(action, ())
-        return order, waits
+        return topological_order, waits
 
     def _missing(
         self, number: int, position: Sequence[int], has_ended: Sequence[int]

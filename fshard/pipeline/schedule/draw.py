@@ -242,7 +242,7 @@ def _makespan(events: Events) -> Number:
 
 
 def _unit(events: Events) -> Number:
-    """Return the time per column: that of the shortest action, but at least a quarter of the median.
+    """Return the time per column: the shortest action, but at least a quarter of the median.
 
     So one action that takes almost no time does not make all others very wide.
     """

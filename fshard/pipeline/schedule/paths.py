@@ -9,9 +9,9 @@ before it. A path has *legs*: each visits all devices, with a number of ticks fr
     device 1      F0       F1 B0 -- F2 B1 --    B2 --
     device 2         F0 B0 -- F1 B1 -- F2 B2 --
 
-Each device keeps the order of its actions in the drawing, and no times. A shorter path has a lower
-peak of activations, a longer one a smaller bubble at both ends (Qi et al., "Pipeline Parallelism
-with Controllable Memory").
+Times only sort the actions of each row, and are dropped. A shorter path has a lower peak of
+activations, a longer one a smaller bubble at both ends (Qi et al., "Pipeline Parallelism with
+Controllable Memory").
 """
 
 from __future__ import annotations

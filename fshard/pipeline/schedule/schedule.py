@@ -31,7 +31,7 @@ class Schedule(ScheduleRows):
     """
 
     def verify(self) -> Proof:
-        """Prove that the schedule can run; otherwise raise a `ScheduleError` that draws all errors."""
+        """Prove that the schedule can run; else raise a `ScheduleError` that draws all errors."""
         return verify(self)
 
     def simulate(self, **costs: Any) -> Simulation:

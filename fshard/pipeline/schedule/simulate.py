@@ -175,8 +175,8 @@ def simulate(
         Kind.REDUCE: reductions,
     }
 
-    graph, order = verify_and_order(schedule)
-    times = _find_times(graph, order, durations, latencies)
+    graph, topological_order = verify_and_order(schedule)
+    times = _find_times(graph, topological_order, durations, latencies)
     events: list[Event] = []
     for number, action in enumerate(graph.actions):
         start = _as_fraction(times.starts[number])
@@ -189,7 +189,7 @@ def simulate(
 
     # Back from the last end, each time to what the action has waited for.
     path: list[Event] = []
-    number = max(order, key=times.ends.__getitem__, default=None)
+    number = max(topological_order, key=times.ends.__getitem__, default=None)
     while number is not None:
         path.append(events[number])
         number = times.causes[number]
@@ -214,11 +214,11 @@ class _ActionTimes(NamedTuple):
 
 def _find_times(
     graph: Dependencies,
-    order: Sequence[int],
+    topological_order: Sequence[int],
     durations: Mapping[Kind, list[Number]],
     latencies: list[Number],
 ) -> _ActionTimes:
-    """Run each action as soon as it can. `order` is a topological order of all actions."""
+    """Run each action as soon as it can."""
     starts: list[Number] = [0] * len(graph.actions)
     ends: list[Number] = [0] * len(graph.actions)
     causes: list[int | None] = [None] * len(graph.actions)
@@ -230,7 +230,7 @@ def _find_times(
     compute_lanes: list[tuple[Number, int | None]] = [idle] * graph.schedule.devices
     weight_lanes: list[tuple[Number, int | None]] = [idle] * graph.schedule.devices
 
-    for number in order:
+    for number in topological_order:
         device = graph.device[number]
         kind, stage, _ = graph.actions[number]
         if kind in RECEIVES:

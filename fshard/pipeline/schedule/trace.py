@@ -40,12 +40,13 @@ class Event(NamedTuple):
 
 
 def to_chrome_trace(events: Iterable[Event], *, unit: float = 1) -> str:
-    """Write events as JSON for ui.perfetto.dev and chrome://tracing, with an arrow for each message.
+    """Write events as JSON for ui.perfetto.dev and chrome://tracing.
 
-    A device is a process of the trace, with a line each for computation, messages and weights.
+    A device is a process of the trace, with a line each for computation, messages and weights, and
+    each message is an arrow.
 
     Args:
-        events: in any order.
+        events: of any devices.
         unit: one unit of their time in microseconds: 1e6 for seconds.
 
     >>> print(to_chrome_trace([Event(1, Action.parse("2F0"), 3, 5)]))
@@ -174,9 +175,10 @@ class Recorder:
         self._received: Number = 0.0  # when the last message was received
 
     def record(self, action: Action, start: float) -> None:
-        """Record an action that ends now and began at `start`, or when a message was received since.
+        """Record an action that ends now.
 
-        The interpreter receives the inputs of a computation within the action of the computation.
+        It began at `start`, or when the last message since then was received: the interpreter
+        receives the inputs of a computation within the action of the computation.
         """
         event = Event(self._device, action, max(start, self._received), perf_counter())
         for timeline in self._timelines:

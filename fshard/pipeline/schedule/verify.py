@@ -1,7 +1,7 @@
 """`verify`: prove that a schedule is valid, or raise with a drawing of all errors.
 
-1. Each device runs all actions of its stages once: for every microbatch F, and B or both I and W; or
-   F alone.
+1. Each device runs all actions of its stages once: for every microbatch F, and B or both I and W;
+   or F alone.
 2. The inputs of an action precede it in its row, and no devices wait for each other in a cycle.
 3. If there are messages, each value that changes devices has one send and one receive. Two devices
    send and receive in the same order, and even blocking sends cannot deadlock.
@@ -51,7 +51,7 @@ class Proof:
 
 
 def verify(schedule: ScheduleRows) -> Proof:
-    """Prove that a schedule can run; otherwise raise a `ScheduleError` with a drawing of all errors.
+    """Prove that a schedule can run; otherwise raise a `ScheduleError` that draws all errors.
 
     >>> verify(ScheduleRows.from_csv("0F0,0SEND_F0,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))
     csv can run: every action runs once and after its inputs;
@@ -77,12 +77,12 @@ def verify(schedule: ScheduleRows) -> Proof:
 def verify_and_order(schedule: ScheduleRows) -> tuple[Dependencies, list[int]]:
     """Return the dependencies and a topological order of a schedule; raise if it is not valid."""
     graph = find_dependencies(schedule)
-    order, waits = graph.execute()
+    topological_order, waits = graph.execute()
     errors = [*_count_errors(graph), *_sharding_errors(graph), *_deadlocks(graph, waits)]
     if errors:
         lines = [f'"{schedule.name}" cannot run:', *_first_named(errors, " errors")]
         raise ScheduleError("\n- ".join(lines))
-    return graph, order
+    return graph, topological_order
 
 
 def _first_named(texts: Sequence[str], noun: str = "") -> list[str]:

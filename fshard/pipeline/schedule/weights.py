@@ -120,7 +120,7 @@ def _stuck(devices: Sequence[_Device]) -> str:
 
 
 def advance_forwards(row: deque[Action], free: int) -> Iterator[Action]:
-    """Yield the forwards that fit now, and leave space for the actions that precede them in the row."""
+    """Yield the forwards that fit now, and leave space for the actions before them in the row."""
     held = 0  # by the actions of the row so far, beside what the device holds now
     for action in row:
         if held >= free:

@@ -210,8 +210,8 @@ def _best_partition(
 ) -> tuple[float, list[int]]:
     """Return the least score of parts whose costs are within a bound, and their sizes.
 
-    `sums` are the costs added up, from 0; `add` adds the cost of a part to the score of those before
-    it. Of splits with one score, the one whose earlier parts take more costs is returned.
+    `sums` are the costs added up, from 0; `add` adds the cost of a part to the score of the parts
+    before it. Of splits with one score, the one whose earlier parts take more costs is returned.
 
     Dynamic programming: the best split of the first `end` costs into so many parts is a best split
     of the first `begin` costs into one part less, and one more part.

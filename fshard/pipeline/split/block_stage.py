@@ -78,10 +78,10 @@ class Arguments(NamedTuple):
 class Key(NamedTuple):
     """A tensor that a stage sends.
 
-    It is a leaf of a block's arguments or result, or of the result of a later operation. `operation`
-    counts the operations of the forward since these arguments or this result, from 1; it is 0 for
-    their own leaves. The inputs of the module are the result of block -1. The path of an operation's
-    result begins with its name.
+    It is a leaf of a block's arguments or result, or of the result of a later operation.
+    `operation` counts the operations of the forward since these arguments or this result, from 1;
+    it is 0 for their own leaves. The inputs of the module are the result of block -1. The path of
+    an operation's result begins with the name of the operation.
     """
 
     block: int
@@ -238,10 +238,10 @@ class StageRun:
         self._validate_operations()
         raise NextStage(values)
 
-    # -- tensors that are received and sent ---------------------------------------------------------
+    # -- tensors that are received and sent --------------------------------------------------------
 
     def _record(self, index: int, tree: Any, *, is_result: bool) -> Any:
-        """Set the values of leaves that were received; keep those that are sent; return the tree."""
+        """Set the values of received leaves, and keep those that are sent; return the tree."""
         self._point = index, is_result, 0
         if index < 0 and self._mode is not None:
             self._mode.inputs = {id(x): x for x in leaves_by_path(tree).values()}
@@ -294,7 +294,7 @@ class StageRun:
         return result
 
     def _validate_call(self, index: int) -> None:
-        """Raise unless the forward itself calls a block, and calls all of them once and in order."""
+        """Raise unless the forward itself calls a block, and calls each once, first to last."""
         self.validate_caller(index)
         if index != self._next_block:
             names = [*self._blocks.names, "the end"]
@@ -305,8 +305,8 @@ class StageRun:
         """Return an error of a forward that differs from the one with the sample."""
         return StageError(
             "blocks must be called once, in order, with the same operations around them as with "
-            f"the sample; in {self._blocks} the forward differs: {text}. Blocks that are skipped or "
-            "called again must be inside of one block, or have pipeline=1."
+            f"the sample; in {self._blocks} the forward differs: {text}. Blocks that are skipped "
+            "or called again must be inside of one block, or have pipeline=1."
         )
 
     def validate_caller(self, index: int) -> None:
@@ -351,7 +351,7 @@ _FORWARD_CODE = StageRun.forward.__code__
 
 
 def _function_around() -> str | None:
-    """Return the name of the torch.autograd.Function in whose forward a stage's forward calls a block."""
+    """Return the name of the torch.autograd.Function that calls a block, if one does."""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code is not _FORWARD_CODE:
         if frame.f_code is _APPLY_CODE:
@@ -361,7 +361,7 @@ def _function_around() -> str | None:
 
 
 def _transforms_around() -> tuple[int, int]:
-    """Return the levels of torch.func's transforms and of forward-mode derivatives around the caller."""
+    """Return the levels of torch.func's transforms and of forward-mode derivatives here."""
     interpreter: Any = torch._C._functorch.peek_interpreter_stack()  # pyright: ignore
     level = 0 if interpreter is None else interpreter.level()
     return level, forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
@@ -379,7 +379,8 @@ def objects_in(arguments: Arguments) -> str:
 def value_of(x: Any) -> Any:
     """Return the value that a stage has received for a meta tensor; anything else as it is.
 
-    A checkpoint calls a block again in the backward, with the forward's arguments, when no stage runs.
+    A checkpoint calls a block again in the backward, when no stage runs, with the arguments of the
+    forward.
     """
     return getattr(x, "value_of_stage", x) if is_valueless(x) else x
 
@@ -393,11 +394,11 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
     return dict(zip(paths, leaves, strict=True))
 
 
-# -- modules that are stages and blocks -------------------------------------------------------------
+# -- modules that are stages and blocks ------------------------------------------------------------
 
 
 def located(error: StageError, module: Any) -> StageError:
-    """Return an error of a module's forward that names the innermost module that raised it, and its line."""
+    """Return an error that names the innermost module whose forward raised it, and the line."""
     paths = {id(child): path for path, child in module.named_modules()}
     path, line = locate(error.__cause__ or error, paths)
     return type(error)(f"{path or type(module).__name__} ({line}): {error}")
@@ -554,8 +555,8 @@ class AbsentBlock(nn.Module):
 class _BlockResult(NamedTuple):
     """The result of an absent block.
 
-    Of each leaf: the index among arguments and results where the tensor occurs first, and its shape;
-    or None, and the leaf itself.
+    Of each leaf: the index among arguments and results where the tensor occurs first, and its
+    shape; or None, and the leaf itself.
     """
 
     structure: Structure
@@ -569,7 +570,7 @@ def _call_of_base_class(kind: type, module: Any) -> Callable[..., Any]:
 
 
 def specialize(kind: type, module: nn.Module, **attributes: Any) -> Any:
-    """Make a module an instance of a subclass of a kind and its own class, with these attributes."""
+    """Make a module an instance of a subclass of a kind and its own class; set attributes."""
     vars(module).update(attributes)
     module.__class__ = _subclass_of_both(kind, type(module), type(module).__name__)
     return module

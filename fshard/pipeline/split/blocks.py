@@ -6,7 +6,7 @@
                 called with the received values ── after ──> logits
 
 One forward without values finds which weights each stage uses, and which tensors of earlier stages:
-inputs, arguments and results of blocks, and results of operations around them. A tensor that several
+inputs, arguments and results of blocks, and results of operations around them. A tensor that some
 blocks receive, such as a mask, is sent once; one that is computed from integers is not sent.
 """
 
@@ -103,7 +103,7 @@ class Blocks:
         return owned
 
     def _make_stage(self, blocks: range, owned: set[int]) -> nn.Module:
-        """Return a copy of the module that has these blocks, and shares the tensors that it owns."""
+        """Return a copy of the module with these blocks, which shares the tensors that it owns."""
         instead: dict[int, Any] = {}
         for key, x in self._tensors.items():
             instead[key] = x if key in owned else self._meta[key]
@@ -228,7 +228,7 @@ class UseTrace(StageRun):
         return self._record(index, self._without_values(arguments, result), is_result=True)
 
     def _without_values(self, arguments: Arguments, result: Any) -> Any:
-        """Return a block's result as other stages have it: without values, but for its arguments."""
+        """Return a block's result as other stages have it: only its arguments have values."""
         argument_ids = {id(x) for x in leaves_by_path(arguments).values()}
         return map_leaves(lambda x: x if id(x) in argument_ids else as_meta(x), result)
 
@@ -271,7 +271,7 @@ def _meta_like(x: Tensor) -> Tensor:
 
 
 def _unregister(module: nn.Module, absent: set[int]) -> None:
-    """Make the absent tensors of a module attributes: the forward finds them, the stage has none."""
+    """Make absent tensors of a module attributes: the forward finds them, the stage has none."""
     attributes = vars(module)
     for registered in (attributes["_parameters"], attributes["_buffers"]):
         names = [name for name, x in registered.items() if id(x) in absent]

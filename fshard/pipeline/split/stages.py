@@ -84,7 +84,8 @@ def split_stages(
     the code before its blocks without values, except for integer tensors, which are sent.
 
     >>> import torch
-    >>> mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+    >>> widths = [nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(64, 1)]
+    >>> mlp = nn.Sequential(widths[0], nn.ReLU(), widths[1], nn.ReLU(), widths[2])
     >>> [len(stage) for stage in split_stages(mlp, 2)]
     [3, 2]
     >>> [len(stage) for stage in split_stages(mlp, 2, "parameters")]
@@ -156,7 +157,7 @@ def _named_layers(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Modul
 
 
 def _validate_plain(layers: nn.Module) -> None:
-    """Raise if a module does more than call its layers one after the other: no stage would do it."""
+    """Raise if a module does more than call layers one after the other: no stage would do it."""
     attributes = vars(layers)
     extras: list[str] = []
     if type(layers) not in (nn.Sequential, nn.ModuleList) or "forward" in attributes:

@@ -7,10 +7,10 @@
     ── the received arguments arrive ──
     blocks[2] ──> norm ──> ...              values
 
-Weights of other stages are meta tensors, and so are all results that depend on them. Integer tensors
-are computed as usual. A tensor into which a meta tensor is written has lost its values: it counts as
-a meta tensor from then on. Once values have arrived, an operation on a meta tensor and another one
-raises. Arrays are tensors with values.
+Weights of other stages are meta tensors, and so are all results that depend on them. Integer
+tensors are computed as usual. A tensor into which a meta tensor is written has lost its values: it
+counts as a meta tensor from then on. Once values have arrived, an operation on a meta tensor and
+another one raises. Arrays are tensors with values.
 """
 
 from __future__ import annotations
