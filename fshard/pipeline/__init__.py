@@ -1,10 +1,10 @@
 """Pipelines: schedules as data, which are drawn, simulated and verified before anything runs.
 
-split_stages(layers, 4)                                  the stages of a model
-pipeline_schedule("1f1b", stages=4, microbatches=8)      a `Schedule`: a row of `Action`s per device
-schedule.verify(), .simulate(), print(schedule)          proof, times and bubble, drawing
-fs.train_step(stages, ..., schedule=schedule)            a training step; or `pipelined`, the layer below
-with timeline() as run: ...                              the times of a real step
+split_stages(layers, 4)                              the stages of a model
+pipeline_schedule("1f1b", stages=4, microbatches=8)  a `Schedule`: a row of `Action`s per device
+schedule.verify(), .simulate(), print(schedule)      proof, times and bubble, drawing
+fs.train_step(stages, ..., schedule=schedule)        a training step; or `pipelined`, below it
+with timeline() as run: ...                          the times of a real step
 """
 
 from fshard.pipeline.execution.pipelined import pipelined

@@ -1,18 +1,21 @@
 """The interpreter: every device runs the actions of its row of a schedule.
 
-    F   receive the stage's inputs, call the stage, send its outputs
-    B   receive their gradients, run the backward of F, send the gradients of the inputs
-    I   the gradients of the inputs only;   W   the rest: the gradients of the weights
+    F   receive the inputs of the stage, call the stage, send its outputs
+    B   receive the gradients of the outputs, run the backward of F, send those of the inputs
+    I   as B, but without the gradients of the weights
+    W   compute the gradients of the weights
 
-A stage on the same device gets a copy, so the inputs of a stage are always its own. Of a forward only some edges of
-its graph, and autograd's saved tensors, are kept.
+    device 0    0F0 ── send ──╮           ╭── receive ── 0B0
+    device 1                  ╰── 1F0  1B0 ── send ──╯
+
+A stage on the same device receives a copy, so it may write to its inputs. Of a forward only some
+edges of its graph, and the tensors that autograd has saved, are kept for the backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from itertools import islice
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
@@ -36,9 +39,11 @@ from fshard.source import Site
 class StageWork(Protocol):
     """The functions behind the actions of one device's stages in one step.
 
-    `evaluate_loss` computes the loss from the last stage's output, None if there is no loss function. Gradients of weights
-    are read at `edges` and passed to `add_gradients`, unless `may_accumulate` states that autograd may add to their `.grad`
-    in place. `outcome` is broadcast to all devices at the end.
+    F: `first_input`, `run_stage`, and of the last stage `evaluate_loss`, which returns None if
+    there is no loss function. B, I and W: `cotangent` of the loss, and the gradients of weights,
+    which are read at `edges` and passed to `add_gradients`. If `may_accumulate` returns True,
+    autograd adds them to the `.grad` of the weights in place instead. `outcome` is broadcast to all
+    devices at the end of the row.
     """
 
     def first_input(self, microbatch: int) -> PyTree: ...
@@ -57,19 +62,36 @@ class StageWork(Protocol):
 
 
 class ForwardRecord(NamedTuple):
-    """The record of a forward for its backward: the edges where gradients enter and leave, and the saved tensors."""
+    """A forward as its backward needs it.
+
+    Args:
+        outputs: the edges where the gradients of the outputs enter.
+        inputs: of each input, the edges where its gradients leave.
+        saved: the tensors that autograd saved, if the backward is split.
+    """
 
     outputs: list[GradientEdge]
     inputs: list[list[GradientEdge]]
     saved: SavedActivations | None
 
 
-class StageDevice:
-    """One device in one step: it runs its `work` along the `route`.
+_OUTCOME = Message(Kind.F, Wire(-1, -1), -1)
+"""The last message to each device: the outcome of the step, which belongs to no microbatch."""
 
-    `keys`: a key per microbatch that determines the shapes of messages. `forms`: the message forms known to both ends;
-    None: every message has a header. With `backward` forwards are recorded; with `has_outcome` all devices receive the
-    outcome.
+
+class StageDevice:
+    """One device in one step: it runs its row of the schedule.
+
+    Args:
+        route: the schedule with its messages.
+        work: the functions behind the actions.
+        group: the devices of the stages.
+        device: of the tensors.
+        site: the source line of the step.
+        keys: a key per microbatch, which determines the shapes of its messages.
+        forms: the message forms known to both ends; None: every message has a header.
+        backward: record forwards for a backward.
+        has_outcome: send the outcome to all devices in the end.
     """
 
     def __init__(
@@ -85,16 +107,25 @@ class StageDevice:
         backward: bool,
         has_outcome: bool,
     ) -> None:
-        self.route, self.work, self.index, self.backward = route, work, group.index, backward
+        self.route = route
+        self.work = work
+        self.index = group.index
+        self.backward = backward
+        self.has_outcome = has_outcome
+        self.last_device = route.placement[-1]
         self.peers = [index for index in range(group.size) if index != group.index]
-        self.last, self.has_outcome = route.placement[-1], has_outcome
-        pairs, receives = route.pairs, {**route.receives[group.index]}
+
+        pairs = route.pairs
+        receives = dict(route.receives[group.index])
         if has_outcome:
-            pairs = pairs | {(self.last, index) for index in range(group.size)}
+            pairs = pairs | {(self.last_device, index) for index in range(group.size)}
+            if group.index != self.last_device:
+                receives[self.last_device] = [*receives[self.last_device], _OUTCOME]
+        # Before any message: over NCCL the first one of a pair blocks the host until the other end
+        # takes part, so a ring of devices that all send first would wait forever.
         group.world.current().connect(group.members, pairs)
-        if has_outcome and group.index != self.last:
-            receives[self.last] = [*receives[self.last], _OUTCOME]
         self.mailbox = Mailbox(group, site, device, receives, keys, forms)
+
         self.recorder = recorder_of(group.device)
         self.local: dict[Message, Content] = {}  # messages between stages of this device
         self.records: dict[tuple[int, int], ForwardRecord] = {}
@@ -114,136 +145,148 @@ class StageDevice:
             Kind.REDUCE: self.work.reduce,
         }
         for routed in self.route.actions[self.index]:  # (3)
-            began, action = perf_counter(), routed.action
+            start = perf_counter()
+            action = routed.action
             try:
                 if action.microbatch is None:
                     units[action.kind](action.stage)
                 else:
                     compute[action.kind](routed, action.stage, action.microbatch)
             except Exception as error:
-                suffix = "" if action.microbatch is None else f", microbatch {action.microbatch}"
-                error.add_note(f"in {action} of the schedule: stage {action.stage}{suffix}")
+                error.add_note(_note_of(action))
                 raise
             if self.recorder is not None:
-                self.recorder.record(action, began)
+                self.recorder.record(action, start)
         return self._broadcast_outcome() if self.has_outcome else None
 
-    # -- the actions of a row -----------------------------------------------------------------------------------
+    # -- the actions of a row ----------------------------------------------------------------------
 
     def _forward(self, routed: RoutedAction, stage: int, microbatch: int) -> None:
-        values = [
-            StageValue(*self._receive(message, source)) for message, source in routed.inputs
-        ]  # (4)
+        values: list[StageValue] = []
+        for message, source in routed.inputs:  # (4)
+            values.append(StageValue(*self._receive(message, source)))
         if stage == 0:
             values.append(first_value(self.work.first_input(microbatch)))
-        saved = SavedActivations() if (stage, microbatch) in self.route.split else None
+
+        saved = None
+        if (stage, microbatch) in self.route.split:
+            saved = SavedActivations()
         with torch.set_grad_enabled(self.backward):
             inputs = [value.as_input() for value in values]
-            values.clear()
-            named = zip(routed.inputs[1:], inputs[1:], strict=True)
-            skips = {message.wire.name or "": tree for (message, _), (tree, _) in named}
+            x, _ = inputs[0]
+            skips: dict[str, PyTree] = {}
+            for (message, _), (value, _) in zip(routed.inputs[1:], inputs[1:], strict=True):
+                skips[message.wire.name or ""] = value
+
             with nullcontext() if saved is None else saved.recording():
-                y = self.work.run_stage(stage, microbatch, inputs[0][0], skips)  # (5)
-            outputs = [
-                as_output(tree) for tree in self._stage_outputs(routed, stage, microbatch, y)
-            ]
-        for (message, to), (value, _) in zip(
-            routed.outputs, outputs, strict=False
-        ):  # no device receives the loss
-            self._send(message, to, value)
+                y = self.work.run_stage(stage, microbatch, x, skips)  # (5)
+            trees = self._stage_outputs(routed, stage, microbatch, y)
+            outputs = [as_output(tree) for tree in trees]
+
+        # Of the last stage there is one output, the loss, and no message.
+        for (message, target), (value, _) in zip(routed.outputs, outputs, strict=False):
+            self._send(message, target, value)
         if self.backward:  # (6)
-            ends = [edge for _, edges in outputs for edge in edges]
-            self.records[stage, microbatch] = ForwardRecord(
-                ends, [edges for _, edges in inputs], saved
-            )
+            output_edges = [edge for _, edges in outputs for edge in edges]
+            input_edges = [edges for _, edges in inputs]
+            self.records[stage, microbatch] = ForwardRecord(output_edges, input_edges, saved)
 
     def _stage_outputs(
         self, routed: RoutedAction, stage: int, microbatch: int, y: PyTree
     ) -> list[PyTree]:
-        """Return the outputs of a stage, in the order of sending; of the last stage, the loss."""
-        names = self.route.skips[stage]
+        """Return the outputs of a stage, one for each message; of the last stage, the loss."""
+        if not routed.outputs:
+            loss = self.work.evaluate_loss(microbatch, y)
+            return [] if loss is None else [loss]
+
         skips: dict[str, PyTree] = {}
-        if names:
-            if (
-                not isinstance(y, tuple)
-                or len(y) != 2
-                or not isinstance(y[1], dict)
-                or y[1].keys() != names
-            ):
-                wanted = ", ".join(f"{name!r}: ..." for name in sorted(names))
-                raise ValueError(
-                    f"stage {stage} must return (y, {{{wanted}}}), since it has skips; got {type(y).__name__}."
-                )
-            y, skips = y
-        if routed.outputs:
-            return [
-                y if (name := message.wire.name) is None else skips[name]
-                for message, _ in routed.outputs
-            ]
-        loss = self.work.evaluate_loss(microbatch, y)
-        return [] if loss is None else [loss]
+        if self.route.skips[stage]:
+            y, skips = self._validate_skips(stage, y)
+        outputs: list[PyTree] = []
+        for message, _ in routed.outputs:
+            name = message.wire.name
+            outputs.append(y if name is None else skips[name])
+        return outputs
+
+    def _validate_skips(self, stage: int, y: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
+        """Return the result of a stage and the skips that it sends; raise unless y has both."""
+        names = self.route.skips[stage]
+        is_pair = isinstance(y, tuple) and len(y) == 2
+        if not is_pair or not isinstance(y[1], dict) or y[1].keys() != names:
+            expected = ", ".join([f"{name!r}: ..." for name in sorted(names)])
+            raise ValueError(
+                f"stage {stage} must return (y, {{{expected}}}), since it has skips; "
+                f"got {type(y).__name__}."
+            )
+        return y
 
     def _backward(self, routed: RoutedAction, stage: int, microbatch: int) -> None:
         """Run a full backward (B), or its first half (I)."""
         record = self.records.pop((stage, microbatch))
-        if routed.inputs:
-            gs = [g for message, source in routed.inputs for g in self._receive(message, source)[0]]
-        else:
-            gs = [self.work.cotangent(microbatch) for _ in record.outputs]
-        ends = (
-            record.outputs,
-            gs,
-            [edge for edges in record.inputs for edge in edges],
-            self.work.edges(stage),
-        )
-        accumulate, gws = self.work.may_accumulate(stage, microbatch), None
+        cotangents: list[Tensor | None] = []
+        for message, source in routed.inputs:
+            (gradients,) = self._receive(message, source)
+            cotangents += gradients
+        if not routed.inputs:
+            cotangents += [self.work.cotangent(microbatch) for _ in record.outputs]
+
+        inputs = [edge for edges in record.inputs for edge in edges]
+        weights = self.work.edges(stage)
+        accumulate = self.work.may_accumulate(stage, microbatch)
+        gws = None
         if routed.action.kind is Kind.B:
-            gxs, gws = run_backward(*ends, accumulate=accumulate)  # (7)
+            gxs, gws = run_backward(  # (7)
+                record.outputs, cotangents, inputs, weights, accumulate=accumulate
+            )
         else:
             gxs, self.weight_backwards[stage, microbatch] = split_backward(
-                *ends, record.saved, accumulate=accumulate
+                record.outputs, cotangents, inputs, weights, record.saved, accumulate=accumulate
             )
-        remaining = iter(
-            gxs
-        )  # they are sent first: another device waits for them; a microbatch needs no gradient
-        for (message, to), edges in zip(routed.outputs, record.inputs, strict=False):
-            self._send(message, to, ([*islice(remaining, len(edges))],))
+
+        # Gradients of inputs first: another device waits for them. Stage 0 has inputs, which are
+        # samples, but no edges and no messages.
+        begin = 0
+        for (message, target), edges in zip(routed.outputs, record.inputs, strict=False):
+            end = begin + len(edges)
+            self._send(message, target, (gxs[begin:end],))
+            begin = end
         if gws is not None:
             self.work.add_gradients(stage, microbatch, gws)  # (8)
 
     def _backward_weight(self, _: RoutedAction, stage: int, microbatch: int) -> None:
-        self.work.edges(stage)  # unsharded, if the stage has units
-        self.work.may_accumulate(stage, microbatch)
+        self.work.edges(stage)  # waits until the stage is unsharded
         gws = self.weight_backwards.pop((stage, microbatch))()
         if gws is not None:
             self.work.add_gradients(stage, microbatch, gws)
 
-    # -- messages -----------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
-    def _send(self, message: Message, to: int, value: Content) -> None:
-        if to == self.index:
+    def _send(self, message: Message, target: int, value: Content) -> None:
+        if target == self.index:
             self.local[message] = value.copied() if isinstance(value, StageValue) else value
             return
-        began = perf_counter()
-        self.mailbox.send(message, to, value)
+        start = perf_counter()
+        self.mailbox.send(message, target, value)
         if self.recorder is not None:
             kind = Kind.SEND_F if message.kind is Kind.F else Kind.SEND_B
-            self.recorder.record(Action(kind, message.ends[0], message.microbatch), began)
+            stage, _ = message.ends
+            self.recorder.record(Action(kind, stage, message.microbatch), start)
 
     def _receive(self, message: Message, source: int) -> Content:
         if source == self.index:
             return self.local.pop(message)
-        began = perf_counter()
+        start = perf_counter()
         value = self.mailbox.receive(message, source)
         if self.recorder is not None:
             kind = Kind.RECV_F if message.kind is Kind.F else Kind.RECV_B
-            self.recorder.record(Action(kind, message.ends[1], message.microbatch), began)
+            _, stage = message.ends
+            self.recorder.record(Action(kind, stage, message.microbatch), start)
         return value
 
     def _broadcast_outcome(self) -> PyTree:
         """Send the outcome to all devices."""
-        if self.index != self.last:
-            leaves, structure = self.mailbox.receive(_OUTCOME, self.last)
+        if self.index != self.last_device:
+            leaves, structure = self.mailbox.receive(_OUTCOME, self.last_device)
             return unflatten(structure, leaves)
         outcome = self.work.outcome()  # (9)
         content = flatten_shards(outcome, none_is_leaf=True)
@@ -252,4 +295,8 @@ class StageDevice:
         return outcome
 
 
-_OUTCOME = Message(Kind.F, Wire(-1, -1), -1)
+def _note_of(action: Action) -> str:
+    note = f"in {action} of the schedule: stage {action.stage}"
+    if action.microbatch is not None:
+        note += f", microbatch {action.microbatch}"
+    return note

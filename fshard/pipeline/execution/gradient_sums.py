@@ -1,6 +1,10 @@
-"""Sums over microbatches: as they come, or in one fixed tree, ((0 + 1) + (2 + 3)) + 4, whatever the order of arrival.
+"""Sums over microbatches: in the order of arrival, or in one fixed tree.
 
-A parameter that a microbatch has not used has no gradient there, which adds nothing; an unused one has none at all.
+The tree of five microbatches is ((0 + 1) + (2 + 3)) + 4, in whatever order they arrive: a schedule
+changes the order of arrival, and so the rounding of a running sum.
+
+A parameter that a microbatch has not used has no gradient there, which adds nothing; an unused one
+has none at all.
 """
 
 from __future__ import annotations
@@ -35,36 +39,44 @@ class RunningSum:
         """Let autograd add to the `.grad` of the weights, which is counted in the sum."""
         if not self._accumulators:
             for weight in weights:
-                weight.grad = torch.zeros_like(
-                    weight
-                )  # autograd would keep a first gradient, memory of others included
-            self._accumulators = [weight.grad for weight in weights if weight.grad is not None]
+                # Without zeros autograd would take the first gradient as `.grad`, which may keep
+                # alive the larger memory that it is a view of.
+                weight.grad = torch.zeros_like(weight)
+                self._accumulators.append(weight.grad)
         return True
 
     def add(
         self, microbatch: int, gs: Gradients, dtypes: Sequence[torch.dtype] | None = None
     ) -> None:
         """Add the gradients of a microbatch, to sums of these dtypes; by default their own."""
-        sums = self._sums = self._sums or [None] * len(gs)
-        for index, (g, dtype) in enumerate(zip(gs, dtypes or [None] * len(gs), strict=True)):
-            if g is not None:
-                total = sums[
-                    index
-                ]  # the first gradient is copied, since its memory may be another's too
-                sums[index] = g.to(dtype or g.dtype, copy=True) if total is None else total.add_(g)
+        if not self._sums:
+            self._sums = [None] * len(gs)
+        for index, g in enumerate(gs):
+            if g is None:
+                continue
+            total = self._sums[index]
+            if total is None:
+                # A copy: the memory of a gradient may be that of another tensor, too.
+                dtype = g.dtype if dtypes is None else dtypes[index]
+                self._sums[index] = g.to(dtype, copy=True)
+            else:
+                total.add_(g)
 
     def result(self) -> list[Tensor | None]:
         """Return the sum; None where nothing was added."""
-        accumulated = [g if g._version else None for g in self._accumulators]
+        # Autograd adds in place, which counts the version of a tensor up from 0.
+        accumulated = [g if g._version > 0 else None for g in self._accumulators]
         if self._sums and accumulated:
-            return [*map(add_gradients, self._sums, accumulated)]
+            return [add_gradients(a, b) for a, b in zip(self._sums, accumulated, strict=True)]
         return self._sums or accumulated
 
     sums = result  # nothing is divided
 
 
 class OrderedSum:
-    """The weighted sum over microbatches in the fixed tree, accumulated in at least 32 bits and divided at the end.
+    """The weighted sum over microbatches in the fixed tree.
+
+    It is accumulated in at least 32 bits, and divided at the end.
 
     >>> total = OrderedSum([2.0, 1.0, 1.0])
     >>> for microbatch in (2, 0, 1):
@@ -75,33 +87,44 @@ class OrderedSum:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = weights
-        self._nodes: dict[
-            tuple[int, int], list[Tensor | None]
-        ] = {}  # sums by height and index in the tree
+        # The sums that wait for their siblings, by height and index in the tree:
+        #
+        #     height 2          0
+        #     height 1     0         1
+        #     height 0   0   1     2   3     the microbatches
+        self._nodes: dict[tuple[int, int], list[Tensor | None]] = {}
         self._dtypes: list[torch.dtype | None] = []
 
     def add(self, microbatch: int, gs: Gradients) -> None:
         """Add the gradients of a microbatch, and all sums in the tree that are complete then."""
-        dtypes = self._dtypes or [None] * len(gs)
-        self._dtypes = [
-            dtype if g is None else g.dtype for dtype, g in zip(dtypes, gs, strict=True)
-        ]
-        sums, index, count = (
-            [self._weighted(g, self._weights[microbatch]) for g in gs],
-            microbatch,
-            len(self._weights),
-        )
+        self._record_dtypes(gs)
+        weight = self._weights[microbatch]
+        sums = [_weighted(g, weight) for g in gs]
+
         height = 0
+        index = microbatch
+        count = len(self._weights)  # of the nodes of this height
         while count > 1:
             sibling = index ^ 1
-            if sibling < count:
+            if sibling < count:  # the last of an odd number of nodes has none, and rises alone
                 if (height, sibling) not in self._nodes:
                     break
-                neighbours = self._nodes.pop((height, sibling))
-                pair = (neighbours, sums) if sibling < index else (sums, neighbours)
-                sums = [add_gradients(a, b, missing=0.0) for a, b in zip(*pair, strict=True)]
-            height, index, count = height + 1, index // 2, -(-count // 2)
+                other_sums = self._nodes.pop((height, sibling))
+                if sibling < index:
+                    sums = _add_in_tree(other_sums, sums)
+                else:
+                    sums = _add_in_tree(sums, other_sums)
+            height += 1
+            index //= 2
+            count = (count + 1) // 2
         self._nodes[height, index] = sums
+
+    def _record_dtypes(self, gs: Gradients) -> None:
+        if not self._dtypes:
+            self._dtypes = [None] * len(gs)
+        for index, g in enumerate(gs):
+            if g is not None:
+                self._dtypes[index] = g.dtype
 
     def sums(self) -> list[Tensor | None]:
         """Return the sum before the division."""
@@ -110,33 +133,51 @@ class OrderedSum:
     def result(self) -> list[Tensor | None]:
         """Return the sum, divided by all weights."""
         divisor = sum(self._weights)
-        return [
-            None if g is None or dtype is None else (g if divisor == 1.0 else g / divisor).to(dtype)
-            for g, dtype in zip(self.sums(), self._dtypes, strict=True)
-        ]
+        means: list[Tensor | None] = []
+        for total, dtype in zip(self.sums(), self._dtypes, strict=True):
+            if total is None or dtype is None:
+                means.append(None)
+                continue
+            mean = total if divisor == 1.0 else total / divisor
+            means.append(mean.to(dtype))
+        return means
 
-    @staticmethod
-    def _weighted(g: Tensor | None, weight: float) -> Tensor | None:
-        if g is None:
-            return None
-        g = g if g.is_complex() else g.to(torch.promote_types(g.dtype, torch.float32))
-        return g if weight == 1.0 else g * weight
+
+def _weighted(g: Tensor | None, weight: float) -> Tensor | None:
+    if g is None:
+        return None
+    if not g.is_complex():
+        g = g.to(torch.promote_types(g.dtype, torch.float32))
+    return g if weight == 1.0 else g * weight
+
+
+def _add_in_tree(left: Gradients, right: Gradients) -> list[Tensor | None]:
+    return [add_gradients(a, b, missing=0.0) for a, b in zip(left, right, strict=True)]
 
 
 def add_gradients(
     a: Tensor | None, b: Tensor | None, missing: float | None = None
 ) -> Tensor | None:
-    """Add two gradients. With `missing=0.0`, one that is None counts as zeros, which turn -0.0 into 0.0."""
-    if a is None or b is None:
-        summand = b if a is None else a
-        return summand if summand is None or missing is None else summand + missing
-    return a + b
+    """Add two gradients; without one of them, return the other.
+
+    With `missing=0.0`, one that is None counts as zeros, which turn -0.0 into 0.0.
+    """
+    if a is not None and b is not None:
+        return a + b
+    summand = b if a is None else a
+    if summand is None or missing is None:
+        return summand
+    return summand + missing
 
 
 def tree_mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the mean of numbers in 64 bits, added in the fixed tree; rows of weight 0 may be no numbers."""
+    """Return the mean of numbers in 64 bits, added in the fixed tree.
+
+    Rows of weight 0 may be nan.
+    """
     stack = torch.stack([*rows]).double()
     factors = torch.tensor(weights, dtype=stack.dtype, device=stack.device)
     factors = factors.reshape(-1, *[1] * (stack.ndim - 1))
+    # Not a product alone: nan * 0 is nan.
     weighted = torch.where(factors > 0, stack * factors, 0.0)
     return tree_sum([*weighted]) / sum(weights)

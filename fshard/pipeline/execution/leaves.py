@@ -1,4 +1,7 @@
-"""Tensors in trees, where they enter a stage and where they leave it; stages that depend on the microbatch."""
+"""Tensors in trees, where they enter a stage and where they leave it.
+
+Also stages that depend on the microbatch.
+"""
 
 from __future__ import annotations
 
@@ -17,79 +20,103 @@ _unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
 class StageValue(NamedTuple):
-    """A value that one stage sends to another: the leaves of a tree, which of them need a gradient, and its structure."""
+    """A value that one stage sends to another.
+
+    Args:
+        leaves: of its tree.
+        differentiable: of each leaf, whether it needs a gradient; missing ones do not.
+        structure: of its tree.
+    """
 
     leaves: Sequence[Any]
     differentiable: tuple[bool, ...]
     structure: Structure
 
     def copied(self) -> StageValue:
-        """Return the same in other memory."""
-        return self._replace(
-            leaves=[x.clone() if isinstance(x, Tensor) else x for x in self.leaves]
-        )
+        """Return the same value in other memory."""
+        leaves = [x.clone() if isinstance(x, Tensor) else x for x in self.leaves]
+        return self._replace(leaves=leaves)
 
     def as_input(self) -> tuple[PyTree, list[GradientEdge]]:
-        """Return the tree for a stage, which may modify it in place, and the edges of its gradients."""
-        leaves = [
-            x.data if isinstance(x, Tensor) else x for x in self.leaves
-        ]  # changes are not counted together
+        """Return the tree for a stage, and the edges of its gradients.
+
+        The stage may modify its tensors in place.
+        """
+        # Each tensor gets a version of its own: those of one message share a buffer, and autograd
+        # raises if the version of a tensor that it has saved changes.
+        leaves = [x.data if isinstance(x, Tensor) else x for x in self.leaves]
+
         edges: list[GradientEdge] = []
         if torch.is_grad_enabled():
-            for index in [index for index, needed in enumerate(self.differentiable) if needed]:
-                leaf = leaves[index].requires_grad_()
-                leaves[index] = x = _unsafe_view(
-                    leaf, leaf.shape
-                )  # neither leaf nor view: it may be modified in place
-                edges.append(GradientEdge(x.grad_fn.next_functions[0][0], 0))
+            for index, needs_gradient in enumerate(self.differentiable):
+                if needs_gradient:
+                    leaf = leaves[index].requires_grad_()
+                    # Neither a leaf nor a view in autograd's terms, which may not be modified.
+                    x = _unsafe_view(leaf, leaf.shape)
+                    accumulate_grad, _ = x.grad_fn.next_functions[0]
+                    edges.append(GradientEdge(accumulate_grad, 0))
+                    leaves[index] = x
         return unflatten(self.structure, leaves), edges
 
 
 def as_output(tree: PyTree) -> tuple[StageValue, list[GradientEdge]]:
     """Return the output of a stage, to be sent, and the edges where its gradients enter."""
     leaves, structure = flatten_shards(tree, none_is_leaf=True)
-    differentiable = tuple([isinstance(x, Tensor) and x.requires_grad for x in leaves])
-    edges = [
-        get_gradient_edge(x) for x, needed in zip(leaves, differentiable, strict=True) if needed
-    ]
-    return StageValue(
-        [x.detach() if isinstance(x, Tensor) else x for x in leaves], differentiable, structure
-    ), edges
+    detached: list[Any] = []
+    differentiable: list[bool] = []
+    edges: list[GradientEdge] = []
+    for leaf in leaves:
+        is_tensor = isinstance(leaf, Tensor)
+        needs_gradient = is_tensor and leaf.requires_grad
+        if needs_gradient:
+            edges.append(get_gradient_edge(leaf))
+        differentiable.append(needs_gradient)
+        detached.append(leaf.detach() if is_tensor else leaf)
+    return StageValue(detached, tuple(differentiable), structure), edges
 
 
 def first_value(microbatch: PyTree) -> StageValue:
-    """Return the input of the first stage, in memory of its own: it needs no gradient."""
-    return as_output(microbatch)[0].copied()._replace(differentiable=())
+    """Return the input of the first stage, which needs no gradient.
+
+    It is a copy, since the stage may modify it in place.
+    """
+    value, _ = as_output(microbatch)
+    return value.copied()._replace(differentiable=())
 
 
 class Params:
-    """The parameters of a stage in one step: `tree`, and its `trained` leaves, whose gradients are read at `edges`.
+    """The parameters of a stage in one step.
 
-    Frozen ones, `nn.Parameter(x, requires_grad=False)`, have none.
+    `tree` has all of them; `trained` are those whose gradients are read at `edges`. Frozen ones,
+    `nn.Parameter(x, requires_grad=False)`, have none.
     """
 
     def __init__(self, tree: PyTree, trained: bool) -> None:
         leaves, self._structure = flatten_shards(tree, none_is_leaf=True)
         detached = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-        self._indices = list[int]()
-        for i, x in enumerate(leaves if trained else ()):
-            is_frozen = isinstance(x, nn.Parameter) and not x.requires_grad
-            if (
-                isinstance(x, Tensor)
-                and (x.is_floating_point() or x.is_complex())
-                and not is_frozen
-            ):
-                self._indices.append(i)
+        self._indices: list[int] = []
+        if trained:
+            self._indices = [index for index, x in enumerate(leaves) if _is_trained(x)]
         self.trained: list[Tensor] = [detached[index].requires_grad_() for index in self._indices]
         self.edges = [get_gradient_edge(x) for x in self.trained]
         self.tree = unflatten(self._structure, detached)
 
     def tree_of(self, gs: Sequence[Tensor | None]) -> PyTree:
-        """Return gradients as the tree of the parameters; None where there is none."""
+        """Return gradients as the tree of the parameters; None where there is none.
+
+        `gs` are those of the trained parameters; without a microbatch that has a gradient, none.
+        """
         leaves: list[Any] = [None] * self._structure.num_leaves
         for index, g in zip(self._indices, gs, strict=False):
             leaves[index] = g
         return unflatten(self._structure, leaves)
+
+
+def _is_trained(x: object) -> bool:
+    if not isinstance(x, Tensor):
+        return False
+    is_frozen = isinstance(x, nn.Parameter) and not x.requires_grad
+    return not is_frozen and (x.is_floating_point() or x.is_complex())
 
 
 def map_tensors(f: Callable[[Tensor], Any], tree: PyTree) -> PyTree:
@@ -97,6 +124,8 @@ def map_tensors(f: Callable[[Tensor], Any], tree: PyTree) -> PyTree:
     leaves, structure = flatten_shards(tree, none_is_leaf=True)
     return unflatten(structure, [f(x) if isinstance(x, Tensor) else x for x in leaves])
 
+
+# -- stages that depend on the microbatch ----------------------------------------------------------
 
 Stage = Callable[..., PyTree]
 """(params, x) -> y, with skips as keywords: see `pipelined`."""

@@ -1,4 +1,7 @@
-"""Tensors that autograd saves of a stage; those that the second half of a backward does not need are freed after the first."""
+"""Tensors that autograd saves of a stage.
+
+Of a split backward, those that W does not need are freed after I.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Holder:
-    """A tensor saved by autograd, and its version then."""
+    """A tensor saved by autograd, and its version at that time."""
 
     __slots__ = ("tensor", "version")
 
@@ -22,6 +25,9 @@ class _Holder:
 class SavedActivations:
     """The tensors that autograd saves in a forward; those that W does not need are freed after I.
 
+    Autograd's graph holds a `_Holder` in place of each tensor, so a tensor can be freed while the
+    graph is kept for W.
+
     >>> import torch
     >>> x, saved = torch.zeros(1, requires_grad=True), SavedActivations()
     >>> with saved.recording():
@@ -32,7 +38,7 @@ class SavedActivations:
 
     def __init__(self) -> None:
         self._read: list[_Holder] = []
-        self._keep = False
+        self._is_kept = False  # the tensors that are read now are kept for W
 
     @contextmanager
     def recording(self) -> Generator[None]:
@@ -43,8 +49,9 @@ class SavedActivations:
         except RuntimeError as error:
             if "support saved tensor hooks" in str(error):
                 error.add_note(
-                    "The saved tensors of a stage whose backward has two halves, I and W, are recorded, which torch.func's "
-                    "grad, vjp and jacrev do not support. Run it by a schedule with full backwards, such as 1f1b."
+                    "The saved tensors of a stage whose backward has two halves, I and W, are "
+                    "recorded, which torch.func's grad, vjp and jacrev do not support. Run it by a "
+                    "schedule with full backwards, such as 1f1b."
                 )
             raise
 
@@ -52,18 +59,20 @@ class SavedActivations:
         """Return a tensor to autograd."""
         x = holder.tensor
         assert x is not None, "a saved tensor of a stage was read after it was freed"
+        # Autograd compares versions only of tensors that it saves without hooks.
         if holder.version is not None and x._version != holder.version:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-                f"{x.dtype}, shape {tuple(x.shape)}, is at version {x._version}; expected version {holder.version} instead."
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of {x.dtype}, shape {tuple(x.shape)}, is at version "
+                f"{x._version}; expected version {holder.version} instead."
             )
-        if not self._keep:
+        if not self._is_kept:
             self._read.append(holder)
         return x
 
     def free_read(self, *, keep: bool = False) -> None:
-        """Free the tensors that were read; with `keep`, those that are read from now on are not freed."""
+        """Free the tensors that were read; with `keep`, those read from now on are not freed."""
         for holder in self._read:
             holder.tensor = None
         self._read.clear()
-        self._keep = keep
+        self._is_kept = keep

@@ -1,15 +1,18 @@
 """The dependencies of a schedule's actions, and their execution on all devices concurrently.
 
-Beside the order of its row, an action waits for what it needs; a send and its receive run together. All are of the same
-microbatch, and a B is both I and W:
+An action waits for the actions before it in its row, and for those that it needs; a send and its
+receive run together. All are of the same microbatch, and a B is both I and W:
 
-    F s       needs F s-1, or RECV_F s if that is on another device and the schedule has messages
-    I s       needs F s, and I s+1, or RECV_B s likewise
+    F s       needs F s-1; or RECV_F s, if that is on another device and the schedule has messages
+    I s       needs F s, and I s+1; or RECV_B s, likewise
     W s       needs I s
     SEND_F s  needs F s and runs with RECV_F s+1
     SEND_B s  needs I s and runs with RECV_B s-1
     REDUCE s  needs W s of all microbatches
     F, I, W   need the last UNSHARD of their stage before them, if there is one
+
+Actions are numbered row after row: the rows `0F0 0B0` and `1F0 1B0` have the numbers 0 1 and 2 3.
+An order of all actions that keeps the rows and all dependencies is a *topological order*.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from fshard.pipeline.schedule.actions import COMPUTE, MESSAGES, Action, Kind
@@ -26,7 +29,7 @@ from fshard.pipeline.schedule.trace import Number
 
 
 class Wait(NamedTuple):
-    """An action that cannot start, and the one that it waits for."""
+    """The number of an action that cannot start, and the number of the action that it waits for."""
 
     action: int
     on: int
@@ -34,134 +37,196 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Dependencies:
-    """The actions of all devices, numbered row after row, with their dependencies. `find_dependencies` makes it."""
+    """The numbered actions of all devices, with their dependencies: see `find_dependencies`.
+
+    Args:
+        schedule: the schedule.
+        actions: of all rows, one row after the other.
+        parts: I and W of a B; of any other action, the action itself.
+        device: the device of each action.
+        begin: the number of each row's first action, and the count of all actions.
+        needs: of each action, those that must end before it starts, as far as they exist.
+        partner: the receive of each send, and the send of each receive.
+    """
 
     schedule: ScheduleRows
     actions: list[Action]
-    parts: list[tuple[Action, ...]]  # I and W of a B, any other action itself
-    device: list[int]  # of each action
-    begin: list[int]  # of each row, and the end of the last one
-    needs: list[
-        list[int]
-    ]  # of each action, those that must end before it starts, as far as they exist
-    partner: dict[int, int]  # the receive of each send, and the send of each receive
+    parts: list[tuple[Action, ...]]
+    device: list[int]
+    begin: list[int]
+    needs: list[list[int]]
+    partner: dict[int, int]
 
     def row(self, device: int) -> range:
         """Return the numbers of a device's actions."""
         return range(self.begin[device], self.begin[device + 1])
 
     def execute(self) -> tuple[list[int], dict[int, Wait]]:
-        """Execute all rows concurrently: return an order of all that can run, and what each other device waits for.
+        """Run the rows of all devices concurrently, as far as they can run.
 
-        A send blocks until it is received. The set of executed actions does not depend on the order.
+        A send blocks until it is received. Which actions can run does not depend on the devices'
+        speeds, so one execution decides for all.
+
+        Returns:
+            the actions that have run, in a topological order; and of each device that is stuck, the
+            action that cannot start.
         """
-        device, partner = self.device, self.partner
-        position, ended, order = self.begin[:-1], bytearray(len(self.actions)), list[int]()
-        waiting: dict[int, list[int]] = defaultdict(list)
+        topological_order: list[int] = []
+        has_ended = bytearray(len(self.actions))
+        position = self.begin[:-1]  # of each device, the next action
         waits: dict[int, Wait] = {}
-        ready = [*range(len(position))]
-        while ready:
-            current = ready.pop()
-            while (number := position[current]) < self.begin[current + 1]:
-                mate = partner.get(number)
-                if mate is not None and position[device[mate]] != mate:
-                    missing = mate
-                else:
-                    needs = (
-                        self.needs[number]
-                        if mate is None
-                        else self.needs[number] + self.needs[mate]
-                    )
-                    missing = next((need for need in needs if not ended[need]), None)
-                if missing is not None:
-                    waits[current] = Wait(number, missing)
-                    waiting[missing].append(current)
-                    break
-                for done in (number,) if mate is None else (number, mate):
-                    order.append(done)
-                    ended[done] = 1
-                    position[device[done]] += 1
-                    ready += waiting.pop(done, ())
-            else:
-                waits.pop(current, None)
-        return order, waits
+        # The devices to resume when an action ends. A device looks at its inputs only then, so the
+        # time is proportional to the number of dependencies.
+        sleepers: dict[int, list[int]] = defaultdict(list)
 
-    def peak_activations(self, size: Sequence[Number]) -> list[Number]:
-        """Return the peak of each device, from the start of an F to the end of its B or W (or of itself, if alone)."""
+        ready = list(range(len(position)))
+        while ready:
+            device = ready.pop()
+            waits.pop(device, None)
+            while position[device] < self.begin[device + 1]:
+                number = position[device]
+                missing = self._missing(number, position, has_ended)
+                if missing is not None:
+                    waits[device] = Wait(number, missing)
+                    sleepers[missing].append(device)
+                    break
+
+                partner = self.partner.get(number)
+                ended = [number] if partner is None else [number, partner]
+                for action in ended:
+                    topological_order.append(action)
+                    has_ended[action] = True
+                    position[self.device[action]] += 1
+                    ready += sleepers.pop(action, ())
+        return topological_order, waits
+
+    def _missing(
+        self, number: int, position: Sequence[int], has_ended: Sequence[int]
+    ) -> int | None:
+        """Return an action that the next one of a row waits for; None if it can run."""
+        partner = self.partner.get(number)
+        needs = self.needs[number]
+        if partner is not None:
+            if position[self.device[partner]] != partner:
+                return partner
+            needs = needs + self.needs[partner]
+        for need in needs:
+            if not has_ended[need]:
+                return need
+        return None
+
+    def peak_activations(self, sizes: Sequence[Number]) -> list[Number]:
+        """Return the largest sum of activations that each device holds; `sizes` has one per stage.
+
+        They are held from the start of an F to the end of its B or W. A schedule without a backward
+        holds them during the F alone.
+        """
         has_backward = any(action.kind in {Kind.B, Kind.W} for action in self.actions)
-        last = {Kind.B, Kind.W} if has_backward else {Kind.F}
+        frees = {Kind.B, Kind.W} if has_backward else {Kind.F}
         peaks: list[Number] = []
         for row in self.schedule.rows:
             held: Number = 0
             peak: Number = 0
             for kind, stage, _ in row:
                 if kind is Kind.F:
-                    held += size[stage]
+                    held += sizes[stage]
                     peak = max(peak, held)
-                if kind in last:
-                    held -= size[stage]
+                if kind in frees:
+                    held -= sizes[stage]
             peaks.append(peak)
         return peaks
 
 
 def find_dependencies(schedule: ScheduleRows) -> Dependencies:
-    """Find all dependencies. Actions on a wrong device wait for nothing, and nothing waits for missing ones."""
-    actions = [action for row in schedule.rows for action in row]
-    device = [index for index, row in enumerate(schedule.rows) for _ in row]
-    parts = [
-        (action._replace(kind=Kind.I), action._replace(kind=Kind.W))
-        if action.kind is Kind.B
-        else (action,)
-        for action in actions
-    ]
-    number_of: dict[Action, int] = {}
-    for number, (action, halves) in enumerate(zip(actions, parts, strict=True)):
-        for half in halves if schedule.placement[action.stage] == device[number] else ():
-            number_of.setdefault(half, number)
+    """Find all dependencies, also of a schedule that is wrong.
+
+    Actions on a wrong device need nothing, and no action needs one that is missing.
+    """
+    actions = list(chain(*schedule.rows))
+    device: list[int] = []
+    for index, row in enumerate(schedule.rows):
+        device += [index] * len(row)
+    begin = [0, *accumulate(map(len, schedule.rows))]
+    parts = [_parts_of(action) for action in actions]
+    homes = [schedule.placement[action.stage] for action in actions]
+    is_placed = [home == index for home, index in zip(homes, device, strict=True)]
+    number_of = _number_parts(parts, is_placed)
+
     has_messages = any(action.kind in MESSAGES for action in actions)
-    needs: list[list[int]] = [[] for _ in actions]
+    needs = _needed_unshards(actions, device)
     partner: dict[int, int] = {}
+    for number, action in enumerate(actions):
+        if not is_placed[number]:
+            continue
+
+        for part in parts[number]:
+            for required in inputs_of(schedule, part, has_messages=has_messages):
+                need = number_of.get(required)
+                if need is not None and need != number:  # the W of a B needs the I of the same B
+                    needs[number].append(need)
+
+        if action.kind in MESSAGES:
+            other = number_of.get(action.partner)
+            is_first = number_of[action] == number  # a repeated message has no partner
+            if other is not None and device[other] != device[number] and is_first:
+                partner[number] = other
+    return Dependencies(schedule, actions, parts, device, begin, needs, partner)
+
+
+def _parts_of(action: Action) -> tuple[Action, ...]:
+    if action.kind is Kind.B:
+        return action._replace(kind=Kind.I), action._replace(kind=Kind.W)
+    return (action,)
+
+
+def _number_parts(
+    parts: Sequence[Sequence[Action]], is_placed: Sequence[bool]
+) -> dict[Action, int]:
+    """Return the number of each action or half of a B: the first one on the device of its stage."""
+    number_of: dict[Action, int] = {}
+    for number, parts_of_action in enumerate(parts):
+        if is_placed[number]:
+            for part in parts_of_action:
+                number_of.setdefault(part, number)
+    return number_of
+
+
+def _needed_unshards(actions: Sequence[Action], device: Sequence[int]) -> list[list[int]]:
+    """Return for each action the UNSHARD that it needs, if any.
+
+    That is the last one of its stage before it on its device, unless a RESHARD is between them.
+    """
+    needs: list[list[int]] = []
     unshards: dict[tuple[int, int], int] = {}
     for number, action in enumerate(actions):
-        stage = device[number], action.stage
-        if action.kind in {Kind.UNSHARD, Kind.RESHARD}:
-            unshards[stage] = number
-        elif action.kind in COMPUTE and actions[unshards.get(stage, number)].kind is Kind.UNSHARD:
-            needs[number].append(unshards[stage])
-        if schedule.placement[action.stage] == device[number]:
-            inputs = [
-                need
-                for half in parts[number]
-                for need in inputs_of(schedule, half, has_messages=has_messages)
-            ]
-            needs[number] += [
-                n for n in map(number_of.get, inputs) if n is not None and n != number
-            ]
-            mate = number_of.get(action.partner) if action.kind in MESSAGES else None
-            if mate is not None and device[mate] != device[number] and number_of[action] == number:
-                partner[number] = mate
-    return Dependencies(
-        schedule, actions, parts, device, [0, *accumulate(map(len, schedule.rows))], needs, partner
-    )
+        key = device[number], action.stage
+        unshard = None
+        if action.kind is Kind.UNSHARD:
+            unshards[key] = number
+        elif action.kind is Kind.RESHARD:
+            unshards.pop(key, None)
+        elif action.kind in COMPUTE:
+            unshard = unshards.get(key)
+        needs.append([] if unshard is None else [unshard])
+    return needs
 
 
 def inputs_of(
     schedule: ScheduleRows, action: Action, *, has_messages: bool = False
 ) -> Iterator[Action]:
-    """Yield what an action needs, also before the first stage and after the last."""
+    """Yield the actions that an action needs, also before the first stage and after the last."""
     kind, stage, m = action
     if kind is Kind.F:
-        received = has_messages and schedule.crosses(stage, -1)
-        yield Action(Kind.RECV_F, stage, m) if received else Action(Kind.F, stage - 1, m)
+        is_received = has_messages and schedule.crosses(stage, -1)
+        yield Action(Kind.RECV_F, stage, m) if is_received else Action(Kind.F, stage - 1, m)
     elif kind is Kind.I:
-        received = has_messages and schedule.crosses(stage, 1)
+        is_received = has_messages and schedule.crosses(stage, 1)
         yield Action(Kind.F, stage, m)
-        yield Action(Kind.RECV_B, stage, m) if received else Action(Kind.I, stage + 1, m)
+        yield Action(Kind.RECV_B, stage, m) if is_received else Action(Kind.I, stage + 1, m)
     elif kind is Kind.SEND_F:
         yield Action(Kind.F, stage, m)
-    elif kind is Kind.W or kind is Kind.SEND_B:
+    elif kind in (Kind.W, Kind.SEND_B):
         yield Action(Kind.I, stage, m)
     elif kind is Kind.REDUCE:
-        yield from (
-            Action(Kind.W, stage, microbatch) for microbatch in range(schedule.microbatches)
-        )
+        for microbatch in range(schedule.microbatches):
+            yield Action(Kind.W, stage, microbatch)

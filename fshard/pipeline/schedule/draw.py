@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from html import escape
+from itertools import chain
 from math import floor
 
 from fshard.pipeline.schedule.actions import COMPUTE, Action, Kind
@@ -20,148 +21,234 @@ from fshard.pipeline.schedule.trace import Event, Number, rounded
 Events = Sequence[Sequence[Event]]
 """The events of each device."""
 
-_MOST = 256  # columns
-_INK, _PAGE = "#16191d", "currentColor"  # on the colours; the colour of the page's text
+_MAX_COLUMNS = 256
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def draw_text(schedule: ScheduleRows, events: Events, summary: str) -> str:
+    """Draw the computation of devices as text."""
+    unit = _unit(events)
+    labels = _Labels(schedule, events)
+    columns = _column(_makespan(events), unit)
+    total = min(columns, _MAX_COLUMNS)
+
+    lines = [_title(schedule)]
+    for device, row in enumerate(events):
+        cells = _draw_row(row, unit, labels, total)
+        if columns > total:
+            cells += "…"
+        lines.append(f"{labels.device(device)} │ {cells}".rstrip())
+    return "\n".join([*lines, summary])
+
+
+def _draw_row(row: Sequence[Event], unit: Number, labels: _Labels, total: int) -> str:
+    """Draw the computations of a device in so many columns, with a dot in each idle one."""
+    width = labels.width + 1
+    idle_cell = "·".ljust(width)
+    cells = ""
+    column = 0
+    for event in row:
+        start = _column(event.start, unit)
+        end = _column(event.end, unit)
+        is_drawn = event.action.kind in COMPUTE and start < end <= total
+        if is_drawn:
+            cells += idle_cell * (start - column)
+            fill = " " if end == start + 1 else "─"
+            cells += labels.action(event.action).ljust(width * (end - start) - 1, fill) + " "
+            column = end
+    return cells + idle_cell * (total - column)
+
+
+def _column(time: Number, unit: Number) -> int:
+    """Round a time to the nearest column."""
+    return floor(time / unit + Fraction(1, 2))
+
+
+# -- SVG -------------------------------------------------------------------------------------------
+
+# Pixels.
+_LETTER = 7.3  # the width of a letter of 12 px
+_LINE = 18.0  # the height of a line of text
+_ROW = 26.0  # the height of a device's row
+_BAR = 5.0  # the height of the bar of communication below it
+_WIDTH = 1000.0  # of the drawing, if it would be wider
+_TOP = _LINE + 6  # below the title
+_PITCH = _ROW + _BAR + 3  # from row to row
+
+_INK = "#16191d"  # text on the colours
+_PAGE = "currentColor"  # other text: the colour of the page's text
+_FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+
+_MESSAGE = ("#a9b8c6", "message")
 _COLOURS = {  # of each kind, and its word in the legend
     Kind.F: ("#7cb7e8", "forward"),
     Kind.B: ("#86cf91", "backward"),
     Kind.I: ("#6fcdc6", "input gradient"),
     Kind.W: ("#f4b06a", "weight gradient"),
-    **dict.fromkeys((Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B), ("#a9b8c6", "message")),
+    Kind.SEND_F: _MESSAGE,
+    Kind.RECV_F: _MESSAGE,
+    Kind.SEND_B: _MESSAGE,
+    Kind.RECV_B: _MESSAGE,
     Kind.UNSHARD: ("#b9a4ea", "unshard"),
     Kind.REDUCE: ("#ee9aa7", "reduce"),
 }
-_FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
-# Pixels: of a 12 px letter, of a line of text, of a device's row, of the bar below it, of the full width.
-_LETTER, _LINE, _ROW, _BAR, _WIDE = 7.3, 18.0, 26.0, 5.0, 1000.0
-
-
-def draw_text(schedule: ScheduleRows, events: Events, summary: str) -> str:
-    """Draw the computation of devices as text."""
-    makespan, unit, labels = _makespan(events), _unit(events), _Labels(schedule, events)
-    total = min(_column(makespan, unit), _MOST)
-    lines = [_title(schedule)]
-    for device, row in enumerate(events):
-        line, column = f"{labels.device(device)} │ ", 0
-        for event in row:
-            start, end = _column(event.start, unit), _column(event.end, unit)
-            if event.action.kind in COMPUTE and start < end <= total:
-                fill = " " if end == start + 1 else "─"
-                line += "·".ljust(labels.width + 1) * (start - column)
-                line += (
-                    labels.action(event.action).ljust((labels.width + 1) * (end - start) - 1, fill)
-                    + " "
-                )
-                column = end
-        line += "·".ljust(labels.width + 1) * (total - column)
-        line += "…" if _column(makespan, unit) > total else ""
-        lines.append(line.rstrip())
-    return "\n".join([*lines, summary])
 
 
 def draw_svg(schedule: ScheduleRows, events: Events, summary: str) -> str:
-    """Draw all actions that take time as SVG: the computation of each device, and below it communication."""
-    unit, labels = _unit(events), _Labels(schedule, events)
-    columns = min(_makespan(events) / unit, _MOST)
+    """Draw all actions that take time as SVG: computation, and below it communication."""
+    unit = _unit(events)
+    labels = _Labels(schedule, events)
+    columns = min(_makespan(events) / unit, _MAX_COLUMNS)
+    last_time = columns * unit
     margin = _LETTER * len(labels.device(schedule.devices - 1)) + 12
-    scale = max(4.0, min(_LETTER * labels.width + 7, _WIDE / max(columns, 1)))
-    parts, kinds = [_text(_title(schedule), 0, 12, bold=True)], set[Kind]()
+    scale = max(4.0, min(_LETTER * labels.width + 7, _WIDTH / max(columns, 1)))  # of a column
+
+    # The rows of devices, from the top.
+    parts = [_draw_word(_title(schedule), 0, 12, bold=True)]
+    kinds = set[Kind]()
     for device, row in enumerate(events):
-        top = _LINE + 6 + device * (_ROW + _BAR + 3)
-        parts.append(_text(labels.device(device), 0, top + _ROW / 2 + 4))
+        top = _TOP + device * _PITCH
+        parts.append(_draw_word(labels.device(device), 0, top + _ROW / 2 + 4))
         for event in row:
-            if event.start < event.end <= columns * unit:
-                x, width = (
-                    margin + scale * float(event.start / unit),
-                    scale * float((event.end - event.start) / unit),
-                )
+            if event.start < event.end <= last_time:
+                x = margin + scale * float(event.start / unit)
+                width = scale * float((event.end - event.start) / unit)
+                parts.append(_draw_event(event, labels, x, top, width))
                 kinds.add(event.action.kind)
-                parts.append(_box(event, labels, x, top, width))
-    bottom = _LINE + 6 + schedule.devices * (_ROW + _BAR + 3) + 6
-    x = margin
-    for colour, word in dict.fromkeys(_COLOURS[kind] for kind in _COLOURS if kind in kinds):
-        parts.append(
-            f'<rect x="{x:g}" y="{bottom:g}" width="12" height="12" rx="2" fill="{colour}"/>'
-        )
-        parts.append(_text(word, x + 17, bottom + 10.5))
-        x += _LETTER * len(word) + 34
-    if columns * unit < _makespan(events):
-        summary += f"; drawn up to {rounded(columns * unit)}"
-    parts.append(_text(summary, margin, bottom + 12 + _LINE))
-    width = max(margin + scale * float(columns), x, margin + _LETTER * len(summary)) + 20
+
+    # The legend of the kinds that were drawn, and the summary.
+    bottom = _TOP + schedule.devices * _PITCH + 6
+    legend, legend_end = _draw_legend(kinds, margin, bottom)
+    parts += legend
+    if last_time < _makespan(events):
+        summary += f"; drawn up to {rounded(last_time)}"
+    parts.append(_draw_word(summary, margin, bottom + 12 + _LINE))
+
+    rows_end = margin + scale * float(columns)
+    summary_end = margin + _LETTER * len(summary)
+    width = max(rows_end, legend_end, summary_end) + 20
+    height = bottom + 54
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -8 {width:g} {bottom + 54:g}" width="{width:g}" '
-        f'height="{bottom + 54:g}" style="max-width:100%;height:auto" role="img" aria-label="{escape(_title(schedule))}" '
-        f'font-family="{_FONT}" font-size="12">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -8 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" style="max-width:100%;height:auto" role="img" '
+        f'aria-label="{escape(_title(schedule))}" font-family="{_FONT}" font-size="12">'
         f"{''.join(parts)}</svg>"
     )
 
 
-def _box(event: Event, labels: _Labels, x: float, top: float, width: float) -> str:
+def _draw_event(event: Event, labels: _Labels, x: float, top: float, width: float) -> str:
+    """Draw a box with a tooltip, and a label if the box has space for it."""
     action = event.action
+    is_computation = action.kind in COMPUTE
     colour, word = _COLOURS[action.kind]
-    y, height = (top, _ROW) if action.kind in COMPUTE else (top + _ROW, _BAR)
-    colour = _lighter(colour, labels.shade[action.stage])
+    colour = _lighter(colour, labels.shades[action.stage])
+    y, height = (top, _ROW) if is_computation else (top + _ROW, _BAR)
+
+    times = f"{rounded(event.start)} to {rounded(event.end)}"
     box = (
-        f"<g><title>{action}: {word}, {rounded(event.start)} to {rounded(event.end)}, device {event.device}</title>"
-        f'<rect x="{x:g}" y="{y:g}" width="{max(width - 1, 0.5):g}" height="{height:g}" rx="2" fill="{colour}"/>'
+        f"<g><title>{action}: {word}, {times}, device {event.device}</title>"
+        f'<rect x="{x:g}" y="{y:g}" width="{max(width - 1, 0.5):g}" height="{height:g}" rx="2" '
+        f'fill="{colour}"/>'
     )
     label = labels.action(action)
-    if action.kind in COMPUTE and _LETTER * len(label) < width:
-        box += _text(label, x + (width - 1) / 2, y + height / 2 + 4.3, _INK, "middle")
+    if is_computation and _LETTER * len(label) < width:
+        box += _draw_word(label, x + (width - 1) / 2, y + height / 2 + 4.3, _INK, "middle")
     return box + "</g>"
+
+
+def _draw_legend(kinds: set[Kind], x: float, y: float) -> tuple[list[str], float]:
+    """Draw the colours of these kinds and their words; return the x at the end, too."""
+    entries: list[tuple[str, str]] = []
+    for kind, entry in _COLOURS.items():
+        if kind in kinds and entry not in entries:
+            entries.append(entry)
+
+    parts: list[str] = []
+    for colour, word in entries:
+        parts.append(f'<rect x="{x:g}" y="{y:g}" width="12" height="12" rx="2" fill="{colour}"/>')
+        parts.append(_draw_word(word, x + 17, y + 10.5))
+        x += _LETTER * len(word) + 34
+    return parts, x
+
+
+def _draw_word(
+    text: str, x: float, y: float, colour: str = _PAGE, anchor: str = "start", *, bold: bool = False
+) -> str:
+    weight = ' font-weight="600"' if bold else ""
+    return (
+        f'<text x="{x:g}" y="{y:g}" fill="{colour}" text-anchor="{anchor}"{weight}>'
+        f"{escape(text)}</text>"
+    )
 
 
 def _lighter(colour: str, share: float) -> str:
     """Mix a colour with white: an opacity would let a dark page through."""
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(255 - share * (255 - channel)):02x}" for channel in parts)
+    channels = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    mixed = [round(255 - share * (255 - channel)) for channel in channels]
+    return "#" + "".join([f"{channel:02x}" for channel in mixed])
+
+
+# -- both ------------------------------------------------------------------------------------------
 
 
 class _Labels:
-    """Labels of devices and actions, with the stage where devices have several, and the share of each stage's colours."""
+    """The labels of devices and actions, and the shade of each stage's colours.
+
+    Actions are labelled with their stage where a device has several.
+    """
 
     def __init__(self, schedule: ScheduleRows, events: Events) -> None:
-        self.has_stages = len({*schedule.placement}) < schedule.stages
-        computed = {event.action for row in events for event in row if event.action.kind in COMPUTE}
-        self.width = max((len(self.action(action)) for action in computed), default=1)
-        self.digits = len(str(schedule.devices - 1))
-        self.shade = [
-            1
-            - 0.45
-            * schedule.placement[:stage].count(device)
-            / max(schedule.placement.count(device) - 1, 1)
-            for stage, device in enumerate(schedule.placement)
-        ]
+        self._has_stages = len({*schedule.placement}) < schedule.stages
+        self._digits = len(str(schedule.devices - 1))
+
+        labels: list[str] = []
+        for event in _computations(events):
+            labels.append(self.action(event.action))
+        self.width = max(map(len, labels), default=1)
+
+        # From 1 for the first stage of a device to 0.55 for the last one.
+        self.shades: list[float] = []
+        for stage, device in enumerate(schedule.placement):
+            stages_before = schedule.placement[:stage].count(device)
+            most_before = schedule.placement.count(device) - 1
+            self.shades.append(1 - 0.45 * stages_before / max(most_before, 1))
 
     def action(self, action: Action) -> str:
-        return str(action) if self.has_stages else str(action)[len(str(action.stage)) :]
+        """Return the label of an action."""
+        label = str(action)
+        return label if self._has_stages else label.removeprefix(str(action.stage))
 
     def device(self, device: int) -> str:
-        return f"device {device:{self.digits}}"
+        """Return the label of a device; all are equally long."""
+        return f"device {device:{self._digits}}"
 
 
 def _title(schedule: ScheduleRows) -> str:
-    return f"{schedule.name}: {schedule.microbatches} microbatches, {schedule.stages} stages on {schedule.devices} devices"
+    return (
+        f"{schedule.name}: {schedule.microbatches} microbatches, "
+        f"{schedule.stages} stages on {schedule.devices} devices"
+    )
+
+
+def _computations(events: Events) -> list[Event]:
+    return [event for event in chain(*events) if event.action.kind in COMPUTE]
 
 
 def _makespan(events: Events) -> Number:
-    return max((event.end for row in events for event in row), default=0)
+    ends = [event.end for event in chain(*events)]
+    return max(ends, default=0)
 
 
 def _unit(events: Events) -> Number:
-    """Return the time per column: that of the shortest action, but at least a quarter of the median."""
-    computed = (event for row in events for event in row if event.action.kind in COMPUTE)
-    lengths = sorted(event.end - event.start for event in computed if event.end > event.start)
-    return max(lengths[0], Fraction(1, 4) * lengths[len(lengths) // 2]) if lengths else 1
+    """Return the time per column: the shortest action, but at least a quarter of the median.
 
-
-def _column(time: Number, unit: Number) -> int:
-    return floor(time / unit + Fraction(1, 2))
-
-
-def _text(
-    text: str, x: float, y: float, colour: str = _PAGE, anchor: str = "start", *, bold: bool = False
-) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:g}" y="{y:g}" fill="{colour}" text-anchor="{anchor}"{weight}>{escape(text)}</text>'
+    So one action that takes almost no time does not make all others very wide.
+    """
+    lengths = [event.end - event.start for event in _computations(events)]
+    lengths = sorted([length for length in lengths if length > 0])
+    if not lengths:
+        return 1
+    median = lengths[len(lengths) // 2]
+    return max(lengths[0], Fraction(1, 4) * median)

@@ -1,7 +1,7 @@
 """Rows of actions from paths: the idea that most schedules share.
 
-Every microbatch takes the same *path* through the stages and back, one period after the microbatch before it. A path
-has *legs*: each visits all devices, with a number of ticks from one to the next.
+Every microbatch takes the same *path* through the stages and back, one period after the microbatch
+before it. A path has *legs*: each visits all devices, with a number of ticks from one to the next.
 
     1f1b: one leg forward of 1 tick a device, one back of 2         a B takes two ticks
 
@@ -9,14 +9,15 @@ has *legs*: each visits all devices, with a number of ticks from one to the next
     device 1      F0       F1 B0 -- F2 B1 --    B2 --
     device 2         F0 B0 -- F1 B1 -- F2 B2 --
 
-Only the order on each device is kept. A shorter path has a lower peak of activations, a longer one a smaller bubble at
-both ends (Qi et al., "Pipeline Parallelism with Controllable Memory").
+Times only sort the actions of each row, and are dropped. A shorter path has a lower peak of
+activations, a longer one a smaller bubble at both ends (Qi et al., "Pipeline Parallelism with
+Controllable Memory").
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import zip_longest
 from typing import Any
 
 from fshard.pipeline.schedule.actions import Action, Kind
@@ -24,32 +25,41 @@ from fshard.pipeline.schedule.schedule import Schedule
 
 Placement = tuple[int, ...]
 """The device of each stage."""
-Time = Callable[[int, int], Any]
+TimeFunction = Callable[[int, int], Any]
 """The time of an action by its stage and microbatch: anything that can be sorted."""
 
 
-def in_order_of_time(
-    name: str, placement: Placement, microbatches: int, forward: Time, backward: Time, kind: Kind
+def schedule_by_time(
+    name: str,
+    placement: Placement,
+    microbatches: int,
+    forward: TimeFunction,
+    backward: TimeFunction,
+    kind: Kind,
 ) -> Schedule:
-    """Order the forwards and backwards of each device by their times.
+    """Return the schedule whose rows are the forwards and backwards of each device, sorted by time.
 
-    >>> in_order_of_time("gpipe", (0, 1), 2, lambda stage, m: m, lambda stage, m: 2 + m, Kind.B).to_text().splitlines()[1:]
+    >>> def forward(stage, m): return m
+    >>> def backward(stage, m): return 2 + m
+    >>> gpipe = schedule_by_time("gpipe", (0, 1), 2, forward, backward, Kind.B)
+    >>> gpipe.to_text().splitlines()[1:]
     ['0F0 0F1 0B0 0B1', '1F0 1F1 1B0 1B1']
     """
-    rows: list[list[tuple[Any, Action]]] = [[] for _ in range(max(placement) + 1)]
+    devices = max(placement) + 1
+    timed: list[list[tuple[Any, Action]]] = [[] for _ in range(devices)]
     for stage, device in enumerate(placement):
         for m in range(microbatches):
-            rows[device].append((forward(stage, m), Action(Kind.F, stage, m)))
-            rows[device].append((backward(stage, m), Action(kind, stage, m)))
-    return Schedule(
-        name,
-        placement,
-        microbatches,
-        tuple(tuple(action for _, action in sorted(row)) for row in rows),
-    )
+            timed[device].append((forward(stage, m), Action(Kind.F, stage, m)))
+            timed[device].append((backward(stage, m), Action(kind, stage, m)))
+
+    rows: list[tuple[Action, ...]] = []
+    for entries in timed:
+        entries.sort()  # two actions at one time, as in v-half of three stages: by kind, then stage
+        rows.append(tuple([action for _, action in entries]))
+    return Schedule(name, placement, microbatches, tuple(rows))
 
 
-def along_path(
+def schedule_along_path(
     name: str,
     placement: Placement,
     microbatches: int,
@@ -57,7 +67,7 @@ def along_path(
     pauses: Sequence[int] = (),
     backward: Kind = Kind.I,
 ) -> Schedule:
-    """Schedule all microbatches on one path, a period apart.
+    """Return the schedule of all microbatches on one path, a period apart.
 
     Args:
         name: of the schedule.
@@ -67,22 +77,36 @@ def along_path(
         pauses: idle ticks between two legs, beside the one for the action there.
         backward: the kind of backward: full (B), or of the inputs only (I), with W added by others.
 
-    >>> print(along_path("1f1b", (0, 1), 3, legs=(1, 2), backward=Kind.B).to_csv())
+    >>> path = schedule_along_path("1f1b", (0, 1), 3, legs=(1, 2), backward=Kind.B)
+    >>> print(path.to_csv())
     0F0,0F1,0B0,0F2,0B1,0B2
     1F0,1B0,1F1,1B1,1F2,1B2
     <BLANKLINE>
     """
-    steps: list[int] = []
-    for leg, pause in zip(legs, [*pauses, *[0] * (len(legs) - len(pauses))], strict=True):
-        steps += [leg] * max(placement) + [1 + pause]
-    ticks = [*accumulate(steps[:-1], initial=0)]
-    period = 3 * len(legs) // 2  # a forward, two halves of a backward, for each stage of a device
+    ticks = _visit_ticks(max(placement) + 1, legs, pauses)
+    # A device has a stage for every two legs, and three ticks of work for it: F, I and W. In a
+    # shorter period the devices would fall behind the path.
+    period = 3 * len(legs) // 2
 
-    return in_order_of_time(
-        name,
-        placement,
-        microbatches,
-        lambda stage, m: ticks[stage] + period * m,
-        lambda stage, m: ticks[-1 - stage] + period * m,
-        backward,
-    )
+    def forward_tick(stage: int, m: int) -> int:
+        return ticks[stage] + period * m
+
+    def backward_tick(stage: int, m: int) -> int:
+        return ticks[-1 - stage] + period * m
+
+    return schedule_by_time(name, placement, microbatches, forward_tick, backward_tick, backward)
+
+
+def _visit_ticks(devices: int, legs: Sequence[int], pauses: Sequence[int]) -> list[int]:
+    """Return the ticks at which microbatch 0 visits the devices along the path, first to last.
+
+    >>> _visit_ticks(3, legs=(1, 2), pauses=())     # device 0, 1, 2, then 2, 1, 0: as drawn above
+    [0, 1, 2, 3, 5, 7]
+    """
+    ticks: list[int] = []
+    start = 0
+    for leg, pause in zip_longest(legs, pauses, fillvalue=0):
+        ticks += [start + leg * hop for hop in range(devices)]
+        # The next leg begins on the device where this one ends, once the action there is done.
+        start = ticks[-1] + 1 + pause
+    return ticks

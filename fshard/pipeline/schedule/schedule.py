@@ -12,13 +12,13 @@ from fshard.pipeline.schedule.verify import Proof, verify
 
 
 class Schedule(ScheduleRows):
-    """The placement of stages, and the actions of each device in order.
+    """The placement of stages, and a row of actions for each device.
 
     Args:
         name: of the schedule.
         placement: the device of each stage.
         microbatches: number of microbatches.
-        rows: the actions of each device.
+        rows: the actions of each device, first to last.
 
     >>> schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1", name="1f1b")
     >>> schedule.placement, schedule.microbatches
@@ -31,15 +31,16 @@ class Schedule(ScheduleRows):
     """
 
     def verify(self) -> Proof:
-        """Prove that the schedule can run; otherwise raise a `ScheduleError` with a drawing of all errors."""
+        """Prove that the schedule can run; else raise a `ScheduleError` that draws all errors."""
         return verify(self)
 
     def simulate(self, **costs: Any) -> Simulation:
         """Return when each action runs.
 
         Args:
-            costs: durations `forward`, `backward_input`, `backward_weight`, `gather` and `reduce` (of weights), the latency
-                `send` of a message, and `activation` sizes: a number, or a sequence or function with one for each stage.
+            costs: durations `forward`, `backward_input`, `backward_weight`, `gather` and `reduce`
+                (of weights), the latency `send` of a message, and `activation` sizes. Each is a
+                number, or a list or a function with one for each stage.
         """
         return simulate(self, **costs)
 
@@ -51,6 +52,6 @@ class Schedule(ScheduleRows):
 
     def _repr_html_(self) -> str:
         try:
-            return simulate(self)._repr_html_()  # pyright: ignore[reportPrivateUsage]
+            return simulate(self).to_svg()
         except ScheduleError:
             return f"<pre>{escape(str(self))}</pre>"

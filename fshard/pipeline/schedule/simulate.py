@@ -1,7 +1,7 @@
 """`simulate`: when each action of a schedule runs, given the duration of each.
 
-An action starts when the actions before it in its row have started, its inputs are available, and its device does not
-compute. Messages and the communication of weights run beside computation.
+An action starts when its inputs are available and its device has finished the computations before
+it in the row. Messages and the communication of weights run beside computation.
 
     latency 1    device 0   0F0 0F1 0F2
                  device 1       (1) 1F0 1F1 1F2
@@ -9,19 +9,19 @@ compute. Messages and the communication of weights run beside computation.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import chain
+from itertools import chain, pairwise
 from numbers import Rational
+from typing import NamedTuple
 
-from fshard.pipeline.schedule.actions import COMPUTE, MESSAGES, SENDS, UNITS, Kind
+from fshard.pipeline.schedule.actions import COMPUTE, RECEIVES, SENDS, UNITS, Kind
 from fshard.pipeline.schedule.dependencies import Dependencies
 from fshard.pipeline.schedule.draw import draw_svg, draw_text
 from fshard.pipeline.schedule.rows import ScheduleRows
 from fshard.pipeline.schedule.trace import Event, Number, rounded, to_chrome_trace
-from fshard.pipeline.schedule.verify import verified_order
+from fshard.pipeline.schedule.verify import verify_and_order
 
 Cost = Number | Sequence[Number] | Callable[[int], Number]
 """One cost for all stages, or one per stage."""
@@ -33,8 +33,9 @@ class Simulation:
 
     Args:
         schedule: the schedule.
-        events: of each device, in the order of its row.
-        critical_path: actions of which each starts when the one before it ends or its message arrives, up to the last end.
+        events: of each device, as in its row.
+        critical_path: actions of which each starts when the one before it ends or its message
+            arrives, up to the last end.
         peak_activations: the peak of each device, from the start of an F to the end of its B or W.
         messages: number of values sent between devices.
     """
@@ -48,41 +49,50 @@ class Simulation:
     @property
     def makespan(self) -> Number:
         """The time at which all is done."""
-        return _exact(max((event.end for row in self.events for event in row), default=0))
+        ends = [event.end for event in chain(*self.events)]
+        return _as_fraction(max(ends, default=0))
 
     @property
     def busy(self) -> tuple[Number, ...]:
         """Time that each device computes."""
-        return tuple(
-            _exact(sum(event.end - event.start for event in row)) for row in self._computed
-        )
+        totals: list[Number] = []
+        for row in self._computations:
+            total = sum([event.end - event.start for event in row])
+            totals.append(_as_fraction(total))
+        return tuple(totals)
 
     @property
     def idle_by_device(self) -> tuple[Number, ...]:
         """Idle time of each device, from 0 to the end of all."""
-        return tuple(self.makespan - busy for busy in self.busy)
+        makespan = self.makespan
+        return tuple([makespan - busy for busy in self.busy])
 
     @property
     def idle(self) -> Number:
         """Total idle time of all devices."""
-        return _exact(sum(self.idle_by_device))
+        return _as_fraction(sum(self.idle_by_device))
 
     @property
     def idle_span(self) -> tuple[Number, ...]:
         """Idle time of each device between its first and its last computation."""
-        return tuple(
-            (row[-1].end - row[0].start if row else 0) - busy
-            for row, busy in zip(self._computed, self.busy, strict=True)
-        )
+        idle: list[Number] = []
+        for row, busy in zip(self._computations, self.busy, strict=True):
+            span = row[-1].end - row[0].start if row else 0
+            idle.append(span - busy)
+        return tuple(idle)
 
     @property
     def bubble(self) -> Number:
         """The idle part of the time of all devices."""
-        return self.idle / (self.makespan * self.schedule.devices) if self.makespan else _exact(0)
+        time = self.makespan * self.schedule.devices
+        return self.idle / time if time else _as_fraction(0)
 
     @property
-    def _computed(self) -> list[list[Event]]:
-        return [[event for event in row if event.action.kind in COMPUTE] for row in self.events]
+    def _computations(self) -> list[list[Event]]:
+        rows: list[list[Event]] = []
+        for row in self.events:
+            rows.append([event for event in row if event.action.kind in COMPUTE])
+        return rows
 
     def to_chrome_trace(self, *, unit: float = 1) -> str:
         """Write the events as a Perfetto trace; `unit` is a unit of time in microseconds."""
@@ -95,7 +105,10 @@ class Simulation:
     @property
     def _summary(self) -> str:
         peak = rounded(max(self.peak_activations, default=0))
-        return f"time {rounded(self.makespan)}, bubble {rounded(self.bubble)}, at most {peak} activations on a device"
+        return (
+            f"time {rounded(self.makespan)}, bubble {rounded(self.bubble)}, "
+            f"at most {peak} activations on a device"
+        )
 
     def __str__(self) -> str:
         return draw_text(self.schedule, self.events, self._summary)
@@ -106,8 +119,8 @@ class Simulation:
     def __repr__(self) -> str:
         peaks = ", ".join(map(str, self.peak_activations))
         return (
-            f"{self.schedule.name}: makespan {self.makespan}, bubble {self.bubble}, idle {self.idle}, "
-            f"activations {peaks}, messages {self.messages}"
+            f"{self.schedule.name}: makespan {self.makespan}, bubble {self.bubble}, "
+            f"idle {self.idle}, activations {peaks}, messages {self.messages}"
         )
 
 
@@ -122,7 +135,7 @@ def simulate(
     reduce: Cost = 0,
     activation: Cost = 1,
 ) -> Simulation:
-    """Return when each action runs. A cost is a number, or a sequence or function with one per stage.
+    """Return when each action runs. A cost is a number, or a list or function with one per stage.
 
     Args:
         schedule: a valid one; others raise as in `verify`.
@@ -140,104 +153,135 @@ def simulate(
     >>> simulate(gpipe, forward=[1, 2], send=Fraction(1, 2)).makespan
     Fraction(12, 1)
     """
-    compute = {
-        "forward": forward,
-        "backward_input": backward_input,
-        "backward_weight": backward_weight,
-    }
-    costs = _by_stage(
-        schedule, **compute, send=send, gather=gather, reduce=reduce, activation=activation
-    )
-    graph, order = verified_order(schedule)
-    zero: list[Number] = [0] * schedule.stages
+    forwards = _costs_by_stage(schedule, "forward", forward)
+    backward_inputs = _costs_by_stage(schedule, "backward_input", backward_input)
+    backward_weights = _costs_by_stage(schedule, "backward_weight", backward_weight)
+    latencies = _costs_by_stage(schedule, "send", send)
+    gathers = _costs_by_stage(schedule, "gather", gather)
+    reductions = _costs_by_stage(schedule, "reduce", reduce)
+    activations = _costs_by_stage(schedule, "activation", activation)
+
+    backwards = [i + w for i, w in zip(backward_inputs, backward_weights, strict=True)]
+    zeros: list[Number] = [0] * schedule.stages
     durations = {
-        Kind.F: costs["forward"],
-        Kind.B: [
-            i + w for i, w in zip(costs["backward_input"], costs["backward_weight"], strict=True)
-        ],
-        Kind.I: costs["backward_input"],
-        Kind.W: costs["backward_weight"],
-        Kind.SEND_F: zero,
-        Kind.SEND_B: zero,
-        Kind.UNSHARD: costs["gather"],
-        Kind.RESHARD: zero,
-        Kind.REDUCE: costs["reduce"],
+        Kind.F: forwards,
+        Kind.B: backwards,
+        Kind.I: backward_inputs,
+        Kind.W: backward_weights,
+        Kind.SEND_F: zeros,
+        Kind.SEND_B: zeros,
+        Kind.UNSHARD: gathers,
+        Kind.RESHARD: zeros,
+        Kind.REDUCE: reductions,
     }
-    start, end, cause, messages = _times(graph, order, durations, costs["send"])
-    events = [*map(Event, graph.device, graph.actions, map(_exact, start), map(_exact, end))]
+
+    graph, topological_order = verify_and_order(schedule)
+    times = _find_times(graph, topological_order, durations, latencies)
+    events: list[Event] = []
+    for number, action in enumerate(graph.actions):
+        start = _as_fraction(times.starts[number])
+        end = _as_fraction(times.ends[number])
+        events.append(Event(graph.device[number], action, start, end))
+
+    rows: list[tuple[Event, ...]] = []
+    for first, stop in pairwise(graph.begin):
+        rows.append(tuple(events[first:stop]))
+
+    # Back from the last end, each time to what the action has waited for.
     path: list[Event] = []
-    number = max(order, key=end.__getitem__, default=None)
+    number = max(topological_order, key=times.ends.__getitem__, default=None)
     while number is not None:
         path.append(events[number])
-        number = cause[number]
+        number = times.causes[number]
+
     return Simulation(
         graph.schedule,
-        events=tuple(
-            tuple(events[number] for number in graph.row(device))
-            for device in range(schedule.devices)
-        ),
+        events=tuple(rows),
         critical_path=tuple(reversed(path)),
-        peak_activations=tuple(graph.peak_activations(costs["activation"])),
-        messages=messages,
+        peak_activations=tuple(graph.peak_activations(activations)),
+        messages=times.messages,
     )
 
 
-def _times(
+class _ActionTimes(NamedTuple):
+    """The start and the end of each action, and the last action that it has waited for."""
+
+    starts: list[Number]
+    ends: list[Number]
+    causes: list[int | None]
+    messages: int
+
+
+def _find_times(
     graph: Dependencies,
-    order: Sequence[int],
+    topological_order: Sequence[int],
     durations: Mapping[Kind, list[Number]],
-    latency: list[Number],
-) -> tuple[list[Number], list[Number], list[int | None], int]:
-    """Run each action as soon as it can; return starts, ends, the last action that each has waited for, and messages."""
+    latencies: list[Number],
+) -> _ActionTimes:
+    """Run each action as soon as it can."""
     starts: list[Number] = [0] * len(graph.actions)
     ends: list[Number] = [0] * len(graph.actions)
     causes: list[int | None] = [None] * len(graph.actions)
-    free: dict[int, tuple[Number, int | None]] = defaultdict(
-        lambda: (0, None)
-    )  # by device; -1 - device: its weights
     messages = 0
-    for number in order:
-        here, (kind, stage, _) = graph.device[number], graph.actions[number]
-        if kind in MESSAGES - SENDS:
-            continue  # its send has set its times
-        start, cause = free[here]
-        if kind in UNITS and free[-1 - here][0] > start:
-            start, cause = free[-1 - here]
+
+    # A device has a lane for computation, and one for the communication of weights. Of each lane:
+    # the end of its last action, and that action.
+    idle = (0, None)
+    compute_lanes: list[tuple[Number, int | None]] = [idle] * graph.schedule.devices
+    weight_lanes: list[tuple[Number, int | None]] = [idle] * graph.schedule.devices
+
+    for number in topological_order:
+        device = graph.device[number]
+        kind, stage, _ = graph.actions[number]
+        if kind in RECEIVES:
+            continue  # the send of the message has set its times
+
+        start, cause = compute_lanes[device]
+        if kind in UNITS and weight_lanes[device][0] > start:
+            start, cause = weight_lanes[device]
         for need in graph.needs[number]:
-            end = ends[need]
-            if graph.device[need] != here:  # a message that the schedule does not contain
-                end += latency[graph.actions[need].stage]
+            available = ends[need]
+            if graph.device[need] != device:  # a message that the schedule does not contain
+                available += latencies[graph.actions[need].stage]
                 messages += 1
-            if end > start:
-                start, cause = end, need
+            if available > start:
+                start, cause = available, need
+
         end = start + durations[kind][stage]
         if kind in SENDS:
-            end += latency[stage]
-            receive = graph.partner[number]
-            starts[receive], ends[receive], causes[receive] = start, end, number
+            end += latencies[stage]
             messages += 1
+            receive = graph.partner[number]
+            starts[receive] = start
+            ends[receive] = end
+            causes[receive] = number
         else:
-            free[-1 - here if kind in UNITS else here] = (end, number)
-        starts[number], ends[number], causes[number] = start, end, cause
-    return starts, ends, causes, messages
+            lanes = weight_lanes if kind in UNITS else compute_lanes
+            lanes[device] = (end, number)
+        starts[number] = start
+        ends[number] = end
+        causes[number] = cause
+    return _ActionTimes(starts, ends, causes, messages)
 
 
-def _by_stage(schedule: ScheduleRows, **costs: Cost) -> dict[str, list[Number]]:
+def _costs_by_stage(schedule: ScheduleRows, name: str, cost: Cost) -> list[Number]:
     """Return the cost of each stage; raise if one is missing or negative."""
-    numbers: dict[str, list[Number]] = {}
-    stages = range(schedule.stages)
-    for name, cost in costs.items():
-        numbers[name] = (
-            [*cost]
-            if isinstance(cost, Sequence)
-            else [cost(s) if callable(cost) else cost for s in stages]
+    if isinstance(cost, Sequence):
+        costs = list(cost)
+    elif callable(cost):
+        costs = [cost(stage) for stage in range(schedule.stages)]
+    else:
+        costs = [cost] * schedule.stages
+
+    # `not >=`, so that nan raises.
+    if len(costs) != schedule.stages or not all([each >= 0 for each in costs]):
+        raise ValueError(
+            f"simulate: {name} must be a cost of at least 0 for each of {schedule.stages} stages; "
+            f"got {costs}."
         )
-        if len(numbers[name]) != schedule.stages or not all(each >= 0 for each in numbers[name]):
-            raise ValueError(
-                f"simulate: {name} must be a cost of at least 0 for each of {schedule.stages} stages; got {numbers[name]}."
-            )
-    return numbers
+    return costs
 
 
-def _exact(number: Number) -> Number:
+def _as_fraction(number: Number) -> Number:
+    """Return a Fraction of a rational number, so that times are exact; a float as it is."""
     return Fraction(number) if isinstance(number, Rational) else number

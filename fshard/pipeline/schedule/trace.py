@@ -1,4 +1,7 @@
-"""Events with start and end, simulated or measured by `timeline`, and their export for Perfetto and chrome://tracing."""
+"""Events with start and end, simulated or measured by `timeline`.
+
+They are exported for Perfetto and chrome://tracing.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from numbers import Rational
 from time import perf_counter
 from typing import NamedTuple
 
-from fshard.pipeline.schedule.actions import COMPUTE, MESSAGES, SENDS, Action
+from fshard.pipeline.schedule.actions import COMPUTE, MESSAGES, RECEIVES, SENDS, Action
 
 Number = int | float | Fraction
 _LANES = ("compute", "messages", "weights")
@@ -33,13 +36,17 @@ class Event(NamedTuple):
         return f"{self.action} on device {self.device} from {self.start} to {self.end}"
 
 
-def to_chrome_trace(events: Iterable[Event], *, unit: float = 1) -> str:
-    """Write events as JSON for ui.perfetto.dev and chrome://tracing, with an arrow for each message.
+# -- export ----------------------------------------------------------------------------------------
 
-    A device is a process of the trace, with a line each for computation, messages and weights.
+
+def to_chrome_trace(events: Iterable[Event], *, unit: float = 1) -> str:
+    """Write events as JSON for ui.perfetto.dev and chrome://tracing.
+
+    A device is a process of the trace, with a line each for computation, messages and weights, and
+    each message is an arrow.
 
     Args:
-        events: in any order.
+        events: of any devices.
         unit: one unit of their time in microseconds: 1e6 for seconds.
 
     >>> print(to_chrome_trace([Event(1, Action.parse("2F0"), 3, 5)]))
@@ -49,70 +56,99 @@ def to_chrome_trace(events: Iterable[Event], *, unit: float = 1) -> str:
     {"ph": "X", "pid": 1, "tid": 0, "name": "2F0", "cat": "F", "ts": 3.0, "dur": 2.0}
     ]}
     """
-    records: list[dict[str, object]] = []
-    names: dict[str, dict[str, object]] = {}
-    for device, action, start, end in events:
-        lane = (
-            "compute"
-            if action.kind in COMPUTE
-            else "messages"
-            if action.kind in MESSAGES
-            else "weights"
-        )
-        line = {"pid": device, "tid": _LANES.index(lane)}
-        names[f"{device:9}"] = {
-            "ph": "M",
-            "pid": device,
-            "name": "process_name",
-            "args": {"name": f"device {device}"},
-        }
-        names[f"{device:9} {lane}"] = {
-            "ph": "M",
-            **line,
-            "name": "thread_name",
-            "args": {"name": lane},
-        }
-        begin, length = float(start) * unit, float(end - start) * unit
-        records.append(
-            {"ph": "X", **line, "name": str(action), "cat": action.kind, "ts": begin, "dur": length}
-        )
-        if action.kind in MESSAGES:
-            arrow = (
-                {"ph": "s", "id": str(action)}
-                if action.kind in SENDS
-                else {"ph": "f", "bp": "e", "id": str(action.partner)}
-            )
-            records.append(
-                {**arrow, **line, "name": "message", "cat": "message", "ts": begin + length / 2}
-            )
-    lines = map(json.dumps, [*(names[key] for key in sorted(names)), *records])
+    events = list(events)
+    records = [*_name_records(events)]
+    for event in events:
+        records += _event_records(event, unit)
+    lines = [json.dumps(record) for record in records]
     return '{"traceEvents": [\n' + ",\n".join(lines) + "\n]}"
+
+
+def _name_records(events: Iterable[Event]) -> Iterable[dict[str, object]]:
+    """Yield the names of devices and of their lines, device by device."""
+    lanes_of_device: dict[int, set[str]] = {}
+    for event in events:
+        lanes_of_device.setdefault(event.device, set()).add(_lane_of(event.action))
+
+    for device, lanes in sorted(lanes_of_device.items()):
+        name = {"name": f"device {device}"}
+        yield {"ph": "M", "pid": device, "name": "process_name", "args": name}
+        for lane in sorted(lanes):
+            line = _line_of(device, lane)
+            yield {"ph": "M", **line, "name": "thread_name", "args": {"name": lane}}
+
+
+def _event_records(event: Event, unit: float) -> Iterable[dict[str, object]]:
+    """Yield an event, and of a message one end of its arrow: Perfetto joins ends with one id."""
+    device, action, start, end = event
+    line = _line_of(device, _lane_of(action))
+    time = float(start) * unit
+    duration = float(end - start) * unit
+    yield {
+        "ph": "X",
+        **line,
+        "name": str(action),
+        "cat": action.kind,
+        "ts": time,
+        "dur": duration,
+    }
+    if action.kind not in MESSAGES:
+        return
+
+    if action.kind in SENDS:
+        arrow = {"ph": "s", "id": str(action)}
+    else:
+        arrow = {"ph": "f", "bp": "e", "id": str(action.partner)}
+    # "bp": "e" binds an arrow to the event that encloses its end, so ends are in the middle.
+    yield {**arrow, **line, "name": "message", "cat": "message", "ts": time + duration / 2}
+
+
+def _lane_of(action: Action) -> str:
+    if action.kind in COMPUTE:
+        return "compute"
+    if action.kind in MESSAGES:
+        return "messages"
+    return "weights"
+
+
+def _line_of(device: int, lane: str) -> dict[str, object]:
+    return {"pid": device, "tid": _LANES.index(lane)}
+
+
+# -- measurement -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Measured events, in the order in which they ended; in seconds of a clock shared by the processes of a machine.
+    """Measured events, in the order in which they ended.
 
-    A device is its number in the mesh, also where the mesh has other axes, such as "data".
+    Their times are seconds of a clock that the processes of a machine share. A device is its number
+    in the mesh, also where the mesh has other axes, such as "data".
     """
 
     events: list[Event] = field(default_factory=list[Event])
 
     def to_chrome_trace(self) -> str:
-        """Write it as the JSON that ui.perfetto.dev and chrome://tracing open; several processes' can be opened together."""
+        """Write it as JSON for ui.perfetto.dev and chrome://tracing.
+
+        The files of several processes can be opened together.
+        """
         return to_chrome_trace(self.events, unit=1e6)
 
 
 @contextmanager
 def timeline() -> Generator[Timeline]:
-    """Record the actions of all pipelines that run in the block, with times, on the devices of this process.
+    """Record the actions of all pipelines that run in the block, with times.
 
-    Waiting for a message, and sending one, are actions, named as in a schedule with messages. On a GPU the times are
-    those of kernel launches.
+    The actions are those of the devices of this process. Waiting for a message, and sending one,
+    are actions, named as in a schedule with messages. On a GPU the times are those of kernel
+    launches.
 
     >>> import torch, fshard as fs
     >>> schedule = fs.pipeline_schedule("gpipe", stages=2, microbatches=1)
-    >>> step = fs.pipeline.pipelined([lambda w, x: w * x] * 2, schedule, lambda y, x: y.sum(), mesh=fs.make_mesh({"pipe": 2}))
+    >>> stages = [lambda w, x: w * x] * 2
+    >>> mesh = fs.make_mesh({"pipe": 2})
+    >>> step = fs.pipeline.pipelined(stages, schedule, lambda y, x: y.sum(), mesh=mesh)
     >>> with timeline() as run:
     ...     outcome = step([torch.tensor(2.0), torch.tensor(3.0)], [torch.ones(1)])
     >>> [str(event.action) for event in run.events if event.device == 1]
@@ -123,6 +159,7 @@ def timeline() -> Generator[Timeline]:
     try:
         yield opened
     finally:
+        # By identity: two timelines without events are equal.
         _open[:] = [timeline for timeline in _open if timeline is not opened]
 
 
@@ -133,15 +170,20 @@ class Recorder:
     """Records the actions of one device in all open timelines."""
 
     def __init__(self, device: int, timelines: Sequence[Timeline]) -> None:
-        self._device, self._timelines = device, timelines
-        self._received: Number = 0.0
+        self._device = device
+        self._timelines = timelines
+        self._received: Number = 0.0  # when the last message was received
 
-    def record(self, action: Action, began: float) -> None:
-        """Record something that ends now; a computation began with the last message that it waited for."""
-        event = Event(self._device, action, max(began, self._received), perf_counter())
+    def record(self, action: Action, start: float) -> None:
+        """Record an action that ends now.
+
+        It began at `start`, or when the last message since then was received: the interpreter
+        receives the inputs of a computation within the action of the computation.
+        """
+        event = Event(self._device, action, max(start, self._received), perf_counter())
         for timeline in self._timelines:
             timeline.events.append(event)
-        if action.kind in MESSAGES - SENDS:
+        if action.kind in RECEIVES:
             self._received = event.end
 
 
@@ -151,6 +193,7 @@ def recorder_of(device: int) -> Recorder | None:
 
 
 def rounded(number: Number) -> str:
-    """Format a number in at most a few digits, a fraction as such."""
-    short = isinstance(number, Rational) and number.denominator < 1000
-    return str(number) if short else f"{float(number):.4g}"
+    """Format a number in at most a few digits, a fraction with a short denominator as such."""
+    if isinstance(number, Rational) and number.denominator < 1000:
+        return str(number)
+    return f"{float(number):.4g}"

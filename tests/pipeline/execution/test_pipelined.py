@@ -289,6 +289,33 @@ def test_received_tensors_are_aligned_for_equal_bits(two):
         )
 
 
+def three_tensors(w, x):
+    return x * w, x + 1, x + 2
+
+
+def writing_to_the_last(w, received):
+    x, saved, written = received
+    y = saved * w
+    written.add_(1)
+    return x + y + written
+
+
+def gradients_with_a_written_input():
+    step = pipelined(
+        [three_tensors, writing_to_the_last],
+        named("gpipe", 2, 1),
+        total,
+        mesh=fs.make_mesh({"pipe": 2}),
+    )
+    return step([torch.ones(16)] * 2, [torch.ones(1, 16)]).gradients
+
+
+def test_stage_may_write_to_one_of_several_received_tensors(two):
+    """They share a buffer, and would share a version, which autograd compares."""
+    _, last = two.run(gradients_with_a_written_input)
+    assert torch.equal(last[1], torch.full((16,), 2.0))
+
+
 # -- what devices hold and send -----------------------------------------------------------------------------------
 
 

@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 from fshard.pipeline.schedule import builders
 from fshard.pipeline.schedule.actions import Action, Kind
 from fshard.pipeline.schedule.builders import pipeline_schedule
-from fshard.pipeline.schedule.paths import along_path
+from fshard.pipeline.schedule.paths import schedule_along_path
 from fshard.pipeline.schedule.schedule import Schedule
-from fshard.pipeline.schedule.weights import forwards, gradients, swapped, with_weights
+from fshard.pipeline.schedule.weights import (
+    advance_forwards,
+    advance_gradient,
+    swap_gradients,
+    with_weights,
+)
 
 LINE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 LOOPS = ("interleaved", "bfs")
@@ -186,16 +191,16 @@ def test_peak_activations_with_two_microbatches_per_device(devices, microbatches
     devices=st.integers(1, 6),
     microbatches=st.integers(1, 9),
     limit=st.integers(1, 12),
-    rules=st.permutations([forwards, gradients, swapped]),
+    rules=st.permutations([advance_forwards, advance_gradient, swap_gradients]),
 )
 def test_early_actions_do_not_exceed_the_activation_limit(
     legs, devices, microbatches, limit, rules
 ):
     placement = (*range(devices), *reversed(range(devices)))[: devices * len(legs) // 2]
     steps, pauses = zip(*legs, strict=True)
-    path = along_path("any", placement, microbatches, steps, pauses)
+    path = schedule_along_path("any", placement, microbatches, steps, pauses)
     strict = with_weights(path, limit)
-    early = with_weights(path, limit, early=tuple(rules))
+    early = with_weights(path, limit, rules=tuple(rules))
     assert max(peaks(early)) <= max(*peaks(strict), limit)
     assert Counter(a for row in early.rows for a in row) == Counter(
         a for row in strict.rows for a in row
