@@ -29,10 +29,10 @@ from fshard.array.mode import ArrayMode, array_mode
 from fshard.array.rules import (
     TABLE,
     LabelledOperation,
+    LocalContext,
     LocalProgram,
     Row,
     Rule,
-    Where,
     arrays_in,
     describe,
     map_arrays,
@@ -97,7 +97,7 @@ class CachedCall(NamedTuple):
     rebuild: Any
     """Builds torch's result from several arrays; None for a single one."""
     local: LocalProgram | None
-    where: dict[int, Where]
+    where: dict[int, LocalContext]
     """For each device that has run a local program. Threads of virtual devices share the call."""
     is_free: bool
     is_local: bool
@@ -477,7 +477,7 @@ def _plan(
     )
 
 
-def _where(call: CachedCall, device: int) -> Where:
+def _where(call: CachedCall, device: int) -> LocalContext:
     """Return what the local program of a device needs to know."""
     if device in call.where:
         return call.where[device]
@@ -495,7 +495,7 @@ def _where(call: CachedCall, device: int) -> Where:
         spec = P(*layout.spec.entries)  # an unreduced result has the shape of a replicated one
         shapes.append(Layout(mesh, spec).local_shape(shape, device))
     # Threads of several devices may compute it: all of them use the first one's.
-    return call.where.setdefault(device, Where(tuple(shapes), positions))
+    return call.where.setdefault(device, LocalContext(tuple(shapes), positions))
 
 
 def _run(
