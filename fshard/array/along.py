@@ -284,14 +284,19 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype is torch.float16 else dtype
 
 
+def as_dtype(x: Any, dtype: torch.dtype) -> Any:
+    """Cast an array, if it has another dtype."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 def _in_wide_dtype(
     formula: Formula, dtype: torch.dtype, x: Any, dims: Sequence[int], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Compute a formula, whose result has a dtype, without overflows in float16 or in integers."""
     is_integer = not (x.is_floating_point() or x.is_complex())
     wide = dtype if is_integer and dtype.is_floating_point else summed_in(x.dtype)
-    y = formula(x if wide is x.dtype else x.to(wide), dims, *args, **kwargs)
-    return y if y is NotImplemented or y.dtype is dtype else y.to(dtype)
+    y = formula(as_dtype(x, wide), dims, *args, **kwargs)
+    return y if y is NotImplemented else as_dtype(y, dtype)
 
 
 # Maxima and minima.
@@ -371,7 +376,7 @@ def _mean(
         raise RuntimeError(f"mean(): the dtype must be floating point or complex; got {dtype}.")
     count = math.prod(x.shape[dim] for dim in dims)
     mean = torch.sum(x, dims, keepdim, dtype=summed_in(dtype)) / count
-    return mean if mean.dtype is dtype else mean.to(dtype)
+    return as_dtype(mean, dtype)
 
 
 @compose("nanmean")
@@ -458,14 +463,16 @@ def _norm(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
 
 @where_sharded("softmax", dim_argument(0, None), is_reduction=False)
 def _softmax(x: Any, dims: Sequence[int], *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    x = x if dtype is None else x.to(dtype)
+    if dtype is not None:
+        x = x.to(dtype)
     exps = (x - extreme_over_dims(x, dims)).exp()
     return exps / exps.sum(dims, True)
 
 
 @where_sharded("log_softmax", dim_argument(0, None), is_reduction=False)
 def _log_softmax(x: Any, dims: Sequence[int], *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    x = x if dtype is None else x.to(dtype)
+    if dtype is not None:
+        x = x.to(dtype)
     x = x - extreme_over_dims(x, dims)
     return x - x.exp().sum(dims, True).log()
 
@@ -475,7 +482,9 @@ def _layer_norm(
     x: Any, dims: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
 ) -> Any:
     y = _normalized(x - x.mean(dims, True), dims, eps, weight)
-    return y if bias is None else y + bias
+    if bias is None:
+        return y
+    return y + bias
 
 
 @where_sharded("rms_norm", _normalized_dims, is_reduction=False)
@@ -488,4 +497,6 @@ def _rms_norm(x: Any, dims: Any, shape: Any, weight: Any = None, eps: float | No
 def _normalized(x: Any, dims: Sequence[int], eps: float, weight: Any) -> Any:
     """Return x divided by the root of its mean square, times a weight."""
     y = x * ((x * x).mean(dims, True) + eps).rsqrt()
-    return y if weight is None else y * weight
+    if weight is None:
+        return y
+    return y * weight

@@ -18,7 +18,7 @@ from torch.nn import _reduction as _Reduction
 from torch.nn import functional as F
 
 from fshard.array.algebra import elementwise
-from fshard.array.along import summed_in
+from fshard.array.along import as_dtype, summed_in
 from fshard.array.communicate import with_spec
 from fshard.array.create import bernoulli_like
 from fshard.array.mode import array_mode
@@ -61,8 +61,10 @@ def _multi_head_attention(
         """Return an array of (batch, heads, length, width of a head)."""
         return F.linear(x, weight, bias).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)
 
+    q_bias = k_bias = v_bias = None
+    if in_proj_bias is not None:
+        q_bias, k_bias, v_bias = in_proj_bias.chunk(3)
     q_weight, k_weight, v_weight = in_proj_weight.chunk(3)
-    q_bias, k_bias, v_bias = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     q = project(query, q_weight, q_bias)
     k = project(key, k_weight, k_bias)
     v = project(value, v_weight, v_bias)
@@ -78,12 +80,16 @@ def _multi_head_attention(
     y = F.linear((weights @ v).permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
     if not need_weights:
         return y, None
-    return y, weights.mean(1) if average_attn_weights else weights
+    if average_attn_weights:  # over heads
+        weights = weights.mean(1)
+    return y, weights
 
 
 def _masked(scores: Any, mask: Any) -> Any:
     """Hide scores where a boolean mask is True; add any other mask."""
-    return scores.masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(mask, float("-inf"))
+    return scores + mask
 
 
 # Normalization.
@@ -96,8 +102,7 @@ def _batch_norm(
 ) -> Any:  # fmt: skip
     """Normalize with the statistics of the global batch."""
     dtype = x.dtype
-    if summed_in(dtype) is not dtype:
-        x = x.to(summed_in(dtype))
+    x = as_dtype(x, summed_in(dtype))
     channels = (1, -1, *(1,) * (x.ndim - 2))  # a shape that broadcasts to that of x
     mean = running_mean
     var = running_var
@@ -125,7 +130,7 @@ def _batch_norm(
         scale = scale * weight
     shift = -mean * scale if bias is None else bias - mean * scale
     y = x * scale.reshape(channels) + shift.reshape(channels)
-    return y if y.dtype is dtype else y.to(dtype)
+    return as_dtype(y, dtype)
 
 
 @compose("instance_norm")
@@ -179,12 +184,12 @@ def _reduced(losses: Any, reduction: str, count: Any = None) -> Any:
         raise ValueError(f"{reduction} is not a valid value for reduction")
     total = losses.sum(dtype=summed_in(losses.dtype))
     if reduction == "mean":
-        n = losses.numel() if count is None else count
-        is_empty = isinstance(n, int) and n == 0
-        total = total * float("nan") if is_empty else total / n
+        if count is None:
+            count = losses.numel()
+        total = total / count
     if not array_mode().is_explicit:
         total = with_spec(total, P(), "loss")
-    return total if total.dtype is losses.dtype else total.to(losses.dtype)
+    return as_dtype(total, losses.dtype)
 
 
 def _loss(

@@ -248,10 +248,14 @@ def _local_labels(
     for dim_labels in (*labels, *result_labels):
         local_labels.update(label for label in dim_labels if label.isupper())
     for dim_labels in labels:
-        local_labels.update(label for label in dim_labels if dim_labels.count(label) > 1)
-    for label, sizes in lengths.items():
-        compared = sizes - {1} if rule.broadcasts else sizes
-        if len(compared) > 1 and label not in rule.ragged:
+        for label in dim_labels:
+            # A diagonal: a block of rows and the same block of columns do not contain it all.
+            if dim_labels.count(label) > 1:
+                local_labels.add(label)
+    for label, label_lengths in lengths.items():
+        # Shards of dims of other lengths would have other elements, which do not correspond.
+        others = label_lengths - {1} if rule.broadcasts else label_lengths
+        if len(others) > 1 and label not in rule.ragged:
             local_labels.add(label)
     return local_labels
 

@@ -60,8 +60,8 @@ def shard_experts(
     for path, module in model.named_modules():
         if isinstance(module, MoE):
             module.replicated = replicated
-            own_axis = axis if as_axes(module.axis or ()) == axis else ()
-            axes = (*own_axis, *replicated)
+            is_own_axis = as_axes(module.axis or ()) == axis
+            axes = (*axis, *replicated) if is_own_axis else replicated
             names = [f"experts.{name}" for name in module.experts]
         elif _is_expert_layer(module):
             if not _has_known_parts(module):
