@@ -1,9 +1,9 @@
 """Arrays that compute: torch's operations on `Sharded`, by one table of rules.
 
 `explicit` forbids implicit communication, `constrain` pins a layout, `shard_module` puts a module's
-parameters on a mesh, `inspect` shows them and `clip_grad_norm_` clips their gradients; `lift` is for
-torch.func, `custom_function` for gradients of your own; `zeros`, `ones`, `full`, `rand` and `randn`
-make arrays.
+parameters on a mesh, `inspect` shows them and `clip_grad_norm_` clips their gradients; `lift` is
+for torch.func, `custom_function` for gradients of your own; `zeros`, `ones`, `full`, `rand` and
+`randn` make arrays.
 """
 
 from fshard.array import algebra as _algebra

@@ -1,7 +1,14 @@
 """Rows of operations along some dims: reductions, softmax, sorting, windows, statistics.
 
-They run locally where these dims are unsharded. Sums over a sharded dim are unreduced. A few others are composed of
-sums, and of maxima over the devices, where their dims are sharded.
+They run locally where these dims are unsharded. Sums over a sharded dim are unreduced. A few others
+are composed of sums, and of maxima over the devices, where their dims are sharded. On a mesh whose
+axis "data" has two devices:
+
+    operation        x               result                how
+    x.softmax(1)     f32[8@data, 4]  f32[8@data, 4]        local, by the rule "aD->aD"
+    x.sum(0)         f32[8@data, 4]  f32[4]{U:data}        local, by the rule "ab->b"
+    x.softmax(0)     f32[8@data, 4]  f32[8@data, 4]        a maximum and a sum over the devices
+    x.sort(0)        f32[8@data, 4]  f32[8, 4@data]        an all_to_all, by the rule "Db->Db"
 """
 
 from __future__ import annotations
@@ -15,49 +22,78 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.array.communicate import largest, spec_like, with_spec
+from fshard.array.communicate import extreme_over_devices, spec_like, with_spec
 from fshard.array.rules import TABLE, Rule, arrays_in, as_dims, compose, map_arrays, rule, spell
 from fshard.mesh.collectives.autograd import recorded, transformed
 from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.sharded import Sharded
 
 DimsOf = Callable[..., Any]
-"""A function of a call's arguments that returns the dims of its first array which it works along; None means all."""
+"""A function of a call's arguments: the dims of its first array that it works along.
+
+None means all.
+"""
 
 
-def along(dims_of: DimsOf, *, is_linear: bool = False, is_sum: bool = False) -> Callable[..., Rule]:
-    """Return the rule of operations that need all elements along some dims.
+def along(
+    names: str,
+    dims_of: DimsOf,
+    *,
+    is_linear: bool = False,
+    is_sum: bool = False,
+    is_view: bool = False,
+) -> None:
+    """Add rows of operations that need all elements along some dims.
 
-    The results have the other dims; these dims too, of any length, unless they are reduced.
+    A result has the other dims; these dims too, of any length, unless they are reduced.
+
+    Args:
+        names: of the operations.
+        dims_of: the dims, given the arguments.
+        is_linear: the operation is linear in its array, if it has only one.
+        is_sum: dims may be sharded, and are summed.
+        is_view: torch's result is a view.
     """
 
-    def rule_of(results: Sequence[Any], x: Any, *args: Any, **kwargs: Any) -> Rule:
-        dims = as_dims(x, dims_of(x, *args, **kwargs))
+    def make_rule(results: Sequence[Any], x: Any, *args: Any, **kwargs: Any) -> Rule:
         linear = "each" if is_linear and not arrays_in(args, kwargs) else ()
-        if is_sum and not args and not kwargs.keys() - {"dtype"}:
+        has_options = args or kwargs.keys() - {"dtype"}
+        if is_sum and not has_options:
             return Rule("...->", linear)
-        full = spell(x.ndim, dict.fromkeys(dims, "D"))
-        reduced = "".join(letter for dim, letter in enumerate(full) if dim not in dims)
-        by_ndim = {x.ndim - len(dims): reduced, x.ndim + 1: f"{full}D", x.ndim: full}
-        return Rule(
-            f"{spell(x.ndim) if is_sum else full}->{','.join(by_ndim.get(y.ndim, '') for y in results)}",
-            linear,
-        )
 
-    return rule_of
+        dims = as_dims(x, dims_of(x, *args, **kwargs))
+        term = spell(x.ndim, dict.fromkeys(dims, "D"))
+        reduced = "".join(letter for dim, letter in enumerate(term) if dim not in dims)
+        # Results differ by their number of dims. Of "aDc", along dim 1: "ac" is a reduction, "aDcD"
+        # has windows in a dim of their own, as `unfold`, "aDc" is anything else, as `sort`.
+        result_terms = {x.ndim - len(dims): reduced, x.ndim + 1: f"{term}D", x.ndim: term}
+        terms = ",".join(result_terms.get(y.ndim, "") for y in results)
+        input_term = spell(x.ndim) if is_sum else term
+        return Rule(f"{input_term}->{terms}", linear)
+
+    rule(names, is_view=is_view)(make_rule)
+
+
+# The dims of a call.
 
 
 def dim_argument(position: int, default: Any) -> DimsOf:
-    """Return a function that finds the argument `dim`, by its position after the array and its default."""
+    """Return a function that finds the argument `dim`.
+
+    Args:
+        position: of the argument, after the array.
+        default: of the argument.
+    """
 
     def dims_of(x: Any, *args: Any, **kwargs: Any) -> Any:
-        dims = [
-            kwargs[name]
-            for name in ("dim", "axis", "dims", "dimension")
-            if kwargs.get(name) is not None
-        ]
-        dim = dims[0] if dims else args[position] if len(args) > position else default
-        return default if isinstance(dim, bool) else dim  # var(x, unbiased)
+        dim = args[position] if len(args) > position else default
+        for name in ("dim", "axis", "dims", "dimension"):
+            if kwargs.get(name) is not None:
+                dim = kwargs[name]
+                break
+        if isinstance(dim, bool):  # var(x, unbiased)
+            return default
+        return dim
 
     return dims_of
 
@@ -72,140 +108,185 @@ def dims_from(first: int) -> DimsOf:
     return lambda x, *args, **kwargs: range(first, x.ndim)
 
 
-def _shape(x: Any, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+def _normalized_dims(x: Any, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     return range(x.ndim - len(normalized_shape), x.ndim)
 
 
-def _padded(x: Any, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
-    return [
-        x.ndim - 1 - index // 2 for index, width in enumerate(pad) if width or mode != "constant"
-    ] or x.ndim - 1
+def _padded_dims(x: Any, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
+    """Return the dims that get longer: `pad` has two widths for each dim, from the last one on."""
+    dims: list[int] = []
+    for index, width in enumerate(pad):
+        if width or mode != "constant":
+            dims.append(x.ndim - 1 - index // 2)
+    return dims or x.ndim - 1  # no dims would be all
 
 
-def _flipped(x: Any, *dims: Any, **kwargs: Any) -> Any:
-    return dim_argument(0, None)(x, *dims, **kwargs) if kwargs or len(dims) == 1 else dims
+def _flipped_dims(x: Any, *dims: Any, **kwargs: Any) -> Any:
+    """Return the dims of `x.flip(0, 1)`, `x.flip((0, 1))` or `x.flip(dims=(0, 1))`."""
+    if len(dims) > 1:
+        return dims
+    return dim_argument(0, None)(x, *dims, **kwargs)
 
 
-_REDUCTIONS = "prod amax amin max min argmax argmin all any logsumexp median nanmedian std var std_mean var_mean aminmax"
-for _names, _dims_of in {
-    _REDUCTIONS: dim_argument(0, None),
-    "mode cumprod cummax cummin logcumsumexp softmax log_softmax special_softmax special_log_softmax": dim_argument(
-        0, -1
-    ),
-    "sort argsort glu": dim_argument(0, -1),
-    "topk kthvalue": dim_argument(1, -1),
-    "norm linalg_vector_norm": dim_argument(1, None),
-    "msort fliplr flipud rot90 renorm trace quantile nanquantile": dims_from(0),
-    "pad": _padded,
-    "layer_norm rms_norm": _shape,
-    "group_norm instance_norm": dims_from(1),
-    "interpolate upsample": dims_from(2),
-}.items():
-    rule(_names)(along(_dims_of))
-for _names, _dims_of in {
-    "cumsum": dim_argument(0, -1),
-    "diff": dim_argument(1, -1),
-    "roll repeat_interleave": dim_argument(1, None),
-    "flip": _flipped,
-    "tril triu": last_dims(2),
-    "pixel_shuffle pixel_unshuffle channel_shuffle": last_dims(3),
-}.items():
-    rule(_names)(along(_dims_of, is_linear=True))
-rule("split split_with_sizes tensor_split", is_view=True)(along(dim_argument(1, 0), is_linear=True))
-rule("narrow unfold", is_view=True)(along(dim_argument(0, 0), is_linear=True))
-rule("sum")(along(dim_argument(0, None), is_linear=True, is_sum=True))
-rule("nansum count_nonzero")(along(dim_argument(0, None), is_sum=True))
-for _count in (1, 2, 3):
-    _kinds = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool")
-    rule(" ".join(f"{kind}{_count}d" for kind in _kinds))(along(last_dims(_count)))
+# The rows.
+
+_REDUCTIONS = """prod amax amin max min argmax argmin all any logsumexp median nanmedian std var
+std_mean var_mean aminmax"""
+_SCANS = """mode cumprod cummax cummin logcumsumexp softmax log_softmax special_softmax
+special_log_softmax"""
+
+along(_REDUCTIONS, dim_argument(0, None))
+along(_SCANS, dim_argument(0, -1))
+along("sort argsort glu", dim_argument(0, -1))
+along("topk kthvalue", dim_argument(1, -1))
+along("norm linalg_vector_norm", dim_argument(1, None))
+along("msort fliplr flipud rot90 renorm trace quantile nanquantile", dims_from(0))
+along("pad", _padded_dims)
+along("layer_norm rms_norm", _normalized_dims)
+along("group_norm instance_norm", dims_from(1))
+along("interpolate upsample", dims_from(2))
+
+along("cumsum", dim_argument(0, -1), is_linear=True)
+along("diff", dim_argument(1, -1), is_linear=True)
+along("roll repeat_interleave", dim_argument(1, None), is_linear=True)
+along("flip", _flipped_dims, is_linear=True)
+along("tril triu", last_dims(2), is_linear=True)
+along("pixel_shuffle pixel_unshuffle channel_shuffle", last_dims(3), is_linear=True)
+
+along("split split_with_sizes tensor_split", dim_argument(1, 0), is_linear=True, is_view=True)
+along("narrow unfold", dim_argument(0, 0), is_linear=True, is_view=True)
+
+along("sum", dim_argument(0, None), is_linear=True, is_sum=True)
+along("nansum count_nonzero", dim_argument(0, None), is_sum=True)
+
+along("max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d lp_pool1d", last_dims(1))
+along("max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d lp_pool2d", last_dims(2))
+along("max_pool3d avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d lp_pool3d", last_dims(3))
 
 
 # On unsharded arrays.
 
-_MATRICES = """det logdet slogdet inverse pinverse cholesky cholesky_inverse cholesky_solve qr svd matrix_exp matrix_power
-chain_matmul lu_solve cross kron cov corrcoef diag diag_embed diagflat block_diag"""
+_MATRICES = """det logdet slogdet inverse pinverse cholesky cholesky_inverse cholesky_solve qr svd
+matrix_exp matrix_power chain_matmul lu_solve cross kron cov corrcoef diag diag_embed diagflat
+block_diag"""
 _DISCRETE = ("nonzero", "argwhere", "histc", "bincount", "unique", "unique_consecutive")
-"""Names of functions whose results are replicated: their shapes depend on values, but for that of histc."""
+"""Functions whose results are replicated: their shapes depend on values, but for that of histc."""
 
 
 def _compute_unsharded(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Compute on unsharded arrays; results are sharded like the first of them, unless their shapes depend on values."""
-    full, like = (
-        map_arrays(lambda x: with_spec(x, P(), name), (args, kwargs)),
-        arrays_in(args, kwargs)[0],
-    )
-    calls = [
-        map_arrays(lambda x, number=number: x.shards[number], full)
-        for number in range(len(like.shards))
-    ]
-    results = [func(*positional, **named) for positional, named in calls]
+    """Compute on unsharded arrays.
+
+    Results are sharded like the first array, unless their shapes depend on values.
+    """
+    first = arrays_in(args, kwargs)[0]
+    full = map_arrays(lambda x: with_spec(x, P(), name), (args, kwargs))
+    results: list[Any] = []
+    for number in range(len(first.shards)):
+        local_args, local_kwargs = _shards_of(number, full)
+        results.append(func(*local_args, **local_kwargs))
+
     is_single = isinstance(results[0], Tensor)
-    columns = zip(*([y] if is_single else y for y in results), strict=True)
-    arrays = [Sharded(tuple(column[0].shape), Layout(like.mesh), column) for column in columns]
-    arrays = [
-        y if name in _DISCRETE else with_spec(y, spec_like(like, y.shape), name) for y in arrays
-    ]
-    return (
-        arrays[0]
-        if is_single
-        else tuple(arrays)
-        if type(results[0]) is tuple
-        else type(results[0])(arrays)
-    )
+    columns = [tuple(results)] if is_single else zip(*results, strict=True)
+    arrays: list[Sharded] = []
+    for column in columns:
+        y = Sharded(tuple(column[0].shape), Layout(first.mesh), column)
+        if name not in _DISCRETE:
+            y = with_spec(y, spec_like(first, y.shape), name)
+        arrays.append(y)
+    return arrays[0] if is_single else type(results[0])(arrays)
 
 
-_UNSHARDED = {n: getattr(torch, n) for n in (*_MATRICES.split(), *_DISCRETE)}
-for _name, _func in {
-    **_UNSHARDED,
-    **{f"linalg_{n}": f for n, f in vars(torch.linalg).items() if isroutine(f)},
-}.items():
-    if _name not in TABLE:
-        compose(_name)(partial(_compute_unsharded, _func, _name))
-compose("masked_select")(
-    lambda x, mask: x.expand(torch.broadcast_shapes(x.shape, mask.shape))[mask.expand_as(x)]
-)
+def _shards_of(number: int, arguments: Any) -> Any:
+    """Return arguments with the shards of one device in place of arrays."""
+    return map_arrays(lambda x: x.shards[number], arguments)
+
+
+def _add_unsharded(name: str, func: Any) -> None:
+    if name not in TABLE:
+        compose(name)(partial(_compute_unsharded, func, name))
+
+
+for _name in (*_MATRICES.split(), *_DISCRETE):
+    _add_unsharded(_name, getattr(torch, _name))
+for _name, _func in vars(torch.linalg).items():
+    if isroutine(_func):
+        _add_unsharded(f"linalg_{_name}", _func)
+
+
+@compose("masked_select")
+def _masked_select(x: Any, mask: Any) -> Any:
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    return x.expand(shape)[mask.expand_as(x)]
 
 
 # Over sharded dims: sums and maxima.
 
 Formula = Callable[..., Any]
+"""A function of (x, dims, *args, **kwargs) that computes an operation and keeps the dims."""
 
 
 def where_sharded(
     names: str, dims_of: DimsOf, *, is_reduction: bool = True
 ) -> Callable[[Formula], None]:
-    """Return the function that adds a composition for sharded dims: a function of (x, dims, ...) that keeps the dims."""
-
-    def composed(name: str, formula: Formula, x: Any, *args: Any, **kwargs: Any) -> Any:
-        dims = as_dims(x, dims_of(x, *args, **kwargs))
-        if (
-            not x.numel()
-            or not x.shape
-            or x.spec.is_flat
-            or not any(x.spec.dims(x.ndim)[dim] for dim in dims)
-        ):
-            return NotImplemented
-        if not is_reduction:
-            return _in_wide_dtype(formula, kwargs.get("dtype") or x.dtype, x, dims, *args, **kwargs)
-        func: Any = (
-            torch.linalg.vector_norm if name == "linalg_vector_norm" else getattr(torch, name)
-        )
-        wanted = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs)
-        if not isinstance(wanted, Tensor):
-            return NotImplemented
-        y = _in_wide_dtype(formula, wanted.dtype, x, dims, *args, **kwargs)
-        return y if y is NotImplemented or wanted.ndim == x.ndim else y.squeeze(dims)
+    """Return the function that adds a composition for sharded dims: a formula."""
 
     def add(formula: Formula) -> None:
+        compute = _reduce_sharded if is_reduction else _map_sharded
         for name in names.split():
-            compose(name)(partial(composed, name, formula))
+            compose(name)(partial(compute, name, formula, dims_of))
 
     return add
 
 
+def _map_sharded(
+    name: str, formula: Formula, dims_of: DimsOf, x: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Compute an operation along sharded dims, whose result has the shape of x."""
+    dims = as_dims(x, dims_of(x, *args, **kwargs))
+    if not _is_sharded_along(x, dims):
+        return NotImplemented
+    dtype = kwargs.get("dtype") or x.dtype
+    return _in_wide_dtype(formula, dtype, x, dims, *args, **kwargs)
+
+
+def _reduce_sharded(
+    name: str, formula: Formula, dims_of: DimsOf, x: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Compute a reduction over sharded dims."""
+    dims = as_dims(x, dims_of(x, *args, **kwargs))
+    if not _is_sharded_along(x, dims):
+        return NotImplemented
+
+    func: Any = torch.linalg.vector_norm
+    if name != "linalg_vector_norm":
+        func = getattr(torch, name)
+    expected = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs)
+    if not isinstance(expected, Tensor):  # max along a dim has indices too
+        return NotImplemented
+    y = _in_wide_dtype(formula, expected.dtype, x, dims, *args, **kwargs)
+    if y is NotImplemented or expected.ndim == x.ndim:
+        return y
+    return y.squeeze(dims)
+
+
+def _is_sharded_along(x: Any, dims: Sequence[int]) -> bool:
+    if not x.shape or not x.numel() or x.spec.is_flat:
+        return False
+    entries = x.spec.dims(x.ndim)
+    return any(entries[dim] for dim in dims)
+
+
 def summed_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values are summed: float16 in 32 bits, since its squares and sums overflow."""
+    """Return the dtype in which values are summed.
+
+    For float16 that has 32 bits, since its squares and sums overflow.
+    """
     return torch.float32 if dtype is torch.float16 else dtype
+
+
+def as_dtype(x: Any, dtype: torch.dtype) -> Any:
+    """Cast an array, if it has another dtype."""
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _in_wide_dtype(
@@ -214,40 +295,37 @@ def _in_wide_dtype(
     """Compute a formula, whose result has a dtype, without overflows in float16 or in integers."""
     is_integer = not (x.is_floating_point() or x.is_complex())
     wide = dtype if is_integer and dtype.is_floating_point else summed_in(x.dtype)
-    y = formula(x if wide is x.dtype else x.to(wide), dims, *args, **kwargs)
-    return y if y is NotImplemented or y.dtype is dtype else y.to(dtype)
+    y = formula(as_dtype(x, wide), dims, *args, **kwargs)
+    return y if y is NotImplemented else as_dtype(y, dtype)
 
 
-def peak(x: Any, dims: Sequence[int], *, is_max: bool = True) -> Any:
-    """Return the maximum over dims, kept with length 1, without a gradient."""
-    x = with_spec(x.detach(), P(*x.spec.entries), "amax" if is_max else "amin")
-    entries = x.spec.dims(x.ndim)
-    shards = tuple(
-        shard.amax(dims, True) if is_max else shard.amin(dims, True) for shard in x.shards
-    )
-    shape = tuple(1 if dim in dims else length for dim, length in enumerate(x.shape))
-    y = Sharded(
-        shape,
-        x.layout.with_spec(P(*(() if dim in dims else axes for dim, axes in enumerate(entries)))),
-        shards,
-    )
-    return largest(
-        y,
-        tuple(axis for dim in dims for axis in entries[dim]),
-        "amax" if is_max else "amin",
-        is_max=is_max,
-    )
+# Maxima and minima.
 
 
-def _compare(func: Any, reduce: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute max(x, y) of two arrays elementwise, and others as the reduction."""
-    return func(x, *args) if args and isinstance(args[0], Sharded) else reduce(x, *args, **kwargs)
+def extreme_over_dims(x: Any, dims: Sequence[int], *, is_max: bool = True) -> Any:
+    """Return the maximum (or minimum) over dims, kept with length 1, without a gradient."""
+    operation = "amax" if is_max else "amin"
+    x = with_spec(x.detach(), P(*x.spec.entries), operation)  # its spec, reduced
+    if is_max:
+        shards = tuple(shard.amax(dims, True) for shard in x.shards)
+    else:
+        shards = tuple(shard.amin(dims, True) for shard in x.shards)
+
+    shape = list(x.shape)
+    entries = [*x.spec.dims(x.ndim)]
+    axes: list[str] = []
+    for dim in dims:
+        axes += entries[dim]
+        entries[dim] = ()
+        shape[dim] = 1
+    local_extremes = Sharded(tuple(shape), x.layout.with_spec(P(*entries)), shards)
+    return extreme_over_devices(local_extremes, tuple(axes), operation, is_max=is_max)
 
 
 def _extreme(is_max: bool, x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     if x.dtype == torch.bool:
         return NotImplemented
-    y = peak(x, dims, is_max=is_max)
+    y = extreme_over_dims(x, dims, is_max=is_max)
     if transformed() or recorded(x.shards):  # the gradient is divided among equal elements
         equal = x == y
         y = x.masked_fill(~equal, 0).sum(dims, True) / equal.sum(dims, True)
@@ -256,51 +334,73 @@ def _extreme(is_max: bool, x: Any, dims: Sequence[int], *args: Any, **kwargs: An
 
 where_sharded("amax max", dim_argument(0, None))(partial(_extreme, True))
 where_sharded("amin min", dim_argument(0, None))(partial(_extreme, False))
-for _name, _func, _reduce in (
-    ("max", torch.maximum, TABLE["max"].compose),
-    ("min", torch.minimum, TABLE["min"].compose),
-):
-    compose(_name)(partial(_compare, _func, _reduce))
+
+
+def _add_comparison(name: str, compare: Any) -> None:
+    """Let `torch.max(x, y)` compare two arrays; the function reduces a single one."""
+    reduce: Any = TABLE[name].compose
+
+    def compare_or_reduce(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Sharded):
+            return compare(x, *args)
+        return reduce(x, *args, **kwargs)
+
+    compose(name)(compare_or_reduce)
+
+
+_add_comparison("max", torch.maximum)
+_add_comparison("min", torch.minimum)
+
+
+# Sums and means.
 
 
 @compose("sum")
 def _sum(
     x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any
 ) -> Any:
-    """Drop the dims of a full sum, so that it works on flat shards."""
-    is_plain = dim is None or keepdim or kwargs or len(as_dims(x, dim)) < x.ndim
-    return NotImplemented if is_plain else torch.sum(x, dtype=dtype)
+    """Drop the dims of a sum over all of them: without dims it works on flat shards."""
+    if dim is None or keepdim or kwargs or len(as_dims(x, dim)) < x.ndim:
+        return NotImplemented
+    return torch.sum(x, dtype=dtype)
 
 
 @compose("mean")
 def _mean(
     x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None
 ) -> Any:
-    dims, dtype = as_dims(x, dim if axis is None else axis), x.dtype if dtype is None else dtype
+    dims = as_dims(x, dim if axis is None else axis)
+    if dtype is None:
+        dtype = x.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         raise RuntimeError(f"mean(): the dtype must be floating point or complex; got {dtype}.")
-    mean = torch.sum(x, dims, keepdim, dtype=summed_in(dtype)) / math.prod(
-        x.shape[dim] for dim in dims
-    )
-    return mean if mean.dtype is dtype else mean.to(dtype)
+    count = math.prod(x.shape[dim] for dim in dims)
+    mean = torch.sum(x, dims, keepdim, dtype=summed_in(dtype)) / count
+    return as_dtype(mean, dtype)
+
+
+@compose("nanmean")
+def _nanmean(x: Any, *args: Any, **kwargs: Any) -> Any:
+    return torch.nansum(x, *args, **kwargs) / torch.sum(~x.isnan(), *args, **kwargs)
 
 
 @compose("diff")
 def _diff(x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
     arrays = [y for y in (prepend, x, append) if y is not None]
-    return torch.diff(torch.cat(arrays, dim), n, dim) if len(arrays) > 1 else NotImplemented
-
-
-compose("nanmean")(
-    lambda x, *args, **more: torch.nansum(x, *args, **more) / torch.sum(~x.isnan(), *args, **more)
-)
+    if len(arrays) == 1:
+        return NotImplemented
+    return torch.diff(torch.cat(arrays, dim), n, dim)
 
 
 @where_sharded("logsumexp", dim_argument(0, None))
 def _logsumexp(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-    top = peak(x, dims)
+    """Subtract the maximum, so that no exponential overflows; an infinite one would leave nan."""
+    top = extreme_over_dims(x, dims)
     top = torch.where(top.isfinite(), top, 0)
     return (x - top).exp().sum(dims, True).log() + top
+
+
+# Statistics.
 
 
 def _var(
@@ -311,64 +411,92 @@ def _var(
     unbiased: bool = True,
     **kwargs: Any,
 ) -> Any:
-    unbiased = next((arg for arg in args if isinstance(arg, bool)), unbiased)
-    n = math.prod(x.shape[dim] for dim in dims) - (
-        int(unbiased) if correction is None else correction
-    )
+    for arg in args:
+        if isinstance(arg, bool):  # var(x, unbiased), var(x, dim, unbiased)
+            unbiased = arg
+            break
+    if correction is None:
+        correction = int(unbiased)
+    count = math.prod(x.shape[dim] for dim in dims)
+    divisor = max(count - correction, 0)  # divided by 0 it is inf, as torch's
+
     differences = x - x.mean(dims, True)
-    squares = ((differences.abs() if x.is_complex() else differences) ** 2).sum(dims, True)
-    return squares / n if n > 0 else squares * float("nan")
+    if x.is_complex():
+        differences = differences.abs()
+    squares = (differences**2).sum(dims, True)
+    return squares / divisor
+
+
+where_sharded("var", dim_argument(0, None))(_var)
+
+
+@where_sharded("std", dim_argument(0, None))
+def _std(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    return _root(_var(x, dims, *args, **kwargs))
 
 
 def _root(x: Any) -> Any:
     """Return the square root, whose gradient is 0 at 0."""
-    return torch.where(x == 0, 0, torch.where(x == 0, 1, x).sqrt())
-
-
-where_sharded("var", dim_argument(0, None))(_var)
-where_sharded("std", dim_argument(0, None))(
-    lambda x, dims, *args, **kwargs: _root(_var(x, dims, *args, **kwargs))
-)
+    is_zero = x == 0
+    # The root of 1 in place of 0: else the gradient, inf at 0, would be nan times the 0 of `where`.
+    return torch.where(is_zero, 0, torch.where(is_zero, 1, x).sqrt())
 
 
 @where_sharded("norm linalg_vector_norm", dim_argument(1, None))
 def _norm(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-    p = kwargs.get("p", kwargs.get("ord", args[0] if args else 2))
-    p = 2 if p in ("fro", None) else p
-    if kwargs.get("dtype") is not None or x.is_complex() or p not in (1, 2, math.inf):
+    order = args[0] if args else 2
+    order = kwargs.get("ord", order)
+    order = kwargs.get("p", order)
+    if order in ("fro", None):
+        order = 2
+    if kwargs.get("dtype") is not None or x.is_complex() or order not in (1, 2, math.inf):
         return NotImplemented
-    if p == 2:
+    if order == 2:
         return _root((x * x).sum(dims, True))
-    return x.abs().sum(dims, True) if p == 1 else x.abs().amax(dims, True)
+    if order == 1:
+        return x.abs().sum(dims, True)
+    return x.abs().amax(dims, True)
+
+
+# Softmax and norms.
 
 
 @where_sharded("softmax", dim_argument(0, None), is_reduction=False)
 def _softmax(x: Any, dims: Sequence[int], *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    x = x if dtype is None else x.to(dtype)
-    e = (x - peak(x, dims)).exp()
-    return e / e.sum(dims, True)
+    if dtype is not None:
+        x = x.to(dtype)
+    exps = (x - extreme_over_dims(x, dims)).exp()
+    return exps / exps.sum(dims, True)
 
 
 @where_sharded("log_softmax", dim_argument(0, None), is_reduction=False)
 def _log_softmax(x: Any, dims: Sequence[int], *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    x = x if dtype is None else x.to(dtype)
-    x = x - peak(x, dims)
+    if dtype is not None:
+        x = x.to(dtype)
+    x = x - extreme_over_dims(x, dims)
     return x - x.exp().sum(dims, True).log()
 
 
-def _scaled(x: Any, dims: Sequence[int], eps: float, weight: Any) -> Any:
-    y = x * ((x * x).mean(dims, True) + eps).rsqrt()
-    return y if weight is None else y * weight
-
-
-@where_sharded("layer_norm", _shape, is_reduction=False)
+@where_sharded("layer_norm", _normalized_dims, is_reduction=False)
 def _layer_norm(
     x: Any, dims: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
 ) -> Any:
-    y = _scaled(x - x.mean(dims, True), dims, eps, weight)
-    return y if bias is None else y + bias
+    y = _normalized(x - x.mean(dims, True), dims, eps, weight)
+    if bias is None:
+        return y
+    return y + bias
 
 
-@where_sharded("rms_norm", _shape, is_reduction=False)
+@where_sharded("rms_norm", _normalized_dims, is_reduction=False)
 def _rms_norm(x: Any, dims: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    return _scaled(x, dims, torch.finfo(x.dtype).eps if eps is None else eps, weight)
+    if eps is None:
+        eps = torch.finfo(x.dtype).eps
+    return _normalized(x, dims, eps, weight)
+
+
+def _normalized(x: Any, dims: Sequence[int], eps: float, weight: Any) -> Any:
+    """Return x divided by the root of its mean square, times a weight."""
+    y = x * ((x * x).mean(dims, True) + eps).rsqrt()
+    if weight is None:
+        return y
+    return y * weight

@@ -1,6 +1,9 @@
 """Make arrays on a mesh: constants and random draws, which are the same numbers on any mesh.
 
-A random array is drawn in full on every device, from a generator that all of them share, and cut to shards.
+A random array is drawn in full on every device, from a generator that all of them share, and cut to
+shards:
+
+    generator ─ draw ─> [0.3 1.2 0.7 2.1] on every device ─ cut ─> [0.3 1.2] and [0.7 2.1]
 """
 
 from __future__ import annotations
@@ -31,21 +34,19 @@ def full(size: Sequence[int], value: complex, *, layout: Layout, dtype: DType = 
     >>> fs.typeof(x), float(x.sum())
     (f32[4@data, 2], 12.0)
     """
-    layout, shape = as_layout(layout), tuple(size)
-    layout = layout.on(resolve_mesh(layout.mesh))
+    shape = tuple(size)
+    layout = as_layout(layout)
+    mesh = resolve_mesh(layout.mesh)
+    layout = layout.on(mesh)
     layout.check(shape, "the array")
     if layout.spec.unreduced:
         raise LayoutError(f"layout must not be unreduced for a given value; got {layout.spec}.")
-    shapes = [layout.local_shape(shape, device) for device in local_devices(layout.mesh)]
-    device_type = layout.mesh.device_type
-    return Sharded(
-        shape,
-        layout,
-        tuple(
-            torch.full(local_shape, value, dtype=dtype, device=device_type)
-            for local_shape in shapes
-        ),
-    )
+
+    shards: list[torch.Tensor] = []
+    for device in local_devices(layout.mesh):
+        local_shape = layout.local_shape(shape, device)
+        shards.append(torch.full(local_shape, value, dtype=dtype, device=layout.mesh.device_type))
+    return Sharded(shape, layout, tuple(shards))
 
 
 def zeros(*size: Any, layout: Layout, dtype: DType = None) -> Sharded:
@@ -56,6 +57,16 @@ def zeros(*size: Any, layout: Layout, dtype: DType = None) -> Sharded:
 def ones(*size: Any, layout: Layout, dtype: DType = None) -> Sharded:
     """Return an array of ones."""
     return full(_shape_of(size), 1, layout=layout, dtype=dtype or torch.get_default_dtype())
+
+
+def _shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the shape of `zeros(4, 2)` or `zeros((4, 2))`."""
+    if len(size) == 1 and not isinstance(size[0], int):
+        return tuple(size[0])
+    return tuple(size)
+
+
+# Random draws.
 
 
 def randn(
@@ -69,37 +80,22 @@ def randn(
     >>> torch.equal(fs.unshard(x), torch.randn(4, generator=torch.Generator().manual_seed(0)))
     True
     """
-    return _drawn(
-        _shape_of(size),
-        layout,
-        partial(torch.Tensor.normal_, generator=generator),
-        generator,
-        dtype,
-    )
+    draw = partial(torch.Tensor.normal_, generator=generator)
+    return _drawn(_shape_of(size), layout, draw, generator, dtype)
 
 
 def rand(
     *size: Any, layout: Layout, generator: torch.Generator | None = None, dtype: DType = None
 ) -> Sharded:
     """Return an array of uniform draws from [0, 1): those of torch.rand, on any mesh."""
-    return _drawn(
-        _shape_of(size),
-        layout,
-        partial(torch.Tensor.uniform_, generator=generator),
-        generator,
-        dtype,
-    )
+    draw = partial(torch.Tensor.uniform_, generator=generator)
+    return _drawn(_shape_of(size), layout, draw, generator, dtype)
 
 
 def bernoulli_like(x: Sharded, shape: Sequence[int], p: float) -> Sharded:
-    """Return an array of 0 and 1 with the dtype of x, sharded like x in the dims where the shapes are equal."""
-    return _drawn(
-        shape, Layout(x.mesh, spec_like(x, shape)), lambda y: y.bernoulli_(p), None, x.dtype
-    )
-
-
-def _shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+    """Return an array of 0 and 1 with the dtype of x, sharded like x in dims of equal length."""
+    layout = Layout(x.mesh, spec_like(x, shape))
+    return _drawn(shape, layout, lambda y: y.bernoulli_(p), None, x.dtype)
 
 
 def _drawn(
@@ -108,50 +104,79 @@ def _drawn(
     """Draw an array in full, and keep the shards of the devices held here."""
     layout = as_layout(layout)
     array = zeros(shape, layout=layout, dtype=dtype)
-    if array.mesh.runtime != "abstract":
-        if (
-            array.mesh.runtime == "process" and not in_loss()
-        ):  # all devices of a step draw by one key
-            state = (generator or torch.default_generator).get_state()
-            compare_inputs("fs.array", array.mesh, {"the state of the random generator": (state,)})
-        values = draw(torch.empty(array.shape, dtype=array.dtype))
-        for dim, axes in enumerate(() if layout.spec.is_flat else array.spec.dims(array.ndim)):
-            values = in_zigzag_order(values, array.mesh, axes, dim)
-        for device, shard in zip(local_devices(array.mesh), array.shards, strict=True):
-            if shard.numel():
-                shard.copy_(shard_of(values, array.layout, device))
+    mesh = array.mesh
+    if mesh.runtime == "abstract":
+        return array
+    if mesh.runtime == "process" and not in_loss():  # all devices of a step draw by one key
+        state = (generator or torch.default_generator).get_state()
+        compare_inputs("fs.array", mesh, {"the state of the random generator": (state,)})
+
+    values = draw(torch.empty(array.shape, dtype=array.dtype))
+    if not layout.spec.is_flat:
+        for dim, axes in enumerate(array.spec.dims(array.ndim)):
+            values = in_zigzag_order(values, mesh, axes, dim)
+    for device, shard in zip(local_devices(mesh), array.shards, strict=True):
+        if shard.numel():
+            shard.copy_(shard_of(values, array.layout, device))
     return array
 
 
+# Rows of functions that make an array like another one.
+
+
 def _like(
-    make: Callable[..., Any], x: Any, *values: Any, size: Any = None, dtype: Any = None, requires_grad: bool = False,
-    device: Any = None, generator: Any = None, **kwargs: Any,
+    make: Callable[..., Any], x: Any, *values: Any, size: Any = None, dtype: Any = None,
+    requires_grad: bool = False, device: Any = None, generator: Any = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Make an array on the mesh of x; dims are sharded like those of x that have the same length."""
+    """Make an array on the mesh of x, sharded like x in dims of equal length."""
     x = x.to(device=device)  # raises for another device
     shape = x.shape if size is None else _shape_of(size)
-    more = {} if generator is None else {"generator": generator}
-    y = make(
-        shape, *values, layout=Layout(x.mesh, spec_like(x, shape)), dtype=dtype or x.dtype, **more
-    )
+    layout = Layout(x.mesh, spec_like(x, shape))
+    options = {} if generator is None else {"generator": generator}
+    y = make(shape, *values, layout=layout, dtype=dtype or x.dtype, **options)
     return y.requires_grad_() if requires_grad else y
 
 
-for _make in (zeros, ones, full, randn, rand):
-    compose(f"{_make.__name__}_like")(partial(_like, _make))
-compose("empty_like")(partial(_like, zeros))
-for _names, _make in {"new_zeros new_empty": zeros, "new_ones": ones}.items():
-    compose(_names)(
-        lambda x, *size, _make=_make, **more: _like(_make, x, size=more.pop("size", size), **more)
-    )
-compose("new_full")(
-    lambda x, size, fill_value, **more: _like(full, x, fill_value, size=(size,), **more)
-)
-compose("new_tensor")(
-    partial(_like, lambda _, data, layout, dtype: spread(torch.tensor(data, dtype=dtype), layout))
-)
-compose("zero")(lambda x: x.masked_fill(torch.tensor(True), 0))
-compose("copy")(
-    lambda x, source, non_blocking=False: torch.where(torch.tensor(True), source.to(x.dtype), x)
-)
-compose("type_as")(lambda x, like: x.to(like.dtype))
+def _new(make: Callable[..., Any], x: Any, *size: Any, **kwargs: Any) -> Any:
+    """Make an array of another size on the mesh of x: `x.new_zeros(4, 2)`."""
+    size = kwargs.pop("size", size)
+    return _like(make, x, size=size, **kwargs)
+
+
+def _of_values(shape: Any, values: Any, layout: Layout, dtype: DType) -> Sharded:
+    return spread(torch.tensor(values, dtype=dtype), layout)
+
+
+compose("zeros_like empty_like")(partial(_like, zeros))
+compose("ones_like")(partial(_like, ones))
+compose("full_like")(partial(_like, full))
+compose("randn_like")(partial(_like, randn))
+compose("rand_like")(partial(_like, rand))
+compose("new_zeros new_empty")(partial(_new, zeros))
+compose("new_ones")(partial(_new, ones))
+compose("new_tensor")(partial(_like, _of_values))
+
+
+@compose("new_full")
+def _new_full(x: Any, size: Any, fill_value: Any, **kwargs: Any) -> Any:
+    return _like(full, x, fill_value, size=(size,), **kwargs)
+
+
+# Rows of functions that are called in place: `x.zero_()`, `x.copy_(y)`.
+
+
+@compose("zero")
+def _zero(x: Any) -> Any:
+    """Replace all elements by 0, infinite ones and nan too."""
+    return x.masked_fill(torch.tensor(True), 0)
+
+
+@compose("copy")
+def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
+    """Replace all elements by those of another array, which broadcasts."""
+    return torch.where(torch.tensor(True), source.to(x.dtype), x)
+
+
+@compose("type_as")
+def _type_as(x: Any, like: Any) -> Any:
+    return x.to(like.dtype)

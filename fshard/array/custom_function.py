@@ -1,7 +1,7 @@
 """`custom_function`: a function on arrays with a gradient of its own, as `jax.custom_vjp`.
 
-A `torch.autograd.Function` of the user takes an array for a constant. This one takes the shards of the arrays apart, so
-that autograd records them, and gives both functions of the user arrays again:
+A `torch.autograd.Function` of the user takes an array for a constant. This one takes the shards of
+the arrays apart, so that autograd records them, and gives both functions of the user arrays again:
 
     arguments -> shards -> [ arrays -> forward -> arrays ] -> shards -> outputs
     gradients <- shards <- [ arrays <- backward <- arrays ] <- shards <- cotangents
@@ -32,21 +32,29 @@ def custom_function(
 ) -> Callable[..., Any]:
     """Return a function on arrays whose gradient is computed by `backward`, as by `jax.custom_vjp`.
 
-    Both functions compute with operations on arrays. Arguments, outputs and residuals are arrays or trees of them; other
-    values, such as numbers, pass unchanged and have no gradient. Arrays that `forward` does not get as arguments are
-    constants. It works under `torch.autograd` and `fs.array.lift(torch.func.grad)`, on any layout, and may be
-    differentiated again: `backward` is then differentiated too, and `forward` called once more for the residuals.
+    Both functions compute with operations on arrays. Arguments, outputs and residuals are arrays or
+    trees of them; other values, such as numbers, pass unchanged and have no gradient. Arrays that
+    `forward` does not get as arguments are constants.
+
+    It works under `torch.autograd` and `fs.array.lift(torch.func.grad)`, on any layout, and may be
+    differentiated again: `backward` is then differentiated too, and `forward` called once more for
+    the residuals.
 
     Args:
-        forward: called with the arguments. It returns `(output, residuals)`, where the residuals are what `backward`
-            needs; or an output that is a single array, without residuals, which are `()` then.
-        backward: called with `(residuals, cotangent)`. The cotangent is like the output. It returns a tuple with one
-            cotangent for each argument, None for an argument without gradient; for a single argument also its cotangent
-            alone. The cotangent of an array has its shape; its layout may be another.
+        forward: called with the arguments. It returns `(output, residuals)`, where the residuals
+            are what `backward` needs; or an output that is a single array, without residuals,
+            which are `()` then.
+        backward: called with `(residuals, cotangent)`. The cotangent is like the output. It returns
+            a tuple with one cotangent for each argument, None for an argument without gradient; for
+            a single argument also its cotangent alone. The cotangent of an array has its shape; its
+            layout may be another.
 
     >>> import torch, fshard as fs
-    >>> x = fs.array.full((4,), 1.7, layout=fs.Layout(fs.make_mesh({"data": 2}), fs.P("data"))).requires_grad_()
-    >>> straight_through = fs.array.custom_function(lambda x: x.round(), lambda residuals, cotangent: cotangent)
+    >>> layout = fs.Layout(fs.make_mesh({"data": 2}), fs.P("data"))
+    >>> x = fs.array.full((4,), 1.7, layout=layout).requires_grad_()
+    >>> def pass_through(residuals, cotangent):
+    ...     return cotangent
+    >>> straight_through = fs.array.custom_function(lambda x: x.round(), pass_through)
     >>> y = straight_through(x)
     >>> (3 * y).sum().backward()
     >>> y.tolist(), x.grad.tolist()
@@ -55,12 +63,17 @@ def custom_function(
 
     @wraps(forward)
     def function(*args: Any) -> Any:
-        opened = [_open(arg) for arg in args]
-        shards = tuple([shard for _, tensors in opened for shard in tensors])
-        if not transformed() and not recorded(shards):
-            return _output_and_residuals(forward(*args))[0]
+        forms: list[_Form] = []
+        shards: list[Tensor] = []
+        for arg in args:
+            form, arg_shards = _open(arg)
+            forms.append(form)
+            shards += arg_shards
+        if not transformed() and not recorded(tuple(shards)):
+            output, _ = _output_and_residuals(forward(*args))
+            return output
 
-        call = _Call(forward, backward, [form for form, _ in opened])
+        call = _Call(forward, backward, forms)
         outputs = _Custom.apply(call, *shards)
         assert call.output is not None
         return call.output.close(iter(outputs))
@@ -101,9 +114,8 @@ class _Form:
         leaves: list[Any] = []
         for leaf in self.leaves:
             if type(leaf) is _ArrayForm:
-                leaves.append(
-                    Sharded(leaf.shape, leaf.layout, tuple(islice(shards, leaf.shard_count)))
-                )
+                own_shards = tuple(islice(shards, leaf.shard_count))
+                leaves.append(Sharded(leaf.shape, leaf.layout, own_shards))
             else:
                 leaves.append(leaf)
         return unflatten(self.structure, leaves)
@@ -120,8 +132,9 @@ def _open(tree: PyTree) -> tuple[_Form, list[Tensor]]:
             leaves[index] = _ArrayForm(leaf.shape, leaf.layout, leaf.dtype, len(leaf.shards))
         elif isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
             raise LayoutError(
-                "custom_function: what is differentiated must be an array; got a plain tensor of shape "
-                f"{tuple(leaf.shape)}. Put it on the mesh: fs.device_put(x, fs.Layout(mesh, P()))."
+                "custom_function: what is differentiated must be an array; got a plain tensor of "
+                f"shape {tuple(leaf.shape)}. Put it on the mesh: fs.device_put(x, fs.Layout(mesh, "
+                "P()))."
             )
     return _Form(leaves, structure), shards
 
@@ -141,7 +154,7 @@ class _Call:
     residual_shards: Tensors = ()
     """The shards of residuals, from the forward until autograd saves them."""
     random_state: Tensor | None = None
-    """That of the forward: what computes the residuals again draws the same numbers."""
+    """The state of the generator before the forward: a recompute draws the same numbers."""
 
     def arguments(self, shards: Sequence[Tensor]) -> list[PyTree]:
         """Return the arguments with these shards."""
@@ -157,30 +170,37 @@ class _Call:
         self.residual_shards = tuple(residual_shards)
         return tuple(outputs)
 
-    def residuals_again(self, shards: Sequence[Tensor]) -> PyTree:
+    def recompute_residuals(self, shards: Sequence[Tensor]) -> PyTree:
         """Compute the residuals from the arguments, so that derivatives include them."""
         assert self.random_state is not None
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self.random_state)
-            return _output_and_residuals(self.forward(*self.arguments(shards)))[1]
+            _, residuals = _output_and_residuals(self.forward(*self.arguments(shards)))
+            return residuals
 
     def cotangents(self, residuals: PyTree, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Call the backward with the gradients of the outputs' shards, and return those of the arguments' shards."""
+        """Return the gradients of the arguments' shards, given those of the outputs' shards.
+
+        It calls the backward.
+        """
         assert self.output is not None
         remaining = iter(gradients)
         leaves: list[Any] = []
         for leaf in self.output.leaves:
-            is_array = type(leaf) is _ArrayForm
-            column = tuple(islice(remaining, leaf.shard_count)) if is_array else ()
-            leaves.append(_incoming(column, leaf) if is_array and leaf.is_continuous else None)
+            cotangent = None
+            if type(leaf) is _ArrayForm:
+                leaf_gradients = tuple(islice(remaining, leaf.shard_count))
+                if leaf.is_continuous:
+                    cotangent = _incoming(leaf_gradients, leaf)
+            leaves.append(cotangent)
         returned = self.backward(residuals, unflatten(self.output.structure, leaves))
 
         if not isinstance(returned, tuple) and len(self.args) == 1:
             returned = (returned,)
         if not isinstance(returned, tuple) or len(returned) != len(self.args):
             raise LayoutError(
-                "custom_function: backward must return a tuple with a cotangent or None for each of the "
-                f"{len(self.args)} arguments; got {_described(returned)}."
+                "custom_function: backward must return a tuple with a cotangent or None for each of "
+                f"the {len(self.args)} arguments; got {_described(returned)}."
             )
         shards: list[Tensor | None] = []
         for number, (form, cotangent) in enumerate(zip(self.args, returned, strict=True)):
@@ -192,9 +212,10 @@ class _Custom(Function):
     @staticmethod
     def forward(call: _Call, *shards: Tensor) -> Tensors:
         outputs = call.compute([shard.detach() for shard in shards])
+        # Replicas may be one tensor; autograd records an output only once.
         tensor_ids: set[int] = set()
         distinct: list[Tensor] = []
-        for y in outputs:  # replicas may be one tensor; autograd records an output only once
+        for y in outputs:
             distinct.append(y.clone() if id(y) in tensor_ids else y)
             tensor_ids.add(id(y))
         return tuple(distinct)
@@ -202,7 +223,8 @@ class _Custom(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         call, *shards = inputs
-        residual_shards, call.residual_shards = call.residual_shards, ()
+        residual_shards = call.residual_shards
+        call.residual_shards = ()  # from now on autograd keeps them, and frees them
         if transformed():
             residual_shards = ()  # torch.func saves inputs and outputs only
         ctx.call = call
@@ -212,16 +234,19 @@ class _Custom(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        call, saved = ctx.call, ctx.saved_tensors
-        shards, residual_shards = saved[: ctx.count], saved[ctx.count :]
+        call = ctx.call
+        saved = ctx.saved_tensors
+        shards = saved[: ctx.count]
+        residual_shards = saved[ctx.count :]
         is_recorded = torch.is_grad_enabled()
         if is_recorded and in_loss():
             raise LayoutError(
-                "custom_function: in a loss function a first derivative must be taken, without create_graph=True. "
-                "Write the function with operations on arrays, whose derivatives are known."
+                "custom_function: in a loss function a first derivative must be taken, without "
+                "create_graph=True. Write the function with operations on arrays, whose derivatives "
+                "are known."
             )
         if shards and (is_recorded or not residual_shards):
-            residuals = call.residuals_again(shards)
+            residuals = call.recompute_residuals(shards)
         else:
             residuals = call.residuals.close(iter(residual_shards))
         return None, *call.cotangents(residuals, gradients)
@@ -232,8 +257,8 @@ def _output_and_residuals(result: Any) -> tuple[PyTree, PyTree]:
         return result, ()
     if not isinstance(result, tuple) or len(result) != 2:
         raise LayoutError(
-            f"custom_function: forward must return (output, residuals), or one array; got {_described(result)}. "
-            "Write return output, () if backward needs no residuals."
+            "custom_function: forward must return (output, residuals), or one array; got "
+            f"{_described(result)}. Write return output, () if backward needs no residuals."
         )
     return result
 
@@ -243,13 +268,17 @@ def _is_continuous(dtype: torch.dtype) -> bool:
 
 
 # Note [Cotangents of arrays]
-# The gradient of a shard, as autograd has it, becomes an array, and the other way round. Outside of a loss function the
-# cotangent of a sharded or replicated array has its layout, and that of an unreduced one is replicated. In a loss function
-# every value is varying: a device has its own part of the cotangent of a replicated array, so that is unreduced.
+# The gradient of a shard, as autograd has it, becomes an array, and the other way round. Outside of
+# a loss function the cotangent of a sharded or replicated array has its layout, and that of an
+# unreduced one is replicated. In a loss function every value is varying: a device has its own part
+# of the cotangent of a replicated array, so that is unreduced.
 
 
 def _incoming(gradients: Tensors, form: _ArrayForm) -> Sharded:
-    """Return the gradients of the shards of an output as an array: see Note [Cotangents of arrays]."""
+    """Return the gradients of the shards of an output as an array.
+
+    See Note [Cotangents of arrays].
+    """
     if not in_loss():
         return as_gradient(gradients, Sharded(form.shape, form.layout, gradients))
     return Sharded(form.shape, form.layout.with_spec(_in_loss_spec(form.layout)), gradients)
@@ -276,15 +305,17 @@ def _outgoing(number: int, form: _Form, cotangent: PyTree) -> list[Tensor | None
         is_like = isinstance(leaf, Sharded) and leaf.shape == x.shape
         if not is_like or leaf.mesh != x.layout.mesh:
             raise LayoutError(
-                f"custom_function: backward must return an array of shape {x.shape} on {x.layout.mesh} for argument "
-                f"{number}; got {_described(leaf)}. Sum over dims that were broadcast."
+                f"custom_function: backward must return an array of shape {x.shape} on "
+                f"{x.layout.mesh} for argument {number}; got {_described(leaf)}. Sum over dims that "
+                "were broadcast."
             )
-        c = leaf if leaf.dtype is x.dtype else leaf.to(x.dtype)
+        if leaf.dtype is not x.dtype:
+            leaf = leaf.to(x.dtype)
         if in_loss():
-            change = plan_transfer(c.shape, c.layout, _in_loss_spec(x.layout))
-            shards += transfer(c, change, "custom_function")
+            change = plan_transfer(leaf.shape, leaf.layout, _in_loss_spec(x.layout))
+            shards += transfer(leaf, change, "custom_function")
         else:
-            shards += cotangent_shards(c, x.layout.spec)
+            shards += cotangent_shards(leaf, x.layout.spec)
     return shards
 
 

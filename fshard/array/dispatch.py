@@ -29,10 +29,10 @@ from fshard.array.mode import ArrayMode, array_mode
 from fshard.array.rules import (
     TABLE,
     LabelledOperation,
+    LocalContext,
     LocalProgram,
     Row,
     Rule,
-    Where,
     arrays_in,
     describe,
     map_arrays,
@@ -57,12 +57,18 @@ They are called with the arrays.
 _apply: Any = Function.apply
 APPLY = _apply.__func__.__code__
 """The code of `torch.autograd.Function.apply`."""
-_is_forward_mode_on: Any = torch._C._is_fwd_grad_enabled  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+_torch_c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_is_forward_mode_on = _torch_c._is_fwd_grad_enabled
 _RENAMED = {
     "__rtruediv__": "rdiv",
     "__rdiv__": "rdiv",
-    **{f"__{name}__": f"to {name}" for name in ("bool", "float", "int", "index", "complex")},
+    "__bool__": "to bool",
+    "__float__": "to float",
+    "__int__": "to int",
+    "__index__": "to index",
+    "__complex__": "to complex",
 }
+"""Methods whose names, without underscores, are those of other operations: `float` casts."""
 
 
 def constrain(x: Sharded, spec: P) -> Sharded:
@@ -87,7 +93,25 @@ def constrain(x: Sharded, spec: P) -> Sharded:
 
 
 class CachedCall(NamedTuple):
-    """An operation on arrays of given shapes, dtypes and layouts."""
+    """An operation on arrays of given shapes, dtypes and layouts.
+
+    Args:
+        name: of its row in the table.
+        func: torch's function.
+        operation: the labels of its inputs and results.
+        choice: the layouts of its inputs and results.
+        shapes: of the results.
+        rebuild: builds torch's result from several arrays; None for a single one.
+        local: the program of one device; None for torch's function.
+        contexts: for each device that has run a local program. Threads of virtual devices share
+            the call.
+        is_free: inputs are used as they are.
+        is_local: nothing is sent. In a loss function, where every value is varying, inputs are used
+            as they are.
+        is_view: the result is a view of the input.
+        is_varying: it was planned in a loss function.
+        is_same: torch returns the argument itself, as `float` does for float32.
+    """
 
     name: str
     func: Any
@@ -95,36 +119,33 @@ class CachedCall(NamedTuple):
     choice: LayoutChoice
     shapes: tuple[tuple[int, ...], ...]
     rebuild: Any
-    """Builds torch's result from several arrays; None for a single one."""
     local: LocalProgram | None
-    where: dict[int, Where]
-    """For each device that has run a local program. Threads of virtual devices share the call."""
+    contexts: dict[int, LocalContext]
     is_free: bool
     is_local: bool
-    """Nothing is sent; nor converted in a loss function, where every value is varying."""
     is_view: bool
-    is_varying: bool  # it was planned in a loss function
-    is_same: bool  # torch returns the argument itself, as `float` does for float32
+    is_varying: bool
+    is_same: bool
 
 
 _calls: dict[Any, CachedCall] = {}
 MAX_CALLS = 16384
+"""The most calls that are cached: further ones are planned each time."""
 
 
-_OTHER_ARGUMENTS = (
-    *("batch_norm", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "embedding"),
-    *("hinge_embedding_loss", "instance_norm", "kl_div", "margin_ranking_loss"),
-    *("poisson_nll_loss", "triplet_margin_loss"),
-)
+_OTHER_ARGUMENTS = """batch_norm binary_cross_entropy_with_logits cosine_embedding_loss embedding
+hinge_embedding_loss instance_norm kl_div margin_ranking_loss poisson_nll_loss
+triplet_margin_loss"""
 """Functions of torch whose arguments differ from those of torch.nn.functional's."""
-_OTHER_FUNCTIONS: dict[str, Any] = {
-    f"torch.{name}": getattr(torch, name) for name in _OTHER_ARGUMENTS
-}
-_OTHER_FUNCTIONS["functional.unfold"] = F.unfold
+
+_OTHER_FUNCTIONS: dict[str, Any] = {"functional.unfold": F.unfold}
 """Functions that share the name of another one, but not its arguments."""
+for _name in _OTHER_ARGUMENTS.split():
+    _OTHER_FUNCTIONS[f"torch.{_name}"] = getattr(torch, _name)
 _NAMES_OF_OTHERS = {func: name for name, func in _OTHER_FUNCTIONS.items()}
+
 _getter = lru_cache(maxsize=4096)(attrgetter)
-"""Returns the function that reads an attribute: the same one again, as keys of calls have it."""
+"""Returns the function that reads an attribute. Keys of calls have it, so it is made only once."""
 
 
 @lru_cache(maxsize=4096)
@@ -174,7 +195,7 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # which `torch.no_grad` does not do. So only the operations of a forward look for the frame of
 # `apply`, and for arrays among its arguments.
 def _validate_no_function() -> None:
-    """Raise within a `torch.autograd.Function` that was given arrays, if an argument needs a gradient."""
+    """Raise within a `torch.autograd.Function` of arrays, if an argument needs a gradient."""
     frame: FrameType | None = sys._getframe()  # pyright: ignore[reportPrivateUsage]
     while (frame := function_frame(frame)) is not None:
         arguments = (*frame.f_locals["args"], *frame.f_locals["kwargs"].values())
@@ -309,18 +330,12 @@ def write(x: Any, value: Any, name: str) -> Any:
         if isinstance(value, Sharded) and value.shape == x.shape:
             return x.copy_(with_spec(value, P(), name).local)  # it is equal on all devices
 
-    if isinstance(x, Sharded) and isinstance(value, Sharded):
-        if torch.can_cast(value.dtype, x.dtype):
-            value = value.to(x.dtype)
-    if (
-        not isinstance(x, Sharded)
-        or not isinstance(value, Sharded)
-        or value.shape != x.shape
-        or value.dtype != x.dtype
-    ):
-        raise LayoutError(
-            f"{name} cannot write {value!r} into {x!r}. Assign the result of the operation instead."
-        )
+    if not isinstance(x, Sharded) or not isinstance(value, Sharded):
+        raise _cannot_write(name, x, value)
+    if torch.can_cast(value.dtype, x.dtype):
+        value = value.to(x.dtype)
+    if value.shape != x.shape or value.dtype != x.dtype:
+        raise _cannot_write(name, x, value)
 
     value = with_spec(value, x.spec, name, is_explicit=True)
     if x.viewed is not None:
@@ -328,6 +343,13 @@ def write(x: Any, value: Any, name: str) -> Any:
     _replace_values(x, value, name)
     x.version += 1
     return x
+
+
+def _cannot_write(name: str, x: Any, value: Any) -> LayoutError:
+    """Return the error of values that do not fit an array."""
+    return LayoutError(
+        f"{name} cannot write {value!r} into {x!r}. Assign the result of the operation instead."
+    )
 
 
 def _replace_values(x: Sharded, value: Sharded, name: str) -> None:
@@ -351,7 +373,10 @@ def _replace_values(x: Sharded, value: Sharded, name: str) -> None:
 
 
 def _write_viewed(x: Sharded, value: Sharded, name: str) -> None:
-    """Write the new values of a view to its array: of an index, or of the array without gradient."""
+    """Write the new values of a view to its array.
+
+    The view is one of an index, or the array without its gradient.
+    """
     array, _, view, args = x.viewed
     if view == "getitem":
         operate(Tensor.__setitem__, (array, args[1], value), {})
@@ -468,7 +493,7 @@ def _plan(
         shapes=tuple(tuple(y.shape) for y in results),
         rebuild=rebuild,
         local=rule.local,
-        where={},
+        contexts={},
         is_free=all(x.is_free for x in choice.transfers),
         is_local=all(x.moves == () for x in choice.transfers),
         is_view=row.is_view and len(arrays) == 1,
@@ -477,10 +502,10 @@ def _plan(
     )
 
 
-def _where(call: CachedCall, device: int) -> Where:
-    """Return what the local program of a device needs to know."""
-    if device in call.where:
-        return call.where[device]
+def _context_of(call: CachedCall, device: int) -> LocalContext:
+    """Return the context of a device for the local program of a call."""
+    if device in call.contexts:
+        return call.contexts[device]
 
     mesh = call.choice.layouts[0].mesh
     coordinates = mesh.coordinates(device)
@@ -495,7 +520,7 @@ def _where(call: CachedCall, device: int) -> Where:
         spec = P(*layout.spec.entries)  # an unreduced result has the shape of a replicated one
         shapes.append(Layout(mesh, spec).local_shape(shape, device))
     # Threads of several devices may compute it: all of them use the first one's.
-    return call.where.setdefault(device, Where(tuple(shapes), positions))
+    return call.contexts.setdefault(device, LocalContext(tuple(shapes), positions))
 
 
 def _run(
@@ -565,8 +590,8 @@ def _run_on_shards(
         if local is None:
             outputs.append(func(*local_args, **named))
         else:
-            where = _where(call, devices[number])
-            outputs.append(local(where, func, tuple(local_args), named))
+            context = _context_of(call, devices[number])
+            outputs.append(local(context, func, tuple(local_args), named))
     return outputs
 
 

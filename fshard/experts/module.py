@@ -14,7 +14,9 @@ from fshard.mesh.layout import Axes
 
 
 class MoE(nn.Module):
-    """A feed-forward layer of experts, with a router and, if `shared` is not 0, a network that all tokens go through.
+    """A feed-forward layer of experts, with a router.
+
+    If `shared` is not 0, it also has a network that all tokens pass through.
 
     Args:
         width: of the tokens.
@@ -28,8 +30,8 @@ class MoE(nn.Module):
         capacity: see `moe`.
         options: of `route`.
 
-    After a forward, `balance` and `z` are the losses of `balance_loss` and `z_loss`, and `stats` is that of `moe`. They are
-    private to each device, as attributes are.
+    After a forward, `balance` and `z` are the losses of `balance_loss` and `z_loss`, and `stats`
+    is that of `moe`. They are private to each device, as attributes are.
 
     >>> layer = MoE(4, 8, experts=3, top_k=2)
     >>> layer(torch.ones(5, 4)).shape, layer.stats.load.sum()
@@ -51,36 +53,46 @@ class MoE(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.top_k, self.capacity, self.options = top_k, capacity, options
-        self.axis, self.batch, self.replicated = axis, batch, replicated
+        self.top_k = top_k
+        self.axis = axis
+        self.batch = batch
+        self.replicated = replicated
+        self.capacity = capacity
+        self.options = options
+
         self.router = nn.Linear(width, experts, bias=False)
         shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-        self.experts = nn.ParameterDict(
-            {
-                name: nn.Parameter(torch.randn(experts, *shape) / shape[0] ** 0.5)
-                for name, shape in shapes.items()
-            }
-        )
-        self.shared = (
-            nn.Sequential(nn.Linear(width, shared), nn.SiLU(), nn.Linear(shared, width))
-            if shared
-            else None
-        )
+        weights: dict[str, nn.Parameter] = {}
+        for name, (inputs, outputs) in shapes.items():
+            # Outputs have the variance of inputs that are independent.
+            weight = torch.randn(experts, inputs, outputs) / inputs**0.5
+            weights[name] = nn.Parameter(weight)
+        self.experts = nn.ParameterDict(weights)
+        self.shared = None
+        if shared:
+            self.shared = nn.Sequential(
+                nn.Linear(width, shared), nn.SiLU(), nn.Linear(shared, width)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
-        axis, replicated = (
-            next(iter(of_this_mesh(self.axis or ())), None),
-            of_this_mesh(self.replicated),
-        )
-        batch = of_this_mesh(self.batch) or of_this_mesh(axis or ())
+        # Outside of a mesh there are none: then all experts are here.
+        axes = of_this_mesh(self.axis or ())
+        axis = axes[0] if axes else None
+        batch = of_this_mesh(self.batch) or axes
+
         logits = functional.linear(x.reshape(-1, x.shape[-1]), self.router.weight)
         routing = route(logits, self.top_k, **self.options)
-        options: Any = {
-            "axis": axis,
-            "batch": batch,
-            "replicated": replicated,
-            "capacity": self.capacity,
-        }
-        y, self.stats = moe(x, routing, dict(self.experts.items()), **options)
-        self.balance, self.z = balance_loss(routing, batch), z_loss(logits)
-        return y if self.shared is None else y + self.shared(x)
+        y, self.stats = moe(
+            x,
+            routing,
+            dict(self.experts.items()),
+            axis=axis,
+            batch=batch,
+            replicated=of_this_mesh(self.replicated),
+            capacity=self.capacity,
+        )
+        self.balance = balance_loss(routing, batch)
+        self.z = z_loss(logits)
+        if self.shared is None:
+            return y
+        return y + self.shared(x)

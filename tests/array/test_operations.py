@@ -71,6 +71,26 @@ def test_variance_over_sharded_dim_divides_by_length_minus_correction(name, spec
         check(lambda x, options=options: getattr(torch, name)(x, dim, **options), [x], [spec], MESH)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's of degrees of freedom
+@pytest.mark.parametrize(("spec", "dim"), SHARDED, ids=str)
+@pytest.mark.parametrize("name", ["var", "std"])
+def test_variance_with_large_correction_is_infinite(name, spec, dim):
+    x = torch.randn(8, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
+    for correction in (8, 9):
+        expected = getattr(torch, name)(x, dim, correction=correction)
+        array = fs.device_put(x, fs.Layout(MESH, spec))
+        actual = getattr(torch, name)(array, dim, correction=correction)
+        assert expected.isinf().all()
+        torch.testing.assert_close(fs.unshard(actual), expected)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P("data", None, "model")], ids=str)
+def test_einsum_sums_over_sharded_dims_of_dots(spec):
+    x = torch.randn(2, 4, 8, dtype=F64, generator=torch.Generator().manual_seed(0))
+    y = check(lambda x: torch.einsum("...i->i", x), [x], [spec], MESH)
+    assert y.spec.unreduced
+
+
 @st.composite
 def arrays(draw, mesh, shape):
     """Draw a layout that an array of a shape can have."""

@@ -128,3 +128,9 @@ def test_checkpoints_of_experts_fit_other_meshes_and_from_pretrained(name, tmp_p
     model.config.save_pretrained(tmp_path / "hf")
     again = type(model).from_pretrained(tmp_path / "hf", dtype=torch.float64)
     assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
+
+
+def test_expert_rules_of_a_layer_itself_name_its_leaves():
+    layers = [x for x in model_of("mixtral").modules() if hasattr(x, "_is_expert_parallel")]
+    names = {name for name, _ in layers[0].named_parameters()}
+    assert {*expert_rules(layers[0], "expert")} == {*names, "**"}
