@@ -205,8 +205,9 @@ def fsdp(
     >>> fsdp("data")
     Fsdp(axes=('data',), unit=None)
     """
-    is_several = isinstance(unit, Iterable) and not isinstance(unit, str)
-    units: Any = tuple(unit) if is_several else unit
+    units: Any = unit
+    if isinstance(unit, Iterable) and not isinstance(unit, str):
+        units = tuple(unit)
     is_size = type(units) is int and units > 0
     are_texts = isinstance(units, tuple) and all(isinstance(pattern, str) for pattern in units)
     is_patterns = isinstance(units, str) or (are_texts and bool(units))
