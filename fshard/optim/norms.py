@@ -58,7 +58,7 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
             2^29 times after rounding to float32. False: each shard is squared and added in its own
             dtype, several times as fast.
 
-    Communicates a `psum` of 8 bytes, or of 856 for an exact sum, over the axes that shard any leaf;
+    Communicates a `psum` of 8 bytes, or of 848 for an exact sum, over the axes that shard any leaf;
     nothing if none does. Maxima are gathered, 8 bytes of each device. Tied leaves (the very same
     tensors) count once, None counts as nothing. It may be differentiated, for a finite order: then
     squares are added in float64, with a psum for each leaf.
