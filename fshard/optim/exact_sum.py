@@ -27,7 +27,7 @@ WIDTH = _COLUMNS + 1
 
 
 def columns_of(x: Tensor, *, squared: bool = False) -> Tensor:
-    """Return the sum of a float64 tensor without negative elements, as columns that may be added up.
+    """Return the sum of non-negative float64 numbers, as columns that may be added up.
 
     With `squared`, the sum of the squares of any real tensor; no more than a block of it is ever
     made float64.

@@ -15,7 +15,7 @@ Some collectives raise, since their result would differ on other meshes (`sync_b
 devices by samples):
 
     5 samples on 2 devices    fs.pmean is no mean over samples: [0 1] and [2 3 4] have equal weights
-    3 samples on 4 devices    one device computes on a neighbour's sample: a sum would count it twice
+    3 samples on 4 devices    one device has a neighbour's sample, which a sum would count twice
     reproducible mode         a slice sees only the slices that other devices compute concurrently
 
 So do those along a local axis that the loss function differentiates itself, by torch.func or
@@ -123,7 +123,10 @@ class LossCollectives:
             )
 
     def _validate_not_local(self, call: str, group: Group) -> None:
-        """Raise if an inner gradient would count a value that devices compute together several times."""
+        """Raise if an inner gradient would count a value several times.
+
+        Devices along local axes compute it together.
+        """
         if self._local.isdisjoint(group.axes) or call in (*LOCAL_CALLS, "fs.axis_index"):
             return
         raise ValueError(

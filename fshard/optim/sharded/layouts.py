@@ -97,8 +97,8 @@ class ShardLayouts:
         """
         results: list[Layout | None] = []
         for leaf, layout in zip(params, layouts, strict=True):
-            goes_to_owner = layout is not None and has_owner(layout.spec)
-            is_collected = goes_to_owner and leaf.spec.split_axes
+            is_sent_to_owner = layout is not None and has_owner(layout.spec)
+            is_collected = is_sent_to_owner and leaf.spec.split_axes
             results.append(_cut_further(leaf.layout, self.axes) if is_collected else None)
         return results
 

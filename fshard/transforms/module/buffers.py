@@ -5,7 +5,7 @@ mean over all slices that wrote to them, weighted as the loss is. So a step is o
 buffers, on any mesh and with any slices. A buffer that no slice writes to (a mask, a table) is not
 sent.
 
-    device 0  n = 5  mean (3,)             n     5      of all that wrote to it; integers are rounded
+    device 0  n = 5  mean (3,)             n     5      of all that wrote to it, rounded
     device 1  n = 5            mask (2,)   mean  (3,)   of device 0
     device 2  n = 5            mask (4,)   mask         as before, with a warning: shapes differ
 

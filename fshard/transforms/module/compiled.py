@@ -23,9 +23,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_in_place(module: nn.Module) -> nn.Module:
-    """Unwrap all modules in a module that `torch.compile(child)` has wrapped, and compile them in place.
+    """Compile all modules in place that `torch.compile(child)` has wrapped.
 
-    So parameters have the names that they have in the model's own code. Returns the module, unwrapped too.
+    So parameters have the names that they have in the model's own code. Returns the module,
+    unwrapped too.
     """
     children = [*module.modules()]
     for child in children:

@@ -196,7 +196,10 @@ def _detached(param: Tensor) -> Tensor:
 
 
 def _params_declared_as_buffers(params: Mapping[str, Tensor], declared: Choice) -> list[str]:
-    """Return the names of the parameters that are declared as buffers; raise if any of them is trained."""
+    """Return the names of the parameters that are declared as buffers.
+
+    Raises if one of them is trained.
+    """
     flags = chosen(declared, [*params], "buffers")
     names = [name for name, is_declared in zip(params, flags, strict=True) if is_declared]
     trained = [name for name in names if params[name].requires_grad]

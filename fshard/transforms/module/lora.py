@@ -1,6 +1,6 @@
 """`lora`: a module whose layers learn a low-rank difference beside frozen weights.
 
-    y = W x + s B A x     W: (out, in), frozen; A: (r, in); B: (out, r), zero at first; s = alpha / r
+    y = W x + s B A x    W: (out, in), frozen; A: (r, in); B: (out, r), zero at first; s = alpha / r
 
 So few numbers have gradients and optimizer state that ZeRO stages 0 to 2 store little but W; stage
 3 shards that too.
@@ -195,7 +195,7 @@ def _validate_model(model: nn.Module, config: LoraConfig) -> None:
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Return a model like one of `lora`, with plain layers whose weights have the differences in them.
+    """Return a model of plain layers, whose weights have the differences of `lora` in them.
 
     >>> layer = lora(nn.Linear(3, 2))
     >>> x = torch.ones(3)

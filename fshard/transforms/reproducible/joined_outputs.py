@@ -95,7 +95,10 @@ def _join_slices(column: Sequence[Any], rows: Sequence[int]) -> Any:
 def split_cotangents(
     loss: Tensor, start: Tensor, outputs: Sequence[JoinedOutput], *, retain_graph: bool = False
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Yield for each slice its outputs with their cotangents; `start` is the cotangent of the loss."""
+    """Yield for each slice the outputs with their cotangents.
+
+    `start` is the cotangent of the loss.
+    """
     joined = [output.joined for output in outputs]
     validate_joined(loss, joined)
     cotangents = ()

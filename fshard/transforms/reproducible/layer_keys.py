@@ -63,7 +63,9 @@ class Calls:
 
 
 class Layers:
-    """The forwards of a replica's modules: adapted and compiled ones, and those that draw by their own key.
+    """The forwards of a replica's modules.
+
+    They are adapted or compiled ones, and those that draw by a key of their own.
 
     Args:
         modules: with their names, each before those inside of it.

@@ -131,7 +131,7 @@ class StageWrites:
     def _validate(
         self, stage: int, returned: Mapping[str, Any], written: Mapping[str, Tensor]
     ) -> None:
-        """Raise unless a stage returned buffers of the names, shapes and dtypes that it was given."""
+        """Raise unless a stage returned buffers like those that it was given."""
         expected = {path for path in self._before if stage_of(path) == stage}
         for path in sorted(expected | returned.keys()):
             leaf = written.get(path)
