@@ -333,8 +333,8 @@ def average_losses(
     with torch.no_grad():
         sums = tree_sum([_weighted_row(slice, first.loss.device) for slice in slices])
     if not is_alone:
-        host_numbers = host_row(row, first.loss.device)
-        sums, numbers = reduce_rows((sums, host_numbers), group, site)
+        # The row has no name here, which would keep it beside the results.
+        sums, numbers = reduce_rows((sums, host_row(row, first.loss.device)), group, site)
         if not numbers.is_meta:
             row = numbers.tolist()
 
