@@ -18,7 +18,7 @@ from fshard.mesh.layout import PyTree
 from fshard.optim.contract import Optimizer, no_updates, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.nesting import inner_optimizer
-from fshard.optim.sharding import labelled_sharding
+from fshard.optim.sharding import Sharding, labelled_sharding
 
 NOTHING = Optimizer(
     init=lambda params: (),
@@ -55,6 +55,7 @@ def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimi
     {'w': tensor([0.5000]), 'b': tensor([1.])}
     """
     opt = inner_optimizer(opt, "masked")
+    # A transformation passes the other gradients on; an optimizer leaves the others unchanged.
     of_others = NOTHING if opt.step is None else _FROZEN
     return by_label({True: opt, False: of_others}, mask, every=False)
 
@@ -89,28 +90,28 @@ def by_label(
 
     def init(params: PyTree) -> PyTree:
         leaves = Leaves.of(params)
-        chosen = leaves.chosen(labels)
-        _validate_labels(leaves, chosen, opts, every)
+        leaf_labels = leaves.chosen(labels)
+        _validate_labels(leaves, leaf_labels, opts, every)
         state: dict[Any, PyTree] = {}
         for label, opt in opts.items():
-            state[label] = opt.init(_only(leaves, leaves.leaves, chosen, label))
+            state[label] = opt.init(_only(leaves, leaves.leaves, leaf_labels, label))
         return state
 
-    def each(updates: dict[Any, Update]) -> Update:
+    def merged(updates: dict[Any, Update]) -> Update:
         """Return the update that runs that of each label on its parameters, and merges results."""
 
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             leaves = Leaves.of(params)
-            chosen = leaves.chosen(labels)
+            leaf_labels = leaves.chosen(labels)
             gradients = leaves.beside(grads, "grads")
-            results: list[Leaf] = [None] * len(chosen)
+            results: list[Leaf] = [None] * len(leaf_labels)
             after: dict[Any, PyTree] = {}
             for label, update in updates.items():
-                grads_of_label = _only(leaves, gradients, chosen, label)
-                params_of_label = _only(leaves, leaves.leaves, chosen, label)
+                grads_of_label = _only(leaves, gradients, leaf_labels, label)
+                params_of_label = _only(leaves, leaves.leaves, leaf_labels, label)
                 result, after[label] = update(grads_of_label, state[label], params_of_label)
                 for i, x in enumerate(leaves.beside(result, f"the results of {label!r}")):
-                    if chosen[i] == label:
+                    if leaf_labels[i] == label:
                         results[i] = x
             return leaves.rebuild(results), after
 
@@ -118,31 +119,30 @@ def by_label(
 
     step = None
     if any(opt.step is not None for opt in opts.values()):
-        step = each({label: step_of(opt) for label, opt in opts.items()})
+        step = merged({label: step_of(opt) for label, opt in opts.items()})
+    shardings: dict[Any, Sharding] = {label: opt.sharding for label, opt in opts.items()}
     return Optimizer(
         init=init,
-        update=each({label: opt.update for label, opt in opts.items()}),
+        update=merged({label: opt.update for label, opt in opts.items()}),
         step=step,
-        sharding=labelled_sharding(
-            {label: opt.sharding for label, opt in opts.items()},
-            lambda params: params.chosen(labels),
-        ),
+        sharding=labelled_sharding(shardings, lambda params: params.chosen(labels)),
         takes="arrays",
     )
 
 
-def _only(params: Leaves, leaves: list[Leaf], chosen: list[Any], label: Any) -> PyTree:
+def _only(params: Leaves, leaves: list[Leaf], leaf_labels: list[Any], label: Any) -> PyTree:
     """Return the tree of the leaves of one label, None in place of the others."""
-    pairs = zip(leaves, chosen, strict=True)
+    pairs = zip(leaves, leaf_labels, strict=True)
     return params.rebuild([leaf if key == label else None for leaf, key in pairs])
 
 
 def _validate_labels(
-    params: Leaves, chosen: list[Any], opts: Mapping[Any, Optimizer], every: bool
+    params: Leaves, leaf_labels: list[Any], opts: Mapping[Any, Optimizer], every: bool
 ) -> None:
     """Raise unless each parameter has an optimizer, ties one; with `every`, each label is used."""
-    paths, leaves = params.paths, params.leaves
-    rows = zip(chosen, paths, leaves, strict=True)
+    paths = params.paths
+    leaves = params.leaves
+    rows = zip(leaf_labels, paths, leaves, strict=True)
     used = {label: path for label, path, leaf in rows if leaf is not None}
 
     errors: list[str] = []
@@ -152,14 +152,14 @@ def _validate_labels(
     if every and used:
         errors += [f"no parameter is labelled {label!r}" for label in opts if label not in used]
     for i, first in enumerate(params.firsts):
-        if chosen[i] != chosen[first] and trainable(leaves[i]):
+        if leaf_labels[i] != leaf_labels[first] and trainable(leaves[i]):
             errors.append(
                 f"params{paths[first]} and params{paths[i]} are one (tied), labelled "
-                f"{chosen[first]!r} and {chosen[i]!r}"
+                f"{leaf_labels[first]!r} and {leaf_labels[i]!r}"
             )
     if errors:
         raise OptimizerError(
             f"by_label has optimizers for {', '.join(map(repr, opts))}, but "
-            f"{' and '.join(errors)}. "
-            "Every parameter needs one optimizer, and every optimizer a parameter."
+            f"{' and '.join(errors)}. Every parameter needs one optimizer, and every optimizer a "
+            "parameter."
         )

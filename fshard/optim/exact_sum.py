@@ -6,9 +6,9 @@ summands, hence exact in any order. In the end only the five columns from the la
 count.
 
     column        ...  54  53  52  51  50  49  48  ...
-    one device             a   a   a   a   a               it writes five, from its own largest digit down
+    one device             a   a   a   a   a           five, from the largest digit of its own down
     another                        b   b   b   b   b
-    sum                    a   a  a+b a+b a+b  .           omitted digits are below the columns that count
+    sum                    a   a  a+b a+b a+b  .       omitted digits are below those that count
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BITS, _DIGITS, _LOWEST = 20, 5, -1074
-_COLUMNS = (1024 - _LOWEST) // _BITS + 1
+_BITS = 20  # of a digit: sums of 2^33 digits are below the 2^53 that float64 counts exactly
+_DIGITS = 5  # with one bit in the first digit, 81 bits in all: more than float64's 53
+_LOWEST = -1074  # the exponent of the smallest number of float64
+_COLUMNS = (1024 - _LOWEST) // _BITS + 1  # all exponents, up to that of the largest number
 _BLOCK = 2**16  # elements at a time, which stay in a cache
 
 WIDTH = _COLUMNS + 1
@@ -25,13 +27,15 @@ WIDTH = _COLUMNS + 1
 
 
 def columns_of(x: Tensor, *, squared: bool = False) -> Tensor:
-    """Return the sum of a float64 tensor without negative elements, as columns that may be added up.
+    """Return the sum of non-negative float64 numbers, as columns that may be added up.
 
     With `squared`, the sum of the squares of any real tensor; no more than a block of it is ever
     made float64.
     """
     columns = x.new_zeros(WIDTH, dtype=torch.float64)
-    for block in x.reshape(-1).split(_BLOCK) if x.numel() else ():
+    if not x.numel():
+        return columns
+    for block in x.reshape(-1).split(_BLOCK):
         columns += _columns_of_block(block.double().square() if squared else block)
     return columns
 
@@ -39,10 +43,13 @@ def columns_of(x: Tensor, *, squared: bool = False) -> Tensor:
 def number_of(columns: Tensor) -> Tensor:
     """Return the numbers of columns (the last dim).
 
-    >>> number_of(columns_of(torch.tensor([2.0**60, 1.0, 0.25]).double()) + columns_of(torch.tensor([0.5]).double()))
+    >>> x = columns_of(torch.tensor([2.0**60, 1.0, 0.25]).double())
+    >>> y = columns_of(torch.tensor([0.5]).double())
+    >>> number_of(x + y)
     tensor(1.1529e+18, dtype=torch.float64)
     """
-    digits, nonfinite = columns[..., :-1], columns[..., -1]
+    digits = columns[..., :-1]
+    nonfinite = columns[..., -1]
     column = _range(_COLUMNS, columns)
     largest = torch.where(digits > 0, column, -1).amax(-1, keepdim=True)
     counted = torch.where(column > largest - _DIGITS, digits * _unit(column, columns), 0.0)
@@ -50,18 +57,23 @@ def number_of(columns: Tensor) -> Tensor:
 
 
 def _columns_of_block(x: Tensor) -> Tensor:
+    """Return the columns of the sum of a block of float64 numbers."""
     most = x.amax()
-    finite = most.isfinite()
-    top = (torch.frexp(torch.where(finite, most, 0.0)).exponent - 1 - _LOWEST) // _BITS
-    sums, rest = list[Tensor](), x / _unit(top, x)
+    is_finite = most.isfinite()
+    # The column of the largest digit: most = fraction 2^exponent, with 1/2 <= fraction < 1.
+    exponent = torch.frexp(torch.where(is_finite, most, 0.0)).exponent
+    top = (exponent - 1 - _LOWEST) // _BITS
+
+    sums: list[Tensor] = []
+    remainder = x / _unit(top, x)
     for _ in range(_DIGITS):
-        digit = rest.floor()
+        digit = remainder.floor()
         sums.append(digit.sum())
-        rest.sub_(digit).mul_(2.0**_BITS)
+        remainder.sub_(digit).mul_(2.0**_BITS)
     indices = (top - _range(_DIGITS, x)).clamp(min=0)  # below the lowest there are zeros only
     columns = x.new_zeros(WIDTH).index_add_(0, indices, torch.stack(sums))
-    columns = torch.where(finite, columns, 0.0)
-    columns[-1] = torch.where(finite, 0.0, most)
+    columns = torch.where(is_finite, columns, 0.0)
+    columns[-1] = torch.where(is_finite, 0.0, most)
     return columns
 
 

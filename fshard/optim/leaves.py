@@ -160,7 +160,10 @@ class Leaves:
         return leaves
 
     def chosen(self, prefix: PyTree) -> list[Any]:
-        """Return the value for each leaf but None: of a prefix tree, or a function of path and leaf."""
+        """Return the value for each leaf but None.
+
+        Of a prefix tree, or a function of path and leaf.
+        """
         if callable(prefix):
             pairs = zip(self.paths, self.leaves, strict=True)
             return [None if leaf is None else prefix(path, leaf) for path, leaf in pairs]

@@ -58,7 +58,7 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
             2^29 times after rounding to float32. False: each shard is squared and added in its own
             dtype, several times as fast.
 
-    Communicates a `psum` of 8 bytes, or of 856 for an exact sum, over the axes that shard any leaf;
+    Communicates a `psum` of 8 bytes, or of 848 for an exact sum, over the axes that shard any leaf;
     nothing if none does. Maxima are gathered, 8 bytes of each device. Tied leaves (the very same
     tensors) count once, None counts as nothing. It may be differentiated, for a finite order: then
     squares are added in float64, with a psum for each leaf.
@@ -114,11 +114,13 @@ def global_dot(x: PyTree, y: PyTree) -> Tensor:
     >>> global_dot(x, y)
     tensor(7., dtype=torch.float64)
     """
-    first, site = Leaves.of(x), call_site()
+    site = call_site()
+    first = Leaves.of(x)
     second = first.beside(y, "global_dot: y")
     arrays = local_arrays.get()
     if arrays is not None:  # in a device's update
-        first, second = Leaves.of(arrays(x)), arrays(y)
+        first = Leaves.of(arrays(x))
+        second = arrays(y)
     pairs: dict[object, tuple[Leaf, Leaf]] = {}
     for path, a, b in zip(first.paths, first.leaves, second, strict=True):
         if a is None or b is None:
@@ -136,7 +138,9 @@ def global_dot(x: PyTree, y: PyTree) -> Tensor:
         products = [_differentiable_dot(a, b) for a, b in pairs.values()]
         return sum(products, start=torch.zeros((), dtype=torch.float64))
     with torch.no_grad():
-        numbers = [like(a, [*map(_dot, shards_of(a), shards_of(b))]) for a, b in pairs.values()]
+        numbers: list[Leaf] = []  # of each pair, an array of one number on each device
+        for a, b in pairs.values():
+            numbers.append(like(a, [*map(_dot, shards_of(a), shards_of(b))]))
         check_summable("global_dot", Leaves.of(numbers))
         if not numbers:
             return torch.zeros((), dtype=torch.float64)
@@ -172,7 +176,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _products(a: Any, b: Any) -> Any:
-    """Return the products of the elements of two tensors or arrays; of complex ones the real part."""
+    """Return the products of the elements of two tensors or arrays: if complex, the real part."""
     if a.is_complex() or b.is_complex():
         return (a.conj() * b).real
     return a.double() * b.double()
@@ -189,8 +193,7 @@ def _is_differentiated(leaves: Sequence[Leaf]) -> bool:
 
 def _validate_outside_update(caller: str, leaves: Sequence[Leaf]) -> None:
     """Raise in a device's update of shards: if differentiated, it must not communicate."""
-    is_cut = any(isinstance(leaf, Sharded) and cut_axes(leaf.layout) for leaf in leaves)
-    if is_cut and local_arrays.get() is not None:
+    if are_divided(leaves) and local_arrays.get() is not None:
         raise OptimizerError(
             f"{caller} must not be called in an update of shards within a transform of torch.func. "
             f"Compute it before the update, fs.optim.{caller}(...) of the global arrays, and scale "
@@ -216,8 +219,11 @@ def _differentiable_norm(leaves: Sequence[Leaf], order: float) -> Tensor:
         else:
             power = (leaf.abs().double() ** order).sum()
             total = total + (unshard(power) if isinstance(power, Sharded) else power)
-    is_zero = total == 0  # where the derivative is 0, as torch's
-    return torch.where(is_zero, total, torch.where(is_zero, 1.0, total) ** (1 / order))
+    # Where the norm is 0 its derivative is 0, as torch's; that of the root would be infinite, and 0
+    # times it is no number. So the root there is that of 1, which nothing uses.
+    is_zero = total == 0
+    root = torch.where(is_zero, 1.0, total) ** (1 / order)
+    return torch.where(is_zero, total, root)
 
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
@@ -254,7 +260,8 @@ def norm_later(tree: PyTree, *, exact: bool) -> Callable[[], Tensor]:
 
 
 def _without_ties(tree: Leaves) -> list[Leaf]:
-    return [leaf for i, leaf in enumerate(tree.leaves) if leaf is not None and tree.firsts[i] == i]
+    firsts = [tree.leaves[i] for i, first in enumerate(tree.firsts) if first == i]
+    return [leaf for leaf in firsts if leaf is not None]
 
 
 def _norm_later(leaves: Sequence[Leaf], order: float, precision: Precision) -> Callable[[], Tensor]:
@@ -315,7 +322,7 @@ def shows_all_bits(leaves: Sequence[Leaf]) -> bool:
 
 
 def squares(shards: Sequence[Tensor], device: torch.device, precision: Precision) -> Tensor:
-    """Return the sums of the squares of each shard: a row for each, which `sum_of` makes a number."""
+    """Return the sums of the squares of each shard: rows, of which `sum_of` makes numbers."""
     if precision != "exact":
         dtype = torch.float64 if precision == "float64" else None
         return _norms(shards, device, 2, dtype).square()[:, None]
@@ -326,7 +333,8 @@ def squares(shards: Sequence[Tensor], device: torch.device, precision: Precision
 
 def sum_of(rows: Tensor) -> Tensor:
     """Return the numbers of sums of `squares` (the last dim)."""
-    return rows[..., 0] if rows.shape[-1] == 1 else number_of(rows)
+    is_exact = rows.shape[-1] > 1  # the columns of exact sums
+    return number_of(rows) if is_exact else rows[..., 0]
 
 
 def _norms(
@@ -348,6 +356,9 @@ def check_summable(caller: str, tree: Leaves) -> None:
     """Raise if leaves are on several meshes, or unreduced; name the first."""
     pairs = zip(tree.paths, tree.leaves, strict=True)
     arrays = [(path, leaf) for path, leaf in pairs if isinstance(leaf, Sharded)]
+    if not arrays:
+        return
+    first_path, first_array = arrays[0]
     for path, leaf in arrays:
         if leaf.spec.unreduced:
             raise LayoutError(
@@ -355,9 +366,9 @@ def check_summable(caller: str, tree: Leaves) -> None:
                 f"{path or 'the leaf'} is {leaf!r}. "
                 "Reduce them first: fs.reshard(x, layout) to a layout without unreduced axes."
             )
-        if leaf.mesh != arrays[0][1].mesh:
+        if leaf.mesh != first_array.mesh:
             raise LayoutError(
-                f"{caller}: leaves must be on one mesh; got {arrays[0][0]} on {arrays[0][1].mesh} "
+                f"{caller}: leaves must be on one mesh; got {first_path} on {first_array.mesh} "
                 f"and {path} on {leaf.mesh}."
             )
 
@@ -390,7 +401,8 @@ def sum_over_mesh(
 
     mesh = sharded[0][0].mesh
     distinct = {axes for _, axes in sharded}
-    over = tuple([axis for axis in mesh.axis_names if any(axis in axes for axes in distinct)])
+    all_axes = {*chain.from_iterable(distinct)}
+    over = tuple([axis for axis in mesh.axis_names if axis in all_axes])
     rows: list[Tensor] = []
     for index, device in enumerate(local_devices(mesh)):
         coordinates = mesh.coordinates(device)
@@ -415,4 +427,10 @@ def sum_over_mesh(
 @lru_cache(maxsize=4096)
 def cut_axes(layout: Layout) -> tuple[str, ...]:
     """Return the axes along which devices hold different shards."""
-    return tuple(axis for axis in layout.spec.sharded_axes if layout.mesh.shape[axis] > 1)
+    sizes = layout.mesh.shape
+    return tuple([axis for axis in layout.spec.sharded_axes if sizes[axis] > 1])
+
+
+def are_divided(leaves: Sequence[Leaf]) -> bool:
+    """Return True if devices hold different shards of a leaf."""
+    return any(isinstance(leaf, Sharded) and cut_axes(leaf.layout) for leaf in leaves)

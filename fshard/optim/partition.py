@@ -20,7 +20,7 @@ from fshard.optim.sharded.compression import Compression
 from fshard.optim.sharded.layouts import ShardLayouts, Stage
 from fshard.optim.sharded.offload import StateMemory
 from fshard.optim.sharded.optimizer import ShardedOptimizer
-from fshard.optim.sharding import ShardKind
+from fshard.optim.sharding import ShardKind, is_flat
 
 
 @renamed_keywords(unit='sharding="flat" in place of "elementwise", sharding="owners" of "matrix"')
@@ -46,8 +46,7 @@ def partition_optimizer(
             Parameters keep the layouts of `shard_params`: one that is replicated along `axis` is
             treated in stage 3 as in 2.
         sharding: every leaf as flat ranges ("flat"), or the leaves in full at owners of about equal
-            total size ("owners"). None: as `opt.sharding` is: in `by_label` leaf by
-            leaf.
+            total size ("owners"). None: as `opt.sharding` is: in `by_label` leaf by leaf.
         compress: by axis, along which the parameters are replicated, a compressor of `fs.comm`: it
             reduces the gradients there. Then the state is {"compress", "inner"}.
         state_memory: where the state is: on the "device", the "host", or "disk", in unlinked files
@@ -93,7 +92,7 @@ def partition_optimizer(
     kind = arrays.sharding if sharding is None else sharding
     # Flat gradients go to the host as soon as they are reduced. Owners first collect them, by
     # collectives, which run in the devices' memory.
-    are_sent = update_on == "host" and kind == "flat"
+    are_sent = update_on == "host" and is_flat(kind)
     layouts = ShardLayouts(mesh, axes, stage, kind, "host" if are_sent else "device")
     compression = None
     if compress is not None:
@@ -120,11 +119,11 @@ def _validate(opt: Optimizer, stage: Stage, sharding: ShardKind | None) -> None:
         raise OptimizerError(
             f'partition_optimizer: sharding must be "flat", "owners" or None; got {sharding!r}.'
         )
-    if stage > 0 and sharding == "flat" and opt.sharding != "flat":
+    is_forced_flat = sharding is not None and is_flat(sharding) and not is_flat(opt.sharding)
+    if stage > 0 and is_forced_flat:
         raise OptimizerError(
             f'partition_optimizer(stage={stage}, sharding="flat"): this optimizer is not '
-            "elementwise, so "
-            'shards of parameters would give other results. Use sharding="owners", which gives '
-            "each full "
-            "parameter to one device, or leave it to the optimizer: sharding=None."
+            "elementwise, so shards of parameters would give other results. Use "
+            'sharding="owners", which gives each full parameter to one device, or leave it to the '
+            "optimizer: sharding=None."
         )

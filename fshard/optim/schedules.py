@@ -58,8 +58,8 @@ def polynomial(start: float, end: float, steps: int, *, power: float = 2.0) -> S
     )
 
     def rate(count: int) -> float:
-        left = 1.0 - min(count, steps) / steps
-        return end + (start - end) * left**power
+        remaining = 1.0 - min(count, steps) / steps
+        return end + (start - end) * remaining**power
 
     return rate
 
@@ -75,7 +75,12 @@ def cosine(start: float, end: float, steps: int) -> Schedule:
         within("(-inf, inf)", start=start, end=end),
         within("[1, inf)", steps=steps),
     )
-    return lambda count: end + (start - end) * (1.0 + cos(pi * min(count, steps) / steps)) / 2.0
+
+    def rate(count: int) -> float:
+        angle = pi * min(count, steps) / steps
+        return end + (start - end) * (1.0 + cos(angle)) / 2.0
+
+    return rate
 
 
 def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> Schedule:
@@ -85,11 +90,19 @@ def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
     >>> [round(rate(count), 4) for count in range(7)]
     [0.0, 0.5, 1.0, 0.8536, 0.5, 0.1464, 0.0]
     """
-    length = within("[1, inf)", steps=steps)
-    rise = within("[0, inf)", warmup=warmup) if length else within(f"[0, {steps}]", warmup=warmup)
-    validate("schedules.warmup_cosine", within("(-inf, inf)", peak=peak, end=end), rise, length)
+    errors = within("[1, inf)", steps=steps)
+    longest = "inf)" if errors else f"{steps}]"  # a warmup must not be longer than a valid length
+    rise_errors = within(f"[0, {longest}", warmup=warmup)
+    number_errors = within("(-inf, inf)", peak=peak, end=end)
+    validate("schedules.warmup_cosine", number_errors, rise_errors, errors)
     fall = cosine(peak, end, max(steps - warmup, 1))
-    return lambda count: peak * count / warmup if count < warmup else fall(count - warmup)
+
+    def rate(count: int) -> float:
+        if count < warmup:
+            return peak * count / warmup
+        return fall(count - warmup)
+
+    return rate
 
 
 def step(start: float, *, every: int, factor: float = 0.1) -> Schedule:
@@ -136,14 +149,18 @@ def one_cycle(
 
     def rate(count: int) -> float:
         if count <= top:
-            return peak + (start - peak) * (1.0 + cos(pi * _part(count, top))) / 2.0
-        end, done = start / end_divisor, _part(count - top, last - top)
-        return end + (peak - end) * (1.0 + cos(pi * done)) / 2.0
+            return _cosine_between(start, peak, _fraction(count, top))
+        return _cosine_between(peak, start / end_divisor, _fraction(count - top, last - top))
 
     return rate
 
 
-def _part(done: float, full: float) -> float:
+def _cosine_between(begin: float, end: float, fraction: float) -> float:
+    """Interpolate along half a period of a cosine."""
+    return end + (begin - end) * (1.0 + cos(pi * fraction)) / 2.0
+
+
+def _fraction(done: float, full: float) -> float:
     """Return the completed fraction of an interval; 1 for an empty one."""
     return min(done / full, 1.0) if full else 1.0
 
@@ -160,4 +177,10 @@ def inverse_sqrt(peak: float, *, warmup: int) -> Schedule:
         within("[0, inf)", warmup=warmup),
     )
     warmup = max(warmup, 1)
-    return lambda count: peak * min(count / warmup, (warmup / max(count, 1)) ** 0.5)
+
+    def rate(count: int) -> float:
+        rise = count / warmup
+        decay = (warmup / max(count, 1)) ** 0.5
+        return peak * min(rise, decay)
+
+    return rate

@@ -4,10 +4,9 @@
     "owners"     a parameter's update depends on the full parameter: Muon, Shampoo
     ByLeaf(f)    f(params) chooses one of the two for each leaf: `by_label` of Muon and AdamW
 
-Here kinds are combined and checked; `fshard/optim/sharded/layouts.py` computes the shards. A further
-kind is a word here and its layouts there. Besides, four places treat a kind on its own: gradients
-that go to the host (`partition.py`), torch's classes (`torch_optim/classes.py`), owners along local
-axes (`booster/optimizer.py`), and the check of a user's word (`testing/certify/elementwise.py`).
+Here kinds are compared, combined and checked, and `is_flat` decides for all others;
+`fshard/optim/sharded/layouts.py` computes the shards. A further kind is a word here and its layouts
+there.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fshard.errors import OptimizerError
-from fshard.mesh.layout import PyTree
+from fshard.mesh.layout import P, PyTree
 from fshard.optim.leaves import Leaves, check_unsharded
 
 ShardKind = Literal["flat", "owners"]
@@ -39,13 +38,34 @@ Sharding = ShardKind | ByLeaf
 """The kind of all parameters, or of each."""
 
 
+def is_flat(sharding: Sharding) -> bool:
+    """Return True if every parameter may be updated in flat ranges.
+
+    False if one needs the full parameter, as for an owner, or if that differs by leaf.
+
+    >>> is_flat("flat"), is_flat("owners")
+    (True, False)
+    """
+    return sharding == "flat"
+
+
+def has_owner(spec: P) -> bool:
+    """Return True if one device along some axes has the parameter, and the others nothing.
+
+    It is the owner in an update, or has the stage of a pipeline.
+
+    >>> has_owner(P(at={"data": 1})), has_owner(P.flat("data"))
+    (True, False)
+    """
+    return bool(spec.at)
+
+
 def validate_sharding(caller: str, sharding: Sharding) -> None:
     """Raise unless `sharding` is a kind, or `ByLeaf`."""
     if not isinstance(sharding, ByLeaf) and sharding not in get_args(ShardKind):
         raise OptimizerError(
             f'{caller}: sharding must be "flat" (an element\'s update depends on that element '
-            "alone) or "
-            f'"owners" (it depends on the full parameter); got {sharding!r}.'
+            f'alone) or "owners" (it depends on the full parameter); got {sharding!r}.'
         )
 
 
@@ -65,14 +85,18 @@ def common_sharding(optimizers: Sequence[Sharding]) -> Sharding:
     ('flat', 'owners')
     """
     if not any(isinstance(sharding, ByLeaf) for sharding in optimizers):
-        return "flat" if all(sharding == "flat" for sharding in optimizers) else "owners"
+        return _common_kind(optimizers)
 
     def kinds(params: PyTree) -> list[ShardKind]:
         leaves = Leaves.of(params)
         columns = [kinds_of(sharding, leaves) for sharding in optimizers]
-        return ["flat" if {*row} == {"flat"} else "owners" for row in zip(*columns, strict=True)]
+        return [_common_kind(row) for row in zip(*columns, strict=True)]
 
     return ByLeaf(kinds)
+
+
+def _common_kind(kinds: Sequence[Sharding]) -> ShardKind:
+    return "flat" if all(map(is_flat, kinds)) else "owners"
 
 
 def labelled_sharding(
@@ -96,13 +120,15 @@ def labelled_sharding(
     def kinds(params: PyTree) -> list[ShardKind]:
         leaves = Leaves.of(params)
         columns = {label: kinds_of(sharding, leaves) for label, sharding in by_label.items()}
-        labels = labels_of(leaves)
-        return [columns[label][i] if label in columns else "flat" for i, label in enumerate(labels)]
+        leaf_kinds: list[ShardKind] = []
+        for i, label in enumerate(labels_of(leaves)):
+            leaf_kinds.append(columns[label][i] if label in columns else "flat")
+        return leaf_kinds
 
     return ByLeaf(kinds)
 
 
 def check_fits(sharding: Sharding, params: Leaves) -> None:
     """Raise unless a pair of plain functions of this kind can run on the devices' shards."""
-    if sharding != "flat":
+    if not is_flat(sharding):
         check_unsharded('A pair of plain functions without sharding="flat"', params)

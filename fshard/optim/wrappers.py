@@ -74,7 +74,8 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
         return map_shards(torch.zeros_like, leaf) if trainable(leaf) else None
 
     def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
-        sums, count = Leaves.of(state["sums"]), state["count"] + 1
+        sums = Leaves.of(state["sums"])
+        count = state["count"] + 1
         gradients = sums.beside(grads, "grads")
         seen = sums.beside(state["seen"], 'state["seen"]')
         is_last = int(count) % every == 0
@@ -88,8 +89,12 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
         return seen if total is None or grad is None else seen + 1
 
     def mean(total: Leaf, seen: Leaf, grad: Leaf) -> Leaf:
-        is_unused = total is None or (grad is None and not int(seen))
-        return None if is_unused else map_shards(lambda x: x / every, _added(total, grad))
+        if total is None:
+            return None
+        is_unused = grad is None and not int(seen)
+        if is_unused:
+            return None
+        return map_shards(lambda x: x / every, _added(total, grad))
 
     def initial(params: PyTree) -> dict[str, PyTree]:
         entries = zeros(Leaves.of(params))
@@ -275,5 +280,6 @@ def _rounded(param: Leaf, master: Leaf, before: Leaf) -> Leaf:
 
 def _difference(new: Tensor, old: Tensor) -> Tensor:
     wide = torch.promote_types(old.dtype, torch.float32)
+    difference = new.to(wide) - old.to(wide)
     # An infinite parameter that stays moves by 0, and not by inf - inf.
-    return torch.where(new == old, 0, new.to(wide) - old.to(wide))
+    return torch.where(new == old, 0, difference)

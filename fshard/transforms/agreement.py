@@ -9,8 +9,8 @@ not finite. Differences are hashes of what must be equal on all devices:
     shapes of the global batch, order of all-gathers           in every step
     in reproducible mode the key of random draws               in every step
     replicated parameters, batches that are given in full      in the first step, each bit
-    samples of devices with the same                           in the first step, each bit;
-                                                               then up to 64 KiB of each in host memory
+    samples of devices with the same                           in the first step, each bit; then up
+                                                               to 64 KiB of each in host memory
 
 The losses of devices with the same samples are compared too: Note [Losses of the same samples].
 """
@@ -18,6 +18,7 @@ The losses of devices with the same samples are compared too: Note [Losses of th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -81,6 +82,13 @@ INPUT_ERRORS = {
 """The error of each difference. Where several differ, the first is the reason."""
 
 
+_MOST_LISTED = 8
+"""The number of losses that an error has, so that it stays readable on many devices."""
+
+_SAMPLED_BYTES = 1 << 16
+"""The bytes of each tensor that are compared in every step, about."""
+
+
 class StepAgreement(NamedTuple):
     """The numbers of one device in a step or, after `unpack`, their sums over all devices.
 
@@ -112,17 +120,18 @@ class StepAgreement(NamedTuple):
         ]
 
     def unpack(self, row: Sequence[float]) -> StepAgreement:
-        """Return the agreement of a row of this one's form: `unpack(pack())` is equal to it."""
+        """Return the agreement of a row in the form of `pack`."""
         weight, *terms = row
         numbers = iter(terms)
         differences = {name: next(numbers) for name in self.differences}
-        return StepAgreement(
-            weight, differences, *([next(numbers) for _ in column] for column in self[2:])
-        )
+        lists = (self.losses, self.written, self.accumulated, self.used)
+        unpacked = [[*islice(numbers, len(column))] for column in lists]
+        return StepAgreement(weight, differences, *unpacked)
 
     def reduce(self, group: Group | None, site: Site) -> StepAgreement:
         """Return the sums over a group; without values, as if every parameter was used."""
-        (row,) = reduce_rows((host_row(self.pack(), torch.device("cpu")),), group, site)
+        row = host_row(self.pack(), torch.device("cpu"))
+        (row,) = reduce_rows((row,), group, site)
         if row.is_meta:
             return self._replace(weight=self.weight or 1.0, used=[1.0] * len(self.used))
         return self.unpack(row.tolist())
@@ -167,11 +176,12 @@ class StepAgreement(NamedTuple):
         difference = max(losses) - min(losses)
         if not difference > allowed:  # if one is not finite neither is the difference
             return
-        means = ", ".join(f"{loss / weight:.10g}" for loss in losses[:8])
+        means = ", ".join(f"{loss / weight:.10g}" for loss in losses[:_MOST_LISTED])
+        ellipsis = " ..." if len(losses) > _MOST_LISTED else ""
         raise PromiseError(
             f"{caller}(local=): the loss must be equal on all devices along {as_written(axes)}, "
-            "which compute it together from the same samples; got "
-            f"{means}{' ...' if len(losses) > 8 else ''}. Sum what is sharded along them by "
+            f"which compute it together from the same samples; got {means}{ellipsis}. "
+            "Sum what is sharded along them by "
             "fs.psum before it is used; if the mean is meant, return fs.pmean(loss, "
             f"{as_written(axes)})."
         )
@@ -193,7 +203,8 @@ def difference(value: object, group: Group | None) -> float:
     if not value or group is None or group.size == 1 or not group.world.has_values:
         return 0.0
     number = hash_of((group.base, value))
-    return float(number * (group.size - 1) if group.index == 0 else -number)
+    factor = group.size - 1 if group.index == 0 else -1
+    return float(number * factor)
 
 
 def hash_of(value: object) -> int:
@@ -219,12 +230,15 @@ def losses_by_index(slices: Sequence[SliceLoss], group: Group | None) -> list[fl
     """
     if group is None or group.size == 1:
         return []
-    losses, allowed = [0.0] * group.size, 0.0
+    losses = [0.0] * group.size
+    allowed = 0.0
     for slice in slices:
         if slice.weight and not slice.loss.is_meta:
             loss = float(slice.loss) * slice.weight
             losses[group.index] += loss
-            allowed += abs(loss) / group.size * torch.finfo(slice.loss.dtype).eps ** (2 / 3)
+            # Summed over the group, this is the mean of the devices' allowances.
+            tolerance = torch.finfo(slice.loss.dtype).eps ** (2 / 3)
+            allowed += abs(loss) / group.size * tolerance
     return [*losses, allowed]
 
 
@@ -245,29 +259,40 @@ def input_differences(
     FSHARD_CHECK=1 in each.
     """
     is_full = batch.may_differ and (is_first_step or watching())
-    has_copies = batch.may_differ and same_samples is not None and same_samples.size > 1
+    params_digests: list[int] = []
+    batch_digests: list[int] = []
+    if is_full:
+        params_digests = [digest(param) for param in params]
+        batch_digests = [digest(x) for x in batch.global_leaves if isinstance(x, Tensor)]
+    sample_digests: list[int] = []
+    if batch.may_differ and same_samples is not None and same_samples.size > 1:
+        sample_digests = _sample_digests(batch, device_index, is_full=is_full)
     return {
-        "key": difference(key is not None and (key,), group),
-        "params": difference(is_full and [*map(digest, params)], group),
+        "key": difference(None if key is None else (key,), group),
+        "params": difference(params_digests, group),
         "shapes": difference(batch.shapes, group),
-        "batch": difference(
-            is_full and [digest(x) for x in batch.global_leaves if isinstance(x, Tensor)], group
-        ),
-        "samples": difference(
-            has_copies and _sample_digests(batch, device_index, is_full=is_full), same_samples
-        ),
+        "batch": difference(batch_digests, group),
+        "samples": difference(sample_digests, same_samples),
     }
 
 
 def _sample_digests(batch: Batch, device_index: int, *, is_full: bool) -> list[int]:
-    shards = [column[device_index] for column in batch.columns]
-    pairs = zip(shards, batch.has_samples, strict=True)
-    tensors = [
-        x
-        for x, rows in pairs
-        if isinstance(x, Tensor) and (is_full or (rows and x.device.type == "cpu"))
-    ]
-    return [digest(x if is_full else x.reshape(-1)[:: 1 + x.nbytes // (1 << 16)]) for x in tensors]
+    """Return a hash of each tensor that devices with the same samples have.
+
+    `is_full`: of all bits. Else of some elements at equal distances, and only where that waits for
+    no accelerator.
+    """
+    digests: list[int] = []
+    for column, has_samples in zip(batch.columns, batch.has_samples, strict=True):
+        shard = column[device_index]
+        if not isinstance(shard, Tensor):
+            continue
+        if is_full:
+            digests.append(digest(shard))
+        elif has_samples and shard.device.type == "cpu":
+            distance = 1 + shard.nbytes // _SAMPLED_BYTES
+            digests.append(digest(shard.reshape(-1)[::distance]))
+    return digests
 
 
 # -- sums over slices and devices ------------------------------------------------------------------
@@ -298,18 +323,27 @@ def average_losses(
         site: the source line of the step.
         copies: the number of devices that have the same samples.
     """
-    first, is_alone = slices[0], group is None or group.size == 1
+    first = slices[0]
+    is_alone = group is None or group.size == 1
     loss_dtype = torch.promote_types(first.loss.dtype, torch.float32)
-    if is_alone and len(slices) == 1 and first.weight:  # a mean of one
-        return first._replace(loss=first.loss.to(loss_dtype)), row
+    if is_alone and len(slices) == 1 and first.weight:
+        loss = first.loss.to(loss_dtype)  # a mean of one
+        return first._replace(loss=loss), row
+
     with torch.no_grad():
-        sums = tree_sum([_weighted_row(x, first.loss.device) for x in slices])
+        sums = tree_sum([_weighted_row(slice, first.loss.device) for slice in slices])
     if not is_alone:
+        # The row has no name here, which would keep it beside the results.
         sums, numbers = reduce_rows((sums, host_row(row, first.loss.device)), group, site)
-        row = row if numbers.is_meta else numbers.tolist()
+        if not numbers.is_meta:
+            row = numbers.tolist()
+
     weight = row[0]
-    loss, *totals = (sums / weight).split([1, *(x.numel() for x in first.means)])
-    means = [total.reshape(x.shape).to(x) for x, total in zip(first.means, totals, strict=True)]
+    lengths = [mean.numel() for mean in first.means]
+    loss, *totals = (sums / weight).split([1, *lengths])
+    means: list[Tensor] = []
+    for total, like in zip(totals, first.means, strict=True):
+        means.append(total.reshape(like.shape).to(like))
     return SliceLoss(loss.reshape(()).to(loss_dtype), weight / copies, means), row
 
 
@@ -317,36 +351,44 @@ def _weighted_row(slice: SliceLoss, device: torch.device) -> Tensor:
     """Return the numbers of a slice times its weight; those of weight 0 are 0, finite or not."""
     columns = [x.to(device, torch.float64).reshape(-1) for x in (slice.loss, *slice.means)]
     row = columns[0] if len(columns) == 1 else torch.cat(columns)
-    return row * slice.weight if slice.weight else torch.zeros_like(row)
+    if not slice.weight:
+        return torch.zeros_like(row)
+    return row * slice.weight
 
 
 Number = TypeVar("Number", float, Tensor)
 
 
 def tree_sum(numbers: Sequence[Number]) -> Number:
-    """Add up the numbers or tensors of slices in the tree in which their gradients are added."""
+    """Add up the numbers or tensors of slices in the tree in which their gradients are added.
+
+    >>> tree_sum([1.0, 2.0, 3.0, 4.0, 5.0])  # ((1 + 2) + (3 + 4)) + 5
+    15.0
+    """
     level = [*numbers]
     while len(level) > 1:
-        level = [a + b for a, b in zip(level[::2], level[1::2], strict=False)] + level[
-            len(level) // 2 * 2 :
-        ]
+        sums = [left + right for left, right in zip(level[::2], level[1::2], strict=False)]
+        if len(level) % 2:
+            sums.append(level[-1])
+        level = sums
     return level[0]
 
 
 def reduce_rows(rows: tuple[Tensor, ...], group: Group | None, site: Site) -> tuple[Tensor, ...]:
-    """Sum rows of numbers over devices, all in one collective; one device has the sums already."""
+    """Sum rows of numbers over devices; one device has the sums already.
+
+    Rows in one memory share a collective, which cannot take a row of the host with one of an
+    accelerator.
+    """
     if group is None or group.size == 1:
         return rows
     psum = Bound(Psum(), group, site).run
-    return (
-        psum(rows)
-        if len({row.device for row in rows}) == 1
-        else tuple(psum((row,))[0] for row in rows)
-    )
+    if len({row.device for row in rows}) == 1:
+        return psum(rows)
+    return tuple([psum((row,))[0] for row in rows])
 
 
 def host_row(numbers: Sequence[float], device: torch.device) -> Tensor:
     """Return a row of numbers in host memory; without values, where a device has none."""
-    return torch.tensor(
-        numbers, dtype=torch.float64, device=device if device.type == "meta" else "cpu"
-    )
+    memory = "meta" if device.type == "meta" else "cpu"
+    return torch.tensor(numbers, dtype=torch.float64, device=memory)

@@ -1,4 +1,7 @@
-"""Check where the arrays of a step were sharded: on its mesh, and on the same side of `fs.run` as the step."""
+"""Check where the arrays of a step were sharded.
+
+They must be on the mesh of the step, and on the same side of `fs.run` as the step.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 from fshard.errors import LayoutError
 from fshard.mesh.layout import (
     Mesh,
+    P,
     PyTree,
     Structure,
     as_written,
@@ -18,11 +22,11 @@ from fshard.mesh.layout import (
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices
 from fshard.transforms.options import StepOptions
-from fshard.transforms.patterns import named, parts_of
+from fshard.transforms.patterns import named, parts_of, titled
 
 
 def validate_run(mesh: Mesh, caller: str, **trees: PyTree) -> None:
-    """Raise naming the arrays that were sharded outside of `fs.run` and are used inside, or vice versa.
+    """Raise if arrays were sharded outside of `fs.run` and are used inside, or vice versa.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 2})
@@ -30,30 +34,35 @@ def validate_run(mesh: Mesh, caller: str, **trees: PyTree) -> None:
     >>> validate_run(mesh, "step", params=params)
     >>> fs.run(lambda: validate_run(mesh, "step", params=params), mesh=mesh)
     Traceback (most recent call last):
-    fshard.errors.LayoutError: step: sharded outside of fs.run and used inside: params.w. Shard all arrays where the ...
+    fshard.errors.LayoutError: step: sharded outside of fs.run and used inside: params.w. Shard ...
     """
     if mesh.runtime != "virtual" or mesh.size == 1:
         return
-    count = len(local_devices(mesh))
+    # Outside of `fs.run` the caller has the shards of all devices, inside those of one.
+    local_count = len(local_devices(mesh))
 
-    def is_distant(x: Any) -> bool:
-        return isinstance(x, Sharded) and len(x.shards) != (
-            count if x.mesh is mesh else len(local_devices(x.mesh))
-        )
+    def is_from_other_side(leaf: Any) -> bool:
+        if not isinstance(leaf, Sharded):
+            return False
+        expected = local_count if leaf.mesh is mesh else len(local_devices(leaf.mesh))
+        return len(leaf.shards) != expected
 
-    if any(map(is_distant, flatten([*trees.values()])[0])):
-        paths, leaves, _ = flatten_with_paths(trees)
-        names = [
-            named(parts_of(path)) for path, x in zip(paths, leaves, strict=True) if is_distant(x)
-        ]
-        sides = (
-            "outside of fs.run and used inside"
-            if count == 1
-            else "inside of fs.run and used outside"
-        )
-        raise LayoutError(
-            f"{caller}: sharded {sides}: {', '.join(names)}. Shard all arrays where the step is called."
-        )
+    # Paths are for the error alone: this runs in every step.
+    leaves, _ = flatten([*trees.values()])
+    if not any(map(is_from_other_side, leaves)):
+        return
+    paths, leaves, _ = flatten_with_paths(trees)
+    names: list[str] = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        if is_from_other_side(leaf):
+            names.append(named(parts_of(path)))
+    if local_count == 1:
+        sides = "outside of fs.run and used inside"
+    else:
+        sides = "inside of fs.run and used outside"
+    raise LayoutError(
+        f"{caller}: sharded {sides}: {', '.join(names)}. Shard all arrays where the step is called."
+    )
 
 
 REPLICATED_OR_FSDP = 'fs.shard_params(params, P(), mesh=mesh), or fs.fsdp("data") for ZeRO-3'
@@ -68,18 +77,22 @@ def validate_mesh(
 ) -> None:
     """Raise naming the parameters that are not on a mesh."""
 
-    def is_elsewhere(x: Any) -> bool:
-        return not isinstance(x, Sharded) or (x.mesh is not mesh and x.mesh != mesh)
+    def is_elsewhere(leaf: Any) -> bool:
+        if not isinstance(leaf, Sharded):
+            return True
+        return leaf.mesh is not mesh and leaf.mesh != mesh
 
-    if any(map(is_elsewhere, leaves)):
-        errors = [
-            f"{named(parts_of(path)) or 'the parameter'} is {f'on {x.mesh}' if isinstance(x, Sharded) else type(x).__name__}"
-            for path, x in zip(paths_of(structure), leaves, strict=True)
-            if is_elsewhere(x)
-        ]
-        raise LayoutError(
-            f"{caller} on {mesh}: {'; '.join(errors)}. Put the parameters on that mesh: {fix}."
-        )
+    # Paths are for the error alone: this runs in every step.
+    if not any(map(is_elsewhere, leaves)):
+        return
+    errors: list[str] = []
+    for path, leaf in zip(paths_of(structure), leaves, strict=True):
+        if is_elsewhere(leaf):
+            kind = f"on {leaf.mesh}" if isinstance(leaf, Sharded) else type(leaf).__name__
+            errors.append(f"{titled(path)} is {kind}")
+    raise LayoutError(
+        f"{caller} on {mesh}: {'; '.join(errors)}. Put the parameters on that mesh: {fix}."
+    )
 
 
 def validate_local(
@@ -88,20 +101,34 @@ def validate_local(
     leaves: Sequence[Sharded],
     batch_axes: tuple[str, ...],
 ) -> None:
-    """Raise with the parameters that are not sharded along local axes by dims, and along others, or the batch's, flat."""
-    flat_too = {*options.local} & {*batch_axes}
-    errors = [
-        f"{named(parts_of(path)) or 'the parameter'} is {x.spec}"
-        for path, x in zip(paths, leaves, strict=True)
-        if any(
-            (axis in options.local) == (axis in (x.spec.flat_axes or ()) + x.spec.at_axes)
-            for axis in x.spec.axes
-            if not (axis in flat_too and axis in (x.spec.flat_axes or ()))
-        )
-    ]
-    if options.local and errors:
+    """Raise naming the parameters that are sharded as `local=` does not allow."""
+    if not options.local:
+        return
+    errors: list[str] = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        spec = leaf.spec
+        if any(_is_misplaced(spec, axis, options.local, batch_axes) for axis in spec.axes):
+            errors.append(f"{titled(path)} is {spec}")
+    if errors:
         raise LayoutError(
-            f"{options.caller}(local=): along {as_written(options.local)} dims of parameters may be sharded, along other axes "
-            f"their flattened shards only; {'; '.join(errors)}. Write fs.shard_params(params, fs.fsdp(axis, within=rules), "
+            f"{options.caller}(local=): along {as_written(options.local)} dims of parameters may "
+            "be sharded, along other axes their flattened shards only; "
+            f"{'; '.join(errors)}. Write fs.shard_params(params, fs.fsdp(axis, within=rules), "
             "mesh=mesh)."
         )
+
+
+def _is_misplaced(
+    spec: P, axis: str, local_axes: tuple[str, ...], batch_axes: tuple[str, ...]
+) -> bool:
+    """Return True if a parameter may not be sharded along an axis in the way of its spec.
+
+    Along a local axis it is used as it is stored, so only dims may be sharded. Along any other axis
+    it is gathered at use, so it must be flat, or stored at one coordinate of that axis.
+    """
+    is_local = axis in local_axes
+    is_flat = axis in (spec.flat_axes or ())
+    if is_local and is_flat and axis in batch_axes:
+        return False  # experts: a local axis that also shards the batch may shard dense leaves flat
+    is_gathered_at_use = is_flat or axis in spec.at_axes
+    return is_local == is_gathered_at_use

@@ -1,18 +1,19 @@
-"""The batch of a step: sharded on the mesh, and split into the slices that each device runs in sequence.
+"""The batch of a step: sharded on the mesh, and split into slices, which a device runs in sequence.
 
-A batch of any size is split as evenly as possible: slices differ by at most one sample. With fewer samples than
-slices, some are idle. An idle slice gets a neighbour's sample, so that any loss function can run on it and devices
-stay in step; its results have weight 0.
+A batch of any size is split as evenly as possible: slices differ by at most one sample. With fewer
+samples than slices, some are idle. An idle slice gets a neighbour's sample, so that any loss
+function can run on it and devices stay in step; its results have weight 0.
 
     5 samples, 2 devices, 2 slices each         3 samples
     device 0    [0] [1]                         device 0    [(0)] [0]
     device 1    [2] [3 4]                       device 1    [1] [2]
 
-Where no axis shards the samples, as beside a pipeline alone, all tensors of one length contain some, and every device
-has them all.
+Where no axis shards the samples, as beside a pipeline alone, all tensors of one length contain
+some, and every device has them all.
 
-All tensors that axes shard have one row per sample. Tensors in objects of other classes than containers and dataclasses
-(a jagged tensor, a graph) may mean anything: such an object raises where its samples would be split.
+All tensors that axes shard have one row per sample. Tensors in objects of other classes than
+containers and dataclasses (a jagged tensor, a graph) may mean anything: such an object raises where
+its samples would be split.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from fshard.mesh.layout import (
 from fshard.mesh.layout.arithmetic import Range, balanced_range, ravel
 from fshard.mesh.layout.kinds import owned_by
 from fshard.mesh.layout.sharded import Sharded, in_memory
-from fshard.mesh.reshard.device_put import full_values, put_equal, shard_of
+from fshard.mesh.reshard.device_put import full_values, put_equal, shard_of, validate_leaf
 from fshard.mesh.spmd.run import local_devices
 
 
@@ -76,45 +77,68 @@ class Cut(NamedTuple):
         return _device_index(self.axes, mesh, local_devices(mesh)[0])
 
     def share(self, mesh: Mesh, axes: tuple[str, ...]) -> float:
-        """Return the caller's share of the samples of the devices along some of the axes; an equal one if they have none."""
-        lengths, index = self.lengths(), self.device_index(mesh)
+        """Return the caller's share of the samples that the devices along some of the axes have.
+
+        It is an equal one if they have no samples.
+        """
+        lengths = self.lengths()
+        length = lengths[self.device_index(mesh)]
         if axes == self.axes:
-            return lengths[index] / self.length
+            return length / self.length
+
+        # The devices of the group: those with the caller's coordinates along all other axes.
         coordinates = mesh.coordinates(local_devices(mesh)[0])
         table = torch.tensor(lengths).view([mesh.shape[axis] for axis in self.axes])
-        group = table[
-            tuple([slice(None) if axis in axes else coordinates[axis] for axis in self.axes])
-        ]
-        return lengths[index] / int(group.sum()) if group.any() else 1 / group.numel()
+        group = tuple([slice(None) if axis in axes else coordinates[axis] for axis in self.axes])
+        group_lengths = table[group]
+        total = int(group_lengths.sum())
+        if total == 0:
+            return 1 / group_lengths.numel()
+        return length / total
 
     def rows(self, mesh: Mesh) -> int:
-        """Return the number of rows that it has: a neighbour's, if it has no samples."""
+        """Return the number of rows that the caller has: a neighbour's, if it has no samples."""
         start, stop = self.local_range(mesh)
         return max(stop - start, 1)
 
     def lengths(self) -> list[int]:
         """Return the number of samples of each device."""
-        ranges = (balanced_range(self.length, self.parts, index) for index in range(self.parts))
-        return [stop - start for start, stop in ranges]
+        lengths: list[int] = []
+        for index in range(self.parts):
+            start, stop = balanced_range(self.length, self.parts, index)
+            lengths.append(stop - start)
+        return lengths
 
 
 @lru_cache(maxsize=4096)
 def _device_index(axes: tuple[str, ...], mesh: Mesh, device: int) -> int:
     coordinates = mesh.coordinates(device)
-    return ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
+    indices = [coordinates[axis] for axis in axes]
+    sizes = [mesh.shape[axis] for axis in axes]
+    return ravel(indices, sizes)
 
 
 def filled(samples: Range, length: int) -> Range:
-    """Return a range of `length` samples; one neighbour, where it is empty."""
+    """Return a range of `length` samples, or that of one neighbour if it is empty.
+
+    >>> filled((1, 3), 5), filled((2, 2), 5), filled((5, 5), 5)
+    ((1, 3), (2, 3), (4, 5))
+    """
     start, stop = samples
-    nearest = min(start, length - 1)
-    return (start, stop) if stop > start else (nearest, nearest + 1)
+    if stop > start:
+        return start, stop
+    neighbour = min(start, length - 1)
+    return neighbour, neighbour + 1
 
 
 class Slice(NamedTuple):
-    """A slice of a device's batch: its leaves, and its weight by the number of samples.
+    """A slice of a device's batch.
 
-    `samples`: their number, a neighbour's included; None: unknown.
+    Args:
+        leaves: of the tree.
+        rows: the weight: the number of samples, 0 of an idle slice, and 1 if there are none to
+            count.
+        samples: the number of samples, a neighbour's included; None: unknown.
     """
 
     leaves: list[Any]
@@ -131,7 +155,8 @@ class Batch:
         devices: the local ones.
         columns: for each leaf, the local shards.
         cut: how the samples are sharded; None: no tensor has any.
-        has_samples: for each leaf, True if it has a row per sample; every slice has all of the others.
+        has_samples: for each leaf, True if it has a row per sample. Every slice gets the others in
+            full.
         structure: of the tree.
         axes: that shard anything: those of the samples first, in their order.
         shapes: global shapes of the leaves that are tensors.
@@ -159,17 +184,24 @@ class Batch:
         return None if self.cut is None else self.cut.length
 
     def total(self, count: int) -> int:
-        """Return the weight of all slices of all devices together."""
+        """Return the weight of all slices of all devices together.
+
+        Devices along axes that shard other dims than the samples have equal samples, and each of
+        them counts.
+        """
         n = prod(self.mesh.shape[axis] for axis in self.axes)
-        return n * count if self.cut is None else self.cut.length * n // self.cut.parts
+        if self.cut is None:
+            return n * count
+        return self.cut.length * n // self.cut.parts
 
     def check(self, count: int) -> None:
         """Raise if the batch cannot be split into `count` slices per device."""
         if count > 1 and self.cut is None:
             raise ValueError(
-                f"each device's part of the batch must be split into {count} slices, but has no tensor whose first dim is "
-                "sharded by its spec, and tensors of several lengths or none. Name those with samples by an axis of one device "
-                'if there is no other: batch=P("data").'
+                f"each device's part of the batch must be split into {count} slices, but has no "
+                "tensor whose first dim is sharded by its spec, and tensors of several lengths or "
+                "none. Name those with samples by an axis of one device if there is no other: "
+                'batch=P("data").'
             )
         if self.samples == 0:
             raise ValueError("the batch has no samples. Leave it out.")
@@ -177,40 +209,47 @@ class Batch:
     def slices(self, device_index: int, count: int, *, is_copied: bool = False) -> list[Slice]:
         """Split the shards of the local device at an index.
 
-        `is_copied`: copy each slice, since kernels round differently where their inputs are aligned differently.
+        `is_copied`: copy each slice, since kernels round differently where their inputs are aligned
+        differently.
         """
-        device, cut = self.devices[device_index], self.cut
+        cut = self.cut
         shards = [column[device_index] for column in self.columns]
         if count == 1 and not is_copied and cut is not None and cut.is_even:
             rows = cut.length // cut.parts
             return [Slice(shards, rows, rows)]
-        copy_ = (
-            lazy_copy if count > 1 else lambda x: x
-        )  # a write to one slice must not change the next
+
+        def for_slice(shard: Any) -> Any:
+            # All slices get this shard, and a write to it in one must not change the next.
+            return lazy_copy(shard) if count > 1 else shard
+
         if cut is None:
-            return [Slice([*map(copy_, shards)], 1, None) for _ in range(count)]
-        slices, ranges = list[Slice](), cut.ranges(self.mesh, device, count)
-        first = ranges[0][0]
+            return [Slice([*map(for_slice, shards)], 1, None) for _ in range(count)]
+        slices: list[Slice] = []
+        ranges = cut.ranges(self.mesh, self.devices[device_index], count)
+        first_sample = ranges[0][0]
         for start, stop in ranges:
-            leaves = list[Any]()
-            for x, has_samples in zip(shards, self.has_samples, strict=True):
-                leaf = (
-                    x[slice(*filled((start - first, stop - first), len(x)))]
-                    if has_samples
-                    else copy_(x)
-                )
-                leaves.append(leaf.clone() if has_samples and is_copied else leaf)
-            slices.append(Slice(leaves, stop - start, max(stop - start, 1)))
+            leaves: list[Any] = []
+            for shard, has_samples in zip(shards, self.has_samples, strict=True):
+                if not has_samples:
+                    leaves.append(for_slice(shard))
+                    continue
+                local_range = (start - first_sample, stop - first_sample)
+                first_row, end_row = filled(local_range, len(shard))
+                samples = shard[first_row:end_row]
+                leaves.append(samples.clone() if is_copied else samples)
+            rows = stop - start
+            slices.append(Slice(leaves, rows, max(rows, 1)))
         return slices
 
     def tree(self, leaves: list[Any], dtype: torch.dtype | None = None) -> PyTree:
         """Put leaves together again, floating ones in a dtype."""
-        if dtype is not None:
-            leaves = [
-                x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-                for x in leaves
-            ]
-        return unflatten(self.structure, leaves)
+        if dtype is None:
+            return unflatten(self.structure, leaves)
+        cast_leaves: list[Any] = []
+        for leaf in leaves:
+            is_floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            cast_leaves.append(leaf.to(dtype) if is_floating else leaf)
+        return unflatten(self.structure, cast_leaves)
 
 
 @dataclass(frozen=True)
@@ -221,32 +260,50 @@ class BatchPart:
     cut: Cut
 
     def on(self, mesh: Mesh, *, split: bool = True) -> Batch:
-        """Return the batch in its layout. One that is not `split` into slices may have any objects: they pass as they are."""
+        """Return the batch in its layout.
+
+        `split`: into slices; a batch that is not may have any objects, which are passed as they
+        are.
+        """
         paths, leaves, structure = flatten_with_paths(self.tree, none_is_leaf=True)
-        rows, shapes = self.cut.rows(mesh), tuple[tuple[int, ...], ...]()
-        has_samples = [rows_of(x) == rows for x in leaves]
+        rows = self.cut.rows(mesh)
+        has_samples = [rows_of(leaf) == rows for leaf in leaves]
+        shapes: list[tuple[int, ...]] = []
         if split:
-            for path, x in zip(paths, leaves, strict=True):
-                _validate_leaf(x)
-                if rows_of(x) not in (None, rows):
-                    raise ValueError(
-                        f"this device has {rows} of the batch's {self.cut.length} samples from the loader, but {path or 'it'} "
-                        f"is {rows_of(x)} long. Give tensors with a row per sample apart from those that all devices get in "
-                        "full."
-                    )
-            leaves = [
-                lazy_copy(in_memory(x, mesh, "device")) if isinstance(x, Tensor) else x
-                for x in leaves
-            ]
-            shapes = tuple(
-                (*([self.cut.length] if x.ndim else []), *x.shape[1:])
-                for x in leaves
-                if isinstance(x, Tensor)
-            )
-        cut, columns = self.cut if split or any(has_samples) else None, [(x,) for x in leaves]
+            self._validate_rows(paths, leaves, rows)
+            leaves = [self._in_device_memory(leaf, mesh) for leaf in leaves]
+            shapes = [self._global_shape(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         return Batch(
-            mesh, local_devices(mesh), columns, cut, has_samples, structure, self.cut.axes, shapes
+            mesh,
+            devices=local_devices(mesh),
+            columns=[(leaf,) for leaf in leaves],
+            cut=self.cut if split or any(has_samples) else None,
+            has_samples=has_samples,
+            structure=structure,
+            axes=self.cut.axes,
+            shapes=tuple(shapes),
         )
+
+    def _validate_rows(self, paths: Sequence[str], leaves: Sequence[Any], rows: int) -> None:
+        """Raise if a leaf has neither the device's number of rows nor none."""
+        for path, leaf in zip(paths, leaves, strict=True):
+            _validate_leaf(leaf)
+            if rows_of(leaf) not in (None, rows):
+                raise ValueError(
+                    f"this device has {rows} of the batch's {self.cut.length} samples from the "
+                    f"loader, but {path or 'it'} is {rows_of(leaf)} long. Give tensors with a row "
+                    "per sample apart from those that all devices get in full."
+                )
+
+    def _in_device_memory(self, leaf: Any, mesh: Mesh) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return lazy_copy(in_memory(leaf, mesh, "device"))
+
+    def _global_shape(self, leaf: Tensor) -> tuple[int, ...]:
+        if leaf.ndim == 0:
+            return ()
+        return (self.cut.length, *leaf.shape[1:])
 
 
 def shard_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
@@ -254,15 +311,10 @@ def shard_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
     if isinstance(batch, BatchPart):
         return batch.on(mesh)
     leaves, structure = flatten(batch, none_is_leaf=True)
-    leaf_specs: list[Any] = [specs] * len(leaves)
-    if not isinstance(specs, P):
-        try:
-            leaf_specs = broadcast_prefix(specs, batch, none_is_leaf=True)
-        except ValueError:
-            raise ValueError(
-                f"the batch specs {specs!r} are no prefix of the batch {structure}."
-            ) from None
-    cuts, columns = list[Cut | None](), list[tuple[Any, ...]]()
+    leaf_specs = _leaf_specs(batch, specs, leaves, structure)
+
+    cuts: list[Cut | None] = []
+    columns: list[tuple[Any, ...]] = []
     for index, (leaf, spec) in enumerate(zip(leaves, leaf_specs, strict=True)):
         try:
             cut, shards = _shard_leaf(leaf, spec, mesh)
@@ -273,40 +325,86 @@ def shard_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
         cuts.append(cut)
         columns.append(shards)
     if not any(cuts):
-        lengths = [rows_of(x) for x, *_ in columns]
-        if (
-            len({*lengths} - {None}) == 1
-        ):  # no axis shards the samples: every device has those of all tensors
-            cuts = [None if length is None else Cut((), 1, length) for length in lengths]
+        cuts = _unsharded_cuts(columns)
+
+    cut = _common_cut(cuts)
+    return Batch(
+        mesh,
+        devices=local_devices(mesh),
+        columns=columns,
+        cut=cut,
+        has_samples=[cut is not None for cut in cuts],
+        structure=structure,
+        axes=_sharding_axes(cut, leaf_specs, mesh),
+        shapes=tuple([tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor | Sharded)]),
+        global_leaves=leaves,
+    )
+
+
+def _leaf_specs(
+    batch: PyTree, specs: PyTree, leaves: Sequence[Any], structure: Structure
+) -> list[Any]:
+    """Return the spec of each leaf."""
+    if isinstance(specs, P):
+        return [specs] * len(leaves)
+    try:
+        return broadcast_prefix(specs, batch, none_is_leaf=True)
+    except ValueError:
+        raise ValueError(
+            f"the batch specs {specs!r} are no prefix of the batch {structure}."
+        ) from None
+
+
+def _unsharded_cuts(columns: Sequence[tuple[Any, ...]]) -> list[Cut | None]:
+    """Return the cuts of leaves of which no axis shards samples.
+
+    Every device has the samples of all tensors, if these have one length. Else their samples are
+    unknown.
+    """
+    lengths = [rows_of(shards[0]) for shards in columns]
+    distinct_lengths = {*lengths} - {None}
+    if len(distinct_lengths) != 1:
+        return [None] * len(columns)
+    return [None if length is None else Cut((), 1, length) for length in lengths]
+
+
+def _common_cut(cuts: Sequence[Cut | None]) -> Cut | None:
+    """Return the cut of all leaves with samples, or raise with those that differ."""
     distinct_cuts = sorted({cut for cut in cuts if cut is not None})
+    if not distinct_cuts:
+        return None
     if len(distinct_cuts) > 1:
         sizes = ", ".join(f"{cut.length} over {' x '.join(cut.axes)}" for cut in distinct_cuts)
         raise ValueError(
-            f"the tensors of a batch must have the same samples; got {sizes}. Replicate the others: P()."
+            f"the tensors of a batch must have the same samples; got {sizes}. "
+            "Replicate the others: P()."
         )
-    cut = distinct_cuts[0] if distinct_cuts else None
+    return distinct_cuts[0]
+
+
+def _sharding_axes(cut: Cut | None, leaf_specs: Sequence[Any], mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes that shard anything: those of the samples first, in their order."""
     sample_axes = () if cut is None else cut.axes
-    spec_axes = {axis for spec in leaf_specs if isinstance(spec, P) for axis in spec.axes}
-    axes = (
-        *sample_axes,
-        *(axis for axis in mesh.axis_names if axis in spec_axes and axis not in sample_axes),
-    )
-    shapes = tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor | Sharded))
-    has_samples = [cut is not None for cut in cuts]
-    return Batch(
-        mesh, local_devices(mesh), columns, cut, has_samples, structure, axes, shapes, leaves
-    )
+    spec_axes: set[str] = set()
+    for spec in leaf_specs:
+        if isinstance(spec, P):
+            spec_axes.update(spec.axes)
+    spec_axes.difference_update(sample_axes)
+    return (*sample_axes, *[axis for axis in mesh.axis_names if axis in spec_axes])
 
 
 def _validate_leaf(leaf: Any) -> None:
     """Raise if a leaf is no tensor but has some, whose samples cannot be split."""
-    if not isinstance(leaf, Tensor | Sharded):
-        inside = getattr(leaf, "__dict__", {}).values()
-        if getattr(leaf, "ndim", 0) or any(isinstance(x, Tensor) for x in inside):
-            raise TypeError(
-                f"a {type(leaf).__name__} is not sharded. Write torch.as_tensor(...) around an array. Else give the object's "
-                "tensors, or P() for it in the batch's specs: all devices get all of it."
-            )
+    if isinstance(leaf, Tensor | Sharded):
+        return
+    attributes = getattr(leaf, "__dict__", {}).values()
+    has_tensors = any(isinstance(value, Tensor) for value in attributes)
+    if getattr(leaf, "ndim", 0) or has_tensors:
+        raise TypeError(
+            f"a {type(leaf).__name__} is not sharded. Write torch.as_tensor(...) around an array. "
+            "Else give the object's tensors, or P() for it in the batch's specs: all devices get "
+            "all of it."
+        )
 
 
 def _shard_leaf(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ...]]:
@@ -317,30 +415,43 @@ def _shard_leaf(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any
         return None, (leaf,) * len(local_devices(mesh))
     if not isinstance(spec, P):
         raise TypeError(f"the spec of a tensor must be a P; got {spec!r}.")
+
     cut, layout = _cut_and_layout(mesh, spec, tuple(leaf.shape))
     is_even = cut is None or cut.is_even
-    if isinstance(leaf, Sharded) and is_even:
-        return cut, (
-            leaf if leaf.layout == layout else put_equal(leaf, layout, may_alias=True)
-        ).shards
-    x = full_values(leaf) if isinstance(leaf, Sharded) else leaf
-    is_plain = not x.requires_grad and is_dense(x)
+    if isinstance(leaf, Sharded):
+        if is_even:
+            return cut, _resharded(leaf, layout).shards
+        leaf = full_values(leaf)
+
+    # `put_equal` records a tensor that requires a gradient as one node for all devices, and raises
+    # for one that is not dense. It cannot shard uneven samples, which no layout has.
+    is_plain = not leaf.requires_grad and is_dense(leaf)
     if cut is not None and mesh.size > 1 and (not is_even or is_plain):
-        return cut, _shard_samples(x, cut, layout)
-    is_cut = mesh.size > 1 and (layout.spec.is_flat or layout.spec.axes)
-    if is_cut or not is_plain or not x.is_contiguous():
-        return cut, put_equal(x, layout, may_alias=True).shards
-    copy_ = in_memory(x, mesh, "device")
-    copies = list[Tensor]()
+        return cut, _shard_samples(leaf, cut, layout)
+    is_divided = mesh.size > 1 and (layout.spec.is_flat or layout.spec.axes)
+    if is_divided or not is_plain or not leaf.is_contiguous():
+        return cut, put_equal(leaf, layout, may_alias=True).shards
+
+    # All devices get the same tensor: they only read it, as a rule, so that copies are lazy.
+    source = in_memory(leaf, mesh, "device")
+    copies: list[Tensor] = []
     for device in local_devices(mesh):
         with owned_by(device):
-            copies.append(lazy_copy(copy_))  # it is only read, as a rule
+            copies.append(lazy_copy(source))
     return cut, tuple(copies)
+
+
+def _resharded(leaf: Sharded, layout: Layout) -> Sharded:
+    if leaf.layout == layout:
+        return leaf
+    return put_equal(leaf, layout, may_alias=True)
 
 
 def _shard_samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
     """Return each device's samples of a tensor; a layout may shard the other dims too."""
-    mesh, shards = layout.mesh, list[Tensor]()
+    mesh = layout.mesh
+    validate_leaf(x, layout)  # a sparse or nested tensor has no views of its samples
+    shards: list[Tensor] = []
     for device in local_devices(mesh):
         shard = _device_samples(x, cut, layout, device)
         with owned_by(device):
@@ -351,11 +462,13 @@ def _shard_samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
 def _device_samples(x: Tensor, cut: Cut, layout: Layout, device: int) -> Tensor:
     """Return a view of a global tensor: the samples of one device."""
     (samples,) = cut.ranges(layout.mesh, device, 1)
-    shard = x[slice(*filled(samples, cut.length))]
-    if layout.spec.split_axes != cut.axes:
-        _, *other_dims = layout.ranges(x.shape, device)
-        shard = shard[(slice(None), *(slice(*bounds) for bounds in other_dims))]
-    return shard
+    start, stop = filled(samples, cut.length)
+    shard = x[start:stop]
+    if layout.spec.split_axes == cut.axes:
+        return shard
+    _, *other_ranges = layout.ranges(x.shape, device)
+    other_slices = [slice(*bounds) for bounds in other_ranges]
+    return shard[(slice(None), *other_slices)]
 
 
 def device_shard(x: Tensor, spec: P, mesh: Mesh, device: int) -> Tensor:
@@ -368,12 +481,18 @@ def device_shard(x: Tensor, spec: P, mesh: Mesh, device: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _cut_and_layout(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> tuple[Cut | None, Layout]:
-    """Return the sharding of a tensor's samples, and its layout; of the other dims only, where samples are uneven."""
+    """Return the sharding of a tensor's samples, and the layout of the tensor.
+
+    Uneven samples are in balanced ranges, which no layout has: then it shards the other dims alone.
+    """
     layout = Layout(mesh, spec)
     first, *other_dims = spec.dims(len(shape)) or [()]
-    cut = Cut(first, prod(mesh.shape[axis] for axis in first), shape[0]) if first else None
-    if cut is not None and not cut.is_even:
-        layout = Layout(mesh, P(None, *other_dims))
+    cut = None
+    if first:
+        parts = prod(mesh.shape[axis] for axis in first)
+        cut = Cut(first, parts, shape[0])
+        if not cut.is_even:
+            layout = Layout(mesh, P(None, *other_dims))
     layout.check(shape)
     return cut, layout
 
@@ -385,4 +504,6 @@ def rows_of(leaf: Any) -> int | None:
     >>> rows_of(torch.zeros(3, 2)), rows_of(torch.tensor(1.0)), rows_of("a")
     (3, None, None)
     """
-    return leaf.shape[0] if isinstance(leaf, Tensor | Sharded) and len(leaf.shape) else None
+    if not isinstance(leaf, Tensor | Sharded) or not len(leaf.shape):
+        return None
+    return leaf.shape[0]

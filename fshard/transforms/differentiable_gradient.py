@@ -75,7 +75,10 @@ def validate_differentiable(options: StepOptions) -> None:
 
 
 def is_watched(leaf: Any) -> bool:
-    """Return True if autograd or a transform of torch.func looks at a tensor, or at a shard of an array."""
+    """Return True if autograd or a transform of torch.func looks at a tensor.
+
+    Or at a shard of an array.
+    """
     if not isinstance(leaf, Tensor | Sharded):
         return False
     shards = shards_of(leaf)
@@ -114,7 +117,10 @@ class WatchedBatch:
         return WatchedBatch(sharded, arrays, {index: leaf_specs[index] for index in watched})
 
     def on_device(self, device: int, values: Sequence[Tensor]) -> tuple[Batch, int]:
-        """Return the batch with a device's shards of the global values, and the index of the device."""
+        """Return the batch with a device's shards of the global values.
+
+        Also the index of the device.
+        """
         batch = self.batch
         device_index = batch.devices.index(device) if len(batch.devices) > 1 else 0
         columns = [*batch.columns]
@@ -212,7 +218,10 @@ class MeanLoss:
     def _validate_equal(
         self, total: Any, total_weight: Any, dtype: torch.dtype, batch_axes: tuple[str, ...]
     ) -> None:
-        """Raise if devices along local axes have other losses: Note [Losses of the same samples]."""
+        """Raise if devices along local axes have other losses.
+
+        See Note [Losses of the same samples].
+        """
         caller, local = self.options.caller, self.options.local
         axes = [axis for axis in self.mesh.axis_names if axis in local and axis not in batch_axes]
         value, weight = value_of(torch.as_tensor(total)), value_of(torch.as_tensor(total_weight))
@@ -267,7 +276,10 @@ def _weight(options: StepOptions, batch: Batch, part: Slice) -> Tensor:
 
 
 def _derivative_by_weight(loss: Tensor, weight: Tensor) -> Tensor:
-    """Return a 0 for a loss of weight 0, finite or not, whose derivative by the weight is the loss."""
+    """Return a 0 for a loss of weight 0, finite or not.
+
+    Its derivative by the weight is the loss.
+    """
     value = loss.detach()
     is_finite = value.isfinite()
     not_a_number = (weight * float("nan")).masked_fill(torch.ones_like(is_finite), 0)
@@ -275,7 +287,10 @@ def _derivative_by_weight(loss: Tensor, weight: Tensor) -> Tensor:
 
 
 def value_of(x: Tensor) -> float | None:
-    """Return the value of a number, also of one that transforms of torch.func look at; None if vmap maps over it."""
+    """Return the value of a number, also of one that transforms of torch.func look at.
+
+    None if vmap maps over it.
+    """
     while is_functorch_wrapped_tensor(x):
         if is_batchedtensor(x):
             return None

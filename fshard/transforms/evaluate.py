@@ -27,7 +27,9 @@ from fshard.uncompiled import uncompiled
 @uncompiled
 @takes_options(Options, until="forward")
 def evaluate(loss_fn: Any, options: Options) -> Callable[..., Any]:
-    """Return a function of (params, batch) that gives the mean loss over the entire batch, or with `aux` (loss, aux).
+    """Return a function of (params, batch) that gives the mean loss over the entire batch.
+
+    With `aux` it returns (loss, aux).
 
     Args:
         loss_fn: the loss function of training, or any other with the same results: a number or one

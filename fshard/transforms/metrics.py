@@ -2,11 +2,12 @@
 
     "mean"    the mean over slices, weighted as the loss is
     "sum"     the sum over slices
-    "rows"    a row per sample: those of the global batch, in its order, as a `Sharded` with the batch's layout,
-              replicated where the batch is uneven; a number has none, and is averaged
+    "rows"    a row per sample: those of the global batch, in its order, as a `Sharded` with the
+              batch's layout, replicated where the batch is uneven; a number has none, and is
+              averaged
 
-Without a word, numbers are averaged and other tensors raise. Devices with the same samples, along other axes, are averaged;
-rows of integers or bools are the first one's.
+Without a word, numbers are averaged and other tensors raise. Devices with the same samples, along
+other axes, are averaged; rows of integers or bools are those of the first device.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fshard.source import Site
 from fshard.transforms.agreement import SliceLoss
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.options import AuxReduction
-from fshard.transforms.patterns import named, parts_of
+from fshard.transforms.patterns import titled
 
 
 class SliceMetrics(NamedTuple):
@@ -50,36 +51,47 @@ NO_METRICS = SliceMetrics([], flatten_with_paths(())[2], [])
 
 
 def metrics_of(aux: PyTree, slice: Slice, device: torch.device, prefix: PyTree) -> SliceMetrics:
-    """Return the metrics of a slice with the reductions of a prefix tree; raise naming the first that is invalid."""
+    """Return the metrics of a slice with the reductions of a prefix tree.
+
+    Raises naming the first that is invalid.
+    """
     if isinstance(aux, tuple) and not aux:
         return NO_METRICS
-    paths, leaves, structure = flatten_with_paths(aux)
-    leaves = [
-        torch.full((), x, device=device) if isinstance(x, bool | int | float) else x for x in leaves
-    ]
+    paths, values, structure = flatten_with_paths(aux)
+    leaves: list[Any] = []
+    for value in values:
+        is_number = isinstance(value, bool | int | float)
+        leaves.append(torch.full((), value, device=device) if is_number else value)
     reductions = _reductions(leaves, prefix, aux)
-    for path, x, reduction in zip(paths, leaves, reductions, strict=True):
-        if error := _metric_error(x, slice.samples, reduction):
+    for path, leaf, reduction in zip(paths, leaves, reductions, strict=True):
+        error = _metric_error(leaf, slice.samples, reduction)
+        if error is not None:
             raise ValueError(
                 "value_and_grad: metrics beside the loss must be numbers, or be named in aux=; "
-                f'{named(parts_of(path)) or "it"} is {error}. Give aux="mean", "sum" or "rows" (a row per sample), or a '
-                "tree of these."
+                f'{titled(path, "it")} is {error}. Give aux="mean", "sum" or "rows" (a row per '
+                "sample), or a tree of these."
             )
-    return SliceMetrics([x.detach() for x in leaves], structure, reductions)
+    return SliceMetrics([leaf.detach() for leaf in leaves], structure, reductions)
 
 
 def _reductions(leaves: Sequence[Any], prefix: PyTree, aux: PyTree) -> list[Any]:
-    """Return the reduction of each leaf of metrics from a prefix tree; numbers that are not summed are averaged."""
-    try:
-        words = [None] * len(leaves) if prefix is None else broadcast_prefix(prefix, aux)
-    except ValueError:
-        raise ValueError(
-            f"aux={prefix!r} must be a prefix of the metrics {flatten(aux)[1]}. Name each."
-        ) from None
-    return [
-        "mean" if not getattr(x, "ndim", 1) and word != "sum" else word
-        for x, word in zip(leaves, words, strict=True)
-    ]
+    """Return the reduction of each leaf of metrics from a prefix tree.
+
+    Numbers that are not summed are averaged.
+    """
+    words: list[Any] = [None] * len(leaves)
+    if prefix is not None:
+        try:
+            words = broadcast_prefix(prefix, aux)
+        except ValueError:
+            raise ValueError(
+                f"aux={prefix!r} must be a prefix of the metrics {flatten(aux)[1]}. Name each."
+            ) from None
+    reductions: list[Any] = []
+    for leaf, word in zip(leaves, words, strict=True):
+        is_number = getattr(leaf, "ndim", None) == 0
+        reductions.append("mean" if is_number and word != "sum" else word)
+    return reductions
 
 
 def _metric_error(x: Any, samples: int | None, reduction: AuxReduction | None) -> str | None:
@@ -89,24 +101,23 @@ def _metric_error(x: Any, samples: int | None, reduction: AuxReduction | None) -
     if reduction is None:
         return f"of shape {tuple(x.shape)}"
     if reduction == "rows":
-        return (
-            None
-            if x.shape[0] == samples
-            else f"of shape {tuple(x.shape)}, but there are {samples} samples"
-        )
+        if x.shape[0] == samples:
+            return None
+        return f"of shape {tuple(x.shape)}, but there are {samples} samples"
     return "complex" if x.is_complex() else None
 
 
 def slice_loss(loss: Tensor, weight: float, metrics: SliceMetrics) -> SliceLoss:
     """Return the loss of a slice with the metrics that are averaged with it."""
-    means = list[Tensor]()
+    means: list[Tensor] = []
     for x, reduction in zip(metrics.leaves, metrics.reductions, strict=True):
         if reduction == "sum":
-            means.append(
-                x.double() / (weight or 1.0)
-            )  # their mean times the total weight is the sum
+            # A mean weights the slice by its weight; times the total weight it is the sum.
+            means.append(x.double() / (weight or 1.0))
         elif reduction == "mean":
-            means.append(x if x.is_floating_point() else x.to(torch.get_default_dtype()))
+            if not x.is_floating_point():
+                x = x.to(torch.get_default_dtype())
+            means.append(x)
     return SliceLoss(loss.detach(), weight, means)
 
 
@@ -130,62 +141,78 @@ def combine_metrics(
         scope: of the device.
         site: the source line of the step.
     """
-    means, cut = iter(mean.means), batch.cut
-    cut_axes = () if cut is None else cut.axes
-    copy_axes = tuple(axis for axis in (*along, *batch.axes) if axis not in cut_axes)
-
-    def global_rows(rows: Tensor) -> Tensor:
-        """Average a device's rows over devices with the same samples; gather those of all, where the batch is uneven."""
-        if copy_axes and (copies := scope.group(copy_axes, "value_and_grad")).size > 1:
-            is_averaged = rows.is_floating_point() or rows.is_complex()
-            (rows,) = Bound(Psum() if is_averaged else Broadcast(0), copies, site).run((rows,))
-            rows = rows / copies.size if is_averaged else rows
-        if cut is None or not cut_axes or cut.is_even:
-            return rows
-        longest = -(-cut.length // cut.parts)
-        padded = rows.new_zeros(longest, *rows.shape[1:])
-        padded[: len(rows)] = rows
-        (gathered,) = Bound(AllGather(0, True), scope.group(cut_axes, "value_and_grad"), site).run(
-            (padded,)
-        )
-        return torch.cat(
-            [
-                shard[:length]
-                for shard, length in zip(gathered.split(longest), cut.lengths(), strict=True)
-            ]
-        )
-
-    def combined(reduction: AuxReduction, column: Sequence[Tensor]) -> Tensor:
+    next_mean = iter(mean.means)
+    combined: list[Tensor] = []
+    columns = zip(*[slice_metrics.leaves for slice_metrics in metrics], strict=True)
+    for reduction, column in zip(metrics[-1].reductions, columns, strict=True):
         if reduction == "rows":
-            return global_rows(
-                torch.cat(
-                    [x[: slice.rows] if cut else x for x, slice in zip(column, slices, strict=True)]
-                )
-            )
-        x, dtype = next(means), column[0].dtype
-        if reduction == "sum":
-            x = (
-                (x * mean.weight).to(dtype)
-                if dtype.is_floating_point
-                else (x * mean.weight).round().long()
-            )
-        return x
+            local_rows = _local_rows(column, slices, batch)
+            combined.append(_global_rows(local_rows, batch, along, scope, site))
+        elif reduction == "sum":
+            dtype = column[0].dtype
+            total = next(next_mean) * mean.weight
+            is_floating = dtype.is_floating_point
+            combined.append(total.to(dtype) if is_floating else total.round().long())
+        else:
+            combined.append(next(next_mean))
+    return unflatten(metrics[-1].structure, combined)
 
-    columns = zip(*(slice_metrics.leaves for slice_metrics in metrics), strict=True)
-    return unflatten(metrics[-1].structure, [*map(combined, metrics[-1].reductions, columns)])
+
+def _local_rows(column: Sequence[Tensor], slices: Sequence[Slice], batch: Batch) -> Tensor:
+    """Return the rows of a device from those of its slices, without the rows of neighbours."""
+    if batch.cut is None:
+        return torch.cat([*column])
+    return torch.cat([rows[: slice.rows] for rows, slice in zip(column, slices, strict=True)])
+
+
+def _global_rows(
+    rows: Tensor, batch: Batch, along: tuple[str, ...], scope: Scope, site: Site
+) -> Tensor:
+    """Average a device's rows over devices with the same samples.
+
+    Where the batch is uneven no layout has the rows: those of all devices are gathered.
+    """
+    cut = batch.cut
+    cut_axes = () if cut is None else cut.axes
+    copy_axes = tuple([axis for axis in (*along, *batch.axes) if axis not in cut_axes])
+    if copy_axes:
+        copies = scope.group(copy_axes, "value_and_grad")
+        is_averaged = rows.is_floating_point() or rows.is_complex()
+        if copies.size > 1 and is_averaged:
+            (rows,) = Bound(Psum(), copies, site).run((rows,))
+            rows = rows / copies.size
+        elif copies.size > 1:
+            (rows,) = Bound(Broadcast(0), copies, site).run((rows,))
+    if cut is None or not cut_axes or cut.is_even:
+        return rows
+
+    # An all-gather needs equal shards: pad to the longest, and cut the results.
+    longest = -(-cut.length // cut.parts)
+    padded = rows.new_zeros(longest, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    devices = scope.group(cut_axes, "value_and_grad")
+    (gathered,) = Bound(AllGather(0, True), devices, site).run((padded,))
+    shards = zip(gathered.split(longest), cut.lengths(), strict=True)
+    return torch.cat([shard[:length] for shard, length in shards])
 
 
 def global_metrics(trees: Sequence[PyTree], batch: Batch, prefix: PyTree) -> PyTree:
-    """Return the metrics of a step from those of the local devices: rows have the batch's layout, if that is even."""
-    cut, (leaves, structure) = batch.cut, flatten(trees[0])
+    """Return the metrics of a step from those of the local devices.
 
-    def joined(reduction: AuxReduction, shards: tuple[Tensor, ...]) -> Tensor | Sharded:
-        x = shards[0]
+    Rows have the batch's layout, if the batch is even.
+    """
+    cut = batch.cut
+    leaves, structure = flatten(trees[0])
+    reductions = _reductions(leaves, prefix, trees[0])
+    joined: list[Tensor | Sharded] = []
+    columns = zip(*[flatten(tree)[0] for tree in trees], strict=True)
+    for reduction, shards in zip(reductions, columns, strict=True):
+        first = shards[0]
         if reduction != "rows":
-            return x
-        if cut is None or not cut.is_even:
-            return Sharded(tuple(x.shape), Layout(batch.mesh), shards)
-        return Sharded((cut.length, *x.shape[1:]), Layout(batch.mesh, P(cut.axes)), shards)
-
-    columns = zip(*(flatten(tree)[0] for tree in trees), strict=True)
-    return unflatten(structure, [*map(joined, _reductions(leaves, prefix, trees[0]), columns)])
+            joined.append(first)
+        elif cut is None or not cut.is_even:
+            joined.append(Sharded(tuple(first.shape), Layout(batch.mesh), shards))
+        else:
+            layout = Layout(batch.mesh, P(cut.axes))
+            joined.append(Sharded((cut.length, *first.shape[1:]), layout, shards))
+    return unflatten(structure, joined)

@@ -1,9 +1,10 @@
 """Paths of leaves in a tree, patterns of paths, and the units that they form.
 
-blocks[3].attn.w        a path; `blocks.3.attn.w` as modules name it and `["blocks"][3]["attn"]["w"]` are the same
-blocks[*].attn.w        a pattern, anchored at both ends
-**.w                    any number of components, and then w
-blocks[3]               the default unit of blocks[3].attn.w
+blocks[3].attn.w    a path; `blocks.3.attn.w`, as modules write it, and
+                    `["blocks"][3]["attn"]["w"]` are the same
+blocks[*].attn.w    a pattern, anchored at both ends
+**.w                any number of components, and then w
+blocks[3]           the default unit of blocks[3].attn.w
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from functools import lru_cache
 Choice = str | Sequence[str] | Callable[[str], bool] | None
 """Some of the parameters: a path pattern, several, a function of the path; None of them."""
 
+_MOST_LISTED = 8
+"""The number of paths that an error names, so that its text stays readable for a large model."""
+
 
 @lru_cache(maxsize=65536)
 def parts_of(path: str) -> tuple[str, ...]:
-    """Return the parts of a path or pattern: `["blocks"][3]["w"]`, `blocks[3].w` and `blocks.3.w` are one.
+    """Return the components of a path or pattern, whichever notation it has.
 
     >>> parts_of('["blocks"][3]["attn.w"]')
     ('blocks', '3', 'attn', 'w')
@@ -28,19 +32,26 @@ def parts_of(path: str) -> tuple[str, ...]:
 
 
 def named(parts: Sequence[str]) -> str:
-    """Return parts as a path that reads well.
+    """Join components to a path that reads well.
 
     >>> named(("blocks", "3", "attn", "w")), named(("0", "weight"))
     ('blocks[3].attn.w', '0.weight')
     """
-    return "".join(
-        f"[{component}]" if index and component.isdigit() else f".{component}"
-        for index, component in enumerate(parts)
-    )[1:]
+    text = ""
+    for index, component in enumerate(parts):
+        if index == 0:
+            text += component
+        elif component.isdigit():
+            text += f"[{component}]"
+        else:
+            text += f".{component}"
+    return text
 
 
 def titled(path: str, subject: str = "the parameter") -> str:
-    """Return the name of a leaf for a message: `subject` where the tree is that leaf, which has no name.
+    """Return the name of a leaf for a message.
+
+    A tree that is one leaf has no path to it: `subject` then.
 
     >>> titled('["blocks"][3]["w"]'), titled("")
     ('blocks[3].w', 'the parameter')
@@ -50,10 +61,12 @@ def titled(path: str, subject: str = "the parameter") -> str:
 
 @lru_cache(maxsize=65536)
 def matches(pattern: str, path: str) -> bool:
-    """Return True if a pattern matches a path: `*` matches anything within a component, `**` any number of
-    components.
+    """Return True if a pattern matches a path.
 
-    >>> matches("blocks[*].attn.w", '["blocks"][3]["attn"]["w"]'), matches("blocks[*]", '["blocks"][3]["w"]')
+    `*` matches anything within a component, `**` any number of components.
+
+    >>> path = '["blocks"][3]["attn"]["w"]'
+    >>> matches("blocks[*].attn.w", path), matches("blocks[*]", path)
     (True, False)
     """
     return matches_parts(parts_of(pattern), parts_of(path))
@@ -63,12 +76,17 @@ def matches_parts(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
     """Return True if the components of a pattern match those of a path."""
     if not pattern:
         return not path
-    if pattern[0] == "**":
-        return any(matches_parts(pattern[1:], path[start:]) for start in range(len(path) + 1))
-    is_match = bool(path) and re.fullmatch(
-        ".*".join(map(re.escape, pattern[0].split("*"))), path[0]
-    )
-    return bool(is_match) and matches_parts(pattern[1:], path[1:])
+    first = pattern[0]
+    others = pattern[1:]
+    if first == "**":
+        starts = range(len(path) + 1)
+        return any(matches_parts(others, path[start:]) for start in starts)
+    if not path:
+        return False
+    texts = [re.escape(text) for text in first.split("*")]
+    if not re.fullmatch(".*".join(texts), path[0]):
+        return False
+    return matches_parts(others, path[1:])
 
 
 def unit_of(path: str) -> str:
@@ -78,63 +96,77 @@ def unit_of(path: str) -> str:
     ('blocks[3]', 'head')
     """
     parts = parts_of(path)
-    index = next(iter(_digit_positions(parts)), 0)
-    return named(parts[: index + 1]) or "all"
+    ends = _index_ends(parts) or [1]
+    return named(parts[: ends[0]]) or "all"
 
 
+# An index in a path may count blocks, which are units, or children of other kinds, as in
+# nn.Sequential(embedding, blocks, head). Blocks have the same leaves inside. Of the paths below,
+# [1] is no block, since no sibling has its leaves; [1][0] is one, since [1][1] has a leaf `w` too.
 def default_units(paths: Sequence[str]) -> list[str]:
-    """Return the default unit of every leaf: by the first index in its path that counts similar entries (blocks).
+    """Return the default unit of every leaf: the outermost block in its path with siblings alike.
 
     >>> default_units(["[0]", "[1][0].w", "[1][1].w", "[1][2].w", "[2]"])
     ['0', '1[0]', '1[1]', '1[2]', '2']
     """
     leaves_of: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
-    for parts in map(parts_of, paths):
-        for index in _digit_positions(parts):
-            leaves_of.setdefault(parts[: index + 1], set()).add(parts[index + 1 :])
-    alike = Counter((block[:-1], frozenset(leaves)) for block, leaves in leaves_of.items())
-
-    def unit(path: str) -> str:
+    for path in paths:
         parts = parts_of(path)
-        blocks = [parts[: index + 1] for index in _digit_positions(parts)]
-        return next(
-            (
-                named(block)
-                for block in blocks
-                if alike[block[:-1], frozenset(leaves_of[block])] > 1
-            ),
-            unit_of(path),
-        )
+        for end in _index_ends(parts):
+            leaves_of.setdefault(parts[:end], set()).add(parts[end:])
 
-    return list(map(unit, paths))
+    # A kind of block: the list that it is in, and the paths of its leaves.
+    kinds = {block: (block[:-1], frozenset(leaves)) for block, leaves in leaves_of.items()}
+    counts = Counter(kinds.values())
+
+    units: list[str] = []
+    for path in paths:
+        parts = parts_of(path)
+        blocks = [parts[:end] for end in _index_ends(parts)]
+        repeated = [block for block in blocks if counts[kinds[block]] > 1]
+        units.append(named(repeated[0]) if repeated else unit_of(path))
+    return units
 
 
-def _digit_positions(parts: Sequence[str]) -> list[int]:
-    return [index for index, component in enumerate(parts) if component.isdigit()]
+def _index_ends(parts: Sequence[str]) -> list[int]:
+    """Return the lengths of the beginnings of a path that end in a number."""
+    return [position + 1 for position, component in enumerate(parts) if component.isdigit()]
 
 
 def chosen(choice: Choice, paths: Sequence[str], name: str) -> list[bool]:
-    """Return which paths are chosen, or raise naming all patterns that are for none.
+    """Return which paths are chosen, or raise naming the patterns that match none.
 
-    >>> chosen(["0.*", "head"], ['["0.weight"]', '["0.bias"]', '["head"]', '["1.weight"]'], "frozen")
+    >>> paths = ['["0.weight"]', '["0.bias"]', '["head"]', '["1.weight"]']
+    >>> chosen(["0.*", "head"], paths, "frozen")
     [True, True, True, False]
     """
     if callable(choice):
         return [bool(choice(named(parts_of(path)))) for path in paths]
     patterns = [choice] if isinstance(choice, str) else [*(choice or ())]
+
     invalid = [repr(pattern) for pattern in patterns if not isinstance(pattern, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
     if invalid:
         raise ValueError(
-            f"{name}: {', '.join(invalid)} is no path pattern. Give patterns, or a function of the path."
+            f"{name}: {', '.join(invalid)} is no path pattern. "
+            "Give patterns, or a function of the path."
         )
-    unused = [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]
+
+    are_chosen = [False] * len(paths)
+    unused: list[str] = []
+    for pattern in patterns:
+        matched = [index for index, path in enumerate(paths) if matches(pattern, path)]
+        if not matched:
+            unused.append(f'"{pattern}"')
+        for index in matched:
+            are_chosen[index] = True
     if unused:
-        unmatched = ", ".join(f'"{pattern}"' for pattern in unused)
-        raise ValueError(f"{name}: no leaf is for {unmatched}. {listed(paths)}.")
-    return [any(matches(pattern, path) for pattern in patterns) for path in paths]
+        raise ValueError(f"{name}: no leaf is for {', '.join(unused)}. {listed(paths)}.")
+    return are_chosen
 
 
 def listed(paths: Sequence[str]) -> str:
     """Return the first paths in words, for messages."""
-    shown = ", ".join([titled(path, "one without a name") for path in list(paths)[:8]])
-    return f"The leaves are {shown}{', ...' if len(paths) > 8 else ''}"
+    titles = [titled(path, "one without a name") for path in paths[:_MOST_LISTED]]
+    if len(paths) > _MOST_LISTED:
+        titles.append("...")
+    return f"The leaves are {', '.join(titles)}"

@@ -1,17 +1,18 @@
 """Layouts of parameters: `shard_params` and its rules.
 
-Rules must be complete: a leaf without a rule, a rule without a leaf, two rules that disagree about a leaf, and a leaf
-that cannot have its layout are errors. Nothing is replicated by default.
+Rules must be complete: a leaf without a rule, a rule without a leaf, two rules that disagree about
+a leaf, and a leaf that cannot have its layout are errors. Nothing is replicated by default.
 
-    P("data")                                   the same for all leaves
-    {"emb": P("model"), "blocks": P()}          a prefix tree
-    {"blocks[*].attn.w": P(None, "model"), "**": P()}      patterns, anchored at both ends
-    lambda path, leaf: ...                      from a path and a leaf (its shape and dtype)
-    fsdp("data")                                everything flat, in units; also in place of a P
-    fsdp("data", within={...})                  each shard along other axes flat
+    P("data")                                         the same for all leaves
+    {"emb": P("model"), "blocks": P()}                a prefix tree
+    {"blocks[*].attn.w": P(None, "model"), "**": P()} patterns, anchored at both ends
+    lambda path, leaf: ...                            from a path and a leaf (its shape and dtype)
+    fsdp("data")                                      all flat, in units; also in place of a P
+    fsdp("data", within={...})                        each shard along other axes flat
 
-The order of patterns does not matter: those with `**` apply to leaves that no other matches, and `**` alone to the
-rest. They may use any notation of paths (see `patterns`); a function gets `blocks[3].w`.
+The order of patterns does not matter: those with `**` apply to leaves that no other matches, and
+`**` alone to the rest. They may use any notation of paths (see `patterns`); a function gets
+`blocks[3].w`.
 """
 
 from __future__ import annotations
@@ -78,54 +79,74 @@ class Fsdp:
             return _merge_small_units(default_units(paths), leaves)
         if isinstance(self.unit, int):
             return _units_by_size(leaves, self.unit)
-        return _units_by_patterns((self.unit,) if isinstance(self.unit, str) else self.unit, paths)
+        patterns = (self.unit,) if isinstance(self.unit, str) else self.unit
+        return _units_by_patterns(patterns, paths)
 
 
 MERGED_BYTES = 1 << 20
-"""Maximal size of default units that are merged: a collective for less costs more to start than to send."""
+"""Maximal size of default units that are merged.
+
+A collective for less costs more to start than to send.
+"""
 
 
 def _merge_small_units(units: Sequence[str], leaves: Sequence[Any]) -> list[str]:
-    """Merge default units that follow each other into one of the first one's name, up to `MERGED_BYTES`."""
+    """Merge default units that follow each other, up to `MERGED_BYTES`.
+
+    The merged unit has the name of its first one.
+    """
     sizes: dict[str, int] = {}
     for unit, leaf in zip(units, leaves, strict=True):
-        sizes[unit] = sizes.get(unit, 0) + leaf.dtype.itemsize * prod(leaf.shape)
-    names: dict[str, str] = {}
-    name, filled = "", MERGED_BYTES
+        sizes[unit] = sizes.get(unit, 0) + _size_of(leaf)
+
+    merged_names: dict[str, str] = {}
+    merged_name = ""
+    merged_size = 0
     for unit, size in sizes.items():
-        if filled + size > MERGED_BYTES:
-            name, filled = unit, 0
-        names[unit] = name
-        filled += size
-    return [names[unit] for unit in units]
+        if not merged_name or merged_size + size > MERGED_BYTES:
+            merged_name = unit
+            merged_size = 0
+        merged_names[unit] = merged_name
+        merged_size += size
+    return [merged_names[unit] for unit in units]
 
 
 def _units_by_size(leaves: Sequence[Any], size: int) -> list[str]:
-    """Put leaves into units, in their order, each closed as soon as it has reached a size in bytes."""
+    """Put leaves into units, in their order, each closed once it has reached a size in bytes."""
     units: list[str] = []
-    number, filled = 0, 0
+    number = 0
+    unit_size = 0
     for leaf in leaves:
-        if filled >= size:
-            number, filled = number + 1, 0
+        if unit_size >= size:
+            number += 1
+            unit_size = 0
         units.append(f"unit {number}")
-        filled += leaf.dtype.itemsize * prod(leaf.shape)
+        unit_size += _size_of(leaf)
     return units
+
+
+def _size_of(leaf: Any) -> int:
+    """Return the number of bytes of a leaf, of which no device needs values."""
+    return leaf.dtype.itemsize * prod(leaf.shape)
 
 
 def _units_by_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[str]:
     """Assign leaves to the innermost unit whose pattern matches; others to their default one."""
-    units, used = default_units(paths), set[str]()
-    for index, parts in enumerate(map(parts_of, paths)):
+    units = default_units(paths)
+    used: set[str] = set()
+    for index, path in enumerate(paths):
+        parts = parts_of(path)
+        # From the outside inwards, so that the innermost unit is the last.
         for end in range(1, len(parts) + 1):
-            matching = [
-                pattern for pattern in patterns if matches_parts(parts_of(pattern), parts[:end])
-            ]
-            if matching:  # a longer one follows if it is further inside
-                units[index] = named(parts[:end])
-                used.update(matching)
-    if unused := [f'"{pattern}"' for pattern in patterns if pattern not in used]:
+            for pattern in patterns:
+                if matches_parts(parts_of(pattern), parts[:end]):
+                    units[index] = named(parts[:end])
+                    used.add(pattern)
+    unused = [f'"{pattern}"' for pattern in patterns if pattern not in used]
+    if unused:
         raise ValueError(
-            f"fsdp: no leaf is in a unit {' or '.join(unused)}. {listed(paths)}; a pattern begins where their paths do."
+            f"fsdp: no leaf is in a unit {' or '.join(unused)}. {listed(paths)}; "
+            "a pattern begins where their paths do."
         )
     return units
 
@@ -133,29 +154,30 @@ def _units_by_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[st
 def units_of(module: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
     """Return the paths of the modules of some classes in a module, as units for `fsdp`.
 
-    Each is a unit; a nested one takes its parameters from the outer. Names are those of the parameters that
-    `functionalize` returns.
+    Each is a unit; a nested one takes its parameters from the outer. Names are those of the
+    parameters that `functionalize` returns.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2))
     >>> units_of(model, torch.nn.Linear)
     ('0', '2')
     """
-    paths = [
-        f".{name}" for name, _ in module.named_parameters()
-    ]  # a tied parameter is in the unit of its first owner
-    units = tuple(
-        name
-        for name, child in module.named_modules()
-        if name and isinstance(child, kinds) and any(path.startswith(f".{name}.") for path in paths)
-    )
+    # A tied parameter has one name here: it is in the unit of its first owner.
+    paths = [f".{name}" for name, _ in module.named_parameters()]
+    units: list[str] = []
+    for name, child in module.named_modules():
+        if name and isinstance(child, kinds):
+            has_params = any(path.startswith(f".{name}.") for path in paths)
+            if has_params:
+                units.append(name)
     if not units:
         present = sorted({type(child).__name__ for child in module.modules()})
-        wanted = " or ".join(kind.__name__ for kind in kinds) or "of no class"
+        requested = " or ".join([kind.__name__ for kind in kinds]) or "of no class"
         raise ModuleError(
-            f"units_of: {type(module).__name__} has no {wanted} with parameters inside. Its modules are {', '.join(present)}."
+            f"units_of: {type(module).__name__} has no {requested} with parameters inside. "
+            f"Its modules are {', '.join(present)}."
         )
-    return units
+    return tuple(units)
 
 
 def fsdp(
@@ -167,27 +189,33 @@ def fsdp(
     """Return rules that flatten every parameter and shard it over `axis`: ZeRO-3.
 
     Args:
-        axis: an axis, or several from major to minor. Along other axes parameters are replicated: on a mesh of
-            {"node": 4, "data": 8}, `fsdp("data")` shards inside a node and replicates across nodes (HSDP).
-        unit: parameters that are gathered and reduced together: a path pattern ("layers[*]") or several, of which the
-            innermost counts (`units_of(module, nn.TransformerEncoderLayer)`), a size in bytes, or None for a unit per
-            repeated block: the first index in a path whose siblings are similar. Then units that follow each other are
-            merged up to 1 MiB: to start a collective for less costs more than to send it.
-        within: rules that shard dims of the parameters along other axes, the `local=` ones of a step: each shard of
-            P(None, "model") is flattened and sharded over `axis`. Complete, as all rules.
+        axis: an axis, or several from major to minor. Along other axes parameters are replicated:
+            on a mesh of {"node": 4, "data": 8}, `fsdp("data")` shards inside a node and replicates
+            across nodes (HSDP).
+        unit: parameters that are gathered and reduced together: a path pattern ("layers[*]") or
+            several, of which the innermost counts
+            (`units_of(module, nn.TransformerEncoderLayer)`), a size in bytes, or None for a unit
+            per repeated block: the first index in a path whose siblings are similar. Then units
+            that follow each other are merged up to 1 MiB: to start a collective for less costs more
+            than to send it.
+        within: rules that shard dims of the parameters along other axes, the `local=` ones of a
+            step: each shard of P(None, "model") is flattened and sharded over `axis`. Complete, as
+            all rules.
 
     >>> fsdp("data")
     Fsdp(axes=('data',), unit=None)
     """
-    units: Any = tuple(unit) if isinstance(unit, Iterable) and not isinstance(unit, str) else unit
+    units: Any = unit
+    if isinstance(unit, Iterable) and not isinstance(unit, str):
+        units = tuple(unit)
     is_size = type(units) is int and units > 0
-    is_patterns = (
-        isinstance(units, tuple) and units and all(isinstance(pattern, str) for pattern in units)
-    )
-    if not (units is None or isinstance(units, str) or is_size or is_patterns):
+    are_texts = isinstance(units, tuple) and all(isinstance(pattern, str) for pattern in units)
+    is_patterns = isinstance(units, str) or (are_texts and bool(units))
+    if units is not None and not is_size and not is_patterns:
         raise ValueError(
-            f"fsdp: unit must be a path pattern, several, or a positive number of bytes; got {unit!r}. "
-            'Write fsdp(..., unit="blocks[*]"), unit=20_000_000, or leave it out for a unit per repeated block.'
+            "fsdp: unit must be a path pattern, several, or a positive number of bytes; "
+            f'got {unit!r}. Write fsdp(..., unit="blocks[*]"), unit=20_000_000, or leave it out '
+            "for a unit per repeated block."
         )
     return Fsdp(as_axes(axis), units, within)
 
@@ -204,22 +232,28 @@ def shard_params(
 ) -> PyTree:
     """Shard parameters on a mesh by rules: every process has the full values and keeps its shards.
 
-    All processes must call it: their tensors are compared, by hashes in one collective, and different ones raise.
+    All processes must call it: their tensors are compared, by hashes in one collective, and
+    different ones raise.
 
     Args:
-        params: a tree of tensors, the same on every process; a tied tensor is sharded once. A `Sharded`, of this or another
-            mesh, is resharded and stays frozen if it was. Strings, numbers and functions (a dataclass's configuration) pass
-            through. Or a module, whose parameters are taken by their names.
+        params: a tree of tensors, the same on every process; a tied tensor is sharded once. A
+            `Sharded`, of this or another mesh, is resharded and stays frozen if it was. Strings,
+            numbers and functions (a dataclass's configuration) pass through. Or a module, whose
+            parameters are taken by their names.
         rules: see the module: a P, a tree of Ps, patterns, a function, or `fsdp(...)`.
         mesh: the devices; by default those of `fs.use_mesh`.
-        frozen: parameters that are not trained: a path pattern, several, or a function of the path. They are sharded as
-            the others, and never have a gradient or optimizer state. Parameters that do not require grad are frozen anyway.
-        seed: of the `lazy` layers of a module, which are built one at a time; each device keeps its shards.
-        memory: of the shards, "device", "host" or "disk"; or patterns, as rules: {"blocks.**": "host", "**": "device"}.
+        frozen: parameters that are not trained: a path pattern, several, or a function of the path.
+            They are sharded as the others, and never have a gradient or optimizer state. Parameters
+            that do not require grad are frozen anyway.
+        seed: of the `lazy` layers of a module, which are built one at a time; each device keeps its
+            shards.
+        memory: of the shards, "device", "host" or "disk"; or patterns, as rules:
+            {"blocks.**": "host", "**": "device"}.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 4})
-    >>> params = fs.shard_params({"w": torch.zeros(3, 3), "b": torch.zeros(3)}, fs.fsdp("data"), mesh=mesh)
+    >>> params = {"w": torch.zeros(3, 3), "b": torch.zeros(3)}
+    >>> params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
     >>> fs.typeof(params["w"]), [tuple(shard.shape) for shard in params["w"].shards]
     (f32[3, 3]{flat:data}, [(3,), (3,), (3,), (0,)])
     """
@@ -227,16 +261,17 @@ def shard_params(
     if not isinstance(params, nn.Module):
         if seed is not None:
             raise ValueError(
-                "shard_params: seed= draws lazy layers of a module; a tree of tensors has none. Leave it out."
+                "shard_params: seed= draws lazy layers of a module; a tree of tensors has none. "
+                "Leave it out."
             )
         tensors, restore = without_static(params)
         sharded = apply_rules(tensors, rules, mesh, frozen, memory=memory)
         compare_inputs("shard_params", mesh, samples_of(tensors))
         return restore(sharded)
+
     tree = dict(params.named_parameters())
-    sharded = apply_rules(
-        tree, rules, mesh, frozen, put_equal if seed is None else reserved, memory
-    )
+    put = put_equal if seed is None else reserved
+    sharded = apply_rules(tree, rules, mesh, frozen, put, memory)
     compare_inputs("shard_params", mesh, samples_of(tree))
     if seed is not None and mesh.runtime != "abstract":
         draw(params, seed, tree.keys(), lambda name, x: fill(sharded[name], x), "shard_params")
@@ -253,9 +288,8 @@ def apply_rules(
 ) -> PyTree:
     """Give parameters their layouts by rules, each by `put`."""
     leaves, structure = flatten(params)
-    return unflatten(
-        structure, put_all(leaves, layouts_of(params, rules, mesh, frozen, memory=memory), put)
-    )
+    layouts = layouts_of(params, rules, mesh, frozen, memory=memory)
+    return unflatten(structure, put_all(leaves, layouts, put))
 
 
 @torch.no_grad()
@@ -264,7 +298,6 @@ def put_all(
     leaves: Sequence[Any], layouts: Iterable[Layout], put: Callable[[Any, Layout], Any]
 ) -> list[Any]:
     """Give each parameter its layout by `put`, a tied one once."""
-    leaves = [*leaves]
     claim([leaf for leaf in leaves if isinstance(leaf, Tensor)], "source")
     arrays: dict[tuple[int, ...], Any] = {}
     for leaf, layout in zip(leaves, layouts, strict=True):
@@ -285,60 +318,76 @@ def layouts_of(
     paths, leaves, _ = flatten_with_paths(params)
     if isinstance(rules, P | Fsdp):
         mesh.check_axes(rules.axes, f"{caller} with {rules}")
-    units, are_frozen, specs = (
-        default_units(paths),
-        chosen(frozen, paths, "frozen"),
-        _leaf_specs(params, rules, paths, leaves),
-    )
-    for number, rule in enumerate(dict.fromkeys(spec for spec in specs if isinstance(spec, Fsdp))):
-        indices = [index for index, spec in enumerate(specs) if spec == rule]
-        rule_units = rule.units(
-            [paths[index] for index in indices], [leaves[index] for index in indices]
-        )
-        withins = {
-            id(specs[index]): specs[index].within for index in indices
-        }  # rules that are equal may differ in these
-        inner = {
-            key: _leaf_specs(params, within, paths, leaves)
-            for key, within in withins.items()
-            if within
-        }
-        for index, unit in zip(indices, rule_units, strict=True):
-            rows = inner.get(id(specs[index]))
-            spec = P() if rows is None else _validated_spec(rows[index])
-            more = tuple(
-                axis for axis in rule.axes if axis not in spec.axes
-            )  # a leaf that they shard has the others
-            specs[index] = spec.replace(flat=(*(spec.flat_axes or ()), *more))
-            units[index] = (
-                f"{unit} of rule {number}" if number and isinstance(rule.unit, int) else unit
-            )
-    layouts, first_layouts = list[Layout](), dict[tuple[int, ...], Layout]()
+    are_frozen = chosen(frozen, paths, "frozen")
+    specs, units = _specs_and_units(params, rules, paths, leaves)
+    kinds = _memory_kinds(memory, paths)
+
+    layouts: list[Layout] = []
+    first_layouts: dict[tuple[int, ...], Layout] = {}  # of each parameter, however often it is tied
     with collected(caller) as attempt:
-        columns = (paths, leaves, specs, units, are_frozen, _memory_kinds(memory, paths))
-        for path, leaf, spec, unit, is_fixed, kind in zip(*columns, strict=True):
+        columns = (paths, leaves, specs, units, are_frozen, kinds)
+        for path, leaf, spec, unit, is_chosen, kind in zip(*columns, strict=True):
             with attempt(named(parts_of(path))):
-                layout = Layout(
-                    mesh, _validated_spec(spec), kind, unit, is_fixed or is_frozen(leaf)
-                )
+                is_fixed = is_chosen or is_frozen(leaf)
+                layout = Layout(mesh, _validated_spec(spec), kind, unit, is_fixed)
                 validate_leaf(leaf, layout)
-                first = first_layouts.setdefault(
-                    key_of(leaf), layout
-                )  # of the leaves that it is tied to
-                if layout.spec != first.spec:
-                    raise LayoutError(
-                        f"it is tied to a leaf with layout {first.spec}, and cannot have {layout.spec}."
-                    )
-                if layout.memory != first.memory:
-                    raise LayoutError(
-                        f"it is tied to a leaf in {first.memory} memory, and cannot be in {layout.memory}."
-                    )
-                if layout.frozen != first.frozen:
-                    raise LayoutError(
-                        "of it and a leaf that it is tied to, one is frozen. Freeze both: they are one."
-                    )
+                first_layout = first_layouts.setdefault(key_of(leaf), layout)
+                _validate_tied(layout, first_layout)
                 layouts.append(layout)
     return layouts
+
+
+def _validate_tied(layout: Layout, first_layout: Layout) -> None:
+    """Raise if a leaf has another layout than the first leaf that it is tied to."""
+    if layout.spec != first_layout.spec:
+        raise LayoutError(
+            f"it is tied to a leaf with layout {first_layout.spec}, and cannot have {layout.spec}."
+        )
+    if layout.memory != first_layout.memory:
+        raise LayoutError(
+            f"it is tied to a leaf in {first_layout.memory} memory, and cannot be in "
+            f"{layout.memory}."
+        )
+    if layout.frozen != first_layout.frozen:
+        raise LayoutError(
+            "of it and a leaf that it is tied to, one is frozen. Freeze both: they are one."
+        )
+
+
+def _specs_and_units(
+    params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[Any]
+) -> tuple[list[Any], list[str]]:
+    """Return the spec and the unit of each leaf; an `Fsdp` among the rules becomes a flat spec."""
+    specs = _leaf_specs(params, rules, paths, leaves)
+    units = default_units(paths)
+    fsdp_rules = dict.fromkeys([spec for spec in specs if isinstance(spec, Fsdp)])  # a set in order
+    for number, rule in enumerate(fsdp_rules):
+        indices = [index for index, spec in enumerate(specs) if spec == rule]
+        rule_paths = [paths[index] for index in indices]
+        rule_leaves = [leaves[index] for index in indices]
+        rule_units = rule.units(rule_paths, rule_leaves)
+
+        # Equal rules share units, and may differ in `within`: those specs are found by identity.
+        inner_specs: dict[int, list[Any]] = {}
+        for index in indices:
+            spec = specs[index]
+            if spec.within and id(spec) not in inner_specs:
+                inner_specs[id(spec)] = _leaf_specs(params, spec.within, paths, leaves)
+
+        for index, unit in zip(indices, rule_units, strict=True):
+            row = inner_specs.get(id(specs[index]))
+            inner_spec = P() if row is None else _validated_spec(row[index])
+            specs[index] = _flattened(inner_spec, rule.axes)
+            # Units by size have numbers, which begin at 0 in each rule.
+            needs_number = number > 0 and isinstance(rule.unit, int)
+            units[index] = f"{unit} of rule {number}" if needs_number else unit
+    return specs, units
+
+
+def _flattened(spec: P, axes: tuple[str, ...]) -> P:
+    """Return a spec that is flat along axes too, but those that shard its dims already."""
+    further_axes = [axis for axis in axes if axis not in spec.axes]
+    return spec.replace(flat=(*(spec.flat_axes or ()), *further_axes))
 
 
 def _leaf_specs(
@@ -348,18 +397,14 @@ def _leaf_specs(
     if isinstance(rules, P | Fsdp):
         return [rules] * len(leaves)
     if callable(rules):
-        return [
-            rules(named(parts_of(path)), leaf) for path, leaf in zip(paths, leaves, strict=True)
-        ]
+        pairs = zip(paths, leaves, strict=True)
+        return [rules(named(parts_of(path)), leaf) for path, leaf in pairs]
     try:
         return broadcast_prefix(rules, params)
     except ValueError:
-        if isinstance(rules, Mapping) and all(
-            isinstance(value, P | Fsdp) for value in rules.values()
-        ):
-            return _match_patterns(
-                rules, paths, [], '"**": P() replicates what no other rule is for'
-            )
+        if isinstance(rules, Mapping) and all(isinstance(x, P | Fsdp) for x in rules.values()):
+            fix = '"**": P() replicates what no other rule is for'
+            return _match_patterns(rules, paths, [], fix)
         raise ValueError(
             f"the rules {rules!r} are neither a prefix of the parameters nor patterns."
         ) from None
@@ -372,34 +417,44 @@ def _memory_kinds(memory: Any, paths: Sequence[str]) -> list[Memory]:
     rules: Mapping[str, Any] = memory if isinstance(memory, Mapping) else {"**": memory}
     unknown = [kind for kind in dict.fromkeys(rules.values()) if kind not in MEMORIES]
     errors = [f'memory must be "device", "host" or "disk"; got {kind!r}' for kind in unknown]
-    return _match_patterns(
-        rules, paths, errors, '"**": "device" is for what no other pattern is for'
-    )
+    fix = '"**": "device" is for what no other pattern is for'
+    return _match_patterns(rules, paths, errors, fix)
 
 
 def _match_patterns(
     rules: Mapping[str, Any], paths: Sequence[str], errors: list[str], fix: str
 ) -> list[Any]:
-    """Return the value of each path: patterns without `**` come before those with it, and `**` alone is last."""
-    errors += [
-        f'no leaf is for the rule "{rule}"'
-        for rule in rules
-        if not any(matches(rule, path) for path in paths)
-    ]
-    ranks = {rule: ("**" in parts_of(rule)) + ({*parts_of(rule)} == {"**"}) for rule in rules}
-    specs: list[Any] = []
+    """Return the value of each path, or raise with the errors given, and those of patterns.
+
+    Patterns without `**` take precedence over those with it, and `**` alone is last.
+    """
+    for rule in rules:
+        if not any(matches(rule, path) for path in paths):
+            errors.append(f'no leaf is for the rule "{rule}"')
+
+    values: list[Any] = []
     for path in paths:
         matching = [rule for rule in rules if matches(rule, path)]
-        best = [rule for rule in matching if ranks[rule] == min(ranks[rule] for rule in matching)]
-        if not best:
+        if not matching:
             errors.append(f"no rule is for {titled(path)}")
-        elif len({rules[rule] for rule in best}) > 1:
-            clash = " and ".join(f'"{rule}" ({rules[rule]})' for rule in best)
+            continue
+        lowest_rank = min(map(_rank, matching))
+        best = [rule for rule in matching if _rank(rule) == lowest_rank]
+        if len({rules[rule] for rule in best}) > 1:
+            clash = " and ".join([f'"{rule}" ({rules[rule]})' for rule in best])
             errors.append(f"{clash} disagree about {titled(path)}")
-        specs += [rules[rule] for rule in best[:1]]
+        values.append(rules[best[0]])
     if errors:
         raise LayoutError(f"{'; '.join(errors)}. {listed(paths)}; {fix}.")
-    return specs
+    return values
+
+
+def _rank(pattern: str) -> int:
+    """Return 0 for a pattern without `**`, 1 for one with it, and 2 for `**` alone."""
+    parts = parts_of(pattern)
+    if "**" not in parts:
+        return 0
+    return 2 if {*parts} == {"**"} else 1
 
 
 def _validated_spec(spec: Any) -> P:
@@ -427,20 +482,24 @@ def init_params(
         rules: see `shard_params`.
         mesh: the devices.
         frozen: parameters that are not trained: see `shard_params`.
-        seed: draw as after `torch.manual_seed(seed)`, and restore the generator; None: draw from its current state.
+        seed: draw as after `torch.manual_seed(seed)`, and restore the generator; None: draw from
+            its current state.
 
-    Every process draws all numbers on the host and keeps its shards; different ones raise. A model that no host can hold is
-    made of `lazy` layers.
+    Every process draws all numbers on the host and keeps its shards; different ones raise. A model
+    that no host can hold is made of `lazy` layers.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 4})
-    >>> params = fs.nn.init_params(lambda: {"w": torch.randn(2, 2), "b": torch.zeros(2)}, fs.fsdp("data"), mesh=mesh, seed=0)
-    >>> fs.typeof(params["w"]), torch.equal(fs.unshard(params["w"]), torch.randn(2, 2, generator=torch.manual_seed(0)))
+    >>> params = fs.nn.init_params(lambda: torch.randn(2, 2), fs.fsdp("data"), mesh=mesh, seed=0)
+    >>> drawn = torch.randn(2, 2, generator=torch.Generator().manual_seed(0))
+    >>> fs.typeof(params), torch.equal(fs.unshard(params), drawn)
     (f32[2, 2]{flat:data}, True)
     """
-    with drawing_from(random_state()) if seed is not None else nullcontext():
+    generator = drawing_from(random_state()) if seed is not None else nullcontext()
+    memory = torch.device("meta") if mesh.runtime == "abstract" else nullcontext()
+    with generator:
         if seed is not None:
             torch.manual_seed(seed)
-        with torch.device("meta") if mesh.runtime == "abstract" else nullcontext():
+        with memory:
             params = init_fn()
     return shard_params(params, rules, mesh=mesh, frozen=frozen)

@@ -314,3 +314,12 @@ def test_slice_alignment_leaves_bits_unchanged(size, width, devices):
         return [loss, *map(fs.unshard, grads.values())]
 
     assert all(map(torch.equal, found(1), found(devices)))
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_sparse_batch_raises_with_fix(size):
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.shard_params({"w": torch.ones(size)}, P(), mesh=mesh)
+    step = fs.value_and_grad(lambda p, x: (x @ p["w"]).sum(), mesh=mesh, batch=P("data"))
+    with pytest.raises(ValueError, match=r"batch: .*sparse.* Give x.to_dense\(\)"):
+        step(params, torch.eye(size).to_sparse())

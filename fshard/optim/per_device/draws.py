@@ -5,10 +5,11 @@ draw that one device would make for the leaf, which is seeded by the step, the l
 of its draws before:
 
     leaf w, 6 elements      one device draws    [a b c d e f]
-                            device 0 gets       [a b c]            the same leaf on other meshes, at owners, in
-                            device 1 gets             [d e f]      replicas and in pipeline stages has the same draws
+                            device 0 gets       [a b c]
+                            device 1 gets             [d e f]
 
-So each device draws for the full leaf, and keeps its shard. The leaf of a draw is that of the
+The same leaf on other meshes, at owners, in replicas and in pipeline stages has the same draws. So
+each device draws for the full leaf, and keeps its shard. The leaf of a draw is that of the
 tensor, or of the `shape`, that torch's function is given: a gradient, a parameter, state, or what
 was computed from these.
 
@@ -37,6 +38,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import shard_of
 from fshard.optim.leaves import Leaf, Leaves
 from fshard.optim.norms import cut_axes
+from fshard.optim.sharding import has_owner
 from fshard.randomness import drawn_key, folded, has_drawn, seeded_by, turned
 
 _OF_TENSORS = frozenset[Any](
@@ -97,9 +99,11 @@ class UpdateDraws(TorchFunctionMode):
         self._device = device
         self._updated = [params.leaves[i] for i in updated]
         self._names = names_of(params.structure)
-        self._tensors = dict[int, tuple[Callable[[], Tensor | None], int]]()
-        self._sizes = dict[int, tuple[Size, int]]()
-        self._counts = dict[tuple[int, int | None], int]()
+        # By id: the tensor, weakly, or the size, and the index of the leaf that it belongs to.
+        self._tensors: dict[int, tuple[Callable[[], Tensor | None], int]] = {}
+        self._sizes: dict[int, tuple[Size, int]] = {}
+        # By key and leaf: the number of draws.
+        self._counts: dict[tuple[int, int | None], int] = {}
 
     @contextmanager
     def seeded(self) -> Generator[None]:
@@ -191,7 +195,10 @@ class UpdateDraws(TorchFunctionMode):
         if isinstance(result, Tensor | Size):
             self.follow(result, self._first_leaf((*args, *kwargs.values())))
         elif isinstance(result, list | tuple):
-            lists = [x for x in args if type(x) in (list, tuple) and len(x) == len(result)]
+            lists: list[Any] = []
+            for x in args:
+                if type(x) in (list, tuple) and len(x) == len(result):
+                    lists.append(x)
             for i, x in enumerate(result):
                 candidates = [items[i] for items in lists] or args
                 self.follow(x, self._first_leaf(candidates))
@@ -228,18 +235,21 @@ class UpdateDraws(TorchFunctionMode):
 
     def _validate_options(self, kwargs: dict[str, Any]) -> None:
         """Raise if a draw has a generator or a result that is given."""
-        given = [name for name in ("generator", "out") if kwargs.get(name) is not None]
-        if given and any(isinstance(x, Sharded) and x.mesh.size > 1 for x in self._updated):
-            raise OptimizerError(
-                "a draw in an update must be of torch's default generator and have no out=; got "
-                f"{given[0]}=. Devices would share it, or have it in different states. Leave it "
-                "out: torch.manual_seed seeds the draws of updates too."
-            )
+        arrays = [leaf for leaf in self._updated if isinstance(leaf, Sharded)]
+        if all(array.mesh.size == 1 for array in arrays):
+            return
+        for name in ("generator", "out"):
+            if kwargs.get(name) is not None:
+                raise OptimizerError(
+                    "a draw in an update must be of torch's default generator and have no out=; "
+                    f"got {name}=. Devices would share it, or have it in different states. Leave "
+                    "it out: torch.manual_seed seeds the draws of updates too."
+                )
 
     @property
     def _is_at_owners(self) -> bool:
         """Return True if devices update other leaves."""
-        return any(isinstance(x, Sharded) and bool(x.spec.at) for x in self._updated)
+        return any(isinstance(leaf, Sharded) and has_owner(leaf.spec) for leaf in self._updated)
 
     def _validate_at_owners(self, func: Any) -> None:
         """Raise if a draw that is like no leaf may be another one on another device."""
@@ -254,11 +264,15 @@ class UpdateDraws(TorchFunctionMode):
 
     def _validate_size(self, func: Any, size: tuple[int, ...]) -> None:
         """Raise if a draw that is like no leaf may be meant for a shard."""
-        split = [x for x in self._updated if isinstance(x, Sharded) and _is_split(x.layout)]
-        is_one_number = prod(size) == 1
-        may_be_shard = size != () and any(_has_shard_of_one(x.layout, x.shape) for x in split)
-        if not split or (is_one_number and not may_be_shard):
+        arrays = [leaf for leaf in self._updated if isinstance(leaf, Sharded)]
+        split = [array for array in arrays if _is_split(array.layout)]
+        if not split:
             return
+        if prod(size) == 1:
+            # A row of one number may be meant for a shard that has one element; torch.rand(()) not.
+            has_such_shard = any(_has_shard_of_one(array.layout, array.shape) for array in split)
+            if size == () or not has_such_shard:
+                return
         raise OptimizerError(
             "a draw in an update must be like a tensor of one leaf, or one number, torch.rand(()), "
             f"where devices update other shards; got {_name_of(func)} of size {size}, which "
@@ -284,7 +298,8 @@ class UpdateDraws(TorchFunctionMode):
         generator = torch.default_generator
         key = generator.initial_seed()
         if key != self.key and not has_drawn(generator):  # the context of this key is another one
-            self._counts = {at: n for at, n in self._counts.items() if at[0] != key}
+            for entry in [entry for entry in self._counts if entry[0] == key]:
+                del self._counts[entry]
         return self._counts.get((key, leaf), 0)
 
     def _draw_like(
@@ -320,8 +335,12 @@ class UpdateDraws(TorchFunctionMode):
     ) -> Tensor:
         """Call a function of a size for the full leaf; return this device's shard."""
         full_size = tuple(self._params.leaves[leaf].shape)
-        arguments = [full_size if x is size else x for x in args]
-        options = {name: full_size if x is size else x for name, x in kwargs.items()}
+
+        def in_full(argument: Any) -> Any:
+            return full_size if argument is size else argument
+
+        arguments = [in_full(argument) for argument in args]
+        options = {name: in_full(argument) for name, argument in kwargs.items()}
         return _alone(self._shard(func(*arguments, **options), leaf))
 
     def _shard(self, full: Tensor, leaf: int) -> Tensor:
@@ -337,8 +356,10 @@ def names_of(params: Structure) -> tuple[str, ...]:
     The last parts of their paths, if these differ, so that stages do not count.
 
     >>> from fshard.mesh.layout import flatten
-    >>> names_of(flatten([{"0.weight": 1}, {"2.weight": 1}])[1]), names_of(flatten([{"w": 1}, {"w": 1}])[1])
-    (('0.weight', '2.weight'), ('[0]["w"]', '[1]["w"]'))
+    >>> names_of(flatten([{"0.weight": 1}, {"2.weight": 1}])[1])
+    ('0.weight', '2.weight')
+    >>> names_of(flatten([{"w": 1}, {"w": 1}])[1])
+    ('[0]["w"]', '[1]["w"]')
     """
     lasts: list[Any] = [path[-1] if path else None for path in params.paths()]
     are_names = all(isinstance(last, str) for last in lasts)
@@ -348,8 +369,10 @@ def names_of(params: Structure) -> tuple[str, ...]:
 
 def _size_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[int]:
     """Return the size among the arguments of a function that draws a tensor: the object itself."""
-    sizes = [x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple)]
-    return sizes[0] if sizes else [x for x in args if type(x) is int]
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, list | tuple):
+            return argument
+    return [argument for argument in args if type(argument) is int]
 
 
 def _is_full_everywhere(leaf: Leaf) -> bool:

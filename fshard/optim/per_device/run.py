@@ -133,7 +133,8 @@ def init_on_devices(
         init: of one device's tensors.
         key: of its random draws, the same on all devices. Without, the function draws as it likes.
     """
-    leaves, results = trees.params.leaves, list[PyTree]()
+    leaves = trees.params.leaves
+    results: list[PyTree] = []
     for index, device in enumerate(trees.devices):
         if key is None:
             results.append(init(trees.local(leaves, index)))
@@ -219,14 +220,15 @@ class UpdateOnDevices:
 
     def _equal_results(self, updates: list[Any], states: list[Any]) -> list[EqualResult]:
         """Return what other devices have equal: results of replicas, and numbers of the state."""
-        params, updated, results = self.trees.params, self.trees.updated, list[EqualResult]()
+        params = self.trees.params
+        updated = self.trees.updated
+        results: list[EqualResult] = []
         for i in updated:
             name = f"update{params.paths[i]}"
             results.append(EqualResult(name, updates[i], params.leaves[i].layout))
         before = self.state
-        for path, entry, is_like, after in zip(
-            before.paths, before.entries, before.is_like, states, strict=True
-        ):
+        rows = zip(before.paths, before.entries, before.is_like, states, strict=True)
+        for path, entry, is_like, after in rows:
             if not is_like:
                 results.append(EqualResult(f"state{path}", after, None))
                 continue

@@ -34,7 +34,7 @@ from fshard.optim.leaves import (
     shape_of_shard,
     trainable,
 )
-from fshard.optim.norms import cut_axes
+from fshard.optim.norms import are_divided
 from fshard.optim.per_device.draws import UpdateDraws
 from fshard.optim.per_device.states import StateEntries
 from fshard.optim.sharding import Sharding, check_fits
@@ -136,8 +136,8 @@ class DeviceTrees:
                     "optree.tree_map(f, params)."
                 )
         leaves = self.params.leaves
-        is_cut = any(isinstance(leaf, Sharded) and cut_axes(leaf.layout) for leaf in leaves)
-        if is_cut and any(isinstance(x, Tensor) and x.ndim for x in first.single()):
+        has_tensors = any(isinstance(x, Tensor) and x.ndim for x in first.single())
+        if has_tensors and are_divided(leaves):
             raise OptimizerError(
                 "state of divided parameters must be numbers, but for subtrees with the structure "
                 "of the parameters; got other tensors. Make such subtrees: {'m': "
@@ -191,8 +191,7 @@ def _assembled(param: Leaf, shards: Sequence[Any]) -> Leaf:
     if has_other_shape and param.spec.split_axes and not is_unsharded(param):
         raise OptimizerError(
             "state of an elementwise optimizer must have the shape of its parameter's shard, or be "
-            "a "
-            f"number; got {tuple(example.shape)} beside {kind_of(param)}. "
+            f"a number; got {tuple(example.shape)} beside {kind_of(param)}. "
             'Leave out sharding="flat": an owner then has all of it.'
         )
     return leaf
@@ -204,10 +203,11 @@ def _joined(leaf: Leaf, results: Sequence[Any]) -> Leaf:
     if example is None:
         return leaf
     before = leaf.shards if isinstance(leaf, Sharded) else (leaf,)
-    shards = [shard if x is None else x for x, shard in zip(results, before, strict=False)]
-    keeps_shapes = leaf is not None and all(
-        x.shape == shard.shape for x, shard in zip(shards, before, strict=True)
-    )
+    shards: list[Any] = []
+    keeps_shapes = leaf is not None
+    for result, shard in zip(results, before, strict=False):
+        shards.append(shard if result is None else result)
+        keeps_shapes = keeps_shapes and shards[-1].shape == shard.shape
     if not keeps_shapes:
         shape = None if leaf is None else tuple(before[0].shape)
         raise OptimizerError(

@@ -61,10 +61,14 @@ def adam(
         within("[0, 1)", pair=True, betas=betas),
     )
     kernel = foreach.fused_adamw_ if decoupled_weight_decay else foreach.fused_adam_
-    names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
+    names = ["exp_avg", "exp_avg_sq"]
+    if amsgrad:
+        names.append("max_exp_avg_sq")
 
     def rule(shards: ShardLists, lr: float) -> None:
-        p, m, v = shards.params, shards.state["exp_avg"], shards.state["exp_avg_sq"]
+        p = shards.params
+        m = shards.state["exp_avg"]
+        v = shards.state["exp_avg_sq"]
         g = foreach.neg(shards.grads) if maximize else shards.grads
         if weight_decay and decoupled_weight_decay:
             foreach.mul_(p, 1 - lr * weight_decay)
@@ -74,13 +78,14 @@ def adam(
         if amsgrad:
             foreach.maximum_(shards.state["max_exp_avg_sq"], v)
             v = shards.state["max_exp_avg_sq"]
-        sizes = [(lr / (1 - betas[0] ** t)) * -1 for t in shards.steps]
-        foreach.addcdiv_(p, m, denominators(v, shards.steps, betas[1], eps), sizes)
+        # In torch's order of operations, for its bits.
+        factors = [(lr / (1 - betas[0] ** t)) * -1 for t in shards.steps]
+        foreach.addcdiv_(p, m, denominators(v, shards.steps, betas[1], eps), factors)
 
     def fused_rule(shards: ShardLists, lr: float) -> None:
-        m, v, largest = (
-            shards.state.get(name, []) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        )
+        m = shards.state["exp_avg"]
+        v = shards.state["exp_avg_sq"]
+        largest = shards.state.get("max_exp_avg_sq", [])
         numbers = {
             "lr": lr,
             "beta1": betas[0],

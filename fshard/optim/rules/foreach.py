@@ -1,4 +1,6 @@
-"""torch's kernels over lists of tensors, `torch._foreach_*` and `torch._fused_*`: one launch for many tensors.
+"""torch's kernels over lists of tensors: one launch for many.
+
+They are `torch._foreach_*` and `torch._fused_*`.
 
 torch.optim itself is made of them, and they are public in all but name; here they lose the
 underscore. A name that ends in an underscore writes to its first list.
@@ -58,7 +60,7 @@ def add_multiple_(xs: list[Tensor], ys: list[Tensor], factor: float) -> None:
 
 
 def rounds_by_index(x: Tensor) -> bool:
-    """Return True if the bits of torch's `add(alpha=)` depend on an element's index in its tensor."""
+    """Return True if the bits of torch's `add(alpha=)` depend on the index of an element."""
     return x.is_cpu and x.dtype in (torch.bfloat16, torch.float16)
 
 

@@ -1,4 +1,6 @@
-"""Lion (Chen et al. 2023): the sign of a momentum, so that every element moves by the learning rate.
+"""Lion (Chen et al. 2023): every element moves by the learning rate.
+
+Its direction is the sign of a momentum.
 
 Legend: p parameter, g gradient, m momentum.
 

@@ -1,20 +1,20 @@
 """Make an `Optimizer` of a rule that writes parameters.
 
 A rule is the arithmetic of an optimizer: it gets shards with their gradients, counts and state, as
-lists, and writes
-the next parameters and state to them, in the order of operations of torch.optim. So
+lists, and writes the next parameters and state to them, in the order of operations of torch.optim.
+So
 
     step(grads, state, params)    the rule writes to its arguments;
-    update(grads, state, params)  it writes to copies, and the update is their difference to the parameters.
+    update(grads, state, params)  it writes to copies, and the update is their difference to the
+                                  parameters.
 
 `step` thus has torch's bits. The difference of two floats within a factor of two of each other is
 exact (Sterbenz), so parameters that change by no more get the same bits from `apply_updates`;
 others differ by a rounding.
 
 State is a dict: "count", of all steps, on the host; "step", of the steps of each leaf, as in torch,
-but one tensor for
-all leaves with equal counts; and the slots of the rule, named as in torch, each a tree of the
-parameters' structure.
+but one tensor for all leaves with equal counts; and the slots of the rule, named as in torch, each
+a tree of the parameters' structure.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ def optimizer_of_rule(
     @made_for("state")
     def init(params: PyTree) -> PyTree:
         claim(params, "parameters")  # state counts for their devices
-        leaves, zero = Leaves.of(params), torch.zeros(())
+        leaves = Leaves.of(params)
         check(leaves)
         state = {"count": count_from_zero()}
+        zero = torch.zeros(())
         # One tensor for all leaves: as long as their counts are equal, they are read once a step.
         state["step"] = leaves.mapped(lambda x: zero if trainable(x) else None)
         for name, make in slots.items():
@@ -132,7 +133,8 @@ def _open(params: Leaves, grads: PyTree, state: PyTree) -> tuple[dict[str, list[
 
     They have the memory of those before, if no two of them share it. Tied leaves are written once.
     """
-    gradients, firsts = params.gradients(grads), params.firsts
+    gradients = params.gradients(grads)
+    firsts = params.firsts
     _validate_tied(params, gradients)
     columns = {"params": params.leaves}
     for name, tree in state.items():
@@ -148,9 +150,9 @@ def _open(params: Leaves, grads: PyTree, state: PyTree) -> tuple[dict[str, list[
     for name, column in columns.items():
         leaves = [column[i] for i in moved]
         written[name] = _next(leaves) if name == "step" else _writable(leaves)
-    shard_lists = ShardLists.of(
-        [params.leaves[i] for i in moved], [gradients[i] for i in moved], written
-    )
+    moved_leaves = [params.leaves[i] for i in moved]
+    moved_grads = [gradients[i] for i in moved]
+    shard_lists = ShardLists.of(moved_leaves, moved_grads, written)
     if len(moved) == len(firsts):
         return written, shard_lists
     for name, column in columns.items():

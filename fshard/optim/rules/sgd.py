@@ -51,14 +51,17 @@ def sgd(
     >>> params, state["momentum_buffer"]
     ([tensor([1.5000])], [tensor([3.])])
     """
-    unfit = (
-        f"nesterov needs momentum and no dampening; got momentum={momentum}, dampening={dampening}"
-    )
+    errors: list[str] = []
+    if nesterov and (not momentum or dampening):
+        errors.append(
+            "nesterov needs momentum and no dampening; "
+            f"got momentum={momentum}, dampening={dampening}"
+        )
     validate(
         "sgd",
         within("[0, inf)", lr=lr, momentum=momentum, weight_decay=weight_decay),
         within("(-inf, inf)", dampening=dampening),
-        [unfit] * (nesterov and not (momentum and not dampening)),
+        errors,
     )
 
     def rule(shards: ShardLists, lr: float) -> None:
@@ -82,19 +85,19 @@ def sgd(
             "dampening": dampening,
             "weight_decay": weight_decay,
         }
-        for is_first in (
-            True,
-            False,
-        ):  # the kernel makes the first step of all its tensors, or of none
-            some = shards.only([i for i, t in enumerate(shards.steps) if (t == 1) is is_first])
-            if some.params:
-                buffers = some.state.get("momentum_buffer", [])
-                flags = {
-                    "nesterov": nesterov,
-                    "maximize": maximize,
-                    "is_first_step": bool(momentum) and is_first,
-                }
-                foreach.fused_sgd_(some.params, some.grads, buffers, **numbers, **flags)
+        # The kernel makes the first step of all its tensors, or of none.
+        for is_first in (True, False):
+            indices = [i for i, t in enumerate(shards.steps) if (t == 1) is is_first]
+            if not indices:
+                continue
+            subset = shards.only(indices)
+            buffers = subset.state.get("momentum_buffer", [])
+            flags = {
+                "nesterov": nesterov,
+                "maximize": maximize,
+                "is_first_step": bool(momentum) and is_first,
+            }
+            foreach.fused_sgd_(subset.params, subset.grads, buffers, **numbers, **flags)
 
     slots = {"momentum_buffer": torch.zeros_like} if momentum else {}
     by_kind = each_kind(rule, complex_as_real=False)  # torch adds complex numbers here

@@ -1,4 +1,4 @@
-"""Shampoo (Gupta, Koren, Singer 2018): a preconditioner for the rows of a matrix and one for its columns.
+"""Shampoo (Gupta, Koren, Singer 2018): preconditioners for the rows and the columns of a matrix.
 
 Legend: p parameter, g gradient, l and r preconditioners, u direction, b momentum.
 
@@ -33,7 +33,7 @@ def shampoo(
     *,
     longest: int = 2048,
 ) -> Optimizer:
-    """Make Shampoo: p = p - lr l^(-1/4) g r^(-1/4), for parameters that are unsharded on their devices.
+    """Make Shampoo: p = p - lr l^(-1/4) g r^(-1/4), for parameters unsharded on their devices.
 
     Args:
         lr: learning rate, or a schedule.
@@ -55,15 +55,16 @@ def shampoo(
     )
 
     def rule(shards: ShardLists, lr: float) -> None:
-        columns = (shards.state[name] for name in ("left", "right", "momentum_buffer"))
+        state = shards.state
+        columns = (state["left"], state["right"], state["momentum_buffer"])
         for p, g, left, right, b in zip(shards.params, shards.grads, *columns, strict=True):
             if p.numel():
                 u = _direction(_matrix(g), left, right).reshape(p.shape)
                 b.mul_(momentum).add_(u)
                 p.mul_(1 - lr * weight_decay).sub_(b, alpha=lr)
 
-    def check(at: Leaves) -> None:
-        check_unsharded("shampoo", at, complex_is_unsupported)
+    def check(params: Leaves) -> None:
+        check_unsharded("shampoo", params, complex_is_unsupported)
 
     slots = {
         "left": _preconditioner(0, eps, longest),
@@ -75,7 +76,10 @@ def shampoo(
 
 def _matrix(x: Tensor) -> Tensor:
     """Return a tensor as a matrix; a vector is one column."""
-    return x.reshape(x.shape[0] if x.ndim else 1, -1) if x.numel() else x.new_empty(0, 0)
+    if not x.numel():
+        return x.new_empty(0, 0)
+    rows = x.shape[0] if x.ndim else 1
+    return x.reshape(rows, -1)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -95,7 +99,8 @@ def _preconditioner(dim: int, eps: float, longest: int) -> Callable[[Tensor], Te
 def _direction(g: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
     """Move the preconditioners and apply their roots."""
     wide = g.to(_wide(g))
-    power = -0.25 if left is not None and right is not None else -0.5
+    has_both = left is not None and right is not None
+    power = -0.25 if has_both else -0.5
     u = wide
     if left is not None:
         u = _power(left.addmm_(wide, wide.T), power) @ u
@@ -110,6 +115,6 @@ def _power(x: Tensor, power: float) -> Tensor:
     Directions that were never seen stay out of it.
     """
     values, vectors = torch.linalg.eigh(x.double())
-    seen = values > values.amax() * torch.finfo(x.dtype).eps
-    powers = torch.where(seen, values, torch.ones_like(values)).pow(power) * seen
+    is_seen = values > values.amax() * torch.finfo(x.dtype).eps
+    powers = torch.where(is_seen, values, torch.ones_like(values)).pow(power) * is_seen
     return ((vectors * powers) @ vectors.T).to(x.dtype)

@@ -31,7 +31,7 @@ from fshard.optim.leaves import Leaf, shards_of
 
 @dataclass(frozen=True)
 class ShardLists:
-    """Sharding with their gradients and state.
+    """Shards with their gradients and state.
 
     Args:
         leaves: the leaf that each is a shard of, before the step.
@@ -126,8 +126,10 @@ class ShardLists:
                 rows_of_leaf.append([])
             rows_of_leaf[-1].append(row)
 
-        groups = groups_of([_local_bytes(leaf) * (1 + len(self.state)) for leaf in leaves])
-        rows = [list(chain.from_iterable([rows_of_leaf[i] for i in group])) for group in groups]
+        bytes_of_leaves = [_local_bytes(leaf) * (1 + len(self.state)) for leaf in leaves]
+        rows: list[list[int]] = []  # of each group
+        for group in groups_of(bytes_of_leaves):
+            rows.append([*chain.from_iterable([rows_of_leaf[i] for i in group])])
         devices: list[int] = []
         for leaf in leaves:
             devices += [device for _, device in shards_and_devices(leaf)]
@@ -159,12 +161,9 @@ class ShardLists:
         def as_real(column: list[Tensor]) -> list[Tensor]:
             return list(map(torch.view_as_real, column))
 
-        return replace(
-            self,
-            params=as_real(self.params),
-            grads=[torch.view_as_real(grad.resolve_conj()) for grad in self.grads],
-            state={name: as_real(column) for name, column in self.state.items()},
-        )
+        grads = [grad.resolve_conj() for grad in self.grads]  # no view is of conjugated numbers
+        state = {name: as_real(column) for name, column in self.state.items()}
+        return replace(self, params=as_real(self.params), grads=as_real(grads), state=state)
 
     def by_kind(self) -> Iterator[ShardLists]:
         """Yield the shards of each device and dtype: the arguments of one foreach kernel."""

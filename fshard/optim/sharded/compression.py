@@ -4,8 +4,7 @@
          state["compress"]["node"]                state["inner"]
 
 State of the structure of the parameters has the layout of these gradients: it is a sum not yet
-made,
-whose total is kept on another mesh.
+made, whose total is kept on another mesh.
 """
 
 from __future__ import annotations
@@ -49,7 +48,9 @@ class Compression:
         loss_scale: Callable[[PyTree], Tensor] | None,
     ) -> None:
         _validate(compressors, mesh)
-        self._mesh, self._axes, self._loss_scale = mesh, axes, loss_scale
+        self._mesh = mesh
+        self._axes = axes
+        self._loss_scale = loss_scale
         self._compressors = dict(compressors)
         self._has_gradient: list[bool] = []  # of each leaf in the last step
 
@@ -81,7 +82,8 @@ class Compression:
 
     def init(self, params: PyTree) -> PyTree:
         """Return the state of each compressor."""
-        leaves, states = Leaves.of(params), dict[str, PyTree]()
+        leaves = Leaves.of(params)
+        states: dict[str, PyTree] = {}
         for axis, compressor in self._compressors.items():
             gradients = leaves.mapped(partial(self._example, axis))
             state = self._on_devices(axis, self._reduce).init(gradients)
@@ -90,17 +92,19 @@ class Compression:
 
     def start(self, state: PyTree, params: PyTree) -> Handles:
         """Start, before the forward, what needs no gradients; `reduce` takes the result."""
-        leaves, handles = Leaves.of(params), Handles()
+        leaves = Leaves.of(params)
+        handles: Handles = {}
 
         def start(axis: str, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             device = axis_index(self._mesh.axis_names)
             handles[axis, device] = self._compressors[axis].early(state, axis)
             return grads, state
 
+        # Which parameters have a gradient is known from the last step: the first starts nothing.
+        if len(self._has_gradient) != len(leaves.leaves):
+            return handles
         for axis, compressor in self._compressors.items():
-            # Which parameters have a gradient is known from the last step: the first starts
-            # nothing.
-            if compressor.early is not None and len(self._has_gradient) == len(leaves.leaves):
+            if compressor.early is not None:
                 examples = leaves.mapped(partial(self._example, axis), self._has_gradient)
                 self._on_devices(axis, start).update(examples, state["compress"][axis], examples)
         return handles
@@ -109,25 +113,25 @@ class Compression:
     def reduce(
         self, grads: PyTree, state: PyTree, handles: Handles | None = None
     ) -> tuple[PyTree, PyTree]:
-        """Reduce gradients; those that are reduced already stay.
+        """Reduce gradients that are unreduced along the axes of the compressors.
 
         Args:
-            grads: unreduced along the axes of the compressors.
+            grads: the gradients.
             state: of the compressors and the optimizer.
             handles: what `start` has returned.
         """
-        arrays = [x for x in flatten(grads)[0] if isinstance(x, Sharded)]
-        if not any(x.layout.spec.unreduced for x in arrays):
-            return grads, state
-        has_gradient = [x is not None for x in Leaves.of(grads).leaves]
-        is_started = handles is not None and has_gradient == self._has_gradient
-        started = handles if is_started else None
+        if not are_unreduced(grads):
+            return grads, state  # no parameter has a gradient
+        has_gradient = [grad is not None for grad in Leaves.of(grads).leaves]
+        if has_gradient != self._has_gradient:
+            handles = None  # they were started for other gradients
         self._has_gradient = has_gradient
 
         scale = 1.0 if self._loss_scale is None else float(self._loss_scale(state["inner"]))
-        grads, states = _scaled(grads, 1 / scale), dict[str, PyTree]()
+        grads = _scaled(grads, 1 / scale)
+        states: dict[str, PyTree] = {}
         for axis in self._compressors:
-            reduction = self._on_devices(axis, partial(self._reduce, handles=started or Handles()))
+            reduction = self._on_devices(axis, partial(self._reduce, handles=handles or {}))
             grads, states[axis] = reduction.update(grads, state["compress"][axis], grads)
         return _scaled(map_leaves(_reduced, grads), scale), {**state, "compress": states}
 
@@ -168,6 +172,18 @@ class Compression:
         return device_optimizer(Optimizer(init, partial(update, axis), sharding="flat"))
 
 
+def are_unreduced(grads: PyTree) -> bool:
+    """Return True if gradients are still to be reduced.
+
+    `train_step` and boosted optimizers reduce them before the step of the optimizer, to take their
+    norm; of a step that is called directly they are its arguments.
+    """
+    for grad in flatten(grads)[0]:
+        if isinstance(grad, Sharded) and grad.layout.spec.unreduced:
+            return True
+    return False
+
+
 def _validate(compressors: Any, mesh: Mesh) -> None:
     """Raise unless there is a compressor for each axis."""
     reductions: list[Any] = [None]
@@ -203,7 +219,7 @@ def _with_replicated(state: PyTree, names: Sequence[str], axis: str) -> PyTree:
 
     if not names or not isinstance(state, dict):
         return state
-    result = dict[str, PyTree]()
+    result: dict[str, PyTree] = {}
     for name, tree in state.items():
         if name == "inner":
             result[name] = _with_replicated(tree, names, axis)

@@ -30,7 +30,7 @@ from typing import Literal
 
 from fshard.mesh.layout import Layout, Memory, Mesh, P
 from fshard.optim.leaves import Leaf, Leaves
-from fshard.optim.sharding import Sharding, ShardKind, kinds_of
+from fshard.optim.sharding import Sharding, ShardKind, has_owner, is_flat, kinds_of
 
 Stage = Literal[0, 1, 2, 3]
 """Of ZeRO: what is sharded. 0: nothing; 1 and 2: state and gradients; 3: parameters as well."""
@@ -65,7 +65,7 @@ class ShardLayouts:
         stored flat is a row of numbers on one device too.
         """
         is_alone = all(self.mesh.shape[axis] == 1 for axis in self.axes)
-        return self.stage > 0 and not (self.sharding == "flat" and is_alone)
+        return self.stage > 0 and not (is_flat(self.sharding) and is_alone)
 
     def of_gradient(self, layout: Layout) -> Layout:
         """Return the layout of a reduced gradient, from its parameter's."""
@@ -83,10 +83,9 @@ class ShardLayouts:
             shapes[i] = leaf.shape
             if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
                 layouts[i] = leaf.layout
-        kinds = kinds_of(self.sharding, params)
-        return _layouts_of_update(
-            tuple(layouts), tuple(shapes), tuple(params.firsts), tuple(kinds), self.axes
-        )
+        kinds = tuple(kinds_of(self.sharding, params))
+        firsts = tuple(params.firsts)
+        return _layouts_of_update(tuple(layouts), tuple(shapes), firsts, kinds, self.axes)
 
     def of_collected(
         self, params: list[Leaf], layouts: Sequence[Layout | None]
@@ -98,7 +97,8 @@ class ShardLayouts:
         """
         results: list[Layout | None] = []
         for leaf, layout in zip(params, layouts, strict=True):
-            is_collected = layout is not None and layout.spec.at and leaf.spec.split_axes
+            is_sent_to_owner = layout is not None and has_owner(layout.spec)
+            is_collected = is_sent_to_owner and leaf.spec.split_axes
             results.append(_cut_further(leaf.layout, self.axes) if is_collected else None)
         return results
 
@@ -124,11 +124,13 @@ def shard_layout(layout: Layout, axes: tuple[str, ...]) -> Layout:
 @lru_cache(maxsize=4096)
 def _cut_further(layout: Layout, axes: tuple[str, ...]) -> Layout | None:
     """Return the layout of shards that are split further along axes; None if no axis does."""
-    spec, sizes = layout.spec, layout.mesh.shape
-    more = [axis for axis in axes if axis not in spec.sharded_axes and sizes[axis] > 1]
-    if not more:
+    spec = layout.spec
+    sizes = layout.mesh.shape
+    further_axes = [axis for axis in axes if axis not in spec.sharded_axes and sizes[axis] > 1]
+    if not further_axes:
         return None
-    return layout.with_spec(spec.shapeless.replace(flat=(*(spec.flat_axes or ()), *more)))
+    flat_axes = (*(spec.flat_axes or ()), *further_axes)
+    return layout.with_spec(spec.shapeless.replace(flat=flat_axes))
 
 
 @lru_cache(maxsize=256)
@@ -146,17 +148,22 @@ def _layouts_of_update(
         if layout is None or firsts[i] != i:
             continue
         shards = shard_layout(layout, axes)
-        if kinds[i] == "owners" and shards.spec.split_axes:
-            owned[i] = shards
-        else:
+        # A parameter that nothing splits is full already: its devices are its owners.
+        if is_flat(kinds[i]) or not shards.spec.split_axes:
             results[i] = shards
+        else:
+            owned[i] = shards
     for i, spec in _owner_specs(owned, shapes).items():
         stored = layouts[i]
         assert stored is not None
         results[i] = stored.with_spec(spec)
 
-    moved = [layout is not None and not layout.frozen for layout in layouts]
-    return tuple([results[firsts[i]] if is_moved else None for i, is_moved in enumerate(moved)])
+    for i, layout in enumerate(layouts):
+        if layout is None or layout.frozen:
+            results[i] = None
+        else:
+            results[i] = results[firsts[i]]
+    return tuple(results)
 
 
 def _owner_specs(owned: dict[int, Layout], shapes: Sequence[tuple[int, ...]]) -> dict[int, P]:
@@ -175,7 +182,8 @@ def _owner_specs(owned: dict[int, Layout], shapes: Sequence[tuple[int, ...]]) ->
     for (mesh, spec), indices in groups.items():
         axes = spec.split_axes
         count = prod([mesh.shape[axis] for axis in axes])
-        owners = assign_owners([prod(shapes[i]) for i in indices], count)
+        sizes = [prod(shapes[i]) for i in indices]
+        owners = assign_owners(sizes, count)
         for i, owner in zip(indices, owners, strict=True):
             specs[i] = P(at={**dict(spec.at), axes: owner})
     return specs
@@ -189,7 +197,8 @@ def assign_owners(sizes: Sequence[int], n: int) -> list[int]:
     >>> assign_owners([1, 5, 2, 2], 2)
     [1, 0, 1, 1]
     """
-    loads, owners = [0] * n, [0] * len(sizes)
+    loads = [0] * n
+    owners = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owners[i] = loads.index(min(loads))
         loads[owners[i]] += sizes[i]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 import torch
+from torch import Tensor
 
 from fshard.errors import OptimizerError
 from fshard.memory.kinds import claim, purpose
@@ -63,14 +64,12 @@ class StateMemory:
         if self.state not in get_args(Memory) or self.update_on not in get_args(UpdateOn):
             raise OptimizerError(
                 'partition_optimizer: state_memory must be "device", "host" or "disk", and '
-                "update_on "
-                f'"device" or "host"; got {self.state!r} and {self.update_on!r}.'
+                f'update_on "device" or "host"; got {self.state!r} and {self.update_on!r}.'
             )
         if self.state == "device" and self.update_on == "host":
             raise OptimizerError(
                 "partition_optimizer: state that is updated on the host must be there or on disk; "
-                "got "
-                'state_memory="device". Write state_memory="host".'
+                'got state_memory="device". Write state_memory="host".'
             )
 
 
@@ -104,9 +103,8 @@ def offloaded(opt: Optimizer, mesh: Mesh, memory: StateMemory) -> Optimizer:
 
     # State on disk is updated in place: a copy would need as much disk again.
     is_on_disk = memory.state == "disk"
-    update = with_state_moved(
-        at_once(opt.update, in_place=is_on_disk), in_place=is_on_disk, writes=False
-    )
+    update = at_once(opt.update, in_place=is_on_disk)
+    update = with_state_moved(update, in_place=is_on_disk, writes=False)
     step = with_state_moved(step_of(opt), in_place=True, writes=True)
     if memory.update_on == "host":
         update = _update_on_host(update, mesh)
@@ -116,9 +114,8 @@ def offloaded(opt: Optimizer, mesh: Mesh, memory: StateMemory) -> Optimizer:
 
 def _has_leaves_away(params: PyTree, state: PyTree, offload: Offload) -> bool:
     """Return True if parameters or state must be moved to the update."""
-    memories: set[Memory] = {
-        x.layout.memory for x in flatten((params, state))[0] if isinstance(x, Sharded)
-    }
+    arrays = [leaf for leaf in flatten((params, state))[0] if isinstance(leaf, Sharded)]
+    memories: set[Memory] = {array.layout.memory for array in arrays}
     return any(map(offload.moves, memories))
 
 
@@ -165,7 +162,8 @@ class HostStep:
     """
 
     def __init__(self, step: Update, mesh: Mesh) -> None:
-        self._step, self._mesh = step, mesh
+        self._step = step
+        self._mesh = mesh
         self._buffers: dict[tuple[Purpose, int], Leaf] = {}
 
     @undifferentiable
@@ -195,8 +193,9 @@ class HostStep:
     ) -> dict[int, Leaf]:
         """Return the trained parameters on the host, by index; those `stored` there as they are."""
         masters = _masters_on_host(state)
-        with_masters = [i for i in trained if i in masters and i not in stored]
-        sent = [i for i in trained if i not in masters and i not in stored]
+        on_device = [i for i in trained if i not in stored]
+        with_masters = [i for i in on_device if i in masters]
+        sent = [i for i in on_device if i not in masters]
         on_host = dict(stored)
 
         # The rounded master is the parameter: a copy on the host in place of a transfer.
@@ -256,10 +255,12 @@ def _buffer_like(leaf: Leaf, buffer: Leaf, mesh: Mesh) -> Leaf:
         before = buffer.layout if isinstance(buffer, Sharded) else None
         if before == layout:
             return buffer
-    shards = [
-        empty_for(mesh, device, "host", x.shape, x.dtype) for x, device in shards_and_devices(leaf)
-    ]
-    return shards[0] if layout is None else Sharded(leaf.shape, layout, tuple(shards))
+    shards: list[Tensor] = []
+    for shard, device in shards_and_devices(leaf):
+        shards.append(empty_for(mesh, device, "host", shard.shape, shard.dtype))
+    if layout is None:
+        return shards[0]
+    return Sharded(leaf.shape, layout, tuple(shards))
 
 
 def _masters_on_host(state: PyTree) -> dict[int, Leaf]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, groupby
+from functools import partial
 from math import prod
 from operator import is_
 from typing import Any, Literal, NamedTuple
@@ -31,7 +31,7 @@ from fshard.mesh.reshard.device_put import put_equal, reshard_all
 from fshard.mesh.spmd.run import resolve_mesh
 from fshard.optim.contract import DonatingStep, Optimizer, step_of
 from fshard.optim.leaves import Leaf, Leaves, kind_of, trainable
-from fshard.optim.sharded.compression import Compression
+from fshard.optim.sharded.compression import Compression, are_unreduced
 from fshard.optim.sharded.layouts import ShardLayouts, Stage, in_memory
 from fshard.optim.sharded.offload import StateMemory, offloaded
 from fshard.source import Site, call_site
@@ -145,7 +145,8 @@ class ShardedOptimizer:
         if self.memory is None:
             return self._inner.init(params)
         claim(params, "parameters")  # state counts for their devices
-        leaves, layouts = Leaves.of(params), self.layouts
+        leaves = Leaves.of(params)
+        layouts = self.layouts
         _validate_mesh(leaves, leaves.leaves, layouts.mesh, takes_plain=not layouts.is_divided)
         _validate_memory(leaves, layouts.stage)
         if not layouts.is_divided:
@@ -163,25 +164,50 @@ class ShardedOptimizer:
     @property
     def step(self) -> Update:
         """The step: it returns parameters and state, and donates those that it is given."""
-        return DonatingStep(self._write)
+        return DonatingStep(partial(self._run, self._inner_step, writes=True))
 
+    # Note [Lifetimes in a step]
+    # A name keeps its tensors. At the end of each phase those that are not needed any more are
+    # deleted, so that the step holds no more than the shards it works on: gradients that the step
+    # has made go before the update, and the collected matrices before the parameters are assembled.
+    # Each `del` lowers the peak; `tests/optim/test_update_memory.py` counts it.
     @uncompiled
-    def _write(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        return self._run(self._inner_step, grads, state, params, writes=True)
-
     def _run(
         self, act: Update, grads: PyTree, state: PyTree, params: PyTree, *, writes: bool
     ) -> tuple[PyTree, PyTree]:
-        """Run the inner optimizer's update, or its step, which `writes` parameters."""
+        """Run the inner optimizer's update, or its step, which `writes` parameters.
+
+        See Note [Lifetimes in a step].
+        """
         if self.map_gradients is not None:
             grads = self.map_gradients(grads)
         if self.missing == "zero":
             grads = self._with_zeros(grads, params)  # (1)
+        compressors: PyTree = None
+        if self.compression is not None:
+            if are_unreduced(grads):
+                grads, state = self.compression.reduce(grads, state)  # (2)
+            compressors = state["compress"]
+            state = state["inner"]
+
+        work = None
+        collected = None
+        if self.layouts.is_divided:
+            work = self._work_on(params)
+            collected = self._collect(work, grads)  # (3)
+        if work is None or collected is None:
+            result, state = act(grads, state, params)
+        else:
+            del grads
+            result, state = act(collected.grads, state, collected.params)  # (4)
+            del collected
+            after = work.leaves.beside(result, "the optimizer's results")
+            del result
+            self._assemble(work, after, donates=writes)  # (5)
+            result = work.leaves.rebuild(after)
         if self.compression is None:
-            return self._run_on_shards(act, grads, state, params, writes=writes)
-        grads, state = self.compression.reduce(grads, state)  # (2)
-        result, inner = self._run_on_shards(act, grads, state["inner"], params, writes=writes)
-        return result, {"compress": state["compress"], "inner": inner}
+            return result, state
+        return result, {"compress": compressors, "inner": state}
 
     def _with_zeros(self, grads: PyTree, params: PyTree) -> PyTree:
         """Return gradients, zeros in place of None."""
@@ -195,74 +221,68 @@ class ShardedOptimizer:
         leaves = Leaves.of(params)
         return leaves.mapped(with_zeros, leaves.beside(grads, "grads"))
 
-    def _run_on_shards(
-        self, act: Update, grads: PyTree, state: PyTree, params: PyTree, *, writes: bool
-    ) -> tuple[PyTree, PyTree]:
-        """Run an update on the shards that each device works on."""
-        if not self.layouts.is_divided:
-            return act(grads, state, params)
-        leaves, site = Leaves.of(params), call_site()
+    def _work_on(self, params: PyTree) -> _Work:
+        """Return the work of an update of parameters."""
+        leaves = Leaves.of(params)
         layouts = self.layouts.of_update(leaves)
-        cut = self.layouts.of_collected(leaves.leaves, layouts)
-        collected = self._collect(leaves, grads, layouts, cut, site)  # (3)
-        if collected is None:
-            return act(grads, state, params)
+        cut_layouts = self.layouts.of_collected(leaves.leaves, layouts)
+        return _Work(leaves, layouts, cut_layouts, call_site())
 
-        # Note [Lifetimes in a step]
-        # A name keeps its tensors. At the end of each phase those that are not needed any more are
-        # deleted, so that the step holds no more than the shards it works on: the gradients of all
-        # devices go before the update, and the collected matrices before the parameters are
-        # assembled. Each `del` lowers the peak; `tests/optim/test_update_memory.py` counts it.
-        del grads
-        result, state = act(collected.grads, state, collected.params)  # (4)
-        del collected
-        after = leaves.beside(result, "the optimizer's results")
-        del result
-        for i, first in enumerate(leaves.firsts):
-            if first != i:
-                after[i] = None  # ties are one parameter, moved once
-        after = _reshard(after, cut, site)
-        self._assemble(leaves, after, site, donates=writes)  # (5)
-        return leaves.rebuild([after[first] for first in leaves.firsts]), state
-
-    def _collect(
-        self,
-        leaves: Leaves,
-        grads: PyTree,
-        layouts: Sequence[Layout | None],
-        cut: Sequence[Layout | None],
-        site: Site,
-    ) -> _Collected | None:
+    def _collect(self, work: _Work, grads: PyTree) -> _Collected | None:
         """Return gradients and parameters in the layouts of the update; None if nothing moves."""
+        leaves = work.leaves
         gradients = leaves.beside(grads, "grads")
         _validate_mesh(leaves, leaves.leaves, self.layouts.mesh)
         _validate_mesh(leaves, gradients, self.layouts.mesh)
         memory = self.layouts.gradient_memory
-        of_grads = [layout and in_memory(layout, memory) for layout in layouts]
-        before = [*gradients, *_reshard(leaves.leaves, cut, site)]
-        shards = _reshard(before, [*of_grads, *layouts], site)
+        gradient_layouts = [layout and in_memory(layout, memory) for layout in work.layouts]
+        before = [*gradients, *_reshard(leaves.leaves, work.cut_layouts, work.site)]
+        shards = _reshard(before, [*gradient_layouts, *work.layouts], work.site)
         if shards is before:
             return None
         count = len(gradients)
         return _Collected(leaves.rebuild(shards[:count]), leaves.rebuild(shards[count:]))
 
-    def _assemble(self, leaves: Leaves, after: list[Leaf], site: Site, *, donates: bool) -> None:
+    def _assemble(self, work: _Work, after: list[Leaf], *, donates: bool) -> None:
         """Move results into the layouts of the parameters, in place of the shards in the list.
 
         A step that `donates` its parameters assembles some at a time, and gives the given
         parameters their memory. Updates are assembled together.
         """
+        params = work.leaves.leaves
+        firsts = work.leaves.firsts
+        for i, first in enumerate(firsts):
+            if first != i:
+                after[i] = None  # ties are one parameter, moved once
+        after[:] = _reshard(after, work.cut_layouts, work.site)
+
         groups = _groups(after) if donates else [range(len(after))]
         for indices in groups:
-            params = [leaves.leaves[i] for i in indices]
-            layouts = [None if x is None else x.layout for x in params]
-            results = _reshard([after[i] for i in indices], layouts, site)
+            layouts = [None if params[i] is None else params[i].layout for i in indices]
+            results = _reshard([after[i] for i in indices], layouts, work.site)
             for i, x in zip(indices, results, strict=True):
                 if x is None or not donates:
                     after[i] = x
                 else:
-                    after[i] = _with_memory(leaves.leaves[i], x)
+                    after[i] = _with_memory(params[i], x)
             del results  # or the last group would be held while the next is assembled
+        after[:] = [after[first] for first in firsts]
+
+
+class _Work(NamedTuple):
+    """The work of an update: parameters and the layouts in which devices update them.
+
+    Args:
+        leaves: the parameters.
+        layouts: of each in the update; None where nothing is updated.
+        cut_layouts: of those that owners collect, on the way there and back: see `of_collected`.
+        site: the source line of the step.
+    """
+
+    leaves: Leaves
+    layouts: Sequence[Layout | None]
+    cut_layouts: Sequence[Layout | None]
+    site: Site
 
 
 class _Collected(NamedTuple):
@@ -290,9 +310,13 @@ def _reshard(leaves: list[Leaf], layouts: Sequence[Layout | None], site: Site) -
 
 def _groups(leaves: list[Leaf]) -> list[Sequence[int]]:
     """Return the indices of leaves that are assembled together: about AT_ONCE bytes each."""
-    sizes = [0 if leaf is None else prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves]
-    numbers = [end // AT_ONCE for end in accumulate(sizes)]
-    return [[*indices] for _, indices in groupby(range(len(leaves)), numbers.__getitem__)]
+    groups: dict[int, list[int]] = {}
+    end = 0
+    for i, leaf in enumerate(leaves):
+        if leaf is not None:
+            end += prod(leaf.shape) * leaf.dtype.itemsize
+        groups.setdefault(end // AT_ONCE, []).append(i)
+    return [*groups.values()]
 
 
 def _with_memory(param: Sharded, result: Sharded) -> Sharded:
@@ -320,16 +344,15 @@ def _with_memory(param: Sharded, result: Sharded) -> Sharded:
 def _validate_mesh(
     params: Leaves, leaves: list[Leaf], mesh: Mesh, *, takes_plain: bool = False
 ) -> None:
-    """Raise with the first leaf that is not on a mesh.
-
-    Plain tensors may be, if it `takes_plain`.
-    """
+    """Raise naming the first leaf that is not on a mesh; plain tensors may be, if `takes_plain`."""
     for i, leaf in enumerate(leaves):
-        if leaf is None or (takes_plain and not isinstance(leaf, Sharded)):
+        if leaf is None:
             continue
-        if isinstance(leaf, Sharded) and (
-            leaf.mesh is mesh or leaf.mesh in (mesh, resolve_mesh(mesh))
-        ):
+        if isinstance(leaf, Sharded):
+            is_valid = leaf.mesh is mesh or leaf.mesh in (mesh, resolve_mesh(mesh))
+        else:
+            is_valid = takes_plain
+        if is_valid:
             continue
         raise LayoutError(
             f"partition_optimizer on {mesh}: {params.paths[i] or 'the leaf'} is {kind_of(leaf)}. "

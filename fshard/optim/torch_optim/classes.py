@@ -30,7 +30,7 @@ from fshard.optim.rules.foreach import rounds_by_index
 from fshard.optim.rules.rule import Slots, optimizer_of_rule
 from fshard.optim.rules.shard_lists import Rule, ShardLists, each_kind
 from fshard.optim.schedules import Rate
-from fshard.optim.sharding import ShardKind
+from fshard.optim.sharding import ShardKind, is_flat
 
 
 class TorchClass(NamedTuple):
@@ -56,7 +56,10 @@ def _like(*names: str) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def _numbers(*names: str) -> dict[str, Callable[[Tensor], Tensor]]:
-    return dict.fromkeys(names, lambda x: torch.zeros((), device="cpu" if x.is_meta else x.device))
+    def zero(param: Tensor) -> Tensor:
+        return torch.zeros((), device="cpu" if param.is_meta else param.device)
+
+    return dict.fromkeys(names, zero)
 
 
 def _unless_real_matrix(leaf: Leaf) -> str | None:
@@ -66,7 +69,7 @@ def _unless_real_matrix(leaf: Leaf) -> str | None:
     return reason
 
 
-# Adafactor factors the mean squares of a matrix into a column for its rows and a row for its columns.
+# Adafactor factors the mean squares of a matrix into a column of its rows and a row of its columns.
 
 
 def _row_variances(p: Tensor) -> Tensor | None:
@@ -74,7 +77,9 @@ def _row_variances(p: Tensor) -> Tensor | None:
 
 
 def _column_variances(p: Tensor) -> Tensor | None:
-    return p.new_zeros((*p.shape[:-2], 1, p.shape[-1])) if p.ndim > 1 else None
+    if p.ndim < 2:
+        return None
+    return p.new_zeros((*p.shape[:-2], 1, p.shape[-1]))
 
 
 def _variances(p: Tensor) -> Tensor | None:
@@ -176,9 +181,13 @@ class MuonParts(NamedTuple):
         reason = _unless_real_matrix(leaf)
         if reason is not None:
             return reason
-        length, parts = leaf.shape[self.dim], self.parts
-        fits = length % parts == 0 if isinstance(parts, int) else length == sum(parts)
-        if not fits:
+        length = leaf.shape[self.dim]
+        parts = self.parts
+        if isinstance(parts, int):
+            is_divisible = length % parts == 0
+        else:
+            is_divisible = length == sum(parts)
+        if not is_divisible:
             return f"its dim {self.dim} has {length} elements, which parts={parts} do not divide"
         return None
 
@@ -199,7 +208,8 @@ def muon(
         options: those of torch.optim.Muon.
 
     >>> opt = muon(1.0, weight_decay=0.0)
-    >>> opt.update([torch.eye(2) * 100], opt.init([torch.zeros(2, 2)]), [torch.zeros(2, 2)])[0][0].diagonal()
+    >>> updates, state = opt.update([torch.eye(2)], opt.init([torch.eye(2)]), [torch.eye(2)])
+    >>> updates[0].diagonal()
     tensor([-1.1250, -1.1250])
     >>> qkv, opt = torch.ones(6, 2), muon(parts=3)
     >>> updates, state = opt.update([qkv], opt.init([qkv]), [qkv])
@@ -240,8 +250,9 @@ def _pure(
     cls([torch.zeros(2, 2)], **number, **options)  # raises where options are wrong
 
     is_fused = bool(options.get("fused"))
-    rule = _rule(cls, entry, options | {"fused": False} if is_fused else options, parts)
-    if entry.sharding == "flat":
+    exact_options = options | {"fused": False} if is_fused else options
+    rule = _rule(cls, entry, exact_options, parts)
+    if is_flat(entry.sharding):
         rule = _in_32_bits(rule)
     else:
         rule = each_kind(rule, complex_as_real=False)
@@ -252,14 +263,15 @@ def _pure(
             slots[name] = make
 
     def check(params: Leaves) -> None:
-        if entry.sharding == "owners":
+        if not is_flat(entry.sharding):
             check_unsharded(who, params, entry.unsupported)
 
+    fast = _rule(cls, entry, options) if is_fused else None
     return optimizer_of_rule(
         lr,
         slots,
         rule,
-        fast=_rule(cls, entry, options) if is_fused else None,
+        fast=fast,
         check=check,
         sharding=entry.sharding,
     )
@@ -316,7 +328,13 @@ def _in_32_bits(rule: Rule) -> Rule:
     """Return a rule that gets float32 copies of 16-bit tensors, which it would round by index."""
 
     def widened(column: list[Any]) -> list[Any]:
-        return [x.float() if x is not None and rounds_by_index(x) else x for x in column]
+        wide: list[Any] = []
+        for x in column:
+            if x is not None and rounds_by_index(x):
+                wide.append(x.float())
+            else:
+                wide.append(x)
+        return wide
 
     def write_back(column: list[Any], wide: list[Any]) -> None:
         for x, computed in zip(column, wide, strict=True):

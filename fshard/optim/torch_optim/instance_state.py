@@ -1,7 +1,8 @@
 """The state of an optimizer class of one's own as arrays, which checkpoints store in any layout.
 
     state[w]    on the owner of w, elsewhere none    {"row": f32[4], "step": 3}
-    as arrays   on all devices                       {"row": {"w": f32[4]{at:data=1}}, "step": {"w": 3}}
+    as arrays   on all devices                       {"row": {"w": f32[4]{at:data=1}},
+                                                      "step": {"w": 3}}
 
 Only the device that steps a parameter knows the keys, shapes and numbers of its state. Devices
 exchange these, no data.
@@ -30,7 +31,9 @@ ByKey = dict[Any, dict[str, Any]]
 
 
 class InstanceState:
-    """The state of an instance as a leaf of the state of training: an object that `fs.save` and `fs.restore` take.
+    """The state of an instance as a leaf of the state of training.
+
+    `fs.save` and `fs.restore` take it, as other objects with a `state_dict`.
 
     Args:
         optimizer: the instance.
@@ -66,7 +69,8 @@ class InstanceState:
         """
         entries: dict[tuple[Any, str], Any] = {}
         for name, state in states.items():
-            entries |= {(key, name): _entry(self.params[name], x) for key, x in state.items()}
+            for key, x in state.items():
+                entries[key, name] = _entry(self.params[name], x)
         for key in self.optimizer.state:
             if not isinstance(key, Tensor):
                 entries[key, "no parameter"] = "must be that of a parameter"
@@ -103,7 +107,10 @@ class InstanceState:
     def _array(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, shard: Tensor | None
     ) -> Sharded:
-        """Return state with this device's tensor, or new memory: that of a split parameter has its shape."""
+        """Return state with this device's tensor, or new memory.
+
+        State of a split parameter has the shape of the parameter.
+        """
         param = self.params[name]
         has_shape_of_shard = shape == param.shape or not is_unsharded(param)
         like = shape_of_shard(param) if has_shape_of_shard else torch.empty(shape, device="meta")
@@ -116,9 +123,10 @@ class InstanceState:
 
     def load_state_dict(self, state_dict: ByKey) -> None:
         """Replace the state by what `state_dict` returns, whose memory it takes."""
-        moves_step = any(
-            group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups
-        )  # as torch
+        # As torch: the count of steps is on the host, unless a kernel reads it.
+        moves_step = False
+        for group in self.optimizer.param_groups:
+            moves_step |= bool(group.get("fused") or group.get("capturable"))
 
         def local(key: Any, x: Any, device: torch.device) -> Any:
             if isinstance(x, Tensor) and (moves_step or key != "step"):
@@ -145,12 +153,16 @@ def _entry(param: Sharded, x: Any) -> tuple[tuple[int, ...] | None, torch.dtype 
         return None, None, x
     if not isinstance(x, Tensor):
         return f"must be a tensor, a number, a string or None; got a {type(x).__name__}"
-    if x.shape == (local := param.shards[0].shape):
+    local = param.shards[0].shape
+    if x.shape == local:
         return param.shape, x.dtype, None
     if x.ndim == 0:
         return None, x.dtype, x.item()
     if not is_unsharded(param):
-        return f"must have the shape of the shard, {tuple(local)}, or of a number; got {tuple(x.shape)}"
+        return (
+            f"must have the shape of the shard, {tuple(local)}, or of a number; "
+            f"got {tuple(x.shape)}"
+        )
     return tuple(x.shape), x.dtype, None
 
 

@@ -1,8 +1,10 @@
 """The optimizer given to a Booster, as the pure optimizers of its next step.
 
     None, fs.optim.adamw(...)           OptimizerSource   the same in every step
-    torch.optim.AdamW(groups)           GroupsSource      a pure optimizer per group, by its present options
-    class Lion(torch.optim.Optimizer)   InstanceSource    the instance itself steps, on this device's local shards
+    torch.optim.AdamW(groups)           GroupsSource      a pure optimizer per group, by the options
+                                                          that the group has now
+    class Lion(torch.optim.Optimizer)   InstanceSource    the instance itself steps, on the local
+                                                          shards of this device
 
 Learning-rate schedulers write a group's "lr", and some of them momentum or betas; loops may write
 weight decay. Values written before a step are used in that step. Groups may be added.
@@ -63,7 +65,7 @@ class OptimizerSource:
         return dict(params)
 
     def rebind(self, params: Mapping[str, Tensor]) -> None:
-        """Refer to these tensors instead of the parameters with their names, which may then be freed."""
+        """Refer to these tensors instead of the parameters of their names, which may be freed."""
 
 
 def optimizer_source(optimizer: Any, params: Mapping[str, Tensor], caller: str) -> OptimizerSource:
@@ -181,7 +183,10 @@ def _filled(initial: PyTree, before: PyTree) -> PyTree:
         return before
     if 0 in initial and 0 not in before:
         before = {0: before}
-    return {name: _filled(x, before[name]) if name in before else x for name, x in initial.items()}
+    filled: dict[Any, PyTree] = {}
+    for name, entry in initial.items():
+        filled[name] = _filled(entry, before[name]) if name in before else entry
+    return filled
 
 
 # -- classes of torch ------------------------------------------------------------------------------
@@ -199,7 +204,8 @@ class GroupsSource(TorchSource):
     """An optimizer of torch's own class, as a pure one with the options that its groups have now.
 
     >>> layer = torch.nn.Linear(1, 1)
-    >>> source = GroupsSource(torch.optim.SGD(layer.parameters(), lr=0.5), dict(layer.named_parameters()))
+    >>> sgd = torch.optim.SGD(layer.parameters(), lr=0.5)
+    >>> source = GroupsSource(sgd, dict(layer.named_parameters()))
     >>> params = {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
     >>> opt = source.current_optimizer()
     >>> source.optimizer.param_groups[0]["lr"] = 0.25
@@ -311,11 +317,17 @@ class InstanceSource(TorchSource):
 
     def rebind(self, params: Mapping[str, Tensor]) -> None:
         """Replace the parameters in the groups, and in existing state, by these tensors."""
-        before = [x for group in self.optimizer.param_groups for x in group["params"]]
+        before = self._all_params()
         super().rebind(params)
-        after = [x for group in self.optimizer.param_groups for x in group["params"]]
-        for old, new in zip(before, after, strict=True):
+        for old, new in zip(before, self._all_params(), strict=True):
             self._rename(old, new)
+
+    def _all_params(self) -> list[Tensor]:
+        """Return the parameters of all groups."""
+        params: list[Tensor] = []
+        for group in self.optimizer.param_groups:
+            params += group["params"]
+        return params
 
     def _rename(self, old: Tensor, new: Tensor) -> None:
         if old in self.optimizer.state:
@@ -345,7 +357,8 @@ class InstanceSource(TorchSource):
                 if name in self._local:
                     raise OptimizerError(f"{self}: {name} is in a group already. Leave it out.")
                 leaf = params.leaves[index[name]]
-                group["params"][i] = local = nn.Parameter(torch.empty_like(leaf.shards[0]))
+                local = nn.Parameter(torch.empty_like(leaf.shards[0]))
+                group["params"][i] = local
                 self._local[name] = Sharded(leaf.shape, leaf.layout, (local,))
                 self._names[local] = name
                 self._rename(x, local)
@@ -359,7 +372,8 @@ class InstanceSource(TorchSource):
                 f"{self}, an optimizer of your own class, must step on one device; got the shards "
                 "of several. Train inside of fs.run(main, mesh=mesh), or under torchrun."
             )
-        before, offload = {*self._local}, current_offload()
+        before = {*self._local}
+        offload = current_offload()
         self.state.memory = "device" if offload is None else offload.memory
         for param, i in self._localize(leaves).items():
             if param in before:
@@ -385,7 +399,8 @@ class InstanceSource(TorchSource):
         pairs: list[tuple[Tensor, Leaf]] = []
         updated: list[int] = []
         for name, i in indices.items():
-            local, leaf = self._local[name].shards[0], leaves.leaves[i]
+            local = self._local[name].shards[0]
+            leaf = leaves.leaves[i]
             (shard,) = shards_of(leaf)
             local.grad = None
             local.data = shard.detach()
@@ -415,9 +430,10 @@ class InstanceSource(TorchSource):
 
     def _equal_results(self, params: Leaves, indices: Mapping[str, int]) -> list[EqualResult]:
         """Return the parameters, which replicas have equal, and the numbers of their state."""
-        results = list[EqualResult]()
+        results: list[EqualResult] = []
         for name, i in indices.items():
-            layout, local = params.leaves[i].layout, self._local[name].shards[0]
+            layout = params.leaves[i].layout
+            local = self._local[name].shards[0]
             results.append(EqualResult(name, local.detach(), layout))
             has_elements = local.numel() > 0  # without, a class may not step
             numbers = _numbers_of(self.optimizer.state.get(local, {})) if has_elements else {}
@@ -427,7 +443,7 @@ class InstanceSource(TorchSource):
         return results
 
     def _run_instance(self, draws: UpdateDraws, indices: Mapping[str, int]) -> None:
-        """Call the step of the instance, whose random draws are like the parameters and their state."""
+        """Call the step of the instance; draws like parameters and state are of their leaves."""
         for name, i in indices.items():
             local = self._local[name].shards[0]
             for x in (local, local.grad, *self.optimizer.state.get(local, {}).values()):
@@ -437,7 +453,8 @@ class InstanceSource(TorchSource):
 
     def _step_with_state(self, draws: UpdateDraws, indices: Mapping[str, int]) -> None:
         """Call the step of the instance, with its state in the memory of the update."""
-        offload, state = current_offload(), self.optimizer.state
+        offload = current_offload()
+        state = self.optimizer.state
         if offload is None:
             self._run_instance(draws, indices)
             if self.state.memory == "host":

@@ -69,7 +69,9 @@ class _UseUnit(Function):
 
 
 class _UseOnce(Function):
-    """One use of one parameter, in reproducible mode.  Backward: its cotangent is received separately.
+    """One use of one parameter, in reproducible mode.
+
+    Backward: its cotangent is received separately.
 
     Autograd adds up the cotangents of all uses of a `_UseUnit`, and a unit that was resharded in
     between has several, so the order of additions would depend on when units are resharded.
@@ -92,7 +94,10 @@ class _UseOnce(Function):
 
 
 class _LazyParams(Function):
-    """Forward: the lazy parameters of a step. Backward: their own cotangents are added to those of their units."""
+    """Forward: the lazy parameters of a step.
+
+    Backward: their own cotangents are added to those of their units.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, runtime: Runtime) -> tuple[Tensor, ...]:
@@ -160,7 +165,10 @@ class _SavedView(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    """The storage of an unsharded parameter: see Note [Saved parameters are found by their storage]."""
+    """The storage of an unsharded parameter.
+
+    See Note [Saved parameters are found by their storage].
+    """
 
     unit: Unit
     position: int
@@ -177,7 +185,9 @@ class _Storage(NamedTuple):
 
 
 class SavedTensors:
-    """Saved-tensor hooks that keep unsharded parameters out of autograd's graph, so that their memory can be freed.
+    """Saved-tensor hooks that keep unsharded parameters out of autograd's graph.
+
+    So their memory can be freed.
 
     Args:
         is_needed: True if any unit is resharded.
@@ -190,7 +200,10 @@ class SavedTensors:
         self._storages: dict[int, _Storage] = {}
 
     def register(self, unit: Unit) -> None:
-        """Register the storages of an unsharded unit: see Note [Saved parameters are found by their storage]."""
+        """Register the storages of an unsharded unit.
+
+        See Note [Saved parameters are found by their storage].
+        """
         if not self._is_needed:
             return
         for position, x in enumerate(unit.values):

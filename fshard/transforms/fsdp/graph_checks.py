@@ -65,7 +65,10 @@ def _tensors_of(tree: Any) -> list[Tensor]:
 
 
 def other_leaves(loss: Tensor) -> list[Tensor]:
-    """Return the leaves beside parameters whose gradients a loss leads to: inputs of the model, and what they depend on."""
+    """Return the leaves, beside parameters, whose gradients a loss leads to.
+
+    They are inputs of the model, and what these depend on.
+    """
     leaves: list[Tensor] = []
     for node in nodes_behind(loss, _is_param_node):
         leaf = getattr(node, "variable", None)  # of a node that accumulates a gradient
@@ -86,7 +89,10 @@ def loop_collectives(loss: Tensor) -> Iterator[tuple[str, Group]]:
 
 
 def validate_no_other_parameters(loss: Tensor) -> None:
-    """Raise if a loss depends on parameters that no boosted model has: their gradient would be lost."""
+    """Raise if a loss depends on parameters that no boosted model has.
+
+    Their gradient would be lost.
+    """
     shapes: list[str] = []
     for node in nodes_behind(loss):
         leaf = getattr(node, "variable", None)
@@ -100,7 +106,10 @@ def validate_no_other_parameters(loss: Tensor) -> None:
 
 
 def validate_joined(loss: Tensor, ends: list[Tensor]) -> None:
-    """Raise if a loss leads to parameters otherwise than through the outputs of slices: that gradient would be lost."""
+    """Raise if a loss leads to parameters otherwise than through the outputs of slices.
+
+    That gradient would be lost.
+    """
     end_nodes = {get_gradient_edge(x).node for x in ends}
     if any(_is_param_node(node) for node in nodes_behind(loss, lambda node: node in end_nodes)):
         raise ModuleError(

@@ -1,4 +1,6 @@
-"""`LazyParam`: a parameter as a tensor without memory, whose unit is all-gathered when an operation uses it.
+"""`LazyParam`: a parameter as a tensor without memory.
+
+Its unit is all-gathered when an operation uses it.
 
 It has shape, dtype and device, and modules accept it. Its values are used in one of two ways:
 
@@ -70,7 +72,10 @@ class LazyParam(Tensor):
     position: int
     plan: ParamPlan
     is_in_array: bool = False
-    """It is a shard of an array: see `tensor/run.py`. Else one that is sharded is for its layer alone."""
+    """It is a shard of an array: see `tensor/run.py`.
+
+    Otherwise a sharded one is for its layer alone.
+    """
     _is_param = True
     """Makes isinstance(x, nn.Parameter) true."""
 
@@ -99,8 +104,9 @@ class LazyParam(Tensor):
         self._validate_device()
         if self.runtime.state == "closed":
             raise ScopeError(
-                f"{titled(self.plan.path)} is a parameter of a step that is over: it was kept from inside a loss function. "
-                "Return what is needed of it with has_aux=True, or take it from the parameters that the step returns."
+                f"{titled(self.plan.path)} is a parameter of a step that is over: it was kept from "
+                "inside a loss function. Return what is needed of it with has_aux=True, or take it "
+                "from the parameters that the step returns."
             )
         if self.plan.used.entries and not self.is_in_array:
             self._validate_in_loss()
@@ -112,19 +118,24 @@ class LazyParam(Tensor):
         if scope is None or scope.device == own_scope.device or scope.mesh is not own_scope.mesh:
             return
         raise ModuleError(
-            f"device {scope.device} of {scope.mesh} uses {self._subject} of device {own_scope.device}: "
-            "virtual devices are threads, and share the module that torch.func.functional_call writes to. Write "
-            "apply, params, buffers = fs.functionalize(module), or fs.with_unsharded_params around the call."
+            f"device {scope.device} of {scope.mesh} uses {self._subject} of device "
+            f"{own_scope.device}: virtual devices are threads, and share the module that "
+            "torch.func.functional_call writes to. Write apply, params, buffers = "
+            "fs.functionalize(module), or fs.with_unsharded_params around the call."
         )
 
     def _validate_in_loss(self) -> None:
-        """Raise if a shard is used outside of the model: what devices compute of theirs would not be added up."""
+        """Raise if a shard is used outside of the model.
+
+        What devices compute of theirs would not be added up.
+        """
         scope = here()
         if scope is not None and not scope.varying_axes:
             raise ModuleError(
-                f"{titled(self.plan.path)} must be used in the model's forward only, since each device has a shard of it, "
-                f"{self.plan.used}; got an operation in the loop. Compute a penalty in the forward, "
-                "with fs.psum over these axes, or take the optimizer's weight decay."
+                f"{titled(self.plan.path)} must be used in the model's forward only, since each "
+                f"device has a shard of it, {self.plan.used}; got an operation in the loop. Compute "
+                "a penalty in the forward, with fs.psum over these axes, or take the optimizer's "
+                "weight decay."
             )
 
     @property
@@ -165,9 +176,8 @@ class LazyParam(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        with (
-            torch.no_grad()
-        ):  # autograd has recorded the operation already, with the lazy parameter
+        # Autograd has recorded the operation already, with the lazy parameter.
+        with torch.no_grad():
             return func(*unsharded(args), **unsharded(kwargs or {}))
 
     def __hash__(self) -> int:
@@ -179,7 +189,10 @@ class LazyParam(Tensor):
 
 
 def _read_grad(param: LazyParam) -> None:
-    """Return None, as `.grad` of a parameter in a forward; raise once there are gradients, which are sharded."""
+    """Return None, as `.grad` of a parameter in a forward.
+
+    Raises once there are gradients, which are sharded.
+    """
     if any(param.runtime.reducer.used) and param.requires_grad:
         raise ModuleError(NO_GRADS)
 
@@ -191,7 +204,10 @@ def _write_grad(param: LazyParam, grad: Tensor | None = None) -> None:
 
 
 def _read_data(param: LazyParam) -> Tensor:
-    """Return `.data`, a detached tensor: it shares the version counter, so writes to it are found."""
+    """Return `.data`, a detached tensor.
+
+    It shares the version counter, so writes to it are found.
+    """
     return param.unshard().detach()
 
 
@@ -227,9 +243,8 @@ def unsharded(x: Any) -> Any:
     if kind is tuple or kind is list:
         items: list[Any] = []
         for item in x:
-            if (
-                type(item) is LazyParam
-            ):  # without a further call: this runs for each argument of each operation
+            # Without a further call: this runs for each argument of each operation.
+            if type(item) is LazyParam:
                 items.append(item.unshard())
             else:
                 items.append(unsharded(item))

@@ -56,7 +56,9 @@ OTHER_ORDER = (
 
 
 class ParamRuntime:
-    """The parameters of one device in one step: their units, lazy parameters, saved tensors and gradients.
+    """The parameters of one device in one step.
+
+    It has their units, lazy parameters, saved tensors and gradients.
 
     Args:
         plans: of the parameters.
@@ -122,7 +124,10 @@ class ParamRuntime:
         self._written: list[str] = []  # the parameters that were found to be written to
 
     def _make_lazy_params(self) -> list[Tensor]:
-        """Return what the loss function gets: lazy parameters of units, and plain tensors of other leaves."""
+        """Return the parameters for the loss function.
+
+        Lazy parameters of units, and plain tensors of other leaves.
+        """
         params: dict[int, Tensor] = {}
         indices = [index for unit in self.units for index in unit.plan.indices]
         params.update(zip(indices, lazy_params_of(self), strict=True))
@@ -165,7 +170,10 @@ class ParamRuntime:
         return x
 
     def pre_forward(self, unit: Unit) -> tuple[Tensor, ...]:
-        """Unshard a unit for an operation that uses it; return all its parameters, differentiable."""
+        """Unshard a unit for an operation that uses it.
+
+        Returns all its parameters, differentiable.
+        """
         number, is_trained = unit.plan.number, unit.plan.is_trained
         has_grad = torch.is_grad_enabled()
         is_gathered = unit.plan.is_sharded and not unit.values
@@ -190,7 +198,10 @@ class ParamRuntime:
 
     @torch.no_grad()
     def _detached(self, unit: Unit) -> tuple[Tensor, ...]:
-        """Return all parameters of a unit, without gradients; writes to them change the versions of the values."""
+        """Return all parameters of a unit, without gradients.
+
+        Writes to them change the versions of the values.
+        """
         return tuple([x.detach() for x in self.wait_for_unshard(unit)])
 
     def _make_room(self, unit: Unit) -> None:
@@ -211,7 +222,7 @@ class ParamRuntime:
         unit.unshard()
 
     def wait_for_unshard(self, unit: Unit) -> list[Tensor]:
-        """Wait for the all-gather of a unit, if one was started; return the unsharded parameters."""
+        """Return the unsharded parameters of a unit, whose all-gather is complete."""
         if unit.pending is not None:
             unit.wait_for_unshard()
             if unit.plan.is_sharded:
@@ -227,7 +238,10 @@ class ParamRuntime:
     # correctness: the same one on all devices, which wait for it at the end of the slice. The next
     # step expects the order of this one.
     def _look_ahead(self, unit: Unit, observed: list[int], expected: list[int]) -> None:
-        """Record an all-gather, and prefetch the units that followed it: see Note [Prefetch follows the last order]."""
+        """Record an all-gather, and prefetch the units that followed it.
+
+        See Note [Prefetch follows the last order].
+        """
         observed.append(unit.plan.number)
         count = len(observed)
         if count <= len(expected) and expected[:count] == observed:
@@ -238,7 +252,10 @@ class ParamRuntime:
             warnings.warn(OTHER_ORDER, stacklevel=1)
 
     def _fetch(self, numbers: Sequence[int]) -> None:
-        """Start to copy the next units from other memory: those to prefetch, and the one after, whose copy takes time."""
+        """Start to copy the next units from other memory.
+
+        Those to prefetch, and the one after, whose copy takes time.
+        """
         prefetch = self.context.options.prefetch
         if prefetch:
             for number in numbers[: prefetch + 1]:
@@ -256,7 +273,10 @@ class ParamRuntime:
 
     @contextmanager
     def backward(self) -> Generator[None]:
-        """Accept gradients within: outside of it, a backward was not started by fshard, and other devices do not join in."""
+        """Accept gradients within this context.
+
+        Outside of it, a backward was not started by fshard, and other devices do not join in.
+        """
         self.state = "backward"
         self._fetch(self.expected.backward)
         try:
@@ -265,7 +285,10 @@ class ParamRuntime:
             self.state = "forward"
 
     def pre_backward(self, unit: Unit) -> list[Tensor]:
-        """Return all parameters of a unit for a saved tensor, and unshard them again if they were freed."""
+        """Return all parameters of a unit for a saved tensor.
+
+        They are unsharded again if they were freed.
+        """
         if not unit.values:
             self._make_room(unit)
             self._unshard(unit)  # (7)
@@ -329,7 +352,9 @@ class ParamRuntime:
         return [leaf.path for leaf, version, new_version in rows if version != new_version]
 
     def close(self, *, wait: bool = True) -> None:
-        """End the step, early perhaps, and drop all tensors, which lazy parameters that a loss function has kept would hold.
+        """End the step, early perhaps, and drop all tensors.
+
+        Lazy parameters that a loss function has kept would hold them.
 
         It waits for communication, which other devices take part in, unless there was an error.
         """

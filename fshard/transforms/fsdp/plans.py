@@ -27,7 +27,10 @@ Along = tuple[str, ...]
 Gradients = list[Tensor | None]
 """The gradients of the parameters of a unit; None where there is none."""
 ReductionPlans = Mapping[int, ReshardPlan]
-"""The reshard plans of gradients by the index of the parameter, of trained ones: from summands to layouts of gradients."""
+"""The reshard plans of gradients, by the index of the trained parameter.
+
+From summands to layouts of gradients.
+"""
 
 
 class ParamPlan(NamedTuple):
@@ -138,7 +141,10 @@ class ParamPlans:
         return units
 
     def _group(self, leaves: Sequence[ParamPlan]) -> list[UnitPlan]:
-        """Group floating-point and complex leaves by the names of their units; others have no gradient and no unit."""
+        """Group floating-point and complex leaves by the names of their units.
+
+        Others have no gradient and no unit.
+        """
         groups: dict[str, list[int]] = {}
         for index, leaf in enumerate(leaves):
             if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
@@ -153,7 +159,10 @@ class ParamPlans:
         ]
 
     def reduction_plans(self, along: Along) -> ReductionPlans:
-        """Return the plans that reduce gradients over the batch's axes and these: the batch's first, in reproducible mode."""
+        """Return the plans that reduce gradients over the axes of the batch and these.
+
+        Those of the batch are first, in reproducible mode.
+        """
         plans = self._reduction_plans.get(along)
         if plans is None:
             axes = (*along, *self.axes)

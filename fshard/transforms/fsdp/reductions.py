@@ -114,8 +114,12 @@ class Reducer:
         return [self.options.reduced_in(leaf.dtype, wide=self.wide) for leaf in self.leaves]
 
     def begin(self, plans: ReductionPlans, along: Along) -> None:
-        """Begin a backward, whose gradients are summed by these plans, over the batch's axes and `along`."""
-        self._clear()  # a backward that failed may have left gradients, which no other device sends now
+        """Begin a backward, whose gradients are summed by these plans.
+
+        Over the axes of the batch and `along`.
+        """
+        # A backward that failed may have left gradients, which no other device sends now.
+        self._clear()
         self._plans = plans
         self._along = along
 
@@ -124,7 +128,10 @@ class Reducer:
     def record(
         self, indices: Sequence[int], gs: Sequence[Tensor | None], *, is_idle: bool
     ) -> Gradients:
-        """Record parameters as used; return their gradients, dense, or None if the slice is idle."""
+        """Record parameters as used; return their gradients, dense.
+
+        They are None if the slice is idle.
+        """
         gradients = [*gs]
         for position, index in enumerate(indices):
             g = gradients[position]
@@ -148,7 +155,10 @@ class Reducer:
 
     @made_for("gradients")
     def put(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> None:
-        """Put the gradients of trained parameters into the bucket, zeros for those that this device has not."""
+        """Put the gradients of trained parameters into the bucket.
+
+        Zeros for those that this device has not.
+        """
         for index, g in zip(indices, self.cast(indices, gs), strict=True):
             leaf = self.leaves[index]
             if not leaf.trained:
@@ -208,7 +218,10 @@ class Reducer:
         self.sums[index] = g if total is None else total + g
 
     def _send_to_host(self, index: int, g: Tensor, copies: int) -> None:
-        """Start to copy a reduced gradient to the host; the one before, which has arrived by now, is added there."""
+        """Start to copy a reduced gradient to the host.
+
+        The one before, which has arrived by now, is added there.
+        """
         self._receive_on_host(index)
         mesh = self.leaves[index].gradient.mesh
         buffer = empty_in("host", g.shape, g.dtype, mesh.device_type)
@@ -225,7 +238,10 @@ class Reducer:
 
     @made_for("gradients")
     def gradients(self, used: Sequence[float], divisor: float | Tensor = 1.0) -> Gradients:
-        """Return the sums divided by a number, in the dtypes of the parameters; None for those that no device used."""
+        """Return the sums divided by a number, in the dtypes of the parameters.
+
+        None for those that no device used.
+        """
         for index in [*self._sent]:
             self._receive_on_host(index)
 
@@ -342,7 +358,10 @@ class AgreedReductions:
         return sorted(numbers, key=lambda number: -first_positions[number])
 
     def receive(self, unit: UnitPlan, gs: Sequence[Tensor | None], *, is_last_use: bool) -> None:
-        """Receive the cotangents of one use of a unit; after that of the last use, reduce all units whose turn has come."""
+        """Receive the cotangents of one use of a unit.
+
+        After that of the last use, reduce all units whose turn has come.
+        """
         gs = self._reducer.record(unit.indices, gs, is_idle=self._is_idle)
         if self._accumulate_into is not None:
             self._accumulate_into(unit, gs)
@@ -355,12 +374,18 @@ class AgreedReductions:
             self._reduce_due()
 
     def receive_separately(self, unit: UnitPlan, gs: Sequence[Tensor | None]) -> None:
-        """Receive cotangents of lazy parameters, or of a single use; they are reduced after the backward."""
+        """Receive cotangents of lazy parameters, or of a single use.
+
+        They are reduced after the backward.
+        """
         accumulate = self._accumulate_into or self.accumulate
         accumulate(unit, self._reducer.record(unit.indices, gs, is_idle=self._is_idle))
 
     def _reduce_due(self, *, is_end: bool = False) -> None:
-        """Reduce the units whose turn has come; at the end of a backward, those that it has not reached too, as zeros."""
+        """Reduce the units whose turn has come.
+
+        At the end of a backward, those that it has not reached too, as zeros.
+        """
         while self._turn < len(self.sequence):
             number = self.sequence[self._turn]
             if number not in self._waiting and not is_end:
@@ -371,13 +396,19 @@ class AgreedReductions:
             self.reduce(unit, self._take_accumulated(unit, gs))
 
     def reduce(self, unit: UnitPlan, gs: Sequence[Tensor | None]) -> None:
-        """Put the gradients of a unit into the bucket, and send it if it is full or the unit is sharded."""
+        """Put the gradients of a unit into the bucket.
+
+        Send it if it is full or the unit is sharded.
+        """
         self._reducer.put(unit.indices, gs)
         if unit.is_sharded or self._reducer.is_full:
             self._reducer.send()
 
     def end(self) -> None:
-        """Reduce all units that are still due; accumulate those without a turn until the end of the step."""
+        """Reduce all units that are still due.
+
+        Those without a turn are accumulated until the end of the step.
+        """
         self._reduce_due(is_end=True)
         self._reducer.send()
         for number, gs in self._waiting.items():
@@ -387,7 +418,10 @@ class AgreedReductions:
     # -- several backwards ----------------------------------------
 
     def accumulate(self, unit: UnitPlan, gs: Gradients) -> None:
-        """Add gradients to those of earlier slices, in at least 32 bits; they are reduced together."""
+        """Add gradients to those of earlier slices, in at least 32 bits.
+
+        They are reduced together.
+        """
         self.accumulated[unit.number] = _add_wide(self.accumulated[unit.number], gs)
 
     def _take_accumulated(self, unit: UnitPlan, gs: Gradients) -> Gradients:

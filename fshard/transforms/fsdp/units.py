@@ -94,7 +94,10 @@ class Unit:
     # second run, which may find the unit unsharded, must count as many.
     @torch.no_grad()
     def fetch(self) -> None:
-        """Start to copy shards from other memory to the device, unless the unit is unsharded or about to be."""
+        """Start to copy shards from other memory to the device.
+
+        Unless the unit is unsharded or about to be.
+        """
         if not self.plan.is_sharded or self.is_unsharded or self._copies is not None:
             return
         self._copies = []
@@ -155,7 +158,7 @@ class Unit:
         return self.values
 
     def written(self) -> list[str]:
-        """Return the paths of unsharded parameters that were written to in place since they were unsharded."""
+        """Return the paths of parameters that were written to since they were unsharded."""
         versions = versions_of(self.values)
         if versions == self._versions:
             return []
@@ -174,7 +177,10 @@ class Unit:
 # inference mode may unshard a unit whose values are differentiated afterwards. No loss function is
 # known that fails without this rule.
 def savable() -> AbstractContextManager[Any]:
-    """Return a context whose results can be saved for a backward: see Note [Unsharded parameters are savable]."""
+    """Return a context whose results can be saved for a backward.
+
+    See Note [Unsharded parameters are savable].
+    """
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _ANY_MODE
 
 
@@ -182,7 +188,10 @@ _ANY_MODE = nullcontext()
 
 
 def versions_of(xs: Sequence[Tensor]) -> list[int]:
-    """Return the version counters of tensors, which writes increment; 0 for tensors of inference mode, which have none."""
+    """Return the version counters of tensors, which writes increment.
+
+    0 for tensors of inference mode, which have none.
+    """
     try:
         return [x._version for x in xs]
     except RuntimeError:

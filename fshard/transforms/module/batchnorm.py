@@ -19,7 +19,11 @@ from fshard.mesh.spmd.scope import here
 
 
 class Moments(NamedTuple):
-    """The running statistics of a layer, their weight for one batch, and the sums of that batch (`sums_of`)."""
+    """The moments of a layer for one batch.
+
+    The running statistics, the weight with which the batch enters them, and the sums of the batch
+    (`sums_of`).
+    """
 
     running_mean: Tensor
     running_var: Tensor
@@ -32,19 +36,32 @@ def _record_moments(layer: Any, x: Tensor) -> None:
     scope = here()
     moments = None if scope is None else scope.slice.moments
     if moments is not None and layer.training and layer.running_mean is not None:
-        weight = (
-            1 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
-        )
-        moments.append(Moments(layer.running_mean, layer.running_var, weight, sums_of(x.detach())))
+        sums = sums_of(x.detach())
+        weight = _weight_of_batch(layer)
+        moments.append(Moments(layer.running_mean, layer.running_var, weight, sums))
+
+
+def _weight_of_batch(layer: Any) -> float | Tensor:
+    """Return the weight with which the current batch enters running statistics.
+
+    Without a momentum they are the mean over all batches so far.
+    """
+    if layer.momentum is None:
+        return 1 / layer.num_batches_tracked.double()
+    return layer.momentum
 
 
 def synchronise(module: nn.Module, axis: Axes | None) -> Callable[..., Any] | None:
-    """Return a forward that takes a BatchNorm's statistics over all devices along `axis`; None for other modules."""
+    """Return a forward that takes a BatchNorm's statistics over all devices along `axis`.
+
+    Without an axis it is the layer's own; None for modules that are no norm.
+    """
+    # The module has this forward as an attribute: a strong reference would be a cycle.
     if axis is not None and isinstance(module, _BatchNorm):
-        return partial(
-            _synchronised_forward, weakref.ref(module), axis
-        )  # weak, or it would refer to itself
-    return partial(_local_forward, weakref.ref(module)) if isinstance(module, _NormBase) else None
+        return partial(_synchronised_forward, weakref.ref(module), axis)
+    if isinstance(module, _NormBase):
+        return partial(_local_forward, weakref.ref(module))
+    return None
 
 
 def _local_forward(reference: weakref.ref[_NormBase], x: Tensor) -> Tensor:
@@ -56,17 +73,17 @@ def _local_forward(reference: weakref.ref[_NormBase], x: Tensor) -> Tensor:
 
 
 def local_forward(layer: Any, x: Tensor) -> Tensor:
-    """Call a layer with its weights in the dtype of its statistics: torch takes no mixture of 16 bits and 32."""
+    """Call a layer with its weights in the dtype of its statistics.
+
+    Torch takes no mixture of 16 bits and 32.
+    """
     slots = vars(layer)["_parameters"]
-    params, statistics = dict(slots), layer.running_mean
+    params = dict(slots)
+    statistics = layer.running_mean
     if statistics is not None:
-        slots.update(
-            {
-                k: w.to(statistics.dtype)
-                for k, w in params.items()
-                if w is not None and w.dtype != statistics.dtype
-            }
-        )
+        for name, weight in params.items():
+            if weight is not None and weight.dtype != statistics.dtype:
+                slots[name] = weight.to(statistics.dtype)
     try:
         return type(layer).forward(layer, x)
     finally:
@@ -75,20 +92,20 @@ def local_forward(layer: Any, x: Tensor) -> Tensor:
 
 def _synchronised_forward(reference: weakref.ref[_BatchNorm], axis: Axes, x: Tensor) -> Tensor:
     layer: Any = reference()
-    if here() is None or (
-        not layer.training and layer.running_mean is not None
-    ):  # one device, or nothing to be taken over all
-        return local_forward(layer, x)
+    is_evaluated = not layer.training and layer.running_mean is not None
+    if here() is None or is_evaluated:
+        return local_forward(layer, x)  # one device, or statistics that are there already
     layer._check_input_dim(x)
     mean, variance, count = moments(x, axis)  # (channels), (channels), ()
     if layer.training and layer.track_running_stats and layer.running_mean is not None:
-        batches = layer.num_batches_tracked
-        batches.add_(1)
-        weight: Any = 1 / batches.double() if layer.momentum is None else layer.momentum
+        layer.num_batches_tracked.add_(1)
+        weight: Any = _weight_of_batch(layer)
         unbiased = variance.detach() * (count / (count - 1).clamp(min=1))
         for running, new in ((layer.running_mean, mean.detach()), (layer.running_var, unbiased)):
             running.mul_(1 - weight).add_(weight * new.to(running.dtype))
         _record_moments(layer, x)
+
+    # Sums over devices are replicated; their cotangents are summed where each device uses them.
     mean, variance = pvary((mean, variance), axis)
     compute = torch.promote_types(x.dtype, torch.float32)
     shape = [1, -1] + [1] * (x.ndim - 2)
@@ -100,9 +117,9 @@ def _synchronised_forward(reference: weakref.ref[_BatchNorm], axis: Axes, x: Ten
 
 
 def moments(x: Tensor, axis: Axes) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean and variance of every channel (dim 1) over the devices along `axis`, and the count, in float64.
+    """Return mean and variance of every channel (dim 1) over the devices along `axis`.
 
-    Sends 2(n-1)/n of 2 * channels + 1 numbers.
+    The count is returned too, all in float64. Sends 2(n-1)/n of 2 * channels + 1 numbers.
 
     >>> import torch, fshard as fs
     >>> def main():
@@ -111,7 +128,8 @@ def moments(x: Tensor, axis: Axes) -> tuple[Tensor, Tensor, Tensor]:
     >>> fs.run(main, mesh=fs.make_mesh({"data": 4}))[0]
     [1.5, 1.25, 4.0]
     """
-    channels, sums = x.shape[1], sums_of(x)
+    channels = x.shape[1]
+    sums = sums_of(x)
     summed = plan_call("sync_batchnorm", sums, axis, lambda x, group: Psum(), equal="result").run()
     total, squares, count = summed.split([channels, channels, 1])
     mean = total / count
@@ -119,14 +137,21 @@ def moments(x: Tensor, axis: Axes) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sums_of(x: Tensor) -> Tensor:
-    """Return n m and n (v + m^2) of every channel, and n, in float64."""
+    """Return n m and n (v + m^2) of every channel, and n, in float64.
+
+    They are the sums of x and x^2. Computed from the mean m and the variance v they lose no digits
+    where the mean is large.
+    """
     scope = here()
-    x = x[:0] if scope is not None and scope.slice.is_idle else x
+    if scope is not None and scope.slice.is_idle:
+        x = x[:0]
     n = x.numel() // max(x.shape[1], 1)
+    other_dims = [0, *range(2, x.ndim)]
     if n == 0:
-        sums = x.sum(dim=[0, *range(2, x.ndim)]).double()  # zeros connected to the graph
+        sums = x.sum(dim=other_dims).double()  # zeros connected to the graph
         return torch.cat([sums, sums, sums.new_zeros(1)])
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    v, m = torch.var_mean(wide, dim=[0, *range(2, x.ndim)], correction=0)
-    v, m = v.double(), m.double()
+    variance, mean = torch.var_mean(wide, dim=other_dims, correction=0)
+    v = variance.double()
+    m = mean.double()
     return torch.cat([n * m, n * (v + m * m), m.new_full((1,), n)])

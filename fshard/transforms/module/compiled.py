@@ -1,16 +1,8 @@
 """Modules that torch.compile has compiled: their parameters are unsharded before the graph runs.
 
-    layers[0].compile()                       sets its attribute `_compiled_call_impl`, which a call of the module prefers
-    layers[0] = torch.compile(layers[0])      wraps it; `compiled_in_place` makes it the first
-
-# Note [Compiled modules]
-A graph cannot contain an all-gather that depends on what is unsharded already. So the compiled call of a module is replaced by
-one that unshards all parameters below it, puts them into their slots, and runs the graph on plain tensors. Dynamo guards
-their shapes and dtypes, not their identity, so there is one graph, however often a unit is unsharded again. Autograd saves
-the parameters for the graph's backward as it does those of any operation, so they are resharded in between.
-
-Forwards below a compiled module are not replaced: a replaced one would draw by a key of its own, which breaks the graph. The
-compiled module draws by its own key.
+layers[0].compile()                    sets the attribute `_compiled_call_impl`, which a call
+                                       of the module prefers
+layers[0] = torch.compile(layers[0])   wraps it; `compiled_in_place` makes it the first
 """
 
 from __future__ import annotations
@@ -31,9 +23,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_in_place(module: nn.Module) -> nn.Module:
-    """Unwrap all modules in a module that `torch.compile(child)` has wrapped, and compile them in place.
+    """Compile all modules in place that `torch.compile(child)` has wrapped.
 
-    So parameters have the names that they have in the model's own code. Returns the module, unwrapped too.
+    So parameters have the names that they have in the model's own code. Returns the module,
+    unwrapped too.
     """
     children = [*module.modules()]
     for child in children:
@@ -48,7 +41,7 @@ def uncompile(module: nn.Module, reason: str) -> None:
     for _, child in compiled:
         setattr(child, COMPILED_CALL, None)
     if compiled:
-        names = ", ".join(name or "the model" for name, _ in compiled)
+        names = ", ".join([name or "the model" for name, _ in compiled])
         warnings.warn(f"torch.compile of {names} has no effect: {reason}", stacklevel=4)
 
 
@@ -66,6 +59,16 @@ Unsharding = Callable[[Callable[..., Any]], Callable[..., Any]]
 """`with_unsharded_params`: returns a function that unshards the parameters in its arguments."""
 
 
+# Note [Compiled modules]
+# A graph cannot contain an all-gather that depends on what is unsharded already. So the compiled
+# call of a module is replaced by one that unshards all parameters below it, puts them into their
+# slots, and runs the graph on plain tensors. Dynamo guards their shapes and dtypes, not their
+# identity, so there is one graph, however often a unit is unsharded again. Autograd saves the
+# parameters for the graph's backward as it does those of any operation, so they are resharded in
+# between.
+#
+# Forwards below a compiled module are not replaced: a replaced one would draw by a key of its own,
+# which breaks the graph. The compiled module draws by its own key.
 def call_compiled(
     unsharding: Unsharding,
     module: nn.Module,
@@ -75,8 +78,10 @@ def call_compiled(
     **kwargs: Any,
 ) -> Any:
     """Call a compiled module with its parameters unsharded: Note [Compiled modules]."""
+    slots: list[tuple[dict[str, Any], str]] = []
     children: list[Any] = [*module.modules()]
-    slots = [(child._parameters, key) for child in children for key in child._parameters]
+    for child in children:
+        slots += [(child._parameters, key) for key in child._parameters]
     lazy_params = [entries[key] for entries, key in slots]
 
     def run(*params: Any) -> Any:

@@ -3,23 +3,23 @@
     remat(fn, policy)(x)   forward:   x --fn--> y, saving x and what the policy names
                            backward:  x --fn--> saved tensors of fn's derivative, then its backward
 
-Under plain autograd this is torch's checkpoint, which runs fn again when the backward first reads a saved tensor. A
-policy adds a *region*: its forward keeps the results of some operations, by number, and the second run of fn returns
-these instead of computing them. For "dots" matrix products and convolutions are numbered; for names every operation
-under a recording grad mode. Operations inside an autograd Function are not numbered, since on virtual devices the last
-to arrive computes for all.
+Under plain autograd this is torch's checkpoint, which runs fn again when the backward first reads a
+saved tensor. A policy adds a *region*: its forward keeps the results of some operations, by number,
+and the second run of fn returns these instead of computing them. For "dots" matrix products and
+convolutions are numbered; for names every operation under a recording grad mode. Operations inside
+an autograd Function are not numbered, since on virtual devices the last to arrive computes for all.
 
     forward    %0 = mm    %1 = sin    %2 = checkpoint_name(%1, "a")    keep {1: %1}
     again      %0 = mm    %1 = kept[1]                 ...
 
-A result that was modified in place since is computed again. torch.func has no such hooks: under its transforms fn is
-simply called and all is saved. A part of fn that itself calls such a transform is marked
-`fs.with_unsharded_params(part, keep=True)`.
+A result that was modified in place since is computed again. torch.func has no such hooks: under its
+transforms fn is simply called and all is saved. A part of fn that itself calls such a transform is
+marked `fs.with_unsharded_params(part, keep=True)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -49,7 +49,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Policy:
-    """The values that are kept between forward and backward; `host`: in host memory, as those of the `offloaded` names."""
+    """The values that are kept between forward and backward.
+
+    `host`: in host memory, as those of the `offloaded` names.
+    """
 
     keep: Literal["everything", "nothing", "dots", "names"]
     names: frozenset[str] = frozenset()
@@ -60,8 +63,9 @@ class Policy:
 def save_names(*names: str, offload: str | Sequence[str] = ()) -> Policy:
     """Return the policy that keeps the values with these names of `fs.nn.checkpoint_name`.
 
-    Those with a name of `offload` are kept in host memory: copied there during the forward, and back ahead of their
-    backward. On a mesh of CPUs it is a memory kind of its own, which `fs.memory.limit` counts.
+    Those with a name of `offload` are kept in host memory: copied there during the forward, and
+    back ahead of their backward. On a mesh of CPUs it is a memory kind of its own, which
+    `fs.memory.limit` counts.
 
     >>> policy = save_names("attention", offload="hidden")
     >>> sorted(policy.names), policy.offloaded
@@ -83,8 +87,8 @@ def offload(policy: str | Policy) -> Policy:
 def checkpoint_name(x: Tensor, label: str) -> Tensor:
     """Return x, marked for `remat` with `save_names`.
 
-    The result of the operation that made x is kept: it is not run again, the ones before it are. A collective is
-    always run again, on all devices.
+    The result of the operation that made x is kept: it is not run again, the ones before it are. A
+    collective is always run again, on all devices.
 
     >>> import torch
     >>> def f(x):
@@ -103,9 +107,11 @@ def remat(fn: Callable[Args, Result], policy: str | Policy = "nothing") -> Calla
     """Return the same function, which saves less for backward and recomputes the rest.
 
     Args:
-        fn: any function or module. Random draws and collectives are repeated, the latter on all devices.
-        policy: what is kept beside the arguments: "nothing", "everything" (no rematerialisation), "dots"
-            (results of matrix products and convolutions), `save_names(...)`, or `offload(...)` of one of these.
+        fn: any function or module. Random draws and collectives are repeated, the latter on all
+            devices.
+        policy: what is kept beside the arguments: "nothing", "everything" (no rematerialisation),
+            "dots" (results of matrix products and convolutions), `save_names(...)`, or
+            `offload(...)` of one of these.
 
     >>> import torch
     >>> x = torch.ones(2, requires_grad=True)
@@ -116,11 +122,12 @@ def remat(fn: Callable[Args, Result], policy: str | Policy = "nothing") -> Calla
 
     @wraps(fn, updated=())
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        keeps_all = policy.keep == "everything"
-        if (keeps_all and not policy.host) or transformed() or not torch.is_grad_enabled():
+        if transformed() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        if not keeps_all:
+        if policy.keep != "everything":
             return _call_checkpointed(fn, policy, args, kwargs)
+        if not policy.host:
+            return fn(*args, **kwargs)
         with saved_tensors_hooks(_to_host, _from_host):
             return fn(*args, **kwargs)
 
@@ -132,8 +139,8 @@ def _validated_policy(policy: str | Policy) -> Policy:
         return policy
     if policy not in ("everything", "nothing", "dots"):
         raise PolicyError(
-            f'fs.remat: policy must be "everything", "nothing", "dots", fs.nn.save_names("a", "b") or '
-            f"fs.nn.offload(...) of one of these; got {policy!r}."
+            'fs.remat: policy must be "everything", "nothing", "dots", fs.nn.save_names("a", "b") '
+            f"or fs.nn.offload(...) of one of these; got {policy!r}."
         )
     return Policy(cast(Any, policy))
 
@@ -141,7 +148,10 @@ def _validated_policy(policy: str | Policy) -> Policy:
 def _call_checkpointed(
     fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run fn in torch's checkpoint.  Only plain tensors are its arguments: it would look into handles."""
+    """Run fn in torch's checkpoint, of which plain tensors alone are arguments.
+
+    The checkpoint would look into `LazyParam`s, and so unshard them.
+    """
     leaves, structure = flatten((args, kwargs), none_is_leaf=True)
     indices = [index for index, x in enumerate(leaves) if type(x) in (Tensor, nn.Parameter)]
     tensors = [leaves[index] for index in indices]
@@ -160,26 +170,31 @@ def _call_checkpointed(
 
     if policy.keep == "nothing":
         return checkpoint(body, *tensors, use_reentrant=False)
-    if policy.keep == "dots":
-        region = Region(None, frozenset(), host=policy.host)
-    else:
-        on_host = policy.names if policy.host else policy.offloaded
-        memories: dict[str, ActivationMemory] = {
-            name: "host" if name in on_host else "device" for name in policy.names
-        }
-        placed = {} if scope is None else scope.activations
-        memories |= {name: memory for name, memory in placed.items() if name in memories}
-        names = frozenset([name for name, memory in memories.items() if memory != "recomputed"])
-        region = Region(
-            names, frozenset([name for name in names if memories[name] == "host"]), host=False
-        )
+    region = _region_of(policy, {} if scope is None else scope.activations)
     return checkpoint(body, *tensors, use_reentrant=False, context_fn=lambda: (region, region))
 
 
+def _region_of(policy: Policy, activations: Mapping[str, ActivationMemory]) -> Region:
+    """Return the region of a call.
+
+    `activations`: the memories of names by the step's own option, which takes precedence.
+    """
+    if policy.keep == "dots":
+        return Region(None, frozenset(), host=policy.host)
+    memories: dict[str, ActivationMemory] = {}
+    for name in policy.names:
+        is_on_host = policy.host or name in policy.offloaded
+        memories[name] = activations.get(name, "host" if is_on_host else "device")
+    kept = frozenset([name for name, memory in memories.items() if memory != "recomputed"])
+    on_host = frozenset([name for name, memory in memories.items() if memory == "host"])
+    return Region(kept, on_host, host=False)
+
+
 def _to_host(x: Tensor) -> Tensor | HostCopy:
-    return (
-        HostCopy(x) if can_leave(x) and not x.is_leaf else x
-    )  # parameters and inputs are referenced elsewhere
+    # Leaves are parameters and inputs, of which others have references: nothing would be freed.
+    if x.is_leaf or not can_leave(x):
+        return x
+    return HostCopy(x)
 
 
 def _from_host(packed: Tensor | HostCopy) -> Tensor:
@@ -233,21 +248,24 @@ class KeptCall(NamedTuple):
 
     def get(self) -> Any:
         """Return the results, or None if one of them has been written to."""
-        results = tuple(
-            [x.get() if isinstance(x, KeptResult | HostCopy) else x for x in self.results]
-        )
-        if any(
-            x is None and kept is not None for x, kept in zip(results, self.results, strict=True)
-        ):
-            return None
-        return results if self.is_tuple else results[0]
+        results: list[Any] = []
+        for kept in self.results:
+            if isinstance(kept, KeptResult | HostCopy):
+                results.append(kept.get())
+            else:
+                results.append(kept)
+        for kept, result in zip(self.results, results, strict=True):
+            if result is None and kept is not None:
+                return None
+        return tuple(results) if self.is_tuple else results[0]
 
 
 class Producer(NamedTuple):
     """The operation that allocated some memory, the version and the strides of its result.
 
-    A weak reference: the memory can be freed, and its identity is not reused. `others`: what the operation returned
-    beside it, None if the result is all; such as the log-sum-exp of attention, without which it would run again.
+    `memory` is a weak reference: the memory can be freed, and its identity is not reused. `others`:
+    what the operation returned beside it, None if the result is all; such as the log-sum-exp of
+    attention, without which it would run again.
     """
 
     memory: StorageWeakRef
@@ -268,16 +286,20 @@ class NamedValueMode(TorchDispatchMode):
 
 
 class Region(NamedValueMode):
-    """One call of a rematerialised function: keeps results in its forward, returns these when it runs again.
+    """One call of a rematerialised function.
 
-    It keeps dots if `names` is None, else the results with these names; on the host the `offloaded` ones, dots by `host`.
+    It keeps results in its forward, and returns these when it runs again. It keeps dots if `names`
+    is None, on the host by `host`; else the results with these names, on the host the `offloaded`
+    ones.
     """
 
     def __init__(
         self, names: frozenset[str] | None, offloaded: frozenset[str], *, host: bool
     ) -> None:
         super().__init__()
-        self.names, self._offloaded, self._host = names, offloaded, host
+        self.names = names
+        self._offloaded = offloaded
+        self._host = host
         self._state: Literal["forward", "recompute"] = "forward"
         self._number = 0  # of the next operation
         self._kept: dict[int, KeptCall] = {}
@@ -289,7 +311,8 @@ class Region(NamedValueMode):
 
     def __exit__(self, *error: Any) -> None:
         if self._state == "forward":
-            self._producers, self._state = {}, "recompute"
+            self._producers = {}
+            self._state = "recompute"
         super().__exit__(*error)
 
     def __torch_dispatch__(
@@ -302,30 +325,38 @@ class Region(NamedValueMode):
         is_numbered = torch.is_grad_enabled() and (self.names is not None or func in DOTS)
         if not is_numbered:
             return func(*args, **(kwargs or {}))
-        number, self._number = self._number, self._number + 1
+        number = self._number
+        self._number += 1
         if self._state == "recompute":
             kept = self._kept.get(number)
             result = None if kept is None else kept.get()
             return func(*args, **(kwargs or {})) if result is None else result
         result = func(*args, **(kwargs or {}))
         if self.names is None:
-            self._kept[number] = KeptCall(
-                (self._keep(result, None, on_host=self._host),), is_tuple=False
-            )
-            return result
-        y, others = (
-            (result[0], result[1:]) if isinstance(result, tuple) and result else (result, None)
-        )
-        if isinstance(y, Tensor) and y.layout == torch.strided:
-            memory = _storage_id(y)
-            is_view = any(
-                isinstance(x, Tensor) and _storage_id(x) == memory for x in args
-            )  # or in place
-            if not is_view:
-                strides = tuple(y.shape), y.stride(), int(y.storage_offset())
-                memory_ref = StorageWeakRef(y.untyped_storage())
-                self._producers[memory] = Producer(memory_ref, number, y._version, *strides, others)
+            kept_result = self._keep(result, None, on_host=self._host)
+            self._kept[number] = KeptCall((kept_result,), is_tuple=False)
+        else:
+            self._record_producer(number, args, result)
         return result
+
+    def _record_producer(self, number: int, args: tuple[Any, ...], result: Any) -> None:
+        """Record that an operation allocated the memory of its first result."""
+        y: Any = result
+        others: tuple[Any, ...] | None = None
+        if isinstance(result, tuple) and result:
+            y = result[0]
+            others = result[1:]
+        if not isinstance(y, Tensor) or y.layout != torch.strided:
+            return
+        memory = _storage_id(y)
+        for arg in args:
+            if isinstance(arg, Tensor) and _storage_id(arg) == memory:
+                return  # a view, or in place
+        reference = StorageWeakRef(y.untyped_storage())
+        size = tuple(y.shape)
+        offset = int(y.storage_offset())
+        producer = Producer(reference, number, y._version, size, y.stride(), offset, others)
+        self._producers[memory] = producer
 
     def _keep(self, x: Any, name: str | None, *, on_host: bool) -> Any:
         """Return what is kept of a result."""
@@ -338,31 +369,32 @@ class Region(NamedValueMode):
         return KeptResult(_alias(x), x._version, name)
 
     def mark(self, x: Tensor, label: str) -> None:
-        """Keep the result, the first of its operation, that x is a view of, if its name is one of the region's.
+        """Keep the result that x is a view of, if the label is one of the region's names.
 
         One that has been written to in place is recomputed: the write would be repeated on what is
         kept. A second run marks nothing, since it has no producers.
         """
-        producer = (
-            self._producers.get(_storage_id(x)) if self.names and label in self.names else None
-        )
-        if producer is not None and x._version == producer.version:
-            with torch.no_grad():  # so that these two are not numbered
-                result = x.detach().as_strided(producer.size, producer.stride, producer.offset)
-                results = (result, *(producer.others or ()))
-                kept = tuple(
-                    [self._keep(x, label, on_host=label in self._offloaded) for x in results]
-                )
-                self._kept[producer.number] = KeptCall(kept, is_tuple=producer.others is not None)
+        if not self.names or label not in self.names:
+            return
+        producer = self._producers.get(_storage_id(x))
+        if producer is None or x._version != producer.version:
+            return
+        on_host = label in self._offloaded
+        with torch.no_grad():  # so that these two are not numbered
+            result = x.detach().as_strided(producer.size, producer.stride, producer.offset)
+            results = (result, *(producer.others or ()))
+            kept = tuple([self._keep(value, label, on_host=on_host) for value in results])
+            self._kept[producer.number] = KeptCall(kept, is_tuple=producer.others is not None)
 
 
 def _storage_id(x: Tensor) -> int:
-    return x.untyped_storage()._cdata if x.layout == torch.strided else 0  # pyright: ignore[reportPrivateUsage]
+    if x.layout != torch.strided:
+        return 0
+    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def _alias(x: Tensor) -> Tensor:
     """Return another tensor of the same memory and version, below autograd."""
-    with _C._SetExcludeDispatchKeyGuard(
-        _C.DispatchKey.ADInplaceOrView, False
-    ):  # which shares the version
+    # A dispatch mode excludes this key, whose kernel lets the result share the version.
+    with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):
         return x.detach()

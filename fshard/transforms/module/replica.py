@@ -1,10 +1,12 @@
-"""`Replica`: the module that one device runs, with tensors installed in the slots of its parameters and buffers.
+"""`Replica`: the module that one device runs, with tensors installed in its slots.
 
-    functionalize   each device runs a copy, made by `copy.deepcopy` with registered tensors on the meta device
+    functionalize   each device runs a copy, made by `copy.deepcopy` with registered tensors on the
+                    meta device
     Booster         the device runs the module that it was given
 
-A slot is an entry of some module's `_parameters` or `_buffers`; a tied tensor has several. All else on the module is
-private to the device and persists from call to call: nothing is reset, averaged or watched.
+A slot is an entry of some module's `_parameters` or `_buffers`; a tied tensor has several. All else
+on the module is private to the device and persists from call to call: nothing is reset, averaged or
+watched.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ Names = dict[str, str]
 
 
 class ModuleSlot(NamedTuple):
-    """An entry of a module's `_parameters` or `_buffers`, and the name of the tensor that belongs there."""
+    """An entry of a module's `_parameters` or `_buffers`, and the name of its tensor."""
 
     entries: dict[str, Any]
     key: str
@@ -43,11 +45,13 @@ class Replica:
 
     Args:
         module: the module to run.
-        names: of each of its modules, the names of the tensors in its `_parameters` and `_buffers`, by their keys.
+        names: of each of its modules, the names of the tensors in its `_parameters` and `_buffers`,
+            by their keys.
         adapt: returns another forward for a path and its module, None for its own.
         unsharding: `with_unsharded_params`, for compiled modules.
 
-    The slots of parameters hold the tensors of the first call between steps: see `replace_by_placeholders`.
+    Between steps the slots of parameters hold the tensors that they had before the first call: see
+    `replace_by_placeholders`.
     """
 
     def __init__(
@@ -60,7 +64,8 @@ class Replica:
         self.module = module
         self.modules = dict(module.named_modules())
         children: list[Any] = [*self.modules.values()]
-        self._params, self._buffers = list[ModuleSlot](), list[ModuleSlot]()
+        self._params: list[ModuleSlot] = []
+        self._buffers: list[ModuleSlot] = []
         for child, (param_names, buffer_names) in zip(children, names, strict=True):
             self._params += [ModuleSlot(child._parameters, *item) for item in param_names.items()]
             self._buffers += [ModuleSlot(child._buffers, *item) for item in buffer_names.items()]
@@ -83,56 +88,65 @@ class Replica:
     def buffers_after(self, before: Mapping[str, Any], installed: Mapping[str, Any]) -> Tensors:
         """Return the buffers after a call; those not written to are the ones before it.
 
-        Copies of them are installed for a recomputation in the backward, so that it does not count twice.
+        Copies of them are installed for a recomputation in the backward, so that it does not count
+        twice.
         """
         after: Tensors = {}
-        slots = [*self._buffers, *(slot for slot in self._params if slot.name in before)]
+        declared = [slot for slot in self._params if slot.name in before]
+        slots = [*self._buffers, *declared]
         for entries, key, name in slots:
-            x = entries.get(key)
-            is_rebound = x is not installed[name]
-            if x is not None and (
-                is_rebound or name not in after
-            ):  # of two names, the one that was rebound
-                after[name] = x if is_rebound or not untouched(x) else before[name]
+            buffer = entries.get(key)
+            if buffer is None:
+                continue
+            if buffer is not installed[name]:
+                after[name] = buffer  # of two slots of one name, this one was rebound
+            elif name not in after:
+                after[name] = before[name] if untouched(buffer) else buffer
         for entries, key, name in slots:
             entries[key] = lazy_copy(after.get(name))
         return after
 
     def rebound(self, params: Mapping[str, Any]) -> list[str]:
         """Return the parameters that a call has bound to something else."""
-        return [
-            name
-            for entries, key, name in self._params
-            if name in params and entries.get(key) is not params[name]
-        ]
+        names: list[str] = []
+        for entries, key, name in self._params:
+            if name in params and entries.get(key) is not params[name]:
+                names.append(name)
+        return names
 
     def rest(self) -> None:
         """Take the parameters of the last call out of the module."""
-        last, self._last = self._last, {}
-        for (entries, key, name), x in zip(
-            self._params, self._params_between_steps or [], strict=False
-        ):
-            bound = entries.get(key)
-            is_of_loop = bound is not last.get(name) and (
-                bound is None or isinstance(bound, nn.Parameter)
-            )
-            if not is_of_loop:  # else it stays there, and the next call of a boosted model raises
-                entries[key] = x
+        last = self._last
+        self._last = {}
+        if self._params_between_steps is not None:
+            for slot, param in zip(self._params, self._params_between_steps, strict=True):
+                bound = slot.entries.get(slot.key)
+                is_param = bound is None or isinstance(bound, nn.Parameter)
+                is_of_caller = is_param and bound is not last.get(slot.name)
+                # A parameter that a loop has bound stays, and the next call of a boosted model
+                # raises.
+                if not is_of_caller:
+                    slot.entries[slot.key] = param
         for layer in self._recurrent:
             _refresh_flat_weights(layer)
         self.layers.leave()
 
 
 def slot_names(module: nn.Module) -> list[tuple[Names, Names]]:
-    """Return, for each module inside, the names of its parameters and buffers by key; tied ones have their first name."""
-    names: dict[int, str] = {}
+    """Return, for each module inside, the names of its parameters and buffers by key.
+
+    Tied ones have their first name.
+    """
+    first_names: dict[int, str] = {}
     for name, x in (*module.named_parameters(), *module.named_buffers()):
-        names.setdefault(id(x), name)
+        first_names.setdefault(id(x), name)
+    names: list[tuple[Names, Names]] = []
     children: list[Any] = [*module.modules()]
-    return [
-        (_names_by_key(child._parameters, names), _names_by_key(child._buffers, names))
-        for child in children
-    ]
+    for child in children:
+        param_names = _names_by_key(child._parameters, first_names)
+        buffer_names = _names_by_key(child._buffers, first_names)
+        names.append((param_names, buffer_names))
+    return names
 
 
 def _names_by_key(entries: Mapping[str, Any], names: Mapping[int, str]) -> Names:
@@ -146,54 +160,62 @@ def replace_by_placeholders(
 
     Tied parameters stay tied. Those on the meta device are replaced by the given one.
     """
+    children: dict[int, Any] = {}  # each once
+    for module in modules:
+        children.update({id(child): child for child in module.modules()})
     placeholders: dict[int, Placeholder] = {}
-    children: list[Any] = [
-        *{id(child): child for module in modules for child in module.modules()}.values()
-    ]
-    params = [
-        (child._parameters, key, x)
-        for child in children
-        for key, x in child._parameters.items()
-        if x is not None
-    ]
-    for entries, key, x in params:
-        if id(x) not in placeholders:
-            placeholders[id(x)] = _placeholder(x, device)
-            placeholders[id(x)].slot = (entries, key)
-        entries[key] = placeholders[id(x)]
-    for child in children:
+    params: list[Tensor] = []  # all stay alive until the end, or two could have one id
+    for child in children.values():
+        for key, param in child._parameters.items():
+            if param is None:
+                continue
+            params.append(param)
+            placeholder = placeholders.get(id(param))
+            if placeholder is None:
+                placeholder = _placeholder(param, device)
+                placeholder.slot = (child._parameters, key)
+                placeholders[id(param)] = placeholder
+            child._parameters[key] = placeholder
+    for child in children.values():
         if isinstance(child, nn.RNNBase):
             _refresh_flat_weights(child)
 
 
 def _refresh_flat_weights(layer: Any) -> None:
-    """Let a recurrent layer's list of weights have its parameters; those of a parametrization are computed in a call."""
+    """Let a recurrent layer's list of weights have its parameters.
+
+    Those of a parametrization are computed in a call.
+    """
     layer._flat_weights = [layer._parameters.get(name) for name in layer._flat_weights_names]
 
 
 _NO_VALUES = (
-    "parameters of a boosted model have no values between steps. Call the first value that boost returned, not the module that "
-    "was boosted: model, optimizer, *_ = booster.boost(model, optimizer). model.unwrap() is a copy with values, also to call "
-    "methods of: model.unwrap().generate(...). Write them before boost, by model.load_state_dict, or their shards, as for "
-    "clamping or an average: with booster.parameters(model) as shards."
+    "parameters of a boosted model have no values between steps. Call the first value that boost "
+    "returned, not the module that was boosted: model, optimizer, *_ = booster.boost(model, "
+    "optimizer). model.unwrap() is a copy with values, also to call methods of: "
+    "model.unwrap().generate(...). Write them before boost, by model.load_state_dict, or their "
+    "shards, as for clamping or an average: with booster.parameters(model) as shards."
 )
 _NO_WRITES = (
-    "parameters of a boosted model have no values between steps, so a write would be lost. Write their shards, as for clamping "
-    "or an average: with booster.parameters(model) as shards: ...; or full values: model.load_state_dict(state). model is the "
-    "first value that boost returned."
+    "parameters of a boosted model have no values between steps, so a write would be lost. Write "
+    "their shards, as for clamping or an average: with booster.parameters(model) as shards: ...; "
+    "or full values: model.load_state_dict(state). model is the first value that boost returned."
 )
 TRAINED_IS_FIXED = (
-    "requires_grad of a parameter in a training step is that which it had before functionalize or boost; a change would have "
-    "no effect. Freeze and unfreeze before, or boost again from model.unwrap() with a new optimizer."
+    "requires_grad of a parameter in a training step is that which it had before functionalize or "
+    "boost; a change would have no effect. Freeze and unfreeze before, or boost again from "
+    "model.unwrap() with a new optimizer."
 )
 NO_HOOKS = (
-    "Gradient hooks of parameters would not be called, since gradients are sharded. Change gradients in the optimizer: "
-    "fs.optim.chain takes any function of them. Hooks of modules are called."
+    "Gradient hooks of parameters would not be called, since gradients are sharded. Change "
+    "gradients in the optimizer: fs.optim.chain takes any function of them. Hooks of modules are "
+    "called."
 )
 
 NO_GRADS = (
-    "gradients of a boosted model are sharded, so its parameters have no .grad. Clip them by booster.clip_grad_norm(optimizer, "
-    "max_norm), drop all by optimizer.zero_grad(); optimizer.reduce_gradients() returns them, as sharded arrays."
+    "gradients of a boosted model are sharded, so its parameters have no .grad. Clip them by "
+    "booster.clip_grad_norm(optimizer, max_norm), drop all by optimizer.zero_grad(); "
+    "optimizer.reduce_gradients() returns them, as sharded arrays."
 )
 
 
@@ -209,9 +231,10 @@ _data: Any = cast("Any", Tensor).data
 
 
 class Placeholder(nn.Parameter):
-    """A parameter without values between the steps of a boosted model: shape, dtype and device are those before.
+    """A parameter without values between the steps of a boosted model.
 
-    The optimizer's groups hold it in a step too, while the module has the parameters of the step in its slots.
+    Shape, dtype and device are those before. The optimizer's groups hold it in a step too, while
+    the module has the parameters of the step in its slots.
     """
 
     slot: tuple[dict[str, Any], str] | None = None  # None of a detached one
@@ -284,9 +307,10 @@ class Placeholder(nn.Parameter):
 
 
 def _placeholder(x: Tensor, device: torch.device | None) -> Placeholder:
-    element = torch.zeros(
-        (), dtype=x.dtype, device=device if x.is_meta and device is not None else x.device
-    )
+    memory = x.device
+    if x.is_meta and device is not None:
+        memory = device
+    element = torch.zeros((), dtype=x.dtype, device=memory)
     return Placeholder(element.expand(x.shape), requires_grad=x.requires_grad)
 
 
@@ -307,7 +331,9 @@ class Replicas:
         *,
         in_place: bool,
     ) -> None:
-        self._names, self._adapt, self._unsharding = slot_names(module), adapt, unsharding
+        self._names = slot_names(module)
+        self._adapt = adapt
+        self._unsharding = unsharding
         self._original = weakref.ref(module)
         self._replicas: dict[int | None, Replica] = {}
         self._template = None if in_place else copy_on_meta(module)
@@ -324,9 +350,8 @@ class Replicas:
         if replica is None:
             with without_counters():  # its tensors are on the meta device
                 module = copy.deepcopy(self._template)
-            replica = self._replicas[device] = Replica(
-                module, self._names, self._adapt, self._unsharding
-            )
+            replica = Replica(module, self._names, self._adapt, self._unsharding)
+            self._replicas[device] = replica
         original = self._original()
         if original is not None:
             for source, child in zip(original.modules(), replica.modules.values(), strict=False):
@@ -337,8 +362,7 @@ class Replicas:
 def copy_on_meta(module: nn.Module) -> nn.Module:
     """Copy a module with its registered tensors on the meta device."""
     meta: dict[int, Any] = {id(x): torch.empty_like(x, device="meta") for x in module.buffers()}
-    for x in module.parameters():
-        meta[id(x)] = nn.Parameter(
-            torch.empty_like(x, device="meta"), requires_grad=x.requires_grad
-        )
+    for param in module.parameters():
+        described = torch.empty_like(param, device="meta")
+        meta[id(param)] = nn.Parameter(described, requires_grad=param.requires_grad)
     return copied(module, meta)

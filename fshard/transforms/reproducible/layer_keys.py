@@ -1,12 +1,13 @@
 """Keys of random draws for the layers of a module.
 
-In a functionalized module each layer has its own key, so its masks do not change when another layer is removed or draws
-more:
+In a functionalized module each layer has its own key, so its masks do not change when another layer
+is removed or draws more:
 
     key of a call = (key of the slice, "blocks.1.dropout", number of earlier calls of that layer)
 
-The key is the generator's seed, and a caller that continues gets a new one. So a checkpoint, which restores the state and
-runs a block again, thereby identifies the call that it repeats, and gets the same key.
+The key is the generator's seed, and a caller that continues gets a new one. So a checkpoint, which
+restores the state and runs a block again, thereby identifies the call that it repeats, and gets the
+same key.
 """
 
 from __future__ import annotations
@@ -41,24 +42,30 @@ class Calls:
 
     Args:
         key: of the call.
-        keys: those of earlier calls, by the key of the caller and the layer: a recomputation finds its own.
+        keys: those of earlier calls, by the key of the caller and the layer: a recomputation finds
+            its own.
     """
 
     def __init__(self, key: int, keys: dict[tuple[int, str], int]) -> None:
-        self._key, self._keys = key, keys
+        self._key = key
+        self._keys = keys
         self._counts: dict[str, int] = {}
 
     def key(self, name: str, begun_by: int) -> int:
         """Return the key of a call of a layer by one that draws by a key."""
         key = self._keys.get((begun_by, name))
         if key is None:
-            count = self._counts[name] = self._counts.get(name, -1) + 1
-            key = self._keys[begun_by, name] = turned(self._key, name, count)
+            count = self._counts.get(name, 0)
+            self._counts[name] = count + 1
+            key = turned(self._key, name, count)
+            self._keys[begun_by, name] = key
         return key
 
 
 class Layers:
-    """The forwards of a replica's modules: adapted and compiled ones, and those that draw by their own key.
+    """The forwards of a replica's modules.
+
+    They are adapted or compiled ones, and those that draw by a key of their own.
 
     Args:
         modules: with their names, each before those inside of it.
@@ -72,9 +79,12 @@ class Layers:
         adapt: Callable[[str, nn.Module], Callable[..., Any] | None],
         unsharding: Unsharding,
     ) -> None:
-        self._modules, self._adapt, self._unsharding = [*modules], adapt, unsharding
-        self._calls: list[Calls] = []  # at most one
-        self._is_entered, self._keys = False, dict[tuple[int, str], int]()
+        self._modules = [*modules]
+        self._adapt = adapt
+        self._unsharding = unsharding
+        self._calls: list[Calls] = []  # at most one; a list, which the forwards refer to
+        self._is_entered = False
+        self._keys: dict[tuple[int, str], int] = {}
         self._compiled = self._compiled_names()
         self._replacements = self._replace()
 
@@ -83,17 +93,16 @@ class Layers:
 
     def _replace(self) -> list[Replacement]:
         """Return the attributes to replace in a call: Note [Compiled modules]."""
-        replacements = list[Replacement]()
+        replacements: list[Replacement] = []
         for name, module in self._modules:
-            attributes, adapted = vars(module), self._adapt(name, module)
-            draws = isinstance(module, _DRAWING) or not _is_of_torch(module)
-            key, call = "forward", adapted or attributes.get("forward")
-
+            attributes = vars(module)
+            adapted = self._adapt(name, module)
+            key = "forward"
+            call = adapted or attributes.get("forward")
             if is_compiled(module):
-                key, call = (
-                    COMPILED_CALL,
-                    partial(call_compiled, self._unsharding, module, attributes[COMPILED_CALL]),
-                )
+                key = COMPILED_CALL
+                call = partial(call_compiled, self._unsharding, module, attributes[COMPILED_CALL])
+            draws = isinstance(module, _DRAWING) or not _is_of_torch(module)
             if draws and not self._is_inside_graph(name):
                 call = partial(_seeded_forward, self._calls, weakref.ref(module), call, name)
             if call is not attributes.get(key):
@@ -142,8 +151,11 @@ class Replacement:
     """
 
     def __init__(self, attributes: dict[str, Any], key: str, call: Any) -> None:
-        self._attributes, self._key, self._call = attributes, key, call
-        self._is_own, self._original = key in attributes, attributes.get(key)
+        self._attributes = attributes
+        self._key = key
+        self._call = call
+        self._is_own = key in attributes  # else the class has the attribute
+        self._original = attributes.get(key)
 
     def install(self) -> None:
         """Set the attribute for a call."""
@@ -167,10 +179,12 @@ def _seeded_forward(
     **kwargs: Any,
 ) -> Any:
     layer: Any = module()
-    forward, begun_by = original or partial(type(layer).forward, layer), key_now()
+    forward = original or partial(type(layer).forward, layer)
+    begun_by = key_now()
     if begun_by is None or not calls:
         return forward(*args, **kwargs)
-    before, key = random_state(), calls[0].key(name, begun_by)
+    before = random_state()
+    key = calls[0].key(name, begun_by)
     before.begin(key)
     try:
         return forward(*args, **kwargs)

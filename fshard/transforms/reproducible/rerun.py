@@ -1,10 +1,10 @@
-"""Results that autograd records, whose backward runs a differentiable program in place of the step that made them.
+"""Results that autograd records, with the backward of a differentiable program.
 
     forward     step(inputs) ─> results           on detached tensors, as always
     backward    program(inputs), with the draws of the step, and its vjp
 
-So inputs that require grad cost nothing in a step, and a second derivative costs a run of the program. A backward with
-`create_graph=True` is differentiable again.
+So inputs that require grad cost nothing in a step, and a second derivative costs a run of the
+program. A backward with `create_graph=True` is differentiable again.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def _shards(leaves: Sequence[Any], indices: Sequence[int]) -> Tensors:
 
 
 class _Rerun(Function):
-    """Forward: results that are there already. Backward: that of a program that computes them again."""
+    """Forward: results that are there already.
+
+    Backward: that of a program that computes them again.
+    """
 
     @staticmethod
     def forward(

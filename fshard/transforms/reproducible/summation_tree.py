@@ -21,7 +21,9 @@ _Tree = tuple[int, Gradients]
 
 
 class TreeAccumulator:
-    """Gradients of slices, added in one binary tree: two trees of one height become one of the next.
+    """Gradients of slices, added in one binary tree.
+
+    Two trees of one height become one of the next.
 
     slices 0 1 2 3 4 5 6 7 -> ((0+1)+(2+3)) + ((4+5)+(6+7))
 
@@ -52,7 +54,8 @@ class TreeAccumulator:
     def end_slice(self, weight: float) -> None:
         """End a slice of this weight."""
         for unit, trees in zip(self._units, self._trees, strict=True):
-            gs = self._slice_sums.get(unit.number, [None] * len(unit.indices))
+            gs: Gradients = [None] * len(unit.indices)
+            gs = self._slice_sums.get(unit.number, gs)
             gs = self._reducer.cast(unit.indices, gs)
             if weight != 1.0:
                 gs = [None if g is None else g * weight for g in gs]
@@ -76,5 +79,8 @@ class TreeAccumulator:
 
 
 def _add_leaves(left: Gradients, right: Gradients) -> Gradients:
-    """Add the gradients of two trees; one that is None counts as zeros, which turn -0.0 into 0.0, as on other devices."""
+    """Add the gradients of two trees; one that is None counts as zeros.
+
+    They turn -0.0 into 0.0, as the zeros of other devices do.
+    """
     return [add_gradients(a, b, missing=0.0) for a, b in zip(left, right, strict=True)]

@@ -73,7 +73,8 @@ class StageStep:
         writes: StageWrites | None,
         scale: float,
     ) -> None:
-        options, scope = plan.options, slices.scope
+        options = plan.options
+        scope = slices.scope
         self.options = options
         self.plan = plan
         self.pipeline = plan.pipeline
@@ -84,15 +85,15 @@ class StageStep:
         self.context = StepContext.of(options, slices.site)
         self.device = shards[0].device
 
-        axis, batch_axes = plan.pipeline.axis, slices.batch.axes
+        axis = plan.pipeline.axis
+        batch_axes = slices.batch.axes
         self.pipe = scope.group(axis, options.caller)
         self.same_stages = slices.along((*slices.local, *batch_axes))
         self.everyone = scope.group((axis, *slices.local, *batch_axes), options.caller)
 
         self.turns = slices.turns()
-        self.losses: dict[
-            int, SliceLoss
-        ] = {}  # of each microbatch, on the device of the last stage
+        # Of each microbatch, on the device of the last stage.
+        self.losses: dict[int, SliceLoss] = {}
         self.metrics: dict[int, SliceMetrics] = {}
 
         shards = self._receive_borrowed(shards)
@@ -113,7 +114,8 @@ class StageStep:
 
     def _receive_borrowed(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return the device's shards of parameters, with those that it borrows."""
-        borrowed, result = self.plan.borrowed, [*shards]
+        borrowed = self.plan.borrowed
+        result = [*shards]
         sent = [shards[param.leaf].detach() for param in borrowed]
         received = start_reshard(sent, [param.plan for param in borrowed], self.slices.site)()
         for param, x in zip(borrowed, received, strict=True):
@@ -349,18 +351,19 @@ class StageStep:
 
     def _agree(self, written: Sequence[Written]) -> StepAgreement:
         """Return the sums over all devices; raise if they differ in what must be equal."""
-        slices, options, is_first_step = self.slices, self.options, self.is_first_step
+        slices = self.slices
+        options = self.options
+        is_first_step = self.is_first_step
         # Devices along the pipeline and local axes have the same samples: those of the first ones
         # count.
         copies_along = (self.pipeline.axis, *slices.local)
-        is_first_copy = self.everyone.index < (1 if slices.group is None else slices.group.size)
-        weight = self._weight() if is_first_copy else 0.0
+        copies = slices.along(copies_along)
+        first_copies = 1 if slices.group is None else slices.group.size
+        is_first_copy = self.everyone.index < first_copies
         paths = [] if self.writes is None else self.writes.paths
         numbers = StepAgreement(
-            weight,
-            slices.input_differences(
-                (), self.everyone, slices.along(copies_along), is_first_step=is_first_step
-            ),
+            self._weight() if is_first_copy else 0.0,
+            slices.input_differences((), self.everyone, copies, is_first_step=is_first_step),
             losses=slices.compared_losses([*self.losses.values()], is_first_step=is_first_step),
             written=flags(paths, written_paths(written)),
             used=[*map(float, self.reducer.used)],
@@ -377,7 +380,9 @@ class StageStep:
 
     def _empty_gradient(self, index: int) -> Tensor | None:
         """Return the empty gradient of a parameter of another device's stage, cached."""
-        leaf, cache, key = self.plan.leaves[index], self.plan.empty_gradients, (self.number, index)
+        leaf = self.plan.leaves[index]
+        cache = self.plan.empty_gradients
+        key = (self.number, index)
         if not leaf.trained:
             return None
         if key not in cache:

@@ -3,13 +3,16 @@
 Autograd's saved tensors of a parameter, views included, share its memory. So that memory is freed
 and refilled under the same tensors: nothing is replaced or recorded twice.
 
-    UNSHARD   all-gather starts   F, B, I, W   memory is filled   RESHARD   memory is freed   REDUCE   `StageSums`
+    UNSHARD       all-gather starts
+    F, B, I, W    memory is filled
+    RESHARD       memory is freed
+    REDUCE        `StageSums`
 
 A tied parameter is owned by the first of its stages; the others borrow it, and send their gradients
 to the owner's device:
 
-    any mode             each stage its sum           ->  the owner: their sum                          ->  reduced
-    reproducible mode    each microbatch separately   ->  the owner: their sums, then the tree of them  ->  reduced
+    any mode             each stage its sum           ->  the owner: their sum
+    reproducible mode    each microbatch separately   ->  the owner: their sums, the tree of these
 """
 
 from __future__ import annotations
@@ -37,7 +40,10 @@ _data_of = cast("Any", Tensor).data.__get__
 
 
 class _StageParam(Tensor):
-    """A parameter of a stage, of which a write to `.data` is detected as any other, by its version."""
+    """A parameter of a stage.
+
+    A write to `.data` is detected as any other, by its version.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
     _is_param = True
@@ -133,7 +139,10 @@ class StageParams:
             self._unit.unshard()
 
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gather, which is started if it was not, and fill the memory of the parameters."""
+        """Fill the memory of the parameters, once the all-gather is complete.
+
+        It is started if it was not.
+        """
         if self._is_filled:
             return
         self._unit.unshard()
@@ -202,13 +211,19 @@ class StageSums:
                 self._tied_sums[stage, tie.leaf] = {}
 
     def _new_sum(self) -> RunningSum | OrderedSum:
-        """Return a sum over microbatches: as they come, or in the fixed tree of reproducible mode."""
+        """Return a sum over microbatches.
+
+        In the order in which they come, or in the fixed tree of reproducible mode.
+        """
         return RunningSum() if self._weights is None else OrderedSum(self._weights)
 
     # -- a microbatch ----------------------------------------
 
     def let_accumulate(self, stage: int, weights: Sequence[Tensor]) -> bool:
-        """Let autograd accumulate into the weights' `.grad`, if sums need no other dtype or order; return True if so."""
+        """Let autograd accumulate into `.grad` of the weights; return True if so.
+
+        It may, if the sums need no other dtype or order.
+        """
         total = self._totals[stage]
         if not isinstance(total, RunningSum):
             return False
@@ -236,7 +251,10 @@ class StageSums:
             total.add(microbatch, self._reducer.cast(indices, row))
 
     def _add_tied(self, stage: int, index: int, microbatch: int, g: Tensor | None) -> None:
-        """Add to the gradient of a tied parameter in one stage, in reproducible mode for each microbatch."""
+        """Add to the gradient of a tied parameter in one stage.
+
+        In reproducible mode there is one for each microbatch.
+        """
         if g is None:
             return
         sums = self._tied_sums[stage, index]
@@ -261,9 +279,8 @@ class StageSums:
         untied: list[Tensor | None] = []
         for index, g in zip(indices, sums, strict=True):
             if g is not None:
-                self._reducer.used[index] = (
-                    True  # autograd has accumulated it: see `let_accumulate`
-                )
+                # Autograd may have accumulated it: see `let_accumulate`.
+                self._reducer.used[index] = True
             if index in self._tied:
                 self._add_tied(stage, index, 0, g)
             else:
@@ -302,7 +319,10 @@ class StageSums:
             self._reducer.send()
 
     def _stack_tied(self, tie: Tie, index: int) -> Tensor:
-        """Return the gradients of a tied parameter in one stage, a row for each microbatch or one in all; empty elsewhere."""
+        """Return the gradients of a tied parameter in one stage, stacked.
+
+        A row for each microbatch, or one in all; empty on devices that have another stage.
+        """
         shape, dtype = self._leaves[tie.leaf].shape, self._tie_dtype(tie.leaf)
         if tie.coordinates[index] != self._coordinate:
             empty = [0] * (1 + len(shape))

@@ -1,7 +1,10 @@
 """Plan the parameters of a model in stages, once: how they and their gradients are resharded.
 
-    a shard at the first stage's coordinate  ──send──>  a shard at another's  ──all-gather──>  unsharded, for a while
-    summands, one per device of the coordinate  ──reduce──>  the gradient's layout, there
+    a shard at the coordinate of the first stage
+        ──send──>  a shard at the coordinate of another stage
+        ──all-gather──>  unsharded, for a while
+    summands, one per device of the coordinate
+        ──reduce──>  the gradient's layout, there
 
 All plans begin and end at one coordinate along the pipeline: other devices have other stages, and
 take no part.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -56,10 +60,14 @@ from fshard.transforms.shard_params import Rules, layouts_of, put_all
 
 
 class StageLeaves(NamedTuple):
-    """The parameters of one stage, each once, with their indices, and how they form the stage's tree.
+    """The parameters of one stage, each once.
 
-    `sharded` are those that are all-gathered or copied to the device, `replicated` the others, by
-    their index in the stage.
+    Args:
+        leaves: their plans.
+        indices: of these in the plans of all stages.
+        tree: returns the tree that the stage takes, from their values.
+        sharded: those that are all-gathered or copied to the device, by their index in the stage.
+        replicated: the others.
     """
 
     leaves: Sequence[ParamPlan]
@@ -73,8 +81,11 @@ class StageLeaves(NamedTuple):
         leaves: Sequence[ParamPlan], indices: list[int], tree: Callable[[list[Tensor]], PyTree]
     ) -> StageLeaves:
         """Return the plan of a stage from the plans of its parameters."""
-        sharded = [index for index, leaf in enumerate(leaves) if leaf.is_sharded]
-        replicated = [index for index, leaf in enumerate(leaves) if not leaf.is_sharded]
+        sharded: list[int] = []
+        replicated: list[int] = []
+        for index, leaf in enumerate(leaves):
+            unit_indices = sharded if leaf.is_sharded else replicated
+            unit_indices.append(index)
         return StageLeaves(
             leaves,
             indices,
@@ -85,7 +96,10 @@ class StageLeaves(NamedTuple):
 
 
 class Borrowed(NamedTuple):
-    """A parameter that a stage needs at another coordinate than its own, and the plan to send its shard there."""
+    """A parameter that a stage needs at another coordinate than that of its owner.
+
+    `plan`: sends the shard there.
+    """
 
     leaf: int
     coordinate: int
@@ -157,7 +171,10 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StagePlanner:
-    """Plans the parameters of stages; gradients are summed along the axes `over`: local ones and the batch's."""
+    """Plans the parameters of stages.
+
+    Gradients are summed along the axes `over`: local ones and the batch's.
+    """
 
     options: StepOptions
     pipeline: Pipeline
@@ -182,58 +199,66 @@ class StagePlanner:
             params: for each leaf of these its path, its parameter, and whether it is frozen.
             numbers: of each, equal for tied ones.
         """
-        next_number, placement = iter(numbers), self.pipeline.route.placement
-        indices = [
-            [next(next_number) for _ in range(structure.num_leaves)] for structure in structures
-        ]
-        firsts = [params[numbers.index(index)] for index in range(len({*numbers}))]
-        leaves, layouts = (
-            [self._plan_param(*first) for first in firsts],
-            [x.layout for _, x, _ in firsts],
-        )
-        borrowed, ties = list[Borrowed](), list[Tie]()
+        placement = self.pipeline.route.placement
+        next_number = iter(numbers)
+        by_stage_indices = [[*islice(next_number, tree.num_leaves)] for tree in structures]
+        leaves: list[ParamPlan] = []
+        layouts: list[Layout] = []
+        for index in range(len({*numbers})):
+            path, x, frozen = params[numbers.index(index)]  # the first of those that are tied
+            leaves.append(self._plan_param(path, x, frozen))
+            layouts.append(x.layout)
+
+        borrowed: list[Borrowed] = []
+        ties: list[Tie] = []
         for index, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
-            stages = [stage for stage, row in enumerate(indices) if index in row]
-            for coordinate in sorted(
-                {placement[stage] for stage in stages} - {coordinate_of(layout, self.axis)}
-            ):
-                plan = plan_reshard(
-                    layout, at_coordinate(layout, self.axis, coordinate), leaf.shape
-                )
+            stages = [stage for stage, row in enumerate(by_stage_indices) if index in row]
+            coordinates = {placement[stage] for stage in stages}
+            for coordinate in sorted(coordinates - {coordinate_of(layout, self.axis)}):
+                borrowed_layout = at_coordinate(layout, self.axis, coordinate)
+                plan = plan_reshard(layout, borrowed_layout, leaf.shape)
                 borrowed.append(Borrowed(index, coordinate, plan))
             if leaf.trained and len(stages) > 1:
                 ties.append(self._plan_tie(index, leaf, stages))
-        by_stage = [
-            self._plan_stage(row, structure, leaves, layouts, coordinate)
-            for row, structure, coordinate in zip(indices, structures, placement, strict=True)
-        ]
-        reduction_plans = {
-            index: plan_reduction(self.mesh, self.over, leaf, in_order=self.options.reproducible)
-            for index, leaf in enumerate(leaves)
-            if leaf.trained
-        }
+
+        by_stage: list[StageLeaves] = []
+        for row, structure, coordinate in zip(by_stage_indices, structures, placement, strict=True):
+            by_stage.append(self._plan_stage(row, structure, leaves, layouts, coordinate))
         return StagePlan(
-            self.options, self.pipeline, leaves, by_stage, reduction_plans, borrowed, ties
+            self.options,
+            self.pipeline,
+            leaves,
+            by_stage,
+            self._plan_reductions(leaves),
+            borrowed,
+            ties,
         )
+
+    def _plan_reductions(self, leaves: Sequence[ParamPlan]) -> ReductionPlans:
+        """Return the plans of the gradients of trained parameters, by index."""
+        in_order = self.options.reproducible
+        trained = {index: leaf for index, leaf in enumerate(leaves) if leaf.trained}
+        return {
+            index: plan_reduction(self.mesh, self.over, leaf, in_order=in_order)
+            for index, leaf in trained.items()
+        }
 
     def _used_layout(self, layout: Layout, coordinate: int) -> Layout:
         """Return the layout in which a parameter is used by the devices of a coordinate."""
         return at_coordinate(self.options.used(layout), self.axis, coordinate)
 
     def _plan_param(self, path: str, x: Sharded, frozen: bool) -> ParamPlan:
-        trained = self.options.backward and trainable(x) and not frozen
+        is_trained = self.options.backward and trainable(x) and not frozen
         coordinate = coordinate_of(x.layout, self.axis)
         assert coordinate is not None
-        leaf = plan_param(
-            path,
-            x,
-            self.options.gradients if trained else None,
-            self._used_layout(x.layout, coordinate),
-        )
+        gradients = self.options.gradients if is_trained else None
+        used_layout = self._used_layout(x.layout, coordinate)
+        leaf = plan_param(path, x, gradients, used_layout)
         if coordinate_of(leaf.gradient, self.axis) != coordinate:
             raise LayoutError(
-                f"{self.options.caller}: gradients= gives that of {named(parts_of(path))} the layout {leaf.gradient.spec}, not "
-                f"on the devices of the parameter, {x.spec}. Keep its coordinate along {self.axis}."
+                f"{self.options.caller}: gradients= gives that of {named(parts_of(path))} the "
+                f"layout {leaf.gradient.spec}, not on the devices of the parameter, {x.spec}. "
+                f"Keep its coordinate along {self.axis}."
             )
         return leaf
 
@@ -246,28 +271,32 @@ class StagePlanner:
         coordinate: int,
     ) -> StageLeaves:
         """Return the parameters of a stage, its own and borrowed ones."""
-        unique = list(dict.fromkeys(indices))
+        unique = list(dict.fromkeys(indices))  # a stage may have a tied parameter twice
         positions = [unique.index(index) for index in indices]
 
-        def plan_in_stage(index: int) -> ParamPlan:
-            shard, leaf = at_coordinate(layouts[index], self.axis, coordinate), leaves[index]
-            return leaf._replace(
-                gather=plan_reshard(shard, self._used_layout(shard, coordinate), leaf.shape)
-            )
+        stage_leaves: list[ParamPlan] = []
+        for index in unique:
+            leaf = leaves[index]
+            shard = at_coordinate(layouts[index], self.axis, coordinate)
+            gather = plan_reshard(shard, self._used_layout(shard, coordinate), leaf.shape)
+            stage_leaves.append(leaf._replace(gather=gather))
 
-        def tree(xs: list[Tensor]) -> PyTree:
-            return unflatten(structure, [xs[position] for position in positions])
+        def tree(params: list[Tensor]) -> PyTree:
+            return unflatten(structure, [params[position] for position in positions])
 
-        return StageLeaves.of(list(map(plan_in_stage, unique)), unique, tree)
+        return StageLeaves.of(stage_leaves, unique, tree)
 
     def _plan_tie(self, index: int, leaf: ParamPlan, stages: list[int]) -> Tie:
-        coordinates = tuple(self.pipeline.route.placement[stage] for stage in stages)
-        shape = (1 if not self.options.reproducible else self.options.accumulate, *leaf.shape)
-        stacked = [
-            at_coordinate(Layout(self.mesh, P(None, *leaf.used.entries)), self.axis, coordinate)
-            for coordinate in coordinates
-        ]
-        to_owner = tuple(plan_reshard(layout, stacked[0], shape) for layout in stacked)
+        """Return the plan of a tied parameter: each stage sends its gradients to the first one.
+
+        They are a stack: of one gradient in each microbatch in reproducible mode, else of one sum.
+        """
+        coordinates = tuple([self.pipeline.route.placement[stage] for stage in stages])
+        count = self.options.accumulate if self.options.reproducible else 1
+        layout = Layout(self.mesh, P(None, *leaf.used.entries))
+        stacks = [at_coordinate(layout, self.axis, coordinate) for coordinate in coordinates]
+        shape = (count, *leaf.shape)
+        to_owner = tuple([plan_reshard(stack, stacks[0], shape) for stack in stacks])
         return Tie(index, tuple(stages), coordinates, to_owner)
 
 
@@ -302,36 +331,45 @@ def shard_stages(
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"pipe": 2, "data": 2})
     >>> schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
-    >>> params = fs.shard_stages([torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)], mesh=mesh, schedule=schedule)
+    >>> stages = [torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)]
+    >>> params = fs.shard_stages(stages, mesh=mesh, schedule=schedule)
     >>> fs.typeof(params[1]["weight"]), [tuple(shard.shape) for shard in params[1]["weight"].shards]
     (f32[2, 4]{at:pipe=1}, [(0, 0), (0, 0), (2, 4), (2, 4)])
     """
-    trees = [
-        dict(stage.named_parameters()) if isinstance(stage, nn.Module) else stage
-        for stage in stages
-    ]
+    trees: list[PyTree] = []
+    for stage in stages:
+        is_module = isinstance(stage, nn.Module)
+        trees.append(dict(stage.named_parameters()) if is_module else stage)
+    # Lazy layers are drawn below, if all stages are modules: other tensors have no initializer.
+    are_modules = all(isinstance(stage, nn.Module) for stage in stages)
+    is_drawn = seed is not None and are_modules
+    put = reserved if is_drawn else put_equal
     target: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
-    modules = all(
-        isinstance(stage, nn.Module) for stage in stages
-    )  # other tensors have no initializer
-    put = put_equal if seed is None or not modules else reserved
     result = place_stages(trees, rules, **target, frozen=frozen, put=put, memory=memory)
     compare_inputs("shard_stages", mesh, samples_of(trees))
-    seen: set[tuple[int, ...]] = set()
-    for stage, tree, sharded, is_local in zip(
-        stages, trees, result, has_stages(**target), strict=True
-    ):
-        if isinstance(stage, nn.Module) and seed is not None and put is reserved and is_local:
-            new = [name for name, x in tree.items() if key_of(x) not in seen]
-            draw(
-                stage,
-                seed,
-                new,
-                lambda name, x, sharded=sharded: fill(sharded[name], x),
-                "shard_stages",
-            )
-        seen |= {key_of(x) for x in flatten(tree)[0]}
+    if seed is not None and are_modules:
+        _draw_stages(stages, seed, trees, result, has_stages(**target))
     return result
+
+
+def _draw_stages(
+    stages: Sequence[nn.Module],
+    seed: int,
+    trees: Sequence[PyTree],
+    sharded: Sequence[PyTree],
+    are_local: Sequence[bool],
+) -> None:
+    """Draw the lazy layers of the stages of this process; a tied parameter by the first stage."""
+    seen: set[tuple[int, ...]] = set()
+    for stage, tree, arrays, is_local in zip(stages, trees, sharded, are_local, strict=True):
+        if is_local:
+            new = [name for name, x in tree.items() if key_of(x) not in seen]
+
+            def take(name: str, value: Tensor, arrays: PyTree = arrays) -> None:
+                fill(arrays[name], value)
+
+            draw(stage, seed, new, take, "shard_stages")
+        seen.update([key_of(x) for x in flatten(tree)[0]])
 
 
 def place_stages(
@@ -347,26 +385,26 @@ def place_stages(
 ) -> list[PyTree]:
     """Place the parameters of stages on the devices that have them, each by `put`."""
     validate_schedule_fits("shard_stages", len(trees), mesh, schedule, axis)
-    layouts = layouts_of(
-        trees, P() if rules is None else rules, mesh, frozen, "shard_stages", memory
-    )
+    if rules is None:
+        rules = P()
+    layouts = layouts_of(trees, rules, mesh, frozen, "shard_stages", memory)
     _validate_placement(trees, layouts, mesh, axis, schedule.placement)
-    coordinates = [
-        x for x, tree in zip(schedule.placement, trees, strict=True) for _ in flatten(tree)[0]
-    ]
+    coordinates: list[int] = []  # of each leaf
+    for coordinate, tree in zip(schedule.placement, trees, strict=True):
+        coordinates += [coordinate] * len(flatten(tree)[0])
+    stage_layouts: list[Layout] = []
+    for layout, coordinate in zip(layouts, coordinates, strict=True):
+        stage_layouts.append(at_coordinate(layout, axis, coordinate))
     leaves, structure = flatten([*trees])
-    local = (at_coordinate(layout, axis, x) for layout, x in zip(layouts, coordinates, strict=True))
-    return unflatten(structure, put_all(leaves, local, put))
+    return unflatten(structure, put_all(leaves, stage_layouts, put))
 
 
 def has_stages(mesh: Mesh, schedule: Schedule, axis: str) -> list[bool]:
     """Return, for each stage, True if the caller has tensors of it: meta tensors belong to none."""
-    coordinates = (
-        {mesh.coordinates(device)[axis] for device in local_devices(mesh)}
-        if mesh.runtime != "abstract"
-        else set[int]()
-    )
-    return [coordinate in coordinates for coordinate in schedule.placement]
+    if mesh.runtime == "abstract":
+        return [False] * len(schedule.placement)
+    local_coordinates = {mesh.coordinates(device)[axis] for device in local_devices(mesh)}
+    return [coordinate in local_coordinates for coordinate in schedule.placement]
 
 
 def _validate_placement(
@@ -377,25 +415,24 @@ def _validate_placement(
     placement: Sequence[int],
 ) -> None:
     """Raise naming the parameters whose rules contradict the placement of their stages."""
-    next_leaf, firsts = (
-        iter(zip(flatten_with_paths(trees)[0], layouts, strict=True)),
-        dict[tuple[int, ...], int](),
-    )
-    errors = list[str]()
+    next_leaf = iter(zip(flatten_with_paths(trees)[0], layouts, strict=True))
+    owner_coordinates: dict[tuple[int, ...], int] = {}  # of each parameter, the first stage's
+    errors: list[str] = []
     for tree, coordinate in zip(trees, placement, strict=True):
         for leaf in flatten(tree)[0]:
-            (path, layout), first = next(next_leaf), firsts.setdefault(key_of(leaf), coordinate)
-            if axis in layout.spec.axes and coordinate_of(layout, axis) != first:
+            path, layout = next(next_leaf)
+            owner_coordinate = owner_coordinates.setdefault(key_of(leaf), coordinate)
+            is_sharded = axis in layout.spec.axes
+            if is_sharded and coordinate_of(layout, axis) != owner_coordinate:
                 errors.append(f"{named(parts_of(path))} as {layout.spec}")
     if errors:
-        free_axes = ", ".join(f'"{name}"' for name in mesh.axis_names if name != axis)
+        free_axes = [f'"{name}"' for name in mesh.axis_names if name != axis]
+        fix = "The mesh has no other axis: leave rules out."
+        if free_axes:
+            fix = f"Axes that are left for rules: {', '.join(free_axes)}."
         raise LayoutError(
-            f'shard_stages: stages are placed along "{axis}", but rules shard {", ".join(errors)} along it. '
-            + (
-                f"Axes that are left for rules: {free_axes}."
-                if free_axes
-                else "The mesh has no other axis: leave rules out."
-            )
+            f'shard_stages: stages are placed along "{axis}", but rules shard '
+            f"{', '.join(errors)} along it. {fix}"
         )
 
 
@@ -416,7 +453,8 @@ def validate_schedule_fits(
         )
     if mesh.shape[axis] != schedule.devices:
         all_errors.append(
-            f"the schedule {schedule.name} is for {schedule.devices} devices, axis {axis} has {mesh.shape[axis]}"
+            f"the schedule {schedule.name} is for {schedule.devices} devices, "
+            f"axis {axis} has {mesh.shape[axis]}"
         )
     if all_errors:
         raise ValueError(f"{caller}: {'; '.join(all_errors)}.")
@@ -424,9 +462,8 @@ def validate_schedule_fits(
 
 def at_coordinate(layout: Layout, axis: str, coordinate: int) -> Layout:
     """Return a layout restricted to one coordinate of an axis."""
-    return layout.with_spec(
-        layout.spec.replace(at={**dict(layout.spec.at), (axis,): coordinate}).shapeless
-    )
+    coordinates = {**dict(layout.spec.at), (axis,): coordinate}
+    return layout.with_spec(layout.spec.replace(at=coordinates).shapeless)
 
 
 def coordinate_of(layout: Layout, axis: str) -> int | None:

@@ -58,7 +58,9 @@ def staged(
     functions: list[Any] = [stages]
     if isinstance(stages, list | tuple | nn.ModuleList):
         functions = [*stages]
-    mesh, axis, recompute = options.mesh, options.axis, options.recompute
+    mesh = options.mesh
+    axis = options.axis
+    recompute = options.recompute
     errors = _argument_errors(functions, options)
     validate_schedule_fits(caller, len(functions), mesh, options.schedule, axis, *errors)
     assert options.loss is not None
@@ -89,7 +91,10 @@ def staged(
 
 
 def _completed(schedule: Schedule, options: StepOptions) -> Schedule:
-    """Add the times at which stages are unsharded, if there are none; without a backward keep forwards."""
+    """Add the times at which stages are unsharded, if there are none.
+
+    Without a backward keep forwards alone, with the units that they need.
+    """
     if not options.backward:
         schedule = schedule.with_rows(
             [action for action in row if action.kind is Kind.F] for row in schedule.rows
@@ -127,17 +132,18 @@ def _argument_errors(stages: Sequence[Any], options: Options) -> list[str]:
 
 
 def _sharded_axes(specs: PyTree, mesh: Mesh) -> list[str]:
-    axes = {axis for spec in flatten(specs)[0] if isinstance(spec, P) for axis in spec.axes}
-    return [axis for axis in mesh.axis_names if axis in axes]
+    sharded_axes: set[str] = set()
+    for spec in flatten(specs)[0]:
+        if isinstance(spec, P):
+            sharded_axes.update(spec.axes)
+    return [axis for axis in mesh.axis_names if axis in sharded_axes]
 
 
 def first_of_two(microbatch: PyTree) -> PyTree:
     """Return the default input of the first stage: x of a pair (x, target), or all of it."""
-    return (
-        microbatch[0]
-        if isinstance(microbatch, tuple | list) and len(microbatch) == 2
-        else microbatch
-    )
+    if isinstance(microbatch, tuple | list) and len(microbatch) == 2:
+        return microbatch[0]
+    return microbatch
 
 
 @dataclass(frozen=True)
@@ -197,8 +203,10 @@ class StageProgram:
         numbers: Sequence[int],
     ) -> None:
         """Raise unless parameters are on the devices of their stages, tied ones of the first."""
-        axis, placement = self.pipeline.axis, self.pipeline.route.placement
-        errors, validated = list[str](), set[int]()
+        axis = self.pipeline.axis
+        placement = self.pipeline.route.placement
+        errors: list[str] = []
+        validated: set[int] = set()
         for (path, x, _), number in zip(params, numbers, strict=True):
             if number in validated:
                 continue
@@ -210,8 +218,7 @@ class StageProgram:
         if errors:
             raise LayoutError(
                 f"{options.caller}: parameters must be on the devices of their stages, along "
-                f"{axis}: "
-                f"{'; '.join(errors)}. Put them there: {_SHARD_STAGES}."
+                f"{axis}: {'; '.join(errors)}. Put them there: {_SHARD_STAGES}."
             )
 
     def device_step(
@@ -221,7 +228,8 @@ class StageProgram:
         writes = None
         if options.has_buffers:
             writes = StageWrites(options.caller, inputs.buffers, index)
-        slices, shards = inputs.slices(options, index), inputs.params.shards(index)
+        slices = inputs.slices(options, index)
+        shards = inputs.params.shards(index)
         return StageStep(plans, slices, shards, writes, inputs.scale)
 
     def differentiable(
