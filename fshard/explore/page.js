@@ -242,6 +242,11 @@ function clip(g, y, width, h) {
   g.rect(GUTTER, y, width, h);
   g.clip();
 }
+/** Return a text, or as much of it as fits into a width; "" if nothing does, or if the width is negative. */
+function shortened(g, text, width) {
+  while (text && g.measureText(text).width > width) text = text.length > 3 ? `${text.slice(0, -2)}…` : "";
+  return text;
+}
 function drawLane(g, { plan, device, lane, name, y, h }, width, text, shades) {
   const isChosen = highlight(plan);
   let edge = -1; // events that end in the last pixel are not drawn
@@ -258,9 +263,7 @@ function drawLane(g, { plan, device, lane, name, y, h }, width, text, shades) {
     if (b - a < (lane ? 34 : 15)) return;
     g.fillStyle = isFilled && isLit ? INK : text;
     const from = Math.max(a, GUTTER) + 3;
-    let label = plan.names[event[NAME]];
-    while (g.measureText(label).width > b - from - 3) label = label.length > 3 ? `${label.slice(0, -2)}…` : "";
-    g.fillText(label, from, y + h / 2 + 0.5);
+    g.fillText(shortened(g, plan.names[event[NAME]], b - from - 3), from, y + h / 2 + 0.5);
   });
   g.restore();
 }
