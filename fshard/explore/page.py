@@ -264,10 +264,10 @@ def _fields(event: Any, rows: Mapping[Any, int]) -> tuple[str, float, int, int]:
 
 
 # Note [Units of a timeline]
-# A unit's mark is the start of its all-gather, which may be ahead of its use. If as many all-gathers
-# along some axes start as there are marks, each belongs to the mark of its number, and its unit is
-# used from the wait for it. As many reductions as there are units have the reverse order of the
-# units. Collectives that match neither have no unit.
+# A unit's mark is the start of its all-gather, which may be ahead of its use. If as many
+# all-gathers along some axes start as there are marks, each belongs to the mark of its number, and
+# its unit is used from the wait for it. As many reductions as there are units have the reverse
+# order of the units. Collectives that match neither have no unit.
 
 
 def _units(device: DeviceCost) -> list[str]:

@@ -1,7 +1,7 @@
 """Colours of shards: eleven fills with contrast to dark text, to white and to black.
 
-Eleven is a prime that hardly any mesh is a multiple of, so a shard and its neighbour below differ in
-colour at any width of the grid.
+Eleven is a prime that hardly any mesh is a multiple of, so a shard and its neighbour below differ
+in colour at any width of the grid.
 """
 
 from __future__ import annotations
