@@ -1,10 +1,11 @@
 """Communication algorithms for slow links: compressed reductions, as pure functions on trees.
 
-top_k, random_k, sign, quantized, power_sgd                       compressors: an approximate psum
-error_feedback, ef21, momentum_corrected, delayed, chain          combinators: compressors of compressors
-ring, exponential, one_peer, hypercube, random_pairs, complete    graphs of devices that average, by `mix`
-local_sgd, diloco, streaming_diloco, gossip, push_sum             training steps of replicas that differ
-arrivals, parameter_server                                        asynchronous training
+top_k, random_k, sign, quantized, power_sgd                 compressors: an approximate psum
+error_feedback, ef21, momentum_corrected, delayed, chain    combinators: compressors around others
+ring, exponential, one_peer, hypercube, random_pairs,
+complete, from_matrix                                       graphs of devices that `mix`: average
+local_sgd, diloco, streaming_diloco, gossip, push_sum       training steps of replicas that differ
+arrivals, parameter_server                                  asynchronous training
 """
 
 from fshard.comm.arrivals import Arrivals, arrivals

@@ -1,7 +1,8 @@
-"""Asynchronous training: who pushes a gradient when, having read which version of the parameters.
+"""Asynchronous training: the order of pushes, and the versions of the parameters that they read.
 
-Version v is the parameters after v pushes. A worker computes on what it received last: version 0, or the one that its
-previous push made. The staleness of a push is the number of pushes since that version.
+Version v is the parameters after v pushes. A worker computes on what it received last: version 0,
+or the one that its previous push made. The staleness of a push is the number of pushes since that
+version.
 
     push       0  1  2  3        w[t + 1] = w[t] - lr grad(w[t - staleness])
     worker     0  1  0  0
@@ -24,7 +25,7 @@ class Arrivals:
     """The pushes of asynchronous workers, in order.
 
     Args:
-        events: a pair for each push: the worker, from 0, and the version of the parameters that it has read.
+        events: a pair for each push: the worker, from 0, and the version that it has read.
         bound: the largest staleness that is allowed.
 
     >>> Arrivals([(0, 0), (1, 0), (0, 1), (0, 3)], bound=1).staleness
@@ -35,55 +36,72 @@ class Arrivals:
     bound: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "events", tuple([(int(worker), int(version)) for worker, version in self.events])
-        )
-        received = dict[int, int]()
-        for push, (worker, version) in enumerate(self.events):
-            newest, event = (
-                received.get(worker, 0),
-                f"Arrivals: events[{push}] = {(worker, version)}",
-            )
+        events = tuple([(int(worker), int(version)) for worker, version in self.events])
+        object.__setattr__(self, "events", events)
+
+        received: dict[int, int] = {}  # the newest version of each worker
+        for push, (worker, version) in enumerate(events):
+            event = f"Arrivals: events[{push}] = {(worker, version)}"
+            newest = received.get(worker, 0)
             if version != newest:
                 raise ValueError(
                     f"{event}: the version must be {newest}, which the worker has received last."
                 )
-            if push - version > self.bound:
+            staleness = push - version
+            if staleness > self.bound:
                 raise ValueError(
-                    f"{event}: staleness must be at most the bound, {self.bound}; got {push - version}."
+                    f"{event}: staleness must be at most the bound, {self.bound}; got {staleness}."
                 )
             received[worker] = push + 1
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """For each push, the number of pushes since the version that its gradient was computed on."""
+        """For each push, the number of pushes since the version that the worker has read."""
         return tuple([push - version for push, (_, version) in enumerate(self.events)])
 
 
 class PushOrder:
-    """First come, first served; but a push waits if those of the other workers would then exceed the bound."""
+    """The order of live pushes: first come, first served, within a bound of staleness.
+
+    A push waits if those of the other workers would then exceed the bound.
+
+    Args:
+        workers: that push.
+        bound: the largest staleness.
+    """
 
     def __init__(self, workers: Sequence[int], bound: int) -> None:
-        if bound < len(workers) - 1:
+        fewest = len(workers) - 1  # if all others push first
+        if bound < fewest:
             raise ValueError(
-                f"bound must be at least {len(workers) - 1} for {len(workers)} workers; got {bound}."
+                f"bound must be at least {fewest} for {len(workers)} workers; got {bound}."
             )
-        self.bound, self.versions = bound, dict.fromkeys(workers, 0)
-        self.events, self.waiting = list[tuple[int, int]](), list[int]()
+        self.bound = bound
+        self.versions = dict.fromkeys(workers, 0)  # that each worker has read
+        self.events: list[tuple[int, int]] = []  # the pushes so far, as in `Arrivals`
+        self.waiting: list[int] = []  # workers with a gradient, in the order of arrival
 
     def take(self) -> int | None:
-        """Log the push of the first waiting worker whose turn may come, and return the worker; None if none may."""
-        push = len(self.events)
+        """Log the push of the first waiting worker that may push; return the worker, if any."""
         for worker in self.waiting:
-            versions = sorted(version for peer, version in self.versions.items() if peer != worker)
-            if all(
-                later - version <= self.bound for later, version in enumerate(versions, push + 1)
-            ):
+            if self._can_push(worker):
                 self.waiting.remove(worker)
                 self.events.append((worker, self.versions[worker]))
-                self.versions[worker] = push + 1
+                self.versions[worker] = len(self.events)
                 return worker
         return None
+
+    def _can_push(self, worker: int) -> bool:
+        """Return True if after this push all other workers can push within the bound.
+
+        They can if they do in the best order: those that have read the oldest version first.
+        """
+        versions = [version for peer, version in self.versions.items() if peer != worker]
+        next_push = len(self.events) + 1
+        for push, version in enumerate(sorted(versions), next_push):
+            if push - version > self.bound:
+                return False
+        return True
 
 
 def arrivals(
@@ -96,30 +114,32 @@ def arrivals(
         bound: the largest staleness; a worker waits where its push would make another's exceed it.
         count: number of pushes of all workers together.
         seed: of the draws.
-        jitter: a gradient takes 1 / speed seconds, times a number drawn between 1 - jitter and 1 + jitter.
+        jitter: a gradient takes 1 / speed seconds, times a number drawn from 1 - jitter to
+            1 + jitter.
 
     >>> arrivals([1.0, 2.5], bound=2, count=5, jitter=0.0).events
     ((1, 0), (1, 1), (0, 0), (1, 2), (1, 4))
     """
-    integers = within("[0, inf)", integer=True, bound=bound) + within(
-        "[1, inf)", integer=True, count=count
-    )
-    validate(
-        "arrivals",
-        *[within("(0, inf)", speeds=speed) for speed in speeds],
-        integers,
-        within("[0, 1]", jitter=jitter),
-    )
-    random, order = Random(seed), PushOrder(range(len(speeds)), bound)
+    errors: list[str] = []
+    for speed in speeds:
+        errors += within("(0, inf)", speeds=speed)
+    errors += within("[0, inf)", integer=True, bound=bound)
+    errors += within("[1, inf)", integer=True, count=count)
+    errors += within("[0, 1]", jitter=jitter)
+    validate("arrivals", errors)
+    random = Random(seed)
+    order = PushOrder(range(len(speeds)), bound)
 
-    def end(worker: int, start: float) -> tuple[float, int]:
-        return start + (1 + jitter * random.uniform(-1, 1)) / speeds[worker], worker
+    def end_of_gradient(worker: int, start: float) -> tuple[float, int]:
+        factor = 1 + jitter * random.uniform(-1, 1)
+        return start + factor / speeds[worker], worker
 
-    computing = [end(worker, 0.0) for worker in range(len(speeds))]
+    computing = [end_of_gradient(worker, 0.0) for worker in range(len(speeds))]
     heapify(computing)
     while len(order.events) < count:
         time, worker = heappop(computing)
         order.waiting.append(worker)
+        # One push may let others, which wait for it, follow.
         while (pushed := order.take()) is not None:
-            heappush(computing, end(pushed, time))
+            heappush(computing, end_of_gradient(pushed, time))
     return Arrivals(order.events[:count], bound)

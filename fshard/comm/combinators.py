@@ -1,13 +1,16 @@
 """Combinators: compressors around a compressor, which keep what it has not sent.
 
-A residual is a sum not yet made: the total of these residuals over devices is what is missing in the totals.
+A residual is a sum not yet made: the total of these residuals over devices is missing in the
+totals.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from fshard.comm.compressor import Compressor, Phases, Reduced
 from fshard.mesh.collectives.on_trees import Handle
@@ -16,18 +19,32 @@ from fshard.optim.arguments import validate, within
 
 
 def _combinator(
-    compress: Compressor, phases: Callable[..., Phases], *names: str, totals: Sequence[str] = ()
+    compress: Compressor,
+    phases: Callable[..., Phases],
+    *names: str,
+    totals: Sequence[str] = (),
+    early: Callable[[PyTree, Axes], Handle] | None = None,
 ) -> Compressor:
-    """Return a compressor around a compressor, with state of the parameters' structure: trees of zeros by name."""
+    """Return a compressor around a compressor.
+
+    Args:
+        compress: the inner compressor.
+        phases, early: of the outer one.
+        names: of trees in its state that have the parameters' structure, and begin as zeros.
+        totals: those of them that are equal on all devices.
+    """
+
+    def zeros(x: Tensor) -> Tensor:
+        return torch.zeros_like(x, requires_grad=False)
 
     def init(params: PyTree) -> PyTree:
-        zeros = {
-            name: map_leaves(lambda x: torch.zeros_like(x, requires_grad=False), params)
-            for name in names
-        }
-        return {"inner": compress.init(params), **zeros}
+        state: dict[str, PyTree] = {"inner": compress.init(params)}
+        for name in names:
+            state[name] = map_leaves(zeros, params)
+        return state
 
-    return Compressor(init, phases, compress.full, totals=(*compress.totals, *totals))
+    all_totals = (*compress.totals, *totals)
+    return Compressor(init, phases, compress.full, early=early, totals=all_totals)
 
 
 def error_feedback(compress: Compressor, *, decay: float = 1.0) -> Compressor:
@@ -49,20 +66,23 @@ def error_feedback(compress: Compressor, *, decay: float = 1.0) -> Compressor:
 
 
 def ef21(compress: Compressor) -> Compressor:
-    """Send the change of an estimate of this device's gradient; the total is that of the estimates (Richtarik 2021)."""
+    """Send the change of an estimate of this device's gradient (Richtarik 2021).
+
+    The total is that of the estimates.
+    """
 
     def phases(grads: PyTree, state: PyTree, axis: Axes) -> Phases:
         change = map_leaves(torch.sub, grads, state["estimate"])
-        total, sent, inner = yield compress.start(change, state["inner"], axis)
+        total_change, sent, inner = yield compress.start(change, state["inner"], axis)
         estimate = map_leaves(torch.add, state["estimate"], sent)
-        total = map_leaves(torch.add, state["total"], total)  # of all estimates
+        total = map_leaves(torch.add, state["total"], total_change)
         return Reduced(total, estimate, {"inner": inner, "estimate": estimate, "total": total})
 
     return _combinator(compress, phases, "estimate", "total", totals=["total"])
 
 
 def momentum_corrected(compress: Compressor, momentum: float = 0.9) -> Compressor:
-    """Apply momentum before compression; what is sent restarts it (Deep Gradient Compression, Lin 2018).
+    """Apply momentum before compression; what is sent restarts it (Lin 2018, DGC).
 
     It takes the place of the optimizer's momentum: use plain SGD behind it.
     """
@@ -79,20 +99,24 @@ def momentum_corrected(compress: Compressor, momentum: float = 0.9) -> Compresso
 
 
 def delayed(compress: Compressor, steps: int = 1) -> Compressor:
-    """Reduce the gradients of some steps before, while the next are computed; the first totals are zero.
+    """Reduce the gradients of some steps before, while the next are computed.
 
-    `train_step` starts the reduction before the forward, and waits for it after the backward. Gradients that wait count
-    as sent: put `error_feedback` inside.
+    The first totals are zero. `train_step` starts the reduction before the forward, and waits for
+    it after the backward. Gradients that wait count as sent: put `error_feedback` inside.
     """
     validate("delayed", within("[1, inf)", integer=True, steps=steps))
     names = [f"queue_{step}" for step in range(steps)]
+    oldest = names[0]
 
     def early(state: PyTree, axis: Axes) -> Handle:
-        return compress.start(state[names[0]], state["inner"], axis)
+        return compress.start(state[oldest], state["inner"], axis)
 
     def phases(grads: PyTree, state: PyTree, axis: Axes, handle: Handle | None = None) -> Phases:
         total, _, inner = yield handle or early(state, axis)
-        queue = [*[state[name] for name in names[1:]], grads]
-        return Reduced(total, grads, {"inner": inner, **dict(zip(names, queue, strict=True))})
+        next_state = {"inner": inner}
+        for name, next_name in pairwise(names):
+            next_state[name] = state[next_name]
+        next_state[names[-1]] = grads
+        return Reduced(total, grads, next_state)
 
-    return _combinator(compress, phases, *names)._replace(early=early)
+    return _combinator(compress, phases, *names, early=early)

@@ -1,12 +1,12 @@
 """Sets of devices as arithmetic: a first device and steps along some axes of the mesh.
 
-The devices that hold one shard of a tensor differ along the axes that do not shard it, so they form a box of the mesh.
-A box is two or three numbers of any size, and is printed without enumerating it: a mesh of 65,536 devices costs no
-more than one of 8.
+The devices that hold one shard of a tensor differ along the axes that do not shard it, so they form
+a box of the mesh. A box is two or three numbers of any size, and is printed without enumerating it:
+a mesh of 65,536 devices costs no more than one of 8.
 
-    mesh data=2, model=4    along "model", from 4     Devices(4, ((1, 4),))     4-7
-      0 1 2 3               along "data", from 1      Devices(1, ((4, 2),))     1,5
-      4 5 6 7               along both                Devices(0, ((4, 2), (1, 4)))     0-7
+    mesh data=2, model=4    along "model", from 4     Devices(4, ((1, 4),))             4-7
+      0 1 2 3               along "data", from 1      Devices(1, ((4, 2),))             1,5
+      4 5 6 7               along both                Devices(0, ((4, 2), (1, 4)))      0-7
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ _MOST = 4  # runs or summands that are printed; of more the first two and the la
 class Devices:
     """A box of a mesh.
 
+    Args:
+        first: the lowest device.
+        steps: (stride, size) of each axis along which it extends, major to minor.
+
     >>> list(Devices(1, ((4, 2), (1, 2))))
     [1, 2, 5, 6]
     """
 
-    first: int  # the lowest device
-    steps: tuple[
-        tuple[int, int], ...
-    ] = ()  # (stride, size) of each axis along which it extends, major to minor
+    first: int
+    steps: tuple[tuple[int, int], ...] = ()
 
     @property
     def count(self) -> int:
@@ -41,10 +43,10 @@ class Devices:
     def device(self, index: int) -> int:
         """Return the device at an index in ascending order."""
         coordinates = arithmetic.unravel(index, [size for _, size in self.steps])
-        return self.first + sum(
-            coordinate * stride
-            for coordinate, (stride, _) in zip(coordinates, self.steps, strict=True)
-        )
+        device = self.first
+        for coordinate, (stride, _) in zip(coordinates, self.steps, strict=True):
+            device += coordinate * stride
+        return device
 
     def __iter__(self) -> Iterator[int]:
         return (self.device(index) for index in range(self.count))
@@ -57,14 +59,15 @@ def box(mesh: Mesh, axes: Collection[str], first: int) -> Devices:
     Devices(first=1, steps=((4, 2),))
     """
     strides = arithmetic.strides([size for _, size in mesh.axes])
-    steps = zip(mesh.axes, strides, strict=True)
-    return Devices(
-        first, tuple((stride, size) for (name, size), stride in steps if name in axes and size > 1)
-    )
+    steps: list[tuple[int, int]] = []
+    for (name, size), stride in zip(mesh.axes, strides, strict=True):
+        if name in axes and size > 1:
+            steps.append((stride, size))
+    return Devices(first, tuple(steps))
 
 
 def elided(count: int, most: int, first: int = 2) -> tuple[int | None, ...]:
-    """Return the indices 0 .. count-1, or, of more than `most`, the first ones, a None and the last.
+    """Return the indices 0 .. count-1, or, of more than `most`, the first ones, None and the last.
 
     >>> elided(3, 4), elided(100, 4)
     ((0, 1, 2), (0, 1, None, 99))
@@ -80,26 +83,29 @@ def listed(devices: Devices) -> str:
     >>> listed(Devices(0, ((8, 2), (1, 4)))), listed(Devices(0, ((2, 64),)))
     ('0-3,8-11', '0,2,…,126')
     """
-    length, steps = 1, list(devices.steps)
-    while steps and steps[-1][0] == length:  # the box is without holes so far
+    # The minor axes without holes are one run: each steps over all devices of those below it.
+    length = 1
+    steps = list(devices.steps)
+    while steps and steps[-1][0] == length:
         length *= steps.pop()[1]
+
     starts = Devices(devices.first, tuple(steps))
-    run_indices = elided(starts.count, _MOST)
-    return ",".join(
-        "…" if index is None else _run(starts.device(index), length) for index in run_indices
-    )
+    runs: list[str] = []
+    for index in elided(starts.count, _MOST):
+        runs.append("…" if index is None else _run(starts.device(index), length))
+    return ",".join(runs)
 
 
 def summed(devices: Devices) -> str:
-    """Print devices as the sum of their values.
+    """Write devices as the sum of their values.
 
     >>> summed(Devices(4, ((1, 2),))), summed(Devices(0, ((1, 16),)))
     ('4+5', '0+1+…+15')
     """
-    return "+".join(
-        "…" if index is None else str(devices.device(index))
-        for index in elided(devices.count, _MOST)
-    )
+    summands: list[str] = []
+    for index in elided(devices.count, _MOST):
+        summands.append("…" if index is None else str(devices.device(index)))
+    return "+".join(summands)
 
 
 def _run(start: int, length: int) -> str:

@@ -1,22 +1,24 @@
 """The plan of a picture: a layout as a grid of cells, independent of the output format.
 
-A tensor has a *side* per dim that is drawn (sharded ones, and others until there are two); a flat tensor has one side
-in all. The last two sides are the rows and columns of a grid; those before make a block of it per part. A cell is a
-shard with the devices that hold it; devices without any are not drawn.
+A tensor has a *side* per dim that is drawn (sharded ones, and others until there are two); a flat
+tensor has one side in all. The last two sides are the rows and columns of a grid; those before make
+a block of it per part. A cell is a shard with the devices that hold it; devices without any are not
+drawn.
 
     (8, 6) as P("data", "model")            (4, 6, 2) as P("data", "model", "pipe")
               columns: dim 1@model             blocks: dim 0@data    rows: dim 1    columns: dim 2
     rows:       0  1                           0:2  [ 0 1 ]   2:4  [ 4 5 ]
     dim 0@data  2  3 ...                            [ 2 3 ]        [ 6 7 ]
 
-Only visible cells are computed, so the size of the mesh does not matter. None replaces omitted parts.
+Only visible cells are computed, so the size of the mesh does not matter. None replaces omitted
+parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice, product
+from itertools import islice, product
 from math import prod
 
 import torch
@@ -32,12 +34,19 @@ _MOST_PLACES = 32  # of blocks, drawn or left out, before the last one
 
 @dataclass(frozen=True)
 class Cell:
-    """One shard of the tensor."""
+    """One shard of the tensor.
 
-    shard: int  # its number, in device order
-    ranges: tuple[Range, ...]  # of each dim, or the one flat range
-    copies: Devices  # one device of every replica
-    summands: Devices  # the steps from there to the devices whose sum the replica is
+    Args:
+        shard: its number, in device order.
+        ranges: of each dim, or the one flat range.
+        copies: one device of every replica.
+        summands: the steps from there to the devices whose sum the replica is.
+    """
+
+    shard: int
+    ranges: tuple[Range, ...]
+    copies: Devices
+    summands: Devices
 
     @property
     def is_empty(self) -> bool:
@@ -46,19 +55,29 @@ class Cell:
 
     def holders(self) -> Iterator[tuple[int, ...]]:
         """Yield the devices of every replica: the value of the shard is the sum over them."""
-        return (tuple(copy + step for step in self.summands) for copy in self.copies)
+        for copy in self.copies:
+            yield tuple(copy + step for step in self.summands)
 
 
 @dataclass(frozen=True)
 class Side:
-    """A dim of the tensor, or all of them flattened."""
+    """A dim of the tensor, or all of them flattened.
 
-    name: str  # "dim 0@data"
-    dim: int  # 0 for all of them flattened
-    axes: tuple[str, ...]  # that shard it, major to minor
+    Args:
+        name: such as "dim 0@data".
+        dim: 0 for all of them flattened.
+        axes: that shard it, major to minor.
+        parts: the number of ranges that it is cut into.
+        shown: the parts that are drawn; None where some are omitted.
+        labels: of the parts drawn, such as "0:4".
+    """
+
+    name: str
+    dim: int
+    axes: tuple[str, ...]
     parts: int
-    shown: tuple[int | None, ...]  # the parts that are drawn; None where some are omitted
-    labels: tuple[str, ...]  # of the parts drawn: "0:4"
+    shown: tuple[int | None, ...]
+    labels: tuple[str, ...]
 
     @property
     def title(self) -> str:
@@ -68,23 +87,38 @@ class Side:
 
 @dataclass(frozen=True)
 class GridBlock:
-    """A grid of cells: rows of columns. None where parts are omitted. `where` is its index in the outer sides."""
+    """A grid of cells at one index in the outer sides.
 
-    where: str
+    Args:
+        title: the index in the outer sides, as text.
+        cells: rows of columns; None where parts are omitted.
+    """
+
+    title: str
     cells: tuple[tuple[Cell | None, ...], ...]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A full picture: a grid per part of the sides that are neither rows nor columns."""
+    """A full picture: a grid per part of the sides that are neither rows nor columns.
+
+    Args:
+        type: of the tensor.
+        mesh: its devices.
+        rows: None for a tensor of fewer than two dims.
+        columns: None for a tensor without dims.
+        blocks: None where some are omitted.
+        notes: facts that are not drawn.
+        heading: in place of the type and the bytes.
+    """
 
     type: ShardType
     mesh: Mesh
-    rows: Side | None  # None for a tensor of fewer than two dims
-    columns: Side | None  # None for a tensor without dims
-    blocks: tuple[GridBlock | None, ...]  # None where some are omitted
-    notes: tuple[str, ...]  # facts that are not drawn
-    heading: tuple[str, str] | None = None  # in place of the type and the bytes
+    rows: Side | None
+    columns: Side | None
+    blocks: tuple[GridBlock | None, ...]
+    notes: tuple[str, ...]
+    heading: tuple[str, str] | None = None
 
     @property
     def layout(self) -> Layout:
@@ -94,9 +128,11 @@ class Grid:
     @property
     def cells(self) -> tuple[Cell, ...]:
         """All cells that are drawn."""
-        return tuple(
-            cell for block in self.blocks if block for row in block.cells for cell in row if cell
-        )
+        cells: list[Cell] = []
+        for block in self.blocks:
+            for row in block.cells if block is not None else ():
+                cells += [cell for cell in row if cell is not None]
+        return tuple(cells)
 
 
 def plan_grid(kind: ShardType, mesh: Mesh) -> Grid:
@@ -104,22 +140,25 @@ def plan_grid(kind: ShardType, mesh: Mesh) -> Grid:
 
     >>> import torch
     >>> from fshard.mesh.layout.spec import P
-    >>> grid = plan_grid(ShardType(torch.float32, (8, 6), P("data")), Mesh((("data", 2), ("model", 2)), "virtual", "cpu"))
+    >>> mesh = Mesh((("data", 2), ("model", 2)), "virtual", "cpu")
+    >>> grid = plan_grid(ShardType(torch.float32, (8, 6), P("data")), mesh)
     >>> [(cell.ranges, list(cell.holders())) for cell in grid.cells]
     [(((0, 4), (0, 6)), [(0,), (1,)]), (((4, 8), (0, 6)), [(2,), (3,)])]
     """
-    layout = Layout(mesh, kind.spec, kind.memory, unit="drawn")  # whose dims may be uneven
+    layout = Layout(mesh, kind.spec, kind.memory, unit="drawn")  # of a unit dims may be uneven
     layout.check(kind.shape)
-    dims = enumerate(layout.spec.dims(len(kind.shape)) if not layout.spec.is_flat else ())
-    return _grid(
-        kind,
-        layout,
-        _sides(kind.shape, layout, [dim for dim, axes in dims if _parts(layout, axes) > 1]),
-    )
+    cut_dims: list[int] = []
+    if not layout.spec.is_flat:
+        for dim, axes in enumerate(layout.spec.dims(len(kind.shape))):
+            if _parts(layout, axes) > 1:
+                cut_dims.append(dim)
+    return _grid(kind, layout, _sides(kind.shape, layout, cut_dims))
 
 
 def plan_mesh(mesh: Mesh) -> Grid:
     """Return the plan of the picture of a mesh: its devices by their coordinates.
+
+    It is that of a tensor with an element for each device.
 
     >>> grid = plan_mesh(Mesh((("data", 2), ("model", 3)), "virtual", "cpu"))
     >>> grid.rows.name, grid.columns.labels, [cell.shard for cell in grid.cells]
@@ -127,58 +166,59 @@ def plan_mesh(mesh: Mesh) -> Grid:
     """
     shape = tuple(mesh.shape.values())
     layout = Layout(mesh, P(*mesh.axis_names))
-    sides = tuple(
-        replace(
-            side,
-            name=side.axes[0],
-            labels=tuple("…" if index is None else str(index) for index in side.shown),
-        )
-        for side in _sides(shape, layout, [*range(len(shape))])
-    )
-    heading = (str(mesh), "1 device" if mesh.size == 1 else f"{mesh.size:,} devices")
-    return replace(
-        _grid(ShardType(torch.int64, shape, layout.spec), layout, sides), notes=(), heading=heading
-    )
+    sides: list[Side] = []
+    for side in _sides(shape, layout, [*range(len(shape))]):
+        coordinates = ["…" if index is None else str(index) for index in side.shown]
+        sides.append(replace(side, name=side.axes[0], labels=tuple(coordinates)))
+
+    grid = _grid(ShardType(torch.int64, shape, layout.spec), layout, tuple(sides))
+    count = "1 device" if mesh.size == 1 else f"{mesh.size:,} devices"
+    return replace(grid, notes=(), heading=(str(mesh), count))
 
 
 def _grid(kind: ShardType, layout: Layout, sides: tuple[Side, ...]) -> Grid:
-    outer, (rows, columns) = sides[:-2], (None, None, *sides)[-2:]
-    every_index = product(*(side.shown for side in outer))
-    block_indices = [*islice(every_index, _MOST_PLACES)]
-    if next(every_index, None) is not None:  # some are omitted, up to the last one
-        block_indices += [(None,), tuple(side.shown[-1] for side in outer)]
-    blocks = (
-        None
-        if None in block_index
-        else _block(kind.shape, layout, outer, block_index, rows, columns)
-        for block_index in block_indices
-    )
-    hidden = {*range(0 if kind.spec.is_flat else len(kind.shape))} - {side.dim for side in sides}
-    names = ", ".join(f"dim {dim} ({kind.shape[dim]})" for dim in sorted(hidden))
-    notes = (f"not drawn, unsharded: {names}",) if names else ()
-    return Grid(
-        kind, layout.mesh, rows, columns, tuple(block for block, _ in groupby(blocks)), notes
-    )
+    outer_sides = sides[:-2]
+    rows, columns = (None, None, *sides)[-2:]
+
+    # Only so many indices of blocks are visited, as a tensor may have many outer sides.
+    indices = product(*[side.shown for side in outer_sides])
+    block_indices = [*islice(indices, _MOST_PLACES)]
+    is_cut_short = next(indices, None) is not None
+    if is_cut_short:
+        last = tuple(side.shown[-1] for side in outer_sides)
+        block_indices += [(None,), last]
+    blocks: list[GridBlock | None] = []
+    for block_index in block_indices:
+        if None not in block_index:
+            blocks.append(_block(kind.shape, layout, outer_sides, block_index, rows, columns))
+        elif blocks[-1] is not None:
+            blocks.append(None)  # one for all blocks that are omitted here
+
+    hidden_dims: list[str] = []
+    if not kind.spec.is_flat:
+        drawn_dims = {side.dim for side in sides}
+        for dim, length in enumerate(kind.shape):
+            if dim not in drawn_dims:
+                hidden_dims.append(f"dim {dim} ({length})")
+    notes = (f"not drawn, unsharded: {', '.join(hidden_dims)}",) if hidden_dims else ()
+    return Grid(kind, layout.mesh, rows, columns, tuple(blocks), notes)
 
 
-def _sides(shape: Sequence[int], layout: Layout, cut: list[int]) -> tuple[Side, ...]:
-    """Return the sides to draw: the dims in `cut`, and the last others until there are two."""
+def _sides(shape: Sequence[int], layout: Layout, cut_dims: list[int]) -> tuple[Side, ...]:
+    """Return the sides to draw: the dims that are cut, and the last others until there are two."""
     if layout.spec.flat_axes is not None:
         return (_side(shape, layout, "flat", 0, layout.spec.split_axes, _INSIDE),)
-    dims = dict(enumerate(layout.spec.dims(len(shape))))
-    uncut = [dim for dim in reversed(dims) if dim not in cut]
-    drawn = sorted(cut + uncut[: max(0, 2 - len(cut))])
-    return tuple(
-        _side(
-            shape,
-            layout,
-            f"dim {dim}",
-            dim,
-            dims[dim],
-            _OUTSIDE if number < len(drawn) - 2 else _INSIDE,
-        )
-        for number, dim in enumerate(drawn)
-    )
+
+    axes_of_dims = layout.spec.dims(len(shape))
+    uncut_dims = [dim for dim in reversed(range(len(axes_of_dims))) if dim not in cut_dims]
+    missing = max(0, 2 - len(cut_dims))
+    drawn_dims = sorted(cut_dims + uncut_dims[:missing])
+    sides: list[Side] = []
+    for number, dim in enumerate(drawn_dims):
+        is_outer = number < len(drawn_dims) - 2
+        limit = _OUTSIDE if is_outer else _INSIDE
+        sides.append(_side(shape, layout, f"dim {dim}", dim, axes_of_dims[dim], limit))
+    return tuple(sides)
 
 
 def _side(
@@ -189,60 +229,67 @@ def _side(
     axes: tuple[str, ...],
     limit: tuple[int, int],
 ) -> Side:
+    """Return one side, of which so many parts are drawn: see `elided`."""
     parts = _parts(layout, axes)
     shown = elided(parts, *limit)
-    owners = [
-        None
-        if index is None
-        else layout.mesh.index(layout.place | _coordinates(layout, axes, index))
-        for index in shown
-    ]
-    labels = tuple(
-        "…" if owner is None else "{}:{}".format(*layout.ranges(shape, owner)[dim])
-        for owner in owners
-    )
-    return Side(f"{name}@{'+'.join(axes)}" if axes else name, dim, axes, parts, shown, labels)
+    labels: list[str] = []
+    for index in shown:
+        if index is None:
+            labels.append("…")
+        else:
+            owner = layout.mesh.index(layout.place | _coordinates(layout, axes, index))
+            start, stop = layout.ranges(shape, owner)[dim]
+            labels.append(f"{start}:{stop}")
+    if axes:
+        name = f"{name}@{'+'.join(axes)}"
+    return Side(name, dim, axes, parts, shown, tuple(labels))
 
 
 def _block(
     shape: Sequence[int],
     layout: Layout,
-    outer: Sequence[Side],
+    outer_sides: Sequence[Side],
     block_index: Sequence[int | None],
     rows: Side | None,
     columns: Side | None,
 ) -> GridBlock:
     """Return the grid of the cells at one index in the outer sides."""
+    titles: list[str] = []
+    for side, index in zip(outer_sides, block_index, strict=True):
+        titles.append(f"{side.name} {side.labels[side.shown.index(index)]}")
 
-    def cell(row: int | None, column: int | None) -> Cell | None:
-        parts = [*zip((*outer, rows, columns), (*block_index, row, column), strict=True)]
-        coordinates: dict[str, int] = {}
-        for side, index in parts:
-            if index is None:
-                return None
-            coordinates |= _coordinates(layout, side.axes, index) if side else {}
-        return _cell(shape, layout, coordinates)
-
-    where = [
-        f"{side.name} {side.labels[side.shown.index(index)]}"
-        for side, index in zip(outer, block_index, strict=True)
-    ]
-    down = rows.shown if rows else (0,)
-    right = columns.shown if columns else (0,)
-    return GridBlock(
-        ", ".join(where), tuple(tuple(cell(row, column) for column in right) for row in down)
-    )
+    sides = (*outer_sides, rows, columns)
+    row_indices = (0,) if rows is None else rows.shown
+    column_indices = (0,) if columns is None else columns.shown
+    cells: list[tuple[Cell | None, ...]] = []
+    for row in row_indices:
+        indices = [(*block_index, row, column) for column in column_indices]
+        cells.append(tuple([_cell(shape, layout, sides, index) for index in indices]))
+    return GridBlock(", ".join(titles), tuple(cells))
 
 
-def _cell(shape: Sequence[int], layout: Layout, coordinates: Mapping[str, int]) -> Cell:
-    """Return the shard whose owners have these coordinates along the sharding axes."""
-    mesh, spec = layout.mesh, layout.spec
+def _cell(
+    shape: Sequence[int],
+    layout: Layout,
+    sides: Sequence[Side | None],
+    indices: Sequence[int | None],
+) -> Cell | None:
+    """Return the shard at these indices in the sides; None where parts are omitted."""
+    coordinates: dict[str, int] = {}  # of the owners, along the axes that shard the tensor
+    for side, index in zip(sides, indices, strict=True):
+        if index is None:
+            return None
+        if side is not None:
+            coordinates |= _coordinates(layout, side.axes, index)
+
+    mesh = layout.mesh
+    spec = layout.spec
+    owner_axes = [name for name in mesh.axis_names if name in spec.split_axes]
+    sizes = [mesh.shape[name] for name in owner_axes]
+    shard = arithmetic.ravel([coordinates.get(name, 0) for name in owner_axes], sizes)
     first = mesh.index({**layout.place, **coordinates})
-    owners = [name for name in mesh.axis_names if name in spec.split_axes]
     return Cell(
-        shard=arithmetic.ravel(
-            [coordinates.get(name, 0) for name in owners], [mesh.shape[name] for name in owners]
-        ),
+        shard=shard,
         ranges=layout.ranges(shape, first),
         copies=box(mesh, layout.replicated_axes, first),
         summands=box(mesh, spec.unreduced, 0),
@@ -254,8 +301,6 @@ def _parts(layout: Layout, axes: Sequence[str]) -> int:
 
 
 def _coordinates(layout: Layout, axes: Sequence[str], index: int) -> dict[str, int]:
-    return dict(
-        zip(
-            axes, arithmetic.unravel(index, [layout.mesh.shape[name] for name in axes]), strict=True
-        )
-    )
+    """Return the coordinates of a part of a side that some axes shard."""
+    sizes = [layout.mesh.shape[name] for name in axes]
+    return dict(zip(axes, arithmetic.unravel(index, sizes), strict=True))

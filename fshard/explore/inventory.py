@@ -1,8 +1,9 @@
 """The plan of the picture of a tree: layouts and bytes of its leaves.
 
-A tree of parameters or of an optimizer's state becomes branches and leaves, the children of a branch in order. A dict
-with dotted names, as of a module's parameters, becomes the tree that the names spell. Equal neighbours in a list are
-folded, so twelve equal blocks are one line and their bytes are counted twelve times.
+A tree of parameters or of an optimizer's state becomes branches and leaves, the children of a
+branch in order. A dict with dotted names, as of a module's parameters, becomes the tree that the
+names spell. Equal neighbours in a list are folded, so twelve equal blocks are one line and their
+bytes are counted twelve times.
 
     {"blocks": [b, b, b], "norm": g}    =>    blocks  [0..2] 3 x  w  f32[8@data, 6]
                                                                  b  f32[6]
@@ -11,8 +12,8 @@ folded, so twelve equal blocks are one line and their bytes are counted twelve t
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -21,11 +22,13 @@ import optree
 from torch import Tensor
 
 from fshard.explore.words import global_bytes, most_bytes
-from fshard.mesh.layout import NAMESPACE, Layout, Mesh, PyTree, ShardType
-from fshard.mesh.layout.counting import MEMORIES
+from fshard.mesh.layout import NAMESPACE, Layout, Memory, Mesh, PyTree, ShardType
 from fshard.mesh.layout.sharded import Sharded, typeof
 
 _o: Any = optree
+
+_LONGEST = 40
+"""The letters of a value that is no tensor."""
 
 
 class Bytes(NamedTuple):
@@ -49,7 +52,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class TreeEntry:
-    """A child under its name, or `count` equal neighbours under the names of the first and the last."""
+    """A child under its name, or `count` equal neighbours under the first and the last name."""
 
     name: str
     node: Leaf | Branch
@@ -76,35 +79,35 @@ def leaves_of(node: Leaf | Branch, times: int = 1) -> Iterator[tuple[Leaf, int]]
 def bytes_of(node: Leaf | Branch) -> Bytes:
     """Add up the bytes of all leaves below a node.
 
-    A leaf at a coordinate (of a stage, an owner) counts for the devices there: the fullest of them is taken.
+    A leaf at a coordinate (of a stage, an owner) counts for the devices there. Of these
+    coordinates the one with the most bytes counts.
     """
-    total = unplaced = 0
-    placed: dict[tuple[str, tuple[str, ...]], dict[int, int]] = defaultdict(
-        lambda: defaultdict(int)
-    )
+    total = 0
+    unplaced = 0
+    # By memory and the axes of a coordinate: the bytes at each coordinate, by its first device.
+    placed: dict[tuple[Memory, tuple[str, ...]], Counter[int]] = defaultdict(Counter)
     for leaf, times in leaves_of(node):
         if leaf.type is None:
             continue
-        total += times * global_bytes(leaf.type)
+        size_in_all = times * global_bytes(leaf.type)
+        total += size_in_all
         if leaf.layout is None:
-            unplaced += times * global_bytes(leaf.type)
+            unplaced += size_in_all
             continue
-        axes = tuple(axis for names, _ in leaf.type.spec.at for axis in names)
-        placed[leaf.layout.memory, axes][leaf.layout.mesh.index(leaf.layout.place)] += (
-            times * most_bytes(leaf.type, leaf.layout)
-        )
-    device, host, disk = (
-        sum(max(each.values()) for key, each in placed.items() if key[0] == memory)
-        for memory in MEMORIES
-    )
-    return Bytes(total, device, host, disk, unplaced)
+        device = leaf.layout.mesh.index(leaf.layout.place)
+        sizes = placed[leaf.layout.memory, leaf.type.spec.at_axes]
+        sizes[device] += times * most_bytes(leaf.type, leaf.layout)
+
+    fullest: Counter[Memory] = Counter()
+    for (memory, _), sizes in placed.items():
+        fullest[memory] += max(sizes.values())
+    return Bytes(total, fullest["device"], fullest["host"], fullest["disk"], unplaced)
 
 
 def meshes_of(node: Leaf | Branch) -> tuple[Mesh, ...]:
     """List the meshes of the tensors below a node, in order of occurrence."""
-    return tuple(
-        dict.fromkeys(leaf.layout.mesh for leaf, _ in leaves_of(node) if leaf.layout is not None)
-    )
+    layouts = [leaf.layout for leaf, _ in leaves_of(node)]
+    return tuple(dict.fromkeys(layout.mesh for layout in layouts if layout is not None))
 
 
 def take_stock(tree: PyTree) -> Leaf | Branch:
@@ -113,60 +116,96 @@ def take_stock(tree: PyTree) -> Leaf | Branch:
     >>> import torch
     >>> [(entry.name, entry.count) for entry in take_stock([torch.zeros(3)] * 4).entries]
     [('[0..3]', 4)]
-    >>> [(entry.name, entry.node.entries[0].name) for entry in take_stock({"a.w": torch.zeros(3), "b.w": 1}).entries]
+    >>> stock = take_stock({"a.w": torch.zeros(3), "b.w": 1})
+    >>> [(entry.name, entry.node.entries[0].name) for entry in stock.entries]
     [('a', 'w'), ('b', 'w')]
     """
     if isinstance(tree, Sharded):
-        return Leaf(
-            typeof(tree), replace(tree.layout, unit=None)
-        )  # blocks with equal layouts are drawn as one
+        layout = replace(tree.layout, unit=None)  # equal blocks are folded, whatever their units
+        return Leaf(typeof(tree), layout)
     if isinstance(tree, Tensor):
         return Leaf(typeof(tree), None)
     if tree is None or _o.tree_is_leaf(tree, namespace=NAMESPACE):
-        text = (
-            repr(tree)
-            if isinstance(tree, bool | int | float | complex | str | None)
-            else type(tree).__name__
-        )
-        return Leaf(None, None, text if len(text) <= 40 else text[:39] + "…")
+        return Leaf(None, None, _text_of(tree))
+
     children, _, keys, _ = _o.tree_flatten_one_level(tree, namespace=NAMESPACE)
-    names: tuple[Hashable, ...] = getattr(type(tree), "_fields", None) or keys
-    nodes = [(key, take_stock(child)) for key, child in zip(names, children, strict=True)]
+    names: Sequence[Hashable] = getattr(type(tree), "_fields", None) or keys  # of a named tuple
+    nodes = [(name, take_stock(child)) for name, child in zip(names, children, strict=True)]
     return _branch(type(tree).__name__, nodes)
 
 
-def _branch(kind: str, children: Sequence[tuple[Hashable, Leaf | Branch]]) -> Branch:
+def _text_of(x: object) -> str:
+    """Return a number or a string as text, anything else by its class."""
+    is_plain = isinstance(x, bool | int | float | complex | str | None)
+    text = repr(x) if is_plain else type(x).__name__
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST - 1]}…"
+    return text
+
+
+Child = tuple[Hashable, "Leaf | Branch"]
+"""A child of a branch, under its name or number."""
+
+
+def _branch(kind: str, children: Sequence[Child]) -> Branch:
     """Make a branch: dotted names become branches, then equal neighbours of a list are folded."""
-    groups: dict[Hashable, list[tuple[Hashable, Leaf | Branch]]] = defaultdict(list)
+    # By the name before the first dot: the names after it, None without a dot, and the nodes.
+    groups: dict[Hashable, list[tuple[str | None, Leaf | Branch]]] = defaultdict(list)
     for key, node in children:
-        head, dot, tail = key.partition(".") if isinstance(key, str) else (key, "", "")
-        groups[head].append((tail if dot else None, node))
-    if any(
-        len(entries) > 1 and None in dict(entries) for entries in groups.values()
-    ):  # "a" and "a.b"
-        return Branch(kind, _folded(children))
-    if any(None not in dict(entries) for entries in groups.values()) and all(
-        str(head).isdigit() for head in groups
-    ):
-        groups = {
-            int(str(head)): groups[head] for head in sorted(groups, key=lambda head: int(str(head)))
-        }
-    nodes = [
-        (head, entries[0][1] if None in dict(entries) else _branch("", entries))
-        for head, entries in groups.items()
-    ]
+        head, tail = _split_at_dot(key)
+        groups[head].append((tail, node))
+
+    nodes: list[Child] = []
+    for head, entries in _in_order(groups).items():
+        tails = [tail for tail, _ in entries]
+        if None not in tails:
+            nodes.append((head, _branch("", entries)))
+        elif len(entries) == 1:
+            nodes.append((head, entries[0][1]))
+        else:
+            return Branch(kind, _folded(children))  # "a" and "a.b": the names spell no tree
     return Branch(kind, _folded(nodes))
 
 
-def _folded(children: Sequence[tuple[Hashable, Leaf | Branch]]) -> tuple[TreeEntry, ...]:
+def _split_at_dot(key: Hashable) -> tuple[Hashable, str | None]:
+    """Return the part of a name before its first dot and the one after it; None without a dot."""
+    if not isinstance(key, str):
+        return key, None
+    head, dot, tail = key.partition(".")
+    return head, tail if dot else None
+
+
+def _in_order(groups: Mapping[Hashable, list[Any]]) -> Mapping[Hashable, list[Any]]:
+    """Sort the groups of "0.w", "1.w", ... by number: so they are a list, and can be folded."""
+    numbers: dict[int, Hashable] = {}
+    has_dots = False
+    for head, entries in groups.items():
+        if not str(head).isdecimal():
+            return groups
+        numbers[int(str(head))] = head
+        has_dots |= any(tail is not None for tail, _ in entries)
+    is_unique = len(numbers) == len(groups)  # unlike "1.w" and "01.w"
+    if not has_dots or not is_unique:
+        return groups
+    return {number: groups[numbers[number]] for number in sorted(numbers)}
+
+
+def _folded(children: Sequence[Child]) -> tuple[TreeEntry, ...]:
     """Fold equal neighbours of a list; named entries keep their lines."""
+
+    def key_of_run(child: Child) -> tuple[Hashable, Leaf | Branch]:
+        key, node = child
+        name = None if isinstance(key, int) else key
+        return name, node
+
     entries: list[TreeEntry] = []
-    for (_, node), run in groupby(
-        children, key=lambda child: (None if isinstance(child[0], int) else child[0], child[1])
-    ):
+    for (_, node), run in groupby(children, key_of_run):
         keys = [key for key, _ in run]
-        name = str(keys[0]) if isinstance(keys[0], str) else f"[{keys[0]!r}]"
-        entries.append(
-            TreeEntry(name if len(keys) == 1 else f"[{keys[0]}..{keys[-1]}]", node, len(keys))
-        )
+        if len(keys) > 1:
+            name = f"[{keys[0]}..{keys[-1]}]"
+        elif isinstance(keys[0], str):
+            name = keys[0]
+        else:
+            name = f"[{keys[0]!r}]"
+        entries.append(TreeEntry(name, node, len(keys)))
     return tuple(entries)

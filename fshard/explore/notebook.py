@@ -11,12 +11,17 @@ from fshard.mesh.layout.sharded import Sharded
 
 
 def register() -> None:
-    """Give fshard's values the method by which notebooks show a picture. IPython is never imported."""
-    kinds: tuple[Any, ...] = (Sharded, Mesh)
-    for kind in kinds:
-        kind._repr_html_ = _picture_of
-    layout: Any = Layout
-    layout._repr_html_ = _picture_of_layout
+    """Give fshard's values the method by which notebooks show a picture.
+
+    IPython is never imported.
+    """
+    methods: dict[Any, Any] = {
+        Sharded: _picture_of,
+        Mesh: _picture_of,
+        Layout: _picture_of_layout,
+    }
+    for kind, method in methods.items():
+        kind._repr_html_ = method
 
 
 def _picture_of(x: Sharded | Mesh) -> str:

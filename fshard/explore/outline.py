@@ -1,4 +1,4 @@
-"""A tree as an outline: in a terminal by rich, in a notebook as lists that open, with a picture of every leaf.
+"""A tree as an outline: in a terminal by rich, in a notebook as lists with pictures of the leaves.
 
 Every line is a name, a type or a class, and bytes. Both formats have the same plan and text.
 """
@@ -29,31 +29,34 @@ def tree_of(root: Branch) -> Tree:
 
 def _grow(tree: Tree, branch: Branch) -> None:
     for entry in branch.entries[:_MOST]:
-        style = "cyan" if isinstance(entry.node, Leaf) else "dim"
-        parts = [
-            (_name(entry), "bold"),
-            (_type_name(entry.node), style),
-            (amount(bytes_of(entry.node)), ""),
+        style_of_type = "cyan" if isinstance(entry.node, Leaf) else "dim"
+        texts = [
+            Text(_name(entry), "bold"),
+            Text(_type_name(entry.node), style_of_type),
+            Text(amount(bytes_of(entry.node))),
         ]
-        child = tree.add(Text("  ").join(Text(text, style) for text, style in parts if text))
+        child = tree.add(Text("  ").join(text for text in texts if text))
         if isinstance(entry.node, Branch):
             _grow(child, entry.node)
-    if more := _more(branch):
+    more = _more(branch)
+    if more:
         tree.add(Text(more, "dim"))
 
 
 def outline_of(root: Branch) -> str:
     """Draw a tree for a notebook, as HTML."""
-    return f'<div style="{_STYLE}">{_opened(f"<b>{escape(total(root))}</b>", _inside(root), indent=0.0)}</div>'
+    summary = f"<b>{escape(total(root))}</b>"
+    return f'<div style="{_STYLE}">{_opened(summary, _inside(root), indent=0.0)}</div>'
 
 
 def _inside(branch: Branch) -> str:
-    items = list[str]()
+    items: list[str] = []
     for entry in branch.entries[:_MOST]:
         node = entry.node
+        held = escape(amount(bytes_of(node)))
         words = (
             f"<b>{escape(_name(entry))}</b> <span>{escape(_type_name(node))}</span> "
-            f'<span style="opacity:{MUTED}">{escape(amount(bytes_of(node)))}</span>'
+            f'<span style="opacity:{MUTED}">{held}</span>'
         )
         if isinstance(node, Branch):
             items.append(_opened(words, _inside(node), indent=1.2))
@@ -61,16 +64,17 @@ def _inside(branch: Branch) -> str:
             items.append(f'<div style="margin-left:2.4em">{words}</div>')
         else:
             drawn = html_of(plan_grid(node.type, node.layout.mesh))
-            items.append(
-                f'<details style="margin-left:1.2em"><summary>{words}</summary>{drawn}</details>'
-            )
-    if more := _more(branch):
+            closed = f"<summary>{words}</summary>{drawn}"
+            items.append(f'<details style="margin-left:1.2em">{closed}</details>')
+    more = _more(branch)
+    if more:
         items.append(f'<div style="margin-left:2.4em;opacity:{MUTED}">{escape(more)}</div>')
     return "".join(items)
 
 
 def _opened(summary: str, inside: str, *, indent: float) -> str:
-    return f'<details open style="margin-left:{indent:g}em"><summary>{summary}</summary>{inside}</details>'
+    style = f"margin-left:{indent:g}em"
+    return f'<details open style="{style}"><summary>{summary}</summary>{inside}</details>'
 
 
 def _name(entry: TreeEntry) -> str:
@@ -80,20 +84,26 @@ def _name(entry: TreeEntry) -> str:
 def _type_name(node: Leaf | Branch) -> str:
     if isinstance(node, Branch):
         return node.kind
-    return str(node.type) if node.type is not None else node.text
+    return node.text if node.type is None else str(node.type)
 
 
 def _more(branch: Branch) -> str:
+    """Return the line of the children that are not listed; "" if all are."""
     hidden_entries = branch.entries[_MOST:]
+    if not hidden_entries:
+        return ""
     hidden = Branch(branch.kind, hidden_entries)
-    return f"… {len(hidden_entries):,} more  {amount(bytes_of(hidden))}" if hidden_entries else ""
+    return f"… {len(hidden_entries):,} more  {amount(bytes_of(hidden))}"
 
 
 def total(root: Branch) -> str:
     """Return the line above a tree: its bytes and mesh."""
+    held = amount(bytes_of(root)) or "0 B"
+    line = f"{root.kind}, in all {held}"
     meshes = meshes_of(root)
-    where = f" · {' and '.join(map(str, meshes))}" if meshes else ""
-    return f"{root.kind}, in all {amount(bytes_of(root)) or '0 B'}{where}"
+    if meshes:
+        line += f" · {' and '.join(map(str, meshes))}"
+    return line
 
 
 def amount(held: Bytes) -> str:
@@ -104,12 +114,15 @@ def amount(held: Bytes) -> str:
     """
     if not held.total:
         return ""
-    parts = [size(held.total)]
-    parts += [f"{size(held.device)} per device"] if held.device else []
-    parts += [f"{size(held.host)} per device in host memory"] if held.host else []
-    parts += [f"{size(held.disk)} per device on disk"] if held.disk else []
-    if held.unplaced:
-        parts.append(
-            "on no mesh" if held.unplaced == held.total else f"{size(held.unplaced)} on no mesh"
-        )
-    return ", ".join(parts)
+    texts = [size(held.total)]
+    if held.device:
+        texts.append(f"{size(held.device)} per device")
+    if held.host:
+        texts.append(f"{size(held.host)} per device in host memory")
+    if held.disk:
+        texts.append(f"{size(held.disk)} per device on disk")
+    if held.unplaced == held.total:
+        texts.append("on no mesh")
+    elif held.unplaced:
+        texts.append(f"{size(held.unplaced)} on no mesh")
+    return ", ".join(texts)

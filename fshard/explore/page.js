@@ -1,12 +1,14 @@
 "use strict";
-// Draws the document of page.py. `state` is all that a reader has chosen, and is in the URL's fragment.
+// Draws the document of page.py. `state` is all that a reader has chosen, and is in the URL's
+// fragment. `choose` changes it, and draws what depends on it.
 
 const began = performance.now();
 const get = (id) => document.getElementById(id);
 const data = JSON.parse(get("data").textContent);
 const { plans, fills } = data;
 const state = { plan: 0, device: 0, leaf: -1, row: -1, zoom: [0, 1], filter: "" };
-const [LANE, START, END, SECONDS, NAME, BYTES, FLOPS, CALLS, ROW, UNIT] = Array(10).keys(); // fields of an event
+// The fields of an event, as `DrawnEvent` of page.py writes them.
+const [LANE, START, END, SECONDS, NAME, BYTES, FLOPS, CALLS, ROW, UNIT] = Array(10).keys();
 const INK = "#16191d"; // on fills
 const MOST = 250; // rows of a table
 const longest = Math.max(...plans.map((plan) => plan.numbers.seconds));
@@ -14,26 +16,37 @@ const chosen = () => plans[state.plan];
 const sum = (xs) => xs.reduce((a, b) => a + b, 0);
 const product = (xs) => xs.reduce((a, b) => a * b, 1);
 
-// -- text -------------------------------------------------------------------------------------------------------------
+// -- text -----------------------------------------------------------------------------------------
+const PREFIXES = ["", "k", "M", "G", "T", "P", "E"];
 const integer = (x) => Math.round(x).toLocaleString("en-US");
-const digits = (x) => (x < 9.995 ? x.toFixed(2) : x < 99.95 ? x.toFixed(1) : integer(x));
+/** Return a number with three digits: 1.23, 12.3, 123; the bounds are those of rounded numbers. */
+function digits(x) {
+  if (x < 9.995) return x.toFixed(2);
+  if (x < 99.95) return x.toFixed(1);
+  return integer(x);
+}
 function scaled(x, unit) {
-  const power = x < 999.5 ? 0 : Math.min(6, Math.floor(Math.log10(x * 1.0005) / 3));
-  return `${power ? digits(x / 1000 ** power) : integer(x)} ${["", "k", "M", "G", "T", "P", "E"][power]}${unit}`;
+  if (x < 999.5) return `${integer(x)} ${unit}`;
+  // The factor lets 999,600 be 1.00 M, as its digits are rounded, and not 1,000 k.
+  const power = Math.min(6, Math.floor(Math.log10(x * 1.0005) / 3));
+  return `${digits(x / 1000 ** power)} ${PREFIXES[power]}${unit}`;
 }
 const bytes = (x) => scaled(x, "B");
 function seconds(x) {
-  const [unit, factor] = x >= 0.9995 ? ["s", 1] : x >= 0.9995e-3 || !x ? ["ms", 1e3] : ["µs", 1e6];
-  return `${digits(x * factor)} ${unit}`;
+  if (x >= 0.9995) return `${digits(x)} s`;
+  if (x >= 0.9995e-3 || !x) return `${digits(x * 1e3)} ms`;
+  return `${digits(x * 1e6)} µs`;
 }
 const escaped = (x) => String(x).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 const code = (x) => `<code>${escaped(x)}</code>`;
 const square = (colour) => `<i style="background:${colour}"></i>`;
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const percent = (x) => `${(100 * x).toFixed(1)} %`;
 const plural = (n, noun) => `${integer(n)} ${noun}${n === 1 ? "" : "s"}`;
+function css(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
 
-// -- devices and shards -----------------------------------------------------------------------------------------------
+// -- devices and shards ---------------------------------------------------------------------------
 const axisSize = (plan, axis) => plan.axes[axis][1];
 const meshSize = (plan) => product(plan.axes.map(([, n]) => n));
 function coordinates(plan, device) {
@@ -44,130 +57,226 @@ function coordinates(plan, device) {
   }
   return point;
 }
-const deviceOf = (plan, point) => point.reduce((device, c, axis) => device * axisSize(plan, axis) + c, 0);
-const written = (plan, device) => coordinates(plan, device).map((c, axis) => `${plan.axes[axis][0]} ${c}`).join(" · ");
+function deviceOf(plan, point) {
+  return point.reduce((device, c, axis) => device * axisSize(plan, axis) + c, 0);
+}
+function written(plan, device) {
+  const texts = coordinates(plan, device).map((c, axis) => `${plan.axes[axis][0]} ${c}`);
+  return texts.join(" · ");
+}
 /** The device of the report that does what a device does. */
-const representative = (plan, device) => plan.devices[plan.stage === null ? 0 : coordinates(plan, device)[plan.stage]];
-/** The number of the shard of a leaf that the device at a point has; -1 if it has none, null without a layout. */
+function representative(plan, device) {
+  const stage = plan.stage === null ? 0 : coordinates(plan, device)[plan.stage];
+  return plan.devices[stage];
+}
+/** The number of a leaf's shard on the device at a point: -1 for none, null without a layout. */
 function shardAt(plan, leaf, point) {
   if (!leaf || leaf.layout < 0) return null;
   const { axes, place } = plan.layouts[leaf.layout];
-  if (place.some(([axis, c]) => point[axis] !== c)) return -1;
+  const isElsewhere = place.some(([axis, c]) => point[axis] !== c);
+  if (isElsewhere) return -1;
   return axes.reduce((shard, axis) => shard * axisSize(plan, axis) + point[axis], 0);
 }
 function localShape(plan, leaf, device) {
   let shard = shardAt(plan, leaf, coordinates(plan, device));
   if (shard === null || shard < 0) return null;
-  return plan.layouts[leaf.layout].shapes.find(([count]) => (shard -= count) < 0)[1];
+  for (const [count, shape] of plan.layouts[leaf.layout].shapes) { // runs of equal shapes
+    shard -= count;
+    if (shard < 0) return shape;
+  }
+  throw new Error(`${leaf.path} has fewer shards than devices`);
 }
-const localBytes = (plan, leaf, device) => product(localShape(plan, leaf, device) || [0]) * leaf.item;
+function localBytes(plan, leaf, device) {
+  const shape = localShape(plan, leaf, device);
+  return shape ? product(shape) * leaf.item : 0;
+}
 
-// -- the mesh ---------------------------------------------------------------------------------------------------------
+// -- the mesh -------------------------------------------------------------------------------------
 function context(canvas, width, height) {
   const ratio = devicePixelRatio || 1;
-  [canvas.width, canvas.height, canvas.style.height] = [width * ratio, height * ratio, `${height}px`];
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
+  canvas.style.height = `${height}px`;
   const g = canvas.getContext("2d");
   g.scale(ratio, ratio);
-  [g.font, g.textBaseline] = ["11px system-ui, sans-serif", "middle"];
+  g.font = "11px system-ui, sans-serif";
+  g.textBaseline = "middle";
   return g;
 }
-/** Make axes columns and rows, so that the picture is about twice as wide as high; long axes are broken in two. */
+/**
+ * Return the steps of the picture along an axis: { axis, n, unit }, where a coordinate c is in step
+ * floor(c / unit) % n. A long axis is broken in two, of which the inner one has at most 32 steps.
+ */
+function stepsOf([, n], axis) {
+  if (n <= 32) return [{ axis, n, unit: 1 }];
+  let unit = Math.min(32, Math.floor(Math.sqrt(2 * n)));
+  while (n % unit) unit -= 1;
+  if (unit === 1) return [{ axis, n, unit }]; // a prime
+  return [{ axis, n: n / unit, unit }, { axis, n: unit, unit: 1 }];
+}
+/** Make axes columns and rows, so that the picture is about twice as wide as high. */
 function arrange(axes) {
-  const steps = axes.flatMap(([, n], axis) => {
-    let unit = n > 32 ? Math.min(32, Math.floor(Math.sqrt(2 * n))) : 1;
-    while (n % unit) unit -= 1;
-    return unit > 1 ? [{ axis, n: n / unit, unit }, { axis, n: unit, unit: 1 }] : [{ axis, n, unit }];
-  });
-  const divide = (_, mask) => [1, 0].map((bit) => steps.filter((_, i) => (mask >> i & 1) === bit));
-  const count = (side) => product(side.map((s) => s.n));
+  const steps = axes.flatMap(stepsOf);
+  const count = (side) => product(side.map((step) => step.n));
   const error = ([x, y]) => Math.abs(Math.log(count(x) / count(y) / 2.1));
-  const sides = Array.from({ length: 2 ** steps.length }, divide).reduce((a, b) => (error(b) < error(a) ? b : a));
-  const extents = sides.map((side) => side.reduceRight((extent, step, i) => {
+  let sides = null;
+  for (let mask = 0; mask < 2 ** steps.length; mask += 1) { // its bits are the columns
+    const isColumn = (i) => (mask >> i) % 2 === 1;
+    const divided = [steps.filter((_, i) => isColumn(i)), steps.filter((_, i) => !isColumn(i))];
+    if (!sides || error(divided) < error(sides)) sides = divided;
+  }
+  return { sides, extents: sides.map(setStrides) };
+}
+/** Set the stride of each step of a side, in cells; return its extent, with gaps between axes. */
+function setStrides(side) {
+  let extent = 1;
+  for (let i = side.length - 1; i >= 0; i -= 1) {
+    const step = side[i];
     const hasGap = i + 1 < side.length && side[i + 1].axis !== step.axis;
     step.stride = extent + (hasGap ? 0.25 + 0.05 * extent : 0);
-    return extent + step.stride * (step.n - 1);
-  }, 1));
-  return { sides, extents };
+    extent += step.stride * (step.n - 1);
+  }
+  return extent;
+}
+/** Return the offset of a point along a side, in cells. */
+function offsetOn(side, point) {
+  const offsets = side.map(({ axis, n, unit, stride }) => (
+    (Math.floor(point[axis] / unit) % n) * stride));
+  return sum(offsets);
 }
 
 let cells = null; // the mesh as drawn: { x, y, w, h }, with entries of x and y for each device
 function drawMesh() {
-  const [plan, leaf] = [chosen(), chosen().leaves[state.leaf]];
+  const plan = chosen();
+  const leaf = plan.leaves[state.leaf];
   const { sides, extents } = arrange(plan.axes);
+  const [columns, rows] = sides;
+  const label = (side, i) => `${plan.axes[side[0].axis][0]} ${i * side[0].unit}`;
+
+  // Room for the labels of rows and columns, then cells as large as fit.
   const width = get("mesh").clientWidth;
-  const label = (side, i) => `${plan.axes[sides[side][0].axis][0]} ${i * sides[side][0].unit}`;
-  const [left, top] = [sides[1].length ? 8 + 6.3 * label(1, sides[1][0].n).length : 0, sides[0].length ? 18 : 0];
-  const h = Math.min(64, (innerWidth > 900 ? 322 : 262) / extents[1]);
+  const left = rows.length ? 8 + 6.3 * label(rows, rows[0].n).length : 0;
+  const top = columns.length ? 18 : 0;
+  const most = innerWidth > 900 ? 322 : 262;
+  const h = Math.min(64, most / extents[1]);
   const w = Math.min(150, (width - left - 1) / extents[0], Math.max(h * 3, 8));
   const g = context(get("mesh"), width, Math.max(top + h * extents[1] + 2, 60));
-  const gap = Math.min(w, h) > 12 ? 2 : Math.min(w, h) > 4 ? 1 : 0;
+  const smallest = Math.min(w, h);
+  let gap = 0;
+  if (smallest > 12) gap = 2;
+  else if (smallest > 4) gap = 1;
+
   const fillOf = colours(plan, leaf);
   cells = { x: [], y: [], w, h };
   for (let device = 0; device < meshSize(plan); device += 1) {
     const point = coordinates(plan, device);
-    const [x, y] = sides.map((side) => sum(side.map((s) => (Math.floor(point[s.axis] / s.unit) % s.n) * s.stride)));
-    [cells.x[device], cells.y[device]] = [left + x * w, top + y * h];
+    const x = left + offsetOn(columns, point) * w;
+    const y = top + offsetOn(rows, point) * h;
+    cells.x[device] = x;
+    cells.y[device] = y;
     const shard = shardAt(plan, leaf, point);
     g.fillStyle = fillOf(device, shard);
-    g.fillRect(cells.x[device], cells.y[device], Math.max(w - gap, 0.7), Math.max(h - gap, 0.7));
-    if (w < 52 || h < 30) continue;
+    g.fillRect(x, y, Math.max(w - gap, 0.7), Math.max(h - gap, 0.7));
+    if (w < 52 || h < 30) continue; // no room for words
     g.fillStyle = shard === -1 ? css("muted") : INK;
-    const held = shard < 0 ? "none" : `shard ${integer(shard)}`;
-    const lines = [integer(device), shard === null ? bytes(representative(plan, device).peak) : held];
-    lines.forEach((line, i) => g.fillText(line, cells.x[device] + 5, cells.y[device] + 11 + 14 * i));
+    g.fillText(integer(device), x + 5, y + 11);
+    g.fillText(wordsOfCell(plan, device, shard), x + 5, y + 25);
   }
+
   g.fillStyle = css("muted");
-  sides.forEach(([step], side) => { // as many labels of the outermost axis as have room
-    const room = step && [g.measureText(label(side, step.n)).width + 8, 13][side] / (step.stride * [w, h][side]);
-    for (let i = 0; step && i < step.n; i += Math.ceil(room)) {
-      const [x, y] = side ? [0, top + i * step.stride * h + h / 2] : [left + i * step.stride * w, 8];
-      g.fillText(label(side, i), x, y);
-    }
-  });
-  drawEdges(g, plan);
-  [g.strokeStyle, g.lineWidth] = [css("text"), 2];
-  g.strokeRect(cells.x[state.device], cells.y[state.device], Math.max(w - gap, 2), Math.max(h - gap, 2));
-  const [across, down] = sides.map((side) => [...new Set(side.map((s) => plan.axes[s.axis].join(" ")))].join(" × "));
-  const words = [plural(meshSize(plan), "device"), across && `across: ${across}`, down && `down: ${down}`];
-  get("mesh-note").textContent = words.filter(Boolean).join(" · ");
-}
-/** Return the colours of devices: by the shard of a leaf, or by peak memory; and write the legend. */
-function colours(plan, leaf) {
-  const empty = css("empty");
-  if (leaf && leaf.layout >= 0) {
-    const { axes, place, shapes } = plan.layouts[leaf.layout];
-    const shards = sum(shapes.map(([count]) => count));
-    const owners = meshSize(plan) / product(place.map(([axis]) => axisSize(plan, axis)));
-    const along = axes.length ? ` along ${axes.map((axis) => plan.axes[axis][0]).join(", ")}` : "";
-    get("mesh-legend").innerHTML = `<span>${escaped(leaf.path)}: ${plural(shards, "shard")}${along}, each on `
-      + `${plural(owners / shards, "device")}</span>${place.length ? `<span>${square(empty)}has none</span>` : ""}`;
-    return (_, shard) => (shard < 0 ? empty : fills[shard % fills.length]);
+  // As many labels of the outermost axis of each side as have room.
+  if (columns.length) {
+    const [{ n, stride }] = columns;
+    const each = Math.ceil((g.measureText(label(columns, n)).width + 8) / (stride * w));
+    for (let i = 0; i < n; i += each) g.fillText(label(columns, i), left + i * stride * w, 8);
   }
+  if (rows.length) {
+    const [{ n, stride }] = rows;
+    const each = Math.ceil(13 / (stride * h));
+    for (let i = 0; i < n; i += each) g.fillText(label(rows, i), 0, top + i * stride * h + h / 2);
+  }
+  drawEdges(g, plan);
+  g.strokeStyle = css("text");
+  g.lineWidth = 2;
+  const x = cells.x[state.device];
+  const y = cells.y[state.device];
+  g.strokeRect(x, y, Math.max(w - gap, 2), Math.max(h - gap, 2));
+  get("mesh-note").textContent = wordsOfMesh(plan, columns, rows);
+}
+function wordsOfCell(plan, device, shard) {
+  if (shard === null) return bytes(representative(plan, device).peak);
+  return shard < 0 ? "none" : `shard ${integer(shard)}`;
+}
+function wordsOfMesh(plan, columns, rows) {
+  // An axis that is broken in two has two steps.
+  const axesOf = (side) => [...new Set(side.map((step) => plan.axes[step.axis].join(" ")))];
+  const words = [plural(meshSize(plan), "device")];
+  if (columns.length) words.push(`across: ${axesOf(columns).join(" × ")}`);
+  if (rows.length) words.push(`down: ${axesOf(rows).join(" × ")}`);
+  return words.join(" · ");
+}
+/** Return the colours of devices, and write the legend: by shard of a leaf, or by peak memory. */
+function colours(plan, leaf) {
+  return leaf && leaf.layout >= 0 ? coloursOfShards(plan, leaf) : coloursOfPeaks(plan);
+}
+function coloursOfShards(plan, leaf) {
+  const empty = css("empty");
+  const { axes, place, shapes } = plan.layouts[leaf.layout];
+  const shards = sum(shapes.map(([count]) => count));
+  const owners = meshSize(plan) / product(place.map(([axis]) => axisSize(plan, axis)));
+  const names = axes.map((axis) => plan.axes[axis][0]);
+  const along = names.length ? ` along ${names.join(", ")}` : "";
+  const devices = plural(owners / shards, "device");
+  const without = place.length ? `<span>${square(empty)}has none</span>` : "";
+  get("mesh-legend").innerHTML = `<span>${escaped(leaf.path)}: ${plural(shards, "shard")}${along}, `
+    + `each on ${devices}</span>${without}`;
+  return (_, shard) => (shard < 0 ? empty : fills[shard % fills.length]);
+}
+function coloursOfPeaks(plan) {
   const peaks = plan.devices.map((device) => device.peak);
-  const [lowest, highest] = [Math.min(...peaks), Math.max(...peaks)];
+  const lowest = Math.min(...peaks);
+  const highest = Math.max(...peaks);
   const range = [...new Set([lowest, highest])].map(bytes).join(" to ");
   const fraction = percent(highest / plan.capacity);
-  get("mesh-legend").innerHTML = `<span>${square(fills[0])}peak ${range}, ${fraction} of a device's memory</span>`;
-  const opacity = (peak) => Math.round(highest > lowest ? 140 + 115 * (peak - lowest) / (highest - lowest) : 255);
-  return (device) => fills[0] + opacity(representative(plan, device).peak).toString(16);
+  const words = `${square(fills[0])}peak ${range}, ${fraction} of a device's memory`;
+  get("mesh-legend").innerHTML = `<span>${words}</span>`;
+  return (device) => {
+    const { peak } = representative(plan, device);
+    const opacity = highest > lowest ? 140 + 115 * (peak - lowest) / (highest - lowest) : 255;
+    return fills[0] + Math.round(opacity).toString(16);
+  };
 }
-/** Draw lines between neighbours of the groups that the chosen row is along; those of the chosen device are thick. */
+/**
+ * Draw lines between neighbours of the groups that the chosen row is along; those of the chosen
+ * device are thick.
+ */
 function drawEdges(g, plan) {
   if (state.row < 0) return;
-  const along = plan.axes.flatMap(([name], axis) => (plan.rows[state.row].axes.includes(name) ? [axis] : []));
+  const names = plan.rows[state.row].axes;
+  const along = [...plan.axes.keys()].filter((axis) => names.includes(plan.axes[axis][0]));
   const here = coordinates(plan, state.device);
+  const isOfGroup = (point) => point.every((c, axis) => along.includes(axis) || c === here[axis]);
+
+  // The lines are in the middle of cells, or in a corner where these have words.
   const hasText = cells.w >= 52 && cells.h >= 30;
-  const [dx, dy] = hasText ? [cells.w - 9, cells.h - 9] : [cells.w / 2, cells.h / 2];
+  const dx = hasText ? cells.w - 9 : cells.w / 2;
+  const dy = hasText ? cells.h - 9 : cells.h / 2;
   const end = (device) => [cells.x[device] + dx, cells.y[device] + dy];
-  for (const isHere of cells.w > 5 && cells.h > 5 ? [false, true] : [true]) {
-    [g.strokeStyle, g.lineWidth] = isHere ? ["#d9480f", cells.h > 12 ? 3 : 2] : [`${INK}40`, 1];
+
+  const hasRoom = cells.w > 5 && cells.h > 5; // else only the group of the device is drawn
+  for (const isHere of hasRoom ? [false, true] : [true]) {
+    g.strokeStyle = isHere ? "#d9480f" : `${INK}40`;
+    const thick = cells.h > 12 ? 3 : 2;
+    g.lineWidth = isHere ? thick : 1;
     g.beginPath();
     for (let device = 0; device < meshSize(plan); device += 1) {
       const point = coordinates(plan, device);
-      if (point.every((c, axis) => along.includes(axis) || c === here[axis]) !== isHere) continue;
-      for (const axis of along.filter((each) => point[each] + 1 < axisSize(plan, each))) {
+      if (isOfGroup(point) !== isHere) continue;
+      for (const axis of along) {
+        if (point[axis] + 1 >= axisSize(plan, axis)) continue;
+        const next = point.map((c, i) => (i === axis ? c + 1 : c));
         g.moveTo(...end(device));
-        g.lineTo(...end(deviceOf(plan, point.map((c, i) => c + (i === axis)))));
+        g.lineTo(...end(deviceOf(plan, next)));
       }
     }
     g.stroke();
@@ -175,26 +284,36 @@ function drawEdges(g, plan) {
 }
 function deviceAt({ offsetX, offsetY }) {
   const { x, y, w, h } = cells;
-  return x.findIndex((left, i) => offsetX >= left && offsetX < left + w && offsetY >= y[i] && offsetY < y[i] + h);
+  const isInside = (start, length, offset) => offset >= start && offset < start + length;
+  return x.findIndex((left, i) => isInside(left, w, offsetX) && isInside(y[i], h, offsetY));
 }
 /** Choose the next device of a row or a column of the picture. */
 function moveDevice([dx, dy]) {
-  const [{ x, y }, here] = [cells, state.device];
+  const { x, y } = cells;
+  const here = state.device;
   const ahead = (i) => (x[i] - x[here]) * dx + (y[i] - y[here]) * dy;
-  const next = x.map((_, i) => i).filter((i) => ahead(i) > 0.1 && Math.abs(dx ? y[i] - y[here] : x[i] - x[here]) < 0.1);
+  const aside = (i) => Math.abs(dx ? y[i] - y[here] : x[i] - x[here]);
+  const next = [...x.keys()].filter((i) => ahead(i) > 0.1 && aside(i) < 0.1);
   if (next.length) choose({ device: next.reduce((a, b) => (ahead(b) < ahead(a) ? b : a)) });
 }
 
-// -- the timeline -----------------------------------------------------------------------------------------------------
-const [GUTTER, MEMORY] = [108, 112]; // the width of the names of lanes, the height of a memory curve
-const purposeFill = (k) => fills[[0, 3, 4, 1, 2, 6, 8, 10][k]];
-let lanes = []; // of the timeline as drawn: { y, h, plan, device, lane, name }, or { y, h, plan, device, title }
-const allLanes = [...new Set(plans.flatMap((plan) => plan.devices.flatMap((device) => device.lanes)))].slice(1);
+// -- the timeline ---------------------------------------------------------------------------------
+const GUTTER = 108; // the width of the names of lanes
+const MEMORY = 112; // the height of a memory curve
+const FILLS_OF_PURPOSES = [0, 3, 4, 1, 2, 6, 8, 10];
+const purposeFill = (k) => fills[FILLS_OF_PURPOSES[k]];
+// The timeline as drawn: { y, h, plan, device, lane, name }, or { y, h, plan, device, title }.
+let lanes = [];
+const lanesOfPlan = (plan) => plan.devices.flatMap((device) => device.lanes);
+const allLanes = [...new Set(plans.flatMap(lanesOfPlan))].slice(1); // but the units
 const networks = allLanes.filter((name) => name.startsWith("network"));
 function layLanes() {
   lanes = [];
   let y = 2;
-  const add = (row) => { lanes.push({ y, ...row }); y += row.h + 2; };
+  const add = (row) => {
+    lanes.push({ y, ...row });
+    y += row.h + 2;
+  };
   plans.forEach((plan, p) => plan.devices.forEach((device, d) => {
     const titles = plans.length > 1 ? [`${"AB"[p]}  ${plan.mesh}`] : [];
     if (plan.devices.length > 1) titles.push(`${plan.axes[plan.stage][0]} ${d}`);
@@ -207,31 +326,46 @@ function layLanes() {
 }
 function laneColour(name, hasFlops) {
   if (name === "compute") return fills[hasFlops ? 0 : 6];
+  if (name === "messages") return fills[8];
   const network = networks.indexOf(name);
-  return fills[network < 0 ? (name === "messages" ? 8 : 10) : [1, 4, 9, 3, 5][network % 5]];
+  if (network < 0) return fills[10];
+  return fills[[1, 4, 9, 3, 5][network % 5]];
 }
-/** The number of the unit of the chosen leaf among the names of a plan; of the optimizer's state it is the update. */
+/** The number of the name of the chosen leaf's unit; of the optimizer's state it is the update. */
 function unitOf(plan) {
   const leaf = plan.leaves[state.leaf];
-  return leaf ? plan.names.indexOf(leaf.path.startsWith("state") ? "update" : leaf.unit || "\0") : -1;
+  if (!leaf) return -1;
+  if (leaf.path.startsWith("state")) return plan.names.indexOf("update");
+  return plan.names.indexOf(leaf.unit || "\0"); // events without a unit have the name ""
 }
 /** Return a function that is true for events of the chosen row or unit; null if none is chosen. */
 function highlight(plan) {
   const unit = unitOf(plan);
   if (plan !== chosen() || (state.row < 0 && unit < 0)) return null;
-  return state.row >= 0 ? (event) => event[ROW] === state.row : (event) => event[UNIT] === unit;
+  if (state.row >= 0) return (event) => event[ROW] === state.row;
+  return (event) => event[UNIT] === unit;
 }
 const timeWidth = () => get("timeline").clientWidth - GUTTER - 2;
-const xOf = (t) => GUTTER + (t / longest - state.zoom[0]) / (state.zoom[1] - state.zoom[0]) * timeWidth();
+function xOf(t) {
+  const [start, end] = state.zoom;
+  return GUTTER + (t / longest - start) / (end - start) * timeWidth();
+}
 function drawTimeline() {
   const width = get("timeline").clientWidth;
   const g = context(get("timeline"), width, layLanes());
   const [text, muted, accent, ...shades] = ["text", "muted", "accent", "unit-a", "unit-b"].map(css);
   for (const row of lanes) {
-    const isChosen = row.plan === chosen() && row.device === representative(row.plan, state.device);
-    g.fillStyle = row.title ? (isChosen ? accent : text) : muted;
-    g.fillText(row.title || row.name.replace("network: ", "↔ "), 0, row.y + row.h / 2, row.title ? 600 : GUTTER - 8);
-    if (!row.title) drawLane(g, row, width, text, shades);
+    const middle = row.y + row.h / 2;
+    if (row.title) {
+      const device = representative(row.plan, state.device);
+      const isChosen = row.plan === chosen() && row.device === device;
+      g.fillStyle = isChosen ? accent : text;
+      g.fillText(row.title, 0, middle, 600);
+    } else {
+      g.fillStyle = muted;
+      g.fillText(row.name.replace("network: ", "↔ "), 0, middle, GUTTER - 8);
+      drawLane(g, row, width, text, shades);
+    }
   }
   drawRuler(width);
   drawMemory(width);
@@ -242,25 +376,40 @@ function clip(g, y, width, h) {
   g.rect(GUTTER, y, width, h);
   g.clip();
 }
+/** Return a text, or as much of it as has room; "" if nothing has, or if the width is negative. */
+function shortened(g, text, width) {
+  while (text && g.measureText(text).width > width) {
+    text = text.length > 3 ? `${text.slice(0, -2)}…` : "";
+  }
+  return text;
+}
+/** Draw the events of a lane. Units, those of lane 0, are shaded in turn; chosen ones are filled. */
 function drawLane(g, { plan, device, lane, name, y, h }, width, text, shades) {
   const isChosen = highlight(plan);
+  const isUnits = lane === 0;
   let edge = -1; // events that end in the last pixel are not drawn
   clip(g, y, width, h);
   device.events.filter((event) => event[LANE] === lane).forEach((event, i) => {
-    const [a, b] = [xOf(event[START]), xOf(event[END])];
+    const start = xOf(event[START]);
+    const end = xOf(event[END]);
+    const length = end - start;
     const isLit = !isChosen || isChosen(event);
-    if (b < GUTTER || a > width || (b < edge && !(isChosen && isLit))) return;
-    edge = Math.ceil(b);
-    const isFilled = lane || (isChosen && isLit);
-    g.globalAlpha = isLit ? 1 : lane ? 0.16 : 0.6;
-    g.fillStyle = isFilled ? laneColour(lane ? name : "compute", event[FLOPS]) : shades[i % 2];
-    g.fillRect(a, y, Math.max(b - a - (b - a > 3 ? 0.7 : 0), 0.7), h);
-    if (b - a < (lane ? 34 : 15)) return;
+    const isHidden = end < edge && !(isChosen && isLit);
+    if (end < GUTTER || start > width || isHidden) return;
+    edge = Math.ceil(end);
+
+    const isFilled = !isUnits || (isChosen && isLit);
+    const faint = isUnits ? 0.6 : 0.16;
+    g.globalAlpha = isLit ? 1 : faint;
+    g.fillStyle = isFilled ? laneColour(isUnits ? "compute" : name, event[FLOPS]) : shades[i % 2];
+    const gap = length > 3 ? 0.7 : 0;
+    g.fillRect(start, y, Math.max(length - gap, 0.7), h);
+
+    const hasRoom = length >= (isUnits ? 15 : 34);
+    if (!hasRoom) return;
     g.fillStyle = isFilled && isLit ? INK : text;
-    const from = Math.max(a, GUTTER) + 3;
-    let label = plan.names[event[NAME]];
-    while (g.measureText(label).width > b - from - 3) label = label.length > 3 ? `${label.slice(0, -2)}…` : "";
-    g.fillText(label, from, y + h / 2 + 0.5);
+    const left = Math.max(start, GUTTER) + 3;
+    g.fillText(shortened(g, plan.names[event[NAME]], end - left - 3), left, y + h / 2 + 0.5);
   });
   g.restore();
 }
@@ -271,17 +420,28 @@ function tick(range, count) {
 }
 function drawRuler(width) {
   const g = context(get("ruler"), width, 18);
-  const [a, b] = state.zoom.map((x) => x * longest);
-  const each = tick(b - a, Math.max(2, width / 120));
-  const [unit, factor] = b - a >= 2 ? ["s", 1] : b - a >= 2e-3 ? ["ms", 1e3] : ["µs", 1e6];
+  const [start, end] = state.zoom.map((x) => x * longest);
+  const range = end - start;
+  let unit = "µs";
+  let factor = 1e6;
+  if (range >= 2) [unit, factor] = ["s", 1];
+  else if (range >= 2e-3) [unit, factor] = ["ms", 1e3];
+
+  const each = tick(range, Math.max(2, width / 120));
   const decimals = Math.max(0, -Math.floor(Math.log10(each * factor) + 1e-9));
   g.fillStyle = css("muted");
-  for (let t = Math.ceil(a / each) * each; t <= b; t += each) {
+  for (let t = Math.ceil(start / each) * each; t <= end; t += each) {
     g.fillRect(xOf(t), 12, 1, 6);
     g.fillText(`${(t * factor).toFixed(decimals)} ${unit}`, xOf(t) + 3, 8);
   }
 }
-const shown = () => plans.map((plan) => (plan === chosen() ? representative(plan, state.device) : plan.devices[0]));
+/** The device of each plan whose memory is drawn. */
+function shown() {
+  return plans.map((plan) => {
+    const isChosen = plan === chosen();
+    return isChosen ? representative(plan, state.device) : plan.devices[0];
+  });
+}
 function drawMemory(width) {
   const g = context(get("memory"), width, MEMORY * plans.length);
   const highest = Math.max(...shown().map((device) => device.peak)) * 1.04;
@@ -296,12 +456,16 @@ function drawMemory(width) {
       g.fillStyle = muted;
       g.fillText(bytes(level), GUTTER - 8 - g.measureText(bytes(level)).width, y(level));
     }
+
     clip(g, MEMORY * p, width, MEMORY);
-    for (let k = data.purposes.length; k > 0; k -= 1) { // the sum of k purposes, over that of more
+    // The sum of k purposes, over that of more: what remains visible of it is the k-th purpose.
+    for (let k = data.purposes.length; k > 0; k -= 1) {
       g.beginPath();
-      device.memory.forEach((sample, i) => { // what is in use after an operation is drawn before its end
-        const [from, top] = [xOf(i ? device.memory[i - 1][0] : 0), y(sum(sample.slice(1, k + 1)))];
-        g.rect(from, top, xOf(sample[0]) - from, y(0) - top);
+      device.memory.forEach(([end, ...sizes], i) => {
+        // What is in use after an operation is drawn before its end.
+        const left = xOf(i ? device.memory[i - 1][0] : 0);
+        const top = y(sum(sizes.slice(0, k)));
+        g.rect(left, top, xOf(end) - left, y(0) - top);
       });
       g.fillStyle = purposeFill(k - 1);
       g.fill();
@@ -313,11 +477,18 @@ function drawMemory(width) {
 }
 function drawLegend() {
   const entry = (colour, name) => `<span>${square(colour)}${escaped(name)}</span>`;
+  const entries = [entry(fills[0], "matrix products"), entry(fills[6], "other operations")];
+  for (const name of allLanes) {
+    if (name !== "compute") entries.push(entry(laneColour(name), name));
+  }
+  entries.push("<span>memory:</span>");
   const samples = plans.flatMap((plan) => plan.devices.flatMap((device) => device.memory));
-  const purposes = data.purposes.map((name, k) => samples.some((x) => x[k + 1]) && entry(purposeFill(k), name));
-  get("time-legend").innerHTML = [entry(fills[0], "matrix products"), entry(fills[6], "other operations"),
-    ...allLanes.filter((name) => name !== "compute").map((name) => entry(laneColour(name), name)),
-    "<span>memory:</span>", ...purposes.filter(Boolean), "<span>┄ peak</span>"].join("");
+  data.purposes.forEach((name, k) => {
+    const isUsed = samples.some((sample) => sample[k + 1]);
+    if (isUsed) entries.push(entry(purposeFill(k), name));
+  });
+  entries.push("<span>┄ peak</span>");
+  get("time-legend").innerHTML = entries.join("");
 }
 function zoomTo(a, b) {
   const length = Math.min(1, Math.max(b - a, 1e-5));
@@ -327,215 +498,410 @@ function zoomTo(a, b) {
 /** Zoom by a factor about a fraction of the width, and move by a fraction of it. */
 function zoomBy(factor, centre = 0.5, move = 0) {
   const [a, b] = state.zoom;
-  const [middle, by] = [a + (b - a) * centre, (b - a) * move];
+  const middle = a + (b - a) * centre;
+  const by = (b - a) * move;
   zoomTo(middle - (middle - a) * factor + by, middle + (b - middle) * factor + by);
 }
-const fractionAt = (event) => (event.clientX - get("time").getBoundingClientRect().left - GUTTER) / timeWidth();
+function fractionAt(event) {
+  const { left } = get("time").getBoundingClientRect();
+  return (event.clientX - left - GUTTER) / timeWidth();
+}
 /** Return what is below the pointer: its lane, its event, and words about it. */
 function hovered(event) {
+  const fraction = fractionAt(event);
+  if (fraction < 0) return null;
   const range = (state.zoom[1] - state.zoom[0]) * longest;
-  const [t, slack] = [state.zoom[0] * longest + fractionAt(event) * range, 2 * range / timeWidth()];
-  if (fractionAt(event) < 0) return null;
+  const t = state.zoom[0] * longest + fraction * range;
   if (event.target === get("memory")) {
-    const [end, ...sizes] = shown()[Math.floor(event.offsetY / MEMORY)]?.memory.find((sample) => sample[0] >= t) || [];
-    const words = sizes.map((x, k) => x && `${square(purposeFill(k))} ${data.purposes[k]} ${bytes(x)}`);
-    return end && { text: `<b>${bytes(sum(sizes))} at ${seconds(t)}</b>${words.filter(Boolean).join("<br>")}` };
+    const device = shown()[Math.floor(event.offsetY / MEMORY)];
+    const sample = device?.memory.find(([end]) => end >= t);
+    return sample && sample[0] && { text: sampleWords(t, sample) };
   }
+
   const row = lanes.find(({ y, h }) => event.offsetY >= y && event.offsetY < y + h + 2);
   if (event.target !== get("timeline") || !row || row.title) return null;
-  const near = row.device.events.filter((e) => e[LANE] === row.lane && t >= e[START] - slack && t <= e[END] + slack);
+  const slack = 2 * range / timeWidth(); // two pixels
+  const isNear = (e) => e[LANE] === row.lane && t >= e[START] - slack && t <= e[END] + slack;
+  const near = row.device.events.filter(isNear);
   const longer = near.reduce((a, b) => (a && a[SECONDS] >= b[SECONDS] ? a : b), null);
   return longer && { row, event: longer, text: eventWords(row, longer) };
 }
-function eventWords({ plan, lane, name }, event) {
-  const [title, unit] = [NAME, UNIT].map((field) => plan.names[event[field]]);
-  const more = lane ? ` and ${integer(event[CALLS] - 1)} more` : `: ${plural(event[CALLS], "operation")}`;
-  const amounts = [seconds(event[SECONDS]), bytes(event[BYTES])];
-  if (event[FLOPS]) amounts.push(scaled(event[FLOPS], "FLOP"), scaled(event[FLOPS] / event[SECONDS], "FLOP/s"));
-  const lines = [amounts.join(" · "), `from ${seconds(event[START])} · ${escaped(name)}`];
-  if (lane && unit) lines.unshift(`unit ${escaped(unit)}`);
-  if (event[ROW] >= 0) lines.push(code(plan.rows[event[ROW]].site));
-  return `<b>${lane ? "" : "unit "}${escaped(title)}${event[CALLS] > 1 ? more : ""}</b>${lines.join("<br>")}`;
+function sampleWords(t, [, ...sizes]) {
+  const words = [];
+  sizes.forEach((x, k) => {
+    if (x) words.push(`${square(purposeFill(k))} ${data.purposes[k]} ${bytes(x)}`);
+  });
+  return `<b>${bytes(sum(sizes))} at ${seconds(t)}</b>${words.join("<br>")}`;
 }
+function eventWords({ plan, lane, name }, event) {
+  let title = escaped(plan.names[event[NAME]]);
+  const unit = plan.names[event[UNIT]];
+  const count = event[CALLS];
+  if (!lane) title = `unit ${title}`;
+  if (count > 1) {
+    title += lane ? ` and ${integer(count - 1)} more` : `: ${plural(count, "operation")}`;
+  }
+
+  const amounts = [seconds(event[SECONDS]), bytes(event[BYTES])];
+  if (event[FLOPS]) {
+    const rate = event[FLOPS] / event[SECONDS];
+    amounts.push(scaled(event[FLOPS], "FLOP"), scaled(rate, "FLOP/s"));
+  }
+  const lines = lane && unit ? [`unit ${escaped(unit)}`] : [];
+  lines.push(amounts.join(" · "), `from ${seconds(event[START])} · ${escaped(name)}`);
+  if (event[ROW] >= 0) lines.push(code(plan.rows[event[ROW]].site));
+  return `<b>${title}</b>${lines.join("<br>")}`;
+}
+/** Show words beside the pointer, where the window has room; without words hide them. */
 function tip(event, words) {
   const box = get("tip");
   box.hidden = !words;
   box.innerHTML = words || "";
-  const below = event.clientY + 18 + box.offsetHeight < innerHeight;
-  box.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - box.offsetWidth - 8))}px`;
-  box.style.top = `${below ? event.clientY + 18 : Math.max(4, event.clientY - box.offsetHeight - 12)}px`;
+  const { clientX: x, clientY: y } = event;
+  const hasRoomBelow = y + 18 + box.offsetHeight < innerHeight;
+  const left = Math.max(4, Math.min(x + 14, innerWidth - box.offsetWidth - 8));
+  const top = hasRoomBelow ? y + 18 : Math.max(4, y - box.offsetHeight - 12);
+  box.style.left = `${left}px`;
+  box.style.top = `${top}px`;
 }
 
-// -- numbers, details, tables -----------------------------------------------------------------------------------------
-const TILES = { seconds: ["step", seconds], peak: ["peak memory", bytes], utilization: ["of peak FLOP/s", percent],
-  sent: ["sent by a device", bytes], exposed: ["waits for network", seconds], idle: ["waits for stages", seconds],
-  compute: ["computation", seconds] };
+// -- numbers, details, tables ---------------------------------------------------------------------
+const TILES = {
+  seconds: ["step", seconds],
+  peak: ["peak memory", bytes],
+  utilization: ["of peak FLOP/s", percent],
+  sent: ["sent by a device", bytes],
+  exposed: ["waits for network", seconds],
+  idle: ["waits for stages", seconds],
+  compute: ["computation", seconds],
+};
+const letter = (p) => (plans.length > 1 ? `<em>${"AB"[p]}</em> ` : "");
 function drawNumbers() {
-  const letter = (p) => (plans.length > 1 ? `<em>${"AB"[p]}</em> ` : "");
-  get("numbers").innerHTML = Object.entries(TILES).map(([key, [title, format]]) => {
-    const [a, b] = plans.map((plan) => plan.numbers[key]);
-    const values = plans.map((plan, p) => {
-      const isLimited = key === "peak" && plan.capacity !== plans[p - 1]?.capacity;
-      const limit = isLimited ? ` <em>of ${bytes(plan.capacity).replace(".0 ", " ")}</em>` : "";
-      const change = p && a ? ` <em>${b < a ? "−" : "+"}${percent(Math.abs(b / a - 1))}</em>` : "";
-      const kind = key === "peak" && plan.numbers.peak > plan.capacity ? "over" : "";
-      return `<b class="${kind}">${letter(p)}${format(plan.numbers[key])}${limit}${change}</b>`;
-    });
-    return key !== "idle" || a || b ? `<div><span>${title}</span>${values.join("")}</div>` : "";
-  }).join("");
-  const button = ({ mesh }, p) => (
-    `<button data-plan="${p}" aria-pressed="${p === state.plan}">${letter(p)} ${escaped(mesh)}</button>`);
-  get("plans").innerHTML = plans.length > 1 ? plans.map(button).join("") : `<small>${escaped(plans[0].mesh)}</small>`;
+  let tiles = "";
+  for (const [key, [title, format]] of Object.entries(TILES)) {
+    const values = plans.map((plan, p) => tileValue(key, format, p));
+    const hasStages = plans.some((plan) => plan.numbers.idle);
+    if (key !== "idle" || hasStages) tiles += `<div><span>${title}</span>${values.join("")}</div>`;
+  }
+  get("numbers").innerHTML = tiles;
+
+  const button = ({ mesh }, p) => {
+    const attributes = `data-plan="${p}" aria-pressed="${p === state.plan}"`;
+    return `<button ${attributes}>${letter(p)} ${escaped(mesh)}</button>`;
+  };
+  const [first] = plans;
+  get("plans").innerHTML = plans.length > 1
+    ? plans.map(button).join("") : `<small>${escaped(first.mesh)}</small>`;
 }
-/** Return a table: a row is [attributes, cells...]; numbers, which are [text, exact], are aligned on the right. */
+/** Return a number of a plan, with the limit of a peak, and the change from the first plan. */
+function tileValue(key, format, p) {
+  const plan = plans[p];
+  const value = plan.numbers[key];
+  const first = plans[0].numbers[key];
+  let words = `${letter(p)}${format(value)}`;
+  if (key === "peak" && plan.capacity !== plans[p - 1]?.capacity) {
+    words += ` <em>of ${bytes(plan.capacity).replace(".0 ", " ")}</em>`;
+  }
+  if (p && first) {
+    const sign = value < first ? "−" : "+";
+    words += ` <em>${sign}${percent(Math.abs(value / first - 1))}</em>`;
+  }
+  const isOver = key === "peak" && value > plan.capacity;
+  return `<b class="${isOver ? "over" : ""}">${words}</b>`;
+}
+/**
+ * Return a table: a row is [attributes, cells...]. Numbers, which are [text, exact], are aligned on
+ * the right.
+ */
 function table(head, rows) {
-  const cell = (x) => (Array.isArray(x) ? `<td class="n" title="${x[1] ?? ""}">${x[0]}</td>` : `<td>${x}</td>`);
-  const titles = head.map((x) => (Array.isArray(x) ? `<th class="n">${x[0]}</th>` : `<th>${x}</th>`)).join("");
-  const body = rows.slice(0, MOST).map(([attributes, ...each]) => `<tr ${attributes}>${each.map(cell).join("")}</tr>`);
-  const more = rows.length > MOST ? `<tr><td colspan="9">and ${integer(rows.length - MOST)} more</td></tr>` : "";
-  return `<table><tr>${titles}</tr>${body.join("")}${more}</table>`;
+  const title = (x) => (Array.isArray(x) ? `<th class="n">${x[0]}</th>` : `<th>${x}</th>`);
+  const cell = (x) => (
+    Array.isArray(x) ? `<td class="n" title="${x[1] ?? ""}">${x[0]}</td>` : `<td>${x}</td>`);
+  const line = ([attributes, ...each]) => `<tr ${attributes}>${each.map(cell).join("")}</tr>`;
+  const lines = rows.slice(0, MOST).map(line);
+  const more = rows.length - MOST;
+  if (more > 0) lines.push(`<tr><td colspan="9">and ${integer(more)} more</td></tr>`);
+  return `<table><tr>${head.map(title).join("")}</tr>${lines.join("")}</table>`;
 }
-const row = (name, number, isChosen) => `tabindex="0" data-${name}="${number}" aria-selected="${isChosen}"`;
+function row(name, number, isChosen) {
+  return `tabindex="0" data-${name}="${number}" aria-selected="${isChosen}"`;
+}
 const amount = (x) => [bytes(x), `${integer(x)} bytes`];
+/** Write about the chosen leaf, and the memory and the shards of the chosen device. */
 function drawDetails() {
   const plan = chosen();
-  const [device, leaf] = [representative(plan, state.device), plan.leaves[state.leaf]];
-  const local = plan.leaves.map((each, number) => ({ each, number, size: localBytes(plan, each, state.device) }));
-  const arrays = local.filter(({ each }) => localShape(plan, each, state.device)).sort((a, b) => b.size - a.size);
-  const holders = device.holders.map(([size, purpose, site]) => (
-    ["", square(purposeFill(data.purposes.indexOf(purpose))) + purpose, amount(size), code(site)]));
-  const rows = arrays.map(({ each, number, size }) => [row("leaf", number, number === state.leaf), escaped(each.path),
-    code(`[${localShape(plan, each, state.device).join(", ")}]`), amount(size)]);
-  get("details").innerHTML = `${leaf ? leafWords(plan, leaf) : ""}<h2>Device ${integer(state.device)} <small>`
-    + `${written(plan, state.device)} · peak ${bytes(device.peak)}</small></h2>`
+  const device = representative(plan, state.device);
+  const leaf = plan.leaves[state.leaf];
+  const holders = device.holders.map(([size, purpose, site]) => {
+    const colour = purposeFill(data.purposes.indexOf(purpose));
+    return ["", square(colour) + purpose, amount(size), code(site)];
+  });
+
+  const arrays = []; // of which the device has a shard, the largest first
+  plan.leaves.forEach((each, number) => {
+    const shape = localShape(plan, each, state.device);
+    if (shape) arrays.push({ each, number, shape, size: localBytes(plan, each, state.device) });
+  });
+  arrays.sort((a, b) => b.size - a.size);
+  const rows = arrays.map(({ each, number, shape, size }) => [
+    row("leaf", number, number === state.leaf),
+    escaped(each.path),
+    code(`[${shape.join(", ")}]`),
+    amount(size),
+  ]);
+
+  const total = bytes(sum(arrays.map(({ size }) => size)));
+  const words = `${written(plan, state.device)} · peak ${bytes(device.peak)}`;
+  get("details").innerHTML = (leaf ? leafWords(plan, leaf) : "")
+    + `<h2>Device ${integer(state.device)} <small>${words}</small></h2>`
     + `<h3>At the peak</h3>${table(["for", ["bytes"], "source line"], holders)}`
-    + `<h3>${plural(arrays.length, "array")}, ${bytes(sum(arrays.map(({ size }) => size)))}</h3>`
+    + `<h3>${plural(arrays.length, "array")}, ${total}</h3>`
     + table(["array", "local shape", ["bytes"]], rows);
 }
-/** The chosen leaf: its type, its shard of the chosen device, and when its unit is gathered, used, reduced, updated. */
+/** The chosen leaf: its type, its shard of the chosen device, and the events of its unit. */
 function leafWords(plan, leaf) {
-  const shape = localShape(plan, leaf, state.device);
-  const shard = shape ? `[${shape.join(", ")}], ${bytes(localBytes(plan, leaf, state.device))}` : "none";
-  const held = leaf.layout < 0 ? "sharded by the step" : `${shard} on device ${integer(state.device)}`;
-  const words = [`${bytes(leaf.bytes)} in all`, held];
+  const words = [`${bytes(leaf.bytes)} in all`];
+  if (leaf.layout < 0) {
+    words.push("sharded by the step");
+  } else {
+    const shape = localShape(plan, leaf, state.device);
+    const size = bytes(localBytes(plan, leaf, state.device));
+    const shard = shape ? `[${shape.join(", ")}], ${size}` : "none";
+    words.push(`${shard} on device ${integer(state.device)}`);
+  }
   if (leaf.unit) words.push(`unit ${escaped(leaf.unit)}`);
-  const life = lifeOf(plan, leaf).map(([verb, start, end]) => (
-    [`tabindex="0" data-from="${start}" data-to="${end}"`, verb, [seconds(start)], [seconds(end - start)]]));
-  const events = life.length ? `<h3>Life in the step</h3>${table(["event", ["from"], ["seconds"]], life)}` : "";
-  return `<h2>${escaped(leaf.path)}</h2>${code(leaf.type)}<br>${words.join(" · ")}${events}<hr>`;
+
+  const rows = lifeOf(plan, leaf).map(([verb, start, end]) => {
+    const attributes = `tabindex="0" data-from="${start}" data-to="${end}"`;
+    return [attributes, verb, [seconds(start)], [seconds(end - start)]];
+  });
+  let life = "";
+  if (rows.length) {
+    life = `<h3>Life in the step</h3>${table(["event", ["from"], ["seconds"]], rows)}`;
+  }
+  return `<h2>${escaped(leaf.path)}</h2>${code(leaf.type)}<br>${words.join(" · ")}${life}<hr>`;
 }
+const VERBS = { all_gather: "gathered", psum_scatter: "reduced", psum: "reduced" };
+/** List when the unit of a leaf is gathered, used, reduced and updated: [verb, start, end]. */
 function lifeOf(plan, leaf) {
-  const [unit, update] = [unitOf(plan), plan.names.indexOf("update")];
+  const unit = unitOf(plan);
+  const update = plan.names.indexOf("update");
+  const isUpdated = /^(params|state)/.test(leaf.path);
   const stage = plan.layouts[leaf.layout]?.place.find(([axis]) => axis === plan.stage);
   const device = stage ? plan.devices[stage[1]] : representative(plan, state.device);
-  const verbs = { all_gather: "gathered", psum_scatter: "reduced", psum: "reduced" };
-  return device.events.flatMap((event) => {
-    const used = plan.rows[event[ROW]];
-    const isUpdate = !event[LANE] && event[UNIT] === update && /^(params|state)/.test(leaf.path);
-    const isUse = event[UNIT] === unit && (!event[LANE] || (used && verbs[used.collective]));
-    const verb = isUpdate ? "updated" : used ? `${verbs[used.collective]} along ${used.axes.join(", ")}` : "used";
-    return isUpdate || isUse ? [[verb, event[START], event[END]]] : [];
-  }).sort((a, b) => a[1] - b[1]);
+
+  const life = [];
+  for (const event of device.events) {
+    const isUnit = event[LANE] === 0;
+    const used = plan.rows[event[ROW]]; // the collective of an event, if it is one
+    const isUpdate = isUnit && event[UNIT] === update && isUpdated;
+    const isUse = event[UNIT] === unit && (isUnit || (used && VERBS[used.collective]));
+    let verb = "used";
+    if (isUpdate) verb = "updated";
+    else if (used) verb = `${VERBS[used.collective]} along ${used.axes.join(", ")}`;
+    if (isUpdate || isUse) life.push([verb, event[START], event[END]]);
+  }
+  return life.sort((a, b) => a[1] - b[1]);
 }
 function drawLedger() {
   const plan = chosen();
-  const spent = (device, number) => sum(device.events.map((event) => (event[ROW] === number ? event[SECONDS] : 0)));
-  const rows = plan.rows.map(({ collective, axes, calls, sent, site }, number) => [
-    row("row", number, number === state.row), collective, axes.join(", "), [integer(calls)], amount(sent),
-    [seconds(Math.max(...plan.devices.map((device) => spent(device, number))))], code(site)]);
-  get("ledger").innerHTML = table(["collective", "axis", ["calls"], ["bytes sent"], ["seconds"], "source line"], rows);
-  const { collective, axes, sent } = plan.rows[state.row] || {};
-  const members = integer(product(plan.axes.map(([name, n]) => (axes?.includes(name) ? n : 1))));
-  const words = axes && `${collective} along ${axes.join(", ")}: ${bytes(sent)} from each device of ${members}`;
-  get("ledger-note").textContent = words || `${bytes(plan.numbers.sent)} sent by a device`;
+  const spent = (device, number) => (
+    sum(device.events.map((event) => (event[ROW] === number ? event[SECONDS] : 0))));
+  const rows = plan.rows.map(({ collective, axes, calls, sent, site }, number) => {
+    const most = Math.max(...plan.devices.map((device) => spent(device, number)));
+    return [
+      row("row", number, number === state.row),
+      collective,
+      axes.join(", "),
+      [integer(calls)],
+      amount(sent),
+      [seconds(most)],
+      code(site),
+    ];
+  });
+  const head = ["collective", "axis", ["calls"], ["bytes sent"], ["seconds"], "source line"];
+  get("ledger").innerHTML = table(head, rows);
+
+  let words = `${bytes(plan.numbers.sent)} sent by a device`;
+  if (state.row >= 0) {
+    const { collective, axes, sent } = plan.rows[state.row];
+    const sizes = plan.axes.map(([name, n]) => (axes.includes(name) ? n : 1));
+    const members = integer(product(sizes));
+    words = `${collective} along ${axes.join(", ")}: ${bytes(sent)} from each device of ${members}`;
+  }
+  get("ledger-note").textContent = words;
 }
 function drawLeaves() {
   const { leaves } = chosen();
   const words = state.filter.toLowerCase().split(/\s+/);
-  const isShown = ({ path, type }) => words.every((word) => `${path} ${type}`.toLowerCase().includes(word));
-  const rows = leaves.flatMap((leaf, number) => (isShown(leaf) ? [[row("leaf", number, number === state.leaf),
-    escaped(leaf.path), code(leaf.type), escaped(leaf.unit), amount(leaf.bytes)]] : []));
+  const rows = [];
+  leaves.forEach((leaf, number) => {
+    const text = `${leaf.path} ${leaf.type}`.toLowerCase();
+    if (!words.every((word) => text.includes(word))) return;
+    rows.push([
+      row("leaf", number, number === state.leaf),
+      escaped(leaf.path),
+      code(leaf.type),
+      escaped(leaf.unit),
+      amount(leaf.bytes),
+    ]);
+  });
   get("leaves").innerHTML = table(["path", "type", "unit", ["bytes in all"]], rows);
   get("leaves-note").textContent = `${integer(rows.length)} of ${integer(leaves.length)}`;
 }
 
-// -- exports ----------------------------------------------------------------------------------------------------------
+// -- exports --------------------------------------------------------------------------------------
 function save(name, text) {
-  const href = URL.createObjectURL(new Blob([text]));
-  Object.assign(document.createElement("a"), { href, download: name }).click();
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text]));
+  link.download = name;
+  link.click();
 }
 const quoted = (x) => (/[",\n]/.test(x) ? `"${String(x).replace(/"/g, '""')}"` : x);
 const csv = (rows) => rows.map((each) => `${each.map(quoted).join(",")}\n`).join("");
-const ledgerCsv = (plan) => csv([["collective", "axes", "calls", "bytes", "source line"],
-  ...plan.rows.map((each) => [each.collective, each.axes.join("+"), each.calls, each.sent, each.site])]);
-const leavesCsv = (plan) => csv([["path", "type", "unit", "bytes", `bytes on device ${state.device}`],
-  ...plan.leaves.map((leaf) => [leaf.path, leaf.type, leaf.unit, leaf.bytes, localBytes(plan, leaf, state.device)])]);
+function ledgerCsv(plan) {
+  const rows = [["collective", "axes", "calls", "bytes", "source line"]];
+  for (const { collective, axes, calls, sent, site } of plan.rows) {
+    rows.push([collective, axes.join("+"), calls, sent, site]);
+  }
+  return csv(rows);
+}
+function leavesCsv(plan) {
+  const rows = [["path", "type", "unit", "bytes", `bytes on device ${state.device}`]];
+  for (const leaf of plan.leaves) {
+    const local = localBytes(plan, leaf, state.device);
+    rows.push([leaf.path, leaf.type, leaf.unit, leaf.bytes, local]);
+  }
+  return csv(rows);
+}
 /** The timelines as trace events, which Perfetto reads. */
 function traceJson() {
-  const traceEvents = plans.flatMap((plan, p) => plan.devices.flatMap(({ number, lanes, events, memory }) => {
-    const pid = p * 1e6 + number;
-    const titles = [["process_name", `${plan.mesh} device ${number}`], ...lanes.map((lane) => ["thread_name", lane])];
-    const words = (e) => ({ unit: plan.names[e[UNIT]], bytes: e[BYTES], flops: e[FLOPS], calls: e[CALLS] });
-    const sizes = (values) => Object.fromEntries(data.purposes.map((name, k) => [name, values[k]]));
-    return [
-      ...titles.map(([name, title], i) => ({ ph: "M", pid, tid: Math.max(0, i - 1), name, args: { name: title } })),
-      ...events.map((e) => ({
-        ph: "X", pid, tid: e[LANE], name: plan.names[e[NAME]], ts: e[START] * 1e6, dur: (e[END] - e[START]) * 1e6,
-        args: { ...words(e), line: plan.rows[e[ROW]]?.site },
-      })),
-      ...memory.map(([t, ...values]) => ({ ph: "C", pid, name: "memory", ts: t * 1e6, args: sizes(values) })),
-    ];
+  const traceEvents = [];
+  plans.forEach((plan, p) => plan.devices.forEach((device) => {
+    traceEvents.push(...traceOf(plan, device, p * 1e6 + device.number));
   }));
   return JSON.stringify({ displayTimeUnit: "ms", traceEvents });
 }
+/** Return the trace events of a device, as the process `pid`: times are microseconds. */
+function traceOf(plan, { number, lanes: names, events, memory }, pid) {
+  const traceEvents = [];
+  const addTitle = (tid, name, title) => {
+    traceEvents.push({ ph: "M", pid, tid, name, args: { name: title } });
+  };
+  addTitle(0, "process_name", `${plan.mesh} device ${number}`);
+  names.forEach((lane, tid) => addTitle(tid, "thread_name", lane));
+  for (const event of events) {
+    traceEvents.push({
+      ph: "X",
+      pid,
+      tid: event[LANE],
+      name: plan.names[event[NAME]],
+      ts: event[START] * 1e6,
+      dur: (event[END] - event[START]) * 1e6,
+      args: {
+        unit: plan.names[event[UNIT]],
+        bytes: event[BYTES],
+        flops: event[FLOPS],
+        calls: event[CALLS],
+        line: plan.rows[event[ROW]]?.site,
+      },
+    });
+  }
+  for (const [t, ...values] of memory) {
+    const args = Object.fromEntries(data.purposes.map((name, k) => [name, values[k]]));
+    traceEvents.push({ ph: "C", pid, name: "memory", ts: t * 1e6, args });
+  }
+  return traceEvents;
+}
 
-// -- state ------------------------------------------------------------------------------------------------------------
+// -- state ----------------------------------------------------------------------------------------
 /** Change the state, write it into the URL, and draw what depends on it. */
 function choose(change) {
   if ("plan" in change && change.plan !== state.plan) {
-    const [path, next] = [chosen().leaves[state.leaf]?.path, plans[change.plan]];
+    // The leaf stays chosen by its path; rows of the ledger are others.
+    const next = plans[change.plan];
+    const path = chosen().leaves[state.leaf]?.path;
     const leaf = next.leaves.findIndex((each) => each.path === path);
-    change = { device: Math.min(state.device, meshSize(next) - 1), leaf, row: -1, ...change };
+    const device = Math.min(state.device, meshSize(next) - 1);
+    change = { device, leaf, row: -1, ...change };
   }
   Object.assign(state, change);
-  const zoom = state.zoom[1] - state.zoom[0] < 1 && state.zoom.map((x) => +x.toFixed(6)).join("-");
-  const parts = { ...state, leaf: chosen().leaves[state.leaf]?.path, row: state.row >= 0 && `${state.row}`, zoom };
-  const fragment = new URLSearchParams(Object.entries(parts).filter(([, value]) => value));
-  try { history.replaceState(null, "", `#${fragment}`); } catch { /* a page in a notebook's frame has no URL */ }
-  if (Object.keys(change).every((key) => key === "zoom")) drawTimeline();
-  else if (Object.keys(change).every((key) => key === "filter")) drawLeaves();
+  writeUrl();
+  const isAll = (key) => Object.keys(change).every((each) => each === key);
+  if (isAll("zoom")) drawTimeline();
+  else if (isAll("filter")) drawLeaves();
   else draw();
+}
+function writeUrl() {
+  const [a, b] = state.zoom;
+  const parts = { ...state };
+  parts.leaf = chosen().leaves[state.leaf]?.path;
+  parts.row = state.row >= 0 && `${state.row}`; // a text, as row 0 is written, too
+  parts.zoom = b - a < 1 && state.zoom.map((x) => +x.toFixed(6)).join("-");
+  const fragment = new URLSearchParams(Object.entries(parts).filter(([, value]) => value));
+  try {
+    history.replaceState(null, "", `#${fragment}`);
+  } catch {
+    // a page in a notebook's frame has no URL
+  }
 }
 function read() {
   const parts = new URLSearchParams(location.hash.slice(1));
-  const bounded = (name, end) => Math.max(0, Math.min(parseInt(parts.get(name), 10) || 0, end - 1));
+  const bounded = (name, end) => {
+    const number = parseInt(parts.get(name), 10) || 0;
+    return Math.max(0, Math.min(number, end - 1));
+  };
   state.plan = bounded("plan", plans.length);
   state.device = bounded("device", meshSize(chosen()));
   state.leaf = chosen().leaves.findIndex((leaf) => leaf.path === parts.get("leaf"));
   state.row = parts.has("row") ? bounded("row", chosen().rows.length) : -1;
   const [a, b] = (parts.get("zoom") || "").split("-").map(Number);
-  state.zoom = a >= 0 && a < b && b <= 1 ? [a, b] : [0, 1];
-  get("filter").value = state.filter = parts.get("filter") || "";
+  const isZoom = a >= 0 && a < b && b <= 1;
+  state.zoom = isZoom ? [a, b] : [0, 1];
+  state.filter = parts.get("filter") || "";
+  get("filter").value = state.filter;
 }
 /** Draw all; the focused row of a table stays focused. */
 function draw() {
   const focused = document.activeElement.closest("tr");
-  const [box, number] = [focused?.closest("div, #details"), focused?.rowIndex];
-  [drawNumbers, drawMesh, drawDetails, drawTimeline, drawLegend, drawLedger, drawLeaves].forEach((each) => each());
+  const box = focused?.closest("div, #details");
+  const number = focused?.rowIndex;
+  drawNumbers();
+  drawMesh();
+  drawDetails();
+  drawTimeline();
+  drawLegend();
+  drawLedger();
+  drawLeaves();
   box?.querySelector("table:last-of-type")?.rows[number]?.focus({ preventScroll: true });
 }
+/** Choose what an element is of: a plan, a row of the ledger, a leaf, or a range of time. */
 function pick(element) {
   const target = element.closest("[data-row], [data-leaf], [data-from], [data-plan]");
   const { row: number, leaf, from, to, plan } = target?.dataset || {};
   if (plan) choose({ plan: +plan });
   if (number) choose({ row: +number === state.row ? -1 : +number, leaf: -1 });
   if (leaf) choose({ leaf: +leaf === state.leaf ? -1 : +leaf, row: -1 });
-  if (from) zoomTo((3 * from - 2 * to) / longest - 1e-3, (3 * to - 2 * from) / longest + 1e-3);
+  if (from) {
+    // The range is the middle fifth of the timeline.
+    const start = (3 * from - 2 * to) / longest;
+    const end = (3 * to - 2 * from) / longest;
+    zoomTo(start - 1e-3, end + 1e-3);
+  }
 }
+const ARROWS = {
+  ArrowLeft: [-1, 0],
+  ArrowRight: [1, 0],
+  ArrowUp: [0, -1],
+  ArrowDown: [0, 1],
+};
+/** Do what a key means where it is pressed; return true if it means anything. */
 function press(key, target) {
-  const [dx, dy] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[key] || [0, 0];
-  const [tr, isTime] = [target.closest("tr[tabindex]"), target === get("time")];
-  if (key === "Escape") choose(state.leaf >= 0 || state.row >= 0 ? { leaf: -1, row: -1 } : { zoom: [0, 1] });
+  const [dx, dy] = ARROWS[key] || [0, 0];
+  const tr = target.closest("tr[tabindex]");
+  const isTime = target === get("time");
+  const hasChoice = state.leaf >= 0 || state.row >= 0;
+  if (key === "Escape") choose(hasChoice ? { leaf: -1, row: -1 } : { zoom: [0, 1] });
   else if (tr && (key === "Enter" || key === " ")) pick(tr);
   else if (tr && dy) (dy < 0 ? tr.previousElementSibling : tr.nextElementSibling)?.focus();
   else if (target === get("mesh") && (dx || dy)) moveDevice([dx, dy]);
@@ -549,26 +915,51 @@ function press(key, target) {
 const on = (id, type, act, options) => get(id).addEventListener(type, act, options);
 document.addEventListener("click", (event) => pick(event.target));
 document.addEventListener("keydown", (event) => {
-  if (!event.ctrlKey && !event.metaKey && !event.altKey && press(event.key, event.target)) event.preventDefault();
+  const isShortcut = event.ctrlKey || event.metaKey || event.altKey; // of the browser
+  if (!isShortcut && press(event.key, event.target)) event.preventDefault();
 });
-on("mesh", "click", (event) => deviceAt(event) >= 0 && choose({ device: deviceAt(event) }));
+on("mesh", "click", (event) => {
+  const device = deviceAt(event);
+  if (device >= 0) choose({ device });
+});
 on("mesh", "mousemove", (event) => {
-  const [plan, device] = [chosen(), deviceAt(event)];
-  const peak = device >= 0 && bytes(representative(plan, device).peak);
-  tip(event, peak && `<b>device ${integer(device)}</b>${written(plan, device)}<br>peak ${peak}`);
+  const plan = chosen();
+  const device = deviceAt(event);
+  if (device < 0) {
+    tip(event, "");
+    return;
+  }
+  const peak = bytes(representative(plan, device).peak);
+  tip(event, `<b>device ${integer(device)}</b>${written(plan, device)}<br>peak ${peak}`);
 });
-for (const id of ["mesh", "time"]) on(id, "mouseleave", (event) => { tip(event); get("cursor").hidden = true; });
+for (const id of ["mesh", "time"]) {
+  on(id, "mouseleave", (event) => {
+    tip(event);
+    get("cursor").hidden = true;
+  });
+}
 
-let [drag, isDragged] = [null, false]; // { x, zoom } where a drag began
-on("time", "pointerdown", ({ clientX: x }) => { [drag, isDragged] = [{ x, zoom: state.zoom }, false]; });
+let drag = null; // { x, zoom } where a drag began
+let isDragged = false;
+on("time", "pointerdown", ({ clientX: x }) => {
+  drag = { x, zoom: state.zoom };
+  isDragged = false;
+});
 addEventListener("pointerup", () => { drag = null; });
 on("time", "pointermove", (event) => {
-  get("cursor").hidden = !(fractionAt(event) >= 0 && fractionAt(event) <= 1);
+  const fraction = fractionAt(event);
+  get("cursor").hidden = !(fraction >= 0 && fraction <= 1);
   get("cursor").style.left = `${event.clientX - get("time").getBoundingClientRect().left}px`;
-  if (!drag) return tip(event, hovered(event)?.text);
-  const by = (drag.x - event.clientX) / timeWidth() * (drag.zoom[1] - drag.zoom[0]);
-  isDragged ||= Math.abs(drag.x - event.clientX) > 3;
-  return isDragged && zoomTo(drag.zoom[0] + by, drag.zoom[1] + by);
+  if (!drag) {
+    tip(event, hovered(event)?.text);
+    return;
+  }
+  const distance = drag.x - event.clientX;
+  if (Math.abs(distance) > 3) isDragged = true; // less is a click with an unsteady hand
+  if (!isDragged) return;
+  const [start, end] = drag.zoom;
+  const by = distance / timeWidth() * (end - start);
+  zoomTo(start + by, end + by);
 });
 on("time", "click", (event) => {
   const { row: lane, event: timed } = (!isDragged && hovered(event)) || {};
@@ -578,18 +969,26 @@ on("time", "click", (event) => {
   choose({ plan: plans.indexOf(lane.plan), device, row: timed[ROW], leaf: -1 });
 });
 on("time", "wheel", (event) => {
-  if (event.ctrlKey || event.metaKey) zoomBy(event.deltaY < 0 ? 0.8 : 1.25, Math.max(0, fractionAt(event)));
-  else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) zoomBy(1, 0.5, event.deltaX / timeWidth());
-  else return;
+  if (event.ctrlKey || event.metaKey) {
+    zoomBy(event.deltaY < 0 ? 0.8 : 1.25, Math.max(0, fractionAt(event)));
+  } else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+    zoomBy(1, 0.5, event.deltaX / timeWidth());
+  } else {
+    return; // the page scrolls
+  }
   event.preventDefault();
 }, { passive: false });
-const actions = { "zoom-in": () => zoomBy(0.5), "zoom-out": () => zoomBy(2), "zoom-all": () => zoomTo(0, 1),
-  "save-ledger": () => save("ledger.csv", ledgerCsv(chosen())),
-  "save-leaves": () => save("leaves.csv", leavesCsv(chosen())),
-  "save-trace": () => save("trace.json", traceJson()) };
-for (const [id, action] of Object.entries(actions)) on(id, "click", action);
+on("zoom-in", "click", () => zoomBy(0.5));
+on("zoom-out", "click", () => zoomBy(2));
+on("zoom-all", "click", () => zoomTo(0, 1));
+on("save-ledger", "click", () => save("ledger.csv", ledgerCsv(chosen())));
+on("save-leaves", "click", () => save("leaves.csv", leavesCsv(chosen())));
+on("save-trace", "click", () => save("trace.json", traceJson()));
 on("filter", "input", (event) => choose({ filter: event.target.value }));
-addEventListener("hashchange", () => { read(); draw(); });
+addEventListener("hashchange", () => {
+  read();
+  draw();
+});
 addEventListener("resize", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 

@@ -2,8 +2,8 @@
 
     report ─> `document`: numbers, devices, ledger, leaves ─> JSON in page.html ─> page.js draws it
 
-Neighbours on a lane that are thinner than a bin of the timeline are merged, so each device of the report has at most some
-thousand events. Other devices do what the device of their stage does.
+Neighbours on a lane that are thinner than a bin of the timeline are merged, so each device of the
+report has at most some thousand events. Other devices do what the device of their stage does.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from html import escape
 from importlib.resources import files
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -30,14 +31,20 @@ from fshard.mesh.layout.tree import flatten_with_paths
 if TYPE_CHECKING:
     from fshard.plan.cost import Cost, DeviceCost
 
-EVENTS, BINS = 3000, 1500
-"""Events of a device above which thin ones are merged, and the bins of a timeline."""
+EVENTS = 3000
+"""Events of a device above which thin ones are merged."""
+
+BINS = 1500
+"""The bins of a timeline: about the pixels of its width."""
+
+_HOLDERS = 12
+"""The largest holders of memory at the peak that are listed."""
 
 
 def page(
     report: Cost, path: str | Path | None = None, *, compare: Cost | None = None
 ) -> Path | str:
-    """Write the cost of a step as one HTML file: mesh, timeline, memory, ledger and leaves. It needs no network.
+    """Write the cost of a step as one HTML file: mesh, timeline, memory, ledger and leaves.
 
     Args:
         report: of `fs.plan.cost`.
@@ -47,28 +54,41 @@ def page(
     Returns:
         The path, or the text.
     """
-    style, script, text = [
-        (files("fshard.explore") / f"page.{kind}").read_text("utf-8")
-        for kind in ("css", "js", "html")
-    ]
-    title = f"A step on {report.mesh.size:,} × {report.cluster.name}"
-    data = json.dumps(document(report, compare), separators=(",", ":")).replace("<", "\\u003c")
-    values = {"title": escape(title), "style": style, "script": script, "data": data}
-    text = re.sub(r"\{(title|style|script|data)\}", lambda match: values[match[1]], text)
+    data = json.dumps(document(report, compare), separators=(",", ":"))
+    values = {
+        "title": escape(f"A step on {report.mesh.size:,} × {report.cluster.name}"),
+        "style": _resource("css"),
+        "script": _resource("js"),
+        "data": data.replace("<", "\\u003c"),  # a "</script>" in a text would end the data
+    }
+    # In one pass: a value may contain what reads like the name of another one.
+    names = re.compile(r"\{(title|style|script|data)\}")
+    text = names.sub(lambda match: values[match[1]], _resource("html"))
     if path is None:
         return text
     Path(path).write_text(text, encoding="utf-8")
     return Path(path)
 
 
+def _resource(kind: str) -> str:
+    return (files("fshard.explore") / f"page.{kind}").read_text("utf-8")
+
+
 def framed(report: Cost) -> dict[str, str]:
-    """Return the page for a notebook: in a frame, so it needs no package of widgets; and its table as text."""
-    frame = f'<iframe srcdoc="{escape(str(page(report)))}" style="width:100%;height:900px;border:0"></iframe>'
+    """Return the page for a notebook, and its table as text.
+
+    It is in a frame, so it needs no package of widgets.
+    """
+    style = "width:100%;height:900px;border:0"
+    frame = f'<iframe srcdoc="{escape(str(page(report)))}" style="{style}"></iframe>'
     return {"text/html": frame, "text/plain": str(report)}
 
 
 def is_report(x: object) -> TypeGuard[Cost]:
-    """Return True for the cost of a step. `fshard.plan` is never imported: for a report it is loaded."""
+    """Return True for the cost of a step.
+
+    `fshard.plan` is never imported: for a report it is loaded.
+    """
     module: Any = sys.modules.get("fshard.plan.cost")
     return module is not None and isinstance(x, module.Cost)
 
@@ -77,50 +97,10 @@ def document(report: Cost, compare: Cost | None = None) -> dict[str, Any]:
     """Return all that a page shows, of one report or of two."""
     from fshard.plan.trace import PURPOSES
 
-    plans = [_plan(each) for each in (report, compare) if each is not None]
+    plans = [_plan(report)]
+    if compare is not None:
+        plans.append(_plan(compare))
     return {"purposes": PURPOSES, "fills": [fill(shard) for shard in range(11)], "plans": plans}
-
-
-def _plan(report: Cost) -> dict[str, Any]:
-    mesh, times, names, layouts = report.mesh, report.times, Numbering(), Numbering()
-    rows, staged_devices = report.comm.rows(), [*report.devices]
-    row_numbers = {row: number for number, (row, _, _) in enumerate(rows)}
-    staged = [
-        staged_devices == [mesh.index({axis: index}) for index in range(size)]
-        for axis, size in mesh.axes
-    ]
-    numbers = {
-        "seconds": report.seconds,
-        "peak": report.peak(),
-        "utilization": report.utilization(),
-    }
-    numbers |= {"sent": float(report.sent()), "exposed": sum(times.exposed.values())}
-    numbers |= {"idle": times.idle, "compute": times.compute}
-    return {
-        "mesh": str(mesh).partition(";")[0] + ")",
-        "axes": mesh.axes,
-        "stage": staged.index(True)
-        if len(staged_devices) > 1
-        else None,  # the axis along which devices differ
-        "capacity": report.cluster.memory,
-        "numbers": numbers,
-        "devices": [
-            _device(number, device, names, row_numbers) for number, device in report.devices.items()
-        ],
-        "rows": [
-            {
-                "collective": row.collective,
-                "axes": row.axes,
-                "calls": calls,
-                "sent": float(sent),
-                "site": str(row.site),
-            }
-            for row, calls, sent in rows
-        ],
-        "leaves": [*_leaves(report.arguments, layouts)],
-        "layouts": [_shards(mesh, *layout) for layout in layouts],
-        "names": [*names],
-    }
 
 
 class Numbering(dict[Any, int]):
@@ -131,43 +111,138 @@ class Numbering(dict[Any, int]):
         return self[key]
 
 
-# -- devices -------------------------------------------------------------------------------------------------------------
+def _plan(report: Cost) -> dict[str, Any]:
+    times = report.times
+    numbers = {
+        "seconds": report.seconds,
+        "peak": report.peak(),
+        "utilization": report.utilization(),
+        "sent": float(report.sent()),
+        "exposed": sum(times.exposed.values()),
+        "idle": times.idle,
+        "compute": times.compute,
+    }
+
+    rows: list[dict[str, Any]] = []
+    row_numbers: dict[Any, int] = {}
+    for row, calls, sent in report.comm.rows():
+        row_numbers[row] = len(rows)
+        rows.append(
+            {
+                "collective": row.collective,
+                "axes": row.axes,
+                "calls": calls,
+                "sent": float(sent),
+                "site": str(row.site),
+            }
+        )
+
+    names = Numbering()
+    layouts = Numbering()
+    devices: list[dict[str, Any]] = []
+    for number, device in report.devices.items():
+        devices.append(_device(number, device, names, row_numbers))
+    leaves = [*_leaves(report.arguments, layouts)]
+    mesh = report.mesh
+    return {
+        "mesh": str(mesh).partition(";")[0] + ")",
+        "axes": mesh.axes,
+        "stage": _stage_axis(report),
+        "capacity": report.cluster.memory,
+        "numbers": numbers,
+        "devices": devices,
+        "rows": rows,
+        "leaves": leaves,
+        "layouts": [_shards(mesh, spec, shape) for spec, shape in layouts],
+        "names": [*names],
+    }
+
+
+def _stage_axis(report: Cost) -> int | None:
+    """Return the number of the axis of stages, along which devices differ; None without stages."""
+    devices = [*report.devices]
+    if len(devices) == 1:
+        return None
+    for number, (axis, size) in enumerate(report.mesh.axes):
+        if devices == [report.mesh.index({axis: index}) for index in range(size)]:
+            return number
+    raise ValueError(f"devices {devices} must be those along one axis of {report.mesh}")
+
+
+# -- devices -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class DrawnEvent:
+    """An event of a timeline, or neighbours on a lane that are drawn as one.
+
+    Args:
+        lane: its number; those of lane 0 are units.
+        start, end: in seconds.
+        seconds: the sum of those of its events, without gaps.
+        name: the number of the text of its longest event.
+        bytes: sums, as are operations (flops) and the number of events (calls).
+        row: of the ledger; -1 for none.
+        unit: the number of the text.
+    """
+
+    lane: int
+    start: float
+    end: float
+    seconds: float
+    name: int
+    bytes: float
+    flops: int
+    calls: int
+    row: int
+    unit: int
+
+    def as_list(self) -> list[Any]:
+        """Return the fields in the order in which page.js reads them."""
+        start, end, seconds = _rounded(self.start), _rounded(self.end), _rounded(self.seconds)
+        sums = [_rounded(self.bytes), self.flops, self.calls]
+        return [self.lane, start, end, seconds, self.name, *sums, self.row, self.unit]
+
+
+def _rounded(x: float) -> float:
+    """Return a number in 9 digits: all digits would make the data a fifth larger."""
+    return float(f"{x:.9g}") if isinstance(x, float) else x
 
 
 def _device(
     number: int, device: DeviceCost, names: Numbering, rows: Mapping[Any, int]
 ) -> dict[str, Any]:
-    """Return the memory and the timeline of a device.
+    """Return the memory and the timeline of a device."""
+    from fshard.plan.trace import Operation
 
-    An event is [lane, start, end, seconds, name, bytes, flops, calls, row of the ledger, unit]. Those of lane 0 are units.
-    """
-    lanes, timed, width = Numbering(units=0), device.times.timed, device.times.step / BINS or 1.0
-    events, units = list[list[Any]](), list[list[Any]]()
-    highest = dict[int, tuple[float, ...]]()  # of each bin of time the sample with the most bytes
-    for (lane, event, start, end), unit in zip(timed, _units(device), strict=True):
-        name, size, flops, row = _fields(event, rows)
-        events.append(
-            [lanes[lane], start, end, end - start, names[name], size, flops, 1, row, names[unit]]
+    width = device.times.step / BINS or 1.0
+    lanes = Numbering(units=0)
+    events: list[DrawnEvent] = []
+    units: list[DrawnEvent] = []
+    highest: dict[int, tuple[float, ...]] = {}  # of each bin of time the sample with most bytes
+    for (lane, event, start, end), unit in zip(device.times.timed, _units(device), strict=True):
+        text, size, flops, row = _fields(event, rows)
+        drawn = DrawnEvent(
+            lanes[lane], start, end, end - start, names[text], size, flops, 1, row, names[unit]
         )
+        events.append(drawn)
         if lane == "compute":
-            units.append([0, *events[-1][1:4], names[unit], *events[-1][5:]])
-        memory, number_of_bin = getattr(event, "memory", ()), int(end / width)
-        if memory and sum(memory) >= sum(highest.get(number_of_bin, (0.0,))[1:]):
-            highest[number_of_bin] = end, *memory
-    merged = [
-        *_merged(units, float("inf")),
-        *_merged(events, width if len(events) > EVENTS else 0.0),
-    ]
+            units.append(replace(drawn, lane=0, name=drawn.unit))
+        if isinstance(event, Operation):
+            bin_number = int(end / width)
+            sample = highest.get(bin_number)
+            if sample is None or sum(event.memory) >= sum(sample[1:]):
+                highest[bin_number] = (end, *event.memory)
+
+    width_of_thin = width if len(events) > EVENTS else 0.0
+    merged = _merged(units, inf) + _merged(events, width_of_thin)
+    holders = device.used.holders()[:_HOLDERS]
     return {
         "number": number,
         "peak": device.used.peak(),
-        "holders": [
-            [size, purpose, str(site)] for size, purpose, site in device.used.holders()[:12]
-        ],
+        "holders": [[size, purpose, str(site)] for size, purpose, site in holders],
         "lanes": [*lanes],
-        "events": [
-            [float(f"{x:.9g}") if isinstance(x, float) else x for x in event] for event in merged
-        ],
+        "events": [event.as_list() for event in merged],
         "memory": [*highest.values()],
     }
 
@@ -188,105 +263,134 @@ def _fields(event: Any, rows: Mapping[Any, int]) -> tuple[str, float, int, int]:
             return event.name, event.traffic, event.flops, -1
 
 
+# Note [Units of a timeline]
+# A unit's mark is the start of its all-gather, which may be ahead of its use. If as many
+# all-gathers along some axes start as there are marks, each belongs to the mark of its number, and
+# its unit is used from the wait for it. As many reductions as there are units have the reverse
+# order of the units. Collectives that match neither have no unit.
+
+
 def _units(device: DeviceCost) -> list[str]:
-    """Return the unit of each timed event.
+    """Return the unit of each timed event: see Note [Units of a timeline]."""
+    from fshard.plan.trace import CollectiveWait, MessageWait, Operation
 
-    Note [Units of a timeline]
-    A unit's mark is the start of its all-gather, which may be ahead of its use. If as many all-gathers along some axes start
-    as there are marks, each belongs to the mark of its number, and its unit is used from the wait for it. As many
-    reductions as there are units have the reverse order of the units. Collectives that match neither have no unit.
-    """
-    from fshard.plan.trace import CollectiveStart, CollectiveWait, MessageWait, Operation
-
-    marks = [mark.name for mark in device.used.timeline if mark.name not in ("begin", "update")]
-    backward, calls, unit_of = (
-        [*dict.fromkeys(marks)][::-1],
-        defaultdict[Any, list[int]](list),
-        dict[int, str](),
-    )
-    for index, event in enumerate(device.events):
-        if isinstance(event, CollectiveStart) and (
-            event.is_started or event.row.collective != "all_gather"
-        ):
-            calls[event.row.collective, event.row.axes].append(index)
-    for (collective, _), indices in calls.items():
-        order = (
-            marks
-            if collective == "all_gather"
-            else backward
-            if collective.startswith("psum")
-            else ()
-        )
-        if len(order) == len(indices):
-            unit_of |= dict(zip(indices, order, strict=True))
-    gathers = {
-        index for (name, _), indices in calls.items() if name == "all_gather" for index in indices
-    } & {*unit_of}
-    units, unit = list[str](), "begin"
+    unit_of, gathers = _units_of_collectives(device)
+    units: list[str] = []
+    unit = "begin"  # of the operations
     for index, event in enumerate(device.events):
         if isinstance(event, Operation):
-            unit = unit if gathers and event.unit not in ("begin", "update") else event.unit
+            # Its own unit is that of the last mark, which is too early if units are prefetched.
+            if not gathers or event.unit in ("begin", "update"):
+                unit = event.unit
             units.append(unit)
         elif isinstance(event, CollectiveWait):
-            unit = unit_of[event.start] if event.start in gathers else unit
+            if event.start in gathers:
+                unit = unit_of[event.start]
         elif not isinstance(event, MessageWait):
             units.append(unit_of.get(index, ""))
     return units
 
 
-def _merged(events: Sequence[list[Any]], width: float) -> list[list[Any]]:
-    """Merge neighbours on a lane with one row and one unit up to a width; the longest names them."""
-    merged, last, longest = list[list[Any]](), dict[int, list[Any]](), dict[int, float]()
+def _units_of_collectives(device: DeviceCost) -> tuple[dict[int, str], set[int]]:
+    """Return the units of collectives by the index of their start, and the all-gathers of these.
+
+    See Note [Units of a timeline].
+    """
+    from fshard.plan.trace import CollectiveStart
+
+    marks = [mark.name for mark in device.used.timeline if mark.name not in ("begin", "update")]
+    units_in_backward = [*dict.fromkeys(marks)][::-1]
+    starts: dict[tuple[str, Any], list[int]] = defaultdict(list)
+    for index, event in enumerate(device.events):
+        if not isinstance(event, CollectiveStart):
+            continue
+        # An all-gather that is not started ahead is none of a unit.
+        if event.is_started or event.row.collective != "all_gather":
+            starts[event.row.collective, event.row.axes].append(index)
+
+    unit_of: dict[int, str] = {}
+    gathers: set[int] = set()
+    for (collective, _), indices in starts.items():
+        if collective == "all_gather" and len(indices) == len(marks):
+            unit_of |= dict(zip(indices, marks, strict=True))
+            gathers |= {*indices}
+        elif collective.startswith("psum") and len(indices) == len(units_in_backward):
+            unit_of |= dict(zip(indices, units_in_backward, strict=True))
+    return unit_of, gathers
+
+
+def _merged(events: Sequence[DrawnEvent], width: float) -> list[DrawnEvent]:
+    """Merge neighbours on a lane with one row and one unit, up to a width in seconds.
+
+    The longest of them names the result.
+    """
+    merged: list[DrawnEvent] = []
+    last: dict[int, DrawnEvent] = {}  # the last event of each lane
+    longest: dict[int, float] = {}  # and the seconds of the one that names it
     for event in events:
-        lane, _, end, seconds, name = event[:5]
+        lane = event.lane
         group = last.get(lane)
-        if group is None or end - group[1] >= width or group[8:] != event[8:]:
-            last[lane], longest[lane] = [*event], seconds
+        is_neighbour = (
+            group is not None
+            and event.end - group.start < width
+            and (group.row, group.unit) == (event.row, event.unit)
+        )
+        if group is None or not is_neighbour:
+            last[lane] = replace(event)
+            longest[lane] = event.seconds
             merged.append(last[lane])
             continue
-        if seconds > longest[lane]:
-            group[4], longest[lane] = name, seconds
-        group[2] = end
-        for field in (3, 5, 6, 7):
-            group[field] += event[field]
+        if event.seconds > longest[lane]:
+            group.name = event.name
+            longest[lane] = event.seconds
+        group.end = event.end
+        group.seconds += event.seconds
+        group.bytes += event.bytes
+        group.flops += event.flops
+        group.calls += event.calls
     return merged
 
 
-# -- leaves --------------------------------------------------------------------------------------------------------------
+# -- leaves --------------------------------------------------------------------------------------
 
 
 def _leaves(arguments: Sequence[Any], layouts: Numbering) -> Iterator[dict[str, Any]]:
     """Yield the tensors of a step's arguments; those without a layout are sharded by the step."""
     roles = ["params", "state", *["buffers"] * (len(arguments) - 3), "batch"]
     for role, tree in zip(roles, arguments, strict=True):
-        for path, x in zip(*flatten_with_paths(tree)[:2], strict=True):
-            if isinstance(x, Sharded | Tensor):
-                leaf = {
-                    "path": role + re.sub(r'\["([^"]*)"\]', r".\1", path),
-                    "type": str(typeof(x)),
-                }
-                leaf |= {
-                    "item": x.dtype.itemsize,
-                    "bytes": prod(x.shape) * x.dtype.itemsize,
-                    "unit": "",
-                    "layout": -1,
-                }
-                if isinstance(x, Sharded):
-                    leaf |= {"unit": x.layout.unit or "", "layout": layouts[x.layout.spec, x.shape]}
-                yield leaf
+        paths, leaves, _ = flatten_with_paths(tree)
+        for path, x in zip(paths, leaves, strict=True):
+            if not isinstance(x, Sharded | Tensor):
+                continue
+            unit = ""
+            layout = -1
+            if isinstance(x, Sharded):
+                unit = x.layout.unit or ""
+                layout = layouts[x.layout.spec, x.shape]
+            yield {
+                "path": role + re.sub(r'\["([^"]*)"\]', r".\1", path),  # ["w"] is written as .w
+                "type": str(typeof(x)),
+                "item": x.dtype.itemsize,
+                "bytes": prod(x.shape) * x.dtype.itemsize,
+                "unit": unit,
+                "layout": layout,
+            }
 
 
 def _shards(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return the axes that shard a leaf, the coordinates of the devices that have any of it, and the local shapes."""
-    number = mesh.axis_names.index
-    axes, place = sorted(map(number, spec.split_axes)), spec.coordinates(mesh.shape).items()
-    shapes = _local_shapes(
-        mesh, spec.replace(at={}, shape=None), shape, tuple(axes)
-    )  # stages have equal shards
+    """Return which devices have which shard of a leaf.
+
+    These are the axes that shard it, the coordinates of the devices that have any of it, and the
+    local shapes.
+    """
+    number_of = mesh.axis_names.index
+    axes = sorted(map(number_of, spec.split_axes))
+    coordinates = spec.coordinates(mesh.shape)
+    everywhere = spec.replace(at={}, shape=None)  # the shards of all stages have equal shapes
     return {
         "axes": axes,
-        "place": [[number(axis), index] for axis, index in place],
-        "shapes": shapes,
+        "place": [[number_of(axis), index] for axis, index in coordinates.items()],
+        "shapes": _local_shapes(mesh, everywhere, shape, tuple(axes)),
     }
 
 
@@ -294,13 +398,17 @@ def _shards(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> dict[str, Any]:
 def _local_shapes(
     mesh: Mesh, spec: P, shape: tuple[int, ...], axes: Sequence[int]
 ) -> list[list[Any]]:
-    """Return runs of equal local shapes, [count, shape]. Shards are numbered along their axes in the order of the mesh."""
-    split, runs = [mesh.axes[axis] for axis in axes], list[list[Any]]()
-    for shard in range(prod(size for _, size in split)):
-        index = arithmetic.unravel(shard, [size for _, size in split])
-        coordinates = dict.fromkeys(mesh.axis_names, 0) | dict(
-            zip([axis for axis, _ in split], index, strict=True)
-        )
+    """Return runs of equal local shapes, [count, shape].
+
+    Shards are numbered along their axes in the order of the mesh. Cached, as all stages of a model
+    have equal shards.
+    """
+    names = [mesh.axis_names[axis] for axis in axes]
+    sizes = [mesh.shape[name] for name in names]
+    runs: list[list[Any]] = []
+    for shard in range(prod(sizes)):
+        coordinates = dict.fromkeys(mesh.axis_names, 0)
+        coordinates |= zip(names, arithmetic.unravel(shard, sizes), strict=True)
         local = spec.local_shape(shape, mesh.shape, coordinates)
         if not runs or runs[-1][1] != local:
             runs.append([0, local])

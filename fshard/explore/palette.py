@@ -1,14 +1,14 @@
 """Colours of shards: eleven fills with contrast to dark text, to white and to black.
 
-Eleven is a prime that hardly any mesh is a multiple of, so a shard and its neighbour below differ in colour at any
-width of the grid.
+Eleven is a prime that hardly any mesh is a multiple of, so a shard and its neighbour below differ
+in colour at any width of the grid.
 """
 
 from __future__ import annotations
 
 FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 INK = "#16191d"
-MUTED = 0.75  # opacity of the page's own text colour, for words outside the cells
+MUTED = 0.75  # opacity of the page's text colour, for words outside the cells
 _FILLS = (
     "#7cb7e8",  # blue
     "#f4b06a",  # orange

@@ -1,8 +1,9 @@
 """`visualize` and `picture`: layouts and bytes, displayed or as a value.
 
-`picture` is pure: it returns a `Picture`, which prints as text, and which a notebook shows in colour at the end of a
-cell. `visualize` displays that picture wherever it is called: printed in a script, in colours where the terminal has
-them, displayed in a notebook, also within a cell. It returns None, so it is never shown twice.
+`picture` is pure: it returns a `Picture`, which prints as text, and which a notebook shows in
+colour at the end of a cell. `visualize` displays that picture wherever it is called: printed in a
+script, in colours where the terminal has them, displayed in a notebook, also within a cell. It
+returns None, so it is never shown twice.
 
 Only shape, dtype and layout are used: abstract meshes work, and nothing is sent.
 """
@@ -37,10 +38,10 @@ _WIDE = 10_000  # a string has no edge to break lines at
 
 @dataclass(frozen=True, repr=False)
 class Picture:
-    """A picture of a tensor or of a tree: text when printed, coloured in a notebook. Made by `picture`.
+    """A picture of a tensor or of a tree: text when printed, coloured in a notebook.
 
     Args:
-        plan: of the picture.
+        plan: of the picture, from `picture`.
 
     >>> import fshard as fs
     >>> from fshard import P
@@ -64,7 +65,9 @@ class Picture:
         from fshard.explore.outline import tree_of
         from fshard.explore.text import text_of
 
-        return tree_of(self.plan) if isinstance(self.plan, Branch) else text_of(self.plan)
+        if isinstance(self.plan, Branch):
+            return tree_of(self.plan)
+        return text_of(self.plan)
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -78,20 +81,25 @@ class Picture:
         )
         with console.capture() as shown:
             console.print(self)
-        return "\n".join(line.rstrip() for line in shown.get().rstrip().split("\n"))
+        lines = shown.get().rstrip().split("\n")
+        return "\n".join(line.rstrip() for line in lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         from fshard.explore.outline import outline_of
 
-        return outline_of(self.plan) if isinstance(self.plan, Branch) else html_of(self.plan)
+        if isinstance(self.plan, Branch):
+            return outline_of(self.plan)
+        return html_of(self.plan)
 
 
 def picture(
     x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = torch.float32
 ) -> Picture:
-    """Return the picture of the layout of a tensor, of every tensor of a tree, or of a mesh. Nothing is sent.
+    """Return the picture of the layout of a tensor, of every tensor of a tree, or of a mesh.
+
+    Nothing is sent.
 
     Args:
         x: a `Sharded`, a tensor, a shape, any tree of the first two, or a mesh.
@@ -119,31 +127,41 @@ def picture(
     if isinstance(x, Mesh):
         return Picture(plan_mesh(x))
     if layout is not None:
-        shape, dtype = (x.shape, x.dtype) if isinstance(x, Sharded | Tensor) else (x, dtype)
-        is_shape = isinstance(shape, Sequence) and all(isinstance(length, int) for length in shape)
-        if not is_shape:
-            raise TypeError(
-                f"layout must be a Layout of a tensor or a shape; got {type(layout).__name__} of {x!r}."
-            )
-        layout = as_layout(layout, x.mesh if isinstance(x, Sharded) else None)
-        layout.check(tuple(shape))
-        return Picture(
-            plan_grid(ShardType(dtype, tuple(shape), layout.spec, layout.memory), layout.mesh)
-        )
+        return Picture(_grid_in(layout, x, dtype))
     stock = take_stock(x)
-    return Picture(stock if isinstance(stock, Branch) else _grid(stock))
+    if isinstance(stock, Branch):
+        return Picture(stock)
+    return Picture(_grid_of_leaf(stock))
+
+
+def _grid_in(layout: Layout, x: Any, dtype: torch.dtype) -> Grid:
+    """Return the plan of a tensor or a shape in a layout."""
+    shape = x
+    if isinstance(x, Sharded | Tensor):
+        shape = x.shape
+        dtype = x.dtype
+    is_shape = isinstance(shape, Sequence) and all(isinstance(length, int) for length in shape)
+    if not is_shape:
+        raise TypeError(
+            f"layout must be a Layout of a tensor or a shape; got {type(layout).__name__} of {x!r}."
+        )
+    layout = as_layout(layout, x.mesh if isinstance(x, Sharded) else None)
+    layout.check(tuple(shape))
+    kind = ShardType(dtype, tuple(shape), layout.spec, layout.memory)
+    return plan_grid(kind, layout.mesh)
 
 
 def visualize(
     x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Display the layout of a tensor, of every tensor of a tree, or a mesh: text in a terminal, a picture in a notebook.
+    """Display the layout of a tensor, of every tensor of a tree, or a mesh.
 
-    A value that prints as a table, such as a placement of `fs.memory.place`, is displayed too, with its memory curve; the
-    report of `fs.plan.cost` as its page, in a notebook.
+    In a terminal it is text, in a notebook a picture. A value that prints as a table, such as a
+    placement of `fs.memory.place`, is displayed too, with its memory curve; the report of
+    `fs.plan.cost` as its page, in a notebook.
 
-    Where many devices run the same code (under torchrun, in `fs.run`) the first one displays it. Nothing is sent. For
-    the arguments, and the picture as a value, see `picture`.
+    Where many devices run the same code (under torchrun, in `fs.run`) the first one displays it.
+    Nothing is sent. For the arguments, and the picture as a value, see `picture`.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -163,46 +181,62 @@ def visualize(
     ├── step  3
     └── w  f32[6@data, 4]  96 B, 32 B per device
     """
-    shown: Any = x if isinstance(x, Tabular) else picture(x, layout=layout, dtype=dtype)
-    plan = None if isinstance(x, Tabular) else shown.plan
-    meshes = () if plan is None else meshes_of(plan) if isinstance(plan, Branch) else (plan.mesh,)
-    scope = here()
-    if (scope is not None and scope.device != 0) or any(device_of(mesh) != 0 for mesh in meshes):
-        return
-    if _in_notebook():
-        display = sys.modules["IPython.display"].display
-        display(framed(x), raw=True) if is_report(x) else display(shown)
+    if isinstance(x, Tabular):
+        shown: Any = x
+        plan = None
+        meshes: tuple[Mesh, ...] = ()
     else:
-        from rich.console import Console
-        from rich.text import Text
+        shown = picture(x, layout=layout, dtype=dtype)
+        plan = shown.plan
+        meshes = meshes_of(plan) if isinstance(plan, Branch) else (plan.mesh,)
 
-        console = Console(force_jupyter=False)
-        fits = console.is_terminal and isinstance(
-            plan, Branch
-        )  # lines of an outline may be broken, not a grid's
-        console.print(
-            Text(str(shown)) if plan is None or not console.is_terminal else shown,
-            soft_wrap=not fits,
-        )
+    scope = here()
+    is_first = scope is None or scope.device == 0
+    if not is_first or any(device_of(mesh) != 0 for mesh in meshes):
+        return
+    if not _in_notebook():
+        _print(shown, plan)
+        return
+    display = sys.modules["IPython.display"].display
+    if is_report(x):
+        display(framed(x), raw=True)
+    else:
+        display(shown)
 
 
-def _grid(leaf: Leaf) -> Grid:
+def _print(shown: Any, plan: Grid | Branch | None) -> None:
+    """Print a picture, or something without a plan that prints as a table."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(force_jupyter=False)
+    has_colours = plan is not None and console.is_terminal
+    may_wrap = isinstance(plan, Branch) and console.is_terminal  # lines of a grid would not fit
+    console.print(shown if has_colours else Text(str(shown)), soft_wrap=not may_wrap)
+
+
+def _grid_of_leaf(leaf: Leaf) -> Grid:
+    """Return the plan of a tensor with a layout; raise for anything else."""
     if leaf.type is None:
-        hint = (
-            " Give the tensor or shape: fs.visualize((8, 6), layout=layout)."
-            if leaf.text == "Layout"
-            else ""
-        )
+        hint = ""
+        if leaf.text == "Layout":
+            hint = " Give the tensor or shape: fs.visualize((8, 6), layout=layout)."
         raise TypeError(f"A picture needs a tensor; got {leaf.text}.{hint}")
     if leaf.layout is None:
         raise LayoutError(
-            f'{leaf.type} has no mesh to draw. Give a layout: fs.visualize(x, layout=fs.Layout(mesh, P("data"))).'
+            f"{leaf.type} has no mesh to draw. Give a layout: "
+            'fs.visualize(x, layout=fs.Layout(mesh, P("data"))).'
         )
     return plan_grid(leaf.type, leaf.layout.mesh)
 
 
 def _in_notebook() -> bool:
-    """Return True in a kernel that shows pictures. IPython is never imported: in a notebook it is loaded."""
+    """Return True in a kernel that shows pictures.
+
+    IPython is never imported: in a notebook it is loaded.
+    """
     ipython: Any = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and hasattr(shell, "kernel") and "IPython.display" in sys.modules
+    if ipython is None or "IPython.display" not in sys.modules:
+        return False
+    shell = ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")

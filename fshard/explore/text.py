@@ -11,6 +11,8 @@ dim 0@data ┌─────┬─────┐
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.style import Style
 from rich.text import Text
 
@@ -22,54 +24,66 @@ from fshard.explore.words import caption, headline, legend
 def text_of(grid: Grid) -> Text:
     """Draw a grid as text."""
     first, second = headline(grid)
-    parts = [Text(first, "bold"), Text(second)]
+    lines = [Text(first, "bold"), Text(second)]
     for block in grid.blocks:
-        parts += [Text(), *([Text("…")] if block is None else _draw(grid, block))]
-    notes = [Text(line) for line in legend(grid)]
-    return Text("\n").join([*parts, *([Text(), *notes] if notes else [])])
+        lines.append(Text())
+        lines += [Text("…")] if block is None else _block(grid, block)
+    notes = legend(grid)
+    if notes:
+        lines.append(Text())
+        lines += [Text(note) for note in notes]
+    return Text("\n").join(lines)
 
 
-def _draw(grid: Grid, block: GridBlock) -> list[Text]:
-    down, right = (side.labels if side else ("",) for side in (grid.rows, grid.columns))
-    captions = [
-        ["…" if cell is None else caption(grid, cell) for cell in row] for row in block.cells
-    ]
-    widths = [2 + max(map(len, column)) for column in zip(right, *captions, strict=True)]
-    corner = grid.rows.title if grid.rows else ""
-    gutter = max(map(len, [corner, *down]))
-    indent = gutter + 2 if gutter else 1
+def _block(grid: Grid, block: GridBlock) -> list[Text]:
+    row_labels = ("",) if grid.rows is None else grid.rows.labels
+    column_labels = ("",) if grid.columns is None else grid.columns.labels
+    captions: list[list[str]] = []
+    for cells in block.cells:
+        captions.append(["…" if cell is None else caption(grid, cell) for cell in cells])
+    columns = zip(column_labels, *captions, strict=True)
+    widths = [2 + max(map(len, column)) for column in columns]
 
-    lines = [Text(block.where, "bold")] if block.where else []
-    if grid.columns:
-        lines.append(Text(" " * indent + grid.columns.title))
-        lines.append(
-            Text(
-                (
-                    " " * indent
-                    + " ".join(
-                        f"{label:^{width}}" for label, width in zip(right, widths, strict=True)
-                    )
-                ).rstrip()
-            )
-        )
-    lines.append(Text(corner.rjust(gutter).ljust(indent - 1) + _rule("┌┬┐", widths)))
-    for number, (label, texts, cells) in enumerate(zip(down, captions, block.cells, strict=True)):
+    # Names of rows are aligned on the right, with a space before the cells.
+    corner = "" if grid.rows is None else grid.rows.title
+    gutter = max(map(len, [corner, *row_labels]))
+    margin = gutter + 1 if gutter else 0
+
+    def indented(label: str) -> str:
+        return label.rjust(gutter).ljust(margin)
+
+    lines: list[Text] = []
+    if block.title:
+        lines.append(Text(block.title, "bold"))
+    if grid.columns is not None:
+        pairs = zip(column_labels, widths, strict=True)
+        labels = " ".join(f"{label:^{width}}" for label, width in pairs)
+        indent = " " * (margin + 1)  # the border too
+        lines.append(Text(indent + grid.columns.title))
+        lines.append(Text((indent + labels).rstrip()))
+
+    lines.append(Text(indented(corner) + _rule("┌┬┐", widths)))
+    rows = zip(row_labels, captions, block.cells, strict=True)
+    for number, (label, texts, cells) in enumerate(rows):
         if number:
-            lines.append(Text(" " * (indent - 1) + _rule("├┼┤", widths)))
-        lines.append(_row(label.rjust(gutter).ljust(indent - 1), texts, cells, widths))
-    return [*lines, Text(" " * (indent - 1) + _rule("└┴┘", widths))]
+            lines.append(Text(indented("") + _rule("├┼┤", widths)))
+        lines.append(_row(indented(label), texts, cells, widths))
+    lines.append(Text(indented("") + _rule("└┴┘", widths)))
+    return lines
 
 
-def _row(label: str, texts: list[str], cells: tuple[Cell | None, ...], widths: list[int]) -> Text:
+def _row(
+    label: str, texts: Sequence[str], cells: Sequence[Cell | None], widths: Sequence[int]
+) -> Text:
     line = Text(label + "│")
     for text, cell, width in zip(texts, cells, widths, strict=True):
-        style = (
-            Style(color=INK, bgcolor=fill(cell.shard)) if cell and not cell.is_empty else Style()
-        )
+        style = Style()
+        if cell is not None and not cell.is_empty:
+            style = Style(color=INK, bgcolor=fill(cell.shard))
         line.append(f"{text:^{width}}", style).append("│")
     return line
 
 
-def _rule(corners: str, widths: list[int]) -> str:
-    start, between, right = corners
-    return start + between.join("─" * width for width in widths) + right
+def _rule(corners: str, widths: Sequence[int]) -> str:
+    left, between, right = corners
+    return left + between.join("─" * width for width in widths) + right

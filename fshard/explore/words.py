@@ -6,7 +6,13 @@ from math import prod
 
 from fshard.explore.devices import Devices, elided, listed, summed
 from fshard.explore.grid import Cell, Grid
-from fshard.mesh.layout import Layout, ShardType
+from fshard.mesh.layout import Layout, Memory, ShardType
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_MOST_SUMS = 4
+"""The replicas of an unreduced cell that are named; of more the first two and the last."""
+
+_MEMORY_NOTES: dict[Memory, str] = {"host": "in the memory of the host", "disk": "on disk"}
 
 
 def size(count: int) -> str:
@@ -15,9 +21,10 @@ def size(count: int) -> str:
     >>> size(192), size(1536), size(24 << 20)
     ('192 B', '1.5 KiB', '24.0 MiB')
     """
-    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-    power = min(max(count.bit_length() - 1, 0) // 10, len(units) - 1)
-    return f"{count / 1024**power:,.{1 if power else 0}f} {units[power]}"
+    power = max(count.bit_length() - 1, 0) // 10
+    power = min(power, len(_UNITS) - 1)
+    decimals = 1 if power else 0
+    return f"{count / 1024**power:,.{decimals}f} {_UNITS[power]}"
 
 
 def global_bytes(kind: ShardType) -> int:
@@ -27,71 +34,84 @@ def global_bytes(kind: ShardType) -> int:
 
 def most_bytes(kind: ShardType, layout: Layout) -> int:
     """Return the bytes of the largest shard: that of the first device that stores any."""
-    return (
-        prod(layout.local_shape(kind.shape, layout.mesh.index(layout.place))) * kind.dtype.itemsize
-    )
+    first = layout.mesh.index(layout.place)
+    return prod(layout.local_shape(kind.shape, first)) * kind.dtype.itemsize
 
 
 def is_uneven(kind: ShardType, layout: Layout) -> bool:
-    """Return True if some shards are smaller than others, as flat ones can be, and those outside `at`."""
-    alone = all(layout.mesh.shape[name] == 1 for name in kind.spec.at_axes)
-    return not alone or (kind.spec.is_flat and prod(kind.shape) % layout.flat_parts != 0)
+    """Return True if some shards are smaller than others.
+
+    Flat ones can be, and those of devices outside the coordinates of `at` are empty.
+    """
+    has_devices_outside = any(layout.mesh.shape[name] > 1 for name in kind.spec.at_axes)
+    is_cut_unevenly = kind.spec.is_flat and prod(kind.shape) % layout.flat_parts != 0
+    return has_devices_outside or is_cut_unevenly
 
 
 def headline(grid: Grid) -> tuple[str, str]:
     """Return the type, the mesh and the bytes."""
     if grid.heading is not None:
         return grid.heading
-    kind, count = grid.type, grid.mesh.size
-    upto = "at most " if is_uneven(kind, grid.layout) else ""
-    every = "on the only device" if count == 1 else f"on each of {count:,} devices"
-    return (
-        f"{kind} on {grid.mesh}",
-        f"{size(global_bytes(kind))}, {upto}{size(most_bytes(kind, grid.layout))} {every}",
-    )
+    total = size(global_bytes(grid.type))
+    local = size(most_bytes(grid.type, grid.layout))
+    if is_uneven(grid.type, grid.layout):
+        local = f"at most {local}"
+    devices = f"on each of {grid.mesh.size:,} devices"
+    if grid.mesh.size == 1:
+        devices = "on the only device"
+    return f"{grid.type} on {grid.mesh}", f"{total}, {local} {devices}"
 
 
 def legend(grid: Grid) -> tuple[str, ...]:
     """Return the legend of a picture; empty if it needs none."""
-    spec, mesh = grid.type.spec, grid.mesh
-    copied = [name for name in grid.layout.replicated_axes if mesh.shape[name] > 1]
-    coordinates_text = " and ".join(
-        f"coordinate {coordinate} along {' x '.join(axes)}" for axes, coordinate in spec.at
-    )
-    lines = (
-        [f"{'' if spec.split_axes else 'unsharded '}at {coordinates_text}, nothing elsewhere"]
-        if coordinates_text
-        else []
-    )
-    lines += (
-        [f"Σ: still to be summed, over {' and '.join(spec.unreduced)}"] if spec.unreduced else []
-    )
-    lines += [f"equal copies along {' and '.join(copied)}"] if copied else []
-    lines += {"device": [], "host": ["in the memory of the host"], "disk": ["on disk"]}[
-        grid.type.memory
-    ]
+    spec = grid.type.spec
+    lines: list[str] = []
+    if spec.at:
+        coordinates = [f"coordinate {index} along {' x '.join(axes)}" for axes, index in spec.at]
+        unsharded = "" if spec.split_axes else "unsharded "
+        lines.append(f"{unsharded}at {' and '.join(coordinates)}, nothing elsewhere")
+    if spec.unreduced:
+        lines.append(f"Σ: still to be summed, over {' and '.join(spec.unreduced)}")
+    copied = [name for name in grid.layout.replicated_axes if grid.mesh.shape[name] > 1]
+    if copied:
+        lines.append(f"equal copies along {' and '.join(copied)}")
+    if grid.type.memory in _MEMORY_NOTES:
+        lines.append(_MEMORY_NOTES[grid.type.memory])
     return (*lines, *grid.notes)
 
 
 def caption(grid: Grid, cell: Cell) -> str:
     """Return the devices that hold a cell: "0-3", "Σ 0+1, 2+3", "host 5", "disk 5"."""
+    text = listed(cell.copies)
     if grid.type.spec.unreduced:
-        indices = elided(cell.copies.count, 4)
-        firsts = (None if index is None else cell.copies.device(index) for index in indices)
-        text = "Σ " + ", ".join(
-            "…" if n is None else summed(Devices(n, cell.summands.steps)) for n in firsts
-        )
-    else:
-        text = listed(cell.copies)
-    memory = "" if grid.type.memory == "device" else f"{grid.type.memory} "
-    return f"{memory}{text}{' (empty)' if cell.is_empty else ''}"
+        text = f"Σ {_sums(cell)}"
+    if grid.type.memory != "device":
+        text = f"{grid.type.memory} {text}"
+    if cell.is_empty:
+        text += " (empty)"
+    return text
+
+
+def _sums(cell: Cell) -> str:
+    """Write each replica of an unreduced cell as the sum of its devices: "0+1, 2+3"."""
+    sums: list[str] = []
+    for index in elided(cell.copies.count, _MOST_SUMS):
+        if index is None:
+            sums.append("…")
+        else:
+            first = cell.copies.device(index)
+            sums.append(summed(Devices(first, cell.summands.steps)))
+    return ", ".join(sums)
 
 
 def coordinates(grid: Grid, cell: Cell) -> str:
-    """Return the coordinates of the devices that hold a cell: "data=0, model=*", with * for all along an axis."""
-    free = {*grid.layout.replicated_axes, *grid.type.spec.unreduced}
-    coordinate = grid.mesh.coordinates(cell.copies.first)
-    return ", ".join(
-        f"{name}={'*' if name in free and grid.mesh.shape[name] > 1 else coordinate[name]}"
-        for name in coordinate
-    )
+    """Return the coordinates of the devices that hold a cell: "data=0, model=*".
+
+    An axis has * if the devices along all of it hold the cell.
+    """
+    holding_axes = {*grid.layout.replicated_axes, *grid.type.spec.unreduced}
+    texts: list[str] = []
+    for name, coordinate in grid.mesh.coordinates(cell.copies.first).items():
+        has_all = name in holding_axes and grid.mesh.shape[name] > 1
+        texts.append(f"{name}={'*' if has_all else coordinate}")
+    return ", ".join(texts)

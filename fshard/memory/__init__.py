@@ -1,7 +1,7 @@
 """Memory: kinds, and limits on what a program may use of each.
 
-A layout names the kind of memory that its shards are in: "device", "host" or "disk". `limit` counts the storages of every
-device by kind and purpose, on every runtime, and raises beyond a limit.
+A layout names the kind of memory that its shards are in: "device", "host" or "disk". `limit` counts
+the storages of every device by kind and purpose, on every runtime, and raises beyond a limit.
 """
 
 from fshard.memory.kinds import claim, purpose

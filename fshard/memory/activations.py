@@ -1,7 +1,8 @@
 """Activations in host memory from the forward to the backward: `HostCopy`, for `fs.remat`.
 
-forward     x ── to the host ──●                       x has its memory until the second copy after it starts
-backward                           ── to the device ──●  x      the copies before it start to come back too
+forward     x ── to host ──●                      x keeps its memory until the second copy after it
+                                                  starts
+backward                       ── to device ──●  x         the copies before it return too
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout.kinds import empty_in, mark_memory
 from fshard.mesh.spmd.scope import here
 
-RUNNING, AHEAD = 2, 2
-"""The copies to the host that run at a time, and those back that start before they are needed."""
+RUNNING = 2
+"""The copies to the host that run at a time."""
+
+AHEAD = 2
+"""The copies back to the device that start before they are needed."""
 
 
 class _Thread(threading.local):
@@ -30,7 +34,10 @@ _thread = _Thread()
 
 
 def can_leave(x: Tensor) -> bool:
-    """Return True for a tensor of a GPU, or of a device of a mesh, whose host memory is another kind."""
+    """Return True for a tensor of a device whose host memory is another kind.
+
+    That is a GPU, or a device of a mesh.
+    """
     return x.is_cuda or here() is not None
 
 
@@ -41,36 +48,44 @@ class HostCopy:
     """
 
     def __init__(self, x: Tensor) -> None:
+        device = 0
+        runtime = "process"
         scope = here()
-        device, runtime = (0, "process") if scope is None else (scope.device, scope.mesh.runtime)
-        self._there, self._back = (
-            Link("device", "host", runtime, device),
-            Link("host", "device", runtime, device),
-        )
-        self._source, self._version, self._device = x, x._version, str(x.device)
-        self._shape, self._stride = x.shape, torch.empty_like(x, device="meta").stride()
-        if x.is_cuda:  # torch keeps freed page-locked memory
-            self._values = mark_memory(
-                torch.empty(x.numel(), dtype=x.dtype, pin_memory=True), "host"
-            )
+        if scope is not None:
+            device = scope.device
+            runtime = scope.mesh.runtime
+        self._back = Link("host", "device", runtime, device)
+        self._source = x
+        self._version = x._version
+        self._device = str(x.device)
+        self._shape = x.shape
+        self._stride = torch.empty_like(x, device="meta").stride()  # dense, in the order of x's
+        if x.is_cuda:
+            # Page-locked by torch, which keeps freed memory for the next step: to lock it is slow.
+            values = torch.empty(x.numel(), dtype=x.dtype, pin_memory=True)
+            self._values = mark_memory(values, "host")
         else:
             self._values = empty_in("host", (x.numel(),), x.dtype, x.device.type)
-        self._leaving: Transfer | None = start(
-            x, self._values.as_strided(self._shape, self._stride), self._there
-        )
+
+        target = self._values.as_strided(self._shape, self._stride)
+        self._leaving: Transfer | None = start(x, target, Link("device", "host", runtime, device))
         self._fetched: Transfer | None = None
         self._is_used = False
+
+        # Weak references: a copy is freed with its graph, not with the copies after it.
         self._previous = _thread.last
         _thread.last = ref(self)
-        for copy in self._before(1 + RUNNING)[RUNNING:]:
+        for copy in self._with_previous(1 + RUNNING)[RUNNING:]:
             copy._end()
 
-    def _before(self, count: int) -> list[HostCopy]:
-        """Return this copy and those started before it."""
-        copy, copies = self, list[HostCopy]()
+    def _with_previous(self, count: int) -> list[HostCopy]:
+        """Return this copy and those started before it, so many in all."""
+        copies: list[HostCopy] = []
+        copy: HostCopy | None = self
         while copy is not None and len(copies) < count:
             copies.append(copy)
-            copy = copy._previous and copy._previous()
+            previous = copy._previous
+            copy = None if previous is None else previous()
         return copies
 
     def _end(self) -> None:
@@ -78,16 +93,22 @@ class HostCopy:
         if self._leaving is not None:
             self._leaving.wait()
             self._is_valid = self._source._version == self._version
-            del self._source, self._leaving
+            del self._source  # frees its memory: the reason for the copy
             self._leaving = None
 
     def get(self) -> Tensor | None:
         """Return the tensor on its device; None if it was written to while it was copied."""
+        # A backward with retain_graph gets a copy again.
         self._is_used = False
-        for copy in self._before(1 + AHEAD):
+        for copy in self._with_previous(1 + AHEAD):
             copy._end()
             if copy._is_valid and copy._fetched is None and not copy._is_used:
                 target = empty_in("device", copy._values.shape, copy._values.dtype, copy._device)
                 copy._fetched = start(copy._values, target, copy._back)
-        transfer, self._fetched, self._is_used = self._fetched, None, True
-        return None if transfer is None else transfer.wait().as_strided(self._shape, self._stride)
+
+        transfer = self._fetched
+        self._fetched = None
+        self._is_used = True
+        if transfer is None:
+            return None
+        return transfer.wait().as_strided(self._shape, self._stride)

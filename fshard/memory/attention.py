@@ -1,4 +1,7 @@
-"""Fused attention of tensors without values, which torch computes by its formula: with scores that no device stores."""
+"""Fused attention of tensors without values, which torch computes by its formula.
+
+The formula has the scores of all pairs of tokens, which no device stores.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,17 @@ _users: list[Library] = []  # one entry for each user; the same library
 
 @contextmanager
 def fused_attention() -> Generator[None]:
-    """Let attention on meta tensors be the operation that CPUs have, which saves as much memory as those of GPUs."""
+    """Replace attention on meta tensors, inside the block, by the fused operation of CPUs.
+
+    It saves as much memory as those of GPUs.
+    """
+    # The rule is one of the process, so it stays as long as one of several threads is inside.
     with _lock:
-        _users.append(_users[0] if _users else Library("aten", "IMPL"))
-        if len(_users) == 1:
-            _users[0].impl("scaled_dot_product_attention", _attention, "AutogradMeta")
+        is_first = not _users
+        library = Library("aten", "IMPL") if is_first else _users[0]
+        _users.append(library)
+        if is_first:
+            library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
     try:
         yield
     finally:
@@ -39,17 +48,25 @@ def fused_attention() -> Generator[None]:
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    is_fused = (
-        query.ndim == 4 and not dropout_p and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    )
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    has_one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    is_fused = query.ndim == 4 and not dropout_p and has_one_width
     if not is_fused:
         formula = _ops._scaled_dot_product_attention_math
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return formula(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+
     if attn_mask is not None and attn_mask.dtype is torch.bool:
+        # The fused operation takes a mask of numbers, which torch makes of one of booleans.
         attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype, device="meta")
     return _FUSED(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 

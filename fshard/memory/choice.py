@@ -1,13 +1,14 @@
-"""Which groups leave the devices' memory, so that no event of a step needs more than a limit: the cheapest that do.
+"""Choose the groups that leave the devices' memory, so that no event of a step passes a limit.
 
-A step is a cycle of events: uses of units, then the update. A group that leaves is absent in some events, and moving or
-recomputing it takes time:
+A step is a cycle of events: uses of units, then the update. A group that leaves is absent in some
+events, and moving or recomputing it takes time:
 
     event             0      1      2      3      4      5      6
     unit 0           use   leaves   ·      ·      ·   returns  use        absent in 2, 3, 4
 
-`choose` is a covering problem, which is NP-hard. The option with the least cost for each byte that is still missing is taken
-again and again, then those that turn out to be superfluous are dropped. Of a few options all choices are compared.
+`choose` is a covering problem, which is NP-hard. The option with the least cost for each byte that
+is still missing is taken again and again, then those that turn out to be superfluous are dropped.
+Of a few options all choices are compared.
 """
 
 from __future__ import annotations
@@ -20,14 +21,23 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 SLACK = 1.15
-"""The factor by which a chosen price may exceed the last known least: prices of thousands change with every choice."""
+"""The factor by which a chosen price may exceed the last known least.
+
+Prices of thousands change with every choice, so few of those in the heap are up to date."""
 
 FEW = 12
 """Options up to which all choices are compared."""
 
 
 class Option(NamedTuple):
-    """A group may be in some memory: `absent` are the bytes that each event then has less, `cost` the seconds it takes."""
+    """A memory that a group may be in.
+
+    Args:
+        group: what leaves.
+        memory: where it is then, or "recomputed".
+        absent: the bytes that each event then has less.
+        cost: the seconds it takes.
+    """
 
     group: Any
     memory: Any
@@ -47,38 +57,53 @@ def choose(options: Sequence[Option], beyond: Tensor) -> list[Option]:
         beyond: the bytes by which each event passes the limit if none leaves.
 
     >>> import torch
-    >>> options = [Option("a", "host", torch.tensor([0, 4, 4]), 1.0), Option("b", "host", torch.tensor([0, 4, 0]), 0.5)]
-    >>> [x.group for x in choose(options, torch.tensor([0, 3, 0]))], [x.group for x in choose(options, torch.tensor([0, 3, 1]))]
-    (['b'], ['a'])
+    >>> options = [
+    ...     Option("a", "host", torch.tensor([0, 4, 4]), 1.0),
+    ...     Option("b", "host", torch.tensor([0, 4, 0]), 0.5),
+    ... ]
+    >>> [x.group for x in choose(options, torch.tensor([0, 3, 0]))]
+    ['b']
+    >>> [x.group for x in choose(options, torch.tensor([0, 3, 1]))]
+    ['a']
     """
     try:
         chosen = by_price(options, beyond)
-    except NotEnoughError:  # a cheap option of a group may be in the way of one that frees more
-        largest = {x.group: x for x in sorted(options, key=lambda option: int(option.absent.sum()))}
+    except NotEnoughError:
+        # A cheap option of a group may be in the way of one that frees more.
+        largest: dict[Any, Option] = {}
+        for option in sorted(options, key=lambda option: int(option.absent.sum())):
+            largest[option.group] = option
         chosen = by_price([*largest.values()], beyond)
     best = without_superfluous(chosen, beyond)
-    return best if len(options) > FEW else _searched(options, beyond, [], best)
+    if len(options) > FEW:
+        return best
+    return _searched(options, beyond, [], best)
 
 
 def by_price(options: Sequence[Option], beyond: Tensor) -> list[Option]:
-    """Choose again and again an option with about the least cost for each byte by which events still pass the limit."""
-    chosen, prices = (
-        list[Option](),
-        [(_price(option, beyond), index) for index, option in enumerate(options)],
-    )
+    """Choose options until no event passes the limit, each of about the least price.
+
+    Prices in the heap are those of earlier choices. They only rise, as fewer bytes are missing, so
+    the least price is known once an option's price is no higher than the next one in the heap.
+    """
+    chosen: list[Option] = []
+    chosen_groups: set[Any] = set()
+    prices = [(_price(option, beyond), index) for index, option in enumerate(options)]
     heapify(prices)
     while beyond.max() > 0:
         if not prices:
             raise NotEnoughError
         _, index = heappop(prices)
-        option, price = options[index], _price(options[index], beyond)  # it only rises
-        if price == inf or any(option.group == other.group for other in chosen):
+        option = options[index]
+        price = _price(option, beyond)
+        if price == inf or option.group in chosen_groups:
             continue
         if prices and price > SLACK * prices[0][0]:
             heappush(prices, (price, index))
-        else:
-            chosen.append(option)
-            beyond = beyond - option.absent
+            continue
+        chosen.append(option)
+        chosen_groups.add(option.group)
+        beyond = beyond - option.absent
     return chosen
 
 
@@ -90,32 +115,40 @@ def _price(option: Option, beyond: Tensor) -> float:
 
 def without_superfluous(chosen: Sequence[Option], beyond: Tensor) -> list[Option]:
     """Leave out options without which no event passes the limit, the dearest first."""
-    rest = beyond - sum([option.absent for option in chosen])
-    kept = list(chosen)
+    remaining = beyond - sum([option.absent for option in chosen])
+    needed = list(chosen)
     for option in sorted(chosen, key=lambda option: -option.cost):
-        if (rest + option.absent).max() <= 0:
-            rest = rest + option.absent
-            kept = [other for other in kept if other is not option]
-    return kept
+        remaining_without = remaining + option.absent
+        if remaining_without.max() <= 0:
+            remaining = remaining_without
+            needed = [other for other in needed if other is not option]
+    return needed
 
 
 def _searched(
     options: Sequence[Option], beyond: Tensor, chosen: Sequence[Option], best: list[Option]
 ) -> list[Option]:
-    """Return the cheapest of all choices with these options besides the chosen ones, or the best one so far."""
+    """Return the cheapest of all choices that include the chosen options, or the best one so far.
+
+    Args:
+        options: that may be added.
+        beyond: the bytes by which each event passes the limit with the chosen options.
+    """
     if _cost(chosen) >= _cost(best):
         return best
     if beyond.max() <= 0:
         return [*chosen]
+
+    # One of the options that help the worst event must be chosen. Each is tried: with it, and
+    # without those that were tried before.
     event = int(beyond.argmax())
-    helping = [option for option in options if option.absent[event] > 0]
-    for index, option in enumerate(helping):  # choices with this option, and without those before
-        rest = [
-            x
-            for x in options
-            if x.group != option.group and all(x is not before for before in helping[:index])
-        ]
-        best = _searched(rest, beyond - option.absent, [*chosen, option], best)
+    candidates = list(options)
+    for option in options:
+        if option.absent[event] <= 0:
+            continue
+        others = [other for other in candidates if other.group != option.group]
+        best = _searched(others, beyond - option.absent, [*chosen, option], best)
+        candidates = [other for other in candidates if other is not option]
     return best
 
 

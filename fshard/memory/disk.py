@@ -4,8 +4,9 @@
                                   ├── page cache ── file, reserved when it is made
     transfers ── preadv, pwritev ─┘
 
-A tensor on disk is an ordinary tensor: what reads it, such as a checkpoint, reads the mapping. Transfers read and write
-the file by its descriptor, so its pages are not resident memory of the process; pages that became it are dropped.
+A tensor on disk is an ordinary tensor: what reads it, such as a checkpoint, reads the mapping.
+Transfers read and write the file by its descriptor, so its pages are not resident memory of the
+process; pages that became it are dropped.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class _DiskFile(mmap.mmap):
     folder: str = ""
 
     def __str__(self) -> str:
-        return f"the unlinked file {self.descriptor} of {len(self):,} bytes in FSHARD_DISK={self.folder}"
+        file = f"the unlinked file {self.descriptor} of {len(self):,} bytes"
+        return f"{file} in FSHARD_DISK={self.folder}"
 
-    def __del__(
-        self,
-    ) -> None:  # called before the pages are unmapped, after which another file may get the address
+    def __del__(self) -> None:
+        # Called before the pages are unmapped, after which another file may get the address.
         _files.pop(self.address, None)
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -60,22 +61,25 @@ def empty_on_disk(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     folder = os.environ.get("FSHARD_DISK", "")
     descriptor = _new_file(folder)
     try:
-        if nbytes > _free_bytes(
-            descriptor
-        ):  # to find out by reserving would fill the disk for a moment
+        # To find out by reserving would fill the disk for a moment.
+        if nbytes > _free_bytes(descriptor):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
         free = _free_bytes(descriptor)
         os.close(descriptor)
         raise DiskError(
-            f"FSHARD_DISK={folder} must have {nbytes:,} more bytes for a tensor of shape {tuple(shape)}; got {free:,} "
-            f"({error.strerror}). Free some, or name a folder on a larger disk."
+            f"FSHARD_DISK={folder} must have {nbytes:,} more bytes for a tensor of shape "
+            f"{tuple(shape)}; got {free:,} ({error.strerror}). Free some, or name a folder on a "
+            "larger disk."
         ) from error
-    mapping = _DiskFile(descriptor, nbytes)
-    x = torch.frombuffer(mapping, dtype=torch.uint8)
-    mapping.address, mapping.descriptor, mapping.folder = x.data_ptr(), descriptor, folder
-    _files[mapping.address] = ref(mapping)
+
+    file = _DiskFile(descriptor, nbytes)
+    x = torch.frombuffer(file, dtype=torch.uint8)
+    file.address = x.data_ptr()
+    file.descriptor = descriptor
+    file.folder = folder
+    _files[file.address] = ref(file)
     return x.view(dtype).view(tuple(shape))
 
 
@@ -113,19 +117,17 @@ def _filesystem(device: int) -> str | None:
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         with open("/proc/self/mountinfo", encoding="utf-8") as lines:
-            return next(
-                (
-                    line.partition(" - ")[2].split()[0]
-                    for line in lines
-                    if line.split()[2] == number
-                ),
-                None,
-            )
+            for line in lines:
+                # 36 35 98:0 /root /mount/point options - ext3 /dev/root options
+                mount, _, filesystem = line.partition(" - ")
+                if mount.split()[2] == number:
+                    return filesystem.split()[0]
     except OSError:
-        return None
+        pass
+    return None
 
 
-# -- copies ----------------------------------------------------------------------------------------------------------
+# -- copies --------------------------------------------------------------------------------------
 
 
 def file_of(x: Tensor) -> _DiskFile | None:
@@ -143,14 +145,23 @@ def is_on_disk(x: Tensor) -> bool:
 
 def copy(source: Tensor, target: Tensor) -> None:
     """Copy between tensors of one shape and dtype, each of which may be on disk."""
-    for x, other, reads in ((source, target, True), (target, source, False)):
-        if is_on_disk(x) and not is_on_disk(other) and x.is_contiguous() and x.numel():
-            _through_file(x, other, reads)
-            break
+    if _is_through_file(source, target):
+        _through_file(source, target, reads=True)
+    elif _is_through_file(target, source):
+        _through_file(target, source, reads=False)
     else:
         target.copy_(source)
-    for x in (source, target):
-        drop_pages(x)
+    drop_pages(source)
+    drop_pages(target)
+
+
+def _is_through_file(x: Tensor, other: Tensor) -> bool:
+    """Return True if a copy between a tensor and another one reads or writes the file of the first.
+
+    Between two tensors on disk the mappings are copied.
+    """
+    is_range = x.is_contiguous() and x.numel() > 0
+    return is_range and is_on_disk(x) and not is_on_disk(other)
 
 
 def drop_pages(x: Tensor) -> None:
@@ -170,24 +181,26 @@ def _through_file(x: Tensor, other: Tensor, reads: bool) -> None:
         if reads:
             other.copy_(buffer)
         return
-    file, flat = (
-        file_of(x),
-        other.detach().as_strided((other.numel(),), (1,)),
-    )  # a dim of size 1 may have any stride
-    values = flat.view(torch.uint8)
+
+    file = file_of(x)
     assert file is not None
     offset = x.data_ptr() - file.address
+    # By as_strided, since a contiguous dim of size 1 may have any stride, which `view` refuses.
+    values = other.detach().as_strided((other.numel(),), (1,)).view(torch.uint8)
     if values.is_cpu:
         _transfer(file, offset, values, reads)
         return
-    for start, chunk in zip(range(0, len(values), CHUNK), values.split(CHUNK), strict=True):
+    for chunk in values.split(CHUNK):
         buffer = _staging.take()
+        on_host = buffer[: len(chunk)]
         if not reads:
-            buffer[: len(chunk)].copy_(chunk)
-        _transfer(file, offset + start, buffer[: len(chunk)], reads)
+            on_host.copy_(chunk)
+        _transfer(file, offset, on_host, reads)
         if reads:
-            chunk.copy_(buffer[: len(chunk)], non_blocking=True)
+            chunk.copy_(on_host, non_blocking=True)
+        # The next file operation runs beside this copy, in another buffer.
         _staging.release(buffer, torch.cuda.current_stream(chunk.device).record_event())
+        offset += len(chunk)
 
 
 _staging = Pool(lambda: empty_on_host((CHUNK,), torch.uint8))
@@ -197,18 +210,21 @@ def _transfer(file: _DiskFile, offset: int, values: Tensor, reads: bool) -> None
     """Read or write all of some bytes on the host."""
     array: Any = values.numpy()
     memory = memoryview(array)
+    operation = os.preadv if reads else os.pwritev
     while memory:
         try:
-            count = (os.preadv if reads else os.pwritev)(file.descriptor, [memory], offset)
+            count = operation(file.descriptor, [memory], offset)
         except OSError as error:
             raise _failure(file, offset, reads, error.strerror or str(error)) from error
         if not count:
             raise _failure(file, offset, reads, "the file has ended")
-        memory, offset = memory[count:], offset + count
+        memory = memory[count:]  # the system may read or write fewer bytes than it is given
+        offset += count
 
 
 def _failure(file: _DiskFile, offset: int, reads: bool, reason: str) -> DiskError:
+    action = "Reading" if reads else "Writing"
     return DiskError(
-        f"{'Reading' if reads else 'Writing'} {file} failed at byte {offset:,}: {reason}. What it stored is lost: restore a "
+        f"{action} {file} failed at byte {offset:,}: {reason}. What it stored is lost: restore a "
         "checkpoint, and examine the disk."
     )

@@ -1,9 +1,11 @@
 """Kinds of memory, and the purposes that storages are made for.
 
-A layout names a kind: `layout.with_memory("host")`. `device_put`, `reshard` and `shard_params(memory=)` copy shards from
-one memory to another; collectives run on shards in the devices' memory.
+A layout names a kind: `layout.with_memory("host")`. `device_put`, `reshard` and
+`shard_params(memory=)` copy shards from one memory to another; collectives run on shards in the
+devices' memory.
 
-A purpose is set around code that makes storages, or claimed for storages that exist. Both cost nothing without a limit.
+A purpose is set around code that makes storages, or claimed for storages that exist. Both cost
+nothing without a limit.
 """
 
 from __future__ import annotations

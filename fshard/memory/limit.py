@@ -1,4 +1,4 @@
-"""`limit`: count every storage of every device, by memory kind and purpose, and raise beyond a limit.
+"""`limit`: count every storage of every device, by kind and purpose, and raise beyond a limit.
 
     operation ──> its new storages ──> blocks ──> totals of (device, kind) ──> MemoryLimitError
                         └─ weak references: a block is freed with its storage
@@ -35,16 +35,17 @@ from fshard.source import call_site
 
 _ops: Any = torch.ops.aten
 _ACROSS = {
-    *(
-        _ops.copy_.default,
-        _ops._foreach_copy_.default,
-        _ops._to_copy.default,
-        _ops.set_.source_Tensor,
-    ),
-    *(_ops.index.Tensor, _ops.index_put.default, _ops.index_put_.default),
+    _ops.copy_.default,
+    _ops._foreach_copy_.default,
+    _ops._to_copy.default,
+    _ops.set_.source_Tensor,
+    _ops.index.Tensor,
+    _ops.index_put.default,
+    _ops.index_put_.default,
 }
 """The operations whose arguments may be in several memories."""
-_PLAIN = getattr(Tensor, "__torch_dispatch__")  # noqa: B009  # torch's stub takes it for a method of three arguments
+# By getattr, since torch's stub takes it for a method of three arguments.
+_PLAIN = getattr(Tensor, "__torch_dispatch__")  # noqa: B009
 
 
 class CountStorages(TorchDispatchMode):
@@ -71,7 +72,8 @@ class CountStorages(TorchDispatchMode):
 
         self.usage.free_dead()
         inputs = [(x, self._of_argument(x)) for x in _tensors((*args, *kwargs.values()))]
-        if func not in _ACROSS and len({block.kind for x, block in inputs if x.ndim}) > 1:
+        kinds = {block.kind for x, block in inputs if x.ndim}  # numbers are on the host anyway
+        if len(kinds) > 1 and func not in _ACROSS:
             raise _mixed(func, inputs)
 
         result = func(*args, **kwargs)
@@ -81,12 +83,10 @@ class CountStorages(TorchDispatchMode):
             if flops is not None:
                 self.usage.timeline[-1].flops += flops(*args, **kwargs, out_val=result)
 
+        # Of an operation on lists, such as _foreach_add, each result is like its own argument.
         outputs = [*_tensors((result,))]
-        is_of_lists = (
-            bool(args)
-            and isinstance(args[0], list | tuple)
-            and len(args[0]) == len(outputs) <= len(inputs)
-        )
+        has_list = bool(args) and isinstance(args[0], list | tuple)
+        is_of_lists = has_list and len(args[0]) == len(outputs) <= len(inputs)
         for index, y in enumerate(outputs):
             sources = inputs[index : index + 1] if is_of_lists else inputs
             self._count_result(func, y, sources)
@@ -116,20 +116,23 @@ class CountStorages(TorchDispatchMode):
         if block is not None:
             self.usage.resize(block, storage.nbytes())
             return
-        if y.is_meta and func is _ops._to_copy.default and not sources[0][0].is_meta:
-            self.usage.share(storage, sources[0][1])
-            return
+        if y.is_meta and func is _ops._to_copy.default:
+            source, source_block = sources[0]
+            if not source.is_meta:
+                # An abstract mesh drops the values of an argument, which counts as the same block.
+                self.usage.share(storage, source_block)
+                return
 
         # The argument that the result is most like: not a number, if another is on its device.
         near = [block for x, block in sources if x.ndim and x.is_cuda == y.is_cuda]
         near += [block for x, block in sources if not x.ndim and x.is_cuda == y.is_cuda]
-        source = near[0] if near else None
+        like = near[0] if near else None
         kind = counting().memory
         if kind is None:
-            kind = memory_of(y) if source is None else source.kind
+            kind = memory_of(y) if like is None else like.kind
         devices = {block.device for _, block in sources} - {None}
         device = devices.pop() if len(devices) == 1 else None
-        self._add_new(y, kind, device, source)
+        self._add_new(y, kind, device, like)
 
     # -- what is no result of an operation -------------------------------------------------------
 
@@ -168,7 +171,8 @@ class CountStorages(TorchDispatchMode):
         """Count the storages of the results in place of what was reserved."""
         self.usage.free_dead()
         reserved = self.usage.take(delivery)
-        for storage in [y.untyped_storage() for y in results]:
+        for y in results:
+            storage = y.untyped_storage()
             if self.usage.find(storage) is None:
                 address = self.usage.new_address()
                 block = replace(reserved, size=storage.nbytes(), address=address, users=1)
@@ -249,7 +253,8 @@ def limit(
     """Count every storage of every device inside the block, and raise beyond a limit.
 
     Args:
-        device, host, disk: the most bytes that each device may have in this memory; None counts only.
+        device, host, disk: the most bytes that each device may have in this memory; None counts
+            only.
 
     An allocation beyond a limit raises a `MemoryLimitError` with the largest holders. What a
     collective delivers counts for its receiver, from its start; storages from before the block
@@ -258,14 +263,15 @@ def limit(
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 4})
-    >>> with fs.memory.limit(device=100) as used:
-    ...     params = fs.shard_params({"w": torch.ones(16)}, fs.fsdp("data"), mesh=mesh)  # 64 bytes, and 16 on each device
+    >>> with fs.memory.limit(device=100) as used:  # 64 bytes, and 16 on each device
+    ...     params = fs.shard_params({"w": torch.ones(16)}, fs.fsdp("data"), mesh=mesh)
     >>> used.peak(), used.peak("device", "parameters"), used.peak("host")
     (80, 16, 0)
     >>> with fs.memory.limit(device=100):
     ...     torch.ones(16) + torch.ones(16)
     Traceback (most recent call last):
-    fshard.errors.MemoryLimitError: memory.limit: device memory must be at most 100 bytes per device; got 128 with 64 more ...
+    fshard.errors.MemoryLimitError: memory.limit: device memory must be at most 100 bytes per
+    device; got 128 with 64 more ...
     """
     limits: dict[Memory, int | None] = {"device": device, "host": host, "disk": disk}
     errors: list[str] = []

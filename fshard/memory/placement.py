@@ -79,7 +79,7 @@ class PlaceableStep(ABC):
 
 
 class MemoryGroup(NamedTuple):
-    """Arrays in one memory: a unit's parameters, their optimizer state, or activations of a name."""
+    """Arrays in one memory: a unit's parameters, their state, or activations of a name."""
 
     role: Role
     unit: str
@@ -98,11 +98,14 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Placement(Tabular):
-    """The memory of each group, and what a step then needs and moves. Prints as a table: see `place`.
+    """The memory of each group, and what a step then needs and moves.
+
+    Prints as a table: see `place`.
 
     Args:
         memories: of parameters and state.
-        activations: the memory of named ones that do not stay on the device, for `train_step(activations=)`.
+        activations: the memory of named ones that do not stay on the device, for
+            `train_step(activations=)`.
         sizes: their bytes per device.
         limits: by memory kind, in bytes per device.
         used: memory that the step uses.
@@ -134,7 +137,10 @@ class Placement(Tabular):
         return self.comm.moved(source, target)
 
     def apply(self, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        """Return parameters and state in their memories; those that are there already are the same arrays."""
+        """Return parameters and state in their memories.
+
+        Those that are there already are the same arrays.
+        """
         params = in_memories(params, "parameters", self.memories)
         return params, in_memories(state, "state", self.memories)
 
@@ -165,28 +171,32 @@ class Placement(Tabular):
 
     def _repr_html_(self) -> str:
         """Return the table, and the curve of device memory under a step with its limit."""
+        return f"{super()._repr_html_()}{self._svg_of_curve()}"
+
+    def _svg_of_curve(self) -> str:
+        """Draw a bar for each event, 12 wide, and a line at the limit; 100 is the top."""
         limit = self.limits["device"]
         events = self.used.timeline
         top = max(event.peak for event in events)
-        if limit is not None and limit <= 2 * self.needed:
+        if limit is not None and limit <= 2 * self.needed:  # a line far above would flatten bars
             top = max(top, limit)
 
-        bars = list[str]()
+        parts: list[str] = []
         for index, event in enumerate(events):
             height = 100 * event.peak / top
-            bars.append(
+            title = f"<title>{escape(event.name)}: {event.peak:,} bytes</title>"
+            parts.append(
                 f'<rect x="{12 * index}" y="{100 - height:.1f}" width="11" '
-                f'height="{height:.1f}" fill="#5b8ff9">'
-                f"<title>{escape(event.name)}: {event.peak:,} bytes</title></rect>"
+                f'height="{height:.1f}" fill="#5b8ff9">{title}</rect>'
             )
         width = 12 * len(events)
-        line = ""
         if limit is not None:
-            line = f'<path d="M0 {100 - 100 * limit / top:.1f}H{width}" stroke="#d33"/>'
+            y = 100 - 100 * limit / top
+            parts.append(f'<path d="M0 {y:.1f}H{width}" stroke="#d33"/>')
         style = f"width:100%;max-width:{width}px;height:120px"
         return (
-            f'{super()._repr_html_()}<svg viewBox="0 -2 {width} 104" style="{style}" '
-            f'preserveAspectRatio="none">{"".join(bars)}{line}</svg>'
+            f'<svg viewBox="0 -2 {width} 104" style="{style}" preserveAspectRatio="none">'
+            f"{''.join(parts)}</svg>"
         )
 
     def table(self) -> Table:
@@ -195,12 +205,14 @@ class Placement(Tabular):
 
         table = Table("unit", "what", "memory", "bytes per device", title="placement")
         table.columns[3].justify = "right"
+
         memories: dict[MemoryGroup, Memory | ActivationMemory] = {**self.memories}
         for name, memory in self.activations.items():
             memories[MemoryGroup("activations", name)] = memory
         for group, memory in memories.items():
             if memory != "device":
                 table.add_row(group.unit, group.role, memory, f"{self.sizes[group]:,}")
+
         table.add_section()
         for kind, most in self.limits.items():
             if most is None and not self.peak(kind):
@@ -211,6 +223,7 @@ class Placement(Tabular):
             if kind == "device":
                 text += f", {self.needed:,} unplaced"
             table.add_row("", "peak", kind, text)
+
         ways = dict[tuple[Memory, Memory], None]()  # each once, in order
         for counts in self.comm.moves.values():
             ways |= dict.fromkeys(counts)
@@ -271,8 +284,8 @@ def place(
         plan = measurement.below(device, plan)
     if host is not None and plan.peak("host") > host:
         raise MemoryLimitError(
-            f"memory.place: host memory must be at least {plan.peak('host'):,} bytes per device for "
-            f"what leaves device memory; got host={host:,}. Raise the limit, or use "
+            f"memory.place: host memory must be at least {plan.peak('host'):,} bytes per device "
+            f"for what leaves device memory; got host={host:,}. Raise the limit, or use "
             'state_memory="disk".'
         )
     if plan.activations:
@@ -338,7 +351,8 @@ class _Measurement:
     ) -> Placement:
         """Run two steps, of which the second knows the order of units, with groups in other memory.
 
-        The peak is that of both, what is moved that of the second; both of the device whose peak is highest.
+        The peak is that of both, what is moved that of the second; both of the device whose peak is
+        highest.
         """
 
         def run(device: int) -> Placement:
@@ -356,7 +370,7 @@ class _Measurement:
     ) -> Placement:
         """Run the steps as a device of the abstract mesh."""
         memories: dict[MemoryGroup, Memory] = dict.fromkeys(self._sizes, "device")
-        activations = dict[str, ActivationMemory]()
+        activations: dict[str, ActivationMemory] = {}
         if self._step.update_on == "host":
             for group in self._sizes:
                 if group.role == "state":
@@ -370,16 +384,15 @@ class _Measurement:
         with without_counters():
             step = self._step.replace(mesh=self._mesh, activations=activations)
             trees = self._abstract_trees(memories)
-        metrics = None
         comm = Ledger()
         with without_counters(), limit() as used:
             for _ in range(2):
                 used.timeline.clear()
                 with ledger() as comm:
                     mark("begin")
-                    *after, metrics = step(*trees)  # the second finds the first metrics in use
+                    # A name, so that the second step finds the metrics of the first one in use.
+                    *after, _metrics = step(*trees)
                 trees[: len(after)] = after
-        del metrics
         sizes = dict(self._sizes)
         for name in used.timeline[0].kept:
             largest = max(event.kept[name] for event in used.timeline)
@@ -419,6 +432,8 @@ class _Measurement:
                 chosen = fallbacks.pop()
             plan = self.measured(chosen, resident.limits, resident.rates, resident.needed)
             smallest = min(smallest, plan, key=Placement.peak)
+            # The bytes of options are estimates, without buffers and copies under way. The next
+            # target is lower by what is still too much; by 1 at least, so that the loop ends.
             target -= max(plan.peak() - device, 1)
         return replace(plan, sizes=resident.sizes)
 
@@ -427,21 +442,25 @@ class _Measurement:
         rates = resident.rates
         timeline = resident.used.timeline
         is_updated_on_device = self._step.update_on == "device"
-        options = list[Option]()
+        options: list[Option] = []
         if is_updated_on_device:
+            # The update fetches and stores it, with buffers for a few leaves.
             rate = rates.disk if self.state_memory == "disk" else rates.host
             for group, size in self._sizes.items():
-                if group.role == "state":  # the update has buffers for a few leaves
+                if group.role == "state":
                     absent = torch.full((len(timeline),), size)
                     options.append(Option(group, self.state_memory, absent, 2 * size / rate))
+
         for group, size in self._sizes.items():
-            if group.role == "parameters" and group.unit in self._sharded:
-                uses = [event for event, x in enumerate(timeline) if x.name == group.unit]
-                absent = _absence(uses or [0], size, len(timeline))  # [0]: of one device
-                moves = max(len(uses), 1)
-                if is_updated_on_device:
-                    moves += 2  # it is fetched and stored for the update
-                options.append(Option(group, "host", absent, moves * size / rates.host))
+            if group.role != "parameters" or group.unit not in self._sharded:
+                continue
+            uses = [event for event, x in enumerate(timeline) if x.name == group.unit]
+            absent = _absence(uses or [0], size, len(timeline))  # [0]: of one device
+            moves = max(len(uses), 1)
+            if is_updated_on_device:
+                moves += 2  # it is fetched and stored for the update
+            options.append(Option(group, "host", absent, moves * size / rates.host))
+
         for name in timeline[0].kept:
             options += self._options_of_activations(name, resident)
         return options
@@ -463,6 +482,9 @@ def _absence(uses: Sequence[int], size: int, events: int) -> Tensor:
     """Return the bytes of a unit that are absent in each event, if it leaves between its uses.
 
     It leaves and returns beside the events after and before a use.
+
+    >>> _absence([0, 6], 9, 7).tolist()
+    [0, 0, 9, 9, 9, 0, 0]
     """
     absent = torch.zeros(events, dtype=torch.int64)
     first_of_next_step = events + uses[0]
@@ -508,11 +530,15 @@ def group_sizes(trees: Mapping[Role, PyTree]) -> dict[MemoryGroup, int]:
 
 
 MEASURED_OWNERS = 8
-"""Each takes two abstract steps. Those that store less than eight others are unlikely to have the highest peak."""
+"""Each takes two abstract steps. Those that store less than eight others are unlikely to have the
+highest peak."""
 
 
 def fullest_devices(trees: Mapping[Role, PyTree]) -> list[int]:
-    """Return the devices that store most of some trees, at most 8: owners of optimizer state have unequal parts of it."""
+    """Return the devices that store most of some trees, at most 8.
+
+    Owners of optimizer state have unequal parts of it.
+    """
     arrays = [x for tree in trees.values() for x in flatten(tree)[0] if isinstance(x, Sharded)]
     has_owners = any(x.layout.spec.at_axes for x in arrays)
     if not has_owners:

@@ -1,7 +1,8 @@
 """Buffers that transfers reuse, and host memory at its exact size.
 
-torch's allocator of pinned memory rounds sizes up to powers of two, up to twice what is needed. So memory is mapped here in
-pages and registered with CUDA, which takes long: when the last tensor over it is freed, the next one of its size gets it.
+torch's allocator of pinned memory rounds sizes up to powers of two, up to twice what is needed. So
+memory is mapped here in pages and registered with CUDA, which takes long: when the last tensor over
+it is freed, the next one of its size gets it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ class Pool:
         if not self._free:
             return self._make()
         buffer, event = self._free.popleft()
-        if event is not None:
-            (event.synchronize if buffer.is_cpu else event.wait)()
+        if event is not None and buffer.is_cpu:
+            event.synchronize()
+        elif event is not None:
+            event.wait()  # of the current stream, not of the host
         return buffer
 
     def release(self, buffer: Tensor, after: torch.Event | None = None) -> None:
@@ -51,14 +54,14 @@ def empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
     if _free[nbytes]:
         return _over(_free[nbytes].pop(), shape, dtype)
-    if nbytes > _free_bytes():  # give back what is free here
-        for memories in _free.values():
-            while memories:
-                _cuda().cudaHostUnregister(_address(memories.pop()))
-    if nbytes > (free := _free_bytes()):  # to lock more would end the process
+    if nbytes > _free_bytes():
+        _release_free_memory()
+    free = _free_bytes()
+    if nbytes > free:  # to lock more would end the process
         raise MemoryLimitError(
-            f"the host must have {nbytes:,} more bytes of memory for a tensor of shape {tuple(shape)}; got {free:,}. Store "
-            'less on the host, or use memory="disk" or state_memory="disk".'
+            f"the host must have {nbytes:,} more bytes of memory for a tensor of shape "
+            f"{tuple(shape)}; got {free:,}. Store less on the host, or use "
+            'memory="disk" or state_memory="disk".'
         )
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     torch.cuda.check_error(_cuda().cudaHostRegister(_address(memory), nbytes, 0))
@@ -69,10 +72,17 @@ _free: defaultdict[int, list[mmap.mmap]] = defaultdict(list[mmap.mmap])
 """Registered memory over which there is no tensor, by size."""
 
 
+def _release_free_memory() -> None:
+    for memories in _free.values():
+        while memories:
+            _cuda().cudaHostUnregister(_address(memories.pop()))
+
+
 def _over(memory: mmap.mmap, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a tensor over registered memory, which is free when the last one over it is gone."""
     x = torch.frombuffer(memory, dtype=torch.uint8)
-    finalize(x.untyped_storage(), _free[len(memory)].append, memory).atexit = False
+    finalizer = finalize(x.untyped_storage(), _free[len(memory)].append, memory)
+    finalizer.atexit = False  # when the process ends there is no next tensor
     return x.view(dtype).view(tuple(shape))
 
 
@@ -84,18 +94,19 @@ def _free_bytes() -> int:
     """Return the bytes of memory that Linux can still give; elsewhere the largest number."""
     try:
         with open("/proc/meminfo", encoding="utf-8") as lines:
-            return next(
-                int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")
-            )
-    except (OSError, StopIteration):
-        return sys.maxsize
+            for line in lines:
+                if line.startswith("MemAvailable"):
+                    return int(line.split()[1]) << 10  # in KiB
+    except OSError:
+        pass
+    return sys.maxsize
 
 
 def _cuda() -> Any:
     return torch.cuda.cudart()
 
 
-# -- stress ------------------------------------------------------------------------------------------------------------
+# -- stress --------------------------------------------------------------------------------------
 
 
 class Stress(NamedTuple):
@@ -123,10 +134,10 @@ def stress(*, rate: float | None = None, poison: bool = False) -> Generator[None
     """Run transfers so that a missing wait changes bits on a CPU: late, into targets full of NaN.
 
     Args:
-        rate: bytes per second, in the helper thread on every runtime. None: with `poison` a transfer is made in its `wait`,
-            and not at all without one.
-        poison: fill targets with NaN (integers with their largest value) while they are under way, and buffers when they
-            are released.
+        rate: bytes per second, in the helper thread on every runtime. None: with `poison` a
+            transfer is made in its `wait`, and not at all without one.
+        poison: fill targets with NaN (integers with their largest value) while they are under way,
+            and buffers when they are released.
 
     >>> from fshard.memory.transfers import Link, start
     >>> x, y = torch.ones(2), torch.zeros(2)
@@ -149,4 +160,5 @@ def poison(x: Tensor) -> None:
     if x.is_floating_point() or x.is_complex():
         x.fill_(torch.nan)
     else:
-        x.fill_(True if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+        largest = True if x.dtype == torch.bool else torch.iinfo(x.dtype).max
+        x.fill_(largest)

@@ -1,4 +1,7 @@
-"""Write what was counted as torch's memory viewer reads it: the format of `torch.cuda.memory._snapshot`."""
+"""Write what was counted as torch's memory viewer reads it.
+
+This is the format of `torch.cuda.memory._snapshot`.
+"""
 
 from __future__ import annotations
 
@@ -31,28 +34,26 @@ def write_snapshot(
     path: str | Path, events: Iterable[MemoryEvent], in_use: Iterable[MemoryEvent]
 ) -> None:
     """Write events and the blocks in use; each memory of each device is a device of the viewer."""
-    events, in_use = [*events], [*in_use]
-    pairs = {
-        (event.device is not None, event.device or 0, event.kind) for event in (*events, *in_use)
-    }
-    numbers = {pair: number for number, pair in enumerate(sorted(pairs))}
+    events = [*events]
+    in_use = [*in_use]
+    owners = sorted({_owner(event) for event in (*events, *in_use)})
+    numbers = {owner: number for number, owner in enumerate(owners)}
 
-    def number(event: MemoryEvent) -> int:
-        return numbers[event.device is not None, event.device or 0, event.kind]
-
-    traces: list[list[dict[str, Any]]] = [[] for _ in numbers]
+    traces: list[list[dict[str, Any]]] = [[] for _ in owners]
     for event in events:
-        row = {
-            "addr": event.address,
-            "size": event.size,
-            "stream": 0,
-            "time_us": event.microseconds,
-        }
-        traces[number(event)] += [
-            {"action": name, **row, "frames": _frames(event)} for name in _ACTIONS[event.action]
-        ]
+        trace = traces[numbers[_owner(event)]]
+        for action in _ACTIONS[event.action]:
+            entry = {
+                "action": action,
+                "addr": event.address,
+                "size": event.size,
+                "stream": 0,
+                "time_us": event.microseconds,
+                "frames": _frames(event),
+            }
+            trace.append(entry)
     snapshot = {
-        "segments": [_segment(number(event), event) for event in in_use],
+        "segments": [_segment(numbers[_owner(event)], event) for event in in_use],
         "device_traces": traces,
         "allocator_settings": {},
         "external_annotations": [],
@@ -60,41 +61,43 @@ def write_snapshot(
     Path(path).write_bytes(pickle.dumps(snapshot))
 
 
+def _owner(event: MemoryEvent) -> tuple[bool, int, Memory]:
+    """Return the device and the memory of an event, in an order that has all devices first."""
+    return event.device is not None, event.device or 0, event.kind
+
+
 def _segment(device: int, event: MemoryEvent) -> dict[str, Any]:
     """Return a block as a segment of its own."""
-    sizes = dict.fromkeys(
-        ("total_size", "allocated_size", "active_size", "requested_size"), event.size
-    )
-    place = {
-        "device": device,
-        "address": event.address,
-        "stream": 0,
-        "segment_type": "large",
-        "segment_pool_id": (0, 0),
-    }
     block = {
         "address": event.address,
         "size": event.size,
         "requested_size": event.size,
         "state": "active_allocated",
+        "frames": _frames(event),
     }
     return {
-        **place,
-        **sizes,
+        "device": device,
+        "address": event.address,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "total_size": event.size,
+        "allocated_size": event.size,
+        "active_size": event.size,
+        "requested_size": event.size,
         "frames": [],
         "is_expandable": False,
-        "blocks": [{**block, "frames": _frames(event)}],
+        "blocks": [block],
     }
 
 
 def _frames(event: MemoryEvent) -> list[dict[str, Any]]:
     """Return the source line, below a line of the purpose, the kind and the device."""
     owner = "all devices" if event.device is None else f"device {event.device}"
-    return [
-        {
-            "name": f"{event.purpose}, {event.kind} memory of {owner}",
-            "filename": event.purpose,
-            "line": 0,
-        },
-        {"name": event.site.function, "filename": event.site.file, "line": event.site.line},
-    ]
+    purpose = {
+        "name": f"{event.purpose}, {event.kind} memory of {owner}",
+        "filename": event.purpose,
+        "line": 0,
+    }
+    site = event.site
+    return [purpose, {"name": site.function, "filename": site.file, "line": site.line}]

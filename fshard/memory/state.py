@@ -11,7 +11,8 @@
     update         ███        ███        ███        and the last one is written back:
     store                ███        ███        ███  three have buffers
 
-An optimizer that is not made of rules, such as a pair of plain functions, gets all of its state at once.
+An optimizer that is not made of rules, such as a pair of plain functions, gets all of its state at
+once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +37,15 @@ from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.spmd.run import local_devices
 
 UpdateOn = Literal["device", "host"]
-GROUPS, LARGEST = 16, 1 << 26
-"""The groups of a device's state, of one leaf or more, and the largest size in bytes of those with several leaves."""
+
+GROUPS = 16
+"""The groups of a device's state: three have buffers, 3/16 of it. No reason is known for 16."""
+
+LARGEST = 1 << 26
+"""The most bytes of a group with several leaves; a larger leaf is a group of its own."""
+
+# A view of another dtype must begin at a multiple of its item size. 64 bytes are the alignment of
+# torch's allocations on CPUs.
 _ALIGNMENT = 64
 
 
@@ -49,7 +57,8 @@ class Offload:
         mesh: the devices.
         memory: of the state.
         update_on: memory of the update.
-        rounded: parameters that are written, rounded, when their masters have been updated: by the masters' identity.
+        rounded: parameters that are written, rounded, when their masters have been updated: by the
+            masters' identity.
     """
 
     mesh: Mesh
@@ -87,28 +96,41 @@ def offloading(offload: Offload | None) -> AbstractContextManager[None]:
 
 
 def rounding(leaves: Iterable[tuple[Any, Any]]) -> AbstractContextManager[None]:
-    """Write parameters, rounded, when masters that are elsewhere are updated: pairs of a master or None and a parameter."""
+    """Write parameters, rounded, when masters that are elsewhere are updated.
+
+    Args:
+        leaves: pairs of a master, or None, and its parameter.
+    """
     offload = current_offload()
     if offload is None:
         return nullcontext()
-    columns = [map(shards_and_devices, pair) for pair in leaves if pair[0] is not None]
-    pairs = [pair for column in columns for pair in zip(*column, strict=True)]
-    rounded = {id(master): param for (master, _), (param, _) in pairs}
-    return setting(_offload, replace(offload, rounded={**offload.rounded, **rounded}))
+    rounded = dict(offload.rounded)
+    for master, param in leaves:
+        if master is None:
+            continue
+        pairs = zip(shards_and_devices(master), shards_and_devices(param), strict=True)
+        for (master_shard, _), (param_shard, _) in pairs:
+            rounded[id(master_shard)] = param_shard
+    return setting(_offload, replace(offload, rounded=rounded))
 
 
-# -- leaves ----------------------------------------------------------------------------------------------------------
+# -- leaves --------------------------------------------------------------------------------------
 
 
 def shards_and_devices(leaf: Any) -> list[tuple[Tensor, int]]:
-    """Return the local shards of a leaf with the numbers of their devices; none of what is no tensor."""
+    """Return the local shards of a leaf and their devices' numbers; [] of what is no tensor."""
     if isinstance(leaf, Sharded):
         return list(zip(leaf.shards, local_devices(leaf.mesh), strict=True))
-    return [(leaf, 0)] if isinstance(leaf, Tensor) else []
+    if isinstance(leaf, Tensor):
+        return [(leaf, 0)]
+    return []
 
 
 def home_of(leaf: Any) -> Memory | None:
-    """Return the memory of a leaf's shards; None if they are in several, or if it has none or is a number."""
+    """Return the memory of a leaf's shards.
+
+    None if they are in several, or if the leaf has none or is a number.
+    """
     if isinstance(leaf, Tensor) and not leaf.ndim:
         return None  # on the host anyway
     memories: set[Memory] = {memory_of(x) for x, _ in shards_and_devices(leaf)}
@@ -136,38 +158,62 @@ def moved(
     target: Memory,
     into: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Return leaves in another memory, copied together: new ones, or those of `into`. Ties stay ties."""
+    """Return leaves in another memory, copied together.
 
-    def begin(leaf: Any, home: Any) -> list[Transfer]:
-        pairs, homes = shards_and_devices(leaf), [x for x, _ in shards_and_devices(home)]
-        homes = homes or [empty_for(mesh, device, target, x.shape, x.dtype) for x, device in pairs]
-        links = [Link(source, target, mesh.runtime, device) for _, device in pairs]
-        return [start(x, y, link) for (x, _), y, link in zip(pairs, homes, links, strict=True)]
+    They are new ones, or those of `into` that are not None. Ties stay ties.
+    """
+    homes = [None] * len(leaves) if into is None else into
+    pairs: dict[tuple[int, ...], tuple[Any, Any]] = {}  # a leaf and its home; ties once
+    for leaf, home in zip(leaves, homes, strict=True):
+        pairs[key_of(leaf)] = (leaf, home)
 
-    def arrived(leaf: Any, home: Any, transfers: list[Transfer]) -> Any:
-        shards = [transfer.wait() for transfer in transfers]
-        if home is not None or not isinstance(leaf, Sharded):
-            return shards[0] if home is None else home
-        return Sharded(leaf.shape, leaf.layout.with_memory(target), tuple(shards))
-
-    pairs = {
-        key_of(leaf): (leaf, home)
-        for leaf, home in zip(leaves, into or [None] * len(leaves), strict=True)
-    }
-    under_way = {key: begin(*pair) for key, pair in pairs.items()}
-    results = {key: arrived(*pairs[key], transfers) for key, transfers in under_way.items()}
+    # All copies start before one is waited for, so that they run while others are prepared.
+    transfers: dict[tuple[int, ...], list[Transfer]] = {}
+    for key, (leaf, home) in pairs.items():
+        transfers[key] = _start_copies(leaf, home, mesh, source, target)
+    results: dict[tuple[int, ...], Any] = {}
+    for key, (leaf, home) in pairs.items():
+        shards = [transfer.wait() for transfer in transfers[key]]
+        if home is not None:
+            results[key] = home
+        elif isinstance(leaf, Sharded):
+            layout = leaf.layout.with_memory(target)
+            results[key] = Sharded(leaf.shape, layout, tuple(shards))
+        else:
+            (results[key],) = shards
     return [results[key_of(leaf)] for leaf in leaves]
 
 
+def _start_copies(
+    leaf: Any, home: Any, mesh: Mesh, source: Memory, target: Memory
+) -> list[Transfer]:
+    """Start to copy the shards of a leaf to its home, to new tensors if it has none."""
+    transfers: list[Transfer] = []
+    home_shards = shards_and_devices(home)
+    for number, (shard, device) in enumerate(shards_and_devices(leaf)):
+        if home_shards:
+            home_shard, _ = home_shards[number]
+        else:
+            home_shard = empty_for(mesh, device, target, shard.shape, shard.dtype)
+        link = Link(source, target, mesh.runtime, device)
+        transfers.append(start(shard, home_shard, link))
+    return transfers
+
+
 def stored(leaf: Any, *, beside_gradients: bool = False) -> Any:
-    """Return a new leaf of state in the memory of the state, or of gradients in the update: for `init`."""
+    """Return a new leaf of state in the memory of the state: for `init`.
+
+    With `beside_gradients` it is in the memory of gradients in the update.
+    """
     offload = current_offload()
     if offload is None or leaf is None:
         return leaf
-    memory, home = offload.update_on if beside_gradients else offload.memory, home_of(leaf)
+    memory = offload.update_on if beside_gradients else offload.memory
+    home = home_of(leaf)
     if home is not None and home != memory:
         return moved([leaf], offload.mesh, home, memory)[0]
-    if isinstance(leaf, Sharded) and leaf.layout.memory != memory:  # the layout is a parameter's
+    if isinstance(leaf, Sharded) and leaf.layout.memory != memory:
+        # The layout is a parameter's: the shards are in the memory already.
         return Sharded(leaf.shape, leaf.layout.with_memory(memory), leaf.shards)
     return leaf
 
@@ -177,9 +223,12 @@ Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 def at_once(update: Update, *, writes: bool = False, in_place: bool = True) -> Update:
-    """Return an update, or a step that `writes` parameters, for which all that is elsewhere is fetched before.
+    """Return an update for which all that is elsewhere is fetched before.
 
-    State is written back `in_place`, or to new memory.
+    Args:
+        update: of an optimizer.
+        writes: it is a step: it returns the next parameters.
+        in_place: write state back to its memory, not to new memory.
     """
 
     def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -200,37 +249,58 @@ def fetched(tree: PyTree, offload: Offload) -> PyTree:
     leaves, structure = flatten(tree, none_is_leaf=True)
     homes = [home_of(leaf) for leaf in leaves]
     for memory in MEMORIES:
-        away = [i for i, home in enumerate(homes) if home == memory and offload.moves(memory)]
-        near = moved([leaves[i] for i in away], offload.mesh, memory, offload.update_on)
-        for i, leaf in zip(away, near, strict=True):
-            leaves[i] = leaf
+        if not offload.moves(memory):
+            continue
+        away = [i for i, home in enumerate(homes) if home == memory]
+        copies = moved([leaves[i] for i in away], offload.mesh, memory, offload.update_on)
+        for i, copy in zip(away, copies, strict=True):
+            leaves[i] = copy
     return unflatten(structure, leaves)
 
 
 def written_back(tree: PyTree, before: PyTree, offload: Offload, *, in_place: bool) -> PyTree:
-    """Return a tree whose leaves are in the memory that they had before the update: `in_place`, or in new memory."""
-    (leaves, structure), (homes, _) = (flatten(each, none_is_leaf=True) for each in (tree, before))
+    """Return a tree whose leaves are in the memories that they had before the update.
 
-    def must_move(x: Any, home: Any, memory: Memory | None) -> bool:
-        return x is not None and key_of(x) != key_of(home) and (in_place or home_of(x) != memory)
-
+    Args:
+        tree: after the update.
+        before: the tree that was fetched.
+        offload: the memories.
+        in_place: write to the leaves of `before`, not to new memory.
+    """
+    leaves, structure = flatten(tree, none_is_leaf=True)
+    homes, _ = flatten(before, none_is_leaf=True)
     memories = [home_of(home) for home in homes]
-    for memory in filter(offload.stores, MEMORIES):
-        there = [i for i, home in enumerate(memories) if home == memory]
-        away = [i for i in there if must_move(leaves[i], homes[i], memory)]
+
+    def is_away_from(memory: Memory, i: int) -> bool:
+        """Return True if a leaf belongs in a memory, but its next value is elsewhere."""
+        leaf = leaves[i]
+        if memories[i] != memory or leaf is None or key_of(leaf) == key_of(homes[i]):
+            return False
+        return in_place or home_of(leaf) != memory
+
+    for memory in MEMORIES:
+        if not offload.stores(memory):
+            continue
+        away = [i for i in range(len(leaves)) if is_away_from(memory, i)]
+        into: list[Any] = []
         for i in away:
-            for (x, _), (home, _) in zip(
-                shards_and_devices(leaves[i]), shards_and_devices(homes[i]), strict=True
-            ):
-                offload.round(x, home)
-        into = [homes[i] if in_place and leaves[i].dtype == homes[i].dtype else None for i in away]
+            _round_shards(leaves[i], homes[i], offload)
+            fits = in_place and leaves[i].dtype == homes[i].dtype
+            into.append(homes[i] if fits else None)
         results = moved([leaves[i] for i in away], offload.mesh, offload.update_on, memory, into)
         for i, leaf in zip(away, results, strict=True):
             leaves[i] = leaf
     return unflatten(structure, leaves)
 
 
-# -- groups ----------------------------------------------------------------------------------------------------------
+def _round_shards(leaf: Any, home: Any, offload: Offload) -> None:
+    """Write the parameters whose masters are these shards, and are stored in `home`."""
+    pairs = zip(shards_and_devices(leaf), shards_and_devices(home), strict=True)
+    for (shard, _), (home_shard, _) in pairs:
+        offload.round(shard, home_shard)
+
+
+# -- groups --------------------------------------------------------------------------------------
 
 Column = Sequence[Tensor | None]
 
@@ -259,7 +329,7 @@ def streamed(
     groups: Sequence[Sequence[int]],
     offload: Offload,
 ) -> Generator[tuple[Sequence[int], list[list[Tensor | None]]]]:
-    """Yield groups of rows of some columns, in the memory of the update; then write back what was elsewhere.
+    """Yield groups of rows of some columns, in the memory of the update; then write them back.
 
     Args:
         columns: tensors, which are updated in place; None where there is none.
@@ -268,20 +338,27 @@ def streamed(
         offload: names the memories.
     """
     moving = [_Group(columns, devices, rows, offload) for rows in groups]
-    sizes = {device: max(group.sizes.get(device, 0) for group in moving) for device in {*devices}}
-    pools = {device: _pool(size, device, offload) for device, size in sizes.items()}
+    pools: dict[int, Pool] = {}
+    for device in set(devices):
+        largest = max(group.sizes.get(device, 0) for group in moving)
+        pools[device] = _pool(largest, device, offload)
+
+    # Three groups have buffers: one is updated, the next one is fetched, and the one before is
+    # written back. It is released after the update, so that its copies run beside this one too.
     moving[0].fetch(pools)
     for i, group in enumerate(moving):
-        if group is not moving[-1]:
+        if i + 1 < len(moving):
             moving[i + 1].fetch(pools)
         yield group.rows, group.tensors()
-        if i:
+        if i > 0:
             moving[i - 1].release(pools)
         group.store()
     moving[-1].release(pools)
 
 
 def _pool(nbytes: int, device: int, offload: Offload) -> Pool:
+    """Return a pool of buffers of a device in the memory of the update."""
+
     def make() -> Tensor:
         with purpose("state"):
             return empty_for(offload.mesh, device, offload.update_on, (nbytes,), torch.uint8)
@@ -289,8 +366,26 @@ def _pool(nbytes: int, device: int, offload: Offload) -> Pool:
     return Pool(make)
 
 
+class _AwayTensor(NamedTuple):
+    """A tensor of a group that is moved to the update.
+
+    Args:
+        column, row: its indices in the group.
+        offset: in the buffer of its device.
+        home: the tensor.
+    """
+
+    column: int
+    row: int
+    offset: int
+    home: Tensor
+
+
 class _Group:
-    """Rows of tensors, of which those that are elsewhere get views of one buffer for each device."""
+    """Rows of tensors that are moved and updated together.
+
+    Those that are elsewhere get views of one buffer for each device.
+    """
 
     def __init__(
         self,
@@ -299,51 +394,56 @@ class _Group:
         rows: Sequence[int],
         offload: Offload,
     ) -> None:
-        self.rows, self._offload = rows, offload
+        self.rows = rows
+        self.sizes: dict[int, int] = {}  # of the buffer of each device
+        self._offload = offload
         self._columns = [[column[row] for row in rows] for column in columns]
         self._devices = [devices[row] for row in rows]
-        self._away: list[
-            tuple[int, int, int, Tensor]
-        ] = []  # column, index in it, offset in the buffer, tensor
-        self.sizes: dict[int, int] = {}
+        self._away: list[_AwayTensor] = []
         for number, column in enumerate(self._columns):
             for i, (x, device) in enumerate(zip(column, self._devices, strict=True)):
-                if x is not None and offload.moves(memory_of(x)):
-                    offset = self.sizes.get(device, 0)
-                    self.sizes[device] = offset + -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT
-                    self._away.append((number, i, offset, x))
-
-    def _link(self, source: Memory, target: Memory, i: int) -> Link:
-        return Link(source, target, self._offload.mesh.runtime, self._devices[i])
+                if x is None or not offload.moves(memory_of(x)):
+                    continue
+                offset = self.sizes.get(device, 0)
+                self._away.append(_AwayTensor(number, i, offset, x))
+                aligned_size = -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT
+                self.sizes[device] = offset + aligned_size
 
     def fetch(self, pools: Mapping[int, Pool]) -> None:
-        offload = self._offload
+        """Start to copy what is elsewhere into buffers of the pools."""
         self._buffers = {device: pools[device].take() for device in self.sizes}
         self._transfers: list[Transfer] = []
-        for number, i, offset, x in self._away:
-            buffer = self._buffers[self._devices[i]]
-            view = buffer[offset : offset + x.nbytes].view(x.dtype).view(x.shape)
-            self._transfers.append(start(x, view, self._link(memory_of(x), offload.update_on, i)))
-            self._columns[number][i] = view
+        for column, row, offset, home in self._away:
+            buffer = self._buffers[self._devices[row]]
+            view = buffer[offset : offset + home.nbytes].view(home.dtype).view(home.shape)
+            link = self._link(memory_of(home), self._offload.update_on, row)
+            self._transfers.append(start(home, view, link))
+            self._columns[column][row] = view
 
     def tensors(self) -> list[list[Tensor | None]]:
-        for transfer in self._transfers:
-            transfer.wait()
+        """Wait for what is fetched; return the columns of the rows."""
+        self._wait()
         return self._columns
 
     def store(self) -> None:
         """Start to write back what was fetched; write the parameters of masters."""
-        self._transfers, offload = [], self._offload
-        for number, i, _, home in self._away:
-            view = self._columns[number][i]
+        self._transfers = []
+        for column, row, _, home in self._away:
+            view = self._columns[column][row]
             assert view is not None
-            offload.round(view, home)
-            self._transfers.append(
-                start(view, home, self._link(offload.update_on, memory_of(home), i))
-            )
+            self._offload.round(view, home)
+            link = self._link(self._offload.update_on, memory_of(home), row)
+            self._transfers.append(start(view, home, link))
 
     def release(self, pools: Mapping[int, Pool]) -> None:
-        for transfer in self._transfers:
-            transfer.wait()
+        """Wait for what is written back; return the buffers to the pools."""
+        self._wait()
         for device, buffer in self._buffers.items():
             pools[device].release(buffer)
+
+    def _link(self, source: Memory, target: Memory, row: int) -> Link:
+        return Link(source, target, self._offload.mesh.runtime, self._devices[row])
+
+    def _wait(self) -> None:
+        for transfer in self._transfers:
+            transfer.wait()

@@ -5,8 +5,9 @@
     process, CPU        by one helper thread, in the order of the starts
     process, CUDA       by a stream for each direction; by the helper thread if one side is on disk
 
-At most `AT_ONCE` copies are under way: the next start waits for the oldest. The compute stream waits for what is copied
-to the device, the host for all else. Source and target must not be written before that.
+At most `AT_ONCE` copies are under way: the next start waits for the oldest. The compute stream
+waits for what is copied to the device, the host for all else. Source and target must not be written
+before that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,14 +34,15 @@ from fshard.mesh.layout import Memory, Runtime
 __all__ = ["AT_ONCE", "Link", "Transfer", "start", "stress"]
 
 AT_ONCE = 8
-"""Copies that are under way at a time."""
+"""Copies that are under way at a time: their tensors stay in memory. No reason is known for 8."""
 
 
 class Transfer:
     """A copy under way; `end` waits for it, or makes it, and raises its error."""
 
     def __init__(self, target: Tensor, end: Callable[[], object] | None = None) -> None:
-        self._target, self._end = target, end
+        self._target = target
+        self._end = end
 
     def wait(self) -> Tensor:
         """Wait until the target has its values, and return it."""
@@ -69,46 +71,51 @@ def start(source: Tensor, target: Tensor, link: Link) -> Transfer:
     """
     if source.shape != target.shape or source.dtype != target.dtype:
         raise ValueError(
-            f"start: target must have the shape and dtype of source, {tuple(source.shape)} and {source.dtype}; got "
-            f"{tuple(target.shape)} and {target.dtype}. Make it with torch.empty_like."
+            f"start: target must have the shape and dtype of source, {tuple(source.shape)} and "
+            f"{source.dtype}; got {tuple(target.shape)} and {target.dtype}. "
+            "Make it with torch.empty_like."
         )
+    path = _PATHS.get((link.source, link.target), (link.source, link.target))
     for ledger in active():
-        for hop in pairwise(_PATHS.get(link[:2], link[:2])):
+        for hop in pairwise(path):
             ledger.record_move(link.device, *hop, source.nbytes)
     note_move(link.source, link.target, source.nbytes)
-    source, target, mode = source.detach(), target.detach(), current_stress()
+
+    source = source.detach()
+    target = target.detach()
+    mode = current_stress()
     if source.is_meta or target.is_meta:
         return Transfer(target)
     if mode.poison:
         poison(target)
-    if mode.poison and mode.rate is None:
-        return Transfer(target, partial(disk.copy, source, target))
+        if mode.rate is None:
+            return Transfer(target, partial(disk.copy, source, target))
+
+    is_of_process = link.runtime == "process"
     is_on_gpu = source.is_cuda or target.is_cuda
-    if (
-        link.runtime == "process"
-        and is_on_gpu
-        and not (disk.is_on_disk(source) or disk.is_on_disk(target))
-    ):
+    is_on_disk = disk.is_on_disk(source) or disk.is_on_disk(target)
+    if is_of_process and is_on_gpu and not is_on_disk:
         return _start_on_stream(source, target)
-    if link.runtime == "process" or mode.rate is not None:
+    if is_of_process or mode.rate is not None:
         return _start_in_thread(source, target, mode)
     disk.copy(source, target)
     return Transfer(target)
 
 
-_PATHS: dict[Any, tuple[Memory, ...]] = {
+_PATHS: dict[tuple[Memory, Memory], tuple[Memory, ...]] = {
     ("disk", "device"): ("disk", "host", "device"),
     ("device", "disk"): ("device", "host", "disk"),
 }
+"""Copies that pass through another memory, for the ledger."""
 
 
-# -- copies under way ------------------------------------------------------------------------------------------------
+# -- copies under way ----------------------------------------------------------------------------
 
 
 class _Copy(NamedTuple):
     is_done: Callable[[], bool]
     finish: Callable[[], object]
-    host: Tensor | None = None  # memory that must stay until it is done
+    host: Tensor | None = None  # memory that must stay until the copy is done
 
 
 _under_way: deque[_Copy] = deque()
@@ -116,7 +123,7 @@ _lock = threading.Lock()
 
 
 def _make_room() -> None:
-    """Forget copies that are done; wait for the oldest one if there are too many."""
+    """Remove copies that are done; wait for the oldest one if there are too many."""
     with _lock:
         while _under_way and (_under_way[0].is_done() or len(_under_way) >= AT_ONCE):
             _under_way.popleft().finish()
@@ -124,7 +131,9 @@ def _make_room() -> None:
 
 def _start_in_thread(source: Tensor, target: Tensor, mode: Stress) -> Transfer:
     device = next((x.device for x in (source, target) if x.is_cuda), None)
-    ready = None if device is None else torch.cuda.current_stream(device).record_event()
+    ready = None  # when the device has computed the source, and no longer uses the target
+    if device is not None:
+        ready = torch.cuda.current_stream(device).record_event()
 
     def run() -> None:
         if mode.rate is not None:
@@ -152,17 +161,19 @@ def _helper(process: int) -> ThreadPoolExecutor:
 
 def _start_on_stream(source: Tensor, target: Tensor) -> Transfer:
     to_device = target.is_cuda
-    x, host = (target, source) if to_device else (source, target)
+    on_gpu, on_host = (target, source) if to_device else (source, target)
     _make_room()
-    stream, compute = _stream(x.device, to_device), torch.cuda.current_stream(x.device)
-    stream.wait_stream(compute)
+    stream = _stream(on_gpu.device, to_device)
+    stream.wait_stream(torch.cuda.current_stream(on_gpu.device))
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
         event = stream.record_event()
-    x.record_stream(stream)  # its memory is not reused before
-    _under_way.append(_Copy(event.query, event.synchronize, host))
+    on_gpu.record_stream(stream)  # else its memory may be reused before the copy ends
+    _under_way.append(_Copy(event.query, event.synchronize, on_host))
+
     if to_device:
-        return Transfer(target, lambda: torch.cuda.current_stream(x.device).wait_event(event))
+        device = on_gpu.device
+        return Transfer(target, lambda: torch.cuda.current_stream(device).wait_event(event))
     return Transfer(target, event.synchronize)
 
 

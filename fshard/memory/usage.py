@@ -1,4 +1,11 @@
-"""`MemoryUsage`: blocks of memory, their totals by device, kind, purpose and source line, the peaks of these, and limits."""
+"""`MemoryUsage`: blocks of memory, their totals, the peaks of these, and limits.
+
+    add ──> _count: the total of (device, kind) rises, or raises beyond its limit ──> a new peak?
+    storage freed ──> its weak reference is in `_dead` ──> free_dead ──> _count: the total falls
+
+Bytes are also counted by line and purpose. A peak needs these counts as they were at that time.
+They are copied when the total first falls after it, not with each allocation while it rises.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +33,13 @@ RECORDED = 100_000
 
 @dataclass(eq=False, slots=True)
 class MemoryBlock:
-    """A storage, or bytes that are to be delivered. `device` is None if it counts on all devices.
+    """A storage, or bytes that are to be delivered.
 
-    `is_adopted`: it was not allocated by an operation of a device, but seen as an argument. `users`: its storages, of
-    which one may be the storage without values that an abstract mesh has in place of another.
+    Args:
+        device: None if it counts on all devices.
+        is_adopted: it was not allocated by an operation of a device, but seen as an argument.
+        users: its storages, of which one may be the storage without values that an abstract mesh
+            has in place of another.
     """
 
     size: int
@@ -81,33 +91,35 @@ class StepEvent:
 
 
 class MemoryUsage(Tabular):
-    """The memory that was in use while a limit was open. Prints as a table of the peaks: see `limit`."""
+    """The memory that was in use while a limit was open.
+
+    Prints as a table of the peaks: see `limit`.
+    """
 
     def __init__(self, limits: dict[Memory, int | None]) -> None:
         self.limits = limits
+        self.timeline: list[StepEvent] = []  # from each mark to the next
+        # The bytes in device memory now, of all devices together.
+        self.purposes: Counter[Purpose] = Counter()
         self._blocks: dict[ref[Any], MemoryBlock] = {}
         self._dead: deque[ref[Any]] = deque()
         self._addresses = count(1 << 20, 1 << 12)
         self._totals: defaultdict[tuple[int | None, Memory], int] = defaultdict(int)
         self._lines: defaultdict[tuple[int | None, Memory], Lines] = defaultdict(Lines)
         self._peaks: dict[Memory, tuple[int, Lines]] = {kind: (0, Lines()) for kind in MEMORIES}
-        self._rising: dict[
-            Memory, int | None
-        ] = {}  # the device of a peak that is not over: then its lines are copied
+        # Kinds whose peak is not over, and the device of each: its lines are still to be copied.
+        self._rising: dict[Memory, int | None] = {}
         self._events: deque[MemoryEvent] = deque(maxlen=RECORDED)
-        self._remaining: list[MemoryEvent] | None = (
-            None  # what was in use when the limit was closed
-        )
-        self.timeline: list[StepEvent] = []  # from each mark to the next
-        self._kept: Counter[str] = Counter()
-        self.purposes: Counter[Purpose] = (
-            Counter()
-        )  # the bytes in device memory now, of all devices together
+        self._remaining: list[MemoryEvent] | None = None  # in use when the limit was closed
+        self._kept: Counter[str] = Counter()  # bytes of named activations on the device now
 
-    # -- results ----------------------------------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------
 
     def peak(self, kind: Memory = "device", purpose: Purpose | None = None) -> int:
-        """Return the largest number of bytes that any device has held; of a purpose: its bytes at that time."""
+        """Return the largest number of bytes that any device has held.
+
+        With a purpose return the bytes for it at that time.
+        """
         if purpose is None:
             return self._peaks[kind][0]
         return sum(holder.bytes for holder in self.holders(kind) if holder.purpose == purpose)
@@ -129,21 +141,24 @@ class MemoryUsage(Tabular):
         table = Table("kind", "purpose", "bytes per device", "source line", title="peak memory")
         table.columns[2].justify = "right"
         for kind in MEMORIES:
-            if (peak := self.peak(kind)) or self.limits[kind] is not None:
-                limit = "" if self.limits[kind] is None else f" of {self.limits[kind]:,}"
-                table.add_row(kind, "", f"{peak:,}{limit}", "")
+            peak = self.peak(kind)
+            limit = self.limits[kind]
+            if limit is not None:
+                table.add_row(kind, "", f"{peak:,} of {limit:,}", "")
+            elif peak:
+                table.add_row(kind, "", f"{peak:,}", "")
             for holder in self.holders(kind):
                 table.add_row("", holder.purpose, f"{holder.bytes:,}", str(holder.site))
         return table
 
     def export_snapshot(self, path: str | Path) -> None:
-        """Write a file for torch's memory viewer, https://docs.pytorch.org/memory_viz, which runs in a browser.
+        """Write a file for torch's memory viewer, which runs in a browser.
 
-        It shows each memory of each device as a device of its own, with the last 100,000 allocations and frees.
+        The viewer, https://docs.pytorch.org/memory_viz, shows each memory of each device as a
+        device of its own, with the last 100,000 allocations and frees.
         """
-        write_snapshot(
-            path, self._events, self._in_use() if self._remaining is None else self._remaining
-        )
+        in_use = self._in_use() if self._remaining is None else self._remaining
+        write_snapshot(path, self._events, in_use)
 
     def _in_use(self) -> list[MemoryEvent]:
         self.free_dead()
@@ -156,7 +171,7 @@ class MemoryUsage(Tabular):
         self._remaining = self._in_use()
         self._blocks.clear()
 
-    # -- blocks -------------------------------------------------------------------------------------------------------
+    # -- blocks ----------------------------------------------------------------------------------
 
     def find(self, owner: object) -> MemoryBlock | None:
         """Return the block of a storage."""
@@ -181,9 +196,14 @@ class MemoryUsage(Tabular):
         return block
 
     def free_dead(self) -> None:
-        """Free the blocks of storages that are gone: their weak references are called back at any time, in any thread."""
+        """Free the blocks of storages that are gone.
+
+        Their weak references are called back at any time, in any thread, so they only enter a
+        queue then, and are counted here.
+        """
         while self._dead:
-            if (block := self._blocks.pop(self._dead.popleft(), None)) is not None:
+            block = self._blocks.pop(self._dead.popleft(), None)
+            if block is not None:
                 self._free(block)
 
     def _free(self, block: MemoryBlock) -> None:
@@ -203,12 +223,13 @@ class MemoryUsage(Tabular):
         self, block: MemoryBlock, device: int | None, kind: Memory, purpose: Purpose
     ) -> None:
         """Count a block for another device, kind or purpose."""
-        before = block.device, block.kind, block.purpose
-        if (device, kind) == before[:2]:
+        if (device, kind) == (block.device, block.kind):
             self._add_line(block, -block.size)
             block.purpose = purpose
             self._add_line(block, block.size)
             return
+
+        before = (block.device, block.kind, block.purpose)
         self._count(block, -block.size)
         self._events.append(_event("free", block))
         block.device, block.kind, block.purpose = device, kind, purpose
@@ -231,24 +252,30 @@ class MemoryUsage(Tabular):
         self.timeline.append(StepEvent(name, self._total("device", None), kept=self._kept.copy()))
 
     def keep(self, name: str, size: int) -> None:
-        """Count a named activation that is saved on the device, or, by a negative size, one that the backward takes."""
+        """Count a named activation that is saved on the device.
+
+        The size is negative when the backward takes it.
+        """
         self._kept[name] += size
-        for event in self.timeline[-1:]:
+        if self.timeline:
+            event = self.timeline[-1]
             event.kept[name] = max(event.kept[name], self._kept[name])
 
-    # -- totals -------------------------------------------------------------------------------------------------------
+    # -- totals ----------------------------------------------------------------------------------
 
     def _count(self, block: MemoryBlock, size: int) -> None:
         """Add bytes to the totals of a block's device and kind, or raise beyond the limit."""
-        kind, device = block.kind, block.device
+        kind = block.kind
+        device = block.device
         if size > 0:
             total = self._total(kind, device) + size
-            if (limit := self.limits[kind]) is not None and total > limit:
+            limit = self.limits[kind]
+            if limit is not None and total > limit:
                 raise self._beyond(block, size, total, limit)
             if kind == "device" and self.timeline:
                 self.timeline[-1].peak = max(self.timeline[-1].peak, total)
             if total > self._peaks[kind][0]:
-                self._peaks[kind] = total, Lines()
+                self._peaks[kind] = (total, Lines())
                 self._rising[kind] = self._fullest(kind) if device is None else device
         else:
             self._end_peak(kind)
@@ -256,39 +283,50 @@ class MemoryUsage(Tabular):
         self._add_line(block, size)
 
     def _add_line(self, block: MemoryBlock, size: int) -> None:
-        lines, line = self._lines[block.device, block.kind], Line(block.purpose, block.site)
+        lines = self._lines[block.device, block.kind]
+        line = Line(block.purpose, block.site)
         lines[line] += size
-        self.purposes[block.purpose] += size if block.kind == "device" else 0
         if not lines[line]:
             del lines[line]
+        if block.kind == "device":
+            self.purposes[block.purpose] += size
 
     def _total(self, kind: Memory, device: int | None) -> int:
         """Return the bytes of a kind on a device, None for the fullest."""
-        device = self._fullest(kind) if device is None else device
-        return self._totals[None, kind] + (0 if device is None else self._totals[device, kind])
+        if device is None:
+            device = self._fullest(kind)
+        on_all_devices = self._totals[None, kind]
+        return on_all_devices if device is None else on_all_devices + self._totals[device, kind]
 
     def _fullest(self, kind: Memory) -> int | None:
-        devices = [device for device, other in self._totals if other == kind and device is not None]
+        """Return the device with the most bytes of a kind; None if no device has any of its own."""
+        devices: list[int] = []
+        for device, other_kind in [*self._totals]:  # a copy: other threads may add devices
+            if device is not None and other_kind == kind:
+                devices.append(device)
         return max(devices, key=lambda device: self._totals[device, kind], default=None)
 
     def _lines_on(self, device: int | None, kind: Memory) -> Lines:
-        return self._lines[None, kind] + (Lines() if device is None else self._lines[device, kind])
+        on_all_devices = self._lines[None, kind]
+        own = Lines() if device is None else self._lines[device, kind]
+        return on_all_devices + own
 
     def _end_peak(self, kind: Memory) -> None:
         """Copy the lines of a peak before anything is freed."""
         if kind in self._rising:
-            self._peaks[kind] = self._peaks[kind][0], self._lines_on(self._rising.pop(kind), kind)
+            lines = self._lines_on(self._rising.pop(kind), kind)
+            self._peaks[kind] = (self._peaks[kind][0], lines)
 
     def _beyond(self, block: MemoryBlock, size: int, total: int, limit: int) -> MemoryLimitError:
         device = self._fullest(block.kind) if block.device is None else block.device
-        holders = _holders(self._lines_on(device, block.kind))[:5]
+        holders: list[str] = []
+        for holder in _holders(self._lines_on(device, block.kind))[:5]:
+            holders.append(f"{holder.bytes:,} bytes for {holder.purpose} at {holder.site}")
         return MemoryLimitError(
-            f"memory.limit: {block.kind} memory must be at most {limit:,} bytes per device; got {total:,} with {size:,} more "
-            f"for {block.purpose} at {block.site}, on device {device or 0}. The largest holders are "
-            + "; ".join(
-                f"{held.bytes:,} bytes for {held.purpose} at {held.site}" for held in holders
-            )
-            + ". Raise the limit, or store parameters elsewhere: shard_params(memory=)."
+            f"memory.limit: {block.kind} memory must be at most {limit:,} bytes per device; got "
+            f"{total:,} with {size:,} more for {block.purpose} at {block.site}, on device "
+            f"{device or 0}. The largest holders are {'; '.join(holders)}. "
+            "Raise the limit, or store parameters elsewhere: shard_params(memory=)."
         )
 
 
@@ -298,9 +336,10 @@ def _holders(lines: Lines) -> list[Holder]:
 
 def _event(action: Literal["alloc", "free"], block: MemoryBlock) -> MemoryEvent:
     """Return an allocation or a free as of now."""
+    microseconds = time.time_ns() // 1000
     return MemoryEvent(
         action,
-        time.time_ns() // 1000,
+        microseconds,
         block.device,
         block.kind,
         block.address,

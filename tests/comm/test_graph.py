@@ -51,6 +51,19 @@ def test_mix_multiplies_by_the_matrix(graph):
     torch.testing.assert_close(torch.stack(mixed(graph, xs, 2)), expected)
 
 
+def test_push_to_a_device_without_sources_gives_zeros():
+    graph = comm.from_matrix([[0, 1], [0, 1]], [[1, 0], [1, 0]])
+
+    def main():
+        x = torch.tensor([fs.axis_index("node") + 1.0])
+        return comm.mix(x, graph, 0, "node", push=True)
+
+    assert fs.run(main, mesh=fs.make_mesh({"node": 2})) == [
+        torch.tensor([0.0]),
+        torch.tensor([3.0]),
+    ]
+
+
 def test_rounds_of_a_hypercube_are_pmean_to_the_bit():
     xs = torch.randn(8, 100, generator=torch.Generator().manual_seed(0))
     mean = fs.run(

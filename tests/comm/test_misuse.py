@@ -69,6 +69,7 @@ MISUSE = [
     ),
     (lambda: comm.from_matrix([[2.0, -1.0], [0.5, 0.5]]), "row 0 has -1"),
     (lambda: comm.from_matrix([[1.0, 0.0]]), "must be square"),
+    (lambda: comm.from_matrix([]), "must be square"),
     (lambda: comm.hypercube(6), "power of two"),
     (lambda: comm.ring(0), "n must be in"),
     (lambda: graphs.mixed(comm.ring(3), torch.zeros(2, 1), 1), "the graph must be of 2 devices"),
@@ -102,6 +103,10 @@ MISUSE = [
     (lambda: replicas.train(replicas.streaming(4, 3)), "fragments must be at most 2"),
     (lambda: replicas.train(replicas.gossip(comm.ring(3))), "graph must be of 4 devices"),
     (lambda: replicas.train(replicas.push_sum(comm.ring(3))), "graph must be of 4 devices"),
+    (
+        replicas_of(comm.push_sum, graph=comm.from_matrix([[0, 1], [0, 1]], [[1, 0], [1, 0]])),
+        "must receive a share in each round; got none for 0 in round 0",
+    ),
     (lambda: comm.local_sgd(lambda *x: x, every=1, mesh=MESH, axis="node"), "inner must be a step"),
     (
         lambda: replicas.local_sgd(2)(replicas.inner_step(MESH), MESH).init(replicas.FULL),

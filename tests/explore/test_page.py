@@ -208,6 +208,19 @@ def test_clicks_show_devices_leaves_and_rows(tmp_path):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_a_bar_that_ends_at_the_left_edge_is_drawn(tmp_path):
+    """There is no room for its name, not even for an empty one."""
+    script = """
+    const event = chosen().devices[0].events.find((e) => e[LANE] && e[END] > e[START]);
+    const length = (event[END] - event[START]) / longest * timeWidth() / 40;
+    const start = event[END] / longest - 3 / timeWidth() * length;
+    zoomTo(start, start + length); note("leaves-note");
+    """
+    (leaves,), _ = shown_by(page(staged()), script, tmp_path)
+    assert "of" in leaves
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_16384_devices_are_drawn_within_a_second(tmp_path):
     (note,), milliseconds = shown_by(page(zero(devices=8192)), 'note("mesh-note")', tmp_path)
     assert note.startswith("16,384 devices") and milliseconds < 1000
