@@ -123,7 +123,7 @@ class ReplicaGroup(NamedTuple):
                 shards.append(leaf.shards[0] if isinstance(leaf, Sharded) else leaf)
             return stack(Sharded(first.shape, layout, tuple(shards)), self.axis, mesh)
 
-        # No reason is known for these copies: tests, and drawn steps, are the same without them.
+        # No reason is known for these copies: tests are the same without them.
         copies = [map_leaves(_copy_of_tensor, tree) for tree in trees]
         others = [Leaves.of(tree).leaves for tree in copies[1:]]
         return Leaves.of(copies[0]).mapped(joined_leaf, *others)
