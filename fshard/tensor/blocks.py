@@ -44,7 +44,8 @@ class Block(NamedTuple):
 
     Args:
         source: the index of the device that the keys are of.
-        rows: the queries that see some of the keys; None if none does.
+        rows: the queries that see some of the keys; None if none does: see Note [Blocks that no
+            query sees].
         mask: see above.
         tensors: those keys, or their values too.
     """
@@ -82,6 +83,11 @@ class BlockPlan:
         move = Permute(tuple(pairs))
         return [self.bound(move).start((x,)) for x in xs]
 
+    # Note [Blocks that no query sees]
+    # With a causal mask a device sees no keys of later devices. It must receive and send their
+    # blocks all the same, and yield them with rows=None: the next device waits for them, and all
+    # devices must call the same collectives. So its caller skips the computation, and never breaks
+    # off the loop.
     def received(self, xs: Tensors) -> Iterator[tuple[int, Tensors]]:
         """Yield the tensors of each device, sharded along dim 2, with its index; own ones first."""
         sources = [(self.index - step) % self.n for step in range(self.n)]

@@ -148,7 +148,7 @@ class LayerPlans:
 
         layers: dict[str, LayerPlan] = {}
         for name, layer in self.layers.items():
-            # `split` copies the parts, so stages that share a weight would no longer share it.
+            # `split` copies the parts, so stages would train two copies of a weight that they share.
             layers[name] = layer._replace(parts=()) if uses[name] > 1 else layer
         all_stages = replace(
             self,
