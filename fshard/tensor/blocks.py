@@ -39,7 +39,7 @@ MASKED = -1e30
 """The log-sum-exp of a row that sees no key: finite, so that merging gives no NaN."""
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """The keys of one device, as the queries of this device see them.
 
     Args:
@@ -106,7 +106,7 @@ class BlockPlan:
             yield source, xs
             xs = _waited(pending)
 
-    def blocks(self, ids: Tensors, *xs: Tensor) -> Iterator[Block]:
+    def blocks(self, ids: Tensors, *xs: Tensor) -> Iterator[KeyBlock]:
         """Yield the block of each device: which of the own queries see which of its keys.
 
         In zigzag order device i has chunks i and 2n-1-i: all queries see the first chunk of an
@@ -130,7 +130,7 @@ class BlockPlan:
                 is_equal = query_ids == received[-1][..., columns, :].mT
                 mask = is_equal.tril() if mask else is_equal
             tensors = tuple([x[..., columns, :] for x in received[: len(xs)]])
-            yield Block(source, rows, mask, tensors)
+            yield KeyBlock(source, rows, mask, tensors)
 
 
 def _waited(pending: Sequence[Pending]) -> Tensors:

@@ -28,7 +28,7 @@ from fshard.mesh.layout import Mesh, P, require_mesh
 from fshard.mesh.layout.arithmetic import flat_range
 
 
-class _Row(NamedTuple):
+class _ModeRow(NamedTuple):
     """A row of the table above. Each string has the letters of the axes that shard a dim."""
 
     tokens: str
@@ -43,10 +43,10 @@ class _Row(NamedTuple):
 _LETTERS = {"1d": "t", "2d": "ij", "2.5d": "dij", "3d": "abc"}
 """The axes of each kind, a letter each."""
 _ROWS = {
-    "1d": (_Row("", "", "t", "", "t"), _Row("", "t", "", "t", "")),
-    "2d": (_Row("i", "j", "j", "i", "i"),),
-    "2.5d": (_Row("di", "j", "j", "i", "di"),),
-    "3d": (_Row("ac", "b", "c", "ba", "ca"), _Row("ab", "c", "b", "ca", "ba")),
+    "1d": (_ModeRow("", "", "t", "", "t"), _ModeRow("", "t", "", "t", "")),
+    "2d": (_ModeRow("i", "j", "j", "i", "i"),),
+    "2.5d": (_ModeRow("di", "j", "j", "i", "di"),),
+    "3d": (_ModeRow("ac", "b", "c", "ba", "ca"), _ModeRow("ab", "c", "b", "ca", "ba")),
 }
 """The rows of each kind: of a mode and of its next; only one if these are equal."""
 

@@ -91,7 +91,7 @@ def certify_module(
     if is_in_float64:
         options = {name: x for name, x in plugin.options.items() if name not in LOWER_DTYPES}
         plugin = replace(plugin, precision=None, options=options)
-    program = _Program(
+    program = _ModuleProgram(
         factory=factory,
         batches=[on_device(batch, mesh, wide=is_in_float64) for batch in batches],
         loss=loss,
@@ -117,7 +117,7 @@ def certify_module(
 
 
 @dataclass(frozen=True)
-class _Program:
+class _ModuleProgram:
     """The arguments of `certify_module`, with all defaults."""
 
     factory: Callable[[], nn.Module]
@@ -136,7 +136,7 @@ class _Program:
 
 
 def _train_sharded(
-    program: _Program, params: list[str], buffers: list[str], mesh: Mesh, *_: Any
+    program: _ModuleProgram, params: list[str], buffers: list[str], mesh: Mesh, *_: Any
 ) -> list[Snapshot]:
     """Train by `Booster.step`; return the named parameters and buffers, and the loss, of steps."""
     booster = fs.Booster(replace(program.plugin, mesh=mesh))
@@ -160,7 +160,7 @@ def _by_name(tree: Any) -> Mapping[str, Any]:
 
 
 @torch.enable_grad()
-def _train_serial(program: _Program, key: int) -> list[Snapshot]:
+def _train_serial(program: _ModuleProgram, key: int) -> list[Snapshot]:
     """Train by plain torch."""
     model = program.new_module()
     opt = program.new_optimizer(model.parameters())

@@ -57,7 +57,7 @@ LOWER_DTYPES = {field.name for field in fields(PrecisionOptions)}
 """Options that let a step compute or send in another dtype: runs in float64 are without them."""
 
 
-class _Reference(NamedTuple):
+class _ReferenceRun(NamedTuple):
     """The run on one device.
 
     Args:
@@ -102,7 +102,7 @@ def certificate_of(
     with float64_by_default() if is_in_float64 else nullcontext():
         if train_serial is None:
             with _note_run("on one device"):
-                reference = _Reference(
+                reference = _ReferenceRun(
                     [step.mapped(fs.unshard) for step in train(alone, 0, [])],
                     None,
                     "a mesh of one device, bit for bit",
@@ -122,7 +122,7 @@ def certificate_of(
 
 def _reference_in_float64(
     train_serial: Callable[[int], list[Snapshot]], names: Snapshot, cure: str
-) -> _Reference:
+) -> _ReferenceRun:
     """Train on one device in float64, twice; raise unless the two runs agree."""
     with _note_run("on one device in float64: does the program name a dtype?"), _Casts() as casts:
         snapshots = train_serial(0)
@@ -139,7 +139,7 @@ def _reference_in_float64(
     unseen = "It does not see casts by precision=, compute= or reduce=: reproducible=True does."
     if casts.dtype != torch.float64:
         unseen = f"The program casts to {casts.dtype}, so bounds are wider. {unseen}"
-    return _Reference(snapshots, casts.dtype, "one device, both in float64", unseen)
+    return _ReferenceRun(snapshots, casts.dtype, "one device, both in float64", unseen)
 
 
 @contextmanager
