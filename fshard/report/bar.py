@@ -20,7 +20,8 @@ class Bar:
     Args:
         total: number of steps; None: unknown, and no bar is drawn.
         file: of the output; None: standard output.
-        update: True writes over the line, False adds one per tenth of the steps; None: by what shows the output.
+        update: True writes over the line, False adds one per tenth of the steps; None: by what
+            shows the output.
         clock: seconds.
 
     >>> bar = Bar(2, update=False, clock=iter([0.0, 1.0, 2.0]).__next__)
@@ -39,62 +40,104 @@ class Bar:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.total = total
-        self._file, self._clock = file, clock
-        shown: Any = (
-            file or sys.stdout
-        )  # in a terminal and in a notebook's cell a line can be written over
-        can_update = shown.isatty() or type(shown).__module__.startswith("ipykernel")
-        self._update = can_update if update is None else update
-        self._began, self._first = clock(), 0
-        self._tenth, self._width, self._last = -1, 0, ""
+        self._file = file
+        self._clock = clock
+        self._start = clock()
+        self._first: int | None = None
+        """The first step that is shown, which may be one of a continued run."""
+        self._line_update = _can_update(file or sys.stdout) if update is None else update
+        self._line_width = 0
+        """Of the line that the next one is written over."""
+        self._last_tenth = -1
+        self._skipped_line = ""
+        """The last line, if it has not been printed."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Show a step."""
-        self._first = self._first or step
-        words = [
-            f"{name} {x:.4g}" for name, x in values.items() if name not in {*_FORMATS, *_QUIET}
-        ]
-        words += [form(values[name]) for name, form in _FORMATS.items() if name in values]
-        seconds = self._clock() - self._began
-        if self.total is None or step >= self.total:
-            words.append(str(timedelta(seconds=int(seconds))))
+        if self._first is None:
+            self._first = step
+        words = [*_words(values), self._time(step, self._first)]
+        if self._line_update:
+            self._write_over(step, words)
         else:
-            remaining = seconds / (step - self._first + 1) * (self.total - step)
-            words.append(f"{timedelta(seconds=int(remaining))} left")
-        tenth = 10 * step // self.total if self.total else step // 100
-        if self._update:
-            bar = "" if self.total is None else f" {'━' * (_WIDTH * step // self.total):╌<{_WIDTH}}"
-            line = f"{self._count(step)}{bar} {'  '.join(words)}"
-            self._print("\r" + line.ljust(self._width))
-            self._width = len(line)
-            return
-        self._last = "  ".join([self._count(step), *words]) + "\n"
-        if tenth != self._tenth:
-            self._tenth = tenth
-            self._print(self._last)
-            self._last = ""
+            self._write_line(step, words)
 
     def close(self) -> None:
         """Leave the last line as it is."""
-        self._print("\n" if self._width else self._last)
-        self._width, self._last = 0, ""
+        self._print("\n" if self._line_width else self._skipped_line)
+        self._line_width = 0
+        self._skipped_line = ""
+
+    def _write_over(self, step: int, words: list[str]) -> None:
+        """Write a line with a bar over the last one."""
+        bar = ""
+        if self.total is not None:
+            filled = "━" * (_WIDTH * step // self.total)
+            bar = f" {filled:╌<{_WIDTH}}"
+        line = f"{self._count(step)}{bar} {'  '.join(words)}"
+        self._print("\r" + line.ljust(self._line_width))
+        self._line_width = len(line)
+
+    def _write_line(self, step: int, words: list[str]) -> None:
+        """Add a line, if the step is the first of a tenth; of a hundred without a total."""
+        line = "  ".join([self._count(step), *words]) + "\n"
+        tenth = 10 * step // self.total if self.total else step // 100
+        if tenth == self._last_tenth:
+            self._skipped_line = line
+            return
+        self._last_tenth = tenth
+        self._skipped_line = ""
+        self._print(line)
+
+    def _time(self, step: int, first: int) -> str:
+        """Return the remaining time, or the time since the beginning if that is unknown or 0."""
+        seconds = self._clock() - self._start
+        if self.total is None or step >= self.total:
+            return str(timedelta(seconds=int(seconds)))
+        seconds_per_step = seconds / (step - first + 1)
+        remaining = seconds_per_step * (self.total - step)
+        return f"{timedelta(seconds=int(remaining))} left"
+
+    def _count(self, step: int) -> str:
+        if self.total is None:
+            return f"step {step:,}"
+        width = len(f"{self.total:,}")
+        return f"step {step:{width},} of {self.total:,}"
 
     def _print(self, text: str) -> None:
         file = self._file or sys.stdout
         file.write(text)
         file.flush()
 
-    def _count(self, step: int) -> str:
-        return (
-            f"step {step:,}"
-            if self.total is None
-            else f"step {step:{len(f'{self.total:,}')},} of {self.total:,}"
-        )
+
+def _can_update(file: Any) -> bool:
+    """Return True if a line can be written over: in a terminal, and in a notebook's cell."""
+    return file.isatty() or type(file).__module__.startswith("ipykernel")
+
+
+def _words(values: Mapping[str, float]) -> list[str]:
+    """Return the values as words, those with a format of their own last."""
+    words: list[str] = []
+    for name, x in values.items():
+        if name not in _FORMATS and name not in _QUIET:
+            words.append(f"{name} {x:.4g}")
+    for name, form in _FORMATS.items():
+        if name in values:
+            words.append(form(values[name]))
+    return words
 
 
 def _bytes(size: float) -> str:
-    unit = next(power for power in (0, 1, 2, 3, 4) if size < 1024 ** (power + 1) or power == 4)
-    return f"{size / 1024**unit:.3g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+    """Return a number of bytes in the largest unit of which there is one.
+
+    >>> _bytes(3 << 20), _bytes(1000)
+    ('3 MiB', '1e+03 bytes')
+    """
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
 
 
 _FORMATS: dict[str, Callable[[float], str]] = {
@@ -102,4 +145,6 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "memory": _bytes,
 }
 _QUIET = {"samples", "finite", "weight"}
+"""Metrics of a step that are not shown."""
 _WIDTH = 24
+"""Characters of the bar."""

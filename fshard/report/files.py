@@ -31,6 +31,7 @@ class JsonLines:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line."""
+        # JSON has no inf and no nan.
         row = {name: x if isfinite(x) else None for name, x in values.items()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:

@@ -1,7 +1,7 @@
 """`Profile`: Chrome traces of all devices that can be opened together in ui.perfetto.dev.
 
-torch's profiler records a process. Virtual devices are threads of one, which are named in the trace: each has its own
-file, as a process has, and work outside of devices is in host.json.
+torch's profiler records a process. Virtual devices are threads of one, which are named in the
+trace: each has its own file, as a process has, and work outside of devices is in host.json.
 
     device-0.json  device-1.json  ...  host.json
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Self
@@ -41,7 +40,9 @@ class Profile:
 
     >>> import torch, fshard as fs
     >>> from tempfile import TemporaryDirectory
-    >>> double = fs.shard_map(lambda x: 2 * x, mesh=fs.make_mesh({"data": 2}), in_specs=fs.P("data"), out_specs=fs.P("data"))
+    >>> spec = fs.P("data")
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> double = fs.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=spec, out_specs=spec)
     >>> with TemporaryDirectory() as folder:
     ...     with Profile(folder, wait=0, warmup=1, active=1) as profile:
     ...         for step in range(2):
@@ -56,27 +57,33 @@ class Profile:
     def __init__(
         self, folder: str | Path, *, wait: int = 1, warmup: int = 1, active: int = 3, **options: Any
     ) -> None:
-        self.folder = Path(folder)
-        scope = here()
-        self._alone = dist.get_rank() if dist.is_initialized() else None
-        self._virtual = (
-            scope.device if scope is not None and scope.mesh.runtime == "virtual" else None
-        )
-        if errors := count_errors(wait=(wait, 0), warmup=(warmup, 0), active=(active, 1)):
+        errors = count_errors(wait=(wait, 0), warmup=(warmup, 0), active=(active, 1))
+        if errors:
             raise ValueError(f"Profile: {'; '.join(errors)}.")
-        self._begins = wait + warmup
-        plan = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-        settings: dict[str, Any] = {"schedule": plan, "on_trace_ready": self._write, **options}
-        config = _ExperimentalConfig(profile_all_threads=True)
-        self._profiler = (
-            profiler.profile(experimental_config=config, **settings) if not self._virtual else None
-        )
+        self.folder = Path(folder)
+        self._rank = dist.get_rank() if dist.is_initialized() else None
+        scope = here()
+        self._virtual_device: int | None = None
+        if scope is not None and scope.mesh.runtime == "virtual":
+            self._virtual_device = scope.device
+
+        self._skipped_steps = wait + warmup
+        self._profiler: profiler.profile | None = None
+        if not self._virtual_device:  # one of them records all threads
+            settings: dict[str, Any] = {
+                "schedule": profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1),
+                "on_trace_ready": self._write,
+                "experimental_config": _ExperimentalConfig(profile_all_threads=True),
+                **options,
+            }
+            self._profiler = profiler.profile(**settings)
 
     def __enter__(self) -> Self:
         if self._profiler is not None:
             if Profile._recording or getattr(autograd_profiler, "_is_profiler_enabled", False):
                 raise FshardError(
-                    "Profile: another one is recording this process; torch's profiler does so once at a time."
+                    "Profile: another one is recording this process; torch's profiler does so once "
+                    "at a time."
                 )
             Profile._recording = True
             self._profiler.start()
@@ -89,16 +96,16 @@ class Profile:
             self._profiler.stop()
         finally:
             Profile._recording = False
-        if self._profiler.step_num <= self._begins:
+        if self._profiler.step_num <= self._skipped_steps:
             warn(
-                f"Profile recorded nothing: it was to begin after {self._begins} steps.",
+                f"Profile recorded nothing: it was to begin after {self._skipped_steps} steps.",
                 stacklevel=2,
             )
 
     def step(self) -> None:
         """End a step of training."""
-        if self._virtual is not None:
-            mark(self._virtual)
+        if self._virtual_device is not None:
+            mark(self._virtual_device)  # that of `fs.run` was before the recording began
         if self._profiler is not None:
             self._profiler.step()
 
@@ -108,9 +115,11 @@ class Profile:
             recorded.export_chrome_trace(str(path))
             trace = json.loads(path.read_text(encoding="utf-8"))
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name, events in by_device(trace["traceEvents"], os.getpid(), self._alone).items():
+        traces = by_device(trace["traceEvents"], os.getpid(), self._rank)
+        for name, events in traces.items():
             device_trace = {**trace, "traceEvents": events}
-            (self.folder / f"{name}.json").write_text(json.dumps(device_trace), encoding="utf-8")
+            file = self.folder / f"{name}.json"
+            file.write_text(json.dumps(device_trace), encoding="utf-8")
 
 
 def by_device(
@@ -123,30 +132,37 @@ def by_device(
         process: the recorded process.
         alone: its device, if the process is one device.
 
-    >>> events = [{"ph": "X", "name": f"{MARK}1", "pid": 7, "tid": 9}, {"ph": "X", "name": "mm", "pid": 7, "tid": 9}]
-    >>> by_device(events, 7)["device-1"][1]
+    >>> named = {"ph": "X", "name": f"{MARK}1", "pid": 7, "tid": 9}
+    >>> product = {"ph": "X", "name": "mm", "pid": 7, "tid": 9}
+    >>> by_device([named, product], 7)["device-1"][1]
     {'ph': 'X', 'name': 'mm', 'pid': 1, 'tid': 9}
     """
-    threads = {
-        e["tid"]: int(e["name"].removeprefix(MARK)) for e in events if e["name"].startswith(MARK)
-    }
-    by_name: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    device_of_thread: dict[Any, int] = {}
     for event in events:
-        device = threads.get(event.get("tid")) if alone is None else alone
-        name = "host" if device is None else f"device-{device}"
+        if event["name"].startswith(MARK):
+            device_of_thread[event["tid"]] = int(event["name"].removeprefix(MARK))
+
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
         if event["name"].startswith(MARK) or event["name"] == "process_name":
             continue
+        device = alone if alone is not None else device_of_thread.get(event.get("tid"))
+        name = "host" if device is None else f"device-{device}"
         if name not in by_name:
-            title = {
-                "ph": "M",
-                "name": "process_name",
-                "tid": 0,
-                "args": {"name": name.replace("-", " ")},
-            }
-            by_name[name].append({**title, "pid": process if device is None else device})
-        by_name[name].append(
-            {**event, "pid": device}
-            if device is not None and event.get("pid") == process
-            else event
-        )
-    return dict(by_name)
+            number = process if device is None else device
+            by_name[name] = [_process_title(name.replace("-", " "), number)]
+        if device is not None and event.get("pid") == process:
+            event = {**event, "pid": device}
+        by_name[name].append(event)
+    return by_name
+
+
+def _process_title(title: str, number: int) -> dict[str, Any]:
+    """Return the event of a trace that gives a process its name."""
+    return {
+        "ph": "M",
+        "name": "process_name",
+        "tid": 0,
+        "args": {"name": title},
+        "pid": number,
+    }

@@ -1,8 +1,13 @@
 """Follow dims through a model: which linear layer produces the dim that another one sums over.
 
-The model runs once, on arrays that nothing shards. The rule of each operation names which dims of its results are dims of its
-inputs; so each dim carries the weights that produced it, through views, attention and elementwise operations, until an
-operation needs all of it. A linear layer sums over the dim that reaches it, and produces a new one.
+The model runs once, on arrays that nothing shards. The rule of each operation names which dims of
+its results are dims of its inputs. So each dim carries the weights that produced it, through views,
+attention and elementwise operations, until an operation needs all of it:
+
+    h = up(x)                  the last dim of h has the origin {up.weight}
+    h = gelu(h)                of the same label, so the origin is carried on
+    y = down(h)                down.weight sums over it: the pair (up, down); y has {down.weight}
+    y.softmax(-1)              needs all that down.weight produces
 """
 
 from __future__ import annotations
@@ -45,10 +50,14 @@ _NO_GRAD = "does not require grad"
 """A part of torch's error of a forward that differentiates, and finds no graph."""
 _tensor: Any = Tensor
 _IS_META = _tensor.is_meta.__get__
+_PRODUCT_NAMES = frozenset(name for names in PRODUCTS for name in names.split())
 
 
 class DimRange(NamedTuple):
-    """A range of the dim that a weight produces; `stop` is None for all of it."""
+    """A range of the dim that a weight produces; `stop` is None for all of it.
+
+    `weight` is a key of `Products`.
+    """
 
     weight: str
     start: int = 0
@@ -64,18 +73,21 @@ class Product:
     """A weight that is multiplied: a linear layer, or an embedding.
 
     Args:
+        weight: the name of the parameter.
         kind: "linear", or "embedding" for a table that is looked up.
         out: the dim of the weight that the result has.
         summed: the dim of the weight that is summed over, or looked up.
-        inputs: the ranges that reach it: in each use.
+        inputs: the ranges that reach it, in each use.
         needed: operations that need all of the dim that it produces.
         length: the largest number of devices that can share what it produces.
-        parts: the ranges that its result is split into; of a fused weight.
+        parts: the ranges that its result is split into, if the weight is fused.
         is_output: it produces a dim of the model's output.
-        is_looked_up: a table, at indices that are inputs of the model or computed from them: no table of positions.
+        is_looked_up: a table, at indices that are inputs of the model or computed from them: no
+            table of positions.
         bias: the parameter that is added to its result.
     """
 
+    weight: str
     kind: str
     out: int
     summed: int
@@ -89,51 +101,66 @@ class Product:
 
 
 Products = dict[str, Product]
-"""By the name of their weight."""
+"""By the name of their weight. A tied weight, which is a table and a linear layer, is two products:
+the one that is used later has the key "name (linear)" or "name (embedding)"."""
 
 
 def follow(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], experts: Collection[str] = ()
 ) -> tuple[Products, dict[str, str], dict[str, str]]:
-    """Run a model on a sample; return its products by weight, and what runs unsharded, with the reason.
+    """Run a model on a sample; return its products, and what runs unsharded, with the reason.
 
-    That is modules by their path; and operations by their name, of the model's own forward. The model itself, of path
-    "", gets integers as plain tensors. The layers of `experts` return their first argument.
+    What runs unsharded is found by running the model again after each error. These are modules, by
+    their path: the innermost one around the operation that raised. If that is the model itself, of
+    path "", it gets integers as plain tensors; if it raises again, the operations in its own
+    forward run unsharded, by their name.
+
+    The layers of `experts` are not run: they return their first argument.
     """
     unsharded = dict.fromkeys(experts, EXPERTS)
     operations: dict[str, str] | None = None  # none may, before all else has been tried
     records_grad = False
     while True:
+        # In training mode too, where other modules may have to run unsharded. The products are
+        # those of the last copy, in evaluation mode.
         copies = [copy.deepcopy(model)]
         if model.training:
             copies.append(copy.deepcopy(model).eval())
-        paths = {id(submodule): path for each in copies for path, submodule in each.named_modules()}
+        paths: dict[int, str] = {}
+        for model_copy in copies:
+            paths.update({id(module): path for path, module in model_copy.named_modules()})
+
         try:
+            products: Products = {}
             with torch.set_grad_enabled(records_grad):
-                followed = [
-                    _follow(each, args, kwargs, [*unsharded], experts, operations)
-                    for each in copies
-                ]
-            return followed[-1], unsharded, operations or {}
+                for model_copy in copies:
+                    products = _follow_copy(
+                        model_copy, args, kwargs, list(unsharded), experts, operations
+                    )
+            return products, unsharded, operations or {}
         except Exception as error:
             if _NO_GRAD in str(error) and not records_grad:
                 records_grad = True  # the model differentiates in its forward
                 continue
+
             path, line = locate(error, paths, APPLY)
-            if path in unsharded and operations is None:
+            if path not in unsharded:
+                for inner in [name for name in unsharded if name.startswith(f"{path}.")]:
+                    del unsharded[inner]  # it runs inside
+                unsharded[path] = f"{line}: {_first_line(error)}"
+            elif operations is None:
                 operations = {}
-                continue
-            if path in unsharded:
-                error.add_note(
-                    f"{path or type(model).__name__} ({line}) cannot run on arrays. {USE_MODULE}"
-                )
+            else:
+                name = path or type(model).__name__
+                error.add_note(f"{name} ({line}) cannot run on arrays. {USE_MODULE}")
                 raise
-            for inner in [inner for inner in unsharded if inner.startswith(f"{path}.")]:
-                del unsharded[inner]  # it runs inside
-            unsharded[path] = f"{line}: {str(error).partition(chr(10))[0]}"
 
 
-def _follow(
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _follow_copy(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -152,22 +179,23 @@ def _follow(
     arrays: list[Any] = [*sharded.parameters(), *sharded.buffers()]
     for x in arrays:
         x.layout = layout  # one for all, so that operations of equal blocks are planned once
+
     names = {id(x): name for name, x in sharded.named_parameters()}
     observer = _DimFollower(names, operations)
-    for path in filter(None, unsharded):
+    for path in unsharded:
+        if path == "":
+            continue  # the model itself only gets integers as plain tensors
         submodule = sharded.get_submodule(path)
-        forward: Any = (lambda x, *_: x.clone()) if path in experts else submodule.forward
+        forward: Any = _copy_first if path in experts else submodule.forward
         submodule.forward = partial(observer.run_module, mesh, path, submodule, forward)
 
     def to_arrays(tree: Any) -> Any:
         leaves, structure = flatten(tree)
-        is_array = [
-            isinstance(x, Tensor) and ("" not in unsharded or x.is_floating_point()) for x in leaves
-        ]
-        pairs = zip(leaves, is_array, strict=True)
-        arrays = [spread(x, Layout(mesh)) if yes else x for x, yes in pairs]
-        observer.of_inputs.update((id(x), x) for x in arrays)
-        return unflatten(structure, arrays)
+        for number, x in enumerate(leaves):
+            if isinstance(x, Tensor) and ("" not in unsharded or x.is_floating_point()):
+                leaves[number] = spread(x, Layout(mesh))
+        observer.add_inputs(leaves)
+        return unflatten(structure, leaves)
 
     with keyed_random(0), lazy_mode, observed_by(observer):
         output = sharded(*to_arrays(list(args)), **to_arrays(dict(kwargs)))
@@ -175,8 +203,16 @@ def _follow(
     return observer.products
 
 
+def _copy_first(x: Tensor, *_: Any) -> Tensor:
+    """Return a copy of the first argument, in place of the result of a layer of experts."""
+    return x.clone()
+
+
 class _LazyMode(ValuelessMode):
-    """Lets lazy layers run on the mesh: meta tensors claim to be on it, and only tensors that meet them lose their values."""
+    """Lets lazy layers run on the mesh.
+
+    Meta tensors claim to be on it, and only tensors that meet them lose their values.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -184,28 +220,70 @@ class _LazyMode(ValuelessMode):
         if any(isinstance(x, Sharded) for x in arrays_in(args, kwargs)):
             with self:
                 return operate(func, args, kwargs or {})
-        return False if func == _IS_META else super().__torch_function__(func, types, args, kwargs)
+        if func == _IS_META:
+            return False
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class _DimFollower:
-    """Carries origins from the inputs of each operation to its results."""
+    """Carries origins from the inputs of each operation to its results.
+
+    Args:
+        params: the names of parameters, by their id.
+        operations: gets the operations that run unsharded, and why; None if none may.
+    """
 
     def __init__(self, params: Mapping[int, str], operations: dict[str, str] | None) -> None:
-        self.params, self.operations = params, operations
-        self.products: dict[str, Product] = {}
-        self.origins: dict[
-            int, tuple[Sharded, list[Origin]]
-        ] = {}  # with the arrays, whose ids stay theirs
-        self.of_inputs: dict[
-            int, Any
-        ] = {}  # the inputs of the model, and what is computed from them
+        self.params = params
+        self.operations = operations
+        self.products: Products = {}
+        # By the id of an array. They hold the arrays, since another one could get the id of one
+        # that is freed.
+        self._origins: dict[int, tuple[Sharded, list[Origin]]] = {}
+        self._of_inputs: dict[int, Any] = {}  # inputs of the model, and what is computed from them
+
+    def add_inputs(self, leaves: Sequence[Any]) -> None:
+        """Add inputs of the model."""
+        self._of_inputs.update({id(x): x for x in leaves})
 
     def __call__(
         self, call: Any, arrays: Sequence[Sharded], args: Any, results: Sequence[Sharded]
     ) -> None:
+        """Carry the origins of an operation's inputs to its results."""
         _validate_no_function()
         op = call.operation
-        input_origins = [self._origins(x) for x in arrays]
+        input_origins = [self._origins_of(x) for x in arrays]
+        carried = self._origins_by_label(op, arrays, input_origins)
+        is_product = self._add_product(call.name, op, arrays, carried)
+
+        for y, value in zip(results, op.outputs, strict=True):
+            origins = [carried.get(label or "", NOTHING) for label in value.labels]
+            self._origins[id(y)] = y, origins
+            self._limit_lengths(y, origins)
+        if any(id(x) in self._of_inputs for x in arrays):
+            self.add_inputs(results)
+
+        # A dim that no result has is needed, but the one that a product sums over is its input.
+        output_labels = [label for value in op.outputs for label in value.labels]
+        for value, origins in zip(op.inputs, input_origins, strict=True):
+            for dim, (label, origin) in enumerate(zip(value.labels, origins, strict=True)):
+                is_kept = label is not None and label in output_labels
+                is_multiplied = is_product and label in op.summed
+                if origin and not is_kept and not is_multiplied:
+                    self._record_need(call, arrays, results, dim, origin)
+
+    def _origins_of(self, x: Sharded) -> list[Origin]:
+        """Return the origin of each dim of an array."""
+        entry = self._origins.get(id(x))
+        if entry is None:
+            return [NOTHING] * x.ndim
+        _, origins = entry
+        return origins
+
+    def _origins_by_label(
+        self, op: Any, arrays: Sequence[Sharded], input_origins: Sequence[Sequence[Origin]]
+    ) -> dict[str, Origin]:
+        """Return the origins that reach each label of an operation, from all of its inputs."""
         carried: dict[str, Origin] = {}
         for x, value, origins in zip(arrays, op.inputs, input_origins, strict=True):
             if id(x) in self.params:
@@ -213,20 +291,77 @@ class _DimFollower:
             for label, origin in zip(value.labels, origins, strict=True):
                 if label is not None:
                     carried[label] = carried.get(label, NOTHING) | origin
-        produced = self._product(call.name, op, arrays, carried)
-        for y, value in zip(results, op.outputs, strict=True):
-            self.origins[id(y)] = y, [carried.get(label or "", NOTHING) for label in value.labels]
-            for length, origin in zip(y.shape, self._origins(y), strict=True):
-                for dim_range in origin:
-                    product = self.products[dim_range.weight]
-                    product.length = gcd(product.length, length)  # the devices must divide it
-        if any(id(x) in self.of_inputs for x in arrays):
-            self.of_inputs.update((id(y), y) for y in results)
-        for value, origins in zip(op.inputs, input_origins, strict=True):
-            for dim, (label, origin) in enumerate(zip(value.labels, origins, strict=True)):
-                is_record_need = label is None or not any(label in y.labels for y in op.outputs)
-                if origin and is_record_need and not (label in op.summed and produced):
-                    self._record_need(call, arrays, results, dim, origin)
+        return carried
+
+    def _limit_lengths(self, y: Sharded, origins: Sequence[Origin]) -> None:
+        """Let no more devices share what weights produce than divide its dim of an array."""
+        for length, origin in zip(y.shape, origins, strict=True):
+            for dim_range in origin:
+                product = self.products[dim_range.weight]
+                product.length = gcd(product.length, length)
+
+    def _add_product(
+        self, name: str, op: Any, arrays: Sequence[Sharded], carried: dict[str, Origin]
+    ) -> bool:
+        """Record a product of a weight, which alone produces the dim of its result.
+
+        Returns True if the operation is one: it has one weight of two dims, one of which the
+        results have.
+        """
+        if name != "embedding" and name not in _PRODUCT_NAMES:
+            return False
+        params = [number for number, x in enumerate(arrays) if id(x) in self.params]
+        weights = [number for number in params if arrays[number].ndim == 2]
+        if len(weights) != 1:
+            return False
+        labels = op.inputs[weights[0]].labels
+        output_labels = [label for value in op.outputs for label in value.labels]
+        out_dims = [dim for dim, label in enumerate(labels) if label in output_labels]
+        if len(out_dims) != 1:
+            return False
+        out = out_dims[0]
+        summed = 1 - out
+
+        weight = self.params[id(arrays[weights[0]])]
+        kind = "embedding" if name == "embedding" else "linear"
+        key = weight
+        if weight in self.products and self.products[weight].kind != kind:
+            key = f"{weight} ({kind})"  # a tied table is a linear layer too
+        product = self.products.setdefault(key, Product(weight, kind, out, summed))
+        if kind == "linear":
+            product.inputs.append(carried.get(labels[summed] or "", NOTHING))
+            biases = [number for number in params if arrays[number].ndim == 1]
+            product.bias = self.params[id(arrays[biases[0]])] if biases else None
+        elif any(id(x) in self._of_inputs for x in arrays):
+            product.is_looked_up = True
+        if labels[out] is not None:
+            carried[labels[out]] = frozenset([DimRange(key)])
+        return True
+
+    def _record_need(
+        self,
+        call: Any,
+        arrays: Sequence[Sharded],
+        results: Sequence[Sharded],
+        dim: int,
+        origin: Origin,
+    ) -> None:
+        """Record an operation that needs all of a dim, unless it splits the dim into ranges."""
+        ranges = None
+        if call.is_view and len(arrays) == 1:
+            views = [y.shards[0] for y in results]
+            ranges = ranges_of(arrays[0].shards[0], views, dim)
+
+        for dim_range in origin:
+            product = self.products[dim_range.weight]
+            is_range_already = dim_range.stop is not None
+            if ranges is None or is_range_already:
+                product.needed.append(call.name)
+                continue
+            for y, (start, stop) in zip(results, ranges, strict=True):
+                product.parts.add((start, stop))
+                _, origins = self._origins[id(y)]
+                origins[dim] = origins[dim] | {DimRange(dim_range.weight, start, stop)}
 
     def run_module(
         self, mesh: Mesh, path: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any
@@ -240,7 +375,7 @@ class _DimFollower:
         """Record an operation without a rule, if it may run on unsharded tensors; return True."""
         if self.operations is None:
             return False
-        why = f"{call_site()}: {str(error).partition(chr(10))[0]}"
+        why = f"{call_site()}: {_first_line(error)}"
         self.operations.setdefault(name, why)
         return True
 
@@ -251,84 +386,20 @@ class _DimFollower:
         return output
 
     def _record_unsharded(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        operands, outputs = arrays_in(args, kwargs), arrays_in(output)
-        arrays = [x for x in operands if isinstance(x, Sharded)]
-        results = [x for x in outputs if isinstance(x, Sharded)]
-        operation = describe(Rule("->"), arrays, results)
-        self(SimpleNamespace(name=name, operation=operation, is_view=False), arrays, args, results)
-
-    def _origins(self, x: Sharded) -> list[Origin]:
-        entry = self.origins.get(id(x))
-        return [NOTHING] * x.ndim if entry is None else entry[1]
-
-    def _product(
-        self, name: str, op: Any, arrays: Sequence[Sharded], carried: dict[str, Origin]
-    ) -> bool:
-        """Note a product of a weight; that weight alone produces the dim of its result."""
-        if name != "embedding" and name not in _NAMES:
-            return False
-        weights = [
-            number for number, x in enumerate(arrays) if id(x) in self.params and x.ndim == 2
-        ]
-        if len(weights) != 1:
-            return False
-        labels = op.inputs[weights[0]].labels
-        out_dims = [
-            dim for dim, label in enumerate(labels) if any(label in y.labels for y in op.outputs)
-        ]
-        if len(out_dims) != 1:
-            return False
-        out, summed = out_dims[0], 1 - out_dims[0]
-        weight = self.params[id(arrays[weights[0]])]
-        kind = "embedding" if name == "embedding" else "linear"
-        # A tied table is a linear layer too: what it produces counts there.
-        key = (
-            weight
-            if weight not in self.products or self.products[weight].kind == kind
-            else f"{weight} ({kind})"
-        )
-        product = self.products.setdefault(key, Product(kind, out, summed))
-        if kind == "linear":
-            product.inputs.append(carried.get(labels[summed] or "", NOTHING))
-            biases = [self.params[id(x)] for x in arrays if id(x) in self.params and x.ndim == 1]
-            product.bias = biases[0] if biases else None
-        else:
-            product.is_looked_up |= any(id(x) in self.of_inputs for x in arrays)
-        if labels[out] is not None:
-            carried[labels[out]] = frozenset([DimRange(key)])
-        return True
-
-    def _record_need(
-        self,
-        call: Any,
-        arrays: Sequence[Sharded],
-        results: Sequence[Sharded],
-        dim: int,
-        origin: Origin,
-    ) -> None:
-        """Note an operation that needs all of a dim; the ranges that a dim is split into carry on."""
-        shards = [x.shards[0] for x in (*arrays, *results)]
-        ranges = (
-            ranges_of(shards[0], shards[1:], dim) if call.is_view and len(arrays) == 1 else None
-        )
-        for dim_range in origin:
-            if ranges is None or dim_range.stop is not None:
-                self.products[dim_range.weight].needed.append(call.name)
-                continue
-            for y, (start, stop) in zip(results, ranges, strict=True):
-                self.products[dim_range.weight].parts.add((start, stop))
-                origins = self.origins[id(y)][1]
-                origins[dim] = origins[dim] | {DimRange(dim_range.weight, start, stop)}
+        arrays = [x for x in arrays_in(args, kwargs) if isinstance(x, Sharded)]
+        results = [x for x in arrays_in(output) if isinstance(x, Sharded)]
+        no_common_dim = describe(Rule("->"), arrays, results)
+        call = SimpleNamespace(name=name, operation=no_common_dim, is_view=False)
+        self(call, arrays, args, results)
 
     def finish(self, output: Any) -> None:
-        """Note the products that the model returns."""
+        """Record the products of the last dims that the model returns."""
         leaves, _ = flatten(dict(output) if isinstance(output, Mapping) else output)
         for y in leaves:
-            for dim_range in self._origins(y)[-1] if isinstance(y, Sharded) and y.ndim else NOTHING:
+            if not isinstance(y, Sharded) or y.ndim == 0:
+                continue
+            for dim_range in self._origins_of(y)[-1]:
                 self.products[dim_range.weight].is_output = True
-
-
-_NAMES = frozenset(name for names in PRODUCTS for name in names.split())
 
 
 def _validate_no_function() -> None:

@@ -1,55 +1,60 @@
-"""`Joined`: parts of a fused weight, such as q, k and v, and of its product; they are concatenated only if need be.
+"""`Joined`: the parts of a fused weight, such as q, k and v, and those of its product.
 
-Each part is sharded by itself: a device has its heads of q, of k and of v, which are no range of the fused dim.
+Each part is sharded by itself: a device has its heads of q, of k and of v, which are no range of
+the fused dim. Here 2 devices share 4 heads:
+
+    fused dim       q0 q1 q2 q3 k0 k1 k2 k3 v0 v1 v2 v3
+    a range of it   q0 q1 q2 q3 k0 k1                       what device 0 would have
+    parts           q0 q1       k0 k1       v0 v1           what it has
+
+So the parts are concatenated only where an operation needs them as one array.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from fshard.array.dispatch import operate
 from fshard.array.rules import arrays_in
+from fshard.errors import LayoutError
+from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.sharded import Sharded
 
+_VIEWS = {
+    "view", "reshape", "split", "split_with_sizes", "chunk", "tensor_split", "narrow", "getitem",
+}  # fmt: skip
+"""The operations that may keep the parts of a product, or take some."""
+_INPUTS = {"linear": (0, "input"), "addmm": (1, "mat1")}
+"""The operations that multiply by a fused weight: position and name of what they multiply."""
+_OF_A_PART = {"dtype", "device", "requires_grad", "ndim"}
+"""The attributes that are equal for a part and for the concatenation."""
 
-class Joined:
+
+class Joined(ArrayMethods):
     """Arrays that are one array, concatenated along a dim.
 
-    The product with a fused weight is joined again, along its last dim; a view keeps that, and a split or a slice takes a
-    part. Any other operation gets the concatenation.
+    The product with a fused weight is joined again, along its last dim. A view of all of that dim
+    is too, and a split or a slice takes parts. Any other operation gets the concatenation.
     """
 
     computes_on_arrays = True
-    step = None
-    _version = 0
+    step: Any = None
+    """The step of lazy parameters, where `functionalize` looks for it."""
 
-    def __init__(self, parts: Sequence[Any], dim: int) -> None:
-        self.parts, self.dim = tuple(parts), dim
-        first, length = self.parts[0], sum(x.shape[dim] for x in self.parts)
-        self.shape = torch.Size(
-            length if d == dim % first.ndim else n for d, n in enumerate(first.shape)
-        )
+    def __init__(self, parts: Sequence[Any], joined_dim: int) -> None:
+        self.parts = tuple(parts)
+        self.joined_dim = joined_dim
+        shape = list(self.parts[0].shape)
+        shape[joined_dim] = sum([part.shape[joined_dim] for part in self.parts])
+        self.shape = torch.Size(shape)
 
     def full(self) -> Any:
         """Return the concatenation."""
-        return torch.cat(self.parts, self.dim)
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(torch.Tensor, name)
-        if not callable(method):
-            return (
-                getattr(self.parts[0], name)
-                if name in ("dtype", "device", "requires_grad", "ndim")
-                else getattr(self.full(), name)
-            )
-        return lambda *args, **kwargs: compute(method, (self, *args), kwargs)
-
-    def __getitem__(self, index: Any) -> Any:
-        return compute(torch.Tensor.__getitem__, (self, index), {})
+        return torch.cat(self.parts, self.joined_dim)
 
     @classmethod
     def __torch_function__(
@@ -59,17 +64,29 @@ class Joined:
 
 
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a torch function on arguments of which some are joined."""
-    name = getattr(func, "__name__", "").strip("_")
-    first = args[0]
-    if name in ("linear", "addmm") and not kwargs:
-        weights = [x for x in args if isinstance(x, Joined)]
-        columns = [x.parts if isinstance(x, Joined) else (x,) * len(weights[0].parts) for x in args]
-        return Joined([func(*each) for each in zip(*columns, strict=True)], -1)
-    if isinstance(first, Joined) and first.dim == -1:
-        result = _of_result(name, first, func, args[1:], kwargs)
-        if result is not None:
-            return result
+    """Compute a torch function of arguments of which some are joined, or read an attribute."""
+    if isinstance(func, str):
+        joined = args[0]
+        source = joined.parts[0] if func in _OF_A_PART else joined.full()
+        return getattr(source, func)
+
+    name = getattr(func, "__name__", "")
+    if name in _INPUTS:
+        position, key = _INPUTS[name]
+        x = args[position] if position < len(args) else kwargs.get(key)
+        if not isinstance(x, Joined):  # so the weight is
+            return _multiply(func, args, kwargs)
+    if _is_in_place(name):
+        raise LayoutError(
+            f"{name} must not change a fused weight or its product in place: a plan has their "
+            "parts as arrays of their own. Use the result of an operation that returns a new "
+            "array, such as y = y * 2."
+        )
+    if args and isinstance(args[0], Joined) and args[0].joined_dim == -1:
+        view = _view(name.strip("_"), args[0], func, args[1:], kwargs)
+        if view is not None:
+            return view
+
     full_args = tuple([concatenated(x) for x in args])
     full_kwargs = {key: concatenated(x) for key, x in kwargs.items()}
     if any(isinstance(x, Sharded) for x in arrays_in(full_args, full_kwargs)):
@@ -77,59 +94,79 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*full_args, **full_kwargs)
 
 
+Joined.operations = staticmethod(compute)
+
+
 def concatenated(x: Any) -> Any:
-    """Return the array that parts are; anything else unchanged."""
+    """Return the array that the parts of a `Joined` are; anything else unchanged."""
     return x.full() if isinstance(x, Joined) else x
 
 
-def _of_result(
-    name: str, x: Joined, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Return the result of a view, a split or a slice of a product; None if it does not keep the parts."""
+def _is_in_place(name: str) -> bool:
+    """Return True for a function of torch that changes its first argument: add_, __setitem__."""
+    is_special = name.startswith("__")
+    return name == "__setitem__" or (name.endswith("_") and not is_special)
+
+
+def _multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Joined:
+    """Return the products with the parts of a fused weight, each with its part of the bias."""
+    joined = [x for x in (*args, *kwargs.values()) if isinstance(x, Joined)]
+    products: list[Any] = []
+    for number in range(len(joined[0].parts)):
+        part_args = [_part(x, number) for x in args]
+        part_kwargs = {key: _part(x, number) for key, x in kwargs.items()}
+        products.append(func(*part_args, **part_kwargs))
+    return Joined(products, -1)
+
+
+def _part(x: Any, number: int) -> Any:
+    return x.parts[number] if isinstance(x, Joined) else x
+
+
+def _view(name: str, x: Joined, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a view, a split or a slice of a product; None if it does not consist of its parts."""
     if name not in _VIEWS or arrays_in(args, kwargs):
         return None
-    lengths, like = [shard.shape[-1] for shard in x.parts], torch.empty(x.shape, device="meta")
-    result = func(like, *args, **kwargs)
+    # torch itself computes which range of the last dim each view is, on a tensor without memory.
+    meta = torch.empty(x.shape, device="meta")
+    result = func(meta, *args, **kwargs)
+
     if name in ("view", "reshape"):
-        views = [shard.reshape(*result.shape[:-1], shard.shape[-1]) for shard in x.parts]
-        return Joined(views, -1) if result.shape[-1] == x.shape[-1] else None
-    stops = [*accumulate(lengths)]
-    ranges = [*zip([0, *stops], stops, strict=False)]
-    view_ranges = ranges_of(like, arrays_in(result), -1) or [None]
-    parts = [
-        x.parts[ranges.index(view_range)] for view_range in view_ranges if view_range in ranges
-    ]
-    return (
-        None
-        if len(parts) < len(view_ranges)
-        else parts[0]
-        if isinstance(result, torch.Tensor)
-        else tuple(parts)
-    )
+        if result.shape[-1] != x.shape[-1]:
+            return None
+        views = [part.reshape(*result.shape[:-1], part.shape[-1]) for part in x.parts]
+        return Joined(views, -1)
 
-
-_VIEWS = {
-    "view",
-    "reshape",
-    "split",
-    "split_with_sizes",
-    "chunk",
-    "tensor_split",
-    "narrow",
-    "getitem",
-}
+    view_ranges = ranges_of(meta, arrays_in(result), -1)
+    if view_ranges is None:
+        return None
+    stops = accumulate([part.shape[-1] for part in x.parts], initial=0)
+    part_of_range = dict(zip(pairwise(stops), x.parts, strict=True))
+    if not all(view_range in part_of_range for view_range in view_ranges):
+        return None
+    parts = [part_of_range[view_range] for view_range in view_ranges]
+    return parts[0] if isinstance(result, torch.Tensor) else tuple(parts)
 
 
 def ranges_of(x: Any, views: Sequence[Any], dim: int) -> list[tuple[int, int]] | None:
-    """Return the ranges of a dim that views of a tensor are, if they have all of its other dims; else None."""
-    step, ranges = x.stride(dim), list[tuple[int, int]]()
-    for y in views:
-        if (
-            y.stride() != x.stride()
-            or not step
-            or y.shape.numel() * x.shape[dim] != x.shape.numel() * y.shape[dim]
-        ):
+    """Return the ranges of a dim that views of a tensor are.
+
+    None if one does not have all of the other dims, in which case it is no range of this one.
+
+    >>> x = torch.empty(2, 6)
+    >>> ranges_of(x, x.split([2, 4], -1), -1)
+    [(0, 2), (2, 6)]
+    """
+    step = x.stride(dim)
+    if step == 0:
+        return None
+    ranges: list[tuple[int, int]] = []
+    for view in views:
+        has_same_strides = view.stride() == x.stride()
+        # As many elements as the range has, times those of the other dims.
+        elements = view.shape.numel() * x.shape[dim]
+        if not has_same_strides or elements != x.shape.numel() * view.shape[dim]:
             return None
-        start = (y.storage_offset() - x.storage_offset()) // step
-        ranges.append((start, start + y.shape[dim]))
+        start = (view.storage_offset() - x.storage_offset()) // step
+        ranges.append((start, start + view.shape[dim]))
     return ranges

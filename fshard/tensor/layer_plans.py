@@ -1,8 +1,10 @@
-"""`LayerPlans`: how each layer of a model is sharded, and why, decided by what follows it.
+"""`LayerPlans`: how each layer of a model is sharded, and why. `decide` makes them.
 
-column   the dim that a layer produces is sharded: heads, hidden units
-row      the layer that sums over that dim; its result is a partial sum
-words    a table of words, and the layer that scores them: rows by words
+    column   the dim that a layer produces is sharded: heads, hidden units
+    row      the layer that sums over that dim; its result is a partial sum
+    words    a table of words, and the layer that scores them: rows by words
+
+A fused weight, such as q, k and v in one, is a leaf for each part: `LayerPlans.split`.
 """
 
 from __future__ import annotations
@@ -10,11 +12,9 @@ from __future__ import annotations
 from collections import Counter, namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cache
-from itertools import pairwise
-from math import gcd, prod
-from typing import Any, Literal, NamedTuple, Self, cast, get_args
+from math import prod
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +23,15 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P, as_written
 from fshard.mesh.layout.arithmetic import chunk
 from fshard.mesh.spmd.scope import here
-from fshard.tensor.follow import EXPERTS, Product
+from fshard.tensor.follow import EXPERTS
 from fshard.tensor.modes import Mode
 from fshard.tensor.sequence import Algorithm
 from fshard.tensor.unsharded import run_operation
 
 Style = Literal["column", "row", "words"]
-LOSSES = {"log_softmax"}
-"""Operations that need all words, but send little where these are sharded."""
-STYLES = (*get_args(Style), "replicated")
 SequenceMode = Algorithm | Literal["megatron"]
-"""The algorithm of attention over a sharded sequence; or norms and dropout alone are sharded over the axis of the layers."""
+"""The algorithm of attention over a sharded sequence. With "megatron" norms and dropout alone are
+sharded over tokens, along the axis of the layers."""
 
 
 class LayerPlan(NamedTuple):
@@ -54,10 +52,15 @@ class LayerPlan(NamedTuple):
     why: str
 
     def fits(self, n: int) -> bool:
-        """Return True if n devices can share the layer; words may be uneven, if each device has some."""
-        return self.shared % n == 0 or (
-            self.style == "words" and (n - 1) * chunk(self.shared, n) < self.shared
-        )
+        """Return True if n devices can share the layer.
+
+        Words may be uneven, if each device has some: 34 devices share 67 words, the last one has 1
+        and all others 2; 40 devices do not, since 6 would have none.
+        """
+        if self.shared % n == 0:
+            return True
+        words_before_last = (n - 1) * chunk(self.shared, n)
+        return self.style == "words" and words_before_last < self.shared
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,12 @@ class LayerPlans:
         shapes: of all parameters.
         biases: the weight of each bias that is sharded with it.
         replicated: weights of linear layers that are not sharded, and why.
-        sequence: the axis that shards tokens; `sequence_mode`: the algorithm of attention.
-        unsharded: modules that run on unsharded tensors, by their path, and why; "" if integers stay plain tensors.
-        operations: operations in the model's own forward that run on unsharded tensors, by their name, and why.
+        sequence: the axis that shards tokens.
+        sequence_mode: the algorithm of attention.
+        unsharded: modules that run on unsharded tensors, by their path, and why; "" if integers
+            stay plain tensors.
+        operations: operations in the model's own forward that run on unsharded tensors, by their
+            name, and why.
         experts: the specs of experts' weights, which such modules use as they are stored.
         model: that the plan is made for.
     """
@@ -92,7 +98,9 @@ class LayerPlans:
     @property
     def axes(self) -> tuple[str, ...]:
         """All axes, for `local=` of a step."""
-        return tuple(dict.fromkeys((*((self.sequence,) if self.sequence else ()), *self.mode.axes)))
+        sequence_axes = (self.sequence,) if self.sequence else ()
+        distinct = dict.fromkeys((*sequence_axes, *self.mode.axes))
+        return tuple(distinct)
 
     @property
     def rules(self) -> dict[str, P]:
@@ -101,7 +109,7 @@ class LayerPlans:
 
     def spec(self, name: str) -> P:
         """Return the spec of a parameter."""
-        layer = self.layers.get(self.biases.get(name, name))
+        layer = self._layer(name)
         if layer is None:
             return self.experts.get(name, P())
         mode = self.mode.next if layer.style == "row" else self.mode
@@ -112,86 +120,92 @@ class LayerPlans:
 
     def parts_of(self, name: str) -> tuple[tuple[int, ...], int]:
         """Return the lengths of the parts of a parameter, and their dim."""
-        layer = self.layers.get(self.biases.get(name, name))
-        return ((), 0) if layer is None else (layer.parts, 0 if name in self.biases else layer.out)
+        layer = self._layer(name)
+        if layer is None:
+            return (), 0
+        dim = 0 if name in self.biases else layer.out
+        return layer.parts, dim
+
+    def _layer(self, name: str) -> LayerPlan | None:
+        """Return the plan of a weight, or of the weight of a bias."""
+        weight = self.biases.get(name, name)
+        return self.layers.get(weight)
 
     def of_stages(self, stages: Sequence[nn.Module]) -> list[Self]:
-        """Return the plan of each stage of the model, by its own names. A fused weight of several stages is one part."""
-        first = {id(x): name for name, x in self.model.named_parameters()}
-        first = {
-            name: first[id(x)] for name, x in self.model.named_parameters(remove_duplicate=False)
-        }
-        shapes = [
-            {name: tuple(x.shape) for name, x in stage.named_parameters()} for stage in stages
-        ]
-        uses = Counter(first[name] for stage_shapes in shapes for name in stage_shapes)
-        plans = {
-            name: x._replace(parts=()) if uses[name] > 1 else x for name, x in self.layers.items()
-        }
-        layers = {
-            name: plans[model_name] for name, model_name in first.items() if model_name in plans
-        }
-        biases = {
-            name: self.biases[model_name]
-            for name, model_name in first.items()
-            if model_name in self.biases
-        }
-        experts = {
-            name: self.experts[model_name]
-            for name, model_name in first.items()
-            if model_name in self.experts
-        }
-        return [
-            replace(self, layers=layers, biases=biases, experts=experts, shapes=each)
-            for each in shapes
-        ]
+        """Return the plan of each stage of the model, by the names that it has there."""
+        # A tied parameter has several names, of which the plan has the first.
+        name_of_parameter = {id(x): name for name, x in self.model.named_parameters()}
+        planned_names: dict[str, str] = {}
+        for name, x in self.model.named_parameters(remove_duplicate=False):
+            planned_names[name] = name_of_parameter[id(x)]
+
+        shapes_of_stages: list[dict[str, tuple[int, ...]]] = []
+        uses: Counter[str] = Counter()
+        for stage in stages:
+            shapes = {name: tuple(x.shape) for name, x in stage.named_parameters()}
+            shapes_of_stages.append(shapes)
+            uses.update([planned_names[name] for name in shapes])
+
+        layers: dict[str, LayerPlan] = {}
+        for name, layer in self.layers.items():
+            # `split` copies the parts, so stages would train two copies of a weight that they share.
+            layers[name] = layer._replace(parts=()) if uses[name] > 1 else layer
+        all_stages = replace(
+            self,
+            layers=_by_all_names(layers, planned_names),
+            biases=_by_all_names(self.biases, planned_names),
+            experts=_by_all_names(self.experts, planned_names),
+        )
+        return [replace(all_stages, shapes=shapes) for shapes in shapes_of_stages]
 
     def split(self, params: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return parameters by name, of fused weights a tuple of their parts, which are leaves: `parts_class`."""
-
-        def parts(name: str, x: Tensor) -> Any:
+        """Return parameters by name, of fused weights a tuple of their parts: see `parts_class`."""
+        split: dict[str, Any] = {}
+        for name, x in params.items():
             lengths, dim = self.parts_of(name)
             if len(lengths) < 2:
-                return x
-            split = (view.clone() for view in x.detach().split(lengths, dim))
-            leaves = [
-                y.requires_grad_() if x.requires_grad else nn.Parameter(y, requires_grad=False)
-                for y in split
-            ]
-            return parts_class(dim, len(leaves))(*leaves)
-
-        return {name: parts(name, x) for name, x in params.items()}
+                split[name] = x
+                continue
+            leaves: list[Tensor] = []
+            for view in x.detach().split(lengths, dim):
+                leaf = view.clone()  # contiguous, and without the memory of the other parts
+                if x.requires_grad:
+                    leaves.append(leaf.requires_grad_())
+                else:  # a parameter that is never trained
+                    leaves.append(nn.Parameter(leaf, requires_grad=False))
+            split[name] = parts_class(dim, len(leaves))(*leaves)
+        return split
 
     def joined(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return parameters by name, whose parts are concatenated."""
-        both = {name: (x, self.parts_of(name)[1]) for name, x in params.items()}
-        return {
-            name: torch.cat([*x], dim) if isinstance(x, tuple) else x
-            for name, (x, dim) in both.items()
-        }
+        joined: dict[str, Tensor] = {}
+        for name, x in params.items():
+            if isinstance(x, tuple):
+                _, dim = self.parts_of(name)
+                joined[name] = torch.cat([*x], dim)
+            else:
+                joined[name] = x
+        return joined
 
     def __str__(self) -> str:
-        rows = [
-            (name, x.style, " + ".join(map(str, x.parts)), x.why) for name, x in self.layers.items()
-        ]
-        rows += [(name, "", "", why) for name, why in self.replicated.items()]
-        rows += [
-            (path, "experts" if why is EXPERTS else "unsharded", "", why)
-            for path, why in self.unsharded.items()
-        ]
-        rows += [(name, "unsharded", "", why) for name, why in self.operations.items()]
-        widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-        lines = [
-            "  ".join(f"{text:{width}}" for text, width in zip(row, (*widths, 0), strict=True))
-            for row in rows
-        ]
-        tokens = (
-            f", tokens over {as_written((self.sequence,))} ({self.sequence_mode})"
-            if self.sequence
-            else ""
-        )
-        title = f"{self.mode.kind} over {as_written(self.mode.axes)}{tokens}; all other parameters are replicated"
-        return "\n".join([title, *map(str.rstrip, lines)])
+        rows: list[tuple[str, str, str, str]] = []
+        for name, layer in self.layers.items():
+            parts = " + ".join([str(length) for length in layer.parts])
+            rows.append((name, layer.style, parts, layer.why))
+        for name, why in self.replicated.items():
+            rows.append((name, "", "", why))
+        for path, why in self.unsharded.items():
+            style = "experts" if why == EXPERTS else "unsharded"
+            rows.append((path, style, "", why))
+        for name, why in self.operations.items():
+            rows.append((name, "unsharded", "", why))
+
+        tokens = ""
+        if self.sequence:
+            tokens = f", tokens over {as_written((self.sequence,))} ({self.sequence_mode})"
+        axes = as_written(self.mode.axes)
+        title = f"{self.mode.kind} over {axes}{tokens}; all other parameters are replicated"
+        return "\n".join([title, *_aligned(rows)])
 
     @property
     def reduces_at_once(self) -> bool:
@@ -202,7 +216,7 @@ class LayerPlans:
         return self.sequence_mode != "megatron"
 
     def runs_unsharded(self, name: str, error: Exception) -> bool:
-        """Return True if an operation that has no rule, and has raised, runs on unsharded tensors."""
+        """Return True if an operation without a rule, which has raised, runs unsharded."""
         return name in self.operations
 
     def run_operation(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -211,22 +225,23 @@ class LayerPlans:
 
     def check_sizes(self, mesh: Mesh) -> None:
         """Raise with all layers that the devices of a mesh cannot share."""
-        n = prod(mesh.shape[axis] for axis in self.mode.next.hidden)
-        errors = [
-            f"{name} is shared by at most {x.shared}"
-            for name, x in self.layers.items()
-            if not x.fits(n)
-        ]
+        axes = self.mode.next.hidden
+        n = prod([mesh.shape[axis] for axis in axes])
+        errors: list[str] = []
+        for name, layer in self.layers.items():
+            if not layer.fits(n):
+                errors.append(f"{name} is shared by at most {layer.shared}")
         if errors:
             raise LayoutError(
-                f"{n} devices along {as_written(self.mode.next.hidden)} must divide the heads and widths of all sharded "
-                f"layers; {'; '.join(errors)}. Plan for this size: fs.tensor_parallel(..., size={n})."
+                f"{n} devices along {as_written(axes)} must divide the heads and widths of all "
+                f"sharded layers; {'; '.join(errors)}. Plan for this size: "
+                f"fs.tensor_parallel(..., size={n})."
             )
 
-    def own_mesh(self) -> Mesh | None:
-        """Return the devices along the axes; None outside of a step."""
+    def mesh_of_arrays(self) -> Mesh | None:
+        """Return the mesh of the axes, with the devices of this step; None outside of a step."""
         scope = here()
-        if scope is None or not {*self.axes} <= {*scope.mesh.axis_names}:
+        if scope is None or not set(self.axes) <= set(scope.mesh.axis_names):
             return None
         zigzag = self.sequence if self.sequence_mode == "zigzag" else None
         return _mesh_of_arrays(scope.mesh, self.axes, zigzag, bool(scope.varying_axes))
@@ -236,130 +251,46 @@ class LayerPlans:
 def _mesh_of_arrays(
     mesh: Mesh, axes: tuple[str, ...], zigzag: str | None, is_varying: bool
 ) -> Mesh:
-    """Return the mesh of some axes, whose arrays are those of a loss function if it `is_varying`."""
+    """Return the mesh of some axes. Its arrays are those of a loss function if it `is_varying`."""
     return replace(mesh[axes], zigzag=zigzag, is_varying=is_varying)
+
+
+def _by_all_names(values: Mapping[str, Any], planned_names: Mapping[str, str]) -> dict[str, Any]:
+    """Return values by each name of their parameter, not only by the name that the plan has."""
+    by_name: dict[str, Any] = {}
+    for name, planned_name in planned_names.items():
+        if planned_name in values:
+            by_name[name] = values[planned_name]
+    return by_name
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows of texts as lines, whose columns but the last are aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for row in rows:
+        cells = [f"{text:{width}}" for text, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 @cache
 def parts_class(dim: int, count: int) -> Any:
-    """Return the class of the parts of a fused weight: a node of all trees, which checkpoints join along its `joined_dim`.
+    """Return the class of the parts of a fused weight along a dim, a node of all trees.
+
+    A namedtuple, since all libraries of trees know these, and rebuild one from its class and
+    leaves. So the class has the dim, along which checkpoints join the parts.
 
     >>> parts_class(1, 3)(1, 2, 3)
     Parts(part0=1, part1=2, part2=3)
     """
-    cls: Any = namedtuple("Parts", [f"part{i}" for i in range(count)])  # pyright: ignore[reportUntypedNamedTuple]
+    names = [f"part{number}" for number in range(count)]
+    cls: Any = namedtuple("Parts", names)  # pyright: ignore[reportUntypedNamedTuple]
     cls.joined_dim = dim
+    # pickle and copy find a class by its name in a module, where this one is not.
     cls.__reduce__ = lambda parts: (_parts_of, (dim, *parts))
     return cls
 
 
 def _parts_of(dim: int, *parts: Any) -> Any:
     return parts_class(dim, len(parts))(*parts)
-
-
-def decide(
-    products: Mapping[str, Product], shapes: Mapping[str, tuple[int, ...]], size: int | None
-) -> tuple[dict[str, LayerPlan], dict[str, str]]:
-    """Return the plan of each sharded weight, and why others are replicated."""
-    columns, rows = dict[str, str](), dict[str, list[str]]()
-    for name, product in products.items():
-        producers = sorted({dim_range.weight for origin in product.inputs for dim_range in origin})
-        if (
-            not producers
-            or not all(product.inputs)
-            or any(x in rows or products[x].needed for x in producers)
-        ):
-            continue
-        fitting = [x for x in producers if size is None or products[x].length % size == 0]
-        if fitting:
-            rows[name] = fitting
-            columns.update(dict.fromkeys(fitting, f"{_short(name)} sums over what it produces"))
-    layers, replicated = dict[str, LayerPlan](), dict[str, str]()
-    for name, p in products.items():
-        words = LayerPlan("words", p.out, (), p.length, "the model returns what it produces")
-        if name in rows:
-            shared = gcd(*(products[x].length for x in rows[name]))
-            why = f"sums over what {', '.join(map(_short, rows[name]))} produce"
-            layers[name] = LayerPlan("row", p.out, (), shared, why)
-        elif name in columns:
-            layers[name] = LayerPlan(
-                "column", p.out, _parts(p, shapes[name][p.out]), p.length, columns[name]
-            )
-        elif p.kind == "linear" and p.is_output and {*p.needed} <= LOSSES and words.fits(size or 1):
-            layers[name.removesuffix(" (linear)")] = words
-        elif p.kind == "linear":
-            why = (
-                f"{p.needed[0]} needs all that it produces"
-                if p.needed
-                else "no layer sums over what it produces"
-            )
-            replicated[name] = (
-                why if p.length % (size or 1) == 0 else f"{size} devices do not divide {p.length}"
-            )
-    scored = {
-        shapes[name][layer.out]: layer for name, layer in layers.items() if layer.style == "words"
-    }
-    for name, p in products.items():
-        if p.is_looked_up and name not in layers and (layer := scored.get(shapes[name][p.summed])):
-            layers[name] = layer._replace(
-                out=p.summed, why="a table of the words that the model scores"
-            )
-    return layers, replicated
-
-
-def override(
-    layers: Mapping[str, LayerPlan],
-    replicated: Mapping[str, str],
-    products: Mapping[str, Product],
-    rules: Mapping[str, str],
-) -> tuple[dict[str, LayerPlan], dict[str, str]]:
-    """Return plans where the weights that patterns match have the style that is named; raise with all wrong rules."""
-    by_weight = {name.removesuffix(" (linear)"): p for name, p in products.items()}
-    layers, replicated, errors = {**layers}, {**replicated}, list[str]()
-    named: dict[str, set[str]] = {}
-    for pattern, style in rules.items():
-        matched = [name for name in by_weight if fnmatchcase(name, pattern)]
-        errors += [] if matched else [f"{pattern!r} matches no weight of a layer"]
-        errors += (
-            []
-            if style in STYLES
-            else [f"{pattern!r} must be one of {', '.join(STYLES)}; got {style!r}"]
-        )
-        for name in matched:
-            named.setdefault(name, set()).add(style)
-    errors += [
-        f"{name} is {' and '.join(sorted(styles))} by several"
-        for name, styles in named.items()
-        if len(styles) > 1
-    ]
-    if errors:
-        raise ValueError(
-            f"tensor_parallel(rules=): {'; '.join(errors)}. The weights are {', '.join(by_weight)}."
-        )
-    for name, (style,) in named.items():
-        layers.pop(name, None)
-        replicated.pop(name, None)
-        if style == "replicated":
-            replicated[name] = "named by rules"
-        else:
-            p = by_weight[name]
-            out = p.summed if style == "words" and p.kind == "embedding" else p.out
-            layers[name] = LayerPlan(cast("Style", style), out, (), p.length, "named by rules")
-    return layers, replicated
-
-
-def _short(name: str) -> str:
-    return ".".join(name.split(".")[-3:-1]) or name
-
-
-def _parts(product: Product, length: int) -> tuple[int, ...]:
-    """Return the lengths of the parts of a fused weight, of which all is split; () of another."""
-    ranges = sorted(product.parts)
-    if (
-        not ranges
-        or ranges[0][0]
-        or ranges[-1][1] != length
-        or any(a[1] != b[0] for a, b in pairwise(ranges))
-    ):
-        return ()
-    return tuple(stop - start for start, stop in ranges)

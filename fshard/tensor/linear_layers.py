@@ -1,14 +1,19 @@
-"""Linear layers on local shards: Megatron's column and row (1d), SUMMA (2d, 2.5d) and the cube (3d).
+"""Linear layers on local shards: Megatron's column and row, SUMMA and the cube.
 
-C = A B with A (m, k) the activations and B (k, n) the transposed weight. Elements that a device sends, forward and
-backward; t, q, d devices along an axis:
+C = A B with A (m, k) the activations and B (k, n) the transposed weight. Elements that a device
+sends, forward and backward; t, q, d devices along an axis:
 
-    1d    column, then row: a psum of the M h activations each way                4(t-1)/t M h
-    2d    A gathered along rows, B along columns, and again in the backward       3(q-1)/q^2 (mk + kn)
-    2.5d  the same on d planes; the gradient of B is summed over them             3(q-1)/q^2 (mk/d + kn) + 2(d-1)/d kn/q^2
-    3d    A and B gathered, C reduce-scattered, along an axis each                2(q-1)/q^3 (mk + kn + mn)
+    1d    column, then row: a psum of the M h activations each way
+                                4(t-1)/t M h
+    2d    SUMMA: A gathered along rows, B along columns, and again in the backward
+                                3(q-1)/q^2 (mk + kn)
+    2.5d  the same on d planes; the gradient of B is summed over them
+                                3(q-1)/q^2 (mk/d + kn) + 2(d-1)/d kn/q^2
+    3d    the cube: A and B gathered, C reduce-scattered, along an axis each
+                                2(q-1)/q^3 (mk + kn + mn)
 
-Weights may be a tuple, such as q, k and v: they share each collective. The bias is then a tuple too; None is no bias.
+Weights may be a tuple, such as q, k and v: they share each collective. The bias is then a tuple
+too; None is no bias.
 """
 
 from __future__ import annotations
@@ -27,39 +32,47 @@ Tensors = tuple[Tensor, ...]
 
 
 def column(x: Tensor, weight: PyTree, axis: Axes, bias: PyTree = None) -> PyTree:
-    """Multiply a replicated activation by weights (out, in) of layout P(axis): features sharded over `axis`.
+    """Multiply a replicated activation by weights (out, in) of layout P(axis).
 
-    The bias has the layout P(axis). Only the backward communicates: a psum. The devices need not divide `out`.
+    The features of the result are sharded over `axis`. The bias has the layout P(axis). Only the
+    backward communicates: a psum. The devices need not divide `out`.
     """
     return _products(pvary(x, axis), weight, bias)
 
 
 def row(x: Tensor, weight: PyTree, axis: Axes, bias: PyTree = None) -> PyTree:
-    """Multiply features sharded over `axis` by weights (out, in) of layout P(None, axis), and sum over devices.
+    """Multiply features sharded over `axis` by weights (out, in) of layout P(None, axis).
 
-    The bias is replicated, and added once.
+    The products are summed over devices. The bias is replicated, and added once.
     """
     return _biased(psum(_products(x, weight), axis), bias)
 
 
 def linear(x: Tensor, weight: PyTree, mode: Mode, bias: PyTree = None) -> PyTree:
-    """Apply a linear layer with local shards of `mode.weight` and `mode.bias`: from `mode` to `mode.next`."""
+    """Apply a linear layer with shards of `mode.weight` and `mode.bias`: from `mode` to its next."""
+    # In 3d the input dim of a weight is sharded over one axis more than the features of x.
     inner = x.shape[-1] // (mode.size() if mode.kind == "3d" else 1)
     weights = (weight,) if isinstance(weight, Tensor) else weight
-    if shapes := [str(tuple(w.shape)) for w in weights if w.shape[1] != inner]:
+    wrong_shapes = [str(tuple(w.shape)) for w in weights if w.shape[1] != inner]
+    if wrong_shapes:
         raise ValueError(
-            f"linear: weights must be local shards (out, {inner}) of {mode.weight}; got {', '.join(shapes)}."
+            f"linear: weights must be local shards (out, {inner}) of {mode.weight}; "
+            f"got {', '.join(wrong_shapes)}."
         )
+
+    if mode.kind == "1d" and mode.flipped:
+        return row(x, weight, mode.axes, bias)
     if mode.kind == "1d":
-        return (
-            row(x, weight, mode.axes, bias) if mode.flipped else column(x, weight, mode.axes, bias)
-        )
+        return column(x, weight, mode.axes, bias)
     y = _cube(x, weight, mode) if mode.kind == "3d" else _summa(x, weight, mode)
     return _biased(y, varying(bias, mode.next.tokens))
 
 
 def classifier(x: Tensor, embedding: Tensor, mode: Mode) -> Tensor:
-    """Compute logits of `mode.next` by a tied embedding, of `mode.embedding`. A classifier of its own is a `linear`."""
+    """Compute logits of `mode.next` by a tied embedding, of `mode.embedding`.
+
+    A classifier with a weight of its own is a `linear`.
+    """
     if mode.kind == "1d":
         return column(x, embedding, mode.axes)
     if mode.kind == "3d":
@@ -68,38 +81,41 @@ def classifier(x: Tensor, embedding: Tensor, mode: Mode) -> Tensor:
 
 
 def varying(values: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Mark replicated weights where they meet data that is sharded over `axes`: their gradients are summed."""
-    return pvary(values, axes) if axes and values is not None else values
+    """Mark replicated weights where they meet data that is sharded over `axes`.
+
+    So their gradients are summed over these.
+    """
+    if not axes or values is None:
+        return values
+    return pvary(values, axes)
 
 
 def _cube(x: Tensor, weight: PyTree, mode: Mode, dim: int = 1) -> PyTree:
     """Gather A, gather B along dim `dim` of the weight, multiply, reduce-scatter C."""
     rows = all_gather(x, mode.next.hidden, dim=0)
-    return psum_scatter(
-        _products(rows, all_gather(weight, mode.axes[0], dim=dim)), mode.hidden, dim=0
-    )
+    products = _products(rows, all_gather(weight, mode.axes[0], dim=dim))
+    return psum_scatter(products, mode.hidden, dim=0)
 
 
 def _summa(x: Tensor, weight: PyTree, mode: Mode) -> PyTree:
-    weight = varying(weight, mode.axes[:-2])  # gradients are summed over the depth
-    inputs = x, *((weight,) if isinstance(weight, Tensor) else weight)
-    inputs = [
-        y if type(y) is Tensor else y.view_as(y) for y in inputs
-    ]  # lazy parameters are unsharded here
+    depth = mode.axes[:-2]  # of 2.5d; the gradient of a weight is summed over it
+    weight = varying(weight, depth)
+    weights = (weight,) if isinstance(weight, Tensor) else weight
+    # A view of a lazy parameter is a plain tensor, which `_Summa` can save.
+    inputs = [y if type(y) is Tensor else y.view_as(y) for y in (x, *weights)]
     ys = cast("Any", _Summa).apply(mode, *inputs)
     return ys[0] if isinstance(weight, Tensor) else ys
 
 
 class _Summa(Function):
-    """C = gather(A) gather(B); the backward gathers the saved shards again."""
+    """C = gather(A) gather(B). The backward gathers the saved shards again."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(mode: Mode, x: Tensor, *weights: Tensor) -> Tensors:
-        return _products(
-            all_gather(x, mode.hidden, dim=-1), all_gather(weights, mode.contracted, dim=1)
-        )
+        rows = all_gather(x, mode.hidden, dim=-1)
+        return _products(rows, all_gather(weights, mode.contracted, dim=1))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -109,39 +125,47 @@ class _Summa(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        mode, (x, *weights), (_, for_x, *for_weights) = (
-            ctx.mode,
-            ctx.saved_tensors,
-            ctx.needs_input_grad,
-        )
-        of_x, of_weights = None, (None,) * len(weights)
-        if for_x:
+        mode = ctx.mode
+        x, *weights = ctx.saved_tensors
+        _, needs_x, *needs_weights = ctx.needs_input_grad
+
+        grad_x: Tensor | None = None
+        if needs_x:
             full = all_gather(tuple(weights), mode.contracted, dim=1)
             summands = sum(g @ w for g, w in zip(cotangents, full, strict=True))
-            of_x = psum_scatter(summands, mode.hidden, dim=-1)
-        if any(for_weights):
+            del full  # before the rows of x are gathered
+            grad_x = psum_scatter(summands, mode.hidden, dim=-1)
+
+        grad_weights: tuple[Tensor | None, ...] = (None,) * len(weights)
+        if any(needs_weights):
             rows = all_gather(x, mode.hidden, dim=-1).flatten(0, -2)
-            of_weights = tuple(g.flatten(0, -2).mT @ rows for g in cotangents)
-            of_weights = psum_scatter(of_weights, mode.contracted, dim=1)
-        return None, of_x, *of_weights
+            summands = tuple([g.flatten(0, -2).mT @ rows for g in cotangents])
+            grad_weights = psum_scatter(summands, mode.contracted, dim=1)
+        return None, grad_x, *grad_weights
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
-        (x, *weights), (_, of_x, *of_weights) = ctx.saved_tensors, grad_inputs
+        # Linear in x and in the weights, so the tangent is a sum of two products.
+        x, *weights = ctx.saved_tensors
+        _, tangent_x, *tangent_weights = grad_inputs
         summa = cast("Any", _Summa).apply
-        pairs = zip(summa(ctx.mode, of_x, *weights), summa(ctx.mode, x, *of_weights), strict=True)
-        return tuple(a + b for a, b in pairs)
+        of_x = summa(ctx.mode, tangent_x, *weights)
+        of_weights = summa(ctx.mode, x, *tangent_weights)
+        return tuple([a + b for a, b in zip(of_x, of_weights, strict=True)])
 
 
 def _products(x: Tensor, weight: PyTree, bias: PyTree = None) -> PyTree:
+    """Return x times a weight plus its bias, or the tuple of these for a tuple of weights."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
-    return tuple(
-        [F.linear(x, w, b) for w, b in zip(weight, bias or (None,) * len(weight), strict=True)]
-    )
+    biases = bias or (None,) * len(weight)
+    return tuple([F.linear(x, w, b) for w, b in zip(weight, biases, strict=True)])
 
 
 def _biased(y: PyTree, bias: PyTree) -> PyTree:
-    if bias is None or isinstance(y, Tensor):
-        return y if bias is None else y + bias
-    return tuple(_biased(*pair) for pair in zip(y, bias, strict=True))
+    """Add a bias, or each one of a tuple to its result."""
+    if bias is None:
+        return y
+    if isinstance(y, Tensor):
+        return y + bias
+    return tuple([_biased(result, b) for result, b in zip(y, bias, strict=True)])

@@ -1,6 +1,7 @@
 """The testing kit: for fshard's own tests, and for programs and runtimes built with it.
 
-certify        compares a sharded training run with one on one device: of loss functions, modules and optimizers
+certify        compares a sharded training run with one on one device: of loss functions, modules
+               and optimizers
 programs       certifies a program of plain torch.distributed: `certify_program`, `fshard certify`
 processes      runs a function in several processes: `run_processes(fn, n)`
 plugin         for pytest: the `mesh` fixture and marker

@@ -28,10 +28,15 @@ class CertificateRow(NamedTuple):
 
 
 def first_of(rows: Sequence[CertificateRow]) -> CertificateRow | None:
-    """Choose the row that fails first: in the first stage, at the first step; the first leaf, one that diverges if any does."""
+    """Choose the row that fails first: in the first stage, at the first step.
+
+    Of several leaves it is the first that diverges, else the first.
+    """
     failures = [row for row in rows if row.step is not None]
-    stage = [row for row in failures if row.stage == failures[0].stage]
-    return min(stage, key=lambda row: (row.step, row.verdict != "DIVERGENT"), default=None)
+    if not failures:
+        return None
+    failures_of_stage = [row for row in failures if row.stage == failures[0].stage]
+    return min(failures_of_stage, key=lambda row: (row.step, row.verdict != "DIVERGENT"))
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,24 +56,27 @@ class Certificate(Tabular):
 
     @property
     def first(self) -> CertificateRow | None:
-        """The row that fails first: in the first stage, at the first step, the first leaf in the order of the tree."""
+        """The row that fails first: see `first_of`."""
         return first_of(self.rows)
 
     def check(self) -> Certificate:
-        """Raise an AssertionError with the table if any leaf is DIVERGENT or INCONCLUSIVE; else return the certificate."""
+        """Raise an AssertionError with the table if any leaf is DIVERGENT or INCONCLUSIVE.
+
+        Else return the certificate.
+        """
         if not self.ok:
             raise AssertionError(f"the sharded run is not the run on one device.\n{self}")
         return self
 
     def json(self) -> str:
         """Return the rows as JSON."""
-        rows = [
-            {self.column if name == "stage" else name: x for name, x in row._asdict().items()}
-            for row in self.rows
-        ]
-        return json.dumps(
-            {"ok": self.ok, "steps": self.steps, "unseen": self.unseen, "rows": rows}, indent=1
-        )
+        rows: list[dict[str, object]] = []
+        for row in self.rows:
+            entry = row._asdict()
+            # First, under the name of the column.
+            rows.append({self.column: entry.pop("stage"), **entry})
+        content = {"ok": self.ok, "steps": self.steps, "unseen": self.unseen, "rows": rows}
+        return json.dumps(content, indent=1)
 
     def table(self) -> Table:
         """Return the rows as a rich table."""
@@ -78,14 +86,15 @@ class Certificate(Tabular):
         table.caption = f"{self.steps} steps. {self.unseen}"
         stage = None
         for row in self.rows:
-            if stage not in (None, row.stage):
+            is_first_of_stage = row.stage != stage
+            if is_first_of_stage and stage is not None:
                 table.add_section()
-            numbers = f"{row.error:.1e}", f"{row.bound:.1e}"
             table.add_row(
-                "" if row.stage == stage else str(row.stage),
+                str(row.stage) if is_first_of_stage else "",
                 row.leaf,
                 row.verdict,
-                *numbers,
+                f"{row.error:.1e}",
+                f"{row.bound:.1e}",
                 row.reason,
             )
             stage = row.stage

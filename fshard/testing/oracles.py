@@ -1,10 +1,12 @@
-"""Define every collective on a plain list of per-device tensors: the oracle that all runtimes are compared with.
+"""Define every collective on a plain list of per-device tensors: the oracle of all runtimes.
 
-A list has a tensor per device of a group, in the group's order. `forward` returns the results of the devices;
-`backward` maps their cotangents (and the inputs) to the cotangents of the inputs; `sent` returns the bytes that a
-device sends. All is written independently, from the documentation and without looking at the code under test.
+A list has a tensor per device of a group, in the group's order. `forward` returns the results of
+the devices; `backward` maps their cotangents (and the inputs) to the cotangents of the inputs;
+`sent` returns the bytes that a device sends. All is written independently, from the documentation
+and without looking at the code under test.
 
-Legend: n devices, xs their inputs, gs the cotangents of their results; i a device's index, size its bytes.
+Legend: n devices, xs their inputs, gs the cotangents of their results; i a device's index, size its
+bytes.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ Pairs = Sequence[tuple[int, int]]
 
 
 def total(xs: Sequence[Tensor]) -> Tensor:
-    """Add in the documented tree, ((0 + 1) + (2 + 3)) + ..., level by level; a tensor without partner moves up.
+    """Add in the documented tree, ((0 + 1) + (2 + 3)) + ..., level by level.
 
-    16-bit floats are added in 32 bits and rounded once; booleans are counted.
+    A tensor without partner moves up. 16-bit floats are added in 32 bits and rounded once; booleans
+    are counted.
 
     >>> total([torch.tensor(True), torch.tensor(False), torch.tensor(True)])
     tensor(2)
@@ -34,8 +37,12 @@ def total(xs: Sequence[Tensor]) -> Tensor:
         return total([x.long() for x in xs])
     if dtype in (torch.float16, torch.bfloat16):
         return total([x.float() for x in xs]).to(dtype)
-    pairs = [a + b for a, b in zip(xs[::2], xs[1::2], strict=False)]
-    return xs[0] if len(xs) == 1 else total([*pairs, *xs[len(xs) & ~1 :]])
+    if len(xs) == 1:
+        return xs[0]
+    sums = [a + b for a, b in zip(xs[::2], xs[1::2], strict=False)]
+    if len(xs) % 2 == 1:
+        sums.append(xs[-1])
+    return total(sums)
 
 
 def cut(x: Tensor, n: int, dim: int) -> Tensors:
@@ -47,10 +54,11 @@ def cut(x: Tensor, n: int, dim: int) -> Tensors:
 def share(xs: Tensors, extreme: Tensor) -> Tensors:
     """Return each device's share of an extreme: equal shares for all that hold it."""
     holds = [(x == extreme).to(extreme.dtype) for x in xs]
-    return [mine / torch.stack(holds).sum(0) for mine in holds]
+    holders = torch.stack(holds).sum(0)
+    return [has / holders for has in holds]
 
 
-# -- forward: what the devices hold, to what they get -------------------------------------------------------------
+# -- forward: from the devices' tensors to their results ------------------------------------------
 
 
 def psum(xs: Tensors) -> Tensors:
@@ -80,7 +88,8 @@ def pvary(xs: Tensors) -> Tensors:
 
 def all_gather(xs: Tensors, *, dim: int = 0, to: str = "varying") -> Tensors:
     """[1], [2]  =>  [1 2], [1 2].  A 0-d tensor counts as one of one element."""
-    return [torch.cat([x if x.ndim else x[None] for x in xs], dim) for _ in xs]
+    rows = [x.reshape(1) if x.ndim == 0 else x for x in xs]
+    return [torch.cat(rows, dim) for _ in xs]
 
 
 def psum_scatter(xs: Tensors, *, dim: int = 0) -> Tensors:
@@ -90,14 +99,19 @@ def psum_scatter(xs: Tensors, *, dim: int = 0) -> Tensors:
 
 def all_to_all(xs: Tensors, *, split_dim: int = 0, concat_dim: int | None = None) -> Tensors:
     """[1 2], [3 4]  =>  [1 3], [2 4]."""
-    join = split_dim if concat_dim is None else concat_dim
-    return [torch.cat([cut(x, len(xs), split_dim)[i] for x in xs], join) for i in range(len(xs))]
+    if concat_dim is None:
+        concat_dim = split_dim
+    parts_by_sender = [cut(x, len(xs), split_dim) for x in xs]
+    parts_by_receiver = zip(*parts_by_sender, strict=True)
+    return [torch.cat(parts, concat_dim) for parts in parts_by_receiver]
 
 
 def ppermute(xs: Tensors, *, perm: Pairs) -> Tensors:
     """[1], [2]  =>  [0], [1]  with perm ((0, 1),)."""
-    source = {to: origin for origin, to in perm}
-    return [xs[source[i]].clone() if i in source else torch.zeros_like(x) for i, x in enumerate(xs)]
+    results = [torch.zeros_like(x) for x in xs]
+    for origin, to in perm:
+        results[to] = xs[origin].clone()
+    return results
 
 
 def broadcast(xs: Tensors, *, source: int = 0) -> Tensors:
@@ -105,7 +119,7 @@ def broadcast(xs: Tensors, *, source: int = 0) -> Tensors:
     return [xs[source].clone() for _ in xs]
 
 
-# -- backward: what the devices are given for what they got, to what is due to what they held ----------------------
+# -- backward: from the cotangents of the results to those of the inputs --------------------------
 
 
 def psum_backward(gs: Tensors, xs: Tensors) -> Tensors:
@@ -120,12 +134,14 @@ def pmean_backward(gs: Tensors, xs: Tensors) -> Tensors:
 
 def pmax_backward(gs: Tensors, xs: Tensors) -> Tensors:
     """Give equal parts to the devices that hold the largest."""
-    return [g * part for g, part in zip(gs, share(xs, pmax(xs)[0]), strict=True)]
+    shares = share(xs, pmax(xs)[0])
+    return [g * part for g, part in zip(gs, shares, strict=True)]
 
 
 def pmin_backward(gs: Tensors, xs: Tensors) -> Tensors:
     """Give equal parts to the devices that hold the smallest."""
-    return [g * part for g, part in zip(gs, share(xs, pmin(xs)[0]), strict=True)]
+    shares = share(xs, pmin(xs)[0])
+    return [g * part for g, part in zip(gs, shares, strict=True)]
 
 
 def pvary_backward(gs: Tensors, xs: Tensors) -> Tensors:
@@ -135,11 +151,11 @@ def pvary_backward(gs: Tensors, xs: Tensors) -> Tensors:
 
 def all_gather_backward(gs: Tensors, xs: Tensors, *, dim: int = 0, to: str = "varying") -> Tensors:
     """Sum the cotangents of each shard over its users; a replicated result is used once."""
-    full = gs if to == "replicated" else psum(gs)
-    return [
-        cut(g, len(gs), dim)[i].reshape(x.shape)
-        for i, (g, x) in enumerate(zip(full, xs, strict=True))
-    ]
+    sums = gs if to == "replicated" else psum(gs)
+    cotangents: Tensors = []
+    for i, (g, x) in enumerate(zip(sums, xs, strict=True)):
+        cotangents.append(cut(g, len(gs), dim)[i].reshape(x.shape))
+    return cotangents
 
 
 def psum_scatter_backward(gs: Tensors, xs: Tensors, *, dim: int = 0) -> Tensors:
@@ -151,9 +167,9 @@ def all_to_all_backward(
     gs: Tensors, xs: Tensors, *, split_dim: int = 0, concat_dim: int | None = None
 ) -> Tensors:
     """Send everything back."""
-    return all_to_all(
-        gs, split_dim=split_dim if concat_dim is None else concat_dim, concat_dim=split_dim
-    )
+    if concat_dim is None:
+        concat_dim = split_dim
+    return all_to_all(gs, split_dim=concat_dim, concat_dim=split_dim)
 
 
 def ppermute_backward(gs: Tensors, xs: Tensors, *, perm: Pairs) -> Tensors:
@@ -162,11 +178,13 @@ def ppermute_backward(gs: Tensors, xs: Tensors, *, perm: Pairs) -> Tensors:
 
 
 def broadcast_backward(gs: Tensors, xs: Tensors, *, source: int = 0) -> Tensors:
-    """Give the source its cotangent: the result is one value, and the inputs of the others are unused."""
-    return [g.clone() if i == source else torch.zeros_like(g) for i, g in enumerate(gs)]
+    """Give the source its cotangent: the result is one value, other devices' inputs are unused."""
+    cotangents = [torch.zeros_like(g) for g in gs]
+    cotangents[source] = gs[source].clone()
+    return cotangents
 
 
-# -- bytes: what a device at place i of n sends, holding `size` bytes ----------------------------------------------
+# -- bytes: what device i of n sends, of a tensor of `size` bytes ----------------------------------
 
 
 def reduced(size: int, i: int, n: int) -> Fraction:
@@ -191,12 +209,14 @@ def free(size: int, i: int, n: int) -> Fraction:
 
 def along(size: int, i: int, n: int, *, perm: Pairs) -> Fraction:
     """Send the tensor once per destination other than the device itself."""
-    return Fraction(sum(size for origin, to in perm if origin == i != to))
+    destinations = [to for origin, to in perm if origin == i and to != i]
+    return Fraction(size * len(destinations))
 
 
 def chained(size: int, i: int, n: int, *, source: int = 0) -> Fraction:
-    """Send the tensor to the next device, except at the end of the chain that begins at the source."""
-    return Fraction(0 if (i + 1) % n == source else size)
+    """Send the tensor to the next device, but at the end of the chain from the source."""
+    is_end = (i + 1) % n == source
+    return Fraction(0 if is_end else size)
 
 
 @dataclass(frozen=True)
@@ -230,18 +250,17 @@ def kind(dtype: torch.dtype) -> str:
     >>> kind(torch.bfloat16), kind(torch.uint8)
     ('f', 'i')
     """
-    return (
-        "b"
-        if dtype == torch.bool
-        else "f"
-        if dtype.is_floating_point
-        else "c"
-        if dtype.is_complex
-        else "i"
-    )
+    if dtype == torch.bool:
+        return "b"
+    if dtype.is_floating_point:
+        return "f"
+    if dtype.is_complex:
+        return "c"
+    return "i"
 
 
-ADDS, ADDS_BACK = (True, False), (False, True)
+ADDS = (True, False)
+ADDS_BACK = (False, True)
 
 ORACLES: dict[str, Oracle] = {
     "psum": Oracle(psum, psum_backward, reduced, sums=ADDS, counts=True),
@@ -256,4 +275,6 @@ ORACLES: dict[str, Oracle] = {
     "broadcast": Oracle(broadcast, broadcast_backward, chained),
     "send_recv": Oracle(ppermute, ppermute_backward, along),
 }
-"""Every collective, by the name of its function; `send_recv` is a `send` and a `recv` for every pair."""
+"""Every collective, by the name of its function.
+
+`send_recv` is a `send` and a `recv` for every pair."""

@@ -6,10 +6,11 @@
 
 The fixture `certified` compares a program of torch.distributed with one process.
 
-`pytest --mesh-runtime=gloo` runs each test that has the marker or the fixture in as many processes as its mesh has
-devices, set up as by torchrun: each process runs pytest on that test alone. The processes are reused by later tests.
-An exception in a process is raised here; a skip is a skip, and `xfail` is evaluated here. A test that hypothesis draws
-examples for needs `suppress_health_check=[HealthCheck.function_scoped_fixture]`.
+`pytest --mesh-runtime=gloo` runs each test that has the marker or the fixture in as many processes
+as its mesh has devices, set up as by torchrun: each process runs pytest on that test alone. The
+processes are reused by later tests. An exception in a process is raised here; a skip is a skip, and
+`xfail` is evaluated here. A test that hypothesis draws examples for needs
+`suppress_health_check=[HealthCheck.function_scoped_fixture]`.
 
 Every pytest loads this module where fshard is installed, so imports are delayed.
 """
@@ -65,28 +66,35 @@ def mesh(request: pytest.FixtureRequest) -> Mesh:
     """Give a mesh with the axes of `@pytest.mark.mesh(...)`: virtual, or of processes."""
     from fshard.mesh.layout.make import make_mesh
 
-    return make_mesh(_axes(request.node), runtime="process" if _is_one_of_many() else "virtual")
+    runtime = "process" if _is_one_of_many() else "virtual"
+    return make_mesh(_axes(request.node), runtime=runtime)
 
 
 @pytest.fixture(scope="session")
 def certified(pytestconfig: pytest.Config) -> Callable[..., Any]:
-    """Give `certify_program` whose processes stay for the next test; it raises with the table unless `check=False`."""
+    """Give `certify_program` whose processes stay for the next test.
+
+    It raises with the table unless `check=False`.
+    """
     from fshard.testing.programs import certify_program
 
+    pools = pytestconfig.stash[_pools]
+
     def certify(program: Any, meshes: Any, *, check: bool = True, **options: Any) -> Any:
-        certificate = certify_program(
-            program, meshes, processes=pytestconfig.stash[_pools], **options
-        )
+        certificate = certify_program(program, meshes, processes=pools, **options)
         return certificate.check() if check else certificate
 
     return certify
 
 
 def _axes(node: pytest.Item) -> dict[str, int]:
+    """Return the axes of a test's mesh."""
     marker = node.get_closest_marker("mesh")
-    if marker is not None and marker.args:
+    if marker is None:
+        return dict(DEFAULT)
+    if marker.args:
         raise pytest.UsageError(f"{node.nodeid}: axes have names: write @pytest.mark.mesh(data=4).")
-    return dict(marker.kwargs if marker is not None and marker.kwargs else DEFAULT)
+    return dict(marker.kwargs or DEFAULT)
 
 
 def _is_one_of_many() -> bool:
@@ -96,7 +104,7 @@ def _is_one_of_many() -> bool:
     return launched()
 
 
-# -- in the pytest that the user started ------------------------------------------------------------------------
+# -- in the pytest that the user started -----------------------------------------------------------
 
 
 @pytest.hookimpl(trylast=True)
@@ -128,44 +136,51 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     from fshard.testing.processes import Processes
 
-    n, config, raised = prod(_axes(pyfuncitem).values()), pyfuncitem.config, None
-    pool = config.stash[_pools].setdefault(n, Processes(n))
+    config = pyfuncitem.config
+    pools = config.stash[_pools]
+    n = prod(_axes(pyfuncitem).values())
+    if n not in pools:
+        pools[n] = Processes(n)
+    pool = pools[n]
     pool.timeout = TIMEOUT
+    raised: BaseException | None = None
     try:
         pool.run(run_one_test, _arguments(config, pyfuncitem))
     except SkippedThere as skipped:
         raised = pytest.skip.Exception(str(skipped), _use_item_location=True)
     except BaseException as error:
         raised = error.with_traceback(None)
+    # Outside of `except`, where a skip would have SkippedThere as its context.
     if raised is not None:
         raise raised
     return True
 
 
 def _arguments(config: pytest.Config, item: pytest.Function) -> list[str]:
-    """Return the command line for one test: this pytest's own settings, but nothing that chooses or reports tests."""
+    """Return the command line for one test.
+
+    It has this pytest's own settings, but nothing that chooses or reports tests.
+    """
     path, separator, name = item.nodeid.partition("::")
-    options = [
-        f"--rootdir={config.rootpath}",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "--no-header",
-        "--runxfail",
-    ]
-    options += ["-c", str(config.inipath)] if config.inipath is not None else []
-    options += [word for plugin in config.getoption("plugins") or () for word in ("-p", plugin)]
-    options += [
-        word for setting in config.getoption("override_ini") or () for word in ("-o", setting)
-    ]
-    options += [word for rule in config.getoption("pythonwarnings") or () for word in ("-W", rule)]
-    options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+    options = [f"--rootdir={config.rootpath}"]
+    if config.inipath is not None:
+        options += ["-c", str(config.inipath)]
+    for plugin in ["no:cacheprovider", *(config.getoption("plugins") or ())]:
+        options += ["-p", plugin]
+    for setting in config.getoption("override_ini") or ():
+        options += ["-o", setting]
+    rules = [*(config.getoption("pythonwarnings") or ())]
+    rules.append("ignore:Module already imported:pytest.PytestAssertRewriteWarning")
+    for rule in rules:
+        options += ["-W", rule]
+    options += ["-q", "--no-header"]
+    options.append("--runxfail")  # xfail is evaluated in the pytest that the user started
     if config.pluginmanager.hasplugin("hypothesispytest"):
         options.append("--hypothesis-seed=0")  # every process must draw the same examples
     return [*options, f"{config.rootpath / path}{separator}{name}"]
 
 
-# -- in each of the processes -----------------------------------------------------------------------------------
+# -- in each of the processes ----------------------------------------------------------------------
 
 
 class SkippedThere(Exception):
@@ -191,7 +206,10 @@ class _Observer:
 
 
 def run_one_test(arguments: list[str]) -> None:
-    """Run pytest on one test, as one process of several; raise the test's exception, with pytest's output as a note."""
+    """Run pytest on one test, as one process of several.
+
+    Raises the test's exception, with pytest's output as a note.
+    """
     import contextlib
     import io
     import random
@@ -200,13 +218,16 @@ def run_one_test(arguments: list[str]) -> None:
 
     torch.manual_seed(0)  # the test before may have drawn differently in each process
     random.seed(0)
-    observer, output = _Observer(), io.StringIO()
+    observer = _Observer()
+    output = io.StringIO()
     with contextlib.redirect_stdout(output):
         code = pytest.main(arguments, plugins=[observer])
     if observer.raised is None and code == pytest.ExitCode.OK and observer.ran:
         return
     if isinstance(observer.raised, pytest.skip.Exception):
         raise SkippedThere(observer.raised.msg)
-    error = observer.raised or RuntimeError(f"pytest {' '.join(arguments)} ended with {code!r}.")
+    error = observer.raised
+    if error is None:
+        error = RuntimeError(f"pytest {' '.join(arguments)} ended with {code!r}.")
     error.__notes__ = [*getattr(error, "__notes__", []), output.getvalue()]
     raise error.with_traceback(None)

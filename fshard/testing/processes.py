@@ -1,4 +1,7 @@
-"""A function in real processes, for tests: `run_processes`; `Processes`, a pool that stays, is that of `fs.launch`."""
+"""`run_processes`: a function in real processes, for tests.
+
+`Processes`, a pool that stays for several calls, is that of `fs.launch`.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +25,24 @@ def run_processes(
     fresh: bool = False,
     **kwargs: Any,
 ) -> list[Result]:
-    """Run `fn(*args, **kwargs)` in `n` new processes, set up as by torchrun, and return all results.
+    """Run `fn(*args, **kwargs)` in `n` new processes, set up as by torchrun; return all results.
 
     Args:
-        fn: a picklable function, at the top level of a module. `fs.make_mesh({"data": n})` in it is a process mesh.
+        fn: a picklable function, at the top level of a module. `fs.make_mesh({"data": n})` in it is
+            a process mesh.
         n: number of processes.
         args: of `fn` in every process.
         backend: "gloo" (on CPUs, whatever GPUs there are) or "nccl".
         environment: more variables for the processes, such as {"FSHARD_CHECK": "1"}.
         timeout: seconds that `fn` may take.
-        fresh: start each process as a new interpreter, with its own hash seed, as torchrun does. It takes
-            seconds; otherwise, on Linux, they are forked from one process that has imported torch.
+        fresh: start each process as a new interpreter, with its own hash seed, as torchrun does. It
+            takes seconds; otherwise, on Linux, they are forked from one process that has imported
+            torch.
         kwargs: of `fn` in every process.
 
-    Raises the exception of the first process to fail, with its traceback and the state of the others as notes; a
-    RuntimeError if a process died, or after the timeout. All processes end with the call.
+    Raises the exception of the first process to fail, with its traceback and the state of the
+    others as notes; a RuntimeError if a process died, or after the timeout. All processes end with
+    the call.
 
         def total():
             return fs.run(lambda: fs.psum(torch.ones(2), "data"), mesh=fs.make_mesh({"data": 2}))[0]

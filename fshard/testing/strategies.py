@@ -1,8 +1,8 @@
 """Hypothesis strategies for meshes, layouts and tensors.
 
-Numbers are *dyadic*: small multiples of 1/8, whose sums and differences are exact in any order, so that linear
-functions can be compared bit for bit in any layout. Examples shrink to one axis, few devices, no sharding, float32,
-and consecutive numbers.
+Numbers are *dyadic*: small multiples of 1/8, whose sums and differences are exact in any order, so
+that linear functions can be compared bit for bit in any layout. Examples shrink to one axis, few
+devices, no sharding, float32, and consecutive numbers.
 
     @settings(deadline=None)  # the first example of a process starts threads that all later ones use
     @given(st.data())
@@ -16,6 +16,7 @@ and consecutive numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -35,6 +36,7 @@ DTYPES = (
 """The dtypes that tensors are drawn in, simplest first."""
 FEW = 12
 """Up to this size elements are drawn, and shrink, one by one; larger tensors come from a seed."""
+_SELDOM = st.sampled_from((False, False, False, True))
 
 
 @st.composite
@@ -45,10 +47,12 @@ def meshes(draw: st.DrawFn) -> Mesh:
     >>> find(meshes(), lambda mesh: mesh.shape == {"data": 6})
     Mesh(data=6; virtual, cpu)
     """
-    shape, most = dict[str, int](), 8
+    shape: dict[str, int] = {}
+    most_devices = 8
     for name in AXIS_NAMES[: draw(st.integers(1, len(AXIS_NAMES)))]:
-        shape[name] = draw(st.sampled_from(range(1, most + 1)))
-        most //= shape[name]
+        size = draw(st.sampled_from(range(1, most_devices + 1)))
+        shape[name] = size
+        most_devices //= size
     return make_mesh(shape, runtime="virtual")
 
 
@@ -64,8 +68,9 @@ def axis_subsets(mesh: Mesh) -> st.SearchStrategy[tuple[str, ...]]:
 
 @st.composite
 def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, unreduced: bool = True) -> P:
-    """Draw a valid spec of a tensor of `shape`: dims sharded by one or several axes in any order, flat, or both; on some
-    devices.
+    """Draw a valid spec of a tensor of `shape`.
+
+    Its dims are sharded by one or several axes in any order, flat, or both; on some devices.
 
     Args:
         draw: given by hypothesis.
@@ -75,40 +80,48 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, unreduced: boo
 
     >>> from hypothesis import find
     >>> mesh = make_mesh({"data": 2, "model": 2})
-    >>> find(specs(mesh, (4, 3)), lambda spec: spec.sharded_axes == ("data", "model") and not (spec.is_flat or spec.at))
+    >>> def is_sharded_by_both(spec):
+    ...     return spec.sharded_axes == ("data", "model") and not (spec.is_flat or spec.at)
+    >>> find(specs(mesh, (4, 3)), is_sharded_by_both)
     P(("data", "model"))
     >>> find(specs(mesh, (4, 3)), lambda spec: spec.is_flat and spec.at)
     P.flat("model", at={"data": 0})
     """
-    cuts = [1] * len(shape)
-    entries: list[tuple[str, ...]] = [()] * len(shape)
-    summed: list[str] = []
-    flattened: list[str] = []
-    on: dict[str | tuple[str, ...], int] = {}
     axes = draw(st.permutations(mesh.axis_names))
-    if draw(st.sampled_from((False, False, False, True))):
-        placed = tuple(axes[: draw(st.integers(1, len(axes)))])
-        on[placed], axes = (
-            draw(st.integers(0, prod(mesh.shape[axis] for axis in placed) - 1)),
-            axes[len(placed) :],
-        )
-    if axes and draw(st.sampled_from((False, False, False, True))):
-        chosen = tuple(axes[: draw(st.integers(1, len(axes)))])
-        over = [axis for axis in axes if unreduced and axis not in chosen and draw(st.booleans())]
-        return P.flat(*chosen, unreduced=tuple(over), at=on)
+    at: dict[str | tuple[str, ...], int] = {}
+    if draw(_SELDOM):
+        at_axes, axes = _drawn_prefix(draw, axes)
+        devices = prod([mesh.shape[axis] for axis in at_axes])
+        at[at_axes] = draw(st.integers(0, devices - 1))
+    if axes and draw(_SELDOM):
+        flat_axes, axes = _drawn_prefix(draw, axes)
+        unreduced_axes = [axis for axis in axes if unreduced and draw(st.booleans())]
+        return P.flat(*flat_axes, unreduced=tuple(unreduced_axes), at=at)
+
+    entries: list[tuple[str, ...]] = [()] * len(shape)
+    parts = [1] * len(shape)
+    uses: dict[str, list[str]] = {"replicated": [], "unreduced": [], "flat": []}
     for axis in axes:
         size = mesh.shape[axis]
-        fitting = [dim for dim, length in enumerate(shape) if length % (cuts[dim] * size) == 0]
-        others = ["unreduced"] * unreduced + ["flat"] * any(entries)
-        use = draw(st.sampled_from([*fitting, "replicated", *others]))
+        dims = [dim for dim, length in enumerate(shape) if length % (parts[dim] * size) == 0]
+        choices = [*dims, "replicated"]
+        if unreduced:
+            choices.append("unreduced")
+        if any(entries):
+            choices.append("flat")  # within the shards of dims
+        use = draw(st.sampled_from(choices))
         if isinstance(use, int):
             entries[use] += (axis,)
-            cuts[use] *= size
-        elif use == "unreduced":
-            summed.append(axis)
-        elif use == "flat":
-            flattened.append(axis)
-    return P(*entries, flat=tuple(flattened), unreduced=tuple(summed), at=on)
+            parts[use] *= size
+        else:
+            uses[use].append(axis)
+    return P(*entries, flat=tuple(uses["flat"]), unreduced=tuple(uses["unreduced"]), at=at)
+
+
+def _drawn_prefix(draw: st.DrawFn, axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return one or more of the first axes, and the rest."""
+    count = draw(st.integers(1, len(axes)))
+    return tuple(axes[:count]), tuple(axes[count:])
 
 
 def layouts(
@@ -126,7 +139,9 @@ def layouts(
 
 @st.composite
 def shapes_for(draw: st.DrawFn, mesh: Mesh) -> tuple[int, ...]:
-    """Draw a shape of at most three dims, which some axes of the mesh divide; 0-d, empty and undivided ones occur.
+    """Draw a shape of at most three dims, which some axes of the mesh divide.
+
+    0-d, empty and undivided ones occur.
 
     >>> from hypothesis import find
     >>> find(shapes_for(make_mesh({"data": 4})), lambda shape: shape == (4,))
@@ -134,10 +149,9 @@ def shapes_for(draw: st.DrawFn, mesh: Mesh) -> tuple[int, ...]:
     """
     lengths: list[int] = []
     for _ in range(draw(st.integers(0, 3))):
-        cutting = draw(st.lists(st.sampled_from(mesh.axis_names), unique=True))
-        lengths.append(
-            draw(st.sampled_from((1, 2, 3, 0))) * prod(mesh.shape[axis] for axis in cutting)
-        )
+        axes = draw(st.lists(st.sampled_from(mesh.axis_names), unique=True))
+        parts = prod([mesh.shape[axis] for axis in axes])
+        lengths.append(draw(st.sampled_from((1, 2, 3, 0))) * parts)
     return tuple(lengths)
 
 
@@ -155,18 +169,27 @@ def dyadic(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype = torch.f
     if dtype.is_complex:
         real = torch.float32 if dtype == torch.complex64 else torch.float64
         return torch.complex(draw(dyadic(shape, real)), draw(dyadic(shape, real)))
-    low, high = {torch.bool: (0, 1), torch.uint8: (0, 8)}.get(
-        dtype, (-32, 32) if dtype.is_floating_point else (-8, 8)
-    )
+    low, high = _range(dtype)
     size = prod(shape)
     if size <= FEW:
-        numbers = torch.tensor(
-            draw(st.lists(st.integers(low, high), min_size=size, max_size=size)), dtype=torch.int64
-        )
-    elif seed := draw(st.integers(0, 2**16)):
-        numbers = torch.randint(
-            low, high + 1, (size,), generator=torch.Generator().manual_seed(seed)
-        )
+        drawn = draw(st.lists(st.integers(low, high), min_size=size, max_size=size))
+        numbers = torch.tensor(drawn, dtype=torch.int64)
     else:
-        numbers = torch.arange(size) % (high - low + 1) + low
-    return (numbers / 8 if dtype.is_floating_point else numbers).to(dtype).reshape(shape)
+        seed = draw(st.integers(0, 2**16))
+        if seed == 0:  # what hypothesis shrinks to: consecutive numbers
+            numbers = torch.arange(size) % (high - low + 1) + low
+        else:
+            generator = torch.Generator().manual_seed(seed)
+            numbers = torch.randint(low, high + 1, (size,), generator=generator)
+    if dtype.is_floating_point:
+        numbers = numbers / 8
+    return numbers.to(dtype).reshape(shape)
+
+
+def _range(dtype: torch.dtype) -> tuple[int, int]:
+    """Return the smallest and the largest number that is drawn: of eighths for a floating dtype."""
+    if dtype == torch.bool:
+        return 0, 1
+    if dtype == torch.uint8:
+        return 0, 8
+    return (-32, 32) if dtype.is_floating_point else (-8, 8)

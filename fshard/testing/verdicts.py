@@ -1,7 +1,9 @@
-"""The verdict on each leaf of a run: its shards, after every step, compared with the same elements on one device.
+"""The verdict on each leaf of a run, by its shards after every step.
 
-device 0   w[0:2]  |  full[0:2]
-device 1   w[2:4]  |  full[2:4]
+They are compared with the same elements on one device:
+
+    device 0   w[0:2]  |  full[0:2]
+    device 1   w[2:4]  |  full[2:4]
 """
 
 from __future__ import annotations
@@ -21,18 +23,23 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, to
 
 
 def bound_of(x: Tensor | None, largest_of_all: float, dtype: torch.dtype) -> float:
-    """Return the error that rounding in a dtype explains: relative to the largest number of a leaf.
+    """Return the error that rounding in a dtype explains.
 
-    A gradient that is zero up to rounding has no size of its own: it counts as 1e-5, and as a thousandth of the largest
-    number of all leaves; in a lower dtype 32 roundings of that number are allowed.
+    It is relative to the largest number of the leaf. A gradient that is zero up to rounding has no
+    size of its own: it counts as 1e-5, and as a thousandth of the largest number of all leaves; in
+    a lower dtype 32 roundings of that number are allowed.
     """
-    roundings = max(1e-3 * TOLERANCES[dtype], 32 * torch.finfo(dtype).eps)
-    return max(TOLERANCES[dtype] * max(largest(x), 1e-5), roundings * largest_of_all)
+    tolerance = TOLERANCES[dtype]
+    own_bound = tolerance * max(largest(x), 1e-5)
+    roundings = max(1e-3 * tolerance, 32 * torch.finfo(dtype).eps)
+    return max(own_bound, roundings * largest_of_all)
 
 
 def largest(x: Tensor | None) -> float:
-    """Take the largest absolute value of those that are finite."""
-    return 0.0 if x is None or not x.numel() else float(widest(x).abs().nan_to_num(0.0, 0.0).max())
+    """Return the largest absolute value of those that are finite."""
+    if x is None or not x.numel():
+        return 0.0
+    return float(widest(x).abs().nan_to_num(0.0, 0.0).max())
 
 
 @contextmanager
@@ -52,38 +59,60 @@ def widest(x: Tensor) -> Tensor:
 
 
 class Shards(NamedTuple):
-    """The shards of a tensor on some devices; `cut` takes the same elements of a full tensor. Every replica is a shard."""
+    """The shards of a tensor on some devices. Every replica is a shard.
+
+    `cut` takes the same elements of a full tensor.
+    """
 
     shards: Sequence[Tensor]
     devices: Sequence[int]
     cut: Callable[[Tensor], Sequence[Tensor]]
 
-    def joined(self, full: Tensor | None = None) -> Tensor:
-        """Return the elements of all shards in a row; or those of a full tensor at the same indices."""
-        return torch.cat([x.reshape(-1) for x in (self.shards if full is None else self.cut(full))])
+    def flattened(self) -> Tensor:
+        """Return the elements of all shards in a row."""
+        return _in_a_row(self.shards)
+
+    def same_elements_of(self, full: Tensor) -> Tensor:
+        """Return the elements of a full tensor at the indices of all shards, in a row."""
+        return _in_a_row(self.cut(full))
 
     def errors(self, full: Tensor) -> Tensor:
-        """Return the absolute error of each element of all shards; infinity where it is not a number."""
-        return (widest(self.joined()) - widest(self.joined(full))).abs().nan_to_num(inf, inf)
+        """Return the absolute error of each element of all shards; infinity where it is nan."""
+        difference = widest(self.flattened()) - widest(self.same_elements_of(full))
+        return difference.abs().nan_to_num(inf, inf)
 
     def first_difference(self, full: Tensor, bound: float) -> str:
         """Describe the first element whose error exceeds a bound, and the device that stores it."""
         position = int((self.errors(full) > bound).nonzero()[0])
+        actual = self.flattened()[position].item()
+        expected = self.same_elements_of(full)[position].item()
+
         numbers = torch.arange(full.numel(), device=full.device).reshape(full.shape)
-        index = [int(i) for i in torch.unravel_index(self.joined(numbers)[position], full.shape)]
-        device = [
-            device
-            for device, x in zip(self.devices, self.shards, strict=True)
-            for _ in range(x.numel())
-        ][position]
-        x, expected = self.joined()[position].item(), self.joined(full)[position].item()
-        return f"first differs at {index}: {x:.6g} instead of {expected:.6g} (device {device})"
+        number = self.same_elements_of(numbers)[position]
+        index = [int(i) for i in torch.unravel_index(number, full.shape)]
+        return (
+            f"first differs at {index}: {actual:.6g} instead of {expected:.6g} "
+            f"(device {self._device_at(position)})"
+        )
+
+    def _device_at(self, position: int) -> int:
+        """Return the device of an element, by its position in the row of all shards."""
+        for device, shard in zip(self.devices, self.shards, strict=True):
+            if position < shard.numel():
+                return device
+            position -= shard.numel()
+        raise IndexError(position)
+
+
+def _in_a_row(xs: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in xs])
 
 
 class Comparison(NamedTuple):
-    """A leaf after a step: its shards, and the full tensor of one device; None where a run has none.
+    """A leaf after a step: its shards, and the full tensor of one device.
 
-    `hint` is the likely cause of a divergence; `rivals` are other full tensors, which the shards may have by mistake.
+    Either is None where a run has none. `hint` is the likely cause of a divergence; `rivals` are
+    other full tensors, which the shards may have by mistake.
     """
 
     step: int
@@ -104,87 +133,111 @@ def judge(
 ) -> list[CertificateRow]:
     """Judge every leaf of a run, by the first comparison that fails or else by the largest error.
 
-    `sizes` are of axes, by which a mistake may multiply; `tolerance` is the relative error of a factor, and of a rival.
+    `sizes` are of axes, by which a mistake may multiply. `tolerance` is the relative error of a
+    factor, and of a rival.
     """
-    of_leaves: dict[str, list[CertificateRow]] = {}
+    rows_of_leaves: dict[str, list[CertificateRow]] = {}
     for comparison in comparisons:
-        verdict, error, reason = _verdict(comparison, sizes or {}, tolerance)
-        step, leaf, subject, *_ = comparison
-        row = CertificateRow(stage, leaf, verdict, error, comparison.bound)
-        row = (
-            row._replace(reason=f"step {step}: the {subject} {reason}", step=step)
-            if reason
-            else row
-        )
-        of_leaves.setdefault(leaf, []).append(row)
-    rows = [
-        min(rows, key=lambda row: (row.step is None, row.step or 0, -row.error))
-        for rows in of_leaves.values()
-    ]
+        row = _row(comparison, stage, sizes or {}, tolerance)
+        rows_of_leaves.setdefault(comparison.leaf, []).append(row)
+
+    def order(row: CertificateRow) -> tuple[bool, int, float]:
+        return row.step is None, row.step or 0, -row.error
+
+    rows = [min(leaf_rows, key=order) for leaf_rows in rows_of_leaves.values()]
     first = first_of(rows)
-    later = [first is not None and row.step not in (None, first.step) for row in rows]
-    return [
-        row._replace(reason=f"step {row.step}: after {first.leaf} has diverged")
-        if first and is_later
-        else row
-        for row, is_later in zip(rows, later, strict=True)
-    ]
+    if first is None:
+        return rows
+    # What diverges later may have the first divergence as its cause.
+    judged: list[CertificateRow] = []
+    for row in rows:
+        if row.step not in (None, first.step):
+            row = row._replace(reason=f"step {row.step}: after {first.leaf} has diverged")
+        judged.append(row)
+    return judged
+
+
+def _row(
+    comparison: Comparison, stage: int | str, sizes: Mapping[str, int], tolerance: float
+) -> CertificateRow:
+    """Return the row of one comparison; its `step` is None unless it fails."""
+    verdict, error, reason = _verdict(comparison, sizes, tolerance)
+    row = CertificateRow(stage, comparison.leaf, verdict, error, comparison.bound)
+    if not reason:
+        return row
+    step = comparison.step
+    return row._replace(reason=f"step {step}: the {comparison.subject} {reason}", step=step)
 
 
 def _verdict(
     comparison: Comparison, sizes: Mapping[str, int], tolerance: float
 ) -> tuple[Verdict, float, str]:
     """Return the verdict, the largest error, and the reason of a failure."""
-    shards, full = comparison.shards, comparison.full
+    shards = comparison.shards
+    full = comparison.full
+    if shards is None and full is None:
+        return "EXACT", 0.0, ""
     if shards is None or full is None:
-        reason = f"is missing: only the {'sharded' if full is None else 'serial'} run has it"
-        return ("EXACT", 0.0, "") if shards is full else ("DIVERGENT", inf, reason)
+        run = "sharded" if full is None else "serial"
+        return "DIVERGENT", inf, f"is missing: only the {run} run has it"
     if all(map(torch.equal, shards.shards, shards.cut(full))):
         return "EXACT", 0.0, ""
+
     error = float(shards.errors(full).max())
     if error <= comparison.bound:
         return "BOUNDED", error, ""
     if not full.isfinite().all():
         return "INCONCLUSIVE", error, "of one device is not finite"
-    return (
-        "DIVERGENT",
-        error,
-        _mistake(comparison, shards, full, sizes, tolerance) + comparison.hint,
-    )
+    mistake = _mistake(comparison, shards, full, sizes, tolerance)
+    return "DIVERGENT", error, mistake + comparison.hint
 
 
 def _mistake(
     comparison: Comparison, shards: Shards, full: Tensor, sizes: Mapping[str, int], tolerance: float
 ) -> str:
-    """Describe a difference: by its factor, by the leaf that the shards have instead, or by its first element."""
-    x = shards.joined()
+    """Describe a difference.
+
+    By its factor, by the leaf that the shards have instead, or by its first element.
+    """
+    x = shards.flattened()
     if not x.isfinite().all():
         return "is not finite"
     if not x.any():
         return "is 0"
-    if factor := constant_factor(x, shards.joined(full), tolerance):
-        axes = [
-            axis
-            for axis, n in sizes.items()
-            if n > 1 and min(abs(factor / n - 1), abs(factor * n - 1)) < tolerance
-        ]
-        if axes or x.numel() > 1 or not sizes:
-            return f"is {factor:.4g} times that of one device" + (
-                f": the size of {' or '.join(axes)}" if axes else ""
-            )
+
+    factor = constant_factor(x, shards.same_elements_of(full), tolerance)
+    if factor is not None:
+        axes = [axis for axis, n in sizes.items() if _is_by_size(factor, n, tolerance)]
+        if axes:
+            return f"is {factor:.4g} times that of one device: the size of {' or '.join(axes)}"
+        # One number is always a multiple of another, so a factor explains it only by a size.
+        if x.numel() > 1 or not sizes:
+            return f"is {factor:.4g} times that of one device"
+
     for name, rival in comparison.rivals.items():
-        if (
-            rival is not full
-            and rival.shape == full.shape
-            and torch.allclose(x, shards.joined(rival), tolerance, 0.0)
-        ):
+        if rival is full or rival.shape != full.shape:
+            continue
+        if torch.allclose(x, shards.same_elements_of(rival), tolerance, 0.0):
             return f"is that of {name}"
     return shards.first_difference(full, comparison.bound)
 
 
+def _is_by_size(factor: float, n: int, tolerance: float) -> bool:
+    """Return True if a factor is the size of an axis, or one over it."""
+    return n > 1 and min(abs(factor / n - 1), abs(factor * n - 1)) < tolerance
+
+
 def constant_factor(x: Tensor, expected: Tensor, tolerance: float) -> float | None:
-    """Return the number that all of `expected` is multiplied by in x; None if there is none, or it is 1."""
-    x, expected = widest(x), widest(expected)
+    """Return the number that all of `expected` is multiplied by in x.
+
+    None if there is none, or it is 1. It is the factor of the least squared error, which then must
+    be small everywhere.
+    """
+    x = widest(x)
+    expected = widest(expected)
     factor = float((x * expected.conj()).sum().real / expected.abs().square().sum())
-    is_constant = (x - factor * expected).abs().max() <= tolerance * abs(factor) * largest(expected)
-    return factor if is_constant and abs(factor - 1) > tolerance else None
+    error = (x - factor * expected).abs().max()
+    is_constant = bool(error <= tolerance * abs(factor) * largest(expected))
+    if is_constant and abs(factor - 1) > tolerance:
+        return factor
+    return None

@@ -84,6 +84,17 @@ def test_logits_in_bfloat16_are_summed_in_float32_and_large_ones_stay_finite():
     torch.testing.assert_close(loss, F.cross_entropy(z.float(), labels))
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_loss_of_an_ignored_token_may_be_not_finite(label_smoothing):
+    mode, mesh = mode_of("1d-2")
+    logits = randn(3, 4)
+    logits[1] = torch.nan
+    options = {"label_smoothing": label_smoothing, "ignore_index": -100}
+    labels = torch.tensor([1, -100, 2])
+    f = mapped(lambda z: T.cross_entropy(z, labels, mode.next, **options), mesh, P(None, "a"), P())
+    torch.testing.assert_close(f(logits), F.cross_entropy(logits, labels, **options))
+
+
 def test_logits_are_never_gathered():
     """Each device sends three numbers per token, and as many in the backward at most."""
     mode, mesh = mode_of("1d-2")

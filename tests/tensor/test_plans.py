@@ -398,3 +398,55 @@ def test_planned_model_with_dropout_and_ignored_labels_equals_one_device(name):
     torch.testing.assert_close(
         gradients_with_dropout(name), gradients_with_dropout(None), rtol=1e-6, atol=1e-6
     )
+
+
+class FusedAttention(nn.Module):
+    """A layer of a fused weight whose product is used in a way that is named."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.use = use
+        self.qkv = nn.Linear(4, 12)
+        self.out = nn.Linear(4, 4)
+        self.gate = nn.Linear(12, 4)
+
+    def forward(self, x):
+        if self.use == "keywords":
+            y = F.linear(input=x, weight=self.qkv.weight, bias=self.qkv.bias)
+        else:
+            y = self.qkv(x)
+        if self.use == "operator":
+            y = 2 * y + 1
+        if self.use == "split last dim":
+            y = y.reshape(*y.shape[:-1], 3, 4).flatten(-2)
+        q, k, v = y.chunk(3, -1)
+        result = self.out(q.relu() * k + v)
+        if self.use == "other layer":
+            result = result * self.gate(y).relu()
+        if self.use == "length and dims":
+            result = result * len(y) * y.dim()
+        return result
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["keywords", "operator", "split last dim", "other layer", "length and dims"],
+)
+def test_uses_of_a_fused_product_are_exact(use):
+    torch.manual_seed(0)
+    plan = fs.tensor_parallel(FusedAttention(use), axis="model", sample=torch.randn(2, 3, 4))
+    assert plan.layers["qkv.weight"].parts == (4, 4, 4)
+
+
+def test_fused_weight_that_is_changed_in_place_raises():
+    class Changed(FusedAttention):
+        def forward(self, x):
+            y = self.qkv(x)
+            if not self.training:  # a plan follows the model in evaluation mode at last
+                y.add_(1)
+            q, k, v = y.chunk(3, -1)
+            return self.out(q.relu() * k + v)
+
+    model = Changed("").eval()
+    with pytest.raises(LayoutError, match="add_ must not change a fused weight"):
+        fs.tensor_parallel(model, axis="model", sample=torch.randn(2, 3, 4))

@@ -1,4 +1,4 @@
-"""A check of optimizers: does an update depend on its element alone, or its leaf alone?"""
+"""`check_elementwise`: does an update of an optimizer depend on its element or leaf alone?"""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ def check_elementwise(
     names = [named(parts_of(path)) or "params" for path in leaves.paths]
     arrays = on_arrays(opt, "check_elementwise")
     kind_by_name = dict(zip(names, kinds_of(arrays.sharding, leaves), strict=True))
-    # An own pair has leaves at owners to compare: it may couple them. Ours do not.
-    is_own = arrays is not opt
-    if not is_own and "flat" not in kind_by_name.values():
+    # With leaves at owners there is something to compare of a pair (init, update) of the user, which
+    # may couple them. The optimizers of fshard, which `on_arrays` returns as they are, do not.
+    is_of_fshard = arrays is opt
+    if is_of_fshard and "flat" not in kind_by_name.values():
         raise fs.errors.OptimizerError(
             "check_elementwise: this optimizer is not elementwise, so there is nothing to compare."
         )
@@ -106,8 +107,7 @@ def _explained(kind: ShardKind, count: int, difference: str) -> str:
     if kind == "flat":
         return (
             f'the optimizer has sharding="flat", but on {count} flat shards {difference}. Leave '
-            "out "
-            'sharding="flat", for owners, or communicate with the other shards, as '
+            'out sharding="flat", for owners, or communicate with the other shards, as '
             "clip_by_global_norm does."
         )
     return (
@@ -123,7 +123,9 @@ def _put(tree: PyTree, layout: Layout) -> PyTree:
 
 
 def _train(opt: Any, params: PyTree, grads: list[PyTree], seed: int) -> list[list[Leaf]]:
-    step, snapshots = pure_step(opt), list[list[Leaf]]()
+    """Return the leaves of the parameters after each step."""
+    step = pure_step(opt)
+    snapshots: list[list[Leaf]] = []
     with fs.keyed_random(seed):
         state = opt.init(params)
         for tree in grads:

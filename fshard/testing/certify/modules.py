@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -31,13 +31,14 @@ _PLUGINS: tuple[Plugin, ...] = (
     fs.ZeroPlugin(stage=2),
     fs.FSDPPlugin(),
 )
+"""The plugin of each stage of ZeRO."""
 _CURE = (
-    "For dropout give a plugin with reproducible=True. Else factory must build equal parameters each time, by generators "
-    "that it seeds; and nothing may be counted outside of the module."
+    "For dropout give a plugin with reproducible=True. Else factory must build equal parameters "
+    "each time, by generators that it seeds; and nothing may be counted outside of the module."
 )
 _HINT = (
-    ". State that is neither parameter nor buffer is private to each device: register it as a buffer; "
-    "BatchNorm needs sync_batchnorm=True"
+    ". State that is neither parameter nor buffer is private to each device: register it as a "
+    "buffer; BatchNorm needs sync_batchnorm=True"
 )
 
 
@@ -51,17 +52,20 @@ def certify_module(
     plugin: Plugin | Literal[0, 1, 2, 3] = 3,
     seed: int = 0,
 ) -> Certificate:
-    """Train new modules over batches, sharded and on one device; compare parameters, buffers and loss after each step.
+    """Train new modules over batches, sharded and on one device; compare them after each step.
 
-    This shows whether training depends on state that is neither parameter nor buffer: attributes, lists and objects of
-    a module are private to each device. The sharded run is that of `Booster.step`, the serial one plain torch; both are
-    in float64, as in `certify`. An optimizer that takes signs may make a step of a rounding.
+    Parameters, buffers and losses are compared. This shows whether training depends on state that
+    is neither parameter nor buffer: attributes, lists and objects of a module are private to each
+    device. The sharded run is that of `Booster.step`, the serial one plain torch; both are in
+    float64, as in `certify`. An optimizer that takes signs may make a step of a rounding.
 
-    A module with dropout needs a plugin with `reproducible=True`, and is compared with a mesh of one device, bit for bit.
+    A module with dropout needs a plugin with `reproducible=True`, and is compared with a mesh of
+    one device, bit for bit.
 
     Args:
         factory: builds the module, with the same parameters each time; it is called for every run.
-        batches: one per step, full tensors: pairs (inputs, labels), or dicts of the module's arguments without a `loss`.
+        batches: one per step, full tensors: pairs (inputs, labels), or dicts of the module's
+            arguments without a `loss`.
         mesh: the devices.
         loss: of (output, labels); None: the module's output has it as `.loss`.
         optimizer: from parameters to an optimizer of torch; None: SGD with momentum.
@@ -80,63 +84,97 @@ def certify_module(
     >>> certify_module(lambda: Whitened(3, 2), batches, mesh, loss=loss).first.verdict
     'DIVERGENT'
     """
-    plugin = replace(_PLUGINS[plugin] if isinstance(plugin, int) else plugin, mesh=mesh)
-    if not plugin.reproducible:
+    if isinstance(plugin, int):
+        plugin = _PLUGINS[plugin]
+    plugin = replace(plugin, mesh=mesh)
+    is_in_float64 = not plugin.reproducible
+    if is_in_float64:
         options = {name: x for name, x in plugin.options.items() if name not in LOWER_DTYPES}
         plugin = replace(plugin, precision=None, options=options)
-    batches = [on_device(batch, mesh, wide=not plugin.reproducible) for batch in batches]
-
-    def module() -> nn.Module:
-        with fs.keyed_random(seed):
-            module = factory().to(mesh.device_type)
-        return module if plugin.reproducible else module.double()
-
-    new_optimizer = optimizer or partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    first = module()
-    params, buffers = (
-        [name for name, _ in first.named_parameters()],
-        [name for name, _ in first.named_buffers()],
+    program = _ModuleProgram(
+        factory=factory,
+        batches=[on_device(batch, mesh, wide=is_in_float64) for batch in batches],
+        loss=loss,
+        new_optimizer=optimizer or partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        plugin=plugin,
+        device_type=mesh.device_type,
+        seed=seed,
     )
 
-    def train(mesh: Mesh, *_: Any) -> list[Snapshot]:
-        booster, model, snapshots = (
-            fs.Booster(replace(plugin, mesh=mesh)),
-            module(),
-            list[Snapshot](),
-        )
-        state = booster.init(model, new_optimizer(model.parameters()), loss)
-        for batch in batches:
-            state, metrics = booster.step(state, batch)
-            trees = (copied(tree) for tree in (state.params, state.buffers))
-            after, moved = (
-                tree if isinstance(tree, Mapping) else ChainMap(*tree) for tree in trees
-            )  # of stages
-            leaves = (
-                [after[name] for name in params],
-                [*(moved[name] for name in buffers), metrics["loss"]],
-            )
-            snapshots.append(Snapshot([], *leaves).mapped(gather_processes))
-        return snapshots
+    model = program.new_module()
+    params = [name for name, _ in model.named_parameters()]
+    buffers = [name for name, _ in model.named_buffers()]
+    del model  # before others are trained
+    train = partial(_train_sharded, program, params, buffers)
+    train_serial = partial(_train_serial, program) if is_in_float64 else None
 
-    @torch.enable_grad()
-    def train_serial(key: int) -> list[Snapshot]:
-        model, snapshots = module(), list[Snapshot]()
-        opt = new_optimizer(model.parameters())
-        for step, batch in enumerate(batches):
-            with fs.keyed_random(seed, key, step):
-                mean = (
-                    model(**batch).loss if loss is None else loss(model(batch[0]), batch[1])
-                ).mean()
-                mean.backward()
-                opt.step()
-            opt.zero_grad()
-            trees = model.parameters(), (*model.buffers(), mean)
-            snapshots.append(
-                Snapshot([], *([x.detach().clone() for x in leaves] for leaves in trees))
-            )
-        return snapshots
+    names = Snapshot([], params, [*[f"buffers.{name}" for name in buffers], "loss"])
+    axes = [(axis, 1) for axis in mesh.axis_names]
+    alone = Mesh(tuple(axes), "virtual", mesh.device_type)
+    hints = dict.fromkeys(SUBJECTS, _HINT)
+    stages = [type(plugin).__name__]
+    return certificate_of(mesh, alone, stages, train, names, hints, train_serial, _CURE)
 
-    names = Snapshot([], params, [*(f"buffers.{name}" for name in buffers), "loss"])
-    alone = Mesh(tuple((axis, 1) for axis in mesh.axis_names), "virtual", mesh.device_type)
-    serial, hints = None if plugin.reproducible else train_serial, dict.fromkeys(SUBJECTS, _HINT)
-    return certificate_of(mesh, alone, [type(plugin).__name__], train, names, hints, serial, _CURE)
+
+@dataclass(frozen=True)
+class _ModuleProgram:
+    """The arguments of `certify_module`, with all defaults."""
+
+    factory: Callable[[], nn.Module]
+    batches: list[Any]
+    loss: Callable[..., Tensor] | None
+    new_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    plugin: Plugin
+    device_type: str
+    seed: int
+
+    def new_module(self) -> nn.Module:
+        """Return a new module, the same each time."""
+        with fs.keyed_random(self.seed):
+            module = self.factory().to(self.device_type)
+        return module if self.plugin.reproducible else module.double()
+
+
+def _train_sharded(
+    program: _ModuleProgram, params: list[str], buffers: list[str], mesh: Mesh, *_: Any
+) -> list[Snapshot]:
+    """Train by `Booster.step`; return the named parameters and buffers, and the loss, of steps."""
+    booster = fs.Booster(replace(program.plugin, mesh=mesh))
+    model = program.new_module()
+    state = booster.init(model, program.new_optimizer(model.parameters()), program.loss)
+    snapshots: list[Snapshot] = []
+    for batch in program.batches:
+        state, metrics = booster.step(state, batch)
+        params_by_name = _by_name(copied(state.params))
+        buffers_by_name = _by_name(copied(state.buffers))
+        param_leaves = [params_by_name[name] for name in params]
+        buffer_leaves = [buffers_by_name[name] for name in buffers]
+        snapshot = Snapshot([], param_leaves, [*buffer_leaves, metrics["loss"]])
+        snapshots.append(snapshot.mapped(gather_processes))
+    return snapshots
+
+
+def _by_name(tree: Any) -> Mapping[str, Any]:
+    """Return leaves by name; those of stages are a list of one mapping each."""
+    return tree if isinstance(tree, Mapping) else ChainMap(*tree)
+
+
+@torch.enable_grad()
+def _train_serial(program: _ModuleProgram, key: int) -> list[Snapshot]:
+    """Train by plain torch."""
+    model = program.new_module()
+    opt = program.new_optimizer(model.parameters())
+    snapshots: list[Snapshot] = []
+    for step, batch in enumerate(program.batches):
+        with fs.keyed_random(program.seed, key, step):
+            if program.loss is None:
+                loss = model(**batch).loss.mean()
+            else:
+                loss = program.loss(model(batch[0]), batch[1]).mean()
+            loss.backward()
+            opt.step()
+        opt.zero_grad()
+        params: list[Any] = [x.detach().clone() for x in model.parameters()]
+        buffers: list[Any] = [x.detach().clone() for x in (*model.buffers(), loss)]
+        snapshots.append(Snapshot([], params, buffers))
+    return snapshots

@@ -1,12 +1,13 @@
-"""The runs that are compared: in float64 with plain torch on one device, or bit for bit with a mesh of one device.
+"""The runs that are compared, after each step: gradients, parameters and buffers.
 
-Gradients, parameters and buffers are compared after each step.
+A sharded run is compared with plain torch on one device, both in float64; or, in reproducible mode,
+bit for bit with a mesh of one device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any, NamedTuple, TypeGuard
 
@@ -38,7 +39,10 @@ SUBJECTS = {"grads": "gradient", "params": "parameter", "buffers": "buffer"}
 
 
 class Snapshot(NamedTuple):
-    """One step of a run: the gradients given to the optimizer, the parameters and buffers after it; leaves in tree order."""
+    """One step of a run: the leaves, in tree order.
+
+    `grads` are given to the optimizer; `params` and `buffers` are those after the step.
+    """
 
     grads: list[Leaf]
     params: list[Leaf]
@@ -53,6 +57,22 @@ LOWER_DTYPES = {field.name for field in fields(PrecisionOptions)}
 """Options that let a step compute or send in another dtype: runs in float64 are without them."""
 
 
+class _ReferenceRun(NamedTuple):
+    """The run on one device.
+
+    Args:
+        snapshots: of its steps.
+        dtype: the lowest of the program, whose roundings are allowed; None demands equal bits.
+        title: what the certificate compares with.
+        unseen: the mistakes that the comparison does not see.
+    """
+
+    snapshots: list[Snapshot]
+    dtype: torch.dtype | None
+    title: str
+    unseen: str
+
+
 def certificate_of(
     mesh: Mesh,
     alone: Mesh,
@@ -65,45 +85,71 @@ def certificate_of(
 ) -> Certificate:
     """Compare the runs of a program on a mesh, in some stages, with that on one device.
 
-    That is `train_serial` in float64, from a key of its random draws, and `train` is given its snapshots; or else `train` on
-    the mesh `alone`, bit for bit. `hints` has likely causes by the field that diverges, `cure` the advice if a run differs
-    when it is repeated.
+    Args:
+        mesh: the devices.
+        alone: a mesh of one device.
+        stages: each is compared.
+        train: trains on a mesh in a stage; it is given the snapshots of the serial run, if there is
+            one.
+        names: of the leaves.
+        hints: likely causes, by the field that diverges.
+        train_serial: trains by plain torch in float64, from a key of its random draws. None
+            compares bit for bit with `train` on the mesh `alone`.
+        cure: the advice if a run differs when it is repeated.
     """
-    rows, dtype, run = list[CertificateRow](), None, "on one device"
-    title, unseen = (
-        "a mesh of one device, bit for bit",
-        "It does not see an error that a mesh of one device makes too.",
-    )
-    try:
-        with nullcontext() if train_serial is None else float64_by_default():
-            if train_serial is None:
-                serial = [step.mapped(fs.unshard) for step in train(alone, 0, [])]
-            else:
-                run = "on one device in float64: does the program name a dtype?"
-                with _Casts() as casts:
-                    serial = train_serial(0)
-                dtype, title, run = (
-                    casts.dtype,
-                    "one device, both in float64",
-                    "on one device, repeated",
+    rows: list[CertificateRow] = []
+    is_in_float64 = train_serial is not None
+    with float64_by_default() if is_in_float64 else nullcontext():
+        if train_serial is None:
+            with _note_run("on one device"):
+                reference = _ReferenceRun(
+                    [step.mapped(fs.unshard) for step in train(alone, 0, [])],
+                    None,
+                    "a mesh of one device, bit for bit",
+                    "It does not see an error that a mesh of one device makes too.",
                 )
-                first = first_of(judge(compared(serial, train_serial(1), names, {}, dtype), ""))
-                if first is not None and first.verdict == "DIVERGENT":
-                    raise fs.errors.PromiseError(
-                        "certify: on one device a run must give the same results when it is repeated; got another "
-                        f"{first.leaf}, {first.reason}. {cure}"
-                    )
-                unseen = "It does not see casts by precision=, compute= or reduce=: reproducible=True does."
-                if dtype != torch.float64:
-                    unseen = f"The program casts to {dtype}, so bounds are wider. {unseen}"
-            for stage in stages:
-                run = f"in stage {stage}"
-                sharded = train(mesh, stage, serial if train_serial else [])
-                rows += judge(compared(serial, sharded, names, hints, dtype), stage)
+        else:
+            reference = _reference_in_float64(train_serial, names, cure)
+        serial_snapshots = reference.snapshots if is_in_float64 else []
+        for stage in stages:
+            with _note_run(f"in stage {stage}"):
+                sharded = train(mesh, stage, serial_snapshots)
+                comparisons = compared(reference.snapshots, sharded, names, hints, reference.dtype)
+                rows += judge(comparisons, stage)
+    title = f"{mesh} against {reference.title}"
+    return Certificate(tuple(rows), len(reference.snapshots), title, reference.unseen)
+
+
+def _reference_in_float64(
+    train_serial: Callable[[int], list[Snapshot]], names: Snapshot, cure: str
+) -> _ReferenceRun:
+    """Train on one device in float64, twice; raise unless the two runs agree."""
+    with _note_run("on one device in float64: does the program name a dtype?"), _Casts() as casts:
+        snapshots = train_serial(0)
+
+    with _note_run("on one device, repeated"):
+        repeated = train_serial(1)
+        first = first_of(judge(compared(snapshots, repeated, names, {}, casts.dtype), ""))
+        if first is not None and first.verdict == "DIVERGENT":
+            raise fs.errors.PromiseError(
+                "certify: on one device a run must give the same results when it is repeated; got "
+                f"another {first.leaf}, {first.reason}. {cure}"
+            )
+
+    unseen = "It does not see casts by precision=, compute= or reduce=: reproducible=True does."
+    if casts.dtype != torch.float64:
+        unseen = f"The program casts to {casts.dtype}, so bounds are wider. {unseen}"
+    return _ReferenceRun(snapshots, casts.dtype, "one device, both in float64", unseen)
+
+
+@contextmanager
+def _note_run(run: str) -> Generator[None]:
+    """Note on an exception in which run it was raised."""
+    try:
+        yield
     except Exception as error:
         error.add_note(f"certify: in the run {run}")
         raise
-    return Certificate(tuple(rows), len(serial), f"{mesh} against {title}", unseen)
 
 
 def compared(
@@ -113,18 +159,28 @@ def compared(
     hints: Mapping[str, str],
     dtype: torch.dtype | None,
 ) -> Iterator[Comparison]:
-    """Compare every leaf of a sharded run.
+    """Compare every leaf of a sharded run with the serial run.
 
-    `names` has the names of the leaves, `hints` the likely causes by the field that diverges, `dtype` is the lowest of the
-    program; None demands equal bits.
+    Args:
+        serial: the run on one device.
+        sharded: the run on a mesh.
+        names: of the leaves.
+        hints: the likely causes, by the field that diverges.
+        dtype: the lowest of the program; None demands equal bits.
     """
     for step, (snapshot, reference) in enumerate(zip(sharded, serial, strict=True)):
         for field, subject in SUBJECTS.items():
-            leaves, expected = getattr(snapshot, field), getattr(reference, field)
-            largest_of_all = 0.0 if field == "buffers" else max(map(largest, expected), default=0.0)
-            for name, leaf, full in zip(
-                getattr(names, field) if leaves else (), leaves, expected, strict=True
-            ):
+            leaves: list[Leaf] = getattr(snapshot, field)
+            expected: list[Any] = getattr(reference, field)
+            if not leaves and not expected:
+                continue  # `certify_module` has no gradients, though it may have their names
+
+            # Buffers have no common size, as gradients of one loss do.
+            largest_of_all = 0.0
+            if field != "buffers":
+                largest_of_all = max(map(largest, expected), default=0.0)
+            columns = zip(getattr(names, field), leaves, expected, strict=True)
+            for name, leaf, full in columns:
                 bound = bound_of(full, largest_of_all, dtype) if dtype else 0.0
                 shards = None if leaf is None else shards_of(leaf)
                 yield Comparison(step, name, subject, shards, full, bound, hints.get(field, ""))
@@ -132,29 +188,30 @@ def compared(
 
 def shards_of(leaf: fs.Sharded | Tensor) -> Shards:
     """Return the shards of an array, summed if it is unreduced; a tensor is one shard."""
-    leaf = fs.unshard(leaf) if isinstance(leaf, fs.Sharded) and leaf.spec.unreduced else leaf
+    if isinstance(leaf, fs.Sharded) and leaf.spec.unreduced:
+        leaf = fs.unshard(leaf)
     if not isinstance(leaf, fs.Sharded):
         return Shards([leaf], [0], lambda full: [full])
-    layout, devices = leaf.layout, local_devices(leaf.mesh)
-    return Shards(
-        leaf.shards, devices, lambda full: [shard_of(full, layout, device) for device in devices]
-    )
+    layout = leaf.layout
+    devices = local_devices(leaf.mesh)
+
+    def cut(full: Tensor) -> list[Tensor]:
+        return [shard_of(full, layout, device) for device in devices]
+
+    return Shards(leaf.shards, devices, cut)
 
 
 def gather_processes(leaf: Leaf) -> Leaf:
-    """Move a leaf from a process mesh to a virtual one that has the shards of all processes; return other leaves unchanged.
+    """Move a leaf from a process mesh to a virtual one that has the shards of all processes.
 
-    All processes then compare the same numbers, with one verdict.
+    Other leaves are unchanged. All processes then compare the same numbers, with one verdict.
     """
     if not isinstance(leaf, fs.Sharded) or leaf.mesh.runtime != "process":
         return leaf
     shards: list[Any] = [None] * leaf.mesh.size
     dist.all_gather_object(shards, leaf.shards[0])
-    return fs.Sharded(
-        leaf.shape,
-        leaf.layout.on(Mesh(leaf.mesh.axes, "virtual", leaf.mesh.device_type)),
-        tuple(shards),
-    )
+    virtual = Mesh(leaf.mesh.axes, "virtual", leaf.mesh.device_type)
+    return fs.Sharded(leaf.shape, leaf.layout.on(virtual), tuple(shards))
 
 
 class _Casts(TorchDispatchMode):
@@ -164,10 +221,11 @@ class _Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and is_floating(args[0]) and is_floating(result):
-            self.dtype = max(
-                self.dtype, result.dtype.to_real(), key=lambda dtype: TOLERANCES.get(dtype, 0.0)
-            )
+        is_cast = func is torch.ops.aten._to_copy.default
+        if is_cast and is_floating(args[0]) and is_floating(result):
+            dtype = result.dtype.to_real()
+            if TOLERANCES.get(dtype, 0.0) > TOLERANCES[self.dtype]:
+                self.dtype = dtype
         return result
 
 
@@ -177,10 +235,15 @@ def is_floating(x: Any) -> TypeGuard[Tensor]:
 
 
 def on_device(tree: PyTree, mesh: Mesh, *, wide: bool) -> PyTree:
-    """Move the tensors of a tree to the kind of device of a mesh, if `wide` floating ones as float64 (complex128)."""
+    """Move the tensors of a tree to the kind of device of a mesh.
+
+    If `wide`, floating ones become float64 (complex128).
+    """
 
     def moved(x: Any) -> Any:
-        x = x.to(mesh.device_type) if isinstance(x, Tensor) else x
+        if not isinstance(x, Tensor):
+            return x
+        x = x.to(mesh.device_type)
         return keep_frozen(x, widest(x)) if wide and is_floating(x) else x
 
     return Leaves.of(tree).mapped(moved)

@@ -1,8 +1,9 @@
 """`certify_program`: does a program of plain torch.distributed train as on one device?
 
-The program runs in processes, one for each device of a mesh, and in one process with the batches of all:
+The program runs in processes, one for each device of a mesh, and in one process with the batches of
+all:
 
-    certify ─> record      in each process: the batch, losses, gradients and parameters of some steps
+    certify ─> record      in each process: the batch, losses, gradients and parameters of steps
             ─> compare     leaf by leaf, in the order of the model; which factor, which other leaf
 
 Both run in float64, so a difference that rounding does not explain is a mistake.

@@ -32,7 +32,10 @@ class FromFile(NamedTuple):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Certify a program; return 0 if it trains as in one process, 1 if it does not, 2 if there is an error."""
+    """Certify a program; return the status of the command.
+
+    It is 0 if the program trains as in one process, 1 if it does not, 2 if there is an error.
+    """
     options = _parser().parse_args(arguments)
     path, _, name = options.program.rpartition(":")
     try:
@@ -46,9 +49,9 @@ def run(arguments: Sequence[str]) -> int:
             timeout=options.timeout,
         )
     except Exception as error:
-        sys.stderr.write(
-            "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]) + "\n"
-        )
+        notes = getattr(error, "__notes__", ())
+        lines = [f"{type(error).__name__}: {error}", *notes]
+        sys.stderr.write("\n".join(lines) + "\n")
         return 2
     sys.stdout.write(f"{certificate}\n")
     if options.json:
@@ -62,17 +65,22 @@ def _axes(text: str) -> dict[str, int]:
     >>> _axes("data=2,model=4")
     {'data': 2, 'model': 4}
     """
-    pairs = [pair.partition("=") for pair in text.split(",")]
-    if not all(name.isidentifier() and size.isdecimal() and int(size) for name, _, size in pairs):
-        raise ValueError(f"fshard certify: a mesh must be like data=2,model=4; got {text!r}.")
-    return {name: int(size) for name, _, size in pairs}
+    axes: dict[str, int] = {}
+    for pair in text.split(","):
+        name, _, size = pair.partition("=")
+        is_size = size.isdecimal() and int(size) > 0
+        if not name.isidentifier() or not is_size:
+            raise ValueError(f"fshard certify: a mesh must be like data=2,model=4; got {text!r}.")
+        axes[name] = int(size)
+    return axes
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fshard certify",
-        description="Train a program of torch.distributed on CPUs in processes and in one, and compare losses, gradients and "
-        "parameters: see fshard.testing.certify_program. Status 0: they agree; 1: they do not; 2: an error.",
+        description="Train a program of torch.distributed on CPUs in processes and in one, and "
+        "compare losses, gradients and parameters: see fshard.testing.certify_program. Status 0: "
+        "they agree; 1: they do not; 2: an error.",
     )
     parser.add_argument(
         "program", metavar="FILE:NAME", help="a function program(rank, world) in a file"

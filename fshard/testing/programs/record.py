@@ -59,22 +59,19 @@ def record(
     with float64_by_default():
         torch.manual_seed(1000 * seed + rank)  # so that what is not seeded by the program differs
         model, loss_fn, rank_batch, step = program(rank, world)
-        batch = rank_batch if batch is None else batch
-        start, losses = full_tensors(model), list[float | None]()
-        grads, params = list[Tensors](), list[Tensors]()
+        if batch is None:
+            batch = rank_batch
+        start = full_tensors(model)
+
+        losses: list[float | None] = []
+        grads: list[Tensors] = []
+        params: list[Tensors] = []
         for _ in range(steps):
             torch.manual_seed(1000 * seed + rank)  # so that a loss that draws differs too
             loss = loss_fn(model, batch)
-            taken = [
-                x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad
-                for _, x in _named(model)
-            ]
-            if (
-                isinstance(loss, Tensor)
-                and loss.requires_grad
-                and not any(g is not None and g.any() for g in taken)
-            ):
-                loss.backward()  # the program has not taken gradients itself
+            can_be_differentiated = isinstance(loss, Tensor) and loss.requires_grad
+            if can_be_differentiated and not _has_gradients(model):
+                loss.backward()
             losses.append(None if loss is None else float(loss.detach()))
             grads.append(full_tensors(model, gradients=True))
             step()
@@ -83,27 +80,46 @@ def record(
     return RankRecord(detached, losses, start, grads, params)
 
 
+def _has_gradients(model: Any) -> bool:
+    """Return True if the program has called backward itself: a gradient of this process is not 0."""
+    for _, x in _named(model):
+        grad = x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad
+        if grad is not None and grad.any():
+            return True
+    return False
+
+
 def _named(model: Any) -> Iterable[tuple[str, Tensor]]:
     return model.named_parameters() if isinstance(model, nn.Module) else dict(model).items()
 
 
 def full_tensors(model: Any, *, gradients: bool = False) -> Tensors:
-    """Return copies of the parameters of a module or a dict, or of their gradients, by name without those of wrappers.
+    """Return copies of the parameters of a module or a dict, or of their gradients, by name.
 
-    A DTensor is gathered by all its processes.
+    Names are without those of wrappers. A DTensor is gathered by all its processes.
     """
-    tensors = ((name, x.grad if gradients else x) for name, x in _named(model) if x.requires_grad)
-    return {
-        _WRAPPERS.sub(r"\1", name).replace("..", ".").lstrip("."): (
-            x.full_tensor() if isinstance(x, DTensor) else x
-        )
-        .detach()
-        .clone()
-        for name, x in tensors
-        if x is not None
-    }
+    tensors: Tensors = {}
+    for name, param in _named(model):
+        x = param.grad if gradients else param
+        if not param.requires_grad or x is None:
+            continue
+        full = x.full_tensor() if isinstance(x, DTensor) else x
+        tensors[_without_wrappers(name)] = full.detach().clone()
+    return tensors
+
+
+def _without_wrappers(name: str) -> str:
+    """Return the name that a parameter has in the model itself.
+
+    >>> _without_wrappers("module.layers._orig_mod.0.weight")
+    'layers.0.weight'
+    """
+    return _WRAPPERS.sub(r"\1", name).replace("..", ".").lstrip(".")
 
 
 def rows_of(batch: PyTree) -> int | None:
     """Return the rows of a batch: of its first tensor that has a dim."""
-    return next((len(x) for x in flatten(batch)[0] if isinstance(x, Tensor) and x.ndim), None)
+    for x in flatten(batch)[0]:
+        if isinstance(x, Tensor) and x.ndim > 0:
+            return len(x)
+    return None
