@@ -117,7 +117,8 @@ def slice_loss(loss: Tensor, weight: float, metrics: SliceMetrics) -> SliceLoss:
         elif reduction == "mean":
             if not x.is_floating_point():
                 x = x.to(torch.get_default_dtype())
-            means.append(x)
+            # Of 16 bits a mean over slices and devices would lose digits of each.
+            means.append(x.to(torch.promote_types(x.dtype, torch.float32)))
     return SliceLoss(loss.detach(), weight, means)
 
 
@@ -151,8 +152,10 @@ def combine_metrics(
         elif reduction == "sum":
             dtype = column[0].dtype
             total = next(next_mean) * mean.weight
-            is_floating = dtype.is_floating_point
-            combined.append(total.to(dtype) if is_floating else total.round().long())
+            if not dtype.is_floating_point:
+                combined.append(total.round().long())
+            else:
+                combined.append(total.to(torch.promote_types(dtype, torch.float32)))
         else:
             combined.append(next(next_mean))
     return unflatten(metrics[-1].structure, combined)

@@ -323,3 +323,26 @@ def test_sparse_batch_raises_with_fix(size):
     step = fs.value_and_grad(lambda p, x: (x @ p["w"]).sum(), mesh=mesh, batch=P("data"))
     with pytest.raises(ValueError, match=r"batch: .*sparse.* Give x.to_dense\(\)"):
         step(params, torch.eye(size).to_sparse())
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_metrics_in_16_bits_are_combined_in_32(n):
+    """257 samples are no number of bfloat16; the oracle is float64."""
+    mesh = fs.make_mesh({"data": n})
+    values = torch.arange(257 * 8.0).reshape(-1, 1) / 64
+    params = fs.shard_params({"w": torch.ones(1)}, P(), mesh=mesh)
+
+    def loss_fn(params, x):
+        metrics = {"mean": x.float().mean().bfloat16(), "sum": x.new_full((), 257 * 8 / n)}
+        return (x * params["w"]).mean(), metrics
+
+    words = {"mean": "mean", "sum": "sum"}
+    gradient = fs.value_and_grad(
+        loss_fn, mesh=mesh, batch=P("data"), aux=words, compute=torch.bfloat16
+    )
+    (_, metrics), _ = gradient(params, values)
+
+    parts = [part.double().mean().bfloat16().double() for part in values.chunk(n)]
+    torch.testing.assert_close(metrics["mean"].double(), sum(parts) / n, rtol=1e-6, atol=0)
+    count = torch.tensor(257 * 8 / n).bfloat16().double() * n
+    torch.testing.assert_close(metrics["sum"].double(), count, rtol=1e-6, atol=0)
