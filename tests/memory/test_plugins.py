@@ -7,7 +7,7 @@ from torch import nn
 import fshard as fs
 from fshard.memory.transfers import stress
 from fshard.mesh.layout import flatten
-from tests.booster.loops import on_devices
+from tests.booster.loops import Loop, on_devices
 from tests.helpers.sampled import in_pairs
 from tests.memory.offloaded import (
     OPTIMIZERS,
@@ -115,3 +115,42 @@ def test_memory_of_a_loop_is_counted_by_purpose(name):
         <= used.peak("host", "state") / 2
     )
     assert used.peak("device", "state") < 50 and used.peak("device", "activations")
+
+
+class Optimistic(torch.optim.Optimizer):
+    """A class that keeps the gradient itself, and a view of it, until the next step."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for x in self.param_groups[0]["params"]:
+            if x.grad is None:
+                continue
+            state = self.state[x]
+            last = state.get("last", x.grad)
+            x.sub_(0.1 * (2 * x.grad - last)).sub_(0.01 * state.get("first", x.grad).sum())
+            state["last"] = x.grad
+            state["first"] = x.grad.flatten()[:1]
+
+
+def trained_optimistically(loop):
+    """Return the parameters after four steps with different batches."""
+    for number in range(4):
+        loop.step(*[loop.part(x) for x in batch(number)])
+    return dict(loop.state())
+
+
+@pytest.mark.parametrize("offload", ["host", "disk"])
+@pytest.mark.parametrize("name", ["zero 1", "zero 2", "fsdp"])
+def test_class_that_keeps_its_gradients_trains_as_torch(disk_folder, name, offload):
+    """Gradients on the host are in buffers that the next step overwrites. The oracle is torch."""
+    options = {"optimizer": lambda model: Optimistic(model.parameters())}
+    options["criterion"] = nn.functional.mse_loss
+    torch_loop = Loop(lambda: nn.Linear(6, 6), **options)
+    params = trained_optimistically(torch_loop)
+
+    plugin = PLUGINS[name][0](offload=offload)
+    for actual in on_devices(trained_optimistically, plugin, 2, lambda: nn.Linear(6, 6), **options):
+        torch.testing.assert_close(actual, params, rtol=1e-5, atol=1e-6)

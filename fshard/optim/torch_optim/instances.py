@@ -421,12 +421,26 @@ class InstanceSource(TorchSource):
                 self._check.compare(mesh, device, results, draws)
 
         for local, leaf in pairs:
+            self._own_kept_gradient(local)
             local.grad = None
             (shard,) = shards_of(leaf)
             is_replaced = local.data_ptr() != shard.data_ptr()  # by `param.data = ...` of the class
             if is_replaced:
                 shard.copy_(local.data)
         return params, state
+
+    def _own_kept_gradient(self, local: Tensor) -> None:
+        """Copy the gradient where a class keeps it, or a view of it, as state of a parameter.
+
+        Its memory may be a buffer of host memory, which the next step's gradients overwrite.
+        """
+        if local.grad is None:
+            return
+        address = local.grad.untyped_storage().data_ptr()
+        state = self.optimizer.state.get(local, {})
+        for key, x in state.items():
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() == address:
+                state[key] = x.clone()
 
     def _equal_results(self, params: Leaves, indices: Mapping[str, int]) -> list[EqualResult]:
         """Return the parameters, which replicas have equal, and the numbers of their state."""
