@@ -219,7 +219,7 @@ class Langevin(torch.optim.Optimizer):
 
 
 class ElementwiseLangevin(Langevin):
-    elementwise = True
+    sharding = "flat"
 
 
 def boosted(cls, plugin):

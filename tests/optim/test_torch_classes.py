@@ -7,9 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import fshard as fs
 from fshard import P, optim
+from fshard.errors import OptimizerError
 from fshard.optim.torch_optim.classes import CLASSES
 from fshard.testing import check_elementwise
 from tests.optim.helpers.optimizers import (
@@ -285,3 +287,28 @@ def test_custom_instance_keeps_state_of_local_shards():
     assert sorted(shapes[0] + shapes[1]) == sorted(
         tuple(p.shape) for group in groups_of(net()) for p in group["params"]
     )
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        (
+            {"elementwise": True},
+            r'Own: the class must have sharding = "flat" in place of elementwise',
+        ),
+        ({"elementwise": False}, "and nothing in place of False. Rename the attribute"),
+        ({"sharding": "rows"}, "sharding of the class must be one of 'flat', 'owners'; got 'rows'"),
+    ],
+)
+def test_class_with_an_unknown_sharding_raises(attributes, message):
+    def step(self, closure=None):
+        return None
+
+    own = type("Own", (torch.optim.SGD,), {"step": step, **attributes})
+
+    def main():
+        model = nn.Linear(2, 2)
+        fs.Booster(fs.DDPPlugin()).boost(model, own(model.parameters(), lr=0.1))
+
+    with pytest.raises(OptimizerError, match=message):
+        fs.run(main, mesh=fs.make_mesh({"data": 2}))

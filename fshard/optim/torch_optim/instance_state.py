@@ -88,8 +88,8 @@ class InstanceState:
         if errors:
             raise OptimizerError(
                 f"{type(self.optimizer).__name__}: this state cannot be saved: "
-                f"{'; '.join(errors)}. Keep all else in attributes, or leave out elementwise = "
-                "True: an owner then has full parameters."
+                f"{'; '.join(errors)}. Keep all else in attributes, or leave out sharding = "
+                '"flat": an owner then has full parameters.'
             )
         return agreed
 

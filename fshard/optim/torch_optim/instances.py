@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import chain
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from fshard.optim.per_device.draws import UpdateDraws
 from fshard.optim.per_device.replicas import EqualResult, ReplicaCheck, sums_over_shards
 from fshard.optim.rules.adam import adam, adamw
 from fshard.optim.rules.sgd import sgd
+from fshard.optim.sharding import ShardKind
 from fshard.optim.torch_optim.classes import CLASSES, check_divisible, from_torch
 from fshard.optim.torch_optim.instance_state import InstanceState
 from fshard.randomness import drawn_key
@@ -287,15 +288,32 @@ def _options(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
 # -- classes of one's own --------------------------------------------------------------------------
 
 
+def _sharding_of(kind: type[torch.optim.Optimizer]) -> ShardKind:
+    """Return how a class of one's own lets its parameters be sharded: its attribute `sharding`."""
+    if hasattr(kind, "elementwise"):
+        raise OptimizerError(
+            f'{kind.__name__}: the class must have sharding = "flat" in place of elementwise = '
+            "True, and nothing in place of False. Rename the attribute."
+        )
+    sharding: Any = getattr(kind, "sharding", "owners")
+    kinds = get_args(ShardKind)
+    if sharding not in kinds:
+        raise OptimizerError(
+            f"{kind.__name__}: sharding of the class must be one of {', '.join(map(repr, kinds))}; "
+            f"got {sharding!r}. Leave it out for full parameters at owners."
+        )
+    return sharding
+
+
 class InstanceSource(TorchSource):
     """A custom optimizer class: the instance steps on the local shards of one device.
 
     Each parameter is stored in full by its owner, and elsewhere has no elements and no gradient; if
-    the class has `elementwise = True`, each device has a flat shard of it. Its state is
+    the class has `sharding = "flat"`, each device has a flat shard of it. Its state is
     `state[param]` and its groups.
 
     Checkpoints store tensors, numbers and strings of `state[param]`, and what else the class's
-    `state_dict` returns. Of an elementwise class tensors have the shape of the shard, or are one
+    `state_dict` returns. Of a class with flat shards tensors have the shape of the shard, or are one
     number.
     """
 
@@ -306,14 +324,8 @@ class InstanceSource(TorchSource):
         self.state = InstanceState(optimizer, self._local)
         self._step_instance = optimizer.step  # `boost` replaces it by one that raises
         self._check = ReplicaCheck()
-        is_elementwise = bool(getattr(type(optimizer), "elementwise", False))
-        self.opt = Optimizer(
-            self._init,
-            self._update,
-            self._step,
-            "flat" if is_elementwise else "owners",
-            takes="arrays",
-        )
+        sharding = _sharding_of(type(optimizer))
+        self.opt = Optimizer(self._init, self._update, self._step, sharding, takes="arrays")
 
     def rebind(self, params: Mapping[str, Tensor]) -> None:
         """Replace the parameters in the groups, and in existing state, by these tensors."""

@@ -54,7 +54,7 @@ def groups_of(model, matrices_alone=False):
 class Lion(torch.optim.Optimizer):
     """Elementwise, and says so."""
 
-    elementwise = True
+    sharding = "flat"
 
     def __init__(self, params, lr=0.02, betas=(0.9, 0.99), weight_decay=0.1):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -129,4 +129,4 @@ class Lars(torch.optim.Optimizer):
 class MyAdagrad(torch.optim.Adagrad):
     """Its constructor makes the state, of which each device keeps its shard."""
 
-    elementwise = True
+    sharding = "flat"
