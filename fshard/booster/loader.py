@@ -2,8 +2,8 @@
 
 A batch has `batch_size` samples on all devices together. Its samples, and their order, depend only
 on seed and epoch; so training is the same on any number of devices, and a position, the number of
-samples taken, is valid on other meshes. No sample is dropped or repeated: where the last batch is
-uneven, parts differ by one.
+samples taken, is valid on other meshes. No sample is repeated, and none is dropped unless the loader
+has `drop_last`: where the last batch is uneven, parts differ by one.
 
     10 samples, batch_size 4, 2 devices      device 0   [3 8] [1 9] [0]
                                              device 1   [5 2] [7 4] [6]
@@ -53,8 +53,8 @@ class DeviceState:
 
     - A part that has as many rows as the device's part of a yielded batch: as that batch, the last
       one first.
-    - Else, within a loop over a loader: as the batch yielded last, whose samples may be along
-      another dim.
+    - Else, in a loop over a loader, or after one that did not run to its end (as that of
+      `next(iter(loader))`): as the batch yielded last, whose samples may be along another dim.
     - Else it is of the caller's own batch: all devices weigh the same, as under DDP.
     """
 
@@ -212,7 +212,9 @@ class Loader:
         """
         if self._loop is not None:
             return self._loop.length()
-        return self._stream_length() if self._is_stream else len(self._batches())
+        if self._is_stream:
+            return self._stream_length(self.sample)
+        return len(self._batches())
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches from the position to the end of the epoch.
@@ -350,7 +352,8 @@ class Loader:
     # -- streams ----------------------------------------------------------------------------------
 
     def _stream_loop(self) -> _Loop:
-        return _Loop(self._stream_parts(), self._stream_length)
+        begin = self.sample
+        return _Loop(self._stream_parts(), lambda: self._stream_length(begin))
 
     def _stream_parts(self) -> Iterator[_Part]:
         """Yield this device's parts of the batches of a stream, from the position on.
@@ -381,12 +384,12 @@ class Loader:
         samples = self._collate(batch[start:stop])
         return _Part(self._state.cut(len(batch)), samples, is_last)
 
-    def _stream_length(self) -> int:
-        """Return the number of batches from the position on.
+    def _stream_length(self, begin: int) -> int:
+        """Return the number of batches from a position on.
 
         A stream without a length raises as torch does.
         """
-        remaining = len(self.dataset) - self.sample
+        remaining = len(self.dataset) - begin
         if remaining <= 0:
             remaining = len(self.dataset)  # the next epoch
         if self.drop_last:
@@ -422,7 +425,7 @@ def _has_own_batches(loader: DataLoader[Any]) -> bool:
 def _own_sampler(loader: DataLoader[Any]) -> Any:
     """Return the sampler that was given to a loader.
 
-    None if the loader takes each sample once, in order or shuffled.
+    None if the loader takes each sample once, in order or shuffled by no generator of its own.
     """
     if _has_own_batches(loader):
         return loader.batch_sampler

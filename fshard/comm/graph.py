@@ -70,11 +70,12 @@ class Graph:
         """Raise unless each row is an average: at least 0, with the sum 1."""
         negative: list[str] = []
         unequal: list[str] = []
+        # Each condition is False of NaN.
         for matrix in self.rounds:
             for index, row in enumerate(matrix):
-                if min(row) < 0:
+                if not min(row) >= 0:
                     negative.append(f"row {index} has {min(row):.6g}")
-                if abs(sum(row) - 1) > 1e-9:
+                if not abs(sum(row) - 1) <= 1e-9:
                     unequal.append(f"row {index} sums to {sum(row):.6g}")
 
         errors = negative + unequal

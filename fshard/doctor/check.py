@@ -7,13 +7,12 @@ return.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard.testing.oracles import ORACLES, kind
+from fshard.testing.oracles import ORACLES, kind, options_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
 SHAPES = (3, 11), (30_011,)
@@ -57,7 +56,7 @@ def _complaint(mesh: fs.Mesh, name: str, dtype: torch.dtype, shape: tuple[int, .
     Return the first difference, or "".
     """
     oracle = ORACLES[name]
-    options = options_of(name, mesh.size)
+    options = options_of(name, mesh.size)[0]
     device = fs.axis_index(mesh.axis_names)
     xs = [_values(shape, dtype, index) for index in range(mesh.size)]
     ys = oracle.forward(xs, **options)
@@ -80,19 +79,12 @@ def _complaint(mesh: fs.Mesh, name: str, dtype: torch.dtype, shape: tuple[int, .
     return f"gradient: {difference}" if difference else ""
 
 
-def options_of(name: str, n: int) -> dict[str, Any]:
-    """Return the options of a collective among n devices: messages are sent around the ring."""
-    if name not in ("ppermute", "send_recv"):
-        return {}
-    return {"perm": tuple([(index, (index + 1) % n) for index in range(n)])}
-
-
 def _call(name: str, x: Tensor, mesh: fs.Mesh) -> tuple[Tensor, list[Tensor]]:
     """Call a collective; return its result, and the token of a message that was sent."""
     (axis,) = mesh.axis_names
     n = mesh.size
     if name != "send_recv":
-        return getattr(fs, name)(x, axis, **options_of(name, n)), []
+        return getattr(fs, name)(x, axis, **options_of(name, n)[0]), []
     index = fs.axis_index(axis)
     token = fs.send(x, axis, to=(index + 1) % n)
     received = fs.recv(x, axis, (index - 1) % n)

@@ -236,7 +236,7 @@ def _on_devices_of_experts(
     by_expert = [*zip(*by_source, strict=True)]
     expert_counts = [sum(source_counts) for source_counts in by_expert]
 
-    # One name: without autograd each tensor is freed when the next one is there.
+    # One name: without autograd each of these is freed when the next one is there.
     rows = all_to_all(rows, axis, counts=matrix)
     rows = _transposed_blocks(rows, by_source)
     rows = _applied(experts, rows, expert_counts)

@@ -105,7 +105,7 @@ class Grid:
     Args:
         type: of the tensor.
         mesh: its devices.
-        rows: None for a tensor of fewer than two dims.
+        rows: None for a tensor of fewer than two dims, or a flat one.
         columns: None for a tensor without dims.
         blocks: None where some are omitted.
         notes: facts that are not drawn.

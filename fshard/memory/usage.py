@@ -142,7 +142,7 @@ class MemoryUsage(Tabular):
         table.columns[2].justify = "right"
         for kind in MEMORIES:
             peak = self.peak(kind)
-            limit = self.limits[kind]
+            limit = self.limits.get(kind)
             if limit is not None:
                 table.add_row(kind, "", f"{peak:,} of {limit:,}", "")
             elif peak:
@@ -269,7 +269,7 @@ class MemoryUsage(Tabular):
         device = block.device
         if size > 0:
             total = self._total(kind, device) + size
-            limit = self.limits[kind]
+            limit = self.limits.get(kind)
             if limit is not None and total > limit:
                 raise self._beyond(block, size, total, limit)
             if kind == "device" and self.timeline:

@@ -32,7 +32,7 @@ from fshard.plan.trace import (
 
 
 class TimedEvent(NamedTuple):
-    """The time of an event on a lane of a device: "compute", "network: data", "host to device"."""
+    """The time of an event on a lane: "compute", "network: data", "host to device", "messages"."""
 
     lane: str
     event: Event
@@ -49,7 +49,8 @@ class Times:
         compute: of operations.
         exposed: in which operations wait for the network, by axes.
         network: of collectives, by axes, exposed or not.
-        copies: in which the step waits for copies at its end.
+        copies: in which the step waits at its end for copies, messages and collectives that have
+            no later wait.
         idle: in which a stage waits for messages of others.
         begins: the times at which units are used first: those of `fshard.memory.mark`.
         timed: the times of all events but waits.
@@ -123,7 +124,7 @@ class DeviceClock:
         return self._index == len(self._events)
 
     def finish(self) -> Times:
-        """Return the times of the step, which ends when its copies have arrived."""
+        """Return the times of the step, which ends when all that it has started has arrived."""
         self._times.step = max([self._now, *self._free.values()])
         self._times.copies = self._times.step - self._now
         return self._times

@@ -278,3 +278,61 @@ ORACLES: dict[str, Oracle] = {
 """Every collective, by the name of its function.
 
 `send_recv` is a `send` and a `recv` for every pair."""
+
+
+# -- options --------------------------------------------------------------------------------------
+
+Options = dict[str, Any]
+"""The keyword arguments of a collective."""
+
+
+def _routes(n: int) -> list[Options]:
+    """Take a ring, a ring the other way, a single hop, and the swap of two; alone, nothing."""
+    if n == 1:
+        return [{"perm": ()}]
+    ring = tuple([(i, (i + 1) % n) for i in range(n)])
+    back = tuple([(to, origin) for origin, to in ring])
+    hop = ((n - 1, 0),)
+    swap = ((0, n - 1), (n - 1, 0))
+    return [{"perm": perm} for perm in (ring, back, hop, swap)]
+
+
+def _pairs_of_dims(n: int) -> list[Options]:
+    """Take one dim to split, and one to concatenate along."""
+    options: list[Options] = [{"split_dim": 0}, {"split_dim": 1}]
+    for split, join in ((0, 1), (1, 0), (-1, 0)):
+        options.append({"split_dim": split, "concat_dim": join})
+    return options
+
+
+def _gathers(n: int) -> list[Options]:
+    options: list[Options] = []
+    for dim in (0, -1):
+        options += [{"dim": dim, "to": "varying"}, {"dim": dim, "to": "replicated"}]
+    return options
+
+
+def _permutations(n: int) -> list[Options]:
+    """Take routes, one of no messages, and one from each device to itself."""
+    identity = tuple([(i, i) for i in range(n)])
+    return [*_routes(n), {"perm": ()}, {"perm": identity}]
+
+
+OPTIONS: dict[str, Callable[[int], list[Options]]] = {
+    "all_gather": _gathers,
+    "psum_scatter": lambda n: [{"dim": 0}, {"dim": 1}, {"dim": -1}],
+    "all_to_all": _pairs_of_dims,
+    "ppermute": _permutations,
+    "broadcast": lambda n: [{"source": source} for source in sorted({0, n - 1})],
+    "send_recv": _routes,
+}
+"""From the number of devices to the options worth trying, on tensors of at least two dims."""
+
+
+def options_of(collective: str, n: int) -> list[Options]:
+    """Return the options of a collective to try over n devices; the first one is the plainest.
+
+    >>> options_of("broadcast", 4), options_of("psum", 4)
+    ([{'source': 0}, {'source': 3}], [{}])
+    """
+    return OPTIONS[collective](n) if collective in OPTIONS else [{}]

@@ -2,7 +2,7 @@
 
 Numbers are *dyadic*: small multiples of 1/8, whose sums and differences are exact in any order, so
 that linear functions can be compared bit for bit in any layout. Examples shrink to one axis, few
-devices, no sharding, float32, and consecutive numbers.
+devices, few uses of axes, float32, and zeros; large tensors to consecutive numbers.
 
     @settings(deadline=None)  # the first example of a process starts threads that all later ones use
     @given(st.data())

@@ -160,7 +160,7 @@ class StepAgreement(NamedTuple):
         self.check_losses(caller, local, weight)
         if is_trained and not any(self.used):
             raise ValueError(
-                "value_and_grad: the loss depends on no parameter that is trained, on any device, "
+                f"{caller}: the loss depends on no parameter that is trained, on any device, "
                 "so nothing would be trained. Was it cut off by detach(), item(), no_grad() or "
                 "torch.tensor(...), or are all parameters that it uses frozen?"
             )
@@ -174,7 +174,8 @@ class StepAgreement(NamedTuple):
             return
         *losses, allowed = self.losses
         difference = max(losses) - min(losses)
-        if not difference > allowed:  # if one is not finite neither is the difference
+        # Where a loss is not finite neither is `allowed`, and nothing is greater.
+        if not difference > allowed:
             return
         means = ", ".join(f"{loss / weight:.10g}" for loss in losses[:_MOST_LISTED])
         ellipsis = " ..." if len(losses) > _MOST_LISTED else ""

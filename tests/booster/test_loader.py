@@ -534,3 +534,16 @@ def test_torch_loader_keeps_its_options():
         return len(loader), [tuple(x.shape) for x in loader]
 
     assert alone(main) == (4, [(4, 3)] * 4)
+
+
+def test_loader_length_of_a_stream_stays_during_a_loop():
+    """As of a dataset with an index: a progress bar reads it in every step."""
+
+    def main():
+        loader = fs.Booster().boost(mlp(), dataloader=SOURCES["a stream"]())[3]
+        before = len(loader)
+        return before, [len(loader) for _ in loader], len(loader)
+
+    for before, during, after in fs.run(main, mesh=fs.make_mesh({"data": 2})):
+        assert during == [before] * before
+        assert after == before

@@ -77,3 +77,9 @@ def test_a_ring_adds_left_itself_and_right():
     xs = torch.randn(4, 100, generator=torch.Generator().manual_seed(0))
     for i, x in enumerate(mixed(comm.ring(4), xs, 1)):
         assert torch.equal(x, (xs[i - 1] + xs[i] + xs[(i + 1) % 4]) / 3)
+
+
+def test_graph_with_a_weight_that_is_no_number_names_its_row():
+    nan = float("nan")
+    with pytest.raises(ValueError, match="row 0 has nan, row 0 sums to nan"):
+        comm.from_matrix([[nan, 1.0], [0.5, 0.5]])

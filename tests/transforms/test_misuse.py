@@ -135,7 +135,7 @@ MISUSE = {
     ),
     "a complex loss": (lambda: step(lambda p, x: p["w"].sum() * 1j), "a number of torch.complex64, which has no gradient"),
     "a detached loss": (lambda: step(lambda p, x: loss_fn(p, x).detach()), "depends on no parameter that is trained"),
-    "a loss of the batch": (lambda: step(lambda p, x: x.mean()), "value_and_grad: the loss depends on no parameter"),
+    "a loss of the batch": (lambda: step(lambda p, x: x.mean()), "train_step: the loss depends on no parameter"),
     # batches
     "an array": (
         lambda: step(batch={"x": X.numpy()}),

@@ -78,10 +78,9 @@ def _made_in(memory: Memory) -> AbstractContextManager[None]:
 
 def _has_maker(memory: Memory, device_type: str) -> bool:
     """Return True if tensors in a memory of a device of this type are not made by torch."""
-    if memory not in makers:
-        return False
-    device_types = {"host": ("cuda",), "disk": ("cpu", "cuda")}
-    return device_type in device_types[memory]
+    # The host memory of a CPU is its device memory, which torch allocates.
+    is_own_memory = memory == "host" and device_type != "cuda"
+    return memory in makers and not is_own_memory
 
 
 def empty_in(memory: Memory, shape: Sequence[int], dtype: torch.dtype, device_type: str) -> Tensor:

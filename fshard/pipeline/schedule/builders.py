@@ -40,9 +40,9 @@ def pipeline_schedule(
         zb-h1         p                 p - 1                    p
         zb-h2         p                 p - 1 *                  2 p - 1
         zbv           2 p, in a V       (p - 1) / 2 *            p
-        v-half        2 p, in a V       3 (p - h) - 1 / 2 **     h = (p + 2) // 2
-        v-min         2 p, in a V       3 (p - h) - 1 / 2 **     h = (p + 4) // 3
-        dualpipe-v    2 p, in a V       (p - 1) / 2              p + 1 / 2
+        v-half        2 p, in a V       3 (p - h) - (1/2) **     h = (p + 2) // 2
+        v-min         2 p, in a V       3 (p - h) - (1/2) **     h = (p + 4) // 3
+        dualpipe-v    2 p, in a V       (p - 1) / 2              p + (1/2)
 
     For 2 p microbatches and more; fewer may have a larger bubble. * No device is idle between its
     first and last action. ** For p >= 3; no schedule in a V with this peak has a smaller bubble.
@@ -53,7 +53,7 @@ def pipeline_schedule(
         stages: number of stages, at least 1.
         microbatches: number of microbatches, at least 1.
         devices: number of devices. In loops, any number up to that of the stages, which are
-            assigned round-robin; default: half as many as stages. All others have only one number
+            assigned round-robin; default: half as many as stages, rounded up. All others have only one number
             that fits.
 
     >>> print(pipeline_schedule("1f1b", stages=2, microbatches=3).to_text())
@@ -130,7 +130,8 @@ def one_forward_one_backward(name: str, placement: Placement, microbatches: int)
 def interleaved(name: str, placement: Placement, microbatches: int) -> Schedule:
     """Interleaved 1F1B: with v stages per device, the bubble is v times smaller.
 
-    Microbatches run in groups, of as many as there are devices or a few more. A group runs through
+    Microbatches run in groups, of as many as there are devices or a few more (or of all, if there
+    are fewer). A group runs through
     a device's first stage, then through its second, which it reaches after a loop over all devices
     (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters"). Legs are of
     2 and 4 ticks: that has a higher peak than 1 and 2, and tolerates slower messages.
@@ -187,9 +188,10 @@ def _group_microbatches(microbatches: int, devices: int) -> list[range]:
 
 
 def zero_bubble_h1(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """Defer the weight gradients of 1F1B: a third of the bubble, and no device has a higher peak.
+    """Defer the weight gradients of 1F1B: a third of the bubble, and no higher largest peak.
 
-    No device holds more activations than the first one.
+    Each device holds as many activations as the first one does, where in 1F1B later ones hold
+    fewer.
 
     device 0   F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 I2 W2 I3 W3 I4 W4
     device 1   .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 I3 W2 I4 W3 W4
@@ -203,7 +205,7 @@ def zero_bubble_h1(name: str, placement: Placement, microbatches: int) -> Schedu
 def zero_bubble_h2(name: str, placement: Placement, microbatches: int) -> Schedule:
     """Run as many forwards ahead as there is time for: no bubble once a device has begun.
 
-    The peak is twice that of 1F1B.
+    The peak is 2 p - 1 on p devices, where that of 1F1B is p.
 
     device 0   F0 F1 F2 F3 F4 I0 W0 F5 I1 I2 W1 W2 I3 I4 W3 W4 I5 W5
     device 1   .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 I4 W1 W2 I5 W3 W4 W5
@@ -331,7 +333,7 @@ def _place_one_each(name: str, stages: int, devices: int | None) -> Placement:
     if devices not in {None, stages}:
         raise ValueError(
             f"devices must be equal to stages={stages} for {name}, which has one stage on each "
-            f'device; got {devices}. Several stages on a device have "interleaved" and "bfs".'
+            f'device; got {devices}. Schedules with several stages on a device are "interleaved" and "bfs".'
         )
     return tuple(range(stages))
 

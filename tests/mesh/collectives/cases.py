@@ -1,6 +1,7 @@
 """The cases of the conformance suite, as data: a collective, its axes and options, and the input tensors.
 
-A new collective is tested by adding it to `ORACLES` and, if it takes options, to `OPTIONS`.
+A new collective is tested by adding it to `ORACLES` and, if it takes options, to `OPTIONS`, both of
+`fshard.testing.oracles`.
 
 Each device's input follows from the case and the device's number, so every device (and the test) can compute the input
 of all others.
@@ -8,7 +9,7 @@ of all others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fshard as fs
-from fshard.testing.oracles import ORACLES, Oracle, kind
+from fshard.testing.oracles import ORACLES, Oracle, kind, options_of
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16, torch.int32,
@@ -28,8 +29,6 @@ DTYPES = (
 FEW_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
 """One of each kind, for options that do not depend on the dtype."""
 
-Options = dict[str, Any]
-"""The keyword arguments of a collective."""
 Form = Literal["plain", "strided", "conjugate", "slice", "expanded"]
 CallMode = Literal["call", "start", "func"]
 """How to call and differentiate: directly, by `.start(...).wait()`, or under torch.func."""
@@ -120,45 +119,6 @@ def operand(case: Case, number: int, device: int) -> Tensor:
 def cotangent(case: Case, number: int, device: int, like: Tensor) -> Tensor:
     """Return the cotangent of result `number` of `device`."""
     return _values(tuple(like.shape), like.dtype, case.seed, number, device, 1)
-
-
-# -- the options worth trying over n devices, on tensors of at least 2 dims -----------------------------------------
-
-
-def routes(n: int) -> list[Options]:
-    """Take a ring, a ring the other way, a single hop, and the swap of two; alone, nothing."""
-    ring = tuple((i, (i + 1) % n) for i in range(n))
-    back = tuple((to, origin) for origin, to in ring)
-    hops = [ring, back, ((n - 1, 0),), ((0, n - 1), (n - 1, 0))] if n > 1 else [()]
-    return [{"perm": perm} for perm in hops]
-
-
-def two_dims(n: int) -> list[Options]:
-    """Take one dim to split and one to concatenate along."""
-    pairs = [(0, 1), (1, 0), (-1, 0)]
-    return [
-        {"split_dim": 0},
-        {"split_dim": 1},
-        *({"split_dim": split, "concat_dim": join} for split, join in pairs),
-    ]
-
-
-OPTIONS: dict[str, Callable[[int], list[Options]]] = {
-    "all_gather": lambda n: [
-        {"dim": dim, "to": to} for dim in (0, -1) for to in ("varying", "replicated")
-    ],
-    "psum_scatter": lambda n: [{"dim": dim} for dim in (0, 1, -1)],
-    "all_to_all": two_dims,
-    "ppermute": lambda n: [*routes(n), {"perm": ()}, {"perm": tuple((i, i) for i in range(n))}],
-    "broadcast": lambda n: [{"source": source} for source in sorted({0, n - 1})],
-    "send_recv": routes,
-}
-"""From the number of devices to the options to try."""
-
-
-def options_of(collective: str, n: int) -> list[Options]:
-    """List the options to try over n devices."""
-    return OPTIONS[collective](n) if collective in OPTIONS else [{}]
 
 
 # -- the cases ----------------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard import P
 from fshard.mesh.collectives import moves
-from fshard.testing.oracles import ORACLES
-from tests.mesh.collectives.cases import options_of
+from fshard.testing.oracles import ORACLES, options_of
 
 # torch itself uses torch.jit.script in its first jvp
 pytestmark = pytest.mark.filterwarnings(
