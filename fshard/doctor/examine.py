@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fshard as fs
-from fshard.doctor.check import Trial, check_collectives
+from fshard.doctor.check import Trial, check_collectives, plain_options
 from fshard.memory.disk import file_of
 from fshard.memory.transfers import Link
 from fshard.memory.transfers import start as start_transfer
 from fshard.mesh.layout import Memory, Mesh
 from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.runtimes.process import ProcessWorld
-from fshard.testing.oracles import ORACLES, options_of
+from fshard.testing.oracles import ORACLES
 
 TIMEOUT = 120.0
 """Seconds after which a collective that does not end is taken for a failure."""
@@ -167,7 +167,7 @@ def measure(mesh: fs.Mesh) -> list[Speed]:
     n = mesh.size
     speeds: list[Speed] = []
     for name in ("psum", "all_gather", "psum_scatter", "ppermute"):
-        options = options_of(name, n)[0]
+        options = plain_options(name, n)
         call = partial(getattr(fs, name), axis=axis, **options)
         for held, times in SIZES.items():
             rows = max(1, held // 4 // n)

@@ -78,9 +78,10 @@ def _made_in(memory: Memory) -> AbstractContextManager[None]:
 
 def _has_maker(memory: Memory, device_type: str) -> bool:
     """Return True if tensors in a memory of a device of this type are not made by torch."""
+    if memory not in makers or device_type == "meta":
+        return False
     # The host memory of a CPU is its device memory, which torch allocates.
-    is_own_memory = memory == "host" and device_type != "cuda"
-    return memory in makers and not is_own_memory
+    return memory != "host" or device_type == "cuda"
 
 
 def empty_in(memory: Memory, shape: Sequence[int], dtype: torch.dtype, device_type: str) -> Tensor:
