@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard.testing.oracles import ORACLES, kind, options_of
+from fshard.testing.oracles import ORACLES, Options, kind, options_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
 SHAPES = (3, 11), (30_011,)
@@ -79,7 +79,7 @@ def _complaint(mesh: fs.Mesh, name: str, dtype: torch.dtype, shape: tuple[int, .
     return f"gradient: {difference}" if difference else ""
 
 
-def plain_options(name: str, n: int) -> dict[str, Any]:
+def plain_options(name: str, n: int) -> Options:
     """Return the plainest options of a collective among n devices."""
     if name == "send_recv":  # around the ring, which one device alone is too
         return {"perm": tuple([(index, (index + 1) % n) for index in range(n)])}
