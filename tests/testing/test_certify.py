@@ -452,15 +452,17 @@ def test_certify_compares_every_replica(monkeypatch):
 
 
 def change_step(monkeypatch, change):
-    """Let sharded optimizers take their step on other gradients."""
-    run = ShardedOptimizer._run_on_shards
+    """Let sharded optimizers step on other gradients than those that they are given."""
+    run = ShardedOptimizer._run
 
     def mistaken(opt, act, grads, state, params, **options):
-        leaves, structure = flatten_shards(grads)
-        changed = unflatten(structure, [change(g) for g in leaves])
-        return run(opt, act, changed, state, params, **options)
+        def act_on_others(grads, state, params):
+            leaves, structure = flatten_shards(grads)
+            return act(unflatten(structure, [change(g) for g in leaves]), state, params)
 
-    monkeypatch.setattr(ShardedOptimizer, "_run_on_shards", mistaken)
+        return run(opt, act_on_others, grads, state, params, **options)
+
+    monkeypatch.setattr(ShardedOptimizer, "_run", mistaken)
 
 
 def test_certify_partitioned_optimizer_that_scales_diverges(monkeypatch):

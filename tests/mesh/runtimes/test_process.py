@@ -385,7 +385,7 @@ def read_on_one_process():
 
 
 def test_collective_on_one_process_names_both_lines(link):
-    line = read_on_one_process.__code__.co_firstlineno + 8
+    line = read_on_one_process.__code__.co_firstlineno + 9
     for text in run_processes(read_on_one_process, 2, environment=link):
         assert all(f"test_process.py:{number}" in text for number in (line, line + 1)), text
 
