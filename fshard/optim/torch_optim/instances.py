@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fshard.errors import OptimizerError
 from fshard.memory.state import current_offload, fetched, is_away, stored, written_back
 from fshard.mesh.layout import P, PyTree
-from fshard.mesh.layout.kinds import mark_memory, memory_of
+from fshard.mesh.layout.kinds import copy_in, mark_memory, memory_of
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.run import as_one_device, local_devices
@@ -288,6 +288,17 @@ def _options(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
 # -- classes of one's own --------------------------------------------------------------------------
 
 
+def _own_gradient(gradient: Leaf) -> Tensor:
+    """Return a device's gradient in memory that a class may keep.
+
+    In host memory gradients are in buffers that the next step's overwrite. A class may keep `p.grad`
+    anywhere: in its state, in a list, in an attribute. So it gets a copy.
+    """
+    (x,) = shards_of(gradient)
+    is_buffer = isinstance(gradient, Sharded) and gradient.layout.memory != "device"
+    return copy_in("host", x, gradient.mesh.device_type) if is_buffer else x
+
+
 def _sharding_of(kind: type[torch.optim.Optimizer]) -> ShardKind:
     """Return how a class of one's own lets its parameters be sharded: its attribute `sharding`."""
     if hasattr(kind, "elementwise"):
@@ -419,7 +430,7 @@ class InstanceSource(TorchSource):
             if gradients[i] is not None and trainable(leaf):
                 updated.append(i)
                 if shard.numel():
-                    local.grad = shards_of(gradients[i])[0].to(shard.dtype)
+                    local.grad = _own_gradient(gradients[i]).to(shard.dtype)
             pairs.append((local, leaf))
 
         mesh = next((leaf.mesh for _, leaf in pairs if isinstance(leaf, Sharded)), None)
@@ -433,26 +444,12 @@ class InstanceSource(TorchSource):
                 self._check.compare(mesh, device, results, draws)
 
         for local, leaf in pairs:
-            self._own_kept_gradient(local)
             local.grad = None
             (shard,) = shards_of(leaf)
             is_replaced = local.data_ptr() != shard.data_ptr()  # by `param.data = ...` of the class
             if is_replaced:
                 shard.copy_(local.data)
         return params, state
-
-    def _own_kept_gradient(self, local: Tensor) -> None:
-        """Copy the gradient where a class keeps it, or a view of it, as state of a parameter.
-
-        Its memory may be a buffer of host memory, which the next step's gradients overwrite.
-        """
-        if local.grad is None:
-            return
-        address = local.grad.untyped_storage().data_ptr()
-        state = self.optimizer.state.get(local, {})
-        for key, x in state.items():
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() == address:
-                state[key] = x.clone()
 
     def _equal_results(self, params: Leaves, indices: Mapping[str, int]) -> list[EqualResult]:
         """Return the parameters, which replicas have equal, and the numbers of their state."""
