@@ -167,7 +167,15 @@ class Booster(Checkpointing):
     ) -> None:
         if isinstance(plugin, Parallelism):
             plugin = HybridParallelPlugin(plugin)
-        self.plugin, self.check = plugin or DDPPlugin(), check
+        if plugin is None:
+            plugin = DDPPlugin()
+        if not isinstance(cast(Any, plugin), Plugin):
+            raise TypeError(
+                "Booster: plugin must be a plugin, such as fs.FSDPPlugin(), or a Parallelism; "
+                f"got {plugin!r}. Write fs.Booster(fs.FSDPPlugin(...))."
+            )
+        self.plugin = plugin
+        self.check = check
         if errors := one_of("check", check, "loss", None):
             raise ValueError(f"Booster: {errors[0]}.")
         self._states = WeakKeyDictionary[Any, DeviceState]()

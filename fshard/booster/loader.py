@@ -242,8 +242,9 @@ class Loader:
                 yield samples
                 if self._loop is not loop and not is_last:
                     raise ValueError(
-                        "a loop over this loader was continued after another had begun. Boost a "
-                        "loader for each."
+                        "a loop over this loader was continued after another had begun, or its "
+                        "position was loaded. Boost a loader for each loop; leave a loop before "
+                        "load_state_dict."
                     )
             state.is_iterating = False
         finally:
@@ -403,7 +404,8 @@ class Loader:
         return {"epoch": self.epoch, "sample": self.sample, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from a position."""
+        """Continue from a position: a loop in progress is over."""
+        self._loop = None
         self.epoch = state["epoch"]
         self.sample = state["sample"]
         self.seed = state["seed"]

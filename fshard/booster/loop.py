@@ -313,7 +313,9 @@ class LoopModel(BoostedModel):
         batch = slices.batch
         index = self._state.cut(0).device_index(batch.mesh)
         if not is_sliced:
-            slice = Slice([x for (x,) in batch.columns], 1, None)
+            # Without a share the samples are a neighbour's: statistics must not count them.
+            rows = 1 if share else 0
+            slice = Slice([x for (x,) in batch.columns], rows, None)
             return [SliceTurn(slice, index, 0, lambda: [Count(share, share)])]
         parts = batch.slices(0, slices.count, is_copied=True)
         counts = [Count(part.rows, 1.0) for part in parts]

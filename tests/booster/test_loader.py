@@ -547,3 +547,19 @@ def test_loader_length_of_a_stream_stays_during_a_loop():
     for before, during, after in fs.run(main, mesh=fs.make_mesh({"data": 2})):
         assert during == [before] * before
         assert after == before
+
+
+def test_loader_length_after_loading_is_what_is_left():
+    """Also where the iterator of an earlier loop is still referred to; that one raises."""
+
+    def main():
+        loader = fs.Booster().prepare_dataloader(samples(20), 4)
+        earlier = iter(loader)
+        next(earlier)
+        loader.load_state_dict(loader.state_dict())
+        lengths = len(loader), len(list(loader))
+        with pytest.raises(ValueError, match="or its position was loaded"):
+            next(earlier)
+        return lengths
+
+    assert alone(main) == (4, 4)

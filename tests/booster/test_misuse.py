@@ -441,3 +441,11 @@ def test_gradients_are_read_by_a_method_that_communicates():
 
     (shapes, _) = on_devices(body, fs.ZeroPlugin(stage=2), 2, model)
     assert shapes["0.weight"] == (4, 3)
+
+
+@pytest.mark.parametrize("plugin", ["fsdp", fs.FSDPPlugin, {"stage": 3}], ids=str)
+def test_booster_of_no_plugin_raises_with_the_way_out(plugin):
+    with pytest.raises(
+        TypeError, match=r"plugin must be a plugin, such as fs.FSDPPlugin\(\).*; got"
+    ):
+        fs.Booster(plugin)

@@ -277,3 +277,51 @@ def test_unwrap_returns_independent_copy(plugin):
     assert (
         on_devices(body, COPIED[plugin](), 2, lambda: layers(nn.BatchNorm1d(4))) == [([], True)] * 2
     )
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("rows", "count"), [(3, 3), (19, 22), (2, 2), (8, 10)])
+def test_synchronised_statistics_do_not_count_a_neighbours_samples(stage, rows, count):
+    """Four devices, of which the last batch leaves some without a sample. The oracle is torch."""
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 4, generator=draw, dtype=torch.float64)
+    y = torch.randn(count, 1, generator=draw, dtype=torch.float64)
+    plugins = [
+        fs.DDPPlugin,
+        partial(fs.ZeroPlugin, stage=1),
+        partial(fs.ZeroPlugin, stage=2),
+        fs.FSDPPlugin,
+    ]
+
+    def model_of_seed():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+
+    def batches():
+        return zip(x.split(rows), y.split(rows), strict=True)
+
+    model = model_of_seed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for inputs, labels in batches():
+            nn.functional.mse_loss(model(inputs), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def main():
+        booster = fs.Booster(plugins[stage](sync_batchnorm=True))
+        module = model_of_seed()
+        loader = DataLoader(TensorDataset(x, y), rows)
+        boosted = booster.boost(
+            module, torch.optim.SGD(module.parameters(), lr=0.1), nn.MSELoss(), loader
+        )
+        own, opt, criterion, own_loader, _ = boosted
+        for _ in range(2):
+            for inputs, labels in own_loader:
+                booster.backward(criterion(own(inputs), labels), opt)
+                opt.step()
+                opt.zero_grad()
+        return own.state_dict()
+
+    for state in fs.run(main, mesh=fs.make_mesh({"data": 4})):
+        torch.testing.assert_close(state, model.state_dict(), rtol=1e-10, atol=1e-10)
