@@ -92,7 +92,8 @@ class Processes:
     def run(self, fn: Callable[..., Result], *args: Any, **kwargs: Any) -> list[Result]:
         """Run `fn(*args, **kwargs)` in every process; return the results in rank order.
 
-        Raises as `run_processes` does.
+        The exception of the first process to fail is raised, with its traceback and the state of
+        the others as notes; a RuntimeError if a process died, or after the timeout.
         """
         return self._run(fn, args, kwargs, is_last=False)
 

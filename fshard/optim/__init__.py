@@ -1,7 +1,9 @@
 """Pure optimizers on trees: pairs of functions (init, update), most of them with a donated `step`.
 
-opt = chain(clip_by_global_norm(1.0), adamw(schedules.warmup_cosine(3e-4, warmup=100,
-steps=10_000))) state = opt.init(params) params, state = opt.step(grads, state, params)
+rate = schedules.warmup_cosine(3e-4, warmup=100, steps=10_000)
+opt = chain(clip_by_global_norm(1.0), adamw(rate))
+state = opt.init(params)
+params, state = opt.step(grads, state, params)
 """
 
 from fshard.errors import OptimizerError

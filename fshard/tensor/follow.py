@@ -112,8 +112,8 @@ def follow(
 
     What runs unsharded is found by running the model again after each error. These are modules, by
     their path: the innermost one around the operation that raised. If that is the model itself, of
-    path "", it gets integers as plain tensors; if it raises again, the operations in its own
-    forward run unsharded, by their name.
+    path "", it gets integers as plain tensors. If a module raises that runs so already, the
+    operations in its own forward run unsharded, by their name.
 
     The layers of `experts` are not run: they return their first argument.
     """

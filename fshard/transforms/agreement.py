@@ -7,6 +7,8 @@ The row of the host waits for no accelerator. A slice of weight 0 adds nothing, 
 not finite. Differences are hashes of what must be equal on all devices:
 
     shapes of the global batch, order of all-gathers           in every step
+    in loops the options of the optimizer's groups,
+    and the samples that samplers have chosen                  in every step
     in reproducible mode the key of random draws               in every step
     replicated parameters, batches that are given in full      in the first step, each bit
     samples of devices with the same                           in the first step, each bit; then up

@@ -1,8 +1,7 @@
 """Make an `Optimizer` of a rule that writes parameters.
 
 A rule is the arithmetic of an optimizer: it gets shards with their gradients, counts and state, as
-lists, and writes the next parameters and state to them, in the order of operations of torch.optim.
-So
+lists, and writes the next parameters and state to them, in the order of operations of torch.optim:
 
     step(grads, state, params)    the rule writes to its arguments;
     update(grads, state, params)  it writes to copies, and the update is their difference to the
