@@ -234,7 +234,8 @@ def layered_model(
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PlanError(
             "plan.search: model must be a module or a Transformer; "
-            f"got {type(model).__name__}. Programs: plan.rank."
+            f"got {type(model).__name__}. Sizes of a config.json: Transformer.from_config(path). "
+            "Other programs: plan.rank."
         )
     path = _path_of_layers(model, blocks)
     layers = cast(nn.ModuleList, model.get_submodule(path))

@@ -46,7 +46,12 @@ from fshard.optim.leaves import trainable, without_static
 from fshard.randomness import drawn_key
 from fshard.source import Site, call_site
 from fshard.transforms.agreement import FIX_UNEVEN_GATHERS
-from fshard.transforms.array_checks import validate_local, validate_mesh, validate_run
+from fshard.transforms.array_checks import (
+    REPLICATED_OR_FSDP,
+    validate_local,
+    validate_mesh,
+    validate_run,
+)
 from fshard.transforms.batch import Batch, BatchPart, shard_batch
 from fshard.transforms.device_step import DeviceResult, ModelStep
 from fshard.transforms.fsdp.param_runtime import ParamRuntime
@@ -401,6 +406,10 @@ class GradientFunction:
 # -- the full model --------------------------------------------------------------------------------
 
 
+_IN_STEP = f"{REPLICATED_OR_FSDP}; the arguments of a step are (params, state, batch)"
+"""The way out where a state may have been given as the parameters."""
+
+
 class ModelProgram:
     """A loss function of the full model: each device runs it on its slices of the batch."""
 
@@ -410,7 +419,8 @@ class ModelProgram:
         self, options: StepOptions, params: PyTree, tree: ParamTree, mesh: Mesh
     ) -> None:
         """Raise unless the parameters are on the mesh."""
-        validate_mesh(tree.leaves, tree.structure, mesh)
+        fix = _IN_STEP if options.caller == "train_step" else REPLICATED_OR_FSDP
+        validate_mesh(tree.leaves, tree.structure, mesh, options.caller, fix)
 
     def buffers(self, options: StepOptions, buffers: PyTree, mesh: Mesh) -> Buffers:
         """Return the given buffers on the mesh."""

@@ -110,6 +110,12 @@ MISUSE = {
         lambda: fs.value_and_grad(loss_fn, mesh=MESH, batch=P("data"))(PLAIN, X),
         "w is Tensor. Put the parameters on that mesh",
     ),
+    "swapped arguments of a step": (
+        lambda: fs.train_step(loss_fn, fs.optim.adam(0.1), mesh=MESH, batch=P("data"))(
+            fs.optim.adam(0.1).init(PLAIN), sharded(), X
+        ),
+        r"train_step on .*: count is Tensor.*; the arguments of a step are \(params, state, batch\)",
+    ),
     "swapped arguments": (
         lambda: fs.value_and_grad(loss_fn, mesh=MESH, batch=P("data"))(X, sharded()),
         r"params must be sharded parameters; got plain .* Swap the two",
