@@ -54,7 +54,7 @@ def test_map_names_what_a_package_defines(package, link, names, first):
 
 
 def test_first_hour_links_lead_to_the_lines_of_their_names():
-    """An error has the number to write: a file that was edited above a link moves it."""
+    """A file that was edited above a link moves it: `python tests/test_map.py` writes them anew."""
     links = LINK.findall((ROOT / "CONTRIBUTING.md").read_text())
     assert links, "CONTRIBUTING has a walk with links"
     wrong = []
@@ -81,3 +81,18 @@ def test_notes_that_are_cited_exist_once():
         cited |= set(re.findall(r"Note \[([^\]]+)\]", in_one_line))
     assert len(defined) == len(set(defined))
     assert cited == set(defined)
+
+
+def write_lines():
+    """Write the lines of the links of CONTRIBUTING anew."""
+
+    def with_line(link):
+        name, path, _ = link.groups()
+        return f"[`{name}`]({path}#L{lines_of_definitions(ROOT / path)[name]})"
+
+    page = ROOT / "CONTRIBUTING.md"
+    page.write_text(LINK.sub(with_line, page.read_text()))
+
+
+if __name__ == "__main__":
+    write_lines()
