@@ -66,7 +66,7 @@ SOCKETS = {
 
 @dataclass
 class Outcome:
-    """What a part has found.
+    """The outcome of a part.
 
     Args:
         name: of the part.

@@ -227,7 +227,7 @@ def test_tests_mirror_the_packages():
 
 
 def test_tests_import_only_helpers():
-    """What several files of tests need is in a module without `test_` in its name."""
+    """A module that several files of tests need has no `test_` in its name."""
     wrong = []
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         for line, module in imports(path.read_text(encoding="utf-8"), "tests"):

@@ -54,7 +54,7 @@ def test_map_names_what_a_package_defines(package, link, names, first):
 
 
 def test_first_hour_links_lead_to_the_lines_of_their_names():
-    """A file that was edited above a link moves it: `python tests/test_map.py` writes them anew."""
+    """A file that was edited above a link moves it: `python tests/test_map.py` rewrites them."""
     links = LINK.findall((ROOT / "CONTRIBUTING.md").read_text())
     assert links, "CONTRIBUTING has a walk with links"
     wrong = []
@@ -84,7 +84,7 @@ def test_notes_that_are_cited_exist_once():
 
 
 def write_lines():
-    """Write the lines of the links of CONTRIBUTING anew."""
+    """Rewrite the lines of the links of CONTRIBUTING."""
 
     def with_line(link):
         name, path, _ = link.groups()

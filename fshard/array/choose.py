@@ -33,7 +33,7 @@ from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.arithmetic import chunk
 
 AxisUse = str | int | None
-"""How an operation uses one axis of the mesh."""
+"""The use of one axis of the mesh by an operation."""
 
 LabelAxes = dict[str, tuple[str, ...]]
 """The axes of every sharded label, major to minor."""

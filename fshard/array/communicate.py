@@ -71,7 +71,7 @@ ApplyMove = Callable[[Mesh, Move, tuple[str, ...], Tensors, Site], Tensors]
 
 
 class LayoutChange(NamedTuple):
-    """How an array gets to a layout.
+    """The way of an array to a layout.
 
     Args:
         layout: afterwards.

@@ -49,7 +49,7 @@ class BlockCode(NamedTuple):
         return float(2 ** (self.bits - 1) - 1)
 
     def padded_count(self, count: int, rows: int) -> int:
-        """Return the numbers in rows of full blocks that so many numbers are padded to."""
+        """Return the padded length of a number of elements: rows of full blocks."""
         numbers_of_row_blocks = rows * self.block
         return -(-count // numbers_of_row_blocks) * numbers_of_row_blocks
 

@@ -120,10 +120,11 @@ class Graph:
 
     @property
     def gap(self) -> float:
-        """1 - the factor by which differences from the mean shrink in all rounds together.
+        """1 - the factor by which differences shrink in all rounds together, in the long run.
 
-        The largest eigenvalue of the product of the matrices is 1, of the mean. The second largest
-        is this factor; of one device it is 0.
+        The largest eigenvalue of the product of the matrices is 1, of the average to which all
+        values tend: the mean, if columns sum to 1 too. The second largest is this factor; of one
+        device it is 0.
         """
         product = self.matrix(0)
         for turn in range(1, len(self.rounds)):

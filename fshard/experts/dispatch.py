@@ -40,7 +40,7 @@ def of_this_mesh(axes: Axes) -> tuple[str, ...]:
 
 
 class MoEStats(NamedTuple):
-    """How the experts of a layer are used.
+    """The use of the experts of a layer.
 
     Args:
         load: the rows of each expert, on all devices of the batch's axes.

@@ -180,7 +180,7 @@ def _grid(kind: ShardType, layout: Layout, sides: tuple[Side, ...]) -> Grid:
     outer_sides = sides[:-2]
     rows, columns = (None, None, *sides)[-2:]
 
-    # Only so many indices of blocks are visited, as a tensor may have many outer sides.
+    # The number of visited indices is limited, as a tensor may have many outer sides.
     indices = product(*[side.shown for side in outer_sides])
     block_indices = [*islice(indices, _MOST_PLACES)]
     is_cut_short = next(indices, None) is not None
@@ -229,7 +229,7 @@ def _side(
     axes: tuple[str, ...],
     limit: tuple[int, int],
 ) -> Side:
-    """Return one side, of which so many parts are drawn: see `elided`."""
+    """Return one side, of which `elided` chooses the parts to draw."""
     parts = _parts(layout, axes)
     shown = elided(parts, *limit)
     labels: list[str] = []

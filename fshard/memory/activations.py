@@ -79,7 +79,7 @@ class HostCopy:
             copy._end()
 
     def _with_previous(self, count: int) -> list[HostCopy]:
-        """Return this copy and those started before it, so many in all."""
+        """Return `count` copies: this one and those started before it."""
         copies: list[HostCopy] = []
         copy: HostCopy | None = self
         while copy is not None and len(copies) < count:

@@ -1,4 +1,4 @@
-"""How folded code is: the figures that `test_architecture.py` keeps from growing.
+"""Measure how folded code is: the figures that `test_architecture.py` keeps from growing.
 
     nodes     syntax nodes of a statement, without the statements inside it: the 90th percentile
     dense     comprehensions that must be unfolded in the head, per 1,000 statements: with a second

@@ -1,4 +1,4 @@
-"""A machine, a decoder layer by hand, and the case that tests of costs vary."""
+"""A machine, a decoder layer as plain modules, and the case that tests of costs vary."""
 
 import torch
 from torch import nn

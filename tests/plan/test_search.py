@@ -18,6 +18,7 @@ from fshard.plan.layers import LayerTracer
 from fshard.plan.program import layered_model
 from fshard.plan.search import KINDS, LISTED, SIMULATED
 from fshard.plan.space import legal_plans, plan_choices
+from tests.pipeline.schedule.drawn import NAMES
 
 H100 = cluster("h100", node=8)
 ROWS = 4
@@ -55,21 +56,7 @@ def test_costs_of_other_microbatches_are_derived(tensor, recompute):
     assert derived[:3] == other.cost(replace(plan, rows=2))[:3]
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        "gpipe",
-        "1f1b",
-        "interleaved",
-        "bfs",
-        "zb-h1",
-        "zb-h2",
-        "zbv",
-        "v-half",
-        "v-min",
-        "dualpipe-v",
-    ],
-)
+@pytest.mark.parametrize("schedule", NAMES)
 def test_the_least_memory_is_at_most_the_peak(schedule):
     choices = plan_choices(
         {"rows": (1, 2), "tensor": 1, "schedule": schedule, "zero_stage": (0, 1)}

@@ -171,7 +171,7 @@ def interleaved(name: str, placement: Placement, microbatches: int) -> Schedule:
 
 
 def _group_microbatches(microbatches: int, devices: int) -> list[range]:
-    """Return the group of each microbatch, of at least as many as devices where there are so many.
+    """Return the group of each microbatch, of at least as many as devices, if there are enough.
 
     Groups differ by at most one; the larger ones are first.
 

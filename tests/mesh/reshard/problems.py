@@ -1,4 +1,4 @@
-"""Drawn layouts and arrays, and the oracle of a reshard: full tensors cut by hand."""
+"""Drawn layouts and arrays, and the oracle of a reshard: full tensors, indexed."""
 
 from math import prod
 

@@ -9,19 +9,8 @@ from fshard.pipeline.schedule.actions import UNITS, Action, Kind
 from fshard.pipeline.schedule.builders import pipeline_schedule
 from fshard.pipeline.schedule.communication import with_messages, with_units
 from fshard.pipeline.schedule.schedule import Schedule
+from tests.pipeline.schedule.drawn import NAMES
 
-NAMES = (
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "bfs",
-    "zb-h1",
-    "zb-h2",
-    "zbv",
-    "v-half",
-    "v-min",
-    "dualpipe-v",
-)
 schedules = st.builds(
     lambda name, stages, microbatches: pipeline_schedule(
         name, stages=stages, microbatches=microbatches
