@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from tests.helpers import foreign_backward
 from tests.helpers.processes import HAS_FOREIGN_ENGINE, HAS_RULES, Processes
+from tests.helpers.sampled import THOROUGH
 
 pytest_plugins = ["pytester"]
 
@@ -36,12 +37,16 @@ if HAS_FOREIGN_ENGINE:  # here; `tests.helpers.processes` installs it in process
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run tests over gloo in tests/mesh alone; refuse names of tests that hold an address: workers could not agree on them."""
-    repeated = [
-        item for item in items if "[gloo" in item.nodeid and "tests/mesh/" not in item.nodeid
-    ]
-    config.hook.pytest_deselected(items=repeated)
-    items[:] = [item for item in items if item not in repeated]
+    """Choose the tests of this run; refuse names of tests that hold an address: workers could not agree on them."""
+
+    def is_left_out(item: pytest.Item) -> bool:
+        is_repeated = "[gloo" in item.nodeid and "tests/mesh/" not in item.nodeid
+        is_slow_proof = item.get_closest_marker("thorough") is not None
+        return is_repeated or (is_slow_proof and not THOROUGH)
+
+    left_out = [item for item in items if is_left_out(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not is_left_out(item)]
     if unlike := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError("These parameters need other ids:\n  " + "\n  ".join(unlike))
 

@@ -1,24 +1,55 @@
-"""Every notebook runs from top to bottom. As a script, this file also writes the outputs back."""
+"""Every notebook runs from top to bottom, in a namespace of its own.
+
+A start of Python with torch takes longer than the cells of most notebooks: the notebooks of one worker of pytest share a
+kernel, and its names are deleted in between.  As a script, this file writes the outputs back, each from a fresh kernel.
+"""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import nbformat
 import pytest
+from jupyter_client.manager import KernelManager, start_new_kernel
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-def execute(notebook, folder):
-    """Run all cells in place, in `folder`; a cell may fail only if it is tagged `raises-exception`."""
-    # Without time stamps, so that running a notebook again changes only what it prints.
-    place = {"metadata": {"path": folder}}
-    NotebookClient(
-        notebook, timeout=300, record_timing=False, coalesce_streams=True, resources=place
-    ).execute()
+def execute(notebook, folder, kernel=None):
+    """Run all cells in `folder`, in a kernel that runs or in a fresh one; store their outputs.
+
+    A cell may fail only if it is tagged `raises-exception`.
+    """
+    client = NotebookClient(
+        notebook,
+        km=kernel,
+        timeout=300,
+        record_timing=False,  # so that running a notebook again changes only what it prints
+        coalesce_streams=True,
+        resources={"metadata": {"path": folder}},
+    )
+    client.execute()
+    if kernel is not None:  # which the client leaves running, with its own sockets open
+        client.kc.stop_channels()
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[KernelManager]:
+    """A kernel for all notebooks of this worker."""
+    manager, client = start_new_kernel(kernel_name="python3")
+    client.stop_channels()
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
+def forget(kernel, folder):
+    """Delete the names of the notebook before, and go to the folder of the next."""
+    source = f"%reset -f\n%xmode Context\nimport os\nos.chdir({str(folder)!r})\n%reset -f"
+    cell = nbformat.v4.new_code_cell(source)
+    execute(nbformat.v4.new_notebook(cells=[cell]), folder, kernel)
 
 
 def tame_cells(notebook):
@@ -39,9 +70,12 @@ def test_notebooks_exist():
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path, tmp_path):
+def test_notebook_runs(path, tmp_path, kernel):
     notebook = nbformat.read(path, as_version=4)
-    execute(notebook, tmp_path)
+    forget(kernel, tmp_path)
+
+    execute(notebook, tmp_path, kernel)
+
     assert not tame_cells(notebook), "these cells promise an error that does not come"
 
 

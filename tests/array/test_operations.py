@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -14,6 +14,7 @@ import fshard as fs
 from fshard import P
 from tests.array.cases import CASES, F64, FIRST_ORDER
 from tests.array.oracle import check
+from tests.helpers.sampled import THOROUGH
 
 MESH = fs.make_mesh({"data": 2, "model": 2})
 SIZES = {"data": 2, "model": 2}
@@ -41,7 +42,7 @@ def specs_of(x):
 def test_operation_equals_unsharded_with_drawn_layouts(name):
     f, xs = CASES[name]
     pairs = list(itertools.product(*map(specs_of, xs)))
-    count = 36 if settings.default.max_examples > 100 else 3  # FSHARD_EXAMPLES=thorough: the sweep
+    count = 36 if THOROUGH else 3
     for specs in random.Random(name).sample(pairs, min(count, len(pairs))):
         check(f, xs, specs, MESH, order=1 if name in FIRST_ORDER else 2)
 

@@ -1,10 +1,17 @@
-"""Which combinations of options a test tries: all in a thorough run."""
+"""What a test tries: a choice of cases in each run, all of them in a thorough one (`make thorough`)."""
 
 import os
 from collections import Counter
 from itertools import combinations, product
 
+import pytest
+
 THOROUGH = os.environ.get("FSHARD_EXAMPLES") == "thorough"
+
+
+def thorough(*case):
+    """Return a case of a table that only a thorough run tries: it takes long, and others would fail with it."""
+    return pytest.param(*case, marks=pytest.mark.thorough)
 
 
 def in_pairs(*kinds):

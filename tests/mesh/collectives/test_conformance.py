@@ -1,6 +1,5 @@
 """Every collective means the same on every runtime: what its oracle says, to the last bit, and at the same cost."""
 
-import os
 from itertools import islice
 from math import prod
 
@@ -12,10 +11,10 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard.testing.oracles import ORACLES
 from tests.helpers.processes import run_processes
+from tests.helpers.sampled import THOROUGH
 from tests.mesh.collectives.cases import all_cases, drawn_cases, large_cases
 from tests.mesh.collectives.conformance import check_runtime
 
-THOROUGH = os.environ.get("FSHARD_EXAMPLES") == "thorough"
 EXAMPLES = 500 if THOROUGH else 25
 """For each collective; the bar is 500."""
 SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
