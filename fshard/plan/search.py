@@ -104,14 +104,18 @@ class Plans(Tabular):
 
         for estimate in self.estimates[:SHOWN]:
             seconds = f"{estimate.seconds:.3g}"
-            utilization = f"{100 * estimate.utilization(self.model_flops):.0f} %"
-            peak = f"{estimate.peak / 1e9:.1f}"
+            utilization = f"{_digits(100 * estimate.utilization(self.model_flops))} %"
+            peak = _digits(estimate.peak / 1e9, decimals=1)
             remarks = [text for text in (self.slower(estimate), *estimate.notes) if text]
             table.add_row(*_row(estimate.plan), seconds, utilization, peak, "; ".join(remarks))
         table.add_section()
         for rejected in self.rejected:
             table.add_row(*_row(rejected.plan), "", "", "", rejected.reason)
-        table.caption = f"{self.tried:,} plans, {len(self.estimates)} simulated that fit"
+        shown = min(SHOWN, len(self.estimates))
+        table.caption = (
+            f"The best {shown} of {self.tried:,} plans, "
+            f"by the simulated schedules of {len(self.estimates)} that fit"
+        )
         return table
 
     def slower(self, estimate: PlanEstimate) -> str:
@@ -123,7 +127,12 @@ class Plans(Tabular):
         for name, seconds in estimate.terms.items():
             longer[name] = seconds - first.terms[name]
         name = max(longer, key=lambda name: longer[name])
-        return f"{name}: {1e3 * longer[name]:,.0f} ms more"
+        return f"{name}: {_digits(1e3 * longer[name])} ms more"
+
+
+def _digits(number: float, decimals: int = 0) -> str:
+    """Return a number with some decimals; below 1, where a small model would show zeros, two digits."""
+    return f"{number:,.{decimals}f}" if number >= 1 else f"{number:.2g}"
 
 
 def _row(plan: Parallelism) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """`fs.plan.search`: costs of layers are those of the program that is traced in full; plans are ranked, or rejected."""
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -101,6 +102,18 @@ def test_recomputation_has_less_memory_and_more_operations():
             optimizer=ADAMW,
             recompute="except attn, mlp",
         )
+
+
+def test_the_table_of_a_tiny_model_shows_no_zeros():
+    """Its plans take micro-seconds and kilobytes: in milliseconds and GB without decimals all were equal."""
+    tiny = replace(SMALL, layers=2, hidden=64, ffn=128, heads=4, kv_heads=4, vocab=60, sequence=16)
+
+    plans = search(tiny, devices=4, cluster=H100, global_batch=8, optimizer=ADAMW)
+
+    table = plans.table()
+    utilizations, gigabytes, remarks = (list(column.cells)[:5] for column in table.columns[6:])
+    for text in (*utilizations, *gigabytes, *remarks[1:]):
+        assert re.search("[1-9]", text), text
 
 
 def test_plans_are_ranked_with_reasons():
