@@ -5,7 +5,8 @@
     "disk"      a file that is mapped into memory
 
 Meshes of CPUs and abstract meshes have one memory for all kinds, so a table has the kind of each
-storage that is not "device". Beside a GPU, tensors of the CPU are in host memory.
+storage that is not "device". Beside a GPU, tensors of the CPU are in host memory: what is computed
+is on the mesh's device (`compute_device`), wherever its shards are stored.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from fshard.mesh.layout.counting import Memory, counting, counting_by
+from fshard.mesh.layout.mesh import Mesh
 
 makers: dict[Memory, Callable[[Sequence[int], torch.dtype], Tensor]] = {}
 """Functions that make a tensor on disk, or in host memory beside a GPU.
@@ -27,6 +29,20 @@ makers: dict[Memory, Callable[[Sequence[int], torch.dtype], Tensor]] = {}
 They are set by `fshard.memory`, which is above this package.
 """
 _kinds: WeakKeyDictionary[torch.UntypedStorage, Memory] = WeakKeyDictionary()
+
+
+def compute_device(mesh: Mesh) -> torch.device:
+    """Return the device that computes for a mesh: of GPUs, the calling thread's current one.
+
+    It is never asked of a shard, which may be in host memory or on disk.
+
+    >>> compute_device(Mesh((("data", 2),), "virtual", "cpu"))
+    device(type='cpu')
+    """
+    if mesh.device_type == "cuda":
+        # With its index: a device without one is unequal to that of each tensor on it.
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
 
 
 def memory_of(x: Tensor) -> Memory:
