@@ -254,7 +254,7 @@ def test_fork_has_no_page_locked_memory(monkeypatch):
 
 def test_page_locked_memory_is_reused_and_given_back_when_the_host_has_none(monkeypatch):
     """Its registration takes long on a GPU's machine; here the calls are recorded."""
-    calls, registered = registrations_on_a_gpu(monkeypatch)
+    calls, _ = registrations_on_a_gpu(monkeypatch)
     free = [1 << 30]
     monkeypatch.setattr(pool, "_free_bytes", lambda: free[0])
     x, y = (empty_on_host((25, 10), torch.float32) for _ in range(2))
