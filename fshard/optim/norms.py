@@ -357,7 +357,7 @@ def _norms(
     norms = [torch.zeros((), device=device)]
     if shards:
         norms = foreach.norm(list(map(_real, shards)), order, dtype=dtype)
-    # Those of host memory do not wait for the device; none goes from it to the host.
+    # From host memory to the device, never back, which would not wait for the copy.
     return torch.stack([norm.to(device, non_blocking=True) for norm in norms]).double()
 
 

@@ -68,7 +68,7 @@ def calibrate(mesh: Mesh) -> Cluster:
     """Return the machine of a mesh of processes, measured while all of them compute.
 
     All processes call it. Rates are those of the slowest one; links have one level, that of all
-    processes. Raises if the time of large messages cannot be told from that of small ones.
+    processes. Raises if the time of large messages is not twice that of small ones.
 
     >>> machine = calibrate(Mesh((("all", 1),), "virtual", "cpu"))
     >>> machine.efficiency.overlap, machine.links[0].devices
@@ -111,7 +111,7 @@ def _link(mesh: Mesh) -> NetworkLink:
     if small.seconds <= 0:
         raise PlanError(
             f"calibrate: a gradient with {small.calls} collectives must take longer than one "
-            f"without; got {small.seconds:.2g} s more, so no latency can be told. {_REPEAT}"
+            f"without; got {small.seconds:.2g} s more, so the latency is unknown. {_REPEAT}"
         )
     large = small
     for side in large_sides:
@@ -122,7 +122,7 @@ def _link(mesh: Mesh) -> NetworkLink:
         raise PlanError(
             f"calibrate: collectives of {large.unit:,} bytes must take twice as long as those of "
             f"{small.unit:,}, which are latency; got {large.seconds:.2g} s and "
-            f"{small.seconds:.2g} s, so no bandwidth can be told. {_REPEAT}"
+            f"{small.seconds:.2g} s, so the bandwidth is unknown. {_REPEAT}"
         )
     bandwidth = (large.sent - small.sent) / (large.seconds - small.seconds)
     return NetworkLink(0, bandwidth, small.seconds / small.calls)

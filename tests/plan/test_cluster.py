@@ -120,11 +120,11 @@ def test_link_has_the_rate_of_the_first_units_that_take_twice_as_long(monkeypatc
         (
             {8: 0.24, 1024: 0.2, 2048: 0.47},
             r"collectives of 16,777,216 bytes must take twice as long as those of 256, .*; "
-            r"got 0.47 s and 0.24 s, so no bandwidth can be told. Repeat it",
+            r"got 0.47 s and 0.24 s, so the bandwidth is unknown. Repeat it",
         ),
         (
             {8: -0.1},
-            r"24 collectives must take longer than one without; got -0.1 s more, so no latency",
+            r"24 collectives must take longer than one without; got -0.1 s more, so the latency",
         ),
     ],
 )

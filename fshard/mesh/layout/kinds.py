@@ -34,7 +34,7 @@ _kinds: WeakKeyDictionary[torch.UntypedStorage, Memory] = WeakKeyDictionary()
 def compute_device(mesh: Mesh) -> torch.device:
     """Return the device that computes for a mesh: of GPUs, the calling thread's current one.
 
-    It is never asked of a shard, which may be in host memory or on disk.
+    Never that of a shard, which may be in host memory or on disk.
 
     >>> compute_device(Mesh((("data", 2),), "virtual", "cpu"))
     device(type='cpu')
