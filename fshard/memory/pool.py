@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -77,7 +77,7 @@ class RegisteredMemory:
     def __init__(self) -> None:
         # A deque, since Python frees tensors at any time, in any thread, within `take` too.
         self.freed: deque[mmap.mmap] = deque()
-        self._free: dict[int, list[mmap.mmap]] = {}  # by size, the longest unused first
+        self._kept: dict[int, list[mmap.mmap]] = {}  # by size, the longest unused first
         self._bytes = 0  # all that is registered
         self._lock = threading.Lock()
 
@@ -85,29 +85,29 @@ class RegisteredMemory:
         """Return memory of a size for a tensor of some shape: free memory, or else new."""
         with self._lock:
             self._collect_freed()
-            memories = self._free.get(nbytes)
+            memories = self._kept.get(nbytes)
             if not memories:
                 return self._register(nbytes, shape)
             memory = memories.pop()
             if not memories:
-                del self._free[nbytes]
+                del self._kept[nbytes]
             return memory
 
     @property
-    def free_bytes(self) -> int:
-        """The bytes over which there is no tensor."""
+    def kept_bytes(self) -> int:
+        """The bytes that are kept, without a tensor over them."""
         self._collect_freed()
-        return sum([nbytes * len(memories) for nbytes, memories in self._free.items()])
+        return sum([nbytes * len(memories) for nbytes, memories in self._kept.items()])
 
     def _collect_freed(self) -> None:
         while self.freed:
             memory = self.freed.popleft()
-            memories = self._free.pop(len(memory), [])
+            memories = self._kept.pop(len(memory), [])
             memories.append(memory)
-            self._free[len(memory)] = memories  # now the last size
+            self._kept[len(memory)] = memories  # now the last size
 
     def _register(self, nbytes: int, shape: Sequence[int]) -> mmap.mmap:
-        used = self._bytes - self.free_bytes
+        used = self._bytes - self.kept_bytes
         self._release(max(used, KEPT))
         if nbytes > _free_bytes():
             self._release(0)
@@ -128,18 +128,20 @@ class RegisteredMemory:
 
     def _release(self, kept: int) -> None:
         """Release free memory, the longest unused first, until at most `kept` bytes are free."""
-        free = self.free_bytes
+        free = self.kept_bytes
         while free > kept:
-            nbytes = next(iter(self._free))
-            memories = self._free[nbytes]
+            nbytes = next(iter(self._kept))
+            memories = self._kept[nbytes]
             _cuda().cudaHostUnregister(_address(memories.pop()))
             if not memories:
-                del self._free[nbytes]
+                del self._kept[nbytes]
             self._bytes -= nbytes
             free -= nbytes
 
 
-@lru_cache(maxsize=1)
+# All are cached: a fork that dropped its parent's would unmap addresses that are not mapped there,
+# but may be by then those of other memory.
+@cache
 def _registered(process: int) -> RegisteredMemory:
     """Return the registered memory of a process: a fork has none of its parent's."""
     return RegisteredMemory()

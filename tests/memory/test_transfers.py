@@ -222,7 +222,7 @@ def test_free_page_locked_memory_is_at_most_what_tensors_use_or_some_bytes(monke
     used = empty_on_host((3000,), torch.uint8)
     for nbytes in range(1, 1000, 7):
         x = empty_on_host((nbytes,), torch.uint8)
-        assert registered.free_bytes <= max(len(used) + nbytes, kept)
+        assert registered.kept_bytes <= max(len(used) + nbytes, kept)
         del x
     released = [call[1] for call in calls if call[0] == "unregister"]
     assert released and used.data_ptr() not in released
