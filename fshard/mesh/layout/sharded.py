@@ -22,7 +22,8 @@ from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.counting import Memory
-from fshard.mesh.layout.kinds import copy_in, memory_of
+from fshard.mesh.layout.host_copies import start_read
+from fshard.mesh.layout.kinds import copy_in, empty_in, memory_of
 from fshard.mesh.layout.layout import Layout, ShardType, as_layout, dtype_name, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import Axes, P, as_axes
@@ -400,9 +401,12 @@ def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
         return x.to(mesh.device_type)  # this process's GPU: x may be on another
     if transformed():
         return x
-    is_stored_there = memory_of(x, mesh.device_type) == memory
-    if is_stored_there and memory == "host" and mesh.device_type == "cuda":
-        is_stored_there = x.is_pinned()  # other memory of the CPU is slow to copy
-    if is_stored_there:
+    if mesh.device_type == "cuda" and memory == "host":
+        if x.is_pinned():  # other memory of the CPU is slow to copy
+            return x
+        target = empty_in("host", x.shape, x.dtype, mesh.device_type)
+        (copy,) = start_read([x], [target])()
+        return copy
+    if memory_of(x, mesh.device_type) == memory:
         return x
     return copy_in(memory, x, mesh.device_type)
