@@ -18,6 +18,7 @@ from fshard.comm.replicas import ReplicaGroup
 from fshard.copying import copied
 from fshard.errors import ModuleError, ScopeError
 from fshard.mesh.layout import Mesh, PyTree
+from fshard.mesh.layout.kinds import compute_device
 from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.mesh.spmd.run import is_outside, resolve_mesh, run_on_devices
 from fshard.optim.torch_optim.instances import OptimizerSource
@@ -86,7 +87,7 @@ def shard_model(
     draw(model, plugin.seed, arrays, lambda name, x: put(as_leaf(arrays[name]), x))
     if in_place:
         stages = [stage for stage, _ in pairs]
-        replace_by_placeholders([model, *stages], torch.device(mesh.device_type))
+        replace_by_placeholders([model, *stages], compute_device(mesh))
     return run, params, buffers
 
 

@@ -78,7 +78,8 @@ class BlockCode(NamedTuple):
         # the nearest, a random one in [0, 1) up with the probability of the fraction.
         shift: Tensor | float = 0.5
         if self.seed is not None:
-            shift = torch.rand(codes.shape, generator=draws).to(codes.device)
+            shift = torch.rand(codes.shape, generator=draws, device=draws.device)
+            shift = shift.to(codes.device)  # without values on an abstract mesh
         codes.add_(shift + largest).clamp_(0, 2 * largest)
         return _pack(codes.byte(), self.bits), scales
 

@@ -106,9 +106,13 @@ class FlatLeaf(NamedTuple):
     key: str
 
     def generator(self, seed: int, *, device: int | None = None) -> torch.Generator:
-        """Return a generator of this leaf and step, equal on all devices unless one is named."""
+        """Return a generator of this leaf and step, equal on all devices unless one is named.
+
+        It draws where the leaf is: the host would wait for draws that it copies to a GPU.
+        """
         digest = xxhash.xxh3_64_intdigest(f"{seed} {self.key} {device}".encode())
-        return torch.Generator().manual_seed(digest >> 1)  # a seed has 63 bits
+        memory = "cpu" if self.x.is_meta else self.x.device  # tensors without values have none
+        return torch.Generator(memory).manual_seed(digest >> 1)  # a seed has 63 bits
 
 
 def compressor(

@@ -43,7 +43,7 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
                 factors.append(None)
                 continue
             draws = FlatLeaf(x, path).generator(seed)
-            factor = torch.randn(rank, x[0].numel(), generator=draws)
+            factor = torch.randn(rank, x[0].numel(), generator=draws, device=draws.device)
             factors.append(factor.to(x.device))
         return {"q": unflatten(structure, factors)}
 

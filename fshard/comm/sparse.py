@@ -55,8 +55,10 @@ class Encoding(NamedTuple):
         count = self.count(leaf.x)
         if self.seed is None:
             return _largest(leaf.x.abs(), count)
-        order = torch.randperm(len(leaf.x), generator=leaf.generator(self.seed))
-        return order[:count].to(leaf.x.device)
+        draws = leaf.generator(self.seed)
+        order = torch.randperm(len(leaf.x), generator=draws, device=draws.device)
+        # A copy: a view would keep the order of all numbers until the end of the reduction.
+        return order[:count].clone().to(leaf.x.device)
 
     def bytes_sent(self, x: Tensor, n: int) -> float:
         """Return the bytes that each of n devices sends of a leaf."""
@@ -85,7 +87,8 @@ def random_k(fraction: float, *, seed: int = 0) -> Compressor:
     """Send numbers that all devices draw alike, others in each step.
 
     They are not scaled up by 1 / fraction: with `error_feedback` what is not drawn is sent later.
-    Sends 8 k (n-1)/n bytes of k numbers in float32.
+    Sends 8 k (n-1)/n bytes of k numbers in float32. GPUs of two models draw differently, so those
+    along the axis must be of one.
     """
     validate("random_k", within("(0, 1]", fraction=fraction))
     return _compressor(Encoding(fraction, seed))

@@ -96,7 +96,7 @@ class CountStorages(TorchDispatchMode):
         """Return the block of an argument, a new one if it is from before the limit."""
         block = self.usage.find(x.untyped_storage())
         if block is None:
-            block = self._add_new(x, memory_of(x), None, None)
+            block = self._add_new(x, _memory_of(x), None, None)
             block.is_adopted = True
             return block
 
@@ -129,7 +129,7 @@ class CountStorages(TorchDispatchMode):
         like = near[0] if near else None
         kind = counting().memory
         if kind is None:
-            kind = memory_of(y) if like is None else like.kind
+            kind = _memory_of(y) if like is None else like.kind
         devices = {block.device for _, block in sources} - {None}
         device = devices.pop() if len(devices) == 1 else None
         self._add_new(y, kind, device, like)
@@ -149,7 +149,7 @@ class CountStorages(TorchDispatchMode):
         self.usage.free_dead()
         block = self.usage.find(x.untyped_storage())
         if block is None:
-            block = self._add_new(x, kind or memory_of(x), device, None, purpose)
+            block = self._add_new(x, kind or _memory_of(x), device, None, purpose)
             block.is_adopted = device is None
             return
 
@@ -223,6 +223,12 @@ class CountStorages(TorchDispatchMode):
     ) -> MemoryBlock:
         storage = x.untyped_storage()
         return self.usage.add(storage, self._block(storage.nbytes(), kind, device, source, purpose))
+
+
+def _memory_of(x: Tensor) -> Memory:
+    """Return the memory kind of a tensor, beside the devices of the mesh that the caller runs on."""
+    scope = here()
+    return memory_of(x, None if scope is None else scope.mesh.device_type)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

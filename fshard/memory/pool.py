@@ -2,16 +2,20 @@
 
 torch's allocator of pinned memory rounds sizes up to powers of two, up to twice what is needed. So
 memory is mapped here in pages and registered with CUDA, which takes long: when the last tensor over
-it is freed, the next one of its size gets it.
+it is freed, the next one of its size gets it. Before more is registered, free memory is released
+until it has no more bytes than tensors use, or `KEPT`.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import sys
-from collections import defaultdict, deque
+import threading
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -52,38 +56,95 @@ def empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     nbytes = prod(shape) * dtype.itemsize
     if not nbytes:
         return torch.empty(tuple(shape), dtype=dtype)
-    if _free[nbytes]:
-        return _over(_free[nbytes].pop(), shape, dtype)
-    if nbytes > _free_bytes():
-        _release_free_memory()
-    free = _free_bytes()
-    if nbytes > free:  # to lock more would end the process
-        raise MemoryLimitError(
-            f"the host must have {nbytes:,} more bytes of memory for a tensor of shape "
-            f"{tuple(shape)}; got {free:,}. Store less on the host, or use "
-            'memory="disk" or state_memory="disk".'
-        )
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    torch.cuda.check_error(_cuda().cudaHostRegister(_address(memory), nbytes, 0))
-    return _over(memory, shape, dtype)
-
-
-_free: defaultdict[int, list[mmap.mmap]] = defaultdict(list[mmap.mmap])
-"""Registered memory over which there is no tensor, by size."""
-
-
-def _release_free_memory() -> None:
-    for memories in _free.values():
-        while memories:
-            _cuda().cudaHostUnregister(_address(memories.pop()))
-
-
-def _over(memory: mmap.mmap, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor over registered memory, which is free when the last one over it is gone."""
+    registered = _registered(os.getpid())
+    memory = registered.take(nbytes, shape)
     x = torch.frombuffer(memory, dtype=torch.uint8)
-    finalizer = finalize(x.untyped_storage(), _free[len(memory)].append, memory)
+    finalizer = finalize(x.untyped_storage(), registered.freed.append, memory)
     finalizer.atexit = False  # when the process ends there is no next tensor
     return x.view(dtype).view(tuple(shape))
+
+
+KEPT = 1 << 30
+"""Bytes of free registered memory that are kept even if tensors use less."""
+
+
+class RegisteredMemory:
+    """The memory of a process that is registered with CUDA.
+
+    `freed` gets memory whose last tensor is gone.
+    """
+
+    def __init__(self) -> None:
+        # A deque, since Python frees tensors at any time, in any thread, within `take` too.
+        self.freed: deque[mmap.mmap] = deque()
+        self._kept: dict[int, list[mmap.mmap]] = {}  # by size, the longest unused first
+        self._bytes = 0  # all that is registered
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int, shape: Sequence[int]) -> mmap.mmap:
+        """Return memory of a size for a tensor of some shape: free memory, or else new."""
+        with self._lock:
+            self._collect_freed()
+            memories = self._kept.get(nbytes)
+            if not memories:
+                return self._register(nbytes, shape)
+            memory = memories.pop()
+            if not memories:
+                del self._kept[nbytes]
+            return memory
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes that are kept, without a tensor over them."""
+        self._collect_freed()
+        return sum([nbytes * len(memories) for nbytes, memories in self._kept.items()])
+
+    def _collect_freed(self) -> None:
+        while self.freed:
+            memory = self.freed.popleft()
+            memories = self._kept.pop(len(memory), [])
+            memories.append(memory)
+            self._kept[len(memory)] = memories  # now the last size
+
+    def _register(self, nbytes: int, shape: Sequence[int]) -> mmap.mmap:
+        used = self._bytes - self.kept_bytes
+        self._release(max(used, KEPT))
+        if nbytes > _free_bytes():
+            self._release(0)
+        available = _free_bytes()
+        if nbytes > available:  # to lock more would end the process
+            raise MemoryLimitError(
+                f"the host must have {nbytes:,} more bytes of memory for a tensor of shape "
+                f"{tuple(shape)}; got {available:,}. Store less on the host, or use "
+                'memory="disk" or state_memory="disk".'
+            )
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if sys.platform == "linux":
+            # Else each fork, as of a worker that loads data, copies all locked pages at once.
+            memory.madvise(mmap.MADV_DONTFORK)
+        torch.cuda.check_error(_cuda().cudaHostRegister(_address(memory), nbytes, 0))
+        self._bytes += nbytes
+        return memory
+
+    def _release(self, kept: int) -> None:
+        """Release free memory, the longest unused first, until at most `kept` bytes are free."""
+        free = self.kept_bytes
+        while free > kept:
+            nbytes = next(iter(self._kept))
+            memories = self._kept[nbytes]
+            _cuda().cudaHostUnregister(_address(memories.pop()))
+            if not memories:
+                del self._kept[nbytes]
+            self._bytes -= nbytes
+            free -= nbytes
+
+
+# All are cached: a fork that dropped its parent's would unmap addresses that are not mapped there,
+# but may be by then those of other memory.
+@cache
+def _registered(process: int) -> RegisteredMemory:
+    """Return the registered memory of a process: a fork has none of its parent's."""
+    return RegisteredMemory()
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -126,21 +126,22 @@ def shards_and_devices(leaf: Any) -> list[tuple[Tensor, int]]:
     return []
 
 
-def home_of(leaf: Any) -> Memory | None:
-    """Return the memory of a leaf's shards.
+def home_of(leaf: Any, mesh: Mesh) -> Memory | None:
+    """Return the memory of a leaf's shards, beside the devices of a mesh.
 
     None if they are in several, or if the leaf has none or is a number.
     """
     if isinstance(leaf, Tensor) and not leaf.ndim:
         return None  # on the host anyway
-    memories: set[Memory] = {memory_of(x) for x, _ in shards_and_devices(leaf)}
+    shards = shards_and_devices(leaf)
+    memories: set[Memory] = {memory_of(x, mesh.device_type) for x, _ in shards}
     return memories.pop() if len(memories) == 1 else None
 
 
 def is_away(leaf: Any) -> bool:
     """Return True if a leaf must be moved to the current update."""
     offload = current_offload()
-    return offload is not None and offload.moves(home_of(leaf))
+    return offload is not None and offload.moves(home_of(leaf, offload.mesh))
 
 
 def empty_for(
@@ -209,7 +210,7 @@ def stored(leaf: Any, *, beside_gradients: bool = False) -> Any:
     if offload is None or leaf is None:
         return leaf
     memory = offload.update_on if beside_gradients else offload.memory
-    home = home_of(leaf)
+    home = home_of(leaf, offload.mesh)
     if home is not None and home != memory:
         return moved([leaf], offload.mesh, home, memory)[0]
     if isinstance(leaf, Sharded) and leaf.layout.memory != memory:
@@ -247,7 +248,7 @@ def at_once(update: Update, *, writes: bool = False, in_place: bool = True) -> U
 def fetched(tree: PyTree, offload: Offload) -> PyTree:
     """Return a tree with all leaves in the memory of the update."""
     leaves, structure = flatten(tree, none_is_leaf=True)
-    homes = [home_of(leaf) for leaf in leaves]
+    homes = [home_of(leaf, offload.mesh) for leaf in leaves]
     for memory in MEMORIES:
         if not offload.moves(memory):
             continue
@@ -269,14 +270,14 @@ def written_back(tree: PyTree, before: PyTree, offload: Offload, *, in_place: bo
     """
     leaves, structure = flatten(tree, none_is_leaf=True)
     homes, _ = flatten(before, none_is_leaf=True)
-    memories = [home_of(home) for home in homes]
+    memories = [home_of(home, offload.mesh) for home in homes]
 
     def is_away_from(memory: Memory, i: int) -> bool:
         """Return True if a leaf belongs in a memory, but its next value is elsewhere."""
         leaf = leaves[i]
         if memories[i] != memory or leaf is None or key_of(leaf) == key_of(homes[i]):
             return False
-        return in_place or home_of(leaf) != memory
+        return in_place or home_of(leaf, offload.mesh) != memory
 
     for memory in MEMORIES:
         if not offload.stores(memory):
@@ -402,7 +403,7 @@ class _Group:
         self._away: list[_AwayTensor] = []
         for number, column in enumerate(self._columns):
             for i, (x, device) in enumerate(zip(column, self._devices, strict=True)):
-                if x is None or not offload.moves(memory_of(x)):
+                if x is None or not offload.moves(self._memory_of(x)):
                     continue
                 offset = self.sizes.get(device, 0)
                 self._away.append(_AwayTensor(number, i, offset, x))
@@ -416,7 +417,7 @@ class _Group:
         for column, row, offset, home in self._away:
             buffer = self._buffers[self._devices[row]]
             view = buffer[offset : offset + home.nbytes].view(home.dtype).view(home.shape)
-            link = self._link(memory_of(home), self._offload.update_on, row)
+            link = self._link(self._memory_of(home), self._offload.update_on, row)
             self._transfers.append(start(home, view, link))
             self._columns[column][row] = view
 
@@ -432,7 +433,7 @@ class _Group:
             view = self._columns[column][row]
             assert view is not None
             self._offload.round(view, home)
-            link = self._link(self._offload.update_on, memory_of(home), row)
+            link = self._link(self._offload.update_on, self._memory_of(home), row)
             self._transfers.append(start(view, home, link))
 
     def release(self, pools: Mapping[int, Pool]) -> None:
@@ -440,6 +441,9 @@ class _Group:
         self._wait()
         for device, buffer in self._buffers.items():
             pools[device].release(buffer)
+
+    def _memory_of(self, x: Tensor) -> Memory:
+        return memory_of(x, self._offload.mesh.device_type)
 
     def _link(self, source: Memory, target: Memory, row: int) -> Link:
         return Link(source, target, self._offload.mesh.runtime, self._devices[row])

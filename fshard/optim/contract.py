@@ -23,7 +23,7 @@ from fshard.errors import OptimizerError
 from fshard.foreign_names import renamed_keywords
 from fshard.memory.state import Update, at_once
 from fshard.mesh.collectives.autograd import transformed
-from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.mesh.layout import Memory, PyTree, flatten, unflatten
 from fshard.mesh.layout.kinds import empty_in, memory_of
 from fshard.mesh.layout.sharded import Sharded, donated
 from fshard.optim.leaves import (
@@ -196,9 +196,14 @@ def _sum(param: Leaf, update: Leaf) -> Leaf:
     sums = foreach.add(shards_of(param), shards_of(update))
     if transformed():
         return like(param, [x.to(param.dtype) for x in sums])
+    is_array = isinstance(param, Sharded)
     shards: list[Tensor] = []
     for x, before in zip(sums, shards_of(param), strict=True):
-        shard = _in_memory_of(before, x.to(before.dtype))
+        shard = x.to(before.dtype)
+        device_type = param.layout.mesh.device_type if is_array else before.device.type
+        memory = memory_of(before, device_type)
+        if memory != "device":
+            shard = _copy_in(memory, shard, before)
         shards.append(shard.requires_grad_(before.requires_grad))
     return like(param, shards)
 
@@ -240,13 +245,16 @@ def copied(tree: PyTree) -> PyTree:
     """
     leaves, structure = flatten(tree, none_is_leaf=True)
     tensors: dict[int, Tensor] = {}
+    memories: dict[int, Memory] = {}
     for leaf in leaves:
         if is_frozen(leaf):
             continue
+        is_array = isinstance(leaf, Sharded)
         for x in shards_of(leaf):
             if isinstance(x, Tensor):
+                device_type = leaf.layout.mesh.device_type if is_array else x.device.type
                 tensors[id(x)] = x
-    memories = {key: memory_of(x) for key, x in tensors.items()}
+                memories[id(x)] = memory_of(x, device_type)
     if "disk" in memories.values():
         raise OptimizerError(
             "what is on disk must be updated in place; got a step that copies its arguments. Write "
@@ -255,7 +263,8 @@ def copied(tree: PyTree) -> PyTree:
 
     copies: dict[int, Tensor] = {}
     for key, x in tensors.items():
-        copies[key] = x.clone() if memories[key] == "device" else _in_memory_of(x, x)
+        memory = memories[key]
+        copies[key] = x.clone() if memory == "device" else _copy_in(memory, x, x)
 
     def copied_leaf(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, Sharded) or is_frozen(leaf):
@@ -266,11 +275,8 @@ def copied(tree: PyTree) -> PyTree:
     return unflatten(structure, [copied_leaves[id(leaf)] for leaf in leaves])
 
 
-def _in_memory_of(home: Tensor, x: Tensor) -> Tensor:
-    """Return a tensor, or a copy, in the memory of another one."""
-    memory = memory_of(home)
-    if memory == "device":
-        return x
+def _copy_in(memory: Memory, x: Tensor, home: Tensor) -> Tensor:
+    """Return a copy in a memory, page-locked as `home` is."""
     device_type = "cuda" if home.is_pinned() else x.device.type
     return empty_in(memory, x.shape, x.dtype, device_type).copy_(x)
 

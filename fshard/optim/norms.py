@@ -30,7 +30,7 @@ from fshard.mesh.collectives.autograd import recorded, transformed
 from fshard.mesh.collectives.moves import Psum
 from fshard.mesh.collectives.on_shards import apply_move
 from fshard.mesh.layout import Layout, P, PyTree
-from fshard.mesh.layout.kinds import copy_in
+from fshard.mesh.layout.kinds import compute_device, copy_in
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.device_put import reshard_all, spread, unshard
 from fshard.mesh.spmd.run import local_devices
@@ -144,11 +144,11 @@ def global_dot(x: PyTree, y: PyTree) -> Tensor:
         check_summable("global_dot", Leaves.of(numbers))
         if not numbers:
             return torch.zeros((), dtype=torch.float64)
-        device = shards_of(numbers[0])[0].device
+        device = device_of_sums(numbers)
 
         def row(shards: list[Tensor]) -> Tensor:
             zero = torch.zeros((1,), dtype=torch.float64, device=device)
-            return sum([x.to(device) for x in shards], start=zero)
+            return sum([x.to(device, non_blocking=True) for x in shards], start=zero)
 
         return sum_over_mesh(numbers, row)()[0]
 
@@ -271,7 +271,7 @@ def _norm_later(leaves: Sequence[Leaf], order: float, precision: Precision) -> C
     """
     if not leaves:
         return lambda: torch.zeros((), dtype=torch.float64)
-    device = shards_of(leaves[0])[0].device
+    device = device_of_sums(leaves)
 
     def row(shards: list[Tensor]) -> Tensor:
         if order == 2:
@@ -299,7 +299,7 @@ def _largest_of_all(leaves: Sequence[Leaf]) -> Tensor:
         shards = [x for x in shards if x.numel()]
         if not shards:
             return torch.zeros((), dtype=torch.float64)
-        return largest_each(shards, shards[0].device).max()
+        return largest_each(shards, device_of_sums(leaves)).max()
 
     if not sharded:
         return largest(0)
@@ -309,6 +309,19 @@ def _largest_of_all(leaves: Sequence[Leaf]) -> Tensor:
         maxima.append(copy_in("device", largest(index)[None], mesh.device_type))
     layout = Layout(mesh, P(mesh.axis_names))
     return unshard(Sharded((mesh.size,), layout, tuple(maxima))).max()
+
+
+def device_of_sums(leaves: Sequence[Leaf]) -> torch.device:
+    """Return the device on which numbers of leaves are added.
+
+    It is theirs, or that of their mesh where some are in host memory: the host would wait for each
+    number that it gets from a device.
+    """
+    device = shards_of(leaves[0])[0].device
+    for leaf in leaves:
+        if isinstance(leaf, Sharded) and leaf.shards[0].device != device:
+            return compute_device(leaf.mesh)
+    return device
 
 
 def largest_each(shards: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -328,7 +341,8 @@ def squares(shards: Sequence[Tensor], device: torch.device, precision: Precision
         return _norms(shards, device, 2, dtype).square()[:, None]
     if not shards:
         return torch.zeros((1, WIDTH), dtype=torch.float64, device=device)
-    return torch.stack([columns_of(_real(x), squared=True).to(device) for x in shards])
+    columns = [columns_of(_real(x), squared=True) for x in shards]
+    return torch.stack([x.to(device, non_blocking=True) for x in columns])
 
 
 def sum_of(rows: Tensor) -> Tensor:
@@ -343,7 +357,8 @@ def _norms(
     norms = [torch.zeros((), device=device)]
     if shards:
         norms = foreach.norm(list(map(_real, shards)), order, dtype=dtype)
-    return torch.stack([norm.to(device) for norm in norms]).double()
+    # From host memory to the device, never back, which would not wait for the copy.
+    return torch.stack([norm.to(device, non_blocking=True) for norm in norms]).double()
 
 
 def _real(x: Tensor) -> Tensor:

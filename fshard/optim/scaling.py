@@ -17,9 +17,9 @@ from torch import Tensor
 from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer, conditional
-from fshard.optim.leaves import Leaves, count_from_zero, each_shard, shards_of
+from fshard.optim.leaves import Leaves, count_from_zero, each_shard
 from fshard.optim.nesting import inner_optimizer
-from fshard.optim.norms import check_summable, largest_each, sum_over_mesh
+from fshard.optim.norms import check_summable, device_of_sums, largest_each, sum_over_mesh
 
 
 def loss_scaled(
@@ -156,7 +156,7 @@ def all_finite(tree: PyTree) -> bool:
     leaves = [leaf for leaf in tree.leaves if leaf is not None]
     if not leaves:
         return True
-    device = shards_of(leaves[0])[0].device
+    device = device_of_sums(leaves)
 
     def count(shards: list[Tensor]) -> Tensor:
         return (~largest_each(shards, device).isfinite()).sum(0, keepdim=True).double()

@@ -165,7 +165,7 @@ def _first_average(x: Leaf) -> Leaf:
     if not trainable(x):
         return copied(x)
     # `copied` raises for what is on disk, which is written in place.
-    if isinstance(x, Sharded) and home_of(x) == "disk":
+    if isinstance(x, Sharded) and home_of(x, x.mesh) == "disk":
         return stored(moved([x], x.mesh, "disk", "host")[0])
     return stored(copied(x))
 

@@ -1,15 +1,21 @@
 """Compressors against lists of tensors: values, bytes, and the bounds of theory."""
 
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 import fshard as fs
 from fshard import comm
+from fshard.comm.block_code import BlockCode
+from fshard.comm.compressor import FlatLeaf
+from fshard.comm.sparse import Encoding
 
 COMPRESSORS = {
     "top_k": lambda: comm.top_k(0.1),
@@ -177,6 +183,55 @@ def test_each_leaf_and_step_draws_other_elements():
         tuple(total[name].nonzero().flatten().tolist()) for total, _ in results for name in "ab"
     ]
     assert len({*chosen}) == 4
+
+
+def test_numbers_that_all_devices_draw_depend_on_the_seed_alone():
+    """Of the CPU's generator, as they have always been: a checkpoint's run goes on with its draws."""
+    leaf = FlatLeaf(torch.arange(40.0), "0 ['a']")
+    seed = xxhash.xxh3_64_intdigest(b"7 0 ['a'] None") >> 1
+    expected = torch.randperm(40, generator=torch.Generator().manual_seed(seed))[:4]
+    index = Encoding(0.1, 7).indices(leaf)
+    assert torch.equal(index, expected)
+    assert index.untyped_storage().nbytes() == 4 * 8, "it keeps the order of all numbers"
+
+
+class DrawingDevices(TorchFunctionMode):
+    """Records the device of each draw, and that of its generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if "generator" in kwargs:
+            self.devices.append((kwargs.get("device"), kwargs["generator"].device))
+        return func(*args, **kwargs)
+
+
+def test_draws_are_made_on_the_device_of_the_leaf(monkeypatch):
+    """Without a copy for which the host waits: of a GPU, each draw names its device, and the generator is there."""
+    made = []
+
+    class OnCpu:
+        def __new__(cls, device):
+            made.append(torch.device(device))
+            return generator("cpu")
+
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", OnCpu)
+    gpu = torch.device("cuda", 1)
+    FlatLeaf(SimpleNamespace(device=gpu, is_meta=False), "0 a").generator(0)
+    FlatLeaf(torch.empty(3, device="meta"), "0 a").generator(0)
+    assert made == [gpu, torch.device("cpu")]
+
+    leaf = FlatLeaf(torch.ones(64), "0 a")
+    cpu = torch.device("cpu")
+    with DrawingDevices() as draws:
+        Encoding(0.1, 7).indices(leaf)
+        BlockCode(4, 16, seed=0).encode(leaf.x, 1, leaf.generator(0))
+        comm.power_sgd(1).init({"w": torch.ones(8, 8)})
+    assert draws.devices == [(cpu, cpu)] * 3
 
 
 def test_stochastic_codes_are_right_on_average():

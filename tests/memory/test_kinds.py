@@ -1,14 +1,17 @@
 """Memory kinds of layouts: where shards are, what is copied, and what the ledger counts."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fshard as fs
-from fshard import P
+from fshard import P, optim
 from fshard.memory import memory_of
 from fshard.mesh.layout import kinds
+from fshard.mesh.layout.sharded import in_memory
 from fshard.testing import strategies
 
 MEMORIES = ("device", "host", "disk")
@@ -61,6 +64,66 @@ def test_host_memory_beside_a_gpu_is_page_locked_at_its_size(monkeypatch):
     )
     kinds.empty_in("host", (5,), torch.float32, "cpu")
     assert len(made) == 2
+
+
+def test_shard_is_copied_to_page_locked_memory_at_its_size_from_any_other(monkeypatch):
+    """From a GPU, and from memory of the CPU that CUDA would copy slowly; what is locked stays."""
+    made = []
+
+    def empty_on_host(shape, dtype):
+        made.append(tuple(shape))
+        return torch.empty(shape, dtype=dtype)
+
+    monkeypatch.setitem(kinds.makers, "host", empty_on_host)
+    mesh = fs.Mesh((("data", 1),), "virtual", "cuda")
+    x = torch.arange(3.0)
+    copy = in_memory(x, mesh, "host")
+    assert made == [(3,)] and torch.equal(copy, x) and copy is not x
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self is copy)
+    assert in_memory(copy, mesh, "host") is copy
+    assert made == [(3,)]
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_from_local_copies_a_shard_within_its_memory(memory):
+    layout = fs.Layout(fs.make_mesh({"data": 1}), P("data"), memory)
+    shard = kinds.copy_in(memory, torch.arange(4.0), "cpu")
+    x = fs.from_local(shard, layout)
+    assert memories(x) == {memory} and x.shards[0].data_ptr() != shard.data_ptr()
+    assert torch.equal(fs.unshard(x), shard)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_mesh_of_cpus_beside_a_gpu_in_use_has_no_host_memory_of_its_own(monkeypatch, donate):
+    """A process that uses CUDA may train on its CPUs: plain tensors are where their mesh computes."""
+
+    class Torch:
+        cuda = SimpleNamespace(is_initialized=lambda: True, current_device=lambda: 0)
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    monkeypatch.setattr(kinds, "torch", Torch())
+    mesh = fs.make_mesh({"data": 2})
+    x = torch.ones(4, 3)
+    assert in_memory(x, mesh, "device") is x
+    assert [memory_of(x, kind) for kind in ("cpu", "cuda", None)] == ["device", "host", "host"]
+    with fs.use_mesh(mesh):
+        assert memory_of(x) == "device"
+
+    plain_kinds = len(kinds._kinds)
+    assert optim.apply_updates([x], [x])[0].sum() == 24
+    with fs.use_mesh(mesh), fs.memory.limit() as used:
+        opt = fs.partition_optimizer(optim.adamw(0.1), mesh=mesh, axis="data", stage=3)
+        params = fs.shard_params({"w": torch.ones(3)}, fs.fsdp("data"), mesh=mesh)
+        step = fs.train_step(
+            lambda p, x: (x @ p["w"]).sum(), opt, mesh=mesh, batch=P("data"), donate=donate
+        )
+        state = opt.init(params)
+        for _ in range(2):
+            params, state, _ = step(params, state, torch.ones(4, 3))
+    assert len(kinds._kinds) == plain_kinds and used.peak("device") > 0
 
 
 @pytest.mark.parametrize("runtime", ["virtual", "abstract"])

@@ -1,8 +1,10 @@
 """Transfers, against plain copies; and modes of tests that detect a missing wait."""
 
+import os
+import re
 import threading
 import time
-from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -198,17 +200,63 @@ def test_tensors_without_values_are_done_at_once():
     assert start(x, x, Link("host", "device", "abstract")).wait().is_meta
 
 
-def test_page_locked_memory_is_reused_and_given_back_when_the_host_has_none(monkeypatch):
-    """Its registration takes long on a GPU's machine; here the calls are recorded."""
-    calls, free = [], [1 << 30]
+def registrations_on_a_gpu(monkeypatch):
+    """Return the calls that a GPU's machine would make, and the memory of the process."""
+    calls = []
     cuda = SimpleNamespace(
         cudaHostRegister=lambda address, nbytes, flags: calls.append(("register", address, nbytes)),
         cudaHostUnregister=lambda address: calls.append(("unregister", address)),
     )
+    registered = pool.RegisteredMemory()
     monkeypatch.setattr(pool, "_cuda", lambda: cuda)
-    monkeypatch.setattr(pool, "_free", defaultdict(list))
-    monkeypatch.setattr(pool, "_free_bytes", lambda: free[0])
+    monkeypatch.setattr(pool, "_registered", lambda process: registered)
     monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
+    return calls, registered
+
+
+@pytest.mark.parametrize("kept", [0, 5000])
+def test_free_page_locked_memory_is_at_most_what_tensors_use_or_some_bytes(monkeypatch, kept):
+    """Of tensors whose sizes vary; those that alternate between two sizes lock memory once."""
+    monkeypatch.setattr(pool, "KEPT", kept)
+    calls, registered = registrations_on_a_gpu(monkeypatch)
+    used = empty_on_host((3000,), torch.uint8)
+    for nbytes in range(1, 1000, 7):
+        x = empty_on_host((nbytes,), torch.uint8)
+        assert registered.kept_bytes <= max(len(used) + nbytes, kept)
+        del x
+    released = [call[1] for call in calls if call[0] == "unregister"]
+    assert released and used.data_ptr() not in released
+
+    calls.clear()
+    for _ in range(5):
+        x, y = [empty_on_host((nbytes,), torch.uint8) for nbytes in (1000, 1003)]
+        del x, y
+    assert sum([call[0] == "register" for call in calls]) == 2
+
+
+def test_fork_has_no_page_locked_memory(monkeypatch):
+    """As a worker that loads data, which would copy all of it; Linux shows the flag of a mapping."""
+    registrations_on_a_gpu(monkeypatch)
+    x = empty_on_host((1 << 20,), torch.float32)
+    mappings = re.split(
+        r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M
+    )
+    for mapping in mappings[1:]:
+        begin, end = [int(address, 16) for address in mapping.split(maxsplit=1)[0].split("-")]
+        if begin <= x.data_ptr() < end:
+            assert " dc " in mapping.partition("VmFlags:")[2]
+            break
+    else:
+        pytest.fail("there is no mapping of the tensor")
+    monkeypatch.undo()
+    assert pool._registered(os.getpid()) is not pool._registered(os.getpid() + 1)
+
+
+def test_page_locked_memory_is_reused_and_given_back_when_the_host_has_none(monkeypatch):
+    """Its registration takes long on a GPU's machine; here the calls are recorded."""
+    calls, _ = registrations_on_a_gpu(monkeypatch)
+    free = [1 << 30]
+    monkeypatch.setattr(pool, "_free_bytes", lambda: free[0])
     x, y = (empty_on_host((25, 10), torch.float32) for _ in range(2))
     assert x.shape == (25, 10) and x.untyped_storage().nbytes() == x.nbytes == 1000
     assert empty_on_host((0, 2), torch.bfloat16).shape == (0, 2)

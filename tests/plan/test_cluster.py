@@ -1,5 +1,7 @@
 """Machines: TOML files, their errors, and the calibration of this one."""
 
+import sys
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ from fshard.command import main
 from fshard.errors import PlanError
 from fshard.plan import calibrate, cluster
 from fshard.plan.cluster import PRESETS
+
+calibration = sys.modules["fshard.plan.calibrate"]  # the package has the function of this name
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -84,6 +88,114 @@ def test_calibration_predicts_a_product_of_another_size():
     )
     assert 0 < machine.seconds_of_operation("mm", "f32", 2 * 512**3, 3 * 4 * 512**2) < 10
     assert machine.peak("i64") == machine.flops["f32"]
+
+
+def communication(side, seconds):
+    """Return a gradient's collectives: of 8 units, each gathered twice and reduced."""
+    unit = 4 * side**2
+    return calibration._Communication(unit, 24, 24.0 * unit, seconds)
+
+
+def link_of(monkeypatch, seconds):
+    """Return the link of a machine on which collectives of units take these seconds, by their side."""
+    monkeypatch.setattr(
+        calibration,
+        "_communication_of_gradient",
+        lambda mesh, side: communication(side, seconds[side]),
+    )
+    return calibration._link(fs.make_mesh({"all": 2}))
+
+
+def test_link_has_the_rate_of_the_first_units_that_take_twice_as_long(monkeypatch):
+    link = link_of(monkeypatch, {8: 0.24, 1024: 0.24 + 0.5})
+    assert link.latency == 0.01
+    assert link.bandwidth == pytest.approx(24 * 4 * (1024**2 - 8**2) / 0.5)
+    link = link_of(monkeypatch, {8: 0.24, 1024: 0.4, 2048: 0.24 + 2})
+    assert link.bandwidth == pytest.approx(24 * 4 * (2048**2 - 8**2) / 2)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        (
+            {8: 0.24, 1024: 0.2, 2048: 0.47},
+            r"collectives of 16,777,216 bytes must take twice as long as those of 256, .*; "
+            r"got 0.47 s and 0.24 s, so the bandwidth is unknown. Repeat it",
+        ),
+        (
+            {8: -0.1},
+            r"24 collectives must take longer than one without; got -0.1 s more, so the latency",
+        ),
+    ],
+)
+def test_link_that_cannot_be_measured_raises(monkeypatch, seconds, message):
+    with pytest.raises(PlanError, match=message):
+        link_of(monkeypatch, seconds)
+
+
+def test_communication_is_that_of_a_gradient_less_the_time_of_one_device(monkeypatch):
+    seconds = iter([3.0, 1.0])
+
+    def timed(operation, device, agree):
+        operation()
+        return agree(next(seconds))
+
+    monkeypatch.setattr(calibration, "_seconds", timed)
+    result = calibration._communication_of_gradient(fs.make_mesh({"all": 2}), 16)
+    # Of 8 units the last two are still there when the backward begins, the first needs none. The
+    # losses are summed besides.
+    assert (result.unit, result.calls, result.seconds) == (1024, 8 + 5 + 8 + 1, 2.0)
+    assert 21 * 512 < result.sent < 22 * 512
+
+
+class FakeTime:
+    """A clock that operations advance; of a GPU, events read it."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        self.calls = 0
+        monkeypatch.setattr(calibration, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(self))
+
+    def operation(self, seconds):
+        self.calls += 1
+        self.now += seconds
+
+
+class FakeEvent:
+    def __init__(self, time):
+        self.time, self.is_waited_for = time, False
+
+    def record(self):
+        self.recorded = self.time.now
+
+    def synchronize(self):
+        self.is_waited_for = True
+        self.time.now += 0.5  # which is not measured
+
+    def elapsed_time(self, last):
+        assert last.is_waited_for
+        return 1e3 * (last.recorded - self.recorded)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("seconds", "calls"), [(1e-7, 1000), (1e-4, 200), (0.003, 7), (2.0, 1)])
+def test_operation_is_timed_in_runs_of_many_calls_the_same_on_all_devices(
+    monkeypatch, device, seconds, calls
+):
+    """As many as fit into 20 ms of the slowest device, here one that takes twice as long."""
+    time = FakeTime(monkeypatch)
+    measured = calibration._seconds(lambda: time.operation(seconds), device, lambda x: 2 * x)
+    assert measured == pytest.approx(2 * seconds, rel=1e-4)
+    calls_of_slowest = {200: 100, 7: 4}.get(calls, calls)
+    assert time.calls == 2 + calibration._ROUNDS * calls_of_slowest
+
+
+def test_calibration_draws_data_without_the_random_state_of_the_program():
+    state = torch.get_rng_state()
+    x, y = (calibration._random(64, device="cpu") for _ in range(2))
+    assert torch.equal(x, y) and len(x.unique()) == 64
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_the_command_writes_a_file(tmp_path, capsys):

@@ -5,7 +5,8 @@
     "disk"      a file that is mapped into memory
 
 Meshes of CPUs and abstract meshes have one memory for all kinds, so a table has the kind of each
-storage that is not "device". Beside a GPU, tensors of the CPU are in host memory.
+storage that is not "device". Beside a GPU, tensors of the CPU are in host memory: what is computed
+is on the mesh's device (`compute_device`), wherever its shards are stored.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from fshard.mesh.layout.counting import Memory, counting, counting_by
+from fshard.mesh.layout.mesh import Mesh, run_defaults
 
 makers: dict[Memory, Callable[[Sequence[int], torch.dtype], Tensor]] = {}
 """Functions that make a tensor on disk, or in host memory beside a GPU.
@@ -29,8 +31,24 @@ They are set by `fshard.memory`, which is above this package.
 _kinds: WeakKeyDictionary[torch.UntypedStorage, Memory] = WeakKeyDictionary()
 
 
-def memory_of(x: Tensor) -> Memory:
-    """Return the memory kind of a dense tensor.
+def compute_device(mesh: Mesh) -> torch.device:
+    """Return the device that computes for a mesh: of GPUs, the calling thread's current one.
+
+    Never that of a shard, which may be in host memory or on disk.
+
+    >>> compute_device(Mesh((("data", 2),), "virtual", "cpu"))
+    device(type='cpu')
+    """
+    if mesh.device_type == "cuda":
+        # With its index: a device without one is unequal to that of each tensor on it.
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def memory_of(x: Tensor, device_type: str | None = None) -> Memory:
+    """Return the memory kind of a dense tensor, beside the devices of a mesh of this type.
+
+    Without a type, they are those of `fs.use_mesh`, else GPUs once the process uses one.
 
     >>> memory_of(torch.ones(2)), memory_of(empty_in("host", (2,), torch.float32, "cpu"))
     ('device', 'host')
@@ -44,7 +62,13 @@ def memory_of(x: Tensor) -> Memory:
         kind = _kinds.get(x.untyped_storage())
         if kind is not None:
             return kind
-    is_beside_gpu = x.device.type == "cpu" and torch.cuda.is_initialized()
+    if device_type is None:
+        mesh = run_defaults().mesh
+        if mesh is not None:
+            device_type = mesh.device_type
+        elif torch.cuda.is_initialized():
+            device_type = "cuda"
+    is_beside_gpu = x.device.type == "cpu" and device_type == "cuda"
     return "host" if is_beside_gpu else "device"
 
 

@@ -23,7 +23,7 @@ from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.counting import Memory
 from fshard.mesh.layout.host_copies import start_read
-from fshard.mesh.layout.kinds import copy_in, memory_of
+from fshard.mesh.layout.kinds import copy_in, empty_in, memory_of
 from fshard.mesh.layout.layout import Layout, ShardType, as_layout, dtype_name, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import Axes, P, as_axes
@@ -374,7 +374,10 @@ def from_local(
     copies = list[Tensor]()
     for x in shards:
         stored = in_memory(x, mesh, layout.memory)
-        copies.append(stored.clone() if stored is x else stored)  # the array never changes with x
+        if stored is x:  # a copy, since the array never changes with x
+            is_plain = layout.memory == "device" or transformed()
+            stored = x.clone() if is_plain else copy_in(layout.memory, x, mesh.device_type)
+        copies.append(stored)
     array = Sharded(full_shape, layout, tuple(copies))
     agree(mesh, f"from_local of {typeof(array)}")
     if layout.replicated_axes:
@@ -384,9 +387,6 @@ def from_local(
 
 def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
     """Return a shard in the memory that its layout names: itself, or a copy."""
-    if mesh.device_type == "cuda" and memory == "host":
-        (copy,) = start_read([x])()
-        return copy
     if mesh.device_type == "meta":
         x = without_values(x)
     if x.is_meta and mesh.device_type != "meta":
@@ -399,6 +399,14 @@ def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
     is_elsewhere = mesh.device_type == "cuda" or x.device.type != mesh.device_type
     if memory == "device" and is_elsewhere:
         return x.to(mesh.device_type)  # this process's GPU: x may be on another
-    if transformed() or memory_of(x) == memory:
+    if transformed():
+        return x
+    if mesh.device_type == "cuda" and memory == "host":
+        if x.is_pinned():  # other memory of the CPU is slow to copy
+            return x
+        target = empty_in("host", x.shape, x.dtype, mesh.device_type)
+        (copy,) = start_read([x], [target])()
+        return copy
+    if memory_of(x, mesh.device_type) == memory:
         return x
     return copy_in(memory, x, mesh.device_type)

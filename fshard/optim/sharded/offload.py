@@ -192,7 +192,7 @@ class HostStep:
         self, params: list[Leaf], trained: list[int], stored: dict[int, Leaf], state: PyTree
     ) -> dict[int, Leaf]:
         """Return the trained parameters on the host, by index; those `stored` there as they are."""
-        masters = _masters_on_host(state)
+        masters = _masters_on_host(state, self._mesh)
         on_device = [i for i in trained if i not in stored]
         with_masters = [i for i in on_device if i in masters]
         sent = [i for i in on_device if i not in masters]
@@ -263,14 +263,14 @@ def _buffer_like(leaf: Leaf, buffer: Leaf, mesh: Mesh) -> Leaf:
     return Sharded(leaf.shape, layout, tuple(shards))
 
 
-def _masters_on_host(state: PyTree) -> dict[int, Leaf]:
+def _masters_on_host(state: PyTree, mesh: Mesh) -> dict[int, Leaf]:
     """Return the masters on the host in a state of `with_master_weights`, or around it."""
     masters: dict[int, Leaf] = {}
     entries = [state]
     for entry in entries:  # which grows
         if isinstance(entry, dict) and {"master", "inner"} <= entry.keys():
             leaves = enumerate(flatten(entry["master"], none_is_leaf=True)[0])
-            masters |= {i: leaf for i, leaf in leaves if home_of(leaf) == "host"}
+            masters |= {i: leaf for i, leaf in leaves if home_of(leaf, mesh) == "host"}
         if isinstance(entry, dict):
             entries += entry.values()
         elif isinstance(entry, tuple):

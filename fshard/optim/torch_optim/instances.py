@@ -504,7 +504,7 @@ class InstanceSource(TorchSource):
         """Mark the state that a step on the host has made there as host memory."""
         for entry in self.optimizer.state.values():
             for x in entry.values():
-                if isinstance(x, Tensor) and x.ndim and memory_of(x) != "host":
+                if isinstance(x, Tensor) and x.ndim and memory_of(x, "cpu") != "host":
                     mark_memory(x, "host")
 
     def _update(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fshard.mesh.layout import Mesh, PyTree, require_mesh
+from fshard.mesh.layout.kinds import compute_device
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.mesh.spmd.run import is_outside, resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import parting, require
@@ -106,7 +107,6 @@ def pipelined(
         _validate_step(schedule, current_mesh, axis, params, microbatches)
         counts = weights_of(microbatches, weights)
         keys = [shape_key(microbatch) for microbatch in microbatches]
-        device = torch.device(current_mesh.device_type)
 
         def run_device(_: int) -> PipelinedResult:
             group = require("pipelined").group(axis, "pipelined")
@@ -121,7 +121,7 @@ def pipelined(
                     route,
                     work,
                     group,
-                    device,
+                    compute_device(current_mesh),
                     site,
                     keys,
                     forms,

@@ -84,7 +84,7 @@ class LazyParam(Tensor):
         """Return the lazy parameter at a position in a unit."""
         plan = unit.plan.params[position]
         dtype = unit.context.options.used_in(plan.dtype)
-        device = unit.shards[position].device
+        device = unit.context.device
         param = _T._make_wrapper_subclass(LazyParam, plan.shape, dtype=dtype, device=device)
         param.runtime = runtime
         param.unit = unit

@@ -107,7 +107,7 @@ class ParamRuntime:
 
         self.reducer = Reducer(
             self.leaves,
-            shards[0].device if shards else torch.device("cpu"),
+            self.context.device,
             options,
             site,
             wide=options.reproducible or (options.reduce_once and options.accumulate > 1),

@@ -70,7 +70,7 @@ class Reducer:
 
     Args:
         leaves: the plans of parameters.
-        device: of the gradients.
+        device: that computes the gradients.
         options: of the step.
         site: the source line of the step.
         wide: True if sums of several slices are reduced in at least 32 bits.
@@ -105,7 +105,8 @@ class Reducer:
         # A reduction is waited for when the next bucket is packed. Gradients for the host are
         # waited for one bucket earlier, so that their copies to the host begin, and their memory is
         # freed, before that one is packed.
-        has_host_gradients = any(leaf.gradient.memory == "host" for leaf in leaves)
+        memories = [leaf.gradient.memory for leaf in leaves]
+        has_host_gradients = "host" in memories
         self._packed_ahead = 0 if has_host_gradients else max(options.in_flight - 1, 0)
 
     @cached_property

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fshard.memory.kinds import mark, purpose
 from fshard.memory.transfers import Link, Transfer, start
-from fshard.mesh.layout.kinds import empty_in
+from fshard.mesh.layout.kinds import compute_device, empty_in
 from fshard.mesh.reshard.execute import start_reshard
 from fshard.mesh.spmd.scope import Scope, entered, require
 from fshard.source import Site
@@ -40,17 +40,20 @@ class StepContext:
         options: of the step.
         site: the source line of the step.
         scope: of the device.
+        device: that computes: shards may be stored elsewhere.
     """
 
     options: StepOptions
     site: Site
     scope: Scope
+    device: torch.device
     _replicas: list[Replica] = field(default_factory=list[Replica])
 
     @staticmethod
     def of(options: StepOptions, site: Site) -> StepContext:
         """Return the context of a step of the calling device."""
-        return StepContext(options, site, require(options.caller))
+        scope = require(options.caller)
+        return StepContext(options, site, scope, compute_device(scope.mesh))
 
     def use(self, replica: Replica) -> None:
         """Record a module copy that has parameters of the step installed until it ends."""

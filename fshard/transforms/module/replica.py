@@ -153,12 +153,10 @@ def _names_by_key(entries: Mapping[str, Any], names: Mapping[int, str]) -> Names
     return {key: names[id(x)] for key, x in entries.items() if x is not None}
 
 
-def replace_by_placeholders(
-    modules: Sequence[nn.Module], device: torch.device | None = None
-) -> None:
-    """Replace the modules' own parameters by placeholders of the same shapes, dtypes and devices.
+def replace_by_placeholders(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Replace the modules' own parameters by placeholders of the same shapes and dtypes on a device.
 
-    Tied parameters stay tied. Those on the meta device are replaced by the given one.
+    Tied parameters stay tied.
     """
     children: dict[int, Any] = {}  # each once
     for module in modules:
@@ -233,8 +231,9 @@ _data: Any = cast("Any", Tensor).data
 class Placeholder(nn.Parameter):
     """A parameter without values between the steps of a boosted model.
 
-    Shape, dtype and device are those before. The optimizer's groups hold it in a step too, while
-    the module has the parameters of the step in its slots.
+    Shape and dtype are those before, the device is that of the parameters in a step, wherever their
+    shards are stored. The optimizer's groups hold it in a step too, while the module has the
+    parameters of the step in its slots.
     """
 
     slot: tuple[dict[str, Any], str] | None = None  # None of a detached one
@@ -294,7 +293,7 @@ class Placeholder(nn.Parameter):
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # by `state_dict`
             with torch.inference_mode(mode=False):  # the first call of stages may be in it
-                return _placeholder(args[0], None)
+                return _placeholder(args[0], args[0].device)
         if func._schema.is_mutable:
             raise ModuleError(_NO_WRITES)
         raise ModuleError(_NO_VALUES)
@@ -306,11 +305,8 @@ class Placeholder(nn.Parameter):
         return f"Placeholder({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
 
 
-def _placeholder(x: Tensor, device: torch.device | None) -> Placeholder:
-    memory = x.device
-    if x.is_meta and device is not None:
-        memory = device
-    element = torch.zeros((), dtype=x.dtype, device=memory)
+def _placeholder(x: Tensor, device: torch.device) -> Placeholder:
+    element = torch.zeros((), dtype=x.dtype, device=device)
     return Placeholder(element.expand(x.shape), requires_grad=x.requires_grad)
 
 

@@ -92,13 +92,17 @@ class StageWrites:
         caller: the function that was called, for messages.
         buffers: those before the step.
         device_index: of the device among the local ones.
+        device: that computes their means.
 
     `parts` are the trees of the stages that the device begins with.
     """
 
-    def __init__(self, caller: str, buffers: Buffers, device_index: int) -> None:
+    def __init__(
+        self, caller: str, buffers: Buffers, device_index: int, device: torch.device
+    ) -> None:
         self.parts = buffers.part(device_index)
         self._caller = caller
+        self._device = device
         self._before = buffers.before(device_index)
         self._written: dict[int, dict[str, Tensor]] = {}  # by microbatch
         # Of each layer, by the paths of its running mean and variance, and by microbatch.
@@ -118,12 +122,11 @@ class StageWrites:
         """
         paths, leaves, _ = flatten_with_paths(after, none_is_leaf=True)
         returned = {f"[{stage}]{path}": leaf for path, leaf in zip(paths, leaves, strict=True)}
-        cpu = torch.device("cpu")
         written: dict[str, Tensor] = {}
         for path, leaf in returned.items():
             is_unchanged = path in self._before and leaf is self._before[path]
             if not is_unchanged:
-                written[path] = number_of(path, leaf, cpu)
+                written[path] = number_of(path, leaf, self._device)
         self._validate(stage, returned, written)
         self._written.setdefault(microbatch, {}).update(written)
         self._record_moments(microbatch, written, moments)
@@ -194,8 +197,8 @@ class StageWrites:
         for path in flagged:
             if stage_of(path) in stages and path not in statistics:
                 entries.append(entry_of(path, self._before[path]))
-        cpu = torch.device("cpu")
-        return statistics | averaged(written, entries, group, self._before, cpu, site)
+        means = averaged(written, entries, group, self._before, self._device, site)
+        return statistics | means
 
     def _move_statistics(
         self, weights: Sequence[float], group: Group | None, site: Site

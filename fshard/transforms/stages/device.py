@@ -83,7 +83,6 @@ class StageStep:
         self.scale = scale
         self.is_first_step = plan.order is None
         self.context = StepContext.of(options, slices.site)
-        self.device = shards[0].device
 
         axis = plan.pipeline.axis
         batch_axes = slices.batch.axes
@@ -132,7 +131,7 @@ class StageStep:
                 leaves = local_plans(tuple(params.leaves), self.number)
                 params = StageLeaves.of(leaves, params.indices, params.tree)
             shards_of_stage = [shards[index] for index in params.indices]
-            units[stage] = StageParams(self.context, stage, params, shards_of_stage, self.device)
+            units[stage] = StageParams(self.context, stage, params, shards_of_stage)
         return units
 
     def _make_sums(self) -> StageSums:
@@ -148,7 +147,7 @@ class StageStep:
         if options.local:
             leaves = local_plans(tuple(leaves), self.number)
         is_wide = options.reproducible or options.accumulate > 1
-        reducer = Reducer(leaves, self.device, options, self.slices.site, wide=is_wide)
+        reducer = Reducer(leaves, self.context.device, options, self.slices.site, wide=is_wide)
         reducer.begin(self.plan.reduction_plans, self.slices.local)
         return reducer
 
@@ -165,7 +164,7 @@ class StageStep:
                 self.pipeline.route,
                 self,
                 self.pipe,
-                self.device,
+                self.context.device,
                 self.slices.site,
                 keys,
                 forms,
@@ -387,5 +386,6 @@ class StageStep:
             return None
         if key not in cache:
             shape = leaf.gradient.local_shape(leaf.shape, self.number)
-            cache[key] = empty_in(leaf.gradient.memory, shape, leaf.dtype, self.device.type)
+            memory, device = leaf.gradient.memory, self.context.device
+            cache[key] = empty_in(memory, shape, leaf.dtype, device.type)
         return cache[key]

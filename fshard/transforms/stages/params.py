@@ -80,7 +80,6 @@ class StageParams:
         stage: its number.
         params: the plans of its parameters.
         shards: of these.
-        device: of the parameters.
 
     `trained` are the tensors of its trained parameters.
     """
@@ -91,7 +90,6 @@ class StageParams:
         stage: int,
         params: StageLeaves,
         shards: Sequence[Tensor],
-        device: torch.device,
     ) -> None:
         self._plans = params.leaves
         self._unit = Unit(context, params.sharded, [shards[i] for i in params.sharded.indices])
@@ -105,7 +103,8 @@ class StageParams:
         tensors.update(zip(params.replicated.indices, replicated.wait_for_unshard(), strict=True))
         for index in params.sharded.indices:
             dtype = context.options.used_in(self._plans[index].dtype)
-            tensors[index] = torch.empty(self._plans[index].shape, dtype=dtype, device=device)
+            shape = self._plans[index].shape
+            tensors[index] = torch.empty(shape, dtype=dtype, device=context.device)
             tensors[index].untyped_storage().resize_(0)
 
         self._params: list[_StageParam] = []

@@ -21,6 +21,7 @@ from torch import nn
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P, PyTree, as_axes, flatten
+from fshard.mesh.layout.kinds import compute_device
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.runtimes.abstract import representative
 from fshard.pipeline.execution.route import Route
@@ -225,10 +226,11 @@ class StageProgram:
         self, options: StepOptions, plans: StagePlan, inputs: StepInputs, index: int
     ) -> StageStep:
         """Return the step of a device, the local one at `index`."""
+        slices = inputs.slices(options, index)
         writes = None
         if options.has_buffers:
-            writes = StageWrites(options.caller, inputs.buffers, index)
-        slices = inputs.slices(options, index)
+            device = compute_device(slices.scope.mesh)
+            writes = StageWrites(options.caller, inputs.buffers, index, device)
         shards = inputs.params.shards(index)
         return StageStep(plans, slices, shards, writes, inputs.scale)
 

@@ -7,6 +7,7 @@ import torch
 
 import fshard as fs
 from fshard import P
+from fshard.mesh.layout import kinds
 from fshard.mesh.layout.host_copies import start_read
 from fshard.mesh.layout.sharded import in_memory
 from tests.mesh.layout.fake_gpu import FakeGpu
@@ -27,7 +28,10 @@ def test_host_waits_only_where_it_reads(gpu):
     assert ones.tolist() == [1, 1, 1] and zeros is on_host and gpu.log == ["to host", "host waits"]
 
 
-def test_layout_in_host_memory_waits_for_its_event(gpu):
+def test_layout_in_host_memory_waits_for_its_event(gpu, monkeypatch):
+    monkeypatch.setitem(
+        kinds.makers, "host", lambda shape, dtype: gpu.on_host(torch.empty(shape, dtype=dtype))
+    )
     x = in_memory(torch.ones(2), SimpleNamespace(device_type="cuda"), "host")
     assert x.tolist() == [1, 1] and gpu.log == ["to host", "host waits"]
 
