@@ -11,7 +11,8 @@ which plays the devices of all: see nccl_hub.py. The rules:
                 making the group does.
     results     are NaN (bytes 0xFF) from the start until `work.wait()`, in the thread that started the operation.
     inputs      must not change between start and wait, nor may results be written.
-    host        `wait(timeout)` blocks the host on NCCL, so it raises. `is_completed()` completes nothing.
+    host        `wait(timeout)` blocks the host on NCCL, so it raises. `is_completed()` completes nothing. `wait` of a
+                send returns at once, whether it is received or not: see `is_completed`.
     time        Completions are delayed at random: their order between communicators depends on NCCL_RULES_SEED.
     tensors     Strided ones, dtypes that NCCL lacks and host tensors (see `host`) are refused. Extremes drop NaN. The
                 order of a sum depends on the number of operations before it.
@@ -191,8 +192,8 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
                 f"{self.op} was started in one thread and is waited for in another, which has other streams."
             )
         counts["waits"] += 1
-        if self.is_held:
-            self.let_go()
+        if self.is_held or not self.outputs:
+            self.let_go()  # the host goes on: there is no result that it could read too early
         else:
             self.finish()
         return True

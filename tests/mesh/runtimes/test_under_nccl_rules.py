@@ -15,7 +15,7 @@ from fshard.pipeline.schedule.builders import BUILDERS
 from tests.helpers import foreign_programs
 from tests.helpers.foreign_backward import foreign_backward
 from tests.helpers.foreign_programs import adamw, draw, layers
-from tests.helpers.processes import Processes
+from tests.helpers.processes import Processes, run_processes
 from tests.mesh.runtimes import nccl_rules
 from tests.mesh.runtimes.programs import the_example
 
@@ -170,3 +170,22 @@ def test_program_under_the_rules_of_nccl_has_equal_results(name):
     ):
         assert (violations, syncs) == ([], 0)
         torch.testing.assert_close(result, expected)
+
+
+def send_without_recv():
+    """Send twice; process 1 receives once, and does not wait for the end of process 0."""
+
+    def main():
+        for size in (1, 2) if fs.axis_index("d") == 0 else ():
+            fs.send(torch.ones(size), "d", to=1)
+        return fs.recv(torch.ones(1), "d", source=0) if fs.axis_index("d") else None
+
+    fs.run(main, mesh=fs.make_mesh({"d": 2}, timeout=2))
+
+
+def test_send_without_recv_under_the_rules_of_nccl_raises_at_the_end():
+    """Waiting for a send blocks no host there: what has not arrived when the process leaves is found by asking."""
+    with pytest.raises(fs.errors.MismatchError, match="sent but never received:") as error:
+        run_processes(send_without_recv, 2, environment={"FSHARD_BACKEND": "nccl_rules"})
+    text = str(error.value)
+    assert text.count("a message of") == 1 and "float32[2]" in text
