@@ -112,8 +112,8 @@ class ProcessWorld:
         self._to_itself: dict[tuple[int, ...], deque[SentMessage]] = defaultdict(deque)
         self.has_failed = False
         self._hang_watch: HangWatch | None = None
-        if not self._staged and self.device_type == "cuda":
-            stream = torch.cuda.current_stream()
+        if not self._staged and self.device_type != "cpu":
+            stream = torch.get_device_module(self.device_type).current_stream()
             self._hang_watch = HangWatch(self._works, stream, open_store())
         self._messages: MessageLinks | None = None
         if not self._staged:

@@ -231,7 +231,10 @@ def test_exit_code_of_a_process_whose_calls_hang_is_not_zero(tmp_path):
         scripts[name].join()
         text = (tmp_path / name).read_text()
         assert scripts[name].exitcode == code, (name, text)
-        assert ("Traceback" in text and "CollectiveTimeoutError" in text) == is_written, (name, text)
+        assert ("Traceback" in text and "CollectiveTimeoutError" in text) == is_written, (
+            name,
+            text,
+        )
 
 
 def hang_in_a_task():
