@@ -255,6 +255,28 @@ def test_host_tensor_given_to_the_queue_of_a_device_raises():
         assert [text.split()[0] for text in texts] == ["No", "No", "Expected"]
 
 
+def run_new_processes(fn, *args):
+    return run_processes(fn, 2, *args, environment={"FSHARD_BACKEND": fake_device.BACKEND})
+
+
+def make_groups(is_in_order):
+    """Make two groups of the same processes, which are bound to their device: in one order, or not."""
+    fake_device.install()
+    world = process.ProcessWorld.of(fs.make_mesh({"d": 2}))
+    names = ["first", "second"]
+    if not is_in_order and world.rank == 1:
+        names.reverse()
+    for name in names:
+        world.make_group((0, 1), name)
+
+
+def test_bound_groups_made_in_different_orders_are_a_deadlock():
+    """To make a bound group blocks the host until all its members do, as NCCL's `device_id` does."""
+    run_new_processes(make_groups, True)
+    with pytest.raises(nccl_rules.RuleError, match="Deadlock: .*rendezvous"):
+        run_new_processes(make_groups, False)
+
+
 # -- errors of a device --------------------------------------------------------------------------------------------
 # On NCCL no wait raises them. Here too a thread finds them, by a stream that stands where a wait blocks.
 
@@ -286,10 +308,6 @@ def fail_on_one():
         fs.psum(torch.ones(2, device=mesh.device_type), "d")
 
     fs.run(main, mesh=mesh)
-
-
-def run_new_processes(fn, *args):
-    return run_processes(fn, 2, *args, environment={"FSHARD_BACKEND": fake_device.BACKEND})
 
 
 def test_hang_of_a_device_is_found_by_the_watch_and_names_the_call(tmp_path):
