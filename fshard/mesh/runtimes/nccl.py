@@ -385,7 +385,7 @@ class HangWatch:
     def finish(self) -> None:
         """Wait until the compute stream has reached this point, or an error is found."""
         mark = self._stream.record_event()
-        while self._works.error is None and not mark.query():
+        while self._thread.is_alive() and not mark.query():
             time.sleep(PAUSE)
 
     def stop(self) -> None:

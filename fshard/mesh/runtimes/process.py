@@ -72,11 +72,13 @@ class ProcessState:
         world: the world of processes, None before `join` and after `leave`.
         meshes: torch's meshes of meshes of that world, whose groups collectives use.
         process: the number of the process that joined: a fork of it must not leave.
+        has_made_groups: whether `join` has made torch's default group, or the program.
     """
 
     world: ProcessWorld | None = None
     meshes: dict[Mesh, DeviceMesh] = field(default_factory=dict["Mesh", DeviceMesh])
     process: int | None = None
+    has_made_groups: bool = False
 
 
 _state = ProcessState()
@@ -334,13 +336,14 @@ class ProcessWorld:
         if self._watch is not None:
             self._watch.finished()
 
-        has_new_error = not self.has_failed and bool(calls)
-        self.has_failed |= not waiting or works.error is not None or bool(calls)
         if self._hang_watch is not None:
             self._hang_watch.stop()
-            if self.has_failed:
-                text = f"Process {self.rank} has failed: look for its own error."
-                self._hang_watch.publish(text)
+
+        has_new_error = not self.has_failed and bool(calls)
+        self.has_failed |= not waiting or works.error is not None or bool(calls)
+        if self.has_failed and self._hang_watch is not None:
+            text = f"Process {self.rank} has failed: look for its own error."
+            self._hang_watch.publish(text)
         self.peers.close()
 
         # A connection closes with the last reference to it, and graphs still refer to this world.
@@ -502,12 +505,15 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
             )
         return _state.world
     limit = time_limit(timeout)
-    if not dist.is_initialized():
+    has_groups = dist.is_initialized()
+    if not has_groups:
         # torch.func.grad imports it, and then it would keep the group.
         import_module("torch.distributed.nn.functional")
         meet_all(device_type, limit)
-        _state.process = os.getpid()
-        atexit.register(_leave_at_exit)
+    _state.process = os.getpid()
+    _state.has_made_groups = not has_groups
+    atexit.register(_leave_at_exit)
+    if not has_groups:
         _share_random_state(device_type)
     _state.world = ProcessWorld(limit, device_type)
     return _state.world
@@ -530,8 +536,11 @@ def leave(*, waiting: bool = True) -> None:
 
 
 def _leave_at_exit() -> None:
-    if os.getpid() != _state.process:
-        return  # a fork of the process that joined
+    world = _state.world
+    if world is None or os.getpid() != _state.process:
+        return  # the second is a fork of the process that joined
+    if not _state.has_made_groups and world._works.error is None:
+        return  # the program has made the groups, and ends them
     has_failed = hasattr(sys, "last_value")  # then others may never receive anything
     try:
         leave(waiting=not has_failed)

@@ -260,8 +260,7 @@ def run_new_processes(fn, *args):
 
 
 def make_groups(is_in_order):
-    """Make two groups of the same processes, which are bound to their device: in one order, or not."""
-    fake_device.install()
+    """Make two groups of the same processes: in one order, or not."""
     world = process.ProcessWorld.of(fs.make_mesh({"d": 2}))
     names = ["first", "second"]
     if not is_in_order and world.rank == 1:
@@ -272,9 +271,10 @@ def make_groups(is_in_order):
 
 def test_bound_groups_made_in_different_orders_are_a_deadlock():
     """To make a bound group blocks the host until all its members do, as NCCL's `device_id` does."""
-    run_new_processes(make_groups, True)
+    environment = {"FSHARD_BACKEND": "nccl_rules", "NCCL_RULES_EAGER": "1"}
+    run_processes(make_groups, 2, True, environment=environment)
     with pytest.raises(nccl_rules.RuleError, match="Deadlock: .*rendezvous"):
-        run_new_processes(make_groups, False)
+        run_processes(make_groups, 2, False, environment=environment)
 
 
 # -- errors of a device --------------------------------------------------------------------------------------------
