@@ -276,7 +276,8 @@ class Nccl(GroupTransport):
         return call.is_send and super().is_ready(needs, call)
 
     def finish_send(self, send: Work) -> None:
-        # `wait` would return at once.
+        # `wait` would return at once, and to destroy the groups would wait until NCCL's watchdog
+        # ends the process, at the age of the limit.
         end = send.began + device_limit(self.works)
         while not send.try_step() and not send.is_done:
             if self.works.error is not None or time.monotonic() > end:

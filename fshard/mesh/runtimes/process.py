@@ -536,11 +536,10 @@ def leave(*, waiting: bool = True) -> None:
 
 
 def _leave_at_exit() -> None:
-    world = _state.world
-    if world is None or os.getpid() != _state.process:
-        return  # the second is a fork of the process that joined
-    if not _state.has_made_groups and world._works.error is None:
-        return  # the program has made the groups, and ends them
+    if os.getpid() != _state.process:
+        return  # a fork of the process that joined
+    if not _state.has_made_groups and dist.is_initialized():
+        return  # the program has made the groups; they were not aborted
     has_failed = hasattr(sys, "last_value")  # then others may never receive anything
     try:
         leave(waiting=not has_failed)

@@ -150,14 +150,15 @@ def test_lost_store_and_stream_that_runs_is_no_error(world):
     assert world.left == ["destroy_process_group"]
 
 
-def test_failure_of_the_process_with_the_store_is_read_before_it_ends(world):
+def test_failure_of_the_process_with_the_store_is_read_before_it_ends(monkeypatch):
     """Another process, which looks at the store at the same interval, has read why before rank 0 has left."""
-    works = SimpleNamespace(error=None, timeout=world.process.timeout, recent=[])
-    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: True))
-    other = HangWatch(works, stream, world.store)
-    process.leave(waiting=False)
-    assert str(works.error).startswith("Process 0 has failed")
-    other.stop()
+    with joined(monkeypatch, timeout=10) as world:
+        works = SimpleNamespace(error=None, timeout=world.process.timeout, recent=[])
+        stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: True))
+        other = HangWatch(works, stream, world.store)
+        process.leave(waiting=False)
+        assert str(works.error).startswith("Process 0 has failed")
+        other.stop()
 
 
 # -- the end of a process whose last calls hang ---------------------------------------------------------------------
