@@ -242,8 +242,8 @@ def _run_task(
         fn, args, kwargs = pickle.loads(task)
         result = fn(*args, **kwargs)
         joined = dist.is_initialized()
-        if is_last:
-            process.leave()
+        if is_last or not joined:
+            process.leave()  # raises if the groups of a call that hangs were aborted
         report = pickled(WorkerReport(rank, time.monotonic(), result, joined=joined))
         is_done = True
     except BaseException as error:

@@ -62,10 +62,11 @@ def stages():
 
 def booster(wrap=lambda layer: layer, **options):
     """Train in torch's loop; also take the gradient of an input, by a backward that is the caller's own."""
-    made = fs.Booster(fs.FSDPPlugin(mesh=mesh_of(), **options))
+    mesh = mesh_of()
+    made = fs.Booster(fs.FSDPPlugin(mesh=mesh, **options))
     model = layers()
     model, opt, *_ = made.boost(nn.Sequential(*map(wrap, model)), adamw(model))
-    x = draw(4, 4).requires_grad_(not options)
+    x = draw(4, 4).to(mesh.device_type).requires_grad_(not options)
     for _ in range(2):
         loss = model(x).square().mean()
         made.backward(loss, opt)
@@ -95,17 +96,15 @@ def refused():
 
 
 def tensor_parallel():
-    made = fs.Booster(
-        fs.HybridParallelPlugin(
-            tensor=2, mesh=fs.make_mesh({"data": 1, "model": 2}), sample=draw(2, 8)
-        )
-    )
+    mesh = fs.make_mesh({"data": 1, "model": 2})
+    made = fs.Booster(fs.HybridParallelPlugin(tensor=2, mesh=mesh, sample=draw(2, 8)))
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     with torch.no_grad():
         for number, p in enumerate(model.parameters()):
             p.copy_(draw(*p.shape, seed=number))
     model, opt, *_ = made.boost(model, adamw(model))
-    made.backward(model(draw(2, 8)).square().mean(), opt)
+    x = draw(2, 8).to(mesh.device_type)
+    made.backward(model(x).square().mean(), opt)
     opt.step()
     return dict(model.unwrap().named_parameters())
 

@@ -1,7 +1,7 @@
 """Collectives by the backend's own operations, for backends where these are fast: NCCL.
 
 A work runs on the stream that it was started on: to wait for it makes the caller's stream wait, not
-the host. So the host never knows which calls have ended, and no wait can raise: see `end_hangs`.
+the host. So the host never knows which calls have ended: see Note [Errors without waits].
 
 Unsupported dtypes are converted before the call, wherever that is exact: a rejected call can leave
 a group broken. 16-bit integers are summed as 32-bit ones, complex numbers as pairs of reals.
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fshard.errors import CollectiveTimeoutError, LostProcessError
+from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.collectives.moves import Broadcast, Extreme, PartsMove, Permute, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, combined, flipped
 from fshard.mesh.layout.mesh import run_defaults
 from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
-from fshard.mesh.runtimes.transport import Wire, Works
+from fshard.mesh.runtimes.transport import Wire, Work, Works
 
 _dist: Any = dist
 # The second names are those before torch 2.13.
@@ -38,6 +38,17 @@ _reduce_scatter = getattr(_dist, "reduce_scatter_single", None) or _dist.reduce_
 _REDUCES_AS = {**WIDER, torch.bool: torch.uint8, torch.int16: torch.int32}
 """Dtypes that the backend cannot add or compare, and one with the same values that it can."""
 del _REDUCES_AS[torch.float16], _REDUCES_AS[torch.bfloat16]  # NCCL adds these itself
+
+PAUSE = 0.01
+"""Seconds between two looks at a device, where a process waits for it to leave."""
+
+
+def device_limit(works: Works) -> float:
+    """Return the seconds that a call may take on the device.
+
+    They are fewer than those after which NCCL's watchdog ends the process, without naming the call.
+    """
+    return 0.9 * works.timeout.total_seconds()
 
 
 # -- reductions ------------------------------------------------------------------------------------
@@ -259,9 +270,19 @@ class Nccl(GroupTransport):
     def wait(self, needs: Sequence[Any], timeout: timedelta) -> None:
         for work in needs:
             work.wait()  # with a time limit it would block the host until the operation has ended
+        self.works.raise_error()
 
     def is_ready(self, needs: Sequence[Any], call: CallInfo) -> bool:
         return call.is_send and super().is_ready(needs, call)
+
+    def finish_send(self, send: Work) -> None:
+        # `wait` would return at once, and to destroy the groups would wait until NCCL's watchdog
+        # ends the process, at the age of the limit.
+        end = send.began + device_limit(self.works)
+        while not send.try_step() and not send.is_done:
+            if self.works.error is not None or time.monotonic() > end:
+                return
+            time.sleep(PAUSE)
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -337,33 +358,92 @@ def _connection_order(pair: tuple[int, int]) -> tuple[int, ...]:
 # -- hangs -----------------------------------------------------------------------------------------
 
 
-def end_hangs(works: Works, stream: Any, store: Any, stopped: Event) -> None:
-    """Abort the groups if the compute stream hangs, or another process fails; until `stopped`.
+# Note [Errors without waits]
+# On NCCL the host waits for no call, so no call can raise because another process is late or gone.
+# A thread finds out, writes the calls that may not have ended to stderr, keeps the error in `Works`
+# and aborts the groups. Kernels that wait for other processes then end, without their results.
+# Every later call raises the error. If there is none, leaving the world does, and the process ends
+# with exit code 1: it may have read, printed or saved what its last calls should have received.
+class HangWatch:
+    """Aborts the groups if the compute stream hangs, or another process fails.
 
-    Runs in a thread of its own. It marks the compute stream about once a second, since on NCCL the
-    host waits for no call, so no call could raise. If the stream does not reach a mark within nine
-    tenths of the time limit, or another process has failed, the calls since the mark before are
-    written to stderr, and the groups are aborted. Then kernels that wait for other processes end,
-    and the next call raises.
+    A thread marks the compute stream about once a second. A stream that does not reach a mark
+    within nine tenths of the time limit hangs. Once the store is lost, a tenth of that is enough,
+    since the process with the store has ended. See Note [Errors without waits].
     """
-    # Before the full limit, at which NCCL's watchdog would end the process.
-    limit = 0.9 * works.timeout.total_seconds()
-    interval = min(1.0, limit / 20)
-    since = 0.0  # when the last mark that was reached was set
-    marked = time.monotonic()
-    mark = stream.record_event()
-    with suppress(dist.DistError):  # the process with the store has ended
-        while works.error is None and not stopped.wait(interval):
-            if store.check(["failure"]):
-                works.error = LostProcessError(store.get("failure").decode())
+
+    def __init__(self, works: Works, stream: Any, store: Any) -> None:
+        self._works = works
+        self._stream = stream
+        self._store = store
+        self._is_store_lost = False
+        self._limit = device_limit(works)
+        self._interval = min(1.0, self._limit / 20)
+        self._stopped = Event()
+        self._thread = Thread(target=self._run, name="fshard-hangs", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the compute stream has reached this point, or an error is found."""
+        mark = self._stream.record_event()
+        while self._thread.is_alive() and not mark.query():
+            time.sleep(PAUSE)
+
+    def stop(self) -> None:
+        """End the thread; if it aborts the groups just now, wait until it has."""
+        self._stopped.set()
+        self._thread.join(5)  # it may wait for a store that does not answer
+
+    def publish(self, text: str) -> None:
+        """Let the other processes raise an error, unless one is published already."""
+        with suppress(RuntimeError):  # the process with the store has ended
+            self._store.compare_set("failure", "", text)
+
+    def linger(self) -> None:
+        """Keep the store until all processes have read what is published; rank 0 may have it."""
+        time.sleep(2 * self._interval)
+
+    def _run(self) -> None:
+        works = self._works
+        since = 0.0  # when the last mark that was reached was set
+        marked = time.monotonic()
+        mark = self._stream.record_event()
+        while works.error is None and not self._stopped.wait(self._interval):
+            failure = self._read_failure()
+            if failure:
+                works.error = LostProcessError(failure)
             elif mark.query():
                 since = marked
                 marked = time.monotonic()
-                mark = stream.record_event()
-            elif time.monotonic() - marked > limit:
-                works.error = CollectiveTimeoutError(f"A call did not end within {limit:g} s.")
-    if works.error is not None:
-        calls = [f"\n  {call}" for began, call in [*works.recent] if began >= since]
-        sys.stderr.write(f"fshard: {works.error} Calls that may not have ended:{''.join(calls)}\n")
-        groups: Any = dist.distributed_c10d
-        groups._abort_process_group()
+                mark = self._stream.record_event()
+            else:
+                works.error = self._find_hang(time.monotonic() - marked)
+        if works.error is not None:
+            calls = [f"\n  {call}" for began, call in [*works.recent] if began >= since]
+            table = "".join(calls)
+            sys.stderr.write(f"fshard: {works.error} Calls that may not have ended:{table}\n")
+            groups: Any = dist.distributed_c10d
+            groups._abort_process_group()
+
+    def _read_failure(self) -> str:
+        """Return what another process has published, or "" if it is nothing, or unknown."""
+        if self._is_store_lost:
+            return ""
+        try:
+            return self._store.get("failure").decode() if self._store.check(["failure"]) else ""
+        except dist.DistError:
+            self._is_store_lost = True
+            return ""
+
+    def _find_hang(self, seconds: float) -> FshardError | None:
+        """Return the error of a stream that has not reached a mark for some time, if it is one."""
+        if seconds > self._limit:
+            return CollectiveTimeoutError(f"A call did not end within {self._limit:g} s.")
+        # Processes that end in order leave no call of others open. But rank 0 may be the first to
+        # end, while the streams of others still have work of their own.
+        if self._is_store_lost and seconds > self._limit / 10:
+            return LostProcessError(
+                f"The process with the store, rank 0 or its launcher, has ended, and a call has "
+                f"not ended for {seconds:.0f} s since: look for the error of that process."
+            )
+        return None

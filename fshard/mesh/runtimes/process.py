@@ -11,6 +11,7 @@ import atexit
 import hashlib
 import os
 import sys
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,7 @@ from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
 from fshard.mesh.runtimes.gloo import Gloo
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
-from fshard.mesh.runtimes.nccl import MessageLinks, Nccl, end_hangs
+from fshard.mesh.runtimes.nccl import HangWatch, MessageLinks, Nccl
 from fshard.mesh.runtimes.process_group import GroupTransport
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.transport import Transport, Works
@@ -71,11 +72,13 @@ class ProcessState:
         world: the world of processes, None before `join` and after `leave`.
         meshes: torch's meshes of meshes of that world, whose groups collectives use.
         process: the number of the process that joined: a fork of it must not leave.
+        has_made_groups: whether `join` has made torch's default group, or the program.
     """
 
     world: ProcessWorld | None = None
     meshes: dict[Mesh, DeviceMesh] = field(default_factory=dict["Mesh", DeviceMesh])
     process: int | None = None
+    has_made_groups: bool = False
 
 
 _state = ProcessState()
@@ -110,13 +113,10 @@ class ProcessWorld:
         self._groups: dict[tuple[int, ...], Any] = {}
         self._to_itself: dict[tuple[int, ...], deque[SentMessage]] = defaultdict(deque)
         self.has_failed = False
-        self._has_left = Event()
-        self._store = open_store()
-
-        if not self._staged and self.device_type == "cuda":
-            stream = torch.cuda.current_stream()
-            context = (self._works, stream, self._store, self._has_left)
-            Thread(target=end_hangs, args=context, name="fshard-hangs", daemon=True).start()
+        self._hang_watch: HangWatch | None = None
+        if not self._staged and self.device_type != "cpu":
+            stream = torch.get_device_module(self.device_type).current_stream()
+            self._hang_watch = HangWatch(self._works, stream, open_store())
         self._messages: MessageLinks | None = None
         if not self._staged:
             everyone = tuple(range(dist.get_world_size()))
@@ -131,7 +131,7 @@ class ProcessWorld:
         """Return the world of a mesh; `make_mesh` joined it."""
         world = _state.world
         if world is not None and world._works.error is not None:
-            raise world._works.error
+            world._works.raise_error()
         if world is None or not dist.is_initialized():
             raise MeshError(
                 f"{mesh} has no processes: call fs.make_mesh in every process, under torchrun."
@@ -317,37 +317,63 @@ class ProcessWorld:
     # message was received, at most for the time limit. A message that a process has left without is
     # an error of the program: that of the sender. After a failure nothing is waited for, since the
     # others may never receive; where no socket closes visibly (NCCL) the failure is published in
-    # the store. Last all references are cleared: torch closes a connection with the last reference
-    # to it.
+    # the store. Hangs are watched for until the device has ended, since to destroy groups waits for
+    # it too. Last all references are cleared: torch closes a connection with the last reference to
+    # it.
     def finish(self, waiting: bool) -> None:
-        """End all calls; `waiting` for sent messages to arrive, and raising if some never will."""
+        """End all calls; `waiting` for them, and raising if a sent message was never received.
+
+        Raise the error that has ended all groups as well, unless a call has.
+        """
+        works = self._works
         calls: list[CallInfo] = []
-        if waiting:
+        if waiting and works.error is None:
             for messages in self._to_itself.values():
                 calls += [call for call, _ in messages]
-            calls += self._works.finish_sends() + self.peers.unreceived()
+            calls += works.finish_sends() + self.peers.unreceived()
+            if self._hang_watch is not None and not calls:
+                self._hang_watch.finish()
         if self._watch is not None:
             self._watch.finished()
-        self._has_left.set()
-        self.has_failed |= not waiting
-        if self.has_failed and not self._staged:
+
+        if self._hang_watch is not None:
+            self._hang_watch.stop()
+
+        has_new_error = not self.has_failed and bool(calls)
+        self.has_failed |= not waiting or works.error is not None or bool(calls)
+        if self.has_failed and self._hang_watch is not None:
             text = f"Process {self.rank} has failed: look for its own error."
-            with suppress(RuntimeError):  # the process with the store has failed
-                self._store.compare_set("failure", "", text)
+            self._hang_watch.publish(text)
         self.peers.close()
 
         # A connection closes with the last reference to it, and graphs still refer to this world.
         self._messages = None
         self._to_itself.clear()
-        self._works.in_progress.clear()
+        works.in_progress.clear()
         self._transports.clear()
         self._hosts.clear()
         self._groups.clear()
         self.scopes.clear()
-        if calls and not self.has_failed:
-            self.has_failed = True
+        if waiting and not works.has_raised_error:
+            works.raise_error()
+        if has_new_error:
             lines = sorted({str(call) for call in calls})
             raise MismatchError("\n  ".join(["Messages were sent but never received:", *lines]))
+
+    def is_joined(self) -> bool:
+        """Return True unless the program has destroyed the groups itself."""
+        return dist.is_initialized() or self._works.error is not None
+
+    def end_groups(self) -> None:
+        """Destroy torch's groups, unless they are gone; abort them after a failure."""
+        if dist.is_initialized():
+            # NCCL would wait in calls that the other processes may never make.
+            if self.has_failed and self.backend != "gloo":
+                _C10D._abort_process_group()
+            else:
+                dist.destroy_process_group()
+        if self.has_failed and self._hang_watch is not None and self.rank == 0:
+            self._hang_watch.linger()
 
     # -- groups ------------------------------------------------------------------------------------
 
@@ -479,12 +505,15 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
             )
         return _state.world
     limit = time_limit(timeout)
-    if not dist.is_initialized():
+    has_groups = dist.is_initialized()
+    if not has_groups:
         # torch.func.grad imports it, and then it would keep the group.
         import_module("torch.distributed.nn.functional")
         meet_all(device_type, limit)
-        _state.process = os.getpid()
-        atexit.register(_leave_at_exit)
+    _state.process = os.getpid()
+    _state.has_made_groups = not has_groups
+    atexit.register(_leave_at_exit)
+    if not has_groups:
         _share_random_state(device_type)
     _state.world = ProcessWorld(limit, device_type)
     return _state.world
@@ -498,23 +527,28 @@ def leave(*, waiting: bool = True) -> None:
     world = _state.world
     _state.world = None
     _state.meshes = {}
-    if world is None or not dist.is_initialized():
+    if world is None or not world.is_joined():
         return
     try:
         world.finish(waiting)
     finally:
-        # NCCL would wait in calls that the other processes may never make.
-        if world.has_failed and world.backend != "gloo":
-            _C10D._abort_process_group()
-        else:
-            dist.destroy_process_group()
+        world.end_groups()
 
 
 def _leave_at_exit() -> None:
     if os.getpid() != _state.process:
         return  # a fork of the process that joined
+    if not _state.has_made_groups and dist.is_initialized():
+        return  # the program has made the groups; they were not aborted
     has_failed = hasattr(sys, "last_value")  # then others may never receive anything
-    leave(waiting=not has_failed)
+    try:
+        leave(waiting=not has_failed)
+    except BaseException:
+        # Python would write it, and end with exit code 0: to a launcher all would be well.
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _share_random_state(device_type: str) -> None:

@@ -84,11 +84,12 @@ class Transport:
         `verify` raises, before the result is waited for, unless all processes make the same call.
         """
         works = self.works
-        works.recent.append((time.monotonic(), call))
+        began = time.monotonic()
+        works.recent.append((began, call))
         if works.in_progress:
             works.hand_over()
 
-        work = Work(self, wire, call, unpack, verify)
+        work = Work(self, wire, call, unpack, verify, began)
         works.in_progress[work] = None
         try:
             with work.lock, self.lock:
@@ -139,6 +140,10 @@ class Transport:
         """
         raise NotImplementedError
 
+    def finish_send(self, send: Work) -> None:
+        """Wait until a message was received, or raise; at most for the time limit."""
+        send.wait()
+
     def helper(self, call: CallInfo) -> Helper | None:
         """Return the helper thread that advances a work while no thread waits for it, if any."""
         return None
@@ -181,7 +186,15 @@ class Works:
         self.in_progress: dict[Work, None] = {}  # a set in order
         # For the text of an error on NCCL, where the host does not know which calls have ended.
         self.recent: deque[tuple[float, CallInfo]] = deque(maxlen=64)
+        # The error that has ended all groups: see Note [Errors without waits].
         self.error: FshardError | None = None
+        self.has_raised_error = False
+
+    def raise_error(self) -> None:
+        """Raise the error that has ended all groups, if there is one."""
+        if self.error is not None:
+            self.has_raised_error = True
+            raise self.error
 
     def hand_over(self, waited_for: Work | None = None) -> None:
         """Give works to helpers, where they need one: before another starts or is waited for."""
@@ -204,7 +217,7 @@ class Works:
         sends = [work for work in self.in_progress if work.call.is_send]
         for work in sends:
             with suppress(RuntimeError, FshardError):
-                work.wait()
+                work.transport.finish_send(work)
         return [work.call for work in sends if not work.is_done]
 
 
@@ -237,12 +250,14 @@ class Work:
         call: CallInfo,
         unpack: Callable[[Any], Tensors],
         verify: Callable[[], None] | None,
+        began: float,
     ) -> None:
         self.call = call
+        self.began = began
         self.lock = Lock()  # held by the thread that advances the wire: see Note [Order of locks]
         self.needs: Sequence[Any] = ()
         self.is_done = False
-        self._transport = transport
+        self.transport = transport
         self._wire = wire
         self._unpack = unpack
         self._verify = verify
@@ -273,7 +288,7 @@ class Work:
 
     def _finish_wire(self) -> Tensors:
         """Run the wire to its end, or wait for the helper that does; unpack the result."""
-        works = self._transport.works
+        works = self.transport.works
         if len(works.in_progress) > 1 or self._verify is not None:
             works.hand_over(self)
         if self._verify is not None:
@@ -312,7 +327,7 @@ class Work:
 
     def hand_over(self) -> None:
         """Give the wire to the transport's helper, if any, unless a thread advances it already."""
-        helper = self._transport.helper(self.call)
+        helper = self.transport.helper(self.call)
         if helper is not None and self.lock.acquire(blocking=False):
             try:
                 if self._helper_ended is None:
@@ -327,12 +342,12 @@ class Work:
 
     def _run_wire(self) -> None:
         # See Note [Unlimited sends].
-        timeout = UNLIMITED if self.call.is_send else self._transport.works.timeout
+        timeout = UNLIMITED if self.call.is_send else self.transport.works.timeout
         while not self.is_done:
             if self._error is not None:
                 raise self._error
             try:
-                self._transport.wait(self.needs, timeout)
+                self.transport.wait(self.needs, timeout)
             except BaseException as error:
                 self.fail(error)
             self._step_wire()
@@ -347,7 +362,7 @@ class Work:
         try:
             if self.is_done or self._error is not None:
                 return False
-            if not self._transport.is_ready(self.needs, self.call):
+            if not self.transport.is_ready(self.needs, self.call):
                 return False
             with suppress(Exception):
                 self._step_wire()
@@ -358,7 +373,7 @@ class Work:
     def _step_wire(self) -> None:
         """Run the wire to where it waits next, or to its end."""
         try:
-            with self._transport.lock:
+            with self.transport.lock:
                 self.needs = next(self._wire)
         except StopIteration as stopped:
             self.end(stopped.value)
@@ -370,13 +385,13 @@ class Work:
         self._result = result
         self.needs = ()
         self.is_done = True
-        self._transport.works.in_progress.pop(self, None)
+        self.transport.works.in_progress.pop(self, None)
 
     def fail(self, error: BaseException) -> NoReturn:
         """Leave the group, and raise with a description of the call: also to a second waiter."""
-        self._transport.works.in_progress.pop(self, None)
+        self.transport.works.in_progress.pop(self, None)
         self._wire.close()
-        self._transport.fail(error)
+        self.transport.fail(error)
         try:
             self._error = self._explained_error(error)
         except BaseException as explanation:
@@ -387,13 +402,12 @@ class Work:
 
     def _explained_error(self, error: BaseException) -> BaseException:
         """Return the error to raise: a time-out or a lost peer is an error of its own."""
-        works = self._transport.works
-        if works.error is not None:
-            return works.error
+        works = self.transport.works
+        works.raise_error()
         if not isinstance(error, RuntimeError) or isinstance(error, FshardError):
             return error
 
-        self._transport.explain(self.call)
+        self.transport.explain(self.call)
         text = str(error)
         first_line = text.splitlines()[0] if text else ""
         if "imed out" in text or "imeout" in text:

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.mesh.runtimes.fake_device import on_host
+
 SEED = int(os.environ.get("NCCL_RULES_SEED", "0"))
 DELAY = float(os.environ.get("NCCL_RULES_DELAY", "0.0005"))
 """Seconds by which a completion is delayed: four in five by less, the others by eight times as much."""
@@ -30,7 +32,9 @@ STALL = float(os.environ.get("NCCL_RULES_STALL", "20"))
 
 def array_of(x: Tensor) -> np.ndarray[Any, Any]:
     """Return the memory of a contiguous tensor; autograd does not see writes to it, as it does not see NCCL's."""
-    return x.detach().reshape(-1).view(torch.uint8).numpy() if x.numel() else np.empty(0, np.uint8)
+    if not x.numel():
+        return np.empty(0, np.uint8)
+    return on_host(x.detach().reshape(-1).view(torch.uint8)).numpy()
 
 
 def bytes_of(x: Tensor) -> bytes:

@@ -6,15 +6,19 @@ which plays the devices of all: see nccl_hub.py. The rules:
     order       Operations of a communicator are paired by their order. Tags are ignored.
     queues      A communicator is a queue on each of its ranks: an operation starts when all before it have completed.
                 A send or receive has a communicator of its two ranks, on which both directions share the queue. A batch
-                uses the group's, and so does everything if NCCL_RULES_EAGER=1, as with torch's `device_id`.
+                uses the group's, and so does everything in an eager group, as with torch's `device_id`.
     rendezvous  The first operation of a communicator blocks the host until all its ranks make theirs. If eager,
-                making the group does.
+                making the group does. All groups are eager if NCCL_RULES_EAGER=1; beside gloo those are that have both
+                backends, as the library binds those to their device.
     results     are NaN (bytes 0xFF) from the start until `work.wait()`, in the thread that started the operation.
     inputs      must not change between start and wait, nor may results be written.
-    host        `wait(timeout)` blocks the host on NCCL, so it raises. `is_completed()` completes nothing.
+    host        `wait(timeout)` blocks the host on NCCL, so it raises. `is_completed()` completes nothing. `wait` of a
+                send returns at once, whether it is received or not: see `is_completed`.
     time        Completions are delayed at random: their order between communicators depends on NCCL_RULES_SEED.
     tensors     Strided ones, dtypes that NCCL lacks and host tensors (see `host`) are refused. Extremes drop NaN. The
                 order of a sum depends on the number of operations before it.
+    beside gloo With `fake_device`, and its BACKEND in place of "nccl_rules", only tensors of `fakegpu` are those of GPUs.
+                Groups with both backends pass tensors of the host to real gloo; groups for messages refuse them.
     deadlocks   are reported to all ranks: the cycle, or all open operations after NCCL_RULES_STALL seconds of silence.
 
 With `hold()`, `wait` returns at once and nothing completes until `release()`: a step that returns has blocked the host
@@ -32,7 +36,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import update_wrapper
+from functools import update_wrapper, wraps
 from itertools import accumulate, count
 from multiprocessing.connection import Client
 from typing import Any, NoReturn
@@ -41,16 +45,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from tests.mesh.runtimes import fake_device
 from tests.mesh.runtimes.nccl_hub import QUIET, Hub, Op, array_of, bytes_of
 
 counts: Counter[str] = Counter()
-"""Launches by name, and "launches", "waits", "host syncs", "polls", "rendezvous" and "aborts" of this process."""
+"""Launches by name, and "launches", "waits", "host syncs", "polls", "rendezvous", "aborts", "on gloo" of this process."""
 violations: list[str] = []
 """The texts of all rule errors of this process, in case that the library has suppressed some."""
 
 _hosts: weakref.WeakSet[Any] = weakref.WeakSet()
-_state: dict[str, Any] = {"engine": None, "held": None}
+_state: dict[str, Any] = {"engine": None, "held": None, "backend": "", "blocked": 0}
 
 
 class RuleError(AssertionError):
@@ -73,6 +79,11 @@ def release() -> None:
     works, _state["held"] = _state["held"] or [], None
     for work in works:
         work.is_held = False
+
+
+def is_blocked() -> bool:
+    """Return True if the main thread waits for an operation, as the compute stream would."""
+    return _state["blocked"] > 0
 
 
 def _violate(text: str, kind: type[Exception] = RuleError) -> NoReturn:
@@ -133,8 +144,10 @@ class Engine:
             is_main = _stream() == threading.main_thread().ident
             if is_main:
                 self.tell("block", work.op.id)
+                _state["blocked"] += 1
             in_time = work.event.wait(timeout.total_seconds())
             if is_main:
+                _state["blocked"] -= 1
                 self.tell("go on", None)
             if not in_time:
                 text = f"Watchdog caught collective operation timeout: {work.op} ran for {timeout}."
@@ -191,8 +204,8 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
                 f"{self.op} was started in one thread and is waited for in another, which has other streams."
             )
         counts["waits"] += 1
-        if self.is_held:
-            self.let_go()
+        if self.is_held or not self.outputs:
+            self.let_go()  # the host goes on: there is no result that it could read too early
         else:
             self.finish()
         return True
@@ -220,6 +233,10 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
                 _violate(f"{self.op}: a tensor {[*x.shape]} was written between start and wait.")
 
 
+def _device_type() -> str:
+    return fake_device.NAME if fake_device.is_installed() else "cpu"
+
+
 INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
 FLOATS = {
     torch.float64,
@@ -235,7 +252,7 @@ DTYPES = INTEGERS | FLOATS
 
 def _check_tensors(xs: Sequence[Tensor]) -> None:
     for x in xs:
-        if x.device.type != "cpu" or x.untyped_storage() in _hosts:
+        if x.device.type != _device_type() or x.untyped_storage() in _hosts:
             _violate("No backend type associated with device type cpu: NCCL takes tensors of GPUs.")
         if x.dtype not in DTYPES:
             _violate(f"Input tensor data type is not supported for NCCL process group: {x.dtype}")
@@ -258,13 +275,19 @@ class NcclRules(dist.ProcessGroup):
     """A group; ranks in messages to the hub are those of the world."""
 
     def __init__(
-        self, engine: Engine, name: str, members: tuple[int, ...], timeout: timedelta
+        self,
+        engine: Engine,
+        name: str,
+        members: tuple[int, ...],
+        timeout: timedelta,
+        gloo: Any,
     ) -> None:
         super().__init__(members.index(engine.rank), len(members))
         self.engine, self.name, self.members, self.timeout = engine, name, members, timeout
         engine.names[name] += 1
         self.label = name if engine.names[name] == 1 else f"{name}#{engine.names[name]}"
-        self.is_eager = os.environ.get("NCCL_RULES_EAGER") == "1"
+        self.gloo = gloo  # for tensors of the host, where the device is another
+        self.is_eager = gloo is not None or os.environ.get("NCCL_RULES_EAGER") == "1"
         self.batch: list[tuple[int, Tensor, bool]] | None = None
         engine.groups.add(self)
         if self.is_eager:
@@ -273,6 +296,11 @@ class NcclRules(dist.ProcessGroup):
     @property
     def group_name(self) -> str:
         return self.name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = [_device_type()] if self.gloo is None else ["cpu", _device_type()]
+        return [torch.device(kind) for kind in kinds]
 
     def getBackendName(self) -> str:
         return "nccl_rules"
@@ -421,7 +449,7 @@ class NcclRules(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Work:
         counts["host syncs"] += 1
-        return self.allreduce([torch.ones(1)])
+        return self.allreduce([torch.ones(1, device=_device_type())])
 
     # torch's older names
     _allgather_base = allgather_into_tensor = all_gather_single
@@ -502,13 +530,48 @@ def _split(x: Tensor, sizes: Sequence[int], n: int) -> list[Tensor]:
     return [x[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
+def _route(name: str) -> None:
+    """Let a method pass tensors of the host to gloo, in a group that has it."""
+    method = getattr(NcclRules, name)
+
+    @wraps(method)
+    def routed(self: NcclRules, *args: Any, **kwargs: Any) -> Any:
+        is_on_host = any(isinstance(x, Tensor) and x.is_cpu for x in tree_leaves(args))
+        if self.gloo is not None and is_on_host:
+            counts["on gloo"] += 1
+            return getattr(self.gloo, name)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    setattr(NcclRules, name, routed)
+
+
+for _name in ("send", "recv", "broadcast", "allreduce", "allgather"):
+    _route(_name)
+
+
 def _create(options: Any, _: Any = None) -> NcclRules:
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     if not dist.is_initialized():
         if options.group_rank == 0:
             options.store.set("nccl_rules", Hub(options.group_size).listener.address)
         _state["engine"] = Engine(options.group_rank, options.store.get("nccl_rules").decode())
-    return NcclRules(_state["engine"], options.group_id, members, options.timeout)
+    gloo = None
+    if ":" in _state["backend"]:
+        store = dist.PrefixStore("gloo", options.store)
+        gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
+    return NcclRules(_state["engine"], options.group_id, members, options.timeout, gloo)
+
+
+_new_group_by_torch = dist.distributed_c10d._new_process_group_helper
+
+
+def _new_group(*args: Any, **kwargs: Any) -> Any:
+    """Make a group as torch does; note its backends, which `_create` is not given."""
+    _state["backend"] = str(args[3])
+    return _new_group_by_torch(*args, **kwargs)
+
+
+dist.distributed_c10d._new_process_group_helper = _new_group
 
 
 class Ruled:
@@ -548,4 +611,6 @@ def _batch_isend_irecv(ops: list[dist.P2POp]) -> list[dist.Work]:
 
 
 dist.batch_isend_irecv = _batch_isend_irecv
-dist.Backend.register_backend("nccl_rules", _create, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend(
+    "nccl_rules", _create, extended_api=True, devices=["cpu", fake_device.NAME]
+)

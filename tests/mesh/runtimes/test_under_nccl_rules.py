@@ -3,20 +3,24 @@
 To run any test of processes so: FSHARD_BACKEND=nccl_rules FSHARD_FOREIGN_BACKWARD=1 make test ARGS=...; see conftest.py.
 """
 
+import os
 import tempfile
+import time
 from functools import cache, partial
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import fshard as fs
 from fshard import P
+from fshard.mesh.runtimes import process
 from fshard.pipeline.schedule.builders import BUILDERS
 from tests.helpers import foreign_programs
 from tests.helpers.foreign_backward import foreign_backward
 from tests.helpers.foreign_programs import adamw, draw, layers
-from tests.helpers.processes import Processes
-from tests.mesh.runtimes import nccl_rules
+from tests.helpers.processes import Processes, run_processes
+from tests.mesh.runtimes import fake_device, nccl_rules
 from tests.mesh.runtimes.programs import the_example
 
 
@@ -67,7 +71,7 @@ def experts():
 
     def loss_fn(p, x):
         for _ in range(2):
-            routing = fs.experts.route(x @ p["router"] - torch.tensor([0.0, 0.0, 0.0, 1e3]), 2)
+            routing = fs.experts.route(x @ p["router"] - x.new_tensor([0.0, 0.0, 0.0, 1e3]), 2)
             x = x + fs.experts.moe(x, routing, p["experts"], axis="expert")[0]
         return x.square().mean() + fs.experts.balance_loss(routing, axes)
 
@@ -107,7 +111,8 @@ def hybrid():
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
     model, opt, *_ = made.boost(model, adamw(model))
     for seed in range(2):
-        made.backward(model(draw(2, 4, seed=seed)).square().mean(), opt)
+        x = draw(2, 4, seed=seed).to(mesh.device_type)
+        made.backward(model(x).square().mean(), opt)
         opt.step()
         opt.zero_grad()
     return dict(model.unwrap().named_parameters())
@@ -158,6 +163,7 @@ def pools():
     for n in (2, 4):
         processes(n).close()
         processes(n, "nccl_rules").close()
+    processes(2, fake_device.BACKEND).close()
     processes.cache_clear()
 
 
@@ -170,3 +176,149 @@ def test_program_under_the_rules_of_nccl_has_equal_results(name):
     ):
         assert (violations, syncs) == ([], 0)
         torch.testing.assert_close(result, expected)
+
+
+def send_without_recv():
+    """Send twice; process 1 receives once, and does not wait for the end of process 0."""
+
+    def main():
+        for size in (1, 2) if fs.axis_index("d") == 0 else ():
+            fs.send(torch.ones(size), "d", to=1)
+        return fs.recv(torch.ones(1), "d", source=0) if fs.axis_index("d") else None
+
+    fs.run(main, mesh=fs.make_mesh({"d": 2}, timeout=2))
+
+
+def test_send_without_recv_under_the_rules_of_nccl_raises_at_the_end():
+    """Waiting for a send blocks no host there: what has not arrived when the process leaves is found by asking."""
+    with pytest.raises(fs.errors.MismatchError, match="sent but never received:") as error:
+        run_processes(send_without_recv, 2, environment={"FSHARD_BACKEND": "nccl_rules"})
+    text = str(error.value)
+    assert text.count("a message of") == 1 and "float32[2]" in text
+
+
+# -- a device that is not the host ---------------------------------------------------------------------------------
+# Headers, counters, rows of agreement and losses in host memory go over gloo: a queue of the device refuses them.
+
+BESIDE_GLOO = ("zero 3", "accumulated", "stages", "booster", "zbv of 2", "checkpoint")
+"""Programs that are tried so; the others were, by hand."""
+
+
+def run_beside_gloo(name):
+    """Return the result in host memory, the violations of the rules, host synchronisations, and what both links carried."""
+    fake_device.install()
+    nccl_rules.violations.clear()
+    nccl_rules.counts.clear()
+    # Without `foreign_backward`: autograd itself has a thread for the device.
+    result = tree_map_only(torch.Tensor, lambda x: x.cpu(), run_plainly(name))
+    counts = nccl_rules.counts
+    has_used_both = counts["launches"] > 0 and counts["on gloo"] > 0
+    return result, [*nccl_rules.violations], counts["host syncs"], has_used_both
+
+
+@pytest.mark.parametrize("name", BESIDE_GLOO)
+def test_program_on_a_device_beside_gloo_has_equal_results(name):
+    reports = processes(2, fake_device.BACKEND).run(run_beside_gloo, name)
+    for expected, (result, *report) in zip(
+        processes(2).run(run_plainly, name), reports, strict=True
+    ):
+        assert report == [[], 0, True]
+        torch.testing.assert_close(result, expected)
+
+
+def give_host_tensors_to_the_device():
+    """Use a group of the device alone, as those of messages are, and the queue of the device itself."""
+    fake_device.install()
+    mesh = fs.make_mesh({"d": 2})
+    world = process.ProcessWorld.of(mesh)
+    link = world._messages.transport(0, 1)
+    axis = world._transports[0, 1].pg
+    texts = []
+    for call in (
+        lambda: link.pg.send([torch.ones(1)], 1),
+        lambda: nccl_rules.NcclRules.launch(axis, "all_reduce", (), [torch.ones(1)], []),
+        lambda: torch.ones(2, device=mesh.device_type) + torch.ones(2),
+    ):
+        with pytest.raises((nccl_rules.RuleError, RuntimeError)) as error:
+            call()
+        texts.append(str(error.value))
+    nccl_rules.violations.clear()
+    return mesh.device_type, axis.is_eager, link.pg.is_eager, texts
+
+
+def test_host_tensor_given_to_the_queue_of_a_device_raises():
+    """Groups of axes are bound to their device, those of messages are not, as in real worlds."""
+    for kind, *is_eager, texts in processes(2, fake_device.BACKEND).run(
+        give_host_tensors_to_the_device
+    ):
+        assert (kind, is_eager) == (fake_device.NAME, [True, False])
+        assert [text.split()[0] for text in texts] == ["No", "No", "Expected"]
+
+
+def run_new_processes(fn, *args):
+    return run_processes(fn, 2, *args, environment={"FSHARD_BACKEND": fake_device.BACKEND})
+
+
+def make_groups(is_in_order):
+    """Make two groups of the same processes: in one order, or not."""
+    world = process.ProcessWorld.of(fs.make_mesh({"d": 2}))
+    names = ["first", "second"]
+    if not is_in_order and world.rank == 1:
+        names.reverse()
+    for name in names:
+        world.make_group((0, 1), name)
+
+
+def test_bound_groups_made_in_different_orders_are_a_deadlock():
+    """To make a bound group blocks the host until all its members do, as NCCL's `device_id` does."""
+    environment = {"FSHARD_BACKEND": "nccl_rules", "NCCL_RULES_EAGER": "1"}
+    run_processes(make_groups, 2, True, environment=environment)
+    with pytest.raises(nccl_rules.RuleError, match="Deadlock: .*rendezvous"):
+        run_processes(make_groups, 2, False, environment=environment)
+
+
+# -- errors of a device --------------------------------------------------------------------------------------------
+# On NCCL no wait raises them. Here too a thread finds them, by a stream that stands where a wait blocks.
+
+
+def leave_one_out(path):
+    fake_device.install()
+    os.dup2(os.open(path / str(os.environ["RANK"]), os.O_WRONLY | os.O_CREAT), 2)
+    mesh = fs.make_mesh({"d": 2}, timeout=4)
+    works = process.ProcessWorld.of(mesh)._works
+
+    def main():
+        x = torch.ones(3, device=mesh.device_type)
+        fs.psum(x, "d")
+        if fs.axis_index("d") == 0:
+            fs.psum(x, "d")
+        while works.error is None:  # until process 0 has failed
+            time.sleep(0.05)
+
+    fs.run(main, mesh=mesh)
+
+
+def fail_on_one():
+    fake_device.install()
+    mesh = fs.make_mesh({"d": 2}, timeout=6)
+
+    def main():
+        if fs.axis_index("d") == 1:
+            raise KeyError("mine")
+        fs.psum(torch.ones(2, device=mesh.device_type), "d")
+
+    fs.run(main, mesh=mesh)
+
+
+def test_hang_of_a_device_is_found_by_the_watch_and_names_the_call(tmp_path):
+    with pytest.raises(fs.errors.CollectiveTimeoutError, match="did not end within 3.6 s"):
+        run_new_processes(leave_one_out, tmp_path)
+    text = (tmp_path / "0").read_text()
+    assert "psum of float32[3] over d" in text and "test_under_nccl_rules.py" in text
+
+
+def test_failure_of_another_process_ends_calls_of_a_device():
+    with pytest.raises(KeyError, match="mine") as error:
+        run_new_processes(fail_on_one)
+    notes = "\n".join(error.value.__notes__)
+    assert "LostProcessError: Process 1 has failed: look for its own error." in notes
