@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -28,7 +29,7 @@ from fshard.mesh.layout.arithmetic import WIDER, combined, flipped
 from fshard.mesh.layout.mesh import run_defaults
 from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
-from fshard.mesh.runtimes.transport import Wire, Works
+from fshard.mesh.runtimes.transport import Helper, Wire, Works
 
 _dist: Any = dist
 # The second names are those before torch 2.13.
@@ -267,12 +268,7 @@ class Nccl(GroupTransport):
 # -- messages --------------------------------------------------------------------------------------
 
 
-def direction(sender: int, receiver: int) -> str:
-    """Return the direction of messages between two ranks."""
-    return "up" if receiver > sender else "down"
-
-
-# Note [Messages have a queue for each direction]
+# Note [A route has a group]
 # NCCL ignores tags: two ranks have one queue for all that they send and receive. A device starts to
 # receive ahead of its computation. In one queue that would block its next send, which the other end
 # may need first:
@@ -280,58 +276,75 @@ def direction(sender: int, receiver: int) -> str:
 #     rank 0   recv B0 (ahead), send F0           F0 is behind B0
 #     rank 1   recv F0, send B0                   B0 needs F0
 #
-# So messages to higher ranks have one group, those to lower ranks another. A queue then has the
-# messages of one rank to one other, and both start them in the same order. The groups are not bound
-# to a device, as those of collectives are: all ranks of a bound group share one queue.
-class MessageLinks:
-    """The transports of one rank's messages, by direction; their indices are ranks of the world."""
-
-    def __init__(
-        self, works: Works, rank: int, device_type: str, make_group: Callable[[str], ProcessGroup]
-    ) -> None:
-        self._rank = rank
-        self._device_type = device_type
-        self._transports: dict[str, Nccl] = {}
-        for name in ("up", "down"):
-            pg = make_group(f"messages {name}")
-            self._transports[name] = Nccl(works, pg, rank, pg.size())
-        self._connected: set[tuple[int, int]] = set()
-
-    def transport(self, sender: int, receiver: int) -> Nccl:
-        """Return the transport of the messages from one rank to another."""
-        return self._transports[direction(sender, receiver)]
-
-    def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
-        """Connect pairs of members, given as indices (sender, receiver), by a first message each.
-
-        Both ends of a pair call it. NCCL connects two ranks in their first call, which blocks the
-        host until the other end makes its own: if all members of a ring send before they receive,
-        none would.
-        """
-        for pair in sorted(pairs, key=_connection_order):
-            sender, receiver = route = members[pair[0]], members[pair[1]]
-            is_end = self._rank in route and sender != receiver
-            if is_end and route not in self._connected:
-                self._connected.add(route)
-                self._send_byte(sender, receiver)
-
-    def _send_byte(self, sender: int, receiver: int) -> None:
-        """Send or receive one byte, and wait until the other end does."""
-        byte = torch.zeros(1, dtype=torch.uint8, device=self._device_type)
-        pg = self.transport(sender, receiver).pg
-        if self._rank == sender:
-            pg.send([byte], receiver, 0).wait()
-        else:
-            pg.recv([byte], sender, 0).wait()
+# So the messages of one rank to one other, a route, have a group of these two. Its queue has
+# messages of one direction, and both ends start them in the same order. The group is not bound to a
+# device, as those of collectives are: it is connected by its first message, if one is ever sent.
 
 
-def _connection_order(pair: tuple[int, int]) -> tuple[int, ...]:
-    """Return the key by which all ranks order pairs: neighbours at even indices first.
+# Note [First messages block the host]
+# NCCL connects two ranks in their first call, which blocks the host until the other end makes its
+# own. A receive waits for its sender anyway. But if all members of a ring send before they receive,
+# and a send blocked, none would receive. So a helper thread starts the first messages of a route:
+#
+#     sender      helper: the first send blocks    direct sends, as soon as no other is left there
+#     receiver                   the first receive
+#
+# The helper starts them on a stream of its own, which waits for the buffer alone. The stream of the
+# caller may go on to kernels that the receiver must take part in before it receives.
+class Route(Nccl):
+    """The messages of one rank to another: index 0 sends them, and 1 receives."""
 
-    Of a ring of four these are 0-1, 2-3, then 1-2; disjoint pairs connect at the same time.
-    """
-    lower, upper = sorted(pair)
-    return (lower % 2, lower, upper, *pair)
+    def __init__(self, works: Works, pg: ProcessGroup, index: int) -> None:
+        super().__init__(works, pg, index, 2)
+        self._helper = Helper()
+        self._last_started: Event | None = None  # set once the helper has started the last message
+
+    def start_send(self, buffer: Tensor, to: int, tag: int) -> Any:
+        is_connected = self._last_started is not None and self._last_started.is_set()
+        if is_connected:
+            return super().start_send(buffer, to, tag)
+        send = FirstSend(partial(super().start_send, buffer, to, tag), self.works.timeout)
+        self._last_started = self._helper.submit(send.start)
+        return send
+
+
+class FirstSend:
+    """A send that a helper thread starts: see Note [First messages block the host]."""
+
+    def __init__(self, start: Callable[[], Any], timeout: timedelta) -> None:
+        self._start = start
+        self._timeout = timeout.total_seconds()
+        self._work: Any = None
+        self._error: Exception | None = None
+        self._written: Any = None  # the event after which the buffer has its values
+        if torch.cuda.is_initialized():
+            self._device = torch.cuda.current_device()
+            self._written = torch.cuda.current_stream().record_event()
+
+    def start(self) -> None:
+        """Start the send; return once the receiver has come."""
+        stream = None
+        if self._written is not None:
+            stream = torch.cuda.Stream(self._device)
+            stream.wait_event(self._written)
+        try:
+            with torch.cuda.stream(stream):  # of None it does nothing
+                self._work = self._start()
+        except Exception as error:
+            self._error = error
+
+    def is_completed(self) -> bool:
+        return self._work is not None and self._work.is_completed()
+
+    def wait(self) -> None:
+        """Block the host until the message was received: where a process leaves the world."""
+        deadline = time.monotonic() + self._timeout
+        while not self.is_completed():
+            if self._error is not None:
+                raise self._error
+            if time.monotonic() > deadline:
+                raise RuntimeError("Timed out: the receiver of a first message has not come.")
+            time.sleep(0.001)
 
 
 # -- hangs -----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import hashlib
 import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -39,7 +39,7 @@ from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
 from fshard.mesh.runtimes.gloo import Gloo
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
-from fshard.mesh.runtimes.nccl import MessageLinks, Nccl, end_hangs
+from fshard.mesh.runtimes.nccl import Nccl, Route, end_hangs
 from fshard.mesh.runtimes.process_group import GroupTransport
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.transport import Transport, Works
@@ -108,6 +108,8 @@ class ProcessWorld:
         self._transports: dict[tuple[int, ...], Transport] = {}
         self._hosts: dict[tuple[int, ...], Transport] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
+        # By sender and receiver.
+        self._routes: dict[tuple[int, int], Route] = {}
         self._to_itself: dict[tuple[int, ...], deque[SentMessage]] = defaultdict(deque)
         self.has_failed = False
         self._has_left = Event()
@@ -117,11 +119,6 @@ class ProcessWorld:
             stream = torch.cuda.current_stream()
             context = (self._works, stream, self._store, self._has_left)
             Thread(target=end_hangs, args=context, name="fshard-hangs", daemon=True).start()
-        self._messages: MessageLinks | None = None
-        if not self._staged:
-            everyone = tuple(range(dist.get_world_size()))
-            make_unbound = partial(self.make_group, everyone, backend=self.backend)
-            self._messages = MessageLinks(self._works, self.rank, self.device_type, make_unbound)
         self._watch: Watch | None = None
         if watching():
             self._watch = Watch(self.rank, timeout, self.peers.has_gone, self._works.advance)
@@ -268,21 +265,24 @@ class ProcessWorld:
 
         Thread(target=wait, name="fshard-listener", daemon=True).start()
 
-    def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
-        """Connect pairs of members, given as indices: on NCCL a first message would block."""
-        if self._messages is not None:
-            self._messages.connect(members, pairs)
-
     def _transport_of_message(
         self, group: Group, peer: int, device: torch.device, *, is_send: bool = False
     ) -> tuple[Transport, int]:
         """Return the transport of a message on a device, and the index of its other end in it."""
-        if self._messages is not None and device.type == self.device_type:
-            rank = group.members[peer]
-            if is_send:
-                return self._messages.transport(self.rank, rank), rank
-            return self._messages.transport(rank, self.rank), rank
-        return self.transport(group, device), peer
+        if self._staged or device.type != self.device_type:
+            return self.transport(group, device), peer
+        rank = group.members[peer]
+        if is_send:
+            return self._route(self.rank, rank), 1
+        return self._route(rank, self.rank), 0
+
+    def _route(self, sender: int, receiver: int) -> Route:
+        """Return the transport of messages between two ranks; the first message makes it."""
+        ends = sender, receiver
+        if ends not in self._routes:
+            pg = self.make_group(ends, "messages", backend=self.backend)
+            self._routes[ends] = Route(self._works, pg, ends.index(self.rank))
+        return self._routes[ends]
 
     def _receive_from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
         sent = self._to_itself[call.group.members]
@@ -337,7 +337,7 @@ class ProcessWorld:
         self.peers.close()
 
         # A connection closes with the last reference to it, and graphs still refer to this world.
-        self._messages = None
+        self._routes.clear()
         self._to_itself.clear()
         self._works.in_progress.clear()
         self._transports.clear()
@@ -401,13 +401,14 @@ class ProcessWorld:
     def make_group(self, members: tuple[int, ...], purpose: str, backend: str | None = None) -> Any:
         """Make a group of torch.distributed, in its members alone.
 
-        Bind its GPU, unless a backend is named. The group's name depends on members and purpose.
+        Bind its GPU, which connects NCCL at once, unless a backend is named or it is of one process.
+        The group's name depends on members and purpose.
         `dist.new_group` hashes the number of groups that a process is in, which may differ among
         them, and lets all processes divide the world's NCCL communicator, if a GPU is bound.
         """
         world: Any = dist.group.WORLD
         gpu = world.bound_device_id
-        device = gpu if backend is None else None
+        device = gpu if backend is None and len(members) > 1 else None
         text = f"fshard {purpose} {members}"
         name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
         world.bound_device_id = None
@@ -569,8 +570,3 @@ def use_groups(mesh: Mesh, torch_mesh: DeviceMesh) -> None:
             continue  # they use shared memory
 
         world.add(members, pg)
-        # Connect neighbours both ways, as a pipeline and a ring of attention send.
-        n = len(members)
-        forward = {(index, (index + 1) % n) for index in range(n)}
-        backward = {(index, (index - 1) % n) for index in range(n)}
-        world.connect(members, forward | backward)

@@ -80,8 +80,12 @@ class GroupTransport(Transport):
 
     def send(self, xs: Tensors, to: int, call: CallInfo) -> Wire:
         buffer = as_bytes(xs)
-        yield [self.pg.send([buffer], to, self._message_tag(to, call))]
+        yield [self.start_send(buffer, to, self._message_tag(to, call))]
         return buffer
+
+    def start_send(self, buffer: Tensor, to: int, tag: int) -> Any:
+        """Start to send a buffer."""
+        return self.pg.send([buffer], to, tag)
 
     def receive(self, make: Callable[[], Tensor], source: int, call: CallInfo) -> Wire:
         buffer = make()

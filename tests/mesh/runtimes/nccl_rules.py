@@ -75,6 +75,11 @@ def release() -> None:
         work.is_held = False
 
 
+def communicators() -> list[tuple[str, tuple[int, ...]]]:
+    """Return the channel ("" of a group) and the ranks of each communicator of this process."""
+    return [(channel, members) for (_, channel), members in _state["engine"].comms.items()]
+
+
 def _violate(text: str, kind: type[Exception] = RuleError) -> NoReturn:
     if kind is RuleError:
         violations.append(text)
@@ -99,7 +104,7 @@ class Engine:
         self.works = dict[int, Work]()
         self.failure = ("", "")
         self.groups: set[NcclRules] = set()
-        self.comms: set[Any] = set()
+        self.comms: dict[tuple[str, str], tuple[int, ...]] = {}
         self.names: Counter[str] = Counter()
         threading.Thread(target=self.read, name="nccl_rules reader", daemon=True).start()
 
@@ -286,7 +291,7 @@ class NcclRules(dist.ProcessGroup):
             work = self.post(op, [], {})
             work.is_held = False
             work.finish()
-            self.engine.comms.add(comm)
+            self.engine.comms[comm] = members
         return comm
 
     def post(self, op: Op, inputs: Sequence[Tensor], outputs: dict[int, Tensor]) -> Work:
