@@ -30,7 +30,7 @@ from fshard.mesh.collectives.moves import Broadcast, PartsMove, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, Combine, combined
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CallInfo
-from fshard.mesh.runtimes.interface import MANY
+from fshard.mesh.runtimes.interface import MANY, gloo_connects_late
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
 from fshard.mesh.runtimes.row_plan import row_plan
 from fshard.mesh.runtimes.transport import Helper, Wire, Works, joined
@@ -387,6 +387,7 @@ class Gloo(GroupTransport):
 
     def __init__(self, works: Works, pg: ProcessGroup, index: int, n: int) -> None:
         super().__init__(works, pg, index, n)
+        self.connects_late = gloo_connects_late()
         self._collectives = Helper()
         self._sends = Helper()
 

@@ -16,6 +16,8 @@ from ipaddress import ip_address
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 """The environment variable that names the interface of gloo."""
+LAZY = "TORCH_GLOO_LAZY_INIT"
+"""The environment variable by which gloo connects two processes when they first communicate."""
 MANY = 128
 """Processes beyond which two of them are connected only when they first communicate.
 
@@ -45,6 +47,11 @@ def choose_interface(address: str, port: int) -> None:
         os.environ[VARIABLE] = name
 
 
+def gloo_connects_late() -> bool:
+    """Return True if gloo connects two processes when they first communicate."""
+    return os.environ.get(LAZY, "0") not in ("", "0")
+
+
 def choose_connections(world: int) -> None:
     """Let gloo connect two processes when they first communicate, if there are many in the world.
 
@@ -52,7 +59,7 @@ def choose_connections(world: int) -> None:
     processes agree on a step, then need few connections: see `gloo.reduce`.
     """
     if world > MANY:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        os.environ.setdefault(LAZY, "1")
 
 
 def _address_of(host: str) -> str | None:

@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from threading import Event
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from fshard.errors import CollectiveTimeoutError, LostProcessError
 from fshard.mesh.collectives.moves import Broadcast, Extreme, PartsMove, Permute, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, combined, flipped
 from fshard.mesh.layout.mesh import run_defaults
 from fshard.mesh.runtimes.call import CallInfo
-from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
-from fshard.mesh.runtimes.transport import Helper, Wire, Works
+from fshard.mesh.runtimes.process_group import FirstSend, GroupCall, GroupTransport, WireFunction
+from fshard.mesh.runtimes.transport import Wire, Works
 
 _dist: Any = dist
 # The second names are those before torch 2.13.
@@ -248,6 +246,7 @@ class Nccl(GroupTransport):
 
     wires = WIRES
     has_streams = True
+    connects_late = True
 
     def joined(self, move: Wired, xs: Sequence[Tensor]) -> Tensor:
         """Return packed tensors as one buffer; for a gather in place as a row of its result."""
@@ -259,92 +258,13 @@ class Nccl(GroupTransport):
 
     def wait(self, needs: Sequence[Any], timeout: timedelta) -> None:
         for work in needs:
+            if isinstance(work, FirstSend):
+                work.finish(self.works.timeout)  # only a process that leaves waits for its sends
+                continue
             work.wait()  # with a time limit it would block the host until the operation has ended
 
     def is_ready(self, needs: Sequence[Any], call: CallInfo) -> bool:
         return call.is_send and super().is_ready(needs, call)
-
-
-# -- messages --------------------------------------------------------------------------------------
-
-
-# Note [A route has a group]
-# NCCL ignores tags: two ranks have one queue for all that they send and receive. A device starts to
-# receive ahead of its computation. In one queue that would block its next send, which the other end
-# may need first:
-#
-#     rank 0   recv B0 (ahead), send F0           F0 is behind B0
-#     rank 1   recv F0, send B0                   B0 needs F0
-#
-# So the messages of one rank to one other, a route, have a group of these two. Its queue has
-# messages of one direction, and both ends start them in the same order. The group is not bound to a
-# device, as those of collectives are: it is connected by its first message, if one is ever sent.
-
-
-# Note [First messages block the host]
-# NCCL connects two ranks in their first call, which blocks the host until the other end makes its
-# own. A receive waits for its sender anyway. But if all members of a ring send before they receive,
-# and a send blocked, none would receive. So a helper thread starts the first messages of a route:
-#
-#     sender      helper: the first send blocks    direct sends, as soon as no other is left there
-#     receiver                   the first receive
-#
-# The helper starts them on a stream of its own, which waits for the buffer alone. The stream of the
-# caller may go on to kernels that the receiver must take part in before it receives.
-class Route(Nccl):
-    """The messages of one rank to another: index 0 sends them, and 1 receives."""
-
-    def __init__(self, works: Works, pg: ProcessGroup, index: int) -> None:
-        super().__init__(works, pg, index, 2)
-        self._helper = Helper()
-        self._last_started: Event | None = None  # set once the helper has started the last message
-
-    def start_send(self, buffer: Tensor, to: int, tag: int) -> Any:
-        is_connected = self._last_started is not None and self._last_started.is_set()
-        if is_connected:
-            return super().start_send(buffer, to, tag)
-        send = FirstSend(partial(super().start_send, buffer, to, tag), self.works.timeout)
-        self._last_started = self._helper.submit(send.start)
-        return send
-
-
-class FirstSend:
-    """A send that a helper thread starts: see Note [First messages block the host]."""
-
-    def __init__(self, start: Callable[[], Any], timeout: timedelta) -> None:
-        self._start = start
-        self._timeout = timeout.total_seconds()
-        self._work: Any = None
-        self._error: Exception | None = None
-        self._written: Any = None  # the event after which the buffer has its values
-        if torch.cuda.is_initialized():
-            self._device = torch.cuda.current_device()
-            self._written = torch.cuda.current_stream().record_event()
-
-    def start(self) -> None:
-        """Start the send; return once the receiver has come."""
-        stream = None
-        if self._written is not None:
-            stream = torch.cuda.Stream(self._device)
-            stream.wait_event(self._written)
-        try:
-            with torch.cuda.stream(stream):  # of None it does nothing
-                self._work = self._start()
-        except Exception as error:
-            self._error = error
-
-    def is_completed(self) -> bool:
-        return self._work is not None and self._work.is_completed()
-
-    def wait(self) -> None:
-        """Block the host until the message was received: where a process leaves the world."""
-        deadline = time.monotonic() + self._timeout
-        while not self.is_completed():
-            if self._error is not None:
-                raise self._error
-            if time.monotonic() > deadline:
-                raise RuntimeError("Timed out: the receiver of a first message has not come.")
-            time.sleep(0.001)
 
 
 # -- hangs -----------------------------------------------------------------------------------------

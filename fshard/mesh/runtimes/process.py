@@ -39,7 +39,7 @@ from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
 from fshard.mesh.runtimes.gloo import Gloo
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
-from fshard.mesh.runtimes.nccl import Nccl, Route, end_hangs
+from fshard.mesh.runtimes.nccl import Nccl, end_hangs
 from fshard.mesh.runtimes.process_group import GroupTransport
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.transport import Transport, Works
@@ -109,7 +109,7 @@ class ProcessWorld:
         self._hosts: dict[tuple[int, ...], Transport] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         # By sender and receiver.
-        self._routes: dict[tuple[int, int], Route] = {}
+        self._routes: dict[tuple[int, int], Nccl] = {}
         self._to_itself: dict[tuple[int, ...], deque[SentMessage]] = defaultdict(deque)
         self.has_failed = False
         self._has_left = Event()
@@ -276,12 +276,23 @@ class ProcessWorld:
             return self._route(self.rank, rank), 1
         return self._route(rank, self.rank), 0
 
-    def _route(self, sender: int, receiver: int) -> Route:
-        """Return the transport of messages between two ranks; the first message makes it."""
+    # Note [A route has a group]
+    # NCCL ignores tags: two ranks have one queue for all that they send and receive. A device starts to
+    # receive ahead of its computation. In one queue that would block its next send, which the other
+    # end may need first:
+    #
+    #     rank 0   recv B0 (ahead), send F0           F0 is behind B0
+    #     rank 1   recv F0, send B0                   B0 needs F0
+    #
+    # So the messages of one rank to one other, a route, have a group of these two. Its queue has
+    # messages of one direction, and both ends start them in the same order. The group is not bound to
+    # a device, as those of collectives are: its first message connects it, if there ever is one.
+    def _route(self, sender: int, receiver: int) -> Nccl:
+        """Return the transport of messages from one rank to another; the first makes it."""
         ends = sender, receiver
         if ends not in self._routes:
             pg = self.make_group(ends, "messages", backend=self.backend)
-            self._routes[ends] = Route(self._works, pg, ends.index(self.rank))
+            self._routes[ends] = Nccl(self._works, pg, ends.index(self.rank), 2)
         return self._routes[ends]
 
     def _receive_from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:

@@ -24,6 +24,7 @@ from fshard.mesh.layout.arithmetic import combined
 from fshard.mesh.runtimes import gloo, interface, process
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.runtimes.process_group import GroupCall
+from tests.helpers.processes import run_processes
 from tests.mesh.runtimes import echo
 
 GPU = torch.device("cuda", 0)
@@ -258,10 +259,44 @@ def test_gloo_of_many_connects_ranks_that_communicate(monkeypatch, has_many):
     assert keys == n
     assert count_sockets() - before == (n if has_many else n + n * (n - 1))
 
-    # Of a message both ends have a socket.
+    # Of a message both ends have a socket. One of them blocks until the other comes.
     x, y = torch.ones(1), torch.zeros(1)
-    works = [groups[5].recv([y], 2, 0), groups[2].send([x], 5, 0)]
+    with ThreadPoolExecutor(2) as threads:
+        works = [
+            threads.submit(groups[2].send, [x], 5, 0),
+            threads.submit(groups[5].recv, [y], 2, 0),
+        ]
     for work in works:
-        work.wait()
+        work.result().wait()
     assert torch.equal(x, y)
     assert count_sockets() - before == (n + 2 if has_many else n + n * (n - 1))
+
+
+def first_messages():
+    """Send around a ring, and to a receiver that comes late, before any other call; then sum."""
+    mesh = fs.make_mesh({"data": 4}, device="cpu")
+
+    def main():
+        index = fs.axis_index("data")
+        received = []
+        for _ in range(2):
+            fs.send(torch.full((2,), float(index)), "data", to=(index + 1) % 4)
+            received.append(fs.recv(torch.zeros(2), "data", source=(index - 1) % 4))
+        if index == 0:
+            fs.send(torch.ones(2), "data", to=2)
+        total = fs.psum(torch.ones(2), "data")
+        if index == 2:
+            received.append(fs.recv(torch.zeros(2), "data", source=0))
+        return torch.stack(received), total
+
+    return fs.run(main, mesh=mesh)
+
+
+def test_first_messages_of_many_cannot_deadlock():
+    environment = {"FSHARD_DIRECT": "0", "TORCH_GLOO_LAZY_INIT": "1", "FSHARD_TIMEOUT": "60"}
+    results = run_processes(first_messages, 4, environment=environment)
+    for index, ((received, total),) in enumerate(results):
+        before = (index - 1) % 4
+        expected = [[before] * 2] * 2 + [[1, 1]] * (index == 2)
+        assert received.tolist() == expected
+        assert total.tolist() == [4, 4]

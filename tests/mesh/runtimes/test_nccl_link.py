@@ -17,6 +17,7 @@ from fshard.mesh.collectives.moves import AllGather
 from fshard.mesh.reshard.execute import plan_reshard, start_reshard
 from fshard.mesh.runtimes import nccl
 from fshard.mesh.runtimes.gloo import Gloo
+from fshard.mesh.runtimes.process_group import FirstSend
 from fshard.mesh.runtimes.transport import Works
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
@@ -127,7 +128,7 @@ def test_first_send_waits_for_its_buffer_on_a_stream_of_its_own(monkeypatch):
         streams.append(current[-1])
         return work
 
-    send = nccl.FirstSend(start, timedelta(seconds=1))
+    send = FirstSend(start)
     assert not send.is_completed() and not waits
     send.start()
     assert waits == [(3, "the buffer is written")] and streams[0] is not caller
@@ -147,12 +148,12 @@ def test_later_messages_follow_the_first_in_order(mesh):
             started.append((int(tensors[0]), current_thread() is main_thread()))
             return echo.EchoWork("send")
 
-    route = nccl.Route(Works(timedelta(seconds=5)), Group(), 0)
-    sends = [route.start_send(torch.tensor([number]), 1, 0) for number in range(2)]
+    route = nccl.Nccl(Works(timedelta(seconds=5)), Group(), 0, 2)
+    sends = [route._start_send(torch.tensor([number]), 1, 0) for number in range(2)]
     receiver_has_come.set()
-    sends += [route.start_send(torch.tensor([2]), 1, 0)]
-    assert route._last_started.wait(5)
-    route.start_send(torch.tensor([3]), 1, 0)
+    sends += [route._start_send(torch.tensor([2]), 1, 0)]
+    assert route._first_sends[1]._last_started.wait(5)
+    route._start_send(torch.tensor([3]), 1, 0)
     assert [number for number, _ in started] == [0, 1, 2, 3]
     assert [is_direct for _, is_direct in started][::3] == [False, True]
 
