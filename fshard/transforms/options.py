@@ -274,7 +274,7 @@ class Options(  # from the last group to the first: so a dataclass orders fields
 
 
 def default_bucket(device_type: str) -> int:
-    """Return the bytes of a bucket on a kind of device; an abstract mesh stands for GPUs.
+    """Return the bytes of a bucket on a kind of device; an abstract mesh is one of GPUs.
 
     NCCL has a third of its bandwidth at 8 MiB on 8 GPUs, and less across machines: 25 MiB, as
     torch's DistributedDataParallel. On CPUs 1 MiB is slower where the backward depends on caches,

@@ -93,7 +93,7 @@ def rank_of_many(monkeypatch, rank, n):
     start = ProcessWorld.start
 
     def start_by_memory(world, move, xs, group, *rest):
-        """Take sums in float64 for those of rows in host memory: all other tensors stand for those of GPUs."""
+        """Take sums in float64 for those of rows in host memory: all other tensors are taken for those of GPUs."""
         is_of_host = isinstance(move, Psum) and xs[0].dtype == torch.float64
         world.device_type = "cuda" if is_of_host else "cpu"
         try:
