@@ -71,7 +71,7 @@ SIZES = {
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bf16 operations a second, by a part of the device's name."""
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-STEPS, TOLERANCE, BUCKET, MIB = 4, 2e-2, 25 << 20, 1 << 20
+STEPS, TOLERANCE, MIB = 4, 2e-2, 1 << 20
 Interval = tuple[float, float]
 Row = dict[str, float]
 Rows = dict[str, Row]
@@ -203,7 +203,6 @@ def fshard(
     )
     options = {
         "precision": "bf16" if task.precision == "masters" else None,
-        "bucket": BUCKET,
     } | options
     if options.get("reproducible"):
         options["slices"] = 2 * mesh.size

@@ -189,11 +189,9 @@ class MemoryOptions:
     """Number of reductions that may run during the backward; each holds a packed copy of its
     gradients."""
 
-    # 8 MiB: 1 is slower where the backward depends on caches, 25 (torch's) where bandwidth is the
-    # limit, and takes more memory.
-    bucket: Annotated[int, at_least(0), Use.BACKWARD, Use.UNSCHEDULED, Use.PLUGIN] = 8 << 20
+    bucket: Annotated[int | None, at_least(0), Use.BACKWARD, Use.UNSCHEDULED, Use.PLUGIN] = None
     """Approximate bytes of gradients of replicated parameters (ZeRO 0 to 2) to reduce together, in
-    the order of the backward. 0: each unit alone."""
+    the order of the backward. 0: each unit alone. Default: 25 MiB on GPUs, 8 MiB on CPUs."""
 
     activations: Annotated[Mapping[str, ActivationMemory], _memories, Use.BACKWARD] = field(
         default_factory=dict[str, ActivationMemory]
@@ -275,6 +273,16 @@ class Options(  # from the last group to the first: so a dataclass orders fields
         return errors
 
 
+def default_bucket(device_type: str) -> int:
+    """Return the bytes of a bucket on a kind of device; an abstract mesh is one of GPUs.
+
+    NCCL has a third of its bandwidth at 8 MiB on 8 GPUs, and less across machines: 25 MiB, as
+    torch's DistributedDataParallel. On CPUs 1 MiB is slower where the backward depends on caches,
+    25 where bandwidth is the limit, and takes more memory.
+    """
+    return 8 << 20 if device_type == "cpu" else 25 << 20
+
+
 def same_layouts(layout: Layout) -> Layout:
     """Give gradients the layouts of their parameters."""
     return layout
@@ -288,7 +296,7 @@ class StepOptions(Options):
         loss_fn: of (params, batch), or of what the last stage returns and the microbatch.
         caller: the function that was called, for messages.
         backward: False takes no gradient.
-        gradients, local, reduce_once: as in `Options`; they are never left out here.
+        gradients, local, reduce_once, bucket: as in `Options`; they are never left out here.
     """
 
     loss_fn: Callable[..., Any]
@@ -297,6 +305,7 @@ class StepOptions(Options):
     gradients: GradientLayouts = same_layouts
     local: tuple[str, ...] = ()
     reduce_once: bool = True
+    bucket: int = 0
 
     @classmethod
     def of(
@@ -318,6 +327,8 @@ class StepOptions(Options):
         completed["local"] = as_axes(options.local)
         completed["slices"] = (completed["slices"] or 8) if options.reproducible else None
         completed["compute"] = options.compute or COMPUTE_DTYPES[options.precision]
+        if options.bucket is None:
+            completed["bucket"] = default_bucket(options.mesh.device_type)
         if options.reduce is None and options.precision == "fp16":
             completed["reduce"] = torch.float32
         given = {name: value for name, value in completed.items() if value is not None}

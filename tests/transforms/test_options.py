@@ -131,6 +131,18 @@ def test_replaced_options_are_completed_again():
 
 
 @pytest.mark.parametrize(
+    ("device_type", "expected"), [("cpu", 8 << 20), ("cuda", 25 << 20), ("meta", 25 << 20)]
+)
+def test_default_bucket_is_that_of_the_devices_of_the_mesh(device_type, expected):
+    """A plan, which runs the step on an abstract mesh, has buckets of GPUs."""
+    mesh = replace(MESH, device_type=device_type)
+    step = fs.train_step(lambda p, x: p.sum(), fs.optim.sgd(0.1), mesh=MESH, batch=P("data"))
+    assert step.options.bucket is None
+    assert step.replace(mesh=mesh).gradient.options.bucket == expected
+    assert step.replace(mesh=mesh, bucket=0).gradient.options.bucket == 0
+
+
+@pytest.mark.parametrize(
     "options", [{"acumulate": 2}, {"loss": len}, {"recompute": 1}, {"axis": "pipe"}, {"opt": None}]
 )
 def test_replace_refuses_the_options_that_train_step_refuses(options):

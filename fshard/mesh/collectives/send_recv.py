@@ -133,8 +133,6 @@ def send(tree: PyTree, axis: Axes, to: int) -> Any:
     """Send tensors to the device at index `to` along `axis` without waiting; return the token.
 
     The token is a zero. For gradients, add it to the value that is differentiated on this device.
-    On NCCL the first message to a device that is not next to this one along `axis` waits until that
-    device sends or receives.
 
     >>> import torch, fshard as fs
     >>> def hand_on():

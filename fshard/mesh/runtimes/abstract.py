@@ -14,7 +14,7 @@ devices of a stage do the same, those of other stages do not.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -50,9 +50,6 @@ class Done:
 
 class OneProcessWorld:
     """The base of the worlds that are in one process."""
-
-    def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
-        """Do nothing: messages need no connection."""
 
     def report_failure(self, group: Group, error: BaseException) -> None:
         """Do nothing: an error ends all devices."""

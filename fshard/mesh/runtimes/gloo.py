@@ -8,6 +8,7 @@ the fixed tree of `arithmetic`, which makes them deterministic. The thresholds a
 Legend: n processes; `rows` is (n, elements) with a row for each process; `x` is (elements,).
 
     reduce      small: recursive doubling        log2(n) rounds, the full tensor each
+                small, of many: a tree           2 log2(n) rounds, and few connections
                 large: scatter, then gather      each process sums one row
     scatter     exchange rows, then sum          the process's own row is neither sent nor copied
                 large: recursive halving         log2(n) rounds, see Note [Neighbours first]
@@ -29,6 +30,7 @@ from fshard.mesh.collectives.moves import Broadcast, PartsMove, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, Combine, combined
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CallInfo
+from fshard.mesh.runtimes.interface import MANY, gloo_connects_late
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
 from fshard.mesh.runtimes.row_plan import row_plan
 from fshard.mesh.runtimes.transport import Helper, Wire, Works, joined
@@ -124,8 +126,11 @@ def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     is_power_of_two = call.n & (call.n - 1) == 0
     # Of 16 bits, a sum is computed in 32 and rounded once: doubling would round in each round.
     is_rounded_once = call.n == 2 or x.dtype not in WIDER
-    if is_power_of_two and is_rounded_once and x.nbytes <= SMALL:
-        return _reduce_by_doubling(call, x, combining(move))
+    if is_rounded_once and x.nbytes <= SMALL:
+        if is_power_of_two:
+            return _reduce_by_doubling(call, x, combining(move))
+        if call.n > MANY:
+            return _reduce_by_tree(call, x, combining(move))
     return _reduce_by_rows(call, x, move)
 
 
@@ -142,6 +147,31 @@ def _reduce_by_doubling(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
         total = combined(pair, combine, None, result)
         distance *= 2
     return total
+
+
+def _reduce_by_tree(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
+    """All-reduce: add up along a binomial tree to process 0, then broadcast along it.
+
+    Each process is connected with at most log2(n) others; exchanging rows connects all. The order
+    is that of the fixed tree. Of five:
+
+        1 -> 0    3 -> 2            0+1, 2+3
+        2 -> 0                      (0+1)+(2+3)
+        4 -> 0                      ((0+1)+(2+3))+4
+    """
+    total = x
+    received = empty(x.shape, x.dtype)
+    result = empty(x.shape, x.dtype)
+    distance = 1
+    while distance < call.n and not call.index & distance:
+        child = call.index + distance
+        if child < call.n:
+            yield [call.pg.recv([_with_gloo_dtype(received)], child, call.tag)]
+            total = combined([total, received], combine, None, result)
+        distance *= 2
+    if call.index > 0:
+        yield [call.pg.send([_with_gloo_dtype(total)], call.index - distance, call.tag)]
+    return (yield from broadcast(call, total, Broadcast(0)))
 
 
 def _reduce_by_rows(call: GroupCall, x: Tensor, move: Wired) -> Wire:
@@ -357,6 +387,7 @@ class Gloo(GroupTransport):
 
     def __init__(self, works: Works, pg: ProcessGroup, index: int, n: int) -> None:
         super().__init__(works, pg, index, n)
+        self.connects_late = gloo_connects_late()
         self._collectives = Helper()
         self._sends = Helper()
 

@@ -1,4 +1,4 @@
-"""Choose the network interface that gloo listens on.
+"""Choose how gloo connects processes: on which network interface, and when.
 
 gloo takes the address that the host's name resolves to. On many machines that is a loopback address
 (127.0.1.1 on Debian), which processes of other machines cannot reach. Then the interface is chosen
@@ -16,6 +16,14 @@ from ipaddress import ip_address
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 """The environment variable that names the interface of gloo."""
+LAZY = "TORCH_GLOO_LAZY_INIT"
+"""The environment variable by which gloo connects two processes when they first communicate."""
+MANY = 128
+"""Processes beyond which two of them are connected only when they first communicate.
+
+With all connected each has a socket for each other one, in each group: the usual limit is 1,024
+open files. Up to this number all are connected at the start, which finds a wrong interface there.
+"""
 _SIOCGIFADDR = 0x8915
 """The request of ioctl for an interface's address. Its row has the name, then the socket address.
 
@@ -37,6 +45,21 @@ def choose_interface(address: str, port: int) -> None:
     name = interface_of(local_address)
     if name is not None:
         os.environ[VARIABLE] = name
+
+
+def gloo_connects_late() -> bool:
+    """Return True if gloo connects two processes when they first communicate."""
+    return os.environ.get(LAZY, "0") not in ("", "0")
+
+
+def choose_connections(world: int) -> None:
+    """Let gloo connect two processes when they first communicate, if there are many in the world.
+
+    Groups inherit it from the environment. Sums of small tensors, such as those in which the
+    processes agree on a step, then need few connections: see `gloo.reduce`.
+    """
+    if world > MANY:
+        os.environ.setdefault(LAZY, "1")
 
 
 def _address_of(host: str) -> str | None:

@@ -31,7 +31,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from torch.distributed.rendezvous import rendezvous
 
 from fshard.errors import MeshError
-from fshard.mesh.runtimes.interface import VARIABLE, choose_interface
+from fshard.mesh.runtimes.interface import VARIABLE, choose_connections, choose_interface
 
 Variables = Mapping[str, str]
 PORTS = range(10240, 29952)
@@ -320,6 +320,7 @@ def _join_group(device_type: str, info: ProcessInfo, limit: timedelta) -> None:
     store, rank, world = _connect_store(url, info.rank, info.world, limit)
     store.set_timeout(limit)
     choose_interface(info.address, info.port)
+    choose_connections(world)
     meeting = PrefixStore(f"meeting {next(_meetings)}", store)
     backend = _choose_backend(device_type, meeting, world, info)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Event, Thread
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.collectives.moves import Broadcast, Extreme, PartsMove, Permute, Wired, combining
@@ -258,6 +257,7 @@ class Nccl(GroupTransport):
 
     wires = WIRES
     has_streams = True
+    connects_late = True
 
     def joined(self, move: Wired, xs: Sequence[Tensor]) -> Tensor:
         """Return packed tensors as one buffer; for a gather in place as a row of its result."""
@@ -283,76 +283,6 @@ class Nccl(GroupTransport):
             if self.works.error is not None or time.monotonic() > end:
                 return
             time.sleep(PAUSE)
-
-
-# -- messages --------------------------------------------------------------------------------------
-
-
-def direction(sender: int, receiver: int) -> str:
-    """Return the direction of messages between two ranks."""
-    return "up" if receiver > sender else "down"
-
-
-# Note [Messages have a queue for each direction]
-# NCCL ignores tags: two ranks have one queue for all that they send and receive. A device starts to
-# receive ahead of its computation. In one queue that would block its next send, which the other end
-# may need first:
-#
-#     rank 0   recv B0 (ahead), send F0           F0 is behind B0
-#     rank 1   recv F0, send B0                   B0 needs F0
-#
-# So messages to higher ranks have one group, those to lower ranks another. A queue then has the
-# messages of one rank to one other, and both start them in the same order. The groups are not bound
-# to a device, as those of collectives are: all ranks of a bound group share one queue.
-class MessageLinks:
-    """The transports of one rank's messages, by direction; their indices are ranks of the world."""
-
-    def __init__(
-        self, works: Works, rank: int, device_type: str, make_group: Callable[[str], ProcessGroup]
-    ) -> None:
-        self._rank = rank
-        self._device_type = device_type
-        self._transports: dict[str, Nccl] = {}
-        for name in ("up", "down"):
-            pg = make_group(f"messages {name}")
-            self._transports[name] = Nccl(works, pg, rank, pg.size())
-        self._connected: set[tuple[int, int]] = set()
-
-    def transport(self, sender: int, receiver: int) -> Nccl:
-        """Return the transport of the messages from one rank to another."""
-        return self._transports[direction(sender, receiver)]
-
-    def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
-        """Connect pairs of members, given as indices (sender, receiver), by a first message each.
-
-        Both ends of a pair call it. NCCL connects two ranks in their first call, which blocks the
-        host until the other end makes its own: if all members of a ring send before they receive,
-        none would.
-        """
-        for pair in sorted(pairs, key=_connection_order):
-            sender, receiver = route = members[pair[0]], members[pair[1]]
-            is_end = self._rank in route and sender != receiver
-            if is_end and route not in self._connected:
-                self._connected.add(route)
-                self._send_byte(sender, receiver)
-
-    def _send_byte(self, sender: int, receiver: int) -> None:
-        """Send or receive one byte, and wait until the other end does."""
-        byte = torch.zeros(1, dtype=torch.uint8, device=self._device_type)
-        pg = self.transport(sender, receiver).pg
-        if self._rank == sender:
-            pg.send([byte], receiver, 0).wait()
-        else:
-            pg.recv([byte], sender, 0).wait()
-
-
-def _connection_order(pair: tuple[int, int]) -> tuple[int, ...]:
-    """Return the key by which all ranks order pairs: neighbours at even indices first.
-
-    Of a ring of four these are 0-1, 2-3, then 1-2; disjoint pairs connect at the same time.
-    """
-    lower, upper = sorted(pair)
-    return (lower % 2, lower, upper, *pair)
 
 
 # -- hangs -----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,7 +40,7 @@ from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
 from fshard.mesh.runtimes.gloo import Gloo
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
-from fshard.mesh.runtimes.nccl import HangWatch, MessageLinks, Nccl
+from fshard.mesh.runtimes.nccl import HangWatch, Nccl
 from fshard.mesh.runtimes.process_group import GroupTransport
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.transport import Transport, Works
@@ -111,17 +111,14 @@ class ProcessWorld:
         self._transports: dict[tuple[int, ...], Transport] = {}
         self._hosts: dict[tuple[int, ...], Transport] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
+        # By sender and receiver.
+        self._routes: dict[tuple[int, int], Nccl] = {}
         self._to_itself: dict[tuple[int, ...], deque[SentMessage]] = defaultdict(deque)
         self.has_failed = False
         self._hang_watch: HangWatch | None = None
         if not self._staged and self.device_type != "cpu":
             stream = torch.get_device_module(self.device_type).current_stream()
             self._hang_watch = HangWatch(self._works, stream, open_store())
-        self._messages: MessageLinks | None = None
-        if not self._staged:
-            everyone = tuple(range(dist.get_world_size()))
-            make_unbound = partial(self.make_group, everyone, backend=self.backend)
-            self._messages = MessageLinks(self._works, self.rank, self.device_type, make_unbound)
         self._watch: Watch | None = None
         if watching():
             self._watch = Watch(self.rank, timeout, self.peers.has_gone, self._works.advance)
@@ -268,21 +265,35 @@ class ProcessWorld:
 
         Thread(target=wait, name="fshard-listener", daemon=True).start()
 
-    def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
-        """Connect pairs of members, given as indices: on NCCL a first message would block."""
-        if self._messages is not None:
-            self._messages.connect(members, pairs)
-
     def _transport_of_message(
         self, group: Group, peer: int, device: torch.device, *, is_send: bool = False
     ) -> tuple[Transport, int]:
         """Return the transport of a message on a device, and the index of its other end in it."""
-        if self._messages is not None and device.type == self.device_type:
-            rank = group.members[peer]
-            if is_send:
-                return self._messages.transport(self.rank, rank), rank
-            return self._messages.transport(rank, self.rank), rank
-        return self.transport(group, device), peer
+        if self._staged or device.type != self.device_type:
+            return self.transport(group, device), peer
+        rank = group.members[peer]
+        if is_send:
+            return self._route(self.rank, rank), 1
+        return self._route(rank, self.rank), 0
+
+    # Note [A route has a group]
+    # NCCL ignores tags: two ranks have one queue for all that they send and receive. A device starts to
+    # receive ahead of its computation. In one queue that would block its next send, which the other
+    # end may need first:
+    #
+    #     rank 0   recv B0 (ahead), send F0           F0 is behind B0
+    #     rank 1   recv F0, send B0                   B0 needs F0
+    #
+    # So the messages of one rank to one other, a route, have a group of these two. Its queue has
+    # messages of one direction, and both ends start them in the same order. The group is not bound to
+    # a device, as those of collectives are: its first message connects it, if there ever is one.
+    def _route(self, sender: int, receiver: int) -> Nccl:
+        """Return the transport of messages from one rank to another; the first makes it."""
+        ends = sender, receiver
+        if ends not in self._routes:
+            pg = self.make_group(ends, "messages", backend=self.backend)
+            self._routes[ends] = Nccl(self._works, pg, ends.index(self.rank), 2)
+        return self._routes[ends]
 
     def _receive_from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
         sent = self._to_itself[call.group.members]
@@ -347,7 +358,7 @@ class ProcessWorld:
         self.peers.close()
 
         # A connection closes with the last reference to it, and graphs still refer to this world.
-        self._messages = None
+        self._routes.clear()
         self._to_itself.clear()
         works.in_progress.clear()
         self._transports.clear()
@@ -427,13 +438,14 @@ class ProcessWorld:
     def make_group(self, members: tuple[int, ...], purpose: str, backend: str | None = None) -> Any:
         """Make a group of torch.distributed, in its members alone.
 
-        Bind its GPU, unless a backend is named. The group's name depends on members and purpose.
+        Bind its GPU, which connects NCCL at once, unless a backend is named or it is of one process.
+        The group's name depends on members and purpose.
         `dist.new_group` hashes the number of groups that a process is in, which may differ among
         them, and lets all processes divide the world's NCCL communicator, if a GPU is bound.
         """
         world: Any = dist.group.WORLD
         gpu = world.bound_device_id
-        device = gpu if backend is None else None
+        device = gpu if backend is None and len(members) > 1 else None
         text = f"fshard {purpose} {members}"
         name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
         world.bound_device_id = None
@@ -603,8 +615,3 @@ def use_groups(mesh: Mesh, torch_mesh: DeviceMesh) -> None:
             continue  # they use shared memory
 
         world.add(members, pg)
-        # Connect neighbours both ways, as a pipeline and a ring of attention send.
-        n = len(members)
-        forward = {(index, (index + 1) % n) for index in range(n)}
-        backward = {(index, (index - 1) % n) for index in range(n)}
-        world.connect(members, forward | backward)

@@ -362,13 +362,20 @@ class Work:
         try:
             if self.is_done or self._error is not None:
                 return False
-            if not self.transport.is_ready(self.needs, self.call):
-                return False
             with suppress(Exception):
+                if not self._is_ready():
+                    return False
                 self._step_wire()
             return True
         finally:
             self.lock.release()
+
+    def _is_ready(self) -> bool:
+        """Return True if what the wire waits for is complete; end the work if that has failed."""
+        try:
+            return self.transport.is_ready(self.needs, self.call)
+        except Exception as error:
+            self.fail(error)
 
     def _step_wire(self) -> None:
         """Run the wire to where it waits next, or to its end."""

@@ -15,7 +15,7 @@ runtimes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -360,13 +360,6 @@ class World(Protocol):
         purpose: Purpose = "values",
     ) -> Pending:
         """Start one collective on tensors of one dtype; the result has one tensor for each."""
-        ...
-
-    def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
-        """Prepare for messages between members: sender and receiver both call it, before any.
-
-        `pairs` are indices of senders and receivers.
-        """
         ...
 
     def send(

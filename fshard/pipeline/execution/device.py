@@ -76,7 +76,7 @@ class ForwardRecord(NamedTuple):
 
 
 _OUTCOME = Message(Kind.F, Wire(-1, -1), -1)
-"""The last message to each device: the outcome of the step, which belongs to no microbatch."""
+"""The outcome of the step, which is broadcast and belongs to no microbatch."""
 
 
 class StageDevice:
@@ -91,7 +91,7 @@ class StageDevice:
         keys: a key per microbatch, which determines the shapes of its messages.
         forms: the message forms known to both ends; None: every message has a header.
         backward: record forwards for a backward.
-        has_outcome: send the outcome to all devices in the end.
+        has_outcome: broadcast the outcome to all devices in the end.
     """
 
     def __init__(
@@ -113,18 +113,7 @@ class StageDevice:
         self.backward = backward
         self.has_outcome = has_outcome
         self.last_device = route.placement[-1]
-        self.peers = [index for index in range(group.size) if index != group.index]
-
-        pairs = route.pairs
-        receives = dict(route.receives[group.index])
-        if has_outcome:
-            pairs = pairs | {(self.last_device, index) for index in range(group.size)}
-            if group.index != self.last_device:
-                receives[self.last_device] = [*receives[self.last_device], _OUTCOME]
-        # Before any message: over NCCL the first one of a pair blocks the host until the other end
-        # takes part, so a ring of devices that all send first would wait forever.
-        group.world.current().connect(group.members, pairs)
-        self.mailbox = Mailbox(group, site, device, receives, keys, forms)
+        self.mailbox = Mailbox(group, site, device, route.receives[group.index], keys, forms)
 
         self.recorder = recorder_of(group.device)
         self.local: dict[Message, Content] = {}  # messages between stages of this device
@@ -284,14 +273,12 @@ class StageDevice:
         return value
 
     def _broadcast_outcome(self) -> PyTree:
-        """Send the outcome to all devices."""
+        """Broadcast the outcome from the device of the last stage; return it."""
         if self.index != self.last_device:
-            leaves, structure = self.mailbox.receive(_OUTCOME, self.last_device)
+            leaves, structure = self.mailbox.receive_broadcast(_OUTCOME, self.last_device)
             return unflatten(structure, leaves)
         outcome = self.work.outcome()  # (9)
-        content = flatten_shards(outcome, none_is_leaf=True)
-        for peer in self.peers:
-            self.mailbox.send(_OUTCOME, peer, content)
+        self.mailbox.broadcast(_OUTCOME, flatten_shards(outcome, none_is_leaf=True))
         return outcome
 
 

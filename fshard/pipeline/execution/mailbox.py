@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fshard.mesh.collectives.autograd import Bound
 from fshard.mesh.collectives.delivery import world_of
+from fshard.mesh.collectives.moves import Broadcast
 from fshard.mesh.collectives.send_recv import dispatch
 from fshard.mesh.plain_bytes import from_bytes, to_bytes
 from fshard.mesh.spmd.scope import Group, Pending
@@ -109,6 +111,18 @@ def _are_equal(leaves: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     return not has_numbers or repr(leaves) == repr(others)
 
 
+def _finish_content(form: MessageForm, pending: Sequence[Pending]) -> Content:
+    """Wait for the buffers of a message; return its content."""
+    leaves = list(form.leaves)
+    for buffer, delivery in zip(form.buffers, pending, strict=True):
+        for index, x in zip(buffer.indices, delivery.wait(), strict=True):
+            # A tensor within a buffer may begin at any address, and kernels round differently at
+            # other alignments.
+            is_aligned = x.data_ptr() % _ALIGNMENT == 0
+            leaves[index] = x if is_aligned else x.clone()
+    return leaves, *form.description
+
+
 class Mailbox:
     """The messages that one device sends and receives.
 
@@ -147,6 +161,13 @@ class Mailbox:
 
     def send(self, message: Message, target: int, content: Content) -> None:
         """Send a message to a device, without waiting for it."""
+        leaves = content[0]
+        form = self._form_of_sent(message, target, content)
+        for buffer in form.buffers:
+            self._send(tuple([leaves[index] for index in buffer.indices]), target)
+
+    def _form_of_sent(self, message: Message, target: int, content: Content) -> MessageForm:
+        """Return the form of a message to a device, which has its header then."""
         leaves, *rest = content
         form_leaves = _leaves_of_form(leaves)
         description = tuple(rest)
@@ -154,15 +175,15 @@ class Mailbox:
         if form is None:
             form = self._add_form(message, target, form_leaves, description)
             self._send_header(form, target)
-        elif not _are_equal(form_leaves, form.leaves) or description != form.description:
+            return form
+        if not _are_equal(form_leaves, form.leaves) or description != form.description:
             raise ValueError(
                 f"{message} must be {form.leaves}, as for another microbatch of the same shapes; "
                 f"got {form_leaves}. If messages depend on values, as a mask that is None where "
                 "nothing is padded, give dynamic=True, or options={'dynamic': True} of a plugin: "
                 "then each message has a header."
             )
-        for buffer in form.buffers:
-            self._send(tuple([leaves[index] for index in buffer.indices]), target)
+        return form
 
     def receive(self, message: Message, source: int) -> Content:
         """Wait for a message from a device, and return it; messages before it are kept.
@@ -173,17 +194,9 @@ class Mailbox:
             arriving = self._expected[source].popleft()
             started = self._started.pop(source, None)
             if started is None:
-                started = self._receive_header(arriving, source)
-            form, pending = started
-
-            leaves = list(form.leaves)
-            for buffer, delivery in zip(form.buffers, pending, strict=True):
-                for index, x in zip(buffer.indices, delivery.wait(), strict=True):
-                    # A tensor within a buffer may begin at any address, and kernels round
-                    # differently at other alignments.
-                    is_aligned = x.data_ptr() % _ALIGNMENT == 0
-                    leaves[index] = x if is_aligned else x.clone()
-            self._received[arriving] = leaves, *form.description
+                form = self._receive_header(arriving, source)
+                started = form, self._start_buffers(form, source)
+            self._received[arriving] = _finish_content(*started)
             self._start_next(source)
         return self._received.pop(message)
 
@@ -195,6 +208,36 @@ class Mailbox:
         if form is not None:
             self._started[source] = form, self._start_buffers(form, source)
 
+    # -- broadcasts --------------------------------------------------------------------------------
+    # By a collective: messages would need a connection to each device.
+
+    def broadcast(self, message: Message, content: Content) -> None:
+        """Send a message to all other devices, which must have received all others."""
+        index = self._group.index
+        peers = [peer for peer in range(self._group.size) if peer != index]
+        if not peers:
+            return
+        # All peers have the same form, of the same messages.
+        form, *_ = [self._form_of_sent(message, peer, content) for peer in peers]
+        leaves = content[0]
+        pending: list[Pending] = []
+        for buffer in form.buffers:
+            xs = tuple([leaves[index] for index in buffer.indices])
+            pending.append(self._start_broadcast(xs, index))
+        for delivery in pending:
+            delivery.wait()
+
+    def receive_broadcast(self, message: Message, source: int) -> Content:
+        """Receive a message that the device at index `source` broadcasts."""
+        form = self._find_form(message, self._group.index)
+        if form is None:
+            form = self._receive_header(message, source)
+        pending = [self._start_broadcast(buffer.placeholders, source) for buffer in form.buffers]
+        return _finish_content(form, pending)
+
+    def _start_broadcast(self, xs: tuple[Tensor, ...], source: int) -> Pending:
+        return Bound(Broadcast(source), self._group, self._site).start(xs)
+
     # -- headers -----------------------------------------------------------------------------------
 
     def _send_header(self, form: MessageForm, target: int) -> None:
@@ -204,16 +247,15 @@ class Mailbox:
         self._send((torch.frombuffer(bytearray(length), dtype=torch.int64),), target)
         self._send((torch.frombuffer(bytearray(data), dtype=torch.uint8),), target)
 
-    def _receive_header(self, message: Message, source: int) -> tuple[MessageForm, list[Pending]]:
-        """Receive the header of a message, and start receiving its tensors."""
+    def _receive_header(self, message: Message, source: int) -> MessageForm:
+        """Receive the header of a message; return its form."""
         one_number = torch.empty(1, dtype=torch.int64, device="cpu")
         (length,) = self._receive((one_number,), source).wait()
         some_bytes = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         (data,) = self._receive((some_bytes,), source).wait()
 
         leaves, description = from_bytes(data.numpy().tobytes())
-        form = self._add_form(message, self._group.index, leaves, description)
-        return form, self._start_buffers(form, source)
+        return self._add_form(message, self._group.index, leaves, description)
 
     # -- forms -------------------------------------------------------------------------------------
 

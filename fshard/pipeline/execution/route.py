@@ -108,7 +108,6 @@ class Route:
                     self.split.add((action.stage, action.microbatch))
 
         devices = range(schedule.devices)
-        self.pairs: set[tuple[int, int]] = set()
         self.receives: list[dict[int, list[Message]]] = []
         for device in devices:
             self.receives.append({source: [] for source in devices if source != device})
@@ -116,7 +115,6 @@ class Route:
             for routed in row:
                 for message, target in routed.outputs:
                     if target != source:
-                        self.pairs.add((source, target))
                         self.receives[target][source].append(message)
 
     def _route_action(self, action: Action) -> RoutedAction:

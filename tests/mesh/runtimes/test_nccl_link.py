@@ -1,7 +1,9 @@
 """Collectives on a backend with streams: what the host waits for, on which stream buffers lie, and what stays alive."""
 
 from contextlib import contextmanager
+from datetime import timedelta
 from runpy import run_path
+from threading import Event, current_thread, main_thread
 from types import SimpleNamespace
 from weakref import ref
 
@@ -15,6 +17,8 @@ from fshard.mesh.collectives.moves import AllGather
 from fshard.mesh.reshard.execute import plan_reshard, start_reshard
 from fshard.mesh.runtimes import nccl
 from fshard.mesh.runtimes.gloo import Gloo
+from fshard.mesh.runtimes.process_group import FirstSend
+from fshard.mesh.runtimes.transport import Works
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from tests.helpers.processes import run_processes
@@ -96,6 +100,62 @@ def test_waiter_on_another_stream_waits_for_the_stream_of_the_start(mesh, monkey
     fs.run(main, mesh=mesh)
     assert steps == ["start", "start"] and other.waited == ["start"]
     assert recorded == [((4,), "other"), ((6,), "other")]
+
+
+def test_first_send_waits_for_its_buffer_on_a_stream_of_its_own(monkeypatch):
+    """The stream of the caller may have kernels that the receiver takes part in only later."""
+    current, waits, caller = [], [], Stream("caller")
+    caller.record_event = lambda: "the buffer is written"
+
+    @contextmanager
+    def stream(entered):
+        current.append(entered)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: caller)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(
+        torch.cuda,
+        "Stream",
+        lambda device: SimpleNamespace(wait_event=lambda event: waits.append((device, event))),
+    )
+    work, streams = echo.EchoWork("send"), []
+
+    def start():
+        streams.append(current[-1])
+        return work
+
+    send = FirstSend(start)
+    assert not send.is_completed() and not waits
+    send.start()
+    assert waits == [(3, "the buffer is written")] and streams[0] is not caller
+    assert not send.is_completed()
+    work.is_done = True
+    assert send.is_completed() and echo.blocking == []
+
+
+def test_later_messages_follow_the_first_in_order(mesh):
+    """The helper starts all messages until it has none left; then they are started directly."""
+    receiver_has_come, started = Event(), []
+
+    class Group:
+        def send(self, tensors, to, tag):
+            if not started:
+                receiver_has_come.wait()
+            started.append((int(tensors[0]), current_thread() is main_thread()))
+            return echo.EchoWork("send")
+
+    route = nccl.Nccl(Works(timedelta(seconds=5)), Group(), 0, 2)
+    sends = [route._start_send(torch.tensor([number]), 1, 0) for number in range(2)]
+    receiver_has_come.set()
+    sends += [route._start_send(torch.tensor([2]), 1, 0)]
+    assert route._first_sends[1]._last_started.wait(5)
+    route._start_send(torch.tensor([3]), 1, 0)
+    assert [number for number, _ in started] == [0, 1, 2, 3]
+    assert [is_direct for _, is_direct in started][::3] == [False, True]
 
 
 def test_started_reductions_keep_only_packed_gradients(mesh):

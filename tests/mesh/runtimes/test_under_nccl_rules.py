@@ -57,6 +57,44 @@ def ring():
     return fs.run(main, mesh=fs.make_mesh({"data": 4}))
 
 
+def first_messages():
+    """Send to all others before receiving in another order; then exchange along the other axis."""
+    mesh = fs.make_mesh({"data": 2, "pipe": 2})
+
+    def main():
+        received = []
+        for axis in (("data", "pipe"), "pipe"):
+            index = fs.axis_index(axis)
+            others = [other for other in range(fs.axis_size(axis)) if other != index]
+            for other in others:
+                fs.send(draw(2, seed=index) + other, axis, to=other)
+            received += [fs.recv(torch.zeros(2), axis, source=other) for other in others[::-1]]
+        pairs = [(0, 1), (1, 0)]
+        return torch.stack(received), fs.ppermute(received[0], "data", pairs)
+
+    return fs.run(main, mesh=mesh)
+
+
+def late_receiver():
+    """Receive a first message only after the sender has taken part in more calls, on the host, too."""
+
+    def main():
+        index = fs.axis_index("data")
+        if index < 3:
+            for number in range(3):
+                fs.send(draw(2, seed=number), "data", to=index + 1)
+        total = fs.psum(torch.ones(1), "data").item()
+        received = [torch.zeros(2)]
+        if index > 0:
+            received = [fs.recv(torch.zeros(2), "data", source=index - 1) for _ in range(3)]
+            fs.send(received[-1], "data", to=index - 1)
+        if index < 3:
+            received.append(fs.recv(torch.zeros(2), "data", source=index + 1))
+        return total, torch.stack(received)
+
+    return fs.run(main, mesh=fs.make_mesh({"data": 4}))
+
+
 def experts():
     """Train two layers of experts under ZeRO-3: rows of differing numbers, and an expert without any."""
     mesh = fs.make_mesh({"data": 2, "expert": 2})
@@ -133,6 +171,8 @@ FOUR = {
     **{f"{name} of 4": partial(stages, name, 4) for name in SOME},
     "readme": lambda: the_example()[0],
     "ring": ring,
+    "first messages": first_messages,
+    "late receiver": late_receiver,
     "experts": experts,
     "hybrid": hybrid,
 }
@@ -150,6 +190,21 @@ def run(name):
     with foreign_backward():
         result = run_plainly(name)
     return result, nccl_rules.violations, nccl_rules.counts["host syncs"] - before
+
+
+def connections(names):
+    """Return the ranks of the groups and of the pairs that each program connects, which has run after the others."""
+    result, known = [], []
+    for name in names:
+        run_plainly(name)
+        comms = nccl_rules.communicators()
+        assert len(comms) == nccl_rules.counts["rendezvous"]
+        new = comms[len(known) :]
+        groups = sorted([members for channel, members in new if channel == ""])
+        pairs = sorted([members for channel, members in new if channel != ""])
+        result.append((groups, pairs))
+        known = comms
+    return result
 
 
 @cache
@@ -231,7 +286,7 @@ def give_host_tensors_to_the_device():
     fake_device.install()
     mesh = fs.make_mesh({"d": 2})
     world = process.ProcessWorld.of(mesh)
-    link = world._messages.transport(0, 1)
+    link = world._route(0, 1)
     axis = world._transports[0, 1].pg
     texts = []
     for call in (
@@ -322,3 +377,16 @@ def test_failure_of_another_process_ends_calls_of_a_device():
         run_new_processes(fail_on_one)
     notes = "\n".join(error.value.__notes__)
     assert "LostProcessError: Process 1 has failed: look for its own error." in notes
+def test_program_connects_pairs_of_ranks_only_where_messages_are_sent():
+    environment = {"FSHARD_BACKEND": "nccl_rules"}
+    zero3, pipeline = ([(0, 1)], []), ([], [(0, 1), (0, 1)])  # a pair for each direction
+    of_two = run_processes(connections, 2, ["zero 3", "1f1b of 2"], environment=environment)
+    assert of_two == [[zero3, pipeline]] * 2
+
+    of_four = run_processes(connections, 4, ["hybrid", "ring"], environment=environment)
+    for rank, (hybrid, ring) in enumerate(of_four):
+        model, data = rank // 2 * 2, rank % 2  # the first ranks of its groups
+        groups = [(0, 1, 2, 3), (0, 2, 1, 3), (model, model + 1), (data, data + 2)]
+        neighbours = [sorted([rank, (rank + step) % 4]) for step in (-1, 1)]
+        assert hybrid == (sorted(groups), [])
+        assert ring == ([], sorted(map(tuple, neighbours)))

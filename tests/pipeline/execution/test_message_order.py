@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.mesh.runtimes.nccl import direction
 from fshard.mesh.runtimes.virtual import Parcel, VirtualWorld
 from fshard.pipeline.execution.pipelined import pipelined
 from fshard.pipeline.schedule.builders import BUILDERS, pipeline_schedule
@@ -136,8 +135,13 @@ def one_queue_a_pair(sender, receiver):
     return min(sender, receiver), max(sender, receiver)
 
 
-def two_groups(sender, receiver):
-    return direction(sender, receiver), one_queue_a_pair(sender, receiver)
+def one_queue_a_route(sender, receiver):
+    return sender, receiver
+
+
+def one_queue_a_direction(sender, receiver):
+    """Return the queue of a rank's group for messages to higher ranks, or to lower ones."""
+    return "up" if receiver > sender else "down"
 
 
 def scaled(w, x, **skips):
@@ -169,21 +173,22 @@ def steps_of(name, devices, microbatches, patch, *, steps=3, first=0, **options)
 
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("name", BUILDERS)
-def test_messages_of_schedules_cannot_deadlock_in_two_groups(monkeypatch, name, devices):
+def test_messages_of_schedules_with_a_queue_each_route_cannot_deadlock(monkeypatch, name, devices):
     rows = steps_of(name, devices, 2 * devices + 1, monkeypatch)
-    assert Replay(rows, two_groups).cycle() == ""
+    assert Replay(rows, one_queue_a_route).cycle() == ""
     assert Replay(rows, one_queue_a_pair).cycle() != ""
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_skips_and_loops_cannot_deadlock_in_two_groups(monkeypatch, dynamic):
+def test_skips_and_loops_with_a_queue_each_route_cannot_deadlock(monkeypatch, dynamic):
     for name in ("1f1b", "interleaved", "v-half"):
         rows = steps_of(name, 4, 4, monkeypatch, skips=[(0, 2), (1, 3)], dynamic=dynamic)
-        assert Replay(rows, two_groups).cycle() == "", name
+        assert Replay(rows, one_queue_a_route).cycle() == "", name
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "queue_of"), [("1f1b", 2, one_queue_a_pair), ("interleaved", 3, direction)]
+    ("name", "devices", "queue_of"),
+    [("1f1b", 2, one_queue_a_pair), ("interleaved", 3, one_queue_a_direction)],
 )
 def test_fewer_queues_deadlock_in_the_second_step(monkeypatch, name, devices, queue_of):
     """One queue for all messages in a direction is what NCCL has in a group that is bound to a device."""
