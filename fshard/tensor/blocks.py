@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -78,10 +80,11 @@ class BlockPlan:
         return Bound(move, self.group, self.site, self.purpose)
 
     def send_on(self, xs: Tensors) -> list[Pending]:
-        """Start to send tensors to the next device."""
+        """Start to send tensors to the next device: all of one dtype in one message."""
         pairs = [(index, (index + 1) % self.n) for index in range(self.n)]
-        move = Permute(tuple(pairs))
-        return [self.bound(move).start((x,)) for x in xs]
+        ring = self.bound(Permute(tuple(pairs)))
+        messages = [tuple(group) for _, group in groupby(xs, attrgetter("dtype"))]
+        return [ring.start(message) for message in messages]
 
     # Note [Blocks that no query sees]
     # With a causal mask a device sees no keys of later devices. It must receive and send their
@@ -134,8 +137,8 @@ class BlockPlan:
 
 
 def _waited(pending: Sequence[Pending]) -> Tensors:
-    """Wait for single tensors."""
-    return tuple([each.wait()[0] for each in pending])
+    """Wait for the tensors of messages."""
+    return tuple(chain.from_iterable([message.wait() for message in pending]))
 
 
 def attend_blocks(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensor:

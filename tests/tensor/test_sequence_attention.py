@@ -342,6 +342,23 @@ def test_bytes_on_an_abstract_mesh_equal_the_sent_ones(how):
     assert sent("virtual", "cpu") == sent("abstract", "meta")
 
 
+@pytest.mark.parametrize(("masks", "messages"), [("none", 2 + 2 + 3), ("documents", 4 + 4 + 3)])
+def test_keys_and_values_of_a_ring_travel_in_one_message(masks, messages):
+    """Twice around 3 devices; the gradients go on to their own device. Ids of documents have another dtype."""
+    (q, k, v, _), masks = inputs(3, masks=masks)
+    own = [x.chunk(3, 2)[0] for x in (q, k, v)]
+    masks = {name: x.chunk(3, 1)[0] for name, x in masks.items()}
+
+    def step():
+        xs = [x.clone().requires_grad_() for x in own]
+        fs.tensor.attention(*xs, "seq", "ring", **masks).sum().backward()
+
+    with fs.ledger() as comm:
+        fs.run(step, mesh=fs.make_mesh({"seq": 3}))
+    ((_, (calls, _)),) = comm.by_collective(device=0).items()
+    assert calls == messages
+
+
 # -- processes and errors ---------------------------------------------------------------------------------------------
 
 
