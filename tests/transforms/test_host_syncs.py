@@ -317,3 +317,40 @@ def test_recomputed_layer_of_experts_reads_its_counts_again(monkeypatch):
     mesh = fs.make_mesh({"data": 1, "expert": 2})
     actual = fs.run(expert_steps, monkeypatch, mesh, ({}, {}), {}, fs.remat, mesh=mesh)
     assert actual == [["tolist in _read"] * 4] * 2
+
+
+# -- sequences ------------------------------------------------------------------------------------------------------------
+
+
+def sequence_steps(monkeypatch, mesh, known, how):
+    """Take steps of attention over a sequence with documents, padding and dropout."""
+    mode = fs.tensor.mode("1d", "model", mesh)
+
+    def loss_fn(params, batch):
+        shard, _ = fs.tensor.shard_sequence(batch, "seq", how=how)
+        q, k, v = (shard["x"] @ params["qkv"]).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+        masks = {"key_mask": shard["mask"], "document_ids": shard["documents"]}
+        y = fs.tensor.attention(q, k, v, "seq", how, causal=True, **masks)
+        y = fs.tensor.dropout(y.transpose(1, 2).flatten(2), 0.1, mode)
+        return fs.tensor.token_mean(y.square().sum(-1), shard["mask"], "seq")
+
+    params = fs.shard_params({"qkv": torch.randn(4, 12)}, P(), mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=1)
+    state = opt.init(params)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), local=("seq", "model"))
+    batch = {
+        "x": torch.randn(2, 8, 4),
+        "mask": torch.rand(2, 8) > 0.2,
+        "documents": torch.arange(8).expand(2, 8) // 3,
+    }
+    batch = fs.device_put(batch, fs.Layout(mesh, P("data")))
+    params, state, _ = step(params, state, batch)
+    with watching(monkeypatch, (params, batch), state, known) as watch:
+        step(params, state, batch)
+    return watch.waits
+
+
+@pytest.mark.parametrize("how", ["gather", "ulysses", "ring", "zigzag", "rsa"])
+def test_step_over_sharded_tokens_launches_without_host_sync(monkeypatch, how):
+    mesh = fs.make_mesh({"data": 1, "seq": 2, "model": 1})
+    assert fs.run(sequence_steps, monkeypatch, mesh, ({}, {}), how, mesh=mesh) == [[]] * 2
