@@ -320,13 +320,14 @@ def _ranges(starts: Tensor, lengths: Tensor, total: int) -> Tensor:
 def _on_devices_of_experts(experts: Experts, rows: Tensor, counts: _Counts, axis: str) -> Tensor:
     """Send rows to the devices of their experts, apply these, and send the results back."""
     by_expert = _transposed_order(counts.by_source, sum(counts.received))
+    by_source = _inverse(by_expert)
     returned = [*zip(*counts.sent, strict=True)]
 
     # One name: without autograd each of these is freed when the next one is there.
     rows = all_to_all(rows, axis, counts=counts.sent)
     rows = rows.index_select(0, by_expert)
     rows = _applied(experts, rows, counts.received)
-    rows = torch.empty_like(rows).index_copy_(0, by_expert, rows)
+    rows = rows.index_select(0, by_source)  # index_copy by the first order would keep the rows
     return all_to_all(rows, axis, counts=returned)
 
 
@@ -341,6 +342,16 @@ def _transposed_order(counts: Tensor, total: int) -> Tensor:
     lengths = counts.flatten()
     starts = (lengths.cumsum(0) - lengths).view_as(counts)
     return _ranges(starts.T.flatten(), counts.T.flatten(), total)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Return the order that undoes another one.
+
+    >>> _inverse(torch.tensor([0, 2, 3, 1]))
+    tensor([0, 3, 1, 2])
+    """
+    numbers = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, numbers)
 
 
 def _applied(experts: Experts, rows: Tensor, counts: Sequence[int]) -> Tensor:

@@ -471,7 +471,7 @@ def test_weights_that_are_not_sharded_raise():
 
 
 def test_backward_of_moe_has_no_sort_and_no_index_put():
-    """Rows are moved by index_select and index_copy, whose backwards do not wait, sort or accumulate by index."""
+    """Rows are moved by index_select, whose backward adds rows, and neither sorts nor waits."""
     names = set()
 
     class Noted(TorchDispatchMode):
