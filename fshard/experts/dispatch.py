@@ -198,7 +198,9 @@ def _sorted(
     rows = ends - starts  # of each expert
     table = all_gather(rows[None], layer.batch) if layer.batch else rows[None]
 
-    kept = table if capacity is None else _within_capacity(table, capacity)
+    kept = table
+    if capacity is not None:
+        kept = _within_capacity(table, capacity)
     stats = MoEStats(kept.sum(0), table.sum() - kept.sum())
     kept = _of_same_index(_along_axis(kept, layer), layer)
     counts = _read(kept, layer)
@@ -224,7 +226,9 @@ def _read(table: Tensor, layer: _Layer) -> _Counts:
 
 def _index_along_axis(layer: _Layer) -> int:
     """Return this device's index along the axis; 0 without one."""
-    return axis_index(layer.axis) if layer.axis else 0
+    if layer.axis is None:
+        return 0
+    return axis_index(layer.axis)
 
 
 def _within_capacity(table: Tensor, capacity: float) -> Tensor:
@@ -240,7 +244,7 @@ def _within_capacity(table: Tensor, capacity: float) -> Tensor:
     """
     total = table.sum(dtype=torch.float64)
     # Divided by a tensor: in place of a division by a number CUDA multiplies by its reciprocal, and
-    # a quotient that is whole may come out larger.
+    # a quotient that is an integer may come out larger.
     limit = (total * capacity / torch.full_like(total, table.shape[1])).ceil().long()
     rows_before = table.cumsum(0) - table  # those of devices that come before in the batch
     return (limit - rows_before).clamp(min=0).minimum(table)
@@ -253,10 +257,10 @@ def _balanced(experts: Tensor, layer: _Layer) -> tuple[Tensor, _Counts, MoEStats
         start, stop = balanced_range(len(experts), layer.experts, expert)
         rows.append(stop - start)
 
-    size = axis_size(layer.replicated) if layer.replicated else 1
-    index = axis_index(layer.replicated) if layer.replicated else 0
+    # The experts of each device, or of each whose index is that of this one: see `_of_same_index`.
     blocks = [rows[start : start + layer.each] for start in range(0, layer.experts, layer.each)]
-    blocks = blocks[index::size]  # see `_of_same_index`
+    if layer.replicated:
+        blocks = blocks[axis_index(layer.replicated) :: axis_size(layer.replicated)]
     n = len(blocks)
     sent = [sum(block) for block in blocks]
     received = [n * count for count in blocks[_index_along_axis(layer)]]

@@ -13,8 +13,9 @@ formula.
     lse                 (batch, kv heads, group, queries)
     k, v                (batch, kv heads, keys, dim)
 
-A group of query heads shares a kv head. Flash attention takes whole groups. Memory-efficient
-attention has a call for each query head of a group, with the same keys, so these are not repeated.
+A group of query heads shares a kv head. Flash attention takes all heads of groups in one call.
+Memory-efficient attention has a call for each head of a group, with the same keys, so these are not
+repeated.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class FusedAttention:
         self, cotangent: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v."""
-        # Whole groups would be summed in 16 bits on a CPU: for 8 heads that adds half to the error.
+        # In one call a CPU sums groups in 16 bits: for 8 heads that adds half to the error.
         heads = zip(cotangent.unbind(2), q.unbind(2), out.unbind(2), lse.unbind(2), strict=True)
         gradients = [self._backward_of_heads(g, x, k, v, y, z) for g, x, y, z in heads]
         dq, dk, dv = zip(*gradients, strict=True)
@@ -164,7 +165,7 @@ def fused_attention_of_cuda(
 ) -> FusedAttention | None:
     """Return the fastest operation that torch has on CUDA for these tensors, None if there is none.
 
-    Torch says that flash attention takes any dim up to 256, since it pads dims itself, before it
+    Torch allows flash attention for any dim up to 256, since it pads dims itself, before it
     calls the operation: so does `FlashAttention`.
     """
     has_groups = True
