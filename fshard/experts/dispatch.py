@@ -9,13 +9,15 @@ Here two devices have an expert each, A and B, and two tokens each, of which eac
     experts                    A(s) A(t) A(u) A(v)     B(s) B(t) B(u) B(v)
     all_to_all back            A(s) A(t) | B(s) B(t)   A(u) A(v) | B(u) B(v)
     weighted sum by token      s: A(s) + B(s), ...     u: B(u) + A(u), ...
+
+The host must know how many rows each device sends to each other one. It reads one table of these
+numbers in a forward, for which it waits for an accelerator, and nothing in a backward. All else,
+such as limits and orders of rows, is computed on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from math import ceil
 from typing import NamedTuple
 
 import torch
@@ -89,6 +91,11 @@ def moe(
     expert_axes = (*as_axes(axis or ()), *replicated)
     count = routing.scores.shape[-1]
     devices = axis_size(expert_axes) if expert_axes else 1
+    if axis is not None and axis not in batch_axes:
+        raise ValueError(
+            f'moe: batch must have the axis "{axis}", along which tokens are sent; '
+            f"got {as_written(batch_axes)}. Leave batch out, or name all axes of the batch."
+        )
     if count % devices or (capacity is not None and capacity <= 0):
         raise ValueError(
             f"moe: the axes {as_written(expert_axes)} must divide the experts, and capacity be > 0 "
@@ -99,21 +106,23 @@ def moe(
 
     tokens = x.reshape(-1, x.shape[-1])
     weights = routing.weights
-    order, counts, stats = _sorted(routing.experts, count, batch_axes, capacity)
     if replicated:
-        order, counts = _of_same_index(order, counts, count // devices, replicated)
         # Each device of these axes computes other summands of the tokens' results.
         tokens, weights = pvary((tokens, weights), replicated)
+    layer = _Layer(count, count // devices, axis, batch_axes, replicated)
+    order, counts, stats = _sorted(routing.experts, layer, capacity)
 
+    # By index_select, whose backward adds rows. That of an index in brackets sorts them first.
     top_k = routing.experts.shape[-1]
     sources = order.div(top_k, rounding_mode="floor")  # the token of each row
-    rows = tokens[sources]
+    rows = tokens.index_select(0, sources)
     if axis is None:
-        results = _applied(experts, rows, counts)
+        results = _applied(experts, rows, counts.received)
     else:
         results = _on_devices_of_experts(experts, rows, counts, axis)
 
-    weighted = results * weights.reshape(-1)[order, None].to(results.dtype)
+    row_weights = weights.reshape(-1).index_select(0, order).unsqueeze(-1)
+    weighted = results * row_weights.to(results.dtype)
     y = torch.zeros_like(tokens, dtype=weighted.dtype).index_add(0, sources, weighted).view(x.shape)
     if replicated:
         y = psum(y, replicated)
@@ -135,60 +144,150 @@ def _is_for_shapes(x: Tensor, axes: tuple[str, ...]) -> bool:
 # Rows, sorted by expert.
 
 
+class _Layer(NamedTuple):
+    """How the devices share a layer of experts.
+
+    Args:
+        experts: the number of all.
+        each: the number of experts of a device.
+        axis, batch, replicated: as in `moe`.
+    """
+
+    experts: int
+    each: int
+    axis: str | None
+    batch: tuple[str, ...]
+    replicated: tuple[str, ...]
+
+
+class _Counts(NamedTuple):
+    """Numbers of rows that devices along the axis send to each other.
+
+    Args:
+        sent: from each device (a row) to each, on the host.
+        received: of each of this device's experts, on the host.
+        by_source: the same by the devices that these come from.  (devices, experts of a device)
+    """
+
+    sent: list[list[int]]
+    received: list[int]
+    by_source: Tensor
+
+
 def _sorted(
-    experts: Tensor, count: int, axes: tuple[str, ...], capacity: float | None
-) -> tuple[Tensor, list[int], MoEStats]:
+    experts: Tensor, layer: _Layer, capacity: float | None
+) -> tuple[Tensor, _Counts, MoEStats]:
     """Sort the rows of this device by expert, and drop those beyond the capacity.
 
     Args:
         experts: of each token.  (tokens, top_k)
-        count: of all experts.
-        axes: that shard the batch.
+        layer: the devices' shares.
         capacity: as in `moe`.
 
     Returns:
-        The positions of kept rows in the flattened `experts`, sorted by expert; the kept rows of
-        each expert; and the statistics.
+        The positions of the rows that this device sends in the flattened `experts`, sorted by
+        expert; their numbers on all devices along the axis; and the statistics.
     """
     experts = experts.reshape(-1)
     if experts.is_meta:
-        return _balanced(experts, count)
-    rows = torch.bincount(experts, minlength=count)
-    table = all_gather(rows[None], axes) if axes else rows[None]  # (devices, experts)
-    load = table.sum(0)
-    order = experts.argsort(stable=True)
-    if capacity is None:
-        return order, rows.tolist(), MoEStats(load, table.sum() - load.sum())
+        return _balanced(experts, layer)
+    sorted_experts, order = experts.sort(stable=True)
+    numbers = torch.arange(layer.experts, dtype=experts.dtype, device=experts.device)
+    ends = torch.searchsorted(sorted_experts, numbers, right=True)
+    starts = torch.searchsorted(sorted_experts, numbers)
+    rows = ends - starts  # of each expert
+    table = all_gather(rows[None], layer.batch) if layer.batch else rows[None]
 
-    # For example, two devices have rows [3, 1] and [2, 2] of two experts, so the load is [5, 3].
-    # With capacity 1 the limit is the mean, 4. The first device keeps [3, 1], the second one has
-    # 4 - 3 and 4 - 1 left, and keeps [1, 2]: one row is dropped.
-    limit = ceil(capacity * int(load.sum()) / count)
-    rows_before = table[: axis_index(axes)].sum(0) if axes else torch.zeros_like(load)
-    kept = (limit - rows_before).clamp(min=0).minimum(rows)
-
-    sorted_experts = experts[order]
-    first_row = rows.cumsum(0) - rows  # of each expert
-    row_of_expert = torch.arange(len(experts), device=experts.device) - first_row[sorted_experts]
-    order = order[row_of_expert < kept[sorted_experts]]
-    load = load.clamp(max=limit)
-    return order, kept.tolist(), MoEStats(load, table.sum() - load.sum())
+    kept = table
+    if capacity is not None:
+        kept = _within_capacity(table, capacity)
+    stats = MoEStats(kept.sum(0), table.sum() - kept.sum())
+    kept = _of_same_index(_along_axis(kept, layer), layer)
+    counts = _read(kept, layer)
+    if capacity is not None or layer.replicated:
+        index = _index_along_axis(layer)
+        starts = _of_same_index(starts, layer)
+        order = order.index_select(0, _ranges(starts, kept[index], sum(counts.sent[index])))
+    return order, counts, stats
 
 
-def _balanced(experts: Tensor, count: int) -> tuple[Tensor, list[int], MoEStats]:
+def _read(table: Tensor, layer: _Layer) -> _Counts:
+    """Read the numbers of rows that the host must know: the one wait of a layer.
+
+    `table` has the rows that devices along the axis send to experts: (devices, experts).
+    """
+    n = len(table)
+    by_source = table.unflatten(1, (n, layer.each))[:, _index_along_axis(layer)]
+    matrix = table.unflatten(1, (n, layer.each)).sum(-1)
+    numbers = torch.cat([matrix.flatten(), by_source.sum(0)]).tolist()
+    sent = [numbers[start : start + n] for start in range(0, n * n, n)]
+    return _Counts(sent, numbers[n * n :], by_source)
+
+
+def _index_along_axis(layer: _Layer) -> int:
+    """Return this device's index along the axis; 0 without one."""
+    if layer.axis is None:
+        return 0
+    return axis_index(layer.axis)
+
+
+def _within_capacity(table: Tensor, capacity: float) -> Tensor:
+    """Return the rows of each expert that each device of the batch keeps.
+
+    For example, two devices have rows [3, 1] and [2, 2] of two experts, so the loads are 5 and 3.
+    With capacity 1 the limit is the mean, 4. The first device keeps [3, 1], the second one has
+    4 - 3 and 4 - 1 left, and keeps [1, 2]: one row is dropped.
+
+    >>> _within_capacity(torch.tensor([[3, 1], [2, 2]]), 1.0)
+    tensor([[3, 1],
+            [1, 2]])
+    """
+    total = table.sum(dtype=torch.float64)
+    # Divided by a tensor: in place of a division by a number CUDA multiplies by its reciprocal, and
+    # a quotient that is an integer may come out larger.
+    limit = (total * capacity / torch.full_like(total, table.shape[1])).ceil().long()
+    rows_before = table.cumsum(0) - table  # those of devices that come before in the batch
+    return (limit - rows_before).clamp(min=0).minimum(table)
+
+
+def _balanced(experts: Tensor, layer: _Layer) -> tuple[Tensor, _Counts, MoEStats]:
     """Return what `_sorted` returns, for rows without values: as many of each expert."""
-    counts: list[int] = []
-    for expert in range(count):
-        start, stop = balanced_range(len(experts), count, expert)
-        counts.append(stop - start)
-    order = torch.arange(len(experts), device="meta")
-    return order, counts, MoEStats(experts.new_empty(count), experts.new_empty(()))
+    rows: list[int] = []
+    for expert in range(layer.experts):
+        start, stop = balanced_range(len(experts), layer.experts, expert)
+        rows.append(stop - start)
+
+    # The experts of each device, or of each whose index is that of this one: see `_of_same_index`.
+    blocks = [rows[start : start + layer.each] for start in range(0, layer.experts, layer.each)]
+    if layer.replicated:
+        blocks = blocks[axis_index(layer.replicated) :: axis_size(layer.replicated)]
+    n = len(blocks)
+    sent = [sum(block) for block in blocks]
+    received = [n * count for count in blocks[_index_along_axis(layer)]]
+
+    order = torch.arange(sum(sent), device="meta")
+    by_source = experts.new_empty(n, layer.each)
+    stats = MoEStats(experts.new_empty(layer.experts), experts.new_empty(()))
+    return order, _Counts([sent] * n, received, by_source), stats
 
 
-def _of_same_index(
-    order: Tensor, counts: Sequence[int], each: int, axes: Axes
-) -> tuple[Tensor, list[int]]:
-    """Return the positions and counts of rows for the experts of devices with this one's index.
+def _along_axis(table: Tensor, layer: _Layer) -> Tensor:
+    """Return the rows of a table of the batch's devices that are of this group along the axis.
+
+    (devices of the batch, experts) -> (devices along the axis, experts)
+    """
+    if not layer.batch:
+        return table
+    sizes = [axis_size(axis) for axis in layer.batch]
+    table = table.unflatten(0, sizes)
+    for dim, axis in enumerate(layer.batch):
+        if axis != layer.axis:
+            table = table.narrow(dim, axis_index(axis), 1)
+    return table.flatten(0, -2)
+
+
+def _of_same_index(x: Tensor, layer: _Layer) -> Tensor:
+    """Return the columns of experts that are on devices with this one's index.
 
     With 8 experts over an axis and a replicated one, of 2 devices each, a device has 2 experts:
 
@@ -198,66 +297,65 @@ def _of_same_index(
 
     Devices whose index along the replicated axis is 0 send rows to experts 0, 1, 4 and 5.
 
-    Args:
-        order: positions of rows, sorted by expert.
-        counts: the rows of each expert.
-        each: the number of experts of a device.
-        axes: replicated axes.
+    (..., all experts) -> (..., experts of this index)
     """
-    size = axis_size(axes)
-    index = axis_index(axes)
-    blocks = order.split([*counts])
-    same_index = [expert for expert in range(len(counts)) if expert // each % size == index]
-    positions = torch.cat([blocks[expert] for expert in same_index])
-    return positions, [counts[expert] for expert in same_index]
+    if not layer.replicated:
+        return x
+    blocks = x.unflatten(-1, (-1, axis_size(layer.replicated), layer.each))
+    return blocks[..., axis_index(layer.replicated), :].flatten(-2)
+
+
+def _ranges(starts: Tensor, lengths: Tensor, total: int) -> Tensor:
+    """Return ranges of numbers, one behind the other; `total` is the sum of their lengths.
+
+    >>> _ranges(torch.tensor([5, 0]), torch.tensor([2, 3]), total=5)
+    tensor([5, 6, 0, 1, 2])
+    """
+    ends = lengths.cumsum(0)
+    shifts = starts - (ends - lengths)
+    # With its size the result is made without a wait.
+    shifts = shifts.repeat_interleave(lengths, output_size=total)
+    return shifts + torch.arange(total, device=starts.device)
 
 
 # Experts.
 
 
-def _on_devices_of_experts(
-    experts: Experts, rows: Tensor, counts: Sequence[int], axis: str
-) -> Tensor:
+def _on_devices_of_experts(experts: Experts, rows: Tensor, counts: _Counts, axis: str) -> Tensor:
     """Send rows to the devices of their experts, apply these, and send the results back."""
-    n = axis_size(axis)
-    index = axis_index(axis)
-    if rows.is_meta:
-        table = [[*counts]] * n
-    else:
-        table = all_gather(torch.tensor([[*counts]], device=rows.device), axis).tolist()
-
-    each = len(counts) // n
-    matrix: list[list[int]] = []  # the rows that each device sends to each other one
-    for device_counts in table:
-        starts = range(0, len(counts), each)
-        matrix.append([sum(device_counts[start : start + each]) for start in starts])
-    first = index * each
-    by_source = [device_counts[first : first + each] for device_counts in table]
-    by_expert = [*zip(*by_source, strict=True)]
-    expert_counts = [sum(source_counts) for source_counts in by_expert]
+    by_expert = _transposed_order(counts.by_source, sum(counts.received))
+    by_source = _inverse(by_expert)
+    returned = [*zip(*counts.sent, strict=True)]
 
     # One name: without autograd each of these is freed when the next one is there.
-    rows = all_to_all(rows, axis, counts=matrix)
-    rows = _transposed_blocks(rows, by_source)
-    rows = _applied(experts, rows, expert_counts)
-    rows = _transposed_blocks(rows, by_expert)
-    return all_to_all(rows, axis, counts=[*zip(*matrix, strict=True)])
+    rows = all_to_all(rows, axis, counts=counts.sent)
+    rows = rows.index_select(0, by_expert)
+    rows = _applied(experts, rows, counts.received)
+    rows = rows.index_select(0, by_source)  # index_copy by the first order would keep the rows
+    return all_to_all(rows, axis, counts=returned)
 
 
-def _transposed_blocks(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
-    """Return rows that are sorted by (i, j) in the order of (j, i).
+def _transposed_order(counts: Tensor, total: int) -> Tensor:
+    """Return the order by (j, i) of rows that are sorted by (i, j).
 
-    There are `counts[i][j]` rows of (i, j).
+    There are `counts[i, j]` rows of (i, j), in all `total`.
 
-    >>> _transposed_blocks(torch.tensor([0, 1, 10, 10, 11]), [[1, 1], [2, 1]])
-    tensor([ 0, 10, 10,  1, 11])
+    >>> _transposed_order(torch.tensor([[1, 1], [2, 1]]), total=5)
+    tensor([0, 2, 3, 1, 4])
     """
-    blocks = rows.split([*chain(*counts)])
-    columns = len(counts[0])
-    transposed: list[Tensor] = []
-    for column in range(columns):
-        transposed += blocks[column::columns]
-    return torch.cat(transposed)
+    lengths = counts.flatten()
+    starts = (lengths.cumsum(0) - lengths).view_as(counts)
+    return _ranges(starts.T.flatten(), counts.T.flatten(), total)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Return the order that undoes another one.
+
+    >>> _inverse(torch.tensor([0, 2, 3, 1]))
+    tensor([0, 3, 1, 2])
+    """
+    numbers = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, numbers)
 
 
 def _applied(experts: Experts, rows: Tensor, counts: Sequence[int]) -> Tensor:

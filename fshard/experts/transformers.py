@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
 from fshard.experts.dispatch import moe, of_this_mesh
-from fshard.experts.grouped import grouped_matmul
+from fshard.experts.grouped import grouped_matmul, on_device
 from fshard.experts.module import MoE
 from fshard.experts.routing import Routing
 from fshard.mesh.layout import P, as_axes
@@ -154,5 +153,5 @@ def _linear(module: Any, name: str, rows: Tensor, counts: Sequence[int]) -> Tens
     if not module.has_bias:
         return y
     bias = getattr(module, f"{name}_bias")
-    numbers = torch.tensor(counts, device=rows.device)
+    numbers = on_device(counts, rows.device)
     return y + bias.repeat_interleave(numbers, 0, output_size=len(rows))

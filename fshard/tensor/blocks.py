@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -78,10 +80,11 @@ class BlockPlan:
         return Bound(move, self.group, self.site, self.purpose)
 
     def send_on(self, xs: Tensors) -> list[Pending]:
-        """Start to send tensors to the next device."""
+        """Start to send tensors to the next device: all of one dtype in one message."""
         pairs = [(index, (index + 1) % self.n) for index in range(self.n)]
-        move = Permute(tuple(pairs))
-        return [self.bound(move).start((x,)) for x in xs]
+        ring = self.bound(Permute(tuple(pairs)))
+        messages = [tuple(group) for _, group in groupby(xs, attrgetter("dtype"))]
+        return [ring.start(message) for message in messages]
 
     # Note [Blocks that no query sees]
     # With a causal mask a device sees no keys of later devices. It must receive and send their
@@ -134,8 +137,8 @@ class BlockPlan:
 
 
 def _waited(pending: Sequence[Pending]) -> Tensors:
-    """Wait for single tensors."""
-    return tuple([each.wait()[0] for each in pending])
+    """Wait for the tensors of messages."""
+    return tuple(chain.from_iterable([message.wait() for message in pending]))
 
 
 def attend_blocks(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensor:
@@ -276,15 +279,13 @@ def _attend(
     q, k, v = _dense(q, k, v)
     fused = None
     if allow_fused:
-        fused = fused_attention(q[:, :, 0], k, v, _bias(mask, q), mask is True, scale)
+        fused = fused_attention(q, k, v, _bias(mask, q), mask is True, scale)
     if fused is None:
         return _weigh([_scores(q, k, mask, scale)], [v])
 
-    # One call for each head of a group, with the same keys, so these are not repeated.
-    outputs = [fused.forward(x, k, v) for x in q.unbind(2)]
-    outs, lses = zip(*outputs, strict=True)
-    out = _stacked(outs)
-    lse = _stacked(lses).unsqueeze(-1)
+    out, lse = fused.forward(q, k, v)
+    out = _widened(out)
+    lse = _widened(lse).unsqueeze(-1)
     if isinstance(mask, bool):
         return out, lse
     # Of a row that sees no key the operation returns the mean of all values.
@@ -305,16 +306,13 @@ def _attend_backward(
     q, out, lse, cotangent, delta = rows
     q, out, cotangent = _dense(q, out, cotangent)
     k, v = _dense(k, v)
-    fused = fused_attention(q[:, :, 0], k, v, _bias(mask, k), mask is True, scale)
+    fused = fused_attention(q, k, v, _bias(mask, k), mask is True, scale)
     if fused is not None:
         # The operation computes weights by lse: with 0 those of a row that sees no key are
         # exp(-large) = 0, with MASKED they would be exp(+large).
         lse = lse[..., 0]
         lse = lse.masked_fill(lse == MASKED, 0)
-        heads = zip(cotangent.unbind(2), q.unbind(2), out.unbind(2), lse.unbind(2), strict=True)
-        grads = [fused.backward(g, x, k, v, y, z) for g, x, y, z in heads]
-        dq, dk, dv = zip(*grads, strict=True)
-        return _stacked(dq), _widened_sum(dk), _widened_sum(dv)
+        return fused.backward(cotangent, q, k, v, out, lse)
 
     q, lse, cotangent, delta = [_widened(x) for x in (q, lse, cotangent, delta)]
     weights = (_scores(q, k, mask, scale) - lse).exp()
@@ -378,11 +376,6 @@ def _widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _widened_sum(xs: Sequence[Tensor]) -> Tensor:
-    """Return the sum over the heads of a group."""
-    return sum(map(_widened, xs[1:]), _widened(xs[0]))
-
-
 def _dense(*xs: Tensor) -> list[Tensor]:
     """Return tensors whose last dim is contiguous, as fused attention assumes."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in xs]
@@ -396,10 +389,3 @@ def _bias(mask: Tensor | bool, like: Tensor) -> Tensor | None:
     if isinstance(mask, bool):
         return None
     return like.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(like.dtype).min)
-
-
-def _stacked(xs: Sequence[Tensor]) -> Tensor:
-    """Stack the results of the heads of a group; a view if there is one."""
-    if len(xs) == 1:
-        return _widened(xs[0].unsqueeze(2))
-    return _widened(torch.stack(tuple(xs), 2))

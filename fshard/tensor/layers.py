@@ -102,7 +102,8 @@ def dropout(x: Tensor, p: float, mode: Mode, *, features: int | None = None) -> 
     """
     if not 0 <= p <= 1:
         raise ValueError(f"dropout: p must be a probability; got {p!r}.")
-    key = int(torch.randint(1 << 62, ()).item())
+    # On the host, whatever the default device: an accelerator's number would be waited for.
+    key = int(torch.randint(1 << 62, (), device="cpu").item())
     size = x.shape[-1]
     first, total = shard_range(features, size, mode.hidden, mode.size(), "features")
 

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P, optim
-from fshard.experts import balance_loss, grouped_matmul, moe, route, z_loss
+from fshard.experts import balance_loss, grouped, grouped_matmul, moe, route, z_loss
 from fshard.optim.contract import pure_step
 from tests.helpers.sampled import THOROUGH
 
@@ -446,16 +447,15 @@ def test_a_module_in_a_step_and_alone():
         ({"top_k": 5}, "top_k must be from 1 to the 4 experts"),
         ({"capacity": 0}, "capacity be > 0 or None; got 3 devices, 4 experts"),
         ({}, 'the axes "expert" must divide the experts'),
+        ({"batch": "data"}, 'batch must have the axis "expert", along which tokens are sent'),
     ],
 )
 def test_invalid_arguments_raise(change, text):
-    options = {"top_k": 2, "capacity": None, "score": "softmax", "skewed": False, **change}
-    mesh = fs.make_mesh({"expert": 3})
+    options = {"top_k": 2, "capacity": None, "score": "softmax", "skewed": False}
+    options |= {"batch": "expert", **change}
+    mesh = fs.make_mesh({"data": 1, "expert": 3})
     with pytest.raises(ValueError, match=text):
-        fs.run(
-            lambda: layer(weights(4, 1)[0], data()["x"], axis="expert", batch="expert", **options),
-            mesh=mesh,
-        )
+        fs.run(lambda: layer(weights(4, 1)[0], data()["x"], axis="expert", **options), mesh=mesh)
 
 
 def test_weights_that_are_not_sharded_raise():
@@ -468,3 +468,62 @@ def test_weights_that_are_not_sharded_raise():
             lambda: layer(weights(4, 1)[0], data()["x"], axis="expert", batch="expert", **options),
             mesh=fs.make_mesh({"expert": 2}),
         )
+
+
+def test_backward_of_moe_has_no_sort_and_no_index_put():
+    """Rows are moved by index_select, whose backward adds rows, and neither sorts nor waits."""
+    names = set()
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def device(x, experts):
+        y, _ = moe(x, route(x, 2), experts, axis="expert", capacity=1.0)
+        with Noted():
+            torch.autograd.grad(y.sum(), [x, *experts.values()])
+
+    experts = {name: x.requires_grad_() for name, x in weights(4, 1)[0]["experts"].items()}
+    experts = {name: x.chunk(2)[0] for name, x in experts.items()}
+    fs.run(device, data()["x"].requires_grad_(), experts, mesh=fs.make_mesh({"expert": 2}))
+    assert {"index_add", "index_select"} <= names
+    assert not [name for name in names if "index_put" in name or "sort" in name]
+
+
+def test_rows_of_two_devices_and_none_have_the_gradient_of_all_tokens():
+    """A device has no token, another one a few: the table of counts has their rows in the order of the batch."""
+    full = weights(4, 1)[0]
+    sizes = [0, 5, 1, 10]
+    x = data()["x"].requires_grad_()
+    leaves = {name: w.requires_grad_() for name, w in full["experts"].items()}
+
+    def results(attend, x, experts):
+        y, stats = attend(x, route(x @ full["router"], 2), experts)
+        grads = torch.autograd.grad(y.square().sum(), [x, *experts.values()])
+        return y, stats, grads
+
+    def device():
+        index = fs.axis_index("expert")
+        mine = x.split(sizes)[index].detach().requires_grad_()
+        experts = {name: w[index][None].detach().requires_grad_() for name, w in leaves.items()}
+        return results(partial(moe, axis="expert", capacity=1.0), mine, experts)
+
+    y, stats, grads = results(partial(moe, capacity=1.0), x, leaves)
+    devices = fs.run(device, mesh=fs.make_mesh({"expert": 4}))
+    torch.testing.assert_close(torch.cat([y for y, *_ in devices]), y)
+    for _, own, _ in devices:
+        assert torch.equal(own.load, stats.load) and torch.equal(own.dropped, stats.dropped)
+    own_grads = zip(*(grads for *_, grads in devices), strict=True)
+    for own, expected in zip(map(torch.cat, own_grads), grads, strict=True):
+        torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.parametrize("counts", [[2, 0, 4, 1], [0, 0, 0, 0], [0, 0, 0, 7]])
+def test_grouped_kernel_has_the_products_of_the_loop(counts, monkeypatch):
+    """By torch's operation on a CPU, with offsets on the device of the rows."""
+    rows = torch.randn(sum(counts), 16).bfloat16()
+    matrices = torch.randn(4, 16, 8).bfloat16()
+    expected = grouped_matmul(rows, matrices, counts)
+    monkeypatch.setattr(grouped, "_has_grouped_kernel", lambda *args: True)
+    torch.testing.assert_close(grouped_matmul(rows, matrices, counts), expected)

@@ -20,6 +20,30 @@ def operations_of_cuda():
         yield
 
 
+def can_use_flash(params):
+    """Torch's answer for flash attention: any equal dims up to 256, and kv heads that share groups if they may."""
+    q, k, v = params.query, params.key, params.value
+    has_equal_heads = q.shape[1] == k.shape[1] == v.shape[1]
+    may_share = params.enable_gqa and k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0
+    return (
+        q.dtype.itemsize == 2
+        and params.attn_mask is None
+        and q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256
+        and (has_equal_heads or may_share)
+    )
+
+
+def can_use_efficient(params):
+    """Torch's answer for memory-efficient attention: aligned dims, and as many kv heads as heads."""
+    q, k, v = params.query, params.key, params.value
+    alignment = 8 if q.dtype.itemsize == 2 else 4
+    return (
+        q.dtype.itemsize <= 4
+        and all(x.shape[-1] % alignment == 0 for x in (q, k, v))
+        and q.shape[1] == k.shape[1] == v.shape[1]
+    )
+
+
 def scores(q, k, bias, causal, scale):
     """Return scores in float32, as the kernels have them."""
     result = q.float() @ k.float().mT * scale
@@ -36,10 +60,9 @@ def scores(q, k, bias, causal, scale):
 
 def attend(q, k, v, bias, causal, scale):
     """Return out, in the memory order (batch, tokens, heads, dim), and lse."""
-    assert (
-        all(x.stride(-1) == 1 and x.shape[-1] % 8 == 0 for x in (q, k, v))
-        and q.shape[1] == k.shape[1]
-    )
+    aligned = 8 if q.dtype.itemsize == 2 else 4
+    assert all(x.stride(-1) == 1 and x.shape[-1] % aligned == 0 for x in (q, k, v))
+    assert q.shape[1] == k.shape[1]
     rows = scores(q, k, bias, causal, scale)
     out = (rows.softmax(-1) @ v.float()).to(q.dtype)
     return out.transpose(1, 2).contiguous().transpose(1, 2), rows.logsumexp(-1)
@@ -48,6 +71,7 @@ def attend(q, k, v, bias, causal, scale):
 def pull_back(cotangent, q, k, v, out, lse, bias, causal, scale):
     """Return the gradients of q, k, v."""
     assert all(x.stride(-1) == 1 for x in (q, k, v, out)) and lse.dtype == torch.float32
+    assert all(x.shape[-1] % (8 if q.dtype.itemsize == 2 else 4) == 0 for x in (q, k, v, out))
     weights = (scores(q, k, bias, causal, scale) - lse.unsqueeze(-1)).exp()
     assert weights.isfinite().all()
     cotangent, delta = cotangent.float(), (cotangent.float() * out.float()).sum(-1, keepdim=True)
@@ -57,9 +81,16 @@ def pull_back(cotangent, q, k, v, out, lse, bias, causal, scale):
     ]
 
 
+def repeated(x, heads):
+    """Return kv heads for as many query heads: neighbours share one."""
+    assert heads % x.shape[1] == 0
+    return x.repeat_interleave(heads // x.shape[1], 1)
+
+
 def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     """16 bits, without a mask."""
     assert q.dtype.itemsize == 2 and not dropout_p and not return_debug_mask
+    k, v = (repeated(x, q.shape[1]) for x in (k, v))
     out, lse = attend(q, k, v, None, is_causal, scale)
     none = q.new_empty(0)
     seed = torch.empty(2, dtype=torch.uint64)
@@ -91,7 +122,10 @@ def flash_backward(
         and lse.shape == q.shape[:3]
         and seed.dtype == offset.dtype == torch.uint64
     )
-    return tuple(pull_back(grad_out, q, k, v, out, lse, None, is_causal, scale))
+    kv_heads = k.shape[1]
+    k, v = (repeated(x, q.shape[1]) for x in (k, v))
+    dq, *grads = pull_back(grad_out, q, k, v, out, lse, None, is_causal, scale)
+    return dq, *(x.unflatten(1, (kv_heads, -1)).sum(2) for x in grads)
 
 
 def efficient(q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):

@@ -297,3 +297,17 @@ def test_shards_of_another_size_raise():
             )
     with pytest.raises(ValueError, match="p must be a probability; got 1.5"):
         fs.run(lambda: T.dropout(torch.ones(2, 2), 1.5, mode), mesh=mesh)
+
+
+def test_dropout_draws_on_the_host_whatever_the_default_device():
+    x = torch.ones(4, 3)
+
+    def device(name):
+        with fs.keyed_random(0, 0), torch.device(name):
+            return fs.tensor.dropout(
+                x, 0.5, fs.tensor.mode("1d", "data", fs.make_mesh({"data": 1}))
+            )
+
+    mesh = fs.make_mesh({"data": 1})
+    expected, actual = (fs.run(device, name, mesh=mesh)[0] for name in ("cpu", "meta"))
+    assert actual.device == x.device and torch.equal(actual, expected)

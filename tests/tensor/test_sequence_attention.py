@@ -1,5 +1,7 @@
 """Attention over a sharded sequence equals attention on one device, in every algorithm."""
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,8 +9,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import fshard as fs
-from fshard.tensor import blocks
+from fshard.tensor import blocks, kernels
 from fshard.tensor.kernels import EfficientAttention, FlashAttention, FusedAttention
+from tests.tensor import cuda_attention
 from tests.tensor.attention_oracle import HOWS, derivatives, serial, sharded
 from tests.tensor.cuda_attention import operations_of_cuda
 
@@ -98,6 +101,11 @@ def test_error_is_at_most_four_times_that_of_torch(how, operation, dtype, masks,
         blocks, "fused_attention", lambda q, k, v, *options: choose(operation, *options)
     )
     values, masks = inputs(4, heads=8, kv_heads=4, chunk=7, dim=8, masks=masks, dtype=dtype)
+    check_in_low_precision(how, values, masks)
+
+
+def check_in_low_precision(how, values, masks):
+    """Compare the error of the output and the gradients with four times that of torch's function."""
 
     def results(attend, xs, **options):
         return derivatives(
@@ -111,8 +119,57 @@ def test_error_is_at_most_four_times_that_of_torch(how, operation, dtype, masks,
             lambda *xs, **options: sharded(fs.make_mesh({"seq": 4}), how, *xs, **options), values
         )
     for want, rough, own in zip(exact, alone, actual, strict=True):
-        assert own.dtype == dtype
+        assert own.dtype == values[0].dtype
         assert (own - want).norm() <= 4 * (rough - want).norm()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "masks", "names"),
+    [
+        (torch.bfloat16, 20, "none", {"flash"}), (torch.float16, 5, "none", {"flash"}), (torch.bfloat16, 16, "both", {"efficient"}),
+        (torch.bfloat16, 20, "both", set()), (torch.float32, 20, "none", {"efficient"}), (torch.float32, 5, "none", set()),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("how", ["ring", "ulysses"])
+def test_dims_of_heads_that_kernels_of_cuda_refuse(how, dtype, dim, masks, names, monkeypatch):
+    """Torch allows flash attention for dims that are no multiple of 8, and pads them before its operation."""
+    used = called_on_cuda(monkeypatch)
+    values, masks = inputs(4, heads=8, kv_heads=4, chunk=3, dim=dim, masks=masks, dtype=dtype)
+    check_in_low_precision(how, values, masks)
+    assert set(used) == {f"{name}{way}" for name in names for way in ("", "_backward")}
+
+
+@pytest.mark.parametrize(("masks", "calls"), [("none", 1), ("both", 3)])
+def test_kernel_of_cuda_is_called_once_for_all_groups(masks, calls, monkeypatch):
+    """Flash attention takes fewer kv heads; with masks there is a call for each of 3 query heads."""
+    used = called_on_cuda(monkeypatch)
+    values, masks = inputs(1, heads=6, kv_heads=2, dim=8, masks=masks, dtype=torch.bfloat16)
+    with operations_of_cuda():
+        derivatives(
+            lambda *xs: sharded(fs.make_mesh({"seq": 1}), "ring", *xs, **masks), *values, False
+        )
+    assert [*used.values()] == [calls, calls]
+
+
+def called_on_cuda(monkeypatch):
+    """Choose kernels as on CUDA, by torch's rules; return how often each is called."""
+    used = Counter()
+
+    def counted(name, function):
+        def call(*args, **kwargs):
+            used[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(blocks, "fused_attention", kernels.fused_attention_of_cuda)
+    monkeypatch.setattr(kernels.cuda, "can_use_flash_attention", cuda_attention.can_use_flash)
+    monkeypatch.setattr(
+        kernels.cuda, "can_use_efficient_attention", cuda_attention.can_use_efficient
+    )
+    for name in ("flash", "flash_backward", "efficient", "efficient_backward"):
+        monkeypatch.setattr(cuda_attention, name, counted(name, getattr(cuda_attention, name)))
+    return used
 
 
 @pytest.mark.parametrize("masks", MASKS)
@@ -283,6 +340,23 @@ def test_bytes_on_an_abstract_mesh_equal_the_sent_ones(how):
         return {name: row for (name, _), row in comm.by_collective().items()}
 
     assert sent("virtual", "cpu") == sent("abstract", "meta")
+
+
+@pytest.mark.parametrize(("masks", "messages"), [("none", 2 + 2 + 3), ("documents", 4 + 4 + 3)])
+def test_keys_and_values_of_a_ring_travel_in_one_message(masks, messages):
+    """Twice around 3 devices; the gradients go on to their own device. Ids of documents have another dtype."""
+    (q, k, v, _), masks = inputs(3, masks=masks)
+    own = [x.chunk(3, 2)[0] for x in (q, k, v)]
+    masks = {name: x.chunk(3, 1)[0] for name, x in masks.items()}
+
+    def step():
+        xs = [x.clone().requires_grad_() for x in own]
+        fs.tensor.attention(*xs, "seq", "ring", **masks).sum().backward()
+
+    with fs.ledger() as comm:
+        fs.run(step, mesh=fs.make_mesh({"seq": 3}))
+    ((_, (calls, _)),) = comm.by_collective(device=0).items()
+    assert calls == messages
 
 
 # -- processes and errors ---------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ computed from them.  What is made of Python's numbers, and computed from that al
 anywhere.
 """
 
+import threading
 import traceback
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,27 @@ from fshard.mesh.layout.sharded import flatten_shards
 from fshard.transforms.fsdp.lazy_param import LazyParam
 
 PACKAGE = Path(fs.__file__).parent
-CPU_ONLY = {"_sample_digests", "shrunk"}
+CPU_ONLY = {"_sample_digests", "compared_losses", "shrunk"}
 """Functions that read a tensor only if it `is_cpu`, which is so for all here."""
+
+
+SIZED_BY_VALUES = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.bincount.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten._unique2.default,
+}
+"""Operations that read values on an accelerator, most for the shape of their result."""
+
+
+def reads_values(func, args, kwargs):
+    """Return whether an operation reads values of tensors, as an index by a mask does."""
+    if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default):
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    if func is torch.ops.aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    return func in SIZED_BY_VALUES
 
 
 class Watch(TorchDispatchMode):
@@ -37,12 +57,13 @@ class Watch(TorchDispatchMode):
         for tensors, own in ((there, self.there), (here, self.here)):
             own |= {memory(x): x for x in tensors}  # held: no other memory gets its name
         self.waits = []
+        self.thread = threading.get_ident()  # of this device: the methods are those of all
         for name in ("tolist", "cpu", "numpy"):  # no operators
             monkeypatch.setattr(Tensor, name, self.noting(name, getattr(Tensor, name)))
 
     def noting(self, name, method):
         def call(x, *args, **kwargs):
-            self.note(name, self.has(x))
+            self.note(name, threading.get_ident() == self.thread and self.has(x))
             return method(x, *args, **kwargs)
 
         return call
@@ -64,7 +85,7 @@ class Watch(TorchDispatchMode):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         there = any(map(self.has, given))
         here = any(memory(x) in self.here for x in given)
-        reads = func is torch.ops.aten._local_scalar_dense.default
+        reads = reads_values(func, args, kwargs or {})
         self.note(func.__name__, there and (here or reads))
         result = func(*args, **(kwargs or {}))
         made = {memory(x): x for x in tree_leaves(result) if isinstance(x, Tensor)}
@@ -244,3 +265,92 @@ def test_step_of_a_loop_launches_without_host_sync(monkeypatch, name):
         loop_steps, monkeypatch, PLUGINS[name](), ({}, {}), mesh=fs.make_mesh({"data": 2})
     )
     assert actual == [[]] * 2
+
+
+# -- experts --------------------------------------------------------------------------------------------------------------
+
+
+def expert_steps(monkeypatch, mesh, known, options, block):
+    """Take steps of two layers of experts; a device has fewer rows than experts."""
+    axes = ("data", "expert")
+    local = tuple(axis for axis in ("expert", "model") if axis in mesh.axis_names)
+    network = nn.Sequential(
+        *(
+            fs.nn.MoE(4, 3, experts=8, top_k=2, axis="expert", batch=axes, **options)
+            for _ in range(2)
+        )
+    )
+    apply, params, buffers = fs.functionalize(network)
+    params = fs.shard_params(params, {"*.experts.*": P(local), "**": P()}, mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis=axes, stage=1)
+    state = opt.init(params)
+
+    def loss_fn(params, x):
+        return block(lambda x: apply(params, buffers, x)[0])(x).square().mean()
+
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P(axes), local=local)
+    batch = fs.device_put(torch.randn(16, 4), fs.Layout(mesh, P(axes)))
+    params, state, _ = step(params, state, batch)
+    with watching(monkeypatch, (params, batch), state, known) as watch:
+        step(params, state, batch)
+    return watch.waits
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)]
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"capacity": 0.5}, {"capacity": 1.0, "shared": 3}], ids=str
+)
+def test_layer_of_experts_reads_one_table_of_counts(monkeypatch, sizes, options):
+    names = ("data", "expert", "model") if sizes[2] > 1 else ("data", "expert")
+    mesh = fs.make_mesh(dict(zip(names, sizes, strict=False)))
+    if "model" in names:
+        options = options | {"replicated": "model"}
+    actual = fs.run(
+        expert_steps, monkeypatch, mesh, ({}, {}), options, lambda block: block, mesh=mesh
+    )
+    assert actual == [["tolist in _read"] * 2] * len(actual)
+
+
+def test_recomputed_layer_of_experts_reads_its_counts_again(monkeypatch):
+    mesh = fs.make_mesh({"data": 1, "expert": 2})
+    actual = fs.run(expert_steps, monkeypatch, mesh, ({}, {}), {}, fs.remat, mesh=mesh)
+    assert actual == [["tolist in _read"] * 4] * 2
+
+
+# -- sequences ------------------------------------------------------------------------------------------------------------
+
+
+def sequence_steps(monkeypatch, mesh, known, how):
+    """Take steps of attention over a sequence with documents, padding and dropout."""
+    mode = fs.tensor.mode("1d", "model", mesh)
+
+    def loss_fn(params, batch):
+        shard, _ = fs.tensor.shard_sequence(batch, "seq", how=how)
+        q, k, v = (shard["x"] @ params["qkv"]).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+        masks = {"key_mask": shard["mask"], "document_ids": shard["documents"]}
+        y = fs.tensor.attention(q, k, v, "seq", how, causal=True, **masks)
+        y = fs.tensor.dropout(y.transpose(1, 2).flatten(2), 0.1, mode)
+        return fs.tensor.token_mean(y.square().sum(-1), shard["mask"], "seq")
+
+    params = fs.shard_params({"qkv": torch.randn(4, 12)}, P(), mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=1)
+    state = opt.init(params)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), local=("seq", "model"))
+    batch = {
+        "x": torch.randn(2, 8, 4),
+        "mask": torch.rand(2, 8) > 0.2,
+        "documents": torch.arange(8).expand(2, 8) // 3,
+    }
+    batch = fs.device_put(batch, fs.Layout(mesh, P("data")))
+    params, state, _ = step(params, state, batch)
+    with watching(monkeypatch, (params, batch), state, known) as watch:
+        step(params, state, batch)
+    return watch.waits
+
+
+@pytest.mark.parametrize("how", ["gather", "ulysses", "ring", "zigzag", "rsa"])
+def test_step_over_sharded_tokens_launches_without_host_sync(monkeypatch, how):
+    mesh = fs.make_mesh({"data": 1, "seq": 2, "model": 1})
+    assert fs.run(sequence_steps, monkeypatch, mesh, ({}, {}), how, mesh=mesh) == [[]] * 2

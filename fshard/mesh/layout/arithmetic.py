@@ -110,10 +110,9 @@ def zigzag(x: Tensor, n: int, dim: int = 1, *, inverse: bool = False) -> Tensor:
             f"fs.tensor.zigzag: tokens must be a multiple of {chunks}; got {size}. Use {advice}."
         )
 
-    chunk_order: list[int] = []
-    for index in range(n):
-        chunk_order += [index, chunks - 1 - index]
-    order = torch.tensor(chunk_order, device=x.device)
+    # Computed on the device: the copy of a list would wait for an accelerator.
+    first = torch.arange(n, device=x.device)
+    order = torch.stack([first, chunks - 1 - first], 1).flatten()
     if inverse:
         order = order.argsort()
 

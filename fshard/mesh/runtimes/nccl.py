@@ -27,7 +27,7 @@ from fshard.mesh.layout.arithmetic import WIDER, combined, flipped
 from fshard.mesh.layout.mesh import run_defaults
 from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
-from fshard.mesh.runtimes.transport import Wire, Work, Works
+from fshard.mesh.runtimes.transport import Wire, Work, Works, joined
 
 _dist: Any = dist
 # The second names are those before torch 2.13.
@@ -137,23 +137,23 @@ def exchange(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
     return result
 
 
-def permute(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """Send along the pairs of the move; zeros where none ends. (elements,) -> (elements,)"""
-    assert isinstance(move, Permute)
-    result = torch.zeros_like(x)
-    received = result.view(torch.uint8)
-    sent = x.view(torch.uint8)
+def permute(call: GroupCall, xs: Sequence[Tensor], move: Permute) -> Wire:
+    """Send tensors along the pairs of the move; zeros where none ends. (elements,) -> (elements,)"""
+    results = [torch.zeros_like(x) for x in xs]
     messages: list[dist.P2POp] = []
     for source, target in move.pairs:
-        if source == target == call.index:
-            result.copy_(x)
-        elif target == call.index:
-            messages.append(dist.P2POp(dist.irecv, received, group=call.pg, group_peer=source))
-        elif source == call.index:
-            messages.append(dist.P2POp(dist.isend, sent, group=call.pg, group_peer=target))
+        for x, result in zip(xs, results, strict=True):
+            if source == target == call.index:
+                result.copy_(x)
+            elif target == call.index:
+                received = result.view(torch.uint8)
+                messages.append(dist.P2POp(dist.irecv, received, group=call.pg, group_peer=source))
+            elif source == call.index:
+                sent = x.view(torch.uint8)
+                messages.append(dist.P2POp(dist.isend, sent, group=call.pg, group_peer=target))
     # As one batch: single messages would wait for each other in a ring.
     yield dist.batch_isend_irecv(messages) if messages else []
-    return result
+    return results
 
 
 def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
@@ -242,7 +242,6 @@ WIRES: dict[str, WireFunction] = {
     "scatter": _select_by_mode(scatter, tree_scatter),
     "gather": gather,
     "exchange": exchange,
-    "permute": permute,
     "broadcast": broadcast,
     "parts": parts,
 }
@@ -258,6 +257,12 @@ class Nccl(GroupTransport):
     wires = WIRES
     has_streams = True
     connects_late = True
+
+    def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
+        if isinstance(move, Permute):
+            # A batch has several tensors as they are, without the copies of a joined buffer.
+            return permute(self.numbered(call), [joined([x]) for x in xs], move)
+        return super().collective(move, xs, call)
 
     def joined(self, move: Wired, xs: Sequence[Tensor]) -> Tensor:
         """Return packed tensors as one buffer; for a gather in place as a row of its result."""
