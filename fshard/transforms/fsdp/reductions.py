@@ -32,7 +32,7 @@ from torch import Tensor
 from fshard.memory.kinds import claim, made_for, purpose
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout.kinds import empty_in
-from fshard.mesh.reshard.execute import start_reshard
+from fshard.mesh.reshard.execute import StartedReshard, start_reshard
 from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
@@ -56,12 +56,13 @@ class PendingReduction(NamedTuple):
 
     Args:
         indices: of its parameters.
-        wait: waits for the reduced gradients, and returns them.
+        wait: waits for the reduced gradients, and returns them; `start_round` starts a further
+            collective of theirs.
         copies: number of devices that have the same samples.
     """
 
     indices: Sequence[int]
-    wait: Callable[[], list[Tensor]]
+    wait: StartedReshard
     copies: int
 
 
@@ -183,7 +184,10 @@ class Reducer:
     # -- until they are summed ----------------------------------------
 
     def send(self) -> None:
-        """Start the reduction of the bucket."""
+        """Start the reduction of the bucket, and the next round of those in flight.
+
+        See Note [Rounds of steps].
+        """
         if not self._bucket:
             return
         indices, xs = zip(*self._bucket, strict=True)
@@ -191,6 +195,8 @@ class Reducer:
         self.finish(self._packed_ahead)
         plans = [self._plans[index] for index in indices]
         with purpose("gradients"):
+            for pending in self._in_flight:
+                pending.wait.start_round()
             wait = start_reshard(xs, plans, self.site, ahead=self.options.in_flight > 0)  # (8)
         shape = self.leaves[0].gradient.mesh.shape
         copies = prod([shape[axis] for axis in self._along])
