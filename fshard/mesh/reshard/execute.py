@@ -132,10 +132,10 @@ class StartedReshard:
         # gradient would live beside its packed copy until the collective ends.
         self._current = dict(enumerate(shards))
 
-    def start_round(self) -> None:
+    def start_round(self) -> bool:
         """Wait for the collectives of this round, and start those of the next, if there is one.
 
-        Rounds without a collective to start are run.
+        Rounds without a collective to start are run. Return True if a collective was started.
         """
         while self._rounds:
             if self._started:
@@ -148,7 +148,8 @@ class StartedReshard:
                     new_shards = step.run(old_shards, self._scope, self._site)
                     self._current.update(zip(step.indices, new_shards, strict=True))
             if self._started:
-                return
+                return True
+        return False
 
     def _finish_round(self) -> None:
         for step, pending in self._started:

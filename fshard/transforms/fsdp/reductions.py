@@ -184,34 +184,49 @@ class Reducer:
     # -- until they are summed ----------------------------------------
 
     def send(self) -> None:
-        """Start the reduction of the bucket, and the next round of those in flight.
-
-        See Note [Rounds of steps].
-        """
+        """Start the reduction of the bucket, after the next round of those in flight."""
         if not self._bucket:
             return
         indices, xs = zip(*self._bucket, strict=True)
         self._clear()
-        self.finish(self._packed_ahead)
+        self._advance()
         plans = [self._plans[index] for index in indices]
         with purpose("gradients"):
-            for pending in self._in_flight:
-                pending.wait.start_round()
             wait = start_reshard(xs, plans, self.site, ahead=self.options.in_flight > 0)  # (8)
         shape = self.leaves[0].gradient.mesh.shape
         copies = prod([shape[axis] for axis in self._along])
         self._in_flight.append(PendingReduction(indices, wait, copies))
 
-    def finish(self, in_flight: int = 0) -> None:
-        """Wait for reductions, the oldest first, until at most `in_flight` are left."""
-        while len(self._in_flight) > in_flight:
-            pending = self._in_flight.pop(0)
+    def _advance(self) -> None:
+        """Start the next round of all reductions in flight: see Note [Rounds of steps].
+
+        Wait for those that have none, the oldest first, until few enough are packed.
+        """
+        in_flight = self._in_flight
+        self._in_flight = []
+        while in_flight:
+            is_due = len(in_flight) > self._packed_ahead
+            pending = in_flight.pop(0)
             with purpose("gradients"):
-                for index, g in zip(pending.indices, pending.wait(), strict=True):
-                    if self.leaves[index].gradient.memory == "host":
-                        self._send_to_host(index, g, pending.copies)
-                    else:
-                        self._add(index, g, pending.copies)
+                has_started = pending.wait.start_round()
+            if has_started or not is_due:
+                self._in_flight.append(pending)  # of the later round only a shard is in memory
+            else:
+                self._receive(pending)
+
+    def finish(self) -> None:
+        """Wait for all reductions in flight, the oldest first."""
+        while self._in_flight:
+            self._receive(self._in_flight.pop(0))
+
+    def _receive(self, pending: PendingReduction) -> None:
+        """Wait for the gradients of a reduction, and add them."""
+        with purpose("gradients"):
+            for index, g in zip(pending.indices, pending.wait(), strict=True):
+                if self.leaves[index].gradient.memory == "host":
+                    self._send_to_host(index, g, pending.copies)
+                else:
+                    self._add(index, g, pending.copies)
 
     def _add(self, index: int, g: Tensor, copies: int) -> None:
         """Add a reduced gradient, in at least the dtype of its parameter."""
