@@ -70,7 +70,7 @@ def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
     dtype = x.dtype
     result = _reducible(x)
-    if result.data_ptr() == x.data_ptr():
+    if result.data_ptr() == x.data_ptr() and not call.owns_buffer:
         result = result.clone()  # the reduction is in place, and arguments stay
     del x  # only the copy stays alive
     yield [dist.all_reduce(result, _reduce_operation(move), call.pg, async_op=True)]
@@ -130,14 +130,21 @@ def exchange(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
 def permute(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Send along the pairs of the move; zeros where none ends. (elements,) -> (elements,)"""
     assert isinstance(move, Permute)
-    result = torch.zeros_like(x)
+    source_of = {target: source for source, target in move.pairs}
+    if call.index not in source_of:
+        result = torch.zeros_like(x)
+    elif source_of[call.index] == call.index:
+        result = x.clone()
+    else:
+        result = torch.empty_like(x)  # all of it is received
+
     received = result.view(torch.uint8)
     sent = x.view(torch.uint8)
     messages: list[dist.P2POp] = []
     for source, target in move.pairs:
-        if source == target == call.index:
-            result.copy_(x)
-        elif target == call.index:
+        if source == target:
+            continue
+        if target == call.index:
             messages.append(dist.P2POp(dist.irecv, received, group=call.pg, group_peer=source))
         elif source == call.index:
             messages.append(dist.P2POp(dist.isend, sent, group=call.pg, group_peer=target))
@@ -149,7 +156,12 @@ def permute(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Broadcast. (elements,) -> (elements,)"""
     assert isinstance(move, Broadcast)
-    result = x.clone()
+    if call.owns_buffer:
+        result = x
+    elif move.source == call.index:
+        result = x.clone()  # results do not alias arguments
+    else:
+        result = torch.empty_like(x)
     message = result.view(torch.uint8)
     yield [dist.broadcast(message, group=call.pg, group_src=move.source, async_op=True)]
     return result
@@ -192,7 +204,8 @@ def tree_reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
     (elements,) -> (elements,)
     """
-    rows = torch.cat([x, x.new_zeros(-x.numel() % call.n)])
+    missing = -x.numel() % call.n
+    rows = torch.cat([x, x.new_zeros(missing)]) if missing else x
     arrived = torch.empty_like(rows)
     # The stream waits here, not when the handle is waited for: a gather that starts only then could
     # start in another order on another process.

@@ -39,12 +39,16 @@ _NUMBERS = MESSAGE_TAG >> 20
 
 @dataclass(frozen=True, slots=True)
 class GroupCall:
-    """One collective on a group of torch.distributed: what its wire needs."""
+    """One collective on a group of torch.distributed: what its wire needs.
+
+    `owns_buffer`: the wire may write into its buffer, which is no memory of the caller's.
+    """
 
     pg: ProcessGroup
     index: int
     n: int
     tag: int
+    owns_buffer: bool = False
 
 
 WireFunction = Callable[[GroupCall, Tensor, Wired], Wire]
@@ -65,14 +69,16 @@ class GroupTransport(Transport):
         )
 
     def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
-        return self.wires[move.wire](self.numbered(call), self.joined(move, xs), move)
+        buffer = self.joined(move, xs)
+        is_copy = buffer.data_ptr() != xs[0].data_ptr()
+        return self.wires[move.wire](self.numbered(call, owns_buffer=is_copy), buffer, move)
 
-    def numbered(self, call: CallInfo) -> GroupCall:
+    def numbered(self, call: CallInfo, *, owns_buffer: bool = False) -> GroupCall:
         """Return what the wire of a collective needs: see Note [Tags]."""
         number = next(self._numbers)
         call.meeting = f"{self.pg.group_name}/{number}", call.group.members
         tag = number << 20 | call.stamp & _STAMP
-        return GroupCall(self.pg, self.index, self.n, tag)
+        return GroupCall(self.pg, self.index, self.n, tag, owns_buffer)
 
     def joined(self, move: Wired, xs: Sequence[Tensor]) -> Tensor:
         """Return packed tensors as one buffer."""
