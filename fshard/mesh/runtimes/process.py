@@ -35,6 +35,7 @@ from fshard.errors import (
     MismatchError,
 )
 from fshard.mesh.collectives.moves import uneven
+from fshard.mesh.packing import split
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
 from fshard.mesh.runtimes.gloo import Gloo
@@ -449,8 +450,14 @@ def _unpack_results(
     They are of each tensor, or of all in one buffer, with these widths.
     """
     if isinstance(rows, Tensor):
-        rows = rows.split(widths, dim=-1) if len(widths) > 1 else (rows,)
-    if device.type != rows[0].device.type:
+        rows = rows.to(device)  # from the host, if it was sent from there: before it is split
+        if len(widths) == 1:
+            rows = [rows]
+        elif move.keeps_rows:
+            rows = split(rows, widths)
+        else:
+            rows = rows.split(widths, dim=-1)
+    elif device.type != rows[0].device.type:
         rows = [row.to(device) for row in rows]
     pairs = zip(rows, shapes, strict=True)
     return tuple([move.unpack(row, shape, n) for row, shape in pairs])

@@ -24,6 +24,7 @@ from torch import Tensor
 from fshard.memory.kinds import mark, purpose
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout.kinds import empty_in
+from fshard.mesh.packing import cast
 from fshard.mesh.reshard.execute import start_reshard
 from fshard.mesh.spmd.scope import Scope, entered, require
 from fshard.source import Site
@@ -125,7 +126,7 @@ class Unit:
         with savable(), entered(scope), purpose("unsharded"):
             xs = self._wait_for_fetch()
             if options.compute is not None:
-                xs = [x.to(options.compute) if x.is_floating_point() else x for x in xs]
+                xs = cast(xs, [options.used_in(x.dtype) for x in xs])
             if params:
                 mark(str(params[0].gradient.unit))
             if self.plan.is_sharded:

@@ -1,0 +1,62 @@
+"""Cast tensors, join them into a buffer and split it again: many tensors in one operation.
+
+Each operation is a kernel on a GPU, and a block has a dozen parameters. A collective of three
+tensors on two devices:
+
+    xs        [a a]  [b]  [c c c]          packed for the wire: (elements,) or (n, elements) each
+    join      [a a b c c c]                one operation, which casts them too
+    gather    [a a b c c c]                a row of each device
+              [A A B C C C]
+    split     [a a]  [b]  [c c c]          one operation
+              [A A]  [B]  [C C C]          each in memory of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_torch: Any = torch  # for private functions
+
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
+
+
+def cast(xs: Sequence[MaybeTensor], dtypes: Sequence[torch.dtype]) -> list[MaybeTensor]:
+    """Return tensors in these dtypes: copies where they have another, else themselves.
+
+    None stays None.
+
+    >>> xs = torch.ones(2), torch.ones(3, dtype=torch.int64)
+    >>> [x.dtype for x in cast(xs, [torch.bfloat16, torch.int64])]
+    [torch.bfloat16, torch.int64]
+    """
+    results: list[Any] = [*xs]
+    # An operation on lists is one kernel only if each list has one dtype.
+    sources: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
+    copies: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
+    for index, (x, dtype) in enumerate(zip(xs, dtypes, strict=True)):
+        if x is not None and x.dtype is not dtype:
+            # Each copy has memory of its own, not a place in a buffer: it is freed by itself, and
+            # its address is aligned.
+            results[index] = torch.empty_like(x, dtype=dtype)
+            sources.setdefault((x.dtype, dtype), []).append(x)
+            copies.setdefault((x.dtype, dtype), []).append(results[index])
+    for key, xs_of_key in sources.items():
+        _torch._foreach_copy_(copies[key], xs_of_key)
+    return results
+
+
+def split(rows: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """Split rows into contiguous tensors, each in memory of its own.
+
+    (n, elements) -> (n, width) each
+
+    >>> [part.tolist() for part in split(torch.arange(6).view(2, 3), [1, 2])]
+    [[[0], [3]], [[1, 2], [4, 5]]]
+    """
+    parts = [rows.new_empty(len(rows), width) for width in widths]
+    torch.split_with_sizes_copy(rows, widths, dim=1, out=parts)
+    return parts
