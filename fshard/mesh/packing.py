@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fshard.mesh.runtimes.buffers import empty
+
 _torch: Any = torch  # for private functions
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
@@ -47,6 +49,32 @@ def cast(xs: Sequence[MaybeTensor], dtypes: Sequence[torch.dtype]) -> list[Maybe
     for key, xs_of_key in sources.items():
         _torch._foreach_copy_(copies[key], xs_of_key)
     return results
+
+
+def join(xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Join tensors along their last dim, cast to a dtype, in one contiguous buffer."""
+    x = xs[0]
+    if len(xs) == 1:
+        x = x.to(dtype).contiguous()
+        if x.stride(-1) != 1:
+            # A dim of one element or none is contiguous whatever its stride, such as 0 of the
+            # gradient of x.sum(). But torch refuses to view it as bytes.
+            x = x.as_strided(x.shape, (x.shape[-1], 1)[-x.ndim :])
+        return x
+
+    shape = (*x.shape[:-1], sum([x.shape[-1] for x in xs]))
+    buffer = empty(shape, dtype) if x.is_cpu else x.new_empty(shape, dtype=dtype)
+    join_into(buffer, xs)
+    return buffer
+
+
+def join_into(buffer: Tensor, xs: Sequence[Tensor]) -> None:
+    """Copy tensors into a buffer of another dtype perhaps, side by side along the last dim."""
+    if all([x.dtype is buffer.dtype for x in xs]):
+        torch.cat([*xs], dim=-1, out=buffer)  # one kernel for rows, too
+    else:
+        places = buffer.split([x.shape[-1] for x in xs], dim=-1)
+        _torch._foreach_copy_(places, xs)
 
 
 def split(rows: Tensor, widths: Sequence[int]) -> list[Tensor]:

@@ -36,6 +36,7 @@ from fshard.mesh.collectives.moves import Alone, Move
 from fshard.mesh.layout import Layout
 from fshard.mesh.layout.arithmetic import chunk, flat_range
 from fshard.mesh.layout.counting import LedgerRow
+from fshard.mesh.packing import cast
 from fshard.mesh.reshard.exchange import DirectExchange, DirectSlice, LeafExchange
 from fshard.mesh.reshard.plan import Step, plan
 from fshard.mesh.spmd.scope import Group, Pending, Scope, require
@@ -83,6 +84,7 @@ def start_reshard(
     site: Site,
     *,
     ahead: bool = False,
+    dtypes: Sequence[torch.dtype] | None = None,
 ) -> Callable[[], list[Tensor]]:
     """Run the plans of all leaves; return a function that waits for the new shards.
 
@@ -92,26 +94,41 @@ def start_reshard(
         site: the user's line, for errors and the ledger.
         ahead: only start the last collectives, so that the caller computes while they run.
             Autograd does not record these.
+        dtypes: of the new shards: the old ones are cast before they are sent. Autograd does not
+            record it.
     """
     scope = require(_CALLER)
-    dtypes = tuple([shard.dtype for shard in shards])
+    casts = dtypes is not None
+    if dtypes is None:
+        dtypes = [shard.dtype for shard in shards]
     started: list[tuple[SharedStep, Pending]] = []
 
     # The shard of each leaf before its next step. A shard is popped when that step begins: `finish`
     # holds this dict, so a gradient would live beside its packed copy until the collective ends.
     current = dict(enumerate(shards))
-    for step in _shared_steps(tuple(plans), dtypes, AT_ONCE):
+    for step in _shared_steps(tuple(plans), tuple(dtypes), AT_ONCE):
         old_shards = [current.pop(index) for index in step.indices]
-        if not step.includes(scope):
+        dtype = dtypes[step.indices[0]]  # all leaves of a step have one
+        is_included = step.includes(scope)
+        is_started = ahead and is_included and step.is_last and step.communicates
+        if casts and not is_started:
+            old_shards = cast(old_shards, [dtype] * len(old_shards))
+
+        if not is_included:
             new_shards = step.skip(old_shards, scope, site)
         elif step.is_view(old_shards):
             new_shards = step.reshape_or_slice(old_shards, scope)
-        elif ahead and step.is_last and step.communicates:
-            started.append((step, step.start(old_shards, scope, site)))
+        elif is_started:
+            # A collective casts what it packs: one copy of each shard, not two.
+            started.append((step, step.start(old_shards, scope, site, dtype)))
             continue
         else:
             new_shards = step.run(old_shards, scope, site)
         current.update(zip(step.indices, new_shards, strict=True))
+    if casts:
+        leaves = [*current]  # those without steps are not cast yet
+        new_shards = cast([*current.values()], [dtypes[index] for index in leaves])
+        current.update(zip(leaves, new_shards, strict=True))
 
     def finish() -> list[Tensor]:
         for step, pending in started:
@@ -185,9 +202,9 @@ class SharedStep:
         start, stop = flat_range(shard.numel(), group.size, group.index)
         return shard.reshape(-1)[start:stop]
 
-    def start(self, shards: list[Tensor], scope: Scope, site: Site) -> Pending:
-        """Start the collective on these shards, without recording it for autograd."""
-        return self._bound_move(scope, site).start(self.pack(shards, scope))
+    def start(self, shards: list[Tensor], scope: Scope, site: Site, dtype: torch.dtype) -> Pending:
+        """Start the collective on these shards, cast to a dtype; autograd does not record it."""
+        return self._bound_move(scope, site).start(self.pack(shards, scope), dtype)
 
     def run(self, shards: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
         """Run the move on these shards, recorded if they need a gradient; return the new shards."""

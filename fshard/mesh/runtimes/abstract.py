@@ -82,9 +82,10 @@ class AbstractWorld(OneProcessWorld):
         group: Group,
         site: Site,
         purpose: Purpose = "values",
+        dtype: torch.dtype | None = None,
     ) -> Done:
         """Return tensors of the shapes that the collective would return."""
-        return Done(tuple([delivered(move, x.to("meta"), group.size) for x in xs]))
+        return Done(tuple([delivered(move, x, group.size, dtype) for x in xs]))
 
     def send(
         self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"

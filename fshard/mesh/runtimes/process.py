@@ -35,7 +35,7 @@ from fshard.errors import (
     MismatchError,
 )
 from fshard.mesh.collectives.moves import uneven
-from fshard.mesh.packing import split
+from fshard.mesh.packing import cast, split
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
 from fshard.mesh.runtimes.gloo import Gloo
@@ -166,12 +166,15 @@ class ProcessWorld:
         group: Group,
         site: Site,
         purpose: Purpose = "values",
+        dtype: torch.dtype | None = None,
     ) -> Pending:
         """Pack the tensors, and start the group's transport."""
         n = group.size
         if n == 1:
+            if dtype is not None:
+                xs = tuple(cast(xs, [dtype] * len(xs)))
             return Done(tuple([move.meaning([x])[0].clone() for x in xs]))
-        call = CallInfo(move, xs, group, site, purpose)
+        call = CallInfo(move, xs, group, site, purpose, dtype=dtype)
         verify = None
         if self._watch is not None:
             # Under FSHARD_CHECK=1, publish the call, and compare it with those of the others.

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fshard.mesh.collectives.moves import Wired
+from fshard.mesh.packing import join
 from fshard.mesh.runtimes.call import CallInfo
-from fshard.mesh.runtimes.transport import Tensors, Transport, Wire, Works, as_bytes, joined
+from fshard.mesh.runtimes.transport import Tensors, Transport, Wire, Works, as_bytes
 from fshard.mesh.runtimes.watch import compare_failed
 
 # Note [Tags]
@@ -65,7 +66,7 @@ class GroupTransport(Transport):
         )
 
     def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
-        return self.wires[move.wire](self.numbered(call), self.joined(move, xs), move)
+        return self.wires[move.wire](self.numbered(call), self.joined(move, xs, call.dtype), move)
 
     def numbered(self, call: CallInfo) -> GroupCall:
         """Return what the wire of a collective needs: see Note [Tags]."""
@@ -74,9 +75,9 @@ class GroupTransport(Transport):
         tag = number << 20 | call.stamp & _STAMP
         return GroupCall(self.pg, self.index, self.n, tag)
 
-    def joined(self, move: Wired, xs: Sequence[Tensor]) -> Tensor:
-        """Return packed tensors as one buffer."""
-        return joined(xs)
+    def joined(self, move: Wired, xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return packed tensors as one buffer, cast to a dtype."""
+        return join(xs, dtype)
 
     def send(self, xs: Tensors, to: int, call: CallInfo) -> Wire:
         buffer = as_bytes(xs)

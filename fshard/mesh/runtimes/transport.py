@@ -31,7 +31,6 @@ from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.collectives.moves import Wired
-from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CallInfo
 
 LOST = (
@@ -148,24 +147,6 @@ class Transport:
 
     def explain(self, call: CallInfo) -> None:
         """Raise a better error for a call that has failed, if there is one."""
-
-
-def joined(xs: Sequence[Tensor]) -> Tensor:
-    """Return packed tensors as one contiguous buffer, with a stride of 1."""
-    x = xs[0]
-    if len(xs) == 1:
-        x = x.contiguous()
-        if x.stride(-1) != 1:
-            # A dim of one element or none is contiguous whatever its stride, such as 0 of the
-            # gradient of x.sum(). But torch refuses to view it as bytes.
-            x = x.as_strided(x.shape, (x.shape[-1], 1)[-x.ndim :])
-        return x
-
-    buffer = None
-    if x.is_cpu:
-        length = sum([x.shape[-1] for x in xs])
-        buffer = empty((*x.shape[:-1], length), x.dtype)
-    return torch.cat([*xs], dim=-1, out=buffer)
 
 
 def as_bytes(xs: Tensors) -> Tensor:

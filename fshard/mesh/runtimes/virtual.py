@@ -30,6 +30,7 @@ from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
 from fshard.mesh.collectives.ledger import active, writing_to
 from fshard.mesh.collectives.moves import Purpose, describe, named, uneven
 from fshard.mesh.layout import dtype_name
+from fshard.mesh.packing import cast
 from fshard.mesh.runtimes.abstract import Done, OneProcessWorld
 from fshard.mesh.runtimes.device_threads import DeviceThreads, Stopped
 from fshard.mesh.runtimes.thread_state import (
@@ -379,10 +380,13 @@ class VirtualWorld(OneProcessWorld):
         group: Group,
         site: Site,
         purpose: Purpose = "values",
+        dtype: torch.dtype | None = None,
     ) -> Arrival | Done:
         """Add this device's tensors to a collective; the last device of the group computes it."""
         if self._stopping:
             raise Stopped
+        if dtype is not None:
+            xs = tuple(cast(xs, [dtype] * len(xs)))
         if group.size == 1:
             return Done(tuple([move.meaning([x])[0].clone() for x in xs]))
 

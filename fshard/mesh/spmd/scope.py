@@ -23,6 +23,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from fshard.ambient import setting
@@ -358,8 +359,12 @@ class World(Protocol):
         group: Group,
         site: Site,
         purpose: Purpose = "values",
+        dtype: torch.dtype | None = None,
     ) -> Pending:
-        """Start one collective on tensors of one dtype; the result has one tensor for each."""
+        """Start one collective on tensors; the result has one tensor for each.
+
+        They have one dtype, or are cast to `dtype` first.
+        """
         ...
 
     def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:

@@ -125,15 +125,17 @@ class Unit:
         # torch.autograd.grad(loss, inputs).
         with savable(), entered(scope), purpose("unsharded"):
             xs = self._wait_for_fetch()
+            dtypes = None
             if options.compute is not None:
-                xs = cast(xs, [options.used_in(x.dtype) for x in xs])
+                dtypes = [options.used_in(x.dtype) for x in xs]
             if params:
                 mark(str(params[0].gradient.unit))
             if self.plan.is_sharded:
-                self.pending = start_reshard(
-                    xs, [plan.gather for plan in params], site, ahead=True
-                )  # (4)
+                plans = [plan.gather for plan in params]
+                self.pending = start_reshard(xs, plans, site, ahead=True, dtypes=dtypes)  # (4)
                 return
+            if dtypes is not None:
+                xs = cast(xs, dtypes)
             values = [x.reshape(plan.shape) for x, plan in zip(xs, params, strict=True)]
             self.pending = lambda: values
 
