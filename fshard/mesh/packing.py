@@ -77,14 +77,33 @@ def join_into(buffer: Tensor, xs: Sequence[Tensor]) -> None:
         _torch._foreach_copy_(places, xs)
 
 
-def split(rows: Tensor, widths: Sequence[int]) -> list[Tensor]:
+def split(
+    rows: Tensor, widths: Sequence[int], into: Sequence[Tensor] | None = None
+) -> list[Tensor]:
     """Split rows into contiguous tensors, each in memory of its own.
 
     (n, elements) -> (n, width) each
 
+    It is that of the contiguous tensors `into`, where they have as many elements, else new.
+
     >>> [part.tolist() for part in split(torch.arange(6).view(2, 3), [1, 2])]
     [[[0], [3]], [[1, 2], [4, 5]]]
     """
-    parts = [rows.new_empty(len(rows), width) for width in widths]
+    parts: list[Tensor] = []
+    for index, width in enumerate(widths):
+        if into is not None and into[index].numel() == len(rows) * width:
+            parts.append(into[index].view(len(rows), width))
+        else:
+            parts.append(rows.new_empty(len(rows), width))
     torch.split_with_sizes_copy(rows, widths, dim=1, out=parts)
     return parts
+
+
+def copy_into(targets: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    """Copy tensors into others of their shapes, where they are not the same memory already."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for target, x in zip(targets, xs, strict=True):
+        if target.data_ptr() != x.data_ptr():
+            pairs.append((target, x))
+    if pairs:
+        _torch._foreach_copy_([target for target, _ in pairs], [x for _, x in pairs])

@@ -50,13 +50,13 @@ class Delivery:
         with without_counters():
             self._pending: Pending | None = start()
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Return the results, which are counted in place of what was reserved."""
         pending = self._pending
         self._pending = None
         assert pending is not None
         with without_counters():
-            results = pending.wait()
+            results = pending.wait(into)
 
         for counter in self._counters:
             counter.deliver(self, results)

@@ -20,11 +20,12 @@ and unpacks the results. Here a leaf of 7 elements is gathered from 4 devices:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from fshard.mesh.collectives.moves import Alone, Move
 from fshard.mesh.layout import Layout
 from fshard.mesh.layout.arithmetic import chunk, flat_range
 from fshard.mesh.layout.counting import LedgerRow
-from fshard.mesh.packing import cast
+from fshard.mesh.packing import cast, copy_into
 from fshard.mesh.reshard.exchange import DirectExchange, DirectSlice, LeafExchange
 from fshard.mesh.reshard.plan import Step, plan
 from fshard.mesh.spmd.scope import Group, Pending, Scope, require
@@ -71,6 +72,15 @@ def plan_reshard(before: Layout, after: Layout, shape: tuple[int, ...]) -> Resha
     return ReshardPlan(steps, shape)
 
 
+class FinishReshard(Protocol):
+    """Waits for the new shards of a reshard, and returns them.
+
+    With `into` they are also in these tensors: contiguous ones, of their shapes and dtypes.
+    """
+
+    def __call__(self, into: Sequence[Tensor] | None = None) -> list[Tensor]: ...
+
+
 # Note [Order of collectives]
 # A collective is matched with those of other devices by its position in their order alone. So all
 # devices take the same shared steps in the same order, which follows from plans, dtypes and
@@ -85,7 +95,7 @@ def start_reshard(
     *,
     ahead: bool = False,
     dtypes: Sequence[torch.dtype] | None = None,
-) -> Callable[[], list[Tensor]]:
+) -> FinishReshard:
     """Run the plans of all leaves; return a function that waits for the new shards.
 
     Args:
@@ -130,13 +140,17 @@ def start_reshard(
         new_shards = cast([*current.values()], [dtypes[index] for index in leaves])
         current.update(zip(leaves, new_shards, strict=True))
 
-    def finish() -> list[Tensor]:
+    def finish(into: Sequence[Tensor] | None = None) -> list[Tensor]:
         for step, pending in started:
-            new_shards = step.unpack(pending.wait(), scope)
+            targets = None if into is None else [into[index] for index in step.indices]
+            new_shards = step.unpack(pending.wait(targets), scope)
             current.update(zip(step.indices, new_shards, strict=True))
         # By index, since the dict is in the order of completion. Its own length: with len(shards)
         # this closure would hold the old shards.
-        return [current[index] for index in range(len(current))]
+        results = [current[index] for index in range(len(current))]
+        if into is not None:
+            copy_into(into, results)
+        return results
 
     return finish
 

@@ -43,7 +43,7 @@ class Done:
 
     results: tuple[Tensor, ...]
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Return it."""
         return self.results
 
@@ -160,7 +160,7 @@ class PendingMessage(NamedTuple):
     source: int
     to: int
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Return it."""
         return self.mail.get(self.source, self.to)
 

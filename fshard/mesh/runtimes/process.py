@@ -447,17 +447,18 @@ def _unpack_results(
     widths: list[int],
     n: int,
     rows: Tensor | Sequence[Tensor],
+    into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     """Return the results of a collective from its rows.
 
-    They are of each tensor, or of all in one buffer, with these widths.
+    These are of each tensor, or of all in one buffer, with these widths.
     """
     if isinstance(rows, Tensor):
         rows = rows.to(device)  # from the host, if it was sent from there: before it is split
         if len(widths) == 1:
             rows = [rows]
         elif move.keeps_rows:
-            rows = split(rows, widths)
+            rows = split(rows, widths, into)
         else:
             rows = rows.split(widths, dim=-1)
     elif device.type != rows[0].device.type:
@@ -466,7 +467,9 @@ def _unpack_results(
     return tuple([move.unpack(row, shape, n) for row, shape in pairs])
 
 
-def _split_message(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
+def _split_message(
+    likes: tuple[Tensor, ...], flat: Tensor, into: Sequence[Tensor] | None
+) -> tuple[Tensor, ...]:
     """Return the tensors of a message that was received as one buffer."""
     if not likes[0].is_cpu:
         flat = flat.to(likes[0].device)

@@ -53,6 +53,8 @@ UNLIMITED = timedelta(days=30)
 Tensors = tuple[Tensor, ...]
 Wire = Generator[Sequence[Any], None, Any]
 """Yields what it waits for, in its transport's terms."""
+Unpack = Callable[[Any, Sequence[Tensor] | None], Tensors]
+"""Makes the results from that of a wire, in the memory of given tensors perhaps."""
 
 
 class Transport:
@@ -75,7 +77,7 @@ class Transport:
         self,
         wire: Wire,
         call: CallInfo,
-        unpack: Callable[[Any], Tensors] = lambda x: (x,),
+        unpack: Unpack = lambda x, into: (x,),
         verify: Callable[[], None] | None = None,
     ) -> Work:
         """Start a wire of this transport; `unpack` makes the results.
@@ -216,7 +218,7 @@ class Work:
         transport: Transport,
         wire: Wire,
         call: CallInfo,
-        unpack: Callable[[Any], Tensors],
+        unpack: Unpack,
         verify: Callable[[], None] | None,
     ) -> None:
         self.call = call
@@ -234,25 +236,27 @@ class Work:
         if transport.has_streams and torch.cuda.is_initialized():
             self._stream = torch.cuda.current_stream()
 
-    def wait(self) -> Tensors:
+    def wait(self, into: Sequence[Tensor] | None = None) -> Tensors:
         """Return the results, for use on the caller's stream.
 
         See Note [Buffers belong to one stream].
         """
         if self._stream is None:
-            return self._finish_wire()
+            return self._finish_wire(into)
         stream = torch.cuda.current_stream(self._stream.device)
         if self._stream == stream:
-            return self._finish_wire()
+            return self._finish_wire(into)
 
+        if into is not None:
+            self._stream.wait_stream(stream)  # which may still use that memory for what it had
         with torch.cuda.stream(self._stream):
-            results = self._finish_wire()
+            results = self._finish_wire(into)
         stream.wait_stream(self._stream)
         for x in results:
             x.record_stream(stream)
         return results
 
-    def _finish_wire(self) -> Tensors:
+    def _finish_wire(self, into: Sequence[Tensor] | None) -> Tensors:
         """Run the wire to its end, or wait for the helper that does; unpack the result."""
         works = self._transport.works
         if len(works.in_progress) > 1 or self._verify is not None:
@@ -272,7 +276,7 @@ class Work:
 
         result = self._result
         self._result = None  # this work may outlive the wait, and the packed result must not
-        return self._unpack(result)
+        return self._unpack(result, into)
 
     def _verify_call(self) -> None:
         """Raise unless all processes make this call; then end the wire, unless a helper runs it."""

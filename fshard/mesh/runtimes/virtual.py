@@ -16,7 +16,7 @@ Each device has its own random state: see Note [Baton and random states].
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -98,7 +98,7 @@ class Arrival:
     index: int
     device: int
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Park until the collective is complete, and return this device's results."""
         while self.slot.results is None:
             self.slot.waiting.append(self.device)
@@ -127,7 +127,7 @@ class Parcel:
         values = named(_describe_values(_signature(self.likes)), self.purpose)
         return f"recv of {values}{self.site.given} from {sender} at {self.site}"
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Park until the message is there; raise unless it is the one expected."""
         world = self.world
         while not world.mail[self.route]:

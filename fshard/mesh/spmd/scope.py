@@ -333,9 +333,13 @@ def entered(scope: Scope | None) -> AbstractContextManager[None]:
 
 
 class Pending(Protocol):
-    """An operation in progress: `wait`, which may be called once, returns the results."""
+    """An operation in progress: `wait`, which may be called once, returns the results.
 
-    def wait(self) -> tuple[Tensor, ...]: ...
+    `into` are contiguous tensors that the results are for. Those that a transport unpacks, it may
+    unpack into their memory; the caller copies the others.
+    """
+
+    def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]: ...
 
 
 class World(Protocol):

@@ -13,7 +13,7 @@ to 2 are replicated: their values are views of the shards, and nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from fshard.memory.kinds import mark, purpose
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.packing import cast
-from fshard.mesh.reshard.execute import start_reshard
+from fshard.mesh.reshard.execute import FinishReshard, start_reshard
 from fshard.mesh.spmd.scope import Scope, entered, require
 from fshard.source import Site
 from fshard.transforms.fsdp.plans import ParamPlan, UnitPlan
@@ -82,7 +82,7 @@ class Unit:
         self.plan = plan
         self.shards = shards
         self.values: list[Tensor] = []
-        self.pending: Callable[[], list[Tensor]] | None = None
+        self.pending: FinishReshard | None = None
         self._copies: list[Transfer] | None = None  # of shards in other memory, to the device
         self._versions: list[int] = []  # of the values, as they were unsharded
 
@@ -136,8 +136,8 @@ class Unit:
                 return
             if dtypes is not None:
                 xs = cast(xs, dtypes)
-            values = [x.reshape(plan.shape) for x, plan in zip(xs, params, strict=True)]
-            self.pending = lambda: values
+            self.values = [x.reshape(plan.shape) for x, plan in zip(xs, params, strict=True)]
+            self._versions = versions_of(self.values)
 
     def _wait_for_fetch(self) -> list[Tensor]:
         """Return the shards, all in the device's memory."""
@@ -151,11 +151,14 @@ class Unit:
         return shards
 
     @torch.no_grad()
-    def wait_for_unshard(self) -> list[Tensor]:
-        """Wait for the all-gather, if one was started; return the unsharded parameters."""
+    def wait_for_unshard(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Wait for the all-gather, if one was started; return the unsharded parameters.
+
+        They are also in the tensors `into`, contiguous ones, if it was started.
+        """
         if self.pending is not None:
             with savable():
-                self.values = self.pending()
+                self.values = self.pending(into)
             self.pending = None
             self._versions = versions_of(self.values)
         return self.values
