@@ -51,6 +51,28 @@ def cast(xs: Sequence[MaybeTensor], dtypes: Sequence[torch.dtype]) -> list[Maybe
     return results
 
 
+def padded(xs: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+    """Pad flat tensors of one dtype with zeros to these lengths, without recording it for autograd.
+
+    Those that are padded share a buffer.
+
+    >>> padded([torch.ones(2), torch.ones(1)], [2, 3])
+    [tensor([1., 1.]), tensor([1., 0., 0.])]
+    """
+    results = [*xs]
+    short = [index for index, x in enumerate(xs) if len(x) < lengths[index]]
+    if not short:
+        return results
+
+    buffer = xs[0].new_zeros(sum([lengths[index] for index in short]))
+    starts: list[Tensor] = []
+    for index, place in zip(short, buffer.split([lengths[index] for index in short]), strict=True):
+        results[index] = place
+        starts.append(place[: len(xs[index])])
+    _torch._foreach_copy_(starts, [xs[index] for index in short])
+    return results
+
+
 def join(xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Join tensors along their last dim, cast to a dtype, in one contiguous buffer."""
     x = xs[0]

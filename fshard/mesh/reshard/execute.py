@@ -37,7 +37,7 @@ from fshard.mesh.collectives.moves import Alone, Move
 from fshard.mesh.layout import Layout
 from fshard.mesh.layout.arithmetic import chunk, flat_range
 from fshard.mesh.layout.counting import LedgerRow
-from fshard.mesh.packing import cast, copy_into
+from fshard.mesh.packing import cast, copy_into, padded
 from fshard.mesh.reshard.exchange import DirectExchange, DirectSlice, LeafExchange
 from fshard.mesh.reshard.plan import Step, plan
 from fshard.mesh.spmd.scope import Group, Pending, Scope, require
@@ -245,8 +245,12 @@ class SharedStep:
             lengths = [chunk(prod(gathered), n) for gathered in self.local_shapes(scope)]
         else:
             return tuple(shards)
-        pairs = zip(shards, lengths, strict=True)
-        return tuple([_flat_padded(shard, length) for shard, length in pairs])
+        # Only where needed: to reshape a flat tensor costs 1 us, and a node of autograd's graph.
+        flats = [shard if shard.ndim == 1 else shard.reshape(-1) for shard in shards]
+        if _is_differentiated(flats):
+            pairs = zip(flats, lengths, strict=True)
+            return tuple([pad(flat, (0, length - len(flat))) for flat, length in pairs])
+        return tuple(padded(flats, lengths))
 
     def unpack(self, results: Sequence[Tensor], scope: Scope) -> list[Tensor]:
         """Return the new shards, from the results of the move."""
@@ -383,14 +387,6 @@ def _group_leaves(
             key = (*shared, step.move)
         groups.setdefault(key, []).append(index)
     return groups.values()
-
-
-def _flat_padded(tensor: Tensor, length: int) -> Tensor:
-    """Flatten a tensor, and pad it with zeros to a length."""
-    # Only where needed: to reshape a flat tensor costs 1 us, and a node of autograd's graph.
-    flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
-    missing = length - flat.numel()
-    return pad(flat, (0, missing)) if missing else flat
 
 
 def _trimmed(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
