@@ -37,6 +37,7 @@ from fshard.mesh.collectives.moves import Alone, Move
 from fshard.mesh.layout import Layout
 from fshard.mesh.layout.arithmetic import chunk, flat_range
 from fshard.mesh.layout.counting import LedgerRow
+from fshard.mesh.packing import cast, copy_into, padded
 from fshard.mesh.reshard.exchange import DirectExchange, DirectSlice, LeafExchange
 from fshard.mesh.reshard.plan import Step, plan
 from fshard.mesh.spmd.scope import Group, Pending, Scope, require
@@ -84,6 +85,7 @@ def start_reshard(
     site: Site,
     *,
     ahead: bool = False,
+    dtypes: Sequence[torch.dtype] | None = None,
 ) -> StartedReshard:
     """Run the plans of all leaves; return what is called to wait for the new shards.
 
@@ -93,8 +95,10 @@ def start_reshard(
         site: the user's line, for errors and the ledger.
         ahead: only start the first collectives, so that the caller computes while they run.
             Autograd does not record these.
+        dtypes: of the new shards: the old ones are cast before they are sent. Autograd does not
+            record it.
     """
-    reshard = StartedReshard(shards, plans, site, ahead=ahead)
+    reshard = StartedReshard(shards, plans, site, ahead=ahead, dtypes=dtypes)
     reshard.start_round()
     return reshard
 
@@ -121,9 +125,13 @@ class StartedReshard:
         site: Site,
         *,
         ahead: bool,
+        dtypes: Sequence[torch.dtype] | None,
     ) -> None:
-        dtypes = tuple([shard.dtype for shard in shards])
-        self._rounds = deque(_rounds(tuple(plans), dtypes, AT_ONCE))
+        self._casts = dtypes is not None
+        if dtypes is None:
+            dtypes = [shard.dtype for shard in shards]
+        self._dtypes = tuple(dtypes)
+        self._rounds = deque(_rounds(tuple(plans), self._dtypes, AT_ONCE))
         self._scope = require(_CALLER)
         self._site = site
         self._ahead = ahead
@@ -131,6 +139,11 @@ class StartedReshard:
         # The shard of each leaf before its next step. A shard is popped when that step begins: a
         # gradient would live beside its packed copy until the collective ends.
         self._current = dict(enumerate(shards))
+        if self._casts:
+            # Others are cast where their first step packs them: one copy of each shard, not two.
+            still = [index for index, leaf_plan in enumerate(plans) if not leaf_plan.steps]
+            copies = cast([shards[i] for i in still], [self._dtypes[i] for i in still])
+            self._current.update(zip(still, copies, strict=True))
 
     def start_round(self) -> bool:
         """Wait for the collectives of this round, and start those of the next, if there is one.
@@ -142,29 +155,40 @@ class StartedReshard:
                 self._finish_round()
             for step in self._rounds.popleft():
                 old_shards = [self._current.pop(index) for index in step.indices]
+                dtype = self._dtypes[step.indices[0]]  # all leaves of a step have one
                 if self._ahead and step.communicates and step.includes(self._scope):
-                    self._started.append((step, step.start(old_shards, self._scope, self._site)))
+                    pending = step.start(old_shards, self._scope, self._site, dtype)
+                    self._started.append((step, pending))
                 else:
+                    if self._casts:
+                        old_shards = cast(old_shards, [dtype] * len(old_shards))
                     new_shards = step.run(old_shards, self._scope, self._site)
                     self._current.update(zip(step.indices, new_shards, strict=True))
             if self._started:
                 return True
         return False
 
-    def _finish_round(self) -> None:
+    def _finish_round(self, into: Sequence[Tensor] | None = None) -> None:
         for step, pending in self._started:
-            new_shards = step.unpack(pending.wait(), self._scope)
+            targets = None if into is None else [into[index] for index in step.indices]
+            new_shards = step.unpack(pending.wait(targets), self._scope)
             self._current.update(zip(step.indices, new_shards, strict=True))
         self._started = []
 
-    def __call__(self) -> list[Tensor]:
-        """Run the rounds that are left; return the new shards."""
+    def __call__(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Run the rounds that are left; return the new shards.
+
+        With `into` they are also in these tensors: contiguous ones, of their shapes and dtypes.
+        """
         while self._rounds:
             self.start_round()
         if self._started:
-            self._finish_round()
+            self._finish_round(into)
         # By index, since the dict is in the order of completion.
-        return [self._current[index] for index in range(len(self._current))]
+        results = [self._current[index] for index in range(len(self._current))]
+        if into is not None:
+            copy_into(into, results)
+        return results
 
 
 class SharedStep:
@@ -233,9 +257,9 @@ class SharedStep:
         start, stop = flat_range(shard.numel(), group.size, group.index)
         return shard.reshape(-1)[start:stop]
 
-    def start(self, shards: list[Tensor], scope: Scope, site: Site) -> Pending:
-        """Start the collective on these shards, without recording it for autograd."""
-        return self._bound_move(scope, site).start(self.pack(shards, scope))
+    def start(self, shards: list[Tensor], scope: Scope, site: Site, dtype: torch.dtype) -> Pending:
+        """Start the collective on these shards, cast to a dtype; autograd does not record it."""
+        return self._bound_move(scope, site).start(self.pack(shards, scope), dtype)
 
     def _bound_move(self, scope: Scope, site: Site) -> Bound:
         assert self.move is not None
@@ -257,8 +281,12 @@ class SharedStep:
             lengths = [chunk(prod(gathered), n) for gathered in self.local_shapes(scope)]
         else:
             return tuple(shards)
-        pairs = zip(shards, lengths, strict=True)
-        return tuple([_flat_padded(shard, length) for shard, length in pairs])
+        # Only where needed: to reshape a flat tensor costs 1 us, and a node of autograd's graph.
+        flats = [shard if shard.ndim == 1 else shard.reshape(-1) for shard in shards]
+        if _is_differentiated(flats):
+            pairs = zip(flats, lengths, strict=True)
+            return tuple([pad(flat, (0, length - len(flat))) for flat, length in pairs])
+        return tuple(padded(flats, lengths))
 
     def unpack(self, results: Sequence[Tensor], scope: Scope) -> list[Tensor]:
         """Return the new shards, from the results of the move."""
@@ -398,14 +426,6 @@ def _group_leaves(
             key = (*shared, step.move)
         groups.setdefault(key, []).append(index)
     return groups.values()
-
-
-def _flat_padded(tensor: Tensor, length: int) -> Tensor:
-    """Flatten a tensor, and pad it with zeros to a length."""
-    # Only where needed: to reshape a flat tensor costs 1 us, and a node of autograd's graph.
-    flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
-    missing = length - flat.numel()
-    return pad(flat, (0, missing)) if missing else flat
 
 
 def _trimmed(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

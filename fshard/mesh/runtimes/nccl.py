@@ -26,6 +26,7 @@ from fshard.errors import CollectiveTimeoutError, LostProcessError
 from fshard.mesh.collectives.moves import Broadcast, Extreme, PartsMove, Permute, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, combined, flipped
 from fshard.mesh.layout.mesh import run_defaults
+from fshard.mesh.packing import join_into
 from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
 from fshard.mesh.runtimes.transport import Wire, Works
@@ -261,12 +262,12 @@ class Nccl(GroupTransport):
     wires = WIRES
     has_streams = True
 
-    def joined(self, move: Wired, xs: Sequence[Tensor]) -> Tensor:
+    def joined(self, move: Wired, xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return packed tensors as one buffer; for a gather in place as a row of its result."""
         if move.wire != "gather" or len(xs) == 1:
-            return super().joined(move, xs)
-        buffer = xs[0].new_empty(self.n, sum([len(x) for x in xs]))
-        torch.cat([*xs], out=buffer[self.index])
+            return super().joined(move, xs, dtype)
+        buffer = xs[0].new_empty(self.n, sum([len(x) for x in xs]), dtype=dtype)
+        join_into(buffer[self.index], xs)
         return buffer
 
     def wait(self, needs: Sequence[Any], timeout: timedelta) -> None:

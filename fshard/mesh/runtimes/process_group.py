@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fshard.mesh.collectives.moves import Wired
+from fshard.mesh.packing import join
 from fshard.mesh.runtimes.call import CallInfo
-from fshard.mesh.runtimes.transport import Tensors, Transport, Wire, Works, as_bytes, joined
+from fshard.mesh.runtimes.transport import Tensors, Transport, Wire, Works, as_bytes
 from fshard.mesh.runtimes.watch import compare_failed
 
 # Note [Tags]
@@ -69,7 +70,7 @@ class GroupTransport(Transport):
         )
 
     def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
-        buffer = self.joined(move, xs)
+        buffer = self.joined(move, xs, call.dtype)
         is_copy = buffer.data_ptr() != xs[0].data_ptr()
         return self.wires[move.wire](self.numbered(call, owns_buffer=is_copy), buffer, move)
 
@@ -80,9 +81,9 @@ class GroupTransport(Transport):
         tag = number << 20 | call.stamp & _STAMP
         return GroupCall(self.pg, self.index, self.n, tag, owns_buffer)
 
-    def joined(self, move: Wired, xs: Sequence[Tensor]) -> Tensor:
-        """Return packed tensors as one buffer."""
-        return joined(xs)
+    def joined(self, move: Wired, xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return packed tensors as one buffer, cast to a dtype."""
+        return join(xs, dtype)
 
     def send(self, xs: Tensors, to: int, call: CallInfo) -> Wire:
         buffer = as_bytes(xs)

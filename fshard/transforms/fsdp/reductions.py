@@ -32,6 +32,7 @@ from torch import Tensor
 from fshard.memory.kinds import claim, made_for, purpose
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout.kinds import empty_in
+from fshard.mesh.packing import cast
 from fshard.mesh.reshard.execute import StartedReshard, start_reshard
 from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import Group
@@ -147,12 +148,7 @@ class Reducer:
 
     def cast(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> Gradients:
         """Cast gradients to the dtypes that they are reduced in."""
-        gradients = [*gs]
-        for position, index in enumerate(indices):
-            g = gradients[position]
-            if g is not None and g.dtype is not self.dtypes[index]:
-                gradients[position] = g.to(self.dtypes[index])
-        return gradients
+        return cast(gs, [self.dtypes[index] for index in indices])
 
     @made_for("gradients")
     def put(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> None:
@@ -160,7 +156,8 @@ class Reducer:
 
         Zeros for those that this device has not.
         """
-        for index, g in zip(indices, self.cast(indices, gs), strict=True):
+        dtypes = [self.dtypes[index] for index in indices]
+        for index, g in zip(indices, cast(gs, dtypes), strict=True):
             leaf = self.leaves[index]
             if not leaf.trained:
                 continue
@@ -212,31 +209,44 @@ class Reducer:
             if has_started or not is_due:
                 self._in_flight.append(pending)  # of the later round only a shard is in memory
             else:
-                self._receive(pending)
+                with purpose("gradients"):
+                    self._receive(pending)
 
     def finish(self) -> None:
         """Wait for all reductions in flight, the oldest first."""
         while self._in_flight:
-            self._receive(self._in_flight.pop(0))
+            pending = self._in_flight.pop(0)
+            with purpose("gradients"):
+                self._receive(pending)
 
     def _receive(self, pending: PendingReduction) -> None:
-        """Wait for the gradients of a reduction, and add them."""
-        with purpose("gradients"):
-            for index, g in zip(pending.indices, pending.wait(), strict=True):
-                if self.leaves[index].gradient.memory == "host":
-                    self._send_to_host(index, g, pending.copies)
-                else:
-                    self._add(index, g, pending.copies)
+        """Wait for a reduction; add its gradients, or send them to the host to be added there."""
+        indices: list[int] = []
+        gs: list[Tensor] = []
+        for index, g in zip(pending.indices, pending.wait(), strict=True):
+            if self.leaves[index].gradient.memory == "host":
+                self._send_to_host(index, g, pending.copies)
+            else:
+                indices.append(index)
+                gs.append(g)
+        self._add(indices, gs, pending.copies)
 
-    def _add(self, index: int, g: Tensor, copies: int) -> None:
-        """Add a reduced gradient, in at least the dtype of its parameter."""
-        dtype = self.leaves[index].dtype
-        if g.dtype is not dtype:
-            g = g.to(torch.promote_types(g.dtype, dtype))
-        if copies != 1:
-            g = g / copies  # so many devices have the same samples, which count once
-        total = self.sums[index]
-        self.sums[index] = g if total is None else total + g
+    def _add(self, indices: Sequence[int], gs: Sequence[Tensor], copies: int) -> None:
+        """Add reduced gradients, each in at least the dtype of its parameter."""
+        dtypes: list[torch.dtype] = []
+        for index, g in zip(indices, gs, strict=True):
+            dtype = self.leaves[index].dtype
+            is_cast_by_addition = self.sums[index] is not None and copies == 1
+            if g.dtype is dtype or is_cast_by_addition:
+                dtypes.append(g.dtype)
+            else:
+                dtypes.append(torch.promote_types(g.dtype, dtype))
+
+        for index, g in zip(indices, cast(gs, dtypes), strict=True):
+            if copies != 1:
+                g = g / copies  # so many devices have the same samples, which count once
+            total = self.sums[index]
+            self.sums[index] = g if total is None else total + g
 
     def _send_to_host(self, index: int, g: Tensor, copies: int) -> None:
         """Start to copy a reduced gradient to the host.
@@ -253,7 +263,7 @@ class Reducer:
         """Wait for a gradient that is under way to the host, if there is one, and add it."""
         if index in self._sent:
             transfer, copies = self._sent.pop(index)
-            self._add(index, transfer.wait(), copies)
+            self._add([index], [transfer.wait()], copies)
 
     # -- at the end of the step ----------------------------------------
 
@@ -480,10 +490,14 @@ def _add_wide(sums: Gradients | None, gs: Gradients) -> Gradients:
     """Add gradients to sums in at least 32 bits: each addition in 16 bits would round."""
     result: Gradients = [None] * len(gs) if sums is None else [*sums]
     for position, g in enumerate(gs):
-        if g is None:
-            continue
-        if g.dtype in (torch.bfloat16, torch.float16):
-            g = g.float()
-        total = result[position]
-        result[position] = g if total is None else total + g
-    return result
+        if g is not None:
+            total = result[position]
+            result[position] = g if total is None else total + g  # the addition casts
+    return cast(result, [_wide_dtype(g) for g in result])
+
+
+def _wide_dtype(g: Tensor | None) -> torch.dtype:
+    """Return the dtype of a sum that begins with a gradient."""
+    if g is None or g.dtype in (torch.bfloat16, torch.float16):
+        return torch.float32
+    return g.dtype
