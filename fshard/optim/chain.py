@@ -7,7 +7,8 @@ With a writer at the end a chain is a writer, whose `step` is the writer's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from fshard.optim.leaves import (
     Leaves,
     count_from_zero,
     differentiable,
-    each_shard,
+    each_list,
     map_shards,
     trainable,
 )
@@ -56,6 +57,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         step=step,
         sharding=common_sharding([opt.sharding for opt in links]),
         takes="arrays",
+        uses_norm=bool(links) and links[0].uses_norm,
     )
 
 
@@ -86,7 +88,8 @@ def scale(factor: Rate) -> Optimizer:
     @differentiable
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         number = rate_at(factor, int(state["count"]))
-        return each_shard(lambda grad: grad * number, grads), {"count": state["count"] + 1}
+        scaled = each_list(lambda xs: foreach.mul(xs, number), grads)
+        return scaled, {"count": state["count"] + 1}
 
     return Optimizer(
         init=lambda params: {"count": count_from_zero()},
@@ -118,18 +121,24 @@ def clipped(grads: PyTree, limit: float, *, keep_infinite: bool = False) -> PyTr
     [tensor([1., inf])]
     """
 
-    def of_shard(grad: Tensor) -> Tensor:
-        if keep_infinite:
-            return torch.where(grad.isinf(), grad, _clipped(grad, limit))
-        return _clipped(grad, limit)
+    def of_list(xs: list[Tensor]) -> Sequence[Tensor]:
+        results = _clipped(xs, limit)
+        if not keep_infinite:
+            return results
+        pairs = zip(xs, results, strict=True)
+        return [torch.where(x.isinf(), x, result) for x, result in pairs]
 
-    return each_shard(of_shard, grads)
+    return each_list(of_list, grads)
 
 
-def _clipped(grad: Tensor, limit: float) -> Tensor:
-    if grad.is_complex():
-        return torch.view_as_complex(torch.view_as_real(grad.resolve_conj()).clamp(-limit, limit))
-    return grad.clamp(-limit, limit)
+def _clipped(xs: list[Tensor], limit: float) -> Sequence[Tensor]:
+    """Clip a list of one device and dtype."""
+    if xs[0].is_complex():
+        parts = [torch.view_as_real(x.resolve_conj()) for x in xs]
+        return [*map(torch.view_as_complex, _clipped(parts, limit))]
+    results = foreach.clamp_min(xs, -limit)
+    foreach.clamp_max_(results, limit)
+    return results
 
 
 def clip_by_global_norm(max_norm: float, order: float = 2) -> Optimizer:
@@ -148,7 +157,8 @@ def clip_by_global_norm(max_norm: float, order: float = 2) -> Optimizer:
         within("[0, inf]", max_norm=max_norm),
         within("(0, inf]", order=order),
     )
-    return _stateless(lambda grads, params: shrunk(grads, global_norm(grads, order), max_norm))
+    transform = _stateless(lambda grads, params: shrunk(grads, global_norm(grads, order), max_norm))
+    return replace(transform, uses_norm=order == 2)
 
 
 def shrunk(grads: PyTree, norm: Tensor, max_norm: float) -> PyTree:
@@ -158,9 +168,15 @@ def shrunk(grads: PyTree, norm: Tensor, max_norm: float) -> PyTree:
         # A product of arrays, whose gradient by the factor is the sum over all shards.
         return Leaves.of(grads).mapped(lambda grad: _times(grad, factor))
     # On a CPU the factor is there: to read it waits for no device.
-    if factor.is_cpu and bool(factor == 1.0):
+    if factor.is_cpu and factor.item() == 1.0:
         return grads
-    return each_shard(lambda grad: grad * factor.to(grad.device, grad.dtype), grads)
+
+    # Not in place: the gradients of an update are its caller's, and virtual devices may share them.
+    def times_factor(xs: list[Tensor]) -> Sequence[Tensor]:
+        # In the dtype of the gradients: for another one torch would launch a kernel for each.
+        return foreach.mul(xs, factor.to(xs[0].device, xs[0].dtype))
+
+    return each_list(times_factor, grads)
 
 
 def _times(grad: Leaf, factor: Tensor) -> Leaf:

@@ -62,6 +62,9 @@ class Optimizer:
             outermost may have it.
         takes: the trees that the functions take. "tensors": one device's plain tensors, as below.
             "arrays": all devices', plain tensors or global arrays, as the optimizers of `fs.optim`.
+        uses_norm: the first thing that it computes is `global_norm(grads)`, as in a chain that
+            begins with `clip_by_global_norm`. `train_step` then computes this norm once, for its
+            metrics too.
 
     The functions take trees of one device's plain tensors: its shards of the parameters with a
     gradient, and None for the others, which optree.tree_map skips. Subtrees of the state with the
@@ -88,6 +91,7 @@ class Optimizer:
     sharding: Sharding = "owners"
     loss_scale: Callable[[PyTree], Tensor] | None = None
     takes: Literal["tensors", "arrays"] = "tensors"
+    uses_norm: bool = False
 
     def __post_init__(self) -> None:
         validate_sharding("Optimizer", self.sharding)

@@ -254,6 +254,27 @@ def each_shard(f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
     return Leaves.of(tree).mapped(lambda leaf: map_shards(f, leaf))
 
 
+def each_list(f: Callable[[list[Tensor]], Sequence[Tensor]], tree: PyTree) -> PyTree:
+    """Apply a function to the shards of every leaf of a tree, as one list for each device and dtype.
+
+    So torch's kernels over lists launch once for all leaves. Ties stay ties.
+    """
+    leaves = Leaves.of(tree)
+    shards: dict[int, Tensor] = {}
+    for leaf in leaves.leaves:
+        for shard in shards_of(leaf):
+            shards[id(shard)] = shard
+
+    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for shard in shards.values():
+        lists.setdefault((shard.device, shard.dtype), []).append(shard)
+    results: dict[int, Tensor] = {}
+    for xs in lists.values():
+        for x, result in zip(xs, f(xs), strict=True):
+            results[id(x)] = result
+    return leaves.mapped(lambda leaf: map_shards(lambda shard: results[id(shard)], leaf))
+
+
 def state_leaf(param: Leaf, make: Callable[[Tensor], Tensor | None]) -> Leaf:
     """Make a leaf of state: `make` of each shard of a parameter; None if there is no such state."""
     if not isinstance(param, Sharded):

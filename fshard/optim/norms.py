@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from functools import lru_cache
 from itertools import chain
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,11 +86,13 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
     with torch.no_grad():
         if order == inf:
             return _largest_of_all(leaves)
-        precision: Precision = "float64"
-        if exact is False:
-            precision = "own"
-        elif exact or _exact.get() or shows_all_bits(leaves):
-            precision = "exact"
+        if exact is None and order == 2 and arrays is None:
+            shared = _shared.get()
+            if shared is not None and shared.leaf_keys == [*map(key_of, leaves)]:
+                return shared.norm()
+        precision = _default_precision(leaves)
+        if exact is not None:
+            precision = "exact" if exact else "own"
         return _norm_later(leaves, order, precision)()
 
 
@@ -257,6 +259,40 @@ def norm_later(tree: PyTree, *, exact: bool) -> Callable[[], Tensor]:
     tensor(5., dtype=torch.float64)
     """
     return _norm_later(_without_ties(Leaves.of(tree)), 2, "exact" if exact else "own")
+
+
+def _default_precision(leaves: Sequence[Leaf]) -> Precision:
+    return "exact" if _exact.get() or shows_all_bits(leaves) else "float64"
+
+
+class _SharedNorm(NamedTuple):
+    """The norm of some leaves, known by the identity of their tensors, which the step holds."""
+
+    leaf_keys: list[tuple[int, ...]]
+    norm: Callable[[], Tensor]
+
+
+_shared: ContextVar[_SharedNorm | None] = ContextVar("shared", default=None)
+
+
+@contextmanager
+def sharing_norm(tree: PyTree) -> Generator[Callable[[], Tensor]]:
+    """Compute the norm of gradients once, for a step's metrics and for the update in the block.
+
+    There `global_norm` of these gradients returns this norm. Yield the function that returns it.
+
+    >>> grads = [torch.tensor([3.0, 4.0])]
+    >>> with sharing_norm(grads) as norm:
+    ...     global_norm(grads) is norm()
+    True
+    """
+    leaves = _without_ties(Leaves.of(tree))
+    norm = lru_cache(maxsize=1)(_norm_later(leaves, 2, _default_precision(leaves)))
+    token = _shared.set(_SharedNorm([*map(key_of, leaves)], norm))
+    try:
+        yield norm
+    finally:
+        _shared.reset(token)
 
 
 def _without_ties(tree: Leaves) -> list[Leaf]:

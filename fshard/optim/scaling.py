@@ -9,6 +9,7 @@ The number of shards that are not finite is summed over the mesh before any devi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor
 from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer, conditional
-from fshard.optim.leaves import Leaves, count_from_zero, each_shard
+from fshard.optim.leaves import Leaves, count_from_zero, each_list
 from fshard.optim.nesting import inner_optimizer
 from fshard.optim.norms import check_summable, device_of_sums, largest_each, sum_over_mesh
+from fshard.optim.rules import foreach
 
 
 def loss_scaled(
@@ -94,13 +96,18 @@ def loss_scaled(
                 return False, None, entries(scale, 0, patience - 1, skipped + 1)
             return False, None, entries(max(scale * backoff, smallest), 0, 1, skipped + 1)
 
-        def unscaled(x: Tensor) -> Tensor:
-            return (x.float() if x.dtype.itemsize == 2 else x) / scale
+        def unscaled(xs: list[Tensor]) -> Sequence[Tensor]:
+            if xs[0].dtype.itemsize > 2:
+                return foreach.div(xs, scale)
+            wide = [torch.empty_like(x, dtype=torch.float32) for x in xs]
+            foreach.copy_(wide, xs)
+            foreach.div_(wide, scale)
+            return wide
 
         after = entries(scale, finite, patience, skipped)
         if finite >= interval:
             after = entries(min(scale * growth, largest), 0, hysteresis, skipped)
-        return True, each_shard(unscaled, grads), after
+        return True, each_list(unscaled, grads), after
 
     scaled = conditional(
         opt, lambda params: entries(initial, 0, hysteresis, count_from_zero()), decide
@@ -139,7 +146,8 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
         finite = all_finite(grads)
         return finite, grads, {"skipped": state["skipped"] + (not finite)}
 
-    return conditional(opt, lambda params: {"skipped": count_from_zero()}, decide)
+    skipping = conditional(opt, lambda params: {"skipped": count_from_zero()}, decide)
+    return replace(skipping, uses_norm=opt.uses_norm)
 
 
 @torch.no_grad()

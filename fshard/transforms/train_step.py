@@ -23,7 +23,7 @@ from fshard.mesh.layout import Memory, Mesh, PyTree, flatten_with_paths
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.optim.contract import DonatingStep, Optimizer, copied, step_of
-from fshard.optim.norms import exact_norms, norm_later
+from fshard.optim.norms import exact_norms, norm_later, sharing_norm
 from fshard.optim.partition import as_sharded
 from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.source import Site, call_site
@@ -108,7 +108,8 @@ class TrainStep(PlaceableStep):
 
     The host waits for no device before it has launched the update, unless the optimizer does:
     `loss_scaled` and `skip_if_not_finite` once, Adafactor as in torch once per leaf. The norm of
-    the metrics is a psum of 8 bytes, in the gradients' dtype.
+    the metrics is a psum of 8 bytes, in the gradients' dtype. With an optimizer that begins with
+    `clip_by_global_norm` it is the norm of the clipping, computed once, in float64.
 
     A module with BatchNorm: a step takes and returns its buffers.
 
@@ -262,8 +263,12 @@ class TrainStep(PlaceableStep):
             if compression is not None:
                 grads, state = compression.reduce(grads, state, reduction)
             mark("update")
-            norm_of = norm_later(grads, exact=is_exact)
-            params, state = self.update(grads, state, params)  # (9)
+            if self.optimizer.opt.uses_norm:
+                with sharing_norm(grads) as norm_of:
+                    params, state = self.update(grads, state, params)
+            else:
+                norm_of = norm_later(grads, exact=is_exact)
+                params, state = self.update(grads, state, params)  # (9)
             return params, state, norm_of() / scale
 
 

@@ -182,6 +182,14 @@ WAITS = {
     },
     "scaled": (SCALED, {}, [ONE_READ]),
     "scaled, fp16": (SCALED, {"precision": "fp16"}, [ONE_READ]),
+    "scaled, clipped, fp16": (
+        fs.optim.loss_scaled(
+            fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adamw(0.1))
+        ),
+        {"precision": "fp16", "donate": True},
+        [ONE_READ],
+    ),
+    "skipped": (fs.optim.skip_if_not_finite(fs.optim.adamw(0.1)), {}, [ONE_READ]),
     "weights on the device": (
         fs.optim.adamw(0.1),
         {"weight": lambda part: (part["y"] > 0).sum(), "accumulate": 2},
@@ -255,16 +263,18 @@ PLUGINS = {
     "zero 2": partial(fs.ZeroPlugin, stage=2),
     "fsdp": fs.FSDPPlugin,
     "fsdp, bf16": partial(fs.FSDPPlugin, precision="bf16"),
+    "fsdp, fp16": partial(fs.FSDPPlugin, precision="fp16"),
     "fsdp, reproducible": partial(fs.FSDPPlugin, reproducible=True),
 }
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_step_of_a_loop_launches_without_host_sync(monkeypatch, name):
+def test_step_of_a_loop_syncs_only_to_see_if_scaled_gradients_are_finite(monkeypatch, name):
     actual = fs.run(
         loop_steps, monkeypatch, PLUGINS[name](), ({}, {}), mesh=fs.make_mesh({"data": 2})
     )
-    assert actual == [[]] * 2
+    reads = [ONE_READ] * 2 if "fp16" in name else []
+    assert actual == [reads] * 2
 
 
 # -- experts --------------------------------------------------------------------------------------------------------------

@@ -207,19 +207,25 @@ class Bound(LinearMap):
             return tuple([move.local(x, index, n) for x in xs])
         return self.start(xs).wait()
 
-    def start(self, xs: Tensors) -> Pending:
-        """Write the collective into the ledger, and start it."""
+    def start(self, xs: Tensors, dtype: torch.dtype | None = None) -> Pending:
+        """Write the collective into the ledger, and start it on tensors, cast to a dtype."""
         move = self.move
         assert isinstance(move, Wired)
         group = self.group
         ledgers = active()
         if ledgers:
-            self._record_bytes(move, xs, ledgers)
-        return world_of(group).start(move, xs, group, self.site, self.purpose)  # (6)
+            self._record_bytes(move, xs, dtype, ledgers)
+        return world_of(group).start(move, xs, group, self.site, self.purpose, dtype)  # (6)
 
-    def _record_bytes(self, move: Wired, xs: Tensors, ledgers: Sequence[CollectiveCounter]) -> None:
+    def _record_bytes(
+        self,
+        move: Wired,
+        xs: Tensors,
+        dtype: torch.dtype | None,
+        ledgers: Sequence[CollectiveCounter],
+    ) -> None:
         group = self.group
-        size = sum(x.numel() * x.element_size() for x in xs)
+        size = sum(x.numel() * (dtype or x.dtype).itemsize for x in xs)
         index = None if group.represents_all else group.index  # None: the most that any sends
         sent = move.sent(size, index, group.size)
         row = LedgerRow(move.name, group.axes, self.site._replace(leaves=()))

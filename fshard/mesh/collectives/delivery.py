@@ -17,12 +17,14 @@ from torch import Tensor
 from fshard.mesh.layout.counting import counting, without_counters
 
 if TYPE_CHECKING:
-    from fshard.mesh.collectives.moves import Wired
+    from fshard.mesh.collectives.moves import Purpose, Wired
     from fshard.mesh.spmd.scope import Group, Pending, World
+    from fshard.source import Site
 
 
-def delivered(move: Wired, x: Tensor, n: int) -> Tensor:
-    """Return an empty tensor of the shape that a move over n devices makes of `x`."""
+def delivered(move: Wired, x: Tensor, n: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor without memory, as a move over n devices makes of `x`, cast to a dtype."""
+    x = x.detach().to("meta", dtype)
     packed = move.pack(x, n)
     match move.wire:
         case "gather":
@@ -48,13 +50,13 @@ class Delivery:
         with without_counters():
             self._pending: Pending | None = start()
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Return the results, which are counted in place of what was reserved."""
         pending = self._pending
         self._pending = None
         assert pending is not None
         with without_counters():
-            results = pending.wait()
+            results = pending.wait(into)
 
         for counter in self._counters:
             counter.deliver(self, results)
@@ -76,12 +78,20 @@ class _CountedWorld:
 
     world: World
 
-    def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, *rest: Any) -> Pending:
-        start = partial(self.world.start, move, xs, group, *rest)
+    def start(
+        self,
+        move: Wired,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        site: Site,
+        purpose: Purpose = "values",
+        dtype: torch.dtype | None = None,
+    ) -> Pending:
+        start = partial(self.world.start, move, xs, group, site, purpose, dtype)
         if not xs:
             return start()
         with without_counters():  # the shapes of results, without memory
-            results = [delivered(move, x.detach().to("meta"), group.size) for x in xs]
+            results = [delivered(move, x, group.size, dtype) for x in xs]
         return Delivery(xs, results, start)
 
     def receive(self, likes: tuple[Tensor, ...], *rest: Any) -> Pending:

@@ -107,6 +107,11 @@ class Wired(Move):
 
     wire: ClassVar[WireKind]
 
+    @property
+    def keeps_rows(self) -> bool:
+        """True if the memory of a result is that of the received rows, one after another."""
+        return False
+
     def pack(self, x: Tensor, n: int) -> Tensor:
         """Pack a tensor for the wire: (elements,), or (n, elements) with a row per device."""
         x = plain(x)
@@ -259,6 +264,10 @@ class AllGather(Wired):
     def batched(self) -> AllGather:
         return replace(self, dim=self.dim + 1)
 
+    @property
+    def keeps_rows(self) -> bool:
+        return self.dim == 0
+
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
         return _concat_rows(rows, shape, self.dim, n)
 
@@ -293,6 +302,10 @@ class AllToAll(Wired):
 
     def batched(self) -> AllToAll:
         return AllToAll(self.split + 1, self.concat + 1)
+
+    @property
+    def keeps_rows(self) -> bool:
+        return self.concat == 0
 
     def pack(self, x: Tensor, n: int) -> Tensor:
         return _split_rows(x, self.split, n)

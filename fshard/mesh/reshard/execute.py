@@ -20,7 +20,8 @@ and unpacks the results. Here a leaf of 7 elements is gathered from 4 devices:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -36,6 +37,7 @@ from fshard.mesh.collectives.moves import Alone, Move
 from fshard.mesh.layout import Layout
 from fshard.mesh.layout.arithmetic import chunk, flat_range
 from fshard.mesh.layout.counting import LedgerRow
+from fshard.mesh.packing import cast, copy_into, padded
 from fshard.mesh.reshard.exchange import DirectExchange, DirectSlice, LeafExchange
 from fshard.mesh.reshard.plan import Step, plan
 from fshard.mesh.spmd.scope import Group, Pending, Scope, require
@@ -54,7 +56,7 @@ _CALLER = "fs.reshard"
 class ReshardPlan:
     """The steps of one leaf and its global shape.
 
-    Hashed by identity: every reshard looks up its plans in the cache of `_shared_steps`, and
+    Hashed by identity: every reshard looks up its plans in the cache of `_rounds`, and
     hashing their steps takes ten times as long. `plan_reshard` is cached, so equal plans are in
     general one object.
     """
@@ -83,45 +85,110 @@ def start_reshard(
     site: Site,
     *,
     ahead: bool = False,
-) -> Callable[[], list[Tensor]]:
-    """Run the plans of all leaves; return a function that waits for the new shards.
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> StartedReshard:
+    """Run the plans of all leaves; return what is called to wait for the new shards.
 
     Args:
         shards: the shard of each leaf on this device.
         plans: one for each leaf.
         site: the user's line, for errors and the ledger.
-        ahead: only start the last collectives, so that the caller computes while they run.
+        ahead: only start the first collectives, so that the caller computes while they run.
             Autograd does not record these.
+        dtypes: of the new shards: the old ones are cast before they are sent. Autograd does not
+            record it.
     """
-    scope = require(_CALLER)
-    dtypes = tuple([shard.dtype for shard in shards])
-    started: list[tuple[SharedStep, Pending]] = []
+    reshard = StartedReshard(shards, plans, site, ahead=ahead, dtypes=dtypes)
+    reshard.start_round()
+    return reshard
 
-    # The shard of each leaf before its next step. A shard is popped when that step begins: `finish`
-    # holds this dict, so a gradient would live beside its packed copy until the collective ends.
-    current = dict(enumerate(shards))
-    for step in _shared_steps(tuple(plans), dtypes, AT_ONCE):
-        old_shards = [current.pop(index) for index in step.indices]
-        if not step.includes(scope):
-            new_shards = step.skip(old_shards, scope, site)
-        elif step.is_view(old_shards):
-            new_shards = step.reshape_or_slice(old_shards, scope)
-        elif ahead and step.is_last and step.communicates:
-            started.append((step, step.start(old_shards, scope, site)))
-            continue
-        else:
-            new_shards = step.run(old_shards, scope, site)
-        current.update(zip(step.indices, new_shards, strict=True))
 
-    def finish() -> list[Tensor]:
-        for step, pending in started:
-            new_shards = step.unpack(pending.wait(), scope)
-            current.update(zip(step.indices, new_shards, strict=True))
-        # By index, since the dict is in the order of completion. Its own length: with len(shards)
-        # this closure would hold the old shards.
-        return [current[index] for index in range(len(current))]
+# Note [Rounds of steps]
+# Round r has step r of every leaf. It needs the results of the round before, so on no runtime can
+# it start before these are waited for. Where that happens is left to the caller, who computes in
+# between: each round has its own computation to hide behind. A gradient along "data" and its copies
+# along "replicas", as `Reducer` reduces it during the backward:
+#
+#     backward of    block 3            block 2              block 1              block 0
+#     block 3        reduce-scatter ->  all-reduce ->        wait
+#     block 2                           reduce-scatter ->    all-reduce ->        wait
+#
+# All devices must start their rounds in the same order: see Note [Order of collectives]. So a round
+# starts at a place in the program, and never when a device happens to see that the last one ended.
+class StartedReshard:
+    """The plans of some leaves on one device, in progress: call it to wait for the new shards."""
 
-    return finish
+    def __init__(
+        self,
+        shards: Sequence[Tensor],
+        plans: Sequence[ReshardPlan],
+        site: Site,
+        *,
+        ahead: bool,
+        dtypes: Sequence[torch.dtype] | None,
+    ) -> None:
+        self._casts = dtypes is not None
+        if dtypes is None:
+            dtypes = [shard.dtype for shard in shards]
+        self._dtypes = tuple(dtypes)
+        self._rounds = deque(_rounds(tuple(plans), self._dtypes, AT_ONCE))
+        self._scope = require(_CALLER)
+        self._site = site
+        self._ahead = ahead
+        self._started: list[tuple[SharedStep, Pending]] = []
+        # The shard of each leaf before its next step. A shard is popped when that step begins: a
+        # gradient would live beside its packed copy until the collective ends.
+        self._current = dict(enumerate(shards))
+        if self._casts:
+            # Others are cast where their first step packs them: one copy of each shard, not two.
+            still = [index for index, leaf_plan in enumerate(plans) if not leaf_plan.steps]
+            copies = cast([shards[i] for i in still], [self._dtypes[i] for i in still])
+            self._current.update(zip(still, copies, strict=True))
+
+    def start_round(self) -> bool:
+        """Wait for the collectives of this round, and start those of the next, if there is one.
+
+        Rounds without a collective to start are run. Return True if a collective was started.
+        """
+        while self._rounds:
+            if self._started:
+                self._finish_round()
+            for step in self._rounds.popleft():
+                old_shards = [self._current.pop(index) for index in step.indices]
+                dtype = self._dtypes[step.indices[0]]  # all leaves of a step have one
+                if self._ahead and step.communicates and step.includes(self._scope):
+                    pending = step.start(old_shards, self._scope, self._site, dtype)
+                    self._started.append((step, pending))
+                else:
+                    if self._casts:
+                        old_shards = cast(old_shards, [dtype] * len(old_shards))
+                    new_shards = step.run(old_shards, self._scope, self._site)
+                    self._current.update(zip(step.indices, new_shards, strict=True))
+            if self._started:
+                return True
+        return False
+
+    def _finish_round(self, into: Sequence[Tensor] | None = None) -> None:
+        for step, pending in self._started:
+            targets = None if into is None else [into[index] for index in step.indices]
+            new_shards = step.unpack(pending.wait(targets), self._scope)
+            self._current.update(zip(step.indices, new_shards, strict=True))
+        self._started = []
+
+    def __call__(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Run the rounds that are left; return the new shards.
+
+        With `into` they are also in these tensors: contiguous ones, of their shapes and dtypes.
+        """
+        while self._rounds:
+            self.start_round()
+        if self._started:
+            self._finish_round(into)
+        # By index, since the dict is in the order of completion.
+        results = [self._current[index] for index in range(len(self._current))]
+        if into is not None:
+            copy_into(into, results)
+        return results
 
 
 class SharedStep:
@@ -135,8 +202,6 @@ class SharedStep:
         self.indices = indices
         self.steps = [leaf_plan.steps[number] for leaf_plan in plans]
         self.shapes = [leaf_plan.shape for leaf_plan in plans]
-        # False if one leaf has a further step: that leaf needs the result at once.
-        self.is_last = all(len(leaf_plan.steps) == number + 1 for leaf_plan in plans)
 
         first = self.steps[0]
         self.kind = first.kind
@@ -157,12 +222,19 @@ class SharedStep:
         """Return True if the device of `scope` takes part in the step."""
         return all(scope.group(axes, _CALLER).index == index for axes, index in self.at)
 
-    def skip(self, shards: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
-        """Return the new shards of a device that takes no part: empty, like its old ones."""
-        self._record_for_participant(shards, scope, site)
-        return self._without_padding(shards, scope)
+    def run(self, shards: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
+        """Take the step with these shards; return the new shards."""
+        if not self.includes(scope):
+            # The new shards are empty, like the old ones.
+            self._record_for_participant(shards, scope, site)
+            return self._without_padding(shards, scope)
+        if self._is_view(shards):
+            return self._reshape_or_slice(shards, scope)
+        # Autograd records the move, if the shards need a gradient.
+        results = apply(self._bound_move(scope, site), self.pack(shards, scope))
+        return self.unpack(results, scope)
 
-    def is_view(self, shards: list[Tensor]) -> bool:
+    def _is_view(self, shards: list[Tensor]) -> bool:
         """Return True if views of these shards will do: for a reshape, and for most slices.
 
         A slice that is differentiated must run its move, whose transpose is an all-gather: a device
@@ -172,7 +244,7 @@ class SharedStep:
             return True
         return self.is_slice and not _is_differentiated(shards)
 
-    def reshape_or_slice(self, shards: list[Tensor], scope: Scope) -> list[Tensor]:
+    def _reshape_or_slice(self, shards: list[Tensor], scope: Scope) -> list[Tensor]:
         """Return the new shards as views of the old ones."""
         if self.is_slice:
             group = scope.group(self.axes, _CALLER)
@@ -185,14 +257,9 @@ class SharedStep:
         start, stop = flat_range(shard.numel(), group.size, group.index)
         return shard.reshape(-1)[start:stop]
 
-    def start(self, shards: list[Tensor], scope: Scope, site: Site) -> Pending:
-        """Start the collective on these shards, without recording it for autograd."""
-        return self._bound_move(scope, site).start(self.pack(shards, scope))
-
-    def run(self, shards: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
-        """Run the move on these shards, recorded if they need a gradient; return the new shards."""
-        results = apply(self._bound_move(scope, site), self.pack(shards, scope))
-        return self.unpack(results, scope)
+    def start(self, shards: list[Tensor], scope: Scope, site: Site, dtype: torch.dtype) -> Pending:
+        """Start the collective on these shards, cast to a dtype; autograd does not record it."""
+        return self._bound_move(scope, site).start(self.pack(shards, scope), dtype)
 
     def _bound_move(self, scope: Scope, site: Site) -> Bound:
         assert self.move is not None
@@ -214,8 +281,12 @@ class SharedStep:
             lengths = [chunk(prod(gathered), n) for gathered in self.local_shapes(scope)]
         else:
             return tuple(shards)
-        pairs = zip(shards, lengths, strict=True)
-        return tuple([_flat_padded(shard, length) for shard, length in pairs])
+        # Only where needed: to reshape a flat tensor costs 1 us, and a node of autograd's graph.
+        flats = [shard if shard.ndim == 1 else shard.reshape(-1) for shard in shards]
+        if _is_differentiated(flats):
+            pairs = zip(flats, lengths, strict=True)
+            return tuple([pad(flat, (0, length - len(flat))) for flat, length in pairs])
+        return tuple(padded(flats, lengths))
 
     def unpack(self, results: Sequence[Tensor], scope: Scope) -> list[Tensor]:
         """Return the new shards, from the results of the move."""
@@ -227,7 +298,8 @@ class SharedStep:
 
     def _without_padding(self, tensors: Sequence[Tensor], scope: Scope) -> list[Tensor]:
         pairs = zip(tensors, self.local_shapes(scope), strict=True)
-        return [_trimmed(tensor, shape) for tensor, shape in pairs]
+        # Most have no padding: a call for each would cost as much as a small collective's pack.
+        return [x if x.shape == shape else _trimmed(x, shape) for x, shape in pairs]
 
     def local_shapes(self, scope: Scope) -> list[tuple[int, ...]]:
         """Return the shape of each leaf's shard on this device after the step.
@@ -298,22 +370,24 @@ def _is_differentiated(shards: list[Tensor]) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _shared_steps(
+def _rounds(
     plans: tuple[ReshardPlan, ...],
     dtypes: tuple[torch.dtype, ...],
     at_once: int,
-) -> tuple[SharedStep, ...]:
-    """Return the shared steps of all leaves, in the order in which every device takes them.
+) -> tuple[tuple[SharedStep, ...], ...]:
+    """Return the rounds of shared steps of all leaves, in the order in which devices take them.
 
     `at_once` is an argument so that it is part of the cache's key: tests change AT_ONCE.
     """
-    shared_steps: list[SharedStep] = []
+    rounds: list[tuple[SharedStep, ...]] = []
     most_steps = max([len(leaf_plan.steps) for leaf_plan in plans], default=0)
     for number in range(most_steps):
+        shared_steps: list[SharedStep] = []
         for indices in _group_leaves(plans, dtypes, number, at_once):
             members = [plans[index] for index in indices]
             shared_steps.append(SharedStep(indices, members, number))
-    return tuple(shared_steps)
+        rounds.append(tuple(shared_steps))
+    return tuple(rounds)
 
 
 # Note [Rounds of direct exchanges]
@@ -352,14 +426,6 @@ def _group_leaves(
             key = (*shared, step.move)
         groups.setdefault(key, []).append(index)
     return groups.values()
-
-
-def _flat_padded(tensor: Tensor, length: int) -> Tensor:
-    """Flatten a tensor, and pad it with zeros to a length."""
-    # Only where needed: to reshape a flat tensor costs 1 us, and a node of autograd's graph.
-    flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
-    missing = length - flat.numel()
-    return pad(flat, (0, missing)) if missing else flat
 
 
 def _trimmed(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

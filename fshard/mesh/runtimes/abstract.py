@@ -43,7 +43,7 @@ class Done:
 
     results: tuple[Tensor, ...]
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Return it."""
         return self.results
 
@@ -79,9 +79,10 @@ class AbstractWorld(OneProcessWorld):
         group: Group,
         site: Site,
         purpose: Purpose = "values",
+        dtype: torch.dtype | None = None,
     ) -> Done:
         """Return tensors of the shapes that the collective would return."""
-        return Done(tuple([delivered(move, x.to("meta"), group.size) for x in xs]))
+        return Done(tuple([delivered(move, x, group.size, dtype) for x in xs]))
 
     def send(
         self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"
@@ -156,7 +157,7 @@ class PendingMessage(NamedTuple):
     source: int
     to: int
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Return it."""
         return self.mail.get(self.source, self.to)
 

@@ -47,9 +47,9 @@ class CallInfo:
 
     # Calls are recorded until long after their end, for errors, so they refer to no tensors.
     __slots__ = (
-        "_dtype",
         "_shapes",
         "_stamp",
+        "dtype",
         "group",
         "is_send",
         "meeting",
@@ -70,13 +70,14 @@ class CallInfo:
         purpose: Purpose = "values",
         *,
         is_send: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.move = move
         self.group = group
         self.site = site
         self.purpose: Purpose = purpose
         self.is_send = is_send
-        self._dtype = xs[0].dtype
+        self.dtype = dtype or xs[0].dtype  # in which they are sent
         self._shapes = tuple([x.shape for x in xs])
         self._stamp: int | None = None
 
@@ -87,7 +88,7 @@ class CallInfo:
     def signature(self) -> str:
         """The call in words, without its line."""
         name = "a message" if self.move is None else describe(self.move)
-        dtype = str(self._dtype).removeprefix("torch.")
+        dtype = str(self.dtype).removeprefix("torch.")
         shapes = ", ".join([f"{dtype}{list(shape)}" for shape in self._shapes])
         axes = "+".join(self.group.axes)
         return f"{named(name, self.purpose)} of {shapes}{self.site.given} over {axes}"
@@ -96,7 +97,7 @@ class CallInfo:
     def stamp(self) -> int:
         """The call in 64 bits: see Note [Stamps]."""
         if self._stamp is None:
-            stamp = _stamp(self.move, self._dtype, self._shapes, self.group.axes, self.site)
+            stamp = _stamp(self.move, self.dtype, self._shapes, self.group.axes, self.site)
             self._stamp = stamp | PURPOSES.index(self.purpose)
         return self._stamp
 

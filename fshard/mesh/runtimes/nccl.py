@@ -25,9 +25,10 @@ from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.collectives.moves import Broadcast, Extreme, PartsMove, Permute, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, combined, flipped
 from fshard.mesh.layout.mesh import run_defaults
+from fshard.mesh.packing import join, join_into
 from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
-from fshard.mesh.runtimes.transport import Wire, Work, Works, joined
+from fshard.mesh.runtimes.transport import Wire, Work, Works
 
 _dist: Any = dist
 # The second names are those before torch 2.13.
@@ -80,7 +81,7 @@ def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
     dtype = x.dtype
     result = _reducible(x)
-    if result.data_ptr() == x.data_ptr():
+    if result.data_ptr() == x.data_ptr() and not call.owns_buffer:
         result = result.clone()  # the reduction is in place, and arguments stay
     del x  # only the copy stays alive
     yield [dist.all_reduce(result, _reduce_operation(move), call.pg, async_op=True)]
@@ -139,13 +140,22 @@ def exchange(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
 
 def permute(call: GroupCall, xs: Sequence[Tensor], move: Permute) -> Wire:
     """Send tensors along the pairs of the move; zeros where none ends. (elements,) -> (elements,)"""
-    results = [torch.zeros_like(x) for x in xs]
+    source_of = {target: source for source, target in move.pairs}
+    results: list[Tensor] = []
+    for x in xs:
+        if call.index not in source_of:
+            results.append(torch.zeros_like(x))
+        elif source_of[call.index] == call.index:
+            results.append(x.clone())
+        else:
+            results.append(torch.empty_like(x))  # all of it is received
+
     messages: list[dist.P2POp] = []
     for source, target in move.pairs:
+        if source == target:
+            continue
         for x, result in zip(xs, results, strict=True):
-            if source == target == call.index:
-                result.copy_(x)
-            elif target == call.index:
+            if target == call.index:
                 received = result.view(torch.uint8)
                 messages.append(dist.P2POp(dist.irecv, received, group=call.pg, group_peer=source))
             elif source == call.index:
@@ -159,7 +169,12 @@ def permute(call: GroupCall, xs: Sequence[Tensor], move: Permute) -> Wire:
 def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Broadcast. (elements,) -> (elements,)"""
     assert isinstance(move, Broadcast)
-    result = x.clone()
+    if call.owns_buffer:
+        result = x
+    elif move.source == call.index:
+        result = x.clone()  # results do not alias arguments
+    else:
+        result = torch.empty_like(x)
     message = result.view(torch.uint8)
     yield [dist.broadcast(message, group=call.pg, group_src=move.source, async_op=True)]
     return result
@@ -202,7 +217,8 @@ def tree_reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
     (elements,) -> (elements,)
     """
-    rows = torch.cat([x, x.new_zeros(-x.numel() % call.n)])
+    missing = -x.numel() % call.n
+    rows = torch.cat([x, x.new_zeros(missing)]) if missing else x
     arrived = torch.empty_like(rows)
     # The stream waits here, not when the handle is waited for: a gather that starts only then could
     # start in another order on another process.
@@ -261,15 +277,15 @@ class Nccl(GroupTransport):
     def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
         if isinstance(move, Permute):
             # A batch has several tensors as they are, without the copies of a joined buffer.
-            return permute(self.numbered(call), [joined([x]) for x in xs], move)
+            return permute(self.numbered(call), [join([x], x.dtype) for x in xs], move)
         return super().collective(move, xs, call)
 
-    def joined(self, move: Wired, xs: Sequence[Tensor]) -> Tensor:
+    def joined(self, move: Wired, xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return packed tensors as one buffer; for a gather in place as a row of its result."""
         if move.wire != "gather" or len(xs) == 1:
-            return super().joined(move, xs)
-        buffer = xs[0].new_empty(self.n, sum([len(x) for x in xs]))
-        torch.cat([*xs], out=buffer[self.index])
+            return super().joined(move, xs, dtype)
+        buffer = xs[0].new_empty(self.n, sum([len(x) for x in xs]), dtype=dtype)
+        join_into(buffer[self.index], xs)
         return buffer
 
     def wait(self, needs: Sequence[Any], timeout: timedelta) -> None:

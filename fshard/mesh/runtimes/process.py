@@ -36,6 +36,7 @@ from fshard.errors import (
     MismatchError,
 )
 from fshard.mesh.collectives.moves import uneven
+from fshard.mesh.packing import cast, split
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
 from fshard.mesh.runtimes.gloo import Gloo
@@ -162,12 +163,15 @@ class ProcessWorld:
         group: Group,
         site: Site,
         purpose: Purpose = "values",
+        dtype: torch.dtype | None = None,
     ) -> Pending:
         """Pack the tensors, and start the group's transport."""
         n = group.size
         if n == 1:
+            if dtype is not None:
+                xs = tuple(cast(xs, [dtype] * len(xs)))
             return Done(tuple([move.meaning([x])[0].clone() for x in xs]))
-        call = CallInfo(move, xs, group, site, purpose)
+        call = CallInfo(move, xs, group, site, purpose, dtype=dtype)
         verify = None
         if self._watch is not None:
             # Under FSHARD_CHECK=1, publish the call, and compare it with those of the others.
@@ -481,20 +485,29 @@ def _unpack_results(
     widths: list[int],
     n: int,
     rows: Tensor | Sequence[Tensor],
+    into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     """Return the results of a collective from its rows.
 
-    They are of each tensor, or of all in one buffer, with these widths.
+    These are of each tensor, or of all in one buffer, with these widths.
     """
     if isinstance(rows, Tensor):
-        rows = rows.split(widths, dim=-1) if len(widths) > 1 else (rows,)
-    if device.type != rows[0].device.type:
+        rows = rows.to(device)  # from the host, if it was sent from there: before it is split
+        if len(widths) == 1:
+            rows = [rows]
+        elif move.keeps_rows:
+            rows = split(rows, widths, into)
+        else:
+            rows = rows.split(widths, dim=-1)
+    elif device.type != rows[0].device.type:
         rows = [row.to(device) for row in rows]
     pairs = zip(rows, shapes, strict=True)
     return tuple([move.unpack(row, shape, n) for row, shape in pairs])
 
 
-def _split_message(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
+def _split_message(
+    likes: tuple[Tensor, ...], flat: Tensor, into: Sequence[Tensor] | None
+) -> tuple[Tensor, ...]:
     """Return the tensors of a message that was received as one buffer."""
     if not likes[0].is_cpu:
         flat = flat.to(likes[0].device)

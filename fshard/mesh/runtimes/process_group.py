@@ -17,16 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fshard.mesh.collectives.moves import Wired
+from fshard.mesh.packing import join
 from fshard.mesh.runtimes.call import CallInfo
-from fshard.mesh.runtimes.transport import (
-    Helper,
-    Tensors,
-    Transport,
-    Wire,
-    Works,
-    as_bytes,
-    joined,
-)
+from fshard.mesh.runtimes.transport import Helper, Tensors, Transport, Wire, Works, as_bytes
 from fshard.mesh.runtimes.watch import compare_failed
 
 # Note [Tags]
@@ -49,12 +42,16 @@ _NUMBERS = MESSAGE_TAG >> 20
 
 @dataclass(frozen=True, slots=True)
 class GroupCall:
-    """One collective on a group of torch.distributed: what its wire needs."""
+    """One collective on a group of torch.distributed: what its wire needs.
+
+    `owns_buffer`: the wire may write into its buffer, which is no memory of the caller's.
+    """
 
     pg: ProcessGroup
     index: int
     n: int
     tag: int
+    owns_buffer: bool = False
 
 
 WireFunction = Callable[[GroupCall, Tensor, Wired], Wire]
@@ -78,18 +75,20 @@ class GroupTransport(Transport):
         self._first_sends: dict[int, FirstSends] = defaultdict(FirstSends)  # by peer
 
     def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
-        return self.wires[move.wire](self.numbered(call), self.joined(move, xs), move)
+        buffer = self.joined(move, xs, call.dtype)
+        is_copy = buffer.data_ptr() != xs[0].data_ptr()
+        return self.wires[move.wire](self.numbered(call, owns_buffer=is_copy), buffer, move)
 
-    def numbered(self, call: CallInfo) -> GroupCall:
+    def numbered(self, call: CallInfo, *, owns_buffer: bool = False) -> GroupCall:
         """Return what the wire of a collective needs: see Note [Tags]."""
         number = next(self._numbers)
         call.meeting = f"{self.pg.group_name}/{number}", call.group.members
         tag = number << 20 | call.stamp & _STAMP
-        return GroupCall(self.pg, self.index, self.n, tag)
+        return GroupCall(self.pg, self.index, self.n, tag, owns_buffer)
 
-    def joined(self, move: Wired, xs: Sequence[Tensor]) -> Tensor:
-        """Return packed tensors as one buffer."""
-        return joined(xs)
+    def joined(self, move: Wired, xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return packed tensors as one buffer, cast to a dtype."""
+        return join(xs, dtype)
 
     def send(self, xs: Tensors, to: int, call: CallInfo) -> Wire:
         buffer = as_bytes(xs)

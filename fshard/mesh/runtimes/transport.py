@@ -31,7 +31,6 @@ from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.collectives.moves import Wired
-from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CallInfo
 
 LOST = (
@@ -54,6 +53,8 @@ UNLIMITED = timedelta(days=30)
 Tensors = tuple[Tensor, ...]
 Wire = Generator[Sequence[Any], None, Any]
 """Yields what it waits for, in its transport's terms."""
+Unpack = Callable[[Any, Sequence[Tensor] | None], Tensors]
+"""Makes the results from that of a wire, in the memory of given tensors perhaps."""
 
 
 class Transport:
@@ -76,7 +77,7 @@ class Transport:
         self,
         wire: Wire,
         call: CallInfo,
-        unpack: Callable[[Any], Tensors] = lambda x: (x,),
+        unpack: Unpack = lambda x, into: (x,),
         verify: Callable[[], None] | None = None,
     ) -> Work:
         """Start a wire of this transport; `unpack` makes the results.
@@ -155,24 +156,6 @@ class Transport:
         """Raise a better error for a call that has failed, if there is one."""
 
 
-def joined(xs: Sequence[Tensor]) -> Tensor:
-    """Return packed tensors as one contiguous buffer, with a stride of 1."""
-    x = xs[0]
-    if len(xs) == 1:
-        x = x.contiguous()
-        if x.stride(-1) != 1:
-            # A dim of one element or none is contiguous whatever its stride, such as 0 of the
-            # gradient of x.sum(). But torch refuses to view it as bytes.
-            x = x.as_strided(x.shape, (x.shape[-1], 1)[-x.ndim :])
-        return x
-
-    buffer = None
-    if x.is_cpu:
-        length = sum([x.shape[-1] for x in xs])
-        buffer = empty((*x.shape[:-1], length), x.dtype)
-    return torch.cat([*xs], dim=-1, out=buffer)
-
-
 def as_bytes(xs: Tensors) -> Tensor:
     """Copy tensors of one dtype into one row of bytes."""
     return torch.cat([x.detach().reshape(-1) for x in xs]).view(torch.uint8)
@@ -248,7 +231,7 @@ class Work:
         transport: Transport,
         wire: Wire,
         call: CallInfo,
-        unpack: Callable[[Any], Tensors],
+        unpack: Unpack,
         verify: Callable[[], None] | None,
         began: float,
     ) -> None:
@@ -268,25 +251,27 @@ class Work:
         if transport.has_streams and torch.cuda.is_initialized():
             self._stream = torch.cuda.current_stream()
 
-    def wait(self) -> Tensors:
+    def wait(self, into: Sequence[Tensor] | None = None) -> Tensors:
         """Return the results, for use on the caller's stream.
 
         See Note [Buffers belong to one stream].
         """
         if self._stream is None:
-            return self._finish_wire()
+            return self._finish_wire(into)
         stream = torch.cuda.current_stream(self._stream.device)
         if self._stream == stream:
-            return self._finish_wire()
+            return self._finish_wire(into)
 
+        if into is not None:
+            self._stream.wait_stream(stream)  # which may still use that memory for what it had
         with torch.cuda.stream(self._stream):
-            results = self._finish_wire()
+            results = self._finish_wire(into)
         stream.wait_stream(self._stream)
         for x in results:
             x.record_stream(stream)
         return results
 
-    def _finish_wire(self) -> Tensors:
+    def _finish_wire(self, into: Sequence[Tensor] | None) -> Tensors:
         """Run the wire to its end, or wait for the helper that does; unpack the result."""
         works = self.transport.works
         if len(works.in_progress) > 1 or self._verify is not None:
@@ -306,7 +291,7 @@ class Work:
 
         result = self._result
         self._result = None  # this work may outlive the wait, and the packed result must not
-        return self._unpack(result)
+        return self._unpack(result, into)
 
     def _verify_call(self) -> None:
         """Raise unless all processes make this call; then end the wire, unless a helper runs it."""

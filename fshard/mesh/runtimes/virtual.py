@@ -16,7 +16,7 @@ Each device has its own random state: see Note [Baton and random states].
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
 from fshard.mesh.collectives.ledger import active, writing_to
 from fshard.mesh.collectives.moves import Purpose, describe, named, uneven
 from fshard.mesh.layout import dtype_name
+from fshard.mesh.packing import cast
 from fshard.mesh.runtimes.abstract import Done, OneProcessWorld
 from fshard.mesh.runtimes.device_threads import DeviceThreads, Stopped
 from fshard.mesh.runtimes.thread_state import (
@@ -97,7 +98,7 @@ class Arrival:
     index: int
     device: int
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Park until the collective is complete, and return this device's results."""
         while self.slot.results is None:
             self.slot.waiting.append(self.device)
@@ -126,7 +127,7 @@ class Parcel:
         values = named(_describe_values(_signature(self.likes)), self.purpose)
         return f"recv of {values}{self.site.given} from {sender} at {self.site}"
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Park until the message is there; raise unless it is the one expected."""
         world = self.world
         while not world.mail[self.route]:
@@ -379,10 +380,13 @@ class VirtualWorld(OneProcessWorld):
         group: Group,
         site: Site,
         purpose: Purpose = "values",
+        dtype: torch.dtype | None = None,
     ) -> Arrival | Done:
         """Add this device's tensors to a collective; the last device of the group computes it."""
         if self._stopping:
             raise Stopped
+        if dtype is not None:
+            xs = tuple(cast(xs, [dtype] * len(xs)))
         if group.size == 1:
             return Done(tuple([move.meaning([x])[0].clone() for x in xs]))
 

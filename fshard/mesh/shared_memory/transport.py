@@ -26,10 +26,11 @@ from torch import Tensor
 
 from fshard.mesh.collectives.moves import PartsMove, Wired, combining
 from fshard.mesh.layout.arithmetic import Combine, combined, flat_range
+from fshard.mesh.packing import cast, join
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CALL, CallInfo
 from fshard.mesh.runtimes.row_plan import row_plan
-from fshard.mesh.runtimes.transport import Tensors, Transport, Wire, Works, as_bytes, joined
+from fshard.mesh.runtimes.transport import Tensors, Transport, Wire, Works, as_bytes
 from fshard.mesh.shared_memory.peers import Need, Peers, Span
 from fshard.mesh.shared_memory.rings import INSIDE, READ, RECEIVED, SIZE, RingMessage
 
@@ -88,7 +89,10 @@ class SharedMemory(Transport):
     def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
         number = next(self._calls) & _NUMBER
         exchange = Exchange(self, self._group | number, call)
-        return _WIRES[move.wire](exchange, xs, move)
+        wire = _WIRES[move.wire]
+        if wire is not _move_rows:  # which casts where it joins
+            xs = cast(xs, [call.dtype] * len(xs))
+        return wire(exchange, xs, move)
 
     def send(self, xs: Tensors, to: int, call: CallInfo) -> Wire:
         """Send a message: short ones inside, long ones as copies that the receiver reads later."""
@@ -142,7 +146,7 @@ class Exchange:
     See Note [Message forms].
     """
 
-    __slots__ = ("_call", "_key", "index", "n", "neighbours", "transport")
+    __slots__ = ("_call", "_key", "dtype", "index", "n", "neighbours", "transport")
 
     def __init__(self, transport: SharedMemory, key: int, call: CallInfo) -> None:
         self.transport = transport
@@ -150,6 +154,7 @@ class Exchange:
         self.n = transport.n
         self.neighbours = transport.neighbours
         self._key = key
+        self.dtype = call.dtype
         self._call = call
 
     def needs(self, sources: Sequence[int], round: int = 0) -> list[Need]:
@@ -250,14 +255,14 @@ def _move_rows(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     The tensors are sent in one buffer; each has a result of its own.
     """
     plan = row_plan(move, exchange.index, exchange.n)
-    x = joined(xs)
-    sizes = [x.shape[-1] * x.element_size() for x in xs]
+    x = join(xs, exchange.dtype)
+    sizes = [x.shape[-1] * exchange.dtype.itemsize for x in xs]
     size = sum(sizes)
     begin = x.data_ptr()
     for peer, row in plan.sends:
         exchange.offer(peer, begin + row * size, size)
 
-    results = [empty(plan.shape(x.shape[-1]), x.dtype) for x in xs]
+    results = [empty(plan.shape(x.shape[-1]), exchange.dtype) for x in xs]
     result_begins = [result.data_ptr() for result in results]
     if plan.keeps is not None:
         local_row, row = plan.keeps
@@ -283,7 +288,7 @@ def _move_rows(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
 def _exchange_parts(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     """Exchange unequal parts, with each process what it lacks. (elements,) -> (elements,)"""
     assert isinstance(move, PartsMove)
-    x = joined(xs)
+    x = join(xs, exchange.dtype)
     outgoing = move.parcels(x, exchange.index)
     for peer, shard in outgoing.items():
         exchange.offer(peer, shard.data_ptr(), shard.nbytes)
@@ -359,7 +364,7 @@ def _tensors_to_sum(xs: Sequence[Tensor]) -> list[Tensor]:
         return [xs[0].contiguous()]
     small = [x for x in xs if x.nbytes < OWN_SUM]
     large = [x.contiguous() for x in xs if x.nbytes >= OWN_SUM]
-    return [joined(small), *large] if small else large
+    return [join(small, small[0].dtype), *large] if small else large
 
 
 def _sums_in_order(xs: Sequence[Tensor], totals: list[Tensor]) -> Tensor | list[Tensor]:

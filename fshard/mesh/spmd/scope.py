@@ -15,7 +15,7 @@ runtimes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from fshard.ambient import setting
@@ -332,9 +333,13 @@ def entered(scope: Scope | None) -> AbstractContextManager[None]:
 
 
 class Pending(Protocol):
-    """An operation in progress: `wait`, which may be called once, returns the results."""
+    """An operation in progress: `wait`, which may be called once, returns the results.
 
-    def wait(self) -> tuple[Tensor, ...]: ...
+    `into` are contiguous tensors that the results are for. Those that a transport unpacks, it may
+    unpack into their memory; the caller copies the others.
+    """
+
+    def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]: ...
 
 
 class World(Protocol):
@@ -358,8 +363,12 @@ class World(Protocol):
         group: Group,
         site: Site,
         purpose: Purpose = "values",
+        dtype: torch.dtype | None = None,
     ) -> Pending:
-        """Start one collective on tensors of one dtype; the result has one tensor for each."""
+        """Start one collective on tensors; the result has one tensor for each.
+
+        They have one dtype, or are cast to `dtype` first.
+        """
         ...
 
     def send(

@@ -22,8 +22,9 @@ from fshard.mesh.layout import Layout, Mesh, PyTree, flatten, map_leaves
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard
 from fshard.optim.contract import Optimizer
-from fshard.optim.leaves import Leaf, Leaves, each_shard, undifferentiable
+from fshard.optim.leaves import Leaf, Leaves, each_list, undifferentiable
 from fshard.optim.per_device.run import device_optimizer
+from fshard.optim.rules import foreach
 from fshard.optim.sharded.layouts import shard_layout
 
 Handles = dict[tuple[str, int], Any]
@@ -231,4 +232,4 @@ def _with_replicated(state: PyTree, names: Sequence[str], axis: str) -> PyTree:
 
 
 def _scaled(grads: PyTree, factor: float) -> PyTree:
-    return grads if factor == 1.0 else each_shard(lambda g: g * factor, grads)
+    return grads if factor == 1.0 else each_list(lambda xs: foreach.mul(xs, factor), grads)

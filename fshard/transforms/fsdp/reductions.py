@@ -32,7 +32,8 @@ from torch import Tensor
 from fshard.memory.kinds import claim, made_for, purpose
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout.kinds import empty_in
-from fshard.mesh.reshard.execute import start_reshard
+from fshard.mesh.packing import cast
+from fshard.mesh.reshard.execute import StartedReshard, start_reshard
 from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
@@ -56,12 +57,13 @@ class PendingReduction(NamedTuple):
 
     Args:
         indices: of its parameters.
-        wait: waits for the reduced gradients, and returns them.
+        wait: waits for the reduced gradients, and returns them; `start_round` starts a further
+            collective of theirs.
         copies: number of devices that have the same samples.
     """
 
     indices: Sequence[int]
-    wait: Callable[[], list[Tensor]]
+    wait: StartedReshard
     copies: int
 
 
@@ -147,12 +149,7 @@ class Reducer:
 
     def cast(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> Gradients:
         """Cast gradients to the dtypes that they are reduced in."""
-        gradients = [*gs]
-        for position, index in enumerate(indices):
-            g = gradients[position]
-            if g is not None and g.dtype is not self.dtypes[index]:
-                gradients[position] = g.to(self.dtypes[index])
-        return gradients
+        return cast(gs, [self.dtypes[index] for index in indices])
 
     @made_for("gradients")
     def put(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> None:
@@ -160,7 +157,8 @@ class Reducer:
 
         Zeros for those that this device has not.
         """
-        for index, g in zip(indices, self.cast(indices, gs), strict=True):
+        dtypes = [self.dtypes[index] for index in indices]
+        for index, g in zip(indices, cast(gs, dtypes), strict=True):
             leaf = self.leaves[index]
             if not leaf.trained:
                 continue
@@ -184,12 +182,12 @@ class Reducer:
     # -- until they are summed ----------------------------------------
 
     def send(self) -> None:
-        """Start the reduction of the bucket."""
+        """Start the reduction of the bucket, after the next round of those in flight."""
         if not self._bucket:
             return
         indices, xs = zip(*self._bucket, strict=True)
         self._clear()
-        self.finish(self._packed_ahead)
+        self._advance()
         plans = [self._plans[index] for index in indices]
         with purpose("gradients"):
             wait = start_reshard(xs, plans, self.site, ahead=self.options.in_flight > 0)  # (8)
@@ -197,26 +195,59 @@ class Reducer:
         copies = prod([shape[axis] for axis in self._along])
         self._in_flight.append(PendingReduction(indices, wait, copies))
 
-    def finish(self, in_flight: int = 0) -> None:
-        """Wait for reductions, the oldest first, until at most `in_flight` are left."""
-        while len(self._in_flight) > in_flight:
+    def _advance(self) -> None:
+        """Start the next round of all reductions in flight: see Note [Rounds of steps].
+
+        Wait for those that have none, the oldest first, until few enough are packed.
+        """
+        in_flight = self._in_flight
+        self._in_flight = []
+        while in_flight:
+            is_due = len(in_flight) > self._packed_ahead
+            pending = in_flight.pop(0)
+            with purpose("gradients"):
+                has_started = pending.wait.start_round()
+            if has_started or not is_due:
+                self._in_flight.append(pending)  # of the later round only a shard is in memory
+            else:
+                with purpose("gradients"):
+                    self._receive(pending)
+
+    def finish(self) -> None:
+        """Wait for all reductions in flight, the oldest first."""
+        while self._in_flight:
             pending = self._in_flight.pop(0)
             with purpose("gradients"):
-                for index, g in zip(pending.indices, pending.wait(), strict=True):
-                    if self.leaves[index].gradient.memory == "host":
-                        self._send_to_host(index, g, pending.copies)
-                    else:
-                        self._add(index, g, pending.copies)
+                self._receive(pending)
 
-    def _add(self, index: int, g: Tensor, copies: int) -> None:
-        """Add a reduced gradient, in at least the dtype of its parameter."""
-        dtype = self.leaves[index].dtype
-        if g.dtype is not dtype:
-            g = g.to(torch.promote_types(g.dtype, dtype))
-        if copies != 1:
-            g = g / copies  # so many devices have the same samples, which count once
-        total = self.sums[index]
-        self.sums[index] = g if total is None else total + g
+    def _receive(self, pending: PendingReduction) -> None:
+        """Wait for a reduction; add its gradients, or send them to the host to be added there."""
+        indices: list[int] = []
+        gs: list[Tensor] = []
+        for index, g in zip(pending.indices, pending.wait(), strict=True):
+            if self.leaves[index].gradient.memory == "host":
+                self._send_to_host(index, g, pending.copies)
+            else:
+                indices.append(index)
+                gs.append(g)
+        self._add(indices, gs, pending.copies)
+
+    def _add(self, indices: Sequence[int], gs: Sequence[Tensor], copies: int) -> None:
+        """Add reduced gradients, each in at least the dtype of its parameter."""
+        dtypes: list[torch.dtype] = []
+        for index, g in zip(indices, gs, strict=True):
+            dtype = self.leaves[index].dtype
+            is_cast_by_addition = self.sums[index] is not None and copies == 1
+            if g.dtype is dtype or is_cast_by_addition:
+                dtypes.append(g.dtype)
+            else:
+                dtypes.append(torch.promote_types(g.dtype, dtype))
+
+        for index, g in zip(indices, cast(gs, dtypes), strict=True):
+            if copies != 1:
+                g = g / copies  # so many devices have the same samples, which count once
+            total = self.sums[index]
+            self.sums[index] = g if total is None else total + g
 
     def _send_to_host(self, index: int, g: Tensor, copies: int) -> None:
         """Start to copy a reduced gradient to the host.
@@ -233,7 +264,7 @@ class Reducer:
         """Wait for a gradient that is under way to the host, if there is one, and add it."""
         if index in self._sent:
             transfer, copies = self._sent.pop(index)
-            self._add(index, transfer.wait(), copies)
+            self._add([index], [transfer.wait()], copies)
 
     # -- at the end of the step ----------------------------------------
 
@@ -460,10 +491,14 @@ def _add_wide(sums: Gradients | None, gs: Gradients) -> Gradients:
     """Add gradients to sums in at least 32 bits: each addition in 16 bits would round."""
     result: Gradients = [None] * len(gs) if sums is None else [*sums]
     for position, g in enumerate(gs):
-        if g is None:
-            continue
-        if g.dtype in (torch.bfloat16, torch.float16):
-            g = g.float()
-        total = result[position]
-        result[position] = g if total is None else total + g
-    return result
+        if g is not None:
+            total = result[position]
+            result[position] = g if total is None else total + g  # the addition casts
+    return cast(result, [_wide_dtype(g) for g in result])
+
+
+def _wide_dtype(g: Tensor | None) -> torch.dtype:
+    """Return the dtype of a sum that begins with a gradient."""
+    if g is None or g.dtype in (torch.bfloat16, torch.float16):
+        return torch.float32
+    return g.dtype

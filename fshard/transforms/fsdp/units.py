@@ -13,7 +13,7 @@ to 2 are replicated: their values are views of the shards, and nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,8 @@ from torch import Tensor
 from fshard.memory.kinds import mark, purpose
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout.kinds import compute_device, empty_in
-from fshard.mesh.reshard.execute import start_reshard
+from fshard.mesh.packing import cast
+from fshard.mesh.reshard.execute import StartedReshard, start_reshard
 from fshard.mesh.spmd.scope import Scope, entered, require
 from fshard.source import Site
 from fshard.transforms.fsdp.plans import ParamPlan, UnitPlan
@@ -84,7 +85,7 @@ class Unit:
         self.plan = plan
         self.shards = shards
         self.values: list[Tensor] = []
-        self.pending: Callable[[], list[Tensor]] | None = None
+        self.pending: StartedReshard | None = None
         self._copies: list[Transfer] | None = None  # of shards in other memory, to the device
         self._versions: list[int] = []  # of the values, as they were unsharded
 
@@ -127,17 +128,19 @@ class Unit:
         # torch.autograd.grad(loss, inputs).
         with savable(), entered(scope), purpose("unsharded"):
             xs = self._wait_for_fetch()
+            dtypes = None
             if options.compute is not None:
-                xs = [x.to(options.compute) if x.is_floating_point() else x for x in xs]
+                dtypes = [options.used_in(x.dtype) for x in xs]
             if params:
                 mark(str(params[0].gradient.unit))
             if self.plan.is_sharded:
-                self.pending = start_reshard(
-                    xs, [plan.gather for plan in params], site, ahead=True
-                )  # (4)
+                plans = [plan.gather for plan in params]
+                self.pending = start_reshard(xs, plans, site, ahead=True, dtypes=dtypes)  # (4)
                 return
-            values = [x.reshape(plan.shape) for x, plan in zip(xs, params, strict=True)]
-            self.pending = lambda: values
+            if dtypes is not None:
+                xs = cast(xs, dtypes)
+            self.values = [x.reshape(plan.shape) for x, plan in zip(xs, params, strict=True)]
+            self._versions = versions_of(self.values)
 
     def _wait_for_fetch(self) -> list[Tensor]:
         """Return the shards, all in the device's memory."""
@@ -151,11 +154,14 @@ class Unit:
         return shards
 
     @torch.no_grad()
-    def wait_for_unshard(self) -> list[Tensor]:
-        """Wait for the all-gather, if one was started; return the unsharded parameters."""
+    def wait_for_unshard(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Wait for the all-gather, if one was started; return the unsharded parameters.
+
+        They are also in the tensors `into`, contiguous ones, if it was started.
+        """
         if self.pending is not None:
             with savable():
-                self.values = self.pending()
+                self.values = self.pending(into)
             self.pending = None
             self._versions = versions_of(self.values)
         return self.values

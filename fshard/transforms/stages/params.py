@@ -145,14 +145,8 @@ class StageParams:
         if self._is_filled:
             return
         self._unit.unshard()
-        for param, value in zip(self._sharded, self._unit.wait_for_unshard(), strict=True):
-            x = _data_of(param)
-            storage = x.untyped_storage()
-            if storage.nbytes() != x.nbytes:
-                storage.resize_(x.nbytes)
-                claim(x, "unsharded")
-            x.copy_(value)
-        self._unit.reshard()  # the values are copied
+        self._unit.wait_for_unshard([_allocated(param) for param in self._sharded])
+        self._unit.reshard()  # the values are in the parameters
         self._is_filled = True
 
     def reshard(self) -> None:
@@ -170,6 +164,16 @@ class StageParams:
         """Return the paths of those that the stage has written to."""
         rows = zip(self._plans, versions_of(self._params), self._first_versions, strict=True)
         return [plan.path for plan, version, before in rows if version != before]
+
+
+def _allocated(param: _StageParam) -> Tensor:
+    """Return a parameter's data, whose memory is allocated if it was freed."""
+    x: Tensor = _data_of(param)
+    storage = x.untyped_storage()
+    if storage.nbytes() != x.nbytes:
+        storage.resize_(x.nbytes)
+        claim(x, "unsharded")
+    return x
 
 
 class StageSums:

@@ -10,6 +10,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P
@@ -19,6 +20,7 @@ from fshard.mesh.runtimes import nccl
 from fshard.mesh.runtimes.gloo import Gloo
 from fshard.mesh.runtimes.process_group import FirstSend
 from fshard.mesh.runtimes.transport import Works
+from fshard.mesh.spmd.deterministic import deterministic
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from tests.helpers.processes import run_processes
@@ -251,6 +253,66 @@ def test_collectives_obey_the_rules_of_nccl():
     ):
         assert all(torch.equal(x, y) for x, y in zip(values, expected_values, strict=True))
         assert texts == expected_texts and counts == [16, 0, []]
+
+
+class Copies(TorchDispatchMode):
+    """Lists the operations that write all of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not func.is_view and "empty" not in name:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+FROM_OTHER, FROM_SELF, FROM_NONE = [(1, 0)], [(0, 0)], [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda x: fs.psum(x, "d"), ["clone"]),
+        (lambda x: fs.psum([x, x], "d"), ["cat"]),
+        (lambda x: fs.psum([x.cfloat(), x.cfloat()], "d"), ["_to_copy"] * 2 + ["cat"]),
+        (lambda x: fs.broadcast(x, "d", source=0), ["clone"]),
+        (lambda x: fs.broadcast(x, "d", source=1), []),
+        (lambda x: fs.broadcast([x, x], "d", source=0), ["cat"]),
+        (lambda x: fs.ppermute(x, "d", FROM_OTHER), []),
+        (lambda x: fs.ppermute(x, "d", FROM_SELF), ["clone"]),
+        (lambda x: fs.ppermute(x, "d", FROM_NONE), ["zeros_like"]),
+    ],
+)
+def test_calls_copy_only_what_the_caller_may_still_read(mesh, call, expected):
+    x = torch.arange(4.0)
+
+    def main():
+        with Copies() as copies:
+            results = call(x)
+        return copies.names, results
+
+    names, results = fs.run(main, mesh=mesh)[0]
+    assert names == expected
+    assert x.tolist() == [0, 1, 2, 3]
+    for result in results if isinstance(results, list) else [results]:
+        assert result.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+def test_sums_in_the_fixed_tree_pad_only_what_does_not_divide(mesh):
+    def main():
+        counts = []
+        for length in (4, 5):
+            x = torch.ones(length)
+            with Copies() as copies:
+                fs.psum(x, "d")
+            counts.append(copies.names.count("cat"))
+        return counts
+
+    with deterministic(True, "cpu"):
+        assert fs.run(main, mesh=mesh)[0] == [0, 1]
 
 
 def test_leaves_on_host_and_device_use_different_buffers_and_links(mesh):

@@ -156,6 +156,21 @@ def hybrid():
     return dict(model.unwrap().named_parameters())
 
 
+def hybrid_sharding():
+    """Train with parameters sharded along one axis and copied along another: reductions have two steps."""
+    mesh = fs.make_mesh({"replicas": 2, "data": 2})
+    apply, params, buffers = fs.functionalize(layers(count=4))
+    params = fs.shard_params(params, fs.fsdp("data", unit="*"), mesh=mesh)
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adamw(0.1))
+    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3)
+    loss_fn = lambda params, x: apply(params, buffers, x)[0].square().mean()  # noqa: E731
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P(("replicas", "data")))
+    state = opt.init(params)
+    for seed in range(3):
+        params, state, metrics = step(params, state, draw(8, 4, seed=seed))
+    return fs.unshard(params), metrics["loss"], metrics["grad_norm"]
+
+
 TWO = {
     **{
         name: program
@@ -175,6 +190,7 @@ FOUR = {
     "late receiver": late_receiver,
     "experts": experts,
     "hybrid": hybrid,
+    "hybrid sharding": hybrid_sharding,
 }
 
 

@@ -60,9 +60,10 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-def after_two_steps(stage=3, **options):
-    """Return a training step with its arguments."""
-    mesh = fs.make_mesh({"data": N}, runtime="process", device="cpu")
+def after_two_steps(stage=3, sizes=None, **options):
+    """Return a training step with its arguments, on a mesh of these sizes: one axis, unless given."""
+    sizes = sizes or {"data": N}
+    mesh = fs.make_mesh(sizes, runtime="process", device="cpu")
     apply, params, _ = fs.functionalize(torch.nn.Sequential(*[Block() for _ in range(UNITS)]))
     params = fs.shard_params(params, fs.fsdp("data", unit="*") if stage == 3 else P(), mesh=mesh)
     opt = fs.partition_optimizer(fs.optim.sgd(0.1), mesh=mesh, axis="data", stage=stage)
@@ -70,12 +71,12 @@ def after_two_steps(stage=3, **options):
         lambda p, x: apply(p, {}, x)[0].sum(),
         opt,
         mesh=mesh,
-        batch=P("data"),
+        batch=P(tuple(sizes)),
         donate=True,
         **options,
     )
     state = opt.init(params)
-    batch = fs.device_put(torch.ones(2 * N, SIZE), fs.Layout(mesh, P("data")))
+    batch = fs.device_put(torch.ones(2 * N, SIZE), fs.Layout(mesh, P(tuple(sizes))))
     for _ in range(2):
         params, state, _ = step(params, state, batch)
     echo.forget()
@@ -150,3 +151,75 @@ def test_peak_is_two_units_and_those_prefetched_and_packed(alone, prefetch, in_f
 
 def test_peak_of_one_reduction_in_flight_is_that_of_fsdp2(alone):
     assert peak(prefetch=1, in_flight=1) == fsdp2_peak()
+
+
+# -- reductions of two steps: hybrid sharding ------------------------------------------------------
+
+HYBRID = {"replicas": 2, "data": 2}
+
+
+class Events(TorchDispatchMode):
+    """The order of a step's matrix products, and of the launches and waits of its reductions."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.log = []
+        started = echo._started
+        monkeypatch.setattr(echo, "_started", lambda name: self.noted(started(name)))
+        monkeypatch.setattr(
+            echo.EchoWork, "wait", lambda work: self.log.append(f"wait {work.name}")
+        )
+
+    def noted(self, work):
+        self.log.append(f"start {work.name}")
+        return work
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.log.append("mm")
+        return func(*args, **(kwargs or {}))
+
+
+def products_until_waits(log, name):
+    """Return how many matrix products lie between each start of a collective and its wait."""
+    starts = [index for index, event in enumerate(log) if event == f"start {name}"]
+    waits = [index for index, event in enumerate(log) if event == f"wait {name}"]
+    return [log[start:wait].count("mm") for start, wait in zip(starts, waits, strict=True)]
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_both_steps_of_a_reduction_have_a_backward_to_hide_behind(alone, monkeypatch, in_flight):
+    """A block's backward has four products, the first block's three, since its input needs no gradient."""
+    step, params, state, batch = after_two_steps(sizes=HYBRID, in_flight=in_flight)
+    with Events(monkeypatch) as events:
+        step(params, state, batch)
+    assert products_until_waits(events.log, "reduce_scatter") == [4] * (UNITS - 2) + [3, 0]
+    within_step = products_until_waits(events.log, "all_reduce")
+    losses_and_last_unit = [0, 0, 0]
+    assert within_step[: UNITS - 1] == [4] * (UNITS - 3) + [3, 0]
+    assert within_step[UNITS - 1 :] == losses_and_last_unit
+    order = [
+        event
+        for event in events.log
+        if event.startswith("start reduce") or event == "start all_reduce"
+    ]
+    assert order[: 2 * UNITS - 1] == ["start reduce_scatter"] + [
+        "start all_reduce",
+        "start reduce_scatter",
+    ] * (UNITS - 1)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "in_flight"), [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
+)
+def test_peak_of_two_steps_is_at_most_that_of_one(alone, prefetch, in_flight):
+    """While a shard is summed over the replicas no packed gradient is held: the bound is that of two devices."""
+    reduced = UNITS - 1 - prefetch if in_flight else UNITS
+    bound = (2 + prefetch + in_flight) * UNIT + reduced * UNIT // 2
+    shards = UNITS * UNIT // 2
+    step, params, state, batch = after_two_steps(
+        sizes=HYBRID, prefetch=prefetch, in_flight=in_flight
+    )
+    with LiveBytes(flatten_shards((params, state, batch))[0]) as live:
+        step(params, state, batch)
+    assert live.most - shards <= bound

@@ -1,0 +1,131 @@
+"""Cast tensors, join them into a buffer and split it again: many tensors in one operation.
+
+Each operation is a kernel on a GPU, and a block has a dozen parameters. A collective of three
+tensors on two devices:
+
+    xs        [a a]  [b]  [c c c]          packed for the wire: (elements,) or (n, elements) each
+    join      [a a b c c c]                one operation, which casts them too
+    gather    [a a b c c c]                a row of each device
+              [A A B C C C]
+    split     [a a]  [b]  [c c c]          one operation
+              [A A]  [B]  [C C C]          each in memory of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fshard.mesh.runtimes.buffers import empty
+
+_torch: Any = torch  # for private functions
+
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
+
+
+def cast(xs: Sequence[MaybeTensor], dtypes: Sequence[torch.dtype]) -> list[MaybeTensor]:
+    """Return tensors in these dtypes: copies where they have another, else themselves.
+
+    None stays None.
+
+    >>> xs = torch.ones(2), torch.ones(3, dtype=torch.int64)
+    >>> [x.dtype for x in cast(xs, [torch.bfloat16, torch.int64])]
+    [torch.bfloat16, torch.int64]
+    """
+    results: list[Any] = [*xs]
+    # An operation on lists is one kernel only if each list has one dtype.
+    sources: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
+    copies: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
+    for index, (x, dtype) in enumerate(zip(xs, dtypes, strict=True)):
+        if x is not None and x.dtype is not dtype:
+            # Each copy has memory of its own, not a place in a buffer: it is freed by itself, and
+            # its address is aligned.
+            results[index] = torch.empty_like(x, dtype=dtype)
+            sources.setdefault((x.dtype, dtype), []).append(x)
+            copies.setdefault((x.dtype, dtype), []).append(results[index])
+    for key, xs_of_key in sources.items():
+        _torch._foreach_copy_(copies[key], xs_of_key)
+    return results
+
+
+def padded(xs: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+    """Pad flat tensors of one dtype with zeros to these lengths, without recording it for autograd.
+
+    Those that are padded share a buffer.
+
+    >>> padded([torch.ones(2), torch.ones(1)], [2, 3])
+    [tensor([1., 1.]), tensor([1., 0., 0.])]
+    """
+    results = [*xs]
+    short = [index for index, x in enumerate(xs) if len(x) < lengths[index]]
+    if not short:
+        return results
+
+    buffer = xs[0].new_zeros(sum([lengths[index] for index in short]))
+    starts: list[Tensor] = []
+    for index, place in zip(short, buffer.split([lengths[index] for index in short]), strict=True):
+        results[index] = place
+        starts.append(place[: len(xs[index])])
+    _torch._foreach_copy_(starts, [xs[index] for index in short])
+    return results
+
+
+def join(xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Join tensors along their last dim, cast to a dtype, in one contiguous buffer."""
+    x = xs[0]
+    if len(xs) == 1:
+        x = x.to(dtype).contiguous()
+        if x.stride(-1) != 1:
+            # A dim of one element or none is contiguous whatever its stride, such as 0 of the
+            # gradient of x.sum(). But torch refuses to view it as bytes.
+            x = x.as_strided(x.shape, (x.shape[-1], 1)[-x.ndim :])
+        return x
+
+    shape = (*x.shape[:-1], sum([x.shape[-1] for x in xs]))
+    buffer = empty(shape, dtype) if x.is_cpu else x.new_empty(shape, dtype=dtype)
+    join_into(buffer, xs)
+    return buffer
+
+
+def join_into(buffer: Tensor, xs: Sequence[Tensor]) -> None:
+    """Copy tensors into a buffer of another dtype perhaps, side by side along the last dim."""
+    if all([x.dtype is buffer.dtype for x in xs]):
+        torch.cat([*xs], dim=-1, out=buffer)  # one kernel for rows, too
+    else:
+        places = buffer.split([x.shape[-1] for x in xs], dim=-1)
+        _torch._foreach_copy_(places, xs)
+
+
+def split(
+    rows: Tensor, widths: Sequence[int], into: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """Split rows into contiguous tensors, each in memory of its own.
+
+    (n, elements) -> (n, width) each
+
+    It is that of the contiguous tensors `into`, where they have as many elements, else new.
+
+    >>> [part.tolist() for part in split(torch.arange(6).view(2, 3), [1, 2])]
+    [[[0], [3]], [[1, 2], [4, 5]]]
+    """
+    parts: list[Tensor] = []
+    for index, width in enumerate(widths):
+        if into is not None and into[index].numel() == len(rows) * width:
+            parts.append(into[index].view(len(rows), width))
+        else:
+            parts.append(rows.new_empty(len(rows), width))
+    torch.split_with_sizes_copy(rows, widths, dim=1, out=parts)
+    return parts
+
+
+def copy_into(targets: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    """Copy tensors into others of their shapes, where they are not the same memory already."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for target, x in zip(targets, xs, strict=True):
+        if target.data_ptr() != x.data_ptr():
+            pairs.append((target, x))
+    if pairs:
+        _torch._foreach_copy_([target for target, _ in pairs], [x for _, x in pairs])
