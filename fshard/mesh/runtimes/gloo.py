@@ -362,7 +362,9 @@ class Gloo(GroupTransport):
         self._sends = Helper()
 
     def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
-        if len(xs) > 1 and any(x.nbytes >= ALONE for x in xs):
+        # By the bytes that are sent, which are equal on all processes.
+        largest = max([x.numel() for x in xs]) * call.dtype.itemsize
+        if len(xs) > 1 and largest >= ALONE:
             xs = cast(xs, [call.dtype] * len(xs))
             return side_by_side(self.numbered(call), self.wires[move.wire], xs, move)
         return super().collective(move, xs, call)

@@ -253,8 +253,11 @@ class Nccl(GroupTransport):
         """Return packed tensors as one buffer; for a gather in place as a row of its result."""
         if move.wire != "gather" or len(xs) == 1:
             return super().joined(move, xs, dtype)
-        buffer = xs[0].new_empty(self.n, sum([len(x) for x in xs]), dtype=dtype)
-        join_into(buffer[self.index], xs)
+        width = sum([len(x) for x in xs])
+        # NCCL loads and stores 16 bytes at a time only if all rows begin at a multiple of these.
+        padding = -width % max(16 // dtype.itemsize, 1)
+        buffer = xs[0].new_empty(self.n, width + padding, dtype=dtype)
+        join_into(buffer[self.index][:width], xs)
         return buffer
 
     def wait(self, needs: Sequence[Any], timeout: timedelta) -> None:
