@@ -27,9 +27,9 @@ from torch.distributed import ProcessGroup
 
 from fshard.mesh.collectives.moves import Broadcast, PartsMove, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, Combine, combined
-from fshard.mesh.packing import cast, join
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CallInfo
+from fshard.mesh.runtimes.packing import cast, join
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
 from fshard.mesh.runtimes.row_plan import row_plan
 from fshard.mesh.runtimes.transport import Helper, Wire, Works

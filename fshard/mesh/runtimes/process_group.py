@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fshard.mesh.collectives.moves import Wired
-from fshard.mesh.packing import join
 from fshard.mesh.runtimes.call import CallInfo
+from fshard.mesh.runtimes.packing import join
 from fshard.mesh.runtimes.transport import Tensors, Transport, Wire, Works, as_bytes
 from fshard.mesh.runtimes.watch import compare_failed
 

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from fshard.mesh.collectives.moves import PartsMove, Wired, combining
 from fshard.mesh.layout.arithmetic import Combine, combined, flat_range
-from fshard.mesh.packing import cast, join
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CALL, CallInfo
+from fshard.mesh.runtimes.packing import cast, join
 from fshard.mesh.runtimes.row_plan import row_plan
 from fshard.mesh.runtimes.transport import Tensors, Transport, Wire, Works, as_bytes
 from fshard.mesh.shared_memory.peers import Need, Peers, Span

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.packing import cast, copy_into, join, join_into, padded, split
 from fshard.mesh.reshard.execute import plan_reshard, start_reshard
 from fshard.mesh.runtimes import nccl
+from fshard.mesh.runtimes.packing import cast, copy_into, join, join_into, padded, split
 from fshard.source import call_site
 from tests.mesh.runtimes import echo
 
