@@ -37,9 +37,9 @@ from fshard.mesh.collectives.moves import Alone, Move
 from fshard.mesh.layout import Layout
 from fshard.mesh.layout.arithmetic import chunk, flat_range
 from fshard.mesh.layout.counting import LedgerRow
+from fshard.mesh.layout.packing import cast, copy_into, padded
 from fshard.mesh.reshard.exchange import DirectExchange, DirectSlice, LeafExchange
 from fshard.mesh.reshard.plan import Step, plan
-from fshard.mesh.runtimes.packing import cast, copy_into, padded
 from fshard.mesh.spmd.scope import Group, Pending, Scope, require
 from fshard.source import Site
 

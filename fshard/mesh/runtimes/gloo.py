@@ -27,12 +27,12 @@ from torch.distributed import ProcessGroup
 
 from fshard.mesh.collectives.moves import Broadcast, PartsMove, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, Combine, combined
+from fshard.mesh.layout.packing import cast
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CallInfo
-from fshard.mesh.runtimes.packing import cast, join
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
 from fshard.mesh.runtimes.row_plan import row_plan
-from fshard.mesh.runtimes.transport import Helper, Wire, Works
+from fshard.mesh.runtimes.transport import Helper, Wire, Works, joined
 
 ALONE = 256 << 10
 """Bytes from which on a tensor among several has messages of its own.
@@ -310,7 +310,7 @@ def side_by_side(call: GroupCall, wire: WireFunction, xs: Sequence[Tensor], move
             wires[index,] = wire(call, x.contiguous(), move)
         del x
     if small:
-        wires[tuple(small)] = wire(call, join([xs[index] for index in small], xs[0].dtype), move)
+        wires[tuple(small)] = wire(call, joined([xs[index] for index in small], xs[0].dtype), move)
     del xs  # small tensors are in the buffer, and may be freed before the result is there
 
     results: dict[int, Tensor] = {}

@@ -26,8 +26,8 @@ from fshard.errors import CollectiveTimeoutError, LostProcessError
 from fshard.mesh.collectives.moves import Broadcast, Extreme, PartsMove, Permute, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, combined, flipped
 from fshard.mesh.layout.mesh import run_defaults
+from fshard.mesh.layout.packing import join_into
 from fshard.mesh.runtimes.call import CallInfo
-from fshard.mesh.runtimes.packing import join_into
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
 from fshard.mesh.runtimes.transport import Wire, Works
 

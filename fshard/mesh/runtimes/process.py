@@ -35,12 +35,12 @@ from fshard.errors import (
     MismatchError,
 )
 from fshard.mesh.collectives.moves import uneven
+from fshard.mesh.layout.packing import cast, split
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
 from fshard.mesh.runtimes.gloo import Gloo
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
 from fshard.mesh.runtimes.nccl import MessageLinks, Nccl, end_hangs
-from fshard.mesh.runtimes.packing import cast, split
 from fshard.mesh.runtimes.process_group import GroupTransport
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.transport import Transport, Works

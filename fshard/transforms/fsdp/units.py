@@ -24,8 +24,8 @@ from torch import Tensor
 from fshard.memory.kinds import mark, purpose
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout.kinds import empty_in
+from fshard.mesh.layout.packing import cast
 from fshard.mesh.reshard.execute import FinishReshard, start_reshard
-from fshard.mesh.runtimes.packing import cast
 from fshard.mesh.spmd.scope import Scope, entered, require
 from fshard.source import Site
 from fshard.transforms.fsdp.plans import ParamPlan, UnitPlan

@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fshard.mesh.runtimes.buffers import empty
-
 _torch: Any = torch  # for private functions
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
@@ -84,23 +82,6 @@ def padded(xs: Sequence[Tensor], lengths: Sequence[int], dtype: torch.dtype) -> 
         starts.append(place[: len(xs[index])])
     _copy_all(starts, [xs[index] for index in short])
     return results
-
-
-def join(xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Join tensors along their last dim, cast to a dtype, in one contiguous buffer."""
-    x = xs[0]
-    if len(xs) == 1:
-        x = x.to(dtype).contiguous()
-        if x.stride(-1) != 1:
-            # A dim of one element or none is contiguous whatever its stride, such as 0 of the
-            # gradient of x.sum(). But torch refuses to view it as bytes.
-            x = x.as_strided(x.shape, (x.shape[-1], 1)[-x.ndim :])
-        return x
-
-    shape = (*x.shape[:-1], sum([x.shape[-1] for x in xs]))
-    buffer = empty(shape, dtype) if x.is_cpu else x.new_empty(shape, dtype=dtype)
-    join_into(buffer, xs)
-    return buffer
 
 
 def join_into(buffer: Tensor, xs: Sequence[Tensor]) -> None:

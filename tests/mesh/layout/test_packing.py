@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P
+from fshard.mesh.layout.packing import cast, copy_into, join_into, padded, split
 from fshard.mesh.reshard.execute import plan_reshard, start_reshard
 from fshard.mesh.runtimes import nccl
-from fshard.mesh.runtimes.packing import cast, copy_into, join, join_into, padded, split
+from fshard.mesh.runtimes.transport import joined
 from fshard.source import call_site
 from tests.mesh.runtimes import echo
 
@@ -68,7 +69,7 @@ def test_cast_is_one_operation_for_each_pair_of_dtypes():
 def test_join_casts_and_concatenates_in_one_operation(shape, dtype):
     xs = [torch.randn(*shape[:-1], width) for width in (3, 1, 2)]
     with Kernels() as kernels:
-        buffer = join(xs, dtype)
+        buffer = joined(xs, dtype)
     assert kernels.counts.total() == 1
     assert torch.equal(buffer, torch.cat(xs, -1).to(dtype)) and buffer.is_contiguous()
 
