@@ -37,7 +37,7 @@ from fshard.mesh.collectives.moves import Alone, Move
 from fshard.mesh.layout import Layout
 from fshard.mesh.layout.arithmetic import chunk, flat_range
 from fshard.mesh.layout.counting import LedgerRow
-from fshard.mesh.packing import cast, copy_into, padded
+from fshard.mesh.layout.packing import cast, copy_into, padded
 from fshard.mesh.reshard.exchange import DirectExchange, DirectSlice, LeafExchange
 from fshard.mesh.reshard.plan import Step, plan
 from fshard.mesh.spmd.scope import Group, Pending, Scope, require
@@ -95,8 +95,8 @@ def start_reshard(
         site: the user's line, for errors and the ledger.
         ahead: only start the first collectives, so that the caller computes while they run.
             Autograd does not record these.
-        dtypes: of the new shards: the old ones are cast before they are sent. Autograd does not
-            record it.
+        dtypes: of the new shards, with `ahead`; by default those of the old ones, which are cast
+            before they are sent.
     """
     reshard = StartedReshard(shards, plans, site, ahead=ahead, dtypes=dtypes)
     reshard.start_round()
@@ -231,7 +231,8 @@ class SharedStep:
         if self._is_view(shards):
             return self._reshape_or_slice(shards, scope)
         # Autograd records the move, if the shards need a gradient.
-        results = apply(self._bound_move(scope, site), self.pack(shards, scope))
+        packed = self.pack(shards, scope, shards[0].dtype)
+        results = apply(self._bound_move(scope, site), packed)
         return self.unpack(results, scope)
 
     def _is_view(self, shards: list[Tensor]) -> bool:
@@ -259,16 +260,21 @@ class SharedStep:
 
     def start(self, shards: list[Tensor], scope: Scope, site: Site, dtype: torch.dtype) -> Pending:
         """Start the collective on these shards, cast to a dtype; autograd does not record it."""
-        return self._bound_move(scope, site).start(self.pack(shards, scope), dtype)
+        return self._bound_move(scope, site).start(self.pack(shards, scope, dtype), dtype)
 
     def _bound_move(self, scope: Scope, site: Site) -> Bound:
         assert self.move is not None
         return Bound(self.move, scope.group(self.axes, _CALLER), site)
 
-    def pack(self, shards: Sequence[Tensor], scope: Scope) -> tuple[Tensor, ...]:
-        """Return the input of the move: tensors that are equally long on all devices."""
+    def pack(
+        self, shards: Sequence[Tensor], scope: Scope, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Return the input of the move: tensors that are equally long on all devices.
+
+        Those of another dtype than this one are cast by the move.
+        """
         if isinstance(self.move, DirectExchange):
-            return (self.move.join(shards),)
+            return (self.move.join(cast(shards, [dtype] * len(shards))),)
         if isinstance(self.move, DirectSlice):
             exchange = self.move.exchange
             return tuple([exchange.join([shard]) for shard in shards])
@@ -283,10 +289,13 @@ class SharedStep:
             return tuple(shards)
         # Only where needed: to reshape a flat tensor costs 1 us, and a node of autograd's graph.
         flats = [shard if shard.ndim == 1 else shard.reshape(-1) for shard in shards]
-        if _is_differentiated(flats):
-            pairs = zip(flats, lengths, strict=True)
-            return tuple([pad(flat, (0, length - len(flat))) for flat, length in pairs])
-        return tuple(padded(flats, lengths))
+        if not _is_differentiated(flats):
+            return tuple(padded(flats, lengths, dtype))
+        for index, flat in enumerate(flats):
+            missing = lengths[index] - len(flat)
+            if missing:
+                flats[index] = pad(flat, (0, missing))
+        return tuple(flats)
 
     def unpack(self, results: Sequence[Tensor], scope: Scope) -> list[Tensor]:
         """Return the new shards, from the results of the move."""

@@ -28,13 +28,13 @@ from torch.distributed import ProcessGroup
 
 from fshard.mesh.collectives.moves import Broadcast, PartsMove, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, Combine, combined
-from fshard.mesh.packing import cast, join
+from fshard.mesh.layout.packing import cast
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.runtimes.interface import MANY, gloo_connects_late
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
 from fshard.mesh.runtimes.row_plan import row_plan
-from fshard.mesh.runtimes.transport import Helper, Wire, Works
+from fshard.mesh.runtimes.transport import Helper, Wire, Works, joined
 
 ALONE = 256 << 10
 """Bytes from which on a tensor among several has messages of its own.
@@ -340,7 +340,7 @@ def side_by_side(call: GroupCall, wire: WireFunction, xs: Sequence[Tensor], move
             wires[index,] = wire(call, x.contiguous(), move)
         del x
     if small:
-        wires[tuple(small)] = wire(call, join([xs[index] for index in small], xs[0].dtype), move)
+        wires[tuple(small)] = wire(call, joined([xs[index] for index in small], xs[0].dtype), move)
     del xs  # small tensors are in the buffer, and may be freed before the result is there
 
     results: dict[int, Tensor] = {}
@@ -393,7 +393,9 @@ class Gloo(GroupTransport):
         self._sends = Helper()
 
     def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
-        if len(xs) > 1 and any(x.nbytes >= ALONE for x in xs):
+        # By the bytes that are sent, which are equal on all processes.
+        largest = max([x.numel() for x in xs]) * call.dtype.itemsize
+        if len(xs) > 1 and largest >= ALONE:
             xs = cast(xs, [call.dtype] * len(xs))
             return side_by_side(self.numbered(call), self.wires[move.wire], xs, move)
         return super().collective(move, xs, call)

@@ -25,10 +25,10 @@ from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.collectives.moves import Broadcast, Extreme, PartsMove, Permute, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, combined, flipped
 from fshard.mesh.layout.mesh import run_defaults
-from fshard.mesh.packing import join, join_into
+from fshard.mesh.layout.packing import join_into
 from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
-from fshard.mesh.runtimes.transport import Wire, Work, Works
+from fshard.mesh.runtimes.transport import Wire, Work, Works, joined
 
 _dist: Any = dist
 # The second names are those before torch 2.13.
@@ -277,15 +277,18 @@ class Nccl(GroupTransport):
     def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
         if isinstance(move, Permute):
             # A batch has several tensors as they are, without the copies of a joined buffer.
-            return permute(self.numbered(call), [join([x], x.dtype) for x in xs], move)
+            return permute(self.numbered(call), [joined([x], x.dtype) for x in xs], move)
         return super().collective(move, xs, call)
 
     def joined(self, move: Wired, xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return packed tensors as one buffer; for a gather in place as a row of its result."""
         if move.wire != "gather" or len(xs) == 1:
             return super().joined(move, xs, dtype)
-        buffer = xs[0].new_empty(self.n, sum([len(x) for x in xs]), dtype=dtype)
-        join_into(buffer[self.index], xs)
+        width = sum([len(x) for x in xs])
+        # NCCL loads and stores 16 bytes at a time only if all rows begin at a multiple of these.
+        padding = -width % max(16 // dtype.itemsize, 1)
+        buffer = xs[0].new_empty(self.n, width + padding, dtype=dtype)
+        join_into(buffer[self.index][:width], xs)
         return buffer
 
     def wait(self, needs: Sequence[Any], timeout: timedelta) -> None:

@@ -36,7 +36,7 @@ from fshard.errors import (
     MismatchError,
 )
 from fshard.mesh.collectives.moves import uneven
-from fshard.mesh.packing import cast, split
+from fshard.mesh.layout.packing import cast, split
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
 from fshard.mesh.runtimes.gloo import Gloo
@@ -489,7 +489,7 @@ def _unpack_results(
 ) -> tuple[Tensor, ...]:
     """Return the results of a collective from its rows.
 
-    These are of each tensor, or of all in one buffer, with these widths.
+    These are of each tensor, or of all in one buffer, with these widths and perhaps padding.
     """
     if isinstance(rows, Tensor):
         rows = rows.to(device)  # from the host, if it was sent from there: before it is split
@@ -498,7 +498,7 @@ def _unpack_results(
         elif move.keeps_rows:
             rows = split(rows, widths, into)
         else:
-            rows = rows.split(widths, dim=-1)
+            rows = rows[..., : sum(widths)].split(widths, dim=-1)
     elif device.type != rows[0].device.type:
         rows = [row.to(device) for row in rows]
     pairs = zip(rows, shapes, strict=True)

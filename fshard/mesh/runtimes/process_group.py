@@ -17,9 +17,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fshard.mesh.collectives.moves import Wired
-from fshard.mesh.packing import join
 from fshard.mesh.runtimes.call import CallInfo
-from fshard.mesh.runtimes.transport import Helper, Tensors, Transport, Wire, Works, as_bytes
+from fshard.mesh.runtimes.transport import (
+    Helper,
+    Tensors,
+    Transport,
+    Wire,
+    Works,
+    as_bytes,
+    joined,
+)
 from fshard.mesh.runtimes.watch import compare_failed
 
 # Note [Tags]
@@ -88,7 +95,7 @@ class GroupTransport(Transport):
 
     def joined(self, move: Wired, xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return packed tensors as one buffer, cast to a dtype."""
-        return join(xs, dtype)
+        return joined(xs, dtype)
 
     def send(self, xs: Tensors, to: int, call: CallInfo) -> Wire:
         buffer = as_bytes(xs)

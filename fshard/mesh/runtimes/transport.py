@@ -31,6 +31,8 @@ from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.collectives.moves import Wired
+from fshard.mesh.layout.packing import join_into
+from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CallInfo
 
 LOST = (
@@ -154,6 +156,23 @@ class Transport:
 
     def explain(self, call: CallInfo) -> None:
         """Raise a better error for a call that has failed, if there is one."""
+
+
+def joined(xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Join tensors along their last dim, cast to a dtype, in one contiguous buffer."""
+    x = xs[0]
+    if len(xs) == 1:
+        x = x.to(dtype).contiguous()
+        if x.stride(-1) != 1:
+            # A dim of one element or none is contiguous whatever its stride, such as 0 of the
+            # gradient of x.sum(). But torch refuses to view it as bytes.
+            x = x.as_strided(x.shape, (x.shape[-1], 1)[-x.ndim :])
+        return x
+
+    shape = (*x.shape[:-1], sum([x.shape[-1] for x in xs]))
+    buffer = empty(shape, dtype) if x.is_cpu else x.new_empty(shape, dtype=dtype)
+    join_into(buffer, xs)
+    return buffer
 
 
 def as_bytes(xs: Tensors) -> Tensor:

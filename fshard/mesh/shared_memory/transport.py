@@ -26,11 +26,11 @@ from torch import Tensor
 
 from fshard.mesh.collectives.moves import PartsMove, Wired, combining
 from fshard.mesh.layout.arithmetic import Combine, combined, flat_range
-from fshard.mesh.packing import cast, join
+from fshard.mesh.layout.packing import cast
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CALL, CallInfo
 from fshard.mesh.runtimes.row_plan import row_plan
-from fshard.mesh.runtimes.transport import Tensors, Transport, Wire, Works, as_bytes
+from fshard.mesh.runtimes.transport import Tensors, Transport, Wire, Works, as_bytes, joined
 from fshard.mesh.shared_memory.peers import Need, Peers, Span
 from fshard.mesh.shared_memory.rings import INSIDE, READ, RECEIVED, SIZE, RingMessage
 
@@ -255,7 +255,7 @@ def _move_rows(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     The tensors are sent in one buffer; each has a result of its own.
     """
     plan = row_plan(move, exchange.index, exchange.n)
-    x = join(xs, exchange.dtype)
+    x = joined(xs, exchange.dtype)
     sizes = [x.shape[-1] * exchange.dtype.itemsize for x in xs]
     size = sum(sizes)
     begin = x.data_ptr()
@@ -288,7 +288,7 @@ def _move_rows(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
 def _exchange_parts(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     """Exchange unequal parts, with each process what it lacks. (elements,) -> (elements,)"""
     assert isinstance(move, PartsMove)
-    x = join(xs, exchange.dtype)
+    x = joined(xs, exchange.dtype)
     outgoing = move.parcels(x, exchange.index)
     for peer, shard in outgoing.items():
         exchange.offer(peer, shard.data_ptr(), shard.nbytes)
@@ -364,7 +364,7 @@ def _tensors_to_sum(xs: Sequence[Tensor]) -> list[Tensor]:
         return [xs[0].contiguous()]
     small = [x for x in xs if x.nbytes < OWN_SUM]
     large = [x.contiguous() for x in xs if x.nbytes >= OWN_SUM]
-    return [join(small, small[0].dtype), *large] if small else large
+    return [joined(small, small[0].dtype), *large] if small else large
 
 
 def _sums_in_order(xs: Sequence[Tensor], totals: list[Tensor]) -> Tensor | list[Tensor]:

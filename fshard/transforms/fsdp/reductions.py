@@ -32,7 +32,7 @@ from torch import Tensor
 from fshard.memory.kinds import claim, made_for, purpose
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout.kinds import empty_in
-from fshard.mesh.packing import cast
+from fshard.mesh.layout.packing import cast
 from fshard.mesh.reshard.execute import StartedReshard, start_reshard
 from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import Group

@@ -24,7 +24,7 @@ from torch import Tensor
 from fshard.memory.kinds import mark, purpose
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout.kinds import compute_device, empty_in
-from fshard.mesh.packing import cast
+from fshard.mesh.layout.packing import cast
 from fshard.mesh.reshard.execute import StartedReshard, start_reshard
 from fshard.mesh.spmd.scope import Scope, entered, require
 from fshard.source import Site

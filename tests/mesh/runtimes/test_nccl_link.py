@@ -104,6 +104,38 @@ def test_waiter_on_another_stream_waits_for_the_stream_of_the_start(mesh, monkey
     assert recorded == [((4,), "other"), ((6,), "other")]
 
 
+def test_unpacking_into_given_memory_waits_for_the_stream_that_used_it(mesh, monkeypatch):
+    """A block of the allocator may still be read on the waiter's stream by what had it before."""
+    current, start, other = [], Stream("start"), Stream("other")
+    current.append(start)
+
+    @contextmanager
+    def stream(entered):
+        current.append(entered)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
+
+    def main():
+        shapes = [(4,), (6,)]
+        plans = [
+            plan_reshard(fs.Layout(mesh, P.flat("d")), fs.Layout(mesh, P()), shape)
+            for shape in shapes
+        ]
+        finish = start_reshard([torch.ones(2), torch.ones(3)], plans, call_site(), ahead=True)
+        memory = [torch.zeros(shape) for shape in shapes]
+        with stream(other):
+            finish(memory)
+        assert [x.sum().item() for x in memory] == [4, 6]
+
+    fs.run(main, mesh=mesh)
+    assert start.waited == ["other"] and other.waited == ["start"]
+
+
 def test_first_send_waits_for_its_buffer_on_a_stream_of_its_own(monkeypatch):
     """The stream of the caller may have kernels that the receiver takes part in only later."""
     current, waits, caller = [], [], Stream("caller")

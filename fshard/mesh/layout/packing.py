@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fshard.mesh.runtimes.buffers import empty
-
 _torch: Any = torch  # for private functions
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
@@ -36,27 +34,40 @@ def cast(xs: Sequence[MaybeTensor], dtypes: Sequence[torch.dtype]) -> list[Maybe
     [torch.bfloat16, torch.int64]
     """
     results: list[Any] = [*xs]
-    # An operation on lists is one kernel only if each list has one dtype.
-    sources: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
-    copies: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
+    copies: list[Tensor] = []
+    sources: list[Tensor] = []
     for index, (x, dtype) in enumerate(zip(xs, dtypes, strict=True)):
         if x is not None and x.dtype is not dtype:
             # Each copy has memory of its own, not a place in a buffer: it is freed by itself, and
             # its address is aligned.
             results[index] = torch.empty_like(x, dtype=dtype)
-            sources.setdefault((x.dtype, dtype), []).append(x)
-            copies.setdefault((x.dtype, dtype), []).append(results[index])
-    for key, xs_of_key in sources.items():
-        _torch._foreach_copy_(copies[key], xs_of_key)
+            copies.append(results[index])
+            sources.append(x)
+    if copies:
+        _copy_all(copies, sources)
     return results
 
 
-def padded(xs: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-    """Pad flat tensors of one dtype with zeros to these lengths, without recording it for autograd.
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors, and cast them, in one operation for each pair of dtypes.
 
-    Those that are padded share a buffer.
+    On a GPU an operation on lists is one kernel only if each list has one dtype.
+    """
+    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        group = groups.setdefault((target.dtype, source.dtype), ([], []))
+        group[0].append(target)
+        group[1].append(source)
+    for targets_of_group, sources_of_group in groups.values():
+        _torch._foreach_copy_(targets_of_group, sources_of_group)
 
-    >>> padded([torch.ones(2), torch.ones(1)], [2, 3])
+
+def padded(xs: Sequence[Tensor], lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    """Pad flat tensors with zeros to these lengths, without recording it for autograd.
+
+    Those that are padded share a buffer of a dtype; the others are the same tensors.
+
+    >>> padded([torch.ones(2), torch.ones(1)], [2, 3], torch.float32)
     [tensor([1., 1.]), tensor([1., 0., 0.])]
     """
     results = [*xs]
@@ -64,30 +75,13 @@ def padded(xs: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
     if not short:
         return results
 
-    buffer = xs[0].new_zeros(sum([lengths[index] for index in short]))
+    buffer = xs[0].new_zeros(sum([lengths[index] for index in short]), dtype=dtype)
     starts: list[Tensor] = []
     for index, place in zip(short, buffer.split([lengths[index] for index in short]), strict=True):
         results[index] = place
         starts.append(place[: len(xs[index])])
-    _torch._foreach_copy_(starts, [xs[index] for index in short])
+    _copy_all(starts, [xs[index] for index in short])
     return results
-
-
-def join(xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Join tensors along their last dim, cast to a dtype, in one contiguous buffer."""
-    x = xs[0]
-    if len(xs) == 1:
-        x = x.to(dtype).contiguous()
-        if x.stride(-1) != 1:
-            # A dim of one element or none is contiguous whatever its stride, such as 0 of the
-            # gradient of x.sum(). But torch refuses to view it as bytes.
-            x = x.as_strided(x.shape, (x.shape[-1], 1)[-x.ndim :])
-        return x
-
-    shape = (*x.shape[:-1], sum([x.shape[-1] for x in xs]))
-    buffer = empty(shape, dtype) if x.is_cpu else x.new_empty(shape, dtype=dtype)
-    join_into(buffer, xs)
-    return buffer
 
 
 def join_into(buffer: Tensor, xs: Sequence[Tensor]) -> None:
@@ -96,13 +90,13 @@ def join_into(buffer: Tensor, xs: Sequence[Tensor]) -> None:
         torch.cat([*xs], dim=-1, out=buffer)  # one kernel for rows, too
     else:
         places = buffer.split([x.shape[-1] for x in xs], dim=-1)
-        _torch._foreach_copy_(places, xs)
+        _copy_all(places, xs)
 
 
 def split(
     rows: Tensor, widths: Sequence[int], into: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
-    """Split rows into contiguous tensors, each in memory of its own.
+    """Split rows into contiguous tensors, each in memory of its own; what follows them is padding.
 
     (n, elements) -> (n, width) each
 
@@ -117,15 +111,15 @@ def split(
             parts.append(into[index].view(len(rows), width))
         else:
             parts.append(rows.new_empty(len(rows), width))
-    torch.split_with_sizes_copy(rows, widths, dim=1, out=parts)
+    padding = rows.shape[1] - sum(widths)
+    # Copied too: without it the rows would be no contiguous tensor, and each part a kernel.
+    places = [*parts, rows.new_empty(len(rows), padding)] if padding else parts
+    torch.split_with_sizes_copy(rows, [*widths, padding][: len(places)], dim=1, out=places)
     return parts
 
 
 def copy_into(targets: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
     """Copy tensors into others of their shapes, where they are not the same memory already."""
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for target, x in zip(targets, xs, strict=True):
-        if target.data_ptr() != x.data_ptr():
-            pairs.append((target, x))
-    if pairs:
-        _torch._foreach_copy_([target for target, _ in pairs], [x for _, x in pairs])
+    pairs = zip(targets, xs, strict=True)
+    missing = [(target, x) for target, x in pairs if target.data_ptr() != x.data_ptr()]
+    _copy_all([target for target, _ in missing], [x for _, x in missing])
