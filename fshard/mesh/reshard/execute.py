@@ -103,14 +103,14 @@ def start_reshard(
 # Round r has step r of every leaf. It needs the results of the round before, so on no runtime can
 # it start before these are waited for. Where that happens is left to the caller, who computes in
 # between: each round has its own computation to hide behind. A gradient along "data" and its copies
-# along "replicas", as `Reducer` reduces it while the backward goes on:
+# along "replicas", as `Reducer` reduces it during the backward:
 #
 #     backward of    block 3            block 2              block 1              block 0
 #     block 3        reduce-scatter ->  all-reduce ->        wait
 #     block 2                           reduce-scatter ->    all-reduce ->        wait
 #
 # All devices must start their rounds in the same order: see Note [Order of collectives]. So a round
-# starts where the program says, and never when a device happens to see that the last one has ended.
+# starts at a place in the program, and never when a device happens to see that the last one ended.
 class StartedReshard:
     """The plans of some leaves on one device, in progress: call it to wait for the new shards."""
 
