@@ -455,7 +455,8 @@ def _shard_samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
     for device in local_devices(mesh):
         shard = _device_samples(x, cut, layout, device)
         with owned_by(device):
-            shards.append(in_memory(shard.clone(), mesh, "device"))
+            stored = in_memory(shard, mesh, "device")
+            shards.append(stored.clone() if stored is shard else stored)
     return tuple(shards)
 
 

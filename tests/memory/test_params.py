@@ -116,7 +116,7 @@ def test_bits_equal_those_of_parameters_on_the_device(disk_folder, case, kinds):
 def test_a_missing_wait_changes_bits(monkeypatch, stages):
     case = FIXED | {"stages": stages}
     expected, _ = trained("device", **case)
-    monkeypatch.setattr(Transfer, "wait", lambda transfer: transfer._target)
+    monkeypatch.setattr(Transfer, "wait", lambda transfer: transfer._targets)
     with stress(poison=True):
         result, _ = trained("host", **case)
     assert not same_bits(result, expected)

@@ -22,7 +22,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.counting import Memory
-from fshard.mesh.layout.host_copies import start_read
+from fshard.mesh.layout.host_copies import is_gpu, is_on_host, start_read, upload
 from fshard.mesh.layout.kinds import copy_in, memory_of
 from fshard.mesh.layout.layout import Layout, ShardType, as_layout, dtype_name, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
@@ -384,7 +384,8 @@ def from_local(
 
 def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
     """Return a shard in the memory that its layout names: itself, or a copy."""
-    if mesh.device_type == "cuda" and memory == "host":
+    has_gpu = is_gpu(mesh.device_type)
+    if has_gpu and memory == "host":
         (copy,) = start_read([x])()
         return copy
     if mesh.device_type == "meta":
@@ -396,9 +397,25 @@ def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
             "seed: shard_params(model, ..., seed=0), shard_stages(..., seed=0)."
         )
 
-    is_elsewhere = mesh.device_type == "cuda" or x.device.type != mesh.device_type
+    if memory == "device" and has_gpu and is_on_host(x) and _is_uploadable(x):
+        return upload(x)
+    is_elsewhere = has_gpu or x.device.type != mesh.device_type
     if memory == "device" and is_elsewhere:
         return x.to(mesh.device_type)  # this process's GPU: x may be on another
     if transformed() or memory_of(x) == memory:
         return x
     return copy_in(memory, x, mesh.device_type)
+
+
+UPLOADED = 1 << 30
+"""The most bytes of a tensor that is copied through pinned memory, which torch keeps for the next.
+
+A batch has less, as a rule. A larger tensor is a parameter's: it is copied once, and may block.
+"""
+
+
+def _is_uploadable(x: Tensor) -> bool:
+    """Return True if a tensor of the host is copied to a GPU without a wait of the host."""
+    has_gradient = x.requires_grad and torch.is_grad_enabled()
+    is_recorded = has_gradient or transformed()  # `upload` has no gradient
+    return is_dense(x) and not is_recorded and x.nbytes <= UPLOADED

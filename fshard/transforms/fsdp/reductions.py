@@ -65,6 +65,20 @@ class PendingReduction(NamedTuple):
     copies: int
 
 
+class SentGradients(NamedTuple):
+    """Reduced gradients under way to the host.
+
+    Args:
+        indices: of their parameters.
+        transfer: of the gradients.
+        copies: number of devices that have the same samples.
+    """
+
+    indices: Sequence[int]
+    transfer: Transfer
+    copies: int
+
+
 class Reducer:
     """Reduces the gradients of one device in one step: cast, in buckets, and added up.
 
@@ -100,7 +114,7 @@ class Reducer:
         self._bucket: list[tuple[int, Tensor]] = []
         self._bucket_bytes = 0
         self._in_flight: list[PendingReduction] = []
-        self._sent: dict[int, tuple[Transfer, int]] = {}  # gradients under way to the host
+        self._sent: dict[int, SentGradients] = {}  # by each of their indices
 
         # A reduction is waited for when the next bucket is packed. Gradients for the host are
         # waited for one bucket earlier, so that their copies to the host begin, and their memory is
@@ -201,11 +215,14 @@ class Reducer:
         while len(self._in_flight) > in_flight:
             pending = self._in_flight.pop(0)
             with purpose("gradients"):
+                of_host: dict[int, Tensor] = {}
                 for index, g in zip(pending.indices, pending.wait(), strict=True):
                     if self.leaves[index].gradient.memory == "host":
-                        self._send_to_host(index, g, pending.copies)
+                        of_host[index] = g
                     else:
                         self._add(index, g, pending.copies)
+                if of_host:
+                    self._send_to_host(of_host, pending.copies)
 
     def _add(self, index: int, g: Tensor, copies: int) -> None:
         """Add a reduced gradient, in at least the dtype of its parameter."""
@@ -217,22 +234,33 @@ class Reducer:
         total = self.sums[index]
         self.sums[index] = g if total is None else total + g
 
-    def _send_to_host(self, index: int, g: Tensor, copies: int) -> None:
-        """Start to copy a reduced gradient to the host.
+    def _send_to_host(self, gradients: dict[int, Tensor], copies: int) -> None:
+        """Start to copy reduced gradients, by the indices of parameters, to the host.
 
-        The one before, which has arrived by now, is added there.
+        Those before, which have arrived by now, are added there.
         """
-        self._receive_on_host(index)
-        mesh = self.leaves[index].gradient.mesh
-        buffer = empty_in("host", g.shape, g.dtype, mesh.device_type)
+        indices = [*gradients]
+        for index in indices:
+            self._receive_on_host(index)
+        mesh = self.leaves[indices[0]].gradient.mesh
+        buffers: list[Tensor] = []
+        for g in gradients.values():
+            buffers.append(empty_in("host", g.shape, g.dtype, mesh.device_type))
         link = Link("device", "host", mesh.runtime, local_devices(mesh)[0])
-        self._sent[index] = start(g, buffer, link), copies
+        transfer = start([*gradients.values()], buffers, link)
+        self._sent |= dict.fromkeys(indices, SentGradients(indices, transfer, copies))
 
     def _receive_on_host(self, index: int) -> None:
-        """Wait for a gradient that is under way to the host, if there is one, and add it."""
-        if index in self._sent:
-            transfer, copies = self._sent.pop(index)
-            self._add(index, transfer.wait(), copies)
+        """Wait for a gradient that is under way to the host, if there is one.
+
+        It is added, and so are those that were sent with it.
+        """
+        sent = self._sent.get(index)
+        if sent is None:
+            return
+        for i, g in zip(sent.indices, sent.transfer.wait(), strict=True):
+            del self._sent[i]
+            self._add(i, g, sent.copies)
 
     # -- at the end of the step ----------------------------------------
 
