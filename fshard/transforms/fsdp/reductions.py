@@ -270,7 +270,8 @@ class Reducer:
 
         None for those that no device used.
         """
-        for index in [*self._sent]:
+        # The last ones first: copies end in the order of their starts, so that the host waits once.
+        for index in reversed([*self._sent]):
             self._receive_on_host(index)
 
         is_divided = isinstance(divisor, Tensor) or divisor != 1.0
