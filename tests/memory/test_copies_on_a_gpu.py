@@ -96,7 +96,9 @@ def test_user_stream_waits_for_its_own_copies(gpu):
         down = start([x], on_host(0.0), DOWN)
     up = start(on_host(2.0), on_device(0.0), UP)
     with user:
+        before = gpu.log.count("device waits")
         assert first(up.wait()) == [2]
+        assert gpu.log.count("device waits") - before == 2  # this stream, and that of the memory
         down.release()
         del x
     assert "host waits" not in gpu.log

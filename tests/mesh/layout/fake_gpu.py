@@ -17,29 +17,35 @@ operations other than `Tensor.copy_` (a `.to("cuda")` fails on a machine without
 
 import sys
 import threading
+import traceback
 from collections import deque
 from functools import lru_cache
+from pathlib import Path
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+import fshard as fs
 from fshard.memory import transfers
 from fshard.mesh.layout import host_copies
 from fshard.mesh.layout.kinds import mark_memory, memory_of
 
 DEVICE = torch.device("cpu")
+PACKAGE = Path(fs.__file__).parent
 
 
 class FakeGpu:
     """Streams for copies do not run until they are waited for; those of computation run at once, but for their reads.
 
     Tensors of host memory kinds and of `on_host` lie on the host, all others on the GPU. `log` has each copy
-    ("to host", "to device"), and each wait for something that has not occurred ("device waits", "host waits").
+    ("to host", "to device"), and each wait ("device waits", "host waits"); the host waits for what it has not waited for.
     """
 
     def __init__(self, monkeypatch):
-        self.log, self.faults, self.waiting_threads = [], [], []
+        self.log, self.faults = [], []
+        self.waiting, self.waiting_threads = [], []  # functions and threads of each wait of the host
         self.streams = []
         self.current = self.stream()
         self.owners = WeakKeyDictionary()  # of memory that was made on a stream for copies
@@ -134,10 +140,13 @@ class FakeGpu:
     def note_host_wait(self):
         self.log.append("host waits")
         self.waiting_threads.append(threading.current_thread())
+        frames = traceback.extract_stack()
+        self.waiting.append([x.name for x in frames if Path(x.filename).is_relative_to(PACKAGE)])
 
     def synchronize(self):
+        self.note_host_wait()
         for stream in self.streams:
-            stream.synchronize()
+            stream.await_on_host(stream.issued)
 
     def finish(self):
         """End the test: run all copies; raise if memory was misused."""
@@ -156,15 +165,19 @@ class FakeGpu:
         self.log.append("to host" if to_host else "to device")
         if not non_blocking or on_host.untyped_storage() in self._pageable:
             self.note_host_wait()
-            stream.run(stream.issued)
+            stream.await_on_host(stream.issued)
             return self._copy(target, source)
         stream.check(source if to_host else target)
         if not stream.is_for_copies and not to_host:
             return self._copy(target, source)
 
-        before, source, copied = source.clone(), self.held(source), self.held(target)
+        with _disable_current_modes():  # such as those that count memory
+            before = source.clone()
+            poison(target)
+        source, copied = self.held(source), self.held(target)
         is_ordered = not stream.is_for_copies  # with what writes to the source, and frees it
 
+        @_disable_current_modes()
         def run():
             values, result = source(), copied()
             if not is_ordered and values is not None and not same(values, before):
@@ -177,14 +190,19 @@ class FakeGpu:
                 poison(result)
 
         stream.issue(run)
-        return poison(target)
+        return target
 
 
 class FakeStream:
+    """Work in order. The GPU is far behind the host: the host knows of no work that is done until it has waited for it."""
+
     def __init__(self, gpu, is_for_copies):
         self.gpu, self.is_for_copies, self.device = gpu, is_for_copies, DEVICE
-        self.issued, self._queue = 0, deque()
-        self.has_waited = False
+        self.issued = 0
+        self.awaited = 0  # by the host
+        self.has_waited = False  # for computation, since it became the current stream
+        self._queue = deque()
+        self._waits = []  # for events, with the number of works before
 
     def __enter__(self):
         self._before, self.gpu.current = self.gpu.current, self
@@ -202,6 +220,13 @@ class FakeStream:
         while self.issued - len(self._queue) < count:
             self._queue.popleft()()
 
+    def await_on_host(self, count):
+        self.run(count)
+        self.awaited = max(self.awaited, count)
+        for before, event in self._waits:
+            if before < count and not event.query():
+                event.stream.await_on_host(event.count)
+
     def check(self, x):
         """Note a fault unless this stream has waited for what computes a tensor or used its memory."""
         is_own = self in self.gpu.owners.get(x.untyped_storage(), ())
@@ -209,13 +234,15 @@ class FakeStream:
             self.gpu.faults.append("a copy did not wait for the stream of its tensor")
 
     def record_event(self):
+        self.issue(lambda: None)
         return FakeEvent(self)
 
     def wait_event(self, event):
+        self._waits.append((self.issued, event))
         if self.is_for_copies:
             self.has_waited |= not event.stream.is_for_copies
             self.issue(event.occur)
-        elif not event.query():
+        else:
             self.gpu.log.append("device waits")
             event.occur()
 
@@ -234,7 +261,7 @@ class FakeEvent:
         self.stream.run(self.count)
 
     def query(self):
-        return self.stream.issued - len(self.stream._queue) >= self.count
+        return self.stream.awaited >= self.count
 
     def wait(self):
         self.stream.gpu.current.wait_event(self)
@@ -242,7 +269,7 @@ class FakeEvent:
     def synchronize(self):
         if not self.query():
             self.stream.gpu.note_host_wait()
-            self.occur()
+            self.stream.await_on_host(self.count)
 
 
 def poison(x):
