@@ -63,9 +63,11 @@ def test_released_sources_may_be_written_to(gpu):
     assert first(transfer.wait()) == [1]
 
 
-@pytest.mark.parametrize("limit, held", [(64, 4), (1, 2)])
+@pytest.mark.parametrize(("limit", "held"), [(64, 4), (1, 2)])
 @pytest.mark.parametrize("link", [DOWN, UP])
-def test_device_memory_of_copies_is_bounded_far_behind_the_host(gpu, monkeypatch, link, limit, held):
+def test_device_memory_of_copies_is_bounded_far_behind_the_host(
+    gpu, monkeypatch, link, limit, held
+):
     """No copy has run yet; of 20, whose tensors have 16 bytes each and are freed at once, few are there."""
     monkeypatch.setattr(transfers, "UNDER_WAY", limit)
     alive = Storages()

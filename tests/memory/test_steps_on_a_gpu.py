@@ -61,7 +61,9 @@ GRADIENTS = {  # options, and the waits of the host in a step
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradient_waits_for_copies_that_the_host_reads(gpu, name):
     options, expected_waits = GRADIENTS[name]
-    others = {key: options[key] for key in options.keys() & {"accumulate", "compute", "reduce_once"}}
+    others = {
+        key: options[key] for key in options.keys() & {"accumulate", "compute", "reduce_once"}
+    }
     x = torch.randn(4, WIDTH)
     expected = gradients("device", **others)(x)
     assert gpu.log == []

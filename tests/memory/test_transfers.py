@@ -149,7 +149,7 @@ def test_slowed_transfers_run_beside_the_caller(runtime):
     assert all(map(torch.equal, results, xs))
 
 
-@pytest.mark.parametrize("limit, under_way", [(20, 5), (1, 2)])
+@pytest.mark.parametrize(("limit", "under_way"), [(20, 5), (1, 2)])
 def test_thread_bounds_the_bytes_under_way(monkeypatch, limit, under_way):
     """The host waits for the oldest copy, of a float each; two may be under way in any case."""
     gate = threading.Event()

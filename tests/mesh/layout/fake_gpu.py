@@ -45,7 +45,10 @@ class FakeGpu:
 
     def __init__(self, monkeypatch):
         self.log, self.faults = [], []
-        self.waiting, self.waiting_threads = [], []  # functions and threads of each wait of the host
+        self.waiting, self.waiting_threads = (
+            [],
+            [],
+        )  # functions and threads of each wait of the host
         self.streams = []
         self.current = self.stream()
         self.owners = WeakKeyDictionary()  # of memory that was made on a stream for copies
