@@ -147,9 +147,10 @@ def test_units_are_fetched_before_they_are_used(monkeypatch):
     mesh = fs.make_mesh({"data": 1})
     params = fs.shard_params(layers, fs.fsdp("data", unit="[*]"), mesh=mesh, memory="host")
 
-    def recorded(source, target, link):
+    def recorded(sources, targets, link):
+        (source,) = sources
         events.append(f"fetch {round(source[0].item() - 0.1)}")
-        return begin(source, target, link)
+        return begin(sources, targets, link)
 
     def loss_fn(params, x):
         for number, w in enumerate(params):

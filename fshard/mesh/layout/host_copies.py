@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 
-def is_gpu(device_type: str) -> bool:
-    """Return True if devices of a type have memory and streams of their own."""
-    return device_type == "cuda"
+GPUS = ("cuda",)
+"""Types of devices that have memory and streams of their own."""
 
 
 def is_on_host(x: Tensor) -> bool:

@@ -22,7 +22,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.counting import Memory
-from fshard.mesh.layout.host_copies import is_gpu, is_on_host, start_read, upload
+from fshard.mesh.layout.host_copies import GPUS, is_on_host, start_read, upload
 from fshard.mesh.layout.kinds import copy_in, memory_of
 from fshard.mesh.layout.layout import Layout, ShardType, as_layout, dtype_name, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
@@ -384,7 +384,7 @@ def from_local(
 
 def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
     """Return a shard in the memory that its layout names: itself, or a copy."""
-    has_gpu = is_gpu(mesh.device_type)
+    has_gpu = mesh.device_type in GPUS
     if has_gpu and memory == "host":
         (copy,) = start_read([x])()
         return copy
@@ -402,7 +402,7 @@ def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
     is_elsewhere = has_gpu or x.device.type != mesh.device_type
     if memory == "device" and is_elsewhere:
         return x.to(mesh.device_type)  # this process's GPU: x may be on another
-    if transformed() or memory_of(x) == memory:
+    if memory_of(x) == memory or transformed():
         return x
     return copy_in(memory, x, mesh.device_type)
 

@@ -73,7 +73,7 @@ class FakeGpu:
             monkeypatch.setattr(owner, name, function)
         decisions = {
             "is_on_host": self.is_on_host,
-            "is_gpu": lambda device_type: device_type != "meta",
+            "GPUS": ("cpu", "cuda"),
             "pinned_like": self.pinned_like,
             "copy_stream": lru_cache(host_copies.copy_stream.__wrapped__),
         }
