@@ -14,7 +14,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-
 GPUS = ("cuda",)
 """Types of devices that have memory and streams of their own."""
 
