@@ -455,8 +455,7 @@ def _shard_samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
     for device in local_devices(mesh):
         shard = _device_samples(x, cut, layout, device)
         with owned_by(device):
-            stored = in_memory(shard, mesh, "device")
-            shards.append(stored.clone() if stored is shard else stored)
+            shards.append(in_memory(shard.clone(), mesh, "device"))
     return tuple(shards)
 
 
