@@ -51,6 +51,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError("These parameters need other ids:\n  " + "\n  ".join(unlike))
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """A fake GPU on which no memory may be misused."""
+    from tests.mesh.layout.fake_gpu import FakeGpu  # after fshard's modules, which it changes
+
+    gpu = FakeGpu(monkeypatch)
+    yield gpu
+    gpu.finish()
+
+
 PRELOADED = [
     "__main__",
     "fshard.launching.worker",

@@ -223,7 +223,7 @@ def _transfer_seconds(device: str, source: Memory, target: Memory) -> float:
         for tensor in (x, y):
             _drop_cached_pages(tensor)
         begin = time.perf_counter()
-        start_transfer(x, y, Link(source, target, "process")).wait()
+        start_transfer([x], [y], Link(source, target, "process")).wait()
         _synchronize(device)
         file = file_of(y)
         if file is not None:

@@ -1,8 +1,10 @@
 """Activations in host memory from the forward to the backward: `HostCopy`, for `fs.remat`.
 
 forward     x ── to host ──●                      x keeps its memory until the second copy after it
-                                                  starts
+                                                  starts: then the stream that computes waits for ●
 backward                       ── to device ──●  x         the copies before it return too
+
+On a GPU the host waits for none of this: see Note [The device waits for room].
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fshard.memory.transfers import Link, Transfer, start
+from fshard.mesh.layout.host_copies import is_on_host, pinned_like
 from fshard.mesh.layout.kinds import empty_in, mark_memory
 from fshard.mesh.spmd.scope import here
 
@@ -38,13 +41,14 @@ def can_leave(x: Tensor) -> bool:
 
     That is a GPU, or a device of a mesh.
     """
-    return x.is_cuda or here() is not None
+    return not is_on_host(x) or here() is not None
 
 
 class HostCopy:
     """A tensor's values in host memory, copied while the device computes.
 
-    `x` is kept until its copy has ended; if it has been written to before, the copy has no values.
+    `x` is kept until it may be written to: if it has been written to before, the copy has no
+    values.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -60,15 +64,16 @@ class HostCopy:
         self._device = str(x.device)
         self._shape = x.shape
         self._stride = torch.empty_like(x, device="meta").stride()  # dense, in the order of x's
-        if x.is_cuda:
+        if not is_on_host(x):
             # Page-locked by torch, which keeps freed memory for the next step: to lock it is slow.
-            values = torch.empty(x.numel(), dtype=x.dtype, pin_memory=True)
-            self._values = mark_memory(values, "host")
+            values = mark_memory(pinned_like(x), "host")
+            self._values = values.as_strided((x.numel(),), (1,))
         else:
             self._values = empty_in("host", (x.numel(),), x.dtype, x.device.type)
 
         target = self._values.as_strided(self._shape, self._stride)
-        self._leaving: Transfer | None = start(x, target, Link("device", "host", runtime, device))
+        link = Link("device", "host", runtime, device)
+        self._leaving: Transfer | None = start([x], [target], link)
         self._fetched: Transfer | None = None
         self._is_used = False
 
@@ -89,9 +94,9 @@ class HostCopy:
         return copies
 
     def _end(self) -> None:
-        """Wait for the copy to the host, and free the tensor."""
+        """Free the tensor, once its copy to the host no longer needs it."""
         if self._leaving is not None:
-            self._leaving.wait()
+            self._leaving.release()
             self._is_valid = self._source._version == self._version
             del self._source  # frees its memory: the reason for the copy
             self._leaving = None
@@ -104,11 +109,12 @@ class HostCopy:
             copy._end()
             if copy._is_valid and copy._fetched is None and not copy._is_used:
                 target = empty_in("device", copy._values.shape, copy._values.dtype, copy._device)
-                copy._fetched = start(copy._values, target, copy._back)
+                copy._fetched = start([copy._values], [target], copy._back)
 
         transfer = self._fetched
         self._fetched = None
         self._is_used = True
         if transfer is None:
             return None
-        return transfer.wait().as_strided(self._shape, self._stride)
+        (values,) = transfer.wait()
+        return values.as_strided(self._shape, self._stride)

@@ -203,11 +203,11 @@ def stress(*, rate: float | None = None, poison: bool = False) -> Generator[None
     >>> from fshard.memory.transfers import Link, start
     >>> x, y = torch.ones(2), torch.zeros(2)
     >>> with stress(poison=True):
-    ...     transfer = start(x, y, Link("host", "device"))
+    ...     transfer = start([x], [y], Link("host", "device"))
     ...     print(y)
     ...     print(transfer.wait())
     tensor([nan, nan])
-    tensor([1., 1.])
+    [tensor([1., 1.])]
     """
     _stresses.append(Stress(rate, poison))
     try:

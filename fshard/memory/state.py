@@ -168,36 +168,47 @@ def moved(
     for leaf, home in zip(leaves, homes, strict=True):
         pairs[key_of(leaf)] = (leaf, home)
 
-    # All copies start before one is waited for, so that they run while others are prepared.
-    transfers: dict[tuple[int, ...], list[Transfer]] = {}
-    for key, (leaf, home) in pairs.items():
-        transfers[key] = _start_copies(leaf, home, mesh, source, target)
     results: dict[tuple[int, ...], Any] = {}
+    moves: list[_Move] = []
     for key, (leaf, home) in pairs.items():
-        shards = [transfer.wait() for transfer in transfers[key]]
-        if home is not None:
-            results[key] = home
-        elif isinstance(leaf, Sharded):
-            layout = leaf.layout.with_memory(target)
-            results[key] = Sharded(leaf.shape, layout, tuple(shards))
-        else:
-            (results[key],) = shards
+        results[key] = _empty_like(leaf, mesh, target) if home is None else home
+        rows = zip(shards_and_devices(leaf), shards_and_devices(results[key]), strict=True)
+        for (shard, device), (home_shard, _) in rows:
+            moves.append(_Move(shard, home_shard, Link(source, target, mesh.runtime, device)))
+    for transfer in _start_all(moves):
+        transfer.wait()
     return [results[key_of(leaf)] for leaf in leaves]
 
 
-def _start_copies(
-    leaf: Any, home: Any, mesh: Mesh, source: Memory, target: Memory
-) -> list[Transfer]:
-    """Start to copy the shards of a leaf to its home, to new tensors if it has none."""
+def _empty_like(leaf: Any, mesh: Mesh, memory: Memory) -> Any:
+    """Return a leaf of the same form in a memory, without values."""
+    shards: list[Tensor] = []
+    for shard, device in shards_and_devices(leaf):
+        shards.append(empty_for(mesh, device, memory, shard.shape, shard.dtype))
+    if isinstance(leaf, Sharded):
+        return Sharded(leaf.shape, leaf.layout.with_memory(memory), tuple(shards))
+    (x,) = shards
+    return x
+
+
+class _Move(NamedTuple):
+    """A copy of a tensor to another memory."""
+
+    source: Tensor
+    target: Tensor
+    link: Link
+
+
+def _start_all(moves: Sequence[_Move]) -> list[Transfer]:
+    """Start copies: those of one link as one transfer."""
+    moves_of_links: dict[Link, list[_Move]] = {}
+    for move in moves:
+        moves_of_links.setdefault(move.link, []).append(move)
     transfers: list[Transfer] = []
-    home_shards = shards_and_devices(home)
-    for number, (shard, device) in enumerate(shards_and_devices(leaf)):
-        if home_shards:
-            home_shard, _ = home_shards[number]
-        else:
-            home_shard = empty_for(mesh, device, target, shard.shape, shard.dtype)
-        link = Link(source, target, mesh.runtime, device)
-        transfers.append(start(shard, home_shard, link))
+    for link, moves_of_link in moves_of_links.items():
+        sources = [move.source for move in moves_of_link]
+        targets = [move.target for move in moves_of_link]
+        transfers.append(start(sources, targets, link))
     return transfers
 
 
@@ -356,6 +367,11 @@ def streamed(
         group.store()
     moving[-1].release(pools)
 
+    # The caller may read on the host what is stored there. Copies end in the order of their starts,
+    # so that the host waits for the last ones alone.
+    for group in reversed(moving):
+        group.finish()
+
 
 def _pool(nbytes: int, device: int, offload: Offload) -> Pool:
     """Return a pool of buffers of a device in the memory of the update."""
@@ -413,41 +429,45 @@ class _Group:
     def fetch(self, pools: Mapping[int, Pool]) -> None:
         """Start to copy what is elsewhere into buffers of the pools."""
         self._buffers = {device: pools[device].take() for device in self.sizes}
-        self._transfers: list[Transfer] = []
+        moves: list[_Move] = []
         for column, row, offset, home in self._away:
             buffer = self._buffers[self._devices[row]]
             view = buffer[offset : offset + home.nbytes].view(home.dtype).view(home.shape)
             link = self._link(self._memory_of(home), self._offload.update_on, row)
-            self._transfers.append(start(home, view, link))
+            moves.append(_Move(home, view, link))
             self._columns[column][row] = view
+        self._transfers = _start_all(moves)
 
     def tensors(self) -> list[list[Tensor | None]]:
         """Wait for what is fetched; return the columns of the rows."""
-        self._wait()
+        self.finish()
         return self._columns
 
     def store(self) -> None:
         """Start to write back what was fetched; write the parameters of masters."""
-        self._transfers = []
+        moves: list[_Move] = []
         for column, row, _, home in self._away:
             view = self._columns[column][row]
             assert view is not None
             self._offload.round(view, home)
             link = self._link(self._offload.update_on, self._memory_of(home), row)
-            self._transfers.append(start(view, home, link))
+            moves.append(_Move(view, home, link))
+        self._transfers = _start_all(moves)
 
     def release(self, pools: Mapping[int, Pool]) -> None:
-        """Wait for what is written back; return the buffers to the pools."""
-        self._wait()
+        """Return the buffers to the pools, once what is written back no longer needs them."""
+        for transfer in self._transfers:
+            transfer.release()
         for device, buffer in self._buffers.items():
             pools[device].release(buffer)
 
     def _memory_of(self, x: Tensor) -> Memory:
         return memory_of(x, self._offload.mesh.device_type)
 
-    def _link(self, source: Memory, target: Memory, row: int) -> Link:
-        return Link(source, target, self._offload.mesh.runtime, self._devices[row])
-
-    def _wait(self) -> None:
+    def finish(self) -> None:
+        """Wait for what is fetched or written back."""
         for transfer in self._transfers:
             transfer.wait()
+
+    def _link(self, source: Memory, target: Memory, row: int) -> Link:
+        return Link(source, target, self._offload.mesh.runtime, self._devices[row])

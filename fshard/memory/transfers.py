@@ -1,13 +1,12 @@
 """`start`: copies between memory kinds, made while the device computes.
 
-    runtime             a copy is made
-    virtual, abstract   at once
-    process, CPU        by one helper thread, in the order of the starts
-    process, CUDA       by a stream for each direction; by the helper thread if one side is on disk
+    a GPU's memory and the host's   by a stream for each direction
+    else, of processes              by one helper thread, in the order of the starts
+    else                            at once
 
-At most `AT_ONCE` copies are under way: the next start waits for the oldest. The compute stream
-waits for what is copied to the device, the host for all else. Source and target must not be written
-before that.
+Copies of one transfer start and end together. The compute stream waits for what is copied to the
+device, the host for all else. Source and target must not be written to before that, nor the source
+before `release`.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -30,26 +29,45 @@ from fshard.memory.kinds import note_move
 from fshard.memory.pool import Stress, current_stress, poison, stress
 from fshard.mesh.collectives.ledger import active
 from fshard.mesh.layout import Memory, Runtime
+from fshard.mesh.layout.host_copies import copy_stream, is_on_host
 
-__all__ = ["AT_ONCE", "Link", "Transfer", "start", "stress"]
+__all__ = ["UNDER_WAY", "Link", "Transfer", "start", "stress"]
 
-AT_ONCE = 8
-"""Copies that are under way at a time: their tensors stay in memory. No reason is known for 8."""
+UNDER_WAY = 1 << 26
+"""Bytes of each direction that are under way, unless two transfers have more.
+
+64 MiB take milliseconds, a hundred times as long as the start of a copy, so more would not be
+faster. Of two transfers one runs while the next one is started.
+"""
 
 
 class Transfer:
-    """A copy under way; `end` waits for it, or makes it, and raises its error."""
+    """Copies under way.
 
-    def __init__(self, target: Tensor, end: Callable[[], object] | None = None) -> None:
-        self._target = target
-        self._end = end
+    Args:
+        targets: of the copies.
+        wait: waits for them, or makes them, and raises their error.
+        release: waits until the sources may be written to, or freed; by default it is `wait`.
+    """
 
-    def wait(self) -> Tensor:
-        """Wait until the target has its values, and return it."""
-        if self._end is not None:
-            self._end()
-            self._end = None
-        return self._target
+    def __init__(
+        self,
+        targets: Sequence[Tensor],
+        wait: Callable[[], object] = tuple,
+        release: Callable[[], object] | None = None,
+    ) -> None:
+        self._targets = [*targets]
+        self._wait = wait
+        self._release = release or wait
+
+    def wait(self) -> list[Tensor]:
+        """Wait until the targets have their values, and return them."""
+        self._wait()
+        return self._targets
+
+    def release(self) -> None:
+        """Wait until the sources may be written to or freed: on a GPU its stream, else the host."""
+        self._release()
 
 
 class Link(NamedTuple):
@@ -61,45 +79,67 @@ class Link(NamedTuple):
     device: int = 0
 
 
-def start(source: Tensor, target: Tensor, link: Link) -> Transfer:
-    """Start copying a tensor into another one of its shape and dtype.
+def start(sources: Sequence[Tensor], targets: Sequence[Tensor], link: Link) -> Transfer:
+    """Start copying tensors into others of their shapes and dtypes.
 
     The ledger counts the bytes; between disk and device they pass through the host.
 
-    >>> start(torch.ones(2), torch.empty(2), Link("host", "device")).wait()
-    tensor([1., 1.])
+    >>> start([torch.ones(2)], [torch.empty(2)], Link("host", "device")).wait()
+    [tensor([1., 1.])]
     """
+    path = _PATHS.get((link.source, link.target), (link.source, link.target))
+    for source, target in zip(sources, targets, strict=True):
+        _validate(source, target)
+        for ledger in active():
+            for hop in pairwise(path):
+                ledger.record_move(link.device, *hop, source.nbytes)
+        note_move(link.source, link.target, source.nbytes)
+
+    sources = [source.detach() for source in sources]
+    targets = [target.detach() for target in targets]
+    tensors = [*sources, *targets]
+    mode = current_stress()
+    if any([x.is_meta for x in tensors]):
+        return Transfer(targets)
+    if mode.poison:
+        for target in targets:
+            poison(target)
+        if mode.rate is None:
+            return Transfer(targets, _once(partial(_copy_all, sources, targets)))
+
+    is_on_disk = any([disk.is_on_disk(x) for x in tensors])
+    places = {is_on_host(x) for x in tensors}
+    if len(places) == 2 and not is_on_disk:
+        return _start_on_stream(sources, targets)
+    if link.runtime == "process" or mode.rate is not None:
+        return _start_in_thread(sources, targets, link, mode)
+    _copy_all(sources, targets)
+    return Transfer(targets)
+
+
+def _validate(source: Tensor, target: Tensor) -> None:
     if source.shape != target.shape or source.dtype != target.dtype:
         raise ValueError(
             f"start: target must have the shape and dtype of source, {tuple(source.shape)} and "
             f"{source.dtype}; got {tuple(target.shape)} and {target.dtype}. "
             "Make it with torch.empty_like."
         )
-    path = _PATHS.get((link.source, link.target), (link.source, link.target))
-    for ledger in active():
-        for hop in pairwise(path):
-            ledger.record_move(link.device, *hop, source.nbytes)
-    note_move(link.source, link.target, source.nbytes)
 
-    source = source.detach()
-    target = target.detach()
-    mode = current_stress()
-    if source.is_meta or target.is_meta:
-        return Transfer(target)
-    if mode.poison:
-        poison(target)
-        if mode.rate is None:
-            return Transfer(target, partial(disk.copy, source, target))
 
-    is_of_process = link.runtime == "process"
-    is_on_gpu = source.is_cuda or target.is_cuda
-    is_on_disk = disk.is_on_disk(source) or disk.is_on_disk(target)
-    if is_of_process and is_on_gpu and not is_on_disk:
-        return _start_on_stream(source, target)
-    if is_of_process or mode.rate is not None:
-        return _start_in_thread(source, target, mode)
-    disk.copy(source, target)
-    return Transfer(target)
+def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        disk.copy(source, target)
+
+
+def _once(call: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that makes a call the first time: later, sources may have other values."""
+    calls = [call]
+
+    def run() -> None:
+        while calls:
+            calls.pop()()
+
+    return run
 
 
 _PATHS: dict[tuple[Memory, Memory], tuple[Memory, ...]] = {
@@ -112,45 +152,100 @@ _PATHS: dict[tuple[Memory, Memory], tuple[Memory, ...]] = {
 # -- copies under way ----------------------------------------------------------------------------
 
 
-class _Copy(NamedTuple):
-    is_done: Callable[[], bool]
-    finish: Callable[[], object]
-    host: Tensor | None = None  # memory that must stay until the copy is done
+class _Copies:
+    """The copies of one transfer while they are under way.
+
+    Args:
+        nbytes: of the tensors.
+        is_done: returns True once the copies have ended.
+        pass_by: waits until the device's tensors may be written to, or freed.
+        on_device, on_host: tensors whose memory must stay until then, and until the copies are
+            done.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        is_done: Callable[[], bool],
+        pass_by: Callable[[], object],
+        on_device: Sequence[Tensor] = (),
+        on_host: Sequence[Tensor] = (),
+    ) -> None:
+        self.nbytes = nbytes
+        self.is_done = is_done
+        self.is_released = False
+        self._pass_by = pass_by
+        self._on_device = on_device
+        self._on_host = on_host
+
+    def release(self) -> None:
+        """Wait until the device's tensors may be written to, and free them."""
+        if not self.is_released:
+            self._pass_by()
+            self.is_released = True
+            self._on_device = ()
+
+    def end(self) -> None:
+        """Free all tensors: the host has waited for the copies."""
+        self.is_released = True
+        self._on_device = self._on_host = ()
 
 
-_under_way: deque[_Copy] = deque()
+Direction = tuple[object, ...]
+
+_under_way: defaultdict[Direction, deque[_Copies]] = defaultdict(deque[_Copies])
 _lock = threading.Lock()
 
 
-def _make_room() -> None:
-    """Remove copies that are done; wait for the oldest one if there are too many."""
+# Note [The device waits for room]
+# The host starts copies long before the device makes them. Tensors of a copy must stay until then,
+# so without a limit the host would fill the device's memory. It must not wait for room either: it
+# would no longer be ahead, and the device would idle between kernels. So the compute stream waits
+# for the oldest copy, in the device's order of work, and the host frees its tensors at once: their
+# memory is next used by work of that stream, after the wait. `record_stream` would keep it until
+# the copy has really ended, and all that the host starts meanwhile would need more.
+def _add(direction: Direction, copies: _Copies) -> None:
+    """Add copies to those under way in a direction; release the oldest ones if these are too many.
+
+    See Note [The device waits for room].
+    """
     with _lock:
-        while _under_way and (_under_way[0].is_done() or len(_under_way) >= AT_ONCE):
-            _under_way.popleft().finish()
+        queue = _under_way[direction]
+        while queue and queue[0].is_done():
+            queue.popleft()
+        held = [other for other in queue if not other.is_released]
+        total = sum([other.nbytes for other in held])
+        while len(held) > 1 and total + copies.nbytes > UNDER_WAY:
+            oldest = held.pop(0)
+            oldest.release()
+            total -= oldest.nbytes
+        queue.append(copies)
 
 
-def _start_in_thread(source: Tensor, target: Tensor, mode: Stress) -> Transfer:
-    device = next((x.device for x in (source, target) if x.is_cuda), None)
-    ready = None  # when the device has computed the source, and no longer uses the target
-    if device is not None:
-        ready = torch.cuda.current_stream(device).record_event()
+def _start_in_thread(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], link: Link, mode: Stress
+) -> Transfer:
+    on_gpu = [x for x in (*sources, *targets) if not is_on_host(x)]
+    nbytes = sum([source.nbytes for source in sources])
+    ready = None  # when the device has computed the sources, and no longer uses the targets
+    if on_gpu:
+        ready = torch.cuda.current_stream(on_gpu[0].device).record_event()
 
     def run() -> None:
         if mode.rate is not None:
-            time.sleep(source.nbytes / mode.rate)
-        if device is None or ready is None:
-            disk.copy(source, target)
+            time.sleep(nbytes / mode.rate)
+        if ready is None:
+            _copy_all(sources, targets)
             return
-        stream = _stream(device, target.is_cuda)
+        stream = copy_stream(on_gpu[0].device, f"{link.source} to {link.target}")
         stream.wait_event(ready)
         with torch.cuda.stream(stream):
-            disk.copy(source, target)
+            _copy_all(sources, targets)
         stream.synchronize()
 
-    _make_room()
     future = _helper(os.getpid()).submit(run)
-    _under_way.append(_Copy(future.done, future.exception))
-    return Transfer(target, future.result)
+    _add((link.source, link.target), _Copies(nbytes, future.done, future.exception))
+    return Transfer(targets, future.result)
 
 
 @lru_cache(maxsize=1)
@@ -159,24 +254,35 @@ def _helper(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix=f"fshard transfers {process}")
 
 
-def _start_on_stream(source: Tensor, target: Tensor) -> Transfer:
-    to_device = target.is_cuda
-    on_gpu, on_host = (target, source) if to_device else (source, target)
-    _make_room()
-    stream = _stream(on_gpu.device, to_device)
-    stream.wait_stream(torch.cuda.current_stream(on_gpu.device))
+def _start_on_stream(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Transfer:
+    to_device = is_on_host(sources[0])
+    on_device, on_host = (targets, sources) if to_device else (sources, targets)
+    device = on_device[0].device
+    name = "to device" if to_device else "to host"
+    compute = torch.cuda.current_stream(device)
+    stream = copy_stream(device, name)
+    stream.wait_stream(compute)
     with torch.cuda.stream(stream):
-        target.copy_(source, non_blocking=True)
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source, non_blocking=True)
         event = stream.record_event()
-    on_gpu.record_stream(stream)  # else its memory may be reused before the copy ends
-    _under_way.append(_Copy(event.query, event.synchronize, on_host))
+
+    # Of the stream that was current at the start, whose memory this is, as a rule.
+    pass_by = partial(compute.wait_event, event)
+    nbytes = sum([source.nbytes for source in sources])
+    copies = _Copies(nbytes, event.query, pass_by, on_device, on_host)
+    _add((device, name), copies)
+
+    def wait_on_host() -> None:
+        event.synchronize()
+        copies.end()
+
+    def wait_on_device() -> None:
+        copies.release()
+        current = torch.cuda.current_stream(device)
+        if current != compute:
+            current.wait_event(event)
 
     if to_device:
-        device = on_gpu.device
-        return Transfer(target, lambda: torch.cuda.current_stream(device).wait_event(event))
-    return Transfer(target, event.synchronize)
-
-
-@lru_cache
-def _stream(device: torch.device, to_device: bool) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+        return Transfer(targets, wait_on_device)
+    return Transfer(targets, wait_on_host, copies.release)

@@ -82,7 +82,7 @@ def test_a_missing_wait_changes_the_bits(rate, monkeypatch):
     policy = save_names("first", offload="second")
     with stress(poison=True, rate=rate):
         assert all(map(torch.equal, trained(policy)[0], expected))
-        monkeypatch.setattr(Transfer, "wait", lambda transfer: transfer._target)
+        monkeypatch.setattr(Transfer, "wait", lambda transfer: transfer._targets)
         assert not all(map(torch.equal, trained(policy)[0], expected))
 
 

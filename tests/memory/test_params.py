@@ -116,7 +116,7 @@ def test_bits_equal_those_of_parameters_on_the_device(disk_folder, case, kinds):
 def test_a_missing_wait_changes_bits(monkeypatch, stages):
     case = FIXED | {"stages": stages}
     expected, _ = trained("device", **case)
-    monkeypatch.setattr(Transfer, "wait", lambda transfer: transfer._target)
+    monkeypatch.setattr(Transfer, "wait", lambda transfer: transfer._targets)
     with stress(poison=True):
         result, _ = trained("host", **case)
     assert not same_bits(result, expected)
@@ -147,9 +147,10 @@ def test_units_are_fetched_before_they_are_used(monkeypatch):
     mesh = fs.make_mesh({"data": 1})
     params = fs.shard_params(layers, fs.fsdp("data", unit="[*]"), mesh=mesh, memory="host")
 
-    def recorded(source, target, link):
+    def recorded(sources, targets, link):
+        (source,) = sources
         events.append(f"fetch {round(source[0].item() - 0.1)}")
-        return begin(source, target, link)
+        return begin(sources, targets, link)
 
     def loss_fn(params, x):
         for number, w in enumerate(params):

@@ -16,7 +16,7 @@ from fshard.errors import MemoryLimitError
 from fshard.memory import pool, transfers
 from fshard.memory.disk import empty_on_disk
 from fshard.memory.pool import Pool, empty_on_host
-from fshard.memory.transfers import AT_ONCE, Link, start, stress
+from fshard.memory.transfers import Link, start, stress
 
 RUNTIMES = ("virtual", "process")
 DOWN = Link("device", "host", "process")
@@ -59,7 +59,7 @@ def test_transfers_equal_plain_copies(disk_folder, data):
         "disk": lambda shape: empty_on_disk(shape, dtype),
     }
     pairs = []
-    for _ in range(data.draw(st.integers(1, AT_ONCE + 2))):
+    for _ in range(data.draw(st.integers(1, 10))):
         tensors = []
         for _ in range(2):
             larger, index = data.draw(strided(shape))
@@ -75,16 +75,27 @@ def test_transfers_equal_plain_copies(disk_folder, data):
     )
     runtime = data.draw(st.sampled_from(RUNTIMES))
     with stress(**mode):
-        under_way = [
-            start(source, target, Link("device", "host", runtime)) for source, target in pairs
-        ]
-        results = [transfer.wait() for transfer in reversed(under_way)][::-1]
+        link = Link("device", "host", runtime)
+        size = data.draw(st.integers(1, 4))
+        under_way = []
+        for first in range(0, len(pairs), size):
+            sources, targets = zip(*pairs[first : first + size], strict=True)
+            under_way.append(start(sources, targets, link))
+        for transfer in under_way[:: data.draw(st.sampled_from([1, 2]))]:
+            transfer.release()
+        results = []
+        for transfer in reversed(under_way):
+            results = transfer.wait() + results
     for (source, target), result, right in zip(pairs, results, expected, strict=True):
         assert (
             torch.equal(target, right)
             and torch.equal(source, right)
             and result.data_ptr() == target.data_ptr()
         )
+
+
+def floats(buffer):
+    return buffer.view(torch.float32)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -98,13 +109,13 @@ def test_poison_changes_the_bits_of_a_missing_wait(runtime, rate):
         with stress(rate=rate, poison=True):
             pool = Pool(lambda: torch.empty(40, dtype=torch.uint8))
             sums = torch.zeros(10)
-            fetched = [(buffer := pool.take(), start(home[0], buffer.view(torch.float32), link))]
+            fetched = [(buffer := pool.take(), start([home[0]], [floats(buffer)], link))]
             for i in range(len(home)):
                 if i + 1 < len(home):
                     buffer = pool.take()
-                    fetched.append((buffer, start(home[i + 1], buffer.view(torch.float32), link)))
+                    fetched.append((buffer, start([home[i + 1]], [floats(buffer)], link)))
                 buffer, transfer = fetched[i]
-                sums += buffer.view(torch.float32) if i == missing else transfer.wait()
+                sums += floats(buffer) if i == missing else transfer.wait()[0]
                 transfer.wait()
                 pool.release(buffer)
             assert len(pool._free) == 2
@@ -133,42 +144,42 @@ def test_slowed_transfers_run_beside_the_caller(runtime):
     link = Link("device", "host", runtime)
     with stress(rate=20_000):  # 50 ms each
         before = time.perf_counter()
-        under_way = [start(x, torch.zeros(250), link) for x in xs]
+        under_way = [start([x], [torch.zeros(250)], link) for x in xs]
         started = time.perf_counter() - before
-        results = [transfer.wait() for transfer in under_way]
+        results = [transfer.wait()[0] for transfer in under_way]
         assert started < 0.1 < 0.149 < time.perf_counter() - before
     assert all(map(torch.equal, results, xs))
 
 
-def test_a_bounded_number_is_under_way(monkeypatch):
+@pytest.mark.parametrize(("limit", "under_way"), [(20, 5), (1, 2)])
+def test_thread_bounds_the_bytes_under_way(monkeypatch, limit, under_way):
+    """The host waits for the oldest copy, of a float each; two may be under way in any case."""
     gate = threading.Event()
-    waiting = threading.Event()
     copies, copy = [], transfers.disk.copy
 
     def held(source, target):
         gate.wait(30)
-        copies.append(len(transfers._under_way))
+        copies.append(len(transfers._under_way["device", "host"]))
         copy(source, target)
 
     monkeypatch.setattr(transfers.disk, "copy", held)
+    monkeypatch.setattr(transfers, "UNDER_WAY", limit)
+    started = []
 
     def start_all():
-        for i in range(AT_ONCE + 3):
-            if i == AT_ONCE:
-                waiting.set()
-            start(torch.ones(1), torch.zeros(1), DOWN)
+        for i in range(under_way + 3):
+            start([torch.ones(1)], [torch.zeros(1)], DOWN)
+            started.append(i)
 
     thread = threading.Thread(target=start_all)
     thread.start()
-    assert waiting.wait(30)
     thread.join(0.05)
-    assert (
-        thread.is_alive() and len(transfers._under_way) < AT_ONCE
-    )  # the oldest was taken out, to wait for it
+    assert thread.is_alive() and len(started) <= under_way
+    start([torch.ones(1)], [torch.zeros(1)], Link("host", "device", "process"))  # another direction
     gate.set()
     thread.join(30)
-    start(torch.ones(1), torch.zeros(1), DOWN).wait()
-    assert len(copies) == AT_ONCE + 4 and max(copies) <= AT_ONCE
+    start([torch.ones(1)], [torch.zeros(1)], DOWN).wait()
+    assert len(copies) == under_way + 5 and max(copies) <= under_way
 
 
 def test_errors_of_the_helper_thread_are_raised_by_wait(disk_folder, monkeypatch):
@@ -179,25 +190,26 @@ def test_errors_of_the_helper_thread_are_raised_by_wait(disk_folder, monkeypatch
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(transfers.disk.os, "pwritev", broken)
-    transfer = start(y, x, DOWN)
+    transfer = start([y], [x], DOWN)
     for _ in range(2):
         with pytest.raises(
             transfers.disk.DiskError, match=f"FSHARD_DISK={disk_folder}.*Input/output error"
         ):
             transfer.wait()
     monkeypatch.undo()
-    assert start(y, x, DOWN).wait() is not None  # the thread goes on
+    assert start([y], [x], DOWN).wait()  # the thread goes on
 
 
 def test_other_shape_or_dtype_raises():
     for target in (torch.ones(3), torch.ones(2, dtype=torch.float64)):
         with pytest.raises(ValueError, match="must have the shape and dtype of source"):
-            start(torch.ones(2), target, DOWN)
+            start([torch.ones(2)], [target], DOWN)
 
 
 def test_tensors_without_values_are_done_at_once():
     x = torch.empty(3, device="meta")
-    assert start(x, x, Link("host", "device", "abstract")).wait().is_meta
+    (copy,) = start([x], [x], Link("host", "device", "abstract")).wait()
+    assert copy.is_meta
 
 
 def registrations_on_a_gpu(monkeypatch):

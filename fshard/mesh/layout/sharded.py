@@ -22,7 +22,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.counting import Memory
-from fshard.mesh.layout.host_copies import start_read
+from fshard.mesh.layout.host_copies import GPUS, is_on_host, start_read, upload
 from fshard.mesh.layout.kinds import copy_in, empty_in, memory_of
 from fshard.mesh.layout.layout import Layout, ShardType, as_layout, dtype_name, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
@@ -396,17 +396,44 @@ def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
             "seed: shard_params(model, ..., seed=0), shard_stages(..., seed=0)."
         )
 
-    is_elsewhere = mesh.device_type == "cuda" or x.device.type != mesh.device_type
-    if memory == "device" and is_elsewhere:
-        return x.to(mesh.device_type)  # this process's GPU: x may be on another
+    has_gpu = mesh.device_type in GPUS
+    if has_gpu and memory == "device":
+        return _on_gpu(x, mesh)
+    if memory == "device" and x.device.type != mesh.device_type:
+        return x.to(mesh.device_type)
     if transformed():
         return x
-    if mesh.device_type == "cuda" and memory == "host":
-        if x.is_pinned():  # other memory of the CPU is slow to copy
-            return x
-        target = empty_in("host", x.shape, x.dtype, mesh.device_type)
-        (copy,) = start_read([x], [target])()
-        return copy
+    if has_gpu and memory == "host":
+        return _beside_gpu(x, mesh)
     if memory_of(x, mesh.device_type) == memory:
         return x
     return copy_in(memory, x, mesh.device_type)
+
+
+def _on_gpu(x: Tensor, mesh: Mesh) -> Tensor:
+    if is_on_host(x) and _is_uploadable(x):
+        return upload(x)
+    return x.to(mesh.device_type)  # this process's GPU: x may be on another
+
+
+def _beside_gpu(x: Tensor, mesh: Mesh) -> Tensor:
+    """Return a tensor in page-locked memory of the host: other memory is slow to copy."""
+    if x.is_pinned():
+        return x
+    target = empty_in("host", x.shape, x.dtype, mesh.device_type)
+    (copy,) = start_read([x], [target])()
+    return copy
+
+
+UPLOADED = 1 << 30
+"""The most bytes of a tensor that is copied through pinned memory, which torch keeps for the next.
+
+A batch has less, as a rule. A larger tensor is a parameter's: it is copied once, and may block.
+"""
+
+
+def _is_uploadable(x: Tensor) -> bool:
+    """Return True if a tensor of the host is copied to a GPU without a wait of the host."""
+    has_gradient = x.requires_grad and torch.is_grad_enabled()
+    is_recorded = has_gradient or transformed()  # `upload` has no gradient
+    return is_dense(x) and not is_recorded and x.nbytes <= UPLOADED

@@ -67,6 +67,20 @@ class PendingReduction(NamedTuple):
     copies: int
 
 
+class SentGradients(NamedTuple):
+    """Reduced gradients under way to the host.
+
+    Args:
+        indices: of their parameters.
+        transfer: of the gradients.
+        copies: number of devices that have the same samples.
+    """
+
+    indices: Sequence[int]
+    transfer: Transfer
+    copies: int
+
+
 class Reducer:
     """Reduces the gradients of one device in one step: cast, in buckets, and added up.
 
@@ -102,7 +116,7 @@ class Reducer:
         self._bucket: list[tuple[int, Tensor]] = []
         self._bucket_bytes = 0
         self._in_flight: list[PendingReduction] = []
-        self._sent: dict[int, tuple[Transfer, int]] = {}  # gradients under way to the host
+        self._sent: dict[int, SentGradients] = {}  # by each of their indices
 
         # A reduction is waited for when the next bucket is packed. Gradients for the host are
         # waited for one bucket earlier, so that their copies to the host begin, and their memory is
@@ -224,13 +238,16 @@ class Reducer:
         """Wait for a reduction; add its gradients, or send them to the host to be added there."""
         indices: list[int] = []
         gs: list[Tensor] = []
+        of_host: dict[int, Tensor] = {}
         for index, g in zip(pending.indices, pending.wait(), strict=True):
             if self.leaves[index].gradient.memory == "host":
-                self._send_to_host(index, g, pending.copies)
+                of_host[index] = g
             else:
                 indices.append(index)
                 gs.append(g)
         self._add(indices, gs, pending.copies)
+        if of_host:
+            self._send_to_host(of_host, pending.copies)
 
     def _add(self, indices: Sequence[int], gs: Sequence[Tensor], copies: int) -> None:
         """Add reduced gradients, each in at least the dtype of its parameter."""
@@ -249,22 +266,33 @@ class Reducer:
             total = self.sums[index]
             self.sums[index] = g if total is None else total + g
 
-    def _send_to_host(self, index: int, g: Tensor, copies: int) -> None:
-        """Start to copy a reduced gradient to the host.
+    def _send_to_host(self, gradients: dict[int, Tensor], copies: int) -> None:
+        """Start to copy reduced gradients, by the indices of parameters, to the host.
 
-        The one before, which has arrived by now, is added there.
+        Those before, which have arrived by now, are added there.
         """
-        self._receive_on_host(index)
-        mesh = self.leaves[index].gradient.mesh
-        buffer = empty_in("host", g.shape, g.dtype, mesh.device_type)
+        indices = [*gradients]
+        for index in indices:
+            self._receive_on_host(index)
+        mesh = self.leaves[indices[0]].gradient.mesh
+        buffers: list[Tensor] = []
+        for g in gradients.values():
+            buffers.append(empty_in("host", g.shape, g.dtype, mesh.device_type))
         link = Link("device", "host", mesh.runtime, local_devices(mesh)[0])
-        self._sent[index] = start(g, buffer, link), copies
+        transfer = start([*gradients.values()], buffers, link)
+        self._sent |= dict.fromkeys(indices, SentGradients(indices, transfer, copies))
 
     def _receive_on_host(self, index: int) -> None:
-        """Wait for a gradient that is under way to the host, if there is one, and add it."""
-        if index in self._sent:
-            transfer, copies = self._sent.pop(index)
-            self._add([index], [transfer.wait()], copies)
+        """Wait for a gradient that is under way to the host, if there is one.
+
+        It is added, and so are those that were sent with it.
+        """
+        sent = self._sent.get(index)
+        if sent is None:
+            return
+        for index in sent.indices:
+            del self._sent[index]
+        self._add(sent.indices, sent.transfer.wait(), sent.copies)
 
     # -- at the end of the step ----------------------------------------
 
@@ -274,7 +302,8 @@ class Reducer:
 
         None for those that no device used.
         """
-        for index in [*self._sent]:
+        # The last ones first: copies end in the order of their starts, so that the host waits once.
+        for index in reversed([*self._sent]):
             self._receive_on_host(index)
 
         is_divided = isinstance(divisor, Tensor) or divisor != 1.0

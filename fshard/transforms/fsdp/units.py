@@ -23,12 +23,13 @@ from torch import Tensor
 
 from fshard.memory.kinds import mark, purpose
 from fshard.memory.transfers import Link, Transfer, start
+from fshard.mesh.layout import Memory
 from fshard.mesh.layout.kinds import compute_device, empty_in
 from fshard.mesh.layout.packing import cast
 from fshard.mesh.reshard.execute import StartedReshard, start_reshard
 from fshard.mesh.spmd.scope import Scope, entered, require
 from fshard.source import Site
-from fshard.transforms.fsdp.plans import ParamPlan, UnitPlan
+from fshard.transforms.fsdp.plans import UnitPlan
 from fshard.transforms.module.replica import Replica
 from fshard.transforms.options import StepOptions
 
@@ -86,7 +87,8 @@ class Unit:
         self.shards = shards
         self.values: list[Tensor] = []
         self.pending: StartedReshard | None = None
-        self._copies: list[Transfer] | None = None  # of shards in other memory, to the device
+        # Of shards in other memory, to the device: their positions, by memory.
+        self._copies: list[tuple[list[int], Transfer]] | None = None
         self._versions: list[int] = []  # of the values, as they were unsharded
 
     @property
@@ -104,17 +106,22 @@ class Unit:
         """
         if not self.plan.is_sharded or self.is_unsharded or self._copies is not None:
             return
+        away: dict[Memory, list[int]] = {}
+        for position, plan in enumerate(self.plan.params):
+            if plan.memory != "device":
+                away.setdefault(plan.memory, []).append(position)
         self._copies = []
         with purpose("unsharded"):
-            for shard, plan in zip(self.shards, self.plan.params, strict=True):
-                if plan.memory != "device":
-                    self._copies.append(self._start_copy(shard, plan))
+            for memory, positions in away.items():
+                self._copies.append((positions, self._start_copies(memory, positions)))
 
-    def _start_copy(self, shard: Tensor, plan: ParamPlan) -> Transfer:
-        """Start to copy one shard to the device."""
-        mesh = plan.gradient.mesh
-        link = Link(plan.memory, "device", mesh.runtime, self.context.scope.device)
-        return start(shard, empty_in("device", shard.shape, shard.dtype, mesh.device_type), link)
+    def _start_copies(self, memory: Memory, positions: Sequence[int]) -> Transfer:
+        """Start to copy the shards at some positions, all in one memory, to the device."""
+        mesh = self.plan.params[positions[0]].gradient.mesh
+        shards = [self.shards[position] for position in positions]
+        targets = [empty_in("device", x.shape, x.dtype, mesh.device_type) for x in shards]
+        link = Link(memory, "device", mesh.runtime, self.context.scope.device)
+        return start(shards, targets, link)
 
     @torch.no_grad()
     def unshard(self) -> None:
@@ -145,12 +152,11 @@ class Unit:
     def _wait_for_fetch(self) -> list[Tensor]:
         """Return the shards, all in the device's memory."""
         self.fetch()
-        copies = iter(self._copies or ())
+        shards = [shard.detach() for shard in self.shards]
+        for positions, transfer in self._copies or ():
+            for position, copy in zip(positions, transfer.wait(), strict=True):
+                shards[position] = copy
         self._copies = None
-        shards: list[Tensor] = []
-        for shard, plan in zip(self.shards, self.plan.params, strict=True):
-            is_on_device = plan.memory == "device"
-            shards.append(shard.detach() if is_on_device else next(copies).wait())
         return shards
 
     @torch.no_grad()

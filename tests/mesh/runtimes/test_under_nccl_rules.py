@@ -393,6 +393,8 @@ def test_failure_of_another_process_ends_calls_of_a_device():
         run_new_processes(fail_on_one)
     notes = "\n".join(error.value.__notes__)
     assert "LostProcessError: Process 1 has failed: look for its own error." in notes
+
+
 def test_program_connects_pairs_of_ranks_only_where_messages_are_sent():
     environment = {"FSHARD_BACKEND": "nccl_rules"}
     zero3, pipeline = ([(0, 1)], []), ([], [(0, 1), (0, 1)])  # a pair for each direction
