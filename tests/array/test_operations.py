@@ -333,7 +333,7 @@ def test_reductions_of_other_dtypes_over_sharded_dims(name, dtype):
         torch.testing.assert_close(fs.unshard(y), expected)
 
 
-# -- zeros and infinities of unreduced arrays -------------------------------------------------------------------
+# -- zeros and infinities of unreduced arrays ------------------------------------------------------
 
 QUOTIENTS = {
     "zeros": lambda x, y: x / y,

@@ -349,7 +349,7 @@ def test_gradient_that_is_set_under_a_plan_raises_like_the_others():
         assert all("its parameters have no .grad" in text for text in errors)
 
 
-# -- the values given to boost, used afterwards -------------------------------------------------------------------------
+# -- the values given to boost, used afterwards ----------------------------------------------------
 
 
 FIRST_VALUE = "the first value that boost returned"
@@ -401,7 +401,7 @@ def test_values_given_to_boost_raise_and_name_those_returned(plugin, optimizer):
     assert fs.run(main, mesh=mesh_of(PLUGINS[plugin](), 2)) == [False, False]
 
 
-# -- devices that run other layers --------------------------------------------------------------------------------------
+# -- devices that run other layers -----------------------------------------------------------------
 
 
 class Ordered(nn.Module):

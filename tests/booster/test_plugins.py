@@ -387,7 +387,7 @@ def test_sizes_are_legal_or_between_the_nearest(size, mode, depth):
         model_axes(size, mode, depth)
 
 
-# -- names of other libraries -------------------------------------------------------------------------------------------
+# -- names of other libraries ----------------------------------------------------------------------
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"

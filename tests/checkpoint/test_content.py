@@ -23,7 +23,7 @@ from fshard.errors import CheckpointError
 from tests.checkpoint.helpers.programs import mesh
 from tests.helpers.processes import run_processes
 
-# -- random generators ------------------------------------------------------------------------------------------------
+# -- random generators -----------------------------------------------------------------------------
 
 
 class Generators:
@@ -138,7 +138,7 @@ def test_other_generators_raise(tmp_path):
         fs.RandomState(3)
 
 
-# -- objects of torch -------------------------------------------------------------------------------------------------
+# -- objects of torch ------------------------------------------------------------------------------
 
 
 def sequential(opt):
@@ -288,7 +288,7 @@ def test_state_of_any_object(state, tmp_path_factory):
     assert_equal(target.state, state)
 
 
-# -- arrays in parts, and shared numbers ------------------------------------------------------------------------------
+# -- arrays in parts, and shared numbers -----------------------------------------------------------
 
 
 SPECS = [P(), P("model"), P(None, "model"), P("data", "model"), P.flat("data"), P(at={"data": 1})]

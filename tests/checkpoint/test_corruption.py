@@ -163,7 +163,7 @@ def test_all_corrupt_files_are_named_with_their_bytes(tmp_path):
     assert text.count(f"bytes {BLOCK} to {2 * BLOCK} are not") == 2
 
 
-# -- a manipulated index, with a valid digest ---------------------------------------------------------------------------
+# -- a manipulated index, with a valid digest ------------------------------------------------------
 
 
 def manipulated(path, contents, change):
@@ -395,7 +395,7 @@ def test_other_json_is_refused(text, saved, tmp_path):
         fs.restore(path)
 
 
-# -- the target of a restore that fails ---------------------------------------------------------------------------------
+# -- the target of a restore that fails ------------------------------------------------------------
 
 
 def dcp_folder(path, x):

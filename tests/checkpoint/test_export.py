@@ -205,7 +205,7 @@ def test_boosted_models_are_exported_in_full(name, tmp_path):
     assert_equal(read, dict(network(counts=False).state_dict()))
 
 
-# -- LoRA -------------------------------------------------------------------------------------------------------------
+# -- LoRA ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -294,7 +294,7 @@ def test_adapters_of_another_form_are_refused(tmp_path):
             fs.restore(tmp_path / "adapter")
 
 
-# -- processes, memory, errors ----------------------------------------------------------------------------------------
+# -- processes, memory, errors ---------------------------------------------------------------------
 
 
 def test_processes_export_together_and_fail_together(tmp_path):

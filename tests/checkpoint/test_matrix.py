@@ -20,7 +20,7 @@ from fshard.mesh.spmd.run import local_devices
 from tests.helpers.processes import run_processes
 from tests.transforms.stages.head import Head
 
-# -- trees of all kinds of leaves -------------------------------------------------------------------------------------
+# -- trees of all kinds of leaves ------------------------------------------------------------------
 
 DTYPES = (
     torch.float64,
@@ -223,7 +223,7 @@ def test_checkpoints_of_all_layouts_have_the_same_bytes_in_total(folder):
         assert sum(writer.size - writer.header for writer in writers) == total
 
 
-# -- processes --------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 ON_FOUR = ("zero data=4", "rows", "model 2d", "model, zero", "owners", "two stages")
@@ -245,7 +245,7 @@ def test_processes_restore_what_others_and_virtual_devices_saved(folder):
     assert not differing_leaves(["plain", "zero data=3", "owners of rows"], every)
 
 
-# -- training ---------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 def model():

@@ -28,7 +28,7 @@ from tests.comm.replicas import (
     train,
 )
 
-# -- rules, and loops of plain tensors with the same arguments ---------------------------------------------------------
+# -- rules, and loops of plain tensors with the same arguments -------------------------------------
 
 
 def averaged(every, after=0):
@@ -235,7 +235,7 @@ def test_communication_is_under_way_during_the_inner_step(make, collective, call
     assert sorted(started) == expected
 
 
-# -- inside of a replica -----------------------------------------------------------------------------------------------
+# -- inside of a replica ---------------------------------------------------------------------------
 
 
 def odd_params():
@@ -380,7 +380,7 @@ def test_replicas_of_pipelines_train_as_replicas_of_one_device():
     torch.testing.assert_close(actual, expected)
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 RULES = {
     "local_sgd": local_sgd(3, after=1),

@@ -31,7 +31,7 @@ def double(params, y):
     return 2 * y
 
 
-# -- the oracle: one loop over plain tensors ---------------------------------------------------------------------------
+# -- the oracle: one loop over plain tensors -------------------------------------------------------
 
 
 def largest(x):
@@ -361,7 +361,7 @@ def assert_equal(actual, expected):
     assert all(map(torch.equal, leaves, expected_leaves))
 
 
-# -- overlap -----------------------------------------------------------------------------------------------------------
+# -- overlap ---------------------------------------------------------------------------------------
 
 
 def logging_psum(log):

@@ -303,7 +303,7 @@ def test_draws_of_processes_with_seeds_by_rank_raise():
     run_processes(seeded_by_rank, 2)
 
 
-# -- draws that raise --------------------------------------------------------------------------------------------------
+# -- draws that raise ------------------------------------------------------------------------------
 
 GENERATOR = torch.Generator()
 ONE_EACH = "one number for each element"
@@ -468,7 +468,7 @@ def test_compiled_update_runs_on_shards():
     assert same(trained(update, 2, 1), trained(each(lambda g, p: -g * 2), 1, 0))
 
 
-# -- what replicas return ----------------------------------------------------------------------------------------------
+# -- what replicas return --------------------------------------------------------------------------
 
 
 def adapted(norm):

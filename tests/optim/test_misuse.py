@@ -119,7 +119,7 @@ def test_schedules_and_tensors_are_not_validated():
         assert after[0].item() == 2.0
 
 
-# -- layouts, ties and classes --------------------------------------------------------------------------------------
+# -- layouts, ties and classes ---------------------------------------------------------------------
 
 
 def steps_on_halves():

@@ -254,7 +254,7 @@ def test_certify_and_check_elementwise_accept_pairs():
         check_elementwise(by_norm_of_each)
 
 
-# -- updates that couple leaves, and pairs without state ------------------------------------------------------------
+# -- updates that couple leaves, and pairs without state -------------------------------------------
 
 
 def by_norm(norm):

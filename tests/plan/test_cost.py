@@ -299,7 +299,7 @@ def test_other_sizes_are_those_of_a_mesh_of_that_size():
     assert report.peak(purpose="state") <= of_two.peak(purpose="state")
 
 
-# -- time ----------------------------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------
 
 MESH = fs.make_mesh({"a": 4, "b": 2}, runtime="abstract")
 SITE = Site("f.py", 1, "f")

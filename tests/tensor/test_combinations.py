@@ -56,7 +56,7 @@ def planned(mesh, *args, **how):
     return trained(mesh, *args, pipeline=mesh["pipe"], **{"tensor": mesh.get("model", 1), **how})
 
 
-# -- models -----------------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 def four_heads():
@@ -140,7 +140,7 @@ def recomputed(checkpointed):
     return make
 
 
-# -- one table --------------------------------------------------------------------------------------------------------
+# -- one table -------------------------------------------------------------------------------------
 
 
 class Run(NamedTuple):
@@ -219,7 +219,7 @@ def test_value_from_before_the_blocks_raises():
         planned(STAGES, lambda: Blocks(skips=True), blocks="layers")
 
 
-# -- equal bits -------------------------------------------------------------------------------------------------------
+# -- equal bits ------------------------------------------------------------------------------------
 
 
 def untied_with_dropout():
@@ -260,7 +260,7 @@ def test_reproducible_mode_has_equal_bits_for_one_size_of_model(data, stages, ze
         assert unequal == []
 
 
-# -- precision --------------------------------------------------------------------------------------------------------
+# -- precision -------------------------------------------------------------------------------------
 
 
 def sgd(model):
@@ -327,7 +327,7 @@ def test_overflow_of_one_shard_skips_the_step_of_all_devices(mesh, zero_stage):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-# -- optimizers, and what is trained ----------------------------------------------------------------------------------
+# -- optimizers, and what is trained ---------------------------------------------------------------
 
 
 def fused():

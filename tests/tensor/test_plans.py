@@ -300,7 +300,7 @@ def test_rules_replace_what_is_found():
     assert "three.weight is column and row by several" in message
 
 
-# -- misuse -----------------------------------------------------------------------------------------------------------
+# -- misuse ----------------------------------------------------------------------------------------
 
 
 def plan_of(name="Llama", **options):
@@ -399,7 +399,7 @@ def test_a_wrong_plan_does_not_pass_its_check(monkeypatch):
         plan.check(torch.randn(4, 8, dtype=F64))
 
 
-# -- dropout and ignored labels ---------------------------------------------------------------------------------------
+# -- dropout and ignored labels --------------------------------------------------------------------
 
 IGNORED = -100
 PLANS = {

@@ -66,7 +66,7 @@ def size():
     return fs.axis_size("data")
 
 
-# -- what is sound -------------------------------------------------------------------------------------------------
+# -- what is sound ---------------------------------------------------------------------------------
 
 
 def per_sample(p, x):
@@ -313,7 +313,7 @@ def test_certify_keeps_the_state_of_the_default_generator():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# -- mistakes ----------------------------------------------------------------------------------------------------------
+# -- mistakes --------------------------------------------------------------------------------------
 
 
 def of_one_scalar(params, x):
@@ -563,7 +563,7 @@ def test_certify_on_processes_has_the_rows_of_virtual_devices(two):
     assert all(result == (rows, True) for result in results)
 
 
-# -- mistakes in the library, put in here --------------------------------------------------------------------------------
+# -- mistakes in the library, put in here ----------------------------------------------------------
 
 
 def change_gradient(monkeypatch, change):
@@ -647,7 +647,7 @@ def test_certify_reproducible_other_rounding_diverges(monkeypatch):
     assert first.error < 1e-5
 
 
-# -- optimizers alone ----------------------------------------------------------------------------------------------------
+# -- optimizers alone ------------------------------------------------------------------------------
 
 NOT_ELEMENTWISE = {
     "by norm": lambda g: g / (1 + g.norm()),
@@ -699,7 +699,7 @@ def test_check_elementwise_passes_elementwise_optimizers(opt):
     check_elementwise(opt)
 
 
-# -- errors, and the certificate -----------------------------------------------------------------------------------------
+# -- errors, and the certificate -------------------------------------------------------------------
 
 
 def counting():

@@ -42,7 +42,7 @@ def errors(p, batch):
     return (hidden(p, x) @ p["v"] - y).square().mean(1)
 
 
-# -- losses over the batch's axes: written for devices, and for one ----------------------------------------------------
+# -- losses over the batch's axes: written for devices, and for one --------------------------------
 
 
 def marked(p, batch):
@@ -163,7 +163,7 @@ LOSSES = {
 """Written for devices, for one device, and whether any number of samples is right for it (1) or even parts only (4)."""
 
 
-# -- losses that cut the model -----------------------------------------------------------------------------------------
+# -- losses that cut the model ---------------------------------------------------------------------
 
 
 def cut(x, dim, axis="model"):
@@ -293,7 +293,7 @@ def test_model_parallel_loss_has_gradient_of_one_device(name, sizes, layout, sta
     assert_equal(actual, alone_on(alone, batch_of(8)))
 
 
-# -- what is particular ------------------------------------------------------------------------------------------------
+# -- what is particular ----------------------------------------------------------------------------
 
 
 def test_weight_zero_samples_count_in_collectives():
@@ -402,7 +402,7 @@ def test_reproducible_collective_over_batch_axis_raises(name, n):
         on_mesh(loss_fn, batch_of(8), {"data": n}, P(), reproducible=True)
 
 
-# -- what processes must start from alike ---------------------------------------------------------------------------
+# -- what processes must start from alike ----------------------------------------------------------
 
 
 def started_from(what, n):

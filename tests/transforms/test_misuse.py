@@ -367,7 +367,7 @@ def test_loss_with_swapped_arguments_names_the_order():
     assert "is called as" not in "".join(getattr(error.value, "__notes__", []))
 
 
-# -- torch.compile, and configurations ------------------------------------------------------------------------------
+# -- torch.compile, and configurations -------------------------------------------------------------
 
 
 def test_compiled_module_is_functionalized_under_its_own_names():

@@ -230,7 +230,7 @@ def test_small_default_units_are_merged_with_the_next_ones():
     assert all(x.layout.unit == name for name, x in apart.items())
 
 
-# -- init_params ------------------------------------------------------------------------------------------------------
+# -- init_params -----------------------------------------------------------------------------------
 
 MODULES = {
     "Linear": lambda: nn.Linear(5, 3),

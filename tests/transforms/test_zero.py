@@ -43,7 +43,7 @@ def train(mesh, stage, loss_fn=gpt.loss_fn, steps=4, params=None, opt=None, **op
     return losses, leaves_of(params)
 
 
-# -- reproducible mode ---------------------------------------------------------------------------------------------
+# -- reproducible mode -----------------------------------------------------------------------------
 
 SCALED = fs.optim.loss_scaled(fs.optim.adamw(3e-3))
 REPRODUCIBLE = {
@@ -228,7 +228,7 @@ def test_dropout_differs_by_device_and_step_only():
     assert torch.equal(repeated[1][1], fourth)
 
 
-# -- what is sent -----------------------------------------------------------------------------------------------------
+# -- what is sent ----------------------------------------------------------------------------------
 
 BLOCK = 4 * (16 * 16 + 16)  # bytes
 
@@ -335,7 +335,7 @@ def test_abstract_mesh_sends_the_same_bytes(stage):
     assert rows(4096, "abstract")
 
 
-# -- purity, donation, frozen and unused leaves ------------------------------------------------------------------------
+# -- purity, donation, frozen and unused leaves ----------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -378,7 +378,7 @@ def test_frozen_integer_and_unused_leaves_stay_unchanged(stage):
     assert [name for name in full if grads[name] is None] == ["fixed", "unused", "count"]
 
 
-# -- precision -------------------------------------------------------------------------------------------------------------
+# -- precision -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_overflow_on_one_device_is_skipped_by_all():
     assert state["skipped"] == 1
 
 
-# -- arrays inside and outside of a run -------------------------------------------------------------------------------
+# -- arrays inside and outside of a run ------------------------------------------------------------
 
 
 def names_in(message):

@@ -50,7 +50,7 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
-# -- kinds of derivatives ---------------------------------------------------------------------------------------
+# -- kinds of derivatives --------------------------------------------------------------------------
 #
 # A kind of derivative is a function of (loss, w, x): the loss is the serial one, or the one of a device with its own
 # rows of x, whose gradients at the replicated w are complete on every device.
@@ -316,7 +316,7 @@ def test_derivatives_in_processes_equal_serial(two):
         close(derivatives, expected)
 
 
-# -- every collective ---------------------------------------------------------------------------------------------
+# -- every collective ------------------------------------------------------------------------------
 
 LINEAR = []
 for collective_name in ORACLES:
@@ -529,7 +529,7 @@ def test_pmax_and_pmin_derivatives_equal_oracle_and_ties_share(two):
     two.run(run_extremes, 2)
 
 
-# -- through shard_map, from outside ------------------------------------------------------------------------------
+# -- through shard_map, from outside ---------------------------------------------------------------
 
 
 def test_gradients_at_local_shards():
@@ -623,7 +623,7 @@ def test_torch_func_through_device_put_and_reshard(memory):
     assert torch.equal(vmap(grad(squares))(torch.stack([x, v])), torch.stack([2 * x, 2 * v]))
 
 
-# -- transparency -------------------------------------------------------------------------------------------------
+# -- transparency ----------------------------------------------------------------------------------
 
 
 def mlp(params, x, kinds):
@@ -704,7 +704,7 @@ def test_gradients_equal_serial_program(data, model, swapped, blocks, width, see
     close(actual, grad(serial)(params))
 
 
-# -- adjoints ---------------------------------------------------------------------------------------------------
+# -- adjoints --------------------------------------------------------------------------------------
 
 MOVES = [
     moves.Psum(),

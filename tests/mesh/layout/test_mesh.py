@@ -235,7 +235,7 @@ def test_version_matches_package_metadata():
     assert fs.testing.strategies.meshes and fs.testing.oracles.ORACLES
 
 
-# -- shard arithmetic ---------------------------------------------------------------------------------------------
+# -- shard arithmetic ------------------------------------------------------------------------------
 
 sizes = st.dictionaries(st.sampled_from("abc"), st.integers(1, 4), min_size=1)
 
@@ -279,7 +279,7 @@ def test_spec_blocks_cover_every_element_once(order, first, times):
     assert (covered == 1).all()
 
 
-# -- arrays -------------------------------------------------------------------------------------------------------
+# -- arrays ----------------------------------------------------------------------------------------
 
 
 def test_in_memory_tensor_of_another_gpu_moves_to_this_process():
@@ -341,7 +341,7 @@ def test_sharded_saved_and_loaded_is_equal(spec):
         assert torch.equal(fs.unshard(y), torch.arange(4.0))
 
 
-# -- a size of -1 --------------------------------------------------------------------------------------------------------
+# -- a size of -1 ----------------------------------------------------------------------------------
 
 
 def test_size_minus_one_is_the_rest_of_the_devices_of_a_run():

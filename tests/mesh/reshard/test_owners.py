@@ -242,7 +242,7 @@ def test_training_any_tree_equal_bits_and_layouts(name, data):
     assert same(actual, fs.unshard(expected))
 
 
-# -- who holds what ---------------------------------------------------------------------------------------------------
+# -- who holds what --------------------------------------------------------------------------------
 
 
 def loads_of(sizes, owners, n):
@@ -355,7 +355,7 @@ def test_sharded_matrices_are_assembled_at_owner(spec):
     assert sizes.count(32) == 1
 
 
-# -- what is sent -----------------------------------------------------------------------------------------------------
+# -- what is sent ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -222,7 +222,7 @@ def test_audit_of_inner_gradient_passes():
     assert torch.equal(b.grad, x.detach().view(2, 2).sum(0))
 
 
-# -- drawn programs -----------------------------------------------------------------------------------------------
+# -- drawn programs --------------------------------------------------------------------------------
 
 
 class Op(NamedTuple):

@@ -167,7 +167,7 @@ WRAPPERS = {
 }
 
 
-# -- trees --------------------------------------------------------------------------------------------------------
+# -- trees -----------------------------------------------------------------------------------------
 
 SHAPES = [(), (0,), (1,), (3,), (5,), (2, 3), (0, 2), (7, 5), (17,), (2, 2, 3)]
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -295,7 +295,7 @@ def suited(make, params, steps):
     return params, steps
 
 
-# -- optimizers drawn at random ---------------------------------------------------------------------------------------
+# -- optimizers drawn at random --------------------------------------------------------------------
 
 WRITERS = {name: opt for name, opt in ALL.items() if opt.step is not None}
 for torch_class, torch_options in FOREIGN.items():

@@ -27,7 +27,7 @@ from fshard.pipeline.schedule.communication import with_messages, with_units
 from fshard.pipeline.schedule.schedule import Schedule
 from tests.helpers.processes import run_processes
 
-# -- schedules ----------------------------------------------------------------------------------------------------
+# -- schedules -------------------------------------------------------------------------------------
 
 
 def requirements(kind, stage, microbatch, stages, split):
@@ -75,7 +75,7 @@ def named(name, stages, microbatches):
     return pipeline_schedule(name, stages=stages, microbatches=microbatches)
 
 
-# -- stages -------------------------------------------------------------------------------------------------------
+# -- stages ----------------------------------------------------------------------------------------
 
 
 def dense(params, x):
@@ -364,7 +364,7 @@ def test_stage_may_write_to_one_of_several_received_tensors(two):
     assert torch.equal(last[1], torch.full((16,), 2.0))
 
 
-# -- what devices hold and send -----------------------------------------------------------------------------------
+# -- what devices hold and send --------------------------------------------------------------------
 
 
 def count_alive(references):
@@ -506,7 +506,7 @@ def test_value_dependent_shapes_need_dynamic():
     assert [g.item() for g in actual.gradients] == [3.0, 4.5]
 
 
-# -- without a backward, beside other axes ------------------------------------------------------------------------
+# -- without a backward, beside other axes ---------------------------------------------------------
 
 
 def test_forward_only_step_evaluates_and_infers():
@@ -572,7 +572,7 @@ def test_detached_stage_gives_no_gradients_before_it():
     assert actual.gradients == [None, None, 4.0]
 
 
-# -- threads, and errors of stages --------------------------------------------------------------------------------
+# -- threads, and errors of stages -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -638,7 +638,7 @@ def test_error_in_a_stage_notes_stage_and_microbatch():
     step(weights, [torch.ones(1, 2)] * 3)  # the next step runs
 
 
-# -- what was done when --------------------------------------------------------------------------------------------
+# -- what was done when ----------------------------------------------------------------------------
 
 
 def watch_a_step(name):

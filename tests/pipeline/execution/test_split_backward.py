@@ -133,7 +133,7 @@ def t(*shape, grad=True, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(grad)
 
 
-# -- the bits of one backward, and its work -----------------------------------------------------------------------
+# -- the bits of one backward, and its work --------------------------------------------------------
 
 
 class Twice(Function):
@@ -383,7 +383,7 @@ OPERATIONS = {
 }
 
 
-# -- memory -------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def test_split_backward_frees_activations_of_inputs_after_i():

@@ -369,7 +369,7 @@ def test_balance_counts_code_outside_the_blocks():
     assert sum(sizes("memory")) == BLOCKS
 
 
-# -- what is around the blocks, and who calls them ------------------------------------------------------------------
+# -- what is around the blocks, and who calls them -------------------------------------------------
 
 
 class Layers(nn.Module):

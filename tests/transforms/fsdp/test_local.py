@@ -18,7 +18,7 @@ from fshard import P
 from fshard.errors import PromiseError
 from fshard.mesh.spmd.run import device_of
 
-# -- a GPT: two blocks and tied embeddings of 51 words, which neither two nor four devices divide ----------------------
+# -- a GPT: two blocks and tied embeddings of 51 words, which neither two nor four devices divide --
 
 WORDS, WIDTH, HEADS, LENGTH = 51, 8, 6, 5
 COLUMN = P(None, "model")
@@ -250,7 +250,7 @@ def test_evaluate_gives_loss_of_one_device():
         torch.testing.assert_close(actual.double(), expected)
 
 
-# -- a forgotten psum ---------------------------------------------------------------------------------------------------
+# -- a forgotten psum ------------------------------------------------------------------------------
 
 TWO_LAYERS = {"up": COLUMN, "down": ROW}
 
@@ -368,7 +368,7 @@ def test_pmean_of_losses_that_differ_trains_their_mean():
     torch.testing.assert_close((loss, fs.unshard(grads)), (expected, expected_grads))
 
 
-# -- gradients inside a loss ---------------------------------------------------------------------------------------------
+# -- gradients inside a loss -----------------------------------------------------------------------
 
 
 def doubles():
@@ -620,7 +620,7 @@ def test_layouts_that_are_not_local_raise_together():
         fs.optim.muon(0.1).init(arrays)
 
 
-# -- devices that compute one loss have the same samples -----------------------------------------------------------
+# -- devices that compute one loss have the same samples -------------------------------------------
 
 
 def right_samples(data, step):

@@ -158,7 +158,7 @@ def mlp_out_of_place(w, v, x):
     return (torch.nn.functional.dropout(hidden, 0.3) @ v).tanh()
 
 
-# -- what is kept, and what runs again ------------------------------------------------------------------------------
+# -- what is kept, and what runs again -------------------------------------------------------------
 
 
 def count(f, policy, *args, operations=("mm", "sin", "exp")):
@@ -260,7 +260,7 @@ def test_nested_remat_keeps_outermost_inputs_only():
     assert size == 0
 
 
-# -- arguments and results ------------------------------------------------------------------------------------------
+# -- arguments and results -------------------------------------------------------------------------
 
 
 def test_remat_of_module_trains_its_parameters():
@@ -287,7 +287,7 @@ def test_remat_with_unknown_policy_raises():
         remat(torch.sin, "some")
 
 
-# -- on devices -----------------------------------------------------------------------------------------------------
+# -- on devices ------------------------------------------------------------------------------------
 
 
 def block(w, x):

@@ -31,7 +31,7 @@ def placed(params, stage, mesh):
     return fs.shard_params(params, rules, mesh=mesh)
 
 
-# -- one device, by torch ---------------------------------------------------------------------------------------------
+# -- one device, by torch --------------------------------------------------------------------------
 
 
 def batches(width: int, size: int = 8) -> list[Tensor]:
@@ -71,7 +71,7 @@ def serial(module: nn.Module, width: int, size: int = 8) -> Trained:
     return Trained(losses, params, dict(module.named_buffers()))
 
 
-# -- frozen parameters ------------------------------------------------------------------------------------------------
+# -- frozen parameters -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_frozen_parameters_have_no_state_nor_messages(stage, n):
     assert [x.layout.frozen for x in after.values()] == [True, True, False, False]
 
 
-# -- buffers ----------------------------------------------------------------------------------------------------------------
+# -- buffers ---------------------------------------------------------------------------------------
 
 
 def batch_normed() -> nn.Module:
@@ -250,7 +250,7 @@ def test_buffers_on_the_mesh_keep_their_layout():
         with_buffers(batch_normed(), 3, place=flat)
 
 
-# -- rematerialisation --------------------------------------------------------------------------------------------------------
+# -- rematerialisation -----------------------------------------------------------------------------
 
 
 Block = Callable[..., Tensor]
@@ -422,7 +422,7 @@ def test_units_of_class_bound_unsharded_memory(monkeypatch, live):
     assert most_bytes(["body", "head"]) > 4 * layer_bytes
 
 
-# -- what a loss function may do with parameters ------------------------------------------------------------------------------
+# -- what a loss function may do with parameters ---------------------------------------------------
 
 
 def with_teacher(p, x):

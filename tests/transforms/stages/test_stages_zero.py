@@ -22,7 +22,7 @@ from fshard.pipeline.schedule.builders import BUILDERS
 from tests.helpers.processes import run_processes
 from tests.transforms.stages.head import Head
 
-# -- a model: a small GPT as layers, with dropout and tied embeddings -------------------------------------------------
+# -- a model: a small GPT as layers, with dropout and tied embeddings ------------------------------
 
 WORDS, WIDTH, LENGTH = 13, 6, 5
 
@@ -108,7 +108,7 @@ def recurrent(blocks, seed=0):
 MODELS = {"gpt": gpt, "recurrent": recurrent}
 
 
-# -- training -----------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 def optimizer(opt, mesh, zero):
@@ -241,7 +241,7 @@ def assert_same(actual, expected, tolerance=0.0):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance / 10)
 
 
-# -- equal bits ---------------------------------------------------------------------------------------------------
+# -- equal bits ------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
     "sgd": fs.optim.sgd(0.1, momentum=0.9),
@@ -421,7 +421,7 @@ def test_late_weight_gradients_wait_for_their_all_gather(name, live_units):
     torch.testing.assert_close(gradients, expected)
 
 
-# -- what is held and sent ----------------------------------------------------------------------------------------
+# -- what is held and sent -------------------------------------------------------------------------
 
 
 def linear(w, x):
@@ -619,7 +619,7 @@ def test_microbatch_of_weight_zero_adds_nothing(reproducible):
     assert is_finite
 
 
-# -- other forms --------------------------------------------------------------------------------------------------
+# -- other forms -----------------------------------------------------------------------------------
 
 
 def test_function_stages_accept_skips_and_any_batch():
@@ -828,7 +828,7 @@ def test_lazy_layers_are_built_on_their_stage_only(four):
     assert [count for _, count in of_processes] == [2] * 4
 
 
-# -- a process that fails ------------------------------------------------------------------------------------------
+# -- a process that fails --------------------------------------------------------------------------
 
 
 def fail_and_go_on(failing_rank):
@@ -870,7 +870,7 @@ def test_failed_process_is_named_by_waiting_processes(who):
             assert second.startswith("LostProcessError")
 
 
-# -- misuse -------------------------------------------------------------------------------------------------------
+# -- misuse ----------------------------------------------------------------------------------------
 
 # Virtual, because the module is imported in processes too.
 MESH = fs.make_mesh({"pipe": 2, "data": 2}, runtime="virtual")
