@@ -1,4 +1,4 @@
-"""Arrays behave as tensors do, in operators, conversions, gradients, in-place operations and errors.
+"""Arrays behave as tensors do: operators, conversions, gradients, in-place operations, errors.
 
 The oracle is the same program on unsharded tensors.
 """

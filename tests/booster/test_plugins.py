@@ -300,7 +300,10 @@ CONFIGURATIONS = {
     "sequence": ({"tensor": {"size": 4, "mode": "sequence"}}, Sizes(sequence=4)),
     "named": ({"parallel": {"pipeline": 2, "tensor": 1}}, Sizes(pipeline=2)),
 }
-"""Samples of Colossal-AI's page: sizes of pipeline and tensor, the mode, and the size of sequence."""
+"""Samples of Colossal-AI's page.
+
+Sizes of pipeline and tensor, the mode, and the size of sequence.
+"""
 
 
 def sizes_of(plugin):

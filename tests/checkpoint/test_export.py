@@ -191,7 +191,7 @@ def test_model_gives_its_config_and_drops_ties(tmp_path):
 
 @pytest.mark.parametrize("name", ["zero1", "fsdp", "stages", "tensor", "both"])
 def test_boosted_models_are_exported_in_full(name, tmp_path):
-    """Names are those of the module, and fused weights one array, in stages and planned layers too."""
+    """Names are those of the module, and fused weights are one array, in stages too."""
     plugin, axes = PLUGINS[name]
 
     def program():

@@ -1,4 +1,4 @@
-"""From any layout to any layout: leaves are restored bit for bit, and training goes on with equal bits.
+"""From any layout to any layout: leaves are restored bit for bit, and training goes on so.
 
 The oracles are the saved trees, compared as bytes, and the run that was not interrupted.
 """

@@ -33,7 +33,10 @@ def gradients(device, step, dtype=torch.float32):
 
 
 def on_devices(compress, count=1, n=4, make=gradients):
-    """Reduce some steps' gradients; return for each device (total, sent) of each step, and the last state."""
+    """Reduce some steps' gradients.
+
+    Return for each device (total, sent) of each step, and the last state.
+    """
 
     def main():
         state = compress.init(make(0, 0))
@@ -47,7 +50,10 @@ def on_devices(compress, count=1, n=4, make=gradients):
 
 
 def reduced(compress, xs):
-    """Reduce one leaf, of which `xs` has a gradient for each device; return what the first device gets and sends."""
+    """Reduce one leaf, of which `xs` has a gradient for each device.
+
+    Return what the first device gets and sends.
+    """
 
     def main():
         grads = [xs[fs.axis_index("data")]]

@@ -104,7 +104,10 @@ def mixed(graph):
 
 
 def divided(graph):
-    """Push sums: parameters and a weight are shared along edges, and divided where they are used."""
+    """Push sums.
+
+    Parameters and a weight are shared along edges, and divided where they are used.
+    """
     weights = torch.ones(4)
     totals = [dict(FULL) for _ in range(4)]
 
@@ -213,7 +216,10 @@ def test_replicas_follow_a_loop_of_plain_tensors(rule, combine, args, size, byte
     ],
 )
 def test_communication_is_under_way_during_the_inner_step(make, collective, calls):
-    """When an inner step runs, the collective of the rule has been started. (Metrics take 2 psums.)"""
+    """When an inner step runs, the collective of the rule has been started.
+
+    (Metrics take 2 psums.)
+    """
     started = []
 
     def watched(inner, mesh):

@@ -216,7 +216,7 @@ def test_residuals_are_unreduced_and_keep_their_total_on_another_mesh(
 
 
 def compressed_run(compress, nodes, stage):
-    """Return the parameters, the state and the step of a run whose gradients are `gradients_of(x)`."""
+    """Return parameters, state and the step of a run whose gradients are `gradients_of(x)`."""
     mesh = fs.make_mesh({"node": nodes, "gpu": 2})
     opt = fs.optim.sgd(1.0)
     opt = fs.partition_optimizer(
@@ -332,7 +332,10 @@ def test_delayed_gradients_of_a_checkpoint_are_applied_by_any_number_of_devices(
     ],
 )
 def test_a_step_that_is_not_finite_leaves_the_state_alone(compress):
-    """A step is skipped if a gradient is not finite, sent or not; the next one has the old state."""
+    """A step is skipped if a gradient is not finite, sent or not.
+
+    The next one has the old state.
+    """
     mesh = fs.make_mesh(AXES)
     opt = fs.optim.loss_scaled(fs.optim.sgd(RATE), initial=8.0)
     opt = fs.partition_optimizer(opt, mesh=mesh, axis="gpu", stage=1, compress={"node": compress})

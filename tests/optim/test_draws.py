@@ -114,7 +114,7 @@ def test_draws_of_replicas_of_shards_equal_one_devices():
 
 
 def test_draws_of_dims_equal_one_devices():
-    """A leaf sharded by a dim along one axis, and flat along another, gets its part of the full draw."""
+    """A leaf, sharded by a dim and flat along another axis, gets its part of the full draw."""
 
     def update_of_zeros(axes, spec, stage):
         torch.manual_seed(0)

@@ -249,7 +249,8 @@ CLASSES_AND_LAYOUTS = {
     "nesterov": (lambda: optim.sgd(0.1, nesterov=True), "nesterov needs momentum"),
     "a fused kernel": (
         steps_on_halves,
-        "fused=True needs contiguous parameters of a dtype that .*; got torch.bfloat16 on cpu. Leave",
+        "fused=True needs contiguous parameters of a dtype that .*; got torch.bfloat16 on cpu. "
+        "Leave",
     ),
     "labels of ties": (
         lambda: tied(BY_TIES),

@@ -46,7 +46,10 @@ PAIRS = {
 
 
 def alone(opt, params, steps):
-    """Run a pair on one device, each parameter by itself, without fshard; `count` goes on without gradients too."""
+    """Run a pair on one device, each parameter by itself, without fshard.
+
+    `count` goes on without gradients too.
+    """
     at = optim.leaves.Leaves.of(params)
     results = []
     for i, (x, first) in enumerate(zip(at.leaves, at.firsts, strict=True)):
@@ -105,7 +108,10 @@ def test_pair_on_shards_equals_one_device(name, tree, n, stage, run):
 
 
 def trained(opt, stage, n=2, **options):
-    """Return parameters and state after three steps; without a stage, the optimizer is not divided."""
+    """Return parameters and state after three steps.
+
+    Without a stage, the optimizer is not divided.
+    """
     mesh = fs.make_mesh({"data": n})
     torch.manual_seed(0)
     full = {"w": torch.randn(6, 6), "h": torch.randn(6, 2), "idle": torch.ones(5)}
@@ -186,7 +192,10 @@ def test_pair_in_processes_equals_virtual_devices(two):
 
 
 def test_params_like_state_has_params_layouts():
-    """Of h, idle and w: their moments, numbers of rows and steps, at their owners; then one number."""
+    """Of h, idle and w: their moments, numbers of rows and steps, at their owners.
+
+    Then one number.
+    """
     _, state = trained(ROWS, 3)
     assert types(state) == [
         "f32[6, 2]{at:data=1}",

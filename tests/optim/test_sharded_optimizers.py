@@ -157,7 +157,10 @@ def test_step_on_abstract_mesh_keeps_layouts(name):
 
 
 def owners_of(frozen):
-    """Return the owner of each trained parameter's state; those at `frozen` indices are not trained."""
+    """Return the owner of each trained parameter's state.
+
+    Those at `frozen` indices are not trained.
+    """
     mesh = fs.make_mesh({"data": 3})
     leaves = []
     for index, shape in enumerate([(8, 5), (4, 4), (3, 4), (5, 2), (2, 2)]):
@@ -171,7 +174,8 @@ def owners_of(frozen):
 
 @pytest.mark.parametrize("frozen", [{0}, {1, 2}, {0, 3, 4}])
 def test_owners_are_unchanged_by_freezing(frozen):
-    """Else the state of a parameter would move, or be lost, when another one is frozen or trained again."""
+    """Else the state of a parameter would move, or be lost, when another one is frozen or trained
+    again."""
     everywhere = owners_of(set())
     assert owners_of(frozen) == {i: at for i, at in everywhere.items() if i not in frozen}
 

@@ -1,7 +1,7 @@
 """`fs.plan.cost`: operations, bytes and peaks are those of the run that it predicts.
 
-The oracles are the ledger and the memory of that run, formulas of a GPT, and times of small lists of
-events, derived by hand.
+The oracles are the ledger and the memory of that run, formulas of a GPT, and times of small lists
+of events, derived by hand.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Sharded layers beside everything else: every mode, ZeRO, stages, precision, optimizers, recomputation.
+"""Sharded layers beside all else: modes, ZeRO, stages, precision, optimizers, recomputation.
 
 The oracle is the same loop on one device.
 """
@@ -306,7 +306,8 @@ def test_half_precision_errs_as_one_device_does(mesh, make, precision, zero_stag
 
 
 def overflowing():
-    """Return a model whose gradient overflows in float16 in one row of `up`, which the last device has."""
+    """Return a model whose gradient overflows in float16 in one row of `up`, which the last device
+    has."""
     model = single()
     with torch.no_grad():
         model[1].down.weight[:, -1] *= 300

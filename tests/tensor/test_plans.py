@@ -1,7 +1,7 @@
 """Planned models equal those of one device: models of transformers, in all modes, over sequences.
 
-The oracle is the planned function on plain tensors, where no axis is bound: loss and gradients. Bytes
-are those of Megatron's formula.
+The oracle is the planned function on plain tensors, where no axis is bound: loss and gradients.
+Bytes are those of Megatron's formula.
 """
 
 from typing import NamedTuple, get_args
@@ -169,8 +169,8 @@ def bytes_along_model(comm):
 def test_pairs_of_layers_send_what_megatron_sends():
     """Each way, there are two reductions of activations a block, and one of the table of words.
 
-    Megatron's sequence parallelism sends as much. The rest is the loss over the words, and gradients
-    of replicated norms.
+    Megatron's sequence parallelism sends as much. The rest is the loss over the words, and
+    gradients of replicated norms.
     """
     mesh = fs.make_mesh({"data": 1, "model": 2})
     options = {"axis": "model", "sample": inputs_of("Llama")[0], "check": False}
@@ -213,7 +213,10 @@ def test_bytes_on_an_abstract_mesh_are_those_that_are_sent(options):
 
 
 class Block(nn.Module):
-    """Layers as people write them: a fused product that is chunked, a chain, a norm of a product."""
+    """Layers as people write them.
+
+    They are a fused product that is chunked, a chain, and a norm of a product.
+    """
 
     def __init__(self):
         super().__init__()

@@ -122,7 +122,10 @@ def from_mean(p, x):
 
 
 def chaotic(p, x):
-    """Each step multiplies an error in the parameters by about 1e6; with the serial run's gradients there is none."""
+    """Each step multiplies an error in the parameters by about 1e6.
+
+    With the serial run's gradients there is none.
+    """
     return torch.sin(1e6 * (p["w"] * x[:, :3]).sum(1)).mean()
 
 
@@ -370,7 +373,7 @@ def masked(params, x, generator=None):
 
 
 def optimizer_of(update):
-    """Return an optimizer without state that claims to be elementwise, of a function of one gradient."""
+    """Return an optimizer of a function of one gradient, which claims to be elementwise."""
 
     def updates(grads, state, params):
         leaves, structure = flatten(grads)

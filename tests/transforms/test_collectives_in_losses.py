@@ -160,7 +160,7 @@ LOSSES = {
     "neighbours": (neighbours, neighbours_alone, 4),
     "remat": (memory, remembered_alone, 4),
 }
-"""Written for devices, for one device, and whether any number of samples is right for it (1) or even parts only (4)."""
+"""Written for devices, for one device, and 4 if devices must have equally many samples, else 1."""
 
 
 # -- losses that cut the model ---------------------------------------------------------------------
@@ -266,8 +266,9 @@ WAYS = [{}, {}, {"reshard_after_forward": False}, {"in_flight": 0, "bucket": 0}]
     way=st.sampled_from(WAYS),
 )
 def test_collective_over_batch_axis_has_gradient_of_one_device(name, n, stage, more, way):
-    loss_fn, alone, even = LOSSES[name]
-    size = 8 if even == 4 else 5 + more
+    loss_fn, alone, divisor = LOSSES[name]
+    size = 8 if divisor == 4 else 5 + more
+
     actual = on_mesh(loss_fn, batch_of(size), {"data": n}, stage=stage, **way)
     assert_equal(actual, alone_on(alone, batch_of(size)))
 
@@ -475,7 +476,10 @@ def test_device_dependent_print_in_loss_changes_nothing(stage):
 
 
 def test_collective_on_some_devices_decides_for_all():
-    """Devices agree on the axes of a loss before anything is reduced; here one row of them calls a collective."""
+    """Devices agree on the axes of a loss before anything is reduced.
+
+    Here one row of them calls a collective.
+    """
     mesh = fs.make_mesh({"data": 2, "model": 2})
 
     def loss_fn(w, x):

@@ -1,4 +1,4 @@
-"""`shard_params` gives layouts and units by rules of every kind; `init_params` shards initial values.
+"""`shard_params` gives layouts and units by rules of every kind; `init_params` shards values.
 
 The oracle of `init_params` is the plain function from the same seed.
 """

@@ -210,7 +210,10 @@ DUAL = ("dual numbers", "jacobian forward vectorized", "hessian forward vectoriz
 
 
 def data_parallel(w, x):
-    """Return the sum over the rows of all devices, from a device's own; each term of w counts once."""
+    """Return the sum over the rows of all devices, from a device's own.
+
+    Each term of w counts once.
+    """
     rows = ((x @ fs.pvary(w, "data")).tanh() ** 2).sum()
     return fs.psum(rows, "data") + (w**3).sum()
 

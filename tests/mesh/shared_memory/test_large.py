@@ -98,7 +98,10 @@ def test_more_spans_than_one_call_reads_equal_virtual():
 
 
 def one_does_something_else():
-    """Process 1 comes second, so all is there when it starts; then it is away until process 0 has its result."""
+    """Process 1 comes second, so all is there when it starts.
+
+    Then it is away until process 0 has its result.
+    """
 
     def main():
         first = fs.axis_index("d") == 0

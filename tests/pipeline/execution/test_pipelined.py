@@ -373,7 +373,10 @@ def count_alive(references):
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(4, 6), (4, 2), (3, 1), (1, 3)])
 def test_one_f_one_b_frees_activations_after_their_backward(stages, microbatches):
-    """Weak references to saved tensors count the graphs of a stage; after the step there are none."""
+    """Weak references to saved tensors count the graphs of a stage.
+
+    After the step there are none.
+    """
     saved = [[] for _ in range(stages)]
     results = []
     most = [0] * stages

@@ -1,4 +1,4 @@
-"""The known schedules are complete for any numbers, as fast as their papers prove, and drawn as they are.
+"""The known schedules are complete for any numbers, as fast as their papers prove, and as drawn.
 
 The oracle (`timed`) runs all rows side by side, tick by tick; numbers are those of the papers.
 """

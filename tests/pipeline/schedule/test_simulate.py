@@ -104,7 +104,10 @@ def test_simulated_times_equal_a_fixed_point_iteration():
 
 
 def requirements(action):
-    """List the actions that may have to run before one; of B and I of the next stage there is one."""
+    """List the actions that may have to run before one.
+
+    Of B and I of the next stage there is one.
+    """
     kind, stage, microbatch = action
     if kind is Kind.F:
         return [Action(Kind.F, stage - 1, microbatch)]

@@ -1,7 +1,7 @@
 """Parameters used as they are stored along "model" train as on one device.
 
-The oracle is the same GPT, written for one device (`alone`). Its local functions have a `psum` where
-Megatron has one; losses that differ along a local axis, and samples that do, raise.
+The oracle is the same GPT, written for one device (`alone`). Its local functions have a `psum`
+where Megatron has one; losses that differ along a local axis, and samples that do, raise.
 """
 
 import math
@@ -434,7 +434,8 @@ def test_inner_gradient_through_a_collective_along_a_local_axis_raises(name, sta
 
 
 def test_inner_gradient_by_autograd_along_the_axes_of_the_batch_is_right():
-    """Each device differentiates the sum of all devices' values, of which each has its own gradient."""
+    """Each device differentiates the sum of all devices' values, of which each has its own
+    gradient."""
     mesh = fs.make_mesh({"data": 2})
     full, x = doubles()
 

@@ -358,7 +358,10 @@ def gradient_and_ledger(policy, x, runtime=None):
 
 @each_policy
 def test_remat_repeats_collectives_on_any_mesh(policy):
-    """One gather and one sum in forward; backward sums for a pvary of each argument that needs it."""
+    """One gather and one sum in forward.
+
+    Backward sums for a pvary of each argument that needs it.
+    """
     again = policy != "everything" and policy != offload("everything")
     expected = {"all_gather": 1 + again, "psum": 2 + again}
     for runtime, device in (("virtual", "cpu"), ("abstract", "meta")):
@@ -467,7 +470,10 @@ class Residual(nn.Module):
 
 @each_policy
 def test_remat_of_sharded_layers_has_equal_gradients(policy):
-    """The first step finds how results are sharded: the operations for this are not those of the function."""
+    """The first step finds how results are sharded.
+
+    The operations for this are not those of the function.
+    """
     x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.manual_seed(0))
     results = []
     for kept in ("everything", policy):

@@ -99,7 +99,7 @@ def test_frozen_patterns_match_module_names(frozen):
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_frozen_parameters_have_no_state_nor_messages(stage, n):
-    """A device stores the parameters of a stage, two numbers for each trained one, and sends no more.
+    """A device stores its parameters, and two numbers for each trained one, and sends no more.
 
     Frozen parameters are sent in stage 3 only, once.
     """

@@ -61,7 +61,10 @@ def entropy(y, batch):
 
 
 def of_words(y, batch):
-    """Return the mean over the words that are not 0, and metrics: a mean, a count, rows of samples."""
+    """Return the mean over the words that are not 0, and metrics.
+
+    Metrics are a mean, a count and rows of samples.
+    """
     losses = F.cross_entropy(y.transpose(1, 2), batch[1], reduction="none", ignore_index=0)
     best = y.argmax(-1)
     metrics = {
@@ -80,11 +83,8 @@ def words(batch):
     return (batch[1] != 0).sum()
 
 
-class Recurrent(nn.Module):
-    """A layer of operations that a GPT does not have.
-
-    They are a product of weights, a convolution with groups, and a frozen parameter.
-    """
+class Convolution(nn.Module):
+    """A product of weights, a convolution with groups, and a frozen parameter."""
 
     def __init__(self, number):
         super().__init__()
@@ -99,13 +99,67 @@ class Recurrent(nn.Module):
         return x + F.gelu(self.mixed(x.mT)).mT
 
 
-def recurrent(blocks, seed=0):
+class Recurrence(nn.Module):
+    """A recurrent cell: the weights are used once for each word."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(2, WIDTH)
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x):
+        state = x.new_zeros(len(x), WIDTH)
+        states = []
+        for word in self.norm(x.mT).mT.unbind(1):
+            state = self.cell(word, state)
+            states.append(state)
+        return x + torch.stack(states, 1)
+
+
+class Mixture(nn.Module):
+    """Experts whose results are added with the weights of a gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        for index, expert in enumerate(self.experts):
+            x = x + weights[..., index, None] * expert(x).relu()
+        return x
+
+
+def of_layers(make_layer, count):
+    """Return layers between an embedding and a head that is tied to it."""
+    embedding = nn.Embedding(WORDS, WIDTH)
+    layers = [make_layer(number) for number in range(count)]
+    return nn.Sequential(embedding, *layers, Head(embedding.weight))
+
+
+def convolutional(blocks, seed=0):
     torch.manual_seed(seed)
-    layers = [Recurrent(number) for number in range(blocks)]
+    layers = [Convolution(number) for number in range(blocks)]
     return nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS))
 
 
-MODELS = {"gpt": gpt, "recurrent": recurrent}
+def recurrent(blocks, seed=0):
+    torch.manual_seed(seed)
+    return of_layers(lambda number: Recurrence(), blocks)
+
+
+def mixture(blocks, seed=0):
+    torch.manual_seed(seed)
+    return of_layers(lambda number: Mixture(), blocks)
+
+
+MODELS = {
+    "gpt": gpt,
+    "convolutional": convolutional,
+    "recurrent": recurrent,
+    "mixture": mixture,
+}
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -377,7 +431,7 @@ def gradient_in_stages(stages, trees, batch, schedule, *, data=1, zero=0, **opti
 
 
 def test_tied_weights_of_16_bits_are_summed_in_32_bits():
-    """In each stage one microbatch has a gradient of 256, and 15 have 1, which 256 absorbs in 16 bits."""
+    """In each stage one microbatch has a gradient of 256, and 15 have 1: in 16 bits, 256 + 1 is 256."""
     schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=16)
     w = torch.ones((), dtype=torch.bfloat16)
     x = torch.ones(16, 1, dtype=torch.bfloat16)
@@ -605,7 +659,10 @@ def test_microbatch_of_weight_zero_adds_nothing(reproducible):
     batch[1][1:3] = 0
 
     def mean_over_words(y, batch):
-        """Return the mean over the words that are not 0: NaN, as its gradient, if there are none."""
+        """Return the mean over the words that are not 0.
+
+        If there are none, the mean and its gradient are NaN.
+        """
         losses = F.cross_entropy(y.transpose(1, 2), batch[1], reduction="none")
         return (losses * (batch[1] != 0)).sum() / words(batch)
 
