@@ -175,7 +175,8 @@ def owners_of(frozen):
 @pytest.mark.parametrize("frozen", [{0}, {1, 2}, {0, 3, 4}])
 def test_owners_are_unchanged_by_freezing(frozen):
     """Else the state of a parameter would move, or be lost, when another one is frozen or trained
-    again."""
+    again.
+    """
     everywhere = owners_of(set())
     assert owners_of(frozen) == {i: at for i, at in everywhere.items() if i not in frozen}
 

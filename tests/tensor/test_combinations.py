@@ -307,7 +307,8 @@ def test_half_precision_errs_as_one_device_does(mesh, make, precision, zero_stag
 
 def overflowing():
     """Return a model whose gradient overflows in float16 in one row of `up`, which the last device
-    has."""
+    has.
+    """
     model = single()
     with torch.no_grad():
         model[1].down.weight[:, -1] *= 300

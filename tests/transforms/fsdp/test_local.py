@@ -435,7 +435,8 @@ def test_inner_gradient_through_a_collective_along_a_local_axis_raises(name, sta
 
 def test_inner_gradient_by_autograd_along_the_axes_of_the_batch_is_right():
     """Each device differentiates the sum of all devices' values, of which each has its own
-    gradient."""
+    gradient.
+    """
     mesh = fs.make_mesh({"data": 2})
     full, x = doubles()
 
