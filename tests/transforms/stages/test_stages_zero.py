@@ -99,67 +99,13 @@ class Convolution(nn.Module):
         return x + F.gelu(self.mixed(x.mT)).mT
 
 
-class Recurrence(nn.Module):
-    """A recurrent cell: the weights are used once for each word."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.GroupNorm(2, WIDTH)
-        self.cell = nn.GRUCell(WIDTH, WIDTH)
-
-    def forward(self, x):
-        state = x.new_zeros(len(x), WIDTH)
-        states = []
-        for word in self.norm(x.mT).mT.unbind(1):
-            state = self.cell(word, state)
-            states.append(state)
-        return x + torch.stack(states, 1)
-
-
-class Mixture(nn.Module):
-    """Experts whose results are added with the weights of a gate."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x):
-        weights = self.gate(x).softmax(-1)
-        for index, expert in enumerate(self.experts):
-            x = x + weights[..., index, None] * expert(x).relu()
-        return x
-
-
-def of_layers(make_layer, count):
-    """Return layers between an embedding and a head that is tied to it."""
-    embedding = nn.Embedding(WORDS, WIDTH)
-    layers = [make_layer(number) for number in range(count)]
-    return nn.Sequential(embedding, *layers, Head(embedding.weight))
-
-
 def convolutional(blocks, seed=0):
     torch.manual_seed(seed)
     layers = [Convolution(number) for number in range(blocks)]
     return nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS))
 
 
-def recurrent(blocks, seed=0):
-    torch.manual_seed(seed)
-    return of_layers(lambda number: Recurrence(), blocks)
-
-
-def mixture(blocks, seed=0):
-    torch.manual_seed(seed)
-    return of_layers(lambda number: Mixture(), blocks)
-
-
-MODELS = {
-    "gpt": gpt,
-    "convolutional": convolutional,
-    "recurrent": recurrent,
-    "mixture": mixture,
-}
+MODELS = {"gpt": gpt, "convolutional": convolutional}
 
 
 # -- training --------------------------------------------------------------------------------------
