@@ -1,10 +1,15 @@
-"""Fields of plugins and the parallel configuration: one error names all invalid ones; words for names of other libraries."""
+"""Fields of plugins, the parallel configuration, and names of other libraries.
+
+One error names all invalid fields. A row of a table is a call, and a text that the error matches.
+Sizes of axes and rows of the page on migrating are compared with the numbers of Colossal-AI's page.
+"""
 
 import inspect
 import re
 from math import prod
 from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,7 +26,14 @@ SAVED = torch.nn.Linear(1, 1)
 
 
 def staged(**options):
+    """Make a plugin with two stages, if the options have no other number."""
     return fs.HybridParallelPlugin(**{"pipeline": 2, "microbatches": 2, **options})
+
+
+def everything_invalid():
+    pipeline = {"size": "2", "n": 1}
+    tensor = {"size": 6, "mode": "2d", "rows": 2}
+    fs.parallel({"pipe": 2, "data": 0, "pipeline": pipeline, "tensor": tensor})
 
 
 def parallel(**config):
@@ -32,8 +44,7 @@ def tensor(size, mode, **config):
     return fs.parallel({"tensor": {"size": size, "mode": mode, **config}})
 
 
-INVALID = {
-    # fields of plugins
+FIELDS = {
     "precision": (
         lambda: fs.DDPPlugin(precision="fp8"),
         "DDPPlugin: precision must be 'bf16', 'fp16' or None, got 'fp8'",
@@ -105,7 +116,9 @@ INVALID = {
         lambda: staged(pipeline="2", zero_stage=5, chunks=-1),
         "pipeline must .*; zero_stage must .*; chunks must .*",
     ),
-    # valid fields that contradict each other
+}
+
+CONTRADICTIONS = {
     "batchnorm by slices": (
         lambda: fs.DDPPlugin(reproducible=True, sync_batchnorm=True),
         "sync_batchnorm=True needs all devices together, reproducible=True computes slices one by one",
@@ -161,7 +174,9 @@ INVALID = {
         lambda: staged(sequence=2, sequence_mode="megatron"),
         'must have tensor > 1, .* got 1, "1d" and 2',
     ),
-    # the parallel configuration
+}
+
+CONFIGURATION = {
     "no mode": (
         lambda: parallel(tensor=4),
         r"must have a mode: write tensor=dict\(size=4, mode=...\), .*'3d', 'sequence'",
@@ -199,16 +214,13 @@ INVALID = {
         r"must be a dict or a file of TOML or JSON; got .*config.py.*Use fs.parallel\(dict\(",
     ),
     "many": (
-        lambda: parallel(
-            pipe=2,
-            data=0,
-            pipeline={"size": "2", "n": 1},
-            tensor={"size": 6, "mode": "2d", "rows": 2},
-        ),
+        everything_invalid,
         "^parallel: tensor has no 'rows'; .*; pipeline has no 'n'; .*; parallel has no 'pipe'; .*"
         "data must be an integer >= 1, got 0; pipeline must be .* got '2'",
     ),
-    # names of other libraries
+}
+
+FOREIGN = {
     "plugin": (
         lambda: fs.LowLevelZeroPlugin,
         r"no attribute 'LowLevelZeroPlugin'. Use fs.ZeroPlugin\(",
@@ -222,7 +234,8 @@ INVALID = {
     ),
     "keywords": (
         lambda: fs.HybridParallelPlugin(tp_size=2, pp_size=2),
-        r"HybridParallelPlugin has no 'tp_size' \(use tensor=2, sample=batch\), 'pp_size' \(use pipeline=2\); legal: mesh",
+        r"HybridParallelPlugin has no 'tp_size' \(use tensor=2, sample=batch\), "
+        r"'pp_size' \(use pipeline=2\); legal: mesh",
     ),
     "clipping": (
         lambda: fs.FSDPPlugin(max_norm=1.0),
@@ -242,6 +255,7 @@ INVALID = {
         "'max_norm' .use booster.clip_grad_norm",
     ),
 }
+INVALID = {**FIELDS, **CONTRADICTIONS, **CONFIGURATION, **FOREIGN}
 
 
 @pytest.mark.parametrize("name", INVALID)
@@ -253,74 +267,102 @@ def test_invalid_options_raise(name):
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
 def test_precision_may_be_a_dtype(dtype, name):
-    assert fs.FSDPPlugin(precision=dtype) == fs.FSDPPlugin(precision=name)
-    assert fs.FSDPPlugin(precision=dtype).gradient_options()["compute"] is dtype
+    plugin = fs.FSDPPlugin(precision=dtype)
+
+    assert plugin == fs.FSDPPlugin(precision=name)
+    assert plugin.gradient_options()["compute"] is dtype
+
+
+class Sizes(NamedTuple):
+    """Sizes of a plugin, by its fields."""
+
+    pipeline: int = 1
+    tensor: int = 1
+    tensor_mode: str = "1d"
+    sequence: int = 1
 
 
 CONFIGURATIONS = {
-    "nothing": ({}, (1, 1, "1d", 1)),
-    "both": ({"pipeline": {"size": 2}, "tensor": {"size": 4, "mode": "2d"}}, (2, 4, "2d", 1)),
-    "a number": ({"pipeline": 2, "tensor": {"size": 4, "mode": "1d"}}, (2, 4, "1d", 1)),
-    "2.5d": ({"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}, (1, 8, "2.5d", 1)),
-    "3d": ({"tensor": {"size": 8, "mode": "3d"}}, (1, 8, "3d", 1)),
-    "sequence": ({"tensor": {"size": 4, "mode": "sequence"}}, (1, 1, "1d", 4)),
-    "named": ({"parallel": {"pipeline": 2, "tensor": 1}}, (2, 1, "1d", 1)),
+    "nothing": ({}, Sizes()),
+    "both": (
+        {"pipeline": {"size": 2}, "tensor": {"size": 4, "mode": "2d"}},
+        Sizes(pipeline=2, tensor=4, tensor_mode="2d"),
+    ),
+    "a number": (
+        {"pipeline": 2, "tensor": {"size": 4, "mode": "1d"}},
+        Sizes(pipeline=2, tensor=4),
+    ),
+    "2.5d": (
+        {"tensor": {"size": 8, "mode": "2.5d", "depth": 2}},
+        Sizes(tensor=8, tensor_mode="2.5d"),
+    ),
+    "3d": ({"tensor": {"size": 8, "mode": "3d"}}, Sizes(tensor=8, tensor_mode="3d")),
+    "sequence": ({"tensor": {"size": 4, "mode": "sequence"}}, Sizes(sequence=4)),
+    "named": ({"parallel": {"pipeline": 2, "tensor": 1}}, Sizes(pipeline=2)),
 }
-"""Samples of Colossal-AI's page: sizes of pipeline and tensor, the mode, and the size of sequence."""
+"""Samples of Colossal-AI's page.
+
+Sizes of pipeline and tensor, the mode, and the size of sequence.
+"""
 
 
 def sizes_of(plugin):
-    return plugin.pipeline, plugin.tensor, plugin.tensor_mode, plugin.sequence
+    return Sizes(plugin.pipeline, plugin.tensor, plugin.tensor_mode, plugin.sequence)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_parallel_configuration(name):
     config, expected = CONFIGURATIONS[name]
+
     plugin = fs.parallel(config, zero_stage=1, microbatches=4)
-    assert (sizes_of(plugin), plugin.zero_stage) == (expected, 1)
+
+    assert sizes_of(plugin) == expected
+    assert plugin.zero_stage == 1
     assert plugin.sequence_mode == ("rsa" if plugin.sequence > 1 else "gather")
 
 
-@pytest.mark.parametrize("table", ["", "parallel"])
-def test_parallel_configuration_of_toml(tmp_path, table):
-    path, (head, prefix) = (
-        tmp_path / "config.toml",
-        (f"[{table}]\n", f"{table}.") if table else ("", ""),
-    )
-    path.write_text(
-        f'{head}data = 1\npipeline = 2\n[{prefix}tensor]\nsize = 8\nmode = "2.5d"\ndepth = 2\n'
-    )
+TOML = """data = 1
+pipeline = 2
+[tensor]
+size = 8
+mode = "2.5d"
+depth = 2
+"""
+TOML_IN_A_TABLE = "[parallel]\n" + TOML.replace("[tensor]", "[parallel.tensor]")
+
+
+@pytest.mark.parametrize("text", [TOML, TOML_IN_A_TABLE], ids=["", "parallel"])
+def test_parallel_configuration_of_toml(tmp_path, text):
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+
     for file in (path, str(path)):
         plugin = fs.parallel(file, microbatches=2)
-        assert (sizes_of(plugin), plugin.tensor_depth, plugin.data) == ((2, 8, "2.5d", 1), 2, 1)
+        assert sizes_of(plugin) == Sizes(pipeline=2, tensor=8, tensor_mode="2.5d")
+        assert plugin.tensor_depth == 2
+        assert plugin.data == 1
 
 
 def test_data_is_inferred_from_the_devices():
-    def axes_of(**config):
-        mesh = fs.make_mesh({"all": 16})
-        return fs.run(lambda: fs.parallel(config, microbatches=4).default_mesh(), mesh=mesh)[0].axes
+    mesh = fs.make_mesh({"all": 16})
 
-    assert axes_of(pipeline=2, tensor={"size": 4, "mode": "2d"}) == (
-        ("pipe", 2),
-        ("data", 2),
-        ("model_i", 2),
-        ("model_j", 2),
-    )
-    assert axes_of(tensor={"size": 4, "mode": "sequence"}) == (
-        ("pipe", 1),
-        ("data", 4),
-        ("seq", 4),
-        ("model", 1),
-    )
-    with pytest.raises(
-        ValueError, match=r"data \* .* the number of devices, 16; got 3 \* 2 \* 1 \* 1 \* 1 = 6"
-    ):
+    def axes_of(**config):
+        meshes = fs.run(lambda: fs.parallel(config, microbatches=4).default_mesh(), mesh=mesh)
+        return dict(meshes[0].shape)
+
+    of_2d = axes_of(pipeline=2, tensor={"size": 4, "mode": "2d"})
+    assert [*of_2d.items()] == [("pipe", 2), ("data", 2), ("model_i", 2), ("model_j", 2)]
+    of_sequence = axes_of(tensor={"size": 4, "mode": "sequence"})
+    assert [*of_sequence.items()] == [("pipe", 1), ("data", 4), ("seq", 4), ("model", 1)]
+
+    message = r"data \* .* the number of devices, 16; got 3 \* 2 \* 1 \* 1 \* 1 = 6"
+    with pytest.raises(ValueError, match=message):
         axes_of(data=3, pipeline=2)
-    with pytest.raises(
-        ValueError, match=r"must be the number of devices, 16; got 1 \* 1 \* 1 \* 1 \* 9 = 9"
-    ):
+    message = r"must be the number of devices, 16; got 1 \* 1 \* 1 \* 1 \* 9 = 9"
+    with pytest.raises(ValueError, match=message):
         axes_of(tensor={"size": 9, "mode": "2d"})
-    fs.parallel({"data": 3})  # the devices are not known yet
+
+    fs.parallel({"data": 3})  # outside of a run, the number of devices is not known
 
 
 @given(
@@ -329,55 +371,75 @@ def test_data_is_inferred_from_the_devices():
     depth=st.integers(1, 5),
 )
 def test_sizes_are_legal_or_between_the_nearest(size, mode, depth):
-    depth = depth if mode == "2.5d" else 1
+    if mode != "2.5d":
+        depth = 1
     power = {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}[mode]
     legal = [depth * q**power for q in range(1, 201)]
+
     if size in legal:
         axes = model_axes(size, mode, depth)
         assert prod(axes.values()) == size
         assert len({*axes.values()} - {depth}) <= 1
         return
-    nearest = [
-        max((n for n in legal if n < size), default=legal[0]),
-        min(n for n in legal if n > size),
-    ]
-    second = legal[1] if size < legal[0] else nearest[1]
-    with pytest.raises(ValueError, match=f"got {size}: the nearest are {nearest[0]} and {second}"):
+
+    below = [n for n in legal if n < size]
+    above = [n for n in legal if n > size]
+    nearest = (below[-1], above[0]) if below else (above[0], above[1])
+    message = f"got {size}: the nearest are {nearest[0]} and {nearest[1]}"
+    with pytest.raises(ValueError, match=message):
         model_axes(size, mode, depth)
 
 
-# -- names of other libraries -------------------------------------------------------------------------------------------
+# -- names of other libraries ----------------------------------------------------------------------
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
-ROWS = [
-    line.split(" | ")
-    for line in PAGE.read_text(encoding="utf-8").splitlines()
-    if line.startswith("| ")
-]
+ROWS = []
+for line_of_page in PAGE.read_text(encoding="utf-8").splitlines():
+    if line_of_page.startswith("| "):
+        ROWS.append(line_of_page.split(" | "))
 JAX = (
-    "set_mesh", "AxisType", "reshard", "reduced", "smap", "ragged_all_to_all", "memory_kind", "eval_shape", "AbstractMesh",
-    "roofline", "out_sharding",
-)  # fmt: skip
+    "set_mesh",
+    "AxisType",
+    "reshard",
+    "reduced",
+    "smap",
+    "ragged_all_to_all",
+    "memory_kind",
+    "eval_shape",
+    "AbstractMesh",
+    "roofline",
+    "out_sharding",
+)
+
+
+def keywords_of(word):
+    """Return the keywords of the function that a word names, and of the plugin of all options."""
+    functions = [fs.HybridParallelPlugin]
+    match = re.match(r"(fs|booster)\.([\w.]+)", word)
+    if match is not None:
+        owner = fs if match[1] == "fs" else fs.Booster
+        functions.append(attrgetter(match[2])(owner))
+
+    keywords = set()
+    for function in functions:
+        keywords |= {*inspect.signature(function).parameters}
+    return keywords
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_foreign_name_is_in_the_page_and_its_word_exists(name):
     word = NAMES[name]
-    assert [row for row in ROWS if re.search(rf"\b{name}\b", row[0]) and word in row[1]], name
-    match = re.match(r"(fs|booster)\.([\w.]+)", word)
-    functions = (
-        [attrgetter(match[2])(fs if match[1] == "fs" else fs.Booster)] if match is not None else []
-    )
-    keywords = [
-        key
-        for f in [*functions, fs.HybridParallelPlugin]
-        for key in inspect.signature(f).parameters
-    ]
-    assert {*re.findall(r"(\w+)=", word)} <= {*keywords}
+
+    rows = [row for row in ROWS if re.search(rf"\b{name}\b", row[0])]
+    assert any(word in row[1] for row in rows), name
+    assert {*re.findall(r"(\w+)=", word)} <= keywords_of(word)
 
 
 @pytest.mark.parametrize("name", JAX)
 def test_names_of_jax_are_in_its_table(name):
-    table = PAGE.read_text(encoding="utf-8").partition("## JAX")[2]
-    assert [row for row in table.splitlines() if re.search(rf"\b{name}\b", row.split(" | ")[0])]
+    _, _, table = PAGE.read_text(encoding="utf-8").partition("## JAX")
+
+    first_cells = [row.split(" | ")[0] for row in table.splitlines()]
+
+    assert any(re.search(rf"\b{name}\b", cell) for cell in first_cells)

@@ -1,4 +1,7 @@
-"""Random generators, and objects of torch as leaves of a tree."""
+"""Random generators, and objects of torch as leaves of a tree.
+
+The oracle is the generator or object that was not saved and goes on.
+"""
 
 import copy
 import random
@@ -20,40 +23,35 @@ from fshard.errors import CheckpointError
 from tests.checkpoint.helpers.programs import mesh
 from tests.helpers.processes import run_processes
 
-# -- random generators ------------------------------------------------------------------------------------------------
+# -- random generators -----------------------------------------------------------------------------
 
 
 class Generators:
-    """Generators of one's own, of every kind."""
+    """A user's generators, of every kind."""
+
+    BITS = (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)
 
     def __init__(self, seed):
-        bits = (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)
-        self.own = [
-            torch.Generator().manual_seed(seed),
-            random.Random(seed),
-            *(np.random.Generator(b(seed)) for b in bits),
-        ]
-        self.state = fs.RandomState(*self.own)
+        self.torch = torch.Generator().manual_seed(seed)
+        self.python = random.Random(seed)
+        self.numpy = [np.random.Generator(bits(seed)) for bits in self.BITS]
+        self.state = fs.RandomState(self.torch, self.python, *self.numpy)
 
     def draw(self):
         """Draw from all, and an odd number of those that are drawn in pairs."""
-        torch_generator, *generators = self.own
         drawn = [
             torch.rand(2).tolist(),
-            torch.rand(2, generator=torch_generator).tolist(),
+            torch.rand(2, generator=self.torch).tolist(),
             torch.randn(1).tolist(),
-        ]
-        drawn += [
             np.random.rand(2).tolist(),
             np.random.randn(1).tolist(),
             random.random(),
             random.gauss(0, 1),
+            self.python.gauss(0, 1),
         ]
-        drawn += [
-            x.random(2).tolist() if isinstance(x, np.random.Generator) else x.gauss(0, 1)
-            for x in generators
-        ]
-        return drawn + [int(x.integers(10, dtype=np.uint32)) for x in generators[1:]]
+        drawn += [generator.random(2).tolist() for generator in self.numpy]
+        drawn += [int(generator.integers(10, dtype=np.uint32)) for generator in self.numpy]
+        return drawn
 
 
 @settings(max_examples=20, deadline=None)
@@ -140,23 +138,30 @@ def test_other_generators_raise(tmp_path):
         fs.RandomState(3)
 
 
-# -- objects of torch -------------------------------------------------------------------------------------------------
+# -- objects of torch ------------------------------------------------------------------------------
 
+
+def sequential(opt):
+    schedules = [lr_scheduler.ConstantLR(opt), lr_scheduler.MultiStepLR(opt, [1, 3])]
+    return lr_scheduler.SequentialLR(opt, schedules, milestones=[4])
+
+
+def chained(opt):
+    return lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(opt), lr_scheduler.StepLR(opt, 3)])
+
+
+RATES = [lambda step: 0.9**step, lambda step: 1.0]
 SCHEDULES = {
     "step": partial(lr_scheduler.StepLR, step_size=2),
     "milestones": partial(lr_scheduler.MultiStepLR, milestones=[2, 5, 5, 9], gamma=0.5),
-    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=[lambda step: 0.9**step, lambda step: 1.0]),
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=RATES),
     "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=5),
     "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3, T_mult=2),
     "cyclic": partial(lr_scheduler.CyclicLR, base_lr=0.1, max_lr=0.5, step_size_up=3),
     "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.5, total_steps=20, three_phase=True),
     "plateau": partial(lr_scheduler.ReduceLROnPlateau, patience=1),
-    "sequential": lambda opt: lr_scheduler.SequentialLR(
-        opt, [lr_scheduler.ConstantLR(opt), lr_scheduler.MultiStepLR(opt, [1, 3])], milestones=[4]
-    ),
-    "chained": lambda opt: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.LinearLR(opt), lr_scheduler.StepLR(opt, 3)]
-    ),
+    "sequential": sequential,
+    "chained": chained,
 }
 
 
@@ -166,11 +171,11 @@ class Run:
     def __init__(self, schedule, kind=torch.optim.AdamW):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        matrices, vectors = (
-            [x for x in self.model.parameters() if (x.ndim > 1) == yes] for yes in (True, False)
-        )
+        matrices = [x for x in self.model.parameters() if x.ndim > 1]
+        vectors = [x for x in self.model.parameters() if x.ndim <= 1]
+        groups = [{"params": matrices, "lr": 0.2}, {"params": vectors}]
         options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-        self.opt = kind([{"params": matrices, "lr": 0.2}, {"params": vectors}], lr=0.1, **options)
+        self.opt = kind(groups, lr=0.1, **options)
         self.schedule = SCHEDULES[schedule](self.opt)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         self.tree = {
@@ -187,13 +192,14 @@ class Run:
         self.scaler.step(self.opt)
         self.scaler.update()
         self.opt.zero_grad()
-        is_plateau = isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau)
-        self.schedule.step(1.0 + number) if is_plateau else self.schedule.step()
+        if isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau):
+            self.schedule.step(1.0 + number)
+        else:
+            self.schedule.step()
 
     def state(self):
-        return copy.deepcopy(
-            [x.state_dict() for x in (self.model, self.opt, self.schedule, self.scaler)]
-        )
+        objects = (self.model, self.opt, self.schedule, self.scaler)
+        return copy.deepcopy([x.state_dict() for x in objects])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -257,22 +263,17 @@ class Stateful:
         self.state = state
 
 
-VALUES = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**63)
-    | st.floats(allow_nan=False)
-    | st.text(max_size=3)
-)
+NUMBERS = st.integers(-(2**63), 2**63) | st.floats(allow_nan=False)
+VALUES = st.none() | st.booleans() | NUMBERS | st.text(max_size=3)
 ARRAYS = st.lists(st.integers(0, 255), max_size=4).map(lambda x: torch.tensor(x, dtype=torch.uint8))
-STATES = st.recursive(
-    VALUES | ARRAYS,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text("abc", min_size=1, max_size=2), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
+
+
+def containers(inner):
+    dicts = st.dictionaries(st.text("abc", min_size=1, max_size=2), inner, max_size=3)
+    return st.lists(inner, max_size=3) | dicts
+
+
+STATES = st.recursive(VALUES | ARRAYS, containers, max_leaves=8)
 
 
 @settings(max_examples=60, deadline=None)
@@ -287,10 +288,25 @@ def test_state_of_any_object(state, tmp_path_factory):
     assert_equal(target.state, state)
 
 
-# -- arrays in parts, and shared numbers ------------------------------------------------------------------------------
+# -- arrays in parts, and shared numbers -----------------------------------------------------------
 
 
 SPECS = [P(), P("model"), P(None, "model"), P("data", "model"), P.flat("data"), P(at={"data": 1})]
+
+
+def spec_for(spec, tensor):
+    """Return a spec, or P() if it does not divide the dims of a tensor."""
+    is_even = all(size % 2 == 0 for size in tensor.shape)
+    return spec if spec.is_flat or not spec.split_axes or is_even else P()
+
+
+def in_parts(x, sizes, dim, specs):
+    """Return an array in parts along a dim, each with its spec."""
+    arrays = []
+    for tensor, spec in zip(x.split(sizes, dim), specs, strict=False):
+        layout = fs.Layout(mesh(), spec_for(spec, tensor))
+        arrays.append(fs.device_put(tensor.clone(), layout))
+    return JoinedArray(tuple(arrays), dim)
 
 
 @settings(max_examples=40, deadline=None)
@@ -306,35 +322,22 @@ def test_parts_are_one_array(sizes, shift, dim, specs, tmp_path_factory):
     shape = [3, 3]
     shape[dim] = sum(sizes)
     x = torch.arange(shape[0] * shape[1]).reshape(shape).float()
+    zeros = torch.zeros(shape)
+    other_specs = specs[shift:] + specs[:shift]
 
-    def parts(values, index):
-        cut = zip(values.split(sizes, dim), specs[index:] + specs[:index], strict=False)
-        return JoinedArray(
-            tuple(
-                fs.device_put(tensor.clone(), fs.Layout(mesh(), fit(spec, tensor)))
-                for tensor, spec in cut
-            ),
-            dim,
-        )
+    def restored_in_parts():
+        target = {"w": in_parts(zeros, sizes, dim, other_specs), "n": 0}
+        parts = fs.restore(path, target)["w"].parts
+        return torch.cat([fs.unshard(part) for part in parts], dim)
 
-    def fit(spec, tensor):
-        return (
-            spec
-            if spec.is_flat or not spec.split_axes or all(size % 2 == 0 for size in tensor.shape)
-            else P()
-        )
-
-    fs.save(path, {"w": parts(x, 0), "n": 1})
+    fs.save(path, {"w": in_parts(x, sizes, dim, specs), "n": 1})
     assert torch.equal(fs.restore(path)["w"], x)
-    full = fs.restore(
-        path, {"w": fs.device_put(torch.zeros(shape), fs.Layout(mesh(), P.flat("data"))), "n": 0}
-    )
-    assert torch.equal(fs.unshard(full["w"]), x)
-    again = fs.restore(path, {"w": parts(torch.zeros(shape), shift), "n": 0})["w"]
-    assert torch.equal(torch.cat([fs.unshard(tensor) for tensor in again.parts], dim), x)
+    flat = fs.device_put(zeros, fs.Layout(mesh(), P.flat("data")))
+    assert torch.equal(fs.unshard(fs.restore(path, {"w": flat, "n": 0})["w"]), x)
+    assert torch.equal(restored_in_parts(), x)
+
     fs.save(path, {"w": x, "n": 1})
-    again = fs.restore(path, {"w": parts(torch.zeros(shape), shift), "n": 0})["w"]
-    assert torch.equal(torch.cat([fs.unshard(tensor) for tensor in again.parts], dim), x)
+    assert torch.equal(restored_in_parts(), x)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
@@ -359,12 +362,12 @@ def test_numbers_that_were_one_tensor_may_differ(tmp_path):
 
 def test_a_counter_is_a_node_of_the_tree(tmp_path):
     fs.save(tmp_path, {"seen": Counter("aab"), "steps": 7, "w": torch.ones(2)})
+
     restored = fs.restore(tmp_path, {"seen": Counter("ab"), "steps": 0, "w": torch.zeros(2)})
-    assert (
-        restored["seen"] == Counter("aab")
-        and restored["steps"] == 7
-        and torch.equal(restored["w"], torch.ones(2))
-    )
+
+    assert restored["seen"] == Counter("aab")
+    assert restored["steps"] == 7
+    assert torch.equal(restored["w"], torch.ones(2))
 
 
 def test_modules_that_differ_are_reported_before_anything_is_written(tmp_path):

@@ -1,6 +1,10 @@
-"""Files that are not as they were written are detected; no index makes `restore` read elsewhere, or allocate more than is there."""
+"""Corrupt files are detected, and no index makes `restore` read or allocate what is not there.
+
+Corruptions are drawn; the oracle is the tree that was saved, or an error of checkpoints.
+"""
 
 import copy
+import itertools
 import random
 
 import pytest
@@ -16,9 +20,11 @@ from fshard.errors import CheckpointError
 
 
 def tree():
+    """Return arrays in rows, replicated and flat, a tie, and plain values."""
     mesh = fs.make_mesh({"data": 2})
-    seed = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(n, generator=seed) for n in (96, 7))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(96, generator=generator)
+    y = torch.randn(7, generator=generator)
     return {
         "a": fs.device_put(x.view(12, 8), fs.Layout(mesh, P("data"))),
         "b": fs.device_put(y, fs.Layout(mesh)),
@@ -43,10 +49,13 @@ def saved(tmp_path_factory):
 
 
 def flat(restored):
-    return {
-        name: x.view(torch.uint8).flatten().tolist() if isinstance(x, torch.Tensor) else x
-        for name, x in restored.items()
-    }
+    """Return the bytes of tensors as lists, and other values as they are."""
+    values = {}
+    for name, x in restored.items():
+        if isinstance(x, torch.Tensor):
+            x = x.view(torch.uint8).flatten().tolist()
+        values[name] = x
+    return values
 
 
 def written(path, contents):
@@ -72,23 +81,22 @@ def corrupted(data, chance):
     kind = chance.randrange(5)
     start, second_start = sorted(chance.sample(range(size), 2))
     length = chance.randint(1, max(1, min(64, second_start - start, size - second_start)))
+    stop = start + length
+
     if kind == 0:
-        return data[:start] + bytes([data[start] ^ 1 << chance.randrange(8)]) + data[start + 1 :]
+        flipped = data[start] ^ 1 << chance.randrange(8)
+        return data[:start] + bytes([flipped]) + data[start + 1 :]
     if kind == 1:
         return data[:start]
     if kind == 2:
-        first = data[start : start + length]
-        second = data[second_start : second_start + length]
-        return (
-            data[:start]
-            + second
-            + data[start + length : second_start]
-            + first
-            + data[second_start + length :]
-        )
+        second_stop = second_start + length
+        first = data[start:stop]
+        second = data[second_start:second_stop]
+        between = data[stop:second_start]
+        return data[:start] + second + between + first + data[second_stop:]
     if kind == 3:
-        return data + data[start : start + length]
-    return data[:start] + data[start + length :]
+        return data + data[start:stop]
+    return data[:start] + data[stop:]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -110,21 +118,18 @@ def test_250_corruptions_of_any_file_are_detected(seed, saved, tmp_path):
 
 def test_swapped_and_missing_files_are_detected(saved, tmp_path):
     contents, expected = saved
-    names = [*contents]
     assert outcome(written(tmp_path / "as is", contents)) == expected
-    for first in names:
-        path = written(
-            tmp_path / f"no {first}",
-            {name: data for name, data in contents.items() if name != first},
-        )
+
+    for first in contents:
+        others = {name: data for name, data in contents.items() if name != first}
+        path = written(tmp_path / f"no {first}", others)
         assert outcome(path) is None, first
-        for second in names:
-            if contents[first] != contents[second]:
-                both = {**contents, first: contents[second], second: contents[first]}
-                assert outcome(written(tmp_path / f"{first} {second}", both)) is None, (
-                    first,
-                    second,
-                )
+
+    for first, second in itertools.permutations(contents, 2):
+        if contents[first] != contents[second]:
+            swapped = {**contents, first: contents[second], second: contents[first]}
+            path = written(tmp_path / f"{first} {second}", swapped)
+            assert outcome(path) is None, (first, second)
 
 
 def test_all_incomplete_files_are_named(saved, tmp_path):
@@ -143,19 +148,22 @@ def test_all_corrupt_files_are_named_with_their_bytes(tmp_path):
     mesh = fs.make_mesh({"data": 3})
     x = torch.arange(3 * BLOCK // 4 * 2)
     fs.save(tmp_path, {"x": fs.device_put(x, fs.Layout(mesh, P("data")))})
-    files = sorted(tmp_path.glob("*.safetensors"))
-    for file in files[1:]:
+    sound, *corrupt = sorted(tmp_path.glob("*.safetensors"))
+    for file in corrupt:
         with file.open("r+b") as opened:
             opened.seek(BLOCK + 5)
             opened.write(b"\xff")
+
     with pytest.raises(CheckpointError) as error:
         fs.restore(tmp_path)
+
     text = str(error.value)
-    assert files[0].name not in text and text.count(f"bytes {BLOCK} to {2 * BLOCK} are not") == 2
-    assert all(file.name in text for file in files[1:])
+    assert sound.name not in text
+    assert all(file.name in text for file in corrupt)
+    assert text.count(f"bytes {BLOCK} to {2 * BLOCK} are not") == 2
 
 
-# -- a manipulated index, with a valid digest ---------------------------------------------------------------------------
+# -- a manipulated index, with a valid digest ------------------------------------------------------
 
 
 def manipulated(path, contents, change):
@@ -186,9 +194,8 @@ def divided(*blocks):
 
     def change(index):
         path, _, dtype, layout = index["arrays"][0]
-        index["arrays"][:1] = [
-            [path, shape, dtype, layout, offset, [12, 8]] for shape, offset in blocks
-        ]
+        parts = [[path, shape, dtype, layout, offset, [12, 8]] for shape, offset in blocks]
+        index["arrays"][:1] = parts
 
     return change
 
@@ -212,19 +219,20 @@ OUTSIDE = (
     "a/../../b.json",
     "A-0.safetensors\n",
 )
+WRONG_SHAPES = [(1 << 40, 8), (1 << 70, 0), (-12, -8), (12.0, 8), ()]
+FIRST_HALF = ([6, 8], [0, 0])
+FIRST_THIRD = ([4, 8], [0, 0])
 MANIPULATIONS = [
-    *[(renamed(field, name), "names of files") for field in (0, 3) for name in OUTSIDE],
-    *[
-        (resized(*shape), "is not what fs.save writes")
-        for shape in ((1 << 40, 8), (1 << 70, 0), (-12, -8), (12.0, 8), ())
-    ],
+    *[(renamed(0, name), "names of files") for name in OUTSIDE],
+    *[(renamed(3, name), "names of files") for name in OUTSIDE],
+    *[(resized(*shape), "is not what fs.save writes") for shape in WRONG_SHAPES],
     (fused, "wrong parts"),
     (grown, "is not complete"),
-    (divided(([6, 8], [0, 0]), ([6, 8], [0, 0])), "wrong parts"),
-    (divided(([6, 8], [0, 0]), ([6, 8], [5, 0])), "wrong parts"),
-    (divided(([6, 8], [0, 0]), ([6, 8], [7, 0])), "wrong parts"),
-    (divided(([6, 8], [0, 0]), ([4, 8], [6, 0])), "wrong parts"),
-    (divided(([4, 8], [0, 0]), ([4, 8], [0, 0]), ([4, 8], [8, 0])), "wrong parts"),
+    (divided(FIRST_HALF, ([6, 8], [0, 0])), "wrong parts"),
+    (divided(FIRST_HALF, ([6, 8], [5, 0])), "wrong parts"),
+    (divided(FIRST_HALF, ([6, 8], [7, 0])), "wrong parts"),
+    (divided(FIRST_HALF, ([4, 8], [6, 0])), "wrong parts"),
+    (divided(FIRST_THIRD, FIRST_THIRD, ([4, 8], [8, 0])), "wrong parts"),
 ]
 
 
@@ -251,16 +259,22 @@ def test_manipulated_index_raises_and_allocates_no_more_than_files_hold(
 @pytest.mark.parametrize("depth", [900, 100_000])
 @pytest.mark.parametrize("key", ["all", "values", "value", "path", "layouts", "version", "metrics"])
 def test_index_that_is_nested_deep_is_refused(key, depth, saved, tmp_path):
-    """Deeper than Python's limit of calls, in what is read as JSON or in the tree that it describes."""
+    """Deeper than Python's limit of calls, in what is read as JSON or in the tree of values."""
     path = written(tmp_path, saved[0])
     index = read_sealed(path / "index.json")
+    hole = "@"
+    if key == "all":
+        document = hole
+    elif key == "value":
+        document = {**index, "values": [[["n"], hole]]}
+    elif key == "path":
+        document = {**index, "values": [[["a"] * depth, 1]]}
+    else:
+        document = {**index, key: hole}
     deep = "[" * depth + "]" * depth
-    change = {
-        "value": {"values": [[["n"], "@"]]},
-        "path": {"values": [[["a"] * depth, 1]]},
-    }.get(key, {key: "@"})
-    text = as_text("@" if key == "all" else {**index, **change}).replace('"@"', deep)
+    text = as_text(document).replace(f'"{hole}"', deep)
     (path / "index.json").write_bytes(sealed(text))
+
     with pytest.raises(CheckpointError):
         fs.restore(path)
 
@@ -297,13 +311,16 @@ def test_manifest_of_another_size_is_refused(saved, tmp_path):
         written(path, saved[0])
 
 
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
-    ),
-    max_leaves=4,
-)
+numbers = st.integers(-(2**70), 2**70) | st.floats()
+scalars = st.none() | st.booleans() | numbers | st.text(max_size=5)
+
+
+def containers(inner):
+    dicts = st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    return st.lists(inner, max_size=3) | dicts
+
+
+anything = st.recursive(scalars, containers, max_leaves=4)
 
 
 def places(node, path=()):
@@ -319,38 +336,46 @@ def places(node, path=()):
         yield from places(inner, (*path, key))
 
 
+def change_a_place(data, document):
+    """Replace, vary, remove or repeat one value of a JSON document."""
+    path = ("all", *data.draw(st.sampled_from([*places(document["all"])])))
+    *parents, last = path
+    node = document
+    for key in parents:
+        node = node[key]
+
+    kind = data.draw(st.sampled_from(["replace", "near", "remove", "repeat"]))
+    if kind == "replace" or last == "all":
+        node[last] = data.draw(anything)
+    elif kind == "near" and type(node[last]) in (int, str, list):
+        step = {int: 1, str: "0", list: [0]}[type(node[last])]
+        node[last] = node[last] + step
+    elif kind == "repeat" and isinstance(node, list):
+        node.append(copy.deepcopy(node[last]))
+    else:
+        del node[last]
+
+
 @given(data=st.data())
 @settings(max_examples=100)
 def test_fuzzed_index_is_refused_or_restores(data, saved, tmp_path_factory):
-    """One or two places of the JSON are replaced, removed or repeated: a clear error, or a tree; no other error."""
+    """One or two places of the JSON are changed: a clear error, or a tree; no other error."""
     contents, _ = saved
     name = data.draw(st.sampled_from([file for file in contents if file.endswith(".json")]))
     path = written(tmp_path_factory.mktemp("fuzz"), contents)
     document = {"all": read_sealed(path / name)}
     for _ in range(data.draw(st.integers(1, 2))):
-        *parents, last = ("all", *data.draw(st.sampled_from([*places(document["all"])])))
-        node = document
-        for key in parents:
-            node = node[key]
-        kind = data.draw(st.sampled_from(["replace", "near", "remove", "repeat"]))
-        if kind == "replace" or last == "all":
-            node[last] = data.draw(anything)
-        elif kind == "near" and type(node[last]) in (int, str, list):
-            node[last] = node[last] + {int: 1, str: "0", list: [0]}[type(node[last])]
-        elif kind == "repeat" and isinstance(node, list):
-            node.append(copy.deepcopy(node[last]))
-        else:
-            del node[last]
+        change_a_place(data, document)
         if not isinstance(document.get("all"), dict):
             break
     (path / name).write_bytes(sealed(as_text(document["all"])))
+
     for target in ({}, {"target": whole()}):
-        text = f"{path} is restored, which is no error"
         try:
             fs.restore(path, **target)
         except CheckpointError as error:
             text = str(error)
-        assert str(path) in text or "a container of others" in text
+            assert str(path) in text or "a container of others" in text
 
 
 @pytest.mark.parametrize(
@@ -370,7 +395,7 @@ def test_other_json_is_refused(text, saved, tmp_path):
         fs.restore(path)
 
 
-# -- the target of a restore that fails ---------------------------------------------------------------------------------
+# -- the target of a restore that fails ------------------------------------------------------------
 
 
 def dcp_folder(path, x):

@@ -39,7 +39,10 @@ def gradients(device, step, dtype=torch.float32):
 
 
 def on_devices(compress, count=1, n=4, make=gradients):
-    """Reduce some steps' gradients; return for each device (total, sent) of each step, and the last state."""
+    """Reduce some steps' gradients.
+
+    Return for each device (total, sent) of each step, and the last state.
+    """
 
     def main():
         state = compress.init(make(0, 0))
@@ -53,7 +56,10 @@ def on_devices(compress, count=1, n=4, make=gradients):
 
 
 def reduced(compress, xs):
-    """Reduce one leaf, of which `xs` has a gradient for each device; return what the first device gets and sends."""
+    """Reduce one leaf, of which `xs` has a gradient for each device.
+
+    Return what the first device gets and sends.
+    """
 
     def main():
         grads = [xs[fs.axis_index("data")]]
@@ -74,25 +80,30 @@ def summed(trees):
 )
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_totals_are_sums_of_what_was_sent_and_residuals_of_what_was_not(name, dtype, tolerance):
-    n, count = 3, 4
+    n = 3
+    count = 4
+    bounds = {"rtol": tolerance, "atol": tolerance}
 
     def make(device, step):
         return gradients(device, step, dtype)
 
-    results, states = zip(
-        *on_devices(comm.error_feedback(COMPRESSORS[name]()), count, n, make), strict=True
-    )
+    compress = comm.error_feedback(COMPRESSORS[name]())
+    results, states = zip(*on_devices(compress, count, n, make), strict=True)
+
+    # In each step, all devices have the sum of what they have sent.
     for step in zip(*results, strict=True):
         totals, sent = zip(*step, strict=True)
         for leaf, shape in SHAPES.items():
             assert all(torch.equal(totals[0][leaf], total[leaf]) for total in totals)
-            assert all(x[leaf].dtype == dtype and x[leaf].shape == shape for x in (*totals, *sent))
-        torch.testing.assert_close(
-            summed(sent), summed([totals[0]]), rtol=tolerance, atol=tolerance
-        )
-    sums = summed([*(total for total, _ in results[0]), *(state["residual"] for state in states)])
-    expected = summed([make(device, step) for device in range(n) for step in range(count)])
-    torch.testing.assert_close(sums, expected, rtol=tolerance, atol=tolerance)
+            assert all(x[leaf].dtype == dtype for x in (*totals, *sent))
+            assert all(x[leaf].shape == shape for x in (*totals, *sent))
+        torch.testing.assert_close(summed(sent), summed([totals[0]]), **bounds)
+
+    # Totals of all steps and residuals are the sum of all gradients.
+    totals = [total for total, _ in results[0]]
+    residuals = [state["residual"] for state in states]
+    all_gradients = [make(device, step) for device in range(n) for step in range(count)]
+    torch.testing.assert_close(summed([*totals, *residuals]), summed(all_gradients), **bounds)
 
 
 def test_top_k_adds_up_the_largest_numbers_of_each_device():
@@ -111,18 +122,17 @@ def test_codes_are_the_nearest_levels_of_each_block(bits):
 
     def coded(x):
         blocks = x.reshape(-1, 8)
-        levels = 2 ** (bits - 1) - 1
         if bits == 1:
-            return (np.where(blocks >= 0, 1, -1) * np.abs(blocks).mean(1, keepdims=True)).reshape(
-                x.shape
-            )
+            means = np.abs(blocks).mean(1, keepdims=True)
+            return (np.where(blocks >= 0, 1, -1) * means).reshape(x.shape)
+        levels = 2 ** (bits - 1) - 1
         scales = np.abs(blocks).max(1, keepdims=True) / levels
         return (np.round(blocks / scales) * scales).reshape(x.shape)
 
+    total, _ = reduced(compress, xs)
+
     x, y = xs.numpy().astype(np.float64)
-    np.testing.assert_allclose(
-        reduced(compress, xs)[0].numpy(), coded(coded(x) + coded(y)), atol=1e-5
-    )
+    np.testing.assert_allclose(total.numpy(), coded(coded(x) + coded(y)), atol=1e-5)
 
 
 DYADIC = st.integers(-64, 64).map(lambda k: k / 8)
@@ -177,12 +187,16 @@ def test_a_gradient_that_is_not_finite_makes_the_total_so(name, number):
 
 
 def test_each_leaf_and_step_draws_other_elements():
-    make = lambda device, step: {"a": torch.ones(400), "b": torch.ones(400)}  # noqa: E731
+    def make(device, step):
+        return {"a": torch.ones(400), "b": torch.ones(400)}
+
     results, _ = on_devices(comm.random_k(0.1), count=2, make=make)[0]
-    chosen = [
-        tuple(total[name].nonzero().flatten().tolist()) for total, _ in results for name in "ab"
-    ]
-    assert len({*chosen}) == 4
+
+    chosen = set()
+    for total, _ in results:
+        for name in "ab":
+            chosen.add(tuple(total[name].nonzero().flatten().tolist()))
+    assert len(chosen) == 4
 
 
 def test_numbers_that_all_devices_draw_depend_on_the_seed_alone():

@@ -1,4 +1,7 @@
-"""Wrong arguments of the package raise, and name what is wrong."""
+"""Wrong arguments of `fs.comm` raise errors that name the argument.
+
+A row of a table is a call, and a text that the error matches.
+"""
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ FEEDBACK = steps.FEEDBACK
 
 
 def replicas_of(rule, **options):
+    """Return a function that makes a step of replicas with options of a rule."""
     return lambda: rule(replicas.inner_step(MESH), **options, mesh=MESH, axis="node")
 
 
@@ -21,12 +25,16 @@ def diloco_of(**options):
 
 
 def started(use, rules=None):
-    """Return a function that starts replicas and calls `use` with the step, one tree, the replicas and the state."""
+    """Return a function that starts replicas, and calls `use(step, tree, params, state)`.
+
+    `tree` has the parameters of one model.
+    """
 
     def call():
         step = replicas.local_sgd(2)(replicas.inner_step(MESH), MESH)
         tree = fs.shard_params(replicas.FULL, rules or P(), mesh=MESH)
-        return use(step, tree, *step.init(tree))
+        params, state = step.init(tree)
+        return use(step, tree, params, state)
 
     return call
 
@@ -42,11 +50,52 @@ def functional_booster():
 
 
 def loop_of(plugin=fs.DDPPlugin, **options):
+    """Return a function that trains in a loop with options of a plugin."""
     return lambda: booster.run(plugin(**options))
 
 
-MISUSE = [
-    # compressors
+def chain_of_a_compressor_without_indices():
+    comm.chain(comm.sign(), comm.top_k(0.1))
+
+
+def compress_along_the_axis_of_the_parameters():
+    steps.train({"gpu": FEEDBACK}, stage=3, rules=fs.fsdp("gpu"))
+
+
+def compress_reproducibly():
+    steps.train({"node": FEEDBACK}, reproducible=True, slices=4)
+
+
+def start_from_plain_tensors():
+    replicas.local_sgd(2)(replicas.inner_step(MESH), MESH).init(replicas.FULL)
+
+
+def start_replicas_twice(step, tree, params, state):
+    step.init(params)
+
+
+def step_on_one_model(step, tree, params, state):
+    step(tree, state, replicas.batch(0))
+
+
+def mean_of_one_model(step, tree, params, state):
+    comm.mean(tree)
+
+
+def power_sgd_on_shards():
+    rule = replicas.diloco(1, compress=comm.power_sgd(1))
+    replicas.train(rule, stage=3, rules=fs.fsdp("gpu"))
+
+
+def local_steps_with_an_optimizer_of_a_user():
+    plugin = booster.PLUGINS["local steps"]
+    booster.run(plugin, optimizer=lambda model: Signs(model.parameters(), 0.1))
+
+
+ONE_RECEIVER = comm.from_matrix([[0, 1], [0, 1]], [[1, 0], [1, 0]])
+
+
+COMPRESSORS = [
     (lambda: comm.top_k(0), "top_k: fraction must be in"),
     (lambda: comm.random_k(1.5), "random_k: fraction must be in"),
     (lambda: comm.quantized(3), "quantized: bits must be 8, 4, 2"),
@@ -58,10 +107,12 @@ MISUSE = [
     (lambda: comm.momentum_corrected(comm.sign(), 1.0), "momentum_corrected: momentum must be"),
     (lambda: comm.delayed(comm.sign(), 0), "delayed: steps must be"),
     (
-        lambda: comm.chain(comm.sign(), comm.top_k(0.1)),
+        chain_of_a_compressor_without_indices,
         "chain: the compressors must be top_k or random_k",
     ),
-    # graphs
+]
+
+GRAPHS = [
     (lambda: comm.from_matrix([[0.5, 0.4], [0.5, 0.5]]), "row 0 sums to 0.9"),
     (
         lambda: comm.from_matrix([[1.0, 0.0], [0.0, 1.0]]),
@@ -73,13 +124,15 @@ MISUSE = [
     (lambda: comm.hypercube(6), "power of two"),
     (lambda: comm.ring(0), "n must be in"),
     (lambda: graphs.mixed(comm.ring(3), torch.zeros(2, 1), 1), "the graph must be of 2 devices"),
-    # compressed steps
+]
+
+STEPS = [
     (
-        lambda: steps.train({"gpu": FEEDBACK}, stage=3, rules=fs.fsdp("gpu")),
+        compress_along_the_axis_of_the_parameters,
         "axes that do not shard the parameters",
     ),
     (
-        lambda: steps.train({"node": FEEDBACK}, reproducible=True, slices=4),
+        compress_reproducibly,
         "reproducible must be False",
     ),
     (lambda: steps.train({"node": comm.power_sgd(1)}, stage=1), "must not be power_sgd"),
@@ -94,7 +147,9 @@ MISUSE = [
         "compress must be None with reproducible",
     ),
     (lambda: booster.run(fs.DDPPlugin(compress=FEEDBACK)), "for each axis"),
-    # replicas
+]
+
+REPLICAS = [
     (replicas_of(comm.local_sgd, every=0), "every must be"),
     (replicas_of(comm.diloco, outer=replicas.NESTEROV, every=0), "every must be"),
     (diloco_of(fragments=5), "fragments must be"),
@@ -104,28 +159,28 @@ MISUSE = [
     (lambda: replicas.train(replicas.gossip(comm.ring(3))), "graph must be of 4 devices"),
     (lambda: replicas.train(replicas.push_sum(comm.ring(3))), "graph must be of 4 devices"),
     (
-        replicas_of(comm.push_sum, graph=comm.from_matrix([[0, 1], [0, 1]], [[1, 0], [1, 0]])),
+        replicas_of(comm.push_sum, graph=ONE_RECEIVER),
         "must receive a share in each round; got none for 0 in round 0",
     ),
     (lambda: comm.local_sgd(lambda *x: x, every=1, mesh=MESH, axis="node"), "inner must be a step"),
     (
-        lambda: replicas.local_sgd(2)(replicas.inner_step(MESH), MESH).init(replicas.FULL),
+        start_from_plain_tensors,
         "must be arrays",
     ),
     (started(lambda *args: None, fs.fsdp("node")), "replicated along node"),
-    (started(lambda step, tree, params, state: step.init(params)), "replicated along node"),
+    (started(start_replicas_twice), "replicated along node"),
     (
-        started(lambda step, tree, params, state: step(tree, state, replicas.batch(0))),
+        started(step_on_one_model),
         "must have a first dim along",
     ),
-    (started(lambda step, tree, params, state: comm.mean(tree)), "must be those of all replicas"),
+    (started(mean_of_one_model), "must be those of all replicas"),
     (
-        lambda: replicas.train(
-            replicas.diloco(1, compress=comm.power_sgd(1)), stage=3, rules=fs.fsdp("gpu")
-        ),
+        power_sgd_on_shards,
         "needs full matrices",
     ),
-    # loops of replicas
+]
+
+LOOPS = [
     (loop_of(local_steps=2, reproducible=True), "local_steps must be None with reproducible"),
     (
         loop_of(gossip=comm.ring, compress=booster.COMPRESS),
@@ -139,12 +194,12 @@ MISUSE = [
     (loop_of(gossip={"node": comm.ring(3)}), "gossip must be a graph of the 2 devices along node"),
     (functional_booster, "init: local_steps and gossip must be used in a loop"),
     (
-        lambda: booster.run(
-            booster.PLUGINS["local steps"], optimizer=lambda model: Signs(model.parameters(), 0.1)
-        ),
+        local_steps_with_an_optimizer_of_a_user,
         "with an optimizer of torch or fs.optim; got Signs",
     ),
-    # asynchronous training
+]
+
+ARRIVALS = [
     (
         lambda: comm.Arrivals([(0, 0), (0, 2)], bound=2),
         "the version must be 1, which the worker has received",
@@ -161,6 +216,7 @@ MISUSE = [
     (lambda: servers.server_of(servers.LIVE, compress=comm.power_sgd(1)), "compress"),
     (lambda: servers.server_of(servers.LIVE, live=True), "processes"),
 ]
+MISUSE = [*COMPRESSORS, *GRAPHS, *STEPS, *REPLICAS, *LOOPS, *ARRIVALS]
 
 
 @pytest.mark.parametrize(("call", "message"), MISUSE, ids=lambda x: x if isinstance(x, str) else "")

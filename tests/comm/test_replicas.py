@@ -1,4 +1,8 @@
-"""Local steps and gossip against loops of plain tensors."""
+"""Local steps and gossip equal loops over lists of plain tensors.
+
+An oracle is a function `combine(before, replicas, count)`: it takes the parameters of all replicas
+before and after their inner step number `count`, and returns those that the rule leaves them with.
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -24,17 +28,18 @@ from tests.comm.replicas import (
     train,
 )
 
-# -- rules, and loops of plain tensors with the same arguments ---------------------------------------------------------
+# -- rules, and loops of plain tensors with the same arguments -------------------------------------
 
 
 def averaged(every, after=0):
+    """Average all replicas in every step up to `after`, then in each `every`-th one."""
+
     def combine(before, replicas, count):
         is_due = count <= after or count % every == 0
-        return (
-            [{k: torch.stack([x[k] for x in replicas]).mean(0) for k in FULL}] * 4
-            if is_due
-            else replicas
-        )
+        if not is_due:
+            return replicas
+        mean = {k: torch.stack([replica[k] for replica in replicas]).mean(0) for k in FULL}
+        return [mean] * 4
 
     return combine
 
@@ -44,50 +49,79 @@ def compressed_diloco(every):
 
 
 def outer_steps(every, fragments=1, delay=0, mix=1.0):
-    """The parameters are b, then w."""
-    offsets = {"b": 0, "w": every // 2 if fragments == 2 else 0}
+    """Take an outer step of SGD with Nesterov momentum on the mean change of all replicas.
+
+    With two fragments, b and w are averaged half a period apart. With a delay, replicas train on
+    before the outer step reaches them.
+    """
+    offsets = {"b": 0, "w": 0}
+    if fragments == 2:
+        offsets["w"] = every // 2
     anchor = dict(FULL)
     velocity = {k: torch.zeros_like(x) for k, x in FULL.items()}
     grads = {}
 
+    def is_due(count, offset):
+        return count > offset and (count - offset) % every == 0
+
     def combine(before, replicas, count):
         for k, offset in offsets.items():
-            if count > offset and (count - offset) % every == 0:
-                grads[k] = torch.stack([anchor[k] - replica[k] for replica in replicas]).mean(0)
-            if count - delay > offset and (count - delay - offset) % every == 0:
+            if is_due(count, offset):
+                changes = [anchor[k] - replica[k] for replica in replicas]
+                grads[k] = torch.stack(changes).mean(0)
+
+            if is_due(count - delay, offset):
                 velocity[k] = 0.5 * velocity[k] + grads[k]
                 anchor[k] = anchor[k] - 0.75 * (grads[k] + 0.5 * velocity[k])
-                replicas = [
-                    {**replica, k: mix * anchor[k] + (1 - mix) * replica[k]} for replica in replicas
-                ]
+                outer = mix * anchor[k]
+                replicas = [{**replica, k: outer + (1 - mix) * replica[k]} for replica in replicas]
         return replicas
 
     return combine
 
 
 def mixed(graph):
+    """Average each replica with its neighbours as they were before the step, then add its step."""
+
+    def neighbours(i, shares):
+        """List them in the order of a ring, which is the order of the additions."""
+        ring = [j % 4 for j in range(i - 1, i + 3)]
+        return [j for j in ring if shares[i, j]]
+
     def combine(before, replicas, count):
-        rows = [
-            [j % 4 for j in range(i - 1, i + 3) if graph.matrix(count - 1)[i, j % 4]]
-            for i in range(4)
-        ]
-        means = [{k: sum(before[j][k] for j in row) / len(row) for k in FULL} for row in rows]
-        return [{k: means[i][k] + (replicas[i][k] - before[i][k]) for k in FULL} for i in range(4)]
+        shares = graph.matrix(count - 1)
+        combined = []
+        for i in range(4):
+            row = neighbours(i, shares)
+            replica = {}
+            for k in FULL:
+                mean = sum(before[j][k] for j in row) / len(row)
+                replica[k] = mean + (replicas[i][k] - before[i][k])
+            combined.append(replica)
+        return combined
 
     return combine
 
 
 def divided(graph):
+    """Push sums.
+
+    Parameters and a weight are shared along edges, and divided where they are used.
+    """
     weights = torch.ones(4)
     totals = [dict(FULL) for _ in range(4)]
 
     def combine(before, replicas, count):
         nonlocal weights, totals
         shares = graph.matrix(count - 1).float()
-        moved = [{k: totals[i][k] + replicas[i][k] - before[i][k] for k in FULL} for i in range(4)]
-        totals = [
-            {k: sum(shares[i, j] * moved[i][k] for i in range(4)) for k in FULL} for j in range(4)
-        ]
+
+        moved = []
+        for i in range(4):
+            moved.append({k: totals[i][k] + replicas[i][k] - before[i][k] for k in FULL})
+
+        totals = []
+        for j in range(4):
+            totals.append({k: sum(shares[i, j] * moved[i][k] for i in range(4)) for k in FULL})
         weights = shares.T @ weights
         return [{k: totals[j][k] / weights[j] for k in FULL} for j in range(4)]
 
@@ -95,16 +129,14 @@ def divided(graph):
 
 
 def loop(combine, count):
-    """SGD on each replica's rows, then `combine(before, replicas, step)`; return the replicas of each leaf, stacked."""
+    """Train by SGD on the rows of each replica; return the replicas of each leaf, stacked."""
     replicas = [dict(FULL) for _ in range(4)]
     for number in range(count):
-        rows = batch(number).chunk(4)
-        before = replicas
-        grads = [
-            torch.func.grad(loss_fn)(params, x) for params, x in zip(before, rows, strict=True)
-        ]
-        after = [{k: p[k] - 0.25 * g[k] for k in p} for p, g in zip(before, grads, strict=True)]
-        replicas = combine(before, after, number + 1)
+        after = []
+        for params, rows in zip(replicas, batch(number).chunk(4), strict=True):
+            grads = torch.func.grad(loss_fn)(params, rows)
+            after.append({k: params[k] - 0.25 * grads[k] for k in params})
+        replicas = combine(replicas, after, number + 1)
     return {k: torch.stack([params[k] for params in replicas]) for k in FULL}
 
 
@@ -112,33 +144,35 @@ DIRECTED = comm.from_matrix(
     [[0.5, 0.25, 0.25, 0], [0, 0.5, 0.5, 0], [0.25, 0, 0.25, 0.5], [0.75, 0, 0, 0.25]],
     torch.eye(4).roll(1, 0) / 2 + torch.eye(4) / 2,
 )
-W, B = (
-    72,
-    18,
-)  # bytes that 4 devices send for a mean of w, and of b: 2 * 3/4 * 4 bytes for each number
-EDGE = 60  # bytes of all parameters
-CASES = [  # rule, loop, their arguments, bytes that a device sends in 9 steps
-    (local_sgd, averaged, (4,), 2 * (W + B)),
-    (local_sgd, averaged, (100, 2), 2 * (W + B)),
-    (diloco, outer_steps, (1,), 9 * (W + B)),
-    (diloco, outer_steps, (2,), 4 * (W + B)),
-    (compressed_diloco, outer_steps, (2,), 4 * (W + B)),
-    (streaming, outer_steps, (2, 1, 0, 1.0), 4 * (W + B)),
-    (streaming, outer_steps, (4, 2, 0, 1.0), W + 2 * B),
-    (streaming, outer_steps, (4, 2, 1, 0.5), W + 2 * B),
-    (streaming, outer_steps, (4, 2, 3, 1.0), W + B),
-    (streaming, outer_steps, (2, 1, 1, 0.25), 4 * (W + B)),
-    (gossip, mixed, (comm.ring(4),), 9 * 2 * EDGE),
-    (gossip, mixed, (comm.exponential(4),), 9 * 2 * EDGE),
-    (gossip, mixed, (comm.one_peer(4),), 9 * EDGE),
-    (gossip, mixed, (comm.hypercube(4),), 9 * EDGE),
-    (gossip, mixed, (comm.complete(4),), 9 * 3 * EDGE),
-    (
-        push_sum,
-        divided,
-        (DIRECTED,),
-        (5 * 2 + 4 * 1) * (EDGE + 8),
-    ),  # the busiest one; a weight in each message
+# Bytes that 4 devices send for a mean of w, of 12 numbers, and of b, of 3: 2 * 3/4 * 4 a number.
+W = 72
+B = 18
+MEAN = W + B
+EDGE = 60  # bytes of all parameters: 15 numbers
+PUSHED = EDGE + 8  # and a weight, of float64
+LOCAL = (local_sgd, averaged)
+DILOCO = (diloco, outer_steps)
+COMPRESSED = (compressed_diloco, outer_steps)
+STREAMING = (streaming, outer_steps)
+GOSSIP = (gossip, mixed)
+PUSH_SUM = (push_sum, divided)
+CASES = [  # rule and loop, the arguments of both, bytes that a device sends in 9 steps
+    (*LOCAL, (4,), 2 * MEAN),
+    (*LOCAL, (100, 2), 2 * MEAN),
+    (*DILOCO, (1,), 9 * MEAN),
+    (*DILOCO, (2,), 4 * MEAN),
+    (*COMPRESSED, (2,), 4 * MEAN),
+    (*STREAMING, (2, 1, 0, 1.0), 4 * MEAN),
+    (*STREAMING, (4, 2, 0, 1.0), W + 2 * B),
+    (*STREAMING, (4, 2, 1, 0.5), W + 2 * B),
+    (*STREAMING, (4, 2, 3, 1.0), W + B),
+    (*STREAMING, (2, 1, 1, 0.25), 4 * MEAN),
+    (*GOSSIP, (comm.ring(4),), 9 * 2 * EDGE),
+    (*GOSSIP, (comm.exponential(4),), 9 * 2 * EDGE),
+    (*GOSSIP, (comm.one_peer(4),), 9 * EDGE),
+    (*GOSSIP, (comm.hypercube(4),), 9 * EDGE),
+    (*GOSSIP, (comm.complete(4),), 9 * 3 * EDGE),
+    (*PUSH_SUM, (DIRECTED,), (5 * 2 + 4 * 1) * PUSHED),  # by the busiest device
 ]
 
 
@@ -153,21 +187,25 @@ def bytes_of_metrics():
     ("rule", "combine", "args", "size"), CASES, ids=lambda x: getattr(x, "__name__", None)
 )
 def test_replicas_follow_a_loop_of_plain_tensors(rule, combine, args, size, bytes_of_metrics):
-    """The first step has exact gradients, so it has the bits of the formula."""
+    # The first step has exact gradients, so it has the bits of the formula.
     first = loop(combine(*args), 1)
+    params, _, _ = train(rule(*args), 1)
+    for k, x in params.items():
+        assert torch.equal(fs.unshard(x), first[k])
+
+    # Nine steps, within roundings.
     expected = loop(combine(*args), 9)
-    assert all(torch.equal(fs.unshard(x), first[k]) for k, x in train(rule(*args), 1)[0].items())
     with fs.ledger() as ledger:
         params, _, metrics = train(rule(*args), 9)
-    assert ledger.bytes(axis="node") - bytes_of_metrics == size
-    assert (
-        str(fs.typeof(params["w"])) == "f32[4@node, 4, 3]"
-        and metrics["samples"] == 16
-        and metrics["finite"]
-    )
     mean = comm.mean(params)
     for k, x in expected.items():
-        torch.testing.assert_close((fs.unshard(params[k]), mean[k]), (x, x.mean(0)))
+        torch.testing.assert_close(fs.unshard(params[k]), x)
+        torch.testing.assert_close(mean[k], x.mean(0))
+
+    assert ledger.bytes(axis="node") - bytes_of_metrics == size
+    assert str(fs.typeof(params["w"])) == "f32[4@node, 4, 3]"
+    assert metrics["samples"] == 16
+    assert metrics["finite"]
 
 
 @pytest.mark.parametrize(
@@ -178,13 +216,17 @@ def test_replicas_follow_a_loop_of_plain_tensors(rule, combine, args, size, byte
     ],
 )
 def test_communication_is_under_way_during_the_inner_step(make, collective, calls):
-    """The metrics take 2 calls of psum."""
+    """When an inner step runs, the collective of the rule has been started.
+
+    (Metrics take 2 psums.)
+    """
     started = []
 
     def watched(inner, mesh):
         def run(*args):
             device = fs.axis_index(("node", "gpu"))
-            started.append((device, ledger.calls(device, axis="node", collective=collective)))
+            count = ledger.calls(device, axis="node", collective=collective)
+            started.append((device, count))
             return inner.gradient.run(*args)
 
         gradient = SimpleNamespace(options=inner.gradient.options, run=run)
@@ -192,22 +234,25 @@ def test_communication_is_under_way_during_the_inner_step(make, collective, call
 
     with fs.ledger() as ledger:
         train(watched, count=3)
-    assert sorted(started) == [(device, count) for device in range(8) for count in calls]
+
+    expected = []
+    for device in range(8):
+        expected += [(device, count) for count in calls]
+    assert sorted(started) == expected
 
 
-# -- inside of a replica -----------------------------------------------------------------------------------------------
+# -- inside of a replica ---------------------------------------------------------------------------
 
 
 def odd_params():
+    """Return parameters of all kinds: tied, of 16 bits, without dims, empty, unused, frozen."""
     draw = torch.Generator().manual_seed(2)
     w = torch.randn(5, 3, generator=draw)
-    params = {
+    return {
         "w": w,
         "tied": w,
         "bias": torch.randn(3, generator=draw).bfloat16(),
         "scale": torch.tensor(1.5),
-    }
-    return params | {
         "empty": torch.zeros(0, 3),
         "unused": torch.ones(2),
         "frozen": torch.full((3,), 0.1),
@@ -215,7 +260,8 @@ def odd_params():
 
 
 def odd_loss(params, x):
-    y = torch.tanh(x @ params["w"] + params["bias"]) @ params["tied"].T * params["scale"]
+    hidden = torch.tanh(x @ params["w"] + params["bias"])
+    y = hidden @ params["tied"].T * params["scale"]
     return (y[:, :3] * params["frozen"]).square().sum(1).mean() + params["empty"].sum()
 
 
@@ -234,12 +280,10 @@ INSIDE = {
 
 def odd_start(mesh, stage=1, opt=None, **options):
     """Return parameters on a mesh, and a step on its axis gpu."""
-    params = fs.shard_params(
-        odd_params(), fs.fsdp("gpu") if stage == 3 else P(), mesh=mesh, frozen="frozen"
-    )
-    opt = fs.partition_optimizer(
-        opt or fs.optim.sgd(0.1), mesh=mesh["gpu"], axis="gpu", stage=stage
-    )
+    rules = fs.fsdp("gpu") if stage == 3 else P()
+    params = fs.shard_params(odd_params(), rules, mesh=mesh, frozen="frozen")
+    opt = opt or fs.optim.sgd(0.1)
+    opt = fs.partition_optimizer(opt, mesh=mesh["gpu"], axis="gpu", stage=stage)
     return params, fs.train_step(odd_loss, opt, mesh=mesh["gpu"], batch=P("gpu"), **options)
 
 
@@ -247,79 +291,102 @@ def odd_batch(number):
     return torch.randn(8, 5, generator=torch.Generator().manual_seed(20 + number))
 
 
+def separate_runs(options):
+    """Train two models alone on their rows, and average them by hand in the third step."""
+    runs = []
+    for _ in range(2):
+        params, step = odd_start(fs.make_mesh({"gpu": 2}), **options)
+        runs.append((params, step.init(params)))
+
+    for number in range(4):
+        for index, rows in enumerate(odd_batch(number).chunk(2)):
+            params, state, _ = step(*runs[index], rows)
+            runs[index] = (params, state)
+        if number == 2:
+            average(runs[0][0], runs[1][0])
+    return [params for params, _ in runs]
+
+
+def average(first, second):
+    """Write the means of two models' shards to both."""
+    for name in first:
+        for x, y in zip(first[name].shards, second[name].shards, strict=True):
+            y.copy_(x.copy_((x + y) / 2))
+
+
 @pytest.mark.parametrize("case", INSIDE)
 def test_replicas_have_the_bits_of_separate_runs_and_their_mean(case, tmp_path):
+    """The replicas are also saved and restored, after the second step."""
     mesh = fs.make_mesh({"node": 2, "gpu": 2})
     params, inner = odd_start(mesh, **INSIDE[case])
     step = local_sgd(3)(inner, mesh)
     run = step.init(params)
-    runs = []
     for number in range(4):
         run = step(*run, odd_batch(number))[:2]
         if number == 1:
             fs.save(tmp_path / "c", run)
-            run = fs.restore(tmp_path / "c", step.init(odd_start(mesh, **INSIDE[case])[0]))
-    for _ in range(2):
-        params, inner = odd_start(fs.make_mesh({"gpu": 2}), **INSIDE[case])
-        runs.append((params, inner.init(params)))
-    for number in range(4):
-        runs = [
-            inner(*run, rows)[:2]
-            for run, rows in zip(runs, odd_batch(number).chunk(2), strict=True)
-        ]
-        if number == 2:
-            leaves = [[x.shards for x in params.values()] for params, _ in runs]
-            for first, second in zip(*leaves, strict=True):
-                for x, y in zip(first, second, strict=True):
-                    y.copy_(x.copy_((x + y) / 2))
-    for name, x in run[0].items():
-        assert all(
-            torch.equal(fs.unshard(x)[i], fs.unshard(params[name]))
-            for i, (params, _) in enumerate(runs)
-        ), name
-    assert (
-        run[0]["tied"] is run[0]["w"]
-        and comm.mean(run[0])["frozen"].tolist() == [torch.tensor(0.1).item()] * 3
-    )
+            target = step.init(odd_start(mesh, **INSIDE[case])[0])
+            run = fs.restore(tmp_path / "c", target)
+    params, _ = run
+
+    for index, expected in enumerate(separate_runs(INSIDE[case])):
+        for name, x in params.items():
+            assert torch.equal(fs.unshard(x)[index], fs.unshard(expected[name])), name
+    assert params["tied"] is params["w"]
+    assert comm.mean(params)["frozen"].tolist() == [torch.tensor(0.1).item()] * 3
+
+
+def trained_by_streaming(inner, params, mesh, x):
+    """Return the parameters of all replicas, by name, after five steps."""
+    step = streaming(2, 2, delay=1)(inner, mesh)
+    run = step.init(params)
+    for _ in range(5):
+        run = step(*run, x)[:2]
+    params, _ = run
+
+    trees = params if isinstance(params, list) else [params]
+    result = {}
+    for tree in trees:
+        result |= fs.unshard(tree)
+    return result
 
 
 def test_replicas_of_pipelines_train_as_replicas_of_one_device():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+    opt = fs.optim.sgd(0.5, momentum=0.9)
+    x = torch.randn(8, 4)
+
+    # Each replica is a pipeline of two stages.
     mesh = fs.make_mesh({"node": 2, "pipe": 2})
     schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
     stages = fs.pipeline.split_stages(model, 2)
-    opt = fs.optim.sgd(0.5, momentum=0.9)
-    x = torch.randn(8, 4)
-    options = {"mesh": mesh["pipe"], "batch": P(), "schedule": schedule}
     inner = fs.train_step(
-        stages, opt, **options, loss=lambda y, batch: (y - batch[:, :2]).square().mean()
+        stages,
+        opt,
+        mesh=mesh["pipe"],
+        batch=P(),
+        schedule=schedule,
+        loss=lambda y, batch: (y - batch[:, :2]).square().mean(),
     )
-    apply, full, buffers = fs.functionalize(model)
+    params = fs.shard_stages(stages, mesh=mesh, schedule=schedule)
+    actual = trained_by_streaming(inner, params, mesh, x)
+
+    # Each replica is one device.
     flat = fs.make_mesh({"node": 2, "gpu": 1})
+    apply, full, buffers = fs.functionalize(model)
 
     def loss_fn(params, x):
-        return (apply(params, buffers, x)[0] - x[:, :2]).square().mean()
+        y, _ = apply(params, buffers, x)
+        return (y - x[:, :2]).square().mean()
 
-    runs = {
-        mesh: (inner, fs.shard_stages(stages, mesh=mesh, schedule=schedule)),
-        flat: (
-            fs.train_step(loss_fn, opt, mesh=flat["gpu"], batch=P("gpu")),
-            fs.shard_params(full, P(), mesh=flat),
-        ),
-    }
-    results = []
-    for mesh, (inner, params) in runs.items():
-        step = streaming(2, 2, delay=1)(inner, mesh)
-        run = step.init(params)
-        for _ in range(5):
-            run = step(*run, x)[:2]
-        trees = run[0] if isinstance(run[0], list) else [run[0]]
-        results.append({name: fs.unshard(x) for tree in trees for name, x in tree.items()})
-    torch.testing.assert_close(results[0], results[1])
+    inner = fs.train_step(loss_fn, opt, mesh=flat["gpu"], batch=P("gpu"))
+    expected = trained_by_streaming(inner, fs.shard_params(full, P(), mesh=flat), flat, x)
+
+    torch.testing.assert_close(actual, expected)
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 RULES = {
     "local_sgd": local_sgd(3, after=1),
@@ -330,22 +397,22 @@ RULES = {
 
 
 def all_rules(folder=None):
+    """Train by each rule; return the leaves of its parameters and state. Resume, if in a folder."""
     results = {}
     for name, make in RULES.items():
         path = None if folder is None else f"{folder}/{name}"
-        params, state, _ = train(
-            make, axes={"node": 2, "gpu": 1}, folder=path, opt=fs.optim.adam(0.1)
-        )
-        results[name] = [fs.unshard(x) for x in [*params.values(), *flatten(state["rule"])[0]]]
+        axes = {"node": 2, "gpu": 1}
+        params, state, _ = train(make, axes=axes, folder=path, opt=fs.optim.adam(0.1))
+        leaves = [*params.values(), *flatten(state["rule"])[0]]
+        results[name] = [fs.unshard(x) for x in leaves]
     return results
 
 
 def unlike_start():
+    """Replicas that are unequal in the beginning raise."""
     mesh = fs.make_mesh({"node": 2, "gpu": 1})
-    layout = fs.Layout(mesh, P())
-    w = fs.mesh.Sharded(
-        (3,), layout, tuple(torch.full((3,), float(i)) for i in local_devices(mesh))
-    )
+    shards = tuple(torch.full((3,), float(device)) for device in local_devices(mesh))
+    w = fs.mesh.Sharded((3,), fs.Layout(mesh, P()), shards)
     with pytest.raises(MismatchError, match=r'init: \["w"\] must be equal'):
         local_sgd(2)(inner_step(mesh), mesh).init({"w": w})
 
@@ -358,9 +425,10 @@ def in_processes(folder):
 def test_processes_and_resumed_runs_have_the_bits_of_virtual_replicas(two, tmp_path):
     unlike_start()
     expected = all_rules()
-    for results in (
-        all_rules(tmp_path / "virtual"),
-        *two.run(in_processes, f"{tmp_path}/processes"),
-    ):
-        for name, xs in expected.items():
-            assert all(torch.equal(x, y) for x, y in zip(results[name], xs, strict=True)), name
+
+    resumed = all_rules(tmp_path / "virtual")
+    of_processes = two.run(in_processes, f"{tmp_path}/processes")
+
+    for results in (resumed, *of_processes):
+        for name, leaves in expected.items():
+            assert all(map(torch.equal, results[name], leaves)), name

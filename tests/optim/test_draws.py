@@ -1,4 +1,8 @@
-"""Random draws in an own optimizer are those of one device, and what replicas return is compared."""
+"""Random draws in an optimizer of a user are those of one device.
+
+The oracle is the run on one device from the same seed (`trained(update, 1, 0)`). Draws that would
+depend on how leaves are sharded raise, and so do unequal results of replicas.
+"""
 
 from dataclasses import replace
 
@@ -18,7 +22,16 @@ SHAPES = {"a": (5, 3), "b": (5, 3), "c": (7,), "d": (), "f": (15,), "one": (1,)}
 
 def each(of_leaf):
     """Return an update that is a function of the gradient and the parameter of each leaf."""
-    return lambda grads, state, params: (tree_map(of_leaf, grads, params), state)
+
+    def update(grads, state, params):
+        return tree_map(of_leaf, grads, params), state
+
+    return update
+
+
+def optimizer(update, init=lambda params: (), sharding="flat"):
+    """Return an optimizer, without state by default."""
+    return fs.optim.Optimizer(init, update, sharding=sharding)
 
 
 def rounded(grad, param):
@@ -41,7 +54,8 @@ def by_own_keys(grads, state, params):
             with fs.keyed_random(5, name):
                 updates[name] = torch.randn_like(grad)
             with fs.keyed_random(5, name):
-                assert torch.equal(torch.randn_like(grad), updates[name])
+                repeated = torch.randn_like(grad)
+            assert torch.equal(repeated, updates[name])
     return updates, state
 
 
@@ -66,9 +80,10 @@ def trained(
     mesh = fs.make_mesh(axes or {"data": devices})
     draw = torch.Generator().manual_seed(1)
     params = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
-    rules = rules or (fs.fsdp("data") if stage == 3 else P())
+    if rules is None:
+        rules = fs.fsdp("data") if stage == 3 else P()
     params = fs.shard_params(params, rules, mesh=mesh)
-    opt = fs.optim.Optimizer(init, update, sharding=sharding)
+    opt = optimizer(update, init, sharding)
     opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
 
     def loss_fn(params, x):
@@ -99,35 +114,44 @@ def test_draws_of_replicas_of_shards_equal_one_devices():
 
 
 def test_draws_of_dims_equal_one_devices():
-    """A leaf that is sharded by a dim over one axis and flat over another gets its elements of the full draw."""
+    """A leaf, sharded by a dim and flat along another axis, gets its part of the full draw."""
 
-    def after(axes, spec, stage):
+    def update_of_zeros(axes, spec, stage):
         torch.manual_seed(0)
         mesh = fs.make_mesh(axes)
         params = fs.shard_params({"w": torch.zeros(4, 6)}, {"w": spec}, mesh=mesh)
-        opt = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], sharding="flat")
+        opt = optimizer(UPDATES["randn_like"])
         opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
-        grads = fs.device_put(torch.zeros(4, 6), opt.gradients(params["w"].layout))
-        return fs.unshard(opt.update({"w": grads}, opt.init(params), params)[0]["w"])
+        layout = opt.gradients(params["w"].layout)
+        grads = {"w": fs.device_put(torch.zeros(4, 6), layout)}
+        updates, _ = opt.update(grads, opt.init(params), params)
+        return fs.unshard(updates["w"])
 
-    expected = after({"data": 1, "model": 1}, P(), 0)
-    assert torch.equal(after({"data": 2, "model": 2}, P(None, "model"), 1), expected)
-    assert torch.equal(after({"data": 1, "model": 3}, P(None, "model"), 0), expected)
+    columns = P(None, "model")
+    expected = update_of_zeros({"data": 1, "model": 1}, P(), 0)
+    assert torch.equal(update_of_zeros({"data": 2, "model": 2}, columns, 1), expected)
+    assert torch.equal(update_of_zeros({"data": 1, "model": 3}, columns, 0), expected)
 
 
 def test_draws_differ_by_leaf_and_step_and_repeat_by_seed():
     first = trained(UPDATES["a size"], 2, 3)
     assert same(trained(UPDATES["a size"], 2, 3), first)
-    one = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], sharding="flat")
-    params = fs.shard_params(
-        {"a": torch.zeros(4), "b": torch.zeros(4)}, P(), mesh=fs.make_mesh({"data": 2})
-    )
-    opt = fs.partition_optimizer(one, mesh=params["a"].mesh, axis="data", stage=0)
-    draws = [fs.unshard(x) for _ in range(2) for x in opt.update(params, (), params)[0].values()]
+
+    mesh = fs.make_mesh({"data": 2})
+    zeros = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    params = fs.shard_params(zeros, P(), mesh=mesh)
+    opt = optimizer(UPDATES["randn_like"])
+    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=0)
+    draws = []
+    for _ in range(2):
+        updates, _ = opt.update(params, (), params)
+        draws += [fs.unshard(x) for x in updates.values()]
     assert len(torch.cat(draws).unique()) == 16
 
 
 def test_draws_of_stages_equal_those_of_the_full_model():
+    batch = (torch.ones(8, 2), torch.ones(8, 1))
+
     def loss(y, batch):
         return (y - batch[1]).square().mean()
 
@@ -135,33 +159,38 @@ def test_draws_of_stages_equal_those_of_the_full_model():
         torch.manual_seed(5)
         return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1))
 
-    noisy = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], sharding="flat")
-    batch = torch.ones(8, 2), torch.ones(8, 1)
+    def noisy(mesh, stage):
+        opt = optimizer(UPDATES["randn_like"])
+        return fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
 
-    def after(step_of, params, mesh, stage):
+    def after_a_step(step, opt, params):
         torch.manual_seed(0)
-        opt = fs.partition_optimizer(noisy, mesh=mesh, axis="data", stage=stage)
-        trees = step_of(opt)(params, opt.init(params), batch)[0]
-        trees = trees if isinstance(trees, list) else [trees]
-        return {name: fs.unshard(x) for tree in trees for name, x in tree.items()}
+        after, _, _ = step(params, opt.init(params), batch)
+        return fs.unshard(after)
 
+    # The full model on one device.
     one = fs.make_mesh({"data": 1})
     apply, params, buffers = fs.functionalize(model())
 
     def loss_fn(params, batch):
-        return loss(apply(params, buffers, batch[0])[0], batch)
+        y, _ = apply(params, buffers, batch[0])
+        return loss(y, batch)
 
-    params = fs.shard_params(params, P(), mesh=one)
-    expected = after(
-        lambda opt: fs.train_step(loss_fn, opt, mesh=one, batch=P("data")), params, one, 0
-    )
+    opt = noisy(one, 0)
+    step = fs.train_step(loss_fn, opt, mesh=one, batch=P("data"))
+    expected = after_a_step(step, opt, fs.shard_params(params, P(), mesh=one))
 
+    # Three stages of two devices.
     mesh = fs.make_mesh({"pipe": 3, "data": 2})
     schedule = fs.pipeline_schedule("1f1b", stages=3, microbatches=2)
     stages = fs.pipeline.split_stages(model(), 3)
-    params = fs.shard_stages(stages, P(), mesh=mesh, schedule=schedule)
+    opt = noisy(mesh, 1)
     options = {"mesh": mesh, "batch": P("data"), "schedule": schedule, "loss": loss}
-    assert same(after(lambda opt: fs.train_step(stages, opt, **options), params, mesh, 1), expected)
+    step = fs.train_step(stages, opt, **options)
+    params = fs.shard_stages(stages, P(), mesh=mesh, schedule=schedule)
+    first, second, third = after_a_step(step, opt, params)
+
+    assert same({**first, **second, **third}, expected)
 
 
 @pytest.mark.parametrize("sharding", ["flat", "owners"])
@@ -178,30 +207,29 @@ def test_draws_of_init_equal_one_devices(sharding):
 
 
 def test_draws_in_chain_labels_and_host_memory_equal_one_devices():
-    noisy = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], sharding="flat")
+    noisy = optimizer(UPDATES["randn_like"])
     opts = {"x": fs.optim.chain(noisy, fs.optim.sgd(0.1)), "y": replace(noisy, sharding="owners")}
     opt = fs.optim.by_label(opts, {"a": "x", "b": "y", "c": "y"})
 
-    def after(devices, stage, **options):
+    def after_a_step(devices, stage, **options):
         torch.manual_seed(0)
         mesh = fs.make_mesh({"data": devices})
         zeros = {"a": torch.zeros(4, 3), "b": torch.zeros(4, 3), "c": torch.zeros(5)}
         params = fs.shard_params(zeros, P(), mesh=mesh)
-        parted = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage, **options)
-        layouts = fs.mesh.layouts(params)
-        grads = {
-            name: fs.device_put(x, parted.gradients(layouts[name])) for name, x in zeros.items()
-        }
-        params, _ = parted.step(grads, parted.init(params), params)
+        divided = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage, **options)
+        grads = {}
+        for name, x in zeros.items():
+            grads[name] = fs.device_put(x, divided.gradients(params[name].layout))
+        params, _ = divided.step(grads, divided.init(params), params)
         return {name: fs.unshard(x) for name, x in params.items()}
 
-    expected = after(1, 0)
-    assert same(after(2, 1), expected)
-    assert same(after(3, 2, state_memory="host", update_on="host"), expected)
+    expected = after_a_step(1, 0)
+    assert same(after_a_step(2, 1), expected)
+    assert same(after_a_step(3, 2, state_memory="host", update_on="host"), expected)
 
 
 class Langevin(torch.optim.Optimizer):
-    """SGLD with momentum, as an optimizer class of one's own."""
+    """SGLD with momentum, as a user's optimizer class."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -223,14 +251,15 @@ class ElementwiseLangevin(Langevin):
 
 
 def boosted(cls, plugin):
+    """Train two steps with a boosted optimizer; return all parameters in one row."""
     torch.manual_seed(0)
     booster = fs.Booster(plugin=plugin)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 1))
     model, opt, *_ = booster.boost(model, cls(model.parameters()))
     x = torch.linspace(-1, 1, 32).view(8, 4)
+    rows = x.chunk(fs.axis_size("data"))[fs.axis_index("data")]
     for _ in range(2):
-        y = model(x.chunk(fs.axis_size("data"))[fs.axis_index("data")])
-        booster.backward(y.square().mean(), opt)
+        booster.backward(model(rows).square().mean(), opt)
         opt.step()
         opt.zero_grad()
     return torch.cat([x.reshape(-1) for x in model.state_dict().values()])
@@ -238,13 +267,13 @@ def boosted(cls, plugin):
 
 @pytest.mark.parametrize("cls", [Langevin, ElementwiseLangevin])
 def test_draws_of_optimizer_class_equal_one_devices(cls):
-    plugins = {1: fs.DDPPlugin(), 2: fs.ZeroPlugin(stage=2), 4: fs.FSDPPlugin()}
-    rows = {
-        n: fs.run(boosted, cls, plugin, mesh=fs.make_mesh({"data": n}))
-        for n, plugin in plugins.items()
-    }
-    for row in (rows[2], rows[4]):
-        assert all(torch.allclose(x, rows[1][0], atol=1e-5) for x in row)
+    (expected,) = fs.run(boosted, cls, fs.DDPPlugin(), mesh=fs.make_mesh({"data": 1}))
+
+    of_zero = fs.run(boosted, cls, fs.ZeroPlugin(stage=2), mesh=fs.make_mesh({"data": 2}))
+    of_fsdp = fs.run(boosted, cls, fs.FSDPPlugin(), mesh=fs.make_mesh({"data": 4}))
+
+    for actual in (*of_zero, *of_fsdp):
+        assert torch.allclose(actual, expected, atol=1e-5)
 
 
 def in_processes():
@@ -254,10 +283,12 @@ def in_processes():
 def seeded_by_rank():
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"a": torch.zeros(4)}, P(), mesh=mesh)
-    noisy = fs.optim.Optimizer(lambda params: (), UPDATES["randn_like"], sharding="flat")
-    opt = fs.partition_optimizer(noisy, mesh=mesh, axis="data", stage=0)
+    opt = optimizer(UPDATES["randn_like"])
+    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=0)
     state = opt.init(params)
-    torch.manual_seed(fs.run(lambda: fs.axis_index("data"), mesh=mesh)[0])
+    (index,) = fs.run(lambda: fs.axis_index("data"), mesh=mesh)
+    torch.manual_seed(index)
+
     with pytest.raises(MismatchError, match="random state must be the same"):
         opt.update(params, state, params)
 
@@ -272,10 +303,11 @@ def test_draws_of_processes_with_seeds_by_rank_raise():
     run_processes(seeded_by_rank, 2)
 
 
-# -- draws that raise --------------------------------------------------------------------------------------------------
+# -- draws that raise ------------------------------------------------------------------------------
 
 GENERATOR = torch.Generator()
-REFUSED = {
+ONE_EACH = "one number for each element"
+REFUSED = {  # a draw, a text of the error, the stage and sharding where it raises
     "an own generator": (
         lambda g, p: torch.randn(g.shape, generator=GENERATOR),
         "generator=",
@@ -295,8 +327,8 @@ REFUSED = {
         "flat",
     ),
     "a number for each leaf": (lambda g, p: g * torch.rand(()), "belongs to none", 1, "owners"),
-    "dropout": (lambda g, p: torch.dropout(g, 0.5, True), "one number for each element", 1, "flat"),
-    "poisson": (lambda g, p: torch.poisson(g.abs()), "one number for each element", 3, "flat"),
+    "dropout": (lambda g, p: torch.dropout(g, 0.5, True), ONE_EACH, 1, "flat"),
+    "poisson": (lambda g, p: torch.poisson(g.abs()), ONE_EACH, 3, "flat"),
     "several for an element": (
         lambda g, p: torch.rand_like(torch.stack([g, g]))[0],
         "shape of its leaf",
@@ -386,12 +418,14 @@ def test_number_of_own_key_at_owners_equals_one_devices():
 
 
 def test_draw_of_own_key_and_size_at_owners_equals_one_devices():
-    def update(grads, state, params):
-        def noisy(name, g):
-            with fs.keyed_random(5, name):
-                return None if g is None else torch.randn(2, *g.shape)[1]
+    def noise(name, g):
+        if g is None:
+            return None
+        with fs.keyed_random(5, name):
+            return torch.randn(2, *g.shape)[1]
 
-        return {name: noisy(name, g) for name, g in grads.items()}, state
+    def update(grads, state, params):
+        return {name: noise(name, g) for name, g in grads.items()}, state
 
     expected = trained(update, 1, 0, sharding="owners")
     assert same(trained(update, 3, 2, sharding="owners"), expected)
@@ -419,15 +453,14 @@ def test_number_that_is_like_no_leaf_is_equal_on_all_devices():
 
 def test_check_elementwise_accepts_draws_like_leaves():
     for name in ("randn_like", "stochastic rounding", "own keys"):
-        opt = fs.optim.Optimizer(lambda params: (), UPDATES[name], sharding="flat")
-        check_elementwise(opt)
-        check_elementwise(replace(opt, sharding="owners"))
+        check_elementwise(optimizer(UPDATES[name]))
+        check_elementwise(optimizer(UPDATES[name], sharding="owners"))
 
 
 def test_check_elementwise_of_draws_of_shards_raises():
     update = each(lambda g, p: torch.randn(g.numel()).view_as(g))
     with pytest.raises(OptimizerError, match=r"torch\.randn_like"):
-        check_elementwise(fs.optim.Optimizer(lambda params: (), update, sharding="flat"))
+        check_elementwise(optimizer(update))
 
 
 def test_compiled_update_runs_on_shards():
@@ -435,7 +468,7 @@ def test_compiled_update_runs_on_shards():
     assert same(trained(update, 2, 1), trained(each(lambda g, p: -g * 2), 1, 0))
 
 
-# -- what replicas return ----------------------------------------------------------------------------------------------
+# -- what replicas return --------------------------------------------------------------------------
 
 
 def adapted(norm):
@@ -449,10 +482,12 @@ def adapted(norm):
 
 
 def total_of(params):
+    """Return a state of one number."""
     return {"total": torch.zeros((), dtype=torch.float64)}
 
 
 def shard_sum(grads):
+    """Return the sum of squares of a device's shards."""
     return sum(g.double().square().sum() for g in grads.values() if g is not None)
 
 
@@ -465,12 +500,15 @@ def test_state_number_from_a_shard_raises(devices, stage):
 def test_state_number_that_differs_from_the_second_step_on_raises():
     """As in D-adaptation, whose inner product of moves and gradients is 0 at first."""
 
-    def late(grads, state, params):
+    def init(params):
+        return {**total_of(params), "count": torch.tensor(0)}
+
+    def update(grads, state, params):
         total = state["total"] + shard_sum(grads) * (state["count"] > 0)
         return tree_map(torch.neg, grads), {"total": total, "count": state["count"] + 1}
 
     with pytest.raises(OptimizerError, match=r'state\["total"\] must be equal'):
-        trained(late, 2, 3, init=lambda params: {**total_of(params), "count": torch.tensor(0)})
+        trained(update, 2, 3, init=init)
 
 
 def test_state_number_of_a_leaf_from_a_shard_raises():
@@ -499,9 +537,10 @@ def test_psum_in_update_over_shards_equals_one_devices():
 
 
 def test_psum_in_update_over_replicas_raises():
-    update = adapted(lambda grads: fs.psum(shard_sum(grads), "data"))
+    over_data = adapted(lambda grads: fs.psum(shard_sum(grads), "data"))
     with pytest.raises(OptimizerError, match="is replicated, so that it would count 2 times"):
-        trained(update, 2, 0, init=total_of)
+        trained(over_data, 2, 0, init=total_of)
+
     over_both = adapted(lambda grads: fs.psum(shard_sum(grads), ("pod", "data")))
     with pytest.raises(OptimizerError, match="got pod, along which"):
         trained(over_both, 4, 3, init=total_of, axes={"pod": 2, "data": 2})
@@ -517,7 +556,7 @@ def test_noise_by_axis_index_on_replicas_raises():
 
 
 class Adapting(ElementwiseLangevin):
-    """An own class whose state has a number from the shard."""
+    """A user's class whose state has a number from the shard."""
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -1,4 +1,7 @@
-"""Wrong arguments, layouts and classes raise where they are given, all at once, and name the fix."""
+"""Wrong arguments, layouts and classes of optimizers raise where they are passed.
+
+One error names all of them, and the fix. A row of a table is a call, and a text of the error.
+"""
 
 import re
 from dataclasses import replace
@@ -19,8 +22,7 @@ from tests.optim.helpers.torch_classes import Lars, groups_of, net
 NAN = float("nan")
 INF = float("inf")
 MESH = fs.make_mesh({"data": 2})
-ARGUMENTS = [
-    # all errors at once
+RANGES = [
     (
         lambda: optim.adam(-1.0, eps=-1.0),
         "adam: lr must be in [0, inf); got -1.0. eps must be in [0, inf); got -1.0.",
@@ -79,7 +81,9 @@ ARGUMENTS = [
         lambda: schedules.one_cycle(1.0, steps=3, rise=1.5, end_divisor=0),
         "[0, 1]; got 1.5. end_divisor must be in (0",
     ),
-    # types
+]
+
+TYPES = [
     (lambda: optim.lion("0.1"), "lr must be a number; got '0.1'."),
     (lambda: optim.adam(betas=0.9), "betas must be two numbers; got 0.9."),
     (lambda: optim.lamb(betas=(0.9,)), "betas must be two numbers; got (0.9,)."),
@@ -90,23 +94,32 @@ ARGUMENTS = [
         "by_label: opts must be a dict of optimizers by label; got list.",
     ),
 ]
+ARGUMENTS = [*RANGES, *TYPES]
+
+
+WORDS_OF_TYPES = ("a number", "two numbers", "an integer", "a dict")
 
 
 @pytest.mark.parametrize(("call", "text"), ARGUMENTS, ids=lambda x: x if isinstance(x, str) else "")
 def test_wrong_arguments_raise_with_all(call, text):
-    is_type = any(words in text for words in ("a number", "two numbers", "an integer", "a dict"))
-    with pytest.raises(TypeError if is_type else optim.OptimizerError, match=re.escape(text)):
+    is_type = any(words in text for words in WORDS_OF_TYPES)
+    error = TypeError if is_type else optim.OptimizerError
+
+    with pytest.raises(error, match=re.escape(text)):
         call()
 
 
 def test_schedules_and_tensors_are_not_validated():
     for lr in (lambda count: -1.0, torch.tensor(-1.0)):
         opt = optim.sgd(lr, fused=False)
-        params, _ = opt.step([torch.ones(1)], opt.init([torch.ones(1)]), [torch.ones(1)])
-        assert params[0].item() == 2.0
+        params = [torch.ones(1)]
+
+        after, _ = opt.step([torch.ones(1)], opt.init(params), params)
+
+        assert after[0].item() == 2.0
 
 
-# -- layouts, ties and classes --------------------------------------------------------------------------------------
+# -- layouts, ties and classes ---------------------------------------------------------------------
 
 
 def steps_on_halves():
@@ -123,34 +136,38 @@ def tied(opt):
 
 def two_gradients():
     w = torch.ones(2)
+    params = {"a": w, "b": w}
+    grads = {"a": torch.ones(2), "b": torch.ones(2)}
     opt = optim.sgd(0.1)
-    opt.update(
-        {"a": torch.ones(2), "b": torch.ones(2)}, opt.init({"a": w, "b": w}), {"a": w, "b": w}
-    )
+    opt.update(grads, opt.init(params), params)
 
 
 def norm_of_unreduced():
-    optim.global_norm({"w": fs.device_put(torch.ones(2), fs.Layout(MESH, P(unreduced="data")))})
+    unreduced = fs.Layout(MESH, P(unreduced="data"))
+    optim.global_norm({"w": fs.device_put(torch.ones(2), unreduced)})
 
 
 def norm_of_two_meshes():
-    other = fs.make_mesh({"model": 2})
-    optim.global_norm(
-        [fs.device_put(torch.ones(2), fs.Layout(m, P(m.axis_names[0]))) for m in (MESH, other)]
-    )
+    on_data = fs.Layout(MESH, P("data"))
+    on_model = fs.Layout(fs.make_mesh({"model": 2}), P("model"))
+    x = torch.ones(2)
+    optim.global_norm([fs.device_put(x, on_data), fs.device_put(x, on_model)])
+
+
+def shards_for(name):
+    flat = fs.Layout(MESH, P.flat("data"))
+    WHOLE[name].init(put_tree({"a": torch.ones(3, 2)}, flat))
 
 
 def pair(init, update, **options):
     """Take a step of a pair of functions, at owners."""
-    params = fs.shard_params(
-        {"a": torch.ones(4, 2), "b": torch.ones(3), "c": torch.ones(1)}, P(), mesh=MESH
-    )
-    opt = fs.partition_optimizer(
-        optim.Optimizer(init, update, **options), mesh=MESH, axis="data", stage=1
-    )
-    grads = {
-        name: fs.device_put(fs.unshard(x), opt.gradients(x.layout)) for name, x in params.items()
-    }
+    full = {"a": torch.ones(4, 2), "b": torch.ones(3), "c": torch.ones(1)}
+    params = fs.shard_params(full, P(), mesh=MESH)
+    opt = optim.Optimizer(init, update, **options)
+    opt = fs.partition_optimizer(opt, mesh=MESH, axis="data", stage=1)
+    grads = {}
+    for name, x in params.items():
+        grads[name] = fs.device_put(full[name], opt.gradients(x.layout))
     opt.update(grads, opt.init(params), params)
 
 
@@ -158,21 +175,46 @@ def unchanged(grads, state, params):
     return grads, state
 
 
+def list_of_leaves(params):
+    return [x for x in params.values() if x is not None]
+
+
+def updates_in_a_list(grads, state, params):
+    return [*grads.values()], state
+
+
+def another_state(grads, state, params):
+    return grads, {"m": state}
+
+
+def state_of_another_shape(grads, state, params):
+    return grads, tree_map(lambda x: torch.cat([x, x]), state)
+
+
 def rows_on_shards(opt):
-    optim.chain(opt).init(fs.shard_params({"w": torch.ones(4, 2)}, P("data"), mesh=MESH))
+    params = fs.shard_params({"w": torch.ones(4, 2)}, P("data"), mesh=MESH)
+    optim.chain(opt).init(params)
 
 
 def boosted(opt_of, prepare=lambda opt: None, times=1):
-    """Boost a model and an optimizer, on one device."""
+    """Boost an optimizer with a model, on one device; with `times`, also with other models."""
 
     def main():
         model = net()
         opt = opt_of(groups_of(model))
         prepare(opt)
-        for module in [model, *(net() for _ in range(times - 1))]:
-            fs.Booster().boost(module, opt)
+        fs.Booster().boost(model, opt)
+        for _ in range(times - 1):
+            fs.Booster().boost(net(), opt)
 
     fs.run(main, mesh=fs.make_mesh({"data": 1}))
+
+
+def sgd_with_a_hook():
+    def register(opt):
+        opt.register_step_pre_hook(lambda *_: None)
+
+    boosted(lambda groups: torch.optim.SGD(groups, lr=0.1), register)
 
 
 def outside_of_run():
@@ -184,7 +226,11 @@ def outside_of_run():
 BY_TIES = optim.by_label(
     {True: optim.sgd(), False: optim.adamw()}, {"emb": True, "fixed": True, "head": False}
 )
-MISUSE = {
+MASK_OF_TIES = optim.masked(optim.scale(2.0), lambda path, x: "head" not in path)
+NEEDS_FULL_MATRICES = (
+    r"{} needs full matrices(?s:.)*params\[\"a\"\] is Sharded.*\nGive each matrix to one device"
+)
+CLASSES_AND_LAYOUTS = {
     "a rate of torch's": (lambda: optim.muon(-1), "Learning rate should be >= 0 but is: -1"),
     "an option of torch's": (
         lambda: optim.from_torch(torch.optim.SGD, lr=-1.0),
@@ -203,14 +249,15 @@ MISUSE = {
     "nesterov": (lambda: optim.sgd(0.1, nesterov=True), "nesterov needs momentum"),
     "a fused kernel": (
         steps_on_halves,
-        "fused=True needs contiguous parameters of a dtype that .*; got torch.bfloat16 on cpu. Leave",
+        "fused=True needs contiguous parameters of a dtype that .*; got torch.bfloat16 on cpu. "
+        "Leave",
     ),
     "labels of ties": (
         lambda: tied(BY_TIES),
         r'params\["emb"\] and params\["head"\]\[0\] are one \(tied\), labelled True and False',
     ),
     "a mask of ties": (
-        lambda: tied(optim.masked(optim.scale(2.0), lambda path, x: "head" not in path)),
+        lambda: tied(MASK_OF_TIES),
         "are one",
     ),
     "gradients of ties": (two_gradients, r'params\["a"\] and params\["b"\]'),
@@ -229,18 +276,20 @@ MISUSE = {
         lambda: optim.muon(parts=5).init({"qkv": torch.ones(12, 4)}),
         r'params\["qkv"\]: its dim 0 has 12 elements',
     ),
-    **{
-        f"shards for {name}": (
-            lambda name=name: WHOLE[name].init(
-                put_tree({"a": torch.ones(3, 2)}, fs.Layout(MESH, P.flat("data")))
-            ),
-            rf"{name} needs full matrices(?s:.)*params\[\"a\"\] is Sharded.*\nGive each matrix to one device",
-        )
-        for name in ("adafactor", "shampoo", "muon")
-    },
-    # pairs of functions
+    "shards for adafactor": (
+        lambda: shards_for("adafactor"),
+        NEEDS_FULL_MATRICES.format("adafactor"),
+    ),
+    "shards for shampoo": (
+        lambda: shards_for("shampoo"),
+        NEEDS_FULL_MATRICES.format("shampoo"),
+    ),
+    "shards for muon": (lambda: shards_for("muon"), NEEDS_FULL_MATRICES.format("muon")),
+}
+
+PAIRS = {
     "a state of a list": (
-        lambda: pair(lambda params: [x for x in params.values() if x is not None], unchanged),
+        lambda: pair(list_of_leaves, unchanged),
         "init must make the same state on all devices",
     ),
     "a state of a vector": (
@@ -248,17 +297,15 @@ MISUSE = {
         "must be numbers, but for subtrees",
     ),
     "updates in a list": (
-        lambda: pair(momentum_init, lambda grads, state, params: ([*grads.values()], state)),
+        lambda: pair(momentum_init, updates_in_a_list),
         "updates must be a tree of the structure of params",
     ),
     "another state": (
-        lambda: pair(momentum_init, lambda grads, state, params: (grads, {"m": state})),
+        lambda: pair(momentum_init, another_state),
         "state must be a tree of the structure of params",
     ),
     "another shape": (
-        lambda: pair(
-            momentum_init, lambda g, state, p: (g, tree_map(lambda x: torch.cat([x, x]), state))
-        ),
+        lambda: pair(momentum_init, state_of_another_shape),
         "state of a parameter must keep their shape",
     ),
     "shards": (lambda: rows_on_shards(ROWS), 'without sharding="flat" needs full matrices'),
@@ -266,16 +313,15 @@ MISUSE = {
         lambda: rows_on_shards(replace(ROWS, sharding="flat")),
         "state of an elementwise optimizer must have the shape",
     ),
-    # instances
+}
+
+INSTANCES = {
     "outside of fs.run": (
         outside_of_run,
         "Lars, an optimizer of your own class, must step on one device; got",
     ),
     "hooks": (
-        lambda: boosted(
-            lambda groups: torch.optim.SGD(groups, lr=0.1),
-            lambda opt: opt.register_step_pre_hook(lambda *_: None),
-        ),
+        sgd_with_a_hook,
         "SGD: hooks of its steps are not called",
     ),
     "boosted twice": (
@@ -283,6 +329,7 @@ MISUSE = {
         "tensors that are no parameters of the model",
     ),
 }
+MISUSE = {**CLASSES_AND_LAYOUTS, **PAIRS, **INSTANCES}
 
 
 @pytest.mark.parametrize("name", MISUSE)
@@ -294,16 +341,17 @@ def test_misuse_raises_and_names_the_fix(name):
 
 @pytest.mark.parametrize("name", [*WRAPPERS, "partition_optimizer"])
 def test_nested_partitioned_or_scaled_optimizer_raises(name):
-    how = {"mesh": MESH, "axis": "data", "stage": 3}
-    wrap = WRAPPERS.get(name, lambda opt: fs.partition_optimizer(opt, **how))
-    with pytest.raises(
-        optim.OptimizerError, match=f"{name}: a partitioned optimizer must not be nested, since "
-    ):
-        wrap(fs.partition_optimizer(optim.sgd(0.1), **how))
+    def partition(opt):
+        return fs.partition_optimizer(opt, mesh=MESH, axis="data", stage=3)
+
+    wrap = WRAPPERS.get(name, partition)
+
+    message = f"{name}: a partitioned optimizer must not be nested, since "
+    with pytest.raises(optim.OptimizerError, match=message):
+        wrap(partition(optim.sgd(0.1)))
     with pytest.raises(optim.OptimizerError, match=f"{name}: SGD is no pair of init and update"):
         wrap(torch.optim.SGD)
     if name in WRAPPERS:
-        with pytest.raises(
-            optim.OptimizerError, match=f"{name}: loss_scaled must not be nested, since .*Put one"
-        ):
+        message = f"{name}: loss_scaled must not be nested, since .*Put one"
+        with pytest.raises(optim.OptimizerError, match=message):
             wrap(optim.loss_scaled(optim.sgd(0.5)))

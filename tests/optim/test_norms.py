@@ -1,4 +1,7 @@
-"""Norms over all elements of a tree, for every layout."""
+"""Norms and dots over all elements of a tree, for every layout.
+
+The oracles are torch's norm of all elements in one row, in float64, and sums of fractions.
+"""
 
 from fractions import Fraction
 from math import hypot, inf, isnan, nan
@@ -22,16 +25,13 @@ from tests.optim.helpers.optimizers import leaves_of, tensor
 def test_global_norm_counts_leaf_replicated_over_two_of_three_axes_once(order, exact):
     mesh = fs.make_mesh({"a": 2, "b": 2, "c": 2})
     specs = [P("a"), P("b"), P("c"), P(("c", "a"))]
-    tree = [
-        fs.device_put(torch.arange(4.0) + 10 * i, fs.Layout(mesh, spec))
-        for i, spec in enumerate(specs)
-    ]
-    expected = torch.linalg.vector_norm(
-        torch.cat([torch.arange(4.0) + 10 * i for i in range(4)]).double(), order
-    )
-    torch.testing.assert_close(
-        optim.global_norm(tree, order, exact=exact if order == 2 else None), expected
-    )
+    leaves = [torch.arange(4.0) + 10 * i for i in range(4)]
+    tree = [fs.device_put(x, fs.Layout(mesh, s)) for x, s in zip(leaves, specs, strict=True)]
+
+    actual = optim.global_norm(tree, order, exact=exact if order == 2 else None)
+
+    expected = torch.linalg.vector_norm(torch.cat(leaves).double(), order)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_global_norm_equals_torch_and_counts_ties_once():
@@ -42,41 +42,47 @@ def test_global_norm_equals_torch_and_counts_ties_once():
     assert optim.global_norm({}) == 0
 
 
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
+
+
 @pytest.mark.parametrize("order", [0.5, 1, 2, 3.0, inf])
 @given(data=st.data())
 @settings(max_examples=20)
 def test_norm_of_any_order_equals_torch(order, data):
-    mesh = data.draw(fs.testing.strategies.meshes())
-    full, tree, cut = [], [], False
+    strategies = fs.testing.strategies
+    mesh = data.draw(strategies.meshes())
+    full = []
+    tree = []
+    is_sharded = False
     for _ in range(data.draw(st.integers(0, 4))):
-        shape = data.draw(fs.testing.strategies.shapes_for(mesh))
-        dtype = data.draw(
-            st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64])
-        )
-        x = data.draw(fs.testing.strategies.dyadic(shape, dtype))
+        shape = data.draw(strategies.shapes_for(mesh))
+        x = data.draw(strategies.dyadic(shape, data.draw(st.sampled_from(DTYPES))))
         full.append(x)
         if data.draw(st.booleans()):
-            layout = data.draw(fs.testing.strategies.layouts(mesh, shape, unreduced=False))
-            cut |= any(mesh.shape[axis] > 1 for axis in layout.spec.sharded_axes)
+            layout = data.draw(strategies.layouts(mesh, shape, unreduced=False))
+            is_sharded |= any(mesh.shape[axis] > 1 for axis in layout.spec.sharded_axes)
             x = fs.device_put(x, layout)
         tree.append(x)
-    together = torch.cat(
-        [torch.zeros(1, dtype=torch.float64), *(x.abs().flatten().double() for x in full)]
-    )
-    expected = torch.linalg.vector_norm(together, order)
+
     with fs.ledger() as comm:
         actual = optim.global_norm(tree, order)
+
+    zero = torch.zeros(1, dtype=torch.float64)
+    row = torch.cat([zero, *(x.abs().flatten().double() for x in full)])
+    expected = torch.linalg.vector_norm(row, order)
     torch.testing.assert_close(actual, expected)
-    assert comm.calls() == cut
-    torch.testing.assert_close(
-        [fs.unshard(x) for x in optim.clip_by_global_norm(0.5, order).update(tree, (), None)[0]],
-        [(x * min(0.5 / (expected.item() + 1e-6), 1.0)) for x in full],
-    )
-    inside = fs.run(
-        lambda: optim.global_norm([fs.device_put(x, fs.Layout(mesh, P())) for x in full], order),
-        mesh=mesh,
-    )
-    torch.testing.assert_close(inside[0], expected)
+    assert comm.calls() == is_sharded
+
+    # Clipping multiplies by limit / norm.
+    clipped, _ = optim.clip_by_global_norm(0.5, order).update(tree, (), None)
+    factor = min(0.5 / (expected.item() + 1e-6), 1.0)
+    torch.testing.assert_close([fs.unshard(x) for x in clipped], [x * factor for x in full])
+
+    def inside():
+        arrays = [fs.device_put(x, fs.Layout(mesh, P())) for x in full]
+        return optim.global_norm(arrays, order)
+
+    torch.testing.assert_close(fs.run(inside, mesh=mesh)[0], expected)
 
 
 NUMBERS = st.floats(0, allow_infinity=False, max_value=2.0**1000)
@@ -117,33 +123,40 @@ def test_nonfinite_float64_norm_is_nonfinite(strange):
 @given(st.data())
 @settings(max_examples=60)
 def test_norm_error_is_bounded_and_exact_is_zero(data):
-    mesh = fs.make_mesh(data.draw(st.sampled_from([{"a": 3}, {"a": 8}, {"a": 2, "b": 2}])))
     draw = data.draw
+    mesh = fs.make_mesh(draw(st.sampled_from([{"a": 3}, {"a": 8}, {"a": 2, "b": 2}])))
     shapes = [(5,), (33, 17), (), (1000,)]
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
     scale = 10.0 ** draw(st.integers(-15, 15))
-    tree = [
-        (tensor(shape, torch.float64, seed) * scale).to(dtype)
-        for seed, shape in enumerate(shapes, draw(st.integers(0, 99)))
-    ]
-    cut = fs.device_put(tree, fs.Layout(mesh, P.flat(*draw(st.permutations(mesh.axis_names)))))
-    count = sum(x.numel() for x in tree)
-    exact = sum(Fraction(x) ** 2 for leaf in tree for x in leaf.reshape(-1).tolist())
-    for laid_out in (tree, cut):
-        actual = Fraction(optim.global_norm(laid_out).item()) ** 2
-        assert abs(actual - exact) <= 2 * count * exact * Fraction(2) ** -53
-    alone, ours = (optim.global_norm(laid_out, exact=True) for laid_out in (tree, cut))
-    assert (
-        torch.equal(alone, ours)
-        and abs(Fraction(ours.item()) ** 2 - exact) <= 4 * exact * Fraction(2) ** -53
-    )
+    first_seed = draw(st.integers(0, 99))
+    tree = []
+    for seed, shape in enumerate(shapes, first_seed):
+        tree.append((tensor(shape, torch.float64, seed) * scale).to(dtype))
+    axes = draw(st.permutations(mesh.axis_names))
+    sharded = fs.device_put(tree, fs.Layout(mesh, P.flat(*axes)))
+
+    numbers = torch.cat([leaf.reshape(-1) for leaf in tree]).tolist()
+    exact = sum(Fraction(x) ** 2 for x in numbers)
+    epsilon = Fraction(2) ** -53
+
+    # A norm has an error of a rounding a number.
+    for leaves in (tree, sharded):
+        square = Fraction(optim.global_norm(leaves).item()) ** 2
+        assert abs(square - exact) <= 2 * len(numbers) * exact * epsilon
+
+    # The exact one has that of the result alone, on any layout.
+    of_tree = optim.global_norm(tree, exact=True)
+    of_shards = optim.global_norm(sharded, exact=True)
+    assert torch.equal(of_tree, of_shards)
+    assert abs(Fraction(of_shards.item()) ** 2 - exact) <= 4 * exact * epsilon
+
     if dtype is torch.float64:  # which shows all bits
-        assert torch.equal(optim.global_norm(tree), optim.global_norm(cut))
-    rounded = [optim.global_norm(laid_out).float() for laid_out in (tree, cut)]
-    assert abs(rounded[0] - rounded[1]) <= rounded[0] * 2.0**-23
+        assert torch.equal(optim.global_norm(tree), optim.global_norm(sharded))
+    rounded = optim.global_norm(tree).float()
+    assert abs(rounded - optim.global_norm(sharded).float()) <= rounded * 2.0**-23
 
 
-# -- in a step ---------------------------------------------------------------------------------------------------------
+# -- in a step -------------------------------------------------------------------------------------
 
 
 def one_step(opt, stage, *, by_hand=False, **options):
@@ -185,24 +198,25 @@ def test_clipping_step_returns_norm_before_clipping(rule, stage, options):
 
 
 def test_norms_in_reproducible_step_are_exact():
-    actual = list[bool]()
+    is_exact = []
+    sgd = optim.sgd(0.1)
 
-    def noting(grads, state, params):
-        actual.append(torch.equal(optim.global_norm(grads), optim.global_norm(grads, exact=True)))
-        return optim.sgd(0.1).update(grads, optim.sgd(0.1).init(params), params)[0], state
+    def comparing(grads, state, params):
+        exact = optim.global_norm(grads, exact=True)
+        is_exact.append(torch.equal(optim.global_norm(grads), exact))
+        updates, _ = sgd.update(grads, sgd.init(params), params)
+        return updates, state
+
+    def loss_fn(p, x):
+        return (x @ p["w"]).square().mean()
 
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"w": tensor((37, 41), torch.float32, 3)}, fs.fsdp("data"), mesh=mesh)
-    opt = optim.Optimizer(lambda params: (), noting, sharding="flat", takes="arrays")
-    step = fs.train_step(
-        lambda p, x: (x @ p["w"]).square().mean(),
-        opt,
-        mesh=mesh,
-        batch=P("data"),
-        reproducible=True,
-    )
+    opt = optim.Optimizer(lambda params: (), comparing, sharding="flat", takes="arrays")
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), reproducible=True)
     step(params, (), tensor((8, 37), torch.float32, 7))
-    assert actual == [True]
+
+    assert is_exact == [True]
 
 
 def test_norm_later_uses_gradients_before_donation():
@@ -212,7 +226,7 @@ def test_norm_later_uses_gradients_before_donation():
     assert optim.global_norm(grads) == 10 and norm() == 5
 
 
-# -- inner products --------------------------------------------------------------------------------------------------
+# -- inner products --------------------------------------------------------------------------------
 
 
 DOT_MESH = fs.make_mesh({"data": 2, "model": 2})

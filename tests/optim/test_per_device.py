@@ -1,5 +1,9 @@
-"""Optimizers that are pairs of functions on trees of plain tensors."""
+"""Optimizers that are pairs of functions on trees of plain tensors.
 
+The oracle is the pair itself on one device.
+"""
+
+import itertools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,17 +31,25 @@ def momentum_step(grads, state, params):
     return tree_map(lambda p, u: p + u, params, updates), state
 
 
+class Bare(NamedTuple):
+    init: object
+    update: object
+
+
 PAIRS = {
     "momentum": MOMENTUM,
     "momentum of owners": replace(MOMENTUM, sharding="owners"),
     "a step of its own": replace(MOMENTUM, step=momentum_step),
     "rows": ROWS,
-    "nothing but a pair": NamedTuple("Pair", init=object, update=object)(ROWS.init, ROWS.update),
+    "nothing but a pair": Bare(ROWS.init, ROWS.update),
 }
 
 
 def alone(opt, params, steps):
-    """Run a pair on one device, each parameter by itself, without fshard; `count` goes on without gradients too."""
+    """Run a pair on one device, each parameter by itself, without fshard.
+
+    `count` goes on without gradients too.
+    """
     at = optim.leaves.Leaves.of(params)
     results = []
     for i, (x, first) in enumerate(zip(at.leaves, at.firsts, strict=True)):
@@ -96,18 +108,22 @@ def test_pair_on_shards_equals_one_device(name, tree, n, stage, run):
 
 
 def trained(opt, stage, n=2, **options):
+    """Return parameters and state after three steps.
+
+    Without a stage, the optimizer is not divided.
+    """
     mesh = fs.make_mesh({"data": n})
     torch.manual_seed(0)
-    params = {"w": torch.randn(6, 6), "h": torch.randn(6, 2), "idle": torch.ones(5)}
+    full = {"w": torch.randn(6, 6), "h": torch.randn(6, 2), "idle": torch.ones(5)}
     x = torch.randn(8, 6)
     y = torch.randn(8, 2)
-    params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-    opt = (
-        fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
-        if stage is not None
-        else opt
-    )
-    state = opt.init(params) if stage is not None else optim.chain(opt).init(params)[0]
+    rules = fs.fsdp("data") if stage == 3 else P()
+    params = fs.shard_params(full, rules, mesh=mesh)
+    if stage is None:
+        (state,) = optim.chain(opt).init(params)
+    else:
+        opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+        state = opt.init(params)
 
     def loss_fn(p, batch):
         return (torch.tanh(batch[0] @ p["w"]) @ p["h"] - batch[1]).square().mean()
@@ -119,15 +135,17 @@ def trained(opt, stage, n=2, **options):
 
 
 def by_names_init(params):
-    return {
-        "m": {k: None if x is None else torch.zeros_like(x) for k, x in params.items()},
-        "count": torch.tensor(0),
-    }
+    m = {k: None if x is None else torch.zeros_like(x) for k, x in params.items()}
+    return {"m": m, "count": torch.tensor(0)}
 
 
 def by_names_update(grads, state, params):
-    m = {k: None if g is None else 0.5 * state["m"][k] + g for k, g in grads.items()}
-    updates = {k: None if x is None else -0.1 * x / x.norm() for k, x in m.items()}
+    m = dict.fromkeys(grads)
+    updates = dict.fromkeys(grads)
+    for k, g in grads.items():
+        if g is not None:
+            m[k] = 0.5 * state["m"][k] + g
+            updates[k] = -0.1 * m[k] / m[k].norm()
     return updates, {"m": m, "count": state["count"] + 1}
 
 
@@ -156,13 +174,13 @@ def test_train_step_accepts_pair_in_every_stage(name):
 
 
 def between_processes():
-    return {
-        (name, stage): trained(ALONE[name], stage) for name in ("m", "rows") for stage in (1, 3)
-    }
+    cases = itertools.product(("m", "rows"), (1, 3))
+    return {(name, stage): trained(ALONE[name], stage) for name, stage in cases}
 
 
 def types(state):
-    return [str(x if x is None else fs.typeof(x)) for x in optim.leaves.Leaves.of(state).leaves]
+    leaves = optim.leaves.Leaves.of(state).leaves
+    return ["None" if x is None else str(fs.typeof(x)) for x in leaves]
 
 
 def test_pair_in_processes_equals_virtual_devices(two):
@@ -174,13 +192,24 @@ def test_pair_in_processes_equals_virtual_devices(two):
 
 
 def test_params_like_state_has_params_layouts():
+    """Of h, idle and w: their moments, numbers of rows and steps, at their owners.
+
+    Then one number.
+    """
     _, state = trained(ROWS, 3)
     assert types(state) == [
-        *("f32[6, 2]{at:data=1}", "f32[5]{at:data=1}", "f32[6, 6]{at:data=0}"),
-        *("f32[6]{at:data=1}", "f32[5]{at:data=1}", "f32[6]{at:data=0}"),
-        *("f32[]{at:data=1}", "f32[]{at:data=1}", "f32[]{at:data=0}"),
+        "f32[6, 2]{at:data=1}",
+        "f32[5]{at:data=1}",
+        "f32[6, 6]{at:data=0}",
+        "f32[6]{at:data=1}",
+        "f32[5]{at:data=1}",
+        "f32[6]{at:data=0}",
+        "f32[]{at:data=1}",
+        "f32[]{at:data=1}",
+        "f32[]{at:data=0}",
         "f32[]",
     ]
+
     _, state = trained(MOMENTUM, 1)
     assert types(state) == ["f32[6, 2]{flat:data}", "f32[5]{flat:data}", "f32[6, 6]{flat:data}"]
 
@@ -193,11 +222,12 @@ def test_number_state_beside_flat_shards_is_replicated():
         return grads, tree_map(lambda count: count + 1, state)
 
     mesh = fs.make_mesh({"data": 2})
-    params = fs.shard_params(
-        {"w": torch.ones(4), "v": torch.ones(2, 2)}, fs.fsdp("data"), mesh=mesh
-    )
+    full = {"w": torch.ones(4), "v": torch.ones(2, 2)}
+    params = fs.shard_params(full, fs.fsdp("data"), mesh=mesh)
     opt = optim.chain(optim.Optimizer(init, update, sharding="flat"))
+
     _, state = opt.update({"w": params["w"], "v": None}, opt.init(params), params)
+
     assert types(state) == ["f32[]", "f32[]"]
     assert fs.unshard(state) == ({"w": torch.tensor(1.0), "v": torch.tensor(0.0)},)
 
@@ -216,28 +246,29 @@ def test_abstract_mesh_init_returns_owner_layouts():
 def test_certify_and_check_elementwise_accept_pairs():
     params = {"w": torch.randn(3, 3), "v": torch.randn(3)}
     x = torch.randn(4, 3)
+
+    def loss_fn(p, x):
+        return (x @ p["w"] * p["v"]).square().mean()
+
     for pair in (MOMENTUM, ROWS):
-        certify(
-            lambda p, x: (x @ p["w"] * p["v"]).square().mean(),
-            params,
-            x,
-            pair,
-            fs.make_mesh({"data": 2}),
-        ).check()
+        certify(loss_fn, params, x, pair, fs.make_mesh({"data": 2})).check()
+
     check_elementwise(MOMENTUM)
-    wrong = optim.Optimizer(
+    by_norm_of_each = optim.Optimizer(
         lambda p: (),
-        lambda g, s, p: (tree_map(lambda g: g / (1 + g.norm()), g), s),
+        lambda grads, state, params: (tree_map(lambda g: g / (1 + g.norm()), grads), state),
         sharding="flat",
     )
     with pytest.raises(AssertionError, match='has sharding="flat"'):
-        check_elementwise(wrong)
+        check_elementwise(by_norm_of_each)
 
 
-# -- updates that couple leaves, and pairs without state ------------------------------------------------------------
+# -- updates that couple leaves, and pairs without state -------------------------------------------
 
 
 def by_norm(norm):
+    """Return an update that divides all gradients by a norm of theirs."""
+
     def update(grads, state, params):
         total = norm(grads)
         return tree_map(lambda g: -0.1 * g / total, grads), state
@@ -245,39 +276,40 @@ def by_norm(norm):
     return update
 
 
-def own_norm(grads):
-    return torch.stack([x.norm() for x in flatten(grads)[0]] or [torch.ones(())]).norm()
+def norm_of_owned(grads):
+    """Return the norm of the gradients that a device owns, which is not that of all."""
+    norms = [x.norm() for x in flatten(grads)[0]]
+    return torch.stack(norms or [torch.ones(())]).norm()
 
 
 def by_global_norm(devices, sharding, stage):
     """Train two steps; return the parameters, of which the first device owns one."""
     mesh = fs.make_mesh({"data": devices, "model": 2})
-    pair = optim.Optimizer(
-        lambda params: (), by_norm(lambda g: optim.global_norm(g).float()), sharding=sharding
-    )
-    draw = torch.Generator().manual_seed(0)
-    params = {
-        name: torch.randn(shape, generator=draw)
-        for name, shape in {"w": (5, 4), "v": (7,), "u": (3,)}.items()
-    }
-    params["tie"], frozen = params["v"], {"frozen": torch.ones(2)}
+    update = by_norm(lambda grads: optim.global_norm(grads).float())
+    pair = optim.Optimizer(lambda params: (), update, sharding=sharding)
     opt = fs.partition_optimizer(pair, mesh=mesh, axis="data", stage=stage)
-    sharded_params = fs.shard_params(
-        {**params, **frozen}, fs.fsdp("data") if stage == 3 else P(), mesh=mesh, frozen="frozen"
-    )
+
+    draw = torch.Generator().manual_seed(0)
+    full = {
+        "w": torch.randn(5, 4, generator=draw),
+        "v": torch.randn(7, generator=draw),
+        "u": torch.randn(3, generator=draw),
+        "frozen": torch.ones(2),
+    }
+    full["tie"] = full["v"]
+    rules = fs.fsdp("data") if stage == 3 else P()
+    params = fs.shard_params(full, rules, mesh=mesh, frozen="frozen")
 
     def loss_fn(p, x):
-        return (
-            (x @ p["w"]).square().mean() + (p["v"] + p["tie"]).square().sum() + p["u"].sin().sum()
-        )
+        y = (x @ p["w"]).square().mean()
+        return y + (p["v"] + p["tie"]).square().sum() + p["u"].sin().sum()
 
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"))
-    state = opt.init(sharded_params)
+    state = opt.init(params)
     for seed in range(2):
-        sharded_params, state, _ = step(
-            sharded_params, state, torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
-        )
-    return fs.unshard(sharded_params)
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        params, state, _ = step(params, state, x)
+    return fs.unshard(params)
 
 
 COUPLED = [*(("owners", stage) for stage in range(4)), ("flat", 1), ("flat", 3)]
@@ -289,19 +321,20 @@ def test_global_norm_in_an_update_is_right_in_every_stage(sharding, stage):
 
 
 def test_check_elementwise_detects_coupled_leaves():
-    pair = optim.Optimizer(lambda params: (), by_norm(own_norm))
-    with pytest.raises(
-        AssertionError, match=r"must update each leaf by itself.*\n?.*global_norm\(tree\)"
-    ):
+    def norm_of_a_list(grads):
+        return optim.global_norm([*grads.values()])
+
+    pair = optim.Optimizer(lambda params: (), by_norm(norm_of_owned))
+    message = r"must update each leaf by itself.*\n?.*global_norm\(tree\)"
+    with pytest.raises(AssertionError, match=message):
         check_elementwise(pair)
+
     check_elementwise(replace(pair, update=by_norm(optim.global_norm)))
     check_elementwise(ROWS)
-    with pytest.raises(
-        optim.OptimizerError, match="the tree of global_norm must be a tree of the structure"
-    ):
-        check_elementwise(
-            replace(pair, update=by_norm(lambda grads: optim.global_norm([*grads.values()])))
-        )
+
+    message = "the tree of global_norm must be a tree of the structure"
+    with pytest.raises(optim.OptimizerError, match=message):
+        check_elementwise(replace(pair, update=by_norm(norm_of_a_list)))
 
 
 @pytest.mark.parametrize("state", [(), None, {}], ids=str)
@@ -309,10 +342,11 @@ def test_check_elementwise_detects_coupled_leaves():
     "params", [{"w": torch.ones(4)}, (torch.ones(4),), [torch.ones(4)], torch.ones(4)], ids=type
 )
 def test_pair_without_state_trains(params, state):
+    def update(grads, state, params):
+        return tree_map(torch.neg, grads), state
+
     for stage, sharding in [(0, "owners"), (1, "owners"), (3, "owners"), (3, "flat")]:
-        opt = optim.Optimizer(
-            lambda p: state, lambda g, s, p: (tree_map(torch.neg, g), s), sharding=sharding
-        )
+        opt = optim.Optimizer(lambda p: state, update, sharding=sharding)
         after = trained_once(optim.ema(opt, 0.9), params, stage)
         assert all(torch.equal(x, torch.full((4,), -3.0)) for x in flatten(after)[0])
 
@@ -320,8 +354,12 @@ def test_pair_without_state_trains(params, state):
 def trained_once(opt, params, stage):
     mesh = fs.make_mesh({"data": 2})
     opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
-    sharded_params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-    step = fs.train_step(
-        lambda p, x: (x * flatten(p)[0][0].sum()).mean(), opt, mesh=mesh, batch=P("data")
-    )
-    return fs.unshard(step(sharded_params, opt.init(sharded_params), torch.full((4,), 4.0))[0])
+    arrays = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+
+    def loss_fn(p, x):
+        (w,) = flatten(p)[0]
+        return (x * w.sum()).mean()
+
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"))
+    after, _, _ = step(arrays, opt.init(arrays), torch.full((4,), 4.0))
+    return fs.unshard(after)

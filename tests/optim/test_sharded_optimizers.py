@@ -1,4 +1,4 @@
-"""Optimizers on shards equal optimizers on full tensors."""
+"""Optimizers on shards equal optimizers on full tensors, by bits."""
 
 from dataclasses import replace
 
@@ -25,13 +25,12 @@ from tests.optim.helpers.optimizers import (
     tensor,
 )
 
-ANY = {
-    **ELEMENTWISE,
-    **{
-        f"from_torch({cls.__name__})": optim.from_torch(cls, **options)
-        for cls, options in FOREIGN.items()
-        if not options.get("fused")
-    },
+ANY = dict(ELEMENTWISE)
+for torch_class, torch_options in FOREIGN.items():
+    if not torch_options.get("fused"):
+        opt_of_torch = optim.from_torch(torch_class, **torch_options)
+        ANY[f"from_torch({torch_class.__name__})"] = opt_of_torch
+ANY |= {
     "adam, maximize": optim.adam(0.01, weight_decay=0.1, maximize=True, fused=False),
     "sgd, all": optim.sgd(
         0.03, momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True, fused=False
@@ -40,6 +39,9 @@ ANY = {
         torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1
     ),
 }
+SIZES = [{"a": 2, "b": 2}, {"a": 1, "b": 3}, {"a": 8, "b": 1}]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SPECS_OF_MATRIX = [P.flat("b"), P(), P("a"), P("a", "b"), P(None, ("b", "a"))]
 
 
 @pytest.mark.parametrize("name", ANY)
@@ -47,32 +49,31 @@ ANY = {
 @settings(max_examples=12)
 def test_shards_of_any_layout_equal_full_tensors(name, data):
     """To the bit: each leaf flat, in several dims, or replicated; a gradient may be missing."""
-    mesh = fs.make_mesh(
-        data.draw(st.sampled_from([{"a": 2, "b": 2}, {"a": 1, "b": 3}, {"a": 8, "b": 1}]))
-    )
-    dtype = data.draw(
-        st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
-    )
+    opt = ANY[name]
+    assert opt.sharding == "flat"
+    mesh = fs.make_mesh(data.draw(st.sampled_from(SIZES)))
+    dtype = data.draw(st.sampled_from(DTYPES))
     shapes = [(data.draw(st.integers(1, 300)),), (8, 24), (), (0, 3)]
-    specs = [
-        P.flat("a", "b"),
-        data.draw(st.sampled_from([P.flat("b"), P(), P("a"), P("a", "b"), P(None, ("b", "a"))])),
-    ]
-    layouts = [fs.Layout(mesh, spec) for spec in (*specs, P(), P.flat("b"))]
-    params, *steps = (
-        [tensor(shape, dtype, 10 * t + i) for i, shape in enumerate(shapes)] for t in range(5)
-    )
+    specs = [P.flat("a", "b"), data.draw(st.sampled_from(SPECS_OF_MATRIX)), P(), P.flat("b")]
+    layouts = [fs.Layout(mesh, spec) for spec in specs]
+
+    def drawn(seed):
+        return [tensor(shape, dtype, 10 * seed + i) for i, shape in enumerate(shapes)]
+
+    def sharded(leaves):
+        arrays = []
+        for x, layout in zip(leaves, layouts, strict=True):
+            arrays.append(None if x is None else fs.device_put(x, layout))
+        return arrays
+
+    params = drawn(0)
+    steps = [drawn(seed) for seed in range(1, 5)]
     steps[1][data.draw(st.integers(0, 3))] = None
-    cut, *cut_steps = (
-        [
-            x if x is None else fs.device_put(x, layout)
-            for x, layout in zip(tree, layouts, strict=True)
-        ]
-        for tree in (params, *steps)
-    )
-    assert ANY[name].sharding == "flat"
     run = data.draw(st.sampled_from([by_step, by_update]))
-    assert same(fs.unshard(run(ANY[name], cut, cut_steps)), run(ANY[name], params, steps))
+
+    actual = run(opt, sharded(params), [sharded(grads) for grads in steps])
+
+    assert same(fs.unshard(actual), run(opt, params, steps))
 
 
 def test_tied_flat_shards_step_once():
@@ -103,13 +104,16 @@ def test_clip_by_global_norm_on_shards_equals_full_tensors():
 
 
 def test_replicated_shards_sharing_memory_step_once():
-    mesh = fs.make_mesh({"data": 3})
+    layout = fs.Layout(fs.make_mesh({"data": 3}))
     x = torch.ones(2)
     g = torch.ones(2)
-    shared, grads = (fs.Sharded((2,), fs.Layout(mesh), (t, t, t)) for t in (x, g))
+    param = fs.Sharded((2,), layout, (x, x, x))
+    grad = fs.Sharded((2,), layout, (g, g, g))
     opt = optim.sgd(0.5)
-    after, _ = opt.step([grads], opt.init([shared]), [shared])
-    assert [shard.tolist() for shard in after[0].shards] == [[0.5, 0.5]] * 3
+
+    (after,), _ = opt.step([grad], opt.init([param]), [param])
+
+    assert [shard.tolist() for shard in after.shards] == [[0.5, 0.5]] * 3
 
 
 @pytest.mark.parametrize("name", ["adafactor", "shampoo", "lamb", "muon"])
@@ -139,9 +143,10 @@ def test_lamb_norms_take_one_collective(devices):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ALL if name not in ("adafactor", "shampoo", "muon")]
-)
+NOT_OF_MATRICES = [name for name in ALL if name not in ("adafactor", "shampoo", "muon")]
+
+
+@pytest.mark.parametrize("name", NOT_OF_MATRICES)
 def test_step_on_abstract_mesh_keeps_layouts(name):
     mesh = fs.make_mesh({"data": 4}, runtime="abstract")
     params = fs.device_put(flat_tree(), fs.Layout(mesh, P.flat("data")))
@@ -152,13 +157,15 @@ def test_step_on_abstract_mesh_keeps_layouts(name):
 
 
 def owners_of(frozen):
-    """Return the owner of each trained parameter's state; those at `frozen` indices are not trained."""
+    """Return the owner of each trained parameter's state.
+
+    Those at `frozen` indices are not trained.
+    """
     mesh = fs.make_mesh({"data": 3})
-    shapes = [(8, 5), (4, 4), (3, 4), (5, 2), (2, 2)]
-    leaves = [
-        torch.nn.Parameter(torch.ones(shape), requires_grad=i not in frozen)
-        for i, shape in enumerate(shapes)
-    ]
+    leaves = []
+    for index, shape in enumerate([(8, 5), (4, 4), (3, 4), (5, 2), (2, 2)]):
+        is_trained = index not in frozen
+        leaves.append(torch.nn.Parameter(torch.ones(shape), requires_grad=is_trained))
     params = fs.shard_params(leaves, P(), mesh=mesh)
     opt = fs.partition_optimizer(optim.muon(0.1), mesh=mesh, axis="data", stage=1)
     state = opt.init(params)["momentum_buffer"]
@@ -167,7 +174,9 @@ def owners_of(frozen):
 
 @pytest.mark.parametrize("frozen", [{0}, {1, 2}, {0, 3, 4}])
 def test_owners_are_unchanged_by_freezing(frozen):
-    """Else the state of a parameter would move, or be lost, when another one is frozen or trained again."""
+    """Else the state of a parameter would move, or be lost, when another one is frozen or trained
+    again.
+    """
     everywhere = owners_of(set())
     assert owners_of(frozen) == {i: at for i, at in everywhere.items() if i not in frozen}
 
@@ -176,9 +185,11 @@ def test_owners_are_unchanged_by_freezing(frozen):
 
 MATRIX_AND_VECTOR = {"w": torch.ones(4, 3), "b": torch.ones(4)}
 BY_NDIM = optim.by_label(
-    {"m": optim.muon(0.1), "v": optim.adamw(0.1)},
-    lambda path, leaf: "m" if leaf.ndim == 2 else "v",
+    {True: optim.muon(0.1), False: optim.adamw(0.1)}, lambda path, leaf: leaf.ndim == 2
 )
+ALL_FLAT = {"b": "flat", "w": "flat"}
+ALL_OWNED = {"b": "owners", "w": "owners"}
+BY_KIND = {"b": "flat", "w": "owners"}
 
 
 def kinds(opt):
@@ -192,18 +203,12 @@ def kinds(opt):
 
 
 KINDS = {
-    "flat": (optim.adamw(0.1), {"b": "flat", "w": "flat"}),
-    "owners": (optim.shampoo(0.1), {"b": "owners", "w": "owners"}),
-    "by label": (BY_NDIM, {"b": "flat", "w": "owners"}),
-    "chain": (
-        optim.chain(optim.clip_by_value(1.0), BY_NDIM),
-        {"b": "flat", "w": "owners"},
-    ),
-    "chain with a matrix optimizer": (
-        optim.chain(BY_NDIM, optim.shampoo(0.1)),
-        {"b": "owners", "w": "owners"},
-    ),
-    "wrapped": (optim.ema(optim.accumulate(BY_NDIM, 2), 0.9), {"b": "flat", "w": "owners"}),
+    "flat": (optim.adamw(0.1), ALL_FLAT),
+    "owners": (optim.shampoo(0.1), ALL_OWNED),
+    "by label": (BY_NDIM, BY_KIND),
+    "chain": (optim.chain(optim.clip_by_value(1.0), BY_NDIM), BY_KIND),
+    "chain with a matrix optimizer": (optim.chain(BY_NDIM, optim.shampoo(0.1)), ALL_OWNED),
+    "wrapped": (optim.ema(optim.accumulate(BY_NDIM, 2), 0.9), BY_KIND),
 }
 
 

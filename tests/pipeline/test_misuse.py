@@ -1,4 +1,7 @@
-"""Wrong arguments of schedules, stages and pipelined steps raise all errors at once."""
+"""Wrong arguments of schedules, stages and pipelined steps raise one error that names all of them.
+
+A row of a table is a call, and a text that the error matches.
+"""
 
 import pytest
 import torch
@@ -49,7 +52,10 @@ def prepare(stages=2, schedule=None, loss_fn=total, mesh=MESH, **options):
 
 
 def take_step(params=2, batches=(1, 1), weights=None, **options):
-    microbatches = [torch.ones(1, size) if isinstance(size, int) else size for size in batches]
+    """Take a step; a number in `batches` is the length of a microbatch of one row."""
+    microbatches = []
+    for batch in batches:
+        microbatches.append(torch.ones(1, batch) if isinstance(batch, int) else batch)
     return prepare(**options)([torch.tensor(2.0)] * params, microbatches, weights)
 
 
@@ -76,8 +82,16 @@ def with_gain():
     return model
 
 
-MISUSE = {
-    # schedules
+def on_an_abstract_mesh():
+    mesh = fs.make_mesh({"pipe": 2}, runtime="abstract")
+    prepare(schedule=parse("0F0\n1F0"), mesh=mesh)
+
+
+UNEQUAL_LENGTHS = (torch.ones(1), torch.ones(3))
+STRINGS = (("0F0", Action(Kind.F, 1)),)
+
+
+SCHEDULES = {
     "an unknown name": (
         lambda: schedule_of("zb-v"),
         'There is no schedule "zb-v"; did you mean "zbv".*gpipe, 1f1b, interleaved',
@@ -109,16 +123,18 @@ MISUSE = {
     ),
     "rows": (
         lambda: Schedule("mine", (0, 3), 0, ROWS),
-        "mine: microbatches must be at least 1; got 0; placement must be on the 1 devices that have rows; got stage 1 on "
-        "device 3; actions must be of stages below 2; got 2F0; "
-        "actions must have one microbatch, and REDUCE_GRAD, RESHARD, UNSHARD none; got 0B, 0REDUCE_GRAD1.",
+        "mine: microbatches must be at least 1; got 0; "
+        "placement must be on the 1 devices that have rows; got stage 1 on device 3; "
+        "actions must be of stages below 2; got 2F0; "
+        "actions must have one microbatch, and REDUCE_GRAD, RESHARD, UNSHARD none; "
+        "got 0B, 0REDUCE_GRAD1.",
     ),
     "no placement": (
         lambda: Schedule("mine", (), 1, ((),)),
         "mine: placement must have at least one stage.",
     ),
     "strings": (
-        lambda: Schedule("mine", (0,), 1, (("0F0", Action(Kind.F, 1)),)),
+        lambda: Schedule("mine", (0,), 1, STRINGS),
         "mine: rows must consist of Actions; got '0F0'.",
     ),
     "an action": (
@@ -127,7 +143,8 @@ MISUSE = {
     ),
     "stages on two devices": (
         lambda: parse("0F0,1F0\n0B0,3F0"),
-        r"each stage must be on one device; got stage 0 on \[0, 1\], stage 2 on none. Give placement=.",
+        r"each stage must be on one device; got stage 0 on \[0, 1\], stage 2 on none. "
+        r"Give placement=.",
     ),
     "text": (
         lambda: Schedule.from_text("0F0 0B0"),
@@ -150,7 +167,9 @@ MISUSE = {
         lambda: simulate(gpipe(), send=-1),
         "simulate: send must be a cost of at least 0 for each of 2",
     ),
-    # stages
+}
+
+STAGES = {
     "too many stages": (
         lambda: split_stages(LAYERS, 7),
         "n must be from 1 to the number of layers, 6; got 7",
@@ -180,7 +199,9 @@ MISUSE = {
     "a forward": (lambda: split_stages(Halved(*LAYERS), 2), "got Halved with its own forward"),
     "a hook": (lambda: split_stages(with_hook(), 2), "with its own hooks"),
     "a parameter": (lambda: split_stages(with_gain(), 2), "with its own gain"),
-    # pipelined functions
+}
+
+FUNCTIONS = {
     "three stages": (
         lambda: prepare(1, gpipe(3), None),
         r"stages must be 3.*got 1; axis pipe must have 3.*got 2; .*give loss_fn=",
@@ -191,23 +212,23 @@ MISUSE = {
         r'skips must lead to a later stage of 0..1; got "a": \(1, 1\); "b": \(0, 2\)',
     ),
     "no values": (
-        lambda: prepare(
-            schedule=parse("0F0\n1F0"), mesh=fs.make_mesh({"pipe": 2}, runtime="abstract")
-        ),
+        on_an_abstract_mesh,
         "give backward=False; mesh must have values",
     ),
     "a deadlock": (
         lambda: prepare(schedule=parse("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")),
         "devices 0 -> 1 -> 0 wait for each other",
     ),
-    # steps
+}
+
+STEPS = {
     "microbatches": (
         lambda: take_step(batches=(1, 1, 1)),
         "microbatches must be 2, as in the schedule; got 3",
     ),
     "trees": (lambda: take_step(1), "params must be 2 trees, one for each stage; got 1"),
     "lengths": (
-        lambda: take_step(batches=[(torch.ones(1), torch.ones(3))] * 2),
+        lambda: take_step(batches=[UNEQUAL_LENGTHS] * 2),
         "must have one number of rows; got 1 and 3. Give weights=",
     ),
     "no weight": (
@@ -223,6 +244,7 @@ MISUSE = {
         r"stage 0 must return \(y, \{'a': ...\}\), since it has skips; got Tensor",
     ),
 }
+MISUSE = {**SCHEDULES, **STAGES, **FUNCTIONS, **STEPS}
 
 
 @pytest.mark.parametrize("name", MISUSE)

@@ -1,6 +1,10 @@
-"""Planned models equal those of one device: models of transformers, in all modes, over sequences."""
+"""Planned models equal those of one device: models of transformers, in all modes, over sequences.
 
-from typing import get_args
+The oracle is the planned function on plain tensors, where no axis is bound: loss and gradients.
+Bytes are those of Megatron's formula.
+"""
+
+from typing import NamedTuple, get_args
 
 import pytest
 import torch
@@ -18,42 +22,53 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers' own
 F64 = torch.float64
 
 
-def gradients(name, plan, mesh, rules=None, model=None, **more):
-    """Return loss and gradients of a planned model on a mesh, those of one device, and the ledger.
+class Step(NamedTuple):
+    """A loss and its gradients."""
 
-    The loss is the model's own, if `more` has labels.
+    loss: torch.Tensor
+    grads: dict[str, torch.Tensor]
+
+
+def detached(x):
+    """Detach a parameter, which is a tuple of tensors if it is divided."""
+    if isinstance(x, tuple):
+        return tuple(y.detach() for y in x)
+    return x.detach()
+
+
+def gradients(name, plan, mesh, rules=None, model=None, **more):
+    """Return the step of a planned model on a mesh, that of one device, and the ledger.
+
+    The loss is the model's own, if `more` has labels. Tensors of `more` are sharded with the batch.
     """
     apply, params, buffers = fs.functionalize(model or model_of(name), plan=plan)
-    given, labels = inputs_of(name)
+    inputs, labels = inputs_of(name)
     options = {key: x for key, x in more.items() if not isinstance(x, torch.Tensor)}
+    tensors = {key: x for key, x in more.items() if isinstance(x, torch.Tensor)}
+    batch = {"inputs": {**inputs, **tensors}, "labels": labels}
 
     def loss_fn(params, batch):
-        output, _ = apply(params, buffers, **batch["given"], **options)
-        return (
-            plan.full(output.loss)
-            if "labels" in more
-            else plan.cross_entropy(output.logits, batch["labels"])
-        )
+        output, _ = apply(params, buffers, **batch["inputs"], **options)
+        if "labels" in more:
+            return plan.full(output.loss)
+        return plan.cross_entropy(output.logits, batch["labels"])
 
-    tensors = {key: x for key, x in more.items() if isinstance(x, torch.Tensor)}
-    batch = {"given": {**given, **tensors}, "labels": labels}
-    values = {
-        key: tuple(y.detach() for y in x) if isinstance(x, tuple) else x.detach()
-        for key, x in params.items()
-    }
-    expected, value = torch.func.grad_and_value(loss_fn)(values, batch)
-    sharded = fs.shard_params(params, rules or fs.fsdp("data", within=plan.rules), mesh=mesh)
+    plain = {key: detached(x) for key, x in params.items()}
+    expected_grads, expected_loss = torch.func.grad_and_value(loss_fn)(plain, batch)
+
+    rules = rules or fs.fsdp("data", within=plan.rules)
+    arrays = fs.shard_params(params, rules, mesh=mesh)
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), local=plan.axes)
     with fs.ledger() as comm:
-        loss, actual = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), local=plan.axes)(
-            sharded, batch
-        )
-    return (loss, fs.unshard(actual)), (value, expected), comm
+        loss, grads = run(arrays, batch)
+    return Step(loss, fs.unshard(grads)), Step(expected_loss, expected_grads), comm
 
 
-def assert_planned(name, plan, mesh, tolerance=1e-6, **how):
-    (loss, actual), (value, expected), comm = gradients(name, plan, mesh, **how)
-    torch.testing.assert_close(loss, value, check_dtype=False, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+def assert_planned(name, plan, mesh, tolerance=1e-6, **options):
+    actual, expected, comm = gradients(name, plan, mesh, **options)
+    bounds = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(actual.loss, expected.loss, check_dtype=False, **bounds)
+    torch.testing.assert_close(actual.grads, expected.grads, **bounds)
     return comm
 
 
@@ -61,33 +76,42 @@ def assert_planned(name, plan, mesh, tolerance=1e-6, **how):
 def test_models_are_sharded_and_exact(name):
     model = model_of(name)
     plan = fs.tensor_parallel(model, axis="model", sample=inputs_of(name)[0])
-    weights = block_weights(model)
-    sharded = sum(model.get_parameter(one).numel() for one in weights if one in plan.layers)
-    assert sharded >= 0.95 * sum(model.get_parameter(one).numel() for one in weights)
+
+    sizes = {weight: model.get_parameter(weight).numel() for weight in block_weights(model)}
+    sharded = sum(size for weight, size in sizes.items() if weight in plan.layers)
+    assert sharded >= 0.95 * sum(sizes.values())
     assert_planned(name, plan, fs.make_mesh({"data": 2, "model": 2}))
 
 
-SQUARE, TOKENS = {"data": 2, "i": 2, "j": 2}, {"data": 1, "seq": 2, "model": 2}
+SQUARE = {"data": 2, "i": 2, "j": 2}
+TOKENS = {"data": 1, "seq": 2, "model": 2}
 MODES = {
     "2d": ({"axis": ("i", "j"), "mode": "2d"}, SQUARE),
     "2.5d": ({"axis": ("d", "i", "j"), "mode": "2.5d"}, {**SQUARE, "data": 1, "d": 2}),
     "3d": ({"axis": ("a", "b", "c"), "mode": "3d"}, {"data": 1, "a": 2, "b": 2, "c": 2}),
-    **{
-        how: ({"axis": "model", "sequence": "seq", "sequence_mode": how}, TOKENS)
-        for how in get_args(Algorithm)
-    },
 }
-NO_CACHE, POSITIONS = {"use_cache": False}, {"position_ids": torch.arange(8).expand(4, -1)}
+for algorithm in get_args(Algorithm):
+    over_tokens = {"axis": "model", "sequence": "seq", "sequence_mode": algorithm}
+    MODES[algorithm] = (over_tokens, TOKENS)
+
+NO_CACHE = {"use_cache": False}
+POSITIONS = {"position_ids": torch.arange(8).expand(4, -1)}
 WITH_LABELS = {"labels": inputs_of("Llama")[1]}
-ROWS = [
-    *((name, mode, {}) for name in ("Llama", "ViT") for mode in ("2d", "2.5d", "3d")),
-    *(("Llama", how, {}) for how in get_args(Algorithm)),
-    # Tokens are in their order for the model: its masks, positions and own loss are those of one device.
-    *(
-        ("Llama", how, more)
-        for how in ("ring", "zigzag")
-        for more in (NO_CACHE, NO_CACHE | POSITIONS, WITH_LABELS)
-    ),
+ROWS = [  # a model, a mode, and more arguments of the model
+    ("Llama", "2d", {}),
+    ("Llama", "2.5d", {}),
+    ("Llama", "3d", {}),
+    ("ViT", "2d", {}),
+    ("ViT", "2.5d", {}),
+    ("ViT", "3d", {}),
+    *[("Llama", algorithm, {}) for algorithm in get_args(Algorithm)],
+    # Tokens are in their order for the model: its masks, positions and loss are those of one device.
+    ("Llama", "ring", NO_CACHE),
+    ("Llama", "ring", NO_CACHE | POSITIONS),
+    ("Llama", "ring", WITH_LABELS),
+    ("Llama", "zigzag", NO_CACHE),
+    ("Llama", "zigzag", NO_CACHE | POSITIONS),
+    ("Llama", "zigzag", WITH_LABELS),
     ("GPT-2", "zigzag", {}),
     ("T5", "gather", {}),  # masked attention
     ("BERT", "gather", {}),
@@ -98,14 +122,15 @@ ROWS = [
     ("name", "mode", "more"), ROWS, ids=lambda x: "-".join(x) if isinstance(x, dict) else x
 )
 def test_other_modes_and_sequences_are_exact(name, mode, more):
-    options, grid = MODES[mode]
-    plan = fs.tensor_parallel(
-        model_of(name), sample={**inputs_of(name)[0], **more}, check=False, **options
-    )
-    comm = assert_planned(name, plan, fs.make_mesh(grid), **more)
+    options, sizes = MODES[mode]
+    sample = {**inputs_of(name)[0], **more}
+    plan = fs.tensor_parallel(model_of(name), sample=sample, check=False, **options)
+
+    comm = assert_planned(name, plan, fs.make_mesh(sizes), **more)
+
     if more == NO_CACHE:
-        along = {kind for (kind, axes), _ in comm.by_collective().items() if axes == ("seq",)}
-        assert along == {"ppermute", "psum"}
+        along_tokens = {kind for kind, axes in comm.by_collective() if axes == ("seq",)}
+        assert along_tokens == {"ppermute", "psum"}
 
 
 @pytest.mark.parametrize(
@@ -113,75 +138,85 @@ def test_other_modes_and_sequences_are_exact(name, mode, more):
 )
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT"])
 def test_uneven_vocabularies_are_sharded_and_exact(name, options):
-    """Of 67 words, which neither two nor three devices divide; without padding, and without gathering them."""
+    """67 words, which neither two nor three devices divide, are not padded, and not gathered."""
     model = model_of(name, vocab_size=67)
-    labels = inputs_of(name)[1]
+    inputs, labels = inputs_of(name)
+    sample = {**inputs, "labels": labels}
     plan = fs.tensor_parallel(
-        model,
-        axis="model",
-        size=2,
-        sample={**inputs_of(name)[0], "labels": labels},
-        check=not options,
-        **options,
+        model, axis="model", size=2, sample=sample, check=not options, **options
     )
-    words = [weight for weight, x in model.named_parameters() if x.shape[0] == 67 and x.ndim == 2]
-    assert [plan.layers[weight].style for weight in words] == ["words"] * len(words)
-    mesh = fs.make_mesh({"data": 1, "seq": 2, "model": 2} if options else {"data": 2, "model": 2})
+    tables = [path for path, x in model.named_parameters() if x.ndim == 2 and len(x) == 67]
+    assert {plan.layers[path].style for path in tables} == {"words"}
+
+    sizes = {"data": 1, "seq": 2, "model": 2} if options else {"data": 2, "model": 2}
+    mesh = fs.make_mesh(sizes)
     for more in ({}, {"labels": labels}):
-        assert "all_gather" not in moved(assert_planned(name, plan, mesh, model=model, **more))
+        comm = assert_planned(name, plan, mesh, model=model, **more)
+        assert "all_gather" not in bytes_along_model(comm)
     with pytest.raises(LayoutError, match="shared by at most 67"):
         plan.check_sizes(fs.make_mesh({"model": 40}))
 
 
-def moved(comm):
-    return {
-        kind: sent for (kind, axes), (_, sent) in comm.by_collective().items() if axes == ("model",)
-    }
+def bytes_along_model(comm):
+    """Return the bytes of each collective along "model"."""
+    result = {}
+    for (kind, axes), (_, sent) in comm.by_collective().items():
+        if axes == ("model",):
+            result[kind] = sent
+    return result
 
 
 def test_pairs_of_layers_send_what_megatron_sends():
-    """Two reductions a block each way, of the activations; Megatron's sequence parallelism sends as much."""
-    options = {"axis": "model", "sample": inputs_of("Llama")[0], "check": False}
+    """Each way, there are two reductions of activations a block, and one of the table of words.
+
+    Megatron's sequence parallelism sends as much. The rest is the loss over the words, and
+    gradients of replicated norms.
+    """
     mesh = fs.make_mesh({"data": 1, "model": 2})
-    plan = fs.tensor_parallel(model_of("Llama"), **options)
+    options = {"axis": "model", "sample": inputs_of("Llama")[0], "check": False}
     activation = 4 * 8 * 32 * 8  # bytes
-    with_words = 2 * (2 * 2 + 1)  # each way, of two blocks and of the table of words
-    sums = moved(assert_planned("Llama", plan, mesh))
-    # besides: the loss over the words, and gradients of replicated norms
-    assert with_words * activation <= sums["psum"] <= 1.1 * with_words * activation
-    assert "all_gather" not in sums
-    plan = fs.tensor_parallel(
-        model_of("Llama"), sequence="model", sequence_mode="megatron", **options
-    )
-    sums = moved(assert_planned("Llama", plan, mesh))
-    scattered = sums["psum_scatter"] + sums["all_gather"]
-    assert with_words * activation <= scattered <= 1.1 * with_words * activation
+    blocks = 2
+    expected = 2 * (2 * blocks + 1) * activation
+
+    plan = fs.tensor_parallel(model_of("Llama"), **options)
+    sent = bytes_along_model(assert_planned("Llama", plan, mesh))
+    assert expected <= sent["psum"] <= 1.1 * expected
+    assert "all_gather" not in sent
+
+    options |= {"sequence": "model", "sequence_mode": "megatron"}
+    plan = fs.tensor_parallel(model_of("Llama"), **options)
+    sent = bytes_along_model(assert_planned("Llama", plan, mesh))
+    assert expected <= sent["psum_scatter"] + sent["all_gather"] <= 1.1 * expected
 
 
 @pytest.mark.parametrize("options", [{}, {"sequence": "seq", "sequence_mode": "zigzag"}])
 def test_bytes_on_an_abstract_mesh_are_those_that_are_sent(options):
+    inputs, labels = inputs_of("Llama")
     plan = fs.tensor_parallel(
-        model_of("Llama"), axis="model", sample=inputs_of("Llama")[0], check=False, **options
+        model_of("Llama"), axis="model", sample=inputs, check=False, **options
     )
     apply, params, buffers = fs.functionalize(model_of("Llama"), plan=plan)
-    actual = []
-    for runtime in ("virtual", "abstract"):
+
+    def loss_fn(params, ids):
+        output, _ = apply(params, buffers, input_ids=ids)
+        return plan.cross_entropy(output.logits, ids)
+
+    def sent(runtime):
         mesh = fs.make_mesh({"data": 2, "seq": 2, "model": 2}, runtime=runtime)
-        own = fs.shard_params(params, fs.fsdp("data", within=plan.rules), mesh=mesh)
-        step = fs.value_and_grad(
-            lambda p, x: plan.cross_entropy(apply(p, buffers, input_ids=x)[0].logits, x),
-            mesh=mesh,
-            batch=P("data"),
-            local=plan.axes,
-        )
+        arrays = fs.shard_params(params, fs.fsdp("data", within=plan.rules), mesh=mesh)
+        step = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), local=plan.axes)
         with fs.ledger() as comm:
-            step(own, inputs_of("Llama")[1])
-        actual.append(comm.by_collective(device=0))
-    assert actual[0] == actual[1]
+            step(arrays, labels)
+        return comm.by_collective(device=0)
+
+    assert sent("abstract") == sent("virtual")
 
 
 class Block(nn.Module):
-    """Layers as people write them: a fused product that is chunked, a chain, a norm of a product."""
+    """Layers as people write them.
+
+    They are a fused product that is chunked, a chain, and a norm of a product.
+    """
 
     def __init__(self):
         super().__init__()
@@ -247,38 +282,37 @@ def test_rules_replace_what_is_found():
     model = Block().to(F64)
     x = torch.randn(4, 8, dtype=F64)
     rules = {
-        "t*.weight": "column",
+        "t*.weight": "row",
         "three.weight": "row",
         "fused.weight": "replicated",
         "down.weight": "replicated",
     }
-    plan = fs.tensor_parallel(model, axis="model", sample=x, rules={**rules, "t*.weight": "row"})
+
+    plan = fs.tensor_parallel(model, axis="model", sample=x, rules=rules)
+
     styles = {name.removesuffix(".weight"): layer.style for name, layer in plan.layers.items()}
     assert styles == {"one": "column", "two": "row", "three": "row"}
     assert plan.replicated["fused.weight"] == "named by rules"
+
+    wrong = {**rules, "t*.weight": "column", "four*": "row", "one.weight": "colum"}
     with pytest.raises(ValueError) as raised:
-        fs.tensor_parallel(
-            model, axis="model", sample=x, rules={**rules, "four*": "row", "one.weight": "colum"}
-        )
-    for text in (
-        "'four*' matches no weight of a layer",
-        "'one.weight' must be one of column, row, words, replicated; got 'colum'",
-        "three.weight is column and row by several",
-    ):
-        assert text in str(raised.value)
+        fs.tensor_parallel(model, axis="model", sample=x, rules=wrong)
+    message = str(raised.value)
+    assert "'four*' matches no weight of a layer" in message
+    assert "'one.weight' must be one of column, row, words, replicated; got 'colum'" in message
+    assert "three.weight is column and row by several" in message
 
 
-# -- misuse -----------------------------------------------------------------------------------------------------------
+# -- misuse ----------------------------------------------------------------------------------------
 
 
 def plan_of(name="Llama", **options):
-    return fs.tensor_parallel(
-        model_of(name), axis="model", sample=inputs_of(name)[0], check=False, **options
-    )
+    inputs, _ = inputs_of(name)
+    return fs.tensor_parallel(model_of(name), axis="model", sample=inputs, check=False, **options)
 
 
 def plan_linear(**options):
-    """Plan a plan_linear layer."""
+    """Plan a linear layer."""
     return fs.tensor_parallel(nn.Linear(2, 2), sample=torch.ones(2), **{"axis": "model", **options})
 
 
@@ -286,16 +320,27 @@ def step(plan, sizes, name="Llama"):
     return gradients(name, plan, fs.make_mesh({"data": 1, **sizes}))
 
 
+def three_devices_for_zigzag():
+    plan = plan_of(sequence="seq", sequence_mode="zigzag")
+    step(plan, {"seq": 3, "model": 2})
+
+
+def mask_in_a_ring():
+    plan = plan_of("T5", sequence="seq", sequence_mode="ring")
+    step(plan, {"seq": 2, "model": 2}, "T5")
+
+
 def step_without_local():
     plan = plan_of()
     mesh = fs.make_mesh({"model": 2})
     apply, params, buffers = fs.functionalize(model_of("Llama"), plan=plan)
-    run = fs.grad(
-        lambda p, x: plan.full(apply(p, buffers, input_ids=x)[0].logits.mean()),
-        mesh=mesh,
-        batch=P(),
-    )
-    run(fs.shard_params(params, P(), mesh=mesh), inputs_of("Llama")[1])
+
+    def loss_fn(params, ids):
+        output, _ = apply(params, buffers, input_ids=ids)
+        return plan.full(output.logits.mean())
+
+    gradient = fs.grad(loss_fn, mesh=mesh, batch=P())
+    gradient(fs.shard_params(params, P(), mesh=mesh), inputs_of("Llama")[1])
 
 
 MISUSE = {
@@ -304,15 +349,10 @@ MISUSE = {
         r'4 devices along "model" must divide .*k_proj.weight is shared by at most 2',
     ),
     "tokens": (
-        lambda: step(plan_of(sequence="seq", sequence_mode="zigzag"), {"seq": 3, "model": 2}),
+        three_devices_for_zigzag,
         r"input_ids.*: .* 8 elements, which must be a multiple of 6",
     ),
-    "masks": (
-        lambda: step(
-            plan_of("T5", sequence="seq", sequence_mode="ring"), {"seq": 2, "model": 2}, "T5"
-        ),
-        "got a mask",
-    ),
+    "masks": (mask_in_a_ring, "got a mask"),
     "another model": (
         lambda: fs.functionalize(nn.Linear(2, 2), plan=plan_of()),
         "one of another model",
@@ -348,19 +388,21 @@ def test_layers_that_devices_do_not_divide_are_replicated():
 
 
 def test_a_wrong_plan_does_not_pass_its_check(monkeypatch):
-    model = Block().to(F64)
-    plan = fs.tensor_parallel(model, axis="model", sample=torch.randn(4, 8, dtype=F64))
-    monkeypatch.setattr(
-        type(plan), "full", lambda self, x: x.shards[0] if isinstance(x, fs.Sharded) else x
-    )
-    monkeypatch.setattr(
-        "fshard.array.communicate.Psum", type("Other", (), {})
-    )  # a psum whose backward is left out
+    """Results are not summed, and the backward of a psum is left out."""
+    x = torch.randn(4, 8, dtype=F64)
+    plan = fs.tensor_parallel(Block().to(F64), axis="model", sample=x)
+
+    def first_shard(self, x):
+        return x.shards[0] if isinstance(x, fs.Sharded) else x
+
+    monkeypatch.setattr(type(plan), "full", first_shard)
+    monkeypatch.setattr("fshard.array.communicate.Psum", type("Other", (), {}))
+
     with pytest.raises(LayoutError, match="the plan must compute what the model does"):
         plan.check(torch.randn(4, 8, dtype=F64))
 
 
-# -- dropout and ignored labels ---------------------------------------------------------------------------------------
+# -- dropout and ignored labels --------------------------------------------------------------------
 
 IGNORED = -100
 PLANS = {
@@ -371,37 +413,46 @@ PLANS = {
 
 
 def gradients_with_dropout(name):
-    """Return loss and gradients of a planned model with dropout, on its grid or, without a name, on one device."""
+    """Return loss and gradients of a planned model with dropout, by a row of `PLANS`.
+
+    Without a name, it runs on one device.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(Words(), Layer(dropout=0.3), nn.Linear(8, 12)).double()
     ids = token_ids(4)
-    labels = ids.roll(-1, 1).masked_fill(
-        torch.arange(4) < torch.tensor([[2], [0], [1], [2]]), IGNORED
-    )
-    options, grid = PLANS[name or "1d"]
+    ignored_words = torch.tensor([[2], [0], [1], [2]])
+    labels = ids.roll(-1, 1).masked_fill(torch.arange(4) < ignored_words, IGNORED)
+    options, sizes = PLANS[name or "1d"]
     plan = fs.tensor_parallel(model, sample=ids, check=False, **options)
     apply, params, buffers = fs.functionalize(model, plan=plan)
-    mesh, local = (fs.make_mesh(grid), plan.axes) if name else (fs.make_mesh({"data": 1}), ())
 
     def loss_fn(params, batch):
         logits, _ = apply(params, buffers, batch[0])
         return plan.cross_entropy(logits, batch[1])
 
-    own = fs.shard_params(params, plan.rules if name else P(), mesh=mesh)
+    if name is None:
+        mesh = fs.make_mesh({"data": 1})
+        arrays = fs.shard_params(params, P(), mesh=mesh)
+        run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P())
+    else:
+        mesh = fs.make_mesh(sizes)
+        arrays = fs.shard_params(params, plan.rules, mesh=mesh)
+        run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P(), local=plan.axes)
     torch.manual_seed(1)
-    loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P(), local=local)(own, (ids, labels))
+    loss, grads = run(arrays, (ids, labels))
     return loss, fs.unshard(grads)
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_planned_model_with_dropout_and_ignored_labels_equals_one_device(name):
-    torch.testing.assert_close(
-        gradients_with_dropout(name), gradients_with_dropout(None), rtol=1e-6, atol=1e-6
-    )
+    actual = gradients_with_dropout(name)
+
+    expected = gradients_with_dropout(None)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 class FusedAttention(nn.Module):
-    """A layer of a fused weight whose product is used in a way that is named."""
+    """A layer of a fused weight; `use` names what else is done with the product."""
 
     def __init__(self, use):
         super().__init__()

@@ -1,4 +1,7 @@
-"""Loss functions that call collectives: their gradient is that of the same loss, written for one device without them."""
+"""Loss functions may call collectives, over the axes of the batch and over those of the model.
+
+The oracle of each is the same loss, written for one device without collectives (`..._alone`).
+"""
 
 import os
 from unittest.mock import patch
@@ -39,7 +42,7 @@ def errors(p, batch):
     return (hidden(p, x) @ p["v"] - y).square().mean(1)
 
 
-# -- losses over the batch's axes: written for devices, and for one ----------------------------------------------------
+# -- losses over the batch's axes: written for devices, and for one --------------------------------
 
 
 def marked(p, batch):
@@ -48,22 +51,20 @@ def marked(p, batch):
 
 
 def sums_by_counts(p, batch):
-    actual = errors(p, batch)
-    return fs.psum(actual.sum(), "data") / fs.psum(
-        torch.tensor(float(len(actual)), dtype=torch.float64), "data"
-    )
+    losses = errors(p, batch)
+    count = torch.tensor(float(len(losses)), dtype=torch.float64)
+    return fs.psum(losses.sum(), "data") / fs.psum(count, "data")
 
 
 def started(p, batch):
     """Devices wait in different orders."""
     z = hidden(p, batch[0])
-    handles = (
-        fs.psum.start(z.sum(0), "data"),
-        fs.pmean.start((p["u"] * batch[0].mean(0)).sum(), "data"),
-    )
-    for handle in handles if fs.axis_index("data") else reversed(handles):
+    first = fs.psum.start(z.sum(0), "data")
+    second = fs.pmean.start((p["u"] * batch[0].mean(0)).sum(), "data")
+    handles = (first, second) if fs.axis_index("data") else (second, first)
+    for handle in handles:
         handle.wait()
-    return (z * handles[0].wait()).mean() + handles[1].wait()
+    return (z * first.wait()).mean() + second.wait()
 
 
 def started_alone(p, batch):
@@ -76,7 +77,8 @@ def standardised(p, batch):
     count = fs.psum(z.new_tensor(float(len(z))), "data")
     mean = fs.psum(z.sum(0), "data") / count
     variance = fs.psum((z - mean).square().sum(0), "data") / count
-    return (((z - mean) / (variance + 0.1).sqrt()) @ p["v"] - batch[1]).square().mean(1)
+    normed = (z - mean) / (variance + 0.1).sqrt()
+    return (normed @ p["v"] - batch[1]).square().mean(1)
 
 
 def standardised_alone(p, batch):
@@ -86,11 +88,14 @@ def standardised_alone(p, batch):
 
 
 def contrastive(to):
+    """Return a loss that compares each sample with those of all devices."""
+
     def loss_fn(p, batch):
         x = hidden(p, batch[0]) @ p["v"]
         y = batch[1] @ p["u"]
-        every = fs.all_gather(y, "data", to=to)
-        return F.cross_entropy(x @ every.T, torch.arange(len(x)) + len(x) * fs.axis_index("data"))
+        ys = fs.all_gather(y, "data", to=to)
+        labels = torch.arange(len(x)) + len(x) * fs.axis_index("data")
+        return F.cross_entropy(x @ ys.T, labels)
 
     return loss_fn
 
@@ -118,7 +123,8 @@ def neighbours(p, batch):
     """Each device's last sample is carried on to the next device."""
     z = hidden(p, batch[0])
     n = fs.axis_size("data")
-    before = fs.ppermute(z[-1:], "data", [(place, (place + 1) % n) for place in range(n)])
+    ring = [(index, (index + 1) % n) for index in range(n)]
+    before = fs.ppermute(z[-1:], "data", ring)
     return (z * torch.cat([before, z[:-1]])).mean()
 
 
@@ -129,7 +135,12 @@ def neighbours_alone(p, batch):
 
 def memory(p, batch):
     """A block that is run again in the backward."""
-    z = fs.remat(lambda p, x: hidden(p, x) - fs.pmean(hidden(p, x).mean(0), "data"))(p, batch[0])
+
+    def centred(p, x):
+        mean = fs.pmean(hidden(p, x).mean(0), "data")
+        return hidden(p, x) - mean
+
+    z = fs.remat(centred)(p, batch[0])
     return (z @ p["v"] - batch[1]).square().mean()
 
 
@@ -149,51 +160,53 @@ LOSSES = {
     "neighbours": (neighbours, neighbours_alone, 4),
     "remat": (memory, remembered_alone, 4),
 }
-"""Written for devices, for one device, and whether any number of samples is right for it (1) or even parts only (4)."""
+"""Written for devices, for one device, and 4 if devices must have equally many samples, else 1."""
 
 
-# -- losses that cut the model -----------------------------------------------------------------------------------------
+# -- losses that cut the model ---------------------------------------------------------------------
 
 
 def cut(x, dim, axis="model"):
     return x.chunk(fs.axis_size(axis), dim)[fs.axis_index(axis)]
 
 
+def hidden_part(p, x):
+    """Return the result of this device's columns of w and rows of v."""
+    return torch.tanh(x @ cut(p["w"], 1) + cut(p["b"], 0)) @ cut(p["v"], 0)
+
+
 def tensor_parallel(p, batch):
     x, y = batch
-    own = torch.tanh(x @ cut(p["w"], 1) + cut(p["b"], 0)) @ cut(p["v"], 0)
-    return (fs.psum(own, "model") - y).square().mean(1)
+    return (fs.psum(hidden_part(p, x), "model") - y).square().mean(1)
 
 
 def two_blocks(p, batch):
     """What comes before the part that is cut is computed by all alike."""
     x, y = batch
     h = torch.tanh(x @ p["u"])
-    own = torch.tanh(h @ cut(p["w"], 1) + cut(p["b"], 0)) @ cut(p["v"], 0)
-    return ((h + fs.psum(own, "model") - y) @ p["u"]).square().mean()
+    z = fs.psum(hidden_part(p, h), "model")
+    return ((h + z - y) @ p["u"]).square().mean()
 
 
 def two_blocks_alone(p, batch):
     x, y = batch
     h = torch.tanh(x @ p["u"])
-    return ((h + hidden(p, h) @ p["v"] - y) @ p["u"]).square().mean()
+    z = hidden(p, h) @ p["v"]
+    return ((h + z - y) @ p["u"]).square().mean()
 
 
 def run_again(p, batch):
     """The part that is cut is rematerialised."""
     x, y = batch
-    part = fs.remat(
-        lambda p, h: fs.psum(
-            torch.tanh(h @ cut(p["w"], 1) + cut(p["b"], 0)) @ cut(p["v"], 0), "model"
-        )
-    )
     h = torch.tanh(x @ p["u"])
-    return ((h + part(p, h) - y) @ p["u"]).square().mean()
+    z = fs.remat(lambda p, h: fs.psum(hidden_part(p, h), "model"))(p, h)
+    return ((h + z - y) @ p["u"]).square().mean()
 
 
 def gathered(p, batch):
     x, y = batch
-    h = fs.all_gather(torch.tanh(x @ cut(p["w"], 1) + cut(p["b"], 0)), "model", dim=1)
+    columns = torch.tanh(x @ cut(p["w"], 1) + cut(p["b"], 0))
+    h = fs.all_gather(columns, "model", dim=1)
     return (h @ p["v"] - y).square().mean()
 
 
@@ -253,8 +266,9 @@ WAYS = [{}, {}, {"reshard_after_forward": False}, {"in_flight": 0, "bucket": 0}]
     way=st.sampled_from(WAYS),
 )
 def test_collective_over_batch_axis_has_gradient_of_one_device(name, n, stage, more, way):
-    loss_fn, alone, even = LOSSES[name]
-    size = 8 if even == 4 else 5 + more
+    loss_fn, alone, divisor = LOSSES[name]
+    size = 8 if divisor == 4 else 5 + more
+
     actual = on_mesh(loss_fn, batch_of(size), {"data": n}, stage=stage, **way)
     assert_equal(actual, alone_on(alone, batch_of(size)))
 
@@ -280,66 +294,76 @@ def test_model_parallel_loss_has_gradient_of_one_device(name, sizes, layout, sta
     assert_equal(actual, alone_on(alone, batch_of(8)))
 
 
-# -- what is particular ------------------------------------------------------------------------------------------------
+# -- what is particular ----------------------------------------------------------------------------
 
 
 def test_weight_zero_samples_count_in_collectives():
     """A device without weight gives what others are compared with."""
     mask = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 1], dtype=torch.float64)
+    batch = (*batch_of(8), mask)
 
-    def losses(p, batch, gather=lambda x: x, first=0):
+    def losses(p, batch, labels, gather=lambda x: x):
         x, y, mask = batch
         scores = (hidden(p, x) @ p["v"]) @ gather(y @ p["u"]).T
-        return F.cross_entropy(scores, torch.arange(len(x)) + first, reduction="none") * mask
+        return F.cross_entropy(scores, labels, reduction="none") * mask
 
     def loss_fn(p, batch):
-        first = len(batch[0]) * fs.axis_index("data")
-        return losses(p, batch, lambda x: fs.all_gather(x, "data"), first).sum() / batch[
-            2
-        ].sum().clamp(min=1)
+        count = len(batch[0])
+        labels = torch.arange(count) + count * fs.axis_index("data")
+        total = losses(p, batch, labels, lambda x: fs.all_gather(x, "data")).sum()
+        return total / batch[2].sum().clamp(min=1)
 
-    batch = (*batch_of(8), mask)
-    actual = on_mesh(
-        loss_fn, batch, {"data": 4}, fs.fsdp("data"), weight=lambda batch: batch[2].sum()
-    )
-    assert_equal(actual, alone_on(lambda p, batch: losses(p, batch).sum() / mask.sum(), batch))
+    def alone(p, batch):
+        return losses(p, batch, torch.arange(8)).sum() / mask.sum()
+
+    def weight(batch):
+        return batch[2].sum()
+
+    actual = on_mesh(loss_fn, batch, {"data": 4}, fs.fsdp("data"), weight=weight)
+
+    assert_equal(actual, alone_on(alone, batch))
 
 
 def test_model_parallel_parts_have_their_gradients():
     """Along "model", the first device uses w and the second u; v is frozen, and nobody uses b."""
 
+    def of_w(p, x):
+        return x @ p["w"][:, :4]
+
+    def of_u(p, x):
+        return x @ p["u"]
+
     def loss_fn(p, batch):
-        own = batch[0] @ p["u"] if fs.axis_index("model") else batch[0] @ p["w"][:, :4]
-        return (fs.psum(own, "model") @ p["v"][:4] - batch[1]).square().mean()
+        x, y = batch
+        part = of_u(p, x) if fs.axis_index("model") else of_w(p, x)
+        return (fs.psum(part, "model") @ p["v"][:4] - y).square().mean()
 
     def alone(p, batch):
-        return (
-            ((batch[0] @ p["u"] + batch[0] @ p["w"][:, :4]) @ p["v"][:4] - batch[1]).square().mean()
-        )
+        x, y = batch
+        return ((of_u(p, x) + of_w(p, x)) @ p["v"][:4] - y).square().mean()
 
-    expected, (_, u, _, w) = alone_on(alone, batch_of(8))
+    loss, (_, u, _, w) = alone_on(alone, batch_of(8))
+    expected = (loss, (None, u, None, w))
+    sizes = {"data": 2, "model": 2}
     for stage, accumulate in ((0, 1), (2, 1), (0, 2)):
-        sizes, options = {"data": 2, "model": 2}, {"frozen": "v", "accumulate": accumulate}
-        assert_equal(
-            on_mesh(loss_fn, batch_of(8), sizes, P(), stage=stage, **options),
-            (expected, (None, u, None, w)),
-        )
+        options = {"frozen": "v", "stage": stage, "accumulate": accumulate}
+        assert_equal(on_mesh(loss_fn, batch_of(8), sizes, P(), **options), expected)
 
 
 def test_unused_axis_has_no_messages():
-    def sent(loss_fn):
-        with fs.ledger() as actual:
+    def axes_of_messages(loss_fn):
+        """Return the axes, without both together, over which the first step agrees."""
+        with fs.ledger() as ledger:
             on_mesh(loss_fn, batch_of(8), {"data": 2, "model": 2}, P())
-        return {row.axes for row, _, _ in actual.rows()} - {
-            ("data", "model")
-        }  # over which the first step agrees
+        return {row.axes for row, _, _ in ledger.rows()} - {("data", "model")}
 
-    assert (
-        sent(errors)
-        == sent(lambda p, batch: errors(p, batch) * fs.axis_size("model") / 2)
-        == {("data",)}
-    )
-    assert {"model"} < {axis for axes in sent(tensor_parallel) for axis in axes}
+    def with_size_of_axis(p, batch):
+        return errors(p, batch) * fs.axis_size("model") / 2
+
+    assert axes_of_messages(errors) == {("data",)}
+    assert axes_of_messages(with_size_of_axis) == {("data",)}
+    used = set().union(*axes_of_messages(tensor_parallel))
+    assert {"model"} < used
 
 
 def test_reproducible_model_parallel_loss_has_equal_bits():
@@ -370,38 +394,42 @@ def test_reproducible_collective_over_batch_axis_raises(name, n):
     apply, _, buffers = fs.functionalize(torch.nn.BatchNorm1d(4).double(), sync_batchnorm="data")
 
     def normalised(p, batch):
-        return apply({"weight": p["u"][0], "bias": p["u"][1]}, buffers, batch[0])[0].square().mean()
+        params = {"weight": p["u"][0], "bias": p["u"][1]}
+        y, _ = apply(params, buffers, batch[0])
+        return y.square().mean()
 
     loss_fn = LOSSES[name][0] if name in LOSSES else normalised
     with pytest.raises(ValueError, match=REFUSED[name]):
         on_mesh(loss_fn, batch_of(8), {"data": n}, P(), reproducible=True)
 
 
-# -- what processes must start from alike ---------------------------------------------------------------------------
+# -- what processes must start from alike ----------------------------------------------------------
 
 
 def started_from(what, n):
-    """Return the error of a step where each process starts from something of its own, and whether a step before went well."""
+    """Return the error of a step where each process starts from something of its own.
+
+    "later values" of the batch differ in the second step.
+    """
     mesh = fs.make_mesh({"data": n})
     rank = torch.distributed.get_rank()
-    own = fs.shard_params(params(), P() if what == "parameters" else fs.fsdp("data"), mesh=mesh)
+    arrays = fs.shard_params(params(), P() if what == "parameters" else fs.fsdp("data"), mesh=mesh)
     if what == "parameters":
-        own["w"].local.add_(rank)
-        own["u"].local.add_(rank // 2)
-    run = fs.value_and_grad(
-        errors,
-        mesh=mesh,
-        batch=P("data"),
-        reproducible=what == "seed",
-        slices=n if what == "seed" else None,
-    )
+        arrays["w"].local.add_(rank)
+        arrays["u"].local.add_(rank // 2)
+    options = {"reproducible": True, "slices": n} if what == "seed" else {}
+    run = fs.value_and_grad(errors, mesh=mesh, batch=P("data"), **options)
     torch.manual_seed(rank if what == "seed" else 0)
     x, y = batch_of(8 + rank if what == "batch" else 8)
+
+    is_checked = what == "later values"
     try:
         if what == "later values":
-            run(own, (x, y))
-        with patch.dict(os.environ, {"FSHARD_CHECK": str(int(what == "later values"))}):
-            run(own, (x, y + rank if "values" in what else y))
+            run(arrays, (x, y))
+        if "values" in what:
+            y = y + rank
+        with patch.dict(os.environ, {"FSHARD_CHECK": str(int(is_checked))}):
+            run(arrays, (x, y))
     except fs.errors.MismatchError as error:
         return str(error)
 
@@ -423,30 +451,35 @@ def test_processes_with_different_inputs_raise(two, four):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_device_dependent_print_in_loss_changes_nothing(stage):
-    """Devices that ask for an index that others do not ask for reduce over the same axes as these."""
+    """A device that reads an index that others do not read reduces over the same axes as these."""
     mesh = fs.make_mesh({"data": 2, "model": 2})
-    printed = []
-    steps = []
+    x = torch.arange(12.0).reshape(4, 3)
+    w = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    (expected,) = torch.autograd.grad((x @ w).square().mean(), w)
+    prints = []
+    steps_that_print = []
 
     def loss_fn(p, x):
-        if len(printed) < len(steps) and fs.axis_index("data") == 0 and fs.axis_index("model") == 0:
-            printed.append(0)
+        is_to_print = len(prints) < len(steps_that_print)
+        if is_to_print and fs.axis_index("data") == 0 and fs.axis_index("model") == 0:
+            prints.append(0)
         return (x @ p["w"]).square().mean()
 
-    params = {"w": torch.tensor([1.0, 2.0, 3.0])}
-    own = fs.shard_params(params, fs.fsdp("data") if stage else P(), mesh=mesh)
-    x = torch.arange(12.0).reshape(4, 3)
+    rules = fs.fsdp("data") if stage else P()
+    arrays = fs.shard_params({"w": w.detach()}, rules, mesh=mesh)
     run = fs.grad(loss_fn, mesh=mesh, batch=P("data"))
-    w = params["w"].clone().requires_grad_()
-    (expected,) = torch.autograd.grad((x @ w).square().mean(), w)
-    for first in (0, 1, 2):  # it prints in the first step, in the third one, ...
-        steps += [first] * (first != 1)
-        torch.testing.assert_close(fs.unshard(run(own, x)["w"]), expected)
-    assert len(printed) == 2
+    for step in (0, 1, 2):
+        if step != 1:
+            steps_that_print.append(step)
+        torch.testing.assert_close(fs.unshard(run(arrays, x)["w"]), expected)
+    assert len(prints) == 2
 
 
 def test_collective_on_some_devices_decides_for_all():
-    """Devices agree on the axes of a loss before anything is reduced; here one row of them calls a collective."""
+    """Devices agree on the axes of a loss before anything is reduced.
+
+    Here one row of them calls a collective.
+    """
     mesh = fs.make_mesh({"data": 2, "model": 2})
 
     def loss_fn(w, x):

@@ -1,4 +1,7 @@
-"""`shard_params`: rules of every kind, rules among rules, and units. `init_params`: the values of the plain function, sharded."""
+"""`shard_params` gives layouts and units by rules of every kind; `init_params` shards values.
+
+The oracle of `init_params` is the plain function from the same seed.
+"""
 
 import pytest
 import torch
@@ -10,7 +13,8 @@ from fshard import P
 from fshard.mesh.layout import flatten
 
 
-def lying(params, rules):
+def layouts_of(params, rules):
+    """Return the type and the unit of each leaf."""
     mesh = fs.make_mesh({"data": 2})
     leaves, _ = flatten(fs.shard_params(params, rules, mesh=mesh))
     return [(str(fs.typeof(x)), x.layout.unit) for x in leaves]
@@ -36,48 +40,52 @@ MERGED = [(FLAT, "blocks[0]"), (FLAT, "blocks[0]"), (W, "head")]
     ids=["tree", "patterns", "function"],
 )
 def test_fsdp_combines_with_other_rules(rules):
-    assert lying(TREE, rules) == MERGED
+    assert layouts_of(TREE, rules) == MERGED
 
 
 def test_units_by_size_of_two_rules_differ():
     rules = {"blocks": fs.fsdp("data", unit=1), "head": fs.fsdp("data", unit=2)}
-    assert lying(TREE, rules) == [(FLAT, "unit 0"), (FLAT, "unit 1"), (FLAT, "unit 0 of rule 1")]
+    assert layouts_of(TREE, rules) == [
+        (FLAT, "unit 0"),
+        (FLAT, "unit 1"),
+        (FLAT, "unit 0 of rule 1"),
+    ]
 
 
+SMALL_BLOCK = {"w": torch.ones(4, 4), "b": torch.ones(4)}
 SMALL = {
     "emb": torch.ones(4, 4),
-    "blocks": [{"w": torch.ones(4, 4), "b": torch.ones(4)} for _ in range(2)],
+    "blocks": [SMALL_BLOCK, {name: x.clone() for name, x in SMALL_BLOCK.items()}],
 }
 MESH = fs.make_mesh({"data": 2, "model": 2})
 
 
 def specs(rules, tree=SMALL):
-    return fs.mesh.layout.map_leaves(lambda x: x.spec, fs.shard_params(tree, rules, mesh=MESH))
+    params = fs.shard_params(tree, rules, mesh=MESH)
+    return fs.mesh.layout.map_leaves(lambda x: x.spec, params)
+
+
+def spec_by_name(path, x):
+    name = path.rsplit(".")[-1]
+    return {"emb": P("model"), "w": P(None, "model")}.get(name, P())
 
 
 BLOCK = {"w": P(None, "model"), "b": P()}
 EXPECTED = {"emb": P("model"), "blocks": [BLOCK] * 2}
+BLOCKS_ONLY = {"emb": P(), "blocks": [BLOCK] * 2}
+REPLICATED = {"emb": P(), "blocks": [{"w": P(), "b": P()}] * 2}
+FLAT_SPEC = P.flat("data", "model")
+ALL_FLAT = {"emb": FLAT_SPEC, "blocks": [{"w": FLAT_SPEC, "b": FLAT_SPEC}] * 2}
+IN_TURNS = {"blocks[*].w": P(None, "model"), "blocks.**": P(), "**": P("model")}
 RULES = {
     "a tree": (EXPECTED, EXPECTED),
     "patterns": ({"emb": P("model"), "blocks[*].w": P(None, "model"), "**.b": P()}, EXPECTED),
     "the rest": ({"emb": P("model"), "blocks[*].w": P(None, "model"), "**": P()}, EXPECTED),
-    "a function": (
-        lambda path, x: {"emb": P("model"), "w": P(None, "model")}.get(path.rsplit(".")[-1], P()),
-        EXPECTED,
-    ),
-    "one": (P(), {"emb": P(), "blocks": [{"w": P(), "b": P()}] * 2}),
-    "fsdp": (
-        fs.fsdp(("data", "model")),
-        {
-            "emb": P.flat("data", "model"),
-            "blocks": [dict.fromkeys("wb", P.flat("data", "model"))] * 2,
-        },
-    ),
-    "two stars first": ({"**": P(), "**.w": P(None, "model")}, {"emb": P(), "blocks": [BLOCK] * 2}),
-    "two stars in turns": (
-        {"blocks[*].w": P(None, "model"), "blocks.**": P(), "**": P("model")},
-        {"emb": P("model"), "blocks": [BLOCK] * 2},
-    ),
+    "a function": (spec_by_name, EXPECTED),
+    "one": (P(), REPLICATED),
+    "fsdp": (fs.fsdp(("data", "model")), ALL_FLAT),
+    "two stars first": ({"**": P(), "**.w": P(None, "model")}, BLOCKS_ONLY),
+    "two stars in turns": (IN_TURNS, EXPECTED),
 }
 
 
@@ -89,46 +97,66 @@ def test_rules_of_every_kind_give_layouts(name):
 
 def test_units_may_be_blocks_sizes_or_patterns():
     def units(unit):
-        return [unit for _, unit in lying(SMALL, fs.fsdp("data", unit=unit))]
+        return [unit for _, unit in layouts_of(SMALL, fs.fsdp("data", unit=unit))]
 
+    # Of blocks[0].b, blocks[0].w, blocks[1].b, blocks[1].w, emb
     assert units(None) == ["blocks[0]"] * 5
     assert units("blocks[*]") == ["blocks[0]", "blocks[0]", "blocks[1]", "blocks[1]", "emb"]
     assert units(80) == ["unit 0", "unit 0", "unit 1", "unit 1", "unit 2"]
     assert units("blocks") == ["blocks"] * 4 + ["emb"]
-    assert units(["blocks", "blocks[1]", "*[*].b"]) == [
-        "blocks[0].b",
-        "blocks",
-        "blocks[1].b",
-        "blocks[1]",
-        "emb",
-    ]
+    several = ["blocks", "blocks[1]", "*[*].b"]
+    assert units(several) == ["blocks[0].b", "blocks", "blocks[1].b", "blocks[1]", "emb"]
 
 
 ODD = {"a": torch.ones(3, 2), **dict.fromkeys("bcef", torch.ones(2)), "d": object()}
+DISAGREEING = {"emb": P("model"), "blocks[*].w": P(), "blocks[0].w": P("model"), "head.*": P()}
+UNSUITED = {
+    "a": P(None, None, "data"),
+    "b": P("foo"),
+    "d": P(),
+    "e": P(unreduced="data"),
+    "**": P(),
+}
+
+
+def frozen_of_no_leaf():
+    fs.shard_params({"a": torch.ones(2)}, P(), mesh=MESH, frozen="g")
+
+
+def init_params_without_a_rule():
+    def init_fn():
+        return {"a": torch.ones(2), "b": torch.ones(2)}
+
+    fs.nn.init_params(init_fn, {"a": P()}, mesh=MESH)
+
+
+def unit_of_no_leaf():
+    layouts_of(SMALL, fs.fsdp("data", unit=["block", "emb", "w"]))
+
+
+def unit_of_a_rule_of_no_leaf():
+    layouts_of(TREE, {"blocks": P(), "head": fs.fsdp("data", unit="zz")})
+
+
+def axis_of_a_rule_that_does_not_exist():
+    layouts_of(TREE, {"blocks": fs.fsdp("nope"), "head": P()})
+
+
 MISUSE = {
     "incomplete rules": (
-        lambda: specs(
-            {"emb": P("model"), "blocks[*].w": P(), "blocks[0].w": P("model"), "head.*": P()}
-        ),
-        r'no leaf is for the rule "head.\*"; no rule is for blocks\[0\].b; "blocks\[\*\].w" \(P\(\)\) and '
-        r'"blocks\[0\].w" \(P\("model"\)\) disagree about blocks\[0\].w; no rule is for blocks\[1\].b. The leaves are '
-        r'blocks\[0\].b, .*, emb; "\*\*": P\(\) replicates what no other rule is for.',
+        lambda: specs(DISAGREEING),
+        r'no leaf is for the rule "head.\*"; no rule is for blocks\[0\].b; '
+        r'"blocks\[\*\].w" \(P\(\)\) and "blocks\[0\].w" \(P\("model"\)\) disagree about '
+        r"blocks\[0\].w; no rule is for blocks\[1\].b. The leaves are blocks\[0\].b, .*, emb; "
+        r'"\*\*": P\(\) replicates what no other rule is for.',
     ),
     "axes": (
         lambda: specs({"emb": P("foo"), "blocks": P("bar")}),
-        r'(?s)blocks\[0\].b, blocks\[0\].w, blocks\[1\].b, blocks\[1\].w: .*has no axis "bar".*emb: .*has no axis "foo"',
+        r"(?s)blocks\[0\].b, blocks\[0\].w, blocks\[1\].b, blocks\[1\].w: "
+        r'.*has no axis "bar".*emb: .*has no axis "foo"',
     ),
     "leaves": (
-        lambda: specs(
-            {
-                "a": P(None, None, "data"),
-                "b": P("foo"),
-                "d": P(),
-                "e": P(unreduced="data"),
-                "**": P(),
-            },
-            ODD,
-        ),
+        lambda: specs(UNSUITED, ODD),
         r"(?s)shard_params: \n *a: .*\n *b: .*\n *d: .*\n *e: ",
     ),
     "two stars": (
@@ -139,27 +167,20 @@ MISUSE = {
         lambda: specs(P(unreduced="data")),
         r'P\(unreduced="data"\) is a sum that is not made yet',
     ),
-    "frozen": (
-        lambda: fs.shard_params({"a": torch.ones(2)}, P(), mesh=MESH, frozen="g"),
-        'frozen: no leaf is for "g"',
-    ),
-    "no rule": (
-        lambda: fs.nn.init_params(
-            lambda: {"a": torch.ones(2), "b": torch.ones(2)}, {"a": P()}, mesh=MESH
-        ),
-        "no rule is for b",
-    ),
+    "frozen": (frozen_of_no_leaf, 'frozen: no leaf is for "g"'),
+    "no rule": (init_params_without_a_rule, "no rule is for b"),
     "units": (
-        lambda: lying(SMALL, fs.fsdp("data", unit=["block", "emb", "w"])),
+        unit_of_no_leaf,
         r'no leaf is in a unit "block" or "w"\. The leaves are blocks\[0\]\.b, ',
     ),
     "a unit of a rule": (
-        lambda: lying(TREE, {"blocks": P(), "head": fs.fsdp("data", unit="zz")}),
+        unit_of_a_rule_of_no_leaf,
         'fsdp: no leaf is in a unit "zz". The leaves are head; a pattern begins where',
     ),
     "an axis of a rule": (
-        lambda: lying(TREE, {"blocks": fs.fsdp("nope"), "head": P()}),
-        r'shard_params: blocks\[0\].w, blocks\[1\].w: Layout with P.flat\("nope"\): Mesh.* has no axis "nope".',
+        axis_of_a_rule_that_does_not_exist,
+        r"shard_params: blocks\[0\].w, blocks\[1\].w: "
+        r'Layout with P.flat\("nope"\): Mesh.* has no axis "nope".',
     ),
 }
 
@@ -172,30 +193,26 @@ def test_misuse_of_rules_raises_all(name):
 
 
 def test_default_unit_is_a_repeated_block(monkeypatch):
+    monkeypatch.setattr("fshard.transforms.shard_params.MERGED_BYTES", 0)
+
     def units(params):
-        monkeypatch.setattr("fshard.transforms.shard_params.MERGED_BYTES", 0)
-        return [unit for _, unit in lying(params, fs.fsdp("data"))]
+        return [unit for _, unit in layouts_of(params, fs.fsdp("data"))]
 
     emb = torch.ones(4, 4)
     head = torch.ones(4)
-    assert units({"emb": emb, "blocks": blocks(3), "head": head}) == [
-        "blocks[0]",
-        "blocks[1]",
-        "blocks[2]",
-        "emb",
-        "head",
-    ]
+    of_three = ["blocks[0]", "blocks[1]", "blocks[2]", "emb", "head"]
+    assert units({"emb": emb, "blocks": blocks(3), "head": head}) == of_three
     assert units((emb, blocks(3), head)) == ["0", "1[0]", "1[1]", "1[2]", "2"]
     assert units((blocks(2), blocks(3))) == ["0[0]", "0[1]", "1[0]", "1[1]", "1[2]"]
-    model = torch.nn.Sequential(
-        torch.nn.Embedding(4, 4), torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(2)])
-    )
-    assert units(fs.functionalize(model)[1]) == ["0", "1[0]", "1[0]", "1[1]", "1[1]"]
-    assert (
-        units({"blocks": [{"mlp": blocks(2)}, {"mlp": blocks(2)}]})
-        == ["blocks[0]"] * 2 + ["blocks[1]"] * 2
-    )
     assert units({"blocks": blocks(1)}) == ["blocks[0]"]
+
+    # Blocks within blocks are no units.
+    nested = {"blocks": [{"mlp": blocks(2)}, {"mlp": blocks(2)}]}
+    assert units(nested) == ["blocks[0]"] * 2 + ["blocks[1]"] * 2
+
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    _, params, _ = fs.functionalize(nn.Sequential(nn.Embedding(4, 4), layers))
+    assert units(params) == ["0", "1[0]", "1[0]", "1[1]", "1[1]"]
 
 
 def test_small_default_units_are_merged_with_the_next_ones():
@@ -204,18 +221,16 @@ def test_small_default_units_are_merged_with_the_next_ones():
     sizes = {"a": 600, "b": 400, "c": 24, "d": 1, "e": 2000, "f": 1}
     params = {name: torch.empty(size * kib, device="meta") for name, size in sizes.items()}
     mesh = fs.make_mesh({"data": 2}, runtime="abstract")
-    leaves = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
-    assert {name: x.layout.unit for name, x in leaves.items()} == {
-        **dict.fromkeys("abc", "a"),
-        "d": "d",
-        "e": "e",
-        "f": "f",
-    }
+
+    merged = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
     apart = fs.shard_params(params, fs.fsdp("data", unit=["*"]), mesh=mesh)
+
+    units = {name: x.layout.unit for name, x in merged.items()}
+    assert units == {"a": "a", "b": "a", "c": "a", "d": "d", "e": "e", "f": "f"}
     assert all(x.layout.unit == name for name, x in apart.items())
 
 
-# -- init_params ------------------------------------------------------------------------------------------------------
+# -- init_params -----------------------------------------------------------------------------------
 
 MODULES = {
     "Linear": lambda: nn.Linear(5, 3),
@@ -241,21 +256,25 @@ def test_init_params_equals_the_plain_function(kind):
     def init_fn():
         return initialised(MODULES[kind])
 
-    own = fs.nn.init_params(init_fn, fs.fsdp("data"), mesh=fs.make_mesh({"data": 2}), seed=3)
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.nn.init_params(init_fn, fs.fsdp("data"), mesh=mesh, seed=3)
+
     torch.manual_seed(3)
     expected = init_fn()
-    assert own.keys() == expected.keys()
-    assert all(torch.equal(fs.unshard(own[name]), w) for name, w in expected.items())
+    assert params.keys() == expected.keys()
+    for name, w in expected.items():
+        assert torch.equal(fs.unshard(params[name]), w)
 
 
 def test_init_params_with_seed_restores_the_generator():
     mesh = fs.make_mesh({"data": 2})
     before = torch.get_rng_state()
-    own = fs.nn.init_params(lambda: torch.randn(4), P(), mesh=mesh, seed=3)
+    with_seed = fs.nn.init_params(lambda: torch.randn(4), P(), mesh=mesh, seed=3)
     assert torch.equal(torch.get_rng_state(), before)
+
     torch.manual_seed(3)
-    again = fs.nn.init_params(lambda: torch.randn(4), P(), mesh=mesh)
-    assert torch.equal(fs.unshard(own), fs.unshard(again))
+    without_seed = fs.nn.init_params(lambda: torch.randn(4), P(), mesh=mesh)
+    assert torch.equal(fs.unshard(with_seed), fs.unshard(without_seed))
     assert not torch.equal(torch.get_rng_state(), before)
 
 
@@ -264,10 +283,11 @@ def test_init_params_keeps_ties_and_frozen_leaves():
         w = torch.randn(3, 3)
         return {"first": w, "last": w, "fixed": torch.randn(2)}
 
-    own = fs.nn.init_params(
-        init_fn, fs.fsdp("data"), mesh=fs.make_mesh({"data": 2}), frozen="fixed"
-    )
-    assert own["first"] is own["last"] and own["fixed"].layout.frozen
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.nn.init_params(init_fn, fs.fsdp("data"), mesh=mesh, frozen="fixed")
+
+    assert params["first"] is params["last"]
+    assert params["fixed"].layout.frozen
 
 
 def test_init_params_on_abstract_mesh_takes_no_memory():

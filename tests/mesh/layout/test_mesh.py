@@ -1,9 +1,13 @@
-"""Meshes, specs and layouts are values; what cannot be is an error that says everything at once."""
+"""Meshes, specs and layouts are values; wrong ones raise one error that names all mistakes.
+
+Shard arithmetic is compared with enumerations of all elements.
+"""
 
 import importlib.metadata
 import io
 import pickle
 import re
+from math import prod
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,27 +29,32 @@ META = torch.empty(4, device="meta")
 
 
 def test_mesh_compared_and_hashed_by_value():
-    for same in (
-        fs.make_mesh({"data": np.int64(4), "model": np.uint8(2)}, device=torch.device("cpu")),
+    of_numpy_sizes = {"data": np.int64(4), "model": np.uint8(2)}
+    equal = [
+        fs.make_mesh(of_numpy_sizes, device=torch.device("cpu")),
         fs.make_mesh([("data", 4), ("model", 2)]),
         fs.make_mesh((4, 2), ("data", "model")),
         MESH["data", "model"],
-    ):
-        assert same == MESH and hash(same) == hash(MESH)
-    for other in (
+    ]
+    unequal = [
         fs.make_mesh({"model": 2, "data": 4}),
         fs.make_mesh({"data": 4, "model": 2}, runtime="abstract"),
         MESH["model", "data"],
-    ):
-        assert other != MESH
-    assert (MESH.size, MESH.axis_names, dict(MESH.shape)) == (
-        8,
-        ("data", "model"),
-        {"data": 4, "model": 2},
-    )
+    ]
+    for mesh in equal:
+        assert mesh == MESH
+        assert hash(mesh) == hash(MESH)
+    for mesh in unequal:
+        assert mesh != MESH
+
+    assert MESH.size == 8
+    assert MESH.axis_names == ("data", "model")
+    assert dict(MESH.shape) == {"data": 4, "model": 2}
     assert fs.make_mesh([2], names=["data"], runtime="abstract").shape == {"data": 2}
     assert str(fs.make_mesh({"data": np.int64(2)})) == "Mesh(data=2; virtual, cpu)"
-    assert MESH["data", "model"] is MESH and MESH["data"]["data"] == MESH["data"]
+    assert MESH["data", "model"] is MESH
+    assert MESH["data"]["data"] == MESH["data"]
+
     with pytest.raises(AttributeError):
         MESH.axes = ()
     with pytest.raises(TypeError):
@@ -54,24 +63,28 @@ def test_mesh_compared_and_hashed_by_value():
 
 def test_mesh_indexed_by_axes_keeps_parent():
     mesh = fs.make_mesh({"pipe": 2, "data": 3, "model": 4})
+
     row = mesh["data"]
-    assert (row.size, row.axis_names, dict(row.strides), row.root_size) == (
-        3,
-        ("data",),
-        {"data": 4},
-        24,
-    )
-    plane = mesh["model", "pipe"]
-    assert (plane.axis_names, dict(plane.strides)) == (("model", "pipe"), {"model": 1, "pipe": 12})
-    assert plane["pipe"] == mesh["pipe"]
+    assert row.size == 3
+    assert row.axis_names == ("data",)
+    assert dict(row.strides) == {"data": 4}
+    assert row.root_size == 24
     assert str(row) == "Mesh(data=3 of pipe=2, data=3, model=4; virtual, cpu)"
+
+    plane = mesh["model", "pipe"]
+    assert plane.axis_names == ("model", "pipe")
+    assert dict(plane.strides) == {"model": 1, "pipe": 12}
+    assert plane["pipe"] == mesh["pipe"]
 
 
 def test_device_numbers_are_row_major():
+    expected = []
+    for data in range(4):
+        expected += [{"data": data, "model": 0}, {"data": data, "model": 1}]
+
     coordinates = [MESH.coordinates(device) for device in range(8)]
-    assert coordinates == [
-        {"data": data, "model": model} for data in range(4) for model in range(2)
-    ]
+
+    assert coordinates == expected
     assert [*map(MESH.index, coordinates)] == [*range(8)]
 
 
@@ -80,11 +93,11 @@ def test_spec_is_hashable_leaf():
     assert P("data") != P(None, "data")
     assert P(unreduced=("b", "a")) == P(unreduced=("a", "b"))
     assert not isinstance(P("data"), tuple)
-    assert (
-        repr(P(("a", "b"), None, "c", unreduced="d")) == 'P(("a", "b"), None, "c", unreduced="d")'
-    )
-    assert repr(P.flat("a", "b", shape=(3, 5))) == 'P.flat("a", "b", shape=(3, 5))'
     assert P(("a", "b"), None, "c").dims(4) == (("a", "b"), (), ("c",), ())
+
+    text = 'P(("a", "b"), None, "c", unreduced="d")'
+    assert repr(P(("a", "b"), None, "c", unreduced="d")) == text
+    assert repr(P.flat("a", "b", shape=(3, 5))) == 'P.flat("a", "b", shape=(3, 5))'
 
 
 @pytest.mark.parametrize(
@@ -98,7 +111,9 @@ def test_spec_is_hashable_leaf():
     ],
 )
 def test_typeof_prints_one_token(spec, memory, token):
-    assert str(fs.typeof(fs.device_put(torch.zeros(8, 6), fs.Layout(MESH, spec, memory)))) == token
+    array = fs.device_put(torch.zeros(8, 6), fs.Layout(MESH, spec, memory))
+
+    assert str(fs.typeof(array)) == token
     assert str(fs.typeof(torch.zeros(2, dtype=torch.bfloat16))) == "bf16[2]"
 
 
@@ -106,7 +121,8 @@ NAMED = "with names, axes must be as many sizes; got axes="
 NO_VALUES = "a meta tensor (shape (4,)) has no values to lay on Mesh"
 LIST = 'make_mesh: axes must be names with sizes, {"data": 4, "model": 2}; got'
 TWICE = "names an axis more than once: "
-WRONG = [  # the call, the errors of which one is raised, and what the message must say
+# A row is a call, the type of the error, and texts that it contains.
+MESHES = [
     (
         lambda: fs.make_mesh({"data": 0}),
         "MeshError",
@@ -156,6 +172,9 @@ WRONG = [  # the call, the errors of which one is raised, and what the message m
         'has no axis "model", "x". Its axes are "data"',
     ),
     (lambda: fs.Layout(LINE, P("model")), "MeshError", 'has no axis "model"'),
+]
+
+SPECS = [
     (lambda: P("a", "a"), "LayoutError", f"{TWICE}a"),
     (lambda: P(("a", "b"), "b"), "LayoutError", f"{TWICE}b"),
     (lambda: P("a", unreduced="a"), "LayoutError", f"{TWICE}a"),
@@ -174,6 +193,9 @@ WRONG = [  # the call, the errors of which one is raised, and what the message m
         "shape must be a tuple of integers; got ('four',).",
     ),
     (lambda: P(at={"data": True}), "ValueError", "True"),
+]
+
+ARRAYS = [
     (lambda: fs.typeof(3), "TypeError", "must be a tensor or a tree of tensors; got int"),
     (
         lambda: fs.visualize(fs.Layout(LINE, P())),
@@ -192,6 +214,7 @@ WRONG = [  # the call, the errors of which one is raised, and what the message m
         NO_VALUES,
     ),
 ]
+WRONG = [*MESHES, *SPECS, *ARRAYS]
 if not torch.cuda.is_available():
     WRONG.append((lambda: fs.make_mesh({"data": 2}, device="cuda"), "MeshError", "torch sees none"))
 
@@ -202,9 +225,9 @@ if not torch.cuda.is_available():
 def test_what_cannot_be_raises(call, error, texts):
     with pytest.raises((fs.errors.FshardError, TypeError, ValueError)) as raised:
         call()
-    assert type(raised.value).__name__ == error and all(
-        text in str(raised.value) for text in texts
-    ), raised.value
+
+    assert type(raised.value).__name__ == error
+    assert all(text in str(raised.value) for text in texts), raised.value
 
 
 def test_version_matches_package_metadata():
@@ -212,24 +235,29 @@ def test_version_matches_package_metadata():
     assert fs.testing.strategies.meshes and fs.testing.oracles.ORACLES
 
 
-# -- shard arithmetic ---------------------------------------------------------------------------------------------
+# -- shard arithmetic ------------------------------------------------------------------------------
 
 sizes = st.dictionaries(st.sampled_from("abc"), st.integers(1, 4), min_size=1)
 
 
 @given(sizes, st.integers(0, 1000))
-def test_ravel_is_inverse_of_unravel(axes, seed):
+def test_ravel_is_inverse_of_unravel(axes, number):
     lengths = list(axes.values())
-    total = torch.tensor(lengths).prod().item()
-    assert arithmetic.ravel(arithmetic.unravel(seed % total, lengths), lengths) == seed % total
+    index = number % prod(lengths)
+
+    coordinates = arithmetic.unravel(index, lengths)
+
+    assert arithmetic.ravel(coordinates, lengths) == index
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_flat_ranges_cover_every_element_in_order(total, parts):
     ranges = [arithmetic.flat_range(total, parts, index) for index in range(parts)]
-    assert [element for start, stop in ranges for element in range(start, stop)] == list(
-        range(total)
-    )
+
+    covered = []
+    for start, stop in ranges:
+        covered += range(start, stop)
+    assert covered == list(range(total))
     lengths = [stop - start for start, stop in ranges]
     assert lengths == sorted(lengths, reverse=True)
 
@@ -238,40 +266,53 @@ def test_flat_ranges_cover_every_element_in_order(total, parts):
 def test_spec_blocks_cover_every_element_once(order, first, times):
     axes = {"a": 2, "b": 3, "c": 2}
     dims = (tuple(order[:first]), tuple(order[first:]))
-    shape = tuple(
-        times * torch.tensor([axes[axis] for axis in names] or [1]).prod().item() for names in dims
-    )
+    shape = tuple(times * prod(axes[axis] for axis in names) for names in dims)
+    spec = P(*dims)
+
     covered = torch.zeros(shape)
     for device in range(12):
-        coordinates = dict(zip(axes, arithmetic.unravel(device, list(axes.values())), strict=True))
-        covered[tuple(slice(*side) for side in P(*dims).block(shape, axes, coordinates))] += 1
+        indices = arithmetic.unravel(device, list(axes.values()))
+        coordinates = dict(zip(axes, indices, strict=True))
+        block = spec.block(shape, axes, coordinates)
+        covered[tuple(slice(*bounds) for bounds in block)] += 1
+
     assert (covered == 1).all()
 
 
-# -- arrays -------------------------------------------------------------------------------------------------------
+# -- arrays ----------------------------------------------------------------------------------------
 
 
 def test_in_memory_tensor_of_another_gpu_moves_to_this_process():
-    """`to("cuda")` moves to the process's GPU and compares the index: a tensor of cuda:0 may not stay on rank 3."""
-    x = SimpleNamespace(
+    """`to("cuda")` moves to the process's GPU and compares the index.
+
+    A tensor of cuda:0 may not stay on rank 3.
+    """
+    of_first_gpu = SimpleNamespace(
         device=torch.device("cuda", 0), is_meta=False, to=lambda target: ("moved", target)
     )
-    assert in_memory(x, SimpleNamespace(device_type="cuda"), "device") == ("moved", "cuda")
+    mesh = SimpleNamespace(device_type="cuda")
+
+    assert in_memory(of_first_gpu, mesh, "device") == ("moved", "cuda")
 
 
 @given(st.data())
 def test_stacked_summands_have_the_arrays_memory_and_its_total(data):
     mesh = data.draw(strategies.meshes())
     shape = data.draw(strategies.shapes_for(mesh))
-    layout = data.draw(strategies.layouts(mesh, shape).filter(lambda layout: layout.spec.unreduced))
+    unreduced = strategies.layouts(mesh, shape).filter(lambda layout: layout.spec.unreduced)
+    layout = data.draw(unreduced)
     x = fs.device_put(data.draw(strategies.dyadic(shape, torch.float32)), layout)
     axes = layout.spec.unreduced
+
     stacked = stack(x, axes)
     stacked.check()
     assert torch.equal(fs.unshard(stacked).sum(0), fs.unshard(x))
+
     varying = unstack(stacked, axes)
-    assert varying.spec == layout.spec.replace(unreduced=None) and varying.shape == shape
-    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(varying.shards, x.shards, strict=True))
+    assert varying.spec == layout.spec.replace(unreduced=None)
+    assert varying.shape == shape
+    for shard, original in zip(varying.shards, x.shards, strict=True):
+        assert shard.data_ptr() == original.data_ptr()
     with pytest.raises(LayoutError, match="must have a first dim"):
         unstack(varying, axes)
 
@@ -284,18 +325,23 @@ def test_stacked_summands_have_the_arrays_memory_and_its_total(data):
 def test_sharded_saved_and_loaded_is_equal(spec):
     assert fs.Sharded not in torch.serialization.get_safe_globals()  # importing registers none
     x = fs.device_put(torch.arange(4.0), fs.Layout(MESH, spec, unit="block", frozen=True))
+
     file = io.BytesIO()
     torch.save({"x": x, "step": 3}, file)
     file.seek(0)
     with torch.serialization.safe_globals(fs.mesh.SAFE_GLOBALS):
         loaded = torch.load(file, weights_only=True)["x"]
-    for y in (loaded, pickle.loads(pickle.dumps(x))):
-        assert (y.layout, y.shape, hash(y.layout)) == (x.layout, x.shape, hash(x.layout))
+    unpickled = pickle.loads(pickle.dumps(x))
+
+    for y in (loaded, unpickled):
+        assert y.layout == x.layout
+        assert hash(y.layout) == hash(x.layout)
+        assert y.shape == x.shape
         assert all(map(torch.equal, y.shards, x.shards))
         assert torch.equal(fs.unshard(y), torch.arange(4.0))
 
 
-# -- a size of -1 --------------------------------------------------------------------------------------------------------
+# -- a size of -1 ----------------------------------------------------------------------------------
 
 
 def test_size_minus_one_is_the_rest_of_the_devices_of_a_run():

@@ -1,4 +1,7 @@
-"""Many tensors summed and gathered where they lie, and wires that go on though nobody waits for them."""
+"""Many tensors in shared memory: collectives read them in place, and go on before anyone waits.
+
+The oracle is the same collective on virtual devices, by bits.
+"""
 
 import pytest
 import torch
@@ -10,6 +13,24 @@ from fshard.mesh.shared_memory import meet, peers
 from tests.helpers.processes import run_processes
 
 LENGTHS = (120_000, 4, 0, 300_000, 8, 70_000, 16)
+
+
+def started_together(xs):
+    """Wait for two collectives in the reverse order."""
+    first = fs.psum.start(xs, "d")
+    second = fs.psum_scatter.start(xs, "d")
+    second_result = second.wait()
+    return [second_result, first.wait()]
+
+
+def rows_that_leave_as_copies(xs):
+    """Wait for two collectives of one tensor in the reverse order."""
+    first = fs.psum_scatter.start(xs[3].view(4, -1), "d")
+    second = fs.psum_scatter.start(xs[5], "d")
+    second_result = second.wait()
+    return [second_result, first.wait()]
+
+
 COLLECTIVES = {
     "psum": lambda xs: fs.psum(xs, "d"),
     "pmax": lambda xs: fs.pmax(xs, "d"),
@@ -20,18 +41,17 @@ COLLECTIVES = {
     "with odd ends": lambda xs: fs.psum([x[1:] for x in xs], "d"),
     "of a conjugate": lambda xs: fs.psum([torch.complex(x, x).conj() for x in xs], "d"),
     "one large, many small": lambda xs: fs.psum([xs[3], *(xs[1] + k for k in range(5))], "d"),
-    "at once": lambda xs: [
-        handle.wait() for handle in [fs.psum.start(xs, "d"), fs.psum_scatter.start(xs, "d")][::-1]
-    ],
-    "rows that leave the ring as copies": lambda xs: [
-        handle.wait()
-        for handle in [fs.psum_scatter.start(ys, "d") for ys in (xs[3].view(4, -1), xs[5])][::-1]
-    ],
+    "at once": started_together,
+    "rows that leave the ring as copies": rows_that_leave_as_copies,
 }
 
 
+def storages(tree):
+    return {x.untyped_storage().data_ptr() for x in flatten(tree)[0] if x.numel()}
+
+
 def collected(n, name, dtype):
-    """Return what each device has after a collective on many tensors, more than are laid out in one buffer.
+    """Return the results of a collective on more tensors than one buffer has.
 
     The arguments stay as they are, and no result has their memory.
     """
@@ -42,21 +62,15 @@ def collected(n, name, dtype):
         copies = [x.clone() for x in xs]
         ys = COLLECTIVES[name](xs)
         assert all(map(torch.equal, xs, copies))
-        given, results = (
-            {x.untyped_storage().data_ptr() for x in flatten(tree)[0] if x.numel()}
-            for tree in (xs, ys)
-        )
-        assert given.isdisjoint(results)
+        assert storages(xs).isdisjoint(storages(ys))
         return ys
 
     return fs.run(main, mesh=fs.make_mesh({"d": n}))
 
 
-KINDS = [(name, torch.float32) for name in COLLECTIVES] + [
-    (name, dtype)
-    for name in ("psum", "psum_scatter")
-    for dtype in (torch.bfloat16, torch.int16, torch.float64)
-]
+KINDS = [(name, torch.float32) for name in COLLECTIVES]
+for dtype_of_kind in (torch.bfloat16, torch.int16, torch.float64):
+    KINDS += [("psum", dtype_of_kind), ("psum_scatter", dtype_of_kind)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS, ids=str)
@@ -84,7 +98,10 @@ def test_more_spans_than_one_call_reads_equal_virtual():
 
 
 def one_does_something_else():
-    """Process 1 comes second, so all is there when it starts; then it is away until process 0 has its result."""
+    """Process 1 comes second, so all is there when it starts.
+
+    Then it is away until process 0 has its result.
+    """
 
     def main():
         first = fs.axis_index("d") == 0

@@ -1,8 +1,13 @@
-"""The known schedules: complete for any numbers, as fast as their papers say, and drawn as they are."""
+"""The known schedules are complete for any numbers, as fast as their papers prove, and as drawn.
+
+The oracle (`timed`) runs all rows side by side, tick by tick; numbers are those of the papers.
+"""
 
 import inspect
 from collections import Counter
 from fractions import Fraction
+from itertools import accumulate, product
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -31,55 +36,75 @@ def build(name: str, devices: int, microbatches: int, loops: int = 2) -> Schedul
     return pipeline_schedule(name, stages=stages, microbatches=microbatches, devices=devices)
 
 
-def timed(schedule: Schedule) -> list[list[tuple[Action, int, int]]]:
-    """Run all rows side by side, sweep by sweep: each action with its begin and its end."""
+class Timed(NamedTuple):
+    """An action, and the ticks at which it begins and ends."""
+
+    action: Action
+    begin: int
+    end: int
+
+
+def requirements(action: Action, stages: int) -> list[tuple[str, int, int]]:
+    """List what an action waits for; "I" is the gradient of the inputs, by B or by I."""
+    kind, stage, microbatch = action
+    if kind == "F":
+        return [("F", stage - 1, microbatch)] if stage > 0 else []
+    if kind == "W":
+        return [("I", stage, microbatch)]
+    needed = [("F", stage, microbatch)]
+    if stage + 1 < stages:
+        needed.append(("I", stage + 1, microbatch))
+    return needed
+
+
+def timed(schedule: Schedule) -> list[list[Timed]]:
+    """Run all rows side by side: a B takes two ticks, all others one."""
     ends: dict[tuple[str, int, int], int] = {}
-    done: list[list[tuple[Action, int, int]]] = [[] for _ in schedule.rows]
+    rows: list[list[Timed]] = [[] for _ in schedule.rows]
     free = [0] * schedule.devices
-    progress = True
-    while progress:
-        progress = False
+    has_progress = True
+    while has_progress:
+        has_progress = False
         for device, row in enumerate(schedule.rows):
-            for action in row[len(done[device]) :]:
-                kind, stage, m = action
-                back = "I" if kind in "BI" else None
-                expected = [("F", stage, m)] * bool(back) + [("I", stage, m)] * (kind == "W")
-                expected += [("F", stage - 1, m)] * (kind == "F" and stage > 0)
-                expected += [("I", stage + 1, m)] * (
-                    back is not None and stage + 1 < schedule.stages
-                )
-                if not all(each in ends for each in expected):
+            for action in row[len(rows[device]) :]:
+                needed = requirements(action, schedule.stages)
+                if not all(requirement in ends for requirement in needed):
                     break
-                begin = max([free[device], *(ends[each] for each in expected)])
-                free[device] = ends[back or str(kind), stage, m] = begin + (2 if kind == "B" else 1)
-                done[device].append((action, begin, free[device]))
-                progress = True
-    assert [len(row) for row in done] == [len(row) for row in schedule.rows], f"stuck: {schedule}"
-    return done
+                begin = max([free[device], *(ends[requirement] for requirement in needed)])
+                end = begin + (2 if action.kind == "B" else 1)
+                result = "I" if action.kind in "BI" else str(action.kind)
+                ends[result, action.stage, action.microbatch] = end
+                free[device] = end
+                rows[device].append(Timed(action, begin, end))
+                has_progress = True
+    assert [len(row) for row in rows] == [len(row) for row in schedule.rows], f"stuck: {schedule}"
+    return rows
 
 
 def idle(schedule: Schedule) -> Fraction:
-    """Say how much longer all takes than one device works, in units of a device's whole forward."""
+    """Return the time of a step beyond the work of a device, in forwards of all its stages."""
     stages = Fraction(schedule.stages, schedule.devices)
-    return max(row[-1][2] for row in timed(schedule)) / stages - 3 * schedule.microbatches
+    last = max(row[-1].end for row in timed(schedule))
+    return last / stages - 3 * schedule.microbatches
 
 
 def waits(schedule: Schedule) -> list[int]:
-    """Say how many ticks each device waits after its first action has begun, and before its last has ended."""
-    rows = timed(schedule)
-    return [row[-1][2] - row[0][1] - sum(end - begin for _, begin, end in row) for row in rows]
+    """Return the idle ticks of each device between its first action and its last."""
+    idle_ticks = []
+    for row in timed(schedule):
+        busy = sum(entry.end - entry.begin for entry in row)
+        idle_ticks.append(row[-1].end - row[0].begin - busy)
+    return idle_ticks
 
 
 def peaks(schedule: Schedule) -> list[int]:
-    """Count what each device holds at most: an F begins to hold a stage's activations, its B or W lets them go."""
-    actual = []
+    """Return the most activations of each device: an F adds a stage's, its B or W frees them."""
+    changes = {"F": 1, "B": -1, "W": -1}
+    result = []
     for row in schedule.rows:
-        held = [
-            sum({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in row[:n])
-            for n in range(len(row) + 1)
-        ]
-        actual.append(max(held))
-    return actual
+        stored = list(accumulate((changes.get(action.kind, 0) for action in row), initial=0))
+        result.append(max(stored))
+    return result
 
 
 @given(
@@ -90,17 +115,21 @@ def peaks(schedule: Schedule) -> list[int]:
 )
 def test_named_schedule_of_any_size_is_complete(name, stages, microbatches, data):
     devices = data.draw(st.none() | st.integers(1, stages)) if name in LOOPS else None
+
     schedule = pipeline_schedule(name, stages=stages, microbatches=microbatches, devices=devices)
+
     assert (schedule.name, schedule.stages, schedule.microbatches) == (name, stages, microbatches)
     assert schedule.devices == devices or devices is None
+
+    # Each stage has one forward of each microbatch, and one backward, or its halves.
     counts = Counter(action for row in schedule.rows for action in row)
-    for stage in range(stages):
-        for m in range(microbatches):
-            full = Action(Kind.B, stage, m)
-            halves = {Action(Kind.I, stage, m), Action(Kind.W, stage, m)}
-            assert counts.pop(Action(Kind.F, stage, m)) == 1
-            assert counts.pop(full, 0) == 1 or [counts.pop(half) for half in halves] == [1, 1]
+    for stage, microbatch in product(range(stages), range(microbatches)):
+        assert counts.pop(Action(Kind.F, stage, microbatch)) == 1
+        if counts.pop(Action(Kind.B, stage, microbatch), 0) != 1:
+            assert counts.pop(Action(Kind.I, stage, microbatch)) == 1
+            assert counts.pop(Action(Kind.W, stage, microbatch)) == 1
     assert not counts
+
     for device, row in enumerate(schedule.rows):
         assert {schedule.placement[action.stage] for action in row} == {device}
     timed(schedule)
@@ -108,48 +137,47 @@ def test_named_schedule_of_any_size_is_complete(name, stages, microbatches, data
 
 @pytest.mark.parametrize(("devices", "microbatches"), [(4, 8), (8, 16), (16, 64)])
 def test_idle_time_is_that_of_the_papers(devices, microbatches):
-    less = devices - 1
-    golden = {
-        "gpipe": 3 * less,
-        "1f1b": 3 * less,
-        "zb-h1": less,
-        "zb-h2": less,
-        "zbv": Fraction(less, 2),
+    others = devices - 1
+    expected = {
+        "gpipe": 3 * others,
+        "1f1b": 3 * others,
+        "zb-h1": others,
+        "zb-h2": others,
+        "zbv": Fraction(others, 2),
+        "dualpipe-v": Fraction(others, 2),
+        "interleaved": Fraction(3 * others, 2),
+        "bfs": Fraction(3 * others, 2),
     }
-    golden |= {
-        "dualpipe-v": Fraction(less, 2),
-        "interleaved": Fraction(3 * less, 2),
-        "bfs": Fraction(3 * less, 2),
-    }
-    assert {name: idle(build(name, devices, microbatches)) for name in golden} == golden
-    assert idle(build("interleaved", devices, microbatches, loops=4)) == Fraction(3 * less, 4)
-    assert idle(build("bfs", devices, microbatches, loops=4)) == Fraction(3 * less, 4)
+    for name, time in expected.items():
+        assert idle(build(name, devices, microbatches)) == time, name
+    for name in ("interleaved", "bfs"):
+        assert idle(build(name, devices, microbatches, loops=4)) == Fraction(3 * others, 4)
 
 
 def shortest(devices: int, held: int) -> Fraction:
-    """Return the least wait with stages in a V, if no device holds more than a number: decision 017 has the proof."""
+    """Return the least wait with stages in a V, if no device stores more than `held` activations.
+
+    Decision 017 has the proof.
+    """
     return max(Fraction(devices - 1, 2), 3 * devices - Fraction(3 * held + 1, 2))
 
 
 @given(devices=st.integers(1, 12), more=st.integers(0, 12))
 def test_v_schedules_reach_the_lower_bound_of_the_bubble(devices, more):
-    for name, held in (
-        ("zbv", devices),
-        ("v-half", (devices + 2) // 2),
-        ("v-min", (devices + 4) // 3),
-    ):
+    limits = {"zbv": devices, "v-half": (devices + 2) // 2, "v-min": (devices + 4) // 3}
+    for name, limit in limits.items():
         schedule = build(name, devices, devices + more)
-        assert max(peaks(schedule)) <= 2 * held
-        assert idle(schedule) == shortest(devices, 2 * held), name
+        assert max(peaks(schedule)) <= 2 * limit
+        assert idle(schedule) == shortest(devices, 2 * limit), name
 
 
 @given(devices=st.integers(1, 9))
 def test_v_half_period_tolerates_latency_of_half_a_tick(devices):
-    once, twice = (build("v-half", devices, times * devices) for times in (3, 6))
-    assert (
-        twice.simulate(send=Fraction(1, 2)).makespan - once.simulate(send=Fraction(1, 2)).makespan
-        == 18 * devices
-    )
+    def makespan(microbatches):
+        schedule = build("v-half", devices, microbatches)
+        return schedule.simulate(send=Fraction(1, 2)).makespan
+
+    assert makespan(6 * devices) - makespan(3 * devices) == 18 * devices
 
 
 @given(devices=st.integers(1, 9), more=st.integers(0, 9))
@@ -184,10 +212,12 @@ def test_peak_activations_with_two_microbatches_per_device(devices, microbatches
     assert max(peaks(build("interleaved", devices, microbatches, loops=4))) == 5 * devices - 1
 
 
+LEG = st.tuples(st.integers(1, 5), st.integers(0, 3))
+LEGS = st.lists(LEG, min_size=2, max_size=2) | st.lists(LEG, min_size=4, max_size=4)
+
+
 @given(
-    legs=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=2, max_size=4).filter(
-        lambda legs: len(legs) != 3
-    ),
+    legs=LEGS,
     devices=st.integers(1, 6),
     microbatches=st.integers(1, 9),
     limit=st.integers(1, 12),
@@ -199,26 +229,31 @@ def test_early_actions_do_not_exceed_the_activation_limit(
     placement = (*range(devices), *reversed(range(devices)))[: devices * len(legs) // 2]
     steps, pauses = zip(*legs, strict=True)
     path = schedule_along_path("any", placement, microbatches, steps, pauses)
+
     strict = with_weights(path, limit)
     early = with_weights(path, limit, rules=tuple(rules))
+
     assert max(peaks(early)) <= max(*peaks(strict), limit)
-    assert Counter(a for row in early.rows for a in row) == Counter(
-        a for row in strict.rows for a in row
-    )
+    actions = Counter(action for row in early.rows for action in row)
+    assert actions == Counter(action for row in strict.rows for action in row)
     for schedule in (early, strict):
-        if len(legs) == 4 and max(peaks(schedule)) < 2 * microbatches:
-            assert idle(schedule) >= shortest(devices, max(peaks(schedule)))
+        peak = max(peaks(schedule))
+        if len(legs) == 4 and peak < 2 * microbatches:
+            assert idle(schedule) >= shortest(devices, peak)
 
 
 def picture(schedule: Schedule) -> list[str]:
     """Draw a schedule as the docstrings do."""
     lines = []
     for device, row in enumerate(timed(schedule)):
-        cells = ["."] * row[-1][2]
+        cells = ["."] * row[-1].end
         for action, begin, end in row:
-            kind = action.kind if action.stage < schedule.devices else action.kind.lower()
-            cells[begin:end] = [f"{kind}{action.microbatch}", "--"][: end - begin]
-        lines.append(f"device {device}   {' '.join(cell.ljust(2) for cell in cells).rstrip()}")
+            is_first_stage = action.stage < schedule.devices
+            kind = action.kind if is_first_stage else action.kind.lower()
+            cells[begin] = f"{kind}{action.microbatch}"
+            cells[begin + 1 : end] = ["--"] * (end - begin - 1)
+        text = " ".join(cell.ljust(2) for cell in cells)
+        lines.append(f"device {device}   {text.rstrip()}")
     return lines
 
 
@@ -226,8 +261,12 @@ def picture(schedule: Schedule) -> list[str]:
 def test_docstring_drawing_equals_built_schedule(name):
     text = inspect.getdoc(builders.BUILDERS[name].build) or ""
     drawing = [line for line in text.splitlines() if line.startswith("device ")]
-    microbatches = 1 + max(int(word[1:]) for word in drawing[0].split()[2:] if word[1:].isdigit())
-    assert drawing == picture(build(name, len(drawing), microbatches))
+    numbers = [int(word[1:]) for word in drawing[0].split()[2:] if word[1:].isdigit()]
+    microbatches = 1 + max(numbers)
+
+    schedule = build(name, len(drawing), microbatches)
+
+    assert drawing == picture(schedule)
 
 
 # What cannot be

@@ -1,7 +1,12 @@
-"""A module is cut between its blocks, whatever else its forward does, and trains as it does whole."""
+"""A module is cut between its blocks, whatever else its forward does, and trains as the full model.
+
+The oracle is one backward of the full model, by bits, or a step of torch's SGD on one device.
+"""
 
 import copy
+from collections import Counter
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -39,7 +44,11 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Has two masks that blocks take in turns, one of which looks at values; weights before, between and after; a tied head."""
+    """A decoder with all kinds of code around its blocks.
+
+    Blocks take two masks in turns, one of which depends on values. Weights are used before, between
+    and after the blocks, and the head is tied to the embedding.
+    """
 
     def __init__(self, drop=0.0):
         super().__init__()
@@ -57,19 +66,28 @@ class Decoder(nn.Module):
 
     def forward(self, tokens, targets=None, *, pause=0, masked=True):
         x = self.words(tokens)
-        places = torch.arange(tokens.shape[1], device=tokens.device)
         x = x + self.memory(x)[0] * self.frozen
-        causal = places[:, None] >= places
-        near = causal & (places[:, None] - places < 2) if masked and causal.any() else None
+
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        distances = places[:, None] - places
+        causal = distances >= 0
+        near = None
+        if masked and causal.any():
+            near = causal & (distances < 2)
+
         turns = torch.cos(places.to(x.dtype)[:, None] * self.speeds).to(x.device)
         for index, block in enumerate(self.blocks):
+            mask = near if index in (1, 2) else causal
             more = {"scale": self.scales} if block.index % 2 else {}
-            (x,) = block(x, near if index in (1, 2) else causal, turns=turns, **more)
+            (x,) = block(x, mask, turns=turns, **more)
             if index == 1:
                 x = x * self.between
+
         logits = self.head(self.norm(x))
-        kept = tokens != pause
-        return logits if targets is None else F.cross_entropy(logits[kept], targets[kept])
+        if targets is None:
+            return logits
+        is_used = tokens != pause
+        return F.cross_entropy(logits[is_used], targets[is_used])
 
 
 def tokens(rows, length, seed):
@@ -77,85 +95,108 @@ def tokens(rows, length, seed):
 
 
 def functions(stages):
-    made = [fs.functionalize(stage) for stage in stages]
-    return [lambda p, x, apply=apply, b=b: apply(p, b, x)[0] for apply, _, b in made], [
-        params for _, params, _ in made
-    ]
+    """Return the stages as functions of parameters and an input, and their parameters."""
+
+    def function_of(apply, buffers):
+        return lambda params, x: apply(params, buffers, x)[0]
+
+    stage_functions = []
+    trees = []
+    for stage in stages:
+        apply, params, buffers = fs.functionalize(stage)
+        stage_functions.append(function_of(apply, buffers))
+        trees.append(params)
+    return stage_functions, trees
 
 
 def gradients(model, loss):
     trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
-    return dict(
-        zip(trained, torch.autograd.grad(loss, [*trained.values()], allow_unused=True), strict=True)
-    )
+    grads = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+    return dict(zip(trained, grads, strict=True))
 
 
-def summed(found):
+def summed(gradients_of_stages):
     """Add the gradients of tied parameters, those of later stages first as one backward does."""
     total = {}
-    for own in reversed(found):
-        for name, g in own.items():
-            total[name] = (
-                g if total.get(name) is None else total[name] if g is None else total[name] + g
-            )
+    for grads in reversed(gradients_of_stages):
+        for name, g in grads.items():
+            if total.get(name) is None:
+                total[name] = g
+            elif g is not None:
+                total[name] = total[name] + g
     return total
 
 
+def tensors_of(module):
+    """Return parameters and buffers by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def names_in_stages(model, stages):
+    """Return the model's names of the tensors of each stage.
+
+    Stages have the model's own tensors, all of them, under their names.
+    """
+    names = {id(x): name for name, x in tensors_of(model).items()}
+    result = []
+    for stage in stages:
+        result.append({names[id(x)] for x in (*stage.parameters(), *stage.buffers())})
+        for name, x in tensors_of(stage).items():
+            assert names.get(id(x), name) == name
+    assert set().union(*result) == {*names.values()}
+    return result
+
+
 def check_bits(model, stages, batch, loss_of, name="1f1b"):
-    """Hold a pipeline of one microbatch to one backward of the whole, and its weights to be there once."""
-    fns, params = functions(stages)
+    """Compare a pipeline of one microbatch with one backward of the model, by bits.
+
+    Return the names of the tensors of each stage.
+    """
+    stage_functions, params = functions(stages)
     schedule = fs.pipeline_schedule(name, stages=len(stages), microbatches=1)
     mesh = fs.make_mesh({"pipe": schedule.devices})
     step = fs.pipeline.pipelined(
-        fns, schedule, lambda y, _: loss_of(y), mesh=mesh, reproducible=True
+        stage_functions, schedule, lambda y, _: loss_of(y), mesh=mesh, reproducible=True
     )
     actual = step(params, [batch], weights=[1])
+
     with deterministic(True, "cpu"):
         loss = loss_of(model(**batch))
         expected = gradients(model, loss)
-    assert torch.equal(
-        actual.loss, loss.detach().float() if loss.dtype != torch.float64 else loss.detach()
-    )
-    for name, g in summed(actual.gradients).items():
-        if expected.get(name) is None:
-            assert g is None, name
+    loss = loss.detach()
+    if loss.dtype != torch.float64:
+        loss = loss.float()
+
+    assert torch.equal(actual.loss, loss)
+    for parameter, g in summed(actual.gradients).items():
+        expected_g = expected.get(parameter)
+        if expected_g is None:
+            assert g is None, parameter
         else:
-            assert torch.equal(g, expected[name]), name
-    names = {id(x): key for key, x in (*model.named_parameters(), *model.named_buffers())}
-    held = [{id(x) for x in (*stage.parameters(), *stage.buffers())} for stage in stages]
-    assert set().union(*held) == names.keys()
-    assert all(
-        names[id(x)] == key
-        for s in stages
-        for key, x in (*s.named_parameters(), *s.named_buffers())
-        if id(x) in names
-    )
-    return [{names[key] for key in keys} for keys in held]
+            assert torch.equal(g, expected_g), parameter
+    return names_in_stages(model, stages)
 
 
 @settings(max_examples=12, phases=NO_SHRINK)
 @given(st.integers(1, BLOCKS), st.data())
 def test_block_stages_of_any_split_equal_the_model_bitwise(n, data):
     cuts = sorted(data.draw(st.sets(st.integers(1, BLOCKS - 1), min_size=n - 1, max_size=n - 1)))
-    sizes = [end - begin for begin, end in zip([0, *cuts], [*cuts, BLOCKS], strict=True)]
-    torch.manual_seed(0)
-    model = Decoder().double()
-    stages = fs.pipeline.split_stages(
-        model,
-        n,
-        sizes,
-        sample={"tokens": tokens(1, 3, 0), "targets": tokens(1, 3, 0)},
-        blocks="blocks",
-    )
+    sizes = [end - begin for begin, end in pairwise([0, *cuts, BLOCKS])]
     rows = data.draw(st.integers(1, 2))
     length = data.draw(st.integers(1, 5))
+    options = data.draw(st.sampled_from([{}, {"pause": 1, "masked": False}]))
+    schedule = data.draw(st.sampled_from(["1f1b", "zb-h1"]))
+
+    torch.manual_seed(0)
+    model = Decoder().double()
+    sample = {"tokens": tokens(1, 3, 0), "targets": tokens(1, 3, 0)}
+    stages = fs.pipeline.split_stages(model, n, sizes, sample=sample, blocks="blocks")
     batch = {"tokens": tokens(rows, length, 1).clamp(min=1), "targets": tokens(rows, length, 2)}
-    batch |= data.draw(st.sampled_from([{}, {"pause": 1, "masked": False}]))
-    batch["tokens"][0, 0] = 2
-    held = check_bits(
-        model, stages, batch, lambda y: y, data.draw(st.sampled_from(["1f1b", "zb-h1"]))
-    )
-    shared = {name for own in held for name in own if sum(name in other for other in held) > 1}
+    batch["tokens"][0, 0] = 2  # there is a word that is used
+    names = check_bits(model, stages, {**batch, **options}, lambda y: y, schedule)
+
+    counts = Counter(name for of_stage in names for name in of_stage)
+    shared = {name for name, count in counts.items() if count > 1}
     assert shared <= {"words.weight", "scales"}
 
 
@@ -177,12 +218,12 @@ class Skipping(nn.Module):
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.head = nn.Linear(WIDTH, WORDS)
-        self.downs, self.ups = (
-            nn.ModuleList(kind(WIDTH, WIDTH) for _ in range(3)) for kind in (Down, Up)
-        )
+        self.downs = nn.ModuleList(Down(WIDTH, WIDTH) for _ in range(3))
+        self.ups = nn.ModuleList(Up(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, tokens):
-        x = first = self.words(tokens)
+        first = self.words(tokens)
+        x = first
         skips = (x,)
         for down in self.downs:
             x, after = down(x)
@@ -190,7 +231,8 @@ class Skipping(nn.Module):
         for index, up in enumerate(self.ups):
             x = up(x, skips[-2:])
             skips = skips[:-2]
-            x = x * first if index == 1 else x
+            if index == 1:
+                x = x * first
         return {"logits": self.head(x + skips[0]), "middle": after[0]}
 
 
@@ -200,13 +242,18 @@ def test_skips_between_stages_equal_the_model_bitwise(n, schedule):
     model = Skipping().double()
     batch = {"tokens": tokens(2, 3, 0)}
     stages = fs.pipeline.split_stages(model, n, sample=batch, blocks=["downs", "ups"])
-    check_bits(
-        model, stages, batch, lambda y: y["logits"].square().sum() + y["middle"].sum(), schedule
-    )
+
+    def loss_of(y):
+        return y["logits"].square().sum() + y["middle"].sum()
+
+    check_bits(model, stages, batch, loss_of, schedule)
 
 
 def test_stage_sends_tensors_that_depend_on_weights_once():
-    """The input of the next block and the turns, which a buffer changes; no mask, which is computed from integers."""
+    """They are the input of the next block, and the turns, which a buffer changes.
+
+    Masks are computed from integers.
+    """
     stages = fs.pipeline.split_stages(Decoder(), 2, sample=tokens(1, 2, 0), blocks="blocks")
     assert len(stages[0](tokens(2, 3, 0)).values) == 2
 
@@ -220,56 +267,66 @@ class HeadOfBlock(Skipping):
 
 def test_weights_of_a_block_used_by_another_stage_raise_with_the_line():
     batch = {"tokens": tokens(1, 3, 0)}
-    first, second = fs.pipeline.split_stages(
-        HeadOfBlock(), 2, sample=batch, blocks=["downs", "ups"]
-    )
-    with pytest.raises(
-        ValueError, match=r"HeadOfBlock \(test_blocks.py:\d+\): matmul must be given values"
-    ):
+    options = {"sample": batch, "blocks": ["downs", "ups"]}
+    first, second = fs.pipeline.split_stages(HeadOfBlock(), 2, **options)
+
+    message = r"HeadOfBlock \(test_blocks.py:\d+\): matmul must be given values"
+    with pytest.raises(ValueError, match=message):
         second(first(batch))
 
 
 def test_stage_has_only_the_weights_it_uses():
     model = Decoder()
-    stages = fs.pipeline.split_stages(model, 2, sample=tokens(1, 2, 0), blocks="blocks")
-    before, after = (
-        {name.partition(".")[0] for name, _ in stage.named_parameters()} for stage in stages
-    )
-    assert before == {"words", "memory", "frozen", "unused", "scales", "between", "blocks"}
-    assert after == {"words", "norm", "scales", "blocks"}  # the head is the embedding
-    assert [name for name, _ in stages[1].named_buffers()] == ["blocks.2.bias", "blocks.3.bias"]
-    assert stages[1].get_parameter("blocks.3.up.weight") is model.blocks[3].up.weight
-    assert type(model.blocks[3]) is Block and isinstance(stages[1], Decoder)
+
+    first, last = fs.pipeline.split_stages(model, 2, sample=tokens(1, 2, 0), blocks="blocks")
+
+    def children(stage):
+        return {name.partition(".")[0] for name, _ in stage.named_parameters()}
+
+    used_before = {"words", "memory", "frozen", "scales", "between", "blocks"}
+    assert children(first) == {*used_before, "unused"}
+    assert children(last) == {"words", "norm", "scales", "blocks"}  # the head is the embedding
+    assert [name for name, _ in last.named_buffers()] == ["blocks.2.bias", "blocks.3.bias"]
+    assert last.get_parameter("blocks.3.up.weight") is model.blocks[3].up.weight
+    assert type(model.blocks[3]) is Block
+    assert isinstance(last, Decoder)
 
 
 def test_dropout_in_stages_equals_the_model():
     torch.manual_seed(0)
     model = Decoder(drop=0.5)
-    x = tokens(2, 4, 0)
+    ids = tokens(2, 4, 0)
     apply, params, buffers = fs.functionalize(model)
-    fns, own = functions(fs.pipeline.split_stages(model, 3, sample=x, blocks="blocks"))
+    stages = fs.pipeline.split_stages(model, 3, sample=ids, blocks="blocks")
+    stage_functions, trees = functions(stages)
     before = torch.get_rng_state()
-    with fs.keyed_random(7):
-        expected = apply(params, buffers, x)[0]
-    for fn, params in zip(fns, own, strict=True):
+
+    x = ids
+    for stage, tree in zip(stage_functions, trees, strict=True):
         with fs.keyed_random(7):
-            x = fn(params, x)
-    assert torch.equal(x, expected) and torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(x, model.eval()(tokens(2, 4, 0)))
+            x = stage(tree, x)
+
+    with fs.keyed_random(7):
+        expected, _ = apply(params, buffers, ids)
+    assert torch.equal(x, expected)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(x, model.eval()(ids))
 
 
 def test_block_stages_of_microbatches_equal_the_model():
-    """Of two lengths, in stages of which each device has two."""
+    """Microbatches have two lengths, and each device has two stages."""
     torch.manual_seed(0)
     model = Decoder().double()
-    batches = [
-        {"tokens": tokens(2, length, 1).clamp(min=1), "targets": tokens(2, length, 2)}
-        for length in (3, 5, 3)
-    ]
+    batches = []
+    for length in (3, 5, 3):
+        ids = tokens(2, length, 1).clamp(min=1)
+        batches.append({"tokens": ids, "targets": tokens(2, length, 2)})
     stages = fs.pipeline.split_stages(model, 4, sample=batches[0], blocks="blocks")
-    fns, params = functions(stages)
+    stage_functions, params = functions(stages)
     schedule = fs.pipeline_schedule("interleaved", stages=4, microbatches=3)
-    step = fs.pipeline.pipelined(fns, schedule, lambda y, _: y, mesh=fs.make_mesh({"pipe": 2}))
+    mesh = fs.make_mesh({"pipe": 2})
+    step = fs.pipeline.pipelined(stage_functions, schedule, lambda y, _: y, mesh=mesh)
+
     expected = gradients(model, sum(model(**batch) for batch in batches) / 3)
     for _ in range(2):
         actual = summed(step(params, batches).gradients)
@@ -292,23 +349,27 @@ def test_hugging_face_models_split_with_equal_bits(make, n):
 def test_balance_counts_code_outside_the_blocks():
     model = Decoder()
     sample = tokens(1, 2, 0)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
 
     def sizes(balance):
-        before = {name: x.clone() for name, x in model.state_dict().items()}
+        """Return the number of blocks of each stage; measuring does not change the model."""
         stages = fs.pipeline.split_stages(model, 2, balance, sample=sample, blocks="blocks")
-        assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
-        return [sum(type(part).__name__ == "Block" for part in stage.modules()) for stage in stages]
+        for name, x in model.state_dict().items():
+            assert torch.equal(before[name], x)
+        counts = []
+        for stage in stages:
+            counts.append(sum(type(module).__name__ == "Block" for module in stage.modules()))
+        return counts
 
-    assert [sizes(balance) for balance in ("uniform", "parameters", "type:block", [3, 1])] == [
-        [2, 2],
-        [1, 3],
-        [2, 2],
-        [3, 1],
-    ]
-    assert sum(sizes("time")) == sum(sizes("memory")) == BLOCKS
+    assert sizes("uniform") == [2, 2]
+    assert sizes("parameters") == [1, 3]
+    assert sizes("type:block") == [2, 2]
+    assert sizes([3, 1]) == [3, 1]
+    assert sum(sizes("time")) == BLOCKS
+    assert sum(sizes("memory")) == BLOCKS
 
 
-# -- what is around the blocks, and who calls them ------------------------------------------------------------------
+# -- what is around the blocks, and who calls them -------------------------------------------------
 
 
 class Layers(nn.Module):
@@ -319,9 +380,8 @@ class Layers(nn.Module):
         torch.manual_seed(0)
         self.embed = nn.Linear(3, WIDTH)
         self.head = nn.Linear(WIDTH, 3)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)
-        )
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+        self.layers = nn.ModuleList(blocks)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
         self.body = body
 
@@ -415,9 +475,19 @@ class Written:
 
 
 RIGHT = [
-    residual, sum_of_results, in_place_residual, embedding_for_each_block, detached_between, detached_beside,
-    frozen_blocks, checkpointed, backwards, hooked, by_requires_grad, skip_to_two_stages,
-]  # fmt: skip
+    residual,
+    sum_of_results,
+    in_place_residual,
+    embedding_for_each_block,
+    detached_between,
+    detached_beside,
+    frozen_blocks,
+    checkpointed,
+    backwards,
+    hooked,
+    by_requires_grad,
+    skip_to_two_stages,
+]
 
 
 def sample_of(rows, seed=0):
@@ -425,15 +495,19 @@ def sample_of(rows, seed=0):
     return torch.randn(rows, 3, generator=generator, dtype=torch.float64)
 
 
-def trained_in_stages(model, batch, *, n=2, blocks="layers", schedule="1f1b"):
-    """Return the model's state after a step of SGD by a pipeline, or on one device if n is 1."""
+def trained_on_one_device(model, batch):
+    """Return the model's state after a step of SGD."""
     x, y = batch
-    if n == 1:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        output = model(*x) if isinstance(x, tuple) else model(x)
-        F.mse_loss(output, y).backward()
-        optimizer.step()
-        return model.state_dict()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    output = model(*x) if isinstance(x, tuple) else model(x)
+    F.mse_loss(output, y).backward()
+    optimizer.step()
+    return model.state_dict()
+
+
+def trained_in_stages(model, batch, *, n=2, blocks="layers", schedule="1f1b"):
+    """Return the model's state after a step of SGD by a pipeline."""
+    x, _ = batch
     sample = tuple([t[:2] for t in x]) if isinstance(x, tuple) else x[:2]
     plugin = fs.HybridParallelPlugin(
         pipeline=n, microbatches=2, schedule=schedule, blocks=blocks, sample=sample
@@ -452,7 +526,7 @@ def trained_in_stages(model, batch, *, n=2, blocks="layers", schedule="1f1b"):
 
 
 def check_training(make, batch, **options):
-    expected = trained_in_stages(make().double(), batch, n=1)
+    expected = trained_on_one_device(make().double(), batch)
     state = trained_in_stages(make().double(), batch, **options)
     torch.testing.assert_close(state, expected, rtol=1e-11, atol=1e-11)
 
@@ -495,9 +569,9 @@ class Pairs(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(
-            nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]) for _ in range(2)
-        )
+        first = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        second = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.layers = nn.ModuleList([first, second])
         self.unread = nn.Linear(3, 3)
 
     def forward(self, x):
@@ -510,10 +584,17 @@ class Pairs(nn.Module):
 
 def test_lists_of_lists_of_blocks_train_as_on_one_device():
     check_training(Pairs, (sample_of(4), sample_of(4, 1)))
+
     stages = fs.pipeline.split_stages(Pairs(), 4, sample=sample_of(2).float(), blocks="layers")
-    assert [{name.rpartition(".")[0] for name, _ in x.named_parameters()} for x in stages] == [
-        {"layers.0.0", "unread"}, {"layers.0.1"}, {"layers.1.0", "unread"}, {"layers.1.1"},
-    ]  # fmt: skip
+    layers = []
+    for stage in stages:
+        layers.append({name.rpartition(".")[0] for name, _ in stage.named_parameters()})
+    assert layers == [
+        {"layers.0.0", "unread"},
+        {"layers.0.1"},
+        {"layers.1.0", "unread"},
+        {"layers.1.1"},
+    ]
 
 
 class Reversible(torch.autograd.Function):
@@ -521,7 +602,8 @@ class Reversible(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, layers):
-        ctx.layers, ctx.inputs = layers, []
+        ctx.layers = layers
+        ctx.inputs = []
         for layer in layers:
             ctx.inputs.append(x.detach())
             x = layer(x)
@@ -606,19 +688,20 @@ def differentiated(model, x):
     return g
 
 
+LINE = r"test_blocks.py:\d+\)"
 REFUSED = {
-    in_a_function: r"Layers \(test_blocks.py:\d+\): .*layers.0 inside of Reversible.apply.*pipeline=1",
+    in_a_function: rf"Layers \({LINE}: .*layers.0 inside of Reversible.apply.*pipeline=1",
     in_functions: "layers.0 inside of Reversible.apply",
     in_a_reentrant_checkpoint: "inside of CheckpointFunction.apply.*use_reentrant=False",
     in_a_checkpoint_of_all: "a checkpoint must have blocks of one stage.*recompute=1",
-    in_vmap: r"test_blocks.py:\d+\): .*layers.0 inside of vmap, grad",
+    in_vmap: rf"{LINE}: .*layers.0 inside of vmap, grad",
     in_jvp: "inside of vmap, grad",
     in_grad: "inside of vmap, grad",
     in_a_dual_level: "inside of vmap, grad|Nested forward mode",  # one level for all virtual devices
     called_twice: "calls once; got the calls layers.0, layers.1, layers.2, layers.3, layers.0",
     early_exit: "calls once; got the calls layers.0, layers.1, layers.2",
-    written_into_a_tensor: r"test_blocks.py:\d+\): __setitem__ must be given values; .*torch.stack",
-    differentiated: r"Layers \(test_blocks.py:\d+\): grad must be given values",
+    written_into_a_tensor: rf"{LINE}: __setitem__ must be given values; .*torch.stack",
+    differentiated: rf"Layers \({LINE}: grad must be given values",
 }
 
 
@@ -630,19 +713,20 @@ def test_blocks_without_gradients_raise_with_line_and_way_out(body):
 
 
 def test_blocks_that_are_skipped_later_raise():
-    skips = [False]
+    skipped = set()
 
     def dropping(model, x):
         for number, layer in enumerate(model.layers):
-            x = x if skips[0] and number == 1 else layer(x)
+            if number not in skipped:
+                x = layer(x)
         return x
 
-    stages = fs.pipeline.split_stages(
-        Layers(dropping), 2, sample=sample_of(2).float(), blocks="layers"
-    )
-    skips[0] = True
+    sample = sample_of(2).float()
+    stages = fs.pipeline.split_stages(Layers(dropping), 2, sample=sample, blocks="layers")
+    skipped.add(1)
+
     with pytest.raises(ValueError, match=r"it calls layers.2 instead of layers.1\. .*pipeline=1"):
-        stages[0](sample_of(2).float())
+        stages[0](sample)
 
 
 def test_objects_with_state_are_made_by_each_stage():

@@ -1,4 +1,8 @@
-"""Parameters used as they are stored along "model": a GPT of local functions trains as the same GPT, written for one device."""
+"""Parameters used as they are stored along "model" train as on one device.
+
+The oracle is the same GPT, written for one device (`alone`). Its local functions have a `psum`
+where Megatron has one; losses that differ along a local axis, and samples that do, raise.
+"""
 
 import math
 
@@ -14,68 +18,86 @@ from fshard import P
 from fshard.errors import PromiseError
 from fshard.mesh.spmd.run import device_of
 
-# -- a GPT: two blocks and tied embeddings of 51 words, which neither two nor four devices divide ----------------------
+# -- a GPT: two blocks and tied embeddings of 51 words, which neither two nor four devices divide --
 
 WORDS, WIDTH, HEADS, LENGTH = 51, 8, 6, 5
 COLUMN = P(None, "model")
 ROW = P("model")
 LEAVES = {
-    "emb": ((WORDS, WIDTH), ROW), "norm": ((WIDTH,), P()), "q": ((WIDTH, 12), COLUMN), "k": ((WIDTH, 12), COLUMN),
-    "v": ((WIDTH, 12), COLUMN), "o": ((12, WIDTH), ROW), "up": ((WIDTH, 18), COLUMN), "bias": ((18,), ROW),
-    "down": ((18, WIDTH), ROW), "shift": ((WIDTH,), P()),
-}  # fmt: skip
+    "emb": ((WORDS, WIDTH), ROW),
+    "norm": ((WIDTH,), P()),
+    "q": ((WIDTH, 12), COLUMN),
+    "k": ((WIDTH, 12), COLUMN),
+    "v": ((WIDTH, 12), COLUMN),
+    "o": ((12, WIDTH), ROW),
+    "up": ((WIDTH, 18), COLUMN),
+    "bias": ((18,), ROW),
+    "down": ((18, WIDTH), ROW),
+    "shift": ((WIDTH,), P()),
+}
 RULES = {f"*.{name}": spec for name, (_, spec) in LEAVES.items()}
 
 
 def params(dtype=torch.float64):
+    """Return the parameters of two blocks, which share the embedding."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(shape):
-        return (
-            torch.randn(*shape, dtype=torch.float64, generator=generator) / math.sqrt(shape[0])
-        ).to(dtype)
+        x = torch.randn(*shape, dtype=torch.float64, generator=generator)
+        return (x / math.sqrt(shape[0])).to(dtype)
 
-    first, last = ({name: draw(shape) for name, (shape, _) in LEAVES.items()} for _ in range(2))
-    return [first, {**last, "emb": first["emb"]}]
+    first = {name: draw(shape) for name, (shape, _) in LEAVES.items()}
+    last = {name: draw(shape) for name, (shape, _) in LEAVES.items()}
+    last["emb"] = first["emb"]
+    return [first, last]
 
 
 def batch_of(size):
-    return torch.randint(
-        WORDS, (2, size, LENGTH), generator=torch.Generator().manual_seed(size)
-    ).unbind()
+    generator = torch.Generator().manual_seed(size)
+    return torch.randint(WORDS, (2, size, LENGTH), generator=generator).unbind()
+
+
+def heads_of(x, weight):
+    """Return (samples, heads, length, width of a head)."""
+    return F.linear(x, weight.T).unflatten(-1, (-1, 12 // HEADS)).transpose(-2, -3)
 
 
 def block(p, h, sent=lambda x: x, summed=lambda x: x):
+    """Return the result of attention and an MLP.
+
+    `sent` is around the inputs of column weights, and `summed` around the results of row weights.
+    """
     x = sent(h * p["norm"])
-    q, k, v = (
-        F.linear(x, p[name].T).unflatten(-1, (-1, 12 // HEADS)).transpose(-2, -3) for name in "qkv"
-    )
-    h = h + summed(
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3).flatten(-2)
-        @ p["o"]
-    )
-    return h + summed(torch.tanh(sent(h) @ p["up"] + p["bias"]) @ p["down"]) + p["shift"]
+    q, k, v = (heads_of(x, p[name]) for name in "qkv")
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    h = h + summed(attended.transpose(-2, -3).flatten(-2) @ p["o"])
+    hidden = torch.tanh(sent(h) @ p["up"] + p["bias"])
+    return h + summed(hidden @ p["down"]) + p["shift"]
 
 
 def alone(p, batch):
-    """The loss on one device."""
-    h = block(p[1], block(p[0], F.embedding(batch[0], p[0]["emb"])))
-    return F.cross_entropy((h @ p[1]["emb"].T).flatten(0, 1), batch[1].flatten())
+    """Return the loss on one device."""
+    h = F.embedding(batch[0], p[0]["emb"])
+    h = block(p[1], block(p[0], h))
+    logits = h @ p[1]["emb"].T
+    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
 
 def parallel(p, h):
     return block(p, h, lambda x: fs.pvary(x, "model"), lambda x: fs.psum(x, "model"))
 
 
-def own(ids, words):
-    """Return the rows of this device's part of the vocabulary, and which of them are its own."""
-    actual = ids - fs.axis_index("model") * -(-WORDS // fs.axis_size("model"))
-    return actual.clamp(0, words - 1), (actual >= 0) & (actual < words)
+def local_rows(ids, words):
+    """Return the rows of words in this device's part of the vocabulary, and which are in it."""
+    rows = ids - fs.axis_index("model") * -(-WORDS // fs.axis_size("model"))
+    is_local = (rows >= 0) & (rows < words)
+    return rows.clamp(0, words - 1), is_local
 
 
 def first(p, ids):
-    at, here = own(ids, len(p["emb"]))
-    return parallel(p, fs.psum(F.embedding(at, p["emb"]) * here[..., None], "model"))
+    rows, is_local = local_rows(ids, len(p["emb"]))
+    embedded = F.embedding(rows, p["emb"]) * is_local[..., None]
+    return parallel(p, fs.psum(embedded, "model"))
 
 
 def last(p, h):
@@ -83,10 +105,12 @@ def last(p, h):
 
 
 def entropy(logits, batch):
+    """Return the cross entropy of logits that are sharded by words."""
     top = fs.pmax(logits.detach().amax(-1), "model")
     total = fs.psum((logits - top[..., None]).exp().sum(-1), "model").log() + top
-    at, here = own(batch[1], logits.shape[-1])
-    return (total - fs.psum(logits.gather(-1, at[..., None])[..., 0] * here, "model")).mean()
+    rows, is_local = local_rows(batch[1], logits.shape[-1])
+    of_labels = logits.gather(-1, rows[..., None])[..., 0] * is_local
+    return (total - fs.psum(of_labels, "model")).mean()
 
 
 def local_loss(p, batch):
@@ -100,32 +124,38 @@ def rules(stage):
 CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.optim.adamw(1e-2))
 
 
-def train(loss_fn, sizes, stage=0, lay=None, steps=5, **options):
+def train(loss_fn, sizes, stage=0, layouts=None, steps=5, **options):
     """Return parameters, state, and the loss and the gradient's norm of each step."""
     mesh = fs.make_mesh(sizes)
-    params_of_mesh = fs.shard_params(params(), rules(stage) if lay is None else lay, mesh=mesh)
+    if layouts is None:
+        layouts = rules(stage)
+    arrays = fs.shard_params(params(), layouts, mesh=mesh)
     opt = fs.partition_optimizer(CLIPPED, mesh=mesh, axis="data", stage=stage)
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options)
+    state = opt.init(arrays)
     numbers = []
-    state = opt.init(params_of_mesh)
-    for turn in range(steps):
-        params_of_mesh, state, metrics = step(params_of_mesh, state, batch_of(12 + turn))
+    for number in range(steps):
+        arrays, state, metrics = step(arrays, state, batch_of(12 + number))
         numbers.append((metrics["loss"].item(), metrics["grad_norm"].item()))
-    return params_of_mesh, state, numbers
+    return arrays, state, numbers
 
 
-def assert_equal(found, expected, tolerance=1e-12):
-    for ours, theirs in zip(fs.unshard(found[0]), fs.unshard(expected[0]), strict=True):
-        for name in theirs:
-            torch.testing.assert_close(ours[name], theirs[name], atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(
-        torch.tensor(found[2]), torch.tensor(expected[2]), atol=tolerance, rtol=tolerance
-    )
+def assert_equal(actual, expected, tolerance=1e-12):
+    options = {"atol": tolerance, "rtol": tolerance}
+    params, _, numbers = actual
+    expected_params, _, expected_numbers = expected
+    for tree, expected_tree in zip(fs.unshard(params), fs.unshard(expected_params), strict=True):
+        for name, x in expected_tree.items():
+            torch.testing.assert_close(tree[name], x, **options)
+    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected_numbers), **options)
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return train(alone, {"data": 1}, lay=P())
+    return train(alone, {"data": 1}, layouts=P())
+
+
+OPTIONS = [{}, {"accumulate": 2}, {"accumulate": 2, "reduce_once": False}, {"bucket": 0}]
 
 
 @settings(max_examples=10)
@@ -133,94 +163,94 @@ def expected():
     data=st.sampled_from([1, 2, 3]),
     model=st.sampled_from([2, 3, 1]),
     stage=st.sampled_from([0, 1, 2, 3]),
-    way=st.sampled_from(
-        [{}, {"accumulate": 2}, {"accumulate": 2, "reduce_once": False}, {"bucket": 0}]
-    ),
+    options=st.sampled_from(OPTIONS),
 )
-def test_local_parameters_train_as_on_one_device(expected, data, model, stage, way):
+def test_local_parameters_train_as_on_one_device(expected, data, model, stage, options):
     """With clipping by the global norm, tied embeddings, and batches that devices do not divide."""
-    assert_equal(
-        train(local_loss, {"data": data, "model": model}, stage, local="model", **way), expected
-    )
+    actual = train(local_loss, {"data": data, "model": model}, stage, local="model", **options)
+
+    assert_equal(actual, expected)
 
 
 def test_optimizer_keeps_layouts_within_shards():
-    own, state, _ = train(local_loss, {"data": 2, "model": 2}, 3, steps=1, local="model")
-    kinds = [
-        {str(fs.typeof(x)) for x in tree.values()} for tree in (own[1], state[1]["exp_avg"][1])
-    ]
-    assert (
-        {"f64[51@model, 8]{flat:data}", "f64[8, 12@model]{flat:data}", "f64[8]{flat:data}"}
-        <= kinds[0]
-        == kinds[1]
-    )
-    assert [len(x) for x in own[0]["emb"].shards] == [
-        104,
-        100,
-        104,
-        100,
-    ]  # 26 and 25 words of 8 numbers, on 2 devices
+    sizes = {"data": 2, "model": 2}
+    arrays, state, _ = train(local_loss, sizes, 3, steps=1, local="model")
+
+    types = {str(fs.typeof(x)) for x in arrays[1].values()}
+    types_of_state = {str(fs.typeof(x)) for x in state[1]["exp_avg"][1].values()}
+    assert types_of_state == types
+    assert "f64[51@model, 8]{flat:data}" in types
+    assert "f64[8, 12@model]{flat:data}" in types
+    assert "f64[8]{flat:data}" in types
+
+    # 26 and 25 words of 8 numbers, each on 2 devices
+    assert [len(x) for x in arrays[0]["emb"].shards] == [104, 100, 104, 100]
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_sharded_parameters_send_nothing_over_local_axes(stage):
     """Bytes sent over "model" do not depend on the width of sharded parameters, in any stage."""
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    layouts = {"up": COLUMN, "down": ROW}
+    rules_of_stage = fs.fsdp("data", within=layouts) if stage == 3 else layouts
+
+    def loss_fn(p, x):
+        hidden = torch.tanh(fs.pvary(x, "model") @ p["up"])
+        return fs.psum(hidden @ p["down"], "model").square().mean()
 
     def sent(width):
-        def loss_fn(p, x):
-            return (
-                fs.psum(torch.tanh(fs.pvary(x, "model") @ p["up"]) @ p["down"], "model")
-                .square()
-                .mean()
-            )
-
-        mesh = fs.make_mesh({"data": 2, "model": 2})
-        lay = {"up": COLUMN, "down": ROW}
+        """Return the bytes of the second step over "model", and over "data"."""
         tree = {"up": torch.ones(4, width), "down": torch.ones(width, 4)}
-        own = fs.shard_params(tree, fs.fsdp("data", within=lay) if stage == 3 else lay, mesh=mesh)
+        arrays = fs.shard_params(tree, rules_of_stage, mesh=mesh)
         opt = fs.partition_optimizer(CLIPPED, mesh=mesh, axis="data", stage=stage)
-        state = opt.init(own)
         step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), local="model")
-        own, state, _ = step(own, state, torch.ones(8, 4))
+        arrays, state, _ = step(arrays, opt.init(arrays), torch.ones(8, 4))
         with fs.ledger() as comm:
-            step(own, state, torch.ones(8, 4))
-        actual = {True: 0, False: 0}
-        for (_, axes), (_, bytes_) in comm.by_collective().items():
-            actual["model" in axes] += bytes_
-        return actual
+            step(arrays, state, torch.ones(8, 4))
 
-    small = sent(6)
-    large = sent(600)
-    assert small[True] == large[True] < 2000
-    assert large[False] > 50 * small[False]  # over "data", gradients are
+        over_model = 0
+        over_data = 0
+        for (_, axes), (_, size) in comm.by_collective().items():
+            if "model" in axes:
+                over_model += size
+            else:
+                over_data += size
+        return over_model, over_data
+
+    small_over_model, small_over_data = sent(6)
+    large_over_model, large_over_data = sent(600)
+    assert small_over_model == large_over_model < 2000
+    assert large_over_data > 50 * small_over_data  # gradients are sent there
 
 
 def test_lazy_parameters_are_drawn_for_local_layouts():
-    lay = {"**.weight": ROW, "**.bias": P()}
+    layouts = {"**.weight": ROW, "**.bias": P()}
     model = nn.Sequential(fs.lazy(nn.Linear, 4, 7), fs.lazy(nn.Linear, 7, 5))
     mesh = fs.make_mesh({"data": 2, "model": 2})
-    actual = [
-        fs.shard_params(model, rule, mesh=mesh, seed=1)
-        for rule in (P(), lay, fs.fsdp("data", within=lay))
-    ]
-    for name in actual[0]:
-        assert all(
-            torch.equal(fs.unshard(one[name]), fs.unshard(actual[0][name])) for one in actual
-        )
-    assert [tuple(x.shape) for x in actual[1]["0.weight"].shards] == [(4, 4), (3, 4)] * 2
+
+    replicated = fs.shard_params(model, P(), mesh=mesh, seed=1)
+    by_rows = fs.shard_params(model, layouts, mesh=mesh, seed=1)
+    flat = fs.shard_params(model, fs.fsdp("data", within=layouts), mesh=mesh, seed=1)
+
+    for name, x in fs.unshard(replicated).items():
+        assert torch.equal(fs.unshard(by_rows[name]), x)
+        assert torch.equal(fs.unshard(flat[name]), x)
+    assert [tuple(x.shape) for x in by_rows["0.weight"].shards] == [(4, 4), (3, 4)] * 2
 
 
 def test_evaluate_gives_loss_of_one_device():
+    expected = alone(params(), batch_of(7))
     for stage, model in [(0, 2), (3, 3)]:
         mesh = fs.make_mesh({"data": 2, "model": model})
-        own = fs.shard_params(params(), rules(stage), mesh=mesh)
-        actual = fs.evaluate(local_loss, mesh=mesh, batch=P("data"), local="model")(
-            own, batch_of(7)
-        )
-        torch.testing.assert_close(actual.double(), alone(params(), batch_of(7)))
+        arrays = fs.shard_params(params(), rules(stage), mesh=mesh)
+        evaluate = fs.evaluate(local_loss, mesh=mesh, batch=P("data"), local="model")
+
+        actual = evaluate(arrays, batch_of(7))
+
+        torch.testing.assert_close(actual.double(), expected)
 
 
-# -- a forgotten psum ---------------------------------------------------------------------------------------------------
+# -- a forgotten psum ------------------------------------------------------------------------------
 
 TWO_LAYERS = {"up": COLUMN, "down": ROW}
 
@@ -240,7 +270,7 @@ def loss_without_psum(p, x):
 
 
 def loss_with_own_penalty(p, x):
-    """A penalty of the device's shards alone, small beside the loss."""
+    """Add a penalty of the device's shards alone, small beside the loss."""
     return summed_loss(p, x) + 1e-3 * p["up"].square().mean()
 
 
@@ -256,6 +286,7 @@ def test_loss_that_differs_along_a_local_axis_raises(call, loss_fn, options):
     mesh = fs.make_mesh({"data": 2, "model": 2})
     p = fs.shard_params(two_layers(), fs.fsdp("data", within=TWO_LAYERS), mesh=mesh)
     function = call(loss_fn, mesh=mesh, batch=P("data"), local="model", **options)
+
     with pytest.raises(PromiseError, match=r'\(local=\): the loss must be equal .* along "model"'):
         function(p, torch.ones(8, 4))
 
@@ -289,6 +320,7 @@ def test_psum_that_zeros_hide_is_missed_in_the_next_step():
 
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), local="model")
     p, state, _ = step(p, opt.init(p), torch.ones(8, 4))
+
     with pytest.raises(PromiseError, match="must be equal"):
         step(p, state, torch.ones(8, 4))
 
@@ -325,22 +357,22 @@ def test_pmean_of_losses_that_differ_trains_their_mean():
         return fs.pmean(loss_without_psum(p, x), "model")
 
     def expected_loss(p):
-        halves = [loss_without_psum({"up": p["up"][:, i], "down": p["down"][i]}, x) for i in PARTS]
-        return sum(halves) / 2
+        first_half = {"up": p["up"][:, :3], "down": p["down"][:3]}
+        second_half = {"up": p["up"][:, 3:], "down": p["down"][3:]}
+        return (loss_without_psum(first_half, x) + loss_without_psum(second_half, x)) / 2
 
     function = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), local="model")
     loss, grads = function(p, x)
-    expected, expected_grads = torch.func.grad_and_value(expected_loss)(full)[::-1]
+
+    expected_grads, expected = torch.func.grad_and_value(expected_loss)(full)
     torch.testing.assert_close((loss, fs.unshard(grads)), (expected, expected_grads))
 
 
-PARTS = (slice(0, 3), slice(3, 6))
-
-
-# -- gradients inside a loss ---------------------------------------------------------------------------------------------
+# -- gradients inside a loss -----------------------------------------------------------------------
 
 
 def doubles():
+    """Return the two layers, and rows for them, in float64."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(4, 4, dtype=torch.float64, generator=generator)
     return {name: value.double() for name, value in two_layers().items()}, x
@@ -390,7 +422,8 @@ INNER_GRADIENTS = {
 @pytest.mark.parametrize("name", INNER_GRADIENTS)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_inner_gradient_through_a_collective_along_a_local_axis_raises(name, stage):
-    mesh, (full, x) = fs.make_mesh({"data": 2, "model": 2}), doubles()
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    full, x = doubles()
     rules_of_stage = fs.fsdp("data", within=TWO_LAYERS) if stage == 3 else TWO_LAYERS
     p = fs.shard_params(full, rules_of_stage, mesh=mesh)
     loss_fn = input_penalty(INNER_GRADIENTS[name])
@@ -401,8 +434,11 @@ def test_inner_gradient_through_a_collective_along_a_local_axis_raises(name, sta
 
 
 def test_inner_gradient_by_autograd_along_the_axes_of_the_batch_is_right():
-    """Each device differentiates the sum of all devices' values, of which each has its own gradient."""
-    mesh, (full, x) = fs.make_mesh({"data": 2}), doubles()
+    """Each device differentiates the sum of all devices' values, of which each has its own
+    gradient.
+    """
+    mesh = fs.make_mesh({"data": 2})
+    full, x = doubles()
 
     def penalty(total):
         def loss_fn(p, x):
@@ -411,10 +447,10 @@ def test_inner_gradient_by_autograd_along_the_axes_of_the_batch_is_right():
 
         return loss_fn
 
-    value_and_grad = fs.value_and_grad(
-        penalty(lambda x: fs.psum(x, "data")), mesh=mesh, batch=P("data")
-    )
-    loss, grads = value_and_grad(fs.shard_params(full, P(), mesh=mesh), x)
+    loss_fn = penalty(lambda x: fs.psum(x, "data"))
+    function = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))
+    loss, grads = function(fs.shard_params(full, P(), mesh=mesh), x)
+
     leaves = {name: value.requires_grad_() for name, value in full.items()}
     expected = penalty(lambda x: 2 * x)(leaves, x)
     expected.backward()
@@ -423,7 +459,8 @@ def test_inner_gradient_by_autograd_along_the_axes_of_the_batch_is_right():
 
 
 def test_inner_gradient_through_a_local_collective_raises_where_the_loss_is_differentiated():
-    mesh, (full, x) = fs.make_mesh({"data": 2, "model": 2}), doubles()
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    full, x = doubles()
     p = fs.shard_params(full, TWO_LAYERS, mesh=mesh)
     loss_fn = input_penalty(INNER_GRADIENTS["grad"])
     function = fs.evaluate(loss_fn, mesh=mesh, batch=P("data"), local="model")
@@ -432,16 +469,18 @@ def test_inner_gradient_through_a_local_collective_raises_where_the_loss_is_diff
 
 
 def penalty_by_parts(p, x):
-    """The gradient of the device's own part, summed over "model"."""
+    """Return the penalty by the gradient of the device's own part, summed over "model"."""
     part, pull = torch.func.vjp(lambda x: hidden_sum(p, x), x)
     output = fs.psum(part, "model")
     cotangent = torch.func.grad(lambda y: y.square().sum())(output)
-    return fs.psum(pull(cotangent)[0], "model").square().mean()
+    (gradient,) = pull(cotangent)
+    return fs.psum(gradient, "model").square().mean()
 
 
 @pytest.mark.parametrize(("data", "model"), [(2, 2), (1, 3), (2, 1)])
 def test_inner_gradient_by_parts_equals_one_devices(data, model):
-    mesh, (full, x) = fs.make_mesh({"data": data, "model": model}), doubles()
+    mesh = fs.make_mesh({"data": data, "model": model})
+    full, x = doubles()
     p = fs.shard_params(full, TWO_LAYERS, mesh=mesh)
     function = fs.value_and_grad(penalty_by_parts, mesh=mesh, batch=P("data"), local="model")
     loss, grads = function(p, x)
@@ -450,7 +489,8 @@ def test_inner_gradient_by_parts_equals_one_devices(data, model):
 
 
 def test_outer_gradient_of_evaluate_along_a_local_axis_equals_one_devices():
-    mesh, (full, x) = fs.make_mesh({"data": 2, "model": 2}), doubles()
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    full, x = doubles()
     p = fs.shard_params(full, TWO_LAYERS, mesh=mesh)
     output = fs.evaluate(output_of, mesh=mesh, batch=P("data"), local="model")
 
@@ -465,17 +505,23 @@ def test_outer_gradient_of_evaluate_along_a_local_axis_equals_one_devices():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch itself uses it in its first jvp
 def test_inner_jvp_through_a_collective_along_a_local_axis_equals_one_devices():
-    mesh, (full, x) = fs.make_mesh({"data": 2, "model": 2}), doubles()
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    full, x = doubles()
     p = fs.shard_params(full, TWO_LAYERS, mesh=mesh)
 
     def slope(output):
-        return lambda p, x: torch.func.jvp(lambda x: output(p, x), (x,), (x,))[1].square().mean()
+        def loss_fn(p, x):
+            _, tangent = torch.func.jvp(lambda x: output(p, x), (x,), (x,))
+            return tangent.square().mean()
+
+        return loss_fn
 
     def summed(p, x):
         return torch.func.vmap(lambda x: fs.psum(hidden_sum(p, x), "model"))(x)
 
     function = fs.value_and_grad(slope(summed), mesh=mesh, batch=P("data"), local="model")
     loss, grads = function(p, x)
+
     expected_grads, expected = torch.func.grad_and_value(slope(hidden_sum))(full, x)
     torch.testing.assert_close((loss, fs.unshard(grads)), (expected, expected_grads))
 
@@ -483,15 +529,17 @@ def test_inner_jvp_through_a_collective_along_a_local_axis_equals_one_devices():
 def test_certify_names_forgotten_psum():
     mesh = fs.make_mesh({"data": 2, "model": 2})
     tree = two_layers()
-    how = {"within": TWO_LAYERS, "local": "model"}
+    rules_of_axis = {"within": TWO_LAYERS, "local": "model"}
     x = torch.randn(8, 4)
     for options in ({}, {"reproducible": True}, {"reproducible": True, "precision": "bf16"}):
+        options |= rules_of_axis
         certificate = fs.testing.certify(
-            summed_loss, tree, x, CLIPPED, mesh, stages=[0, 2, 3], **how, **options
+            summed_loss, tree, x, CLIPPED, mesh, stages=[0, 2, 3], **options
         )
         certificate.check()
+
     with pytest.raises(PromiseError, match="must be equal"):
-        fs.testing.certify(loss_without_psum, tree, x, CLIPPED, mesh, stages=[3], **how)
+        fs.testing.certify(loss_without_psum, tree, x, CLIPPED, mesh, stages=[3], **rules_of_axis)
 
 
 def test_certify_needs_the_rules_of_local_axes():
@@ -505,16 +553,16 @@ def test_certify_needs_the_rules_of_local_axes():
 def started_from_others(axis):
     """Return the error of a step where replicas differ along an axis; shards along "model" may."""
     mesh = fs.make_mesh({"data": 2, "model": 2})
-    at = torch.distributed.get_rank() // 2 if axis == "data" else torch.distributed.get_rank() % 2
-    own = fs.shard_params({"w": torch.ones(4)}, ROW, mesh=mesh)
-    own["w"].local.add_(at)
+    coordinates = mesh.coordinates(torch.distributed.get_rank())
+    arrays = fs.shard_params({"w": torch.ones(4)}, ROW, mesh=mesh)
+    arrays["w"].local.add_(coordinates[axis])
+
+    def loss_fn(p, x):
+        return fs.psum((x * p["w"]).sum(), "model")
+
+    gradient = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), local="model")
     try:
-        fs.value_and_grad(
-            lambda p, x: fs.psum((x * p["w"]).sum(), "model"),
-            mesh=mesh,
-            batch=P("data"),
-            local="model",
-        )(own, torch.ones(4, 2))
+        gradient(arrays, torch.ones(4, 2))
     except fs.errors.MismatchError as error:
         return str(error)
 
@@ -530,13 +578,16 @@ MESH = fs.make_mesh({"a": 2, "b": 3, "c": 2}, runtime="virtual")
 
 @st.composite
 def layouts(draw, ndim):
-    entries, flat, unreduced = [[] for _ in range(ndim)], [], []
+    """Draw a layout: each axis shards a dim, or the flat form, or has summands, or replicates."""
+    entries = [[] for _ in range(ndim)]
+    flat = []
+    unreduced = []
     for axis in draw(st.permutations(MESH.axis_names)):
-        use = draw(st.sampled_from([*entries, *entries, flat, unreduced, []]))
-        use.append(axis)
-    return fs.Layout(
-        MESH, P(*map(tuple, entries), flat=tuple(flat), unreduced=tuple(unreduced)), unit="u"
-    )
+        replicated = []
+        axes = draw(st.sampled_from([*entries, *entries, flat, unreduced, replicated]))
+        axes.append(axis)
+    spec = P(*map(tuple, entries), flat=tuple(flat), unreduced=tuple(unreduced))
+    return fs.Layout(MESH, spec, unit="u")
 
 
 @given(st.data(), st.lists(st.integers(1, 7), min_size=1, max_size=3))
@@ -551,83 +602,95 @@ def test_uneven_parameters_are_resharded_exactly(data, shape):
 
 def test_layouts_that_are_not_local_raise_together():
     mesh = fs.make_mesh({"data": 2, "model": 2})
-    lay = {"w": P("data", "model"), "v": P.flat("model"), "u": P("model")}
-    own = fs.shard_params({name: torch.ones(4, 4) for name in lay}, lay, mesh=mesh)
+    options = {"mesh": mesh, "batch": P("data")}
+    specs = {"w": P("data", "model"), "v": P.flat("model"), "u": P("model")}
+    arrays = fs.shard_params({name: torch.ones(4, 4) for name in specs}, specs, mesh=mesh)
+
     with pytest.raises(fs.errors.LayoutError, match="v is .*; w is ") as error:
-        fs.grad(lambda p, x: p["u"].sum(), mesh=mesh, batch=P("data"), local="model")(
-            own, torch.ones(4)
-        )
+        fs.grad(lambda p, x: p["u"].sum(), **options, local="model")(arrays, torch.ones(4))
     assert "u is" not in str(error.value)
+
     with pytest.raises(fs.errors.MeshError, match='has no axis "rows", "columns"'):
-        fs.grad(alone, mesh=mesh, batch=P("data"), local=("rows", "columns"))
-    how = {
-        "schedule": fs.pipeline_schedule("1f1b", stages=2, microbatches=2),
-        "axis": "model",
-        "loss": entropy,
-    }
+        fs.grad(alone, **options, local=("rows", "columns"))
+
+    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+    options |= {"schedule": schedule, "axis": "model", "loss": entropy}
     with pytest.raises(ValueError, match="the axis of the stages, model, is local"):
-        fs.train_step([first, last], CLIPPED, mesh=mesh, batch=P("data"), local="model", **how)
+        fs.train_step([first, last], CLIPPED, **options, local="model")
+
     with pytest.raises(fs.errors.LayoutError, match="muon needs full matrices"):
-        fs.optim.muon(0.1).init(own)
+        fs.optim.muon(0.1).init(arrays)
 
 
-# -- devices that compute one loss have the same samples -----------------------------------------------------------
+# -- devices that compute one loss have the same samples -------------------------------------------
 
 
-def samples_of(data, model, step, kind):
-    """Return the samples of a device in a step: right, or other ones along "model" in one of four ways."""
-    if kind == "right" or model == 0 or (kind == "late" and step == 0):
-        return torch.arange(4.0).reshape(2, 2) + 10 * data + 100 * step
+def right_samples(data, step):
+    return torch.arange(4.0).reshape(2, 2) + 10 * data + 100 * step
+
+
+def samples_of(data, index, step, kind):
+    """Return the samples of a device: wrong ones, of a kind, if its index along an axis is 1."""
+    right = right_samples(data, step)
+    if kind == "right" or index == 0:
+        return right
+    if kind == "late":
+        return right if step == 0 else right + 1
     if kind == "exchanged":  # by the groups
-        return samples_of(1 - data, 0, step, "right")
-    x = samples_of(data, 0, step, "right")
-    return x.flip(0) if kind == "order" else x + 1
+        return right_samples(1 - data, step)
+    if kind == "order":
+        return right.flip(0)
+    return right + 1  # "values"
+
+
+def gradient_of_stages(mesh):
+    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+    w = fs.shard_stages([torch.ones(2), torch.ones(2)], mesh=mesh, schedule=schedule)
+    options = {"schedule": schedule, "loss": lambda y, x: y.square().mean()}
+    return fs.value_and_grad([torch.mul] * 2, mesh=mesh, batch=P("data"), **options), w
+
+
+def gradient_of_local_parameters(mesh):
+    def loss_fn(w, x):
+        return fs.psum((x @ w).square().mean(), "model")
+
+    w = fs.shard_params(torch.ones(2, 2), P(None, "model"), mesh=mesh)
+    return fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), local="model"), w
 
 
 def steps_with_samples(mesh, kind, stages=False):
     """Train three steps as one device; return the error."""
     coordinates = mesh.coordinates(device_of(mesh))
+    data = coordinates["data"]
+    index = coordinates["pipe" if stages else "model"]
+    gradient, w = gradient_of_stages(mesh) if stages else gradient_of_local_parameters(mesh)
     layout = fs.Layout(mesh, P("data"))
-    if stages:
-        schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
-        options = {"schedule": schedule, "loss": lambda y, x: y.square().mean()}
-        w = fs.shard_stages([torch.ones(2), torch.ones(2)], mesh=mesh, schedule=schedule)
-        given = [torch.mul] * 2
-    else:
-        options = {"local": "model"}
-        w = fs.shard_params(torch.ones(2, 2), P(None, "model"), mesh=mesh)
-
-        def given(w, x):
-            return fs.psum((x @ w).square().mean(), "model")
-
-    run = fs.value_and_grad(given, mesh=mesh, batch=P("data"), **options)
-    along = coordinates["pipe" if stages else "model"]
     try:
         for step in range(3):
-            x = fs.from_local(samples_of(coordinates["data"], along, step, "right"), layout)
-            x.shards[0].copy_(
-                samples_of(coordinates["data"], along, step, kind)
-            )  # from_local compares its shards
-            run(w, x)
+            # `from_local` compares its shards, so that wrong samples are written afterwards.
+            x = fs.from_local(right_samples(data, step), layout)
+            x.shards[0].copy_(samples_of(data, index, step, kind))
+            gradient(w, x)
     except fs.errors.MismatchError as error:
         return str(error)
 
 
+KINDS = ("right", "values", "order", "late", "exchanged")
+
+
 def samples_on_processes(stages):
     mesh = fs.make_mesh({"data": 2, "pipe" if stages else "model": 2})
-    return [
-        steps_with_samples(mesh, kind, stages)
-        for kind in ("right", "values", "order", "late", "exchanged")
-    ]
+    return [steps_with_samples(mesh, kind, stages) for kind in KINDS]
 
 
 @pytest.mark.parametrize("stages", [False, True], ids=["local", "stages"])
 def test_different_samples_in_a_group_raise(four, stages):
-    """Of devices along a local axis, and along that of stages: other values, another order, later, or exchanged."""
+    """A group is along a local axis, or along that of stages."""
     mesh = fs.make_mesh({"data": 2, "pipe" if stages else "model": 2}, runtime="virtual")
-    actual = [
-        fs.run(steps_with_samples, mesh, kind, stages, mesh=mesh)[0] for kind in ("right", "late")
-    ]
-    for right, *others in [*four.run(samples_on_processes, stages), actual]:
+    virtual = []
+    for kind in ("right", "late"):
+        virtual.append(fs.run(steps_with_samples, mesh, kind, stages, mesh=mesh)[0])
+
+    for right, *others in (*four.run(samples_on_processes, stages), virtual):
         assert right is None
         assert all("must have the same samples" in str(error) for error in others)

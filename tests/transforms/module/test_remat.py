@@ -1,4 +1,7 @@
-"""A rematerialised function is the same function: values, derivatives of every kind, random draws, collectives."""
+"""A rematerialised function is the function: values, derivatives of every kind, draws, collectives.
+
+The oracle is the function itself. What is recomputed is counted by torch's dispatcher.
+"""
 
 from itertools import product
 
@@ -61,6 +64,11 @@ def close(got, expected):
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
+def gradients(f, *arguments):
+    """Return the gradients of the sum of the results by all arguments."""
+    return torch.autograd.grad(f(*arguments).sum(), arguments)
+
+
 @each_policy
 def test_remat_gradients_equal_the_function(policy):
     w, v, x = values((D, D), (D, D), (3, D))
@@ -75,11 +83,12 @@ def test_remat_gradients_equal_the_function(policy):
 @each_policy
 def test_remat_of_results_that_are_written_to(policy):
     """Unlike relu, sin gives something else if it runs twice."""
-    (w, x), f = (
-        values((D, D), (3, D)),
-        lambda w, x: checkpoint_name((x @ w).sin_(), "hidden").exp().sum(),
-    )
-    close(torch.autograd.grad(remat(f, policy)(w, x), (w, x)), torch.autograd.grad(f(w, x), (w, x)))
+    w, x = values((D, D), (3, D))
+
+    def f(w, x):
+        return checkpoint_name((x @ w).sin_(), "hidden").exp().sum()
+
+    close(gradients(remat(f, policy), w, x), gradients(f, w, x))
 
 
 @each_policy
@@ -99,45 +108,57 @@ def test_remat_nested_has_equal_gradients(policy, inner):
     w, v, x = values((D, D), (D, D), (3, D))
 
     def twice(f):
-        return lambda w, v, x: f(w, v, checkpoint_name(f(w, v, x).exp(), "hidden") * 2)
+        def call(w, v, x):
+            h = checkpoint_name(f(w, v, x).exp(), "hidden")
+            return f(w, v, h * 2)
+
+        return call
 
     nested = remat(twice(remat(mlp, inner)), policy)
-    close(
-        torch.autograd.grad(loss(nested, w, v, x), (w, v, x)),
-        torch.autograd.grad(loss(twice(mlp), w, v, x), (w, v, x)),
-    )
+    actual = torch.autograd.grad(loss(nested, w, v, x), (w, v, x))
+    expected = torch.autograd.grad(loss(twice(mlp), w, v, x), (w, v, x))
+    close(actual, expected)
+
+
+def grad_of_grad(f, w, v, x):
+    first = grad(lambda w: loss(f, w, v, x))
+    return grad(lambda w: first(w).square().sum())(w)
+
+
+def vmap_of_grad(f, w, v, x):
+    per_row = grad(lambda w, x: loss(f, w, v, x))
+    return vmap(per_row, (None, 0), randomness="same")(w, x)
 
 
 TRANSFORMS = {
     "grad": lambda f, w, v, x: grad(lambda w, v: loss(f, w, v, x), argnums=(0, 1))(w, v),
-    "grad of grad": lambda f, w, v, x: grad(
-        lambda w: grad(lambda w: loss(f, w, v, x))(w).square().sum()
-    )(w),
+    "grad of grad": grad_of_grad,
     "jvp": lambda f, w, v, x: jvp(lambda w: loss(f, w, v, x), (w,), (v,)),
-    "hessian": lambda f, w, v, x: jacrev(lambda w: grad(lambda w: loss(f, w, v, x))(w))(w),
-    "vmap of grad": lambda f, w, v, x: vmap(
-        grad(lambda w, x: loss(f, w, v, x)), (None, 0), randomness="same"
-    )(w, x),
+    "hessian": lambda f, w, v, x: jacrev(grad(lambda w: loss(f, w, v, x)))(w),
+    "vmap of grad": vmap_of_grad,
 }
 
 
 @pytest.mark.parametrize("policy", ["nothing", offload("dots")], ids=str)
 @pytest.mark.parametrize("kind", TRANSFORMS)
 def test_torch_func_transforms_apply_to_the_function(kind, policy):
+    transform = TRANSFORMS[kind]
     w, v, x = (t.detach() for t in values((D, D), (D, D), (3, D)))
+
     with keyed_random(1):
-        expected = TRANSFORMS[kind](mlp_out_of_place, w, v, x)
+        expected = transform(mlp_out_of_place, w, v, x)
     with keyed_random(1):
-        close(TRANSFORMS[kind](remat(mlp_out_of_place, policy), w, v, x), expected)
+        actual = transform(remat(mlp_out_of_place, policy), w, v, x)
+
+    close(actual, expected)
 
 
 def mlp_out_of_place(w, v, x):
-    return (
-        torch.nn.functional.dropout(checkpoint_name((x @ w).sigmoid(), "hidden").sin(), 0.3) @ v
-    ).tanh()
+    hidden = checkpoint_name((x @ w).sigmoid(), "hidden").sin()
+    return (torch.nn.functional.dropout(hidden, 0.3) @ v).tanh()
 
 
-# -- what is kept, and what runs again ------------------------------------------------------------------------------
+# -- what is kept, and what runs again -------------------------------------------------------------
 
 
 def count(f, policy, *args, operations=("mm", "sin", "exp")):
@@ -182,21 +203,22 @@ def test_remat_recomputes_what_the_policy_drops(policy, mm, sin, exp):
 
 def test_checkpoint_name_on_view_keeps_its_base():
     w, x = values((D, D), (3, D))
+    policy = save_names("s")
 
     def f(x, w):
-        return checkpoint_name((x @ w).sin().view(-1)[2:].reshape(2, 5), "s").exp().square()
+        view = (x @ w).sin().view(-1)[2:].reshape(2, 5)
+        return checkpoint_name(view, "s").exp().square()
 
-    assert count(f, save_names("s"), x.detach(), w)["sin"] == 1
-    close(
-        torch.autograd.grad(remat(f, save_names("s"))(x, w).sum(), w),
-        torch.autograd.grad(f(x, w).sum(), w),
-    )
+    assert count(f, policy, x.detach(), w)["sin"] == 1
+    close(gradients(remat(f, policy), x, w), gradients(f, x, w))
+
+
+def causal_attention(x):
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
 MULTIPLE = {
-    "_scaled_dot_product_flash_attention_for_cpu": lambda x: F.scaled_dot_product_attention(
-        x, x, x, is_causal=True
-    ),
+    "_scaled_dot_product_flash_attention_for_cpu": causal_attention,
     "native_layer_norm": lambda x: F.layer_norm(x, (D,)),
     "max_pool2d_with_indices": lambda x: F.max_pool2d(x, 2),
 }
@@ -207,19 +229,14 @@ MULTIPLE = {
 def test_a_named_result_is_kept_with_the_others_of_its_operation(operation, host):
     """As the sums of attention, which its backward needs."""
     w, x = values((D, D), (2, 2, 4, D))
+    policy = save_names(offload="a") if host else save_names("a")
 
     def f(x, w):
         return checkpoint_name(MULTIPLE[operation](x @ w), "a").exp().square()
 
-    policy = save_names(offload="a") if host else save_names("a")
-    assert count(f, policy, x.detach(), w, operations=(operation, "exp")) == {
-        operation: 1,
-        "exp": 2,
-    }
-    close(
-        torch.autograd.grad(remat(f, policy)(x, w).sum(), (x, w)),
-        torch.autograd.grad(f(x, w).sum(), (x, w)),
-    )
+    counts = count(f, policy, x.detach(), w, operations=(operation, "exp"))
+    assert counts == {operation: 1, "exp": 2}
+    close(gradients(remat(f, policy), x, w), gradients(f, x, w))
 
 
 def kept_bytes(f, *args):
@@ -243,17 +260,20 @@ def test_nested_remat_keeps_outermost_inputs_only():
     assert size == 0
 
 
-# -- arguments and results ------------------------------------------------------------------------------------------
+# -- arguments and results -------------------------------------------------------------------------
 
 
 def test_remat_of_module_trains_its_parameters():
     layer = nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(D, 1))
+    params = list(layer.parameters())
     x = torch.randn(3, D)
+
     with keyed_random(3):
-        expected = torch.autograd.grad(layer(x).sum(), list(layer.parameters()))
+        expected = torch.autograd.grad(layer(x).sum(), params)
     with keyed_random(3):
         y = remat(layer, "dots")(x).sum()
-    close(torch.autograd.grad(y, list(layer.parameters())), expected)
+
+    close(torch.autograd.grad(y, params), expected)
 
 
 def test_remat_without_grad_keeps_nothing():
@@ -267,7 +287,7 @@ def test_remat_with_unknown_policy_raises():
         remat(torch.sin, "some")
 
 
-# -- on devices -----------------------------------------------------------------------------------------------------
+# -- on devices ------------------------------------------------------------------------------------
 
 
 def block(w, x):
@@ -308,30 +328,28 @@ def test_remat_of_shard_map_has_equal_gradients(policy):
     mesh = fs.make_mesh({"data": 4})
     w, x = values((D, D), (8, D))
 
+    def on_device(w, x):
+        return (fs.pvary(w, "data").sin().T @ x.T).T
+
     def f(w, x):
-        def own(w, x):
-            return (fs.pvary(w, "data").sin().T @ x.T).T
+        mapped = fs.shard_map(on_device, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+        return checkpoint_name(fs.unshard(mapped(w, x)), "hidden").sin()
 
-        on_mesh = fs.shard_map(own, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
-        return checkpoint_name(fs.unshard(on_mesh(w, x)), "hidden").sin()
-
-    close(
-        torch.autograd.grad(remat(f, policy)(w, x).sum(), (w, x)),
-        torch.autograd.grad(f(w, x).sum(), (w, x)),
-    )
+    close(gradients(remat(f, policy), w, x), gradients(f, w, x))
 
 
 def gradient_and_ledger(policy, x, runtime=None):
+    """Return the gradient of a block on a mesh, and its numbers of collectives."""
+    mesh = fs.make_mesh({"data": 2, "model": 2}, runtime=runtime)
     w = torch.linspace(-1, 1, D * D, dtype=torch.float64).reshape(D, D).to(x.device)
 
     def device(w, x):
         w = w.requires_grad_()
-        return torch.autograd.grad(remat(block, policy)(w, x).sum(), w)[0]
+        y = remat(block, policy)(w, x)
+        return torch.autograd.grad(y.sum(), w)[0]
 
-    mesh = fs.make_mesh({"data": 2, "model": 2}, runtime=runtime)
-    step = fs.shard_map(
-        device, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"), check=False
-    )
+    specs = {"in_specs": (P("data"), P("data")), "out_specs": P("data")}
+    step = fs.shard_map(device, mesh=mesh, **specs, check=False)
     torch.manual_seed(0)
     with fs.ledger() as comm:
         result = step(w, x)
@@ -340,7 +358,10 @@ def gradient_and_ledger(policy, x, runtime=None):
 
 @each_policy
 def test_remat_repeats_collectives_on_any_mesh(policy):
-    """One gather and one sum in forward; backward sums for a pvary of each argument that needs it."""
+    """One gather and one sum in forward.
+
+    Backward sums for a pvary of each argument that needs it.
+    """
     again = policy != "everything" and policy != offload("everything")
     expected = {"all_gather": 1 + again, "psum": 2 + again}
     for runtime, device in (("virtual", "cpu"), ("abstract", "meta")):
@@ -350,21 +371,48 @@ def test_remat_repeats_collectives_on_any_mesh(policy):
         assert calls == expected, runtime
 
 
+def sum_of(f):
+    return lambda x: f(x).sum()
+
+
+def grad_of_grad_inside(f, x):
+    first = grad(sum_of(f))
+    return grad(lambda x: first(x).square().sum())(x)
+
+
+def vjp_inside(f, x):
+    _, pull = torch.func.vjp(f, x)
+    return pull(x)[0]
+
+
+def jacrev_inside(f, x):
+    jacobian = jacrev(lambda x: f(x).sum(0))(x)
+    return jacobian.sum((0, 1)).reshape(1, -1)
+
+
+def hessian_inside(f, x):
+    return torch.func.hessian(sum_of(f))(x[0]).sum(0, keepdim=True)
+
+
 INSIDE = {
-    "grad": lambda f, x: grad(lambda x: f(x).sum())(x),
-    "grad of grad": lambda f, x: grad(lambda x: grad(lambda x: f(x).sum())(x).square().sum())(x),
-    "vjp": lambda f, x: torch.func.vjp(f, x)[1](x)[0],
-    "jacrev": lambda f, x: jacrev(lambda x: f(x).sum(0))(x).sum((0, 1)).reshape(1, -1),
-    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x[0]).sum(0, keepdim=True),
-    "vmap of grad": lambda f, x: vmap(grad(lambda x: f(x).sum()))(x),
+    "grad": lambda f, x: grad(sum_of(f))(x),
+    "grad of grad": grad_of_grad_inside,
+    "vjp": vjp_inside,
+    "jacrev": jacrev_inside,
+    "hessian": hessian_inside,
+    "vmap of grad": lambda f, x: vmap(grad(sum_of(f)))(x),
     "jvp": lambda f, x: jvp(f, (x,), (x,))[1],
 }
 
 
 def transforming(kind):
+    """Return a function with a transform of torch.func between two dropouts."""
+
     def f(w, v, x):
-        h = checkpoint_name(torch.nn.functional.dropout((x @ w).sigmoid(), 0.3), "hidden").exp()
-        g = fs.with_unsharded_params(INSIDE[kind], keep=True)(lambda h: (h @ v).tanh() ** 2, h)
+        dropped = torch.nn.functional.dropout((x @ w).sigmoid(), 0.3)
+        h = checkpoint_name(dropped, "hidden").exp()
+        transform = fs.with_unsharded_params(INSIDE[kind], keep=True)
+        g = transform(lambda h: (h @ v).tanh() ** 2, h)
         return (torch.nn.functional.dropout(g, 0.3) @ w).sin() + h.sum()
 
     return f
@@ -378,32 +426,32 @@ def transforming(kind):
 def test_remat_with_torch_func_inside_has_equal_gradients(kind, policy):
     w, v, x = values((D, D), (D, D), (3, D))
     f = transforming(kind)
-    again = remat(f, policy)
-    nested = remat(lambda w, v, x: again(w, v, remat(f, policy)(w, v, x)), policy)
+    recomputed = remat(f, policy)
 
     def derivatives(f):
+        """Return the loss, its gradients, second derivatives, and the state of the generator."""
         with keyed_random(0):
             y = f(w, v, x).square().sum()
             state = torch.get_rng_state()
         (first,) = torch.autograd.grad(y, w, create_graph=True)
-        return [
-            y,
-            *torch.autograd.grad(y, (w, v, x), retain_graph=True),
-            *torch.autograd.grad(first.sin().sum(), (w, v, x)),
-            state,
-        ]
+        grads = torch.autograd.grad(y, (w, v, x), retain_graph=True)
+        seconds = torch.autograd.grad(first.sin().sum(), (w, v, x))
+        return [y, *grads, *seconds, state]
 
     for _ in range(2):
-        for got, expected in zip(derivatives(again), derivatives(f), strict=True):
-            close(got, expected)
-    for got, expected in zip(
-        derivatives(nested), derivatives(lambda w, v, x: f(w, v, f(w, v, x))), strict=True
-    ):
-        close(got, expected)
+        for actual, expected in zip(derivatives(recomputed), derivatives(f), strict=True):
+            close(actual, expected)
+
+    def twice(f, g):
+        return lambda w, v, x: f(w, v, g(w, v, x))
+
+    nested = remat(twice(recomputed, remat(f, policy)), policy)
+    for actual, expected in zip(derivatives(nested), derivatives(twice(f, f)), strict=True):
+        close(actual, expected)
 
 
 class Residual(nn.Module):
-    """Two square layers, so that results that are taken for others have their shapes."""
+    """Two square layers: a result in the place of another one would have the right shape."""
 
     def __init__(self, policy):
         super().__init__()
@@ -411,16 +459,21 @@ class Residual(nn.Module):
         self.down = nn.Linear(4, 4)
         self.policy = policy
 
+    def residual(self, x):
+        hidden = checkpoint_name(self.up(x), "hidden")
+        return x + self.down(torch.sin(hidden))
+
     def forward(self, x):
-        layer = remat(
-            lambda x: x + self.down(torch.sin(checkpoint_name(self.up(x), "hidden"))), self.policy
-        )
+        layer = remat(self.residual, self.policy)
         return layer(layer(x))
 
 
 @each_policy
 def test_remat_of_sharded_layers_has_equal_gradients(policy):
-    """The first step finds how results are sharded: the operations for this are not those of the function."""
+    """The first step finds how results are sharded.
+
+    The operations for this are not those of the function.
+    """
     x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.manual_seed(0))
     results = []
     for kept in ("everything", policy):
