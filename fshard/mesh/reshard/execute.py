@@ -184,8 +184,9 @@ class StartedReshard:
             self.start_round()
         if self._started:
             self._finish_round(into)
-        # By index, since the dict is in the order of completion.
-        results = [self._current[index] for index in range(len(self._current))]
+        # By index, since the dict is in the order of completion. Popped: the caller may still hold
+        # this object, with which the shards would live as long.
+        results = [self._current.pop(index) for index in range(len(self._current))]
         if into is not None:
             copy_into(into, results)
         return results
@@ -231,8 +232,9 @@ class SharedStep:
         if self._is_view(shards):
             return self._reshape_or_slice(shards, scope)
         # Autograd records the move, if the shards need a gradient.
-        packed = self.pack(shards, scope, shards[0].dtype)
-        results = apply(self._bound_move(scope, site), packed)
+        # What is packed gets no name: it would live until the results are unpacked.
+        dtype = shards[0].dtype
+        results = apply(self._bound_move(scope, site), self.pack(shards, scope, dtype))
         return self.unpack(results, scope)
 
     def _is_view(self, shards: list[Tensor]) -> bool:

@@ -25,7 +25,7 @@ def test_host_waits_only_where_it_reads(gpu):
 
 def test_layout_in_host_memory_waits_for_its_event(gpu, monkeypatch):
     monkeypatch.setitem(
-        kinds.makers, "host", lambda shape, dtype: gpu.on_host(torch.empty(shape, dtype=dtype))
+        kinds.makers, "host", lambda shape, dtype: gpu.pinned_like(torch.empty(shape, dtype=dtype))
     )
     x = in_memory(torch.ones(2), SimpleNamespace(device_type="cuda"), "host")
     assert x.tolist() == [1, 1] and gpu.log == ["to host", "host waits"]

@@ -21,11 +21,15 @@ def apart(monkeypatch):
     values = {}
     start = units.start
 
-    def start_copy(source, target, link):
-        if not source.is_meta:
-            return start(source, target, link)
-        _, value = values[id(source)]
-        return Transfer(target, lambda: target.copy_(value))
+    def start_copy(sources, targets, link):
+        def copy():
+            for source, target in zip(sources, targets, strict=True):
+                _, value = values[id(source)]
+                target.copy_(value)
+
+        if any(source.is_meta for source in sources):
+            return Transfer(targets, copy)
+        return start(sources, targets, link)
 
     def move(tree):
         for leaf in flatten(tree)[0]:
