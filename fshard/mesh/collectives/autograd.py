@@ -89,8 +89,7 @@ def recorded(xs: Tensors) -> bool:
 def has_tangent(xs: Tensors) -> bool:
     """Return True if one of these tensors has a forward-mode tangent."""
     level = forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
-    # In inference mode nothing has one, and torch fails to look for it.
-    if level >= 0 and not torch.is_inference_mode_enabled():
+    if level >= 0:
         for x in xs:
             if _unpack_dual(x, level=level)[1] is not None:
                 return True

@@ -234,7 +234,10 @@ class SharedStep:
         # Autograd records the move, if the shards need a gradient.
         # What is packed gets no name: it would live until the results are unpacked.
         dtype = shards[0].dtype
-        results = apply(self._bound_move(scope, site), self.pack(shards, scope, dtype))
+        is_recorded = _is_differentiated(shards)
+        results = apply(
+            self._bound_move(scope, site), self._pack(shards, scope, dtype, is_recorded=is_recorded)
+        )
         return self.unpack(results, scope)
 
     def _is_view(self, shards: list[Tensor]) -> bool:
@@ -262,14 +265,18 @@ class SharedStep:
 
     def start(self, shards: list[Tensor], scope: Scope, site: Site, dtype: torch.dtype) -> Pending:
         """Start the collective on these shards, cast to a dtype; autograd does not record it."""
-        return self._bound_move(scope, site).start(self.pack(shards, scope, dtype), dtype)
+        # Whether it would record something must not be asked: a loss may be in forward mode, and
+        # below autograd, where a parameter is unsharded, torch fails to look for tangents.
+        return self._bound_move(scope, site).start(
+            self._pack(shards, scope, dtype, is_recorded=False), dtype
+        )
 
     def _bound_move(self, scope: Scope, site: Site) -> Bound:
         assert self.move is not None
         return Bound(self.move, scope.group(self.axes, _CALLER), site)
 
-    def pack(
-        self, shards: Sequence[Tensor], scope: Scope, dtype: torch.dtype
+    def _pack(
+        self, shards: Sequence[Tensor], scope: Scope, dtype: torch.dtype, *, is_recorded: bool
     ) -> tuple[Tensor, ...]:
         """Return the input of the move: tensors that are equally long on all devices.
 
@@ -291,7 +298,7 @@ class SharedStep:
             return tuple(shards)
         # Only where needed: to reshape a flat tensor costs 1 us, and a node of autograd's graph.
         flats = [shard if shard.ndim == 1 else shard.reshape(-1) for shard in shards]
-        if not _is_differentiated(flats):
+        if not is_recorded:
             return tuple(padded(flats, lengths, dtype))
         for index, flat in enumerate(flats):
             missing = lengths[index] - len(flat)
