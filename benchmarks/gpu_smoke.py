@@ -43,7 +43,7 @@ from fshard.mesh.collectives.moves import (
     PsumScatter,
     Wired,
 )
-from fshard.mesh.runtimes.nccl import WIRES
+from fshard.mesh.runtimes.nccl import WIRES, permute
 from fshard.mesh.runtimes.process_group import GroupCall
 
 DTYPES = (
@@ -142,15 +142,20 @@ def moves(n: int) -> list[Wired]:
 def run_wire(move: Wired, x: Tensor, n: int) -> Tensor:
     """Run the transport's wire on the group of all processes, without the runtime around it."""
     group: Any = dist.group.WORLD
-    wire = WIRES[move.wire](
-        GroupCall(group, dist.get_rank(), n, 0), move.pack(x, n).contiguous(), move
-    )
+    call = GroupCall(group, dist.get_rank(), n, 0)
+    packed = move.pack(x, n).contiguous()
+    if isinstance(move, Permute):
+        wire = permute(call, [packed], move)
+    else:
+        wire = WIRES[move.wire](call, packed, move)
+
     try:
         while True:
             for work in next(wire):
                 work.wait()
     except StopIteration as end:
-        return move.unpack(end.value, x.shape, n)
+        rows = end.value[0] if isinstance(move, Permute) else end.value
+        return move.unpack(rows, x.shape, n)
 
 
 def calls(mesh: fs.Mesh) -> str:

@@ -31,9 +31,11 @@ def execute(notebook, folder, kernel=None):
         coalesce_streams=True,
         resources={"metadata": {"path": folder}},
     )
-    client.execute()
-    if kernel is not None:  # which the client leaves running, with its own sockets open
-        client.kc.stop_channels()
+    try:
+        client.execute()
+    finally:
+        if kernel is not None:  # which the client leaves running, with its own sockets open
+            client.kc.stop_channels()
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,14 @@ def kernel() -> Iterator[KernelManager]:
 
 def forget(kernel, folder):
     """Delete the names of the notebook before, and go to the folder of the next."""
-    source = f"%reset -f\n%xmode Context\nimport os\nos.chdir({str(folder)!r})\n%reset -f"
+    source = f"""
+        %reset -f
+        %xmode Context
+        import os
+        os.chdir({str(folder)!r})
+        del os
+        __spec__ = None  # as in a fresh kernel: who pickles a function of a cell looks for it
+    """
     cell = nbformat.v4.new_code_cell(source)
     execute(nbformat.v4.new_notebook(cells=[cell]), folder, kernel)
 

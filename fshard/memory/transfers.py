@@ -193,8 +193,20 @@ class _Copies:
 
 Direction = tuple[object, ...]
 
-_under_way: defaultdict[Direction, deque[_Copies]] = defaultdict(deque[_Copies])
-_lock = threading.Lock()
+
+class _Queue:
+    """The copies under way in one direction, in the order of their starts.
+
+    `lock` is held while the oldest ones are waited for: others that start copies in this direction
+    wait for room, too.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.copies = deque[_Copies]()
+
+
+_under_way: defaultdict[Direction, _Queue] = defaultdict(_Queue)
 
 
 # Note [The device waits for room]
@@ -209,17 +221,17 @@ def _add(direction: Direction, copies: _Copies) -> None:
 
     See Note [The device waits for room].
     """
-    with _lock:
-        queue = _under_way[direction]
-        while queue and queue[0].is_done():
-            queue.popleft()
-        held = [other for other in queue if not other.is_released]
+    queue = _under_way[direction]
+    with queue.lock:
+        while queue.copies and queue.copies[0].is_done():
+            queue.copies.popleft()
+        held = [other for other in queue.copies if not other.is_released]
         total = sum([other.nbytes for other in held])
         while len(held) > 1 and total + copies.nbytes > UNDER_WAY:
             oldest = held.pop(0)
             oldest.release()
             total -= oldest.nbytes
-        queue.append(copies)
+        queue.copies.append(copies)
 
 
 def _start_in_thread(
@@ -244,7 +256,9 @@ def _start_in_thread(
         stream.synchronize()
 
     future = _helper(os.getpid()).submit(run)
-    _add((link.source, link.target), _Copies(nbytes, future.done, future.exception))
+    # A fork starts without copies: its parent's end in a thread that it has not.
+    direction = os.getpid(), link.source, link.target
+    _add(direction, _Copies(nbytes, future.done, future.exception))
     return Transfer(targets, future.result)
 
 

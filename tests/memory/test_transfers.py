@@ -159,7 +159,7 @@ def test_thread_bounds_the_bytes_under_way(monkeypatch, limit, under_way):
 
     def held(source, target):
         gate.wait(30)
-        copies.append(len(transfers._under_way["device", "host"]))
+        copies.append(len(transfers._under_way[os.getpid(), "device", "host"].copies))
         copy(source, target)
 
     monkeypatch.setattr(transfers.disk, "copy", held)

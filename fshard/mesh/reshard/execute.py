@@ -265,8 +265,8 @@ class SharedStep:
 
     def start(self, shards: list[Tensor], scope: Scope, site: Site, dtype: torch.dtype) -> Pending:
         """Start the collective on these shards, cast to a dtype; autograd does not record it."""
-        # Whether it would record something must not be asked: a loss may be in forward mode, and
-        # below autograd, where a parameter is unsharded, torch fails to look for tangents.
+        # `_is_differentiated` would fail here: a parameter is unsharded below autograd, where torch
+        # cannot look for the tangents of a loss in forward mode.
         return self._bound_move(scope, site).start(
             self._pack(shards, scope, dtype, is_recorded=False), dtype
         )

@@ -277,7 +277,7 @@ class Nccl(GroupTransport):
     def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
         if isinstance(move, Permute):
             # A batch has several tensors as they are, without the copies of a joined buffer.
-            return permute(self.numbered(call), [joined([x], x.dtype) for x in xs], move)
+            return permute(self.numbered(call), [joined([x], call.dtype) for x in xs], move)
         return super().collective(move, xs, call)
 
     def joined(self, move: Wired, xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

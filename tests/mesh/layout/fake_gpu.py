@@ -83,7 +83,7 @@ class FakeGpu:
             for module in modules:
                 if module.__dict__.get(name) is original:
                     monkeypatch.setattr(module, name, function)
-        monkeypatch.setattr(transfers, "_under_way", type(transfers._under_way)(deque))
+        monkeypatch.setattr(transfers, "_under_way", type(transfers._under_way)(transfers._Queue))
 
     # -- memory ------------------------------------------------------------------------------------
 

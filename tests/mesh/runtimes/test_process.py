@@ -321,7 +321,7 @@ def test_expanded_elements_are_packed_with_a_stride_of_one(shape):
     x = torch.arange(1.0, 4.0).to(torch.bfloat16)[: shape[0]]
     x = x.unsqueeze(0).expand(1, -1).t() if len(shape) == 2 else x[:1].sum().expand(shape)
     assert x.is_contiguous() and x.stride(-1) != 1
-    packed = joined([x])
+    packed = joined([x], x.dtype)
     assert torch.equal(packed, x)
     assert packed.view(torch.uint8).shape == (*shape[:-1], 2 * shape[-1])
 

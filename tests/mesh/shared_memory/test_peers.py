@@ -9,6 +9,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fshard.mesh.runtimes.transport import Works
 from fshard.mesh.shared_memory import meet
@@ -99,7 +100,7 @@ def test_numbers_of_calls_take_no_memory():
     tracemalloc.start()
     try:
         for _ in range(10_000):
-            transport._message_exchange(0, SimpleNamespace(is_send=True))
+            transport._message_exchange(0, SimpleNamespace(is_send=True, dtype=torch.uint8))
         size, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
