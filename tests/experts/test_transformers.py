@@ -1,5 +1,7 @@
 """Models of transformers with experts along an axis train as plain torch does on one device."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ import fshard as fs
 from fshard import P
 from fshard.experts import expert_rules
 from tests.experts.models import MODELS, ids, model_of
+from tests.helpers.sampled import thorough
 
 LAYOUTS = {  # sizes of the axes, stage
     "experts": ({"data": 1, "expert": 2}, 0),
@@ -20,8 +23,15 @@ LAYOUTS = {  # sizes of the axes, stage
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+ALL = [*product(MODELS, LAYOUTS)]
+QUICK = {"fsdp", "experts, tensor, fsdp", "sequence"}
+"""The layouts of all models; the others are those of one with every commit."""
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [case if case[0] == "mixtral" or case[1] in QUICK else thorough(*case) for case in ALL],
+)
 def test_models_of_transformers_train_with_experts_on_an_axis(name, layout):
     """Losses, gradients and three steps of AdamW in float64; routers and losses compute in float32."""
     (sizes, stage), model = LAYOUTS[layout], model_of(name)

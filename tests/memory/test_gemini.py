@@ -13,6 +13,7 @@ from fshard import P, optim
 from fshard.errors import MemoryLimitError
 from fshard.mesh.layout import flatten
 from tests.booster.loops import Loop, on_devices
+from tests.helpers.sampled import thorough
 from tests.memory.offloaded import OPTIMIZERS, batch, is_same, network, steps
 
 GEMINI = partial(fs.GeminiPlugin, unit="*")
@@ -133,7 +134,8 @@ class GPT(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("run", "n", "layers"), [(stepped, 1, 8), (looped, 1, 12), (looped, 2, 24), (stepped, 2, 24)]
+    ("run", "n", "layers"),
+    [(stepped, 1, 8), (looped, 1, 12), thorough(looped, 2, 24), thorough(stepped, 2, 24)],
 )
 def test_a_gpt_of_four_times_the_limit_trains_from_its_first_step(run, n, layers):
     """Parameters, gradients and two moments are four times the weights."""

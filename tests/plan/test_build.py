@@ -15,6 +15,7 @@ from fshard.parallelism import Parallelism
 from fshard.plan import PlanEstimate, Transformer, cluster, search
 from fshard.plan.layers import LayerTracer
 from fshard.plan.program import layered_model
+from tests.helpers.sampled import thorough
 
 H100 = cluster("h100", node=8)
 SMALL = Transformer(4, 32, 64, 4, 2, 60, 16, dtype=torch.float32)
@@ -196,8 +197,8 @@ NEAR = [
     {"tensor": 2, "sequence": 2, "rows": 2, "sequence_mode": "ring"},
     {"data": 2, "zero_stage": 2, "rows": 2, "microbatches": 4},
     {"data": 2, "pipeline": 4, "zero_stage": 1, "microbatches": 8},
-    {"data": 4, "pipeline": 2, "zero_stage": 2, "microbatches": 4},
-    {"data": 4, "pipeline": 2, "zero_stage": 3, "microbatches": 4, "recompute": "full"},
+    thorough({"data": 4, "pipeline": 2, "zero_stage": 2, "microbatches": 4}),
+    thorough({"data": 4, "pipeline": 2, "zero_stage": 3, "microbatches": 4, "recompute": "full"}),
     {"pipeline": 2, "tensor": 2, "microbatches": 4, **MEGATRON},
     {"pipeline": 2, "rows": 2, "microbatches": 4, "schedule": "zbv", "chunks": 2},
     {
