@@ -137,11 +137,11 @@ FOLDED = {
     "checkpoint": Figures(15, 3.5, 23.3, 0.5, 3.0, 24.8),
     "comm": Figures(15, 0, 34.6, 0, 0, 12.4),
     "doctor": Figures(14, 0, 47.5, 0, 0, 4.4),
-    "experts": Figures(16, 9.3, 37.4, 0, 0, 18.9),
+    "experts": Figures(16, 3.9, 27.3, 0, 0, 19.8),
     "explore": Figures(16, 5.3, 51.6, 1.3, 0, 7.8),
     "launching": Figures(13, 0, 24.6, 0, 1.1, 16.5),
-    "memory": Figures(14, 3.6, 22.6, 0, 0, 14.1),
-    "mesh": Figures(14, 4.6, 33.5, 0.7, 0, 27.3),
+    "memory": Figures(14, 3.4, 23.6, 0, 0.3, 17.6),
+    "mesh": Figures(14, 5.0, 32.6, 0.5, 0.3, 29.7),
     "optim": Figures(15, 7.1, 57.4, 0, 0.3, 9.2),
     "parallelism": Figures(16, 3.2, 94.6, 0, 2.0, 15.2),
     "pipeline": Figures(14, 7.1, 33.8, 1.3, 1.8, 20.2),
@@ -150,7 +150,7 @@ FOLDED = {
     "tensor": Figures(16, 9.1, 44.6, 0, 1.5, 15.2),
     "testing": Figures(15, 9.8, 43.5, 0, 3.6, 6.1),
     "transforms": Figures(14, 5.9, 34.7, 2.0, 4.7, 19.2),
-    "tests": Figures(21, 20.5, 36.2, 2.0, 18.9, 5.8),
+    "tests": Figures(19, 12.4, 29.3, 1.5, 11.9, 6.3),
 }
 
 

@@ -290,8 +290,8 @@ class Reducer:
         sent = self._sent.get(index)
         if sent is None:
             return
-        for index in sent.indices:
-            del self._sent[index]
+        for sent_index in sent.indices:
+            del self._sent[sent_index]
         self._add(sent.indices, sent.transfer.wait(), sent.copies)
 
     # -- at the end of the step ----------------------------------------
