@@ -108,8 +108,9 @@ class TrainStep(PlaceableStep):
 
     The host waits for no device before it has launched the update, unless the optimizer does:
     `loss_scaled` and `skip_if_not_finite` once, Adafactor as in torch once per leaf. The norm of
-    the metrics is a psum of 8 bytes, in the gradients' dtype. With an optimizer that begins with
-    `clip_by_global_norm` it is the norm of the clipping, computed once, in float64.
+    the metrics, of order 2, is a psum of 8 bytes, in the gradients' dtype. With an optimizer that
+    begins with `clip_by_global_norm` of that order, the default, it is the norm of the clipping,
+    computed once, in float64.
 
     A module with BatchNorm: a step takes and returns its buffers.
 
