@@ -10,7 +10,7 @@ The formulas are in `formulas`; here are their numbers, and the program of the p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -51,7 +51,7 @@ class PlanEstimate:
     """
 
     plan: Parallelism
-    tracer: LayerTracer
+    tracer: LayerTracer = field(repr=False)
 
     def __post_init__(self) -> None:
         if self.plan.data is None:

@@ -119,7 +119,7 @@ class Plans(Tabular):
         return table
 
     def slower(self, estimate: PlanEstimate) -> str:
-        """Return the term by which a plan is slower than the first; "" of the first."""
+        """Return the term by which a plan is slower than the first; "" if there is none."""
         first = self.estimates[0]
         if estimate is first:
             return ""
@@ -127,6 +127,9 @@ class Plans(Tabular):
         for name, seconds in estimate.terms.items():
             longer[name] = seconds - first.terms[name]
         name = max(longer, key=lambda name: longer[name])
+        is_rounding = longer[name] <= 1e-6 * first.seconds
+        if is_rounding:  # it is as fast, or faster: the goal is another one
+            return ""
         return f"{name}: {_digits(1e3 * longer[name])} ms more"
 
 
