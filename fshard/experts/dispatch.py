@@ -145,7 +145,7 @@ def _is_for_shapes(x: Tensor, axes: tuple[str, ...]) -> bool:
 
 
 class _Layer(NamedTuple):
-    """How the devices share a layer of experts.
+    """The shares that devices have in a layer of experts.
 
     Args:
         experts: the number of all.
@@ -217,11 +217,16 @@ def _read(table: Tensor, layer: _Layer) -> _Counts:
     `table` has the rows that devices along the axis send to experts: (devices, experts).
     """
     n = len(table)
-    by_source = table.unflatten(1, (n, layer.each))[:, _index_along_axis(layer)]
-    matrix = table.unflatten(1, (n, layer.each)).sum(-1)
-    numbers = torch.cat([matrix.flatten(), by_source.sum(0)]).tolist()
+    blocks = table.unflatten(1, (n, layer.each))  # (from device, to device, experts of it)
+    by_source = blocks[:, _index_along_axis(layer)]
+    rows_sent = blocks.sum(-1)
+    rows_received = by_source.sum(0)
+
+    # In one tensor: each `tolist` waits for the device.
+    numbers = torch.cat([rows_sent.flatten(), rows_received]).tolist()
     sent = [numbers[start : start + n] for start in range(0, n * n, n)]
-    return _Counts(sent, numbers[n * n :], by_source)
+    received = numbers[n * n :]
+    return _Counts(sent, received, by_source)
 
 
 def _index_along_axis(layer: _Layer) -> int:

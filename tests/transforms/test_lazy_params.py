@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard import P
 from tests.helpers.processes import run_processes
-from tests.transforms.helpers.gradients import assert_equal, serial, sharded
+from tests.transforms.helpers.gradients import Product, assert_equal, serial, sharded
 from tests.transforms.module.zoo import MODULES, D
 
 pytestmark = pytest.mark.filterwarnings(
@@ -88,20 +88,6 @@ def test_lazy_param_knows_metadata_before_unshard(stage):
     )
     run(own, torch.ones(2, 3))
     assert gathered == [0, 0]
-
-
-class Product(torch.autograd.Function):
-    """A Function of the user's, which torch calls without asking what class its arguments are of."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g @ w.T, x.T @ g
 
 
 def per_sample(p, x):

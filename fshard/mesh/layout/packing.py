@@ -75,12 +75,14 @@ def padded(xs: Sequence[Tensor], lengths: Sequence[int], dtype: torch.dtype) -> 
     if not short:
         return results
 
-    buffer = xs[0].new_zeros(sum([lengths[index] for index in short]), dtype=dtype)
-    starts: list[Tensor] = []
-    for index, place in zip(short, buffer.split([lengths[index] for index in short]), strict=True):
+    short_lengths = [lengths[index] for index in short]
+    buffer = xs[0].new_zeros(sum(short_lengths), dtype=dtype)
+    places = buffer.split(short_lengths)
+    targets: list[Tensor] = []
+    for index, place in zip(short, places, strict=True):
         results[index] = place
-        starts.append(place[: len(xs[index])])
-    _copy_all(starts, [xs[index] for index in short])
+        targets.append(place[: len(xs[index])])  # what follows is the padding
+    _copy_all(targets, [xs[index] for index in short])
     return results
 
 
@@ -111,15 +113,24 @@ def split(
             parts.append(into[index].view(len(rows), width))
         else:
             parts.append(rows.new_empty(len(rows), width))
+
+    targets = [*parts]
+    all_widths = [*widths]
     padding = rows.shape[1] - sum(widths)
-    # Copied too: without it the rows would be no contiguous tensor, and each part a kernel.
-    places = [*parts, rows.new_empty(len(rows), padding)] if padding else parts
-    torch.split_with_sizes_copy(rows, [*widths, padding][: len(places)], dim=1, out=places)
+    if padding:
+        # Copied too: rows without it are not contiguous, and each part would be a kernel.
+        targets.append(rows.new_empty(len(rows), padding))
+        all_widths.append(padding)
+    torch.split_with_sizes_copy(rows, all_widths, dim=1, out=targets)
     return parts
 
 
 def copy_into(targets: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
     """Copy tensors into others of their shapes, where they are not the same memory already."""
-    pairs = zip(targets, xs, strict=True)
-    missing = [(target, x) for target, x in pairs if target.data_ptr() != x.data_ptr()]
-    _copy_all([target for target, _ in missing], [x for _, x in missing])
+    missing: list[Tensor] = []
+    sources: list[Tensor] = []
+    for target, x in zip(targets, xs, strict=True):
+        if target.data_ptr() != x.data_ptr():
+            missing.append(target)
+            sources.append(x)
+    _copy_all(missing, sources)

@@ -493,7 +493,7 @@ def _reshard_on_mesh(
 
 
 def _execute_plans(plans: Sequence[ReshardPlan], site: Site, device: int, xs: Tensors) -> Tensors:
-    return tuple(start_reshard(xs, plans, site)())
+    return tuple(start_reshard(xs, plans, site).wait())
 
 
 def _moved_to_memory(shards: Tensors, mesh: Mesh, before: Memory, after: Memory) -> Tensors:

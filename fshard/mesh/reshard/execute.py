@@ -87,7 +87,7 @@ def start_reshard(
     ahead: bool = False,
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> StartedReshard:
-    """Run the plans of all leaves; return what is called to wait for the new shards.
+    """Start the plans of all leaves; `wait` of the result returns the new shards.
 
     Args:
         shards: the shard of each leaf on this device.
@@ -116,7 +116,7 @@ def start_reshard(
 # All devices must start their rounds in the same order: see Note [Order of collectives]. So a round
 # starts at a place in the program, and never when a device happens to see that the last one ended.
 class StartedReshard:
-    """The plans of some leaves on one device, in progress: call it to wait for the new shards."""
+    """The plans of some leaves on one device, in progress; `wait` returns the new shards."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class StartedReshard:
             self._current.update(zip(step.indices, new_shards, strict=True))
         self._started = []
 
-    def __call__(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+    def wait(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Run the rounds that are left; return the new shards.
 
         With `into` they are also in these tensors: contiguous ones, of their shapes and dtypes.

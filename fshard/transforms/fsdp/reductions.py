@@ -57,13 +57,12 @@ class PendingReduction(NamedTuple):
 
     Args:
         indices: of its parameters.
-        wait: waits for the reduced gradients, and returns them; `start_round` starts a further
-            collective of theirs.
+        reshard: from gradients to shards of their sums, in progress.
         copies: number of devices that have the same samples.
     """
 
     indices: Sequence[int]
-    wait: StartedReshard
+    reshard: StartedReshard
     copies: int
 
 
@@ -204,10 +203,10 @@ class Reducer:
         self._advance()
         plans = [self._plans[index] for index in indices]
         with purpose("gradients"):
-            wait = start_reshard(xs, plans, self.site, ahead=self.options.in_flight > 0)  # (8)
+            reshard = start_reshard(xs, plans, self.site, ahead=self.options.in_flight > 0)  # (8)
         shape = self.leaves[0].gradient.mesh.shape
         copies = prod([shape[axis] for axis in self._along])
-        self._in_flight.append(PendingReduction(indices, wait, copies))
+        self._in_flight.append(PendingReduction(indices, reshard, copies))
 
     def _advance(self) -> None:
         """Start the next round of all reductions in flight: see Note [Rounds of steps].
@@ -220,7 +219,7 @@ class Reducer:
             is_due = len(in_flight) > self._packed_ahead
             pending = in_flight.pop(0)
             with purpose("gradients"):
-                has_started = pending.wait.start_round()
+                has_started = pending.reshard.start_round()
             if has_started or not is_due:
                 self._in_flight.append(pending)  # of the later round only a shard is in memory
             else:
@@ -239,7 +238,7 @@ class Reducer:
         indices: list[int] = []
         gs: list[Tensor] = []
         of_host: dict[int, Tensor] = {}
-        for index, g in zip(pending.indices, pending.wait(), strict=True):
+        for index, g in zip(pending.indices, pending.reshard.wait(), strict=True):
             if self.leaves[index].gradient.memory == "host":
                 of_host[index] = g
             else:

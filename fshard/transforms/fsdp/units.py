@@ -167,7 +167,7 @@ class Unit:
         """
         if self.pending is not None:
             with savable():
-                self.values = self.pending(into)
+                self.values = self.pending.wait(into)
             self.pending = None
             self._versions = versions_of(self.values)
         return self.values

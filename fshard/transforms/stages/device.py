@@ -116,7 +116,8 @@ class StageStep:
         borrowed = self.plan.borrowed
         result = [*shards]
         sent = [shards[param.leaf].detach() for param in borrowed]
-        received = start_reshard(sent, [param.plan for param in borrowed], self.slices.site)()
+        plans = [param.plan for param in borrowed]
+        received = start_reshard(sent, plans, self.slices.site).wait()
         for param, x in zip(borrowed, received, strict=True):
             if param.coordinate == self.pipe.index:
                 result[param.leaf] = x

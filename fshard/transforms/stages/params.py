@@ -304,7 +304,7 @@ class StageSums:
         borrowers = [(tie, index) for tie in self._ties for index in range(1, len(tie.stages))]
         sent = [self._stack_tied(tie, index) for tie, index in borrowers]
         plans = [tie.to_owner[index] for tie, index in borrowers]
-        received = start_reshard(sent, plans, self._reducer.site)()
+        received = start_reshard(sent, plans, self._reducer.site).wait()
         for tie in self._ties:
             if tie.coordinates[0] != self._coordinate:
                 continue

@@ -127,8 +127,8 @@ def gathered(dtype, into=None):
             plans = [plan_reshard(layout, fs.Layout(mesh, P()), shape) for shape in SHAPES]
             with torch.no_grad(), Kernels() as kernels:
                 dtypes = [dtype] * len(SHAPES)
-                finish = start_reshard(shards, plans, call_site(), ahead=True, dtypes=dtypes)
-                results = finish(into)
+                reshard = start_reshard(shards, plans, call_site(), ahead=True, dtypes=dtypes)
+                results = reshard.wait(into)
             expected = []
             for shard, shape in zip(shards, SHAPES, strict=True):
                 flat = shard.to(dtype).repeat(4)[: torch.Size(shape).numel()]
@@ -169,10 +169,10 @@ def test_reshard_casts_and_fills_given_memory_on_virtual_devices(before):
 
     def main():
         shard = array.shards[fs.axis_index("data")]
-        finish = start_reshard([shard], [plan], call_site(), ahead=True, dtypes=[NARROW])
+        reshard = start_reshard([shard], [plan], call_site(), ahead=True, dtypes=[NARROW])
         memory = torch.zeros(4, 6, dtype=NARROW)
         with torch.no_grad():
-            (result,) = finish([memory])
+            (result,) = reshard.wait([memory])
         return result, memory
 
     for result, memory in fs.run(main, mesh=mesh):

@@ -74,18 +74,26 @@ class Stream:
         self.waited.append(other.name)
 
 
-def test_waiter_on_another_stream_waits_for_the_stream_of_the_start(mesh, monkeypatch):
-    current, recorded, steps = [Stream("start")], [], []
+@pytest.fixture
+def current(monkeypatch):
+    """The streams that are entered, "start" first and the current one last."""
+    streams = [Stream("start")]
 
     @contextmanager
     def stream(entered):
-        current.append(entered)
+        streams.append(entered)
         yield
-        current.pop()
+        streams.pop()
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[-1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
+    return streams
+
+
+def test_waiter_on_another_stream_waits_for_the_stream_of_the_start(mesh, monkeypatch, current):
+    recorded = []
+    steps = []
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda x, stream: recorded.append((x.shape, stream.name))
     )
@@ -96,7 +104,7 @@ def test_waiter_on_another_stream_waits_for_the_stream_of_the_start(mesh, monkey
         handles = [fs.all_gather.start([torch.ones(2), torch.ones(3)], "d") for _ in range(2)]
         handles[0].wait()
         assert not recorded
-        with stream(other):
+        with torch.cuda.stream(other):
             handles[1].wait()
 
     fs.run(main, mesh=mesh)
@@ -104,20 +112,10 @@ def test_waiter_on_another_stream_waits_for_the_stream_of_the_start(mesh, monkey
     assert recorded == [((4,), "other"), ((6,), "other")]
 
 
-def test_unpacking_into_given_memory_waits_for_the_stream_that_used_it(mesh, monkeypatch):
+def test_unpacking_into_given_memory_waits_for_the_stream_that_used_it(mesh, monkeypatch, current):
     """A block of the allocator may still be read on the waiter's stream by what had it before."""
-    current, start, other = [], Stream("start"), Stream("other")
-    current.append(start)
-
-    @contextmanager
-    def stream(entered):
-        current.append(entered)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
-    monkeypatch.setattr(torch.cuda, "stream", stream)
+    start = current[0]
+    other = Stream("other")
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
 
     def main():
@@ -126,31 +124,22 @@ def test_unpacking_into_given_memory_waits_for_the_stream_that_used_it(mesh, mon
             plan_reshard(fs.Layout(mesh, P.flat("d")), fs.Layout(mesh, P()), shape)
             for shape in shapes
         ]
-        finish = start_reshard([torch.ones(2), torch.ones(3)], plans, call_site(), ahead=True)
+        reshard = start_reshard([torch.ones(2), torch.ones(3)], plans, call_site(), ahead=True)
         memory = [torch.zeros(shape) for shape in shapes]
-        with stream(other):
-            finish(memory)
+        with torch.cuda.stream(other):
+            reshard.wait(memory)
         assert [x.sum().item() for x in memory] == [4, 6]
 
     fs.run(main, mesh=mesh)
     assert start.waited == ["other"] and other.waited == ["start"]
 
 
-def test_first_send_waits_for_its_buffer_on_a_stream_of_its_own(monkeypatch):
+def test_first_send_waits_for_its_buffer_on_a_stream_of_its_own(monkeypatch, current):
     """The stream of the caller may have kernels that the receiver takes part in only later."""
-    current, waits, caller = [], [], Stream("caller")
+    caller = current[0]
     caller.record_event = lambda: "the buffer is written"
-
-    @contextmanager
-    def stream(entered):
-        current.append(entered)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    waits = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: caller)
-    monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(
         torch.cuda,
         "Stream",
@@ -200,10 +189,10 @@ def test_started_reductions_keep_only_packed_gradients(mesh):
             gs = [torch.ones(3), torch.ones(2, 2)]
             ways = [plan_reshard(summands, after, tuple(g.shape)) for g in gs]
             alive = [ref(g) for g in gs]
-            finish = start_reshard(gs, ways, call_site(), ahead=True)
+            reshard = start_reshard(gs, ways, call_site(), ahead=True)
             del gs
             assert [g() for g in alive] == [None, None]
-            assert [y.numel() for y in finish()] == ([2, 2] if after is shards else [3, 4])
+            assert [y.numel() for y in reshard.wait()] == ([2, 2] if after is shards else [3, 4])
         leaves = {"a": torch.ones(3), "b": torch.ones(2)}
         alive = [ref(leaf) for leaf in leaves.values()]
         handle = fs.psum.start(leaves, "d")

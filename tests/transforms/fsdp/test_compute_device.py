@@ -12,7 +12,7 @@ from fshard.memory.transfers import Transfer
 from fshard.mesh.layout import flatten
 from fshard.optim.norms import device_of_sums
 from fshard.transforms.fsdp import units
-from tests.transforms.helpers.gradients import assert_equal, serial
+from tests.transforms.helpers.gradients import Product, assert_equal, serial
 
 
 @pytest.fixture
@@ -44,20 +44,6 @@ def apart(monkeypatch):
 
     monkeypatch.setattr(units, "start", start_copy)
     return move
-
-
-class Product(torch.autograd.Function):
-    """A Function of the user's, which torch calls without asking what class its arguments are of."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g @ w.T, x.T @ g
 
 
 def as_stored(p, x):
