@@ -56,7 +56,7 @@ class HostCopy:
         runtime = "process"
         scope = here()
         if scope is not None:
-            device = scope.device
+            device = scope.number
             runtime = scope.mesh.runtime
         self._back = Link("host", "device", runtime, device)
         self._source = x

@@ -102,7 +102,7 @@ class CountStorages(TorchDispatchMode):
 
         if block.is_adopted:
             scope = here()
-            if scope is not None and block.device not in (None, scope.device):
+            if scope is not None and block.device not in (None, scope.number):
                 # Several devices use it.
                 self.usage.change(block, None, block.kind, block.purpose)
         return block
@@ -207,7 +207,7 @@ class CountStorages(TorchDispatchMode):
 
         scope = here()
         if scope is not None:
-            device = scope.device
+            device = scope.number
         elif current.owner is not None:
             device = current.owner
         site = call_site(current.site)

@@ -120,7 +120,8 @@ def rounding(leaves: Iterable[tuple[Any, Any]]) -> AbstractContextManager[None]:
 def shards_and_devices(leaf: Any) -> list[tuple[Tensor, int]]:
     """Return the local shards of a leaf and their devices' numbers; [] of what is no tensor."""
     if isinstance(leaf, Sharded):
-        return list(zip(leaf.shards, local_devices(leaf.mesh), strict=True))
+        numbers = [leaf.mesh.devices[device] for device in local_devices(leaf.mesh)]
+        return list(zip(leaf.shards, numbers, strict=True))
     if isinstance(leaf, Tensor):
         return [(leaf, 0)]
     return []

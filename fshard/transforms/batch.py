@@ -436,7 +436,7 @@ def _shard_leaf(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any
     source = in_memory(leaf, mesh, "device")
     copies: list[Tensor] = []
     for device in local_devices(mesh):
-        with owned_by(device):
+        with owned_by(mesh.devices[device]):
             copies.append(lazy_copy(source))
     return cut, tuple(copies)
 
@@ -454,7 +454,7 @@ def _shard_samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
     shards: list[Tensor] = []
     for device in local_devices(mesh):
         shard = _device_samples(x, cut, layout, device)
-        with owned_by(device):
+        with owned_by(mesh.devices[device]):
             shards.append(in_memory(shard.clone(), mesh, "device"))
     return tuple(shards)
 

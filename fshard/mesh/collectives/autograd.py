@@ -230,7 +230,7 @@ class Bound(LinearMap):
         sent = move.sent(size, index, group.size)
         row = LedgerRow(move.name, group.axes, self.site._replace(leaves=()))
         for ledger in ledgers:
-            ledger.record(group.device, row, sent)
+            ledger.record(group.number, row, sent)
 
     def transposed(self) -> Bound:
         return Bound(

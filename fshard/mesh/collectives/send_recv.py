@@ -47,7 +47,7 @@ def dispatch(xs: Tensors, group: Group, to: int, site: Site, purpose: Purpose = 
         sent = Permute(((group.index, to),)).sent(size, group.index, group.size)
         row = LedgerRow("send", group.axes, site._replace(leaves=()))
         for ledger in ledgers:
-            ledger.record(group.device, row, sent)
+            ledger.record(group.number, row, sent)
     world_of(group).send(xs, group, to, site, purpose)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from numbers import Integral
 from typing import Any, cast
@@ -22,6 +23,7 @@ def make_mesh(
     axes: Mapping[str, int] | Sequence[tuple[str, int]] | Sequence[int],
     names: Sequence[str] | None = None,
     *,
+    devices: Iterable[int] | None = None,
     runtime: Runtime | None = None,
     device: str | torch.device | None = None,
     timeout: float | None = None,
@@ -32,6 +34,10 @@ def make_mesh(
         axes: {"name": size, ...}; or the sizes alone, with `names`. One size may be -1: all other
             processes, or, inside of `fs.run`, devices.
         names: of the axes, as in JAX: `make_mesh((4, 2), ("data", "model"))`.
+        devices: the numbers of its devices, in mesh order: of some processes, or of some virtual
+            devices. All processes must make it, or all devices of a run. On one that is not among
+            the devices, arrays have types and no values, and `mesh.is_member` is False. Default:
+            all devices.
         runtime: "virtual" (devices are threads of this process), "process" (devices are processes,
             over gloo or NCCL) or "abstract" (shapes only). By default: process under torchrun,
             srun, mpirun and `fs.launch`, else virtual; inside `fs.run`, the run's own.
@@ -42,27 +48,83 @@ def make_mesh(
 
     >>> make_mesh({"data": 4, "model": 2})
     Mesh(data=4, model=2; virtual, cpu)
+    >>> make_mesh({"model": 2}, devices=range(4, 6))
+    Mesh(model=2 on 4, 5; virtual, cpu)
     """
     scope = here()
     if runtime is None:
         runtime = _default_runtime(scope)
-    devices = _count_devices(runtime, scope)
-    pairs = _fill_size(_axes_with_sizes(axes, names), devices)
+    numbers = None if devices is None else _as_numbers(devices)
+    count = _count_devices(runtime, scope) if numbers is None else len(numbers)
+    pairs = _fill_size(_axes_with_sizes(axes, names), count)
     device_name = device.type if isinstance(device, torch.device) else device
-    mesh = Mesh(pairs, runtime, _choose_device_type(runtime, device_name))
+    mesh = Mesh(pairs, runtime, _choose_device_type(runtime, device_name), None, numbers)
 
     if timeout is not None and runtime != "process":
         raise MeshError(
             f"timeout={timeout} has no meaning on {mesh}: only processes can be waited for in vain."
         )
+    if numbers is not None:
+        return _mesh_of_some(mesh, scope, timeout)
     if scope is not None and runtime == scope.mesh.runtime and mesh.size != scope.mesh.root_size:
         raise MeshError(
             f"{mesh} has {mesh.size} devices, but this code runs on one of "
-            f"{scope.mesh.root_size}, of {scope.mesh}."
+            f"{scope.mesh.root_size}, of {scope.mesh}. For some of them, name their numbers: "
+            f"devices=range({mesh.size})."
         )
     if runtime == "process":
         _join_processes(mesh, timeout)
     return mesh
+
+
+def _as_numbers(devices: Any) -> tuple[int, ...]:
+    """Return numbers of devices as a tuple."""
+    is_iterable = isinstance(devices, Iterable) and not isinstance(devices, str)
+    numbers = [*devices] if is_iterable else [None]
+    if numbers and all(isinstance(_as_size(number), int) for number in numbers):
+        return tuple([int(number) for number in numbers])
+    raise MeshError(
+        "make_mesh: devices must be the numbers of processes or virtual devices, such as "
+        f"range(4, 6); got {devices!r}."
+    )
+
+
+def _mesh_of_some(mesh: Mesh, scope: Scope | None, timeout: float | None) -> Mesh:
+    """Return the caller's side of a mesh of some devices: see Note [Outside of a mesh].
+
+    Nobody waits: groups of processes are made by their members, when they first communicate.
+    """
+    if mesh.runtime == "process":
+        world = process.join(mesh.device_type, timeout)
+        caller = world.rank
+        known: Sequence[int] = range(dist.get_world_size())
+        kind = "processes"
+    elif scope is not None and scope.mesh.runtime == mesh.runtime == "virtual":
+        caller = scope.number
+        known = scope.mesh.devices
+        kind = f"devices of {scope.mesh}"
+    else:
+        return mesh  # the caller has all virtual devices, or shapes alone
+
+    missing = sorted({*mesh.devices} - {*known})
+    if missing:
+        raise MeshError(
+            f"make_mesh: devices must be numbers of the {len(known)} {kind}, "
+            f"{known[0]} to {known[-1]}; got {missing[0]}."
+        )
+    is_of_all = mesh.devices == tuple(known)
+    if is_of_all and mesh.runtime == "process":
+        mesh = replace(mesh, numbers=None)  # as `make_mesh` without devices
+        process.device_mesh(mesh)
+        return mesh
+    if caller in mesh.devices:
+        return mesh
+    return _without_caller(mesh)
+
+
+def _without_caller(mesh: Mesh) -> Mesh:
+    """Return the abstract twin of a mesh that the caller is no device of."""
+    return replace(mesh, runtime="abstract", device_type="meta", is_member=False)
 
 
 def _default_runtime(scope: Scope | None) -> Runtime:
@@ -76,11 +138,12 @@ def _join_processes(mesh: Mesh, timeout: float | None) -> None:
     process.join(mesh.device_type, timeout)
     world = dist.get_world_size()  # it is known only now
     if mesh.size != world:
+        some = f", or name some of them: devices=range({mesh.size})" if mesh.size < world else ""
         sizes = " x ".join([str(size) for _, size in mesh.axes])
         product = f"{sizes} = " if len(mesh.axes) > 1 else ""
         raise MeshError(
             f"{mesh} has {product}{mesh.size} devices, but there are {world} processes. Start it "
-            f"with torchrun --nproc-per-node {mesh.size}, or change a size."
+            f"with torchrun --nproc-per-node {mesh.size}, or change a size{some}."
         )
     process.device_mesh(mesh)
 
@@ -211,7 +274,9 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten().tolist())
     axes = tuple(zip(names, device_mesh.mesh.shape, strict=True))
     is_ordered = ranks == tuple(range(dist.get_world_size()))
-    mesh_ranks = None if is_ordered else ranks
-    mesh = Mesh(axes, "process", device_mesh.device_type, None, mesh_ranks)
+    numbers = None if is_ordered else ranks
+    mesh = Mesh(axes, "process", device_mesh.device_type, None, numbers)
+    if dist.get_rank() not in ranks:
+        return _without_caller(mesh)
     process.use_groups(mesh, device_mesh)
     return mesh

@@ -6,6 +6,12 @@ anywhere. Devices are numbered row-major: the last axis is the fastest.
     make_mesh({"data": 2, "model": 3})        model ->
                                        data   0  1  2
                                          |    3  4  5
+
+A mesh of some devices has their numbers in the world: those of processes, or of virtual devices.
+Meshes may be disjoint, overlap, or have the same devices in another order.
+
+    make_mesh({"model": 2}, devices=(4, 5))   model ->
+                                              4  5
 """
 
 from __future__ import annotations
@@ -28,6 +34,18 @@ Runtime = Literal["virtual", "process", "abstract"]
 """The kind of devices: threads of this process, processes of torch.distributed, or shapes only."""
 
 
+# Note [Outside of a mesh]
+# One program text runs on all processes, or as all virtual devices of a run. On those that are not
+# among the devices of a mesh, `make_mesh` returns its abstract twin: equal but for the runtime.
+# Arrays on it have a type and no values, functions and steps on it run on shapes and wait for
+# nobody, and nothing of it is counted. So each process has the type of every array in the program,
+# and calls that name two meshes, such as a reshard from one to another, know both ends everywhere.
+#
+#     process               0          1          2
+#     mesh of 0 and 1       process    process    abstract
+#     mesh of 2             abstract   abstract   process
+
+
 @dataclass(frozen=True)
 class Mesh(CachedHash):
     """A named grid of devices: immutable, hashable, compared by value. Made by `make_mesh`.
@@ -37,10 +55,13 @@ class Mesh(CachedHash):
         runtime: "virtual", "process" or "abstract".
         device_type: "cpu", "cuda" or, on an abstract mesh, "meta".
         parent: the (name, size) pairs of the mesh that this one was sliced from, or None.
-        ranks: torch.distributed ranks of the devices in mesh order, where they are not 0, 1, 2, ...
+        numbers: of the devices in the world, in mesh order, where they are not 0, 1, 2, ... On a
+            process mesh these are ranks. Of a sliced mesh they are those of `parent`.
         zigzag: an axis along which shards of arrays are in zigzag order: see `arithmetic.zigzag`.
             For operations on arrays.
         is_varying: arrays on it are those of a loss function: see `mesh/reshard/varying.py`.
+        is_member: False on a process, or in a virtual device of a run, that is not among the
+            devices. There the mesh is abstract: see Note [Outside of a mesh].
 
     >>> mesh = Mesh((("data", 4), ("model", 2)), "virtual", "cpu")
     >>> mesh.size, mesh.axis_names, dict(mesh.shape)
@@ -53,9 +74,10 @@ class Mesh(CachedHash):
     runtime: Runtime
     device_type: str
     parent: tuple[tuple[str, int], ...] | None = None
-    ranks: tuple[int, ...] | None = None
+    numbers: tuple[int, ...] | None = None
     zigzag: str | None = None
     is_varying: bool = False
+    is_member: bool = True
 
     def __post_init__(self) -> None:
         errors: list[str] = []
@@ -74,6 +96,8 @@ class Mesh(CachedHash):
         repeated = sorted({name for name in names if names.count(name) > 1}, key=str)
         if repeated:
             errors.append(f"axis {_quote(repeated)} is named more than once")
+        if self.numbers is not None and not errors:
+            errors += _errors_of_numbers(self.numbers, self.root_size)
         if errors:
             raise MeshError("This mesh cannot be made: " + "; ".join(errors) + ".")
 
@@ -111,6 +135,35 @@ class Mesh(CachedHash):
     def root_size(self) -> int:
         """Number of devices of the parent mesh, or of this one without a parent."""
         return prod(size for _, size in self.parent or self.axes)
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """The numbers of the devices in the world, in mesh order; of a sliced mesh its parent's."""
+        if self.numbers is not None:
+            return self.numbers
+        return tuple(range(self.root_size))
+
+    @cached_property
+    def root(self) -> Mesh:
+        """The mesh that this one was sliced from, or this one."""
+        if self.parent is None:
+            return self
+        return replace(self, axes=self.parent, parent=None, zigzag=None, is_varying=False)
+
+    @cached_property
+    def first_row(self) -> Mesh:
+        """The devices of a sliced mesh that the first device is among, as a mesh of their own."""
+        numbers: list[int] = []
+        for device in range(self.size):
+            coordinates = self.coordinates(device)
+            offsets = [coordinates[axis] * stride for axis, stride in self.strides.items()]
+            numbers.append(self.devices[sum(offsets)])
+        is_counted = numbers == [*range(self.size)]
+        return replace(self, parent=None, numbers=None if is_counted else tuple(numbers))
+
+    def has_devices_of(self, other: Mesh) -> bool:
+        """Return True if two meshes, or those they were sliced from, number the same devices."""
+        return self.numbers == other.numbers and self.root_size == other.root_size
 
     def coordinates(self, device: int) -> dict[str, int]:
         """Return a device's coordinate along each axis: {"data": 2, "model": 1}."""
@@ -164,7 +217,7 @@ class Mesh(CachedHash):
         if names == self.axis_names:
             return self
         pairs = tuple((name, self.shape[name]) for name in names)
-        return Mesh(pairs, self.runtime, self.device_type, self.parent or self.axes, self.ranks)
+        return replace(self.root, axes=pairs, parent=self.parent or self.axes)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.axis_names)
@@ -173,8 +226,12 @@ class Mesh(CachedHash):
 
     def __str__(self) -> str:
         parent = f" of {_grid(self.parent)}" if self.parent is not None else ""
+        numbers = "" if self.numbers is None else f" on {_shortened(self.numbers)}"
+        kind = f"{self.runtime}, {self.device_type}"
+        if not self.is_member:
+            kind = "without this device"
         order = f", zigzag over {self.zigzag}" if self.zigzag else ""
-        return f"Mesh({_grid(self.axes)}{parent}; {self.runtime}, {self.device_type}{order})"
+        return f"Mesh({_grid(self.axes)}{parent}{numbers}; {kind}{order})"
 
     __repr__ = __str__
 
@@ -241,6 +298,34 @@ def require_mesh(caller: str, mesh: object = None) -> Mesh:
 
 def _grid(axes: Iterable[tuple[str, int]]) -> str:
     return ", ".join([f"{name}={size}" for name, size in axes])
+
+
+def _errors_of_numbers(numbers: tuple[int, ...], count: int) -> list[str]:
+    errors: list[str] = []
+    if len(numbers) != count:
+        errors.append(f"it has {count} devices, but {len(numbers)} numbers: {numbers}")
+    repeated = sorted({number for number in numbers if numbers.count(number) > 1})
+    if repeated:
+        errors.append(f"device {repeated[0]} is named more than once")
+    if min(numbers, default=0) < 0:
+        errors.append(f"device {min(numbers)} is negative: devices are counted from 0")
+    return errors
+
+
+def _shortened(numbers: tuple[int, ...]) -> str:
+    """Return numbers in words, ranges by their ends.
+
+    >>> _shortened((4, 5, 6, 7)), _shortened((3, 1, 0))
+    ('4 to 7', '3, 1, 0')
+    """
+    first = numbers[0]
+    last = numbers[-1]
+    if len(numbers) > 2 and numbers == tuple(range(first, last + 1)):
+        return f"{first} to {last}"
+    shown = [str(number) for number in numbers[:8]]
+    if len(numbers) > 8:
+        shown.append("...")
+    return ", ".join(shown)
 
 
 def _quote(names: Iterable[str]) -> str:

@@ -272,7 +272,7 @@ def _copy(x: Sharded | Tensor) -> Sharded | Tensor:
     keeps_strides = x.layout.memory == "device" or transformed()
     copies = list[Tensor]()
     for device, shard in zip(local_devices(x.mesh), x.shards, strict=True):
-        with owned_by(device):
+        with owned_by(x.mesh.devices[device]):
             if keeps_strides:
                 copies.append(shard.clone())
             else:
@@ -385,7 +385,9 @@ def _shard_value(x: Tensor, layout: Layout) -> Sharded:
 
     shards = list[Tensor]()
     for device, view in zip(local_devices(layout.mesh), sliced(x, layout), strict=True):
-        with owned_by(device):  # copied: views would keep x alive, and change with it
+        with owned_by(
+            layout.mesh.devices[device]
+        ):  # copied: views would keep x alive, and change with it
             shards.append(copy_in(layout.memory, view, layout.mesh.device_type))
     return Sharded(tuple(x.shape), layout, tuple(shards))
 
@@ -502,9 +504,10 @@ def _moved_to_memory(shards: Tensors, mesh: Mesh, before: Memory, after: Memory)
         return shards
     moved = list[Tensor]()
     for device, x in zip(local_devices(mesh), shards, strict=True):
+        number = mesh.devices[device]
         for ledger in active():
-            ledger.record_move(device, before, after, x.nbytes)
-        with owned_by(device):
+            ledger.record_move(number, before, after, x.nbytes)
+        with owned_by(number):
             moved.append(in_memory(x, mesh, after))
     return tuple(moved)
 

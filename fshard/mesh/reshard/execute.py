@@ -365,10 +365,11 @@ class SharedStep:
         for shard, step in zip(shards, self.steps, strict=True):
             sent += step.elements * shard.element_size()
 
+        number = scope.mesh.devices[device]
         site = site._replace(leaves=())  # a line of the program has one row, for all of its leaves
         row = LedgerRow(self.move.name, self.axes, site)
         for ledger in active():
-            ledger.record(device, row, sent)
+            ledger.record(number, row, sent)
 
 
 def _shared_move(steps: list[Step]) -> Move | None:

@@ -138,13 +138,15 @@ class ProcessWorld:
 
     def device(self, mesh: Mesh) -> int:
         """Return this process's device number in the parent of `mesh`."""
-        if mesh.ranks is None:
+        if mesh.numbers is None:
             return self.rank
-        if self.rank not in mesh.ranks:
+        if self.rank not in mesh.numbers:
             raise MeshError(
-                f"Process {self.rank} is not part of {mesh}, whose processes are {mesh.ranks}."
+                f"Process {self.rank} is not part of {mesh}, whose processes are {mesh.numbers}. "
+                "Make the mesh on each process: fs.make_mesh(..., devices=...) gives each its side "
+                "of it."
             )
-        return mesh.ranks.index(self.rank)
+        return mesh.numbers.index(self.rank)
 
     def current(self) -> ProcessWorld:
         """Return itself: processes do not come and go."""
@@ -475,7 +477,7 @@ class ProcessWorld:
 
     def is_near(self, mesh: Mesh) -> bool:
         """Return True if all processes of a mesh and of its parent are on this machine."""
-        return self.are_near(mesh.ranks or tuple(range(mesh.root_size)))
+        return self.are_near(mesh.devices)
 
 
 def _unpack_results(
@@ -594,8 +596,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
         return torch_mesh
 
     if mesh.parent is not None:
-        root = type(mesh)(mesh.parent, mesh.runtime, mesh.device_type, None, mesh.ranks)
-        torch_mesh = device_mesh(root)[mesh.axis_names]
+        torch_mesh = device_mesh(mesh.root)[mesh.axis_names]
     else:
         torch_mesh = _new_device_mesh(mesh)
     use_groups(mesh, torch_mesh)
@@ -605,7 +606,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
 def _new_device_mesh(mesh: Mesh) -> DeviceMesh:
     """Make torch's mesh of all processes, of a group for each axis through this one."""
     world = ProcessWorld.of(mesh)
-    ranks = mesh.ranks or tuple(range(mesh.size))
+    ranks = mesh.devices
     device = world.device(mesh)
     groups: list[Any] = []
     for size, stride in mesh.steps.values():

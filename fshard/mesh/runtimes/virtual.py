@@ -194,6 +194,27 @@ class VirtualWorld(OneProcessWorld):
         self._failure: tuple[int, BaseException] | None = None
         self._stopping = False
         self._is_over = False
+        # The threads by the numbers of their devices in the world; None if they are equal.
+        self._threads_by_number: dict[int, int] | None = None
+        if mesh.numbers is not None:
+            pairs = [(number, thread) for thread, number in enumerate(mesh.numbers)]
+            self._threads_by_number = dict(pairs)
+
+    def has_devices_of(self, mesh: Mesh) -> bool:
+        """Return True if the devices of a mesh are devices of this run.
+
+        A mesh that numbers no devices is one of the run only if it has as many: else it is of
+        virtual devices of its own.
+        """
+        if mesh.numbers is None:
+            return mesh.has_devices_of(self.mesh)
+        return {*mesh.numbers} <= {*self.mesh.devices}
+
+    def _thread(self, number: int) -> int:
+        """Return the thread of the device with a number in the world."""
+        if self._threads_by_number is None:
+            return number
+        return self._threads_by_number[number]
 
     def represents(self, axes: tuple[str, ...]) -> bool:
         """Return False: each device has a thread."""
@@ -412,14 +433,15 @@ class VirtualWorld(OneProcessWorld):
             slot.results = _compute_results(slot)
             slot.values = {}  # arguments must not live as long as results
             self._ready.extend(slot.waiting)
-        return Arrival(self, slot, index, group.device)
+        return Arrival(self, slot, index, self._thread(group.number))
 
     def _raise_mismatch(
         self, slot: CollectiveSlot, call: VirtualCall, group: Group, site: Site
     ) -> NoReturn:
-        lines = [(group.device, call.text_at(site))]
+        lines = [(self._thread(group.number), call.text_at(site))]
         for index in slot.values:
-            lines.append((group.member(index), slot.call.text_at(slot.sites[index])))
+            thread = self._thread(group.members[index])
+            lines.append((thread, slot.call.text_at(slot.sites[index])))
         table = _table_of_devices([(self.name(device), text) for device, text in sorted(lines)])
         hint = ""
         if call == slot.call:
@@ -438,9 +460,10 @@ class VirtualWorld(OneProcessWorld):
         """Put copies into the mail; the sender runs on."""
         if self._stopping:
             raise Stopped
-        route = (group.device, group.member(to))
+        sender = self._thread(group.number)
+        route = (sender, self._thread(group.members[to]))
         copies = tuple([x.detach().clone() for x in xs])
-        message = VirtualMessage(copies, purpose, self.name(group.device), site)
+        message = VirtualMessage(copies, purpose, self.name(sender), site)
         self.mail[route].append(message)
         if route in self.listening:
             self._ready.append(self.listening.pop(route))
@@ -456,8 +479,9 @@ class VirtualWorld(OneProcessWorld):
         """Request the next message of the device at index `source`."""
         if self._stopping:
             raise Stopped
-        route = (group.member(source), group.device)
-        return Parcel(self, route, group.device, likes, site, purpose)
+        receiver = self._thread(group.number)
+        route = (self._thread(group.members[source]), receiver)
+        return Parcel(self, route, receiver, likes, site, purpose)
 
     def _check_nothing_left(self) -> None:
         lines: set[str] = set()

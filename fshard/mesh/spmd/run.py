@@ -25,10 +25,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage]
 
-from fshard.errors import LayoutError
+from fshard.errors import LayoutError, MeshError
 from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply
+from fshard.mesh.collectives.ledger import uncounted
 from fshard.mesh.layout import Mesh, flatten, require_mesh, unflatten
 from fshard.mesh.layout.array_methods import ArrayMethods
+from fshard.mesh.layout.counting import without_counters
 from fshard.mesh.runtimes.abstract import AbstractWorld, representative
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.runtimes.virtual import VirtualWorld
@@ -41,14 +43,25 @@ Result = TypeVar("Result")
 
 
 def inside(mesh: Mesh) -> Scope | None:
-    """Return the scope in which the caller is a device of `mesh`; None outside."""
+    """Return the scope in which the caller is a device of `mesh`; None outside.
+
+    A scope of another mesh counts, if it numbers the same devices.
+    """
     scope = here()
     is_inside = (
-        scope is not None
-        and scope.mesh.runtime == mesh.runtime
-        and scope.mesh.root_size == mesh.root_size
+        scope is not None and scope.mesh.runtime == mesh.runtime and scope.mesh.has_devices_of(mesh)
     )
     return scope if is_inside else None
+
+
+def run_around(mesh: Mesh) -> Scope | None:
+    """Return the caller's scope, if it is of a virtual run that has the devices of `mesh`."""
+    scope = here()
+    if scope is None or mesh.runtime != "virtual":
+        return None
+    world = scope.world
+    has_devices = isinstance(world, VirtualWorld) and world.has_devices_of(mesh)
+    return scope if has_devices else None
 
 
 def resolve_mesh(mesh: Mesh) -> Mesh:
@@ -61,12 +74,13 @@ def resolve_mesh(mesh: Mesh) -> Mesh:
     scope = inside(mesh)
     if scope is not None and scope.mapped:
         return mesh
-    return Mesh(mesh.parent, mesh.runtime, mesh.device_type, None, mesh.ranks)
+    return mesh.root
 
 
 def is_outside(mesh: Mesh) -> bool:
     """Return True if the caller runs all devices of a virtual mesh, and so has all shards."""
-    return mesh.runtime == "virtual" and inside(mesh) is None
+    is_virtual = mesh.runtime == "virtual"
+    return is_virtual and inside(mesh) is None and run_around(mesh) is None
 
 
 def device_of(mesh: Mesh) -> int:
@@ -76,8 +90,22 @@ def device_of(mesh: Mesh) -> int:
         return scope.device
     if mesh.runtime == "process":
         return ProcessWorld.of(mesh).device(mesh)
+    outer = run_around(mesh)
+    if outer is not None:
+        return _device_of_number(mesh, outer.number)
     current = representative()
     return 0 if current is None else current.device
+
+
+def _device_of_number(mesh: Mesh, number: int) -> int:
+    """Return the device of a mesh that has a number in the world; raise if there is none."""
+    if number not in mesh.devices:
+        raise MeshError(
+            f"device {number} runs code on {mesh}, but is none of its devices, {mesh.devices}. "
+            "Make the mesh in the function of fs.run, where fs.make_mesh(..., devices=...) gives "
+            "each device its side of it."
+        )
+    return mesh.devices.index(number)
 
 
 def local_devices(mesh: Mesh) -> tuple[int, ...]:
@@ -119,7 +147,7 @@ def run_on_devices(
             return [body(mesh.local_index(scope.device))]
 
     # From outside, the devices along some axes of a mesh are a mesh of their own.
-    alone = mesh if mesh.parent is None else Mesh(mesh.axes, mesh.runtime, mesh.device_type)
+    alone = mesh if mesh.parent is None else mesh.first_row
     virtual = VirtualWorld(alone)
 
     def on_thread(device: int) -> Any:
@@ -141,9 +169,13 @@ def as_one_device(
     each world or outer scope.
     """
     outer = inside(mesh)
+    around = None if outer is not None else _scope_around(mesh)
     if outer is not None:
         world = outer.world
         scopes = outer.inner
+    elif around is not None:
+        world = around.world
+        scopes = around.inner
     else:
         world = ProcessWorld.of(mesh) if mesh.runtime == "process" else _ABSTRACT
         scopes = world.scopes
@@ -158,9 +190,39 @@ def as_one_device(
         scopes[key] = scope
 
     is_outermost_abstract = mesh.runtime == "abstract" and outer is None
-    valueless = Valueless() if is_outermost_abstract else nullcontext()
+    valueless = _on_shapes(mesh) if is_outermost_abstract else nullcontext()
     with entered(scope), backward_in_caller(), valueless:
         yield scope
+
+
+def _scope_around(mesh: Mesh) -> Scope | None:
+    """Return the scope of the virtual run that has the devices of a mesh; raise in a `shard_map`.
+
+    There the axes of the caller's mesh can be named, which number other devices.
+    """
+    scope = here()
+    if scope is None:
+        return None
+    around = run_around(mesh)
+    is_of_same_world = around is not None or scope.mesh.runtime == mesh.runtime == "process"
+    is_elsewhere = not mesh.is_member or not scope.mesh.is_member
+    if scope.mapped and (is_of_same_world or is_elsewhere):
+        raise MeshError(
+            f"{mesh} has other devices than {scope.mesh}, in whose shard_map or loss function it "
+            "is used. Use it outside: what the function needs is an argument of it."
+        )
+    return around
+
+
+@contextmanager
+def _on_shapes(mesh: Mesh) -> Generator[None]:
+    """Run a block on tensors without values; what is of other devices is not counted here."""
+    with Valueless():
+        if mesh.is_member:
+            yield
+        else:
+            with uncounted(), without_counters():
+                yield
 
 
 # Note [Backwards run in the calling thread]

@@ -49,7 +49,7 @@ class Group:
         size: the number of devices.
         device: the number of the calling device in the mesh.
         world: the runtime.
-        ranks: of processes, if they differ from the device numbers.
+        numbers: of all devices of the mesh in the world, if they are not 0, 1, 2, ...
     """
 
     axes: tuple[str, ...]
@@ -59,12 +59,19 @@ class Group:
     size: int
     device: int
     world: World
-    ranks: tuple[int, ...] | None = None
+    numbers: tuple[int, ...] | None = None
 
     @property
-    def key(self) -> tuple[int, tuple[tuple[int, int], ...]]:
+    def key(self) -> tuple[object, ...]:
         """A key that is equal on all devices of the group, and only there."""
-        return self.base, self.dims
+        if self.numbers is None:
+            return self.base, self.dims
+        return self.members
+
+    @property
+    def number(self) -> int:
+        """The number of the calling device in the world."""
+        return self.device if self.numbers is None else self.numbers[self.device]
 
     def member(self, index: int) -> int:
         """Return the device number, in the full mesh, of the device at `index` of the group."""
@@ -77,11 +84,11 @@ class Group:
 
     @cached_property
     def members(self) -> tuple[int, ...]:
-        """The ranks (or numbers) of all devices of the group, in its order."""
-        numbers = tuple([self.member(index) for index in range(self.size)])
-        if self.ranks is None:
-            return numbers
-        return tuple([self.ranks[number] for number in numbers])
+        """The numbers in the world of all devices of the group, in its order."""
+        devices = tuple([self.member(index) for index in range(self.size)])
+        if self.numbers is None:
+            return devices
+        return tuple([self.numbers[device] for device in devices])
 
     @property
     def represents_all(self) -> bool:
@@ -169,6 +176,12 @@ class Scope:
             self.is_for_shapes = outer.is_for_shapes
         self.mapped_axes = frozenset(self.mapped)
 
+    @property
+    def number(self) -> int:
+        """The number of the device in the world."""
+        numbers = self.mesh.numbers
+        return self.device if numbers is None else numbers[self.device]
+
     def replaced(self, **fields: Any) -> Scope:
         """Return a scope of the same device and axes, with other values of some fields."""
         # Groups are those of the same device; inner scopes would have the old values.
@@ -205,7 +218,7 @@ class Scope:
 
         dims = tuple([self.axes[name] for name in names])
         base, index, size = _group_position(self.device, dims)
-        return Group(names, dims, base, index, size, self.device, self.world, self.mesh.ranks)
+        return Group(names, dims, base, index, size, self.device, self.world, self.mesh.numbers)
 
     def user_call(self, name: str) -> UserCall | None:
         """Return a call in a loss function or in the code of `fs.run`.

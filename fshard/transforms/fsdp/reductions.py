@@ -277,7 +277,8 @@ class Reducer:
         buffers: list[Tensor] = []
         for g in gradients.values():
             buffers.append(empty_in("host", g.shape, g.dtype, mesh.device_type))
-        link = Link("device", "host", mesh.runtime, local_devices(mesh)[0])
+        number = mesh.devices[local_devices(mesh)[0]]
+        link = Link("device", "host", mesh.runtime, number)
         transfer = start([*gradients.values()], buffers, link)
         self._sent |= dict.fromkeys(indices, SentGradients(indices, transfer, copies))
 

@@ -120,7 +120,7 @@ class Unit:
         mesh = self.plan.params[positions[0]].gradient.mesh
         shards = [self.shards[position] for position in positions]
         targets = [empty_in("device", x.shape, x.dtype, mesh.device_type) for x in shards]
-        link = Link(memory, "device", mesh.runtime, self.context.scope.device)
+        link = Link(memory, "device", mesh.runtime, self.context.scope.number)
         return start(shards, targets, link)
 
     @torch.no_grad()

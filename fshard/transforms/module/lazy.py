@@ -198,7 +198,7 @@ def reserved(x: Any, layout: Layout) -> Sharded:
     shards: list[Tensor] = []
     for device in local_devices(layout.mesh):
         shape = layout.local_shape(x.shape, device)
-        with owned_by(device):
+        with owned_by(layout.mesh.devices[device]):
             shards.append(empty_in(layout.memory, shape, x.dtype, kind))
     return Sharded(tuple(x.shape), layout, tuple(shards))
 
