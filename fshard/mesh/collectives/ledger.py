@@ -7,6 +7,7 @@ It counts the bytes of the bandwidth-optimal algorithm, for n devices with B byt
     all_gather                  (n-1) B
     ppermute, send              B
     broadcast                   B       a chain, whose last device sends nothing
+    reshard                     the elements that devices of another mesh lack, each once
 
 Of shards of unequal sizes each device counts those that it sends. A program has the same ledger,
 device by device, on virtual and process meshes; fractions are exact. On an abstract mesh one device
@@ -46,6 +47,7 @@ COUNTED = (
     "ppermute",
     "broadcast",
     "send",
+    "reshard",
 )
 """Collectives, by the names of rows."""
 
@@ -64,7 +66,8 @@ class Ledger(Tabular):
 
     `devices` maps the number of a device to its rows: all devices on a virtual mesh, this process's
     own on a process mesh, the representative's on an abstract one. `moves` maps it to the bytes
-    that the device moved between two memories.
+    that the device moved between two memories. `links` maps (sender, receiver), two numbers, to the
+    bytes of reshards from one mesh to another.
     """
 
     devices: dict[int, dict[LedgerRow, Entry]] = field(
@@ -73,6 +76,7 @@ class Ledger(Tabular):
     moves: dict[int, Counter[tuple[Memory, Memory]]] = field(
         default_factory=dict[int, Counter[tuple[Memory, Memory]]]
     )
+    links: Counter[tuple[int, int]] = field(default_factory=Counter[tuple[int, int]])
 
     def record(self, device: int, row: LedgerRow, sent: Fraction) -> None:
         """Add one call of one device."""
@@ -83,6 +87,10 @@ class Ledger(Tabular):
     def record_move(self, device: int, source: Memory, target: Memory, count: int) -> None:
         """Add bytes that one device moved between two memories."""
         self.moves.setdefault(device, Counter())[source, target] += count
+
+    def record_link(self, sender: int, receiver: int, count: int) -> None:
+        """Add bytes that one device sent to one other, in a reshard between meshes."""
+        self.links[sender, receiver] += count
 
     def moved(self, source: Memory, target: Memory, device: int | None = None) -> int:
         """Return the bytes of arrays that a device moved between two memories.

@@ -94,7 +94,7 @@ def describe(move: Move) -> str:
     options: list[str] = []
     for option in fields(cast("Any", move)):
         value = getattr(move, option.name)
-        if value is not False:
+        if option.repr and value is not False:
             options.append(f"{option.name}={value!r}")
     return f"{move.name}({', '.join(options)})" if options else move.name
 
@@ -106,6 +106,8 @@ class Wired(Move):
     """
 
     wire: ClassVar[WireKind]
+    has_one_line: ClassVar[bool] = True
+    """False if devices may call it in different lines of the program, as those of two meshes."""
 
     @property
     def keeps_rows(self) -> bool:

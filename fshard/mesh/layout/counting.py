@@ -56,6 +56,10 @@ class CollectiveCounter(Protocol):
         """Add bytes that one device moved between two memories."""
         ...
 
+    def record_link(self, sender: int, receiver: int, count: int) -> None:
+        """Add bytes that one device sent to one other, in a reshard between meshes."""
+        ...
+
 
 class StorageCounter(Protocol):
     """Counts storages: see `fshard.memory.limit`, which is above this package."""

@@ -161,6 +161,12 @@ class Mesh(CachedHash):
         is_counted = numbers == [*range(self.size)]
         return replace(self, parent=None, numbers=None if is_counted else tuple(numbers))
 
+    @property
+    def grid(self) -> str:
+        """Axes and devices in words, which are equal inside and outside of the mesh."""
+        numbers = "" if self.numbers is None else f" on {_shortened(self.numbers)}"
+        return _grid(self.axes) + numbers
+
     def has_devices_of(self, other: Mesh) -> bool:
         """Return True if two meshes, or those they were sliced from, number the same devices."""
         return self.numbers == other.numbers and self.root_size == other.root_size
@@ -226,12 +232,11 @@ class Mesh(CachedHash):
 
     def __str__(self) -> str:
         parent = f" of {_grid(self.parent)}" if self.parent is not None else ""
-        numbers = "" if self.numbers is None else f" on {_shortened(self.numbers)}"
         kind = f"{self.runtime}, {self.device_type}"
         if not self.is_member:
             kind = "without this device"
         order = f", zigzag over {self.zigzag}" if self.zigzag else ""
-        return f"Mesh({_grid(self.axes)}{parent}{numbers}; {kind}{order})"
+        return f"Mesh({self.grid}{parent}; {kind}{order})"
 
     __repr__ = __str__
 

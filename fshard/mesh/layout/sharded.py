@@ -73,6 +73,11 @@ class Sharded(ArrayMethods):
         return self.layout.mesh
 
     @property
+    def is_local(self) -> bool:
+        """False on a process outside of the mesh, where the array is a type without values."""
+        return self.layout.mesh.is_member
+
+    @property
     def spec(self) -> P:
         return self.layout.spec
 

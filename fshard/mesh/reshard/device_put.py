@@ -1,11 +1,12 @@
 """Change the layout of tensors: `device_put`, `reshard`, `unshard`.
 
     device_put    a plain tensor, equal on all processes    ->    an array
-    reshard       an array in one layout                    ->    an array in another
+    reshard       an array in one layout                    ->    an array in another, on any mesh
     unshard       an array                                  ->    a plain tensor
 
 Each is a function of one device, made of collectives and local moves with transposes, and run on
-every device of the caller. `plan` chooses the steps, `execute` runs them.
+every device of the caller. `plan` chooses the steps, `execute` runs them. To another mesh `between`
+moves them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from numbers import Number
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
@@ -40,6 +42,7 @@ from fshard.mesh.layout import (
 )
 from fshard.mesh.layout.kinds import copy_in, owned_by
 from fshard.mesh.layout.sharded import Sharded, in_memory, key_of
+from fshard.mesh.reshard.between import can_move_between, move_between
 from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard, start_reshard
 from fshard.mesh.reshard.varying import is_left, leave_loss
 from fshard.mesh.spmd.global_inputs import compare_inputs
@@ -157,6 +160,7 @@ def _reshard_tree(
     as_array: Callable[[Any, Layout], Sharded | None],
     *,
     may_alias: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> PyTree:
     """Reshard the leaves of a tree by a prefix tree of layouts.
 
@@ -166,6 +170,7 @@ def _reshard_tree(
         layouts: a layout or P for each leaf; None leaves it unchanged.
         as_array: returns a leaf as an array on the mesh of its layout; None leaves it unchanged.
         may_alias: results may share memory with the leaves.
+        dtype: of the results that have floating-point numbers; None for their own.
     """
     paths, leaves, structure = flatten_with_paths(tree, none_is_leaf=True)
     try:
@@ -195,7 +200,7 @@ def _reshard_tree(
                     arrays[index] = array
                     new_layouts.append(layout)
 
-    results = reshard_all([*arrays.values()], new_layouts, call_site())
+    results = reshard_all([*arrays.values()], new_layouts, call_site(), dtype)
     if not may_alias:
         results = without_aliases(results, [leaves[index] for index in arrays])
     for index, result in zip(arrays, results, strict=True):
@@ -307,13 +312,13 @@ def validate_leaf(leaf: Any, layout: Layout) -> None:
 def device_put(tree: PyTree, layout: PyTree) -> PyTree:
     """Shard global values: every process has the full values and keeps its shards.
 
-    All processes of the mesh must call it. One small collective for a call compares a hash of the
-    plain tensors, and different ones raise. A step shards its batch without this; inside
-    `shard_map` and loss functions nothing is compared.
+    All processes of the mesh must call it, and those of an array's own mesh. One small collective
+    for a call compares a hash of the plain tensors, and different ones raise. A step shards its
+    batch without this; inside `shard_map` and loss functions nothing is compared.
 
     Args:
-        tree: a tensor or tree of tensors, the same on every process. A `Sharded` is resharded; one
-            of another mesh is unsharded first. Tied tensors stay tied.
+        tree: a tensor or tree of tensors, the same on every process. A `Sharded` is resharded, to
+            another mesh too. Tied tensors stay tied.
         layout: a layout, or a tree of layouts that is a prefix of `tree`; None leaves a leaf
             unchanged. A P is a layout on the mesh of `fs.use_mesh`, or else of the arrays in
             `tree`.
@@ -354,7 +359,7 @@ def put_equal(tree: PyTree, layout: PyTree, *, may_alias: bool = False) -> PyTre
 
     def as_array(leaf: Any, target: Layout) -> Sharded:
         validate_leaf(leaf, target)
-        if isinstance(leaf, Sharded) and leaf.mesh == target.mesh:
+        if isinstance(leaf, Sharded) and _can_reshard(leaf.mesh, target.mesh):
             return leaf
         key = (key_of(leaf), target)
         if key not in arrays:
@@ -393,11 +398,21 @@ def _shard_value(x: Tensor, layout: Layout) -> Sharded:
 
 
 @uncompiled
-def reshard(tree: PyTree, layout: PyTree) -> PyTree:
-    """Change the layouts of global arrays on their mesh, by collectives: see `plan`.
+def reshard(tree: PyTree, layout: PyTree, *, dtype: torch.dtype | None = None) -> PyTree:
+    """Change the layouts of global arrays, by collectives: see `plan`.
 
     Plain tensors, which are global values, and leaves whose layout is None are returned unchanged.
     An array that has its layout already is copied: a result never changes with its source.
+
+    To layouts on another mesh, each element is sent once to each device that lacks it. All
+    processes of both meshes must call it; on others it returns the types of the results at once.
+
+    Args:
+        tree: a tree of arrays.
+        layout: a layout, or a tree of layouts that is a prefix of `tree`; None leaves a leaf
+            unchanged. A P is a layout on the mesh of `fs.use_mesh`, or else of the arrays.
+        dtype: of results with floating-point numbers. They are cast where that sends less: before
+            they are sent, or after.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -407,6 +422,11 @@ def reshard(tree: PyTree, layout: PyTree) -> PyTree:
     ...     y = reshard(x, fs.Layout(mesh, P(None, "data")))
     >>> fs.typeof(y), comm.by_collective()
     (f32[4, 4@data], {('all_to_all', ('data',)): (1, Fraction(12, 1))})
+    >>> engine = fs.make_mesh({"model": 2}, devices=range(4, 6))
+    >>> with fs.ledger() as comm:
+    ...     z = reshard(x, fs.Layout(engine, P("model")), dtype=torch.bfloat16)
+    >>> fs.typeof(z), dict(comm.links)  # (sender, receiver): bytes
+    (bf16[4@model, 4], {(0, 4): 8, (1, 4): 8, (2, 5): 8, (3, 5): 8})
     """
     has_arrays = any(isinstance(x, Sharded) for x in flatten(tree)[0])
 
@@ -418,33 +438,59 @@ def reshard(tree: PyTree, layout: PyTree) -> PyTree:
             raise TypeError(
                 f"a Sharded is needed; got {type(leaf).__name__}. Shard tensors with fs.device_put."
             )
-        if leaf.mesh != target.mesh:
+        if not _can_reshard(leaf.mesh, target.mesh):
             raise LayoutError(
                 f"the tensor is on {leaf.mesh} and cannot be resharded to {target.mesh}. "
                 "Use fs.device_put."
             )
         return leaf
 
-    return _reshard_tree("reshard", tree, layout, as_array)
+    validate_dtype("reshard", dtype)
+    return _reshard_tree("reshard", tree, layout, as_array, dtype=dtype)
 
 
-def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) -> list[Sharded]:
-    """Reshard global arrays on their mesh.
+def validate_dtype(caller: str, dtype: object) -> None:
+    """Raise unless floating-point numbers can be cast to a dtype."""
+    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    if dtype is not None and not is_float:
+        raise TypeError(
+            f"{caller}: dtype must be a floating-point dtype, such as torch.bfloat16; got {dtype}."
+        )
+
+
+def _can_reshard(before: Mesh, after: Mesh) -> bool:
+    return before == after or can_move_between(before, after)
+
+
+def reshard_all(
+    xs: Sequence[Sharded],
+    layouts: Sequence[Layout],
+    site: Site,
+    dtype: torch.dtype | None = None,
+) -> list[Sharded]:
+    """Reshard global arrays, on their mesh or to another one.
 
     Those with equal steps share collectives, and tied ones stay tied. An array that has its layout
-    already is returned.
+    already is returned. With a dtype, floating-point numbers are cast to it.
     """
     first_indices = _first_tied_indices(xs, layouts)
     results = list(xs)
-    indices_by_mesh: dict[Mesh, list[int]] = {}
+    indices_by_meshes: dict[tuple[Mesh, Mesh], list[int]] = {}
     for index in dict.fromkeys(first_indices):
-        if xs[index].layout != layouts[index]:
-            indices_by_mesh.setdefault(xs[index].mesh, []).append(index)
+        x = xs[index]
+        if x.layout != layouts[index] or _new_dtype(x, dtype) != x.dtype:
+            meshes = (x.mesh, layouts[index].mesh)
+            indices_by_meshes.setdefault(meshes, []).append(index)
 
-    for mesh, indices in indices_by_mesh.items():
+    for (before, after), indices in indices_by_meshes.items():
         arrays = [xs[index] for index in indices]
         new_layouts = [layouts[index] for index in indices]
-        resharded = _reshard_on_mesh(arrays, new_layouts, mesh, site)
+        if before == after:
+            if dtype is not None:
+                arrays = [_cast(x, _new_dtype(x, dtype)) for x in arrays]
+            resharded = _reshard_on_mesh(arrays, new_layouts, before, site)
+        else:
+            resharded = _reshard_between(arrays, new_layouts, site, dtype)
         for index, array in zip(indices, resharded, strict=True):
             results[index] = array
     return [results[index] for index in first_indices]
@@ -494,6 +540,44 @@ def _reshard_on_mesh(
     return results
 
 
+def _new_dtype(x: Sharded, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that an array is cast to: its own, if it has no floating-point numbers."""
+    is_cast = dtype is not None and x.dtype.is_floating_point
+    return dtype if is_cast else x.dtype
+
+
+def _cast(x: Sharded, dtype: torch.dtype) -> Sharded:
+    """Return an array whose shards are cast, in the same memory."""
+    if x.dtype == dtype:
+        return x
+    shards = list[Tensor]()
+    for device, shard in zip(local_devices(x.mesh), x.shards, strict=True):
+        with owned_by(x.mesh.devices[device]):
+            shards.append(in_memory(shard.to(dtype), x.mesh, x.layout.memory))
+    return Sharded(x.shape, x.layout, tuple(shards))
+
+
+def _reshard_between(
+    arrays: Sequence[Sharded],
+    layouts: Sequence[Layout],
+    site: Site,
+    dtype: torch.dtype | None,
+) -> list[Sharded]:
+    """Reshard arrays of one mesh to another: sums before and after are each mesh's own."""
+    _validate_outside_of_loss(arrays, arrays[0].mesh)
+    summed = reshard_all(arrays, [_without_sums(x.layout) for x in arrays], site)
+    targets = [_without_sums(layout) for layout in layouts]
+    dtypes = [_new_dtype(x, dtype) for x in arrays]
+    moved = move_between(summed, targets, dtypes, site)
+    return reshard_all(moved, layouts, site)
+
+
+def _without_sums(layout: Layout) -> Layout:
+    if not layout.spec.unreduced:
+        return layout
+    return layout.with_spec(layout.spec.replace(unreduced=()))
+
+
 def _execute_plans(plans: Sequence[ReshardPlan], site: Site, device: int, xs: Tensors) -> Tensors:
     return tuple(start_reshard(xs, plans, site).wait())
 
@@ -513,15 +597,20 @@ def _moved_to_memory(shards: Tensors, mesh: Mesh, before: Memory, after: Memory)
 
 
 def _validate_reshardable(arrays: Sequence[Sharded], mesh: Mesh) -> None:
-    """Raise if arrays of a mesh cannot be resharded.
+    """Raise if arrays of a mesh cannot be resharded on it.
 
-    These are arrays in zigzag order, and those of a loss function, where values are varying.
+    These are arrays in zigzag order, and those of a loss function.
     """
     if mesh.zigzag:
         raise LayoutError(
             f"an array must not be in zigzag order to be resharded; got one on {mesh}. "
             "Use plan.full(x), or fs.array.constrain."
         )
+    _validate_outside_of_loss(arrays, mesh)
+
+
+def _validate_outside_of_loss(arrays: Sequence[Sharded], mesh: Mesh) -> None:
+    """Raise for arrays of a loss function, where values are varying."""
     if any(is_left(x) and recorded(x.shards) for x in arrays):
         raise LayoutError(
             "a parameter of a planned module cannot be resharded between forward and backward. "

@@ -166,7 +166,7 @@ class LeafExchange(CachedHash):
         for receiver in np.flatnonzero(requests.counts):
             boxes = requests.boxes(int(receiver), int(replica_index))
             if boxes:
-                outgoing[int(receiver)] = self._local_boxes(self.before, boxes, index)
+                outgoing[int(receiver)] = self._in_shard(self.before, index, boxes)
 
         # It receives from the replicas of each shard with elements that it lacks.
         incoming: dict[int, list[Box]] = {}
@@ -178,12 +178,15 @@ class LeafExchange(CachedHash):
             for replica, sender in enumerate(row):
                 boxes = requests.boxes(index, replica)
                 if boxes:
-                    incoming[int(sender)] = self._local_boxes(self.after, boxes, index)
+                    incoming[int(sender)] = self._in_shard(self.after, index, boxes)
 
         overlap = [*nonempty_boxes(intersect(old_region, new_region))]
-        old_boxes = self._local_boxes(self.before, overlap, index)
-        new_boxes = self._local_boxes(self.after, overlap, index)
+        old_boxes = self._in_shard(self.before, index, overlap)
+        new_boxes = self._in_shard(self.after, index, overlap)
         return Traffic(outgoing, incoming, [*zip(old_boxes, new_boxes, strict=True)])
+
+    def _in_shard(self, spec: P, index: int, boxes: list[Numbers]) -> list[Box]:
+        return local_boxes(spec, self.shape, self.group, index, boxes)
 
     def _requests_of_row(self, devices: Numbers) -> Requests:
         """Return the requests for the shard that some replicas have."""
@@ -192,29 +195,67 @@ class LeafExchange(CachedHash):
         counts = volume(regions)
         return Requests(len(devices), regions, counts, counts.cumsum())
 
-    def _local_boxes(self, spec: P, boxes: list[Numbers], index: int) -> list[Box]:
-        """Convert boxes of global indices to boxes in the memory of a device's shard.
 
-        In the memory of a block, element (i, j, ...) is at i * strides[0] + j * strides[1] + ...,
-        less the same of the block's first element; in a flat shard also less its first element.
-        With P("a", flat="b"), shape (4, 6) and 2 x 2 devices, device (1, 1) has rows 2:4, and of
-        their 12 elements 6:12. Box [3:4, 2:5] is at 3*6 + 2 - (2*6 + 0) - 6 = 2 in its shard.
-        """
-        sizes = dict(self.group)
-        coordinates = dict(zip(sizes, unravel(index, [*sizes.values()]), strict=True))
-        block = spec.block(self.shape, sizes, coordinates)
-        steps = strides([stop - start for start, stop in block])
-        first = sum([start * step for (start, _), step in zip(block, steps, strict=True)])
-        if spec.is_flat:
-            ((flat_start, _),) = spec.ranges(self.shape, sizes, coordinates)
-            first += flat_start
+def local_boxes(
+    spec: P,
+    shape: tuple[int, ...],
+    group: Sizes,
+    index: int,
+    boxes: Sequence[Numbers],
+    zigzag_dims: Mapping[int, int] | None = None,
+) -> list[Box]:
+    """Convert boxes of global indices to boxes in the memory of a device's shard.
 
-        local_boxes: list[Box] = []
-        for box in boxes:
-            starts = box[:, 0]
-            lengths = box[:, 1] - starts
-            local_boxes.append(Box(int(starts @ steps) - first, tuple(lengths.tolist()), steps))
-        return local_boxes
+    In the memory of a block, element (i, j, ...) is at i * strides[0] + j * strides[1] + ..., less
+    the same of the block's first element; in a flat shard also less its first element. With
+    P("a", flat="b"), shape (4, 6) and 2 x 2 devices, device (1, 1) has rows 2:4, and of their 12
+    elements 6:12. Box [3:4, 2:5] is at 3*6 + 2 - (2*6 + 0) - 6 = 2 in its shard.
+
+    Args:
+        spec: of the tensor.
+        shape: of the tensor.
+        group: the axes of the devices.
+        index: of the device.
+        boxes: of global indices.
+        zigzag_dims: the number of devices along dims whose shards are in zigzag order.
+    """
+    sizes = dict(group)
+    coordinates = dict(zip(sizes, unravel(index, [*sizes.values()]), strict=True))
+    block = spec.block(shape, sizes, coordinates)
+    steps = strides([stop - start for start, stop in block])
+    first = sum([start * step for (start, _), step in zip(block, steps, strict=True)])
+    if spec.is_flat:
+        ((flat_start, _),) = spec.ranges(shape, sizes, coordinates)
+        first += flat_start
+
+    result: list[Box] = []
+    for box in boxes:
+        starts = box[:, 0]
+        lengths = box[:, 1] - starts
+        if zigzag_dims:
+            starts = _zigzag_starts(starts, block, zigzag_dims)
+        result.append(Box(int(starts @ steps) - first, tuple(lengths.tolist()), steps))
+    return result
+
+
+def _zigzag_starts(
+    starts: Numbers, block: Sequence[tuple[int, int]], zigzag_dims: Mapping[int, int]
+) -> Numbers:
+    """Return the starts of a box as if the shard was in order: see `zigzag_regions`.
+
+    Of 8 elements on 2 devices, the first device's shard has elements 0 1 6 7. A box that starts at
+    6 starts at the third element of its shard, which is 2.
+    """
+    result = starts.copy()
+    for dim in zigzag_dims:
+        block_start, block_stop = block[dim]
+        block_length = block_stop - block_start
+        chunk_length = block_length // 2
+        device = block_start // block_length  # its first chunk has this number, its second another
+        is_in_second = starts[dim] // chunk_length != device
+        offset = starts[dim] % chunk_length + is_in_second * chunk_length
+        result[dim] = block_start + offset
+    return result
 
 
 class Requests(NamedTuple):

@@ -17,7 +17,7 @@ Legend: n devices, k boxes in a region, d dims; `regions` are (n, k, d, 2), the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
 
@@ -171,6 +171,29 @@ def _in_row(row: Numbers, boxes: Numbers) -> Numbers:
 def _divide_up(numbers: Numbers, divisor: int) -> Numbers:
     """Return quotients, rounded up."""
     return -(-numbers // divisor)
+
+
+def zigzag_regions(regions: Numbers, dims: Mapping[int, int]) -> Numbers:
+    """Return regions of one box each in zigzag order along dims of so many devices.
+
+    Device i of n has chunks i and 2n-1-i, of 2n. (n, k, d, 2) -> (n, 2k, d, 2) for each dim.
+
+    >>> zigzag_regions(regions_of(P("a"), (8,), (("a", 2),)), {0: 2}).tolist()
+    [[[[0, 2]], [[6, 8]]], [[[2, 4]], [[4, 6]]]]
+    """
+    for dim, count in dims.items():
+        start = regions[..., dim, 0]
+        length = regions[..., dim, 1] - start
+        device = start // np.maximum(length, 1)  # one that stores nothing has a length of 0
+        chunk_length = length // 2
+        chunks: list[Numbers] = []
+        for number in (device, 2 * count - 1 - device):
+            chunk_regions = regions.copy()
+            chunk_regions[..., dim, 0] = number * chunk_length
+            chunk_regions[..., dim, 1] = (number + 1) * chunk_length
+            chunks.append(chunk_regions)
+        regions = np.concatenate(chunks, 1)
+    return regions
 
 
 def intersect(a: Numbers, b: Numbers) -> Numbers:

@@ -46,7 +46,7 @@ from fshard.mesh.runtimes.process_group import GroupTransport
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.transport import Transport, Works
 from fshard.mesh.runtimes.watch import Watch, open_store, watching
-from fshard.mesh.shared_memory.meet import meet
+from fshard.mesh.shared_memory.meet import all_gather, machine_id, meet
 from fshard.mesh.shared_memory.peers import Peers
 from fshard.mesh.shared_memory.transport import SharedMemory
 from fshard.source import call_site
@@ -106,6 +106,8 @@ class ProcessWorld:
         # gloo sends tensors of GPUs from copies in host memory.
         self._staged = self.backend == "gloo"
         self.peers = meet(timeout) if self._staged else Peers({}, timeout)
+        # Of each process, to reshard between meshes: replicas on the receiver's machine send.
+        self.machines = [machine for (machine,) in all_gather([machine_id()])]
         self.scopes: dict[object, Scope] = {}
         self._works = Works(timeout)
         # By the members of a group: its transport, that for host tensors beside it, torch's group.
@@ -517,6 +519,14 @@ def _split_message(
         return (flat.view(likes[0].shape),)
     pairs = zip(flat.split([like.numel() for like in likes]), likes, strict=True)
     return tuple([x.view(like.shape) for x, like in pairs])
+
+
+def machines_of(mesh: Mesh) -> tuple[int, ...]:
+    """Return a number of the machine of each device of a mesh; virtual devices are on one."""
+    if mesh.runtime != "process":
+        return (0,) * mesh.size
+    machines = ProcessWorld.of(mesh).machines
+    return tuple([machines[rank] for rank in mesh.devices])
 
 
 # -- joining and leaving ---------------------------------------------------------------------------

@@ -38,8 +38,8 @@ def meet(timeout: timedelta) -> Peers:
     # A process that can read this can read this process's memory.
     token = torch.tensor([secrets.randbits(62)])
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        machine = _machine_id() if libc is not None else 0
-        table = _all_gather([machine, os.getpid(), int(token), token.data_ptr()])
+        machine = machine_id() if libc is not None else 0
+        table = all_gather([machine, os.getpid(), int(token), token.data_ptr()])
         local_ranks: list[int] = []
         if machine:
             local_ranks = [peer for peer, row in enumerate(table) if row[0] == machine]
@@ -51,7 +51,7 @@ def meet(timeout: timedelta) -> Peers:
         if len(local_ranks) > 1:
             predecessor = local_ranks[local_ranks.index(rank) - 1]
             can_read = _can_read(libc, table[predecessor])
-        verdicts = _all_gather([can_read])
+        verdicts = all_gather([can_read])
         if not local_ranks or not all(verdicts[peer][0] for peer in local_ranks):
             return Peers({}, timeout)
         ends = _connect(listener, rank, {peer: table[peer] for peer in local_ranks})
@@ -92,7 +92,7 @@ def _socket_name(row: list[int]) -> str:
     return f"\0fshard-{pid}-{token}"
 
 
-def _all_gather(numbers: list[int]) -> list[list[int]]:
+def all_gather(numbers: list[int]) -> list[list[int]]:
     """All-gather a row of numbers among all processes of the world."""
     row = torch.tensor(numbers, dtype=torch.int64)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
@@ -131,7 +131,7 @@ def _libc() -> Any:
     return libc
 
 
-def _machine_id() -> int:
+def machine_id() -> int:
     """Return a number that is equal for the processes that can meet, 0 where that is unknown.
 
     They are on one machine, in one container, of one user.
