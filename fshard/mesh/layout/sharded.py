@@ -393,7 +393,7 @@ def from_local(
 def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
     """Return a shard in the memory that its layout names: itself, or a copy."""
     if mesh.device_type == "meta":
-        x = without_values(x)
+        x = without_values(x, mesh)
     if x.is_meta and mesh.device_type != "meta":
         raise LayoutError(
             f"a meta tensor (shape {tuple(x.shape)}) has no values to lay on {mesh}. "

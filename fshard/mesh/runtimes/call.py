@@ -126,7 +126,9 @@ def _stamp(
     Cached, since each step makes the same calls again.
     """
     line = _hash_file(site.file) << 16 | site.line & 0xFFFF
-    is_line_shared = move is not None and move.has_one_line and compares_lines()  # a message has a line at each end
+    is_line_shared = (
+        move is not None and move.has_one_line and compares_lines()
+    )  # a message has a line at each end
     shared_line = line if is_line_shared else None
     text = f"{move} {dtype} {shapes} {axes} {site.leaves} {shared_line}"
     return line << 32 | zlib.crc32(text.encode()) & ~_PURPOSE

@@ -413,27 +413,42 @@ def _have_fused_attention(
     return mask is None or not (mask.requires_grad or mask.dtype == torch.bool)
 
 
-def without_values(x: Tensor) -> Tensor:
-    """Return a tensor that is like this one, without values."""
+def without_values(x: Tensor, mesh: Mesh | None = None) -> Tensor:
+    """Return a tensor that is like this one, without values, on a mesh or in its scope."""
     if x.is_meta:
         return x
-    (result,) = apply(Forget(), (x,))
+    scope = here()
+    if mesh is None and scope is not None:
+        mesh = scope.mesh
+    is_member = mesh is None or mesh.is_member
+    (result,) = apply(Forget(is_member), (x,))
     return result
 
 
 @dataclass(frozen=True)
 class Forget(LinearMap):
-    """Return a tensor without values on an abstract mesh; a gradient of what had values raises."""
+    """Return a tensor without values; a gradient of what had values raises, or there is none.
+
+    It raises on a mesh that is abstract for all. Outside of a mesh (not `is_member`) the gradient
+    is none, as that of a tensor that no device here has used.
+    """
+
+    is_member: bool = True
 
     def run(self, xs: Tensors) -> Tensors:
         return tuple([x.to("meta") for x in xs])
 
     def transposed(self) -> LinearMap:
-        return _ForgottenGradient()
+        return _ForgottenGradient(self.is_member)
 
 
+@dataclass(frozen=True)
 class _ForgottenGradient(LinearMap):
-    def run(self, xs: Tensors) -> Tensors:
+    is_member: bool
+
+    def run(self, xs: Tensors) -> Any:
+        if not self.is_member:
+            return (None,) * len(xs)
         raise LayoutError(
             f"A gradient of shape {tuple(xs[0].shape)} is needed for a tensor with values, but on "
             "an abstract mesh it has none. Give the mesh meta tensors: "
