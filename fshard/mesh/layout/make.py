@@ -80,9 +80,10 @@ def make_mesh(
 def _as_numbers(devices: Any) -> tuple[int, ...]:
     """Return numbers of devices as a tuple."""
     is_iterable = isinstance(devices, Iterable) and not isinstance(devices, str)
-    numbers = [*devices] if is_iterable else [None]
-    if numbers and all(isinstance(_as_size(number), int) for number in numbers):
-        return tuple([int(number) for number in numbers])
+    numbers = [_as_size(number) for number in cast("Any", devices)] if is_iterable else []
+    are_integers = [isinstance(number, int) for number in numbers]
+    if numbers and all(are_integers):
+        return tuple(numbers)
     raise MeshError(
         "make_mesh: devices must be the numbers of processes or virtual devices, such as "
         f"range(4, 6); got {devices!r}."

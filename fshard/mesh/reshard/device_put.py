@@ -542,8 +542,9 @@ def _reshard_on_mesh(
 
 def _new_dtype(x: Sharded, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype that an array is cast to: its own, if it has no floating-point numbers."""
-    is_cast = dtype is not None and x.dtype.is_floating_point
-    return dtype if is_cast else x.dtype
+    if dtype is None or not x.dtype.is_floating_point:
+        return x.dtype
+    return dtype
 
 
 def _cast(x: Sharded, dtype: torch.dtype) -> Sharded:
