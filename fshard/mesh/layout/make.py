@@ -93,7 +93,7 @@ def _as_numbers(devices: Any) -> tuple[int, ...]:
 def _mesh_of_some(mesh: Mesh, scope: Scope | None, timeout: float | None) -> Mesh:
     """Return the caller's side of a mesh of some devices: see Note [Outside of a mesh].
 
-    Nobody waits: groups of processes are made by their members, when they first communicate.
+    No device waits: groups of processes are made by their members, when they first communicate.
     """
     if mesh.runtime == "process":
         world = process.join(mesh.device_type, timeout)

@@ -29,7 +29,7 @@ from fshard.mesh.layout import Layout, Mesh
 from fshard.mesh.layout.counting import LedgerRow
 from fshard.mesh.layout.kinds import compute_device, empty_in, owned_by
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.crossing import Crossing, Rounds, Side, crossing_of
+from fshard.mesh.reshard.crossing import Crossing, Rounds, MeshSide, crossing_of
 from fshard.mesh.reshard.exchange import Box
 from fshard.mesh.runtimes.process import machines_of
 from fshard.mesh.spmd.run import local_devices, run_on_devices
@@ -224,7 +224,9 @@ class MoveBetween(LinearMap):
     ) -> Crossing:
         leaf = self.leaves[index]
         shape = leaf.shape or (1,)
-        return crossing_of(Side.of(leaf.before), Side.of(leaf.after), shape, devices, machines)
+        return crossing_of(
+            MeshSide.of(leaf.before), MeshSide.of(leaf.after), shape, devices, machines
+        )
 
     # -- the ledger --------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ ROUND = 16 << 20
 
 
 @dataclass(frozen=True)
-class Side(CachedHash):
+class MeshSide(CachedHash):
     """The layout of a tensor on one of two meshes, as values that all their devices have.
 
     Args:
@@ -59,10 +59,10 @@ class Side(CachedHash):
     __hash__ = CachedHash.__hash__
 
     @staticmethod
-    def of(layout: Layout) -> Side:
+    def of(layout: Layout) -> MeshSide:
         """Return the side of a layout without sums."""
         mesh = layout.mesh
-        return Side(layout.spec, mesh.axes, mesh.devices, mesh.zigzag)
+        return MeshSide(layout.spec, mesh.axes, mesh.devices, mesh.zigzag)
 
     def regions(self, shape: tuple[int, ...]) -> Numbers:
         """Return what each device stores of a tensor.  (n, k, d, 2)"""
@@ -98,7 +98,7 @@ class Served(NamedTuple):
     requests: Requests
 
 
-class Pieces(NamedTuple):
+class Portion(NamedTuple):
     """Elements of one tensor on the way between two devices.
 
     Args:
@@ -128,8 +128,8 @@ class Crossing(CachedHash):
         machines: the machine of each of these devices.
     """
 
-    before: Side
-    after: Side
+    before: MeshSide
+    after: MeshSide
     shape: tuple[int, ...]
     devices: tuple[int, ...]
     machines: tuple[int, ...]
@@ -140,7 +140,7 @@ class Crossing(CachedHash):
     def _index_of(self) -> dict[int, int]:
         return {number: index for index, number in enumerate(self.devices)}
 
-    def _table(self, side: Side) -> Numbers:
+    def _table(self, side: MeshSide) -> Numbers:
         """Return what every device stores on one side: outside of its mesh nothing."""
         regions = side.regions(self.shape)
         table = np.zeros((len(self.devices), *regions.shape[1:]), np.int64)
@@ -233,7 +233,7 @@ class Crossing(CachedHash):
         """Return the boxes that a device has already."""
         return [*nonempty_boxes(intersect(self.old_regions[index], self.new_regions[index]))]
 
-    def boxes_in_memory(self, side: Side, index: int, boxes: Sequence[Numbers]) -> list[Box]:
+    def boxes_in_memory(self, side: MeshSide, index: int, boxes: Sequence[Numbers]) -> list[Box]:
         """Convert boxes of global indices to boxes in the memory of a device's shard on a side."""
         device = side.devices.index(self.devices[index])
         dims = {} if side.zigzag is None else side.zigzag_dims(self.shape)
@@ -242,8 +242,8 @@ class Crossing(CachedHash):
 
 @lru_cache(maxsize=4096)
 def crossing_of(
-    before: Side,
-    after: Side,
+    before: MeshSide,
+    after: MeshSide,
     shape: tuple[int, ...],
     devices: tuple[int, ...],
     machines: tuple[int, ...],
@@ -338,28 +338,28 @@ class Rounds:
                 result.append((leaf, old_box, new_box))
         return result
 
-    def outgoing(self, index: int) -> list[Pieces]:
+    def outgoing(self, index: int) -> list[Portion]:
         """Return what a device sends, by receiver, and for each in the order of leaves."""
-        result: list[tuple[int, Pieces]] = []
+        result: list[tuple[int, Portion]] = []
         for position, crossing in enumerate(self.crossings):
             for receiver, boxes in crossing.outgoing(index).items():
                 begin = int(self._begins[position][index, receiver])
                 size = int(crossing.counts[index, receiver])
-                result.append((receiver, Pieces(position, begin, size, boxes)))
+                result.append((receiver, Portion(position, begin, size, boxes)))
         return _by_peer(result)
 
-    def incoming(self, index: int) -> list[Pieces]:
+    def incoming(self, index: int) -> list[Portion]:
         """Return what a device receives, by sender, and for each in the order of leaves."""
-        result: list[tuple[int, Pieces]] = []
+        result: list[tuple[int, Portion]] = []
         for position, crossing in enumerate(self.crossings):
             for sender, boxes in crossing.incoming(index).items():
                 begin = int(self._begins[position][sender, index])
                 size = int(crossing.counts[sender, index])
-                result.append((sender, Pieces(position, begin, size, boxes)))
+                result.append((sender, Portion(position, begin, size, boxes)))
         return _by_peer(result)
 
     def boxes_of_round(
-        self, pieces: Sequence[Pieces], number: int, index: int, *, is_old: bool
+        self, portions: Sequence[Portion], number: int, index: int, *, is_old: bool
     ) -> list[tuple[int, Box]]:
         """Return the boxes of a round in the memory of a device's old or new shards.
 
@@ -368,20 +368,20 @@ class Rounds:
         start = number * self.at_once
         stop = start + self.at_once
         result: list[tuple[int, Box]] = []
-        for piece in pieces:
-            first = max(start - piece.begin, 0)
-            last = min(stop - piece.begin, piece.size)
+        for portion in portions:
+            first = max(start - portion.begin, 0)
+            last = min(stop - portion.begin, portion.size)
             if first >= last:
                 continue
-            boxes = slice_region(piece.boxes, first, last)
-            crossing = self.crossings[piece.position]
+            boxes = slice_region(portion.boxes, first, last)
+            crossing = self.crossings[portion.position]
             side = crossing.before if is_old else crossing.after
             for box in crossing.boxes_in_memory(side, index, boxes):
-                result.append((self.leaves[piece.position], box))
+                result.append((self.leaves[portion.position], box))
         return result
 
 
-def _by_peer(pieces: list[tuple[int, Pieces]]) -> list[Pieces]:
-    """Return pieces in the order of the devices at their other end."""
-    pieces.sort(key=lambda pair: pair[0])  # stable: those of one device stay in order
-    return [piece for _, piece in pieces]
+def _by_peer(portions: list[tuple[int, Portion]]) -> list[Portion]:
+    """Return portions in the order of the devices at their other end."""
+    portions.sort(key=lambda pair: pair[0])  # stable: those of one device stay in order
+    return [portion for _, portion in portions]
