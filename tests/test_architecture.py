@@ -77,6 +77,7 @@ MAY_IMPORT = {
         "parallelism",
     },
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
+    "refit": GROUND | {"mesh", "checkpoint"},
     "launching": GROUND | {"mesh"},
     "explore": GROUND
     | {"mesh", "transforms", "optim", "pipeline", "plan"},  # a page shows the cost of a plan
@@ -120,6 +121,7 @@ MAY_IMPORT = {
         "comm",
         "experts",
         "explore",
+        "refit",
         "report",
         "nn",
         "parallelism",
