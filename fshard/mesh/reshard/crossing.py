@@ -19,6 +19,7 @@ import torch
 
 from fshard.mesh.collectives.moves import Rows
 from fshard.mesh.layout import Layout, P
+from fshard.mesh.layout.arithmetic import strides
 from fshard.mesh.layout.spec import CachedHash
 from fshard.mesh.reshard.exchange import Box, Requests, local_boxes
 from fshard.mesh.reshard.regions import (
@@ -85,6 +86,53 @@ class MeshSide(CachedHash):
         rows = replicas(self.axes, self.spec.sharded_axes)
         return np.array(self.devices, np.int64)[rows]
 
+    def boxes_in_memory(
+        self, shape: tuple[int, ...], device: int, boxes: Sequence[Numbers]
+    ) -> list[Box]:
+        """Convert boxes of global indices to boxes in the memory of a device's shard."""
+        dims = {} if self.zigzag is None else self.zigzag_dims(shape)
+        return local_boxes(self.spec, shape, self.axes, device, boxes, dims)
+
+
+@dataclass(frozen=True, eq=False)
+class RegionSide:
+    """What devices need of a tensor, where that is no layout: any boxes of it.
+
+    A device's shard has the elements of its boxes, one box after another.
+
+    Args:
+        devices: their numbers in the world.
+        boxes: of each device, disjoint.  (k, d, 2) each
+    """
+
+    devices: tuple[int, ...]
+    boxes: tuple[Numbers, ...]
+
+    def regions(self, shape: tuple[int, ...]) -> Numbers:
+        """Return what each device needs; shorter lists end with empty boxes.  (n, k, d, 2)"""
+        most = max([1, *map(len, self.boxes)])
+        regions = np.zeros((len(self.devices), most, len(shape), 2), np.int64)
+        for device, boxes in enumerate(self.boxes):
+            regions[device, : len(boxes)] = boxes
+        return regions
+
+    def boxes_in_memory(
+        self, shape: tuple[int, ...], device: int, boxes: Sequence[Numbers]
+    ) -> list[Box]:
+        """Convert boxes of global indices, each in one of the device's, to boxes in its shard."""
+        regions = self.boxes[device]
+        lengths = regions[..., 1] - regions[..., 0]
+        ends = lengths.prod(1).cumsum()
+        result: list[Box] = []
+        for box in boxes:
+            is_around = (regions[..., 0] <= box[:, 0]) & (box[:, 1] <= regions[..., 1])
+            index = int(is_around.all(1).argmax())
+            steps = strides(lengths[index].tolist())
+            offset = int((box[:, 0] - regions[index, :, 0]) @ steps)
+            begin = int(ends[index] - lengths[index].prod())
+            result.append(Box(begin + offset, tuple((box[:, 1] - box[:, 0]).tolist()), steps))
+        return result
+
 
 class Served(NamedTuple):
     """Devices that have a shard, and the elements of it that they send.
@@ -129,7 +177,7 @@ class Crossing(CachedHash):
     """
 
     before: MeshSide
-    after: MeshSide
+    after: MeshSide | RegionSide
     shape: tuple[int, ...]
     devices: tuple[int, ...]
     machines: tuple[int, ...]
@@ -140,7 +188,7 @@ class Crossing(CachedHash):
     def _index_of(self) -> dict[int, int]:
         return {number: index for index, number in enumerate(self.devices)}
 
-    def _table(self, side: MeshSide) -> Numbers:
+    def _table(self, side: MeshSide | RegionSide) -> Numbers:
         """Return what every device stores on one side: outside of its mesh nothing."""
         regions = side.regions(self.shape)
         table = np.zeros((len(self.devices), *regions.shape[1:]), np.int64)
@@ -233,11 +281,12 @@ class Crossing(CachedHash):
         """Return the boxes that a device has already."""
         return [*nonempty_boxes(intersect(self.old_regions[index], self.new_regions[index]))]
 
-    def boxes_in_memory(self, side: MeshSide, index: int, boxes: Sequence[Numbers]) -> list[Box]:
+    def boxes_in_memory(
+        self, side: MeshSide | RegionSide, index: int, boxes: Sequence[Numbers]
+    ) -> list[Box]:
         """Convert boxes of global indices to boxes in the memory of a device's shard on a side."""
         device = side.devices.index(self.devices[index])
-        dims = {} if side.zigzag is None else side.zigzag_dims(self.shape)
-        return local_boxes(side.spec, self.shape, side.axes, device, boxes, dims)
+        return side.boxes_in_memory(self.shape, device, boxes)
 
 
 @lru_cache(maxsize=4096)
