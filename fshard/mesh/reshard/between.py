@@ -30,14 +30,13 @@ from fshard.mesh.layout.counting import LedgerRow
 from fshard.mesh.layout.kinds import compute_device, empty_in, owned_by
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.crossing import Crossing, MeshSide, Rounds, crossing_of
-from fshard.mesh.reshard.exchange import Box
 from fshard.mesh.runtimes.process import machines_of
 from fshard.mesh.spmd.run import local_devices, run_on_devices
 from fshard.mesh.spmd.scope import here, require
 from fshard.source import Site
 
 _CALLER = "fs.reshard"
-_AXIS = "device"
+AXIS = "device"
 """The axis of the mesh of all devices of two meshes."""
 
 Shards = Sequence[Tensor | None]
@@ -141,7 +140,7 @@ class MoveBetween(LinearMap):
     def run(self, xs: Tensors) -> Tensors:
         """Move the shards; where the caller is outside of both meshes, return types at once."""
         devices = tuple(sorted({*self.before.devices, *self.after.devices}))
-        meeting = self._meeting(devices)
+        meeting = meeting_of(self.before, self.after)
         if meeting is None:
             if self.before.is_member and self.after.is_member:
                 self._record_all(self._all_rounds(devices, (0,) * len(devices)))
@@ -157,8 +156,8 @@ class MoveBetween(LinearMap):
             old: Shards = old_shards.get(number, [None] * len(self.leaves))
             new = self._new_shards(number)
             for rounds in all_rounds:
-                self._record(rounds, index)
-                _run_rounds(rounds, index, old, new, meeting, self.site)
+                record_sent(rounds, index, rounds.sent[index].tolist(), self.site)
+                run_rounds(rounds, index, old, new, meeting, self.site)
             if number in self.after.devices:
                 results[number] = [x for x in new if x is not None]
 
@@ -166,21 +165,11 @@ class MoveBetween(LinearMap):
             run_on_devices(meeting, on_device)
         if not results:
             return self._types()
-        numbers = _numbers_held(self.after)
+        numbers = numbers_held(self.after)
         flat: list[Tensor] = []
         for leaf in range(len(self.leaves)):
             flat += [results[number][leaf] for number in numbers]
         return tuple(flat)
-
-    def _meeting(self, devices: tuple[int, ...]) -> Mesh | None:
-        """Return the mesh of all devices of both; None where the caller is outside of both.
-
-        It is None for abstract meshes too.
-        """
-        for mesh in (self.before, self.after):
-            if mesh.runtime != "abstract":
-                return Mesh(((_AXIS, len(devices)),), mesh.runtime, mesh.device_type, None, devices)
-        return None
 
     def _types(self) -> Tensors:
         """Return a shard without values for each leaf."""
@@ -193,7 +182,7 @@ class MoveBetween(LinearMap):
 
     def _by_number(self, mesh: Mesh, xs: Tensors) -> dict[int, list[Tensor]]:
         """Return the caller's shards of all leaves, by the number of their device."""
-        numbers = _numbers_held(mesh)
+        numbers = numbers_held(mesh)
         result: dict[int, list[Tensor]] = {}
         for row, number in enumerate(numbers):
             result[number] = [x.contiguous() for x in xs[row :: len(numbers)]]
@@ -213,10 +202,11 @@ class MoveBetween(LinearMap):
         for index, leaf in enumerate(self.leaves):
             indices_of.setdefault(leaf.wire_dtype, []).append(index)
 
+        way = way_between(self.before, self.after)
         result: list[Rounds] = []
         for dtype, indices in indices_of.items():
             crossings = [self._crossing(index, devices, machines) for index in indices]
-            result.append(Rounds(indices, crossings, dtype, self.way))
+            result.append(Rounds(indices, crossings, dtype, way))
         return result
 
     def _crossing(
@@ -228,34 +218,43 @@ class MoveBetween(LinearMap):
             MeshSide.of(leaf.before), MeshSide.of(leaf.after), shape, devices, machines
         )
 
-    # -- the ledger --------------------------------------------------------------------------------
-
-    @property
-    def way(self) -> str:
-        """The two meshes in words that are equal on all devices."""
-        return f"{self.before.grid} -> {self.after.grid}"
-
-    def _record(self, rounds: Rounds, index: int) -> None:
-        """Write what a device sends into the open ledgers."""
-        ledgers = active()
-        if not ledgers:
-            return
-        row = LedgerRow("reshard", (self.way,), self.site._replace(leaves=()))
-        number = rounds.devices[index]
-        sent = rounds.sent[index]
-        for ledger in ledgers:
-            ledger.record(number, row, Fraction(int(sent.sum())))
-            for receiver in sent.nonzero()[0].tolist():
-                ledger.record_link(number, rounds.devices[receiver], int(sent[receiver]))
-
     def _record_all(self, all_rounds: Sequence[Rounds]) -> None:
         """Write what every device would send: on abstract meshes the caller represents all."""
         for rounds in all_rounds:
             for index in rounds.sent.sum(1).nonzero()[0].tolist():
-                self._record(rounds, index)
+                record_sent(rounds, index, rounds.sent[index].tolist(), self.site)
 
 
-def _numbers_held(mesh: Mesh) -> list[int]:
+def way_between(before: Mesh, after: Mesh) -> str:
+    """Return two meshes in words that are equal on all devices."""
+    return f"{before.grid} -> {after.grid}"
+
+
+def record_sent(rounds: Rounds, index: int, sent: Sequence[int], site: Site) -> None:
+    """Write the bytes that a device sends to each other one into the open ledgers."""
+    row = LedgerRow("reshard", (rounds.way,), site._replace(leaves=()))
+    number = rounds.devices[index]
+    for ledger in active():
+        ledger.record(number, row, Fraction(sum(sent)))
+        for receiver, size in zip(rounds.devices, sent, strict=True):
+            if size:
+                ledger.record_link(number, receiver, size)
+
+
+def meeting_of(before: Mesh, after: Mesh) -> Mesh | None:
+    """Return the mesh of all devices of both; None where the caller is outside of both.
+
+    It is None for abstract meshes too.
+    """
+    devices = tuple(sorted({*before.devices, *after.devices}))
+    for mesh in (before, after):
+        if mesh.runtime != "abstract":
+            axes = ((AXIS, len(devices)),)
+            return Mesh(axes, mesh.runtime, mesh.device_type, None, devices)
+    return None
+
+
+def numbers_held(mesh: Mesh) -> list[int]:
     """Return the numbers of the devices whose shards the caller has; [] outside of the mesh."""
     if not mesh.is_member:
         return []
@@ -279,18 +278,18 @@ class _MoveOfMany(LinearMap):
 # -- one device ------------------------------------------------------------------------------------
 
 
-def _run_rounds(
+def run_rounds(
     rounds: Rounds, index: int, old: Shards, new: Shards, meeting: Mesh, site: Site
 ) -> None:
     """Copy the elements of a device's new shards: from its old shards, and from other devices."""
     for leaf, old_box, new_box in rounds.overlap(index):
         source, target = old[leaf], new[leaf]
         assert source is not None and target is not None
-        _view(new_box, target).copy_(_view(old_box, source))
+        new_box.of(target).copy_(old_box.of(source))
 
     outgoing = rounds.outgoing(index)
     incoming = rounds.incoming(index)
-    group = require(_CALLER).group((_AXIS,), _CALLER)
+    group = require(_CALLER).group((AXIS,), _CALLER)
     device = compute_device(meeting)
     for number in range(rounds.count):
         move = rounds.move(number)
@@ -300,7 +299,7 @@ def _run_rounds(
             end = begin + box.size
             source = old[leaf]
             assert source is not None
-            row[begin:end].view(box.lengths).copy_(_view(box, source))
+            row[begin:end].view(box.lengths).copy_(box.of(source))
             begin = end
 
         with uncounted():
@@ -310,10 +309,5 @@ def _run_rounds(
             end = begin + box.size
             target = new[leaf]
             assert target is not None
-            _view(box, target).copy_(row[begin:end].view(box.lengths))
+            box.of(target).copy_(row[begin:end].view(box.lengths))
             begin = end
-
-
-def _view(box: Box, shard: Tensor) -> Tensor:
-    """Return a view of a box in a contiguous shard."""
-    return shard.as_strided(box.lengths, box.strides, shard.storage_offset() + box.offset)

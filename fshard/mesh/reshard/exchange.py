@@ -58,6 +58,11 @@ class Box(NamedTuple):
     def size(self) -> int:
         return prod(self.lengths)
 
+    def of(self, shard: Tensor) -> Tensor:
+        """Return a view of the box in a contiguous shard."""
+        position = shard.storage_offset() + self.offset
+        return shard.as_strided(self.lengths, self.strides, position)
+
     def view(self, rows: Tensor) -> Tensor:
         """Return a view of the box in the shard of each row.  (rows, length) -> (rows, ...)"""
         lengths = (len(rows), *self.lengths)
