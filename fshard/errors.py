@@ -62,7 +62,7 @@ class PromiseError(FshardError, RuntimeError):
 
 
 class RefitError(FshardError, ValueError):
-    """Weights that cannot be sent to a target: a loader that computes, or a leaf that is missing."""
+    """Weights that cannot be sent to a target: a loader that computes, a missing leaf."""
 
 
 class CollectiveTimeoutError(FshardError, RuntimeError):

@@ -54,7 +54,7 @@ class Range(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
 
 
-class Numbering:
+class ElementNumbers:
     """The row of numbers, which grows with each new cast."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:

@@ -1,4 +1,4 @@
-"""Describe where the elements of a target come from, as boxes of the target and of its sources.
+"""Describe the origins of a target's elements, as boxes of the target and of its sources.
 
 A box of a target is a box of one source: a step along a dim of the target is a step along one dim
 of the source, or along none where an element is repeated. Of a weight (4, 6) whose transpose is
@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.layout.arithmetic import strides
-from fshard.refit.numbers import CONSTANT, UNWRITTEN, Numbering, Range, Weight, run_begins
+from fshard.refit.numbers import CONSTANT, UNWRITTEN, ElementNumbers, Range, Weight, run_begins
 
 Numbers = npt.NDArray[np.int64]
 _CHUNK = 1 << 19
 """Elements whose coordinates are computed at a time: 4 MiB for each dim."""
 
 
-class Box(NamedTuple):
-    """A box of a target and the box of a source that its elements come from.
+class SourceBox(NamedTuple):
+    """A box of a target, and the box of a source that is the origin of its elements.
 
     Args:
         target: slices of the target.
@@ -84,7 +84,7 @@ class Box(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """Where the elements of a target come from, as arrays of k boxes.
+    """The origins of a target's elements, as arrays of k boxes.
 
     Args:
         range_index: of the source and its casts, in the ranges of a numbering.  (k,)
@@ -113,12 +113,12 @@ class Origins(NamedTuple):
         """The number of elements that are constants."""
         return int(_volumes(self.constants).sum())
 
-    def boxes(self, ranges: Sequence[Range], weights: Sequence[Weight]) -> Iterator[Box]:
+    def boxes(self, ranges: Sequence[Range], weights: Sequence[Weight]) -> Iterator[SourceBox]:
         """Yield the boxes one by one."""
         for index in range(len(self.range_index)):
             range_ = ranges[self.range_index[index]]
             weight = weights[range_.source]
-            yield Box(
+            yield SourceBox(
                 _slices(self.target[index]),
                 weight.name,
                 tuple(self.begin[index, : len(weight.shape)].tolist()),
@@ -128,7 +128,7 @@ class Origins(NamedTuple):
             )
 
 
-def origins_of(numbers: Tensor, numbering: Numbering) -> Origins:
+def origins_of(numbers: Tensor, numbering: ElementNumbers) -> Origins:
     """Return the boxes of a target with these numbers; unwritten elements are in none.
 
     Runs along the last dim are joined along the dim before, and so on: see `_joined`.
@@ -144,9 +144,9 @@ def origins_of(numbers: Tensor, numbering: Numbering) -> Origins:
     rows_at_once = max(1, _CHUNK // max(1, row_length))
     parts = [_no_boxes(numbers.ndim, coordinates.dims)]
     for first_row in range(0, len(rows), rows_at_once):
-        chunk = rows[first_row : first_row + rows_at_once]
-        elements = _elements(chunk, first_row * row_length, numbers.shape, coordinates)
-        parts.append(_joined(elements, last_dim))
+        runs = _runs_of(rows[first_row : first_row + rows_at_once], coordinates)
+        runs = runs._replace(position=runs.position + first_row * row_length)
+        parts += _boxes_of_runs(runs, numbers.shape, coordinates)
     boxes = _Boxes(*map(np.concatenate, zip(*parts, strict=True)))
     for dim in reversed(range(last_dim)):
         boxes = _joined(boxes, dim)
@@ -187,9 +187,9 @@ def _no_boxes(dims: int, source_dims: int) -> _Boxes:
 
 
 class _Coordinates:
-    """The shapes of all ranges as arrays, to convert numbers to coordinates of their sources."""
+    """The shapes of all ranges as arrays, which convert numbers to coordinates of their sources."""
 
-    def __init__(self, numbering: Numbering) -> None:
+    def __init__(self, numbering: ElementNumbers) -> None:
         self.numbering = numbering
         shapes = [numbering.weights[range_.source].shape for range_ in numbering.ranges]
         self.dims = max([1, *map(len, shapes)])
@@ -200,31 +200,117 @@ class _Coordinates:
             self.sizes[index, : len(shape)] = shape
             self.strides[index, : len(shape)] = strides(shape)
 
+    def range_index(self, numbers: Numbers) -> Numbers:
+        """Return the index of the range of each number; of constants it is -1."""
+        return np.searchsorted(self.firsts, numbers, side="right") - 1
+
     def of(self, numbers: Numbers, range_index: Numbers) -> Numbers:
         """Return the coordinates of numbers in their sources; of constants zeros.  (n, e)"""
         offset = np.where(range_index < 0, 0, numbers - self.firsts[range_index])
         return offset[:, None] // self.strides[range_index] % self.sizes[range_index]
 
 
-def _elements(
-    chunk: Tensor, position: int, shape: Sequence[int], coordinates: _Coordinates
-) -> _Boxes:
-    """Return a box for each element of some rows that was written, in order.
+class _Runs(NamedTuple):
+    """Runs of equal steps in the rows of a target.
 
-    `position`: of the first element, in the flattened target.
+    Args:
+        position: of the first element of each run, in the flattened target.  (r,)
+        first: its number.  (r,)
+        step: from number to number.  (r,)
+        length: elements.  (r,)
     """
-    flat = chunk.reshape(-1)
-    written = (flat != UNWRITTEN).nonzero()[:, 0]
-    flat = flat[written]
-    range_index = coordinates.numbering.range_indices(flat).numpy()  # of constants -1
-    begin = coordinates.of(flat.numpy(), range_index)
 
-    positions = written.numpy() + position
-    sizes = np.array(shape)
-    steps = np.array(strides(shape))
-    start = positions[:, None] // steps % sizes
-    along = np.full_like(start, -1)
-    return _Boxes(range_index, start, np.ones_like(start), begin, along, np.zeros_like(start))
+    position: Numbers
+    first: Numbers
+    step: Numbers
+    length: Numbers
+
+    def take(self, index: Numbers) -> _Runs:
+        return _Runs(*[array[index] for array in self])
+
+    def elements(self) -> _Runs:
+        """Return runs of one element each."""
+        begins = self.length.cumsum() - self.length
+        within = np.arange(self.length.sum()) - np.repeat(begins, self.length)
+        position = np.repeat(self.position, self.length) + within
+        first = np.repeat(self.first, self.length) + within * np.repeat(self.step, self.length)
+        return _Runs(position, first, np.zeros_like(first), np.ones_like(first))
+
+
+def _runs_of(rows: Tensor, coordinates: _Coordinates) -> _Runs:
+    """Return the runs of rows of numbers; most rows are one."""
+    row_length = rows.shape[1]
+    steps = rows.diff(dim=1)
+    is_run = (steps == steps[:, :1]).all(1).numpy()
+    numbers = rows.numpy()
+    row_steps = steps[:, 0].numpy() if row_length > 1 else np.zeros(len(numbers), np.int64)
+
+    index = np.flatnonzero(is_run)
+    length = np.full(len(index), row_length)
+    full_rows = _Runs(index * row_length, numbers[index, 0], row_steps[index], length)
+    index = np.flatnonzero(~is_run)
+    if len(index) == 0:
+        return full_rows
+
+    # The other rows in one, in which each row and each other source begins a run.
+    values = numbers[index].reshape(-1)
+    step = np.diff(values, prepend=0)
+    source = np.where(values < 0, values, coordinates.range_index(values))
+    breaks = np.diff(source, prepend=0) != 0
+    breaks[::row_length] = True
+    continues = np.zeros(len(values), bool)
+    continues[2:] = (step[2:] == step[1:-1]) & ~breaks[2:] & ~breaks[1:-1]
+    begins = np.flatnonzero(run_begins(continues, breaks))
+    length = np.diff(begins, append=len(values))
+    second = np.minimum(begins + 1, len(values) - 1)
+    position = index[begins // row_length] * row_length + begins % row_length
+    run_step = np.where(length > 1, step[second], 0)
+    others = _Runs(position, values[begins], run_step, length)
+    return _Runs(*map(np.concatenate, zip(full_rows, others, strict=True)))
+
+
+def _boxes_of_runs(
+    runs: _Runs, shape: Sequence[int], coordinates: _Coordinates
+) -> Iterator[_Boxes]:
+    """Yield boxes of one row each. Unwritten elements are in none.
+
+    A run that turns from one row of a source to the next, or from one source to another, is cut
+    into elements, and these are joined again where they can be.
+    """
+    last = runs.first + runs.step * (runs.length - 1)
+    range_index = coordinates.range_index(runs.first)
+    begin = coordinates.of(runs.first, range_index)
+    second = coordinates.of(runs.first + runs.step, range_index)
+    end = coordinates.of(last, range_index)
+    difference = np.where(runs.length[:, None] > 1, second - begin, 0)
+    moved_dims = (difference != 0).sum(1)
+    is_straight = (end - begin == difference * (runs.length[:, None] - 1)).all(1)
+    is_straight &= (moved_dims <= 1) & (coordinates.range_index(last) == range_index)
+    is_straight |= runs.length == 1
+    is_written = runs.first != UNWRITTEN
+
+    index = np.flatnonzero(is_straight & is_written)
+    straight = runs.take(index)
+    start = straight.position[:, None] // np.array(strides(shape)) % np.array(shape)
+    boxes = _Boxes(
+        range_index[index],
+        start,
+        np.ones_like(start),
+        begin[index],
+        np.full_like(start, -1),
+        np.zeros_like(start),
+    )
+    source_dim = (difference[index] != 0).argmax(1)
+    is_moved = moved_dims[index] > 0
+    boxes.length[:, -1] = straight.length
+    boxes.along[:, -1] = np.where(is_moved, source_dim, -1)
+    boxes.steps[:, -1] = difference[index].sum(1)
+    yield boxes
+
+    elements = runs.take(np.flatnonzero(~is_straight)).elements()
+    if len(elements.first):
+        for single in _boxes_of_runs(elements, shape, coordinates):
+            yield _joined(single, len(shape) - 1)
 
 
 def _joined(boxes: _Boxes, dim: int) -> _Boxes:
@@ -270,7 +356,7 @@ def _joined(boxes: _Boxes, dim: int) -> _Boxes:
     return joined
 
 
-def numbers_of(origins: Origins, shape: Sequence[int], numbering: Numbering) -> Tensor:
+def numbers_of(origins: Origins, shape: Sequence[int], numbering: ElementNumbers) -> Tensor:
     """Return the numbers of a target with these boxes."""
     numbers = torch.full([*shape], UNWRITTEN)
     for target in origins.constants:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard.errors import RefitError
-from fshard.refit.numbers import CONSTANT, UNWRITTEN, Numbering, Shadows
+from fshard.refit.numbers import CONSTANT, UNWRITTEN, ElementNumbers, Shadows
 from fshard.source import call_site
 
 # Operations that move elements, with the arguments that have these. They are run on numbers too.
@@ -82,7 +82,7 @@ _FILLS = frozenset({"fill_", "zero_", "normal_", "uniform_", "random_", "bernoul
 _VALUES = frozenset({"value"})
 """Arguments that are constants."""
 _DROPPED = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking"})
-"""Arguments that say which memory a result has, not which elements."""
+"""Arguments that choose the memory of a result, not its elements."""
 _METADATA = frozenset({"is_pinned", "is_same_size", "set_"})
 _LIKE = frozenset({"empty_like", "new_empty", "new_empty_strided"})
 _CONSTANTS_LIKE = frozenset(
@@ -93,7 +93,7 @@ _READS = frozenset({"numpy", "__array__", "tolist", "__dlpack__", "__reduce_ex__
 """Methods that read elements without an operation of torch."""
 
 
-class Recorder(TorchDispatchMode):
+class LoadRecorder(TorchDispatchMode):
     """The numbers of all tensors while a loader runs.
 
     Args:
@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):
         targets: the tensors that the loader writes; they keep their values.
     """
 
-    def __init__(self, numbering: Numbering, targets: Sequence[Tensor]) -> None:
+    def __init__(self, numbering: ElementNumbers, targets: Sequence[Tensor]) -> None:
         super().__init__()
         self.numbering = numbering
         self.shadows = Shadows()
@@ -348,7 +348,7 @@ class Recorder(TorchDispatchMode):
 class _Reads(TorchFunctionMode):
     """Raise where `Tensor.numpy` and others read elements of sources."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: LoadRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 

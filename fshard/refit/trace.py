@@ -1,4 +1,4 @@
-"""Learn from an engine's own loader where each element of its parameters comes from.
+"""Find the origin of each element of an engine's parameters, by the engine's own loader.
 
     load_weights(iterable)                the loader, called once
         q_proj, k_proj, v_proj       ->   tensors that have element numbers in the place of values
@@ -27,9 +27,9 @@ from fshard.errors import RefitError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.arithmetic import strides, unravel
 from fshard.refit.leaves import named_leaves
-from fshard.refit.numbers import CONSTANT, UNWRITTEN, Numbering, Weight
-from fshard.refit.origins import Box, Origins, numbers_of, origins_of
-from fshard.refit.recorder import Recorder
+from fshard.refit.numbers import CONSTANT, UNWRITTEN, ElementNumbers, Weight
+from fshard.refit.origins import SourceBox, Origins, numbers_of, origins_of
+from fshard.refit.recorder import LoadRecorder
 
 Names = str | Sequence[str]
 Target = nn.Module | Mapping[str, Tensor]
@@ -39,13 +39,13 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class TargetLeaf:
-    """One parameter or buffer of a target, and where its elements come from.
+    """One parameter or buffer of a target, and the origins of its elements.
 
     Args:
         name: in the target.
         shape: of its tensor.
         dtype: of its tensor.
-        origins: the boxes of sources that its elements come from, as arrays.
+        origins: the boxes of sources that its elements are copied from, as arrays.
         tied_to: the name of the first leaf with the same memory; else the name of this one.
     """
 
@@ -64,7 +64,7 @@ class TargetLeaf:
 
 @dataclass(frozen=True)
 class Trace:
-    """Where each element of a target comes from: see `trace`.
+    """The origin of each element of a target: see `trace`.
 
     Args:
         weights: the sources that were given to the loader.
@@ -74,9 +74,9 @@ class Trace:
 
     weights: Sequence[Weight]
     targets: Mapping[str, TargetLeaf]
-    numbering: Numbering
+    numbering: ElementNumbers
 
-    def boxes(self, name: str) -> Iterator[Box]:
+    def boxes(self, name: str) -> Iterator[SourceBox]:
         """Yield the boxes of one target leaf: what is copied from where."""
         return self.targets[name].origins.boxes(self.numbering.ranges, self.weights)
 
@@ -124,7 +124,7 @@ def trace(
     unused: Names = (),
     kept: Names = (),
 ) -> Trace:
-    """Run a loader on element numbers, and return where each element of its target comes from.
+    """Run a loader on element numbers, and return the origin of each element of its target.
 
     The loader is run once, in this thread, and `into` keeps its values. Moves and casts of any
     kind are followed: views, cat, stack, permutations, indices, padding, copies and rebinding. An
@@ -154,7 +154,7 @@ def trace(
     """
     target = _target_of(load, into)
     weights = weights_of(names)
-    numbering = Numbering(weights)
+    numbering = ElementNumbers(weights)
     before = dict(_named_tensors(target))
     for name, x in before.items():
         if is_traceable_wrapper_subclass(x):
@@ -164,7 +164,7 @@ def trace(
                 "the loader of the local tensors of each rank."
             )
 
-    recorder = Recorder(numbering, [*before.values()])
+    recorder = LoadRecorder(numbering, [*before.values()])
     restore = _restoring(target)
     try:
         with torch.no_grad(), recorder.reads(), recorder:
@@ -255,7 +255,7 @@ def _target_of(load: Callable[..., Any], into: Target | None) -> Target:
     return target
 
 
-def _call(load: Callable[..., Any], recorder: Recorder, weights: Sequence[Weight]) -> None:
+def _call(load: Callable[..., Any], recorder: LoadRecorder, weights: Sequence[Weight]) -> None:
     """Call the loader with an iterable, or with a dict."""
 
     def named_weights() -> Iterator[tuple[str, Tensor]]:
@@ -306,7 +306,7 @@ def _restoring(target: Target) -> Callable[[], None]:
     return restore
 
 
-def _read_targets(target: Target, recorder: Recorder) -> dict[str, TargetLeaf]:
+def _read_targets(target: Target, recorder: LoadRecorder) -> dict[str, TargetLeaf]:
     """Return the leaves of a target after the load, with the origins of their elements."""
     computed = _computed_buffers(target)
     leaves: dict[str, TargetLeaf] = {}
@@ -435,7 +435,7 @@ def _translated(expected: Trace, name: str, actual: Trace) -> Tensor:
 
 
 def _origin(traced: Trace, number: int) -> str:
-    """Return where an element with a number comes from, in words."""
+    """Return the origin of an element with a number, in words."""
     if number < 0:
         return "a constant" if number == CONSTANT else "as before the load"
     index = int(traced.numbering.range_indices(torch.tensor([number])))
