@@ -77,7 +77,7 @@ class ElementNumbers:
 
     def range_indices(self, numbers: Tensor) -> Tensor:
         """Return the index of the range of each number; of a negative one it is -1."""
-        return torch.searchsorted(self._firsts, numbers, right=True) - 1
+        return torch.searchsorted(self._firsts, numbers.contiguous(), right=True) - 1
 
     def sources_in(self, numbers: Tensor) -> list[str]:
         """Return the names of the sources that some numbers are of."""

@@ -6,6 +6,7 @@ parameter and the shard of each name in a table.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,60 +146,65 @@ class FusedExperts(nn.Module):
             row.narrow(0, offset, self.inner).copy_(self.rank.slice(loaded, 0))
 
 
-Rule = tuple[str, str, Any]
-"""A part of a name, what replaces it, and the shard of the parameter."""
+@dataclass(frozen=True)
+class Rule:
+    """Names of a checkpoint by a regular expression, the parameter, and the shard of it."""
+
+    pattern: str
+    parameter: str
+    shard: Callable[[re.Match[str]], Any] = lambda match: None
 
 
 class Engine(nn.Module):
-    """The parameters of a decoder, and a loader of a family's checkpoint.
+    """The parameters of a decoder, and the loader of a family's checkpoint.
 
     Args:
-        layers: of each block, by name.
-        rules: for names of the checkpoint.
+        top: layers beside the blocks.
+        block: the layers of each block; the engine has one.
+        rules: for names of the checkpoint; the first that matches.
         before: what happens to a weight before its shard is loaded.
-        skipped: names that the family's loader drops.
+        skipped: a regular expression of names that the loader drops.
     """
 
     def __init__(
         self,
         top: dict[str, nn.Module],
-        blocks: Sequence[dict[str, nn.Module]],
+        block: dict[str, nn.Module],
         rules: Sequence[Rule],
         before: Callable[[str, Tensor], Tensor] = lambda name, x: x,
-        skipped: Sequence[str] = (),
+        skipped: str = "-",
     ) -> None:
         super().__init__()
         self.top = nn.ModuleDict(top)
-        self.blocks = nn.ModuleList([nn.ModuleDict(block) for block in blocks])
+        self.block = nn.ModuleDict(block)
         self.rules = rules
         self.before = before
         self.skipped = skipped
+        # A parameter of torch's layers has no loader.
+        for param in self.parameters():
+            param.requires_grad_(False)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         params = dict(self.named_parameters())
         loaded: set[str] = set()
         for name, x in weights:
-            if name in self.skipped:
+            if re.fullmatch(self.skipped, name):
                 continue
             target, shard = self.target_of(name)
             param = params[target]
-            getattr(param, "weight_loader", default_loader)(param, self.before(name, x), shard)
+            load_shard = getattr(param, "weight_loader", default_loader)
+            load_shard(param, self.before(name, x), shard)
             loaded.add(target)
         return loaded
 
     def target_of(self, name: str) -> tuple[str, Any]:
-        shard = None
-        for part, replacement, rule_shard in self.rules:
-            if part in name:
-                name = name.replace(part, replacement)
-                shard = rule_shard if rule_shard is not None else shard
-        return name, shard
+        for rule in self.rules:
+            match = re.fullmatch(rule.pattern, name)
+            if match:
+                return match.expand(rule.parameter), rule.shard(match)
+        raise KeyError(name)
 
 
 def default_loader(param: Tensor, loaded: Tensor, shard: Any = None) -> None:
     assert param.shape == loaded.shape, (param.shape, loaded.shape)
     param.data.copy_(loaded)
-
-
-def norm(hidden: int, bias: bool = False) -> nn.Module:
-    return nn.LayerNorm(hidden, bias=bias)
