@@ -77,7 +77,7 @@ MAY_IMPORT = {
         "parallelism",
     },
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
-    "refit": GROUND | {"mesh", "checkpoint"},
+    "refit": GROUND | {"mesh", "checkpoint", "transforms"},
     "launching": GROUND | {"mesh"},
     "explore": GROUND
     | {"mesh", "transforms", "optim", "pipeline", "plan"},  # a page shows the cost of a plan

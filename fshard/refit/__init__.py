@@ -2,9 +2,11 @@
 
 trace          finds the origin of each element of an engine's parameters: a `Trace`
 check_ranks    raises unless every element reaches a rank
+stream         yields full tensors one by one, with the names of a checkpoint
 """
 
-from fshard.refit.origins import SourceBox, Origins
+from fshard.refit.origins import Origins, SourceBox
+from fshard.refit.stream import stream
 from fshard.refit.trace import TargetLeaf, Trace, check_ranks, trace
 
-__all__ = ["SourceBox", "Origins", "TargetLeaf", "Trace", "check_ranks", "trace"]
+__all__ = ["SourceBox", "Origins", "TargetLeaf", "Trace", "check_ranks", "stream", "trace"]

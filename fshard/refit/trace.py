@@ -28,7 +28,7 @@ from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.arithmetic import strides, unravel
 from fshard.refit.leaves import named_leaves
 from fshard.refit.numbers import CONSTANT, UNWRITTEN, ElementNumbers, Weight
-from fshard.refit.origins import SourceBox, Origins, numbers_of, origins_of
+from fshard.refit.origins import Origins, SourceBox, numbers_of, origins_of
 from fshard.refit.recorder import LoadRecorder
 
 Names = str | Sequence[str]

@@ -46,7 +46,7 @@ def _swap_halves(engine):
 
 
 def test_second_load_into_a_kernels_order_is_named():
-    """A bug of vllm (42821): a load wrote gate and up into memory whose halves a kernel had swapped."""
+    """A bug of vllm: a load wrote gate and up into memory whose halves a kernel had swapped."""
     first_load = _trace("qwen3_moe", mutate=_swap_halves)
     second_load = _trace("qwen3_moe")
     with pytest.raises(RefitError) as error:
@@ -58,7 +58,7 @@ def test_second_load_into_a_kernels_order_is_named():
 
 
 def test_load_into_blocks_of_a_kernel_is_named():
-    """A bug of verl (7978): a kernel had made the experts' weights 4-dimensional, in blocks of columns."""
+    """A bug of verl: a kernel had made the experts' weights 4-dimensional, in blocks of columns."""
 
     def blocks(x):
         return x.unflatten(2, (2, HIDDEN // 2)).transpose(1, 2).contiguous()
@@ -94,7 +94,7 @@ def test_load_into_blocks_of_a_kernel_is_named():
 
 
 def test_slices_of_joined_halves_are_named():
-    """A bug of maxtext (4925): gate and up were joined, then sliced by rank: rank 0 had gate alone."""
+    """A bug of maxtext: gate and up were joined, then sliced by rank: rank 0 had gate alone."""
 
     def slice_joined(engine):
         def load_expert(param, loaded, shard):
