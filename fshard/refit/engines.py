@@ -23,6 +23,7 @@ from fshard.mesh.collectives.api import all_gather
 from fshard.mesh.collectives.ledger import uncounted
 from fshard.mesh.layout import Layout, Mesh, PyTree
 from fshard.mesh.layout.kinds import compute_device, empty_in, owned_by
+from fshard.mesh.layout.layout import dtype_name
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.between import AXIS, numbers_held
 from fshard.mesh.reshard.crossing import MeshSide, RegionSide

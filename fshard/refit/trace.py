@@ -155,7 +155,7 @@ def trace(
     target = _target_of(load, into)
     weights = weights_of(names)
     numbering = ElementNumbers(weights)
-    before = dict(_named_tensors(target))
+    before = dict(named_tensors(target))
     for name, x in before.items():
         if is_traceable_wrapper_subclass(x):
             kind = type(x).__name__
