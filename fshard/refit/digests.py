@@ -50,18 +50,18 @@ def digest(
 
 def _chunks(values: Tensor, steps: Sequence[int], first: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the values of a box in chunks, each with the numbers of its elements."""
-    if values.numel() > _CHUNK and values.ndim:
-        row_size = values.numel() // values.shape[0]
+    if values.numel() > _CHUNK:
+        row_size = values.numel() // len(values)
         rows = max(1, _CHUNK // row_size)
-        if values.shape[0] > rows or row_size > _CHUNK:
-            for start in range(0, values.shape[0], rows):
-                part = values[start : start + rows]
-                begin = first + start * steps[0]
-                if len(part) == 1:
-                    yield from _chunks(part[0], steps[1:], begin)
-                else:
-                    yield from _chunks(part, steps, begin)
-            return
+        for start in range(0, len(values), rows):
+            part = values[start : start + rows]
+            begin = first + start * steps[0]
+            if rows == 1:  # a row may be longer than a chunk
+                yield from _chunks(part[0], steps[1:], begin)
+            else:
+                yield from _chunks(part, steps, begin)
+        return
+
     numbers = torch.tensor(first, device=values.device)
     for length, step in zip(values.shape, steps, strict=True):
         numbers = numbers[..., None] + torch.arange(length, device=values.device) * step

@@ -80,7 +80,7 @@ class SourceTree(NamedTuple):
         return meshes.pop()
 
 
-class Arrival(NamedTuple):
+class Incoming(NamedTuple):
     """How one array arrives at an engine.
 
     Args:
@@ -105,9 +105,9 @@ class ArrayEngine:
         self.mesh = meshes.pop()
         self._arrays: dict[str, Sharded] = {}
 
-    def arrivals(self, meeting: Mesh | None) -> dict[str, Arrival]:
+    def incoming(self, meeting: Mesh | None) -> dict[str, Incoming]:
         """Return how each array arrives, by name."""
-        result: dict[str, Arrival] = {}
+        result: dict[str, Incoming] = {}
         for name, x in self._source.arrays.items():
             layout = self._layouts[name]
             if layout.spec.unreduced:
@@ -115,7 +115,7 @@ class ArrayEngine:
                     f"Refit: the layout of {name} must have no sums; got {layout.spec}."
                 )
             smaller = min(self.dtype_of(name), x.dtype, key=lambda dtype: dtype.itemsize)
-            result[name] = Arrival(MeshSide.of(layout), smaller)
+            result[name] = Incoming(MeshSide.of(layout), smaller)
         return result
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -220,7 +220,7 @@ class TensorEngine:
                 )
             self._needs = needs_of(traced)
 
-    def arrivals(self, meeting: Mesh | None) -> dict[str, Arrival]:
+    def incoming(self, meeting: Mesh | None) -> dict[str, Incoming]:
         """Return how each array arrives: what each device needs, which all others get to know."""
         assert meeting is not None
         needs = {name: (x.boxes, x.dtype) for name, x in self._needs.items()}
@@ -234,7 +234,7 @@ class TensorEngine:
                 f"Refit: the engine needs {_shown(dict.fromkeys(unknown))}, which the source has "
                 "not. Trace the loader with the names of the source."
             )
-        result: dict[str, Arrival] = {}
+        result: dict[str, Incoming] = {}
         for name, x in self._source.arrays.items():
             dims = max(1, x.ndim)
             nothing = np.zeros((0, dims, 2), np.int64)
@@ -242,8 +242,8 @@ class TensorEngine:
             dtypes = {row[name][1] for row in rows if name in row}
             # Devices that cast it differently get it as it is, and cast it themselves.
             dtype = dtypes.pop() if len(dtypes) == 1 else x.dtype
-            result[name] = Arrival(RegionSide(tuple(numbers), tuple(boxes)), dtype)
-        self._arrivals = result
+            result[name] = Incoming(RegionSide(tuple(numbers), tuple(boxes)), dtype)
+        self._incoming = result
         return result
 
     def new_shards(self, number: int) -> list[Tensor]:
@@ -252,7 +252,7 @@ class TensorEngine:
         with owned_by(number):
             for name in self._source.arrays:
                 size = self._needs[name].size if name in self._needs else 0
-                dtype = self._arrivals[name].dtype
+                dtype = self._incoming[name].dtype
                 shards.append(torch.empty(size, dtype=dtype, device=compute_device(self.mesh)))
         return shards
 

@@ -22,10 +22,11 @@ from torch import Tensor
 from fshard.errors import RefitError
 from fshard.mesh.collectives.api import all_gather, all_to_all, psum
 from fshard.mesh.collectives.ledger import uncounted
-from fshard.mesh.layout import Mesh, PyTree
+from fshard.mesh.layout import Layout, Mesh, PyTree
 from fshard.mesh.reshard.between import (
     AXIS,
     Shards,
+    copy_overlap,
     meeting_of,
     numbers_held,
     record_sent,
@@ -33,10 +34,10 @@ from fshard.mesh.reshard.between import (
     way_between,
 )
 from fshard.mesh.reshard.crossing import Crossing, MeshSide, Portion, Rounds
-from fshard.mesh.runtimes.decision import TAKE
-from fshard.mesh.runtimes.process import decision_on, machines_of
+from fshard.mesh.runtimes.process import machines_of
 from fshard.mesh.spmd.run import run_on_devices
 from fshard.mesh.spmd.scope import parting, require
+from fshard.refit.decision import TAKE, decision_on
 from fshard.refit.delta import Change, bits, pack, unpack
 from fshard.refit.digests import digest
 from fshard.refit.engines import ArrayEngine, SourceTree, TensorEngine
@@ -118,7 +119,7 @@ class Refit:
 
     def _plan_rounds(self, meeting: Mesh) -> list[Rounds]:
         """Return the rounds of all arrays, for each dtype in which they are sent."""
-        arrivals = self._engine.arrivals(meeting)
+        incoming = self._engine.incoming(meeting)
         machines = machines_of(meeting)
         leaves_of: dict[torch.dtype, list[int]] = {}
         crossings: list[Crossing] = []
@@ -128,11 +129,11 @@ class Refit:
                     f"Refit: {name} of the source must have no sums; got {x.layout.spec}. "
                     "Reshard it first."
                 )
-            arrival = arrivals[name]
-            leaves_of.setdefault(arrival.dtype, []).append(index)
+            of_leaf = incoming[name]
+            leaves_of.setdefault(of_leaf.dtype, []).append(index)
             before = MeshSide.of(x.layout)
             shape = x.shape or (1,)
-            crossings.append(Crossing(before, arrival.side, shape, meeting.devices, machines))
+            crossings.append(Crossing(before, of_leaf.side, shape, meeting.devices, machines))
 
         way = way_between(self._source_mesh, self._engine.mesh)
         result: list[Rounds] = []
@@ -189,28 +190,26 @@ class Refit:
 
     def _validate(self, version: int, tree: SourceTree) -> None:
         """Raise unless this can be the next version."""
-        is_next = isinstance(version, int) and (self.version is None or version > self.version)
+        current = -1 if self.version is None else self.version
+        is_next = isinstance(version, int) and version > current
         if not is_next:
             raise RefitError(
-                f"{_CALLER}: version must be an integer above the current one, {self.version}; "
+                f"{_CALLER}: version must be an integer above the current one, {current}; "
                 f"got {version!r}."
             )
         expected = self._source.arrays
-        for names, text in (
-            ([name for name in expected if name not in tree.arrays], "is missing"),
-            ([name for name in tree.arrays if name not in expected], "was not in it before"),
-        ):
-            if names:
-                raise RefitError(
-                    f"{_CALLER}: the source must have the arrays that Refit was made with; "
-                    f"{names[0]} {text}. Make another Refit."
-                )
+        problems = [f"{name} is missing" for name in expected if name not in tree.arrays]
+        problems += [f"{name} was not in it" for name in tree.arrays if name not in expected]
+        if problems:
+            raise RefitError(
+                f"{_CALLER}: the source must have the arrays that Refit was made with; "
+                f"{problems[0]}. Make another Refit."
+            )
         for name, x in tree.arrays.items():
             before = expected[name]
-            is_alike = (x.shape, x.dtype) == (before.shape, before.dtype)
-            if not is_alike or x.layout.with_memory("device") != before.layout.with_memory(
-                "device"
-            ):
+            has_layout = _without_memory(x) == _without_memory(before)
+            is_alike = has_layout and x.shape == before.shape and x.dtype == before.dtype
+            if not is_alike:
                 raise RefitError(
                     f"{_CALLER}: {name} must be like that of Refit, {before!r}; got {x!r}."
                 )
@@ -321,6 +320,11 @@ def _share_problems(problems: list[str]) -> None:
         problems.append("other values have arrived on another device")
 
 
+def _without_memory(x: Sharded) -> Layout:
+    """Return the layout of an array as if it was in the devices' memory: any other is read, too."""
+    return x.layout.with_memory("device")
+
+
 def _shards_by_number(tree: SourceTree) -> dict[int, list[Tensor]]:
     """Return the caller's shards of all arrays, by the number of their device."""
     arrays = [*tree.arrays.values()]
@@ -366,11 +370,7 @@ def _run_delta(rounds: Rounds, index: int, old: Shards, sent: Shards, new: Shard
         sent: what they were in the last version, in the dtype of the rounds.
         new: shards of the engine, which have the last version.
     """
-    for leaf, old_box, new_box in rounds.overlap(index):
-        source, target = old[leaf], new[leaf]
-        assert source is not None and target is not None
-        new_box.of(target).copy_(old_box.of(source))
-
+    copy_overlap(rounds, index, old, new)
     outgoing = rounds.outgoing(index)
     incoming = rounds.incoming(index)
     total = [0] * len(rounds.devices)
@@ -422,7 +422,8 @@ def _write(boxes: Sequence[tuple[int, Any]], begins: Any, change: Change, new: S
     positions = change.positions
     bounds = torch.searchsorted(positions, torch.as_tensor(begins)).tolist()
     for number, (leaf, box) in enumerate(boxes):
-        first, last = bounds[number], bounds[number + 1]
+        first = bounds[number]
+        last = bounds[number + 1]
         if first == last:
             continue
         shard = new[leaf]

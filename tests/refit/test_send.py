@@ -179,7 +179,7 @@ def test_refit_by_layouts_without_a_leaf_names_it():
     ("change", "text"),
     [
         (lambda params: {"a": params["a"]}, "b is missing"),
-        (lambda params: params | {"c": params["b"] + 0}, "c was not in it before"),
+        (lambda params: params | {"c": params["b"] + 0}, "c was not in it"),
         (lambda params: {"a": params["a"], "d": params["b"]}, "b is missing"),
         (lambda params: params | {"b": params["b"].double()}, "b must be like"),
         (lambda params: params | {"b": fs.reshard(params["b"], P())}, "b must be like"),

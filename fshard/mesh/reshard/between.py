@@ -9,8 +9,8 @@ gathered, and nothing is agreed on: the devices of both know what each sends, se
     sends    0 -> 2: 0 1     0 -> 3: 2 3      1 -> 2: 4 5     1 -> 3: 6 7
 
 Values travel from the old shards directly into the new ones, in rounds of `crossing.ROUND` bytes
-for all leaves of a dtype. The map is linear, and its transpose is the way back: so a gradient goes
-through a program on two meshes.
+for all leaves of a dtype. The map is linear, and its transpose is the way back: so a program on two
+meshes has gradients.
 """
 
 from __future__ import annotations
@@ -282,11 +282,7 @@ def run_rounds(
     rounds: Rounds, index: int, old: Shards, new: Shards, meeting: Mesh, site: Site
 ) -> None:
     """Copy the elements of a device's new shards: from its old shards, and from other devices."""
-    for leaf, old_box, new_box in rounds.overlap(index):
-        source, target = old[leaf], new[leaf]
-        assert source is not None and target is not None
-        new_box.of(target).copy_(old_box.of(source))
-
+    copy_overlap(rounds, index, old, new)
     outgoing = rounds.outgoing(index)
     incoming = rounds.incoming(index)
     group = require(_CALLER).group((AXIS,), _CALLER)
@@ -311,3 +307,13 @@ def run_rounds(
             assert target is not None
             box.of(target).copy_(row[begin:end].view(box.lengths))
             begin = end
+
+
+def copy_overlap(rounds: Rounds, index: int, old: Shards, new: Shards) -> None:
+    """Copy the elements that a device has already into its new shards."""
+    for leaf, old_box, new_box in rounds.overlap(index):
+        source = old[leaf]
+        target = new[leaf]
+        assert source is not None
+        assert target is not None
+        new_box.of(target).copy_(old_box.of(source))

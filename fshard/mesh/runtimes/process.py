@@ -39,7 +39,6 @@ from fshard.mesh.collectives.moves import uneven
 from fshard.mesh.layout.packing import cast, split
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
-from fshard.mesh.runtimes.decision import Decision
 from fshard.mesh.runtimes.gloo import Gloo
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
 from fshard.mesh.runtimes.nccl import HangWatch, Nccl
@@ -528,13 +527,6 @@ def machines_of(mesh: Mesh) -> tuple[int, ...]:
         return (0,) * mesh.size
     machines = ProcessWorld.of(mesh).machines
     return tuple([machines[rank] for rank in mesh.devices])
-
-
-def decision_on(key: str, mesh: Mesh) -> Decision:
-    """Return the decision that the processes of a mesh make together, under a key of its own."""
-    world = ProcessWorld.of(mesh)
-    limit = world.timeout.total_seconds()
-    return Decision(open_store(), f"decision/{key}", mesh.devices, world.peers.has_gone, limit)
 
 
 # -- joining and leaving ---------------------------------------------------------------------------

@@ -15,14 +15,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
-import torch.distributed as dist
+from fshard.mesh.layout import Mesh
+from fshard.mesh.runtimes.process import ProcessWorld
+from fshard.mesh.runtimes.watch import open_store
 
 TAKE = "take"
 _PAUSE = 0.001
 """Seconds between two looks at the store."""
+
+
+def decision_on(key: str, mesh: Mesh) -> Decision:
+    """Return the decision that the processes of a mesh make together, under a key of its own."""
+    world = ProcessWorld.of(mesh)
+    limit = world.timeout.total_seconds()
+    return Decision(open_store(), f"decision/{key}", mesh.devices, world.peers.has_gone, limit)
 
 
 class Decision:
@@ -75,9 +83,3 @@ class Decision:
                 return self.leave(f"not all processes are ready within {self._limit:g} s")
             time.sleep(_PAUSE)
         return self._store.get(self._key).decode()
-
-    def forget(self) -> None:
-        """Delete the keys of a decision that all processes have read: a later version is decided."""
-        with suppress(dist.DistError):
-            self._store.delete_key(self._key)
-            self._store.delete_key(f"{self._key}/votes")
