@@ -23,6 +23,7 @@ from fshard.errors import RefitError
 from fshard.mesh.collectives.api import all_gather, all_to_all, psum
 from fshard.mesh.collectives.ledger import uncounted
 from fshard.mesh.layout import Layout, Mesh, PyTree
+from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.between import (
     AXIS,
     Shards,
