@@ -4,11 +4,10 @@
     the last vote    decides "take"
     an error, or a process that has ended    decides "leave", unless it is decided
 
-The store changes a key once, so the first decision counts, and a process acts only after it has read
-it. A process that ends before the decision ends the attempt for all; one that ends afterwards has
-no part in it. The store is in the launcher, or in process 0: if that ends between the decision and its
-last reader, those that have not read it do not take
-part.
+The store changes a key once, so the first decision counts, and a process acts only after it has
+read it. A process that ends before the decision ends the attempt for all; one that ends afterwards
+has no part in it. The store is in the launcher, or in process 0: if that ends between the decision
+and its last reader, those that have not read it do not take part.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Encode which elements of a row have changed, in about a byte for each that has.
 
-A step of reinforcement learning changes a few of a hundred elements in 16 bits. A code is the number
-of elements since the last changed one that have not changed; 255 of them are a code without one.
+A step of reinforcement learning changes a few of a hundred elements in 16 bits. A code is the
+number of elements since the last changed one that have not changed; 255 of them are a code of their
+own.
 
     changed elements    3, 4, 300 of a row
     codes               3    0    255    40        300 = 4 + 1 + 255 + 40

@@ -1,8 +1,8 @@
 """Digests of elements that do not depend on how they are stored.
 
 Each element has a hash of its bits and of its number in the full tensor, and a digest is the sum of
-the hashes, modulo 2^64. So two devices that store the same elements in other layouts and orders have
-equal digests, and an element with other bits, or in the place of another, changes it.
+the hashes, modulo 2^64. So two devices that store the same elements in other layouts and orders
+have equal digests, and an element with other bits, or in the place of another, changes it.
 """
 
 from __future__ import annotations

@@ -228,11 +228,14 @@ class TensorEngine:
         numbers = [number for number in meeting.devices if number in self.mesh.devices]
         rows = [tables[meeting.devices.index(number)] for number in numbers]
 
-        unknown = [name for row in rows for name in row if name not in self._source.arrays]
+        needed: dict[str, None] = {}  # a set in order
+        for row in rows:
+            needed.update(dict.fromkeys(row))
+        unknown = [name for name in needed if name not in self._source.arrays]
         if unknown:
             raise RefitError(
-                f"Refit: the engine needs {_shown(dict.fromkeys(unknown))}, which the source has "
-                "not. Trace the loader with the names of the source."
+                f"Refit: the engine needs {_shown(unknown)}, which the source has not. Trace the "
+                "loader with the names of the source."
             )
         result: dict[str, Incoming] = {}
         for name, x in self._source.arrays.items():
@@ -279,7 +282,7 @@ class TensorEngine:
                 actual = "nothing" if x is None else f"{dtype_name(x.dtype)}{[*x.shape]}"
                 raise RefitError(
                     f"Refit: {name} of the engine must be as it was traced, "
-                    f"{dtype_name(leaf.dtype)}{[*leaf.shape]}; got {actual}. Trace the loader again."
+                    f"{dtype_name(leaf.dtype)}{[*leaf.shape]}; got {actual}. Trace again."
                 )
 
     def _tensors(self) -> dict[str, Tensor]:

@@ -77,7 +77,7 @@ class Landing(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a target needs of one source.
+    """The elements of one source that a target needs.
 
     Args:
         boxes: disjoint boxes of the source.  (k, d, 2)
@@ -167,7 +167,10 @@ def _disjoint(boxes: Sequence[Numbers]) -> Numbers:
     for box in unique:
         left = [box]
         for other in result:
-            left = [rest for part in left for rest in _without(part, other)]
+            parts: list[Numbers] = []
+            for part in left:
+                parts += _without(part, other)
+            left = parts
         result += left
     return np.stack(result)
 

@@ -1,4 +1,4 @@
-"""What a version sends: `RefitPlan`."""
+"""The bytes that a version sends: `RefitPlan`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # it is imported where a table is shown
 
 @dataclass(frozen=True, repr=False)
 class RefitPlan(Tabular):
-    """What one version sends, without a delta.
+    """The bytes that one version sends, without a delta.
 
     Args:
         leaves: the number of arrays; tied ones count once.

@@ -1,4 +1,4 @@
-"""Reshard arrays from one mesh to another: each element goes once to each device that lacks it.
+"""Reshard arrays from one mesh to another: each element is sent once to each device that lacks it.
 
 The meshes may be disjoint, overlap, or number the same devices in another order. No tensor is
 gathered, and nothing is agreed on: the devices of both know what each sends, see `crossing`.

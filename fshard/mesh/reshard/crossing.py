@@ -96,7 +96,7 @@ class MeshSide(CachedHash):
 
 @dataclass(frozen=True, eq=False)
 class RegionSide:
-    """What devices need of a tensor, where that is no layout: any boxes of it.
+    """Boxes of a tensor that devices need, where these are no layout.
 
     A device's shard has the elements of its boxes, one box after another.
 
