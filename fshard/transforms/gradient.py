@@ -83,12 +83,14 @@ CACHED_PLANS = 64
 class StepValue(NamedTuple):
     """The result of a gradient function: the loss with its weight, buffers and metrics.
 
+    `largest`: the largest number of the dtype of the loss function's result, which limits its scale.
     `samples`: of the batch; None if its tensors disagree on their number. In an unsharded batch all
     tensors count.
     """
 
     loss: Tensor
     weight: float
+    largest: float
     samples: int | None
     buffers: PyTree
     aux: PyTree
@@ -310,8 +312,8 @@ class GradientFunction:
         aux = ()
         if options.has_aux:
             aux = global_metrics([result.aux for result in results], inputs.batch, options.aux)
-        loss, weight = results[0].loss, results[0].weight
-        return StepValue(loss, weight, inputs.batch.samples, buffers, aux), grads
+        loss, weight, largest = results[0].loss, results[0].weight, results[0].largest
+        return StepValue(loss, weight, largest, inputs.batch.samples, buffers, aux), grads
 
     def _prepare(
         self,
