@@ -141,8 +141,8 @@ def _scale_fix(
     source: OptimizerSource, leaves: Sequence[NamedLeaf], values: Mapping[str, Any]
 ) -> str:
     """Return the way out if only the state, or only the optimizer, has a loss scale; else nothing."""
-    is_in_state = _SCALE <= values.keys()
-    is_in_optimizer = _SCALE <= {leaf.name for leaf in leaves}
+    is_in_state = values.keys() >= _SCALE
+    is_in_optimizer = {leaf.name for leaf in leaves} >= _SCALE
     if is_in_state == is_in_optimizer:
         return ""
     if is_in_optimizer:
