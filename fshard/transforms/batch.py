@@ -38,6 +38,7 @@ from fshard.mesh.layout import (
     flatten,
     flatten_with_paths,
     is_dense,
+    path_text,
     paths_of,
     unflatten,
 )
@@ -291,7 +292,7 @@ class BatchPart:
             if rows_of(leaf) not in (None, rows):
                 raise ValueError(
                     f"this device has {rows} of the batch's {self.cut.length} samples from the "
-                    f"loader, but {path or 'it'} is {rows_of(leaf)} long. Give tensors with a row "
+                    f"loader, but {path_text(path) or 'it'} is {rows_of(leaf)} long. Give tensors with a row "
                     "per sample apart from those that all devices get in full."
                 )
 
@@ -320,7 +321,7 @@ def shard_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
             cut, shards = _shard_leaf(leaf, spec, mesh)
         except (TypeError, ValueError) as error:
             path = paths_of(structure)[index]
-            subject = f"batch: {path}" if path else "batch"
+            subject = f"batch: {path_text(path)}" if path else "batch"
             raise type(error)(f"{subject}: {error}") from None
         cuts.append(cut)
         columns.append(shards)

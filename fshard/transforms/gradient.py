@@ -66,7 +66,7 @@ from fshard.transforms.fsdp.plans import (
 from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import StepOptions
-from fshard.transforms.patterns import chosen, named, parts_of
+from fshard.transforms.patterns import chosen, titled
 from fshard.transforms.reproducible.rerun import RecordedInputs
 from fshard.transforms.slices import DeviceSlices
 from fshard.uncompiled import uncompiled
@@ -396,7 +396,7 @@ class GradientFunction:
             return
         dtypes = list[str]()
         for path, x in zip(paths, leaves, strict=True):
-            name = named(parts_of(path)) or "the parameter"
+            name = titled(path)
             dtypes.append(f"{name} is {str(x.dtype).removeprefix('torch.')}")
         raise TypeError(
             f"{self.options.caller}: parameters must be floating-point or complex to have "

@@ -281,7 +281,7 @@ CLASSES_AND_LAYOUTS = {
     "gradients of ties": (two_gradients, r'params\["a"\] and params\["b"\]'),
     "an unreduced norm": (
         norm_of_unreduced,
-        r'sums that are not made yet would be wrong: \["w"\] is Sharded f32',
+        r"sums that are not made yet would be wrong: w is Sharded f32",
     ),
     "a norm of two meshes": (norm_of_two_meshes, "must be on one mesh"),
     "vectors": (

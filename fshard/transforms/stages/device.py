@@ -36,7 +36,7 @@ from fshard.transforms.fsdp.units import StepContext
 from fshard.transforms.loss_collectives import LOCAL_CALLS
 from fshard.transforms.metrics import SliceMetrics, slice_loss
 from fshard.transforms.module.buffers import Written, flags, written_paths
-from fshard.transforms.patterns import named, parts_of
+from fshard.transforms.patterns import titled
 from fshard.transforms.slices import (
     DeviceSlices,
     SliceTurn,
@@ -350,7 +350,7 @@ class StageStep:
             for path in unit.written():
                 raise ModuleError(
                     f"{self.options.caller}: stages write to a parameter in place: "
-                    f"{named(parts_of(path))}. {WRITES}"
+                    f"{titled(path)}. {WRITES}"
                 )
 
     def _agree(self, written: Sequence[Written]) -> StepAgreement:
