@@ -274,11 +274,13 @@ class BatchPart:
             self._validate_rows(paths, leaves, rows)
             leaves = [self._in_device_memory(leaf, mesh) for leaf in leaves]
             shapes = [self._global_shape(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+
+        is_cut = split or any(has_samples)
         return Batch(
             mesh,
             devices=local_devices(mesh),
             columns=[(leaf,) for leaf in leaves],
-            cut=self.cut if split or any(has_samples) else None,
+            cut=self.cut if is_cut else None,
             has_samples=has_samples,
             structure=structure,
             axes=self.cut.axes,
@@ -329,6 +331,8 @@ def shard_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
         cuts = _unsharded_cuts(columns)
 
     cut = _common_cut(cuts)
+    axes = _sharding_axes(cut, leaf_specs, mesh)
+    shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor | Sharded)]
     return Batch(
         mesh,
         devices=local_devices(mesh),
@@ -336,8 +340,8 @@ def shard_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
         cut=cut,
         has_samples=[cut is not None for cut in cuts],
         structure=structure,
-        axes=_sharding_axes(cut, leaf_specs, mesh),
-        shapes=tuple([tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor | Sharded)]),
+        axes=axes,
+        shapes=tuple(shapes),
         global_leaves=leaves,
     )
 

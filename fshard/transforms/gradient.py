@@ -134,10 +134,10 @@ class ParamTree(NamedTuple):
 
     def gradients(self, plans: Sequence[ParamPlan], by_device: Sequence[Gradients]) -> PyTree:
         """Return gradients as the tree of parameters, from the local shards of each device."""
-        grads = [
-            None if shards[0] is None else Sharded(plan.shape, plan.gradient, tuple(shards))
-            for plan, *shards in zip(plans, *by_device, strict=True)
-        ]
+        grads = list[Sharded | None]()
+        for plan, *shards in zip(plans, *by_device, strict=True):
+            is_used = shards[0] is not None
+            grads.append(Sharded(plan.shape, plan.gradient, tuple(shards)) if is_used else None)
         return self.with_leaves(grads)
 
 
