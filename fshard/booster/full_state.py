@@ -140,7 +140,7 @@ def loaded_state(
 def _scale_fix(
     source: OptimizerSource, leaves: Sequence[NamedLeaf], values: Mapping[str, Any]
 ) -> str:
-    """Return the way out if only the state, or only the optimizer, has a loss scale; else nothing."""
+    """Return the way out if only one of state and optimizer has a loss scale; else nothing."""
     is_in_state = values.keys() >= _SCALE
     is_in_optimizer = {leaf.name for leaf in leaves} >= _SCALE
     if is_in_state == is_in_optimizer:

@@ -128,7 +128,7 @@ def finite_scale(largest: float, scale: float) -> float:
 
 
 def lower_scale(scale: Tensor, before: float, largest: float) -> None:
-    """Lower the next scale of a loss, in place, to one that follows from the scale that was applied.
+    """Lower the next scale of a loss, in place, to one that follows from the applied scale.
 
     The scale of the state may be too large for the dtype of the loss, which is not known before the
     forward: `finite_scale` was applied. So backing off begins there, and growth ends there.

@@ -292,9 +292,10 @@ class BatchPart:
         for path, leaf in zip(paths, leaves, strict=True):
             _validate_leaf(leaf)
             if rows_of(leaf) not in (None, rows):
+                name = path_text(path) or "it"
                 raise ValueError(
                     f"this device has {rows} of the batch's {self.cut.length} samples from the "
-                    f"loader, but {path_text(path) or 'it'} is {rows_of(leaf)} long. Give tensors with a row "
+                    f"loader, but {name} is {rows_of(leaf)} long. Give tensors with a row "
                     "per sample apart from those that all devices get in full."
                 )
 

@@ -83,7 +83,7 @@ CACHED_PLANS = 64
 class StepValue(NamedTuple):
     """The result of a gradient function: the loss with its weight, buffers and metrics.
 
-    `largest`: the largest number of the dtype of the loss function's result, which limits its scale.
+    `largest`: the largest number of the dtype of the loss function's result: it limits the scale.
     `samples`: of the batch; None if its tensors disagree on their number. In an unsharded batch all
     tensors count.
     """

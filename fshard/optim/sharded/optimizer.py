@@ -354,8 +354,9 @@ def _validate_mesh(
             is_valid = takes_plain
         if is_valid:
             continue
+        name = path_text(params.paths[i]) or "the leaf"
         raise LayoutError(
-            f"partition_optimizer on {mesh}: {path_text(params.paths[i]) or 'the leaf'} is {kind_of(leaf)}. "
+            f"partition_optimizer on {mesh}: {name} is {kind_of(leaf)}. "
             "Give the mesh of the parameters, or shard them on this one: fs.shard_params(params, "
             "rules, mesh=mesh)."
         )
