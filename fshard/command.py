@@ -64,7 +64,9 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    match list(sys.argv[1:] if arguments is None else arguments):
+    if arguments is None:
+        arguments = sys.argv[1:]
+    match [*arguments]:
         case [name, *rest] if name in COMMANDS:
             try:
                 return COMMANDS[name](rest)

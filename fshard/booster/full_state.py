@@ -126,7 +126,8 @@ def loaded_state(
     errors += _misfits(leaves, values)
     if errors:
         raise OptimizerError(
-            f"load_state_dict: the state must be that of this optimizer: {'; '.join(errors)}."
+            "load_state_dict: the state must be that of this optimizer: "
+            f"{'; '.join(errors)}.{_scale_fix(source, leaves, values)}"
         )
 
     if isinstance(source, TorchSource):
@@ -134,6 +135,31 @@ def loaded_state(
     if isinstance(source, InstanceSource):
         source.state.load_state_dict(of_instance)
     return unflatten([_written(leaf.value, values.get(leaf.name, leaf.value)) for leaf in leaves])
+
+
+def _scale_fix(
+    source: OptimizerSource, leaves: Sequence[NamedLeaf], values: Mapping[str, Any]
+) -> str:
+    """Return the way out if only one of state and optimizer has a loss scale; else nothing."""
+    is_in_state = values.keys() >= _SCALE
+    is_in_optimizer = {leaf.name for leaf in leaves} >= _SCALE
+    if is_in_state == is_in_optimizer:
+        return ""
+    if is_in_optimizer:
+        return (
+            ' It has no loss scale, and this optimizer has that of precision="fp16". Load '
+            '{"state": {**optimizer.state_dict()["state"], "inner": state_dict["state"]}}.'
+        )
+    without = '{"state": state_dict["state"]["inner"]}'
+    if isinstance(source, TorchSource):
+        without = 'state_dict without its entry "loss_scale"'
+    return (
+        f' It has the loss scale of precision="fp16", and this optimizer has none. Load {without}.'
+    )
+
+
+_SCALE = {"scale", "patience"}
+"""Names of numbers in the state of `loss_scaled`."""
 
 
 def _misfits(leaves: Sequence[NamedLeaf], values: Mapping[str, Any]) -> list[str]:

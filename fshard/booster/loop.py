@@ -37,6 +37,7 @@ from fshard.mesh.layout import Layout, Mesh, PyTree
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.mesh.spmd.run import as_one_device, local_devices, resolve_mesh
+from fshard.optim.scaling import finite_scale
 from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.randomness import drawn_key
@@ -58,7 +59,7 @@ from fshard.transforms.metrics import NO_METRICS
 from fshard.transforms.module.buffers import Buffers
 from fshard.transforms.options import Options
 from fshard.transforms.reproducible.joined_outputs import JoinedOutput, join, split_cotangents
-from fshard.transforms.slices import Count, DeviceSlices, SliceTurn
+from fshard.transforms.slices import Count, DeviceSlices, SliceTurn, largest_of
 from fshard.transforms.value_and_grad import gradient_of
 from fshard.uncompiled import uncompiled
 
@@ -401,6 +402,7 @@ class LoopModel(BoostedModel):
                 "first."
             )
         loss = _validated_loss(loss)
+        self._limit_scale(loss, scale, is_first=not step.weights)
         leaves = self._leaves_with_gradients(step, loss)
         step.runtime.check_unchanged()
         models = [*self._state.loop_models]  # a loss may lead through several
@@ -446,6 +448,20 @@ class LoopModel(BoostedModel):
         self.slots.gradients.exist = True
         for model in models:
             model.restore_buffers()
+
+    def _limit_scale(self, loss: Tensor, scale: float, *, is_first: bool) -> None:
+        """Set the limit of the scale of a step's losses, whose gradients are of one scale."""
+        largest = largest_of(loss)
+        if not is_first:
+            applied = finite_scale(self.largest_loss, scale)
+            if finite_scale(largest, scale) != applied:
+                raise ValueError(
+                    "backward: all losses of a step must have dtypes that hold one loss scale; "
+                    f"got one in {str(loss.dtype).removeprefix('torch.')} after another with a "
+                    f"scale of {applied:g}. Write loss.float()."
+                )
+            largest = min(largest, self.largest_loss)
+        self.largest_loss = largest
 
     def _differentiate_slices(
         self, step: LoopStep, loss: Tensor, cotangent: Tensor, share: float, *, retain_graph: bool

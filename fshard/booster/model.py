@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from math import inf
 from typing import Any, cast
 
 import torch
@@ -169,6 +170,7 @@ class BoostedModel(nn.Module, ShardedObject):
         self.module = module
         self.mesh = plugin.default_mesh()
         self.is_reproducible = plugin.reproducible
+        self.largest_loss = inf  # number of the dtype of the last losses, which limits their scale
         self.replicas = plugin.replicas()
         # What decides the random draws: see `draws`. A checkpoint has them.
         self._seed = plugin.seed

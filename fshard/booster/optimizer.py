@@ -27,7 +27,7 @@ from fshard.optim.chain import clipped, shrunk
 from fshard.optim.contract import Optimizer, step_of
 from fshard.optim.norms import exact_norms, global_norm
 from fshard.optim.partition import partition_optimizer
-from fshard.optim.scaling import loss_scaled
+from fshard.optim.scaling import loss_scaled, lower_scale
 from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.optim.torch_optim.instances import OptimizerSource, TorchSource
 from fshard.uncompiled import uncompiled
@@ -231,6 +231,7 @@ class BoostedOptimizer(torch.optim.Optimizer, ShardedObject):
         claim(self.state, "state")
 
         model, opt = self.model, self._partitioned()
+        scale = self.scale
         is_reproducible = model.is_reproducible
         # In reproducible mode without fused kernels, which round otherwise where a shard ends.
         fused_step = None if is_reproducible else opt.step
@@ -247,6 +248,8 @@ class BoostedOptimizer(torch.optim.Optimizer, ShardedObject):
                     model.params, self.state = write(params)
                 else:
                     model.params, self.state = model.combine(write)
+        if opt.loss_scale is not None:
+            lower_scale(opt.loss_scale(self.state), scale, model.largest_loss)
         self._grads = None
         model.slots.gradients.exist = False
         self._steps += 1

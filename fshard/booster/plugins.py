@@ -203,12 +203,16 @@ class Plugin(KnownKeywords):
     def gradient_options(self) -> dict[str, Any]:
         """Return the options of `value_and_grad`."""
         precision = cast(Precision | None, self.precision)
+        replica_axes = self.replica_axes()
+        batch = P(replica_axes) if replica_axes else P()
+        # A sum over devices may be infinite in float16.
+        reduce_dtype = torch.float32 if precision == "fp16" else None
         options: dict[str, Any] = {
             "mesh": self.default_mesh(),
-            "batch": P(self.replica_axes()) if self.replica_axes() else P(),
+            "batch": batch,
             "has_buffers": True,
             "compute": COMPUTE_DTYPES[precision],
-            "reduce": torch.float32 if precision == "fp16" else None,
+            "reduce": reduce_dtype,
             "reproducible": self.reproducible,
         }
         if not self.in_stages():

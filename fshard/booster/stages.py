@@ -140,6 +140,7 @@ class StagedModel(BoostedModel):
             value, grads = gradient.run(self.params, self.module_buffers, batch, call_site(), scale)
         if backward:
             self.slots.gradients.exist = True
+            self.largest_loss = value.largest
             self._grads = grads if self._grads is None else _sums(self._grads, grads)
         self.set_buffers(value.buffers)
         return value

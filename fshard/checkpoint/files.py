@@ -427,9 +427,12 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> byte
     offset = 0
     for name, dtype, shape in tensors:
         size = dtype.itemsize * prod(shape)
+        written_shape = [*shape]
+        if dtype.is_complex:
+            written_shape.append(2)  # real and imaginary part
         header[name] = {
             "dtype": DTYPES[dtype],
-            "shape": [*shape, 2] if dtype.is_complex else [*shape],
+            "shape": written_shape,
             "data_offsets": [offset, offset + size],
         }
         offset += size

@@ -516,9 +516,42 @@ def _explained(differences: Differences) -> str:
         texts.append(f"unexpected in the checkpoint: {_listed(unexpected, ', ')}")
     if misshaped:
         texts.append(_listed(misshaped, "; "))
-    if _has_state(missing) and _has_state(unexpected):
+    fix = "Give only=, rename= or strict=False to restore a part."
+    outer_of_stored, outer_of_wanted = _path_of_scale(unexpected), _path_of_scale(missing)
+    if outer_of_stored is not None:
+        texts.append(
+            'the checkpoint has the state of loss_scaled (precision="fp16"), and the target has that '
+            "of an optimizer without a loss scale"
+        )
+        if outer_of_stored.removesuffix(".") not in missing:  # an object finds no renamed leaves
+            fix = _fix_of_scale(f"{outer_of_stored}inner.**", f"{outer_of_stored}**")
+    elif outer_of_wanted is not None:
+        texts.append(
+            "the checkpoint has the state of an optimizer without a loss scale, and the target has "
+            'that of loss_scaled (precision="fp16")'
+        )
+        if f"{outer_of_wanted}inner" not in missing:
+            fix = _fix_of_scale(f"{outer_of_wanted}**", f"{outer_of_wanted}inner.**")
+    elif _has_state(missing) and _has_state(unexpected):
         texts.append("the state is of another optimizer")
-    return f"{'. '.join(texts)}. Give only=, rename= or strict=False to restore a part."
+    return f"{'. '.join(texts)}. {fix}"
+
+
+def _path_of_scale(names: Sequence[str]) -> str | None:
+    """Return the path, with its dot, of a state of `loss_scaled` by the names of its numbers.
+
+    None if there is none.
+    """
+    for name in names:
+        prefix = name.removesuffix("scale")
+        if prefix != name and f"{prefix}patience" in names:
+            return prefix
+    return None
+
+
+def _fix_of_scale(stored: str, wanted: str) -> str:
+    renaming = f'{{"{stored}": "{wanted}"}}'
+    return f"Give fs.restore rename={renaming} and strict=False to restore all but the scale."
 
 
 def _listed(names: Sequence[str], comma: str) -> str:

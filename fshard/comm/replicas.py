@@ -421,12 +421,14 @@ class _OuterSteps:
 
     def _init_fragment(self, params: Arrays) -> dict[str, PyTree]:
         anchor = copied(params)
-        return {
-            "anchor": anchor,
-            "outer": self.outer.init(anchor),
-            "waiting": each_shard(torch.zeros_like, anchor) if self.delay else None,
-            "compress": None if self.compression is None else self.compression.init(anchor),
-        }
+        outer = self.outer.init(anchor)
+        waiting: Arrays | None = None
+        if self.delay:
+            waiting = each_shard(torch.zeros_like, anchor)
+        compress: PyTree = None
+        if self.compression is not None:
+            compress = self.compression.init(anchor)
+        return {"anchor": anchor, "outer": outer, "waiting": waiting, "compress": compress}
 
     def rule(self, before: list[Tensor], state: list[PyTree], count: int) -> Combining:
         """Take the outer steps of the fragments that are due in a step."""

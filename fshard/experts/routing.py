@@ -100,7 +100,7 @@ def balance_loss(routing: Routing, axes: Axes = ()) -> Tensor:
 
     It is the number of experts times the sum of their loads times their mean scores. Loads and
     means are those of the tokens of all devices along `axes`, those of the batch: equal on any
-    mesh.
+    mesh. It is 0 without tokens.
 
     >>> scores = torch.full((2, 2), 0.5)
     >>> balance_loss(Routing(torch.tensor([[0], [1]]), torch.ones(2, 1), scores))
@@ -116,17 +116,21 @@ def balance_loss(routing: Routing, axes: Axes = ()) -> Tensor:
 
     load, score_sums, tokens = totals.split([count, count, 1])
     # The load is a count, without a gradient; the scores move it.
-    load = (load / load.sum()).detach()
-    means = score_sums / tokens.detach()
+    load = load.detach()
+    # Without tokens both are 0, and so is the loss: of one token on they are at least 1.
+    load = load / load.sum().clamp(min=1)
+    means = score_sums / tokens.detach().clamp(min=1)
     return count * (load * means).sum()
 
 
 def z_loss(logits: Tensor) -> Tensor:
     """Return the mean of the squared log-sums of exponentials of tokens' logits.
 
-    It keeps logits small.
+    It keeps logits small. It is 0 without tokens.
 
     >>> z_loss(torch.zeros(3, 1))
     tensor(0.)
     """
+    if not logits.numel():
+        return logits.sum()  # no tokens, whose mean would be nan
     return logits.logsumexp(-1).square().mean()

@@ -127,12 +127,14 @@ def _forward(
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     # `moe` reads the number of experts from scores, not their values. This tensor has one element.
     scores = weights.detach().new_zeros(1, 1).expand(len(tokens), module.num_experts)
+    routing = Routing(experts, weights, scores)
     axes = of_this_mesh(axis)
+    expert_axis = axes[0] if axes else None
     y, _ = moe(
         tokens,
-        Routing(experts, weights, scores),
+        routing,
         partial(_experts, module),
-        axis=axes[0] if axes else None,
+        axis=expert_axis,
         replicated=of_this_mesh(replicated),
     )
     return y.to(hidden_states.dtype).view(hidden_states.shape)

@@ -26,7 +26,7 @@ from torch import Tensor
 from fshard.explore.palette import fill
 from fshard.mesh.layout import Mesh, P, arithmetic
 from fshard.mesh.layout.sharded import Sharded, typeof
-from fshard.mesh.layout.tree import flatten_with_paths
+from fshard.mesh.layout.tree import flatten_with_paths, path_text
 
 if TYPE_CHECKING:
     from fshard.plan.cost import Cost, DeviceCost
@@ -368,7 +368,7 @@ def _leaves(arguments: Sequence[Any], layouts: Numbering) -> Iterator[dict[str, 
                 unit = x.layout.unit or ""
                 layout = layouts[x.layout.spec, x.shape]
             yield {
-                "path": role + re.sub(r'\["([^"]*)"\]', r".\1", path),  # ["w"] is written as .w
+                "path": path_text(f'["{role}"]{path}'),
                 "type": str(typeof(x)),
                 "item": x.dtype.itemsize,
                 "bytes": prod(x.shape) * x.dtype.itemsize,

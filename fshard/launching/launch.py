@@ -35,6 +35,8 @@ def launch(
     Functions of modules are pickled by name. Those of a notebook or of the running script, lambdas,
     and nested functions are pickled by value, with the globals that they use, if cloudpickle is
     installed. The script itself is not run again, so `if __name__ == "__main__"` is not needed.
+    Settings of torch in this process, such as `torch.set_default_dtype`, do not reach the others:
+    call these functions in `fn`.
 
     Args:
         fn: the function.

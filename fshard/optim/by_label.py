@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import optree
+
 from fshard.errors import OptimizerError
 from fshard.memory.state import Update
 from fshard.mesh.layout import PyTree
-from fshard.optim.contract import Optimizer, no_updates, step_of
+from fshard.optim.contract import Optimizer, is_optimizer, no_updates, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.nesting import inner_optimizer
 from fshard.optim.sharding import Sharding, labelled_sharding
@@ -54,6 +56,7 @@ def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimi
     >>> opt.step(params, opt.init(params), params)[0]
     {'w': tensor([0.5000]), 'b': tensor([1.])}
     """
+    _check_no_optimizers(mask, "masked: mask must be bools", "masked(opt, mask)")
     opt = inner_optimizer(opt, "masked")
     # A transformation passes the other gradients on; an optimizer leaves the others unchanged.
     of_others = NOTHING if opt.step is None else _FROZEN
@@ -82,6 +85,7 @@ def by_label(
     >>> opt.step(params, opt.init(params), params)[0]
     {'w': tensor([0.5000]), 'b': tensor([0.7500])}
     """
+    _check_no_optimizers(labels, "by_label: labels must be labels", "by_label(opts, labels)")
     if not isinstance(opts, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"by_label: opts must be a dict of optimizers by label; got {type(opts).__name__}."
@@ -128,6 +132,17 @@ def by_label(
         sharding=labelled_sharding(shardings, lambda params: params.chosen(labels)),
         takes="arrays",
     )
+
+
+def _check_no_optimizers(prefix: PyTree, requirement: str, order: str) -> None:
+    """Raise if optimizers were given where labels are: the arguments are swapped."""
+    if callable(prefix):
+        return
+    leaves = optree.tree_leaves(prefix, is_leaf=is_optimizer, none_is_leaf=True)
+    if any(map(is_optimizer, leaves)):
+        raise OptimizerError(
+            f"{requirement} of parameters; got an optimizer. The order is {order}."
+        )
 
 
 def _only(params: Leaves, leaves: list[Leaf], leaf_labels: list[Any], label: Any) -> PyTree:

@@ -288,10 +288,15 @@ def _copy_in(memory: Memory, x: Tensor, home: Tensor) -> Tensor:
 # -- optimizers inside of others -----------------------------------------------------------------
 
 
+def is_optimizer(x: object) -> bool:
+    """Return True for a pair of init and update, of any library."""
+    functions = [getattr(x, name, None) for name in ("init", "update")]
+    return all(map(callable, functions))
+
+
 def check_optimizer(opt: object, caller: str) -> None:
     """Raise unless something has the functions of an optimizer: a pair of any library does."""
-    functions = [getattr(opt, name, None) for name in ("init", "update")]
-    if not all(map(callable, functions)):
+    if not is_optimizer(opt):
         name = opt.__name__ if isinstance(opt, type) else type(opt).__name__
         raise OptimizerError(
             f"{caller}: {name} is no pair of init and update. Write fs.optim.adamw(...), or make "

@@ -29,7 +29,7 @@ from fshard.errors import LayoutError, OptimizerError
 from fshard.mesh.collectives.autograd import recorded, transformed
 from fshard.mesh.collectives.moves import Psum
 from fshard.mesh.collectives.on_shards import apply_move
-from fshard.mesh.layout import Layout, P, PyTree
+from fshard.mesh.layout import Layout, P, PyTree, path_text
 from fshard.mesh.layout.kinds import compute_device, copy_in
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.device_put import reshard_all, spread, unshard
@@ -414,7 +414,7 @@ def check_summable(caller: str, tree: Leaves) -> None:
         if leaf.spec.unreduced:
             raise LayoutError(
                 f"{caller}: a norm of sums that are not made yet would be wrong: "
-                f"{path or 'the leaf'} is {leaf!r}. "
+                f"{path_text(path) or 'the leaf'} is {leaf!r}. "
                 "Reduce them first: fs.reshard(x, layout) to a layout without unreduced axes."
             )
         if leaf.mesh != first_array.mesh:

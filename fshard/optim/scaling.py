@@ -40,9 +40,10 @@ def loss_scaled(
     scale = backoff scale    if any gradient is not finite: then parameters do not change
             growth scale     after `interval` steps
 
-    `train_step` reads the scale from the state and applies it. A gradient that is taken without
-    `train_step` must be that of the scaled loss, `value_and_grad(...)(params, batch,
-    scale=opt.loss_scale(state))`: steps are too small otherwise.
+    `train_step` reads the scale from the state and applies it: to a loss in float16 at most 2^15,
+    to which it then sets the scale of the state. A gradient that is taken without `train_step` must
+    be that of the scaled loss, `value_and_grad(...)(params, batch, scale=opt.loss_scale(state))`:
+    steps are too small otherwise. If that loss is in float16, give `largest=2.0**15`.
 
     Args:
         opt: the optimizer, with its chain and wrappers: it gets unscaled gradients, those of 16
@@ -115,15 +116,33 @@ def loss_scaled(
     return replace(scaled, loss_scale=lambda state: state["scale"])
 
 
-def finite_scale(dtype: torch.dtype, scale: float) -> float:
-    """Return a loss scale, halved until a loss of a dtype can be multiplied by it.
+def finite_scale(largest: float, scale: float) -> float:
+    """Return a loss scale, halved until it is at most the largest number of the loss's dtype.
 
-    >>> finite_scale(torch.float16, 2.0**16), finite_scale(torch.float32, 2.0**16)
-    (32768.0, 65536.0)
+    >>> finite_scale(torch.finfo(torch.float16).max, 2.0**16)
+    32768.0
     """
-    while scale > torch.finfo(dtype).max:
+    while scale > largest:
         scale /= 2
     return scale
+
+
+def lower_scale(scale: Tensor, before: float, largest: float) -> None:
+    """Lower the next scale of a loss, in place, to one that follows from the applied scale.
+
+    The scale of the state may be too large for the dtype of the loss, which is not known before the
+    forward: `finite_scale` was applied. So backing off begins there, and growth ends there.
+
+    Args:
+        scale: that of the state after the update.
+        before: that of the state before.
+        largest: the largest number of the dtype of the loss.
+    """
+    after = float(scale)
+    ratio = finite_scale(largest, before) / before
+    lowered = finite_scale(largest, after * ratio)
+    if lowered != after:
+        scale.fill_(lowered)
 
 
 def skip_if_not_finite(opt: Optimizer) -> Optimizer:

@@ -185,6 +185,11 @@ def _layer_plan(
     token_axis = parallelism.token_axis
     # Lazy layers are planned by their shapes: a copy, since planning runs the model.
     planned_model = copy_on_meta(model) if without_memory(model) else model
+
+    sequence_mode = parallelism.sequence_mode
+    if token_axis is None:
+        sequence_mode = "gather"
+    expert_axis = "expert" if parallelism.experts > 1 else None
     with outside(), keyed_random(seed):
         return tensor_parallel(
             planned_model,
@@ -193,8 +198,8 @@ def _layer_plan(
             mode=parallelism.tensor_mode,
             size=parallelism.inner_axes[axes[-1]],
             sequence=token_axis,
-            sequence_mode="gather" if token_axis is None else parallelism.sequence_mode,
-            experts="expert" if parallelism.experts > 1 else None,
+            sequence_mode=sequence_mode,
+            experts=expert_axis,
             **check_options,
         )
 

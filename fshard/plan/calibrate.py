@@ -202,8 +202,9 @@ def _measured(device: str, axes: tuple[str, ...]) -> Cluster:
         link=1.0,
         overlap=int(is_gpu),
     )
+    name = torch.cuda.get_device_name() if is_gpu else "cpu"
     return Cluster(
-        name=torch.cuda.get_device_name() if is_gpu else "cpu",
+        name=name,
         flops=flops,
         memory=float(memory),
         bandwidth=bandwidth,

@@ -50,8 +50,10 @@ def row(x: Tensor, weight: PyTree, axis: Axes, bias: PyTree = None) -> PyTree:
 
 def linear(x: Tensor, weight: PyTree, mode: Mode, bias: PyTree = None) -> PyTree:
     """Apply a linear layer with shards of `mode.weight` and `mode.bias`: from `mode` to its next."""
-    # In 3d the input dim of a weight is sharded over one axis more than the features of x.
-    inner = x.shape[-1] // (mode.size() if mode.kind == "3d" else 1)
+    inner = x.shape[-1]
+    if mode.kind == "3d":
+        # The input dim of a weight is sharded over one axis more than the features of x.
+        inner //= mode.size()
     weights = (weight,) if isinstance(weight, Tensor) else weight
     wrong_shapes = [str(tuple(w.shape)) for w in weights if w.shape[1] != inner]
     if wrong_shapes:

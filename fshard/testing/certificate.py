@@ -89,13 +89,8 @@ class Certificate(Tabular):
             is_first_of_stage = row.stage != stage
             if is_first_of_stage and stage is not None:
                 table.add_section()
-            table.add_row(
-                str(row.stage) if is_first_of_stage else "",
-                row.leaf,
-                row.verdict,
-                f"{row.error:.1e}",
-                f"{row.bound:.1e}",
-                row.reason,
-            )
+            stage_text = str(row.stage) if is_first_of_stage else ""
+            error, bound = f"{row.error:.1e}", f"{row.bound:.1e}"
+            table.add_row(stage_text, row.leaf, row.verdict, error, bound, row.reason)
             stage = row.stage
         return table

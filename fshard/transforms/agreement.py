@@ -270,8 +270,9 @@ def input_differences(
     sample_digests: list[int] = []
     if batch.may_differ and same_samples is not None and same_samples.size > 1:
         sample_digests = _sample_digests(batch, device_index, is_full=is_full)
+    keys = None if key is None else (key,)
     return {
-        "key": difference(None if key is None else (key,), group),
+        "key": difference(keys, group),
         "params": difference(params_digests, group),
         "shapes": difference(batch.shapes, group),
         "batch": difference(batch_digests, group),

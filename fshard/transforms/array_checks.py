@@ -22,7 +22,7 @@ from fshard.mesh.layout import (
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices
 from fshard.transforms.options import StepOptions
-from fshard.transforms.patterns import named, parts_of, titled
+from fshard.transforms.patterns import titled
 
 
 def validate_run(mesh: Mesh, caller: str, **trees: PyTree) -> None:
@@ -55,7 +55,7 @@ def validate_run(mesh: Mesh, caller: str, **trees: PyTree) -> None:
     names: list[str] = []
     for path, leaf in zip(paths, leaves, strict=True):
         if is_from_other_side(leaf):
-            names.append(named(parts_of(path)))
+            names.append(titled(path))
     if local_count == 1:
         sides = "outside of fs.run and used inside"
     else:

@@ -38,6 +38,7 @@ from fshard.mesh.layout import (
     flatten,
     flatten_with_paths,
     is_dense,
+    path_text,
     paths_of,
     unflatten,
 )
@@ -273,11 +274,13 @@ class BatchPart:
             self._validate_rows(paths, leaves, rows)
             leaves = [self._in_device_memory(leaf, mesh) for leaf in leaves]
             shapes = [self._global_shape(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+
+        is_cut = split or any(has_samples)
         return Batch(
             mesh,
             devices=local_devices(mesh),
             columns=[(leaf,) for leaf in leaves],
-            cut=self.cut if split or any(has_samples) else None,
+            cut=self.cut if is_cut else None,
             has_samples=has_samples,
             structure=structure,
             axes=self.cut.axes,
@@ -289,9 +292,10 @@ class BatchPart:
         for path, leaf in zip(paths, leaves, strict=True):
             _validate_leaf(leaf)
             if rows_of(leaf) not in (None, rows):
+                name = path_text(path) or "it"
                 raise ValueError(
                     f"this device has {rows} of the batch's {self.cut.length} samples from the "
-                    f"loader, but {path or 'it'} is {rows_of(leaf)} long. Give tensors with a row "
+                    f"loader, but {name} is {rows_of(leaf)} long. Give tensors with a row "
                     "per sample apart from those that all devices get in full."
                 )
 
@@ -320,7 +324,7 @@ def shard_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
             cut, shards = _shard_leaf(leaf, spec, mesh)
         except (TypeError, ValueError) as error:
             path = paths_of(structure)[index]
-            subject = f"batch: {path}" if path else "batch"
+            subject = f"batch: {path_text(path)}" if path else "batch"
             raise type(error)(f"{subject}: {error}") from None
         cuts.append(cut)
         columns.append(shards)
@@ -328,6 +332,8 @@ def shard_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
         cuts = _unsharded_cuts(columns)
 
     cut = _common_cut(cuts)
+    axes = _sharding_axes(cut, leaf_specs, mesh)
+    shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor | Sharded)]
     return Batch(
         mesh,
         devices=local_devices(mesh),
@@ -335,8 +341,8 @@ def shard_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
         cut=cut,
         has_samples=[cut is not None for cut in cuts],
         structure=structure,
-        axes=_sharding_axes(cut, leaf_specs, mesh),
-        shapes=tuple([tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor | Sharded)]),
+        axes=axes,
+        shapes=tuple(shapes),
         global_leaves=leaves,
     )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,6 @@ from fshard.errors import FshardError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.spmd.global_inputs import digest
 from fshard.mesh.spmd.scope import Group, require
-from fshard.optim.scaling import finite_scale
 from fshard.transforms.agreement import (
     SliceLoss,
     StepAgreement,
@@ -52,6 +51,7 @@ from fshard.transforms.slices import (
     SliceValues,
     cotangent_of,
     gradient_divisor,
+    largest_of,
 )
 
 
@@ -66,12 +66,14 @@ class SliceOutput(NamedTuple):
 class DeviceResult(NamedTuple):
     """The results of one device's step.
 
-    The loss and its weight; the metrics; the local shards of the gradients, None where no device
-    has used a parameter; the buffers that changed; the order of units, which the next step expects.
+    The loss, its weight, and the largest number of its dtype; the metrics; the local shards of the
+    gradients, None where no device has used a parameter; the buffers that changed; the order of
+    units, which the next step expects.
     """
 
     loss: Tensor
     weight: float
+    largest: float
     aux: PyTree
     gradients: Gradients
     buffers: Mapping[str, Tensor]
@@ -107,7 +109,7 @@ class ModelStep:
         self.params = params
         self.buffers = buffers
         self.scale = scale
-        self.scale_ratio = 1.0  # of the scale that the dtype of the loss allows to the given one
+        self.largest = inf  # number of the dtype of the loss, which limits the scale
         # In reproducible mode the gradients of slices are added in one binary tree.
         self.trees: TreeAccumulator | None = None
         if self.options.reproducible:
@@ -199,7 +201,8 @@ class ModelStep:
 
     def cotangent(self, loss: Tensor, share: float, scale: float) -> Tensor:
         """Return the cotangent of a loss: its share of the gradient of `scale` times the mean."""
-        self.scale_ratio = finite_scale(loss.dtype, scale) / scale
+        self.scale = scale  # a loop has it in its backwards
+        self.largest = largest_of(loss)
         return cotangent_of(loss, share, scale)
 
     def backward(
@@ -285,11 +288,13 @@ class ModelStep:
         # An abstract mesh knows the weights of no other device.
         is_abstract = slices.batch.mesh.runtime == "abstract"
         weight = 1.0 if is_abstract else mean.weight
-        divisor = gradient_divisor(self.scale_ratio, weight, is_weighted=is_weighted)
+        divisor = gradient_divisor(self.largest, self.scale, weight, is_weighted=is_weighted)
         gradients = runtime.reducer.gradients(agreement.used, divisor)
         aux = slices.combine_metrics([output.metrics for output in outputs], turns, mean)
         runtime.close()
-        return DeviceResult(mean.loss, mean.weight, aux, gradients, buffers, runtime.order)
+        return DeviceResult(
+            mean.loss, mean.weight, self.largest, aux, gradients, buffers, runtime.order
+        )
 
     def _agree(
         self,

@@ -66,7 +66,7 @@ from fshard.transforms.fsdp.plans import (
 from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import StepOptions
-from fshard.transforms.patterns import chosen, named, parts_of
+from fshard.transforms.patterns import chosen, titled
 from fshard.transforms.reproducible.rerun import RecordedInputs
 from fshard.transforms.slices import DeviceSlices
 from fshard.uncompiled import uncompiled
@@ -83,12 +83,14 @@ CACHED_PLANS = 64
 class StepValue(NamedTuple):
     """The result of a gradient function: the loss with its weight, buffers and metrics.
 
+    `largest`: the largest number of the dtype of the loss function's result: it limits the scale.
     `samples`: of the batch; None if its tensors disagree on their number. In an unsharded batch all
     tensors count.
     """
 
     loss: Tensor
     weight: float
+    largest: float
     samples: int | None
     buffers: PyTree
     aux: PyTree
@@ -132,10 +134,10 @@ class ParamTree(NamedTuple):
 
     def gradients(self, plans: Sequence[ParamPlan], by_device: Sequence[Gradients]) -> PyTree:
         """Return gradients as the tree of parameters, from the local shards of each device."""
-        grads = [
-            None if shards[0] is None else Sharded(plan.shape, plan.gradient, tuple(shards))
-            for plan, *shards in zip(plans, *by_device, strict=True)
-        ]
+        grads = list[Sharded | None]()
+        for plan, *shards in zip(plans, *by_device, strict=True):
+            is_used = shards[0] is not None
+            grads.append(Sharded(plan.shape, plan.gradient, tuple(shards)) if is_used else None)
         return self.with_leaves(grads)
 
 
@@ -310,8 +312,8 @@ class GradientFunction:
         aux = ()
         if options.has_aux:
             aux = global_metrics([result.aux for result in results], inputs.batch, options.aux)
-        loss, weight = results[0].loss, results[0].weight
-        return StepValue(loss, weight, inputs.batch.samples, buffers, aux), grads
+        loss, weight, largest = results[0].loss, results[0].weight, results[0].largest
+        return StepValue(loss, weight, largest, inputs.batch.samples, buffers, aux), grads
 
     def _prepare(
         self,
@@ -394,7 +396,7 @@ class GradientFunction:
             return
         dtypes = list[str]()
         for path, x in zip(paths, leaves, strict=True):
-            name = named(parts_of(path)) or "the parameter"
+            name = titled(path)
             dtypes.append(f"{name} is {str(x.dtype).removeprefix('torch.')}")
         raise TypeError(
             f"{self.options.caller}: parameters must be floating-point or complex to have "

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+from fshard.mesh.layout import path_text
+
 Choice = str | Sequence[str] | Callable[[str], bool] | None
 """Some of the parameters: a path pattern, several, a function of the path; None of them."""
 
@@ -49,14 +51,14 @@ def named(parts: Sequence[str]) -> str:
 
 
 def titled(path: str, subject: str = "the parameter") -> str:
-    """Return the name of a leaf for a message.
+    """Return the name of a leaf for a message, as the user has written it.
 
     A tree that is one leaf has no path to it: `subject` then.
 
-    >>> titled('["blocks"][3]["w"]'), titled("")
-    ('blocks[3].w', 'the parameter')
+    >>> titled('["blocks"][3]["w"]'), titled('["blocks.3.w"]'), titled("")
+    ('blocks[3].w', 'blocks.3.w', 'the parameter')
     """
-    return named(parts_of(path)) or subject
+    return path_text(path) or subject
 
 
 @lru_cache(maxsize=65536)

@@ -327,7 +327,7 @@ def layouts_of(
     with collected(caller) as attempt:
         columns = (paths, leaves, specs, units, are_frozen, kinds)
         for path, leaf, spec, unit, is_chosen, kind in zip(*columns, strict=True):
-            with attempt(named(parts_of(path))):
+            with attempt(path):
                 is_fixed = is_chosen or is_frozen(leaf)
                 layout = Layout(mesh, _validated_spec(spec), kind, unit, is_fixed)
                 validate_leaf(leaf, layout)

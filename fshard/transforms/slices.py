@@ -260,22 +260,26 @@ def nonzero_weight(total: float) -> float:
 
 def cotangent_of(loss: Tensor, share: float, scale: float) -> Tensor:
     """Return the cotangent of a loss: its share of the gradient, times the loss scale."""
-    return torch.full_like(loss, share * finite_scale(loss.dtype, scale))
+    return torch.full_like(loss, share * finite_scale(largest_of(loss), scale))
 
 
-def gradient_divisor(
-    scale_ratio: Tensor | float, weight: float, *, is_weighted: bool
-) -> Tensor | float:
+def largest_of(loss: Tensor) -> float:
+    """Return the largest number of the dtype of a loss: at most this scales it."""
+    return torch.finfo(loss.dtype).max
+
+
+def gradient_divisor(largest: float, scale: float, weight: float, *, is_weighted: bool) -> float:
     """Return what the sums of gradients are divided by.
 
     Args:
-        scale_ratio: of the scale of the losses to the given one: less than 1 where that is too
-            large for the dtype.
+        largest: the largest number of the dtype of the losses.
+        scale: of the losses: where it is too large for the dtype, a smaller one was applied.
         weight: of the entire batch.
         is_weighted: True if the gradients of slices were multiplied by their weights: Note [Weights
             in reproducible mode]; else the cotangents had their shares.
     """
-    return scale_ratio * nonzero_weight(weight) if is_weighted else scale_ratio
+    ratio = finite_scale(largest, scale) / scale
+    return ratio * nonzero_weight(weight) if is_weighted else ratio
 
 
 def one_loss(options: StepOptions, loss: Any, slice: Slice) -> Tensor:

@@ -25,6 +25,7 @@ from fshard.mesh.spmd.deterministic import deterministic
 from fshard.optim.contract import DonatingStep, Optimizer, copied, step_of
 from fshard.optim.norms import exact_norms, norm_later, sharing_norm
 from fshard.optim.partition import as_sharded
+from fshard.optim.scaling import lower_scale
 from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.source import Site, call_site
 from fshard.transforms.array_checks import validate_run
@@ -225,6 +226,8 @@ class TrainStep(PlaceableStep):
         site = call_site()
         value, grads = self.gradient.run(params, buffers, batch, site, scale)
         params, state, norm = self._updated(params, state, grads, reduction, scale, site)
+        if optimizer.loss_scale is not None:
+            lower_scale(optimizer.loss_scale(state), scale, value.largest)
         claim(params, "parameters")
         claim(state, "state")
         metrics = _metrics(self.gradient.options, value, norm)

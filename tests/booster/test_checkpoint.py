@@ -487,3 +487,37 @@ def test_functional_state_loads_under_another_plan(source, target, tmp_path):
     restored = by_name(stepped(target, partial(fs.restore, tmp_path), PLAIN))
     assert_equal(restored, by_name(saved))
     assert restored["0.1.qkv.weight"].shape == (24, 8) and restored["1.0.step.1.qkv.weight"] == 2
+
+
+@pytest.mark.parametrize("is_torch", [True, False], ids=["torch", "fshard"])
+def test_state_with_a_loss_scale_loads_without_it_as_the_error_says(is_torch):
+    """The state of precision="fp16", into an optimizer of another precision."""
+    key = 'entry "loss_scale"' if is_torch else 'state_dict["state"]["inner"]'
+
+    def main():
+        def boosted(precision):
+            booster = fs.Booster(fs.FSDPPlugin(precision=precision))
+            module = nn.Linear(3, 2)
+            opt = torch.optim.Adam(module.parameters()) if is_torch else fs.optim.adam()
+            return booster, *booster.boost(module, opt)[:2]
+
+        booster, model, opt = boosted("fp16")
+        booster.backward(model(torch.ones(4, 3)).sum(), opt)
+        opt.step()
+        state, (_, _, other) = opt.state_dict(), boosted("bf16")
+        with pytest.raises(OptimizerError, match="has the loss scale") as error:
+            other.load_state_dict(state)
+        assert key in str(error.value)
+
+        rest = {k: x for k, x in state.items() if k != "loss_scale"}
+        if not is_torch:
+            rest = {"state": state["state"]["inner"]}
+        other.load_state_dict(rest)
+        assert_equal(other.state_dict()["state"], rest["state"])
+        if not is_torch:
+            with pytest.raises(OptimizerError, match="has no loss scale"):
+                opt.load_state_dict(rest)
+            opt.load_state_dict({"state": {**state["state"], "inner": rest["state"]}})
+            assert_equal(opt.state_dict(), state)
+
+    fs.run(main, mesh=fs.make_mesh({"data": 2}))

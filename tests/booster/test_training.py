@@ -330,6 +330,42 @@ def test_fp16_overflow_is_skipped_despite_clip_grad_value(plugin):
     assert steps == [[(0.875, 2.0**16), (0.875, 2.0**15), (0.75, 2.0**15)]] * 2
 
 
+@pytest.mark.parametrize("plugin", [fs.FSDPPlugin, PLUGINS["stages"]])
+def test_fp16_overflow_of_a_float16_loss_halves_the_applied_scale(plugin):
+    """2^16 in the state is 2^15 in a loss of float16."""
+
+    def body(loop):
+        scales = []
+        for size in (0.5, 3e4, 0.5):
+            loop.accumulate(torch.full((4, 3), size))
+            loop.step()
+            scales.append(loop.opt.scale)
+        return scales
+
+    def linear():
+        return nn.Sequential(nn.Identity(), nn.Linear(3, 1, bias=False))
+
+    def criterion(y, _):
+        return y.square().mean()
+
+    actual = on_devices(body, plugin(precision="fp16"), 2, linear, sgd, criterion=criterion)
+    assert actual == [[2.0**15, 2.0**14, 2.0**14]] * 2
+
+
+@pytest.mark.parametrize("is_half_first", [True, False])
+def test_losses_of_a_step_with_two_applied_scales_raise(is_half_first):
+    """Gradients of one step are divided by one scale."""
+
+    def body(loop):
+        losses = [loop.model(torch.ones(2, 3)).mean() for _ in range(2)]
+        losses[is_half_first] = losses[is_half_first].float()
+        for loss in losses:
+            loop.booster.backward(loss, loop.opt)
+
+    with pytest.raises(ValueError, match="hold"):
+        on_devices(body, fs.FSDPPlugin(precision="fp16"), 2, lambda: nn.Linear(3, 1), sgd)
+
+
 @pytest.mark.parametrize("pipeline", [1, 2])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_batch_norm_statistics_stay_float32_in_16_bits(precision, pipeline):

@@ -1,5 +1,6 @@
 """Errors name all offenders, and the fix."""
 
+import ast
 import copy
 import errno
 
@@ -116,6 +117,52 @@ def test_state_of_another_optimizer_is_named(tmp_path):
         and "state.exp_avg.w, state.exp_avg_sq.w" in text
     )
     assert "the state is of another optimizer" in text
+
+
+ADAM = fs.optim.adam(0.1)
+SCALED = fs.optim.loss_scaled(ADAM)
+
+
+def nested(*names):
+    """Return functions that put a state at a path of a tree, and take it from there."""
+
+    def put(state):
+        for name in reversed(names):
+            state = {name: state}
+        return state
+
+    def take(tree):
+        for name in names:
+            tree = tree[name]
+        return tree
+
+    return put, take
+
+
+@pytest.mark.parametrize("names", [(), ("state",), ("run", "opt")], ids=str)
+@pytest.mark.parametrize("is_scaled", [True, False], ids=["with scale", "without scale"])
+def test_checkpoint_with_another_loss_scale_names_the_way_that_restores_it(
+    names, is_scaled, tmp_path
+):
+    stored, wanted = (SCALED, ADAM) if is_scaled else (ADAM, SCALED)
+    put, take = nested(*names)
+    params = {"w": torch.ones(3)}
+    expected = stored.step({"w": torch.ones(3)}, stored.init(params), params)[1]
+    fs.save(tmp_path, put(expected))
+    target = put(wanted.init({"w": torch.ones(3)}))
+
+    text = message(fs.restore, tmp_path, target)
+    assert "loss_scaled" in text and "strict=False" in text and "another optimizer" not in text
+    renaming = ast.literal_eval(text[text.index("rename=") + 7 : text.index(" and strict")])
+    restored, differences = fs.restore(tmp_path, target, rename=renaming, strict=False)
+
+    actual = take(restored)
+    if is_scaled:
+        torch.testing.assert_close(actual, expected["inner"], rtol=0, atol=0)
+        assert not differences.missing
+    else:
+        torch.testing.assert_close(actual["inner"], expected, rtol=0, atol=0)
+        assert actual["scale"] == 2.0**16 and not differences.unexpected
 
 
 def test_leaves_that_cannot_be_saved_are_all_named(tmp_path):

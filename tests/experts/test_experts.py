@@ -416,6 +416,44 @@ def test_losses_are_known_functions():
     torch.testing.assert_close(z_loss(logits), logits.exp().sum(-1).log().square().mean())
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_losses_of_no_tokens_are_zero_with_a_zero_gradient(score):
+    weight = torch.randn(5, 4, requires_grad=True)
+    logits = torch.randn(0, 5) @ weight
+    for loss in (balance_loss(route(logits, 2, score=score)), z_loss(logits)):
+        (gradient,) = torch.autograd.grad(loss, weight, retain_graph=True)
+        assert loss == 0 and gradient.equal(torch.zeros(5, 4))
+
+
+@pytest.mark.parametrize("counts", [(0, 0), (6, 0), (2, 4)], ids=str)
+def test_balance_loss_of_devices_without_tokens_is_that_of_all_tokens(counts):
+    """The oracle adds up the tokens of all devices by hand, in float64."""
+    logits = torch.randn(sum(counts), 4, dtype=torch.float64)
+    shards = logits.split(counts)
+
+    def body():
+        here = shards[fs.axis_index("data")].clone().requires_grad_()
+        loss = balance_loss(route(here, 2), "data")
+        (gradient,) = torch.autograd.grad(loss, here)
+        return loss.detach(), gradient
+
+    results = fs.run(body, mesh=fs.make_mesh({"data": 2}))
+
+    full = logits.clone().requires_grad_()
+    tokens = max(len(full), 1)
+    chosen = torch.zeros(4, dtype=torch.float64)
+    for row in full.detach():
+        chosen[row.topk(2).indices] += 1 / (2 * tokens)
+    expected = 4 * sum((row.softmax(-1) * chosen).sum() / tokens for row in full)
+    expected_gradient = torch.zeros(0, 4, dtype=torch.float64)
+    if len(full):
+        (expected_gradient,) = torch.autograd.grad(expected, full)
+    for loss, _ in results:
+        torch.testing.assert_close(loss, torch.as_tensor(expected).double().detach())
+    actual = torch.cat([gradient for _, gradient in results])
+    torch.testing.assert_close(actual, expected_gradient)
+
+
 def test_a_module_in_a_step_and_alone():
     """The layer of a network, functionalized; the shared network is dense."""
     torch.manual_seed(0)

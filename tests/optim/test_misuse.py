@@ -22,6 +22,10 @@ from tests.optim.helpers.torch_classes import Lars, groups_of, net
 NAN = float("nan")
 INF = float("inf")
 MESH = fs.make_mesh({"data": 2})
+LABELS = {"w": "fast", "b": "slow"}
+SGDS = {"fast": optim.sgd(0.5), "slow": optim.sgd(0.25)}
+OF_LABELS = ("by_label: labels", "labels of parameters", "by_label(opts, labels).")
+OF_MASK = ("masked: mask", "bools of parameters", "masked(opt, mask).")
 RANGES = [
     (
         lambda: optim.adam(-1.0, eps=-1.0),
@@ -93,6 +97,20 @@ TYPES = [
         lambda: optim.by_label([optim.sgd()], 0),
         "by_label: opts must be a dict of optimizers by label; got list.",
     ),
+    *[
+        (call, f"{name} must be {kind}; got an optimizer. The order is {order}")
+        for call, name, kind, order in [
+            (lambda: optim.by_label(LABELS, SGDS), *OF_LABELS),
+            (lambda: optim.by_label(lambda path, leaf: "fast", SGDS), *OF_LABELS),
+            (lambda: optim.by_label("fast", SGDS), *OF_LABELS),
+            (lambda: optim.by_label(SGDS, SGDS), *OF_LABELS),
+            (lambda: optim.by_label(SGDS, {"w": [SGDS["fast"]]}), *OF_LABELS),
+            (lambda: optim.by_label(SGDS, SGDS["fast"]), *OF_LABELS),
+            (lambda: optim.masked({"w": True, "b": False}, optim.sgd()), *OF_MASK),
+            (lambda: optim.masked(lambda path, leaf: True, optim.sgd()), *OF_MASK),
+            (lambda: optim.masked(optim.sgd(), optim.sgd()), *OF_MASK),
+        ]
+    ],
 ]
 ARGUMENTS = [*RANGES, *TYPES]
 
@@ -263,7 +281,7 @@ CLASSES_AND_LAYOUTS = {
     "gradients of ties": (two_gradients, r'params\["a"\] and params\["b"\]'),
     "an unreduced norm": (
         norm_of_unreduced,
-        r'sums that are not made yet would be wrong: \["w"\] is Sharded f32',
+        r"sums that are not made yet would be wrong: w is Sharded f32",
     ),
     "a norm of two meshes": (norm_of_two_meshes, "must be on one mesh"),
     "vectors": (

@@ -81,8 +81,74 @@ def test_scale_beyond_float16_skips_no_step(options):
             **options,
         )
         params, state, metrics = step(params, opt.init(params), torch.ones(4, 3) / 4)
-        assert (state["skipped"], state["scale"], metrics["finite"]) == (0, 2.0**16, True)
+        assert (state["skipped"], state["scale"], metrics["finite"]) == (0, 2.0**15, True)
         return [*fs.unshard(params["w"]).tolist(), metrics["grad_norm"].item()]
 
     expected = [*[2.0**-12 - 0.125] * 3, pytest.approx(3**0.5 / 4)]
     assert all(found(n, stage) == expected for n in (1, 2, 4) for stage in (0, 1, 2, 3))
+
+
+def oracle_scales(factors, *, initial, interval, largest):
+    """The state's scale after each step of one weight, whose gradient is a factor times the scale.
+
+    Serial: the loss is multiplied by at most `largest`, and that is what grows and backs off.
+    """
+    scale, finite, expected = initial, 0, []
+    for factor in factors:
+        applied = min(scale, largest)
+        is_finite = torch.tensor(factor * applied).half().isfinite().item()
+        finite = finite + 1 if is_finite else 0
+        scale = applied if is_finite else applied / 2
+        if finite == interval:
+            scale, finite = min(applied * 2, largest), 0
+        expected.append(scale)
+    return expected
+
+
+def stepped_scales(factors, dtype, *, is_staged=False, **options):
+    """The state's scale after each step of one weight, with a loss of a dtype."""
+    mesh = fs.make_mesh({"pipe": 2, "data": 1} if is_staged else {"data": 1})
+    opt = optim.loss_scaled(optim.sgd(2.0**-30), **options)
+
+    def loss(y, x):
+        return (y.to(dtype) * x.to(dtype)).sum()
+
+    def first(params, x):
+        return params["w"] * torch.ones_like(x)
+
+    weight, more, functions = {"w": torch.ones(1)}, {}, lambda p, x: loss(first(p, x), x)
+    if is_staged:
+        more["schedule"] = fs.pipeline_schedule("1f1b", stages=2, microbatches=1)
+        more["loss"] = loss
+        functions = [first, lambda p, y: p["w"] * y]
+        params = fs.shard_stages([weight] * 2, P(), mesh=mesh, schedule=more["schedule"])
+    else:
+        params = fs.shard_params(weight, P(), mesh=mesh)
+    step = fs.train_step(functions, opt, mesh=mesh, batch=P("data"), precision="fp16", **more)
+    state, actual = step.init(params), []
+    for factor in factors:
+        params, state, _ = step(params, state, torch.full((1, 1), factor))
+        actual.append(state["scale"].item())
+    return actual
+
+
+FACTORS = [*[1.0] * 8, 8.0, 8.0, 1.0, 1.0, 1.0, 16.0, 16.0, 16.0, 1.0]
+
+
+@pytest.mark.parametrize("is_staged", [False, True], ids=["model", "stages"])
+@pytest.mark.parametrize("initial", [2.0**13, 2.0**16, 2.0**20])
+def test_scale_of_a_float16_loss_is_what_was_applied(initial, is_staged):
+    options = {"initial": initial, "interval": 2}
+    expected = oracle_scales(FACTORS, largest=2.0**15, **options)
+    assert stepped_scales(FACTORS, torch.float16, is_staged=is_staged, **options) == expected
+
+
+def test_first_overflow_of_a_float16_loss_halves_what_was_applied():
+    """2^20 in the state is 2^15 in the loss: backing off from 2^20 would lose five steps more."""
+    actual = stepped_scales([8.0] * 4, torch.float16, initial=2.0**20)
+    assert actual == [2.0**14, 2.0**13, 2.0**12, 2.0**12]
+
+
+@pytest.mark.parametrize(("dtype", "last"), [(torch.float32, 2.0**19), (torch.float16, 2.0**15)])
+def test_scale_grows_to_the_largest_that_the_loss_holds(dtype, last):
+    assert stepped_scales([2.0**-9] * 3, dtype, interval=1)[-1] == last

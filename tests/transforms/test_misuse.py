@@ -222,7 +222,7 @@ LOSSES = {
 BATCHES = {
     "an array": (
         lambda: step(batch={"x": X.numpy()}),
-        r'batch: \["x"\]: a ndarray is not sharded. Write torch.as_tensor',
+        r"batch: x: a ndarray is not sharded. Write torch.as_tensor",
     ),
     "no samples": (lambda: step(batch=torch.ones(0, 4)), "the batch has no samples"),
     "two lengths": (

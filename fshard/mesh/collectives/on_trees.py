@@ -36,6 +36,7 @@ from fshard.mesh.layout import (
     flatten,
     is_dense,
     no_dense,
+    path_text,
     paths_of,
     unflatten,
 )
@@ -308,8 +309,10 @@ def _moves_of_leaves(
             x = leaf if prepare is None else prepare(leaf)
             moves.append(move(x, group))
         except (TypeError, ValueError) as error:
-            path = "" if structure is None else f"leaf {paths_of(structure)[number]}: "
-            raise type(error)(f"{caller}: {path}{error}") from None
+            subject = ""
+            if structure is not None:
+                subject = f"leaf {path_text(paths_of(structure)[number])}: "
+            raise type(error)(f"{caller}: {subject}{error}") from None
         xs.append(x)
     return xs, moves
 
@@ -379,4 +382,4 @@ def tensors_of(caller: str, tree: PyTree) -> tuple[list[Tensor], Structure | Non
 
 def _name_of_leaf(structure: Structure | None, index: int) -> str:
     path = "" if structure is None else paths_of(structure)[index]
-    return f"leaf {path}" if path else "the argument"
+    return f"leaf {path_text(path)}" if path else "the argument"

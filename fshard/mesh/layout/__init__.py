@@ -21,6 +21,7 @@ from fshard.mesh.layout.tree import (
     flatten,
     flatten_with_paths,
     map_leaves,
+    path_text,
     paths_of,
     unflatten,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "is_dense",
     "map_leaves",
     "no_dense",
+    "path_text",
     "paths_of",
     "require_mesh",
     "unflatten",

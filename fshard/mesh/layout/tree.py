@@ -8,6 +8,7 @@ Dataclasses and the node types of torch's pytrees are nodes without registration
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,15 @@ def _paths(structure: Structure) -> tuple[str, ...]:
     return tuple(paths)
 
 
+def path_text(path: str) -> str:
+    """Return a path as a user reads it: keys of dicts by dots, as modules name parameters.
+
+    >>> path_text('["blocks"][3]["attn.w"]'), path_text('["blocks.3.attn.w"]'), path_text("[1]")
+    ('blocks[3].attn.w', 'blocks.3.attn.w', '[1]')
+    """
+    return re.sub(r'\["([^"]*)"\]', r".\1", path).removeprefix(".")
+
+
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> PyTree:
     """Put a tree together again."""
     return _o.tree_unflatten(structure, leaves)
@@ -112,7 +122,8 @@ def _joined(name: str, errors: Sequence[tuple[str, Exception]]) -> Exception:
     """Return one error with the texts of several, each with the paths of its leaves."""
     paths_by_text: dict[str, list[str]] = {}
     for path, error in errors:
-        paths_by_text.setdefault(str(error), []).append(path)
+        is_expression = not path.startswith("[")  # such as `argument x["w"]`
+        paths_by_text.setdefault(str(error), []).append(path if is_expression else path_text(path))
 
     lines: list[str] = []
     for text, paths in paths_by_text.items():

@@ -44,6 +44,8 @@ LOST = (
     "remote process",
 )
 """Error texts of backends for a lost peer."""
+ENDED = "has ended before this call"
+"""Text of the error for a process that has left after all its calls."""
 
 # Note [Unlimited sends]
 # A message may wait for its receiver without a limit: the receiver may compute for hours before it
@@ -427,10 +429,16 @@ class Work:
                 "process of the group has not made the same call. Run with FSHARD_CHECK=1 to see "
                 f"where each process is. ({first_line})"
             )
+        if ENDED in text:
+            return LostProcessError(
+                f"{self.call} cannot end: {first_line}. Every process of a group must make the same "
+                "calls: look for a loop that is shorter there, or a return or exit before its end."
+            )
         if any(lost in text for lost in LOST):
             return LostProcessError(
                 f"{self.call} cannot end: another process of the group has failed or ended. Its "
-                f"own error is the one to look for. ({first_line})"
+                "own error is the one to look for; without one it was killed, or has ended before "
+                f"this call, which every process must make. ({first_line})"
             )
         error.add_note(f"in {self.call}")
         return error

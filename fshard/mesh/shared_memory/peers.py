@@ -32,8 +32,9 @@ from weakref import ref
 
 from fshard.errors import MismatchError
 from fshard.mesh.runtimes.call import CallInfo
+from fshard.mesh.runtimes.transport import ENDED
 from fshard.mesh.shared_memory import rings
-from fshard.mesh.shared_memory.rings import ASLEEP, RECEIVED, RingReader, RingWriter
+from fshard.mesh.shared_memory.rings import ASLEEP, DONE, FAILED, RECEIVED, RingReader, RingWriter
 
 SPIN = 0.001
 """Seconds of checks for a message before sleeping: waking up takes longer.
@@ -154,7 +155,7 @@ class Peer:
         """
         if isinstance(error, MismatchError):
             self._mismatch = self._mismatch or str(error)
-        self.outgoing.close()
+        self.outgoing.close(FAILED)
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.is_gone = True
@@ -166,6 +167,8 @@ class Peer:
                 "The processes of this group have parted, and the group is lost: start them again. "
                 f"What parted them: {self._mismatch}"
             )
+        if self.incoming.is_done:
+            return RuntimeError(f"process {self.rank} {ENDED}")
         return RuntimeError(f"Connection closed by process {self.rank}")
 
 
@@ -281,7 +284,7 @@ class Peers:
         """
         deadline = time.monotonic() + self.timeout
         for peer in self.by_rank.values():
-            peer.outgoing.close()
+            peer.outgoing.close(DONE)
 
         calls: list[CallInfo] = []
         for peer in self.by_rank.values():

@@ -3,7 +3,7 @@
     words      HEAD      bytes written so far
                TAIL      bytes read so far
                ASLEEP    the number of threads of the reader that sleep
-               CLOSED    1 once the writer has left
+               CLOSED    DONE or FAILED once the writer has left
                RECEIVED  messages of `send` that `recv` has returned so far
     records    key, address, size, stamp; then the bytes themselves, where the address is INSIDE
 
@@ -34,6 +34,8 @@ INSIDE, READ = 0, 1
 
 HEAD, TAIL, ASLEEP, CLOSED, RECEIVED = 0, 8, 16, 24, 32
 """Indices of the words of 8 bytes: each has a cache line of 64 bytes of its own."""
+DONE, FAILED = 1, 2
+"""Values of CLOSED: the writer has made all its calls, or has left because of an error."""
 _RECORDS = 4096
 """Offset of the records: the words have a page of their own."""
 _RECORD = struct.Struct("=QQQQ")
@@ -132,9 +134,12 @@ class RingWriter(Ring):
         """True if at least half of the ring is free."""
         return self._position - self.words[TAIL] < SIZE // 2
 
-    def close(self) -> None:
-        """Announce the end: nothing more is sent, and announced memory must no longer be read."""
-        self.words[CLOSED] = 1
+    def close(self, how: int) -> None:
+        """Announce the end: nothing more is sent, and announced memory must no longer be read.
+
+        `how` is DONE or FAILED; the first announcement counts.
+        """
+        self.words[CLOSED] = self.words[CLOSED] or how
 
 
 class RingReader(Ring):
@@ -200,6 +205,11 @@ class RingReader(Ring):
     def is_closed(self) -> bool:
         """True if the other end has left."""
         return self.words[CLOSED] != 0
+
+    @property
+    def is_done(self) -> bool:
+        """True if the other end has left after all its calls."""
+        return self.words[CLOSED] == DONE
 
 
 def new_ring() -> int:

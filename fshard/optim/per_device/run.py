@@ -94,14 +94,10 @@ def device_optimizer(opt: Optimizer, check: ReplicaCheck | None = None) -> Optim
         assert opt.step is not None
         return run_on_arrays(opt.step, True, grads, state, params)
 
-    return Optimizer(
-        init,
-        update,
-        None if opt.step is None else at_once(step, writes=True),
-        opt.sharding,
-        opt.loss_scale,
-        takes="arrays",
-    )
+    step_at_once: Update | None = None
+    if opt.step is not None:
+        step_at_once = at_once(step, writes=True)
+    return Optimizer(init, update, step_at_once, opt.sharding, opt.loss_scale, takes="arrays")
 
 
 def _differentiable_update(

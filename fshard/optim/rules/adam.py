@@ -55,8 +55,9 @@ def adam(
     >>> params, sorted(state)
     ([tensor([0.5000])], ['count', 'exp_avg', 'exp_avg_sq', 'step'])
     """
+    name = "adamw" if decoupled_weight_decay else "adam"
     validate(
-        "adamw" if decoupled_weight_decay else "adam",
+        name,
         within("[0, inf)", lr=lr, eps=eps, weight_decay=weight_decay),
         within("[0, 1)", pair=True, betas=betas),
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 from fshard.errors import LayoutError, OptimizerError
 from fshard.memory.kinds import claim, made_for
 from fshard.memory.state import Update, UpdateOn
-from fshard.mesh.layout import Layout, Memory, Mesh, PyTree
+from fshard.mesh.layout import Layout, Memory, Mesh, PyTree, path_text
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal, reshard_all
 from fshard.mesh.spmd.run import resolve_mesh
@@ -354,8 +354,9 @@ def _validate_mesh(
             is_valid = takes_plain
         if is_valid:
             continue
+        name = path_text(params.paths[i]) or "the leaf"
         raise LayoutError(
-            f"partition_optimizer on {mesh}: {params.paths[i] or 'the leaf'} is {kind_of(leaf)}. "
+            f"partition_optimizer on {mesh}: {name} is {kind_of(leaf)}. "
             "Give the mesh of the parameters, or shard them on this one: fs.shard_params(params, "
             "rules, mesh=mesh)."
         )
@@ -368,7 +369,7 @@ def _validate_memory(params: Leaves, stage: Stage) -> None:
     away: list[str] = []
     for path, x in zip(params.paths, params.leaves, strict=True):
         if isinstance(x, Sharded) and x.layout.memory != "device":
-            away.append(f"{path or 'the leaf'} in {x.layout.memory} memory")
+            away.append(f"{path_text(path) or 'the leaf'} in {x.layout.memory} memory")
     if away:
         raise OptimizerError(
             f"partition_optimizer: stage must be 3 for parameters in other memory; got {stage}, "

@@ -33,6 +33,7 @@ from fshard.mesh.layout import (
     flatten,
     flatten_with_paths,
     map_leaves,
+    path_text,
     unflatten,
 )
 from fshard.mesh.layout.counting import without_counters
@@ -333,7 +334,7 @@ class StageRun:
         missing: list[str] = []
         for path, x in leaves_by_path(tree).items():
             if lacks_values(x):
-                missing.append(f"{path or 'a tensor'}: {Described.of(x)}")
+                missing.append(f"{path_text(path) or 'a tensor'}: {Described.of(x)}")
         if missing and has_values():
             raise MissingValueError(f"{subject} {', '.join(missing)} without values. {WAY_OUT}")
 

@@ -45,7 +45,7 @@ from fshard.transforms.fsdp.plans import Order, ParamPlans, UnitPlan, local_plan
 from fshard.transforms.fsdp.reductions import AgreedReductions, Reducer
 from fshard.transforms.fsdp.units import StepContext, Unit, versions_of
 from fshard.transforms.options import StepOptions
-from fshard.transforms.patterns import named, parts_of, titled
+from fshard.transforms.patterns import titled
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
@@ -381,7 +381,7 @@ class ParamRuntime:
         """Return the name and the parameters of each unit, for messages."""
         descriptions: list[str] = []
         for unit in self.units:
-            names = [named(parts_of(plan.path)) for plan in unit.plan.params]
+            names = [titled(plan.path) for plan in unit.plan.params]
             descriptions.append(f"{unit.plan.params[0].unit} ({', '.join(names)})")
         return descriptions
 

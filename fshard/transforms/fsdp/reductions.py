@@ -297,7 +297,7 @@ class Reducer:
     # -- at the end of the step ----------------------------------------
 
     @made_for("gradients")
-    def gradients(self, used: Sequence[float], divisor: float | Tensor = 1.0) -> Gradients:
+    def gradients(self, used: Sequence[float], divisor: float = 1.0) -> Gradients:
         """Return the sums divided by a number, in the dtypes of the parameters.
 
         None for those that no device used.
@@ -306,7 +306,7 @@ class Reducer:
         for index in reversed([*self._sent]):
             self._receive_on_host(index)
 
-        is_divided = isinstance(divisor, Tensor) or divisor != 1.0
+        is_divided = divisor != 1.0
         gradients = [*self.sums]
         for index, leaf in enumerate(self.leaves):
             g = gradients[index]

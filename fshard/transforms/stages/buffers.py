@@ -33,7 +33,7 @@ from fshard.transforms.module.buffers import (
     number_of,
 )
 from fshard.transforms.module.functionalize import module_function
-from fshard.transforms.patterns import named, parts_of
+from fshard.transforms.patterns import named, parts_of, titled
 from fshard.transforms.stages.plan import at_coordinate
 
 
@@ -73,9 +73,9 @@ def stage_buffers(
     misplaced: list[str] = []
     for path, buffer in zip(paths, buffers, strict=True):
         if not isinstance(buffer, Sharded):
-            misplaced.append(f"{named(parts_of(path))} is {type(buffer).__name__}")
+            misplaced.append(f"{titled(path, 'the buffer')} is {type(buffer).__name__}")
         elif buffer.spec != layout_of(path).spec:
-            misplaced.append(f"{named(parts_of(path))} is {buffer.spec}")
+            misplaced.append(f"{titled(path, 'the buffer')} is {buffer.spec}")
     if misplaced:
         raise LayoutError(
             f"{caller}: buffers must be replicated on the devices of their stage, but "

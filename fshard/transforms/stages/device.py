@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from math import inf
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.reshard.execute import start_reshard
 from fshard.mesh.spmd.scope import Group, loss_scope, parting
-from fshard.optim.scaling import finite_scale
 from fshard.pipeline.execution.device import StageDevice
 from fshard.pipeline.execution.leaves import stage_for
 from fshard.pipeline.execution.microbatches import shape_key
@@ -36,12 +36,13 @@ from fshard.transforms.fsdp.units import StepContext
 from fshard.transforms.loss_collectives import LOCAL_CALLS
 from fshard.transforms.metrics import SliceMetrics, slice_loss
 from fshard.transforms.module.buffers import Written, flags, written_paths
-from fshard.transforms.patterns import named, parts_of
+from fshard.transforms.patterns import titled
 from fshard.transforms.slices import (
     DeviceSlices,
     SliceTurn,
     cotangent_of,
     gradient_divisor,
+    largest_of,
     nonzero_weight,
 )
 from fshard.transforms.stages.buffers import StageWrites
@@ -173,7 +174,7 @@ class StageStep:
                 has_outcome=True,
             )
             try:
-                loss, scale_ratio, aux = interpreter.run()
+                loss, largest, aux = interpreter.run()
             except RuntimeError:
                 # Autograd raises it for saved tensors that a stage has written to: name the
                 # parameter.
@@ -181,7 +182,7 @@ class StageStep:
                 raise
             finally:
                 self.context.release_replicas()
-        return self.finish(loss, scale_ratio, aux)
+        return self.finish(loss, largest, aux)
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -290,7 +291,7 @@ class StageStep:
     # -- the end of the step -----------------------------------------------------------------------
 
     def outcome(self) -> tuple[Tensor, Tensor, PyTree]:
-        """Return the loss, the ratio of its scale to the given one, and the metrics.
+        """Return the loss, the largest number of its dtype before the mean, and the metrics.
 
         The last stage's device has them.
         """
@@ -303,14 +304,14 @@ class StageStep:
             losses, [weight], self.same_stages, self.slices.site, copies=copies
         )
         aux = self.slices.combine_metrics(metrics, self.turns, mean)
-        scale_ratio = finite_scale(losses[0].loss.dtype, self.scale) / self.scale
-        return mean.loss, torch.full_like(mean.loss, scale_ratio, dtype=torch.float64), aux
+        largest = largest_of(losses[0].loss)
+        return mean.loss, torch.full_like(mean.loss, largest, dtype=torch.float64), aux
 
     def _weight(self) -> float:
         """Return the weight of the device's microbatches."""
         return tree_sum([turn.weight for turn in self.turns])
 
-    def finish(self, loss: Tensor, scale_ratio: Tensor, aux: PyTree) -> DeviceResult:
+    def finish(self, loss: Tensor, largest: Tensor, aux: PyTree) -> DeviceResult:
         """Agree with all devices, reduce the gradients that are left, and end the step."""
         self._validate_unwritten()
         self.sums.reduce_rest()
@@ -327,15 +328,18 @@ class StageStep:
                 written, flagged, self.stages, self.same_stages, self.slices.site
             )
 
-        # Without a scale it is 1.0, by which nothing is divided.
-        ratio = 1.0 if self.scale == 1.0 else scale_ratio
+        # Only a scale has a limit: without one the host does not wait for it.
+        limit = inf
+        if self.scale != 1.0 and not largest.is_meta:
+            limit = largest.item()
         weight = nonzero_weight(agreement.weight)
-        divisor = gradient_divisor(ratio, weight, is_weighted=self.options.reproducible)
+        is_weighted = self.options.reproducible
+        divisor = gradient_divisor(limit, self.scale, weight, is_weighted=is_weighted)
         gradients = self.reducer.gradients(agreement.used, divisor)
         for index, users in enumerate(agreement.used):
             if users and gradients[index] is None:
                 gradients[index] = self._empty_gradient(index)
-        return DeviceResult(loss, weight, aux, gradients, buffers, Order([], []))
+        return DeviceResult(loss, weight, limit, aux, gradients, buffers, Order([], []))
 
     def _validate_unwritten(self) -> None:
         """Raise if a stage has written to a parameter.
@@ -346,7 +350,7 @@ class StageStep:
             for path in unit.written():
                 raise ModuleError(
                     f"{self.options.caller}: stages write to a parameter in place: "
-                    f"{named(parts_of(path))}. {WRITES}"
+                    f"{titled(path)}. {WRITES}"
                 )
 
     def _agree(self, written: Sequence[Written]) -> StepAgreement:

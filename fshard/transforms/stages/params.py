@@ -33,7 +33,7 @@ from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.fsdp.plans import ParamPlan
 from fshard.transforms.fsdp.reductions import Reducer
 from fshard.transforms.fsdp.units import StepContext, Unit, versions_of
-from fshard.transforms.patterns import named, parts_of
+from fshard.transforms.patterns import titled
 from fshard.transforms.stages.plan import StageLeaves, StagePlan, Tie
 
 _data_of = cast("Any", Tensor).data.__get__
@@ -59,7 +59,7 @@ class _StageParam(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise ModuleError(f"a stage writes to the parameter {named(parts_of(self.path))}. {WRITES}")
+        raise ModuleError(f"a stage writes to the parameter {titled(self.path)}. {WRITES}")
 
 
 # Note [Parameters of a stage are freed under their tensors]

@@ -55,7 +55,7 @@ from fshard.transforms.fsdp.plans import (
 )
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.options import StepOptions
-from fshard.transforms.patterns import Choice, named, parts_of
+from fshard.transforms.patterns import Choice, titled
 from fshard.transforms.shard_params import Rules, layouts_of, put_all
 
 
@@ -256,7 +256,7 @@ class StagePlanner:
         leaf = plan_param(path, x, gradients, used_layout)
         if coordinate_of(leaf.gradient, self.axis) != coordinate:
             raise LayoutError(
-                f"{self.options.caller}: gradients= gives that of {named(parts_of(path))} the "
+                f"{self.options.caller}: gradients= gives that of {titled(path)} the "
                 f"layout {leaf.gradient.spec}, not on the devices of the parameter, {x.spec}. "
                 f"Keep its coordinate along {self.axis}."
             )
@@ -424,7 +424,7 @@ def _validate_placement(
             owner_coordinate = owner_coordinates.setdefault(key_of(leaf), coordinate)
             is_sharded = axis in layout.spec.axes
             if is_sharded and coordinate_of(layout, axis) != owner_coordinate:
-                errors.append(f"{named(parts_of(path))} as {layout.spec}")
+                errors.append(f"{titled(path)} as {layout.spec}")
     if errors:
         free_axes = [f'"{name}"' for name in mesh.axis_names if name != axis]
         fix = "The mesh has no other axis: leave rules out."

@@ -192,6 +192,36 @@ def test_wait_for_failed_process_raises_lost_process_error(tmp_path, link):
     assert "psum of float32[2] over data" in text and "Its own error is the one to look for" in text
 
 
+def end_early_on_one(path, is_silent):
+    def call():
+        fs.psum(torch.ones(2), "data")
+
+    mesh = fs.make_mesh({"data": 2})
+    fs.run(call, mesh=mesh)
+    if dist.get_rank() == 0:
+        with pytest.raises(fs.errors.LostProcessError) as error:
+            fs.run(call, mesh=mesh)
+        path.write_text(str(error.value))
+    elif is_silent:
+        os._exit(0)
+
+
+def test_call_after_the_end_of_a_process_names_that_end(tmp_path, link):
+    """There is no error of its own to look for."""
+    run_processes(end_early_on_one, 2, tmp_path / "error", False, environment=link, timeout=30)
+    text = (tmp_path / "error").read_text()
+    assert "psum of float32[2] over data" in text and "before this call" in text
+    if not link:
+        assert "process 1 has ended before this call" in text and "Its own error" not in text
+
+
+def test_call_after_a_process_that_ended_without_a_word_names_both_causes(tmp_path, link):
+    with pytest.raises(RuntimeError):
+        run_processes(end_early_on_one, 2, tmp_path / "error", True, environment=link, timeout=30)
+    text = (tmp_path / "error").read_text()
+    assert "Its own error is the one to look for" in text and "ended before this call" in text
+
+
 # -- the wires ----------------------------------------------------------------------------------------------------
 
 
