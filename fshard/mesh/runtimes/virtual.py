@@ -28,7 +28,15 @@ from torch import Tensor
 
 from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
 from fshard.mesh.collectives.ledger import active, writing_to
-from fshard.mesh.collectives.moves import Purpose, describe, named, uneven
+from fshard.mesh.collectives.moves import (
+    AWAITED_COTANGENTS,
+    Purpose,
+    describe,
+    named,
+    uneven,
+    uneven_messages,
+    unreceived_text,
+)
 from fshard.mesh.layout import dtype_name
 from fshard.mesh.layout.packing import cast
 from fshard.mesh.runtimes.abstract import Done, OneProcessWorld
@@ -40,7 +48,7 @@ from fshard.mesh.runtimes.thread_state import (
     random_state,
     set_random_state,
 )
-from fshard.mesh.spmd.scope import here
+from fshard.mesh.spmd.scope import here, message_numbers
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Wired
@@ -121,10 +129,11 @@ class Parcel:
     likes: tuple[Tensor, ...]
     site: Site
     purpose: Purpose
+    number: int | None
 
     def __str__(self) -> str:
         sender = self.world.name(self.route[0])
-        values = named(_describe_values(_signature(self.likes)), self.purpose)
+        values = named(_describe_values(_signature(self.likes)), self.purpose, self.number)
         return f"recv of {values}{self.site.given} from {sender} at {self.site}"
 
     def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
@@ -135,26 +144,31 @@ class Parcel:
             world.park(self.device, self)
 
         message = world.mail[self.route].popleft()
-        expected = (_signature(self.likes), self.purpose, self.site.leaves)
-        actual = (_signature(message.tensors), message.purpose, message.site.leaves)
+        expected = (_signature(self.likes), self.purpose, self.number, self.site.leaves)
+        signature = _signature(message.tensors)
+        actual = (signature, message.purpose, message.number, message.site.leaves)
         if actual != expected:
             raise MismatchError(
                 f"{world.name(self.device)} expects {self}, but received {message}."
-                + uneven(self.purpose, message.purpose)
+                + uneven_messages(self.purpose, message.purpose)
             )
         return message.tensors
 
 
 class VirtualMessage(NamedTuple):
-    """A message between virtual devices: its tensors, its sender and its purpose."""
+    """A message between virtual devices: its tensors, its sender and its purpose.
+
+    `number` is that of the message whose cotangents it has.
+    """
 
     tensors: tuple[Tensor, ...]
     purpose: Purpose
+    number: int | None
     sender: str
     site: Site
 
     def __str__(self) -> str:
-        values = named(_describe_values(_signature(self.tensors)), self.purpose)
+        values = named(_describe_values(_signature(self.tensors)), self.purpose, self.number)
         return f"{values}{self.site.given} sent by {self.sender} at {self.site}"
 
 
@@ -184,6 +198,7 @@ class VirtualWorld(OneProcessWorld):
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
+        self.message_numbers = message_numbers()
         self.mail: dict[tuple[int, int], deque[VirtualMessage]] = defaultdict(deque)
         self.listening: dict[tuple[int, int], int] = {}  # the devices that wait for a message
         self._slots: dict[object, deque[CollectiveSlot]] = defaultdict(deque)
@@ -344,13 +359,16 @@ class VirtualWorld(OneProcessWorld):
 
     def _deadlock_error(self) -> DeadlockError:
         lines: list[tuple[str, str]] = []
+        advice = ""
         for device, status in enumerate(self._status):
             text = status if isinstance(status, str) else f"waits in {status}"
             lines.append((self.name(device), text))
+            if isinstance(status, Parcel) and status.purpose == "cotangents":
+                advice = AWAITED_COTANGENTS
         return DeadlockError(
             f"No device of {self.mesh} can go on: {len(self._unfinished)} of {self.mesh.size} "
             f"wait, the others have finished.\n{_table_of_devices(lines)}\n"
-            "Every device of a group must call the same collectives in the same order."
+            f"Every device of a group must call the same collectives in the same order.{advice}"
         )
 
     # -- collectives -------------------------------------------------------------------------------
@@ -433,14 +451,20 @@ class VirtualWorld(OneProcessWorld):
     # -- messages ----------------------------------------------------------------------------------
 
     def send(
-        self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"
+        self,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        to: int,
+        site: Site,
+        purpose: Purpose = "values",
+        number: int | None = None,
     ) -> None:
         """Put copies into the mail; the sender runs on."""
         if self._stopping:
             raise Stopped
         route = (group.device, group.member(to))
         copies = tuple([x.detach().clone() for x in xs])
-        message = VirtualMessage(copies, purpose, self.name(group.device), site)
+        message = VirtualMessage(copies, purpose, number, self.name(group.device), site)
         self.mail[route].append(message)
         if route in self.listening:
             self._ready.append(self.listening.pop(route))
@@ -452,12 +476,13 @@ class VirtualWorld(OneProcessWorld):
         source: int,
         site: Site,
         purpose: Purpose = "values",
+        number: int | None = None,
     ) -> Parcel:
         """Request the next message of the device at index `source`."""
         if self._stopping:
             raise Stopped
         route = (group.member(source), group.device)
-        return Parcel(self, route, group.device, likes, site, purpose)
+        return Parcel(self, route, group.device, likes, site, purpose, number)
 
     def _check_nothing_left(self) -> None:
         lines: set[str] = set()
@@ -470,13 +495,12 @@ class VirtualWorld(OneProcessWorld):
                 + "\n  ".join(sorted(lines))
             )
 
-        unreceived: list[str] = []
+        unreceived: list[VirtualMessage] = []
         for messages in self.mail.values():
-            unreceived += map(str, messages)
+            unreceived += messages
         if unreceived:
-            raise MismatchError(
-                "Messages were sent but never received:\n  " + "\n  ".join(unreceived)
-            )
+            purposes = [message.purpose for message in unreceived]
+            raise MismatchError(unreceived_text([*map(str, unreceived)], purposes))
 
     # -- words -------------------------------------------------------------------------------------
 

@@ -15,11 +15,13 @@ runtimes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -75,13 +77,15 @@ class Group:
         ]
         return self.base + sum(offsets)
 
+    def rank(self, index: int) -> int:
+        """Return the rank of the process at `index` of the group; else the device number."""
+        number = self.member(index)
+        return number if self.ranks is None else self.ranks[number]
+
     @cached_property
     def members(self) -> tuple[int, ...]:
         """The ranks (or numbers) of all devices of the group, in its order."""
-        numbers = tuple([self.member(index) for index in range(self.size)])
-        if self.ranks is None:
-            return numbers
-        return tuple([self.ranks[number] for number in numbers])
+        return tuple([self.rank(index) for index in range(self.size)])
 
     @property
     def represents_all(self) -> bool:
@@ -342,12 +346,26 @@ class Pending(Protocol):
     def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]: ...
 
 
+MessageNumbers = defaultdict[tuple[int, int, bool], Iterator[int]]
+"""The numbers of messages to come: by sender, receiver, and whether they are counted as sent."""
+
+
+def message_numbers() -> MessageNumbers:
+    """Return numbers from 1 on for each route and end."""
+    return defaultdict(lambda: count(1))
+
+
 class World(Protocol):
     """The devices that can reach each other, seen from one of them."""
 
     @property
     def has_values(self) -> bool:
         """True if tensors have data; False on an abstract mesh."""
+        ...
+
+    @property
+    def message_numbers(self) -> MessageNumbers:
+        """The numbers of messages to come, at the ends that this runtime sees."""
         ...
 
     def current(self) -> World: ...
@@ -372,8 +390,19 @@ class World(Protocol):
         ...
 
     def send(
-        self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"
-    ) -> None: ...
+        self,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        to: int,
+        site: Site,
+        purpose: Purpose = "values",
+        number: int | None = None,
+    ) -> None:
+        """Send tensors to the device at index `to`.
+
+        `number` is that of the message whose cotangents they are: both ends must agree on it.
+        """
+        ...
 
     def report_failure(self, group: Group, error: BaseException) -> None:
         """Report to the other devices of a group that this one failed, if they cannot detect it."""
@@ -386,9 +415,11 @@ class World(Protocol):
         source: int,
         site: Site,
         purpose: Purpose = "values",
+        number: int | None = None,
     ) -> Pending:
         """Start receiving the next message of the device at index `source`.
 
-        It has tensors with the shapes and dtypes of `likes`.
+        It has tensors with the shapes and dtypes of `likes`. `number` is that of the message whose
+        cotangents it must have.
         """
         ...
