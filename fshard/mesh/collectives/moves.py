@@ -596,8 +596,9 @@ FORGOTTEN_TOKEN = (
 )
 AWAITED_COTANGENTS = SAME_MESSAGES + (
     " Cotangents are sent where the backward of the receiver reaches the result of fs.recv. "
-    "torch.autograd.grad leaves that out unless `like` is among its inputs: name it there, or call "
-    "backward. Leave out the token of a message that the receiver does not differentiate."
+    "torch.autograd.grad and fs.value_and_grad leave that out unless `like` depends on what they "
+    "differentiate by: add 0 * x of that to it, or call backward. Leave out the token of a message "
+    "that the receiver does not differentiate."
 )
 
 

@@ -9,6 +9,8 @@ zero to add to the value that the sender differentiates:
     sender      token = send(x)            backward: receive dx  <-+
                 loss + token                                       |
     receiver    y = recv(like)             backward: send dy  -----+
+
+Those of several messages have numbers: see Note [Order of cotangents].
 """
 
 from __future__ import annotations
@@ -174,10 +176,9 @@ def send(tree: PyTree, axis: Axes, to: int) -> Any:
     """Send tensors to the device at index `to` along `axis` without waiting; return the token.
 
     The token is a zero. For gradients, add it to the value that is differentiated on this device.
-    Cotangents of several messages to one device are messages, too: they arrive in the order in
-    which that device differentiates. Call `token.backward()` for each message in the same order.
-    Of a sum of tokens, autograd would take the last message first, and gradients of equal shapes
-    would be exchanged without an error.
+    Both devices must differentiate the same messages in the same order: call `backward` once for
+    all of them on both, or once for each. Anything else raises a `MismatchError`, and so does a
+    forgotten token; over NCCL another order raises under FSHARD_CHECK=1 only.
 
     >>> import torch, fshard as fs
     >>> def hand_on():
@@ -203,9 +204,9 @@ def recv(like: PyTree, axis: Axes, source: int) -> Any:
 
     It is a tree with the shapes and dtypes of `like`. If a tensor of `like` requires grad, the
     cotangent is sent back to the sender, which must add the token of its `send` to the value that
-    it differentiates. Second derivatives are not defined. `torch.autograd.grad` of other inputs than
-    `like` leaves out the backward of this message, for which the sender would wait in vain: name
-    `like` among the inputs, or call `backward`.
+    it differentiates. Second derivatives are not defined. `torch.autograd.grad` and
+    `fs.value_and_grad` leave out the backward of this message, for which the sender waits, unless
+    `like` depends on what they differentiate by: add `0 * x` of that to it, or call `backward`.
 
     >>> import torch, fshard as fs
     >>> def double():

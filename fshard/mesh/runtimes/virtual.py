@@ -499,7 +499,7 @@ class VirtualWorld(OneProcessWorld):
         for messages in self.mail.values():
             unreceived += messages
         if unreceived:
-            purposes = [message.purpose for message in unreceived]
+            purposes: list[Purpose] = [message.purpose for message in unreceived]
             raise MismatchError(unreceived_text([*map(str, unreceived)], purposes))
 
     # -- words -------------------------------------------------------------------------------------
