@@ -619,7 +619,7 @@ def uneven(purpose: Purpose, peer_purpose: Purpose) -> str:
 
 
 def unreceived_text(lines: Sequence[str], purposes: Collection[Purpose]) -> str:
-    """Return the text of the error for messages that nobody has received, a line for each."""
+    """Return the text of the error for messages that no device has received, a line for each."""
     text = "\n  ".join(["Messages were sent but never received:", *lines])
     return f"{text}\n{FORGOTTEN_TOKEN.strip()}" if "cotangents" in purposes else text
 

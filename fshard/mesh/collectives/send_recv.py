@@ -77,10 +77,10 @@ def dispatch(
     world_of(group).send(xs, group, to, site, purpose, number)
 
 
-def _next_number(group: Group, sender: int, receiver: int, *, is_send: bool) -> int:
+def _next_number(group: Group, sender: int, receiver: int, site: Site, *, is_send: bool) -> int:
     """Count one more message of a route at one of its ends; return its number."""
     route = group.rank(sender), group.rank(receiver), is_send
-    return next(group.world.current().message_numbers[route])
+    return group.world.current().message_counts[route].add(site)
 
 
 class _Message(LinearMap):
@@ -110,7 +110,8 @@ class Send(_Message):
     def run(self, xs: Tensors) -> Tensors:
         dispatch(xs, self.group, self.to, self.site, self.purpose, self.number)
         if self.number is None:
-            self.number = _next_number(self.group, self.group.index, self.to, is_send=True)
+            sender = self.group.index
+            self.number = _next_number(self.group, sender, self.to, self.site, is_send=True)
         return (torch.zeros((), dtype=xs[0].dtype, device=xs[0].device),)
 
     def transposed(self) -> LinearMap:
@@ -142,7 +143,8 @@ class Receive(_Message):
         )
         ys = pending.wait()
         if self.number is None:
-            self.number = _next_number(self.group, self.source, self.group.index, is_send=False)
+            receiver = self.group.index
+            self.number = _next_number(self.group, self.source, receiver, self.site, is_send=False)
         return ys
 
     def transposed(self) -> LinearMap:

@@ -28,7 +28,7 @@ from fshard.ambient import setting
 from fshard.mesh.collectives.delivery import delivered
 from fshard.mesh.collectives.ledger import active, writing_to
 from fshard.mesh.runtimes.device_threads import Stopped
-from fshard.mesh.spmd.scope import message_numbers
+from fshard.mesh.spmd.scope import MessageCount, MessageCounts
 from fshard.source import Site, call_site, run_for_line
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class AbstractWorld(OneProcessWorld):
 
     def __init__(self) -> None:
         self.scopes: dict[object, Scope] = {}
-        self.message_numbers = message_numbers()
+        self.message_counts: MessageCounts = defaultdict(MessageCount)
 
     def current(self) -> AbstractWorld:
         """Return itself: it has no state."""

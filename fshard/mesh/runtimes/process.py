@@ -49,7 +49,7 @@ from fshard.mesh.runtimes.watch import Watch, open_store, watching
 from fshard.mesh.shared_memory.meet import meet
 from fshard.mesh.shared_memory.peers import Peers
 from fshard.mesh.shared_memory.transport import SharedMemory
-from fshard.mesh.spmd.scope import message_numbers
+from fshard.mesh.spmd.scope import MessageCount, MessageCounts
 from fshard.source import call_site
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class ProcessWorld:
         self._staged = self.backend == "gloo"
         self.peers = meet(timeout) if self._staged else Peers({}, timeout)
         self.scopes: dict[object, Scope] = {}
-        self.message_numbers = message_numbers()
+        self.message_counts: MessageCounts = defaultdict(MessageCount)
         self._works = Works(timeout)
         # By the members of a group: its transport, that for host tensors beside it, torch's group.
         self._transports: dict[tuple[int, ...], Transport] = {}

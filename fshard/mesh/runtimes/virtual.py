@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ from fshard.mesh.runtimes.thread_state import (
     random_state,
     set_random_state,
 )
-from fshard.mesh.spmd.scope import here, message_numbers
+from fshard.mesh.spmd.scope import MessageCount, MessageCounts, here
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Wired
@@ -121,7 +121,11 @@ class Arrival:
 
 @dataclass(slots=True)
 class Parcel:
-    """One message's receiving end."""
+    """One message's receiving end.
+
+    `number` is that of the message whose cotangents are expected. The other device has counted it,
+    or will, in `count`.
+    """
 
     world: VirtualWorld
     route: tuple[int, int]
@@ -130,11 +134,17 @@ class Parcel:
     site: Site
     purpose: Purpose
     number: int | None
+    count: MessageCount | None
 
     def __str__(self) -> str:
         sender = self.world.name(self.route[0])
         values = named(_describe_values(_signature(self.likes)), self.purpose, self.number)
-        return f"recv of {values}{self.site.given} from {sender} at {self.site}"
+        message = ""
+        if self.count is not None and self.number is not None:
+            receive_site = self.count.site_of(self.number)
+            if receive_site is not None:
+                message = f" (received at {receive_site})"
+        return f"recv of {values}{self.site.given}{message} from {sender} at {self.site}"
 
     def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Park until the message is there; raise unless it is the one expected."""
@@ -158,18 +168,21 @@ class Parcel:
 class VirtualMessage(NamedTuple):
     """A message between virtual devices: its tensors, its sender and its purpose.
 
-    `number` is that of the message whose cotangents it has.
+    `number` is that of the message whose cotangents it has, `send_site` the line where the other
+    device has sent that message.
     """
 
     tensors: tuple[Tensor, ...]
     purpose: Purpose
     number: int | None
+    send_site: Site | None
     sender: str
     site: Site
 
     def __str__(self) -> str:
         values = named(_describe_values(_signature(self.tensors)), self.purpose, self.number)
-        return f"{values}{self.site.given} sent by {self.sender} at {self.site}"
+        message = "" if self.send_site is None else f" (sent at {self.send_site})"
+        return f"{values}{self.site.given}{message} sent by {self.sender} at {self.site}"
 
 
 # Note [Baton and random states]
@@ -198,7 +211,7 @@ class VirtualWorld(OneProcessWorld):
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.message_numbers = message_numbers()
+        self.message_counts: MessageCounts = defaultdict(MessageCount)
         self.mail: dict[tuple[int, int], deque[VirtualMessage]] = defaultdict(deque)
         self.listening: dict[tuple[int, int], int] = {}  # the devices that wait for a message
         self._slots: dict[object, deque[CollectiveSlot]] = defaultdict(deque)
@@ -464,7 +477,9 @@ class VirtualWorld(OneProcessWorld):
             raise Stopped
         route = (group.device, group.member(to))
         copies = tuple([x.detach().clone() for x in xs])
-        message = VirtualMessage(copies, purpose, number, self.name(group.device), site)
+        sender = self.name(group.device)
+        send_site = None if number is None else _count_of_peer(group, to, "sent").site_of(number)
+        message = VirtualMessage(copies, purpose, number, send_site, sender, site)
         self.mail[route].append(message)
         if route in self.listening:
             self._ready.append(self.listening.pop(route))
@@ -482,7 +497,8 @@ class VirtualWorld(OneProcessWorld):
         if self._stopping:
             raise Stopped
         route = (group.member(source), group.device)
-        return Parcel(self, route, group.device, likes, site, purpose, number)
+        count = None if number is None else _count_of_peer(group, source, "received")
+        return Parcel(self, route, group.device, likes, site, purpose, number, count)
 
     def _check_nothing_left(self) -> None:
         lines: set[str] = set()
@@ -534,6 +550,17 @@ def _table_of_devices(lines: list[tuple[str, str]]) -> str:
         names = first if first == last else f"{first} to {last}"
         rows.append(f"  {names}: {text}")
     return "\n".join(rows)
+
+
+def _count_of_peer(group: Group, peer: int, end: Literal["sent", "received"]) -> MessageCount:
+    """Return the count of the messages that the device at an index has sent here, or received.
+
+    It is in the world of the forward, which may be that of an earlier run.
+    """
+    local = group.rank(group.index)
+    remote = group.rank(peer)
+    route = (remote, local) if end == "sent" else (local, remote)
+    return group.world.message_counts[*route, end == "sent"]
 
 
 def _signature(xs: tuple[Tensor, ...]) -> Signature:

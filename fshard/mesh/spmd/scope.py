@@ -15,13 +15,12 @@ runtimes.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -346,13 +345,27 @@ class Pending(Protocol):
     def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]: ...
 
 
-MessageNumbers = defaultdict[tuple[int, int, bool], Iterator[int]]
-"""The numbers of messages to come: by sender, receiver, and whether they are counted as sent."""
+class MessageCount:
+    """The number of messages of a route, counted at one end, and the lines of the last ones."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sites: deque[Site] = deque(maxlen=256)
+
+    def add(self, site: Site) -> int:
+        """Count one more message; return its number, from 1 on."""
+        self._count += 1
+        self._sites.append(site)
+        return self._count
+
+    def site_of(self, number: int) -> Site | None:
+        """Return the line of a message; None if it is not one of the last ones."""
+        index = number - self._count - 1  # -1 is the last message
+        return self._sites[index] if -len(self._sites) <= index < 0 else None
 
 
-def message_numbers() -> MessageNumbers:
-    """Return numbers from 1 on for each route and end."""
-    return defaultdict(lambda: count(1))
+MessageCounts = defaultdict[tuple[int, int, bool], MessageCount]
+"""By sender, receiver, and whether the messages are counted where they are sent."""
 
 
 class World(Protocol):
@@ -364,8 +377,8 @@ class World(Protocol):
         ...
 
     @property
-    def message_numbers(self) -> MessageNumbers:
-        """The numbers of messages to come, at the ends that this runtime sees."""
+    def message_counts(self) -> MessageCounts:
+        """The counts of `fs.send` and `fs.recv`, at the ends that this world sees."""
         ...
 
     def current(self) -> World: ...

@@ -214,8 +214,8 @@ def test_unequal_backwards_raise_with_both_messages(kinds):
     with pytest.raises(MismatchError) as error:
         gradients_of_three(kinds)
     text = str(error.value)
-    assert re.search(r"expects recv of f32\[2\] for cotangents of message \d from", text)
-    assert re.search(r"received f32\[2\] for cotangents of message \d sent by", text)
+    assert re.search(r"expects recv of f32\[2\] for cotangents of message \d \(received at", text)
+    assert re.search(r"received f32\[2\] for cotangents of message \d \(sent at", text)
     assert "call backward once for all of them on both, or once for each" in text and TOKEN in text
 
 
@@ -266,6 +266,8 @@ def test_token_forgotten_in_a_step_raises_in_the_next():
 
     with pytest.raises(MismatchError, match="message 3.*received.*message 1") as error:
         fs.run(main, mesh=fs.make_mesh({"d": 2}))
+    send_line = main.__code__.co_firstlineno + 4
+    assert f"test_message_cotangents.py:{send_line} in <listcomp>) sent by" in str(error.value)
     assert TOKEN in str(error.value)
 
 
@@ -299,7 +301,9 @@ def test_pruned_receive_is_reported_with_the_way_out():
     mesh = fs.make_mesh({"d": 2})
     gradients = fs.run(main, True, mesh=mesh)
     torch.testing.assert_close(gradients, [torch.full((2,), 3.0), 3 * X])
-    with pytest.raises(DeadlockError, match="for cotangents of message 1 from") as error:
+    receive_line = main.__code__.co_firstlineno + 6
+    line = rf"\(received at \S+test_message_cotangents.py:{receive_line} in main\)"
+    with pytest.raises(DeadlockError, match=f"for cotangents of message 1 {line} from") as error:
         fs.run(main, False, mesh=mesh)
     assert "unless `like` depends on what they differentiate by" in str(error.value)
 
