@@ -43,8 +43,8 @@ from fshard.source import Site, call_site
 # Note [Order of cotangents]
 # Cotangents are messages, too, and return in one order. Both ends know it without a word: autograd
 # always runs the newest node whose cotangents are complete. A node is newer than all that it was
-# computed from, so one backward runs its nodes from the newest to the oldest. Messages have nodes in
-# the order in which they were sent, and were received:
+# computed from, so one backward runs the nodes of a device from the newest to the oldest. Messages
+# have nodes in the order in which they were sent, and were received:
 #
 #     sender      Send 1, Send 2, loss + both tokens     backward: receives dx2, dx1
 #     receiver    Receive 1, Receive 2, loss             backward: sends    dx2, dx1
@@ -52,7 +52,7 @@ from fshard.source import Site, call_site
 # It fails if one end calls backward once and the other end for each message, or if a token was
 # forgotten. So both ends count the messages of a route, and cotangents have the number of their
 # message. It is part of what both ends must agree on, as the shapes are: another number raises.
-# Over NCCL nothing but values is sent, so there it is compared under FSHARD_CHECK=1 only.
+# NCCL sends no stamps, so there it is compared under FSHARD_CHECK=1 only.
 
 
 def dispatch(

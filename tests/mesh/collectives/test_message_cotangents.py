@@ -229,7 +229,7 @@ def error_of_three(kinds):
 
 
 def test_unequal_backwards_of_processes_raise(link):
-    # NCCL sends nothing but values: there numbers are compared under FSHARD_CHECK=1 only.
+    # NCCL sends no stamps: there numbers are compared under FSHARD_CHECK=1 only.
     environment = {**link, "FSHARD_CHECK": "1" if HAS_RULES else "0"}
     sender_error, _ = run_processes(error_of_three, 2, ("once", "each"), environment=environment)
     assert sender_error.startswith("MismatchError"), sender_error
@@ -238,7 +238,7 @@ def test_unequal_backwards_of_processes_raise(link):
 
 
 def test_messages_under_the_rules_of_nccl_are_right_or_raise_if_checked():
-    """Nothing but values is sent there: numbers are those of FSHARD_CHECK=1."""
+    """No stamps are sent there: numbers are compared under FSHARD_CHECK=1 only."""
     from tests.mesh.runtimes.nccl_rules import Ruled  # registers a backend
 
     backend = {"FSHARD_BACKEND": "nccl_rules"}
