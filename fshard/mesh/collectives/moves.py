@@ -33,7 +33,7 @@ tangents or cotangents) is part of what devices must agree on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, cast, get_args
@@ -587,11 +587,47 @@ UNEVEN = (
 )
 
 
-def named(name: str, purpose: Purpose) -> str:
-    """Return a collective's name with its purpose, unless that is values: psum for tangents."""
-    return name if purpose == "values" else f"{name} for {purpose}"
+SAME_MESSAGES = (
+    " Cotangents of the messages between two devices return in one order, so both devices must "
+    "differentiate the same messages in the same order: call backward once for all of them on "
+    "both, or once for each."
+)
+FORGOTTEN_TOKEN = (
+    " Add the token of each fs.send whose message the receiver differentiates to the value that the "
+    "sender differentiates."
+)
+AWAITED_COTANGENTS = SAME_MESSAGES + (
+    " Cotangents are sent where the backward of the receiver reaches the result of fs.recv. "
+    "torch.autograd.grad and fs.value_and_grad leave that out unless `like` depends on what they "
+    "differentiate by: add 0 * x of that to it, or call backward. Leave out the token of a message "
+    "that the receiver does not differentiate."
+)
+
+
+def named(name: str, purpose: Purpose, number: int | None = None) -> str:
+    """Return a collective's name with its purpose, unless that is values: psum for tangents.
+
+    `number` is that of the message whose cotangents these are.
+    """
+    if purpose == "values":
+        return name
+    text = f"{name} for {purpose}"
+    return text if number is None else f"{text} of message {number}"
 
 
 def uneven(purpose: Purpose, peer_purpose: Purpose) -> str:
     """Return the message for two calls with different purposes, empty if they have the same."""
     return "" if purpose == peer_purpose else UNEVEN.format(purpose, peer_purpose)
+
+
+def unreceived_text(lines: Sequence[str], purposes: Collection[Purpose]) -> str:
+    """Return the text of the error for messages that no device has received, a line for each."""
+    text = "\n  ".join(["Messages were sent but never received:", *lines])
+    return f"{text}\n{FORGOTTEN_TOKEN.strip()}" if "cotangents" in purposes else text
+
+
+def uneven_messages(purpose: Purpose, peer_purpose: Purpose) -> str:
+    """Return the way out for two messages that differ, by their purposes; empty if unknown."""
+    if "cotangents" in (purpose, peer_purpose):
+        return SAME_MESSAGES + FORGOTTEN_TOKEN
+    return uneven(purpose, peer_purpose)

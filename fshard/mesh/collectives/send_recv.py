@@ -9,6 +9,8 @@ zero to add to the value that the sender differentiates:
     sender      token = send(x)            backward: receive dx  <-+
                 loss + token                                       |
     receiver    y = recv(like)             backward: send dy  -----+
+
+Those of several messages have numbers: see Note [Order of cotangents].
 """
 
 from __future__ import annotations
@@ -38,9 +40,33 @@ from fshard.mesh.layout.counting import LedgerRow
 from fshard.mesh.spmd.scope import Group, require
 from fshard.source import Site, call_site
 
+# Note [Order of cotangents]
+# Cotangents are messages, too, and return in one order. Both ends know it without a word: autograd
+# always runs the newest node whose cotangents are complete. A node is newer than all that it was
+# computed from, so one backward runs the nodes of a device from the newest to the oldest. Messages
+# have nodes in the order in which they were sent, and were received:
+#
+#     sender      Send 1, Send 2, loss + both tokens     backward: receives dx2, dx1
+#     receiver    Receive 1, Receive 2, loss             backward: sends    dx2, dx1
+#
+# It fails if one end calls backward once and the other end for each message, or if a token was
+# forgotten. So both ends count the messages of a route, and cotangents have the number of their
+# message. It is part of what both ends must agree on, as the shapes are: another number raises.
+# NCCL sends no stamps, so there it is compared under FSHARD_CHECK=1 only.
 
-def dispatch(xs: Tensors, group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
-    """Send tensors of one dtype to the device at index `to`, and record the bytes."""
+
+def dispatch(
+    xs: Tensors,
+    group: Group,
+    to: int,
+    site: Site,
+    purpose: Purpose = "values",
+    number: int | None = None,
+) -> None:
+    """Send tensors of one dtype to the device at index `to`, and record the bytes.
+
+    `number` is that of the message whose cotangents they are.
+    """
     ledgers = active()
     if ledgers:
         size = sum([x.nbytes for x in xs])
@@ -48,7 +74,13 @@ def dispatch(xs: Tensors, group: Group, to: int, site: Site, purpose: Purpose = 
         row = LedgerRow("send", group.axes, site._replace(leaves=()))
         for ledger in ledgers:
             ledger.record(group.number, row, sent)
-    world_of(group).send(xs, group, to, site, purpose)
+    world_of(group).send(xs, group, to, site, purpose, number)
+
+
+def _next_number(group: Group, sender: int, receiver: int, site: Site, *, is_send: bool) -> int:
+    """Count one more message of a route at one of its ends; return its number."""
+    route = group.number_of(sender), group.number_of(receiver), is_send
+    return group.world.current().message_counts[route].add(site)
 
 
 class _Message(LinearMap):
@@ -61,32 +93,40 @@ class _Message(LinearMap):
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Send(_Message):
-    """The map from tensors to nothing (a zero), whose transpose receives their cotangents."""
+    """The map from tensors to nothing (a zero), whose transpose receives their cotangents.
+
+    `number` is that of the message, once it is sent; of cotangents that of the message they are of.
+    """
 
     to: int
     group: Group
     site: Site
     likes: Tensors
     purpose: Purpose = "values"
+    number: int | None = None
 
     def run(self, xs: Tensors) -> Tensors:
-        dispatch(xs, self.group, self.to, self.site, self.purpose)
+        dispatch(xs, self.group, self.to, self.site, self.purpose, self.number)
+        if self.number is None:
+            sender = self.group.index
+            self.number = _next_number(self.group, sender, self.to, self.site, is_send=True)
         return (torch.zeros((), dtype=xs[0].dtype, device=xs[0].device),)
 
     def transposed(self) -> LinearMap:
-        return Receive(
-            self.to, self.group, self.site, self.likes, from_token=True, purpose="cotangents"
-        )
+        return Receive(self.to, self.group, self.site, self.likes, True, "cotangents", self.number)
 
     def of_tangents(self) -> LinearMap:
-        return replace(self, purpose="tangents")
+        return replace(self, purpose="tangents", number=None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Receive(_Message):
-    """The map from nothing (a zero, or tensors whose values are ignored) to received tensors."""
+    """The map from nothing (a zero, or tensors whose values are ignored) to received tensors.
+
+    `number` is that of the message, as in `Send`.
+    """
 
     source: int
     group: Group
@@ -94,18 +134,25 @@ class Receive(_Message):
     likes: Tensors
     from_token: bool
     purpose: Purpose = "values"
+    number: int | None = None
 
     def run(self, xs: Tensors) -> Tensors:
         likes = self.likes if self.from_token else xs
-        world = world_of(self.group)
-        return world.receive(likes, self.group, self.source, self.site, self.purpose).wait()
+        pending = world_of(self.group).receive(
+            likes, self.group, self.source, self.site, self.purpose, self.number
+        )
+        ys = pending.wait()
+        if self.number is None:
+            receiver = self.group.index
+            self.number = _next_number(self.group, self.source, receiver, self.site, is_send=False)
+        return ys
 
     def transposed(self) -> LinearMap:
-        send = Send(self.source, self.group, self.site, self.likes, "cotangents")
+        send = Send(self.source, self.group, self.site, self.likes, "cotangents", self.number)
         return send if self.from_token else _SendAndZeros(send)
 
     def of_tangents(self) -> LinearMap:
-        return replace(self, purpose="tangents")
+        return replace(self, purpose="tangents", number=None)
 
 
 @dataclass(frozen=True)
@@ -120,12 +167,10 @@ class _SendAndZeros(_Message):
 
     def transposed(self) -> LinearMap:
         send = self.send
-        return Receive(
-            send.to, send.group, send.site, send.likes, from_token=False, purpose="cotangents"
-        )
+        return Receive(send.to, send.group, send.site, send.likes, False, "cotangents", send.number)
 
     def of_tangents(self) -> LinearMap:
-        return _SendAndZeros(replace(self.send, purpose="tangents"))
+        return _SendAndZeros(replace(self.send, purpose="tangents", number=None))
 
 
 @collective
@@ -133,10 +178,9 @@ def send(tree: PyTree, axis: Axes, to: int) -> Any:
     """Send tensors to the device at index `to` along `axis` without waiting; return the token.
 
     The token is a zero. For gradients, add it to the value that is differentiated on this device.
-    Cotangents of several messages to one device are messages, too: they arrive in the order in
-    which that device differentiates. Call `token.backward()` for each message in the same order.
-    Of a sum of tokens, autograd would take the last message first, and gradients of equal shapes
-    would be exchanged without an error.
+    Both devices must differentiate the same messages in the same order: call `backward` once for
+    all of them on both, or once for each. Anything else raises a `MismatchError`, and so does a
+    forgotten token; over NCCL another order raises under FSHARD_CHECK=1 only.
 
     >>> import torch, fshard as fs
     >>> def hand_on():
@@ -162,9 +206,9 @@ def recv(like: PyTree, axis: Axes, source: int) -> Any:
 
     It is a tree with the shapes and dtypes of `like`. If a tensor of `like` requires grad, the
     cotangent is sent back to the sender, which must add the token of its `send` to the value that
-    it differentiates. Second derivatives are not defined. `torch.autograd.grad` of other inputs than
-    `like` leaves out the backward of this message, for which the sender would wait in vain: name
-    `like` among the inputs, or call `backward`.
+    it differentiates. Second derivatives are not defined. `torch.autograd.grad` and
+    `fs.value_and_grad` leave out the backward of this message, for which the sender waits, unless
+    `like` depends on what they differentiate by: add `0 * x` of that to it, or call `backward`.
 
     >>> import torch, fshard as fs
     >>> def double():

@@ -28,6 +28,7 @@ from fshard.ambient import setting
 from fshard.mesh.collectives.delivery import delivered
 from fshard.mesh.collectives.ledger import active, writing_to
 from fshard.mesh.runtimes.device_threads import Stopped
+from fshard.mesh.spmd.scope import MessageCount, MessageCounts
 from fshard.source import Site, call_site, run_for_line
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class AbstractWorld(OneProcessWorld):
 
     def __init__(self) -> None:
         self.scopes: dict[object, Scope] = {}
+        self.message_counts: MessageCounts = defaultdict(MessageCount)
 
     def current(self) -> AbstractWorld:
         """Return itself: it has no state."""
@@ -85,7 +87,13 @@ class AbstractWorld(OneProcessWorld):
         return Done(tuple([delivered(move, x, group.size, dtype) for x in xs]))
 
     def send(
-        self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"
+        self,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        to: int,
+        site: Site,
+        purpose: Purpose = "values",
+        number: int | None = None,
     ) -> None:
         """Send tensors to a representative, if there are several: else there is no receiver."""
         current = representative()
@@ -99,6 +107,7 @@ class AbstractWorld(OneProcessWorld):
         source: int,
         site: Site,
         purpose: Purpose = "values",
+        number: int | None = None,
     ) -> Done | PendingMessage:
         """Return the tensors of a representative, or some like those announced."""
         current = representative()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,15 @@ import torch
 from torch import Tensor
 
 from fshard.errors import MismatchError
-from fshard.mesh.collectives.moves import PURPOSES, Purpose, Wired, describe, named, uneven
+from fshard.mesh.collectives.moves import (
+    PURPOSES,
+    Purpose,
+    Wired,
+    describe,
+    named,
+    uneven,
+    uneven_messages,
+)
 from fshard.source import Site
 
 if TYPE_CHECKING:
@@ -34,6 +43,9 @@ if TYPE_CHECKING:
 # the line, since all processes must call it in one line (unless FSHARD_LINES=0 permits others). The
 # file is hashed without its folder, which may differ between machines. Over gloo the lowest bits of
 # a stamp are part of the tag: see `process_group`.
+#
+# The hash of cotangents is combined with the number of their message by XOR: messages of equal
+# shapes, of which the numbers differ, differ in the lowest bits for sure.
 
 CALL = (1 << 32) - 1
 """Bits of a stamp that are equal on all processes of a call."""
@@ -54,6 +66,7 @@ class CallInfo:
         "is_send",
         "meeting",
         "move",
+        "number",
         "purpose",
         "site",
     )
@@ -71,12 +84,14 @@ class CallInfo:
         *,
         is_send: bool = False,
         dtype: torch.dtype | None = None,
+        number: int | None = None,
     ) -> None:
         self.move = move
         self.group = group
         self.site = site
         self.purpose: Purpose = purpose
         self.is_send = is_send
+        self.number = number  # of the message whose cotangents these are
         self.dtype = dtype or xs[0].dtype  # in which they are sent
         self._shapes = tuple([x.shape for x in xs])
         self._stamp: int | None = None
@@ -91,20 +106,28 @@ class CallInfo:
         dtype = str(self.dtype).removeprefix("torch.")
         shapes = ", ".join([f"{dtype}{list(shape)}" for shape in self._shapes])
         axes = "+".join(self.group.axes)
-        return f"{named(name, self.purpose)} of {shapes}{self.site.given} over {axes}"
+        name = named(name, self.purpose, self.number)
+        return f"{name} of {shapes}{self.site.given} over {axes}"
 
     @property
     def stamp(self) -> int:
         """The call in 64 bits: see Note [Stamps]."""
         if self._stamp is None:
             stamp = _stamp(self.move, self.dtype, self._shapes, self.group.axes, self.site)
+            if self.number is not None:
+                stamp ^= self.number << 2 & CALL
             self._stamp = stamp | PURPOSES.index(self.purpose)
         return self._stamp
+
+    @property
+    def advice(self) -> Callable[[Purpose, Purpose], str]:
+        """The function that returns advice for calls that differ, from their purposes."""
+        return uneven_messages if self.move is None else uneven
 
     def mismatch(self, rank: int, stamp: int) -> MismatchError:
         """Return the error for a process that makes a call with another stamp."""
         line = line_of(stamp, self)
-        hint = uneven(PURPOSES[self.stamp & _PURPOSE], PURPOSES[stamp & _PURPOSE])
+        hint = self.advice(self.purpose, PURPOSES[stamp & _PURPOSE])
         return MismatchError(
             f"{self}: process {rank} makes another call at {line}, or on another shape, dtype or "
             "tree. Every process of a group must call the same collectives in the same order and "

@@ -35,7 +35,7 @@ from fshard.errors import (
     MeshError,
     MismatchError,
 )
-from fshard.mesh.collectives.moves import uneven
+from fshard.mesh.collectives.moves import unreceived_text
 from fshard.mesh.layout.packing import cast, split
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
@@ -49,6 +49,7 @@ from fshard.mesh.runtimes.watch import Watch, open_store, watching
 from fshard.mesh.shared_memory.meet import all_gather, machine_id, meet
 from fshard.mesh.shared_memory.peers import Peers
 from fshard.mesh.shared_memory.transport import SharedMemory
+from fshard.mesh.spmd.scope import MessageCount, MessageCounts
 from fshard.source import call_site
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class ProcessWorld:
         # Of each process, to reshard between meshes: replicas on the receiver's machine send.
         self.machines = [machine for (machine,) in all_gather([machine_id()])]
         self.scopes: dict[object, Scope] = {}
+        self.message_counts: MessageCounts = defaultdict(MessageCount)
         self._works = Works(timeout)
         # By the members of a group: its transport, that for host tensors beside it, torch's group.
         self._transports: dict[tuple[int, ...], Transport] = {}
@@ -207,10 +209,16 @@ class ProcessWorld:
     # -- messages ----------------------------------------------------------------------------------
 
     def send(
-        self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"
+        self,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        to: int,
+        site: Site,
+        purpose: Purpose = "values",
+        number: int | None = None,
     ) -> None:
         """Send tensors as one buffer, which is kept alive until it is sent."""
-        call = CallInfo(None, xs, group, site, purpose, is_send=True)
+        call = CallInfo(None, xs, group, site, purpose, is_send=True, number=number)
         if self._watch is not None:
             self._watch.sent(call, to)
         if to == group.index:
@@ -229,9 +237,10 @@ class ProcessWorld:
         source: int,
         site: Site,
         purpose: Purpose = "values",
+        number: int | None = None,
     ) -> Pending:
         """Start receiving tensors like these, as one buffer."""
-        call = CallInfo(None, likes, group, site, purpose)
+        call = CallInfo(None, likes, group, site, purpose, number=number)
         verify = None if self._watch is None else partial(self._watch.expect, call, source)
         if source == group.index:
             if verify is not None:
@@ -313,7 +322,7 @@ class ProcessWorld:
         if (sender.stamp ^ call.stamp) & CALL:
             raise MismatchError(
                 f"process {self.rank} expects {call} from itself, but has sent {sender}."
-                + uneven(call.purpose, sender.purpose)
+                + call.advice(call.purpose, sender.purpose)
             )
         return xs
 
@@ -377,7 +386,7 @@ class ProcessWorld:
             works.raise_error()
         if has_new_error:
             lines = sorted({str(call) for call in calls})
-            raise MismatchError("\n  ".join(["Messages were sent but never received:", *lines]))
+            raise MismatchError(unreceived_text(lines, [call.purpose for call in calls]))
 
     def is_joined(self) -> bool:
         """Return True unless the program has destroyed the groups itself."""

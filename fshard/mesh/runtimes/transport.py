@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
-from fshard.mesh.collectives.moves import Wired
+from fshard.mesh.collectives.moves import AWAITED_COTANGENTS, Wired
 from fshard.mesh.layout.packing import join_into
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CallInfo
@@ -424,10 +424,12 @@ class Work:
         text = str(error)
         first_line = text.splitlines()[0] if text else ""
         if "imed out" in text or "imeout" in text:
+            waits_for_cotangents = self.call.number is not None and not self.call.is_send
+            advice = AWAITED_COTANGENTS if waits_for_cotangents else ""
             return CollectiveTimeoutError(
                 f"{self.call} did not end within {works.timeout.total_seconds():g} s: another "
                 "process of the group has not made the same call. Run with FSHARD_CHECK=1 to see "
-                f"where each process is. ({first_line})"
+                f"where each process is.{advice} ({first_line})"
             )
         if ENDED in text:
             return LostProcessError(

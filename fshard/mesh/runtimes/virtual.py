@@ -21,14 +21,22 @@ from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
 from fshard.mesh.collectives.ledger import active, writing_to
-from fshard.mesh.collectives.moves import Purpose, describe, named, uneven
+from fshard.mesh.collectives.moves import (
+    AWAITED_COTANGENTS,
+    Purpose,
+    describe,
+    named,
+    uneven,
+    uneven_messages,
+    unreceived_text,
+)
 from fshard.mesh.layout import dtype_name
 from fshard.mesh.layout.packing import cast
 from fshard.mesh.runtimes.abstract import Done, OneProcessWorld
@@ -40,7 +48,7 @@ from fshard.mesh.runtimes.thread_state import (
     random_state,
     set_random_state,
 )
-from fshard.mesh.spmd.scope import here
+from fshard.mesh.spmd.scope import MessageCount, MessageCounts, here
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Wired
@@ -114,7 +122,11 @@ class Arrival:
 
 @dataclass(slots=True)
 class Parcel:
-    """One message's receiving end."""
+    """One message's receiving end.
+
+    `number` is that of the message whose cotangents are expected. The other device has counted it,
+    or will, in `count`.
+    """
 
     world: VirtualWorld
     route: tuple[int, int]
@@ -122,11 +134,18 @@ class Parcel:
     likes: tuple[Tensor, ...]
     site: Site
     purpose: Purpose
+    number: int | None
+    count: MessageCount | None
 
     def __str__(self) -> str:
         sender = self.world.name(self.route[0])
-        values = named(_describe_values(_signature(self.likes)), self.purpose)
-        return f"recv of {values}{self.site.given} from {sender} at {self.site}"
+        values = named(_describe_values(_signature(self.likes)), self.purpose, self.number)
+        message = ""
+        if self.count is not None and self.number is not None:
+            receive_site = self.count.site_of(self.number)
+            if receive_site is not None:
+                message = f" (received at {receive_site})"
+        return f"recv of {values}{self.site.given}{message} from {sender} at {self.site}"
 
     def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Park until the message is there; raise unless it is the one expected."""
@@ -136,27 +155,35 @@ class Parcel:
             world.park(self.device, self)
 
         message = world.mail[self.route].popleft()
-        expected = (_signature(self.likes), self.purpose, self.site.leaves)
-        actual = (_signature(message.tensors), message.purpose, message.site.leaves)
+        expected = (_signature(self.likes), self.purpose, self.number, self.site.leaves)
+        signature = _signature(message.tensors)
+        actual = (signature, message.purpose, message.number, message.site.leaves)
         if actual != expected:
             raise MismatchError(
                 f"{world.name(self.device)} expects {self}, but received {message}."
-                + uneven(self.purpose, message.purpose)
+                + uneven_messages(self.purpose, message.purpose)
             )
         return message.tensors
 
 
 class VirtualMessage(NamedTuple):
-    """A message between virtual devices: its tensors, its sender and its purpose."""
+    """A message between virtual devices: its tensors, its sender and its purpose.
+
+    `number` is that of the message whose cotangents it has, `send_site` the line where the other
+    device has sent that message.
+    """
 
     tensors: tuple[Tensor, ...]
     purpose: Purpose
+    number: int | None
+    send_site: Site | None
     sender: str
     site: Site
 
     def __str__(self) -> str:
-        values = named(_describe_values(_signature(self.tensors)), self.purpose)
-        return f"{values}{self.site.given} sent by {self.sender} at {self.site}"
+        values = named(_describe_values(_signature(self.tensors)), self.purpose, self.number)
+        message = "" if self.send_site is None else f" (sent at {self.send_site})"
+        return f"{values}{self.site.given}{message} sent by {self.sender} at {self.site}"
 
 
 # Note [Baton and random states]
@@ -185,6 +212,7 @@ class VirtualWorld(OneProcessWorld):
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
+        self.message_counts: MessageCounts = defaultdict(MessageCount)
         self.mail: dict[tuple[int, int], deque[VirtualMessage]] = defaultdict(deque)
         self.listening: dict[tuple[int, int], int] = {}  # the devices that wait for a message
         self._slots: dict[object, deque[CollectiveSlot]] = defaultdict(deque)
@@ -370,13 +398,16 @@ class VirtualWorld(OneProcessWorld):
 
     def _deadlock_error(self) -> DeadlockError:
         lines: list[tuple[str, str]] = []
+        advice = ""
         for device, status in enumerate(self._status):
             text = status if isinstance(status, str) else f"waits in {status}"
             lines.append((self.name(device), text))
+            if isinstance(status, Parcel) and status.purpose == "cotangents":
+                advice = AWAITED_COTANGENTS
         return DeadlockError(
             f"No device of {self.mesh} can go on: {len(self._unfinished)} of {self.mesh.size} "
             f"wait, the others have finished.\n{_table_of_devices(lines)}\n"
-            "Every device of a group must call the same collectives in the same order."
+            f"Every device of a group must call the same collectives in the same order.{advice}"
         )
 
     # -- collectives -------------------------------------------------------------------------------
@@ -460,7 +491,13 @@ class VirtualWorld(OneProcessWorld):
     # -- messages ----------------------------------------------------------------------------------
 
     def send(
-        self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"
+        self,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        to: int,
+        site: Site,
+        purpose: Purpose = "values",
+        number: int | None = None,
     ) -> None:
         """Put copies into the mail; the sender runs on."""
         if self._stopping:
@@ -468,7 +505,8 @@ class VirtualWorld(OneProcessWorld):
         sender = self.thread_of(group)
         route = (sender, self._thread(group.members[to]))
         copies = tuple([x.detach().clone() for x in xs])
-        message = VirtualMessage(copies, purpose, self.name(sender), site)
+        send_site = None if number is None else _count_of_peer(group, to, "sent").site_of(number)
+        message = VirtualMessage(copies, purpose, number, send_site, self.name(sender), site)
         self.mail[route].append(message)
         if route in self.listening:
             self._ready.append(self.listening.pop(route))
@@ -480,13 +518,15 @@ class VirtualWorld(OneProcessWorld):
         source: int,
         site: Site,
         purpose: Purpose = "values",
+        number: int | None = None,
     ) -> Parcel:
         """Request the next message of the device at index `source`."""
         if self._stopping:
             raise Stopped
         receiver = self.thread_of(group)
         route = (self._thread(group.members[source]), receiver)
-        return Parcel(self, route, receiver, likes, site, purpose)
+        count = None if number is None else _count_of_peer(group, source, "received")
+        return Parcel(self, route, receiver, likes, site, purpose, number, count)
 
     def _check_nothing_left(self) -> None:
         lines: set[str] = set()
@@ -499,13 +539,12 @@ class VirtualWorld(OneProcessWorld):
                 + "\n  ".join(sorted(lines))
             )
 
-        unreceived: list[str] = []
+        unreceived: list[VirtualMessage] = []
         for messages in self.mail.values():
-            unreceived += map(str, messages)
+            unreceived += messages
         if unreceived:
-            raise MismatchError(
-                "Messages were sent but never received:\n  " + "\n  ".join(unreceived)
-            )
+            purposes: list[Purpose] = [message.purpose for message in unreceived]
+            raise MismatchError(unreceived_text([*map(str, unreceived)], purposes))
 
     # -- words -------------------------------------------------------------------------------------
 
@@ -539,6 +578,17 @@ def _table_of_devices(lines: list[tuple[str, str]]) -> str:
         names = first if first == last else f"{first} to {last}"
         rows.append(f"  {names}: {text}")
     return "\n".join(rows)
+
+
+def _count_of_peer(group: Group, peer: int, end: Literal["sent", "received"]) -> MessageCount:
+    """Return the count of the messages that the device at an index has sent here, or received.
+
+    It is in the world of the forward, which may be that of an earlier run.
+    """
+    local = group.number
+    remote = group.number_of(peer)
+    route = (remote, local) if end == "sent" else (local, remote)
+    return group.world.message_counts[*route, end == "sent"]
 
 
 def _signature(xs: tuple[Tensor, ...]) -> Signature:

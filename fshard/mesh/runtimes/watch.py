@@ -34,10 +34,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
-from fshard.mesh.collectives.moves import uneven
+from fshard.mesh.collectives.moves import AWAITED_COTANGENTS, uneven
 from fshard.mesh.runtimes.call import CallInfo, compares_lines
 
 if TYPE_CHECKING:
+    from fshard.mesh.collectives.moves import Purpose
     from fshard.mesh.spmd.scope import Group
     from fshard.source import Site
 
@@ -145,7 +146,8 @@ class Watch:
         route = f"{sender}>{self.rank}"
         key = f"sent/{route}/{self._next_number(route)}"
         text = f"recv of {signature} from process {sender} at {call.site}"
-        self._wait_for_keys([key], [sender], text)
+        advice = AWAITED_COTANGENTS if call.number is not None else ""
+        self._wait_for_keys([key], [sender], text, advice)
 
         message = json.loads(self.store.get(key))
         self.store.delete_key(key)
@@ -153,7 +155,7 @@ class Watch:
             raise MismatchError(
                 f"process {self.rank} expects {signature} at {call.site}, but received "
                 f"{message['call']}, sent by process {sender} at {message['site']}."
-                f"{uneven(call.purpose, message['for'])}"
+                f"{call.advice(call.purpose, message['for'])}"
             )
 
     # -- waiting -----------------------------------------------------------------------------------
@@ -176,22 +178,26 @@ class Watch:
         self._counts[name] = number + 1
         return number
 
-    def _publish_state(self, action: str, keys: list[str], text: str) -> None:
+    def _publish_state(self, action: str, keys: list[str], text: str, advice: str = "") -> None:
         self._turn += 1
-        state = {"action": action, "keys": keys, "text": text, "turn": self._turn}
+        turn = self._turn
+        state = {"action": action, "keys": keys, "text": text, "advice": advice, "turn": turn}
         self.store.set(f"state/{self.rank}", json.dumps(state))
 
-    def _wait_for_keys(self, keys: list[str], ranks: Sequence[int], text: str) -> None:
+    def _wait_for_keys(
+        self, keys: list[str], ranks: Sequence[int], text: str, advice: str = ""
+    ) -> None:
         """Wait for keys of other processes; advance what is in progress meanwhile.
 
         Args:
             keys: in the store.
             ranks: the processes that write them.
             text: the call that waits, for errors.
+            advice: for the error of a deadlock.
         """
         if self.store.check(keys):
             return
-        self._publish_state("waits", keys, f"waits in {text}")
+        self._publish_state("waits", keys, f"waits in {text}", advice)
         begin = last_read = time.monotonic()
         pause = MIN_PAUSE
         while not self.store.check(keys):
@@ -232,7 +238,7 @@ class Watch:
             if self.store.check([key]):
                 states.append(json.loads(self.store.get(key)))
             else:
-                states.append({"action": "runs", "keys": [], "text": ""})
+                states.append({"action": "runs", "keys": [], "text": "", "advice": ""})
         return states
 
     # Note [A reported deadlock is certain]
@@ -247,9 +253,12 @@ class Watch:
         if not all(self._is_stuck(state) for state in states):
             return
         if states == self._read_states():
+            advice = ""
+            for state in states:
+                advice = advice or state["advice"]
             raise DeadlockError(
                 f"No process can go on.\n{_table_of_states(states)}\n"
-                "Every process of a group must call the same collectives in the same order."
+                f"Every process of a group must call the same collectives in the same order.{advice}"
             )
 
     def _is_stuck(self, state: dict[str, Any]) -> bool:
@@ -281,7 +290,7 @@ def compare_failed(call: CallInfo) -> None:
         deadline = time.monotonic() + 1
         while not store.check(keys) and time.monotonic() < deadline:
             time.sleep(MAX_PAUSE)
-        error = _mismatch_error(store, ranks, keys, lines=is_line_shared)
+        error = _mismatch_error(store, ranks, keys, lines=is_line_shared, advice=call.advice)
         if error is not None:
             raise error
 
@@ -302,11 +311,16 @@ def _table_of_states(states: list[dict[str, Any]]) -> str:
 
 
 def _mismatch_error(
-    store: Any, ranks: Sequence[int], keys: Sequence[str], *, lines: bool
+    store: Any,
+    ranks: Sequence[int],
+    keys: Sequence[str],
+    *,
+    lines: bool,
+    advice: Callable[[Purpose, Purpose], str] = uneven,
 ) -> MismatchError | None:
     """Return the error that lists the calls that processes have published, if they differ.
 
-    With `lines` the same call in another line differs, too.
+    With `lines` the same call in another line differs, too. `advice` is that of the calls.
     """
     calls: dict[int, dict[str, Any]] = {}
     for rank, key in zip(ranks, keys, strict=True):
@@ -323,7 +337,7 @@ def _mismatch_error(
         hint = " Only the lines differ; if that is meant, run with FSHARD_LINES=0."
     else:
         purposes = sorted({call["for"] for call in calls.values()})
-        hint = uneven(purposes[0], purposes[-1])
+        hint = advice(purposes[0], purposes[-1])
     return MismatchError(
         f"The processes of one group met in one collective with different calls.\n{table}\n"
         "Every process of a group must call the same collectives in the same order, on equal "

@@ -15,6 +15,7 @@ runtimes.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -82,13 +83,15 @@ class Group:
         ]
         return self.base + sum(offsets)
 
+    def number_of(self, index: int) -> int:
+        """Return the number in the world of the device at `index` of the group."""
+        device = self.member(index)
+        return device if self.numbers is None else self.numbers[device]
+
     @cached_property
     def members(self) -> tuple[int, ...]:
         """The numbers in the world of all devices of the group, in its order."""
-        devices = tuple([self.member(index) for index in range(self.size)])
-        if self.numbers is None:
-            return devices
-        return tuple([self.numbers[device] for device in devices])
+        return tuple([self.number_of(index) for index in range(self.size)])
 
     @property
     def represents_all(self) -> bool:
@@ -355,12 +358,40 @@ class Pending(Protocol):
     def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]: ...
 
 
+class MessageCount:
+    """The number of messages of a route, counted at one end, and the lines of the last ones."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sites: deque[Site] = deque(maxlen=256)
+
+    def add(self, site: Site) -> int:
+        """Count one more message; return its number, from 1 on."""
+        self._count += 1
+        self._sites.append(site)
+        return self._count
+
+    def site_of(self, number: int) -> Site | None:
+        """Return the line of a message; None if it is not one of the last ones."""
+        index = number - self._count - 1  # -1 is the last message
+        return self._sites[index] if -len(self._sites) <= index < 0 else None
+
+
+MessageCounts = defaultdict[tuple[int, int, bool], MessageCount]
+"""By sender, receiver, and whether the messages are counted where they are sent."""
+
+
 class World(Protocol):
     """The devices that can reach each other, seen from one of them."""
 
     @property
     def has_values(self) -> bool:
         """True if tensors have data; False on an abstract mesh."""
+        ...
+
+    @property
+    def message_counts(self) -> MessageCounts:
+        """The counts of `fs.send` and `fs.recv`, at the ends that this world sees."""
         ...
 
     def current(self) -> World: ...
@@ -385,8 +416,19 @@ class World(Protocol):
         ...
 
     def send(
-        self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values"
-    ) -> None: ...
+        self,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        to: int,
+        site: Site,
+        purpose: Purpose = "values",
+        number: int | None = None,
+    ) -> None:
+        """Send tensors to the device at index `to`.
+
+        `number` is that of the message whose cotangents they are: both ends must agree on it.
+        """
+        ...
 
     def report_failure(self, group: Group, error: BaseException) -> None:
         """Report to the other devices of a group that this one failed, if they cannot detect it."""
@@ -399,9 +441,11 @@ class World(Protocol):
         source: int,
         site: Site,
         purpose: Purpose = "values",
+        number: int | None = None,
     ) -> Pending:
         """Start receiving the next message of the device at index `source`.
 
-        It has tensors with the shapes and dtypes of `likes`.
+        It has tensors with the shapes and dtypes of `likes`. `number` is that of the message whose
+        cotangents it must have.
         """
         ...

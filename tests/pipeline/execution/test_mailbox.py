@@ -22,7 +22,7 @@ class Line:
     def current(self):
         return self
 
-    def send(self, xs, group, to, site, purpose):
+    def send(self, xs, group, to, site, purpose, number):
         self.messages.append(xs)
 
     def receive(self, likes, group, source, site):
