@@ -8,8 +8,12 @@ Tests of processes take them from here, so that the suite can be run under eithe
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
+
+from fshard.mesh.spmd.deterministic import deterministic
 from fshard.testing.processes import Processes as LibraryProcesses
 
 HAS_RULES = os.environ.get("FSHARD_BACKEND") == "nccl_rules"
@@ -17,6 +21,16 @@ HAS_RULES = os.environ.get("FSHARD_BACKEND") == "nccl_rules"
 
 HAS_FOREIGN_ENGINE = bool(os.environ.get("FSHARD_FOREIGN_BACKWARD"))
 """True if all backwards are to run in threads of another engine."""
+
+
+def not_under_rules(reason: str) -> pytest.MarkDecorator:
+    """Mark a test that is left out under the rules of NCCL, for a reason."""
+    return pytest.mark.skipif(HAS_RULES, reason=f"under the rules of NCCL: {reason}")
+
+
+def sums_in_order() -> AbstractContextManager[None]:
+    """Let sums over processes have the bits of virtual devices, where the backend adds in its own order."""
+    return deterministic(HAS_RULES, "cpu")
 
 
 def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
