@@ -16,7 +16,7 @@ import fshard as fs
 from fshard import P
 from tests.helpers.foreign_programs import Remat, adamw, draw, layers
 from tests.helpers.processes import Processes
-from tests.mesh.runtimes import nccl_rules
+from tests.mesh.runtimes import fake_device, nccl_rules
 
 
 def zero(stage, opt=None, *, memory="device", state_memory="device", update_on="device", **options):
@@ -106,10 +106,11 @@ def repeated(step, params, state, x=None):
 
 def booster(wrap=lambda layer: layer):
     """Return a step of torch's loop with clipping."""
-    made = fs.Booster(fs.FSDPPlugin(mesh=fs.make_mesh({"data": 2})))
+    mesh = fs.make_mesh({"data": 2})
+    made = fs.Booster(fs.FSDPPlugin(mesh=mesh))
     model = nn.Sequential(*map(wrap, layers()))
     model, opt, *_ = made.boost(model, adamw(model))
-    x = draw(4, 4)
+    x = draw(4, 4).to(mesh.device_type)
 
     def again():
         made.backward(model(x).square().mean(), opt)
@@ -181,15 +182,28 @@ def save_held_step(path):
     return *report, checkpoints.latest
 
 
+def take_held_step_on_a_device(name):
+    """Take a held step on a device that is not the host; return the functions that bring its values to the host."""
+    fake_device.install()
+    make, _ = STEPS[name]
+    step = make()
+    for _ in range(2):
+        step()
+    fake_device.reads.clear()
+    _, _, *waits = held(step)
+    return waits, [*fake_device.reads]
+
+
 @cache
-def processes():
-    return Processes(2, environment={"FSHARD_BACKEND": "nccl_rules", "FSHARD_TIMEOUT": "60"})
+def processes(backend="nccl_rules"):
+    return Processes(2, environment={"FSHARD_BACKEND": backend, "FSHARD_TIMEOUT": "60"})
 
 
 @pytest.fixture(scope="module", autouse=True)
 def pool():
     yield
     processes().close()
+    processes(fake_device.BACKEND).close()
     processes.cache_clear()
 
 
@@ -198,6 +212,23 @@ def test_step_returns_while_nothing_completes(name):
     _, sums = STEPS[name]
     reads = LAYERS + 1 if name == "experts" else 0  # one of each forward
     assert processes().run(take_held_step, name) == [(sums, reads, 0, [])] * 2
+
+
+COPIED = (
+    "parameters on the host",
+    "state on the host",
+    "updated on the host",
+    "booster, rematerialised",  # what is saved is on the host until the backward
+)
+"""Steps with copies between host and device, which need the streams of a GPU."""
+
+
+@pytest.mark.parametrize("name", sorted(STEPS.keys() - set(COPIED)))
+def test_held_step_on_a_device_reads_only_the_tables_of_experts(name):
+    """Of a layer the host reads one table in each forward."""
+    reads = ["moe _sorted _read"] * (LAYERS + 1) if name == "experts" else []
+    pool = processes(fake_device.BACKEND)
+    assert pool.run(take_held_step_on_a_device, name) == [([0, []], reads)] * 2
 
 
 def test_save_in_the_background_returns_while_nothing_completes(tmp_path):
