@@ -238,7 +238,7 @@ class ProcessWorld:
         make = partial(torch.empty, size, dtype=likes[0].dtype, device=device)
         transport, index = self._transport_of_message(group, source, likes[0].device)
         if verify is not None and transport.blocks_in_receive(index):
-            # Now, not before the wait, which a message that nobody sends does not reach.
+            # Now, not before the wait: without a sender the start itself does not end.
             verify()
             verify = None
         unpack = partial(_split_message, likes)
