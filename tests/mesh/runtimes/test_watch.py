@@ -270,7 +270,7 @@ def test_check_mismatched_start_raises_on_all_waiting(kind, four_checked):
         here = [f"process {other}: " for other in (rank & ~1, rank | 1)]
         assert all(told.count(text) == 1 for text in here) and told.count("test_watch.py") == 2
         assert "Only the lines differ" in told if kind == "line" else "Only" not in told
-        assert told == again
+        assert told in again  # the link, if it was first to see it, adds that the group is lost
 
 
 # -- what only some differentiate ---------------------------------------------------------------------------------
