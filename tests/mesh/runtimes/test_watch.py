@@ -17,8 +17,7 @@ from fshard import P
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
 from fshard.mesh.runtimes.process import leave
 from fshard.mesh.spmd.scope import require
-from tests.helpers.processes import RULES, Processes, not_under_rules, run_processes
-from tests.mesh.runtimes.nccl_rules import Ruled
+from tests.helpers.processes import Processes, not_under_rules, run_processes
 from tests.mesh.shared_memory.messages import UNEVEN, uneven_message
 
 pytestmark = pytest.mark.filterwarnings(
@@ -95,13 +94,6 @@ def test_check_wrong_program_raises_instead_of_hanging(kind, checked):
     with pytest.raises(error) as raised:
         run(run_program, kind)
     assert all(word in str(raised.value) for word in words)
-
-
-def test_check_first_receive_over_nccl_without_a_message_raises():
-    """NCCL blocks the host in the first receive until the sender comes, if it ever does."""
-    environment = {"FSHARD_CHECK": "1", **RULES}
-    with pytest.raises(DeadlockError, match="waits in recv of a message"):
-        run_processes(Ruled(run_program), 2, "no message", environment=environment, timeout=30)
 
 
 def test_check_of_shapes_allows_different_lines():
