@@ -74,6 +74,9 @@ PRELOADED = [
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep what is imported from the garbage collector; start the process that others are forked from, if tests need it."""
+    if HAS_RULES:
+        # Processes of tests get it from `Processes`; a program that a test starts knows no such backend.
+        del os.environ["FSHARD_BACKEND"]
     gc.collect()
     gc.freeze()
     starts = any(

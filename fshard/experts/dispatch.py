@@ -18,6 +18,7 @@ such as limits and orders of rows, is computed on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from fshard.experts.grouped import swiglu
 from fshard.experts.routing import Routing
 from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size, psum, pvary
+from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply
 from fshard.mesh.layout import Axes, as_axes, as_written
 from fshard.mesh.layout.arithmetic import balanced_range
 from fshard.mesh.spmd.scope import here
@@ -334,10 +336,31 @@ def _on_devices_of_experts(experts: Experts, rows: Tensor, counts: _Counts, axis
 
     # One name: without autograd each of these is freed when the next one is there.
     rows = all_to_all(rows, axis, counts=counts.sent)
-    rows = rows.index_select(0, by_expert)
+    (rows,) = apply(_Permutation(by_expert, by_source), (rows,))
     rows = _applied(experts, rows, counts.received)
-    rows = rows.index_select(0, by_source)  # index_copy by the first order would keep the rows
+    (rows,) = apply(_Permutation(by_source, by_expert), (rows,))
     return all_to_all(rows, axis, counts=returned)
+
+
+@dataclass(frozen=True)
+class _Permutation(LinearMap):
+    """Rows in another order, and their cotangents in the order before.
+
+    The backward of `index_select` adds them to zeros instead, since an index may repeat a row.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    dim: int = 0
+
+    def run(self, xs: Tensors) -> Tensors:
+        return tuple([x.index_select(self.dim, self.order) for x in xs])
+
+    def transposed(self) -> LinearMap:
+        return _Permutation(self.inverse, self.order, self.dim)
+
+    def batched(self) -> LinearMap:
+        return _Permutation(self.order, self.inverse, self.dim + 1)
 
 
 def _transposed_order(counts: Tensor, total: int) -> Tensor:

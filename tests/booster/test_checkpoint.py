@@ -15,6 +15,7 @@ from fshard.errors import CheckpointError, OptimizerError
 from fshard.optim.torch_optim.classes import CLASSES
 from tests.booster.checkpointed import PLUGINS, adamw, network
 from tests.booster.loops import Loop, on_devices
+from tests.helpers.processes import run_processes
 
 DATA = TensorDataset(
     *(torch.randn(40, 4, 8, generator=torch.Generator().manual_seed(i)).double() for i in (1, 2))
@@ -164,9 +165,9 @@ def of_processes(path, plugin, before):
 
 
 def test_processes_continue_on_fewer_with_equal_bits(tmp_path):
-    expected = fs.launch(of_processes, tmp_path, "fsdp", True, processes=2)
-    assert_equal(fs.launch(of_processes, tmp_path, "zero2", False, processes=1), expected[:1])
-    assert_equal(fs.launch(of_processes, tmp_path, "zero2", False, processes=2), expected)
+    expected = run_processes(of_processes, 2, tmp_path, "fsdp", True)
+    assert_equal(run_processes(of_processes, 1, tmp_path, "zero2", False), expected[:1])
+    assert_equal(run_processes(of_processes, 2, tmp_path, "zero2", False), expected)
     assert not torch.equal(expected[0][1], expected[1][1])
 
 

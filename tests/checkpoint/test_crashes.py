@@ -22,7 +22,7 @@ from fshard.checkpoint import files
 from fshard.checkpoint.files import LOCK, Lock, is_locked, locked_folder
 from fshard.errors import CheckpointError
 from tests.checkpoint.helpers.versions import loaded, tree
-from tests.helpers.processes import run_processes
+from tests.helpers.processes import HAS_RULES, run_processes
 
 MODULES = [sys.modules[f"fshard.checkpoint.{name}"] for name in ("files", "save", "folder")]
 
@@ -409,8 +409,9 @@ def dies(path, is_direct):
 
 
 def test_a_process_that_ended_is_noticed_within_two_seconds(link, tmp_path):
+    is_direct = link == {} and not HAS_RULES
     with pytest.raises(Exception, match="SIGKILL|ended"):
-        run_processes(dies, 2, tmp_path, link == {}, environment=link)
+        run_processes(dies, 2, tmp_path, is_direct, environment=link)
     seconds, _, text = (tmp_path / "error").read_text().partition(" ")
     assert (
         "the processes of devices 1 have ended" in text and float(seconds) < 4

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import comm
 from tests.comm.servers import CODES, LIVE, OPTIMIZERS, drawn, gradient, params, server_of
-from tests.helpers.processes import run_processes
+from tests.helpers.processes import not_under_rules, run_processes
 
 
 def batch(worker, number):
@@ -117,10 +117,7 @@ def deadly_batch(worker, number):
     return batch(worker, number)
 
 
-over_gloo = pytest.mark.skipif(
-    os.environ.get("FSHARD_BACKEND") == "nccl_rules",
-    reason="losses are sent over gloo, to which these rules do not apply",
-)
+over_gloo = not_under_rules("losses are sent over gloo, to which these rules do not apply")
 
 
 @over_gloo

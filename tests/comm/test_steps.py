@@ -25,6 +25,7 @@ from tests.comm.steps import (
     train,
     train_stages,
 )
+from tests.helpers.processes import sums_in_order
 
 
 def double(params, y):
@@ -449,7 +450,8 @@ ON_PROCESSES = ("zero 3", "delayed, zero 1", "stages delayed")
 
 
 def in_processes():
-    return train_delayed(nodes=4), {name: run_program(name)[0] for name in ON_PROCESSES}
+    with sums_in_order():
+        return train_delayed(nodes=4), {name: run_program(name)[0] for name in ON_PROCESSES}
 
 
 def test_processes_overlap_and_have_the_bits_of_virtual_devices(four):

@@ -7,16 +7,33 @@ Tests of processes take them from here, so that the suite can be run under eithe
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
+
+from fshard.mesh.spmd.deterministic import deterministic
 from fshard.testing.processes import Processes as LibraryProcesses
 
-HAS_RULES = os.environ.get("FSHARD_BACKEND") == "nccl_rules"
+RULES = {"FSHARD_BACKEND": "nccl_rules"}
+"""The environment of processes under the rules of NCCL."""
+
+HAS_RULES = os.environ.get("FSHARD_BACKEND") == RULES["FSHARD_BACKEND"]
 """True if all processes of tests are to use the rules of NCCL; programs that tests start do not."""
 
 HAS_FOREIGN_ENGINE = bool(os.environ.get("FSHARD_FOREIGN_BACKWARD"))
 """True if all backwards are to run in threads of another engine."""
+
+
+def not_under_rules(reason: str) -> pytest.MarkDecorator:
+    """Mark a test that is left out under the rules of NCCL, for a reason."""
+    return pytest.mark.skipif(HAS_RULES, reason=f"under the rules of NCCL: {reason}")
+
+
+def sums_in_order() -> AbstractContextManager[None]:
+    """Let sums over processes have the bits of virtual devices, where the backend adds in its own order."""
+    return deterministic(HAS_RULES, "cpu")
 
 
 def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,6 +52,12 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class Processes(LibraryProcesses):
     """A pool of processes, which run functions under the rules that are asked for."""
+
+    def __init__(
+        self, n: int, *, environment: Mapping[str, str] | None = None, **options: Any
+    ) -> None:
+        variables = RULES if HAS_RULES else {}
+        super().__init__(n, environment={**variables, **(environment or {})}, **options)
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         return super().run(wrapped(fn), *args, **kwargs)

@@ -20,7 +20,7 @@ from fshard.doctor.examine import Findings, Speed, machine
 from fshard.doctor.visit import judge
 from fshard.launching.torchrun import command
 from fshard.testing.oracles import ORACLES
-from tests.helpers.processes import run_processes
+from tests.helpers.processes import not_under_rules, run_processes
 
 # -- run ----------------------------------------------------------------------------------------------------------
 
@@ -98,6 +98,7 @@ def doctored(*words):
         return main(["doctor", *words]), said.getvalue()
 
 
+@not_under_rules("it describes gloo")
 def test_doctor_under_a_launcher_examines_its_processes():
     (status, said), (other, silence) = run_processes(
         doctored, 2, environment={"FSHARD_DIRECT": "0"}, timeout=100

@@ -114,6 +114,10 @@ class GroupTransport(Transport):
         yield [self.pg.recv([buffer.view(torch.uint8)], source, self._message_tag(source, call))]
         return buffer
 
+    def blocks_in_receive(self, source: int) -> bool:
+        is_first = (source, False) not in self.messages
+        return self.connects_late and is_first
+
     def _message_tag(self, peer: int, call: CallInfo) -> int:
         """Return the tag of a message to or from a peer: see Note [Tags]."""
         number = next(self.messages[peer, call.is_send])

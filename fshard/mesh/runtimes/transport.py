@@ -132,6 +132,10 @@ class Transport:
         """
         raise NotImplementedError
 
+    def blocks_in_receive(self, source: int) -> bool:
+        """Return True if the host waits for the sender when it starts the next receive from it."""
+        return False
+
     # -- the waits of wires ------------------------------------------------------------------------
 
     def wait(self, needs: Sequence[Any], timeout: timedelta) -> None:

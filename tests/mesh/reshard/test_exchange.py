@@ -12,7 +12,7 @@ from fshard.mesh.reshard.plan import plan
 from fshard.mesh.runtimes.nccl import Nccl
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.spmd.deterministic import deterministic
-from tests.helpers.processes import Processes
+from tests.helpers.processes import HAS_RULES, Processes
 from tests.mesh.reshard.problems import expected_shards, problems
 
 # torch itself uses torch.jit.script in its first jvp
@@ -118,9 +118,8 @@ def in_processes(table, cases):
             world._works, dist.group.WORLD, dist.get_rank(), len(everybody)
         )
     try:
-        with deterministic(
-            table == "native", "cpu"
-        ):  # else the backend adds in an order of its own
+        # Else the backend adds in an order of its own.
+        with deterministic(table == "native" or HAS_RULES, "cpu"):
             return [resharded(*case, "process") for case in cases]
     finally:
         world._transports.clear()

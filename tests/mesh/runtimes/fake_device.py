@@ -5,14 +5,18 @@ registers the device for this process, for ever, and makes it the device of proc
 """
 
 import ctypes
+import os
+import traceback
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import fshard as fs
 from fshard.mesh.layout import make
 
+PACKAGE = f"{os.path.dirname(fs.__file__)}{os.sep}"
 NAME = "fakegpu"
 BACKEND = f"cpu:gloo,{NAME}:nccl_rules"
 """A backend of torch.distributed: gloo for tensors of the host, the rules of NCCL for those of the device."""
@@ -22,6 +26,8 @@ _CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _address_of = ctypes.pythonapi.PyCapsule_GetPointer
 _address_of.restype, _address_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 _registered: list[torch.library.Library] = []
+reads: list[str] = []
+"""The innermost functions of fshard at each time that values of the device came to the host: the host waits there."""
 
 
 def _as_tensor_of(kind: int, x: Tensor) -> Tensor:
@@ -47,6 +53,7 @@ def _run(op, *args, **kwargs):
     returns = [item.alias_info for item in op._schema.returns]
     if any(info is not None and not info.is_write for info in returns):
         return op.redispatch(_CPU_KERNELS, *args, **kwargs)  # a view, which touches no elements
+    _note_read(op, args)
     if op is torch.ops.aten._copy_from.default:  # the only operation between two devices
         source, target, *_ = args
         on_host(target).copy_(on_host(source))
@@ -78,6 +85,16 @@ def _run(op, *args, **kwargs):
 
     args, kwargs = tree_map(lowered, (args, kwargs))
     return tree_map(raised, op(*args, **kwargs))
+
+
+def _note_read(op, args):
+    """Note an operation that brings values of the device to the host."""
+    is_number = op is torch.ops.aten._local_scalar_dense.default
+    is_copy = op is torch.ops.aten._copy_from.default and args[1].device.type == "cpu"
+    if is_number or is_copy:
+        frames = traceback.extract_stack()
+        names = [frame.name for frame in frames if frame.filename.startswith(PACKAGE)]
+        reads.append(" ".join(names[-3:]))
 
 
 _MIXED = {torch.ops.aten.index.Tensor, torch.ops.aten._index_put_impl_.default}

@@ -188,8 +188,14 @@ class Hub:
         self.joining[op.comm][op.rank] = op
         if self.joining[op.comm].keys() == {*op.members}:
             for member in self.joining.pop(op.comm).values():
-                del self.ops[member.rank, member.id]
-                self.tell(member.rank, "done", member.id, {})
+                self.end(member, {})
+
+    def end(self, op: Op, results: dict[int, bytes]) -> None:
+        """Tell a rank that its operation has completed; it waits for it no longer, however late it says so."""
+        del self.ops[op.rank, op.id]
+        if self.blocked.get(op.rank) is op:
+            del self.blocked[op.rank]
+        self.tell(op.rank, "done", op.id, results)
 
     def match(self, comm: Any, members: tuple[int, ...]) -> None:
         """Start what the heads of a communicator's queues allow."""
@@ -252,8 +258,7 @@ class Hub:
         for op in due:
             self.event = now
             self.queues[op.comm, op.rank].popleft()
-            del self.ops[op.rank, op.id]
-            self.tell(op.rank, "done", op.id, op.results)
+            self.end(op, op.results)
             self.match(op.comm, op.members)
 
     def fail(self, text: str, kind: str = "rules") -> None:

@@ -23,7 +23,9 @@ which plays the devices of all: see nccl_hub.py. The rules:
 
 With `hold()`, `wait` returns at once and nothing completes until `release()`: a step that returns has blocked the host
 nowhere. But sums in float64 complete: among them are those of rows in host memory, whose link would be gloo, and the host
-waits for the other hosts there, not for the device. `counts["sums in float64"]` is their number. `counts` has launches, waits, host synchronisations, polls and rendezvous.
+waits for the other hosts there, not for the device. `counts["sums in float64"]` is their number. So do operations that
+`hold` is told of, whose results the host must read; `counts["reads"]` is the number of these. `counts` has launches, waits,
+host synchronisations, polls and rendezvous.
 """
 
 from __future__ import annotations
@@ -57,7 +59,13 @@ violations: list[str] = []
 """The texts of all rule errors of this process, in case that the library has suppressed some."""
 
 _hosts: weakref.WeakSet[Any] = weakref.WeakSet()
-_state: dict[str, Any] = {"engine": None, "held": None, "backend": "", "blocked": 0}
+_state: dict[str, Any] = {
+    "engine": None,
+    "held": None,
+    "is_read": None,
+    "backend": "",
+    "blocked": 0,
+}
 
 
 class RuleError(AssertionError):
@@ -70,9 +78,12 @@ def host(x: Tensor) -> Tensor:
     return x
 
 
-def hold() -> None:
-    """Complete nothing until `release`: `wait` returns at once, as on NCCL, and the results stay NaN."""
-    _state["held"] = []
+def hold(is_read: Callable[[Op], bool] = lambda op: False) -> None:
+    """Complete nothing until `release`: `wait` returns at once, as on NCCL, and the results stay NaN.
+
+    Operations that `is_read` is true for complete: the host reads their results.
+    """
+    _state["held"], _state["is_read"] = [], is_read
 
 
 def release() -> None:
@@ -184,6 +195,9 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
         if self.is_held and op.name == "all_reduce" and op.signature[0] == torch.float64:
             self.is_held = False
             counts["sums in float64"] += 1
+        elif self.is_held and _state["is_read"](op):
+            self.is_held = False
+            counts["reads"] += 1
         if self.is_held:
             _state["held"].append(self)
         for x in outputs.values():

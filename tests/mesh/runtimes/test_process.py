@@ -21,7 +21,7 @@ from fshard.mesh.runtimes.transport import joined
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.transforms.agreement import reduce_rows
-from tests.helpers.processes import run_processes
+from tests.helpers.processes import not_under_rules, run_processes
 from tests.mesh.runtimes.programs import each_collective, extremes, the_example
 
 
@@ -109,6 +109,7 @@ def to_and_from_torch():
             fs.mesh.to_dtensor(fs.device_put(full, fs.Layout(mesh, spec)))
 
 
+@not_under_rules("torch's DTensor takes no process group that is written in Python")
 def test_device_mesh_and_dtensor_conversions_round_trip(four):
     four.run(to_and_from_torch)
 
@@ -245,6 +246,7 @@ EXTREMES = [
 ]  # fmt: skip
 
 
+@not_under_rules("it compares the links over gloo")
 @pytest.mark.filterwarnings("default")
 def test_native_and_gloo_wires_equal_direct_ones(two):
     assert fs.run(extremes, mesh=fs.make_mesh({"d": 2})) == [EXTREMES] * 2
@@ -275,6 +277,12 @@ def between_hosts():
     return [row.tolist() for row in rows], [*world._hosts], messages
 
 
+BESIDE_GLOO = not_under_rules(
+    "its groups have no gloo beside them: test_under_nccl_rules has a device that does"
+)
+
+
+@BESIDE_GLOO
 def test_host_tensors_beside_nccl_use_a_gloo_link(two):
     assert two.run(between_hosts) == [([[2.0, 1.0], [2.0], [1.0]], [(0, 1)], [1, 1])] * 2
 
@@ -332,6 +340,7 @@ def make_groups_unevenly():
     return fs.run(main, mesh=mesh)[0]
 
 
+@BESIDE_GLOO
 def test_groups_made_by_some_processes_only_do_not_hang():
     expected = [
         ([3.0, 4.0, 10.0], True),
@@ -414,6 +423,7 @@ def read_on_one_process():
         return str(error)
 
 
+@not_under_rules("NCCL compares no calls")
 def test_collective_on_one_process_names_both_lines(link):
     line = read_on_one_process.__code__.co_firstlineno + 9
     for text in run_processes(read_on_one_process, 2, environment=link):

@@ -268,6 +268,21 @@ def test_send_without_recv_under_the_rules_of_nccl_raises_at_the_end():
     assert text.count("a message of") == 1 and "float32[2]" in text
 
 
+def receive_what_nobody_sends():
+    def main():
+        if fs.axis_index("d") == 0:
+            fs.recv(torch.ones(2), "d", source=1)
+
+    fs.run(main, mesh=fs.make_mesh({"d": 2}))
+
+
+def test_first_receive_without_a_message_under_fshard_check_raises():
+    """NCCL blocks the host in a first receive until the sender comes, if it ever does."""
+    environment = {"FSHARD_BACKEND": "nccl_rules", "FSHARD_CHECK": "1"}
+    with pytest.raises(fs.errors.DeadlockError, match="waits in recv of a message"):
+        run_processes(receive_what_nobody_sends, 2, environment=environment, timeout=30)
+
+
 # -- a device that is not the host ---------------------------------------------------------------------------------
 # Headers, counters, rows of agreement and losses in host memory go over gloo: a queue of the device refuses them.
 

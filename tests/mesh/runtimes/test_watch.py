@@ -17,7 +17,7 @@ from fshard import P
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
 from fshard.mesh.runtimes.process import leave
 from fshard.mesh.spmd.scope import require
-from tests.helpers.processes import Processes, run_processes
+from tests.helpers.processes import Processes, not_under_rules, run_processes
 from tests.mesh.shared_memory.messages import UNEVEN, uneven_message
 
 pytestmark = pytest.mark.filterwarnings(
@@ -180,7 +180,10 @@ def run_in_legal_order(calls, seed):
     return fs.run(main, mesh=mesh)[0]
 
 
-@pytest.mark.parametrize("pool", ["four", "four_checked"])
+COMPARED_AT_START = not_under_rules("FSHARD_CHECK compares calls of NCCL when they are started")
+
+
+@pytest.mark.parametrize("pool", ["four", pytest.param("four_checked", marks=COMPARED_AT_START)])
 def test_check_legal_order_of_handles_does_not_raise(pool, link, request):
     pool = request.getfixturevalue(pool)
     call = st.tuples(st.sampled_from(sorted(CALLS)), st.sampled_from(["a", "b", ("a", "b")]))
@@ -210,6 +213,7 @@ def start_along_two_axes(first, second):
     return fs.run(main, mesh=mesh)[0]
 
 
+@COMPARED_AT_START
 def test_check_groups_started_in_different_orders_do_not_raise(four_checked):
     results = [(4.0, [4.0, 3.0]), (3.0, [6.0, 3.0]), (2.0, [4.0, 7.0]), (1.0, [6.0, 7.0])]
     assert four_checked.run(start_along_two_axes, "a", "b") == results
@@ -258,7 +262,7 @@ def test_check_mismatched_start_raises_on_all_waiting(kind, four_checked):
         here = [f"process {other}: " for other in (rank & ~1, rank | 1)]
         assert all(told.count(text) == 1 for text in here) and told.count("test_watch.py") == 2
         assert "Only the lines differ" in told if kind == "line" else "Only" not in told
-        assert told == again
+        assert told in again  # the link, if it was first to see it, adds that the group is lost
 
 
 # -- what only some differentiate ---------------------------------------------------------------------------------

@@ -13,12 +13,15 @@ import fshard as fs
 from fshard.mesh.runtimes.process import ProcessWorld, leave
 from fshard.mesh.shared_memory import meet
 from fshard.mesh.shared_memory.transport import SharedMemory
-from tests.helpers.processes import Processes, run_processes
+from tests.helpers.processes import Processes, not_under_rules, run_processes
 from tests.mesh.shared_memory.messages import UNEVEN, uneven_message
 
-pytestmark = pytest.mark.skipif(
-    meet._libc() is None, reason="this system does not read other processes' memory"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        meet._libc() is None, reason="this system does not read other processes' memory"
+    ),
+    not_under_rules("it is about shared memory"),
+]
 
 
 @pytest.fixture(scope="module")
