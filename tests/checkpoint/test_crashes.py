@@ -296,7 +296,7 @@ class RacingDisk(QuickDisk):
     def _wait(self):
         with self.condition:
             job = int(threading.current_thread().name)
-            self.condition.wait_for(lambda: self.turn == job or self.done, timeout=0.05)
+            self.condition.wait_for(lambda: self.turn == job or self.done, timeout=0.01)
             self.left -= 1
             if self.left < 0:
                 self.turn = self.chance.randrange(2)

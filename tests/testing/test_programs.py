@@ -8,6 +8,7 @@ from torch import nn
 
 from fshard.command import main
 from fshard.errors import PromiseError
+from fshard.launching import pool
 from fshard.testing import certify_program
 from tests.testing import programs
 from tests.testing.programs import RIGHT, WRONG, ddp, mlp, rows_of, square, updates
@@ -123,8 +124,9 @@ def other_widths(rank, world):
         (other_widths, ValueError, "must differ in rows only"),
     ],
 )
-def test_what_cannot_be_certified_raises(certified, program, error, text):
+def test_what_cannot_be_certified_raises(certified, program, error, text, monkeypatch):
     """The next program runs in the same processes."""
+    monkeypatch.setattr(pool, "GRACE", 1.0)  # seconds that the peers of a failed process have
     with pytest.raises(error, match=text):
         certified(program, {"data": 2})
 

@@ -1,7 +1,6 @@
 """The process runtime: the same program on gloo, torch's own meshes and tensors, hangs that are errors."""
 
 import os
-import time
 from itertools import pairwise, product
 
 import pytest
@@ -21,6 +20,7 @@ from fshard.mesh.runtimes.transport import joined
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.transforms.agreement import reduce_rows
+from tests.helpers.ended import wait_until
 from tests.helpers.processes import run_processes
 from tests.mesh.runtimes.programs import each_collective, extremes, the_example
 
@@ -155,20 +155,25 @@ def test_make_mesh_unseeded_processes_draw_equal_numbers():
 # -- a hang is an error -------------------------------------------------------------------------------------------
 
 
-def leave_one_out():
+def leave_one_out(path):
+    """Call a collective on process 0 alone, which writes that it has failed; process 1 is there until then."""
+
     def main():
-        if fs.axis_index("data") == 0:
+        if fs.axis_index("data") == 1:
+            wait_until(path.exists)
+            return
+        try:
             fs.psum(torch.ones(3), "data")
-        else:
-            time.sleep(2.5)
+        finally:
+            path.touch()
 
     fs.run(main, mesh=fs.make_mesh({"data": 2}, timeout=1))
 
 
-def test_collective_timeout_names_the_call(link):
+def test_collective_timeout_names_the_call(link, tmp_path):
     text = r"psum of float32\[3\] over data .* at .*test_process.py.* in main did not end"
     with pytest.raises(fs.errors.CollectiveTimeoutError, match=text):
-        run_processes(leave_one_out, 2, environment=link, timeout=30)
+        run_processes(leave_one_out, 2, tmp_path / "failed", environment=link, timeout=30)
 
 
 def fail_on_one(path):
@@ -371,7 +376,7 @@ def test_gloo_mismatched_calls_raise_without_mixing_bytes(kind):
 
 def read_on_one_process():
     """Read an unreduced sum on process 0 alone: the others are in their next sum meanwhile."""
-    mesh = fs.make_mesh({"data": 2}, timeout=5)
+    mesh = fs.make_mesh({"data": 2}, timeout=3)
     x = fs.device_put(torch.arange(8.0), fs.Layout(mesh, P("data")))
     total = x.sum()
     double = (2 * x).sum()

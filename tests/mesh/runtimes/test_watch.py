@@ -5,6 +5,7 @@ import os
 import random
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fshard import P
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
 from fshard.mesh.runtimes.process import leave
 from fshard.mesh.spmd.scope import require
+from tests.helpers.ended import wait_until
 from tests.helpers.processes import Processes, run_processes
 from tests.mesh.shared_memory.messages import UNEVEN, uneven_message
 
@@ -288,11 +290,16 @@ def test_check_uneven_differentiation_raises_on_all_waiting(f, checked):
         assert "what some devices of a group differentiate, all must" in text
 
 
+def differentiate_unevenly_over_gloo(f):
+    environment = {"FSHARD_DIRECT": "0"}
+    return run_processes(differentiate_unevenly, 2, f, 2, environment=environment, timeout=60)
+
+
 def test_gloo_uneven_differentiation_raises():
-    for f in UNEVEN:
-        told = run_processes(
-            differentiate_unevenly, 2, f, 2, environment={"FSHARD_DIRECT": "0"}, timeout=60
-        )
+    # Each of them ends with a limit of time: all wait at once.
+    with ThreadPoolExecutor() as threads:
+        texts = list(threads.map(differentiate_unevenly_over_gloo, UNEVEN))
+    for f, told in zip(UNEVEN, texts, strict=True):
         told = [text for text in told if text is not None]
         # a sender does not wait for its receiver; but one that comes a second late finds it gone
         assert len(told) == 2 or (f is uneven_message and len(told) == 1), f
@@ -304,12 +311,13 @@ def test_gloo_uneven_differentiation_raises():
 
 
 def call_with_process_that(fate, path):
+    """Call a collective on process 0, and write its error; process 1 dies, or is there until then."""
     mesh = fs.make_mesh({"data": 2}, timeout=1)
     is_first = dist.get_rank() == 0
     if not is_first and fate == "dies":
         os._exit(3)
     if not is_first:
-        time.sleep(4)
+        wait_until(path.exists)
         return
     began = time.monotonic()
     with pytest.raises((LostProcessError, CollectiveTimeoutError)) as error:

@@ -13,6 +13,7 @@ import fshard as fs
 from fshard.mesh.runtimes.process import ProcessWorld, leave
 from fshard.mesh.shared_memory import meet
 from fshard.mesh.shared_memory.transport import SharedMemory
+from tests.helpers.ended import wait_until
 from tests.helpers.processes import Processes, run_processes
 from tests.mesh.shared_memory.messages import UNEVEN, uneven_message
 
@@ -279,28 +280,35 @@ def test_killed_process_raises_lost_process_error(tmp_path, size):
     assert f"psum of float32[{size}]" in answer.read_text()
 
 
-def fail_half_way():
+def fail_half_way(folder):
     """The source gives up and changes what it had offered; the other, who comes later, must not get that."""
     mesh = fs.make_mesh({"d": 2}, timeout=1)
+    source_has_changed = folder / "changed"
+    other_is_done = folder / "done"
 
     def main():
         x = torch.ones(200_000)
-        if fs.axis_index("d") == 1:
-            time.sleep(2.5)
+        is_source = fs.axis_index("d") == 0
+        if not is_source:
+            wait_until(source_has_changed.exists)
         try:
             return fs.broadcast(x, "d").unique().tolist()
         except fs.errors.CollectiveTimeoutError:
             x.fill_(-7.0)
-            time.sleep(3)
+            source_has_changed.touch()
+            wait_until(other_is_done.exists)
             return "gave up"
         except fs.errors.LostProcessError:
             return "was told"
+        finally:
+            if not is_source:
+                other_is_done.touch()
 
     return fs.run(main, mesh=mesh)[0]
 
 
-def test_tensor_of_a_failed_collective_is_not_read():
-    assert run_processes(fail_half_way, 2, timeout=20) == ["gave up", "was told"]
+def test_tensor_of_a_failed_collective_is_not_read(tmp_path):
+    assert run_processes(fail_half_way, 2, tmp_path, timeout=20) == ["gave up", "was told"]
 
 
 def native_groups_still_work():
