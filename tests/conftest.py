@@ -84,10 +84,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if sys.platform == "linux" and starts:
         multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
         multiprocessing.forkserver.ensure_running()
-    # The threads of virtual devices stay on the processor of their caller: those of two workers must not be on one.
-    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and sys.platform == "linux":
-        processors = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {processors[int(worker.removeprefix("gw")) % len(processors)]})
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None and sys.platform == "linux":
+        keep_on_a_processor(int(worker.removeprefix("gw")))
+
+
+def keep_on_a_processor(worker: int) -> None:
+    """Keep one worker of xdist on each processor; those beyond run wherever another one waits.
+
+    The threads of virtual devices take turns, so they are fastest on one processor: those of two
+    workers must not be on the same one.
+    """
+    processors = sorted(os.sched_getaffinity(0))
+    if worker < len(processors):
+        os.sched_setaffinity(0, {processors[worker]})
 
 
 LINKS = {"rules": {}} if HAS_RULES else {"direct": {}, "gloo": {"FSHARD_DIRECT": "0"}}

@@ -14,7 +14,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.experts import balance_loss, grouped, grouped_matmul, moe, route, z_loss
 from fshard.optim.contract import pure_step
-from tests.helpers.sampled import THOROUGH
+from tests.helpers.sampled import examples
 
 WIDTH, HIDDEN, ROWS = 4, 3, 16
 OPTIMIZER = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.05))
@@ -120,7 +120,7 @@ OPTIONS = st.fixed_dictionaries(
 SHARDS = st.sampled_from([(1, 0), (2, 0), (4, 0), (1, 2), (1, 4), (2, 1), (2, 2)])
 
 
-@settings(max_examples=64 if THOROUGH else 16, deadline=None)
+@settings(max_examples=examples(10))
 @given(st.sampled_from([1, 2]), SHARDS, st.integers(0, 3), st.sampled_from([4, 8]), OPTIONS)
 def test_drawn_models_equal_those_of_one_device(data_size, shards, stage, experts, options):
     """A mesh of data, experts and, if its size is not 0, an axis along which devices have the same tokens."""
@@ -199,7 +199,7 @@ def test_processes_train_the_same(two, stage):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
 
 
-@settings(max_examples=24 if THOROUGH else 6, deadline=None)
+@settings(max_examples=examples(5))
 @given(
     st.sampled_from([1, 2]),
     SHARDS,

@@ -14,6 +14,14 @@ def thorough(*case):
     return pytest.param(*case, marks=pytest.mark.thorough)
 
 
+def examples(count):
+    """Return how many examples hypothesis draws of a property whose examples take long.
+
+    Every run draws others. A thorough run draws ten times as many.
+    """
+    return 10 * count if THOROUGH else count
+
+
 def in_pairs(*kinds):
     """Return combinations in which any two options of different kinds occur together; all of them in a thorough run."""
     every = [*product(*map(tuple, kinds))]

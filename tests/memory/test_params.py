@@ -11,6 +11,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.memory.transfers import Transfer, stress
 from fshard.transforms.fsdp import units
+from tests.helpers.sampled import examples
 
 KINDS = st.sampled_from(["device", "host", "disk"])
 CASES = st.fixed_dictionaries(
@@ -96,7 +97,7 @@ def is_possible(case):
     return is_updated and not (case["exact"] and case["state_memory"] == "disk")
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(9), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CASES.filter(is_possible), st.lists(KINDS, min_size=5, max_size=5))
 def test_bits_equal_those_of_parameters_on_the_device(disk_folder, case, kinds):
     """Layers in drawn memory; with NaN in every buffer that was not waited for, in a limit, which refuses mixtures."""

@@ -19,6 +19,7 @@ from fshard.errors import MemoryLimitError
 from fshard.memory.choice import NotEnoughError, Option, choose
 from fshard.memory.placement import MemoryGroup, Rates
 from fshard.mesh.layout import flatten
+from tests.helpers.sampled import examples
 from tests.memory.training import OPTIMIZERS, same_bits
 
 LIMITS = st.integers(5, 10)
@@ -116,7 +117,7 @@ def test_the_plan_is_the_run(n, update_on):
     assert tenths < 9
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(8))
 @given(
     name=st.sampled_from([name for name in OPTIMIZERS if "plain" not in name]),
     n=st.sampled_from([1, 2]),

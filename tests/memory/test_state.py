@@ -15,6 +15,7 @@ from fshard.memory.transfers import stress
 from fshard.mesh.layout.kinds import memory_of
 from fshard.optim.leaves import Leaves
 from fshard.optim.torch_optim.instances import optimizer_source
+from tests.helpers.sampled import examples
 from tests.memory.training import CASE, OPTIMIZERS, bits, same_bits, trained
 from tests.optim.helpers.optimizers import ALL, FOREIGN
 from tests.optim.helpers.torch_classes import Factored, Lion
@@ -37,7 +38,7 @@ CASES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CASES, st.sampled_from(PLACES))
 def test_bits_equal_those_of_state_on_the_device(disk_folder, case, place):
     """Stages, optimizers, clipping, loss scaling, masters; with NaN in every buffer that was not waited for.

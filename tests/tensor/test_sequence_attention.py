@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import fshard as fs
 from fshard.tensor import blocks, kernels
 from fshard.tensor.kernels import EfficientAttention, FlashAttention, FusedAttention
+from tests.helpers.sampled import examples
 from tests.tensor import cuda_attention
 from tests.tensor.attention_oracle import HOWS, derivatives, serial, sharded
 from tests.tensor.cuda_attention import operations_of_cuda
@@ -64,7 +65,7 @@ def check(mesh, how, values, causal=False, masks=None, second=True, **options):
         torch.testing.assert_close(own, want, rtol=1e-9, atol=1e-11)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(16))
 @given(st.data())
 def test_equals_serial_attention_and_derivatives(data):
     n = data.draw(st.sampled_from((2, 3, 4, 8)))

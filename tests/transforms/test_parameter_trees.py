@@ -14,6 +14,7 @@ from fshard.mesh.layout.arithmetic import ravel
 from fshard.optim.leaves import trainable
 from fshard.testing import certify
 from fshard.testing.strategies import axis_subsets, meshes
+from tests.helpers.sampled import examples
 from tests.optim.helpers.optimizers import optimizers
 from tests.transforms.helpers.models import FLOATS, models
 
@@ -54,13 +55,13 @@ def verdicts(certificate):
     return {row.verdict for row in certificate.check().rows}
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(20))
 @given(models(COMPLEX, samples=st.integers(8, 12)), optimizers(), runs(powers=False))
 def test_any_tree_trains_within_error_bounds(model, opt, run):
     run(model.loss_fn, model.params, model.batch, opt).check()
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(20))
 @given(
     models(COMPLEX, samples=st.integers(8, 12)),
     optimizers(),
@@ -80,7 +81,7 @@ def test_any_tree_has_equal_bits_in_reproducible_mode(model, opt, run, precision
     assert verdicts(actual) == {"EXACT"}
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(15))
 @given(models((torch.float32, torch.float64), samples=16, linear=True), runs())
 def test_linear_training_has_equal_bits_in_any_layout(model, run):
     assert verdicts(run(model.loss_fn, model.params, model.batch, SGD)) == {"EXACT"}
@@ -102,7 +103,7 @@ def share(x, parts, index):
     return max(0, min(x.numel() - index * each, each))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(20))
 @given(
     models(COMPLEX),
     meshes(),

@@ -19,6 +19,7 @@ from fshard.errors import ModuleError
 from fshard.randomness import keyed_random
 from fshard.transforms.module.functionalize import functionalize
 from fshard.transforms.module.remat import remat
+from tests.helpers.sampled import examples
 from tests.transforms.module.zoo import MODULES, D
 
 pytestmark = [
@@ -298,7 +299,7 @@ def test_torch_func_transforms_apply_to_the_function(kind):
 
 
 @given(st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(18))
 def test_any_module_tree_equals_the_module(data):
     """Modules that share submodules and tensors at random, called in any order."""
     torch.manual_seed(0)

@@ -20,6 +20,7 @@ import fshard as fs
 from fshard import P
 from fshard.pipeline.schedule.builders import BUILDERS
 from tests.helpers.processes import run_processes
+from tests.helpers.sampled import examples
 from tests.transforms.stages.head import Head
 
 # -- a model: a small GPT as layers, with dropout and tied embeddings ------------------------------
@@ -381,19 +382,19 @@ class Drawn:
         assert_same(actual, expected)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(8))
 @given(st.randoms(use_true_random=False))
 def test_staged_training_has_bits_of_the_full_model(source):
     Drawn(source.choice).check_bits()
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(6))
 @given(st.randoms(use_true_random=False))
 def test_staged_training_equals_the_full_model(source):
     Drawn(source.choice).check_closeness()
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(4))
 @given(st.randoms(use_true_random=False))
 def test_staged_gradient_and_update_equal_the_step(source):
     Drawn(source.choice).check_pieces()
