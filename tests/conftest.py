@@ -17,14 +17,16 @@ from tests.helpers.sampled import THOROUGH
 
 pytest_plugins = ["pytester"]
 
-# Several workers share the processors: more threads in each would only wait for each other. Programs that tests start inherit it.
+# Several workers share the processors: more threads in each would only wait for each other.
+# Programs that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in jobs of a shell's background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# On CI a run must give what the run before gave; elsewhere every run looks at new examples and keeps its failures.
+# On CI a run must give what the run before gave; elsewhere every run looks at new examples and
+# keeps its failures.
 ON_CI = os.environ.get("CI", "").lower() in ("1", "true")
 settings.register_profile(
     "fshard", deadline=None, max_examples=60, derandomize=ON_CI, print_blob=True
@@ -37,7 +39,9 @@ if HAS_FOREIGN_ENGINE:  # here; `tests.helpers.processes` installs it in process
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the tests of this run; refuse names of tests that hold an address: workers could not agree on them."""
+    """Choose the tests of this run; refuse names of tests that hold an address: workers could not
+    agree on them.
+    """
 
     def is_left_out(item: pytest.Item) -> bool:
         is_repeated = "[gloo" in item.nodeid and "tests/mesh/" not in item.nodeid
@@ -69,11 +73,15 @@ PRELOADED = [
     "torch._dynamo",
     "fshard.testing.gpt",
 ]
-"""Modules that tests in processes need: imported once, in the process that all others are forked from."""
+"""Modules that tests in processes need: imported once, in the process that all others are forked
+from.
+"""
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep what is imported from the garbage collector; start the process that others are forked from, if tests need it."""
+    """Keep what is imported from the garbage collector; start the process that others are forked
+    from, if tests need it.
+    """
     gc.collect()
     gc.freeze()
     starts = any(
@@ -101,7 +109,9 @@ def keep_on_a_processor(worker: int) -> None:
 
 
 LINKS = {"rules": {}} if HAS_RULES else {"direct": {}, "gloo": {"FSHARD_DIRECT": "0"}}
-"""How the processes of one machine are linked: as they are by default, and as the processes of several are."""
+"""How the processes of one machine are linked: as they are by default, and as the processes of
+several are.
+"""
 
 
 @pytest.fixture(scope="session", params=LINKS)
@@ -112,7 +122,9 @@ def link(request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def two(link: dict[str, str]) -> Iterator[Processes]:
-    """Two processes, for all tests that leave them as they were; over direct links each has a hash seed of its own."""
+    """Two processes, for all tests that leave them as they were; over direct links each has a hash
+    seed of its own.
+    """
     with Processes(2, environment=link, fresh=link is LINKS.get("direct")) as pool:
         yield pool
 

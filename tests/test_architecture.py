@@ -420,7 +420,9 @@ def banned_words() -> set[str]:
 
 
 def prose_and_names(path: Path) -> Iterator[str]:
-    """Yield docstrings without doctests and quoted code, comments, and the names that a module defines."""
+    """Yield docstrings without doctests and quoted code, comments, and the names that a module
+    defines.
+    """
     source = path.read_text(encoding="utf-8")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:

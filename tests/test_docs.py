@@ -1,4 +1,6 @@
-"""The blocks of every guide run in order, and print what the guide shows. As a script, this file writes the outputs.
+"""The blocks of every guide run in order, and print what the guide shows.
+
+As a script, this file writes the outputs.
 
 READMEs of folders name what exists; code on pages fits a column.
 """

@@ -226,7 +226,9 @@ class DrawingDevices(TorchFunctionMode):
 
 
 def test_draws_are_made_on_the_device_of_the_leaf(monkeypatch):
-    """Without a copy for which the host waits: of a GPU, each draw names its device, and the generator is there."""
+    """Without a copy for which the host waits: of a GPU, each draw names its device, and the
+    generator is there.
+    """
     made = []
 
     class OnCpu:

@@ -110,7 +110,7 @@ def test_picture_in_the_docs_is_that_of_the_code():
     assert (ROOT / "docs/images/layout.svg").read_text(encoding="utf-8") == drawn + "\n"
 
 
-# -- colours ------------------------------------------------------------------------------------------------------
+# -- colours ---------------------------------------------------------------------------------------
 
 
 def luminance(colour):
@@ -148,7 +148,7 @@ def test_words_outside_of_cells_have_the_colour_of_the_page():
         )  # a dark page shone through
 
 
-# -- what is shown ------------------------------------------------------------------------------------------------
+# -- what is shown ---------------------------------------------------------------------------------
 
 
 def test_hover_of_a_cell_has_devices_and_coordinates():

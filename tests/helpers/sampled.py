@@ -1,4 +1,6 @@
-"""What a test tries: a choice of cases in each run, all of them in a thorough one (`make thorough`)."""
+"""What a test tries: a choice of cases in each run, all of them in a thorough one (`make
+thorough`).
+"""
 
 import os
 from collections import Counter
@@ -10,7 +12,9 @@ THOROUGH = os.environ.get("FSHARD_EXAMPLES") == "thorough"
 
 
 def thorough(*case):
-    """Return a case of a table that only a thorough run tries: it takes long, and others would fail with it."""
+    """Return a case of a table that only a thorough run tries: it takes long, and others would fail
+    with it.
+    """
     return pytest.param(*case, marks=pytest.mark.thorough)
 
 
@@ -23,7 +27,9 @@ def examples(count):
 
 
 def in_pairs(*kinds):
-    """Return combinations in which any two options of different kinds occur together; all of them in a thorough run."""
+    """Return combinations in which any two options of different kinds occur together; all of them
+    in a thorough run.
+    """
     every = [*product(*map(tuple, kinds))]
     pairs = {one: {*combinations(enumerate(one), 2)} for one in every}
     left = set().union(*pairs.values())

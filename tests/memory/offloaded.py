@@ -114,7 +114,9 @@ def looped(name, optimizer="adamw", **options):
 
 
 def stepped(name, optimizer="adamw", **options):
-    """Return what is there after some functional steps: metrics, full parameters and state; and the arrays."""
+    """Return what is there after some functional steps: metrics, full parameters and state; and the
+    arrays.
+    """
     make, axes, _ = PLUGINS[name]
     model = network(norm_of(name))
     booster = fs.Booster(make(mesh=fs.make_mesh(axes), **options))

@@ -1,4 +1,6 @@
-"""`fs.memory.place`: its plan is the run, byte for byte; limits hold; bits are those of a run with all on the device."""
+"""`fs.memory.place`: its plan is the run, byte for byte; limits hold; bits are those of a run with
+all on the device.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,10 @@ def program(
 
 
 def trained(made, limit=None, steps=3):
-    """Return parameters, state, metrics; memory, and the moves of the last step. `made` gives up its arrays."""
+    """Return parameters, state, metrics; memory, and the moves of the last step.
+
+    `made` gives up its arrays.
+    """
     step, params, state, batch = made
     made.clear()
     metrics = []
@@ -157,7 +162,9 @@ def test_bits_of_drawn_placements_equal_those_on_the_device(name, n, options, ch
 
 
 def test_only_the_excess_leaves():
-    """A limit that is one byte less than what is needed moves one group, for which the fewest bytes move."""
+    """A limit that is one byte less than what is needed moves one group, for which the fewest bytes
+    move.
+    """
     plan, _ = placed(program(2, layers=6), device=1 << 30)
     assert set(plan.memories.values()) == {"device"} and plan.moved("host", "device") == 0
     less, _ = placed(program(2, layers=6), device=plan.needed - 1)
@@ -181,7 +188,9 @@ def test_limits_where_all_on_the_host_fits_are_kept():
 
 
 def test_a_step_of_another_order_fetches_what_it_uses():
-    """The plan was made for a loss function that uses all layers; another one has the same parameters."""
+    """The plan was made for a loss function that uses all layers; another one has the same
+    parameters.
+    """
     _, (_, params, state, batch) = placed(program(2), device=7_000)
 
     def other(params, x):
@@ -241,7 +250,7 @@ def test_other_steps_raise():
         fs.memory.place(lambda *args: args, {}, {}, None, device=1)
 
 
-# -- activations -------------------------------------------------------------------------------------------------------
+# -- activations -----------------------------------------------------------------------------------
 
 GIVEN = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 
@@ -307,7 +316,7 @@ def test_memories_of_activations_are_an_option_of_a_step():
         named_program(1, activations={"inner": "disk"})
 
 
-# -- time --------------------------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------
 
 
 def test_seconds_are_those_of_the_slower_of_computation_and_link():
@@ -334,7 +343,7 @@ def test_faster_is_never_slower(values, index):
 PLAN = lru_cache(lambda: placed(program(2), device=7_000)[0])
 
 
-# -- the choice --------------------------------------------------------------------------------------------------------
+# -- the choice ------------------------------------------------------------------------------------
 
 
 def cost(options: list[Option]) -> float:
@@ -404,7 +413,9 @@ def test_a_limit_that_cannot_be_kept_raises(problem: tuple[list[Option], list[in
 
 
 def test_choices_of_a_thousand_units_take_a_second():
-    """Each unit is used in the forward and in the backward; state and two thirds of the parameters leave."""
+    """Each unit is used in the forward and in the backward; state and two thirds of the parameters
+    leave.
+    """
     events, sizes = 2001, [1000 * (1 + index * 7919 % 9) for index in range(1000)]
     options = []
     for i, size in enumerate(sizes):

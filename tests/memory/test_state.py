@@ -1,4 +1,6 @@
-"""Optimizer state on the host and on disk: bits equal those of state on the device, bytes those of the table."""
+"""Optimizer state on the host and on disk: bits equal those of state on the device, bytes those of
+the table.
+"""
 
 from itertools import permutations
 
@@ -41,7 +43,8 @@ CASES = st.fixed_dictionaries(
 @settings(max_examples=examples(8), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CASES, st.sampled_from(PLACES))
 def test_bits_equal_those_of_state_on_the_device(disk_folder, case, place):
-    """Stages, optimizers, clipping, loss scaling, masters; with NaN in every buffer that was not waited for.
+    """Stages, optimizers, clipping, loss scaling, masters; with NaN in every buffer that was not
+    waited for.
 
     Inside a limit, operations on tensors in several memories raise as on a GPU.
     """
@@ -87,7 +90,9 @@ def test_state_of_mixed_dtypes_equals_state_on_the_device(disk_folder, place, do
 @pytest.mark.parametrize("update_on", ["device", "host"])
 @pytest.mark.parametrize("donate", [False, True])
 def test_state_that_changes_its_dtype_keeps_it_on_the_host(update_on, donate):
-    """An own update may return state of a wider dtype: it is stored so, not rounded to that of before."""
+    """An own update may return state of a wider dtype: it is stored so, not rounded to that of
+    before.
+    """
 
     def update(grads, state, params):
         state = {name: state[name].double() + grads[name].double() / 3 for name in grads}
@@ -139,7 +144,9 @@ BYTES = {  # name -> bytes of a parameter and of its state; if that has masters
 @pytest.mark.parametrize("name", BYTES)
 @pytest.mark.parametrize("place", PLACES)
 def test_bytes_are_those_of_the_table(disk_folder, name, place, stage):
-    """Of one step of 3 backwards; in stages 1 to 3 state is sharded, in stages 2 and 3 each backward reduces gradients."""
+    """Of one step of 3 backwards; in stages 1 to 3 state is sharded, in stages 2 and 3 each
+    backward reduces gradients.
+    """
     (p, s, has_masters), (memory, update_on) = BYTES[name], place
     reductions = 3 if stage > 1 else 1
     for n in (1, 2, 4):
@@ -213,7 +220,9 @@ def test_state_has_the_memory_of_its_layout(disk_folder, place):
 
 
 def test_pure_steps_copy_state_on_the_host():
-    """Without donate=True arguments keep their values; the results have the bits of a step in place."""
+    """Without donate=True arguments keep their values; the results have the bits of a step in
+    place.
+    """
     for update_on in ("device", "host"):
         expected = trained(**CASE)
         result = trained("host", update_on, **CASE, donate=False)

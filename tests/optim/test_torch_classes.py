@@ -1,4 +1,6 @@
-"""Classes of torch.optim, as pure optimizers and boosted; optimizers of one's own class, which step on local shards."""
+"""Classes of torch.optim, as pure optimizers and boosted; optimizers of one's own class, which step
+on local shards.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -37,7 +39,7 @@ from tests.optim.helpers.torch_classes import (
     x_of,
 )
 
-# -- as pure optimizers -----------------------------------------------------------------------------------------------
+# -- as pure optimizers ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cls", FOREIGN, ids=lambda cls: cls.__name__)
@@ -186,7 +188,7 @@ def test_muon_under_tensor_parallelism_equals_one_device(spec, stage):
     assert same(fs.unshard(actual), by_step(opt, params, steps)[0])
 
 
-# -- boosted: torch's classes and one's own do on any mesh what they do on one device ---------------------------------
+# -- boosted: torch's classes and one's own do on any mesh what they do on one device --------------
 
 
 def halved(opt):
@@ -194,7 +196,9 @@ def halved(opt):
 
 
 def rounds(model, opt, backward, schedule, part=lambda x: x, module=None):
-    """Five steps: a scheduler writes rates, a loop weight decay, and a group is added after the second."""
+    """Five steps: a scheduler writes rates, a loop weight decay, and a group is added after the
+    second.
+    """
     for step in range(5):
         backward(model(part(x_of(step)), deep=step not in (0, 3)).square().mean())
         opt.step(), model.zero_grad(), schedule.step()

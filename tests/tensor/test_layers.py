@@ -113,7 +113,7 @@ def test_tied_classifier_equals_serial(name):
     assert_equal_to_serial(f, F.linear, (randn(batch, 2, features), randn(rows, features)))
 
 
-# -- dropout -----------------------------------------------------------------------------------------------------------
+# -- dropout ---------------------------------------------------------------------------------------
 
 
 def test_dropout_masks_are_equal_however_the_activation_is_sharded():
@@ -197,7 +197,7 @@ def test_dropout_gradient_has_the_mask_of_its_forward():
     assert {0.0, 2.0} == set((y / x).round(decimals=9).unique().tolist())
 
 
-# -- attention and the MLP ---------------------------------------------------------------------------------------------
+# -- attention and the MLP -------------------------------------------------------------------------
 
 
 def kv_heads(name):

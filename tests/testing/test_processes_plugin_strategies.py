@@ -12,7 +12,7 @@ import fshard as fs
 from fshard.testing.processes import Processes, run_processes
 from tests.helpers.ended import gone
 
-# -- processes --------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 class TwoNumbersError(Exception):
@@ -147,7 +147,7 @@ def test_message_of_ended_process_arrives():
     assert run_processes(send_and_end, 2) == [None, float(1 << 20)]
 
 
-# -- the plugin -------------------------------------------------------------------------------------------------
+# -- the plugin ------------------------------------------------------------------------------------
 
 TESTS = """
 import os

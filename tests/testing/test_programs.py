@@ -1,4 +1,6 @@
-"""`certify_program`: 20 right programs are accepted, ten published mistakes found; errors; the command."""
+"""`certify_program`: 20 right programs are accepted, ten published mistakes found; errors; the
+command.
+"""
 
 import json
 
@@ -68,7 +70,7 @@ def test_other_mistakes_are_found(certified, program):
         certified(program, {"data": 2})
 
 
-# -- errors --------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def unseeded(rank, world):
@@ -146,7 +148,7 @@ def test_invalid_arguments_raise(arguments):
         certify_program(ddp, **arguments)
 
 
-# -- the command ---------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 FILE = """
 import torch

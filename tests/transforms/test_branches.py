@@ -1,4 +1,6 @@
-"""Branches that depend on the data: devices that use different parameters, or the same in another order."""
+"""Branches that depend on the data: devices that use different parameters, or the same in another
+order.
+"""
 
 import importlib
 
@@ -152,7 +154,7 @@ def test_reductions_start_during_the_backward(monkeypatch):
     ]  # each backward of both devices, and after it nothing is left
 
 
-# -- stage 3 -------------------------------------------------------------------------------------------------------------
+# -- stage 3 ---------------------------------------------------------------------------------------
 
 
 ROOT = "(data={}) has gathered root (root)"
@@ -220,7 +222,9 @@ TWICE = 2 << EXPERTS
 
 
 def reused(params, batch):
-    """Use the first expert twice for some codes, the first time without a gradient; skip the third for others."""
+    """Use the first expert twice for some codes, the first time without a gradient; skip the third
+    for others.
+    """
     y = batch["x"] @ params["root"]
     code = int(batch["code"][0])
     for place, expert in enumerate(params["experts"]):
@@ -248,14 +252,19 @@ def test_use_of_an_unsharded_unit_on_one_device_keeps_the_prefetches_of_all(opti
 
 
 def by_order(steps):
-    """Run steps on a transport that pairs collectives by their order alone; return the errors of wrong ones."""
+    """Run steps on a transport that pairs collectives by their order alone; return the errors of
+    wrong ones.
+    """
     importlib.import_module("tests.mesh.runtimes.nccl_rules")
     actual = reused_on_processes()
     return actual, [refused(codes, [[0b1111, 0b1111]] * 2) for codes in steps]
 
 
 WRONG = {"0": [[0b0100, 0b1000]], "1": [[0b0100, 0b1000], [0b0001, 0b1111]]}
-"""Codes of wrong steps by FSHARD_CHECK. Without it the second, where sizes differ, would wait for the time-out."""
+"""Codes of wrong steps by FSHARD_CHECK.
+
+Without it the second, where sizes differ, would wait for the time-out.
+"""
 
 
 @pytest.mark.parametrize("check", WRONG)

@@ -1,4 +1,6 @@
-"""Whatever the tree of parameters, the mesh, the stage, the optimizer and the options are: a sharded run is the run on one device."""
+"""Whatever the tree of parameters, the mesh, the stage, the optimizer and the options are: a
+sharded run is the run on one device.
+"""
 
 from functools import partial
 from math import prod
@@ -38,7 +40,9 @@ HOW = {
 
 @st.composite
 def runs(draw, powers=True):
-    """A call of `certify` with everything but model and optimizer: a stage, a mesh, its axes in any order, and options."""
+    """A call of `certify` with everything but model and optimizer: a stage, a mesh, its axes in any
+    order, and options.
+    """
     mesh = draw(
         meshes().filter(lambda mesh: not powers or set(mesh.shape.values()) <= {1, 2, 4, 8})
     )
@@ -87,7 +91,7 @@ def test_linear_training_has_equal_bits_in_any_layout(model, run):
     assert verdicts(run(model.loss_fn, model.params, model.batch, SGD)) == {"EXACT"}
 
 
-# -- memory -------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def held(tree, place):
@@ -98,7 +102,9 @@ def held(tree, place):
 
 
 def share(x, parts, index):
-    """How many elements of a tensor are in one of so many even ranges, the last of them shorter or empty."""
+    """How many elements of a tensor are in one of so many even ranges, the last of them shorter or
+    empty.
+    """
     each = -(-x.numel() // parts)
     return max(0, min(x.numel() - index * each, each))
 
@@ -113,7 +119,9 @@ def share(x, parts, index):
     st.sampled_from([False, True]),
 )
 def test_memory_of_any_tree_equals_theory(model, mesh, data, stage, options, masters):
-    """Ties count once, what is frozen has no state, 16 bits may have masters and moments of 32, ranges need not be even."""
+    """Ties count once, what is frozen has no state, 16 bits may have masters and moments of 32,
+    ranges need not be even.
+    """
     axis = data.draw(axis_subsets(mesh))
     opt = fs.optim.adamw(0.1, fused=False)
     opt = fs.partition_optimizer(

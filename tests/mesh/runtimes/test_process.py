@@ -1,4 +1,6 @@
-"""The process runtime: the same program on gloo, torch's own meshes and tensors, hangs that are errors."""
+"""The process runtime: the same program on gloo, torch's own meshes and tensors, hangs that are
+errors.
+"""
 
 import os
 from itertools import pairwise, product
@@ -58,7 +60,7 @@ def test_reshard_and_backward_on_processes_equals_virtual(four):
     four.run(reshard_everything)
 
 
-# -- torch's meshes and tensors -----------------------------------------------------------------------------------
+# -- torch's meshes and tensors --------------------------------------------------------------------
 
 
 def to_and_from_torch():
@@ -152,11 +154,13 @@ def test_make_mesh_unseeded_processes_draw_equal_numbers():
     assert torch.equal(first, second) and not torch.equal(before, other)
 
 
-# -- a hang is an error -------------------------------------------------------------------------------------------
+# -- a hang is an error ----------------------------------------------------------------------------
 
 
 def leave_one_out(path):
-    """Call a collective on process 0 alone, which writes that it has failed; process 1 is there until then."""
+    """Call a collective on process 0 alone, which writes that it has failed; process 1 is there
+    until then.
+    """
 
     def main():
         if fs.axis_index("data") == 1:
@@ -197,11 +201,13 @@ def test_wait_for_failed_process_raises_lost_process_error(tmp_path, link):
     assert "psum of float32[2] over data" in text and "Its own error is the one to look for" in text
 
 
-# -- the wires ----------------------------------------------------------------------------------------------------
+# -- the wires -------------------------------------------------------------------------------------
 
 
 def run_on_each_link(main):
-    """Run on direct links, over gloo, and by NCCL's table, which is torch's own operations: gloo has most of them."""
+    """Run on direct links, over gloo, and by NCCL's table, which is torch's own operations: gloo
+    has most of them.
+    """
     mesh = fs.make_mesh({"d": 2})
     world = ProcessWorld.of(mesh)
     results = []
@@ -229,7 +235,9 @@ def test_native_and_gloo_wires_equal_direct_ones(two):
 
 
 def between_hosts():
-    """Sum rows of numbers and send one, as if the processes' own backend took only tensors of devices."""
+    """Sum rows of numbers and send one, as if the processes' own backend took only tensors of
+    devices.
+    """
     mesh = fs.make_mesh({"d": 2})
     world = ProcessWorld.of(mesh)
     world._staged, world.device_type = False, "cuda"
@@ -278,7 +286,9 @@ def test_random_state_of_gpus_is_shared_and_cpu_world_refuses_gpus(two):
 
 
 def make_groups_unevenly():
-    """Make groups in some processes only: of host tensors beside GPUs, and by torch; then groups of all."""
+    """Make groups in some processes only: of host tensors beside GPUs, and by torch; then groups of
+    all.
+    """
     mesh = fs.make_mesh({"pipe": 2, "data": 2}, timeout=8)
     world = ProcessWorld.of(mesh)
     rank = dist.get_rank()

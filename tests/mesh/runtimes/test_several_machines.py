@@ -1,4 +1,6 @@
-"""Several machines: two network namespaces with two processes each, shared memory within and gloo between."""
+"""Several machines: two network namespaces with two processes each, shared memory within and gloo
+between.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,6 @@
-"""`FSHARD_CHECK=1`: what would hang, or mix up bytes, is an error on every process; what is right is not."""
+"""`FSHARD_CHECK=1`: what would hang, or mix up bytes, is an error on every process; what is right
+is not.
+"""
 
 import contextlib
 import os
@@ -121,7 +123,7 @@ def test_check_from_local_of_unequal_shapes_raises(checked):
     )
 
 
-# -- handles ------------------------------------------------------------------------------------------------------
+# -- handles ---------------------------------------------------------------------------------------
 
 CALLS = {  # what is started with a tensor of one element, and the result from the numbers of the group
     "psum": (lambda x, axes: fs.psum.start(x, axes), lambda xs: [sum(xs)]),
@@ -139,10 +141,12 @@ CALLS = {  # what is started with a tensor of one element, and the result from t
 
 
 def legal_order(calls, draw):
-    """Return one process's steps: (call, whether it is started or waited for), in an order that cannot deadlock.
+    """Return one process's steps: (call, whether it is started or waited for), in an order that
+    cannot deadlock.
 
-    Calls along the same axes are started in the order of the program, others in any. A call is waited for when all
-    before it in the program have been started; so the first that is not done can always be done.
+    Calls along the same axes are started in the order of the program, others in any. A call is
+    waited for when all before it in the program have been started; so the first that is not done
+    can always be done.
     """
     starts = draw.sample(range(len(calls)), len(calls))
     for axes in {axes for _, axes in calls}:
@@ -196,7 +200,9 @@ def test_check_legal_order_of_handles_does_not_raise(pool, link, request):
 
 
 def start_along_two_axes(first, second):
-    """Start along a and b, devices 0 and 3 the other way round, and look at the messages between them meanwhile."""
+    """Start along a and b, devices 0 and 3 the other way round, and look at the messages between
+    them meanwhile.
+    """
 
     def main():
         other = 3 - dist.get_rank()
@@ -263,7 +269,7 @@ def test_check_mismatched_start_raises_on_all_waiting(kind, four_checked):
         assert told == again
 
 
-# -- what only some differentiate ---------------------------------------------------------------------------------
+# -- what only some differentiate ------------------------------------------------------------------
 
 
 def differentiate_unevenly(f, timeout):
@@ -307,7 +313,7 @@ def test_gloo_uneven_differentiation_raises():
         assert all(text.startswith(("MismatchError", *late)) for text in told), told
 
 
-# -- whoever is lost -----------------------------------------------------------------------------------------------
+# -- whoever is lost -------------------------------------------------------------------------------
 
 
 def call_with_process_that(fate, path):

@@ -1,4 +1,6 @@
-"""Direct links, among processes of one machine: who is found, what they tell each other, and what they do not break."""
+"""Direct links, among processes of one machine: who is found, what they tell each other, and what
+they do not break.
+"""
 
 import os
 import signal
@@ -75,7 +77,7 @@ def test_link_is_direct_between_processes_that_can_read_each_other(main, environ
     assert run_processes(main, len(expected), environment=environment) == expected
 
 
-# -- calls that differ --------------------------------------------------------------------------------------------
+# -- calls that differ -----------------------------------------------------------------------------
 
 ONES = {
     "f32": torch.ones(4),
@@ -93,7 +95,8 @@ DIFFERENT = {
     "large": lambda first: fs.psum(ONES["large"] if first else ONES["large"].int(), "d"),
     "message": lambda first: exchange(torch.float32 if first else torch.int32),
 }
-"""Calls that differ between two processes on one line raise; `test_process` has calls on two lines."""
+"""Calls that differ between two processes on one line raise; `test_process` has calls on two lines.
+"""
 
 
 def exchange(dtype):
@@ -144,7 +147,7 @@ def test_mismatched_calls_raise_without_check(pair, kind):
         )
 
 
-# -- what is under way --------------------------------------------------------------------------------------------
+# -- what is under way -----------------------------------------------------------------------------
 
 
 def many_under_way(count, size):
@@ -169,7 +172,9 @@ def test_started_collectives_beyond_ring_size_complete(pair, three):
 
 
 def leave_early():
-    """One process leaves; what the others send each other arrives; what was sent to it is an error of its sender."""
+    """One process leaves; what the others send each other arrives; what was sent to it is an error
+    of its sender.
+    """
 
     def main():
         index = fs.axis_index("d")
@@ -248,7 +253,7 @@ def test_arguments_changed_after_the_call_keep_results(pair, three, n):
     assert all({2: pair, 3: three}[n].run(change_at_once))
 
 
-# -- those who go -------------------------------------------------------------------------------------------------
+# -- those who go ----------------------------------------------------------------------------------
 
 
 def die_while_others_wait(size):
@@ -281,7 +286,9 @@ def test_killed_process_raises_lost_process_error(tmp_path, size):
 
 
 def fail_half_way(folder):
-    """The source gives up and changes what it had offered; the other, who comes later, must not get that."""
+    """The source gives up and changes what it had offered; the other, who comes later, must not get
+    that.
+    """
     mesh = fs.make_mesh({"d": 2}, timeout=1)
     source_has_changed = folder / "changed"
     other_is_done = folder / "done"

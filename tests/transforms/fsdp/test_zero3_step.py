@@ -1,4 +1,6 @@
-"""A ZeRO-3 step as the device sees it: what is launched before anything completes, and the bytes that are alive."""
+"""A ZeRO-3 step as the device sees it: what is launched before anything completes, and the bytes
+that are alive.
+"""
 
 import weakref
 
@@ -85,7 +87,10 @@ def after_two_steps(stage=3, sizes=None, **options):
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Play all ranks. Each is the first one here, so differences of inputs would not add up to 0."""
+    """Play all ranks.
+
+    Each is the first one here, so differences of inputs would not add up to 0.
+    """
     monkeypatch.setattr("fshard.transforms.agreement.hash_of", lambda value: 0)
     with echo.echoing(N):
         yield
@@ -141,7 +146,9 @@ def fsdp2_peak():
     ("prefetch", "in_flight"), [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
 )
 def test_peak_is_two_units_and_those_prefetched_and_packed(alone, prefetch, in_flight):
-    """At its last gradient a unit has its parameters and gradients; later ones are prefetched, earlier ones packed."""
+    """At its last gradient a unit has its parameters and gradients; later ones are prefetched,
+    earlier ones packed.
+    """
     reduced = UNITS - 1 - prefetch if in_flight else UNITS
     assert (
         peak(prefetch=prefetch, in_flight=in_flight)
@@ -189,7 +196,9 @@ def products_until_waits(log, name):
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_both_steps_of_a_reduction_have_a_backward_to_hide_behind(alone, monkeypatch, in_flight):
-    """A block's backward has four products, the first block's three, since its input needs no gradient."""
+    """A block's backward has four products, the first block's three, since its input needs no
+    gradient.
+    """
     step, params, state, batch = after_two_steps(sizes=HYBRID, in_flight=in_flight)
     with Events(monkeypatch) as events:
         step(params, state, batch)
@@ -213,7 +222,9 @@ def test_both_steps_of_a_reduction_have_a_backward_to_hide_behind(alone, monkeyp
     ("prefetch", "in_flight"), [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
 )
 def test_peak_of_two_steps_is_at_most_that_of_one(alone, prefetch, in_flight):
-    """While a shard is summed over the replicas no packed gradient is held: the bound is that of two devices."""
+    """While a shard is summed over the replicas no packed gradient is held: the bound is that of
+    two devices.
+    """
     reduced = UNITS - 1 - prefetch if in_flight else UNITS
     bound = (2 + prefetch + in_flight) * UNIT + reduced * UNIT // 2
     shards = UNITS * UNIT // 2

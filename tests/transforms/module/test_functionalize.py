@@ -125,7 +125,9 @@ def test_forward_that_writes_to_a_parameter_raises(way, frozen):
 
 
 def test_frozen_parameters_declared_as_buffers_are_updated():
-    """A momentum encoder: its parameters are among the buffers, and the given ones stay as they are."""
+    """A momentum encoder: its parameters are among the buffers, and the given ones stay as they
+    are.
+    """
 
     class Momentum(nn.Module):
         def __init__(self):
@@ -214,7 +216,7 @@ def test_apply_accepts_other_tensors(kind):
     close(apply(params, buffers, x)[0], other(x))
 
 
-# -- the rest of the contract ---------------------------------------------------------------------------------------
+# -- the rest of the contract ----------------------------------------------------------------------
 
 
 def test_apply_follows_train_and_eval():
@@ -329,7 +331,7 @@ def test_any_module_tree_equals_the_module(data):
         close(g, plain.get_parameter(name).grad)
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_torch_lazy_module_raises():
@@ -358,7 +360,7 @@ def test_unknown_names_raise():
         apply(buffers, params, torch.ones(2, D))
 
 
-# -- random draws ---------------------------------------------------------------------------------------------------
+# -- random draws ----------------------------------------------------------------------------------
 
 
 def test_keyed_draws_depend_on_the_key_alone():
@@ -387,7 +389,7 @@ def test_keyed_draws_restore_the_generator():
     assert torch.equal(torch.rand(2), a)
 
 
-# -- on devices -----------------------------------------------------------------------------------------------------
+# -- on devices ------------------------------------------------------------------------------------
 
 
 class Normed(nn.Module):

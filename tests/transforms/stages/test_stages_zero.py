@@ -352,7 +352,8 @@ class Drawn:
 
         assert_same(actual.params, expected.params)
         assert_same(actual.buffers, expected.buffers)
-        # In float16 gradients may overflow, as torch's do. The step is skipped, its norm may be NaN.
+        # In float16 gradients may overflow, as torch's do. The step is skipped, its norm may be
+        # NaN.
         may_overflow = self.opt == "scaled"
         assert_same(actual.metrics, expected.metrics, equal_nan=may_overflow)
 
@@ -418,7 +419,9 @@ def gradient_in_stages(stages, trees, batch, schedule, *, data=1, zero=0, **opti
 
 
 def test_tied_weights_of_16_bits_are_summed_in_32_bits():
-    """In each stage one microbatch has a gradient of 256, and 15 have 1: in 16 bits, 256 + 1 is 256."""
+    """In each stage one microbatch has a gradient of 256, and 15 have 1: in 16 bits, 256 + 1 is
+    256.
+    """
     schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=16)
     w = torch.ones((), dtype=torch.bfloat16)
     x = torch.ones(16, 1, dtype=torch.bfloat16)
