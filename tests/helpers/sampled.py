@@ -1,5 +1,6 @@
-"""What a test tries: a choice of cases in each run, all of them in a thorough one (`make
-thorough`).
+"""Choose the cases of a table: some in each run, all of them in a thorough one.
+
+`make thorough` is a thorough run.
 """
 
 import os

@@ -142,19 +142,15 @@ def test_bits_of_drawn_placements_equal_those_on_the_device(name, n, options, ch
         program(n, name=name, **{**options, "update_on": "device"}, memory="device")
     )[0]
     plan = fs.memory.place(*made, device=1 << 30)
-    memories = {
-        group: "host"
-        if chooses[i % 10] or (group.role == "state" and options["update_on"] == "host")
-        else "device"
-        for i, group in enumerate(plan.memories)
-    }
+    memories = {}
+    for index, group in enumerate(plan.memories):
+        is_updated_on_host = group.role == "state" and options["update_on"] == "host"
+        is_on_host = chooses[index % 10] or is_updated_on_host
+        memories[group] = "host" if is_on_host else "device"
     step, params, state, batch = made
     params, state = replace(plan, memories=memories).apply(params, state)
-    arrays = [
-        (role, x)
-        for role, tree in (("parameters", params), ("state", state))
-        for x in flatten(tree)[0]
-    ]
+    arrays = [("parameters", x) for x in flatten(params)[0]]
+    arrays += [("state", x) for x in flatten(state)[0]]
     for role, x in arrays:
         if isinstance(x, fs.Sharded) and x.ndim:
             assert x.layout.memory == memories[MemoryGroup(role, x.layout.unit)]
@@ -352,19 +348,25 @@ def cost(options: list[Option]) -> float:
 
 def left(chosen: list[Option], beyond: list[int]) -> int:
     """The most bytes beyond the limit, event by event."""
-    return max(
-        x - sum(int(option.absent[event]) for option in chosen) for event, x in enumerate(beyond)
-    )
+    bytes_left = []
+    for event, excess in enumerate(beyond):
+        absent = [int(option.absent[event]) for option in chosen]
+        bytes_left.append(excess - sum(absent))
+    return max(bytes_left)
 
 
 def least_cost(options: list[Option], beyond: list[int]) -> float:
-    """The least cost of all choices that keep the limit."""
-    groups = [
-        [None, *(x for x in options if x.group == group)]
-        for group in dict.fromkeys(x.group for x in options)
-    ]
-    choices = ([option for option in choice if option is not None] for choice in product(*groups))
-    return min(cost(choice) for choice in choices if left(choice, beyond) <= 0)
+    """The least cost of all choices that keep the limit: at most one option of each group."""
+    options_by_group = {}
+    for option in options:
+        options_by_group.setdefault(option.group, [None]).append(option)
+
+    costs = []
+    for choice in product(*options_by_group.values()):
+        chosen = [option for option in choice if option is not None]
+        if left(chosen, beyond) <= 0:
+            costs.append(cost(chosen))
+    return min(costs)
 
 
 @st.composite

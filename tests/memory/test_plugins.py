@@ -96,7 +96,7 @@ def test_peak_of_the_device_is_lower_by_what_is_elsewhere(disk_folder, name, off
 
 @pytest.mark.parametrize("name", ["zero 2", "fsdp"])
 def test_memory_of_a_loop_is_counted_by_purpose(name):
-    """What was made before the limit, too; and each purpose in its memory."""
+    """Parameters that were made before the limit have it too; each purpose is in its memory."""
 
     def body(loop):
         with fs.memory.limit() as used:

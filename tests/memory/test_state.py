@@ -63,9 +63,9 @@ def test_state_of_mixed_dtypes_equals_state_on_the_device(disk_folder, place, do
     dtypes = [torch.float64, torch.bfloat16, torch.float32, torch.float16] * 10  # several a group
     mesh = fs.make_mesh({"data": 2})
     draw = torch.Generator().manual_seed(0)
-    values = {
-        str(i): torch.randn(3 + i % 5, generator=draw).to(dtype) for i, dtype in enumerate(dtypes)
-    }
+    values = {}
+    for index, dtype in enumerate(dtypes):
+        values[str(index)] = torch.randn(3 + index % 5, generator=draw).to(dtype)
 
     def after(**options):
         params = fs.shard_params(values, P(), mesh=mesh)
@@ -78,7 +78,7 @@ def test_state_of_mixed_dtypes_equals_state_on_the_device(disk_folder, place, do
         state = opt.init(params)
         for _ in range(3):
             params, state, _ = step(params, state, torch.ones(4))
-        return [fs.unshard(x) for tree in (params, state["exp_avg"]) for x in tree.values()]
+        return [fs.unshard(x) for x in (*params.values(), *state["exp_avg"].values())]
 
     expected = after()
     with stress(poison=True):
@@ -216,7 +216,10 @@ def test_state_has_the_memory_of_its_layout(disk_folder, place):
         _, state, *_ = trained(*place, **CASE | {"name": name, "half": True, "n": 4})
         leaves = [leaf for leaf in Leaves.of(state).leaves if isinstance(leaf, fs.Sharded)]
         assert leaves and {leaf.layout.memory for leaf in leaves} == {place[0]}
-        assert {memory_of(x) for leaf in leaves for x in leaf.shards if x.numel()} == {place[0]}
+        memories = set()
+        for leaf in leaves:
+            memories |= {memory_of(x) for x in leaf.shards if x.numel() > 0}
+        assert memories == {place[0]}
 
 
 def test_pure_steps_copy_state_on_the_host():
@@ -280,12 +283,9 @@ def test_state_of_an_instance_is_moved_to_its_step(disk_folder, cls, place):
         for _ in range(3):
             grads = {name: torch.randn(x.shape, generator=generator) for name, x in values.items()}
             params, state = opt.step(fs.device_put(grads, fs.Layout(mesh)), state, params)
-        entries = [
-            x
-            for entry in instance.state.values()
-            for x in entry.values()
-            if isinstance(x, torch.Tensor)
-        ]
+        entries = []
+        for entry in instance.state.values():
+            entries += [x for x in entry.values() if isinstance(x, torch.Tensor)]
         return bits(params) + bits(entries), {memory_of(x) for x in entries}
 
     expected, _ = run()

@@ -1,4 +1,4 @@
-"""What a trainer shows: the right numbers, once, wherever it runs."""
+"""A trainer shows the right numbers, once, wherever it runs."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What a step has held is let go when it returns: cycles would keep it until Python looks for them."""
+"""Steps free what they have held when they return: cycles would keep it until Python looks for them."""
 
 import gc
 

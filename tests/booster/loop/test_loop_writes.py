@@ -1,4 +1,4 @@
-"""What a loop writes to a boosted module takes effect as in torch, or raises."""
+"""Writes of a loop to a boosted module take effect as in torch, or raise."""
 
 import re
 

@@ -103,7 +103,7 @@ class Stream:
 
 
 class _Module:
-    """What torch asks of a device."""
+    """Answer what torch asks of a device."""
 
     is_available = is_initialized = staticmethod(lambda: True)
     current_device = staticmethod(lambda: 0)

@@ -49,10 +49,13 @@ class LiveBytes(TorchDispatchMode):
 
     def sample(self):
         """Count: FSDP2 frees memory by setting its size to 0."""
-        sizes = [
-            storage.nbytes() for known in self.storages.values() if (storage := known()) is not None
-        ]
-        self.most = max(self.most, sum(size for size in sizes if size >= LEAF // N))
+        total = 0
+        for reference in self.storages.values():
+            storage = reference()
+            size = 0 if storage is None else storage.nbytes()
+            if size >= LEAF // N:
+                total += size
+        self.most = max(self.most, total)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.sample()
@@ -189,8 +192,12 @@ class Events(TorchDispatchMode):
 
 def products_until_waits(log, name):
     """Return how many matrix products lie between each start of a collective and its wait."""
-    starts = [index for index, event in enumerate(log) if event == f"start {name}"]
-    waits = [index for index, event in enumerate(log) if event == f"wait {name}"]
+
+    def indices_of(event):
+        return [index for index, other in enumerate(log) if other == event]
+
+    starts = indices_of(f"start {name}")
+    waits = indices_of(f"wait {name}")
     return [log[start:wait].count("mm") for start, wait in zip(starts, waits, strict=True)]
 
 
@@ -208,9 +215,7 @@ def test_both_steps_of_a_reduction_have_a_backward_to_hide_behind(alone, monkeyp
     assert within_step[: UNITS - 1] == [4] * (UNITS - 3) + [3, 0]
     assert within_step[UNITS - 1 :] == losses_and_last_unit
     order = [
-        event
-        for event in events.log
-        if event.startswith("start reduce") or event == "start all_reduce"
+        event for event in events.log if event.startswith(("start reduce", "start all_reduce"))
     ]
     assert order[: 2 * UNITS - 1] == ["start reduce_scatter"] + [
         "start all_reduce",
