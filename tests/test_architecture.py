@@ -150,7 +150,7 @@ FOLDED = {
     "tensor": Figures(16, 9.1, 44.6, 0, 1.5, 15.2),
     "testing": Figures(15, 9.8, 43.5, 0, 3.6, 6.1),
     "transforms": Figures(14, 5.9, 34.7, 2.0, 4.7, 19.2),
-    "tests": Figures(19, 12.4, 29.3, 1.5, 11.9, 6.3),
+    "tests": Figures(19, 10.6, 29.1, 1.5, 3.2, 6.4),
 }
 
 
