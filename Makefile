@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
-WORKERS ?= 2
+# One more than two processors: many tests wait, for processes that start or for a limit of time.
+WORKERS ?= 3
 # Tests start some hundred Python processes, which import torch in half the time if it is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -25,6 +26,7 @@ QUICK := tests/test_architecture.py tests/test_training.py tests/mesh/layout tes
     tests/optim/test_norms.py tests/optim/test_sharded_optimizers.py tests/transforms/test_zero.py tests/transforms/test_batches.py \
     tests/pipeline/schedule/test_verify.py tests/pipeline/execution/test_pipelined.py tests/array/test_operations.py
 
+quick: WORKERS = 2
 quick: $(READY)  ## run the heart of the tests in 90 seconds, without processes
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(QUICK) -k "not processes and not direct" $(ARGS)
 

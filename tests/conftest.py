@@ -17,14 +17,16 @@ from tests.helpers.sampled import THOROUGH
 
 pytest_plugins = ["pytester"]
 
-# Several workers share the processors: more threads in each would only wait for each other. Programs that tests start inherit it.
+# Several workers share the processors: more threads in each would only wait for each other.
+# Programs that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in jobs of a shell's background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# On CI a run must give what the run before gave; elsewhere every run looks at new examples and keeps its failures.
+# On CI a run must give what the run before gave; elsewhere every run looks at new examples and
+# keeps its failures.
 ON_CI = os.environ.get("CI", "").lower() in ("1", "true")
 settings.register_profile(
     "fshard", deadline=None, max_examples=60, derandomize=ON_CI, print_blob=True
@@ -37,7 +39,9 @@ if HAS_FOREIGN_ENGINE:  # here; `tests.helpers.processes` installs it in process
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the tests of this run; refuse names of tests that hold an address: workers could not agree on them."""
+    """Choose the tests of this run; refuse names of tests that hold an address: workers could not
+    agree on them.
+    """
 
     def is_left_out(item: pytest.Item) -> bool:
         is_repeated = "[gloo" in item.nodeid and "tests/mesh/" not in item.nodeid
@@ -69,16 +73,24 @@ PRELOADED = [
     "torch._dynamo",
     "fshard.testing.gpt",
 ]
-"""Modules that tests in processes need: imported once, in the process that all others are forked from."""
+"""Modules that tests in processes need: imported once, in the process that all others are forked
+from.
+"""
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep what is imported from the garbage collector; start the process that others are forked from, if tests need it."""
+    """Keep what is imported from the garbage collector; start the process that others are forked
+    from, if tests need it.
+    """
     if HAS_RULES:
-        # Processes of tests get it from `Processes`; a program that a test starts knows no such backend.
+        # Processes of tests get it from `Processes`; a program that a test starts knows no such
+        # backend.
         del os.environ["FSHARD_BACKEND"]
     gc.collect()
     gc.freeze()
+    # Full collections visit all that was imported since, such as transformers: at the default of 10
+    # they take an eighth of the time of all tests.
+    gc.set_threshold(700, 10, 200)
     starts = any(
         {"link", "run_processes", "Processes"} & {*item.fixturenames, *vars(item.module)}
         for item in session.items
@@ -87,14 +99,26 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if sys.platform == "linux" and starts:
         multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
         multiprocessing.forkserver.ensure_running()
-    # The threads of virtual devices stay on the processor of their caller: those of two workers must not be on one.
-    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and sys.platform == "linux":
-        processors = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {processors[int(worker.removeprefix("gw")) % len(processors)]})
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None and sys.platform == "linux":
+        keep_on_a_processor(int(worker.removeprefix("gw")))
+
+
+def keep_on_a_processor(worker: int) -> None:
+    """Keep one worker of xdist on each processor; those beyond run wherever another one waits.
+
+    The threads of virtual devices take turns, so they are fastest on one processor: those of two
+    workers must not be on the same one.
+    """
+    processors = sorted(os.sched_getaffinity(0))
+    if worker < len(processors):
+        os.sched_setaffinity(0, {processors[worker]})
 
 
 LINKS = {"rules": {}} if HAS_RULES else {"direct": {}, "gloo": {"FSHARD_DIRECT": "0"}}
-"""How the processes of one machine are linked: as they are by default, and as the processes of several are."""
+"""How the processes of one machine are linked: as they are by default, and as the processes of
+several are.
+"""
 
 
 @pytest.fixture(scope="session", params=LINKS)
@@ -105,7 +129,9 @@ def link(request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def two(link: dict[str, str]) -> Iterator[Processes]:
-    """Two processes, for all tests that leave them as they were; over direct links each has a hash seed of its own."""
+    """Two processes, for all tests that leave them as they were; over direct links each has a hash
+    seed of its own.
+    """
     with Processes(2, environment=link, fresh=link is LINKS.get("direct")) as pool:
         yield pool
 

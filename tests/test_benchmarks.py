@@ -37,7 +37,9 @@ def load(monkeypatch):
 
 
 def gpu_benchmark(*argument_lists):
-    """Run benchmarks/gpu.py in this process, once for each list of arguments; return its numbers, and what it printed."""
+    """Run benchmarks/gpu.py in this process, once for each list of arguments; return its numbers,
+    and what it printed.
+    """
     sys.path.insert(0, str(BENCHMARKS))
     warnings.simplefilter("ignore")  # torch's own, of the peers
     gpu = importlib.import_module("gpu")
@@ -69,7 +71,9 @@ def gpu_benchmark(*argument_lists):
 
 
 def test_gpu_benchmark_runs_on_a_cpu():
-    """Tiny sizes, over gloo: each kind of part, and --smoke with a pipeline; that by one process under NCCL's rules too."""
+    """Tiny sizes, over gloo: each kind of part, and --smoke with a pipeline; that by one process
+    under NCCL's rules too.
+    """
     variants = ["--only", "ddp", "fully_shard", "fshard 3", "reproducible 0", "reproducible 3"]
     parts = ["masters", "reproducible", "wires", "checkpoints", *variants]
     (numbers, _), (_, smoke) = run_processes(gpu_benchmark, 2, parts, ["--smoke"], timeout=300)[0]
@@ -143,7 +147,9 @@ def test_calls_are_timed_in_turn(load):
 
 
 def test_a_link_delays_packets_and_limits_their_rate(load):
-    """Five packets of 1,000 bytes at 0.8 Mbit/s: 10 ms each, and 50 ms later; the other direction is free."""
+    """Five packets of 1,000 bytes at 0.8 Mbit/s: 10 ms each, and 50 ms later; the other direction
+    is free.
+    """
     forward = load("two_machines").forward
     ended = threading.Event()
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]

@@ -1,4 +1,6 @@
-"""The blocks of every guide run in order, and print what the guide shows. As a script, this file writes the outputs.
+"""The blocks of every guide run in order, and print what the guide shows.
+
+As a script, this file writes the outputs.
 
 READMEs of folders name what exists; code on pages fits a column.
 """
@@ -57,40 +59,31 @@ def test_guide_prints_what_it_shows(guide):
 
 def test_code_of_pages_is_at_most_92_columns_wide():
     blocks = [(page.name, *block) for page in PAGES for block in FENCED.findall(page.read_text())]
-    lines = [
-        (name, line)
-        for name, kind, block in blocks
-        if kind != "text"
-        for line in block.splitlines()
-    ]
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        cells = [
-            cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"
-        ]
-        lines += [
-            (path.name, line) for cell in cells for line in "".join(cell["source"]).splitlines()
-        ]
-    assert [(name, line) for name, line in lines if len(line) > 92] == []
+        for cell in json.loads(path.read_text())["cells"]:
+            if cell["cell_type"] == "code":
+                blocks.append((path.name, "python", "".join(cell["source"])))
+    wide = []
+    for name, kind, block in blocks:
+        if kind != "text":
+            wide += [(name, line) for line in block.splitlines() if len(line) > 92]
+    assert wide == []
 
 
 @pytest.mark.parametrize("page", FOLDERS, ids=lambda page: page.parent.name)
 def test_readme_of_a_folder_names_files_and_names_that_exist(page):
     text = page.read_text()
     assert text.count("\n") <= 40
-    files = re.findall(r"`((?:\.\./)*[a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", text)
-    assert [
-        name
-        for name in files
-        if not any((base / name).exists() for base in (page.parent, ROOT / "fshard"))
-    ] == []
+
+    for file in re.findall(r"`((?:\.\./)*[a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", text):
+        assert (page.parent / file).exists() or (ROOT / "fshard" / file).exists(), file
+
     source = "\n".join(path.read_text() for path in (ROOT / "fshard").rglob("*.py"))
-    names = [
-        part
-        for name in re.findall(r"`([A-Za-z_.]+)`", text)
-        for part in name.split(".")
-        if "py" not in name
-    ]
-    assert [name for name in names if not re.search(rf"\b{name}\b", source)] == []
+    for dotted_name in re.findall(r"`([A-Za-z_.]+)`", text):
+        if "py" not in dotted_name:
+            for name in dotted_name.split("."):
+                assert re.search(rf"\b{name}\b", source), name
+
     links = re.findall(r"\]\(([^)#]+)\)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
 

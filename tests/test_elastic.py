@@ -1,4 +1,5 @@
-"""The elastic example ends with the bits of a run that nothing disturbed, whatever joined, failed or stopped meanwhile.
+"""The elastic example ends with the bits of a run that nothing disturbed, whatever joined, failed
+or stopped meanwhile.
 
 The oracle is the same example, run from start to end by one process.
 """
@@ -24,12 +25,16 @@ ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "elastic.py"
 
 NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""torchrun opens a store for each start: agents that join later do not find the first one's (torch 2.13)."""
+"""torchrun opens a store for each start: agents that join later do not find the first one's (torch
+2.13).
+"""
 
 
 @pytest.fixture
 def train_alone(monkeypatch):
-    """Run the example in this process, from the last checkpoint of a folder if it has one; return its parameters."""
+    """Run the example in this process, from the last checkpoint of a folder if it has one; return
+    its parameters.
+    """
 
     def train(folder, steps):
         folder.mkdir(exist_ok=True)
@@ -56,7 +61,7 @@ def test_training_that_stopped_goes_on_with_equal_bits(tmp_path, train_alone):
     assert_equal_bits(resumed, train_alone(tmp_path / "alone", steps=12))
 
 
-# -- under torchrun ---------------------------------------------------------------------------------------------------
+# -- under torchrun --------------------------------------------------------------------------------
 
 STEPS = 60
 
@@ -121,7 +126,9 @@ class Job:
         return rows
 
     def wait_for_steps(self, processes, after, steps=1):
-        """Wait until a number of processes have each trained some steps since a time; return their numbers."""
+        """Wait until a number of processes have each trained some steps since a time; return their
+        numbers.
+        """
 
         def has_trained(row):
             is_new = row["processes"] == processes and row["at"] > after
@@ -199,7 +206,8 @@ def test_training_goes_on_with_fewer_and_more_processes_with_equal_bits(tmp_path
             os.kill(agent.pid, signal.SIGKILL)
         kill(victims)
 
-        # The others end in about a second on an idle machine; without a message their group waits for minutes.
+        # The others end in about a second on an idle machine; without a message their group waits
+        # for minutes.
         survivors = [process for process in four if process not in victims]
         assert len(survivors) == 2
         wait_for_end(survivors, within=60)

@@ -1,4 +1,5 @@
-"""Each kind of program gives the same bits where autograd runs backwards in a thread of its own, as on an accelerator.
+"""Each kind of program gives the same bits where autograd runs backwards in a thread of its own, as
+on an accelerator.
 
 All run in the same two processes, outside of `fs.run` unless they say so, as under torchrun.
 """
@@ -17,7 +18,9 @@ from tests.helpers.processes import Processes
 
 
 def both(name):
-    """Run a program with backwards in the caller's thread, then in another one; return both results and the count."""
+    """Run a program with backwards in the caller's thread, then in another one; return both results
+    and the count.
+    """
     program, _ = PROGRAMS[name]
     if os.environ.get("FSHARD_BACKEND") == "nccl_rules":
         importlib.import_module("tests.mesh.runtimes.nccl_rules")  # registers it

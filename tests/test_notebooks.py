@@ -1,7 +1,8 @@
 """Every notebook runs from top to bottom, in a namespace of its own.
 
-A start of Python with torch takes longer than the cells of most notebooks: the notebooks of one worker of pytest share a
-kernel, and its names are deleted in between.  As a script, this file writes the outputs back, each from a fresh kernel.
+A start of Python with torch takes longer than the cells of most notebooks: the notebooks of one
+worker of pytest share a kernel, and its names are deleted in between.  As a script, this file
+writes the outputs back, each from a fresh kernel.
 """
 
 import sys

@@ -1,4 +1,6 @@
-"""The blocks of the README run as they stand there: on virtual devices, and the same text in processes."""
+"""The blocks of the README run as they stand there: on virtual devices, and the same text in
+processes.
+"""
 
 from pathlib import Path
 
@@ -10,7 +12,9 @@ BLOCKS = python_blocks(README.read_text())
 
 
 def ends_of(*blocks):
-    """Run blocks one after the other, each seeing the names of those before; return what the last ones made."""
+    """Run blocks one after the other, each seeing the names of those before; return what the last
+    ones made.
+    """
     import torch
 
     torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""The example trains as it says: under any stage on virtual devices, and as two processes, with equal losses."""
+"""The example trains as it says: under any stage on virtual devices, and as two processes, with
+equal losses.
+"""
 
 import json
 import re

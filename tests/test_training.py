@@ -1,4 +1,6 @@
-"""One table: every module, by every way of training, in every ZeRO stage trains as in torch on one device."""
+"""One table: every module, by every way of training, in every ZeRO stage trains as in torch on one
+device.
+"""
 
 from dataclasses import dataclass
 

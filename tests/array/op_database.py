@@ -1,4 +1,7 @@
-"""Every entry of torch's op database equals torch on arrays, or raises a clear error: `python -m tests.array.op_database`."""
+"""Every entry of torch's op database equals torch on arrays, or raises a clear error.
+
+Run it by `python -m tests.array.op_database`.
+"""
 
 import contextlib
 import random
@@ -124,7 +127,9 @@ SPECIAL = r"^_|_copy$|^(q|sym|native|fbgemm|miopen|batch_norm|fake)_|quant|spars
 
 
 def list_rowless() -> str:
-    """Return the public functions and methods of torch that have no row for arrays, as the guide lists them."""
+    """Return the public functions and methods of torch that have no row for arrays, as the guide
+    lists them.
+    """
     found: dict[str, set[str]] = {}
     for space, functions in get_overridable_functions().items():
         if space is not Tensor and not isinstance(space, ModuleType):

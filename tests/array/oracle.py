@@ -1,4 +1,6 @@
-"""The oracle of array operations: the same function of unsharded float64 tensors, and its first and second derivatives."""
+"""The oracle of array operations: the same function of unsharded float64 tensors, and its first and
+second derivatives.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,7 +46,9 @@ def check(
     order: int = 2,
     seed: int = 0,
 ) -> Any:
-    """Assert that values, gradients and gradients of gradients equal those of the unsharded function; return the result."""
+    """Assert that values, gradients and gradients of gradients equal those of the unsharded
+    function; return the result.
+    """
     moving = [x.is_floating_point() and order > 0 for x in xs]
     plain = [x.clone().requires_grad_(m) for x, m in zip(xs, moving, strict=True)]
     arrays = [put(x, mesh, spec) for x, spec in zip(xs, specs, strict=True)]

@@ -1,4 +1,5 @@
-"""Operations called twice with arguments that compare equal: a cached call must not be another one's.
+"""Operations called twice with arguments that compare equal: a cached call must not be another
+one's.
 
 The oracle is torch, on the same tensors in the same order.
 """

@@ -1,7 +1,8 @@
-"""The layouts that an operation chooses: the fewest bytes, and the layout of the larger input where bytes are equal.
+"""The layouts that an operation chooses: the fewest bytes, and the layout of the larger input where
+bytes are equal.
 
-The oracle reshards the inputs of an operation by hand to all layouts that suggest themselves, and counts the bytes of those
-after which the operation needs no communication.
+The oracle reshards the inputs of an operation by hand to all layouts that suggest themselves, and
+counts the bytes of those after which the operation needs no communication.
 """
 
 from itertools import product
@@ -139,7 +140,9 @@ def programs(draw):
 
 
 def ways_of(axis, terms, specs):
-    """Return the letters that an axis shards in an input, and every set of inputs in which it is unreduced."""
+    """Return the letters that an axis shards in an input, and every set of inputs in which it is
+    unreduced.
+    """
     letters = set()
     may_be_unreduced = []
     for term, spec in zip(terms, specs, strict=True):
@@ -151,7 +154,9 @@ def ways_of(axis, terms, specs):
 
 
 def alternatives_of(terms, specs):
-    """Yield the specs of all inputs: each axis shards one letter, or is unreduced in some inputs, or in none."""
+    """Yield the specs of all inputs: each axis shards one letter, or is unreduced in some inputs,
+    or in none.
+    """
     for choice in product(*(ways_of(axis, terms, specs) for axis in AXES)):
         ways = dict(zip(AXES, choice, strict=True))
         chosen = []

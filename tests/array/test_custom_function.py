@@ -1,4 +1,5 @@
-"""Functions with a gradient of their own: `fs.array.custom_function`, and torch's own Functions, which raise.
+"""Functions with a gradient of their own: `fs.array.custom_function`, and torch's own Functions,
+which raise.
 
 The oracle is a `torch.autograd.Function` with the same formulas, on unsharded tensors.
 """

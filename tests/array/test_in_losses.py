@@ -119,7 +119,9 @@ def legal_dims(x, n, is_zigzag):
 
 
 def check_dims(name, n, is_zigzag, dims):
-    """Check values and gradients of an operation in a loss, whose arrays are sharded along some dims."""
+    """Check values and gradients of an operation in a loss, whose arrays are sharded along some
+    dims.
+    """
     f, xs = CASES[name]
     mesh = fs.make_mesh({"data": 1, "model": n})
     own = replace(mesh["model"], zigzag="model") if is_zigzag else mesh["model"]

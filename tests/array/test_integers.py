@@ -1,4 +1,6 @@
-"""Integers are exact beyond 2^53, where 64-bit floats are not: sums of arrays, collectives, averaged buffers."""
+"""Integers are exact beyond 2^53, where 64-bit floats are not: sums of arrays, collectives,
+averaged buffers.
+"""
 
 import pytest
 import torch

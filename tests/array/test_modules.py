@@ -1,4 +1,6 @@
-"""Modules whose parameters are arrays run unchanged: a GPT, a ResNet block, a transformer encoder, an HF BERT."""
+"""Modules whose parameters are arrays run unchanged: a GPT, a ResNet block, a transformer encoder,
+an HF BERT.
+"""
 
 import copy
 

@@ -1,4 +1,6 @@
-"""The same program on virtual, process and abstract meshes: equal values, gradients, layouts and bytes."""
+"""The same program on virtual, process and abstract meshes: equal values, gradients, layouts and
+bytes.
+"""
 
 import torch
 from torch.nn import functional as F

@@ -1,4 +1,6 @@
-"""`booster.save` and `load`: the steps after are those of the loop that was not interrupted, to the bit, under any plugin."""
+"""`booster.save` and `load`: the steps after are those of the loop that was not interrupted, to the
+bit, under any plugin.
+"""
 
 import copy
 from functools import partial
@@ -48,7 +50,9 @@ def parts(loop):
 
 
 def steps(loop, count):
-    """Take steps, in as many epochs as needed; return losses, state, draws, learning rates and the loader's position."""
+    """Take steps, in as many epochs as needed; return losses, state, draws, learning rates and the
+    loader's position.
+    """
     losses = []
     while len(losses) < count:
         for batch in islice(loop.loader, count - len(losses)):
@@ -95,7 +99,9 @@ def test_loop_continues_with_equal_bits(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Return a function that returns the checkpoint of a plugin, its state, and the three steps after it."""
+    """Return a function that returns the checkpoint of a plugin, its state, and the three steps
+    after it.
+    """
     results = {}
 
     def folder(name):
@@ -171,7 +177,7 @@ def test_processes_continue_on_fewer_with_equal_bits(tmp_path):
     assert not torch.equal(expected[0][1], expected[1][1])
 
 
-# -- full state, in the form of torch ---------------------------------------------------------------------------------
+# -- full state, in the form of torch --------------------------------------------------------------
 
 
 def batch(step):
@@ -199,7 +205,9 @@ def two_groups(kind, model):
 
 
 def trained(kind, plugin, numbers, load=None):
-    """Return the full state after some steps by torch alone, or on each of two devices, from a state or the beginning."""
+    """Return the full state after some steps by torch alone, or on each of two devices, from a
+    state or the beginning.
+    """
 
     def body(loop):
         if load is not None:
@@ -218,7 +226,9 @@ def trained(kind, plugin, numbers, load=None):
 
 
 def assert_close(state, expected):
-    """Compare model and optimizer state, whose rounding Muon magnifies: keys, order, shapes and values."""
+    """Compare model and optimizer state, whose rounding Muon magnifies: keys, order, shapes and
+    values.
+    """
     assert [*state[0]] == [*expected[0]] and state[1].keys() == expected[1].keys()
     torch.testing.assert_close(dict(state[0]), dict(expected[0]), rtol=1e-3, atol=1e-6)
     assert state[1]["param_groups"] == expected[1]["param_groups"]
@@ -279,7 +289,7 @@ def test_pure_optimizers_in_full_form(name):
         assert_equal(actual, expected)
 
 
-# -- what else is saved ---------------------------------------------------------------------------------------------------
+# -- what else is saved ----------------------------------------------------------------------------
 
 
 class Recorder(nn.Linear):
@@ -446,7 +456,7 @@ def test_what_cannot_be_saved_or_loaded_raises(tmp_path):
         )
 
 
-# -- the functional form --------------------------------------------------------------------------------------------------
+# -- the functional form ---------------------------------------------------------------------------
 
 
 def stepped(name, state=None, make=network, numbers=range(0), **options):

@@ -1,4 +1,7 @@
-"""DeepSpeed's configuration becomes a plugin; what no plugin expresses is named. The oracle is a table of plugins."""
+"""DeepSpeed's configuration becomes a plugin; what no plugin expresses is named.
+
+The oracle is a table of plugins.
+"""
 
 import json
 import warnings

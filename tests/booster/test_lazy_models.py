@@ -101,7 +101,9 @@ def adafactor(model):
 
 
 def trained(kind, name, optimizer, *, functional, materialize):
-    """Return the losses of three steps, and the tensors after them; of the model that was built before, or a lazy one."""
+    """Return the losses of three steps, and the tensors after them; of the model that was built
+    before, or a lazy one.
+    """
     plugin = plugin_of(name, kind)
     draws = torch.Generator().manual_seed(0)
     batches = [

@@ -1,4 +1,6 @@
-"""Loaders take every sample once, in a loop or by functional steps, and resume at any position on any mesh."""
+"""Loaders take every sample once, in a loop or by functional steps, and resume at any position on
+any mesh.
+"""
 
 from functools import partial
 from itertools import chain, islice
@@ -38,7 +40,7 @@ def by_torch(count, size, epochs):
     return loop.state()
 
 
-# -- batches of a loop, and of functional steps -------------------------------------------------------------------------
+# -- batches of a loop, and of functional steps ----------------------------------------------------
 
 
 def copied(batches):
@@ -95,7 +97,9 @@ def stepped(plugin, loader_of, batches_of):
 
 
 def everywhere(form, plugin, n, fetch, count, size, epochs):
-    """Return what each device of a form has learnt, or all outside of `fs.run`, and the samples of each step."""
+    """Return what each device of a form has learnt, or all outside of `fs.run`, and the samples of
+    each step.
+    """
     mesh = fs.make_mesh({"data": n})
     make = partial((PLUGINS | REPRODUCIBLE)[plugin], mesh=mesh)
 
@@ -138,7 +142,9 @@ FORMS = ("loop", "loop without sync", "step", "step outside")
 def test_batches_in_turn_copied_or_ahead_train_as_torch(
     form, fetch, plugin, n, count, size, epochs
 ):
-    """Of batches of two sizes of which a device has as many rows each must be used before the next is fetched."""
+    """Of batches of two sizes of which a device has as many rows each must be used before the next
+    is fetched.
+    """
     assume(plugin != "reproducible" or n != 3)  # which do not share 8 slices
     sizes = [min(size, count - start) for start in range(0, count, size)] * epochs
     columns = zip(*(rows_on(n, length) for length in {*sizes}), strict=True)
@@ -163,7 +169,9 @@ def test_reproducible_batches_have_equal_bits(form, alone):
 
 @pytest.mark.parametrize("form", ["loop", "step"])
 def test_prefetched_batch_of_ambiguous_size_raises(form):
-    """Of 7 samples and of 8, most of four devices have two rows: the last one alone sees that it is not the last batch."""
+    """Of 7 samples and of 8, most of four devices have two rows: the last one alone sees that it is
+    not the last batch.
+    """
     with pytest.raises(MismatchError):
         everywhere(form, "ddp", 4, "ahead", 15, 8, 1)
 
@@ -189,7 +197,7 @@ def test_loader_made_outside_and_used_inside_raises():
         fs.run(lambda: next(iter(loader)), mesh=mesh)
 
 
-# -- positions ----------------------------------------------------------------------------------------------------------
+# -- positions -------------------------------------------------------------------------------------
 
 
 def alone(body):
@@ -199,7 +207,9 @@ def alone(body):
 
 
 def taken(n, count=11, size=4, state=None, stop=100, **options):
-    """Return the samples of each batch, joined from all devices, and the position after a number of batches."""
+    """Return the samples of each batch, joined from all devices, and the position after a number of
+    batches.
+    """
 
     def main():
         loader = fs.Booster().prepare_dataloader(
@@ -342,7 +352,7 @@ def test_peek_returns_next_batch_and_takes_nothing():
     assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [(True, 0, [True] * 3, True)] * 2
 
 
-# -- torch's loaders ----------------------------------------------------------------------------------------------------
+# -- torch's loaders -------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset):
@@ -403,7 +413,9 @@ SOURCES = {
 
 
 def trained_on(source, plugin, epochs, stop=None, position=None):
-    """Return the state after some batches of a source, its position, and the labels that this device has had."""
+    """Return the state after some batches of a source, its position, and the labels that this
+    device has had.
+    """
     loop = Loop(mlp, plugin, loader=source())
     if position is not None:
         loop.loader.load_state_dict(position)
@@ -447,7 +459,9 @@ def test_a_position_in_any_source_is_resumed_on_another_mesh(name):
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_items_without_batches_go_to_devices_in_turn(is_stream):
-    """Of seven batches made by the dataset, four devices take one each; in the second step one device has none."""
+    """Of seven batches made by the dataset, four devices take one each; in the second step one
+    device has none.
+    """
     items = [
         (x, y)
         for x, y in zip(

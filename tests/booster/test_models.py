@@ -1,4 +1,6 @@
-"""Boosted models: which rows weigh what, random draws, buffers, copies, several models of one Booster."""
+"""Boosted models: which rows weigh what, random draws, buffers, copies, several models of one
+Booster.
+"""
 
 from functools import partial
 
@@ -38,7 +40,7 @@ def sgd(model, lr=0.5):
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-# -- weights of rows ----------------------------------------------------------------------------------------------------
+# -- weights of rows -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("plugin", ["ddp", "zero 2", "fsdp"])
@@ -160,7 +162,7 @@ def test_mean_is_over_devices_that_have_other_samples():
     )
 
 
-# -- draws, buffers, copies ---------------------------------------------------------------------------------------------
+# -- draws, buffers, copies ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("plugin", ["ddp", "stages"])
@@ -196,7 +198,9 @@ def test_each_forward_of_each_device_draws_new_numbers(plugin):
 
 
 def learnt_with_dropout(seed, data, pipeline, *, functional=False, noise=0):
-    """Return the parameters after three steps, in stages or not, by the loop or by the functional form."""
+    """Return the parameters after three steps, in stages or not, by the loop or by the functional
+    form.
+    """
     mesh = fs.make_mesh({"data": data, "pipe": pipeline})
     options = {"pipeline": pipeline, "microbatches": 8 // data, "reproducible": True, "seed": seed}
     plugin = fs.HybridParallelPlugin(mesh=mesh, **options)
@@ -259,7 +263,9 @@ COPIED = {**PLUGINS, "reproducible": partial(fs.DDPPlugin, reproducible=True, sl
 
 @pytest.mark.parametrize("plugin", COPIED)
 def test_unwrap_returns_independent_copy(plugin):
-    """The best model so far stays as it was when training continues, and training when the copy is written to."""
+    """The best model so far stays as it was when training continues, and training when the copy is
+    written to.
+    """
 
     def body(loop):
         batch = [loop.part(x) for x in samples(8).tensors]

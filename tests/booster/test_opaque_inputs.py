@@ -13,7 +13,9 @@ from tests.helpers.training import PLUGINS, Case, assert_trained_alike, boosted
 
 
 class Bags:
-    """Indices for each feature of each sample: all of a feature first, as torchrec's jagged tensors have them."""
+    """Indices for each feature of each sample: all of a feature first, as torchrec's jagged tensors
+    have them.
+    """
 
     def __init__(self, values, lengths):
         self.values, self.lengths = values, lengths
@@ -79,7 +81,10 @@ def test_opaque_batch_of_loader_keeps_its_weight(count):
 
 @pytest.mark.parametrize("kind", CASES)
 def test_opaque_input_that_would_be_split_raises(kind):
-    """In reproducible mode, by slices; and as a leaf of a sharded batch. Without gradients nothing is split."""
+    """In reproducible mode, by slices; and as a leaf of a sharded batch.
+
+    Without gradients nothing is split.
+    """
     x = torch.ones(8, 3)
     mesh = fs.make_mesh({"data": 2})
 

@@ -1,4 +1,6 @@
-"""Each sample of Colossal-AI's page "Configure Parallelization", as it stands: a small model trains as on one device."""
+"""Each sample of Colossal-AI's page "Configure Parallelization", as it stands: a small model trains
+as on one device.
+"""
 
 import itertools
 

@@ -1,4 +1,6 @@
-"""One table: loops as torch's users write them train as torch on one device under every plugin, reproducibly to the bit."""
+"""One table: loops as torch's users write them train as torch on one device under every plugin,
+reproducibly to the bit.
+"""
 
 import copy
 import warnings
@@ -113,7 +115,9 @@ def one_cycle(opt):
 
 
 def scheduled(loop):
-    """Values that a scheduler and the loop write to groups are used; the scheduler is made before or after boosting."""
+    """Values that a scheduler and the loop write to groups are used; the scheduler is made before
+    or after boosting.
+    """
     schedule = loop.schedule or one_cycle(loop.opt)
     for step in range(8):
         loop.backward(forward(loop, step).square().mean())
@@ -240,7 +244,9 @@ OTHER = nn.Parameter(torch.ones(3).double())
 
 
 class Program(NamedTuple):
-    """A loop that trains as torch, or raises an error; `raises`: in reproducible mode, where slices have no common graph."""
+    """A loop that trains as torch, or raises an error; `raises`: in reproducible mode, where slices
+    have no common graph.
+    """
 
     run: Any
     make: Any = mlp

@@ -129,7 +129,7 @@ def test_list_of_layers_trains_as_a_sequence(pipeline, functional):
     assert_close(states, serial.state(), 1e-5)
 
 
-# -- set after boost ----------------------------------------------------------------------------------------------------
+# -- set after boost -------------------------------------------------------------------------------
 
 
 class Layered(nn.Module):

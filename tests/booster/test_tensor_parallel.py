@@ -1,4 +1,6 @@
-"""Boosted models whose layers and tokens are sharded train as on one device; tests/tensor/test_combinations.py has more."""
+"""Boosted models whose layers and tokens are sharded train as on one device;
+tests/tensor/test_combinations.py has more.
+"""
 
 from functools import cache
 
@@ -91,7 +93,9 @@ def looped(name, sizes, plugin_options, loss, clip, accumulate):
 
 
 def in_stages(name, sizes, plugin_options, loss, *_):
-    """Return what each device has learnt in two stages of the model's blocks; compare the first loss."""
+    """Return what each device has learnt in two stages of the model's blocks; compare the first
+    loss.
+    """
     batch = {**batch_of(name, loss), "use_cache": False}
     sample = {key: x[:2] if isinstance(x, torch.Tensor) else x for key, x in batch.items()}
     options = {

@@ -1,4 +1,6 @@
-"""Loops over loaders under every plugin and in stages: equal bits on all meshes, and the weights that torch trains."""
+"""Loops over loaders under every plugin and in stages: equal bits on all meshes, and the weights
+that torch trains.
+"""
 
 import gc
 import weakref
@@ -30,7 +32,9 @@ class Attention(nn.Module):
 
 
 class Tables(nn.Module):
-    """Embeddings of features, of which a batch uses few rows, beside numbers: a DLRM as small as can be."""
+    """Embeddings of features, of which a batch uses few rows, beside numbers: a DLRM as small as
+    can be.
+    """
 
     def __init__(self):
         super().__init__()
@@ -59,7 +63,9 @@ class Words(nn.Module):
 
 
 def row_of_words(dropout=0.25):
-    """A GPT as a row of layers, of which the first and the last share a weight: they are in two stages."""
+    """A GPT as a row of layers, of which the first and the last share a weight: they are in two
+    stages.
+    """
     first = Words()
     head = nn.Linear(8, 11, bias=False)
     head.weight = first.embed.weight
@@ -210,7 +216,7 @@ def test_weight_shared_by_stages_trains_by_its_group(group):
     )
 
 
-# -- clipping, precision, memory ----------------------------------------------------------------------------------------
+# -- clipping, precision, memory -------------------------------------------------------------------
 
 
 def rows(count, seed=3):
@@ -409,7 +415,7 @@ def test_boosted_module_keeps_shapes_without_memory(kind):
     assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [expected] * 2
 
 
-# -- the functional form in stages ------------------------------------------------------------------------------------
+# -- the functional form in stages -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -417,7 +423,9 @@ def test_boosted_module_keeps_shapes_without_memory(kind):
     [(nn.LayerNorm, 3, True), (nn.BatchNorm1d, 0, False), (nn.BatchNorm1d, 3, True)],
 )
 def test_functional_step_trains_stages_as_torch(inside, zero_stage, norm):
-    """Each microbatch has its own mean of BatchNorm: compared with are two microbatches of two devices, in plain torch."""
+    """Each microbatch has its own mean of BatchNorm: compared with are two microbatches of two
+    devices, in plain torch.
+    """
 
     def make():
         return nn.Sequential(nn.Linear(3, 6), norm(6), nn.Tanh(), nn.Linear(6, 11)).double()

@@ -1,4 +1,6 @@
-"""`fshard checkpoint`: what a checkpoint has, what is damaged in it, and the same in another format."""
+"""`fshard checkpoint`: what a checkpoint has, what is damaged in it, and the same in another
+format.
+"""
 
 import pytest
 import torch

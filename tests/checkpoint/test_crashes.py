@@ -1,4 +1,6 @@
-"""Faults at every change of the disk: the last committed checkpoint loads with its values, and nothing else does."""
+"""Faults at every change of the disk: the last committed checkpoint loads with its values, and
+nothing else does.
+"""
 
 import contextlib
 import errno
@@ -27,7 +29,7 @@ from tests.helpers.processes import HAS_RULES, run_processes
 MODULES = [sys.modules[f"fshard.checkpoint.{name}"] for name in ("files", "save", "folder")]
 
 
-# -- a disk that fails, and forgets -----------------------------------------------------------------------------------
+# -- a disk that fails, and forgets ----------------------------------------------------------------
 
 
 class Crash(BaseException):
@@ -35,7 +37,8 @@ class Crash(BaseException):
 
 
 class FragileDisk(files.Disk):
-    """A disk below a root, which fails at its n-th change, and knows what has been fsynced of files and folders.
+    """A disk below a root, which fails at its n-th change, and knows what has been fsynced of files
+    and folders.
 
     Args:
         root: a folder.
@@ -112,7 +115,9 @@ class FragileDisk(files.Disk):
         self.entries[path.stat().st_ino] = self._now(path)
 
     def lose(self, loss):
-        """Return a copy of the root without what was not fsynced: "bytes" of files, "names" in folders, "some" names, "all"."""
+        """Return a copy of the root without what was not fsynced: "bytes" of files, "names" in
+        folders, "some" names, "all".
+        """
         top, entries = self.root.stat().st_ino, {}
         for path in [self.root, *self.root.rglob("*")]:
             if path.is_dir():
@@ -179,9 +184,10 @@ CASES = pytest.mark.parametrize(
     ("devices", "inside", "exists"),
     [(1, False, False), (1, False, True), (2, False, True), (2, True, True)],
 )
-"""Writers, whether each is a device inside of `fs.run`, and whether there is a checkpoint already."""
+"""Writers, whether each is a device inside of `fs.run`, and whether there is a checkpoint already.
+"""
 
-# -- saving -----------------------------------------------------------------------------------------------------------
+# -- saving ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", ["crash", "error"])
@@ -189,7 +195,9 @@ CASES = pytest.mark.parametrize(
 def test_fault_at_any_change_keeps_the_last_checkpoint(
     fault, devices, inside, exists, tmp_path, use
 ):
-    """An error before the commit is raised, and the folder has what it had; after it the new checkpoint loads."""
+    """An error before the commit is raised, and the folder has what it had; after it the new
+    checkpoint loads.
+    """
     use(QuickDisk())
     before = tmp_path / "before"
     failure = None
@@ -266,11 +274,13 @@ def test_crash_while_checkpoints_are_removed_leaves_complete_ones(tmp_path, use)
     assert {"remove_folder", "unlink"} <= {*disk.calls}
 
 
-# -- two jobs ---------------------------------------------------------------------------------------------------------
+# -- two jobs --------------------------------------------------------------------------------------
 
 
 class RacingDisk(QuickDisk):
-    """A disk on which two threads take turns at random: one of them has the next few changes, the other waits."""
+    """A disk on which two threads take turns at random: one of them has the next few changes, the
+    other waits.
+    """
 
     def __init__(self, seed):
         self.chance = random.Random(seed)
@@ -296,7 +306,7 @@ class RacingDisk(QuickDisk):
     def _wait(self):
         with self.condition:
             job = int(threading.current_thread().name)
-            self.condition.wait_for(lambda: self.turn == job or self.done, timeout=0.05)
+            self.condition.wait_for(lambda: self.turn == job or self.done, timeout=0.01)
             self.left -= 1
             if self.left < 0:
                 self.turn = self.chance.randrange(2)
@@ -347,11 +357,13 @@ def test_two_jobs_in_one_folder_leave_a_checkpoint_or_raise(tmp_path, use):
     assert failed <= 10
 
 
-# -- processes --------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 def one_fails(path):
-    """A save of which process 1 cannot write its data; then one that process 1 does not call; the errors of both."""
+    """A save of which process 1 cannot write its data; then one that process 1 does not call; the
+    errors of both.
+    """
     import torch.distributed as dist
 
     arrays = tree(2, 2)
@@ -456,7 +468,7 @@ def test_fifty_killed_processes_leave_the_last_checkpoint(tmp_path):
     assert value > 10 and count == 5
 
 
-# -- locks: who can hold them, for how long, and what handlers of signals and children do ------------------------------
+# -- locks: who can hold them, for how long, and what handlers of signals and children do ----------
 
 
 @pytest.fixture
@@ -493,7 +505,9 @@ def interrupt(_):
 def test_save_in_a_handler_during_a_commit_raises_at_once(
     is_caught, tmp_path, during_commit, handler
 ):
-    """What it interrupts goes on if the handler catches the error; else that raises it too, and has no lock."""
+    """What it interrupts goes on if the handler catches the error; else that raises it too, and has
+    no lock.
+    """
     texts = list[str]()
 
     def save_again():
@@ -630,7 +644,9 @@ def files_below(folder, process):
 
 
 def test_child_of_a_commit_has_no_lock(tmp_path, during_commit):
-    """The child lives on, as a worker of a DataLoader does; later saves commit, and remove what it has seen."""
+    """The child lives on, as a worker of a DataLoader does; later saves commit, and remove what it
+    has seen.
+    """
     folder = fs.Checkpoints(tmp_path, keep=1, timeout=20)
     children = list[int]()
 

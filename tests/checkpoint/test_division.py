@@ -95,7 +95,9 @@ def test_places_fill_each_file_without_gaps_and_aligned(division):
 
 @given(divisions())
 def test_replicas_divide_their_bytes_evenly(division):
-    """The bytes of replicas differ by less than two elements, for each set of axes that arrays are replicated over."""
+    """The bytes of replicas differ by less than two elements, for each set of axes that arrays are
+    replicated over.
+    """
     arrays = division[0].arrays
     columns = division[1]
     groups = {}
@@ -210,7 +212,7 @@ def test_spans_of_devices_are_what_layouts_store(data):
         )
 
 
-# -- what is read -----------------------------------------------------------------------------------------------------
+# -- what is read ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -240,7 +242,9 @@ def read(monkeypatch):
     ids=str,
 )
 def test_device_reads_what_it_needs_and_blocks_at_most(saved, target, files, tmp_path, read):
-    """An array of 64 MiB, on four devices: each reads 16 MiB, and in each file a block at either end of a range more."""
+    """An array of 64 MiB, on four devices: each reads 16 MiB, and in each file a block at either
+    end of a range more.
+    """
     x = torch.arange(16 << 20, dtype=torch.int32).view(1024, -1)
     fs.save(tmp_path, {"x": fs.device_put(x, fs.Layout(fs.make_mesh({"data": 4}), saved))})
     mesh = fs.make_mesh({"data": 4})

@@ -1,4 +1,6 @@
-"""Files with digests: written in any portions and read in any views, they are the bytes; headers are those of safetensors."""
+"""Files with digests: written in any portions and read in any views, they are the bytes; headers
+are those of safetensors.
+"""
 
 import json
 

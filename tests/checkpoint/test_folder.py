@@ -26,11 +26,13 @@ def tree(step):
     return {"w": torch.full((5,), float(step)), "steps": step}
 
 
-# -- retention --------------------------------------------------------------------------------------------------------
+# -- retention -------------------------------------------------------------------------------------
 
 
 def kept(steps, losses, keep, keep_every, best):
-    """Return the steps that are there after each is saved in turn, by the rules as they are written."""
+    """Return the steps that are there after each is saved in turn, by the rules as they are
+    written.
+    """
     steps_on_disk = []
     for index, step in enumerate(steps):
         steps_on_disk.append(step)
@@ -176,7 +178,7 @@ def test_errors_of_arguments_and_of_an_empty_folder(tmp_path):
         folder.save(-1, {})
 
 
-# -- in the background ------------------------------------------------------------------------------------------------
+# -- in the background -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -323,7 +325,9 @@ def test_sigterm_ends_a_process_of_two_folders_and_acts_as_before_after_wait(tmp
 
 
 def stopped(path):
-    """Train until this process is stopped by a signal that only the first one gets; the steps must be equal."""
+    """Train until this process is stopped by a signal that only the first one gets; the steps must
+    be equal.
+    """
     mesh = fs.make_mesh({"data": 2})
     rank = torch.distributed.get_rank()
     folder = fs.Checkpoints(path, every=1_000_000)

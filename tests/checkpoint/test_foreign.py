@@ -1,4 +1,6 @@
-"""Files that other libraries wrote are restored in any layout, bit for bit; malformed ones allocate nothing and run nothing."""
+"""Files that other libraries wrote are restored in any layout, bit for bit; malformed ones allocate
+nothing and run nothing.
+"""
 
 import itertools
 import json
@@ -182,7 +184,7 @@ def test_ranges_are_read_without_the_rest_of_a_file(tmp_path):
     assert into.tolist() == [0, 1.5, 2.5]
 
 
-# -- only, rename -----------------------------------------------------------------------------------------------------
+# -- only, rename ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -233,7 +235,7 @@ def test_only_takes_names_of_trees_and_patterns(tmp_path):
         fs.restore(tmp_path / "x.pt", {"a": target["a"]}, only="**.w")
 
 
-# -- malformed files --------------------------------------------------------------------------------------------------
+# -- malformed files -------------------------------------------------------------------------------
 
 
 def header(shape=(2,), dtype="F32"):

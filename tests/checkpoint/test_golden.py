@@ -1,6 +1,7 @@
 """Folders of earlier versions: their names and bytes are frozen.
 
-`python -m tests.checkpoint.test_golden` writes the folder again, once for each new version of the format.
+`python -m tests.checkpoint.test_golden` writes the folder again, once for each new version of the
+format.
 """
 
 import shutil
@@ -31,7 +32,9 @@ def numbers(*shape, dtype=torch.float32):
 
 
 def tree():
-    """Stages, ties, every kind of layout, uneven shards, 0-d and empty arrays, fields, keys, values."""
+    """Stages, ties, every kind of layout, uneven shards, 0-d and empty arrays, fields, keys,
+    values.
+    """
     mesh = fs.make_mesh({"pipe": 2, "data": 2})
 
     def put(x, spec):

@@ -1,4 +1,6 @@
-"""Parameters under a tensor-parallel plan: fused parts are one named array, which loads without the plan or with another."""
+"""Parameters under a tensor-parallel plan: fused parts are one named array, which loads without the
+plan or with another.
+"""
 
 import copy
 import pickle
@@ -18,7 +20,8 @@ STEPS = 2
 
 
 def trained(layers, kind=fs.optim.adamw):
-    """Return parameters and optimizer state of a GPT-2, whose fused weights are (in, out), after steps on `layers` devices.
+    """Return parameters and optimizer state of a GPT-2, whose fused weights are (in, out), after
+    steps on `layers` devices.
 
     With layers=0 there is no plan.
     """

@@ -33,7 +33,9 @@ def inner_step(mesh, opt=None, stage=1):
 
 
 def train(make, count=6, axes=None, folder=None, rules=None, **options):
-    """Train replicas; with a folder, save them after half of the steps and go on with what was restored."""
+    """Train replicas; with a folder, save them after half of the steps and go on with what was
+    restored.
+    """
     mesh = fs.make_mesh(axes or AXES)
     step = make(inner_step(mesh, **options), mesh)
     params, state = step.init(fs.shard_params(FULL, rules or P(), mesh=mesh))

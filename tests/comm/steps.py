@@ -63,7 +63,9 @@ def train(
     tied=False,
     **options,
 ):
-    """Train a model in which `frozen`, `unused` and maybe ties occur; return its parameters, state and metrics."""
+    """Train a model in which `frozen`, `unused` and maybe ties occur; return its parameters, state
+    and metrics.
+    """
     mesh = mesh or fs.make_mesh(AXES)
     params = full_params()
     params = fs.shard_params(

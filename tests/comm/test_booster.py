@@ -1,4 +1,6 @@
-"""Loops of replicas that train apart, against lists of plain modules; their checkpoints, and those of residuals."""
+"""Loops of replicas that train apart, against lists of plain modules; their checkpoints, and those
+of residuals.
+"""
 
 import copy
 
@@ -27,7 +29,9 @@ from tests.comm.boosted import (
 
 
 def rows_of(length, axes, axis, replica):
-    """Return the rows of the devices of a replica; where they have none, those that they compute on instead."""
+    """Return the rows of the devices of a replica; where they have none, those that they compute on
+    instead.
+    """
     mesh = fs.make_mesh(axes)
     devices = [d for d in range(mesh.size) if mesh.coordinates(d)[axis] == replica]
     ranges = [range(length * d // mesh.size, length * (d + 1) // mesh.size) for d in devices]
@@ -37,7 +41,10 @@ def rows_of(length, axes, axis, replica):
 
 
 def plain(axes, axis, rule, count=6, batch=8):
-    """Train a module for each replica, on its rows of a batch; `rule(before, after, step)` follows. Return them all."""
+    """Train a module for each replica, on its rows of a batch; `rule(before, after, step)` follows.
+
+    Return them all.
+    """
     models = [network() for _ in range(axes[axis])]
     opts = [adamw(model) for model in models]
     for step, (x, y) in zip(range(count), DataLoader(DATA, batch), strict=False):
@@ -98,7 +105,9 @@ def unchanged(before, after, step):
     ],
 )
 def test_loops_train_as_a_list_of_modules(plugin, axes, rule):
-    """The last batch has 3 samples, fewer than devices: a replica with none computes on its neighbours'."""
+    """The last batch has 3 samples, fewer than devices: a replica with none computes on its
+    neighbours'.
+    """
     models = plain({"node": 1} if rule is unchanged else axes, "node", rule)
     mesh = fs.make_mesh(axes)
     states = [model.state_dict() for model in models]
@@ -126,7 +135,9 @@ def scaled(model):
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_resumed_loops_have_the_bits_of_others(name, tmp_path):
-    """With draws and buffers that differ between replicas, between two averages; and with draws of a compressor."""
+    """With draws and buffers that differ between replicas, between two averages; and with draws of
+    a compressor.
+    """
     options = {"dropout": 0.5, "optimizer": scaled if name == "gossip" else adamw}
 
     def main():
@@ -212,7 +223,9 @@ def test_a_compressor_of_all_axes_is_resumed_from_and_on_one_device(devices, tmp
 
 
 def test_states_of_replicas_are_their_mean(tmp_path):
-    """`save_model` and `state_dict` hold the mean, which all replicas load; checkpoints need as many replicas."""
+    """`save_model` and `state_dict` hold the mean, which all replicas load; checkpoints need as
+    many replicas.
+    """
 
     def main():
         loop = Loop(PLUGINS["local steps"]).steps(2)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
@@ -16,6 +16,7 @@ from fshard import comm
 from fshard.comm.block_code import BlockCode
 from fshard.comm.compressor import FlatLeaf
 from fshard.comm.sparse import Encoding
+from tests.helpers.sampled import examples
 
 COMPRESSORS = {
     "top_k": lambda: comm.top_k(0.1),
@@ -138,6 +139,7 @@ def test_codes_are_the_nearest_levels_of_each_block(bits):
 DYADIC = st.integers(-64, 64).map(lambda k: k / 8)
 
 
+@settings(max_examples=examples(20))
 @given(rows=st.lists(st.lists(DYADIC, min_size=40, max_size=40), min_size=2, max_size=4))
 def test_a_fraction_of_one_is_psum_to_the_bit(rows):
     xs = torch.tensor(rows)
@@ -224,7 +226,9 @@ class DrawingDevices(TorchFunctionMode):
 
 
 def test_draws_are_made_on_the_device_of_the_leaf(monkeypatch):
-    """Without a copy for which the host waits: of a GPU, each draw names its device, and the generator is there."""
+    """Without a copy for which the host waits: of a GPU, each draw names its device, and the
+    generator is there.
+    """
     made = []
 
     class OnCpu:

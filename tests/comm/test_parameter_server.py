@@ -82,7 +82,9 @@ def test_bound_makes_fast_workers_wait():
 
 @pytest.mark.parametrize("code", CODES)
 def test_compressed_pushes_feed_back_their_errors(code):
-    """Of gradients that do not depend on the parameters, all is sent or still to be sent, after two calls."""
+    """Of gradients that do not depend on the parameters, all is sent or still to be sent, after two
+    calls.
+    """
     compress, size = CODES[code]
     arrivals = comm.arrivals([1.0, 2.0], bound=2, count=10)
     server = server_of(arrivals, "sgd", 3, lambda w, x: (x.sum(), x[:3].T), code)

@@ -294,7 +294,7 @@ def test_residuals_of_several_devices_are_sent_by_one(saving, restoring, stage, 
 
 @pytest.mark.parametrize(("saving", "restoring", "stage"), MOVES)
 def test_ef21_continues_with_the_total_of_its_estimates(saving, restoring, stage, tmp_path):
-    """Where all is sent the estimates are the gradients: a step is that of plain SGD everywhere."""
+    """If all is sent, the estimates are the gradients: each step is that of plain SGD."""
     everything = comm.ef21(comm.top_k(1.0))
     _, (params, state), step = moved(everything, saving, restoring, stage, tmp_path / "c")
     x = torch.ones(24, 6).cumsum(1)

@@ -1,4 +1,6 @@
-"""Models with experts on one mesh equal the same on one device in float64; bytes of dispatch; routers; errors."""
+"""Models with experts on one mesh equal the same on one device in float64; bytes of dispatch;
+routers; errors.
+"""
 
 from functools import partial
 
@@ -14,7 +16,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.experts import balance_loss, grouped, grouped_matmul, moe, route, z_loss
 from fshard.optim.contract import pure_step
-from tests.helpers.sampled import THOROUGH
+from tests.helpers.sampled import examples
 
 WIDTH, HIDDEN, ROWS = 4, 3, 16
 OPTIMIZER = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.05))
@@ -120,10 +122,12 @@ OPTIONS = st.fixed_dictionaries(
 SHARDS = st.sampled_from([(1, 0), (2, 0), (4, 0), (1, 2), (1, 4), (2, 1), (2, 2)])
 
 
-@settings(max_examples=64 if THOROUGH else 16, deadline=None)
+@settings(max_examples=examples(10))
 @given(st.sampled_from([1, 2]), SHARDS, st.integers(0, 3), st.sampled_from([4, 8]), OPTIONS)
 def test_drawn_models_equal_those_of_one_device(data_size, shards, stage, experts, options):
-    """A mesh of data, experts and, if its size is not 0, an axis along which devices have the same tokens."""
+    """A mesh of data, experts and, if its size is not 0, an axis along which devices have the same
+    tokens.
+    """
     expert_size, model_size = shards
     sizes = {"data": data_size, "expert": expert_size} | (
         {"model": model_size} if model_size else {}
@@ -139,11 +143,13 @@ def test_drawn_models_equal_those_of_one_device(data_size, shards, stage, expert
     assert str(layout) == f"f64[{experts}@{axes}, 4, 3]" + ("{flat:data}" if stage == 3 else "")
 
 
-# -- capacity ------------------------------------------------------------------------------------------------------------
+# -- capacity --------------------------------------------------------------------------------------
 
 
 def moe_by_hand(x, routing, weights, limit):
-    """Visit tokens in the order of the batch: an expert that has had `limit` tokens gives the next ones nothing."""
+    """Visit tokens in the order of the batch: an expert that has had `limit` tokens gives the next
+    ones nothing.
+    """
     counts = [0] * len(weights["up"])
     y = torch.zeros_like(x)
     for token, experts in enumerate(routing.experts.tolist()):
@@ -160,7 +166,9 @@ def moe_by_hand(x, routing, weights, limit):
 @pytest.mark.parametrize(("top_k", "capacity", "limit"), [(1, 0.5, 2), (2, 1.0, 8), (2, 0.4, 4)])
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_tokens_beyond_the_capacity_get_nothing(devices, top_k, capacity, limit):
-    """16 tokens of 4 experts: the mean is 4 rows with top_k=1 and 8 with top_k=2, and a limit is rounded up."""
+    """16 tokens of 4 experts: the mean is 4 rows with top_k=1 and 8 with top_k=2, and a limit is
+    rounded up.
+    """
     mesh = fs.make_mesh({"expert": devices})
     full = weights(4, 1)[0]
     x = data()["x"]
@@ -199,7 +207,7 @@ def test_processes_train_the_same(two, stage):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
 
 
-@settings(max_examples=24 if THOROUGH else 6, deadline=None)
+@settings(max_examples=examples(5))
 @given(
     st.sampled_from([1, 2]),
     SHARDS,
@@ -208,7 +216,9 @@ def test_processes_train_the_same(two, stage):
     OPTIONS,
 )
 def test_drawn_stages_have_the_gradient_of_one_device(data_size, shards, stage, schedule, options):
-    """Two stages of one layer each, without balance losses and capacity, which are not linear in the samples."""
+    """Two stages of one layer each, without balance losses and capacity, which are not linear in
+    the samples.
+    """
     (expert_size, model_size), options = shards, options | {"capacity": None}
     axes = ("data", "expert")
     replicated = ("model",) if model_size else ()
@@ -373,7 +383,7 @@ def test_an_abstract_mesh_expects_balanced_rows():
     assert y.shape == (8, 6) and comm.bytes(collective="all_to_all") == 2 * 12 * 6 * 4
 
 
-# -- the parts ------------------------------------------------------------------------------------------------------------
+# -- the parts -------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 50), st.sampled_from([1, 2]))
@@ -530,7 +540,9 @@ def test_backward_of_moe_has_no_sort_and_no_index_put():
 
 
 def test_rows_of_two_devices_and_none_have_the_gradient_of_all_tokens():
-    """A device has no token, another one a few: the table of counts has their rows in the order of the batch."""
+    """A device has no token, another one a few: the table of counts has their rows in the order of
+    the batch.
+    """
     full = weights(4, 1)[0]
     sizes = [0, 5, 1, 10]
     x = data()["x"].requires_grad_()

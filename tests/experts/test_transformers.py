@@ -112,7 +112,9 @@ def test_a_model_without_experts_raises():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpoints_of_experts_fit_other_meshes_and_from_pretrained(name, tmp_path):
-    """Experts stay grouped: saved in shards of experts and data, restored beside an axis of layers, exported."""
+    """Experts stay grouped: saved in shards of experts and data, restored beside an axis of layers,
+    exported.
+    """
     model = model_of(name)
     sample = {"input_ids": ids(), "labels": ids()}
     rules = expert_rules(model, "expert")

@@ -27,7 +27,9 @@ AXES = ("pipe", "data", "model")
 
 @st.composite
 def layouts(draw, flat=None):
-    """Return a layout on a mesh of up to 27 devices, and a shape that lies like it; all of it is drawn."""
+    """Return a layout on a mesh of up to 27 devices, and a shape that lies like it; all of it is
+    drawn.
+    """
     names = draw(st.lists(st.sampled_from(AXES), min_size=1, unique=True))
     mesh = fs.make_mesh({name: draw(st.integers(1, 3)) for name in names}, runtime="abstract")
     places = {

@@ -67,12 +67,13 @@ def check_svg(svg):
 @pytest.mark.parametrize(("name", "least"), NOTEBOOKS.items())
 def test_stored_notebook_pictures_are_sized_without_overflow(name, least):
     cells = json.loads((ROOT / f"notebooks/{name}.ipynb").read_text(encoding="utf-8"))["cells"]
-    outputs = [
-        output.get("data", {}).get("text/html", "")
-        for cell in cells
-        for output in cell.get("outputs", [])
-    ]
-    pictures = [svg for html in outputs for svg in svgs("".join(html))]
+
+    pictures = []
+    for cell in cells:
+        for output in cell.get("outputs", []):
+            html = output.get("data", {}).get("text/html", "")
+            pictures += svgs("".join(html))
+
     assert len(pictures) >= least
     for svg in pictures:
         check_svg(svg)
@@ -110,13 +111,25 @@ def test_picture_in_the_docs_is_that_of_the_code():
     assert (ROOT / "docs/images/layout.svg").read_text(encoding="utf-8") == drawn + "\n"
 
 
-# -- colours ------------------------------------------------------------------------------------------------------
+# -- colours ---------------------------------------------------------------------------------------
+
+
+def channels(colour):
+    """Return red, green and blue of `#rrggbb`, from 0 to 255."""
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+
+
+def linear(channel):
+    """Return the light of a channel of sRGB, from 0 to 1."""
+    value = channel / 255
+    if value <= 0.04045:
+        return value / 12.92
+    return ((value + 0.055) / 1.055) ** 2.4
 
 
 def luminance(colour):
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    red, green, blue = map(linear, channels(colour))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def contrast(one, other):
@@ -125,8 +138,11 @@ def contrast(one, other):
 
 
 def mixed(front, back, opacity):
-    pairs = ((int(front[i : i + 2], 16), int(back[i : i + 2], 16)) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(opacity * a + (1 - opacity) * b):02x}" for a, b in pairs)
+    """Return the colour of a translucent front on a back."""
+    colour = "#"
+    for upper, lower in zip(channels(front), channels(back), strict=True):
+        colour += f"{round(opacity * upper + (1 - opacity) * lower):02x}"
+    return colour
 
 
 @pytest.mark.parametrize(
@@ -148,7 +164,7 @@ def test_words_outside_of_cells_have_the_colour_of_the_page():
         )  # a dark page shone through
 
 
-# -- what is shown ------------------------------------------------------------------------------------------------
+# -- what is shown ---------------------------------------------------------------------------------
 
 
 def test_hover_of_a_cell_has_devices_and_coordinates():

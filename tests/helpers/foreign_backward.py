@@ -1,8 +1,10 @@
-"""Backwards in a thread of their own, as autograd runs the nodes of an accelerator, where no accelerator is.
+"""Backwards in a thread of their own, as autograd runs the nodes of an accelerator, where no
+accelerator is.
 
-Autograd runs CUDA nodes in *device threads*: C++ hands them its own thread-local state (grad mode, autocast, modes, hooks),
-but Python's thread-locals and context variables are empty there. `set_multithreading_enabled(False)` makes it use the
-calling thread. FSHARD_FOREIGN_BACKWARD=1 runs all tests and their processes so: see conftest.py.
+Autograd runs CUDA nodes in *device threads*: C++ hands them its own thread-local state (grad mode,
+autocast, modes, hooks), but Python's thread-locals and context variables are empty there.
+`set_multithreading_enabled(False)` makes it use the calling thread. FSHARD_FOREIGN_BACKWARD=1 runs
+all tests and their processes so: see conftest.py.
 """
 
 import sys

@@ -30,7 +30,9 @@ def mesh_of(axis="data"):
 
 
 def zero(stage, **options):
-    """Take a step whose gradients fill buckets in the backward, and whose units are unsharded again in it."""
+    """Take a step whose gradients fill buckets in the backward, and whose units are unsharded again
+    in it.
+    """
     mesh = mesh_of()
     apply, params, buffers = fs.functionalize(layers())
     params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
@@ -61,7 +63,9 @@ def stages():
 
 
 def booster(wrap=lambda layer: layer, **options):
-    """Train in torch's loop; also take the gradient of an input, by a backward that is the caller's own."""
+    """Train in torch's loop; also take the gradient of an input, by a backward that is the caller's
+    own.
+    """
     mesh = mesh_of()
     made = fs.Booster(fs.FSDPPlugin(mesh=mesh, **options))
     model = layers()
@@ -122,7 +126,9 @@ def sequence_parallel():
 
 
 def array():
-    """Differentiate arrays by their own methods; then a plain tensor of one, whose backward is the caller's own."""
+    """Differentiate arrays by their own methods; then a plain tensor of one, whose backward is the
+    caller's own.
+    """
     x = fs.device_put(draw(4, 6), fs.Layout(mesh_of(), P("data"))).requires_grad_()
     (F.layer_norm(x @ x.T, (4,)).sum() + x.softmax(0).square().sum()).backward()
     (g,) = torch.autograd.grad(x.exp().mean(), x)

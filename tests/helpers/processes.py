@@ -1,4 +1,5 @@
-"""The processes of tests: those of `fshard.testing`, under the rules of other machines where asked for.
+"""The processes of tests: those of `fshard.testing`, under the rules of other machines where asked
+for.
 
     FSHARD_BACKEND=nccl_rules      each function runs under the rules of NCCL: see `nccl_rules`
     FSHARD_FOREIGN_BACKWARD=1      each backward runs in a thread of another engine

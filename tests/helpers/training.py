@@ -1,6 +1,8 @@
-"""The oracle of training: a module in torch's loop on one device, and in every way of training on several.
+"""The oracle of training: a module in torch's loop on one device, and in every way of training on
+several.
 
-In float64, where devices and one alone differ by much less than any mistake; or, in reproducible mode, to the bit.
+In float64, where devices and one alone differ by much less than any mistake; or, in reproducible
+mode, to the bit.
 """
 
 from functools import cache, partial
@@ -95,7 +97,9 @@ def boosted(case, plugin, n, optimizer=momentum, dtype=torch.float64, dropout=No
 
 
 def stepped(case, plugin, n, optimizer=momentum):
-    """Return the losses and the trained parameters of `booster.step`, whose batch is that of all devices."""
+    """Return the losses and the trained parameters of `booster.step`, whose batch is that of all
+    devices.
+    """
     torch.manual_seed(1)
     model = case.make().double()
     booster = fs.Booster(plugin=PLUGINS[plugin](mesh=fs.make_mesh({"data": n})))
@@ -108,7 +112,8 @@ def stepped(case, plugin, n, optimizer=momentum):
 
 
 def by_train_step(case, stage, n, optimizer=momentum, wrap=lambda opt: opt, **options):
-    """Return the losses and the trained parameters of `fs.train_step` on the functionalized module, a unit for each leaf.
+    """Return the losses and the trained parameters of `fs.train_step` on the functionalized module,
+    a unit for each leaf.
 
     `wrap` makes another optimizer of one.
     """

@@ -22,7 +22,7 @@ from fshard.launching.torchrun import command
 from fshard.testing.oracles import ORACLES
 from tests.helpers.processes import not_under_rules, run_processes
 
-# -- run ----------------------------------------------------------------------------------------------------------
+# -- run -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_command_prints_usage_and_version(capsys):
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"fshard {fs.__version__}\n"
 
 
-# -- doctor -------------------------------------------------------------------------------------------------------
+# -- doctor ----------------------------------------------------------------------------------------
 
 
 def test_doctor_examines_processes_that_it_starts(capsys):

@@ -1,4 +1,6 @@
-"""fs.launch: results in order, errors as they are, whole lines, and no process that outlives the call."""
+"""fs.launch: results in order, errors as they are, whole lines, and no process that outlives the
+call.
+"""
 
 import json
 import multiprocessing
@@ -110,7 +112,7 @@ def test_launch_error_is_raised_and_processes_end(tmp_path):
     assert len(pids) == 2 and all(map(gone, pids))
 
 
-# -- what is written ----------------------------------------------------------------------------------------------
+# -- what is written -------------------------------------------------------------------------------
 
 
 def write():
@@ -152,7 +154,7 @@ def test_launch_output_with_carriage_return_appears_at_once(monkeypatch):
     assert text == "half\r" and when < ended
 
 
-# -- where it cannot start ----------------------------------------------------------------------------------------
+# -- where it cannot start -------------------------------------------------------------------------
 
 
 def nested():
@@ -195,7 +197,7 @@ def test_launch_processes_may_have_children():
     assert fs.launch(with_children, processes=1) == [[1, 4]]
 
 
-# -- whole programs -----------------------------------------------------------------------------------------------
+# -- whole programs --------------------------------------------------------------------------------
 
 SCRIPT = """
 import os, sys, time

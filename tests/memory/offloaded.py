@@ -51,15 +51,17 @@ class Signs(torch.optim.Optimizer):
 
 
 def groups(model):
-    return [
-        {"params": [x for x in model.parameters() if (x.ndim > 1) is is_matrix]}
-        for is_matrix in (True, False)
-    ]
+    """Return one group of matrices, and one of all other parameters."""
+    matrices = [x for x in model.parameters() if x.ndim > 1]
+    others = [x for x in model.parameters() if x.ndim <= 1]
+    return [{"params": matrices}, {"params": others}]
 
 
 def network(norm=nn.Identity):
     torch.manual_seed(1)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())]
+    layers = []
+    for _ in range(4):
+        layers += [nn.Linear(6, 6), nn.Tanh()]
     model = nn.Sequential(*layers, norm(6), nn.Dropout(0.25), nn.Linear(6, 6))
     model[10].weight = model[0].weight
     model[2].bias.requires_grad_(False)
@@ -114,7 +116,9 @@ def looped(name, optimizer="adamw", **options):
 
 
 def stepped(name, optimizer="adamw", **options):
-    """Return what is there after some functional steps: metrics, full parameters and state; and the arrays."""
+    """Return what is there after some functional steps: metrics, full parameters and state; and the
+    arrays.
+    """
     make, axes, _ = PLUGINS[name]
     model = network(norm_of(name))
     booster = fs.Booster(make(mesh=fs.make_mesh(axes), **options))
@@ -148,10 +152,12 @@ def is_same(result, expected):
 
 def memories(tree):
     """Return the memories that layouts name, and those in which shards are."""
-    leaves = [x for x in flatten(tree)[0] if isinstance(x, fs.Sharded) and x.ndim]
-    return {x.layout.memory for x in leaves} | {
-        memory_of(x) for leaf in leaves for x in leaf.shards if x.numel()
-    }
+    names = set()
+    for leaf in flatten(tree)[0]:
+        if isinstance(leaf, fs.Sharded) and leaf.ndim > 0:
+            names.add(leaf.layout.memory)
+            names |= {memory_of(shard) for shard in leaf.shards if shard.numel() > 0}
+    return names
 
 
 RUNS = {"loop": looped, "step": stepped}

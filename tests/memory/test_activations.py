@@ -11,6 +11,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.memory.transfers import Transfer, stress
 from fshard.nn import checkpoint_name, save_names
+from tests.helpers.sampled import examples
 
 NAMES = ("first", "second")
 LAYERS, WIDTH, ROWS = 6, 8, 16
@@ -46,7 +47,7 @@ def trained(policy=None, *, n=2, stage=3, microbatches=1, runtime=None, limit=No
     return fs.unshard(params) if runtime != "abstract" else None, comm, used
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(10))
 @given(names, names, st.sampled_from([1, 2, 4]), st.integers(0, 3), st.integers(1, 2))
 def test_bits_and_bytes_of_drawn_names(kept, offloaded, n, stage, microbatches):
     result, comm, _ = trained(

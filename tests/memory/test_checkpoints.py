@@ -1,4 +1,6 @@
-"""Checkpoints of what is in host memory or on disk: from every kind to every kind, and between plugins; bits are equal."""
+"""Checkpoints of what is in host memory or on disk: from every kind to every kind, and between
+plugins; bits are equal.
+"""
 
 from functools import cache
 from itertools import product
@@ -69,7 +71,7 @@ def test_arrays_are_restored_in_the_memory_of_the_target(
     assert "device" in (source, target) or save is saved_as_file or used.peak("device") == 0
 
 
-# -- plugins ----------------------------------------------------------------------------------------------------------
+# -- plugins ---------------------------------------------------------------------------------------
 
 LOOPS = {  # of the names of plugins, and their offload
     "ddp": ("ddp", {}),
@@ -90,7 +92,9 @@ PAIRS = {
 
 
 def trained(name, folder, optimizer, count, *, loads=False, keeps_state=True):
-    """Return the full state of each device after steps, which begin by loading or end by saving; and the arrays."""
+    """Return the full state of each device after steps, which begin by loading or end by saving;
+    and the arrays.
+    """
     plugin, offload = LOOPS[name]
     make, axes, _ = PLUGINS[plugin]
 
@@ -114,7 +118,9 @@ def trained(name, folder, optimizer, count, *, loads=False, keeps_state=True):
 
 @pytest.fixture(scope="module")
 def save(tmp_path_factory):
-    """Return a function that trains and saves, once each: from the loop and the optimizer to the folder and the state."""
+    """Return a function that trains and saves, once each: from the loop and the optimizer to the
+    folder and the state.
+    """
 
     @cache
     def save(name, optimizer):
@@ -141,7 +147,9 @@ def assert_restored(save, source, target, optimizer):
 
 @pytest.mark.parametrize(("source", "target"), sorted(PAIRS))
 def test_loops_continue_under_other_plugins(disk_folder, save, source, target):
-    """With equal state in the memory of the target, and the next steps of the target without offload."""
+    """With equal state in the memory of the target, and the next steps of the target without
+    offload.
+    """
     assert_restored(save, source, target, "adamw")
 
 

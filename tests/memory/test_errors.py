@@ -1,4 +1,6 @@
-"""Mistakes with memory are errors before training, which name all that is wrong; a failing disk ends every process."""
+"""Mistakes with memory are errors before training, which name all that is wrong; a failing disk
+ends every process.
+"""
 
 import os
 
@@ -161,11 +163,13 @@ def test_bytes_that_the_host_has_are_at_most_all():
     assert 0 < pool._free_bytes() <= pages
 
 
-# -- in the middle of a step --------------------------------------------------------------------------------------------
+# -- in the middle of a step -----------------------------------------------------------------------
 
 
 def end_of_a_process(folder, what, call):
-    """Take a step in which the disk of the first process fails; write the error that this process gets."""
+    """Take a step in which the disk of the first process fails; write the error that this process
+    gets.
+    """
     os.environ["FSHARD_DISK"] = folder
     mesh = fs.make_mesh({"data": 2})
     rank = fs.mesh.process_index()

@@ -1,4 +1,6 @@
-"""`GeminiPlugin`: bits of a run without offload, limits that hold from the first step on, fractions, checkpoints."""
+"""`GeminiPlugin`: bits of a run without offload, limits that hold from the first step on,
+fractions, checkpoints.
+"""
 
 import gc
 import re
@@ -25,7 +27,9 @@ def square(output, target):
 
 
 def stepped(plugin, n, limit=None, model=network, optimizer="adamw", steps=3):
-    """Return metrics, parameters and state after functional steps; the arrays; and memory in these steps."""
+    """Return metrics, parameters and state after functional steps; the arrays; and memory in these
+    steps.
+    """
     module = model()
     booster = fs.Booster(plugin(mesh=fs.make_mesh({"data": n})))
     state = booster.init(module, OPTIMIZERS.get(optimizer, optimizer)(module), square)
@@ -39,7 +43,9 @@ def stepped(plugin, n, limit=None, model=network, optimizer="adamw", steps=3):
 
 
 def looped(plugin, n, limit=None, model=network, optimizer="adamw", evaluates=False, count=3):
-    """Return what each device has after a loop with two backwards a step: losses, full parameters and state; memories."""
+    """Return what each device has after a loop with two backwards a step: losses, full parameters
+    and state; memories.
+    """
 
     def body(loop):
         with fs.memory.limit(device=limit) as used:
@@ -100,7 +106,7 @@ def in_memory(tree, memory):
     return sum({id(x): x.shards[0].nbytes for x in arrays}.values())
 
 
-# -- auto -------------------------------------------------------------------------------------------------------------
+# -- auto ------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -155,7 +161,9 @@ def test_a_gpt_of_four_times_the_limit_trains_from_its_first_step(run, n, layers
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS])
 @pytest.mark.parametrize("run", [stepped, looped])
 def test_bits_equal_those_of_all_on_the_device(run, optimizer):
-    """Two groups of parameters, a tied weight, a frozen one; of Adam and others: state of neither is lost."""
+    """Two groups of parameters, a tied weight, a frozen one; of Adam and others: state of neither
+    is lost.
+    """
     if run is stepped and optimizer == "own class":
         pytest.skip("such an optimizer runs in loops")
     expected = run(RESIDENT, 2, optimizer=optimizer)
@@ -180,7 +188,9 @@ def test_owners_with_more_state_than_the_first_device_are_below_the_limit():
 
 
 def test_a_loop_drops_its_batches_without_collection_of_cycles():
-    """The runtime of a step is a reference cycle; a step's peak must not have the batches of those before."""
+    """The runtime of a step is a reference cycle; a step's peak must not have the batches of those
+    before.
+    """
     gc.collect()
     gc.disable()
     try:
@@ -214,7 +224,10 @@ def test_a_loop_returns_to_the_device_what_has_room():
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_loop_holds_its_limit_or_raises(n):
-    """The smallest limit is named before the first step. It is near what is counted, but for the caller's own tensors."""
+    """The smallest limit is named before the first step.
+
+    It is near what is counted, but for the caller's own tensors.
+    """
     smallest = smallest_limit(GEMINI, n)
     needed = looped(ON_HOST, n)[0][2].peak()
     assert 0.7 * needed <= smallest <= 1.1 * needed
@@ -256,7 +269,9 @@ def test_a_model_that_reads_values_trains_with_all_on_the_host():
 
 
 def test_a_host_that_is_too_small_for_a_loop_raises():
-    """Before training for what begins there; after two steps for what stays there, gradients included."""
+    """Before training for what begins there; after two steps for what stays there, gradients
+    included.
+    """
     _, everything, used = looped(ON_HOST, 2, count=2)[0]
     full = used.peak()  # there is no room for anything else
     params, state = (in_memory(tree, "host") for tree in everything)
@@ -280,7 +295,7 @@ def test_evaluation_comes_first_and_lora_trains():
         assert equal(result, looped(RESIDENT, 2, model=model, evaluates=True))
 
 
-# -- static -----------------------------------------------------------------------------------------------------------
+# -- static ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -309,7 +324,7 @@ def test_fractions_of_whole_units(run, unit, fractions):
         assert on_device or fraction == 1 or unit != "*"
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 OTHERS = {
     "ddp": fs.DDPPlugin,

@@ -19,7 +19,7 @@ from fshard.mesh.layout.kinds import empty_in
 RUNTIMES = ("virtual", "abstract")
 
 
-# -- storages ---------------------------------------------------------------------------------------------------------
+# -- storages --------------------------------------------------------------------------------------
 
 ACTIONS = st.lists(
     st.tuples(
@@ -109,7 +109,7 @@ def test_invalid_limits_raise_one_error(limits):
     assert all(f"{name}={size!r}" in str(caught.value) for name, size in limits.items())
 
 
-# -- kinds ------------------------------------------------------------------------------------------------------------
+# -- kinds -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -153,7 +153,7 @@ def test_reshard_counts_in_the_memory_of_the_layout(runtime, monkeypatch):
         assert used.now("disk") == 0 and z.shape == (8,)
 
 
-# -- devices ----------------------------------------------------------------------------------------------------------
+# -- devices ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -200,7 +200,7 @@ def test_storages_from_before_count_with_their_purpose():
     assert used.peak("host", "parameters") == used.peak("host") == 16 and used.peak() == 0
 
 
-# -- steps ------------------------------------------------------------------------------------------------------------
+# -- steps -----------------------------------------------------------------------------------------
 
 
 def loss_fn(params, x):

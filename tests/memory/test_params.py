@@ -1,4 +1,6 @@
-"""Parameters in other memory: bits equal those of parameters on the device, bytes those of the table."""
+"""Parameters in other memory: bits equal those of parameters on the device, bytes those of the
+table.
+"""
 
 import itertools
 
@@ -11,6 +13,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.memory.transfers import Transfer, stress
 from fshard.transforms.fsdp import units
+from tests.helpers.sampled import examples
 
 KINDS = st.sampled_from(["device", "host", "disk"])
 CASES = st.fixed_dictionaries(
@@ -42,7 +45,9 @@ SIZES = [8, 6, 7, 3, 5, 2]
 def trained(
     memory, *, n, name, clips, microbatches, keeps, stages, exact, state_memory, update_on, steps=3
 ):
-    """Return the parameters after some steps of an MLP, a unit for each layer, and the ledger of the last one."""
+    """Return the parameters after some steps of an MLP, a unit for each layer, and the ledger of
+    the last one.
+    """
     torch.manual_seed(0)
     dtype = torch.bfloat16 if name == "masters" else torch.float32
     layers = [{"w": torch.randn(a, b), "b": torch.randn(b)} for a, b in itertools.pairwise(SIZES)]
@@ -96,10 +101,12 @@ def is_possible(case):
     return is_updated and not (case["exact"] and case["state_memory"] == "disk")
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(9), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CASES.filter(is_possible), st.lists(KINDS, min_size=5, max_size=5))
 def test_bits_equal_those_of_parameters_on_the_device(disk_folder, case, kinds):
-    """Layers in drawn memory; with NaN in every buffer that was not waited for, in a limit, which refuses mixtures."""
+    """Layers in drawn memory; with NaN in every buffer that was not waited for, in a limit, which
+    refuses mixtures.
+    """
     expected, _ = trained("device", **case)
     with stress(poison=True), fs.memory.limit():
         result, _ = trained(
@@ -126,8 +133,8 @@ def test_a_missing_wait_changes_bits(monkeypatch, stages):
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_bytes_are_those_of_the_table(n, microbatches, keeps):
-    """2 K p, less the two units that are still unsharded at each turn, and the first layer, whose backward needs none; K p
-    if units are kept. Gradients go down once a backward.
+    """2 K p, less the two units that are still unsharded at each turn, and the first layer, whose
+    backward needs none; K p if units are kept. Gradients go down once a backward.
     """
     case = FIXED | {"n": n, "microbatches": microbatches, "keeps": keeps}
     _, comm = trained("host", **case, steps=1)
@@ -140,7 +147,9 @@ def test_bytes_are_those_of_the_table(n, microbatches, keeps):
 
 
 def test_units_are_fetched_before_they_are_used(monkeypatch):
-    """In the second step, which knows the order: some at the beginning, two when the backward begins, then one for each."""
+    """In the second step, which knows the order: some at the beginning, two when the backward
+    begins, then one for each.
+    """
     events = []
     begin = units.start
     layers = [torch.full((6, 6), 0.1 + number) for number in range(6)]

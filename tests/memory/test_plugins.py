@@ -1,4 +1,6 @@
-"""`offload=` of plugins: bits of the functional step and of torch's loop equal those without it, and less is on the device."""
+"""`offload=` of plugins: bits of the functional step and of torch's loop equal those without it,
+and less is on the device.
+"""
 
 import pytest
 import torch
@@ -26,7 +28,9 @@ from tests.memory.offloaded import (
     in_pairs(PLUGINS, ("host", "disk"), RUNS, ("adamw", "lamb")),
 )
 def test_bits_equal_those_without_offload(disk_folder, name, offload, run, optimizer):
-    """With NaN in every buffer that was not waited for; inside a limit, where memories must not be mixed."""
+    """With NaN in every buffer that was not waited for; inside a limit, where memories must not be
+    mixed.
+    """
     with stress(poison=True), fs.memory.limit():
         result = RUNS[run](name, optimizer, offload=offload)
     assert is_same(result, expected(run, name, optimizer))
@@ -92,7 +96,7 @@ def test_peak_of_the_device_is_lower_by_what_is_elsewhere(disk_folder, name, off
 
 @pytest.mark.parametrize("name", ["zero 2", "fsdp"])
 def test_memory_of_a_loop_is_counted_by_purpose(name):
-    """What was made before the limit, too; and each purpose in its memory."""
+    """Parameters that were made before the limit have it too; each purpose is in its memory."""
 
     def body(loop):
         with fs.memory.limit() as used:

@@ -42,11 +42,15 @@ def resident():
 
 
 M_MMAP_THRESHOLD = -3
-"""An option of `mallopt`: buffers of at least this size are returned to the system when they are freed."""
+"""An option of `mallopt`: buffers of at least this size are returned to the system when they are
+freed.
+"""
 
 
 def growth_of_a_process(folder):
-    """Return the growth of resident memory by 16 MB of state on each of two devices, and that of 200 more steps."""
+    """Return the growth of resident memory by 16 MB of state on each of two devices, and that of
+    200 more steps.
+    """
     os.environ["FSHARD_DISK"] = folder
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10)
     mesh = fs.make_mesh({"data": 2})

@@ -1,4 +1,6 @@
-"""Values that processes tell each other beside tensors: they come back equal, and bytes of others call nothing."""
+"""Values that processes tell each other beside tensors: they come back equal, and bytes of others
+call nothing.
+"""
 
 import json
 import math

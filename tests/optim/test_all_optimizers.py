@@ -1,4 +1,6 @@
-"""Every optimizer is pure, keeps its state's types and its ties, and equals the formula of its paper."""
+"""Every optimizer is pure, keeps its state's types and its ties, and equals the formula of its
+paper.
+"""
 
 import pytest
 import torch
@@ -85,7 +87,7 @@ def test_step_keeps_requires_grad():
         assert after.requires_grad and after.is_leaf
 
 
-# -- formulas -----------------------------------------------------------------------------------------------------
+# -- formulas --------------------------------------------------------------------------------------
 
 
 def test_lamb_equals_its_formula():

@@ -1,6 +1,8 @@
-"""Transformations of gradients launch as many kernels for many leaves as for few, and give each the bits of its own formula.
+"""Transformations of gradients launch as many kernels for many leaves as for few, and give each the
+bits of its own formula.
 
-The oracle is the formula, leaf by leaf; kernels are torch's operations on the caller's thread, views left out.
+The oracle is the formula, leaf by leaf; kernels are torch's operations on the caller's thread,
+views left out.
 """
 
 import pytest
@@ -163,7 +165,9 @@ CLIPPERS = {
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", CLIPPERS)
 def test_norm_of_a_step_that_clips_is_computed_once(name, stage, options):
-    """A user's `update` that clips by its own call cannot be known, so it pays for a norm of its own."""
+    """A user's `update` that clips by its own call cannot be known, so it pays for a norm of its
+    own.
+    """
     opt = CLIPPERS[name]
     unclipped = optim.skip_if_not_finite(SGD) if name == "skipping" else SGD
     _, plain_metrics, plain_names, plain_calls = trained(unclipped, stage=stage, **options)

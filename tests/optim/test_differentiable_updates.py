@@ -1,4 +1,6 @@
-"""Derivatives through pure updates by torch.func: those of the serial update; optimizers that write in place raise."""
+"""Derivatives through pure updates by torch.func: those of the serial update; optimizers that write
+in place raise.
+"""
 
 import pytest
 import torch

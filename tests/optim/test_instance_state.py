@@ -1,4 +1,6 @@
-"""Checkpoints of optimizers of one's own class: the steps after are those of the run that was not interrupted."""
+"""Checkpoints of optimizers of one's own class: the steps after are those of the run that was not
+interrupted.
+"""
 
 import copy
 from functools import partial
@@ -26,7 +28,9 @@ from tests.optim.helpers.torch_classes import (
 
 
 class DampedLion(Lion):
-    """Its decay falls with a number of steps, and with a number in a tensor; a string and None are beside them."""
+    """Its decay falls with a number of steps, and with a number in a tensor; a string and None are
+    beside them.
+    """
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -55,9 +59,11 @@ KINDS = {kind.__name__: kind for kind in (DampedLion, Factored, MyAdagrad, Count
 
 
 def train(kind, plugin, n, steps, load=None, save=None, **options):
-    """Return parameters and optimizer state, of each device, after some steps; load and save before and after them.
+    """Return parameters and optimizer state, of each device, after some steps; load and save before
+    and after them.
 
-    `load` is a folder, or what another call has returned; with `first` another step is taken before.
+    `load` is a folder, or what another call has returned; with `first` another step is taken
+    before.
     """
 
     def main():
@@ -178,7 +184,7 @@ def test_loss_scale_is_saved_beside_the_state(kind, tmp_path):
         equal(train(kind, "zero 1", 4, [], load, precision="fp16")[3], saved)
 
 
-# -- other layouts ----------------------------------------------------------------------------------------------------
+# -- other layouts ---------------------------------------------------------------------------------
 
 
 def tied():
@@ -268,7 +274,7 @@ def test_processes_continue_what_virtual_devices_saved(tmp_path):
             equal(one, expected)
 
 
-# -- misuse -----------------------------------------------------------------------------------------------------------
+# -- misuse ----------------------------------------------------------------------------------------
 
 
 class Hoarder(Lars):

@@ -62,7 +62,9 @@ def test_loss_scaled_divides_16_bits_in_float32():
 
 @pytest.mark.parametrize("options", [{}, {"reproducible": True, "slices": 4}], ids=str)
 def test_scale_beyond_float16_skips_no_step(options):
-    """65536 is no number of float16: a loss in it is multiplied by what is one, and gradients by the rest."""
+    """65536 is no number of float16: a loss in it is multiplied by what is one, and gradients by
+    the rest.
+    """
 
     def found(n, stage):
         mesh = fs.make_mesh({"data": n})

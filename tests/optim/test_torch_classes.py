@@ -1,4 +1,6 @@
-"""Classes of torch.optim, as pure optimizers and boosted; optimizers of one's own class, which step on local shards."""
+"""Classes of torch.optim, as pure optimizers and boosted; optimizers of one's own class, which step
+on local shards.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -37,7 +39,7 @@ from tests.optim.helpers.torch_classes import (
     x_of,
 )
 
-# -- as pure optimizers -----------------------------------------------------------------------------------------------
+# -- as pure optimizers ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cls", FOREIGN, ids=lambda cls: cls.__name__)
@@ -51,13 +53,9 @@ def test_from_torch_equals_torch_optim(cls, data):
     )
 
 
-ALL_OF_TORCH = [
-    cls
-    for cls in vars(torch.optim).values()
-    if isinstance(cls, type)
-    and issubclass(cls, torch.optim.Optimizer)
-    and cls is not torch.optim.Optimizer
-]
+TYPES = [value for value in vars(torch.optim).values() if isinstance(value, type)]
+ALL_OF_TORCH = [cls for cls in TYPES if issubclass(cls, torch.optim.Optimizer)]
+ALL_OF_TORCH.remove(torch.optim.Optimizer)
 
 
 @pytest.mark.parametrize("cls", ALL_OF_TORCH, ids=lambda cls: cls.__name__)
@@ -88,12 +86,12 @@ def test_numbers_of_state_are_equal_on_devices_with_an_empty_shard(cls):
     state = opt.init(params)
     for _ in range(2):
         params, state, _ = step(params, state, torch.ones(4, 3))
-    numbers = [
-        x["w"]
-        for x in state.values()
-        if isinstance(x, dict) and isinstance(x["w"], fs.Sharded) and not x["w"].shape
-    ]
-    assert numbers and all(len({float(shard) for shard in x.shards}) == 1 for x in numbers)
+
+    leaves = [leaf["w"] for leaf in state.values() if isinstance(leaf, dict)]
+    numbers = [leaf for leaf in leaves if isinstance(leaf, fs.Sharded) and leaf.shape == ()]
+    assert numbers
+    for number in numbers:
+        assert len({float(shard) for shard in number.shards}) == 1
 
 
 MODES = (
@@ -166,13 +164,15 @@ def test_muon_under_tensor_parallelism_equals_one_device(spec, stage):
         lambda path, leaf: "vector" if leaf.ndim < 2 else "fused" if "qkv" in path else "matrix",
     )
     shapes = {"qkv": (12, 4), "out": (4, 4), "bias": (12,)}
-    params, *steps = (
-        {name: tensor(shape, torch.float32, seed) for name, shape in shapes.items()}
-        for seed in range(3)
-    )
+
+    def drawn(seed):
+        return {name: tensor(shape, torch.float32, seed) for name, shape in shapes.items()}
+
+    params, *steps = drawn(0), drawn(1), drawn(2)
     mesh = fs.make_mesh({"data": 2, "model": 2})
     specs = {"qkv": spec, "out": P(None, "model"), "bias": P("model")}
-    specs = {name: x.replace(flat="data") if stage == 3 else x for name, x in specs.items()}
+    if stage == 3:
+        specs = {name: spec.replace(flat="data") for name, spec in specs.items()}
     sharded = fs.device_put(params, {name: fs.Layout(mesh, x) for name, x in specs.items()})
     partitioned = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
     layouts = {name: partitioned.gradients(x.layout) for name, x in sharded.items()}
@@ -186,7 +186,7 @@ def test_muon_under_tensor_parallelism_equals_one_device(spec, stage):
     assert same(fs.unshard(actual), by_step(opt, params, steps)[0])
 
 
-# -- boosted: torch's classes and one's own do on any mesh what they do on one device ---------------------------------
+# -- boosted: torch's classes and one's own do on any mesh what they do on one device --------------
 
 
 def halved(opt):
@@ -194,7 +194,9 @@ def halved(opt):
 
 
 def rounds(model, opt, backward, schedule, part=lambda x: x, module=None):
-    """Five steps: a scheduler writes rates, a loop weight decay, and a group is added after the second."""
+    """Five steps: a scheduler writes rates, a loop weight decay, and a group is added after the
+    second.
+    """
     for step in range(5):
         backward(model(part(x_of(step)), deep=step not in (0, 3)).square().mean())
         opt.step(), model.zero_grad(), schedule.step()
@@ -284,9 +286,10 @@ def test_custom_instance_keeps_state_of_local_shards():
 
     shapes = fs.run(main, mesh=fs.make_mesh({"data": 2}))
     assert all(shapes)
-    assert sorted(shapes[0] + shapes[1]) == sorted(
-        tuple(p.shape) for group in groups_of(net()) for p in group["params"]
-    )
+    expected = []
+    for group in groups_of(net()):
+        expected += [tuple(p.shape) for p in group["params"]]
+    assert sorted(shapes[0] + shapes[1]) == sorted(expected)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Optimizers equal torch.optim bit by bit: its fused kernels by default, its foreach kernels without."""
+"""Optimizers equal torch.optim bit by bit: its fused kernels by default, its foreach kernels
+without.
+"""
 
 from math import ceil
 
@@ -72,7 +74,9 @@ def test_default_step_equals_torch_fused_kernels(name, data):
 @pytest.mark.parametrize("name", NAMES_OF_FUSED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64], ids=str)
 def test_step_of_other_dtypes_equals_torch_foreach(name, dtype):
-    """Where multiples are added in 16 bits, that is in the middle of a tensor, and of factors that 16 bits hold."""
+    """Where multiples are added in 16 bits, that is in the middle of a tensor, and of factors that
+    16 bits hold.
+    """
     make, cls, options = TWINS[name]
     options = options if make is optim.sgd else {"eps": 1e-3, **options}
     if (
@@ -116,7 +120,9 @@ def test_fused_step_accepts_any_gradient_strides():
     "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str
 )
 def test_adafactor_uses_eps_of_each_dtype(make, dtypes):
-    """Gradients are between the eps of both, so the first parameter's, which torch takes for all, would be seen."""
+    """Gradients are between the eps of both, so the first parameter's, which torch takes for all,
+    would be seen.
+    """
     params = [tensor((4, 3), dtype, 0) for dtype in dtypes]
     grads = [tensor((4, 3), dtype, 1) * 1e-4 for dtype in dtypes]
     together, _ = by_step(make(0.1), params, [grads])

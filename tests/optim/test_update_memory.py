@@ -48,7 +48,9 @@ class Peak(TorchDispatchMode):
 
 
 def beyond(sharding, stage):
-    """The most that a step holds beyond parameters, gradients and state, and what is left of that after it."""
+    """The most that a step holds beyond parameters, gradients and state, and what is left of that
+    after it.
+    """
     mesh = fs.make_mesh({"data": N}, runtime="abstract")
     opt = fs.partition_optimizer(
         optim.sgd(0.1, momentum=0.9, fused=False),

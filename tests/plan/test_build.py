@@ -1,4 +1,6 @@
-"""A plan is a program: what it builds trains as on one device, and has the needs that were estimated."""
+"""A plan is a program: what it builds trains as on one device, and has the needs that were
+estimated.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -144,7 +146,9 @@ def test_what_a_plan_builds_trains_as_on_one_device(build, options):
 
 
 def test_stages_of_sharded_experts_are_counted():
-    """The blocks of other stages, which have the experts of all devices, run for their shapes alone."""
+    """The blocks of other stages, which have the experts of all devices, run for their shapes
+    alone.
+    """
     model = Transformer(4, 64, 128, 4, 4, 60, 16, experts=8, top_k=2, expert_ffn=16)
     tracer = LayerTracer(layered_model(model, None, optim.sgd(0.1), None, None), H100)
     estimate = PlanEstimate(plan_with(pipeline=2, tensor=2, microbatches=4, **MEGATRON), tracer)
@@ -217,7 +221,9 @@ TRACER = LayerTracer(
 
 @pytest.mark.parametrize("options", NEAR)
 def test_estimates_are_near_the_cost_of_the_program(options):
-    """Operations are equal; seconds and bytes are near, since layers are multiplied and the ends differ."""
+    """Operations are equal; seconds and bytes are near, since layers are multiplied and the ends
+    differ.
+    """
     plan = plan_with(**options)
     estimate = PlanEstimate(plan, TRACER)
     report = estimate.cost(LARGE.build())

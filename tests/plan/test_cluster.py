@@ -81,7 +81,9 @@ def test_unknown_names_raise_with_the_known_ones():
 
 
 def test_calibration_predicts_a_product_of_another_size():
-    """Rates of this machine are positive, and a product that was not measured takes about as long as they say."""
+    """Rates of this machine are positive, and a product that was not measured takes about as long
+    as they say.
+    """
     machine = calibrate(fs.make_mesh({"all": 1}))
     assert (
         machine.efficiency.overlap == 0 and machine.flops["f32"] > 1e8 and machine.bandwidth > 1e8

@@ -24,7 +24,7 @@ from fshard.plan.timing import times_of
 from fshard.plan.trace import CollectiveStart, CollectiveWait, Copy, Operation
 from fshard.source import Site
 from tests.helpers.processes import HAS_RULES
-from tests.helpers.sampled import THOROUGH
+from tests.helpers.sampled import examples
 from tests.plan.machines import FIXED, H100, ROWS, TOKENS, WIDTH, Block
 
 OPTIMIZERS = {
@@ -126,7 +126,7 @@ MESHES = st.sampled_from(
 )
 
 
-@settings(max_examples=60 if THOROUGH else 8, deadline=None)
+@settings(max_examples=examples(5))
 @given(
     MESHES, PROGRAMS.filter(lambda options: (options["name"], options["stage"]) != ("clipped", 0))
 )
@@ -210,7 +210,7 @@ def staged(sizes, *, schedule, microbatches, stage, name, tied, **options):
     return step, [params, opt.init(params), x]
 
 
-@settings(max_examples=30 if THOROUGH else 4, deadline=None)
+@settings(max_examples=examples(3))
 @given(STAGED)
 def test_drawn_plans_of_stages_have_the_bytes_and_the_peak_of_the_run(options):
     """A device of each stage runs its program on the abstract mesh."""

@@ -1,4 +1,6 @@
-"""Published runs: model flops utilization by one set of constants is within 3 points of the papers' numbers."""
+"""Published runs: model flops utilization by one set of constants is within 3 points of the papers'
+numbers.
+"""
 
 from dataclasses import replace
 
@@ -54,7 +56,9 @@ RUNS = {
 
 
 def flops(model, plan, batch):
-    """Return the operations that the papers count: without recomputation, or by the formula of arXiv 2104.04473."""
+    """Return the operations that the papers count: without recomputation, or by the formula of
+    arXiv 2104.04473.
+    """
     if plan.recompute == "never":
         return model.flops(batch, attention=not model.gated)
     s, h = model.sequence, model.hidden
@@ -86,7 +90,8 @@ def test_utilization_of_published_runs(name):
         if plan.microbatches >= plan.pipeline:
             estimates.append(PlanEstimate(plan, tracer))
     fitting = [x for x in estimates if is_published or not x.excess()]
-    # Megatron adds gradients of microbatches inside of matrix products, fshard in operations of their own.
+    # Megatron adds gradients of microbatches inside of matrix products, fshard in operations of
+    # their own.
     fused = [x.seconds / (x.seconds - x.terms["sums of gradients"]) for x in fitting]
     utilization = [
         100 * x.utilization(flops(model, x.plan, batch)) * ratio

@@ -1,4 +1,6 @@
-"""`fs.plan.rank`: all meshes and options are tried; the order is that of their costs, reasons have the number."""
+"""`fs.plan.rank`: all meshes and options are tried; the order is that of their costs, reasons have
+the number.
+"""
 
 from dataclasses import replace
 from math import prod

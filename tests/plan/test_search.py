@@ -1,4 +1,6 @@
-"""`fs.plan.search`: costs of layers are those of the program that is traced in full; plans are ranked, or rejected."""
+"""`fs.plan.search`: costs of layers are those of the program that is traced in full; plans are
+ranked, or rejected.
+"""
 
 import json
 import re
@@ -105,7 +107,9 @@ def test_recomputation_has_less_memory_and_more_operations():
 
 
 def test_the_table_of_a_tiny_model_shows_no_zeros():
-    """Its plans take micro-seconds and kilobytes: in milliseconds and GB without decimals all were equal."""
+    """Its plans take micro-seconds and kilobytes: in milliseconds and GB without decimals all were
+    equal.
+    """
     tiny = replace(SMALL, layers=2, hidden=64, ffn=128, heads=4, kv_heads=4, vocab=60, sequence=16)
 
     plans = search(tiny, devices=4, cluster=H100, global_batch=8, optimizer=ADAMW)
@@ -117,7 +121,9 @@ def test_the_table_of_a_tiny_model_shows_no_zeros():
 
 
 def test_plan_that_is_not_slower_has_no_reason():
-    """By memory a faster plan may come later: its terms differ from the first ones by rounding alone, or are less."""
+    """By memory a faster plan may come later: its terms differ from the first ones by rounding
+    alone, or are less.
+    """
     plans = search(
         SMALL,
         devices=2,
@@ -369,7 +375,9 @@ def test_sizes_are_read_from_a_config_of_hugging_face(tmp_path, capsys):
 
 
 def test_search_where_nothing_runs_names_each_number_that_does_not_divide():
-    """Seven devices: the samples are the reason that most have in mind, not the program of tensor=7."""
+    """Seven devices: the samples are the reason that most have in mind, not the program of
+    tensor=7.
+    """
     options = {"devices": 7, "cluster": H100, "optimizer": optim.sgd(0.1)}
     with pytest.raises(PlanError) as info:
         search(SMALL, global_batch=64, **options)

@@ -1,4 +1,4 @@
-"""What a trainer shows: the right numbers, once, wherever it runs."""
+"""A trainer shows the right numbers, once, wherever it runs."""
 
 import io
 import json
@@ -32,7 +32,7 @@ def seconds(*times):
     return iter(times).__next__
 
 
-# -- Report -----------------------------------------------------------------------------------------------------------
+# -- Report ----------------------------------------------------------------------------------------
 
 
 def test_report_writes_metrics_of_train_step():
@@ -87,7 +87,9 @@ def test_wrong_arguments_raise(name):
 
 
 def test_report_in_a_loop_counts_each_sample_once():
-    """9 samples in batches of 8: at last one device has one, three compute on a neighbour's, here on one that is not finite."""
+    """9 samples in batches of 8: at last one device has one, three compute on a neighbour's, here
+    on one that is not finite.
+    """
     recorders = [Recorder() for _ in range(4)]
     mesh = fs.make_mesh({"data": 4})
     xs = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, float("inf")])
@@ -143,7 +145,7 @@ def test_report_and_profile_on_processes(tmp_path, two):
     assert not (tmp_path / "host.json").exists()
 
 
-# -- writers ------------------------------------------------------------------------------------------------------------
+# -- writers ---------------------------------------------------------------------------------------
 
 
 def test_json_lines_append_to_the_file(tmp_path):
@@ -170,7 +172,7 @@ def test_tensorboard_has_the_written_scalars(tmp_path):
     ]
 
 
-# -- Bar ----------------------------------------------------------------------------------------------------------------
+# -- Bar -------------------------------------------------------------------------------------------
 
 
 def shown(steps, total, **how):
@@ -209,7 +211,7 @@ def test_bar_updates_in_terminals_and_notebooks_only(module, tty, lines):
     assert stream.getvalue().count("\n") == lines
 
 
-# -- Profile ------------------------------------------------------------------------------------------------------------
+# -- Profile ---------------------------------------------------------------------------------------
 
 
 def names_in(path, device):

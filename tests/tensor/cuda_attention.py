@@ -1,4 +1,6 @@
-"""The attention operations that torch has on CUDA only, by their formula, with the rules that their source states."""
+"""The attention operations that torch has on CUDA only, by their formula, with the rules that their
+source states.
+"""
 
 from contextlib import contextmanager
 
@@ -21,7 +23,9 @@ def operations_of_cuda():
 
 
 def can_use_flash(params):
-    """Torch's answer for flash attention: any equal dims up to 256, and kv heads that share groups if they may."""
+    """Torch's answer for flash attention: any equal dims up to 256, and kv heads that share groups
+    if they may.
+    """
     q, k, v = params.query, params.key, params.value
     has_equal_heads = q.shape[1] == k.shape[1] == v.shape[1]
     may_share = params.enable_gqa and k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0

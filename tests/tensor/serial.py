@@ -1,4 +1,6 @@
-"""The meshes of all modes, and the comparison of a function on shards with the serial float64 operation."""
+"""The meshes of all modes, and the comparison of a function on shards with the serial float64
+operation.
+"""
 
 import torch
 

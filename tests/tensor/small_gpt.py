@@ -1,4 +1,6 @@
-"""A small transformer in stages of layers, trained by torch and by the Booster in any configuration."""
+"""A small transformer in stages of layers, trained by torch and by the Booster in any
+configuration.
+"""
 
 from functools import cache
 
@@ -102,7 +104,8 @@ def trained(
     state=False,
     **how,
 ):
-    """Return what the devices have learnt, by a loop or a schedule; or with `state` also the optimizer's state.
+    """Return what the devices have learnt, by a loop or a schedule; or with `state` also the
+    optimizer's state.
 
     Args:
         mesh: the sizes of its axes.

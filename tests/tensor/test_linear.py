@@ -78,7 +78,7 @@ def test_column_and_row_take_hidden_features_that_devices_do_not_divide(t, hidde
         assert_equal_to_serial(mapped(on_shards, mesh, P(), P()), serial, arguments)
 
 
-# -- what is sent and saved --------------------------------------------------------------------------------------------
+# -- what is sent and saved ------------------------------------------------------------------------
 
 
 def ledger_of(mode, mesh, program, *arguments):

@@ -31,7 +31,9 @@ OPTIONS = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_cross_entropy_equals_serial_to_the_second_derivative(name):
-    """Labels of the tokens of the layer before; any vocabulary, also one that the devices do not divide."""
+    """Labels of the tokens of the layer before; any vocabulary, also one that the devices do not
+    divide.
+    """
     before, mesh = mode_of(name)
     mode = before.next
     batch = units(before)[0]

@@ -105,7 +105,8 @@ ROWS = [  # a model, a mode, and more arguments of the model
     ("ViT", "2.5d", {}),
     ("ViT", "3d", {}),
     *[("Llama", algorithm, {}) for algorithm in get_args(Algorithm)],
-    # Tokens are in their order for the model: its masks, positions and loss are those of one device.
+    # Tokens are in their order for the model: its masks, positions and loss are those of one
+    # device.
     ("Llama", "ring", NO_CACHE),
     ("Llama", "ring", NO_CACHE | POSITIONS),
     ("Llama", "ring", WITH_LABELS),

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import fshard as fs
 from fshard.tensor import blocks, kernels
 from fshard.tensor.kernels import EfficientAttention, FlashAttention, FusedAttention
+from tests.helpers.sampled import examples
 from tests.tensor import cuda_attention
 from tests.tensor.attention_oracle import HOWS, derivatives, serial, sharded
 from tests.tensor.cuda_attention import operations_of_cuda
@@ -64,7 +65,7 @@ def check(mesh, how, values, causal=False, masks=None, second=True, **options):
         torch.testing.assert_close(own, want, rtol=1e-9, atol=1e-11)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(16))
 @given(st.data())
 def test_equals_serial_attention_and_derivatives(data):
     n = data.draw(st.sampled_from((2, 3, 4, 8)))
@@ -132,7 +133,9 @@ def check_in_low_precision(how, values, masks):
 )  # fmt: skip
 @pytest.mark.parametrize("how", ["ring", "ulysses"])
 def test_dims_of_heads_that_kernels_of_cuda_refuse(how, dtype, dim, masks, names, monkeypatch):
-    """Torch allows flash attention for dims that are no multiple of 8, and pads them before its operation."""
+    """Torch allows flash attention for dims that are no multiple of 8, and pads them before its
+    operation.
+    """
     used = called_on_cuda(monkeypatch)
     values, masks = inputs(4, heads=8, kv_heads=4, chunk=3, dim=dim, masks=masks, dtype=dtype)
     check_in_low_precision(how, values, masks)
@@ -198,7 +201,9 @@ def test_cross_attention_and_frozen_keys(how):
 
 @pytest.mark.parametrize("how", HOWS)
 def test_strided_tensors_and_cotangents(how):
-    """The kernel reads rows: tensors whose last dim is strided, or expanded as the cotangent of a sum, are copied."""
+    """The kernel reads rows: tensors whose last dim is strided, or expanded as the cotangent of a
+    sum, are copied.
+    """
     strided = [x.mT.contiguous().mT for x in inputs(1, heads=4, kv_heads=2)[0][:3]]
 
     def local():
@@ -249,7 +254,7 @@ def test_transforms_of_torch_func(how):
     torch.testing.assert_close(torch.func.vmap(one)(many), torch.func.vmap(other)(many))
 
 
-# -- cost -------------------------------------------------------------------------------------------------------------
+# -- cost ------------------------------------------------------------------------------------------
 
 
 def saved_bytes(attend, *xs):
@@ -344,7 +349,10 @@ def test_bytes_on_an_abstract_mesh_equal_the_sent_ones(how):
 
 @pytest.mark.parametrize(("masks", "messages"), [("none", 2 + 2 + 3), ("documents", 4 + 4 + 3)])
 def test_keys_and_values_of_a_ring_travel_in_one_message(masks, messages):
-    """Twice around 3 devices; the gradients go on to their own device. Ids of documents have another dtype."""
+    """Twice around 3 devices; the gradients go on to their own device.
+
+    Ids of documents have another dtype.
+    """
     (q, k, v, _), masks = inputs(3, masks=masks)
     own = [x.chunk(3, 2)[0] for x in (q, k, v)]
     masks = {name: x.chunk(3, 1)[0] for name, x in masks.items()}
@@ -359,7 +367,7 @@ def test_keys_and_values_of_a_ring_travel_in_one_message(masks, messages):
     assert calls == messages
 
 
-# -- processes and errors ---------------------------------------------------------------------------------------------
+# -- processes and errors --------------------------------------------------------------------------
 
 
 def test_errors_name_all_offenders_and_legal_sizes():

@@ -1,4 +1,6 @@
-"""Models on sharded sequences train as on one device: tokens at the entry, means over tokens, Megatron's collectives."""
+"""Models on sharded sequences train as on one device: tokens at the entry, means over tokens,
+Megatron's collectives.
+"""
 
 import pytest
 import torch

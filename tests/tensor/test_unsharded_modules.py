@@ -1,4 +1,6 @@
-"""Modules that arrays cannot run are found by the plan, and run on unsharded tensors: gradients equal one device's."""
+"""Modules that arrays cannot run are found by the plan, and run on unsharded tensors: gradients
+equal one device's.
+"""
 
 import pytest
 import torch
@@ -155,7 +157,7 @@ def test_zero_gradients_pass_the_check():
     assert fs.tensor_parallel(model, axis="model", sample=torch.randn(2, 4)).layers
 
 
-# -- operations of the model's own forward, and buffers that it writes --------------------------------------------------
+# -- operations of the model's own forward, and buffers that it writes -----------------------------
 
 
 class Rotation(nn.Module):
@@ -245,7 +247,9 @@ class Statistics(nn.Module):
 
 
 def train_loop(model, x, *, is_boosted, options=None):
-    """Return parameters and buffers after two steps of a loop with a penalty of the input's gradient."""
+    """Return parameters and buffers after two steps of a loop with a penalty of the input's
+    gradient.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     booster = fs.Booster(fs.HybridParallelPlugin(sample=x, **(options or {"tensor": 2})))
     if is_boosted:

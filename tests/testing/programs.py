@@ -1,4 +1,6 @@
-"""Small programs of torch.distributed, right ones and ones with published mistakes, for `certify_program`."""
+"""Small programs of torch.distributed, right ones and ones with published mistakes, for
+`certify_program`.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def ddp(rank, world, *, loss=square, **options):
     return model, loss, rows_of(world.mesh), updates(model, **options)
 
 
-# -- right ones of torch -----------------------------------------------------------------------------------------------
+# -- right ones of torch ---------------------------------------------------------------------------
 
 
 def accumulated(model, batch):
@@ -147,7 +149,7 @@ def dtensors(rank, world):
     return {"w": w, "v": v}, loss, data(), lambda: (opt.step(), opt.zero_grad())
 
 
-# -- right ones by hand ------------------------------------------------------------------------------------------------
+# -- right ones by hand ----------------------------------------------------------------------------
 
 
 def reduced(model, n):
@@ -257,7 +259,7 @@ def pipeline(rank, world, *, scales_twice=False, microbatches=2):
     return model, loss, data(), updates(model, torch.optim.SGD)
 
 
-# -- experts -------------------------------------------------------------------------------------------------------------
+# -- experts ---------------------------------------------------------------------------------------
 
 
 class GatherRows(torch.autograd.Function):

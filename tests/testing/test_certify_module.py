@@ -1,4 +1,6 @@
-"""`certify_module` passes modules whose training is sharded right, and names the leaf and step where it is not."""
+"""`certify_module` passes modules whose training is sharded right, and names the leaf and step
+where it is not.
+"""
 
 from types import SimpleNamespace
 

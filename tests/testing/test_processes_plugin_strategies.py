@@ -12,7 +12,7 @@ import fshard as fs
 from fshard.testing.processes import Processes, run_processes
 from tests.helpers.ended import gone
 
-# -- processes --------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 class TwoNumbersError(Exception):
@@ -112,12 +112,14 @@ def test_what_pickle_cannot_send_raises(two):
 
 
 def test_processes_hang_raises_with_stacks():
-    with Processes(2, timeout=8) as pool:
+    with Processes(2) as pool:
         pids = pool.run(identify)
+        pool.timeout = 1
         with pytest.raises(
-            RuntimeError, match="process 1 of 2 did not finish hang within 8 s"
+            RuntimeError, match="process 1 of 2 did not finish hang within 1 s"
         ) as error:
             pool.run(hang, 1)
+        pool.timeout = 60
         assert "in hang" in notes(error)
         assert all(gone(pid) for pid in pids)
         assert [x.tolist() for x in pool.run(total, 2)] == [[2, 1], [2, 1]]
@@ -145,7 +147,7 @@ def test_message_of_ended_process_arrives():
     assert run_processes(send_and_end, 2) == [None, float(1 << 20)]
 
 
-# -- the plugin -------------------------------------------------------------------------------------------------
+# -- the plugin ------------------------------------------------------------------------------------
 
 TESTS = """
 import os

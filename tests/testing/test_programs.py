@@ -1,4 +1,6 @@
-"""`certify_program`: 20 right programs are accepted, ten published mistakes found; errors; the command."""
+"""`certify_program`: 20 right programs are accepted, ten published mistakes found; errors; the
+command.
+"""
 
 import json
 
@@ -8,6 +10,7 @@ from torch import nn
 
 from fshard.command import main
 from fshard.errors import PromiseError
+from fshard.launching import pool
 from fshard.testing import certify_program
 from tests.testing import programs
 from tests.testing.programs import RIGHT, WRONG, ddp, mlp, rows_of, square, updates
@@ -67,7 +70,7 @@ def test_other_mistakes_are_found(certified, program):
         certified(program, {"data": 2})
 
 
-# -- errors --------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def unseeded(rank, world):
@@ -123,8 +126,9 @@ def other_widths(rank, world):
         (other_widths, ValueError, "must differ in rows only"),
     ],
 )
-def test_what_cannot_be_certified_raises(certified, program, error, text):
+def test_what_cannot_be_certified_raises(certified, program, error, text, monkeypatch):
     """The next program runs in the same processes."""
+    monkeypatch.setattr(pool, "GRACE", 1.0)  # seconds that the peers of a failed process have
     with pytest.raises(error, match=text):
         certified(program, {"data": 2})
 
@@ -144,7 +148,7 @@ def test_invalid_arguments_raise(arguments):
         certify_program(ddp, **arguments)
 
 
-# -- the command ---------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 FILE = """
 import torch

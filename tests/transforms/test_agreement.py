@@ -1,4 +1,6 @@
-"""The law by which devices find that inputs differ, where it is exact, and the row in which a step sends it."""
+"""The law by which devices find that inputs differ, where it is exact, and the row in which a step
+sends it.
+"""
 
 from types import SimpleNamespace
 

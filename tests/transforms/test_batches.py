@@ -54,7 +54,7 @@ def masked_mean(params, batch):
     return (each(params, batch) * batch["mask"]).sum() / batch["mask"].sum()
 
 
-# -- the serial gradient ----------------------------------------------------------------------------------------------
+# -- the serial gradient ---------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
@@ -170,7 +170,7 @@ def test_collective_in_loss_with_uneven_batch_raises(name, size, refused, stage)
     torch.testing.assert_close(fs.unshard(grads), 2 * expected.square().mean(0))
 
 
-# -- metrics and errors -----------------------------------------------------------------------------------------------
+# -- metrics and errors ----------------------------------------------------------------------------
 
 
 def metrics_of(loss_fn, batch, spec=DATA, **options):
@@ -302,7 +302,9 @@ def linear_loss(params, batch):
 @settings(max_examples=30)
 @given(st.integers(1, 60), st.integers(1, 9), st.sampled_from([2, 4, 8]))
 def test_slice_alignment_leaves_bits_unchanged(size, width, devices):
-    """The rows of a slice begin at any address: a product of the same numbers was rounded differently there."""
+    """The rows of a slice begin at any address: a product of the same numbers was rounded
+    differently there.
+    """
     draw = torch.Generator().manual_seed(size)
     full = {"w": torch.randn(5, width, generator=draw), "b": torch.randn(5, generator=draw)}
     batch = {"x": torch.randn(size, width, generator=draw)}

@@ -181,7 +181,7 @@ def tensor_parallel(p, batch):
 
 
 def two_blocks(p, batch):
-    """What comes before the part that is cut is computed by all alike."""
+    """All devices compute alike what comes before the part that is cut."""
     x, y = batch
     h = torch.tanh(x @ p["u"])
     z = fs.psum(hidden_part(p, h), "model")

@@ -1,6 +1,8 @@
-"""Steps of all kinds on a fake GPU: how often the host waits for a copy; bits, against steps that copy nothing.
+"""Steps of all kinds on a fake GPU: how often the host waits for a copy; bits, against steps that
+copy nothing.
 
-Reads of numbers, such as that of `loss_scaled`, are no copies: tests/transforms/test_host_syncs.py counts them.
+Reads of numbers, such as that of `loss_scaled`, are no copies: tests/transforms/test_host_syncs.py
+counts them.
 """
 
 from collections import Counter
@@ -21,7 +23,9 @@ LAYERS, WIDTH = 4, 3
 
 
 def gradients(memory, *, gradients_on="device", activations=(), **options):
-    """Return a function that returns the loss and gradient of a batch: ZeRO-3, in units of 12 parameters."""
+    """Return a function that returns the loss and gradient of a batch: ZeRO-3, in units of 12
+    parameters.
+    """
     mesh = fs.make_mesh({"data": 1})
     draw = torch.Generator().manual_seed(0)
     layers = [[torch.randn(WIDTH, WIDTH, generator=draw) for _ in range(12)] for _ in range(LAYERS)]

@@ -151,7 +151,7 @@ def test_evaluate_in_keyed_random_draws_alike_and_keeps_the_random_state():
     assert losses[0] == losses[1] and torch.equal(before, torch.get_rng_state())
 
 
-# -- the pieces of a step ------------------------------------------------------------------------------------------
+# -- the pieces of a step --------------------------------------------------------------------------
 
 
 def test_gradient_and_scaled_optimizer_equal_the_step():

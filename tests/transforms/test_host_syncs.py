@@ -1,8 +1,9 @@
-"""What would make the host wait for an accelerator: a number read off a tensor that is there, or one brought there.
+"""What would make the host wait for an accelerator: a number read off a tensor that is there, or
+one brought there.
 
-No accelerator is needed to see it: parameters, state and batch are taken for tensors that lie there, and so is all that is
-computed from them.  What is made of Python's numbers, and computed from that alone, lies on the host; zeros, say, may lie
-anywhere.
+No accelerator is needed to see it: parameters, state and batch are taken for tensors that lie
+there, and so is all that is computed from them.  What is made of Python's numbers, and computed
+from that alone, lies on the host; zeros, say, may lie anywhere.
 """
 
 import threading
@@ -46,9 +47,11 @@ def reads_values(func, args, kwargs):
 
 
 class Watch(TorchDispatchMode):
-    """Note where the host waits for tensors that lie `there`; those that lie `here` may be read, but not brought there.
+    """Note where the host waits for tensors that lie `there`; those that lie `here` may be read,
+    but not brought there.
 
-    `known` are the tensors that devices have told of, for one makes the results of a collective for all.
+    `known` are the tensors that devices have told of, for one makes the results of a collective for
+    all.
     """
 
     def __init__(self, there, here, monkeypatch, known=None):
@@ -147,7 +150,9 @@ def steps(monkeypatch, opt, stage, loss_fn, mesh, options, known):
 
 
 def watching(monkeypatch, trees, state, known):
-    """Watch for reads of parameters, batches and state but for its numbers: counts and scales, which lie on the host."""
+    """Watch for reads of parameters, batches and state but for its numbers: counts and scales,
+    which lie on the host.
+    """
     on_host = [x for x in tensors(state) if not x.ndim]
     there = [x for x in tensors((trees, state)) if not any(x is one for one in on_host)]
     return Watch(there, on_host, monkeypatch, known)
@@ -277,7 +282,7 @@ def test_step_of_a_loop_syncs_only_to_see_if_scaled_gradients_are_finite(monkeyp
     assert actual == [reads] * 2
 
 
-# -- experts --------------------------------------------------------------------------------------------------------------
+# -- experts ---------------------------------------------------------------------------------------
 
 
 def expert_steps(monkeypatch, mesh, known, options, block):
@@ -329,7 +334,7 @@ def test_recomputed_layer_of_experts_reads_its_counts_again(monkeypatch):
     assert actual == [["tolist in _read"] * 4] * 2
 
 
-# -- sequences ------------------------------------------------------------------------------------------------------------
+# -- sequences -------------------------------------------------------------------------------------
 
 
 def sequence_steps(monkeypatch, mesh, known, how):

@@ -1,4 +1,6 @@
-"""Parameters inside a loss function are tensors to whoever asks, and to modules, torch.func and autograd Functions."""
+"""Parameters inside a loss function are tensors to whoever asks, and to modules, torch.func and
+autograd Functions.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -32,7 +34,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-# -- what a handle is --------------------------------------------------------------------------------------------------
+# -- what a handle is ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -128,7 +130,7 @@ def test_lazy_param_gets_gradients_by_every_path(name, stage, options):
     assert_equal(actual, serial(LOSSES[name], params, x))
 
 
-# -- torch.func ------------------------------------------------------------------------------------------------------------
+# -- torch.func ------------------------------------------------------------------------------------
 
 
 def of_captured(p, x):
@@ -246,7 +248,7 @@ def test_kept_part_inside_remat_still_recomputes():
     assert kept[1] is True
 
 
-# -- torch.compile ---------------------------------------------------------------------------------------------------------
+# -- torch.compile ---------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings(
@@ -290,7 +292,7 @@ def test_collective_accepts_lazy_param(stage):
     assert_equal(sharded(loss_fn, {"w": x}, x, N, stage), sharded(same, {"w": x}, x, N, stage))
 
 
-# -- functional_call ------------------------------------------------------------------------------------------------------
+# -- functional_call -------------------------------------------------------------------------------
 
 
 NAMES = ["linear", "convolutions", "tied words", "attention", "lstm"]

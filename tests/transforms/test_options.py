@@ -119,7 +119,7 @@ def test_options_of_the_update_raise_elsewhere():
 
 
 def test_replaced_options_are_completed_again():
-    """What is derived stays out of the given values, so that another choice derives anew."""
+    """Derived values stay out of the given ones, so that another choice derives anew."""
     given = options(reproducible=True, precision="fp16", aux="mean", local="data")
     step = StepOptions.of(given, None, caller="train_step")
     assert (step.slices, step.compute, step.reduce) == (8, torch.float16, torch.float32)

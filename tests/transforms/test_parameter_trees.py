@@ -1,4 +1,6 @@
-"""Whatever the tree of parameters, the mesh, the stage, the optimizer and the options are: a sharded run is the run on one device."""
+"""Whatever the tree of parameters, the mesh, the stage, the optimizer and the options are: a
+sharded run is the run on one device.
+"""
 
 from functools import partial
 from math import prod
@@ -14,6 +16,7 @@ from fshard.mesh.layout.arithmetic import ravel
 from fshard.optim.leaves import trainable
 from fshard.testing import certify
 from fshard.testing.strategies import axis_subsets, meshes
+from tests.helpers.sampled import examples
 from tests.optim.helpers.optimizers import optimizers
 from tests.transforms.helpers.models import FLOATS, models
 
@@ -37,7 +40,9 @@ HOW = {
 
 @st.composite
 def runs(draw, powers=True):
-    """A call of `certify` with everything but model and optimizer: a stage, a mesh, its axes in any order, and options."""
+    """A call of `certify` with everything but model and optimizer: a stage, a mesh, its axes in any
+    order, and options.
+    """
     mesh = draw(
         meshes().filter(lambda mesh: not powers or set(mesh.shape.values()) <= {1, 2, 4, 8})
     )
@@ -54,13 +59,13 @@ def verdicts(certificate):
     return {row.verdict for row in certificate.check().rows}
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(20))
 @given(models(COMPLEX, samples=st.integers(8, 12)), optimizers(), runs(powers=False))
 def test_any_tree_trains_within_error_bounds(model, opt, run):
     run(model.loss_fn, model.params, model.batch, opt).check()
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(20))
 @given(
     models(COMPLEX, samples=st.integers(8, 12)),
     optimizers(),
@@ -80,13 +85,13 @@ def test_any_tree_has_equal_bits_in_reproducible_mode(model, opt, run, precision
     assert verdicts(actual) == {"EXACT"}
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(15))
 @given(models((torch.float32, torch.float64), samples=16, linear=True), runs())
 def test_linear_training_has_equal_bits_in_any_layout(model, run):
     assert verdicts(run(model.loss_fn, model.params, model.batch, SGD)) == {"EXACT"}
 
 
-# -- memory -------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def held(tree, place):
@@ -97,12 +102,14 @@ def held(tree, place):
 
 
 def share(x, parts, index):
-    """How many elements of a tensor are in one of so many even ranges, the last of them shorter or empty."""
+    """How many elements of a tensor are in one of so many even ranges, the last of them shorter or
+    empty.
+    """
     each = -(-x.numel() // parts)
     return max(0, min(x.numel() - index * each, each))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(20))
 @given(
     models(COMPLEX),
     meshes(),
@@ -112,7 +119,9 @@ def share(x, parts, index):
     st.sampled_from([False, True]),
 )
 def test_memory_of_any_tree_equals_theory(model, mesh, data, stage, options, masters):
-    """Ties count once, what is frozen has no state, 16 bits may have masters and moments of 32, ranges need not be even."""
+    """Ties count once, what is frozen has no state, 16 bits may have masters and moments of 32,
+    ranges need not be even.
+    """
     axis = data.draw(axis_subsets(mesh))
     opt = fs.optim.adamw(0.1, fused=False)
     opt = fs.partition_optimizer(

@@ -1,4 +1,4 @@
-"""What a step has held is let go when it returns: cycles would keep it until Python looks for them."""
+"""Steps free what they have held when they return: cycles would keep it until Python looks for them."""
 
 import gc
 
@@ -15,7 +15,9 @@ LEAF = SIZE * SIZE * 4
 
 
 def kept_in_cycles(call):
-    """Return what nothing but cycles keeps after a call: classes, and the shapes of tensors as large as a matrix."""
+    """Return what nothing but cycles keeps after a call: classes, and the shapes of tensors as
+    large as a matrix.
+    """
     call()
     call()  # whatever is made once
     gc.collect()
@@ -87,7 +89,7 @@ def test_staged_step_frees_all_tensors():
     assert kept_in_cycles(lambda: step(params, state, torch.ones(4 * SIZE, SIZE))) == ([], [])
 
 
-# -- forwards that end in an error, and outputs without a backward ---------------------------------------------
+# -- forwards that end in an error, and outputs without a backward ---------------------------------
 
 PLUGINS = {"ddp": fs.DDPPlugin, "zero 2": lambda: fs.ZeroPlugin(stage=2), "fsdp": fs.FSDPPlugin}
 WIDE, ROWS = 37, 3

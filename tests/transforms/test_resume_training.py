@@ -1,4 +1,6 @@
-"""A run goes on in another stage, or on another mesh, as if nothing had happened; and what else is known of leaves goes along."""
+"""A run goes on in another stage, or on another mesh, as if nothing had happened; and what else is
+known of leaves goes along.
+"""
 
 import io
 from functools import cache
@@ -102,7 +104,7 @@ def test_state_of_another_layout_raises_with_fix():
         go(there, state, opt, mesh, range(1))
 
 
-# -- what is known of leaves ---------------------------------------------------------------------------------------
+# -- what is known of leaves -----------------------------------------------------------------------
 
 
 def test_reshard_keeps_ties_units_and_frozen_leaves():

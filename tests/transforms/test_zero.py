@@ -251,7 +251,9 @@ def blocks_of(count, device):
 
 
 def tower_step(stage, n, blocks=4, *, runtime="virtual", trains=True, **options):
-    """Return the ledger of a step; if it does not train, the ledger of gradients, and the gradients."""
+    """Return the ledger of a step; if it does not train, the ledger of gradients, and the
+    gradients.
+    """
     mesh = fs.make_mesh({"data": n}, runtime=runtime)
     device = "meta" if runtime == "abstract" else "cpu"
     params = placed(blocks_of(blocks, device), stage, mesh)

@@ -1,6 +1,8 @@
-"""torch.compile of a model or its blocks, before and after boost: one graph, and the losses of the plain loop.
+"""torch.compile of a model or its blocks, before and after boost: one graph, and the losses of the
+plain loop.
 
-The oracle is the same loop in plain torch without torch.compile; the backend counts graphs and runs them as they are.
+The oracle is the same loop in plain torch without torch.compile; the backend counts graphs and runs
+them as they are.
 """
 
 import pytest
@@ -12,7 +14,8 @@ from torch.nn import functional as F
 import fshard as fs
 
 pytestmark = [
-    # torch's compiler reads .grad of its inputs and hides this warning, but not where it is an error
+    # torch's compiler reads .grad of its inputs and hides this warning, but not where it is an
+    # error
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a"),

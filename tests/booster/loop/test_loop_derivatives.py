@@ -1,4 +1,6 @@
-"""Derivatives that a loop takes itself, of inputs, parameters and activations, equal those of one device."""
+"""Derivatives that a loop takes itself, of inputs, parameters and activations, equal those of one
+device.
+"""
 
 import pytest
 import torch
@@ -38,7 +40,9 @@ def network():
 
 
 def trained(step, booster, index=0, devices=1):
-    """Return the parameters after two steps of a loop on this device's samples, and what the steps returned."""
+    """Return the parameters after two steps of a loop on this device's samples, and what the steps
+    returned.
+    """
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     model, optimizer, *_ = booster.boost(model, optimizer)
@@ -271,7 +275,7 @@ def test_penalties_on_fused_weights_are_those_of_one_device():
         torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
 
 
-# -- hooks ------------------------------------------------------------------------------------------------------------
+# -- hooks -----------------------------------------------------------------------------------------
 
 
 def run_hooked(register, *, is_before):

@@ -1,4 +1,4 @@
-"""What a loop writes to a boosted module takes effect as in torch, or raises."""
+"""Writes of a loop to a boosted module take effect as in torch, or raise."""
 
 import re
 
@@ -55,7 +55,7 @@ def module_of(loop):
     return loop.model if loop.booster is None else loop.model.module
 
 
-# -- buffers ------------------------------------------------------------------------------------------------------------
+# -- buffers ---------------------------------------------------------------------------------------
 
 
 def centred(loop):
@@ -127,7 +127,9 @@ def test_a_buffer_that_devices_write_differently_is_averaged_by_the_step():
 
 
 def test_buffers_written_between_steps_are_saved_and_loaded(tmp_path):
-    """A save has them before the next step averages them; a load replaces what was written after it."""
+    """A save has them before the next step averages them; a load replaces what was written after
+    it.
+    """
 
     def body(loop):
         module = module_of(loop)
@@ -189,7 +191,7 @@ def test_a_removed_buffer_raises():
         on_devices(body, fs.DDPPlugin(), 2, Centred, sgd)
 
 
-# -- gradients and parameters ---------------------------------------------------------------------------------------------
+# -- gradients and parameters ----------------------------------------------------------------------
 
 
 def first_param(loop):

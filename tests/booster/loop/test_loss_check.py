@@ -18,7 +18,9 @@ PADDED = Y.masked_fill(torch.arange(10) < 4, -100)
 
 
 class WithLoss(nn.Module):
-    """Returns its own loss, as models of transformers do; it drops activations and counts its calls."""
+    """Returns its own loss, as models of transformers do; it drops activations and counts its
+    calls.
+    """
 
     def __init__(self):
         super().__init__()

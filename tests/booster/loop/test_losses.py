@@ -1,4 +1,6 @@
-"""Losses of loops beyond a mean over samples: weighted, of several backwards, and of several models."""
+"""Losses of loops beyond a mean over samples: weighted, of several backwards, and of several
+models.
+"""
 
 from functools import partial
 
@@ -54,7 +56,7 @@ def devices(request):
     return request.param
 
 
-# -- weights ------------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def test_backward_of_padded_labels_weighted_by_tokens_is_that_of_one_device(devices):
@@ -113,7 +115,9 @@ def test_backward_with_weights_of_uneven_batches_is_the_mean_over_tokens():
 
 
 def weighted_on_processes():
-    """Return the state after weighted steps on checked samples of a stream, of which the loop counts the tokens."""
+    """Return the state after weighted steps on checked samples of a stream, of which the loop
+    counts the tokens.
+    """
 
     class Rows(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -201,7 +205,7 @@ def test_backward_with_a_weight_in_reproducible_mode_raises():
         )
 
 
-# -- collectives --------------------------------------------------------------------------------------------------------
+# -- collectives -----------------------------------------------------------------------------------
 
 
 def pmean(loop, x):
@@ -232,7 +236,9 @@ def distance_to_maximum(loop, output):
 
 
 def contrastive(loop, output, **to):
-    """Return the loss of each sample of this device, which is to be found among those of all devices."""
+    """Return the loss of each sample of this device, which is to be found among those of all
+    devices.
+    """
     others, first = output, 0
     if loop.booster is not None:
         others = fs.all_gather(output, "data", **to)
@@ -306,7 +312,9 @@ def test_checked_collectives_of_a_loss_may_have_other_cotangents_on_each_device(
 
 
 def test_a_collective_over_an_axis_of_replicas_averages_their_losses():
-    """Devices along an axis that the plugin does not name have losses of their own: the objective is their mean."""
+    """Devices along an axis that the plugin does not name have losses of their own: the objective
+    is their mean.
+    """
 
     def main():
         loop = Loop(net, fs.FSDPPlugin(axis="data"), sgd)
@@ -335,7 +343,9 @@ def test_penalties_on_gradients_through_a_sum_over_devices_are_those_of_one_devi
 
 
 def test_samples_of_weight_0_count_in_the_losses_of_other_devices():
-    """The first of four devices has no label, but its samples are compared with those of the others."""
+    """The first of four devices has no label, but its samples are compared with those of the
+    others.
+    """
     is_labelled = PADDED != -100
 
     def body(loop):
@@ -416,7 +426,7 @@ def test_a_loss_with_a_mean_over_processes_is_that_of_one_device(two):
     assert_close(two.run(spread_on_processes), expected.state())
 
 
-# -- several backwards, several models --------------------------------------------------------------------------------------
+# -- several backwards, several models -------------------------------------------------------------
 
 
 class ActorCritic(nn.Module):
@@ -505,7 +515,7 @@ def test_a_second_backward_without_a_retained_graph_raises():
         on_devices(body, fs.DDPPlugin(), 2, net, sgd)
 
 
-# -- shards of parameters, between steps ------------------------------------------------------------------------------------
+# -- shards of parameters, between steps -----------------------------------------------------------
 
 
 def clamp(loop, bound):

@@ -28,7 +28,9 @@ def save_dtensors(path):
 
 
 def export_all(path):
-    """Export in each format; return the errors of exports to a path that is taken, and of one that its writer cannot end."""
+    """Export in each format; return the errors of exports to a path that is taken, and of one that
+    its writer cannot end.
+    """
     mesh = fs.make_mesh({"data": 2})
     layouts = {"a.w": P("data"), "b.w": P.flat("data"), "c": P()}
     tensors = {
@@ -58,7 +60,9 @@ def mesh():
 
 
 def growth_of_memory(action, field="RssAnon"):
-    """Return the bytes by which a field of /proc grows meanwhile; "VmRSS" counts the pages of mapped files too."""
+    """Return the bytes by which a field of /proc grows meanwhile; "VmRSS" counts the pages of
+    mapped files too.
+    """
     sizes = []
     is_done = threading.Event()
 

@@ -9,7 +9,9 @@ from fshard.errors import CheckpointError
 
 
 def tree(value, devices=1):
-    """Arrays on some devices, replicated and sharded, of which a wrong element would be seen, and a value."""
+    """Arrays on some devices, replicated and sharded, of which a wrong element would be seen, and a
+    value.
+    """
     mesh = fs.make_mesh({"data": devices})
     x = torch.arange(48.0) + value
     return {
@@ -21,7 +23,9 @@ def tree(value, devices=1):
 
 
 def loaded(path):
-    """The value of the checkpoint in a folder, of which all leaves must be one's; None without a checkpoint."""
+    """The value of the checkpoint in a folder, of which all leaves must be one's; None without a
+    checkpoint.
+    """
     if not (path / "index.json").exists():
         with pytest.raises(CheckpointError, match="is no checkpoint"):
             fs.restore(path)

@@ -1,10 +1,11 @@
-"""The cases of the conformance suite, as data: a collective, its axes and options, and the input tensors.
+"""The cases of the conformance suite, as data: a collective, its axes and options, and the input
+tensors.
 
 A new collective is tested by adding it to `ORACLES` and, if it takes options, to `OPTIONS`, both of
 `fshard.testing.oracles`.
 
-Each device's input follows from the case and the device's number, so every device (and the test) can compute the input
-of all others.
+Each device's input follows from the case and the device's number, so every device (and the test)
+can compute the input of all others.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Case:
         return f"{self.collective}({' '.join(map(str, self.operands))}, {'+'.join(self.axes)}{options}){mode}"
 
 
-# -- what the devices hold ----------------------------------------------------------------------------------------
+# -- what the devices hold -------------------------------------------------------------------------
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, *seeds: int) -> Tensor:
@@ -121,7 +122,7 @@ def cotangent(case: Case, number: int, device: int, like: Tensor) -> Tensor:
     return _values(tuple(like.shape), like.dtype, case.seed, number, device, 1)
 
 
-# -- the cases ----------------------------------------------------------------------------------------------------
+# -- the cases -------------------------------------------------------------------------------------
 
 
 def axes_choices(mesh: fs.Mesh) -> list[tuple[str, ...]]:
@@ -138,7 +139,8 @@ def axes_choices(mesh: fs.Mesh) -> list[tuple[str, ...]]:
 def all_cases(mesh: fs.Mesh, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
     """Return all cases for a mesh: collective × dtype × axes × options, then special ones.
 
-    All options are tried on one dtype of each kind and single axes, all dtypes and axes with the first option.
+    All options are tried on one dtype of each kind and single axes, all dtypes and axes with the
+    first option.
     """
     for number, axes in enumerate(axes_choices(mesh)):
         n = prod(mesh.shape[name] for name in axes)
@@ -152,7 +154,9 @@ def all_cases(mesh: fs.Mesh, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterat
 
 
 def _special_cases(base: Case, n: int) -> Iterator[Case]:
-    """Return special cases: odd memory formats and shapes, trees, and other calls with the same result."""
+    """Return special cases: odd memory formats and shapes, trees, and other calls with the same
+    result.
+    """
     oracle = base.oracle
     few = [dtype for dtype in FEW_DTYPES if oracle.takes(dtype)]
     for dtype in few:
@@ -182,7 +186,9 @@ def large_cases(mesh: fs.Mesh, elements: int = 300_007) -> Iterator[Case]:
 
 @st.composite
 def drawn_cases(draw: st.DrawFn, mesh: fs.Mesh, name: str | None = None) -> Case:
-    """Draw any case for a mesh: axes, collective (by default any), options, mode, a tensor or a tree of up to five."""
+    """Draw any case for a mesh: axes, collective (by default any), options, mode, a tensor or a
+    tree of up to five.
+    """
     axes = draw(st.sampled_from(axes_choices(mesh)))
     n = prod(mesh.shape[name] for name in axes)
     name = name or draw(st.sampled_from(sorted(ORACLES)))

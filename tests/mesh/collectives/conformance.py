@@ -1,11 +1,13 @@
-"""The runtime conformance suite: every collective, on every dtype, over every choice of axes, against its oracle.
+"""The runtime conformance suite: every collective, on every dtype, over every choice of axes,
+against its oracle.
 
-`check_runtime(mesh)` is called on a virtual mesh once, on a process mesh in every process. The program of a *case* (see
-`cases`) makes each device's tensors from a seed, calls the collective, and differentiates it; then the results are
-compared with `oracles.ORACLES`, on groups of devices computed here with plain arithmetic.
+`check_runtime(mesh)` is called on a virtual mesh once, on a process mesh in every process. The
+program of a *case* (see `cases`) makes each device's tensors from a seed, calls the collective, and
+differentiates it; then the results are compared with `oracles.ORACLES`, on groups of devices
+computed here with plain arithmetic.
 
-Values are random normal numbers, compared bit for bit: the order of additions is promised. On an abstract mesh shapes,
-dtypes and the ledger are compared.
+Values are random normal numbers, compared bit for bit: the order of additions is promised. On an
+abstract mesh shapes, dtypes and the ledger are compared.
 """
 
 from fractions import Fraction
@@ -24,7 +26,9 @@ from tests.mesh.collectives.cases import Case, all_cases, cotangent, operand
 
 
 def group_of(mesh, device, axes):
-    """Return the devices that `device` meets along `axes`, in their order: major to minor, as the axes are named."""
+    """Return the devices that `device` meets along `axes`, in their order: major to minor, as the
+    axes are named.
+    """
     names = list(mesh.shape)
     grid = torch.arange(mesh.size).reshape(tuple(mesh.shape.values()))
     coordinates = (grid == device).nonzero()[0].tolist()
@@ -48,7 +52,7 @@ class CaseOutcome(NamedTuple):
     calls: int
 
 
-# -- the program of one device ------------------------------------------------------------------------------------
+# -- the program of one device ---------------------------------------------------------------------
 
 
 def perform(mesh, cases):
@@ -88,7 +92,9 @@ def _perform(case, device, device_type):
 
 
 def _call(case, xs):
-    """Call the collective on one tensor, or on a tree; return the results, and other tensors to differentiate."""
+    """Call the collective on one tensor, or on a tree; return the results, and other tensors to
+    differentiate.
+    """
     tree = xs[0] if len(xs) == 1 else {"first": xs[0], "others": tuple(xs[1:])}
     options = dict(case.options)
     is_started = case.mode == "start"
@@ -118,14 +124,16 @@ def _send_recv(tree, axis, is_started, *, perm):
     return optree.tree_leaves(received), tokens
 
 
-# -- the comparison -----------------------------------------------------------------------------------------------
+# -- the comparison --------------------------------------------------------------------------------
 
 
 def check_runtime(mesh, cases=None):
-    """Compare the runtime of `mesh` with the oracles, by default in `all_cases(mesh)`; return the number of cases.
+    """Compare the runtime of `mesh` with the oracles, by default in `all_cases(mesh)`; return the
+    number of cases.
 
-    Raises an AssertionError for the first case that fails. On a process mesh every process calls it, with the same
-    cases, and checks its own results. Sums are equal bit for bit, unless the backend adds: all but gloo do.
+    Raises an AssertionError for the first case that fails. On a process mesh every process calls
+    it, with the same cases, and checks its own results. Sums are equal bit for bit, unless the
+    backend adds: all but gloo do.
     """
     remaining = iter(all_cases(mesh) if cases is None else cases)
     count = 0
@@ -205,7 +213,9 @@ def expect(case: Case, members, is_abstract):
 
 
 def _is_same(x, y, bits):
-    """Return True if two tensors are equal to the last bit, or within roundings; any NaN equals any other."""
+    """Return True if two tensors are equal to the last bit, or within roundings; any NaN equals any
+    other.
+    """
     if (x.shape, x.dtype) != (y.shape, y.dtype) or x.is_meta:
         return (x.shape, x.dtype) == (y.shape, y.dtype)
     if bits or not is_differentiable(x):

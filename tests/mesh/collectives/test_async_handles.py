@@ -116,7 +116,9 @@ def test_helper_error_is_raised_at_wait():
 
 
 def wait_for_the_first_of_two():
-    """Process 0 waits for a sum that others begin when another is done: one that was started last, and has rounds."""
+    """Process 0 waits for a sum that others begin when another is done: one that was started last,
+    and has rounds.
+    """
     mesh = fs.make_mesh({"a": 2, "b": 2}, timeout=10)
 
     def main():

@@ -1,4 +1,6 @@
-"""Every collective means the same on every runtime: what its oracle says, to the last bit, and at the same cost."""
+"""Every collective means the same on every runtime: what its oracle says, to the last bit, and at
+the same cost.
+"""
 
 from itertools import islice
 from math import prod
@@ -107,7 +109,7 @@ def test_drawn_case_on_processes(two, four, name, shape, data):
     pool.run(suite, shape, [data.draw(drawn_cases(fs.make_mesh(shape), name))])
 
 
-# -- the ledger ---------------------------------------------------------------------------------------------------
+# -- the ledger ------------------------------------------------------------------------------------
 
 
 def program():
@@ -180,7 +182,7 @@ def test_ledger_bytes_equal_theory(collective, sent):
     assert [comm.bytes(device) for device in range(4)] == sent and comm.calls() <= 4
 
 
-# -- messages -----------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 def test_send_recv_chain_gradients():

@@ -52,8 +52,8 @@ def close(actual, expected):
 
 # -- kinds of derivatives --------------------------------------------------------------------------
 #
-# A kind of derivative is a function of (loss, w, x): the loss is the serial one, or the one of a device with its own
-# rows of x, whose gradients at the replicated w are complete on every device.
+# A kind of derivative is a function of (loss, w, x): the loss is the serial one, or the one of a
+# device with its own rows of x, whose gradients at the replicated w are complete on every device.
 
 
 def hvp_reverse(loss, w, x, v):
@@ -205,7 +205,8 @@ KINDS = {
 }
 
 
-# Raw dual numbers have one level for the process, which the threads of devices share: inside, use torch.func.
+# Raw dual numbers have one level for the process, which the threads of devices share: inside, use
+# torch.func.
 DUAL = ("dual numbers", "jacobian forward vectorized", "hessian forward vectorized")
 
 

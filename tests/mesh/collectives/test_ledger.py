@@ -1,4 +1,6 @@
-"""Ledgers of threads: each counts the collectives of the thread that has opened it, and of the devices that it runs."""
+"""Ledgers of threads: each counts the collectives of the thread that has opened it, and of the
+devices that it runs.
+"""
 
 import threading
 from _thread import start_new_thread

@@ -1,4 +1,6 @@
-"""The devices of a group must call a collective on the same tree: leaves are never matched by their order alone."""
+"""The devices of a group must call a collective on the same tree: leaves are never matched by their
+order alone.
+"""
 
 from collections import OrderedDict
 

@@ -1,4 +1,5 @@
-"""A fake GPU for tests of copies: CPU tensors count as a GPU's; copies happen only when something waits for them.
+"""A fake GPU for tests of copies: CPU tensors count as a GPU's; copies happen only when something
+waits for them.
 
 It sees:
 
@@ -10,9 +11,10 @@ It sees:
 - a copy into memory that was freed, or on a stream that did not wait for what computes or uses the memory;
 - a tensor that is written to while it is copied.
 
-It cannot see: reads of numbers, such as `.item()` (tests/transforms/test_host_syncs.py counts them); a missing wait of one
-stream of computation for another one, since kernels run at once; memory that kernels use, of any stream; copies by
-operations other than `Tensor.copy_` (a `.to("cuda")` fails on a machine without one); times; orders of the two directions.
+It cannot see: reads of numbers, such as `.item()` (tests/transforms/test_host_syncs.py counts
+them); a missing wait of one stream of computation for another one, since kernels run at once;
+memory that kernels use, of any stream; copies by operations other than `Tensor.copy_` (a
+`.to("cuda")` fails on a machine without one); times; orders of the two directions.
 """
 
 import sys
@@ -37,10 +39,12 @@ PACKAGE = Path(fs.__file__).parent
 
 
 class FakeGpu:
-    """Streams for copies do not run until they are waited for; those of computation run at once, but for their reads.
+    """Streams for copies do not run until they are waited for; those of computation run at once,
+    but for their reads.
 
-    Tensors of host memory kinds and of `on_host` lie on the host, all others on the GPU. `log` has each copy
-    ("to host", "to device"), and each wait ("device waits", "host waits"); the host waits for what it has not waited for.
+    Tensors of host memory kinds and of `on_host` lie on the host, all others on the GPU. `log` has
+    each copy ("to host", "to device"), and each wait ("device waits", "host waits"); the host waits
+    for what it has not waited for.
     """
 
     def __init__(self, monkeypatch):
@@ -197,7 +201,11 @@ class FakeGpu:
 
 
 class FakeStream:
-    """Work in order. The GPU is far behind the host: the host knows of no work that is done until it has waited for it."""
+    """Work in order.
+
+    The GPU is far behind the host: the host knows of no work that is done until it has waited for
+    it.
+    """
 
     def __init__(self, gpu, is_for_copies):
         self.gpu, self.is_for_copies, self.device = gpu, is_for_copies, DEVICE

@@ -1,4 +1,6 @@
-"""Arrays that a step has donated: each later use raises, and what was copied before keeps its values."""
+"""Arrays that a step has donated: each later use raises, and what was copied before keeps its
+values.
+"""
 
 import copy
 import pickle

@@ -1,4 +1,6 @@
-"""Tensors are cast, joined, split and padded together; the oracle does it one by one, by torch's own operations."""
+"""Tensors are cast, joined, split and padded together; the oracle does it one by one, by torch's
+own operations.
+"""
 
 from collections import Counter
 

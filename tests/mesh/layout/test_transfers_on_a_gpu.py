@@ -1,4 +1,6 @@
-"""Copies between host and GPU, on a fake GPU: waits of the host, misused memory, and bytes on the device, against plain copies."""
+"""Copies between host and GPU, on a fake GPU: waits of the host, misused memory, and bytes on the
+device, against plain copies.
+"""
 
 import pytest
 import torch
@@ -68,7 +70,9 @@ def test_released_sources_may_be_written_to(gpu):
 def test_device_memory_of_copies_is_bounded_far_behind_the_host(
     gpu, monkeypatch, link, limit, held
 ):
-    """No copy has run yet; of 20, whose tensors have 16 bytes each and are freed at once, few are there."""
+    """No copy has run yet; of 20, whose tensors have 16 bytes each and are freed at once, few are
+    there.
+    """
     monkeypatch.setattr(transfers, "UNDER_WAY", limit)
     alive = Storages()
     homes = on_host(*[3.0] * 20)

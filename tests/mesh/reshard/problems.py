@@ -19,7 +19,9 @@ MESHES = [
 
 @st.composite
 def specs(draw, mesh, shape):
-    """Any legal spec: an axis cuts a dim that it divides, or the flat tensor, has a coordinate, is unreduced, or unused."""
+    """Any legal spec: an axis cuts a dim that it divides, or the flat tensor, has a coordinate, is
+    unreduced, or unused.
+    """
     axes = draw(st.permutations(list(mesh)))
     flat = draw(st.booleans())
     dims = [[] for _ in shape]

@@ -1,4 +1,6 @@
-"""What `device_put`, `reshard`, `unshard`, `from_local`, `shard_params` and `shard_map` return has its own memory."""
+"""What `device_put`, `reshard`, `unshard`, `from_local`, `shard_params` and `shard_map` return has
+its own memory.
+"""
 
 import pytest
 import torch

@@ -64,7 +64,7 @@ def test_direct_exchange_sends_only_missing_elements(shape, before, after, expec
     )
 
 
-# -- on other runtimes ----------------------------------------------------------------------------------------------
+# -- on other runtimes -----------------------------------------------------------------------------
 
 
 def some_problems(count=40):
@@ -159,7 +159,7 @@ def test_abstract_mesh_counts_bytes_of_busiest_device(problem):
         assert counts[0] == counts[1]
 
 
-# -- derivatives ----------------------------------------------------------------------------------------------------
+# -- derivatives -----------------------------------------------------------------------------------
 
 DERIVED = [
     ((7,), P.flat("b"), P.flat("b", "a")),

@@ -19,7 +19,9 @@ from tests.mesh.reshard.problems import expected_shards, problems
 @example(({"a": 2, "b": 2, "c": 2}, (3, 3), P(at={("b", "c"): 3}, unreduced="a"), P()))
 @example(({"a": 2, "b": 2, "c": 2}, (2,), P(unreduced=("a", "c")), P("a", at={"c": 0})))
 def test_reshard_any_layout_to_any_layout(problem):
-    """Values, bytes that are at most those of the plan, and gradients, which are those of the identity."""
+    """Values, bytes that are at most those of the plan, and gradients, which are those of the
+    identity.
+    """
     axes, shape, before, after = problem
     mesh = fs.make_mesh(axes)
     full = torch.arange(1.0, prod(shape) + 1).reshape(shape)

@@ -1,7 +1,9 @@
-"""A process group of this process alone, which plays all ranks: each has the same data, and so the same results.
+"""A process group of this process alone, which plays all ranks: each has the same data, and so the
+same results.
 
-Results are there at once, but no operation counts as complete before `release`, as if the device were far behind the
-host. Whatever would block the host on NCCL is noted: `wait(timeout)`, and a look at an operation's end.
+Results are there at once, but no operation counts as complete before `release`, as if the device
+were far behind the host. Whatever would block the host on NCCL is noted: `wait(timeout)`, and a
+look at an operation's end.
 """
 
 from contextlib import contextmanager

@@ -1,7 +1,9 @@
-"""A device `fakegpu`, whose memory is that of the host: a tensor of it is no CPU tensor, and mixing the two raises.
+"""A device `fakegpu`, whose memory is that of the host: a tensor of it is no CPU tensor, and mixing
+the two raises.
 
-Operations run at once, by their CPU kernels: a tensor is passed to them as a CPU tensor of the same memory. `install`
-registers the device for this process, for ever, and makes it the device of process meshes that name none.
+Operations run at once, by their CPU kernels: a tensor is passed to them as a CPU tensor of the same
+memory. `install` registers the device for this process, for ever, and makes it the device of
+process meshes that name none.
 """
 
 import ctypes
@@ -19,7 +21,9 @@ from fshard.mesh.layout import make
 PACKAGE = f"{os.path.dirname(fs.__file__)}{os.sep}"
 NAME = "fakegpu"
 BACKEND = f"cpu:gloo,{NAME}:nccl_rules"
-"""A backend of torch.distributed: gloo for tensors of the host, the rules of NCCL for those of the device."""
+"""A backend of torch.distributed: gloo for tensors of the host, the rules of NCCL for those of the
+device.
+"""
 
 _CPU, _DEVICE = 1, 12  # kinds of devices in DLPack: the second is torch's PrivateUse1
 _CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -102,7 +106,9 @@ _MIXED = {torch.ops.aten.index.Tensor, torch.ops.aten._index_put_impl_.default}
 
 
 class Stream:
-    """The compute stream: the host's main thread, as `nccl_rules` blocks it where NCCL would block the stream."""
+    """The compute stream: the host's main thread, as `nccl_rules` blocks it where NCCL would block
+    the stream.
+    """
 
     def record_event(self):
         return self
@@ -114,7 +120,7 @@ class Stream:
 
 
 class _Module:
-    """What torch asks of a device."""
+    """Answer what torch asks of a device."""
 
     is_available = is_initialized = staticmethod(lambda: True)
     current_device = staticmethod(lambda: 0)

@@ -1,4 +1,6 @@
-"""The hub of the rules of NCCL: a thread of rank 0 that plays the devices of all ranks; the rules are in nccl_rules.py."""
+"""The hub of the rules of NCCL: a thread of rank 0 that plays the devices of all ranks; the rules
+are in nccl_rules.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tests.mesh.runtimes.fake_device import on_host
 
 SEED = int(os.environ.get("NCCL_RULES_SEED", "0"))
 DELAY = float(os.environ.get("NCCL_RULES_DELAY", "0.0005"))
-"""Seconds by which a completion is delayed: four in five by less, the others by eight times as much."""
+"""Seconds by which a completion is delayed: four in five by less, the others by eight times as
+much.
+"""
 QUIET = 0.5
 """Seconds of silence, then deadlocks are looked for."""
 STALL = float(os.environ.get("NCCL_RULES_STALL", "20"))
@@ -31,7 +35,9 @@ STALL = float(os.environ.get("NCCL_RULES_STALL", "20"))
 
 
 def array_of(x: Tensor) -> np.ndarray[Any, Any]:
-    """Return the memory of a contiguous tensor; autograd does not see writes to it, as it does not see NCCL's."""
+    """Return the memory of a contiguous tensor; autograd does not see writes to it, as it does not
+    see NCCL's.
+    """
     if not x.numel():
         return np.empty(0, np.uint8)
     return on_host(x.detach().reshape(-1).view(torch.uint8)).numpy()
@@ -112,7 +118,7 @@ def _collective(op: Op, data: list[Sequence[bytes]], number: int) -> list[Sequen
     return [gathered if op.name == "all_gather" or i == op.signature[-1] else [] for i in range(n)]
 
 
-# -- the hub --------------------------------------------------------------------------------------------------------
+# -- the hub ---------------------------------------------------------------------------------------
 
 
 class Hub:
@@ -224,7 +230,9 @@ class Hub:
                 self.schedule(op)
 
     def exchange(self, op: Op, heads: dict[int, Op]) -> None:
-        """Pair the sends of an operation with the receives of the heads, in order for each pair of ranks."""
+        """Pair the sends of an operation with the receives of the heads, in order for each pair of
+        ranks.
+        """
         for i in sorted(op.pending):
             to, size, data = op.messages[i]
             if data is None or to not in heads:
@@ -266,7 +274,7 @@ class Hub:
         for rank in self.ranks.values():
             self.tell(rank, "error", *self.failure)
 
-    # -- deadlocks --------------------------------------------------------------------------------------------------
+    # -- deadlocks ---------------------------------------------------------------------------------
 
     def look_for_deadlocks(self) -> None:
         silence = time.monotonic() - self.event
@@ -287,7 +295,9 @@ class Hub:
     def paths(
         self, op: Op, path: dict[Op, Op | int]
     ) -> Iterator[tuple[Op | int, list[tuple[Op, Op | int]]]]:
-        """Yield the cycles of operations that wait for each other, and the paths to ranks that are not blocked."""
+        """Yield the cycles of operations that wait for each other, and the paths to ranks that are
+        not blocked.
+        """
         if op in path:
             steps = [*path.items()]
             yield op, steps[[step for step, _ in steps].index(op) :]
@@ -299,7 +309,9 @@ class Hub:
                 yield after, [*path.items(), (op, after)]
 
     def needs(self, op: Op) -> Iterator[Op | int]:
-        """Yield what an operation waits for: operations, or ranks that are not blocked and have not made theirs."""
+        """Yield what an operation waits for: operations, or ranks that are not blocked and have not
+        made theirs.
+        """
         queue = [*self.queues[op.comm, op.rank]]
         if op in queue[1:]:
             yield queue[queue.index(op) - 1]

@@ -1,7 +1,8 @@
-"""A process group for CPU tensors with the rules of NCCL: what is wrong there raises here, as text, within seconds.
+"""A process group for CPU tensors with the rules of NCCL: what is wrong there raises here, as text,
+within seconds.
 
-Importing this module registers the backend "nccl_rules". All ranks send their operations to a hub, a thread of rank 0,
-which plays the devices of all: see nccl_hub.py. The rules:
+Importing this module registers the backend "nccl_rules". All ranks send their operations to a hub,
+a thread of rank 0, which plays the devices of all: see nccl_hub.py. The rules:
 
     order       Operations of a communicator are paired by their order. Tags are ignored.
     queues      A communicator is a queue on each of its ranks: an operation starts when all before it have completed.
@@ -21,11 +22,12 @@ which plays the devices of all: see nccl_hub.py. The rules:
                 Groups with both backends pass tensors of the host to real gloo; groups for messages refuse them.
     deadlocks   are reported to all ranks: the cycle, or all open operations after NCCL_RULES_STALL seconds of silence.
 
-With `hold()`, `wait` returns at once and nothing completes until `release()`: a step that returns has blocked the host
-nowhere. But sums in float64 complete: among them are those of rows in host memory, whose link would be gloo, and the host
-waits for the other hosts there, not for the device. `counts["sums in float64"]` is their number. So do operations that
-`hold` is told of, whose results the host must read; `counts["reads"]` is the number of these. `counts` has launches, waits,
-host synchronisations, polls and rendezvous.
+With `hold()`, `wait` returns at once and nothing completes until `release()`: a step that returns
+has blocked the host nowhere. But sums in float64 complete: among them are those of rows in host
+memory, whose link would be gloo, and the host waits for the other hosts there, not for the device.
+`counts["sums in float64"]` is their number. So do operations that `hold` is told of, whose results
+the host must read; `counts["reads"]` is the number of these. `counts` has launches, waits, host
+synchronisations, polls and rendezvous.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ from tests.mesh.runtimes import fake_device
 from tests.mesh.runtimes.nccl_hub import QUIET, Hub, Op, array_of, bytes_of
 
 counts: Counter[str] = Counter()
-"""Launches by name, and "launches", "waits", "host syncs", "polls", "rendezvous", "aborts", "on gloo" of this process."""
+"""Launches by name, and "launches", "waits", "host syncs", "polls", "rendezvous", "aborts", "on
+gloo" of this process.
+"""
 violations: list[str] = []
 """The texts of all rule errors of this process, in case that the library has suppressed some."""
 
@@ -79,7 +83,8 @@ def host(x: Tensor) -> Tensor:
 
 
 def hold(is_read: Callable[[Op], bool] = lambda op: False) -> None:
-    """Complete nothing until `release`: `wait` returns at once, as on NCCL, and the results stay NaN.
+    """Complete nothing until `release`: `wait` returns at once, as on NCCL, and the results stay
+    NaN.
 
     Operations that `is_read` is true for complete: the host reads their results.
     """
@@ -87,7 +92,10 @@ def hold(is_read: Callable[[Op], bool] = lambda op: False) -> None:
 
 
 def release() -> None:
-    """Complete the operations started since `hold`. Their results are not written: their memory may have other uses."""
+    """Complete the operations started since `hold`.
+
+    Their results are not written: their memory may have other uses.
+    """
     works, _state["held"] = _state["held"] or [], None
     for work in works:
         work.is_held = False
@@ -110,7 +118,9 @@ def _violate(text: str, kind: type[Exception] = RuleError) -> NoReturn:
 
 
 def _stream() -> int:
-    """Return the stream of this thread; a thread of autograd uses that of the forward: see foreign_backward.py."""
+    """Return the stream of this thread; a thread of autograd uses that of the forward: see
+    foreign_backward.py.
+    """
     is_of_autograd = threading.current_thread().name == "foreign backward"
     return threading.main_thread().ident or 0 if is_of_autograd else threading.get_ident()
 
@@ -354,7 +364,9 @@ class NcclRules(dist.ProcessGroup):
         outputs: Sequence[Tensor],
         rows: Sequence[Tensor] | None = None,
     ) -> Work:
-        """Start a collective; `rows` are the parts of the inputs, if they are not the inputs themselves."""
+        """Start a collective; `rows` are the parts of the inputs, if they are not the inputs
+        themselves.
+        """
         _check_tensors([*inputs, *outputs])
         if self.batch is not None:
             _violate(f"{name} in a batch of messages")
@@ -378,7 +390,7 @@ class NcclRules(dist.ProcessGroup):
             op, [x for x in inputs if x.data_ptr() not in in_place], dict(enumerate(outputs))
         )
 
-    # -- collectives ------------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         reduction = _reduction(opts.reduceOp if opts else dist.ReduceOp.SUM, tensors[0].dtype)
@@ -479,7 +491,7 @@ class NcclRules(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_tensor = reduce_scatter_single
     alltoall_base = all_to_all_single
 
-    # -- messages ---------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Work | None:
         return self._message(tensors[0], to, True)
@@ -526,7 +538,7 @@ class NcclRules(dist.ProcessGroup):
         messages, self.batch = self.batch or [], None
         return self._messages(messages, is_batch=True)
 
-    # -- leaving ----------------------------------------------------------------------------------------------------
+    # -- leaving -----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Wait for all operations of the group, as NCCL does."""

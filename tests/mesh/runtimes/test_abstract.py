@@ -1,4 +1,6 @@
-"""On an abstract mesh a function may make and reach for tensors as anywhere; only what asks for a value is refused."""
+"""On an abstract mesh a function may make and reach for tensors as anywhere; only what asks for a
+value is refused.
+"""
 
 import numpy as np
 import pytest

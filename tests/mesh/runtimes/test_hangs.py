@@ -1,4 +1,5 @@
-"""The end of calls on a backend where the host waits for none: their table, the abort, the error of the next call or of the end.
+"""The end of calls on a backend where the host waits for none: their table, the abort, the error of
+the next call or of the end.
 
 A fake stream goes on or does not; the store is one in memory, or lost.
 """
@@ -36,7 +37,9 @@ class Store(dist.HashStore):
 
 @contextmanager
 def joined(patch, timeout=1):
-    """Be a process of two, over a backend whose stream goes on only if `runs`; `left` has the calls that leave its groups."""
+    """Be a process of two, over a backend whose stream goes on only if `runs`; `left` has the calls
+    that leave its groups.
+    """
     state = SimpleNamespace(runs=True, left=[])
     stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: state.runs))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -125,7 +128,7 @@ def test_leave_after_an_error_aborts_and_publishes(world):
     assert world.store.get("failure").startswith(b"Process 0 has failed")
 
 
-# -- a store that is lost, with the process that has it ------------------------------------------------------------
+# -- a store that is lost, with the process that has it --------------------------------------------
 
 
 def test_lost_store_and_hanging_stream_is_a_lost_process(world, capfd):
@@ -151,7 +154,9 @@ def test_lost_store_and_stream_that_runs_is_no_error(world):
 
 
 def test_failure_of_the_process_with_the_store_is_read_before_it_ends(monkeypatch):
-    """Another process, which looks at the store at the same interval, has read why before rank 0 has left."""
+    """Another process, which looks at the store at the same interval, has read why before rank 0
+    has left.
+    """
     with joined(monkeypatch, timeout=10) as world:
         works = SimpleNamespace(error=None, timeout=world.process.timeout, recent=[])
         stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: True))
@@ -161,7 +166,7 @@ def test_failure_of_the_process_with_the_store_is_read_before_it_ends(monkeypatc
         other.stop()
 
 
-# -- the end of a process whose last calls hang ---------------------------------------------------------------------
+# -- the end of a process whose last calls hang ----------------------------------------------------
 
 
 def hang(world):

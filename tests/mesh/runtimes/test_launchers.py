@@ -1,4 +1,6 @@
-"""Which of several processes this is: by the variables that launchers really set, and by any others."""
+"""Which of several processes this is: by the variables that launchers really set, and by any
+others.
+"""
 
 import math
 import os
@@ -192,7 +194,7 @@ def test_make_mesh_with_incomplete_environment_raises(variables, options, text, 
     assert fs.make_mesh({"data": 4}, runtime="virtual").runtime == "virtual"
 
 
-# -- any variables ------------------------------------------------------------------------------------------------
+# -- any variables ---------------------------------------------------------------------------------
 
 NAMES = sorted({name for names in LAUNCHERS.values() for name in names if name} | {
     "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_NODEID",
@@ -249,7 +251,7 @@ def test_default_port_of_two_jobs_differs():
     assert len(ports) > 95
 
 
-# -- real worlds --------------------------------------------------------------------------------------------------
+# -- real worlds -----------------------------------------------------------------------------------
 
 
 def as_started_by(kind):

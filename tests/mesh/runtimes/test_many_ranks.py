@@ -1,8 +1,10 @@
-"""What one of 1,024 ranks makes: groups, store keys and sockets, by a model of torch's groups in one process.
+"""What one of 1,024 ranks makes: groups, store keys and sockets, by a model of torch's groups in
+one process.
 
-The library's own code decides which groups there are and which ranks communicate; the model counts. A group over gloo
-has a key in the store for each member and a listening socket, and connects two ranks where they communicate: measured
-in `test_gloo_of_many_connects_ranks_that_communicate`, with real groups.
+The library's own code decides which groups there are and which ranks communicate; the model counts.
+A group over gloo has a key in the store for each member and a listening socket, and connects two
+ranks where they communicate: measured in `test_gloo_of_many_connects_ranks_that_communicate`, with
+real groups.
 """
 
 import math
@@ -31,7 +33,9 @@ GPU = torch.device("cuda", 0)
 
 
 class CountedGroup(echo.EchoGroup):
-    """A group whose ranks all have the data of this one; it notes the ranks that messages go to and come from."""
+    """A group whose ranks all have the data of this one; it notes the ranks that messages go to and
+    come from.
+    """
 
     def __init__(self, rank, n):
         super().__init__(rank, n)
@@ -93,7 +97,9 @@ def rank_of_many(monkeypatch, rank, n):
     start = ProcessWorld.start
 
     def start_by_memory(world, move, xs, group, *rest):
-        """Take sums in float64 for those of rows in host memory: all other tensors are taken for those of GPUs."""
+        """Take sums in float64 for those of rows in host memory: all other tensors are taken for
+        those of GPUs.
+        """
         is_of_host = isinstance(move, Psum) and xs[0].dtype == torch.float64
         world.device_type = "cuda" if is_of_host else "cpu"
         try:
@@ -236,7 +242,9 @@ def count_sockets():
 
 
 def groups_of_gloo(n):
-    """Make the groups of n ranks, each in a thread; return them and the number of keys in their store."""
+    """Make the groups of n ranks, each in a thread; return them and the number of keys in their
+    store.
+    """
     store = dist.HashStore()
     with ThreadPoolExecutor(n) as threads:
         groups = [

@@ -1,4 +1,6 @@
-"""Collectives on a backend with streams: what the host waits for, on which stream buffers lie, and what stays alive."""
+"""Collectives on a backend with streams: what the host waits for, on which stream buffers lie, and
+what stays alive.
+"""
 
 from contextlib import contextmanager
 from datetime import timedelta
@@ -241,12 +243,16 @@ def test_result_of_a_gather_is_freed_once_it_is_unpacked(mesh, monkeypatch, coun
 
 
 def under_rules_of_nccl():
-    """Run each collective, then one again while nothing completes; count what the host has waited for."""
+    """Run each collective, then one again while nothing completes; count what the host has waited
+    for.
+    """
     mesh = fs.make_mesh({"d": 2}, device="cpu")
     values = fs.run(lambda: (each_collective(), extremes()), mesh=mesh)[0]
 
     def held():
-        """Start all while nothing completes, and wait in another order: a launch and a wait each, two for pmax."""
+        """Start all while nothing completes, and wait in another order: a launch and a wait each,
+        two for pmax.
+        """
         started = sum(nccl_rules.counts[name] for name in ("launches", "waits"))
         x = torch.ones(4)
         handles = [fs.all_gather.start([torch.ones(3), torch.ones(2)], "d"), fs.psum.start(x, "d")]

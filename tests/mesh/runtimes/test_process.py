@@ -1,7 +1,8 @@
-"""The process runtime: the same program on gloo, torch's own meshes and tensors, hangs that are errors."""
+"""The process runtime: the same program on gloo, torch's own meshes and tensors, hangs that are
+errors.
+"""
 
 import os
-import time
 from itertools import pairwise, product
 
 import pytest
@@ -21,6 +22,7 @@ from fshard.mesh.runtimes.transport import joined
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.transforms.agreement import reduce_rows
+from tests.helpers.ended import wait_until
 from tests.helpers.processes import not_under_rules, run_processes
 from tests.mesh.runtimes.programs import each_collective, extremes, the_example
 
@@ -58,7 +60,7 @@ def test_reshard_and_backward_on_processes_equals_virtual(four):
     four.run(reshard_everything)
 
 
-# -- torch's meshes and tensors -----------------------------------------------------------------------------------
+# -- torch's meshes and tensors --------------------------------------------------------------------
 
 
 def to_and_from_torch():
@@ -153,23 +155,30 @@ def test_make_mesh_unseeded_processes_draw_equal_numbers():
     assert torch.equal(first, second) and not torch.equal(before, other)
 
 
-# -- a hang is an error -------------------------------------------------------------------------------------------
+# -- a hang is an error ----------------------------------------------------------------------------
 
 
-def leave_one_out():
+def leave_one_out(path):
+    """Call a collective on process 0 alone, which writes that it has failed; process 1 is there
+    until then.
+    """
+
     def main():
-        if fs.axis_index("data") == 0:
+        if fs.axis_index("data") == 1:
+            wait_until(path.exists)
+            return
+        try:
             fs.psum(torch.ones(3), "data")
-        else:
-            time.sleep(2.5)
+        finally:
+            path.touch()
 
     fs.run(main, mesh=fs.make_mesh({"data": 2}, timeout=1))
 
 
-def test_collective_timeout_names_the_call(link):
+def test_collective_timeout_names_the_call(link, tmp_path):
     text = r"psum of float32\[3\] over data .* at .*test_process.py.* in main did not end"
     with pytest.raises(fs.errors.CollectiveTimeoutError, match=text):
-        run_processes(leave_one_out, 2, environment=link, timeout=30)
+        run_processes(leave_one_out, 2, tmp_path / "failed", environment=link, timeout=30)
 
 
 def fail_on_one(path):
@@ -223,11 +232,13 @@ def test_call_after_a_process_that_ended_without_a_word_names_both_causes(tmp_pa
     assert "Its own error is the one to look for" in text and "ended before this call" in text
 
 
-# -- the wires ----------------------------------------------------------------------------------------------------
+# -- the wires -------------------------------------------------------------------------------------
 
 
 def run_on_each_link(main):
-    """Run on direct links, over gloo, and by NCCL's table, which is torch's own operations: gloo has most of them."""
+    """Run on direct links, over gloo, and by NCCL's table, which is torch's own operations: gloo
+    has most of them.
+    """
     mesh = fs.make_mesh({"d": 2})
     world = ProcessWorld.of(mesh)
     results = []
@@ -256,7 +267,9 @@ def test_native_and_gloo_wires_equal_direct_ones(two):
 
 
 def between_hosts():
-    """Sum rows of numbers and send one, as if the processes' own backend took only tensors of devices."""
+    """Sum rows of numbers and send one, as if the processes' own backend took only tensors of
+    devices.
+    """
     mesh = fs.make_mesh({"d": 2})
     world = ProcessWorld.of(mesh)
     world._staged, world.device_type = False, "cuda"
@@ -311,7 +324,9 @@ def test_random_state_of_gpus_is_shared_and_cpu_world_refuses_gpus(two):
 
 
 def make_groups_unevenly():
-    """Make groups in some processes only: of host tensors beside GPUs, and by torch; then groups of all."""
+    """Make groups in some processes only: of host tensors beside GPUs, and by torch; then groups of
+    all.
+    """
     mesh = fs.make_mesh({"pipe": 2, "data": 2}, timeout=8)
     world = ProcessWorld.of(mesh)
     rank = dist.get_rank()
@@ -410,7 +425,7 @@ def test_gloo_mismatched_calls_raise_without_mixing_bytes(kind):
 
 def read_on_one_process():
     """Read an unreduced sum on process 0 alone: the others are in their next sum meanwhile."""
-    mesh = fs.make_mesh({"data": 2}, timeout=5)
+    mesh = fs.make_mesh({"data": 2}, timeout=3)
     x = fs.device_put(torch.arange(8.0), fs.Layout(mesh, P("data")))
     total = x.sum()
     double = (2 * x).sum()

@@ -1,8 +1,11 @@
-"""Several machines: two network namespaces with two processes each, shared memory within and gloo between."""
+"""Several machines: two network namespaces with two processes each, shared memory within and gloo
+between.
+"""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,31 +68,15 @@ def test_two_machines_have_the_bits_of_virtual_devices(hosts, tmp_path):
         "MASTER_ADDR": HOSTS[hosts[0]],
         "MASTER_PORT": "29501",
         "LOCAL_WORLD_SIZE": "2",
+        "FSHARD_TIMEOUT": "200",
     }
-    processes = [
-        subprocess.Popen(
-            [
-                "ip",
-                "netns",
-                "exec",
-                hosts[rank // 2],
-                sys.executable,
-                __file__,
-                str(tmp_path / str(rank)),
-            ],
-            env={
-                **environment,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank % 2),
-                "FSHARD_TIMEOUT": "200",
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    errors = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, "\n".join(errors)
+    programs = []
+    for machine, host in enumerate(hosts):
+        command = ["ip", "netns", "exec", host, sys.executable, __file__, str(machine), tmp_path]
+        program = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        programs.append(program)
+    errors = [program.communicate(timeout=300)[1] for program in programs]
+    assert [program.returncode for program in programs] == [0] * 2, "\n".join(errors)
     expected = train(fs.make_mesh({"data": 4}))
     for rank in range(4):
         params, transports = torch.load(tmp_path / str(rank))
@@ -129,5 +116,20 @@ def kinds_of_transports():
     return fs.run(main, mesh=mesh)[0]
 
 
+def run_machine(machine, folder):
+    """Run the two processes of a machine, and write what each has trained.
+
+    The second one is forked: the two import torch once.
+    """
+    child = os.fork()
+    local_rank = 0 if child else 1
+    rank = 2 * machine + local_rank
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    torch.save((train(fs.make_mesh({"data": 4})), kinds_of_transports()), folder / str(rank))
+    if child:
+        _, status = os.waitpid(child, 0)
+        sys.exit(os.waitstatus_to_exitcode(status))
+
+
 if __name__ == "__main__":
-    torch.save((train(fs.make_mesh({"data": 4})), kinds_of_transports()), sys.argv[1])
+    run_machine(int(sys.argv[1]), Path(sys.argv[2]))

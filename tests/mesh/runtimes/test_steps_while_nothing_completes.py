@@ -1,9 +1,10 @@
 """A step returns although none of its calls completes: its host waits for the device nowhere.
 
-The oracle is the group of `nccl_rules`, which is held: the results stay NaN, and a host that waits for one waits for
-ever. Sums in float64 complete, and are counted: rows in host memory are among them, for which the host waits for the other
-hosts, as over gloo. So do the tables that layers of experts read. Reads of other results are another oracle's: see
-`test_host_syncs`. Copies of host memory are a third one's: see `test_copies_on_a_gpu`.
+The oracle is the group of `nccl_rules`, which is held: the results stay NaN, and a host that waits
+for one waits for ever. Sums in float64 complete, and are counted: rows in host memory are among
+them, for which the host waits for the other hosts, as over gloo. So do the tables that layers of
+experts read. Reads of other results are another oracle's: see `test_host_syncs`. Copies of host
+memory are a third one's: see `test_copies_on_a_gpu`.
 """
 
 from functools import cache
@@ -123,7 +124,9 @@ def booster(wrap=lambda layer: layer):
 
 CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(0.1))
 LOSS, NORM = 1, 1
-"""Sums in float64: of the loss, with what the processes agree on in host memory; of gradients' squares."""
+"""Sums in float64: of the loss, with what the processes agree on in host memory; of gradients'
+squares.
+"""
 STEPS = {
     "zero 0": (lambda: zero(0), LOSS),
     "zero 1": (lambda: zero(1), LOSS + NORM),
@@ -145,7 +148,9 @@ STEPS = {
 
 
 def take_held_step(name):
-    """Take two steps, then one in which nothing completes; return its sums, reads, host waits and violations."""
+    """Take two steps, then one in which nothing completes; return its sums, reads, host waits and
+    violations.
+    """
     make, _ = STEPS[name]
     step = make()
     for _ in range(2):

@@ -1,6 +1,8 @@
-"""Each kind of program under the rules of NCCL, with backwards in threads of their own, gives the usual results.
+"""Each kind of program under the rules of NCCL, with backwards in threads of their own, gives the
+usual results.
 
-To run any test of processes so: FSHARD_BACKEND=nccl_rules FSHARD_FOREIGN_BACKWARD=1 make test ARGS=...; see conftest.py.
+To run any test of processes so: FSHARD_BACKEND=nccl_rules FSHARD_FOREIGN_BACKWARD=1 make test
+ARGS=...; see conftest.py.
 """
 
 import os
@@ -42,7 +44,9 @@ def stages(name, count):
 
 
 def ring():
-    """Send to the next device, then receive, in a loop; then exchange messages and collectives in both directions."""
+    """Send to the next device, then receive, in a loop; then exchange messages and collectives in
+    both directions.
+    """
 
     def main():
         index = fs.axis_index("data")
@@ -96,7 +100,9 @@ def late_receiver():
 
 
 def experts():
-    """Train two layers of experts under ZeRO-3: rows of differing numbers, and an expert without any."""
+    """Train two layers of experts under ZeRO-3: rows of differing numbers, and an expert without
+    any.
+    """
     mesh = fs.make_mesh({"data": 2, "expert": 2})
     axes = ("data", "expert")
     shapes = {"gate": (3, 5), "up": (3, 5), "down": (5, 3)}
@@ -157,7 +163,9 @@ def hybrid():
 
 
 def hybrid_sharding():
-    """Train with parameters sharded along one axis and copied along another: reductions have two steps."""
+    """Train with parameters sharded along one axis and copied along another: reductions have two
+    steps.
+    """
     mesh = fs.make_mesh({"replicas": 2, "data": 2})
     apply, params, buffers = fs.functionalize(layers(count=4))
     params = fs.shard_params(params, fs.fsdp("data", unit="*"), mesh=mesh)
@@ -209,7 +217,9 @@ def run(name):
 
 
 def connections(names):
-    """Return the ranks of the groups and of the pairs that each program connects, which has run after the others."""
+    """Return the ranks of the groups and of the pairs that each program connects, which has run
+    after the others.
+    """
     result, known = [], []
     for name in names:
         run_plainly(name)
@@ -261,7 +271,9 @@ def send_without_recv():
 
 
 def test_send_without_recv_under_the_rules_of_nccl_raises_at_the_end():
-    """Waiting for a send blocks no host there: what has not arrived when the process leaves is found by asking."""
+    """Waiting for a send blocks no host there: what has not arrived when the process leaves is
+    found by asking.
+    """
     with pytest.raises(fs.errors.MismatchError, match="sent but never received:") as error:
         run_processes(send_without_recv, 2, environment={"FSHARD_BACKEND": "nccl_rules"})
     text = str(error.value)
@@ -283,15 +295,18 @@ def test_first_receive_without_a_message_under_fshard_check_raises():
         run_processes(receive_what_nobody_sends, 2, environment=environment, timeout=30)
 
 
-# -- a device that is not the host ---------------------------------------------------------------------------------
-# Headers, counters, rows of agreement and losses in host memory go over gloo: a queue of the device refuses them.
+# -- a device that is not the host -----------------------------------------------------------------
+# Headers, counters, rows of agreement and losses in host memory go over gloo: a queue of the device
+# refuses them.
 
 BESIDE_GLOO = ("zero 3", "accumulated", "stages", "booster", "zbv of 2", "checkpoint")
 """Programs that are tried so; the others were, by hand."""
 
 
 def run_beside_gloo(name):
-    """Return the result in host memory, the violations of the rules, host synchronisations, and what both links carried."""
+    """Return the result in host memory, the violations of the rules, host synchronisations, and
+    what both links carried.
+    """
     fake_device.install()
     nccl_rules.violations.clear()
     nccl_rules.counts.clear()
@@ -313,7 +328,9 @@ def test_program_on_a_device_beside_gloo_has_equal_results(name):
 
 
 def give_host_tensors_to_the_device():
-    """Use a group of the device alone, as those of messages are, and the queue of the device itself."""
+    """Use a group of the device alone, as those of messages are, and the queue of the device
+    itself.
+    """
     fake_device.install()
     mesh = fs.make_mesh({"d": 2})
     world = process.ProcessWorld.of(mesh)
@@ -363,8 +380,9 @@ def test_bound_groups_made_in_different_orders_are_a_deadlock():
         run_processes(make_groups, 2, False, environment=environment)
 
 
-# -- errors of a device --------------------------------------------------------------------------------------------
-# On NCCL no wait raises them. Here too a thread finds them, by a stream that stands where a wait blocks.
+# -- errors of a device ----------------------------------------------------------------------------
+# On NCCL no wait raises them. Here too a thread finds them, by a stream that stands where a wait
+# blocks.
 
 
 def leave_one_out(path):

@@ -25,7 +25,7 @@ def line_of(text):
         )
 
 
-# -- a mismatch never hangs -----------------------------------------------------------------------------------------
+# -- a mismatch never hangs ------------------------------------------------------------------------
 
 
 def test_missing_collective_of_one_in_64_raises_at_once():
@@ -157,7 +157,7 @@ def test_gradient_outside_the_run_raises_scope_error():
         torch.autograd.grad(*leaves[0])
 
 
-# -- a device that fails ------------------------------------------------------------------------------------------
+# -- a device that fails ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -251,7 +251,7 @@ def test_interrupted_device_without_collective_ends_at_its_next_one():
         time.sleep(0.01)
 
 
-# -- a thread behaves as its caller would -------------------------------------------------------------------------
+# -- a thread behaves as its caller would ----------------------------------------------------------
 
 
 def settings():
@@ -347,7 +347,7 @@ def test_run_twice_has_equal_order_of_side_effects():
     assert trace() == trace()
 
 
-# -- results ------------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -400,7 +400,7 @@ def test_psum_of_narrow_dtypes_rounds_once():
     assert run(main, d=2) == [[[1.0, 3.0], [80000 - 65536], [0.5, 1.5]]] * 2
 
 
-# -- runs in runs -------------------------------------------------------------------------------------------------
+# -- runs in runs ----------------------------------------------------------------------------------
 
 
 def test_run_inside_a_device_of_another_mesh_works():

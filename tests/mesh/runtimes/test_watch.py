@@ -1,10 +1,13 @@
-"""`FSHARD_CHECK=1`: what would hang, or mix up bytes, is an error on every process; what is right is not."""
+"""`FSHARD_CHECK=1`: what would hang, or mix up bytes, is an error on every process; what is right
+is not.
+"""
 
 import contextlib
 import os
 import random
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from fshard import P
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
 from fshard.mesh.runtimes.process import leave
 from fshard.mesh.spmd.scope import require
+from tests.helpers.ended import wait_until
 from tests.helpers.processes import Processes, not_under_rules, run_processes
 from tests.mesh.shared_memory.messages import UNEVEN, uneven_message
 
@@ -119,7 +123,7 @@ def test_check_from_local_of_unequal_shapes_raises(checked):
     )
 
 
-# -- handles ------------------------------------------------------------------------------------------------------
+# -- handles ---------------------------------------------------------------------------------------
 
 CALLS = {  # what is started with a tensor of one element, and the result from the numbers of the group
     "psum": (lambda x, axes: fs.psum.start(x, axes), lambda xs: [sum(xs)]),
@@ -137,10 +141,12 @@ CALLS = {  # what is started with a tensor of one element, and the result from t
 
 
 def legal_order(calls, draw):
-    """Return one process's steps: (call, whether it is started or waited for), in an order that cannot deadlock.
+    """Return one process's steps: (call, whether it is started or waited for), in an order that
+    cannot deadlock.
 
-    Calls along the same axes are started in the order of the program, others in any. A call is waited for when all
-    before it in the program have been started; so the first that is not done can always be done.
+    Calls along the same axes are started in the order of the program, others in any. A call is
+    waited for when all before it in the program have been started; so the first that is not done
+    can always be done.
     """
     starts = draw.sample(range(len(calls)), len(calls))
     for axes in {axes for _, axes in calls}:
@@ -197,7 +203,9 @@ def test_check_legal_order_of_handles_does_not_raise(pool, link, request):
 
 
 def start_along_two_axes(first, second):
-    """Start along a and b, devices 0 and 3 the other way round, and look at the messages between them meanwhile."""
+    """Start along a and b, devices 0 and 3 the other way round, and look at the messages between
+    them meanwhile.
+    """
 
     def main():
         other = 3 - dist.get_rank()
@@ -262,10 +270,10 @@ def test_check_mismatched_start_raises_on_all_waiting(kind, four_checked):
         here = [f"process {other}: " for other in (rank & ~1, rank | 1)]
         assert all(told.count(text) == 1 for text in here) and told.count("test_watch.py") == 2
         assert "Only the lines differ" in told if kind == "line" else "Only" not in told
-        assert told in again  # the link, if it was first to see it, adds that the group is lost
+        assert told in again  # the link, if first to see it, adds that the group is lost
 
 
-# -- what only some differentiate ---------------------------------------------------------------------------------
+# -- what only some differentiate ------------------------------------------------------------------
 
 
 def differentiate_unevenly(f, timeout):
@@ -292,11 +300,16 @@ def test_check_uneven_differentiation_raises_on_all_waiting(f, checked):
         assert "what some devices of a group differentiate, all must" in text
 
 
+def differentiate_unevenly_over_gloo(f):
+    environment = {"FSHARD_DIRECT": "0"}
+    return run_processes(differentiate_unevenly, 2, f, 2, environment=environment, timeout=60)
+
+
 def test_gloo_uneven_differentiation_raises():
-    for f in UNEVEN:
-        told = run_processes(
-            differentiate_unevenly, 2, f, 2, environment={"FSHARD_DIRECT": "0"}, timeout=60
-        )
+    # Each of them ends with a limit of time: all wait at once.
+    with ThreadPoolExecutor() as threads:
+        texts = list(threads.map(differentiate_unevenly_over_gloo, UNEVEN))
+    for f, told in zip(UNEVEN, texts, strict=True):
         told = [text for text in told if text is not None]
         # a sender does not wait for its receiver; but one that comes a second late finds it gone
         assert len(told) == 2 or (f is uneven_message and len(told) == 1), f
@@ -304,16 +317,17 @@ def test_gloo_uneven_differentiation_raises():
         assert all(text.startswith(("MismatchError", *late)) for text in told), told
 
 
-# -- whoever is lost -----------------------------------------------------------------------------------------------
+# -- whoever is lost -------------------------------------------------------------------------------
 
 
 def call_with_process_that(fate, path):
+    """Call a collective on process 0, and write its error; process 1 dies, or is there until then."""
     mesh = fs.make_mesh({"data": 2}, timeout=1)
     is_first = dist.get_rank() == 0
     if not is_first and fate == "dies":
         os._exit(3)
     if not is_first:
-        time.sleep(4)
+        wait_until(path.exists)
         return
     began = time.monotonic()
     with pytest.raises((LostProcessError, CollectiveTimeoutError)) as error:

@@ -1,4 +1,6 @@
-"""Direct links, among processes of one machine: who is found, what they tell each other, and what they do not break."""
+"""Direct links, among processes of one machine: who is found, what they tell each other, and what
+they do not break.
+"""
 
 import os
 import signal
@@ -13,6 +15,7 @@ import fshard as fs
 from fshard.mesh.runtimes.process import ProcessWorld, leave
 from fshard.mesh.shared_memory import meet
 from fshard.mesh.shared_memory.transport import SharedMemory
+from tests.helpers.ended import wait_until
 from tests.helpers.processes import Processes, not_under_rules, run_processes
 from tests.mesh.shared_memory.messages import UNEVEN, uneven_message
 
@@ -77,7 +80,7 @@ def test_link_is_direct_between_processes_that_can_read_each_other(main, environ
     assert run_processes(main, len(expected), environment=environment) == expected
 
 
-# -- calls that differ --------------------------------------------------------------------------------------------
+# -- calls that differ -----------------------------------------------------------------------------
 
 ONES = {
     "f32": torch.ones(4),
@@ -95,7 +98,8 @@ DIFFERENT = {
     "large": lambda first: fs.psum(ONES["large"] if first else ONES["large"].int(), "d"),
     "message": lambda first: exchange(torch.float32 if first else torch.int32),
 }
-"""Calls that differ between two processes on one line raise; `test_process` has calls on two lines."""
+"""Calls that differ between two processes on one line raise; `test_process` has calls on two lines.
+"""
 
 
 def exchange(dtype):
@@ -146,7 +150,7 @@ def test_mismatched_calls_raise_without_check(pair, kind):
         )
 
 
-# -- what is under way --------------------------------------------------------------------------------------------
+# -- what is under way -----------------------------------------------------------------------------
 
 
 def many_under_way(count, size):
@@ -171,7 +175,9 @@ def test_started_collectives_beyond_ring_size_complete(pair, three):
 
 
 def leave_early():
-    """One process leaves; what the others send each other arrives; what was sent to it is an error of its sender."""
+    """One process leaves; what the others send each other arrives; what was sent to it is an error
+    of its sender.
+    """
 
     def main():
         index = fs.axis_index("d")
@@ -250,7 +256,7 @@ def test_arguments_changed_after_the_call_keep_results(pair, three, n):
     assert all({2: pair, 3: three}[n].run(change_at_once))
 
 
-# -- those who go -------------------------------------------------------------------------------------------------
+# -- those who go ----------------------------------------------------------------------------------
 
 
 def die_while_others_wait(size):
@@ -282,28 +288,37 @@ def test_killed_process_raises_lost_process_error(tmp_path, size):
     assert f"psum of float32[{size}]" in answer.read_text()
 
 
-def fail_half_way():
-    """The source gives up and changes what it had offered; the other, who comes later, must not get that."""
+def fail_half_way(folder):
+    """The source gives up and changes what it had offered; the other, who comes later, must not get
+    that.
+    """
     mesh = fs.make_mesh({"d": 2}, timeout=1)
+    source_has_changed = folder / "changed"
+    other_is_done = folder / "done"
 
     def main():
         x = torch.ones(200_000)
-        if fs.axis_index("d") == 1:
-            time.sleep(2.5)
+        is_source = fs.axis_index("d") == 0
+        if not is_source:
+            wait_until(source_has_changed.exists)
         try:
             return fs.broadcast(x, "d").unique().tolist()
         except fs.errors.CollectiveTimeoutError:
             x.fill_(-7.0)
-            time.sleep(3)
+            source_has_changed.touch()
+            wait_until(other_is_done.exists)
             return "gave up"
         except fs.errors.LostProcessError:
             return "was told"
+        finally:
+            if not is_source:
+                other_is_done.touch()
 
     return fs.run(main, mesh=mesh)[0]
 
 
-def test_tensor_of_a_failed_collective_is_not_read():
-    assert run_processes(fail_half_way, 2, timeout=20) == ["gave up", "was told"]
+def test_tensor_of_a_failed_collective_is_not_read(tmp_path):
+    assert run_processes(fail_half_way, 2, tmp_path, timeout=20) == ["gave up", "was told"]
 
 
 def native_groups_still_work():

@@ -1,4 +1,6 @@
-"""torch.compile around fshard, inside it, and both: the same values and gradients; nothing of fshard is traced."""
+"""torch.compile around fshard, inside it, and both: the same values and gradients; nothing of
+fshard is traced.
+"""
 
 from functools import partial
 from itertools import product
@@ -111,7 +113,7 @@ def test_compile_around_and_inside_on_devices_and_processes():
         torch.testing.assert_close(results, [first] * 7)
 
 
-# -- torch's loop -----------------------------------------------------------------------------------------------------
+# -- torch's loop ----------------------------------------------------------------------------------
 
 PLUGINS = {
     "ddp": fs.DDPPlugin,

@@ -1,4 +1,6 @@
-"""Reproducible mode: sums over devices in one tree on every runtime, and the settings that CUDA needs."""
+"""Reproducible mode: sums over devices in one tree on every runtime, and the settings that CUDA
+needs.
+"""
 
 import os
 from pathlib import Path
@@ -17,7 +19,9 @@ SUMMANDS = torch.tensor([1e8, 1.0, -1e8, 1.0, 1e8, 3.0, -1e8, 0.1])
 
 
 def summands(count, dtype, index):
-    """Return the summands of a device: numbers whose sum depends on the order in which they are added."""
+    """Return the summands of a device: numbers whose sum depends on the order in which they are
+    added.
+    """
     xs = (
         torch.stack([SUMMANDS.roll(index + i % 5)[0] * (1 + i % 3) for i in range(count)])
         if count
@@ -73,7 +77,7 @@ def test_nccl_sums_in_reproducible_mode_have_the_bits_of_virtual_ones():
             assert all(x.dtype == y.dtype and x.equal(y) for x, y in zip(xs, ys, strict=True))
 
 
-# -- CUDA ---------------------------------------------------------------------------------------------------------
+# -- CUDA ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

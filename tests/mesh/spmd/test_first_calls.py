@@ -1,4 +1,6 @@
-"""The first call of each signature of a `shard_map` is checked, on virtual devices and on processes."""
+"""The first call of each signature of a `shard_map` is checked, on virtual devices and on
+processes.
+"""
 
 import torch
 
@@ -86,7 +88,9 @@ EXPECTED = {
 
 
 def differ_later(check):
-    """Return which of four calls raise; a replicated argument differs between devices in the last two."""
+    """Return which of four calls raise; a replicated argument differs between devices in the last
+    two.
+    """
     mesh = fs.make_mesh({"d": 2})
     f = fs.shard_map(lambda w: fs.psum(w, "d"), mesh=mesh, in_specs=P(), out_specs=P(), check=check)
 

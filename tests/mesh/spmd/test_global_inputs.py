@@ -1,4 +1,6 @@
-"""Inputs that must be equal on all devices are compared where they enter: unequal ones raise and name the leaf."""
+"""Inputs that must be equal on all devices are compared where they enter: unequal ones raise and
+name the leaf.
+"""
 
 import pytest
 import torch

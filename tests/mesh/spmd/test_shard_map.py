@@ -1,4 +1,7 @@
-"""shard_map: specs, arguments, results, nesting; its arrays; abstract meshes. What raises is in test_misuse.py."""
+"""shard_map: specs, arguments, results, nesting; its arrays; abstract meshes.
+
+What raises is in test_misuse.py.
+"""
 
 import time
 from typing import NamedTuple
@@ -24,7 +27,7 @@ def identity(mesh, in_specs, out_specs, **options):
     return fs.shard_map(lambda x: x, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
 
 
-# -- specs and trees ----------------------------------------------------------------------------------------------
+# -- specs and trees -------------------------------------------------------------------------------
 
 
 def test_in_specs_single_tuple_keywords_or_layouts(mesh):
@@ -139,7 +142,7 @@ def test_mesh_and_specs_have_defaults_on_processes_too(two):
     assert [use_defaults(), *two.run(use_defaults)] == [defaults] * 3
 
 
-# -- nesting ------------------------------------------------------------------------------------------------------
+# -- nesting ---------------------------------------------------------------------------------------
 
 
 def test_nested_shard_maps_have_values_and_gradients(mesh):
@@ -168,7 +171,7 @@ def test_array_on_submesh_has_shards_of_entire_mesh(mesh):
     assert x.mesh == mesh and len(x.shards) == 4
 
 
-# -- from_local, Sharded ------------------------------------------------------------------------------------------
+# -- from_local, Sharded ---------------------------------------------------------------------------
 
 
 def test_from_local_builds_arrays(mesh):
@@ -190,7 +193,9 @@ def test_from_local_builds_arrays(mesh):
 
 
 def test_sharded_is_a_leaf_of_trees(mesh):
-    """A mapped function gets the global array: its norm, its maximum and its transpose are those of the tensor."""
+    """A mapped function gets the global array: its norm, its maximum and its transpose are those of
+    the tensor.
+    """
     full = torch.arange(8.0).reshape(4, 2)
     x, copies = (fs.device_put(full, fs.Layout(mesh, spec)) for spec in (P("data"), P()))
     maps = [
@@ -225,7 +230,7 @@ def test_device_put_owns_its_memory(mesh):
     assert full.tolist() == [0, 1, 2, 3] and x.shards[1].tolist() == [0, 1]
 
 
-# -- abstract meshes ----------------------------------------------------------------------------------------------
+# -- abstract meshes -------------------------------------------------------------------------------
 
 
 def test_abstract_mesh_gradients_of_meta_tensors():
@@ -265,7 +270,7 @@ def test_abstract_mesh_time_independent_of_size():
     assert large < 3 * small + 0.001
 
 
-# -- what a review found ------------------------------------------------------------------------------------------
+# -- what a review found ---------------------------------------------------------------------------
 
 
 def test_recomputed_backward_repeats_random_draws(mesh):
@@ -332,7 +337,9 @@ def test_draws_that_differ_in_a_replicated_result_raise(mesh):
 
 
 def test_draws_in_mapped_function_advance_the_callers_state_alike_under_transforms(mesh):
-    """Each call draws one key, whatever the function draws, and the state of the caller is not that of a device."""
+    """Each call draws one key, whatever the function draws, and the state of the caller is not that
+    of a device.
+    """
     f = fs.shard_map(
         lambda x: x * torch.rand(()), mesh=mesh, in_specs=P("data"), out_specs=P("data")
     )
@@ -364,7 +371,7 @@ def test_plan_cache_is_bounded(mesh):
     assert len(plans._arguments) <= 512
 
 
-# -- plans that are shared by calls that compare equal --------------------------------------------------------------
+# -- plans that are shared by calls that compare equal ---------------------------------------------
 
 
 @pytest.mark.parametrize("keys", [(1, True), (True, 1), (1.0, 1), (0.0, -0.0)], ids=str)

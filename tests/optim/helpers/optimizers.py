@@ -90,7 +90,8 @@ FOREIGN = {
 }
 
 
-# Every optimizer and combinator: name -> optimizer. What holds for all is tested by walking this table.
+# Every optimizer and combinator: name -> optimizer. What holds for all is tested by walking this
+# table.
 def is_matrix(path, leaf):
     return leaf.ndim == 2
 

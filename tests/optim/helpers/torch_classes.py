@@ -17,7 +17,9 @@ PLUGINS = {
 
 
 class Net(nn.Module):
-    """Matrices, vectors, a number, a layer that is not always used, and one that is in no group at first."""
+    """Matrices, vectors, a number, a layer that is not always used, and one that is in no group at
+    first.
+    """
 
     def __init__(self):
         super().__init__()

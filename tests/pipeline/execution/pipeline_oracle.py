@@ -1,7 +1,9 @@
-"""An oracle for schedules: run one on numbers, with messages that carry no names, and see whether the result is right.
+"""An oracle for schedules: run one on numbers, with messages that carry no names, and see whether
+the result is right.
 
-Stage s is x -> a[s] * x + s in numbers modulo a prime, the loss's gradient is y - t[m].  Nothing is clever here: devices take
-turns, everything that is made must be used up, and a send and a receive happen together.
+Stage s is x -> a[s] * x + s in numbers modulo a prime, the loss's gradient is y - t[m].  Nothing is
+clever here: devices take turns, everything that is made must be used up, and a send and a receive
+happen together.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ BACKWARD = {Kind.B, Kind.I, Kind.W}
 
 
 class Harm(Exception):
-    """The run went wrong: it stopped, used what was not there, left something over, or has a wrong result."""
+    """The run went wrong: it stopped, used what was not there, left something over, or has a wrong
+    result.
+    """
 
 
 def weight(stage):

@@ -1,4 +1,7 @@
-"""The messages of a device: in which memory their tensors and headers lie. The meta device stands for a GPU."""
+"""The messages of a device: in which memory their tensors and headers lie.
+
+The meta device stands for a GPU.
+"""
 
 from collections import deque
 from types import SimpleNamespace
@@ -13,7 +16,9 @@ from fshard.source import call_site
 
 
 class Line:
-    """A world of two devices whose messages are put into a queue; it records on what device each was expected."""
+    """A world of two devices whose messages are put into a queue; it records on what device each
+    was expected.
+    """
 
     def __init__(self):
         self.messages = deque()

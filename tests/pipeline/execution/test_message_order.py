@@ -1,7 +1,8 @@
-"""Messages in queues without tags, as those of NCCL: the order in which devices start them must not be a deadlock.
+"""Messages in queues without tags, as those of NCCL: the order in which devices start them must not
+be a deadlock.
 
-A device's calls are recorded on a virtual mesh and replayed: `send` and `recv` join a queue, and run when both ends are
-first in theirs; only `wait` stops a device.
+A device's calls are recorded on a virtual mesh and replayed: `send` and `recv` join a queue, and
+run when both ends are first in theirs; only `wait` stops a device.
 """
 
 from collections import defaultdict, deque
@@ -20,7 +21,9 @@ TWO_EACH = {"interleaved", "bfs", "zbv", "v-half", "v-min", "dualpipe-v"}
 
 
 def calls_of(patch, run, devices):
-    """Return the messages of each device in a run, as ("send" or "recv", peer) and ("wait", number of the recv)."""
+    """Return the messages of each device in a run, as ("send" or "recv", peer) and ("wait", number
+    of the recv).
+    """
     rows, numbers = [[] for _ in range(devices)], {}
     send, receive, wait = VirtualWorld.send, VirtualWorld.receive, Parcel.wait
 
@@ -48,7 +51,9 @@ def calls_of(patch, run, devices):
 
 
 class Replay:
-    """The calls of all devices, in queues: `queue_of(sender, receiver)` names that of a message, at both ends."""
+    """The calls of all devices, in queues: `queue_of(sender, receiver)` names that of a message, at
+    both ends.
+    """
 
     def __init__(self, rows, queue_of):
         self.rows = rows
@@ -191,7 +196,9 @@ def test_skips_and_loops_with_a_queue_each_route_cannot_deadlock(monkeypatch, dy
     [("1f1b", 2, one_queue_a_pair), ("interleaved", 3, one_queue_a_direction)],
 )
 def test_fewer_queues_deadlock_in_the_second_step(monkeypatch, name, devices, queue_of):
-    """One queue for all messages in a direction is what NCCL has in a group that is bound to a device."""
+    """One queue for all messages in a direction is what NCCL has in a group that is bound to a
+    device.
+    """
     rows = steps_of(name, devices, 2, monkeypatch, steps=2, first=1)
     cycle = Replay(rows, queue_of).cycle()
     assert all(f"device {device}: " in cycle for device in range(devices)) and "behind" in cycle
@@ -208,7 +215,9 @@ def around_a_ring(n):
 
 
 def many_messages():
-    """Send around rings of 4 and of 2, and run schedules with skips, or on rows of a mesh; return the values."""
+    """Send around rings of 4 and of 2, and run schedules with skips, or on rows of a mesh; return
+    the values.
+    """
     results = []
     for axes, skips in (({"pipe": 4}, [(0, 2), (1, 3)]), ({"pipe": 2, "data": 2}, [])):
         mesh = fs.make_mesh(axes, device="cpu")

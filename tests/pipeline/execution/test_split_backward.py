@@ -70,7 +70,7 @@ PRODUCTS = ("mm", "bmm", "addmm", "mv")
 
 
 class Backward(NamedTuple):
-    """What a backward starts from, and where it leads to: edges of the graph."""
+    """Return the edges of the graph that a backward starts from, and those that it leads to."""
 
     outputs: list
     cotangents: list

@@ -1,4 +1,6 @@
-"""Messages and gathered weights: put in at the right places, in one order for both ends, and taken out again."""
+"""Messages and gathered weights: put in at the right places, in one order for both ends, and taken
+out again.
+"""
 
 from collections import defaultdict
 

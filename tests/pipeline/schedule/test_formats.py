@@ -1,4 +1,6 @@
-"""A schedule is a value that says all there is to say in text, and what torch.distributed.pipelining reads in CSV."""
+"""A schedule is a value that says all there is to say in text, and what
+torch.distributed.pipelining reads in CSV.
+"""
 
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules

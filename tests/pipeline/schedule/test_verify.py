@@ -1,4 +1,4 @@
-"""What `verify` proves, and how it says what is wrong."""
+"""`verify` proves that a schedule runs, or names the actions that cannot."""
 
 import random
 

@@ -43,7 +43,9 @@ def test_partition_of_many_layers_is_fast():
 
 
 class Clock:
-    """Stands still but for layers that say how long they take; what it shows is of no use to anybody else."""
+    """Stands still but for layers that say how long they take; what it shows is of no use to
+    anybody else.
+    """
 
     now = 0.0
 

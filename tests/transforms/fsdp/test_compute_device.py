@@ -1,6 +1,8 @@
-"""Steps compute on the mesh's device where parameters are stored elsewhere; oracle: torch on one device.
+"""Steps compute on the mesh's device where parameters are stored elsewhere; oracle: torch on one
+device.
 
-Other memory is emulated by meta tensors beside a mesh of CPUs: an operation on one has no values, or raises.
+Other memory is emulated by meta tensors beside a mesh of CPUs: an operation on one has no values,
+or raises.
 """
 
 import pytest

@@ -1,4 +1,6 @@
-"""Derivatives of `value_and_grad` and `evaluate`, by torch.func and autograd: those of the serial loss and its gradient."""
+"""Derivatives of `value_and_grad` and `evaluate`, by torch.func and autograd: those of the serial
+loss and its gradient.
+"""
 
 from itertools import pairwise
 

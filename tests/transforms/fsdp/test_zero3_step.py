@@ -1,4 +1,6 @@
-"""A ZeRO-3 step as the device sees it: what is launched before anything completes, and the bytes that are alive."""
+"""A ZeRO-3 step as the device sees it: what is launched before anything completes, and the bytes
+that are alive.
+"""
 
 import weakref
 
@@ -47,10 +49,13 @@ class LiveBytes(TorchDispatchMode):
 
     def sample(self):
         """Count: FSDP2 frees memory by setting its size to 0."""
-        sizes = [
-            storage.nbytes() for known in self.storages.values() if (storage := known()) is not None
-        ]
-        self.most = max(self.most, sum(size for size in sizes if size >= LEAF // N))
+        total = 0
+        for reference in self.storages.values():
+            storage = reference()
+            size = 0 if storage is None else storage.nbytes()
+            if size >= LEAF // N:
+                total += size
+        self.most = max(self.most, total)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.sample()
@@ -85,7 +90,10 @@ def after_two_steps(stage=3, sizes=None, **options):
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Play all ranks. Each is the first one here, so differences of inputs would not add up to 0."""
+    """Play all ranks.
+
+    Each is the first one here, so differences of inputs would not add up to 0.
+    """
     monkeypatch.setattr("fshard.transforms.agreement.hash_of", lambda value: 0)
     with echo.echoing(N):
         yield
@@ -141,7 +149,9 @@ def fsdp2_peak():
     ("prefetch", "in_flight"), [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
 )
 def test_peak_is_two_units_and_those_prefetched_and_packed(alone, prefetch, in_flight):
-    """At its last gradient a unit has its parameters and gradients; later ones are prefetched, earlier ones packed."""
+    """At its last gradient a unit has its parameters and gradients; later ones are prefetched,
+    earlier ones packed.
+    """
     reduced = UNITS - 1 - prefetch if in_flight else UNITS
     assert (
         peak(prefetch=prefetch, in_flight=in_flight)
@@ -182,14 +192,20 @@ class Events(TorchDispatchMode):
 
 def products_until_waits(log, name):
     """Return how many matrix products lie between each start of a collective and its wait."""
-    starts = [index for index, event in enumerate(log) if event == f"start {name}"]
-    waits = [index for index, event in enumerate(log) if event == f"wait {name}"]
+
+    def indices_of(event):
+        return [index for index, other in enumerate(log) if other == event]
+
+    starts = indices_of(f"start {name}")
+    waits = indices_of(f"wait {name}")
     return [log[start:wait].count("mm") for start, wait in zip(starts, waits, strict=True)]
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_both_steps_of_a_reduction_have_a_backward_to_hide_behind(alone, monkeypatch, in_flight):
-    """A block's backward has four products, the first block's three, since its input needs no gradient."""
+    """A block's backward has four products, the first block's three, since its input needs no
+    gradient.
+    """
     step, params, state, batch = after_two_steps(sizes=HYBRID, in_flight=in_flight)
     with Events(monkeypatch) as events:
         step(params, state, batch)
@@ -199,9 +215,7 @@ def test_both_steps_of_a_reduction_have_a_backward_to_hide_behind(alone, monkeyp
     assert within_step[: UNITS - 1] == [4] * (UNITS - 3) + [3, 0]
     assert within_step[UNITS - 1 :] == losses_and_last_unit
     order = [
-        event
-        for event in events.log
-        if event.startswith("start reduce") or event == "start all_reduce"
+        event for event in events.log if event.startswith(("start reduce", "start all_reduce"))
     ]
     assert order[: 2 * UNITS - 1] == ["start reduce_scatter"] + [
         "start all_reduce",
@@ -213,7 +227,9 @@ def test_both_steps_of_a_reduction_have_a_backward_to_hide_behind(alone, monkeyp
     ("prefetch", "in_flight"), [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
 )
 def test_peak_of_two_steps_is_at_most_that_of_one(alone, prefetch, in_flight):
-    """While a shard is summed over the replicas no packed gradient is held: the bound is that of two devices."""
+    """While a shard is summed over the replicas no packed gradient is held: the bound is that of
+    two devices.
+    """
     reduced = UNITS - 1 - prefetch if in_flight else UNITS
     bound = (2 + prefetch + in_flight) * UNIT + reduced * UNIT // 2
     shards = UNITS * UNIT // 2

@@ -1,4 +1,6 @@
-"""The oracle of gradients: torch's on one device and the whole batch, and those of `value_and_grad` on a mesh."""
+"""The oracle of gradients: torch's on one device and the whole batch, and those of `value_and_grad`
+on a mesh.
+"""
 
 import torch
 
@@ -18,7 +20,9 @@ def serial(loss_fn, params, batch):
 
 
 def sharded(loss_fn, params, batch, sizes, stage=0, rules=None, spec=DATA, **options):
-    """Return the same on a mesh of these sizes, in a stage of ZeRO; replicated gradients have the same bits on all devices."""
+    """Return the same on a mesh of these sizes, in a stage of ZeRO; replicated gradients have the
+    same bits on all devices.
+    """
     mesh = fs.make_mesh(sizes)
     rules = (fs.fsdp("data") if stage == 3 else P()) if rules is None else rules
     arrays = fs.shard_params(params, rules, mesh=mesh)

@@ -1,11 +1,13 @@
-"""Models for hypothesis: parameters with all that makes trees awkward, and a loss that uses some of them.
+"""Models for hypothesis: parameters with all that makes trees awkward, and a loss that uses some of
+them.
 
     {"first": w, "rest": Couple([w, frozen], {"a": Pair(None, odd.T), "b": count})}
                                |                                 |
     tied: the same tensor -----'            whole numbers: used, and never moved
 
-The loss is smooth: each leaf that is used bends what the ones before it have made of a sample.  A *linear* one adds the
-leaves up, sample by sample: with dyadic inputs its gradients are exact in any order, so all layouts have the same bits.
+The loss is smooth: each leaf that is used bends what the ones before it have made of a sample.  A
+*linear* one adds the leaves up, sample by sample: with dyadic inputs its gradients are exact in any
+order, so all layouts have the same bits.
 
     @given(models())
     def test_gradients_are_those_of_one_device(model):
@@ -107,7 +109,8 @@ def models(
     samples: int | st.SearchStrategy[int] = 8,
     linear: bool = False,
 ) -> Model:
-    """Draw a model: nested parameters, tied, frozen, unused, 0-d, empty, of odd sizes, mixed dtypes and any strides.
+    """Draw a model: nested parameters, tied, frozen, unused, 0-d, empty, of odd sizes, mixed dtypes
+    and any strides.
 
     All numbers are multiples of 1/8 from -1 to 1.
 

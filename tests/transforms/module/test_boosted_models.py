@@ -1,4 +1,6 @@
-"""Boosted models of transformers and diffusers, by their labels alone, equal those of one device after two steps."""
+"""Boosted models of transformers and diffusers, by their labels alone, equal those of one device
+after two steps.
+"""
 
 from functools import partial
 

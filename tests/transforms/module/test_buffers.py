@@ -1,4 +1,7 @@
-"""Buffers that a loss writes are averaged over devices, weighted by samples. The oracle is the formula on the parts of the batch."""
+"""Buffers that a loss writes are averaged over devices, weighted by samples.
+
+The oracle is the formula on the parts of the batch.
+"""
 
 import pytest
 import torch

@@ -19,6 +19,7 @@ from fshard.errors import ModuleError
 from fshard.randomness import keyed_random
 from fshard.transforms.module.functionalize import functionalize
 from fshard.transforms.module.remat import remat
+from tests.helpers.sampled import examples
 from tests.transforms.module.zoo import MODULES, D
 
 pytestmark = [
@@ -124,7 +125,9 @@ def test_forward_that_writes_to_a_parameter_raises(way, frozen):
 
 
 def test_frozen_parameters_declared_as_buffers_are_updated():
-    """A momentum encoder: its parameters are among the buffers, and the given ones stay as they are."""
+    """A momentum encoder: its parameters are among the buffers, and the given ones stay as they
+    are.
+    """
 
     class Momentum(nn.Module):
         def __init__(self):
@@ -213,7 +216,7 @@ def test_apply_accepts_other_tensors(kind):
     close(apply(params, buffers, x)[0], other(x))
 
 
-# -- the rest of the contract ---------------------------------------------------------------------------------------
+# -- the rest of the contract ----------------------------------------------------------------------
 
 
 def test_apply_follows_train_and_eval():
@@ -298,7 +301,7 @@ def test_torch_func_transforms_apply_to_the_function(kind):
 
 
 @given(st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(18))
 def test_any_module_tree_equals_the_module(data):
     """Modules that share submodules and tensors at random, called in any order."""
     torch.manual_seed(0)
@@ -328,7 +331,7 @@ def test_any_module_tree_equals_the_module(data):
         close(g, plain.get_parameter(name).grad)
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_torch_lazy_module_raises():
@@ -357,7 +360,7 @@ def test_unknown_names_raise():
         apply(buffers, params, torch.ones(2, D))
 
 
-# -- random draws ---------------------------------------------------------------------------------------------------
+# -- random draws ----------------------------------------------------------------------------------
 
 
 def test_keyed_draws_depend_on_the_key_alone():
@@ -386,7 +389,7 @@ def test_keyed_draws_restore_the_generator():
     assert torch.equal(torch.rand(2), a)
 
 
-# -- on devices -----------------------------------------------------------------------------------------------------
+# -- on devices ------------------------------------------------------------------------------------
 
 
 class Normed(nn.Module):

@@ -1,4 +1,6 @@
-"""Models of transformers are plain modules: they train in pieces as they do whole, and so does one that is built alike."""
+"""Models of transformers are plain modules: they train in pieces as they do whole, and so does one
+that is built alike.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Low rank: what is computed is W x + s B A x, what is trained is B and A, and all plugins train it alike."""
+"""Low rank: what is computed is W x + s B A x, what is trained is B and A, and all plugins train it
+alike.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from tests.helpers.training import PLUGINS, Case, assert_trained_alike, boosted
 
 
 class Tied(nn.Module):
-    """An embedding tied to the head, and attention, which uses the weights of its layers without calling them."""
+    """An embedding tied to the head, and attention, which uses the weights of its layers without
+    calling them.
+    """
 
     def __init__(self):
         super().__init__()

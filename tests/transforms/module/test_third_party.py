@@ -1,4 +1,6 @@
-"""Models of timm, diffusers, torchrec and transformers train under every plugin as in torch, or with equal bits."""
+"""Models of timm, diffusers, torchrec and transformers train under every plugin as in torch, or
+with equal bits.
+"""
 
 from typing import NamedTuple
 
@@ -22,7 +24,9 @@ from tests.transforms.module.third_party import (
 
 
 class Model(NamedTuple):
-    """The module that a model is of, and how it is trained; what stands for it where it is given tensors alone."""
+    """The module that a model is of, and how it is trained; what stands for it where it is given
+    tensors alone.
+    """
 
     module: str
     case: Case
@@ -30,7 +34,9 @@ class Model(NamedTuple):
 
 
 def of_torchrec(make):
-    """Return a model that is called on dense features, and on an object made of this device's sparse ones."""
+    """Return a model that is called on dense features, and on an object made of this device's
+    sparse ones.
+    """
     on_both = Case(make, forward=lambda model, x: model(x, features(x)))
     return Model("torchrec.models", on_both, Case(lambda: OfTensors(make())))
 

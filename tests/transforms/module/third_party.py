@@ -1,7 +1,7 @@
 """Models of timm, diffusers, torchrec and transformers, made small.
 
-`tests/third_party.txt` says how these packages are installed: beside the environment, in a folder that stands on the path
-only while a model is made or called, so that all else is as without them.
+`tests/third_party.txt` says how these packages are installed: beside the environment, in a folder
+that stands on the path only while a model is made or called, so that all else is as without them.
 """
 
 import sys
@@ -40,10 +40,12 @@ def reachable(name: str) -> Iterator[None]:
 
 
 def _declare_what_torchvision_lacks() -> None:
-    """Declare two operators that torchvision looks up as it is imported, where its own library does not load.
+    """Declare two operators that torchvision looks up as it is imported, where its own library does
+    not load.
 
-    It does not on a torch without CUDA.  No model calls them; timm imports torchvision, and so does diffusers.
-    A torchvision that is imported already, or whose library loads, has them, and must not get them twice.
+    It does not on a torch without CUDA.  No model calls them; timm imports torchvision, and so does
+    diffusers. A torchvision that is imported already, or whose library loads, has them, and must
+    not get them twice.
     """
     if _kept or "torchvision" in sys.modules:
         return
@@ -62,7 +64,9 @@ def _declare_what_torchvision_lacks() -> None:
 
 
 def convit_base() -> nn.Module:
-    """Return a vision transformer: two blocks that look near them first, and one that looks everywhere."""
+    """Return a vision transformer: two blocks that look near them first, and one that looks
+    everywhere.
+    """
     import timm
 
     small = {
@@ -77,7 +81,9 @@ def convit_base() -> nn.Module:
 
 
 def vqmodel() -> nn.Module:
-    """Return an autoencoder whose code is one of 8 vectors at each place, with attention in the middle."""
+    """Return an autoencoder whose code is one of 8 vectors at each place, with attention in the
+    middle.
+    """
     from diffusers import VQModel
 
     return VQModel(block_out_channels=(4,), norm_num_groups=2, num_vq_embeddings=8, sample_size=6)
@@ -139,7 +145,9 @@ def pictures(x: torch.Tensor) -> torch.Tensor:
 
 
 def features(x: torch.Tensor):
-    """Return bags of indices for each sample and feature, of as many as the sample says: none at all in some."""
+    """Return bags of indices for each sample and feature, of as many as the sample says: none at
+    all in some.
+    """
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     lengths = (x.abs() * 2).long().t().reshape(
@@ -158,7 +166,9 @@ def features(x: torch.Tensor):
 
 
 class OfTensors(nn.Module):
-    """A model of torchrec that makes the object which it is given in its forward, of tensors that can be cut."""
+    """A model of torchrec that makes the object which it is given in its forward, of tensors that
+    can be cut.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""Modules that are hard to shard, one mechanism each. All map (samples, D) to a tensor with a row for each sample."""
+"""Modules that are hard to shard, one mechanism each.
+
+All map (samples, D) to a tensor with a row for each sample.
+"""
 
 from functools import partial
 
@@ -58,7 +61,9 @@ class TiedWords(nn.Module):
 
 
 class Buffers(nn.Module):
-    """Integers, no saving, a new shape; and private ones: one that was None, and one that the forward registers."""
+    """Integers, no saving, a new shape; and private ones: one that was None, and one that the
+    forward registers.
+    """
 
     def __init__(self):
         super().__init__()
@@ -94,7 +99,9 @@ class Rebound(nn.Module):
 
 
 class Lists(nn.Module):
-    """Parameters and submodules in containers of the module's own, in a partial function, and in an object."""
+    """Parameters and submodules in containers of the module's own, in a partial function, and in an
+    object.
+    """
 
     def __init__(self):
         super().__init__()
@@ -124,7 +131,9 @@ class Helper:
 
 
 class Stateful(nn.Module):
-    """Plain attributes that the next call reads: numbers, tensors, one with its graph, one set by a function."""
+    """Plain attributes that the next call reads: numbers, tensors, one with its graph, one set by a
+    function.
+    """
 
     steps = 1
 

@@ -1,4 +1,6 @@
-"""Stages that compute again what they do not keep have the bits of those that keep all, and hold less."""
+"""Stages that compute again what they do not keep have the bits of those that keep all, and hold
+less.
+"""
 
 import weakref
 from collections import defaultdict
@@ -128,7 +130,8 @@ def test_stage_recomputation_defers_weight_products(recompute):
         (gx,), later = split_backward([end], [torch.ones_like(y)], inputs, own.edges, saved)
     with Products() as second:
         actual = later()
-    # recomputed layers have both their gradients in I; checkpoint stops early, before products whose results are not read
+    # recomputed layers have both their gradients in I; checkpoint stops early, before products
+    # whose results are not read
     assert (first.count, second.count) == {"never": (2, 2), "always": (1 + 4, 0), 1: (4, 0)}[
         recompute
     ]

@@ -20,6 +20,7 @@ import fshard as fs
 from fshard import P
 from fshard.pipeline.schedule.builders import BUILDERS
 from tests.helpers.processes import not_under_rules, run_processes
+from tests.helpers.sampled import examples
 from tests.transforms.stages.head import Head
 
 # -- a model: a small GPT as layers, with dropout and tied embeddings ------------------------------
@@ -43,10 +44,16 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
-def gpt(blocks, seed=0):
+def with_tied_head(make_layer, blocks, seed=0):
+    """Return layers between an embedding and a head that shares its weight."""
     torch.manual_seed(seed)
     embedding = nn.Embedding(WORDS, WIDTH)
-    return nn.Sequential(embedding, *(Block() for _ in range(blocks)), Head(embedding.weight))
+    layers = [make_layer() for _ in range(blocks)]
+    return nn.Sequential(embedding, *layers, Head(embedding.weight))
+
+
+def gpt(blocks, seed=0):
+    return with_tied_head(Block, blocks, seed)
 
 
 def tokens(size, seed=1):
@@ -99,13 +106,42 @@ class Convolution(nn.Module):
         return x + F.gelu(self.mixed(x.mT)).mT
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer, whose weights are used once for each word."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(2, WIDTH)
+        self.recurrence = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        states, _ = self.recurrence(self.norm(x.mT).mT)
+        return x + states
+
+
+class OfExperts(nn.Module):
+    """A layer of experts, without a norm: in float16 some gradients overflow."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = fs.nn.MoE(WIDTH, 9, experts=3, top_k=2, shared=4)
+
+    def forward(self, x):
+        return x + self.experts(x)
+
+
 def convolutional(blocks, seed=0):
     torch.manual_seed(seed)
     layers = [Convolution(number) for number in range(blocks)]
     return nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS))
 
 
-MODELS = {"gpt": gpt, "convolutional": convolutional}
+MODELS = {
+    "gpt": gpt,
+    "convolutional": convolutional,
+    "recurrent": partial(with_tied_head, Recurrent),
+    "mixture of experts": partial(with_tied_head, OfExperts),
+}
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -237,8 +273,9 @@ def trained(step, params, opt, batches, buffers=None):
     return Trained(fs.unshard(params), metrics_of_steps, fs.unshard(buffers or {}))
 
 
-def assert_same(actual, expected, tolerance=0.0):
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance / 10)
+def assert_same(actual, expected, tolerance=0.0, **options):
+    limits = {"rtol": tolerance, "atol": tolerance / 10}
+    torch.testing.assert_close(actual, expected, **limits, **options)
 
 
 # -- equal bits ------------------------------------------------------------------------------------
@@ -313,7 +350,12 @@ class Drawn:
         expected = serial(model, self.batches(), opt, 1, self.zero, slices=slices, **options)
         actual = self.staged(model, opt, **options)
 
-        assert_same(actual, expected)
+        assert_same(actual.params, expected.params)
+        assert_same(actual.buffers, expected.buffers)
+        # In float16 gradients may overflow, as torch's do. The step is skipped, its norm may be
+        # NaN.
+        may_overflow = self.opt == "scaled"
+        assert_same(actual.metrics, expected.metrics, equal_nan=may_overflow)
 
     def check_closeness(self):
         """Compare stages with as many devices along data; random draws are not the same there."""
@@ -341,19 +383,19 @@ class Drawn:
         assert_same(actual, expected)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(8))
 @given(st.randoms(use_true_random=False))
 def test_staged_training_has_bits_of_the_full_model(source):
     Drawn(source.choice).check_bits()
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(6))
 @given(st.randoms(use_true_random=False))
 def test_staged_training_equals_the_full_model(source):
     Drawn(source.choice).check_closeness()
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(4))
 @given(st.randoms(use_true_random=False))
 def test_staged_gradient_and_update_equal_the_step(source):
     Drawn(source.choice).check_pieces()
@@ -377,7 +419,9 @@ def gradient_in_stages(stages, trees, batch, schedule, *, data=1, zero=0, **opti
 
 
 def test_tied_weights_of_16_bits_are_summed_in_32_bits():
-    """In each stage one microbatch has a gradient of 256, and 15 have 1: in 16 bits, 256 + 1 is 256."""
+    """In each stage one microbatch has a gradient of 256, and 15 have 1: in 16 bits, 256 + 1 is
+    256.
+    """
     schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=16)
     w = torch.ones((), dtype=torch.bfloat16)
     x = torch.ones(16, 1, dtype=torch.bfloat16)
