@@ -7,6 +7,7 @@ stream         yields full tensors one by one, with the names of a checkpoint
 
 from fshard.refit.origins import Origins, SourceBox
 from fshard.refit.stream import stream
-from fshard.refit.trace import TargetLeaf, Trace, check_ranks, trace
+from fshard.refit.trace import trace
+from fshard.refit.traced import TargetLeaf, Trace, check_ranks
 
 __all__ = ["SourceBox", "Origins", "TargetLeaf", "Trace", "check_ranks", "stream", "trace"]

@@ -245,7 +245,7 @@ class Shadows:
         """Return the shadow of a tensor's storage; None if its elements are unknown."""
         if x.layout != torch.strided:
             return None
-        entry = self._entries.get(_key(x))
+        entry = self._entries.get(storage_key(x))
         return None if entry is None else entry[1]
 
     def add(self, x: Tensor, first: int = UNWRITTEN, step: int = 0) -> Shadow:
@@ -254,7 +254,7 @@ class Shadows:
         length = storage.nbytes() // x.itemsize
         shadow = Shadow(length, x.itemsize, first, step)
         # The weak reference keeps the key from being that of another storage.
-        self._entries[_key(x)] = (StorageWeakRef(storage), shadow)
+        self._entries[storage_key(x)] = (StorageWeakRef(storage), shadow)
         return shadow
 
     def view(self, x: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ class Shadows:
         shadow = self.find(x)
         if shadow is None:
             return torch.tensor(UNWRITTEN).expand(x.shape)
-        key = _key(x)
+        key = storage_key(x)
         self._recent.pop(key, None)
         self._recent[key] = shadow
         return shadow.numbers.as_strided(x.shape, x.stride(), x.storage_offset())
@@ -283,5 +283,6 @@ class Shadows:
             del self._recent[key]
 
 
-def _key(x: Tensor) -> int:
+def storage_key(x: Tensor) -> int:
+    """Return a number that tensors of one storage have."""
     return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard.errors import RefitError
-from fshard.refit.numbers import CONSTANT, UNWRITTEN, ElementNumbers, Shadows
+from fshard.refit.numbers import CONSTANT, UNWRITTEN, ElementNumbers, Shadows, storage_key
 from fshard.source import call_site
 
 # Operations that move elements, with the arguments that have these. They are run on numbers too.
@@ -156,7 +156,7 @@ class LoadRecorder(TorchDispatchMode):
             result = self._other(func, name, arguments)
         return result
 
-    # -- writes ---------------------------------------------------------------------------------------------------
+    # -- writes ------------------------------------------------------------------------------------
 
     def _copy(self, func: OpOverload, arguments: dict[str, Any], source: Tensor) -> Any:
         """Write the numbers of a tensor to another one."""
@@ -199,7 +199,7 @@ class LoadRecorder(TorchDispatchMode):
             return x
         return func(**arguments)
 
-    # -- other operations -----------------------------------------------------------------------------------------
+    # -- other operations --------------------------------------------------------------------------
 
     def _move(self, func: OpOverload, name: str, arguments: dict[str, Any]) -> Any:
         """Run an operation, and run it on numbers."""
@@ -307,7 +307,7 @@ class LoadRecorder(TorchDispatchMode):
             return False
         return bool((self.shadows.view(x) == CONSTANT).all())
 
-    # -- errors ---------------------------------------------------------------------------------------------------
+    # -- errors ------------------------------------------------------------------------------------
 
     def _refuse(self, operation: str, tensors: Sequence[Tensor], reason: str = "") -> None:
         """Raise for an operation that reads elements of sources."""
@@ -389,4 +389,4 @@ def _mutated(func: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]
 def _share_storage(x: Tensor, other: Tensor) -> bool:
     if x.layout != torch.strided or other.layout != torch.strided:
         return False
-    return x.untyped_storage()._cdata == other.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return storage_key(x) == storage_key(other)
