@@ -54,15 +54,25 @@ class SourceBox(NamedTuple):
     steps: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
 
+    def __str__(self) -> str:
+        text = f"{_sides_text(self.target)} from {self.source}{_sides_text(self.source_slices)}"
+        moved_dims = [dim for dim in self.along if dim >= 0]
+        if moved_dims != sorted(moved_dims):
+            text += f", dims {tuple(moved_dims)}"
+        if any(step < 0 for step in self.steps):
+            text += ", reversed"
+        for dtype in self.dtypes[1:]:
+            text += f" as {str(dtype).removeprefix('torch.')}"
+        return text
+
     def within(self, block: Sequence[tuple[int, int]]) -> SourceBox | None:
         """Return the box of those elements that a block of the source has; None without any.
 
         `block`: the start and the stop along each dim of the source, such as of a shard.
 
         >>> box = SourceBox((slice(0, 6),), "w", (1, 2), (0,), (2,), (torch.float32,))
-        >>> box.within([(4, 8), (0, 3)])
-        SourceBox(target=(slice(2, 4, None),), source='w', begin=(5, 2), along=(0,), steps=(2,),
-                  dtypes=(torch.float32,))
+        >>> print(box, "|", box.within([(4, 8), (0, 3)]))
+        [0:6] from w[1:12:2, 2:3] | [2:4] from w[5:8:2, 2:3]
         """
         for dim, (start, stop) in enumerate(block):
             if dim not in self.along and not start <= self.begin[dim] < stop:
@@ -448,6 +458,17 @@ def numbers_of(origins: Origins, shape: Sequence[int], numbering: ElementNumbers
             box = box[..., None] + side
         numbers[_slices(origins.target[index])] = box
     return numbers
+
+
+def _sides_text(sides: Sequence[slice]) -> str:
+    """Return slices in words: [0:4, 1:8:2]."""
+    texts: list[str] = []
+    for side in sides:
+        text = f"{side.start}:{side.stop}"
+        if side.step not in (None, 1):
+            text += f":{side.step}"
+        texts.append(text)
+    return f"[{', '.join(texts)}]"
 
 
 def _slices(target: Numbers) -> tuple[slice, ...]:

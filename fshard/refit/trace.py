@@ -69,9 +69,9 @@ def trace(
     >>> names = {"q": torch.ones(2, 2), "k": torch.ones(2, 2)}
     >>> traced = fs.refit.trace(load_weights, names, engine)
     >>> for box in traced.boxes("weight"):
-    ...     print(box.target, box.source, box.begin, box.along)
-    (slice(0, 2, None), slice(0, 2, None)) q (0, 0) (1, 0)
-    (slice(2, 4, None), slice(0, 2, None)) k (0, 0) (0, 1)
+    ...     print(box)
+    [0:2, 0:2] from q[0:2, 0:2], dims (1, 0)
+    [2:4, 0:2] from k[0:2, 0:2]
     """
     target = _target_of(load, into)
     weights = weights_of(names)
