@@ -87,7 +87,13 @@ class ElementNumbers:
 
     def cast(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the numbers of elements after a cast."""
-        indices = self.range_indices(numbers)
+        if numbers.numel() == 0:
+            return numbers
+        ends = self.range_indices(torch.stack(numbers.aminmax()))
+        if ends[0] == ends[1] >= 0:
+            indices = ends[0]  # of all elements: most casts are of one source
+        else:
+            indices = self.range_indices(numbers)
         result = numbers
         for index in indices.unique().tolist():
             if index < 0:
@@ -206,6 +212,11 @@ class Shadow:
     encoded: _Encoded | None = None
 
     @property
+    def is_written(self) -> bool:
+        """Whether the numbers may be others than those from `first` on."""
+        return self.dense is not None or self.encoded is not None
+
+    @property
     def numbers(self) -> Tensor:
         """All numbers, to read and to write."""
         if self.dense is not None:
@@ -233,13 +244,15 @@ class Shadows:
     """The shadows of storages, found by a tensor.
 
     Numbers need 8 bytes an element, more than weights. So those that were not used of late are
-    encoded when all together need more than a limit.
+    encoded when all together are more than a limit.
     """
 
     def __init__(self, limit: int = 1 << 27) -> None:
         self.limit = limit
         self._entries: dict[int, tuple[StorageWeakRef, Shadow]] = {}
         self._recent: dict[int, Shadow] = {}  # with numbers, in the order of their last use
+        self._recent_length = 0
+        self._most_entries = 64
 
     def find(self, x: Tensor) -> Shadow | None:
         """Return the shadow of a tensor's storage; None if its elements are unknown."""
@@ -248,39 +261,63 @@ class Shadows:
         entry = self._entries.get(storage_key(x))
         return None if entry is None else entry[1]
 
-    def add(self, x: Tensor, first: int = UNWRITTEN, step: int = 0) -> Shadow:
-        """Make the shadow of a tensor's storage."""
+    def add(self, x: Tensor, first: int = UNWRITTEN, step: int = 0, itemsize: int = 0) -> Shadow:
+        """Make the shadow of a tensor's storage, with numbers from `first` on.
+
+        `itemsize`: bytes of an element; by default as of the tensor.
+        """
         storage = x.untyped_storage()
-        length = storage.nbytes() // x.itemsize
-        shadow = Shadow(length, x.itemsize, first, step)
+        itemsize = itemsize or x.itemsize
+        shadow = Shadow(storage.nbytes() // itemsize, itemsize, first, step)
         # The weak reference keeps the key from being that of another storage.
         self._entries[storage_key(x)] = (StorageWeakRef(storage), shadow)
         return shadow
 
-    def view(self, x: Tensor) -> Tensor:
-        """Return the numbers of a tensor's elements; writes to them are of the shadow."""
+    def read(self, x: Tensor) -> Tensor:
+        """Return the numbers of a tensor's elements, not to be written."""
         shadow = self.find(x)
         if shadow is None:
             return torch.tensor(UNWRITTEN).expand(x.shape)
+        if shadow.is_written:
+            return self.view(x)
+        # Of a source most ranks read a slice: its numbers are computed, and no others.
+        numbers = torch.tensor(shadow.first + shadow.step * x.storage_offset())
+        for length, stride in zip(x.shape, x.stride(), strict=True):
+            numbers = numbers[..., None] + torch.arange(length) * (stride * shadow.step)
+        return numbers
+
+    def view(self, x: Tensor) -> Tensor:
+        """Return the numbers of a tensor that has a shadow; writes to them are of the shadow."""
+        shadow = self.find(x)
+        assert shadow is not None
         key = storage_key(x)
-        self._recent.pop(key, None)
+        self._forget(key)
         self._recent[key] = shadow
+        self._recent_length += shadow.length
         return shadow.numbers.as_strided(x.shape, x.stride(), x.storage_offset())
 
     def trim(self) -> None:
         """Drop the shadows of freed storages; encode those not used of late, down to the limit."""
+        if len(self._entries) <= self._most_entries and self._recent_length <= self.limit:
+            return
+
         freed = [key for key, (storage, _) in self._entries.items() if storage.expired()]
         for key in freed:
             del self._entries[key]
-            self._recent.pop(key, None)
+            self._forget(key)
+        # Not at each operation: all are looked at.
+        self._most_entries = 2 * len(self._entries) + 64
 
-        total = sum([shadow.length for shadow in self._recent.values()])
         for key, shadow in [*self._recent.items()]:
-            if total <= self.limit:
+            if self._recent_length <= self.limit:
                 return
             shadow.encode()
-            total -= shadow.length
-            del self._recent[key]
+            self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        shadow = self._recent.pop(key, None)
+        if shadow is not None:
+            self._recent_length -= shadow.length
 
 
 def storage_key(x: Tensor) -> int:

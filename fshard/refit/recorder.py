@@ -83,7 +83,10 @@ _VALUES = frozenset({"value"})
 """Arguments that are constants."""
 _DROPPED = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking"})
 """Arguments that choose the memory of a result, not its elements."""
-_METADATA = frozenset({"is_pinned", "is_same_size", "set_"})
+_METADATA = frozenset(
+    {"is_pinned", "is_same_size", "set_"}
+    | {"as_strided_", "detach_", "squeeze_", "t_", "transpose_", "unsqueeze_"}
+)
 _LIKE = frozenset({"empty_like", "new_empty", "new_empty_strided"})
 _CONSTANTS_LIKE = frozenset(
     {"zeros_like", "ones_like", "full_like", "rand_like", "randn_like"}
@@ -118,11 +121,10 @@ class LoadRecorder(TorchDispatchMode):
         return x
 
     def numbers(self, x: Tensor) -> Tensor:
-        """Return the numbers of a tensor's elements, to read or to write."""
-        shadow = self.shadows.find(x)
-        if shadow is not None and shadow.itemsize != x.itemsize:
+        """Return the numbers of a tensor's elements, not to be written."""
+        if not self._has_its_itemsize(x):
             self._refuse("view", [x], "is read as bytes")
-        return self.shadows.view(x)
+        return self.shadows.read(x)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
@@ -162,12 +164,25 @@ class LoadRecorder(TorchDispatchMode):
         """Write the numbers of a tensor to another one."""
         x = arguments["self"]
         is_known = self.shadows.find(source) is not None or self.shadows.find(x) is not None
-        if is_known:
+        if not self._has_its_itemsize(source):
+            self._copy_storage(x, source)
+        elif is_known:
             numbers = self.numbers(source)
             if source.dtype != x.dtype:
                 numbers = self.numbering.cast(numbers, x.dtype)
             self._written(x).copy_(numbers)
         return self._run_write(func, arguments, x)
+
+    def _copy_storage(self, x: Tensor, source: Tensor) -> None:
+        """Copy the numbers of a storage whose bytes are copied: `copy.deepcopy` does so."""
+        shadow = self.shadows.find(source)
+        nbytes = source.untyped_storage().nbytes()
+        are_full = source.nbytes == x.nbytes == x.untyped_storage().nbytes() == nbytes
+        is_new = self.shadows.find(x) is None
+        if shadow is None or not are_full or not is_new or source.dtype != x.dtype:
+            self._refuse("copy_", [source], "is copied as bytes")
+            return
+        self.shadows.add(x, itemsize=shadow.itemsize).numbers.copy_(shadow.numbers)
 
     def _copy_each(self, arguments: dict[str, Any]) -> None:
         with self:
@@ -187,10 +202,12 @@ class LoadRecorder(TorchDispatchMode):
         return self._run_write(func, arguments, x)
 
     def _written(self, x: Tensor) -> Tensor:
-        """Return the numbers of a tensor that is written."""
+        """Return the numbers of a tensor, to be written."""
         if self.shadows.find(x) is None:
             self.shadows.add(x)
-        return self.numbers(x)
+        if not self._has_its_itemsize(x):
+            self._refuse("view", [x], "is written as bytes")
+        return self.shadows.view(x)
 
     def _run_write(self, func: OpOverload, arguments: dict[str, Any], x: Tensor) -> Any:
         """Run an operation that writes a tensor, unless that is a target: it keeps its values."""
@@ -219,7 +236,7 @@ class LoadRecorder(TorchDispatchMode):
             is_view = any(_share_storage(x, source) for source in moved)
             if not is_view:
                 self.shadows.add(x)
-                self.numbers(x).copy_(numbers_of_x)
+                self._written(x).copy_(numbers_of_x)
         return result
 
     def _replaced(
@@ -282,7 +299,7 @@ class LoadRecorder(TorchDispatchMode):
             if shadow is not None and shadow.is_target:
                 self._refuse_write(str(func))
             if shadow is not None:
-                self.numbers(x).fill_(UNWRITTEN)
+                self._written(x).fill_(UNWRITTEN)
 
         result = func(**arguments)
         is_made_of_constants = all(self._is_constant(x) for x in given)
@@ -296,16 +313,19 @@ class LoadRecorder(TorchDispatchMode):
     def _has_sources(self, x: Tensor) -> bool:
         if self.shadows.find(x) is None or x.numel() == 0:
             return False
-        return bool(self.shadows.view(x).max() >= 0) if self._same_size(x) else True
+        if not self._has_its_itemsize(x):
+            return True  # bytes, of whatever element
+        return bool(self.shadows.read(x).max() >= 0)
 
-    def _same_size(self, x: Tensor) -> bool:
+    def _has_its_itemsize(self, x: Tensor) -> bool:
+        """Return False for a view of a storage as bytes, or as other elements than it has."""
         shadow = self.shadows.find(x)
-        return shadow is not None and shadow.itemsize == x.itemsize
+        return shadow is None or shadow.itemsize == x.itemsize
 
     def _is_constant(self, x: Tensor) -> bool:
-        if self.shadows.find(x) is None or not self._same_size(x):
+        if self.shadows.find(x) is None or not self._has_its_itemsize(x):
             return False
-        return bool((self.shadows.view(x) == CONSTANT).all())
+        return bool((self.shadows.read(x) == CONSTANT).all())
 
     # -- errors ------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ def trace(
     numbering = ElementNumbers(weights)
     tensors = dict(named_tensors(target))
     for name, x in tensors.items():
-        if is_traceable_wrapper_subclass(x):
+        if not isinstance(x, Tensor) or is_traceable_wrapper_subclass(x):
             kind = type(x).__name__
             raise RefitError(
                 f"refit.trace: {name} of the target must be a plain tensor; got a {kind}. Trace "
