@@ -29,6 +29,9 @@ UNWRITTEN = -1
 CONSTANT = -2
 """The number of an element that the loader set without a source, such as a zero of padding."""
 
+CHUNK = 1 << 16
+"""Elements that are computed at a time: temporaries of 512 KiB, which stay in a cache."""
+
 
 class Weight(NamedTuple):
     """The name, shape and dtype of a source weight.
@@ -171,7 +174,12 @@ class _Encoded(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor) -> _Encoded:
-        values = numbers.numpy()
+        parts = [cls._of_chunk(chunk.numpy()) for chunk in numbers.split(CHUNK)]
+        first, step, length = zip(*parts, strict=True)
+        return cls(torch.cat(first), torch.cat(step), torch.cat(length))
+
+    @classmethod
+    def _of_chunk(cls, values: np.ndarray) -> _Encoded:
         steps = np.diff(values, prepend=0)
         continues = np.zeros(len(values), bool)
         continues[2:] = steps[2:] == steps[1:-1]
@@ -240,19 +248,22 @@ class Shadow:
             self.dense = None
 
 
-class Shadows:
-    """The shadows of storages, found by a tensor.
+# Note [When numbers are encoded]
+# Numbers need 8 bytes an element, more than weights. When all in use are more than a limit, those
+# not used of late are encoded. A loader may write one stack of experts by turns with another, and
+# each write decodes, so time is counted in elements: a shadow of n elements is encoded when, since
+# its last use, n elements of others were used. Then encoding at most doubles the work.
 
-    Numbers need 8 bytes an element, more than weights. So those that were not used of late are
-    encoded when all together are more than a limit.
-    """
+
+class Shadows:
+    """The shadows of storages, found by a tensor: see Note [When numbers are encoded]."""
 
     def __init__(self, limit: int = 1 << 27) -> None:
         self.limit = limit
         self._entries: dict[int, tuple[StorageWeakRef, Shadow]] = {}
-        self._recent: dict[int, Shadow] = {}  # with numbers, in the order of their last use
-        self._recent_length = 0
-        self._most_entries = 64
+        self._last_use: dict[int, int] = {}  # of shadows with numbers, in order
+        self._time = 0  # elements used until now
+        self._next_trim = limit
 
     def find(self, x: Tensor) -> Shadow | None:
         """Return the shadow of a tensor's storage; None if its elements are unknown."""
@@ -291,33 +302,30 @@ class Shadows:
         shadow = self.find(x)
         assert shadow is not None
         key = storage_key(x)
-        self._forget(key)
-        self._recent[key] = shadow
-        self._recent_length += shadow.length
+        self._time += x.numel()
+        self._last_use.pop(key, None)
+        self._last_use[key] = self._time
         return shadow.numbers.as_strided(x.shape, x.stride(), x.storage_offset())
 
     def trim(self) -> None:
-        """Drop the shadows of freed storages; encode those not used of late, down to the limit."""
-        if len(self._entries) <= self._most_entries and self._recent_length <= self.limit:
+        """Drop the shadows of freed storages, and encode those not used of late."""
+        if self._time < self._next_trim:
             return
+        self._next_trim = self._time + self.limit // 8
 
         freed = [key for key, (storage, _) in self._entries.items() if storage.expired()]
         for key in freed:
             del self._entries[key]
-            self._forget(key)
-        # Not at each operation: all are looked at.
-        self._most_entries = 2 * len(self._entries) + 64
+            self._last_use.pop(key, None)
 
-        for key, shadow in [*self._recent.items()]:
-            if self._recent_length <= self.limit:
-                return
-            shadow.encode()
-            self._forget(key)
-
-    def _forget(self, key: int) -> None:
-        shadow = self._recent.pop(key, None)
-        if shadow is not None:
-            self._recent_length -= shadow.length
+        used = {key: self._entries[key][1] for key in self._last_use}
+        total = sum([shadow.length for shadow in used.values()])
+        for key, shadow in used.items():
+            is_recent = self._time - self._last_use[key] < shadow.length
+            if total > self.limit and not is_recent:
+                shadow.encode()
+                total -= shadow.length
+                del self._last_use[key]
 
 
 def storage_key(x: Tensor) -> int:

@@ -27,11 +27,17 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.layout.arithmetic import strides
-from fshard.refit.numbers import CONSTANT, UNWRITTEN, ElementNumbers, Range, Weight, run_begins
+from fshard.refit.numbers import (
+    CHUNK,
+    CONSTANT,
+    UNWRITTEN,
+    ElementNumbers,
+    Range,
+    Weight,
+    run_begins,
+)
 
 Numbers = npt.NDArray[np.int64]
-_CHUNK = 1 << 19
-"""Elements whose coordinates are computed at a time: 4 MiB for each dim."""
 
 
 class SourceBox(NamedTuple):
@@ -228,7 +234,7 @@ def _boxes_of(numbers: Tensor, coordinates: _Coordinates) -> _Boxes:
     if numbers.numel() > 0:
         rows = numbers.reshape(-1, row_length)
         position = 0
-        for chunk in rows.split(max(1, _CHUNK // row_length)):
+        for chunk in rows.split(max(1, CHUNK // row_length)):
             runs = _runs_of(chunk, coordinates)
             runs = runs._replace(position=runs.position + position)
             boxes += _boxes_of_runs(runs, numbers.shape, coordinates)
@@ -324,10 +330,10 @@ class _Runs(NamedTuple):
 def _runs_of(rows: Tensor, coordinates: _Coordinates) -> _Runs:
     """Return the runs of rows of numbers; most rows are one."""
     row_length = rows.shape[1]
-    steps = rows.diff(dim=1)
-    is_run = (steps == steps[:, :1]).all(1).numpy()
-    numbers = rows.numpy()
-    row_steps = steps[:, 0].numpy() if row_length > 1 else np.zeros(len(numbers), np.int64)
+    numbers = rows.numpy()  # chunks are too small for the threads of torch
+    steps = np.diff(numbers, axis=1)
+    is_run = (steps == steps[:, :1]).all(1)
+    row_steps = steps[:, 0] if row_length > 1 else np.zeros(len(numbers), np.int64)
 
     index = np.flatnonzero(is_run)
     length = np.full(len(index), row_length)
