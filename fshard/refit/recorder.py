@@ -87,6 +87,7 @@ _METADATA = frozenset(
     {"is_pinned", "is_same_size", "set_"}
     | {"as_strided_", "detach_", "squeeze_", "t_", "transpose_", "unsqueeze_"}
 )
+_VIEWS_OF_OTHER_VALUES = frozenset({"_conj", "_neg_view"})
 _LIKE = frozenset({"empty_like", "new_empty", "new_empty_strided"})
 _CONSTANTS_LIKE = frozenset(
     {"zeros_like", "ones_like", "full_like", "rand_like", "randn_like"}
@@ -141,6 +142,9 @@ class LoadRecorder(TorchDispatchMode):
         schema = func._schema  # pyright: ignore[reportPrivateUsage]
         names = [argument.name for argument in schema.arguments]
         arguments = dict(zip(names, args, strict=False)) | kwargs
+        for argument in schema.arguments:
+            if argument.name in _VALUES:
+                arguments.setdefault(argument.name, argument.default_value)
         name = schema.name.removeprefix("aten::")
         if name == "copy_":
             result = self._copy(func, arguments, arguments["src"])
@@ -281,8 +285,8 @@ class LoadRecorder(TorchDispatchMode):
             returned.alias_info is not None and not returned.alias_info.is_write
             for returned in schema.returns
         )
-        is_read_as_bytes = name == "view" and "dtype" in arguments
-        if name in _METADATA or (is_view and not is_read_as_bytes):
+        has_other_values = name in _VIEWS_OF_OTHER_VALUES or func == torch.ops.aten.view.dtype
+        if name in _METADATA or (is_view and not has_other_values):
             result = func(**arguments)
             if name == "lift_fresh" and self.shadows.find(result) is None:
                 self.shadows.add(result, CONSTANT)  # torch.tensor(...)

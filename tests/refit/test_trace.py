@@ -90,6 +90,7 @@ MOVES = {
     "where": lambda x: torch.where(MASK[:, None], x, x.flip(0)),
     "masked_fill": lambda x: x.masked_fill(MASK[:, None], 0.0),
     "pad": lambda x: nn.functional.pad(x[:, :4], (1, 1)),
+    "pad by its default": lambda x: torch.constant_pad_nd(x[:, :4], (1, 1)),
     "pad by zeros": lambda x: torch.cat([x[:2], x.new_zeros(2, 6)]),
     "broadcast": lambda x: x[1],
     "repeat": lambda x: x[:2].repeat(2, 1),
@@ -325,6 +326,16 @@ def test_trace_of_a_computation_raises_with_operation_line_and_weight(name):
     assert operation in str(error.value)
     assert "layers.0.w" in str(error.value)
     assert "test_trace.py" in str(error.value)
+
+
+def test_trace_of_a_conjugate_raises():
+    target = {"w": torch.ones(2, dtype=torch.complex64)}
+
+    def load(weights):
+        target["w"].copy_(dict(weights)["w"].conj())
+
+    with pytest.raises(RefitError, match="w is an argument of aten._conj"):
+        fs.refit.trace(load, {"w": torch.ones(2, dtype=torch.complex64)}, target)
 
 
 def test_trace_of_a_computation_raises_where_the_loader_catches_it():
