@@ -81,6 +81,11 @@ class Trace:
             if leaf.tied_to != name:
                 continue
             x = tensors[name].detach()
+            if (tuple(x.shape), x.dtype) != (leaf.shape, leaf.dtype):
+                raise RefitError(
+                    f"refit: {name} must be {leaf.dtype} of {leaf.shape}, as the loader has made "
+                    f"it; got {x.dtype} of {tuple(x.shape)}. Load once, then trace."
+                )
             for box in self.boxes(name):
                 x[box.target].copy_(box.read(weights[box.source]))
 
