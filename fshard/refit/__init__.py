@@ -10,7 +10,8 @@ from fshard.refit.origins import Origins, SourceBox
 from fshard.refit.plan import RefitPlan
 from fshard.refit.send import Refit
 from fshard.refit.stream import stream
-from fshard.refit.trace import TargetLeaf, Trace, check_ranks, trace
+from fshard.refit.trace import trace
+from fshard.refit.traced import TargetLeaf, Trace, check_ranks
 
 __all__ = [
     "Origins",

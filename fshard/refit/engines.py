@@ -29,7 +29,7 @@ from fshard.mesh.reshard.between import AXIS, numbers_held
 from fshard.mesh.reshard.crossing import MeshSide, RegionSide
 from fshard.mesh.spmd.run import is_outside, local_devices, run_on_devices
 from fshard.refit.landing import Needs, copy_into, needs_of
-from fshard.refit.trace import Target, Trace, named_tensors
+from fshard.refit.traced import Target, Trace, named_tensors
 
 _SHOWN = 8
 """Errors have the names of so many leaves at most."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fshard.mesh.reshard.regions import Numbers, intersect, volume
 from fshard.refit.origins import SourceBox
-from fshard.refit.trace import Trace
+from fshard.refit.traced import Trace
 
 
 class Landing(NamedTuple):

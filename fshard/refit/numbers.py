@@ -29,6 +29,9 @@ UNWRITTEN = -1
 CONSTANT = -2
 """The number of an element that the loader set without a source, such as a zero of padding."""
 
+CHUNK = 1 << 16
+"""Elements that are computed at a time: temporaries of 512 KiB, which stay in a cache."""
+
 
 class Weight(NamedTuple):
     """The name, shape and dtype of a source weight.
@@ -87,7 +90,13 @@ class ElementNumbers:
 
     def cast(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the numbers of elements after a cast."""
-        indices = self.range_indices(numbers)
+        if numbers.numel() == 0:
+            return numbers
+        ends = self.range_indices(torch.stack(numbers.aminmax()))
+        if ends[0] == ends[1] >= 0:
+            indices = ends[0]  # of all elements: most casts are of one source
+        else:
+            indices = self.range_indices(numbers)
         result = numbers
         for index in indices.unique().tolist():
             if index < 0:
@@ -165,7 +174,12 @@ class _Encoded(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor) -> _Encoded:
-        values = numbers.numpy()
+        parts = [cls._of_chunk(chunk.numpy()) for chunk in numbers.split(CHUNK)]
+        first, step, length = zip(*parts, strict=True)
+        return cls(torch.cat(first), torch.cat(step), torch.cat(length))
+
+    @classmethod
+    def _of_chunk(cls, values: np.ndarray) -> _Encoded:
         steps = np.diff(values, prepend=0)
         continues = np.zeros(len(values), bool)
         continues[2:] = steps[2:] == steps[1:-1]
@@ -206,6 +220,11 @@ class Shadow:
     encoded: _Encoded | None = None
 
     @property
+    def is_written(self) -> bool:
+        """Whether the numbers may be others than those from `first` on."""
+        return self.dense is not None or self.encoded is not None
+
+    @property
     def numbers(self) -> Tensor:
         """All numbers, to read and to write."""
         if self.dense is not None:
@@ -229,59 +248,86 @@ class Shadow:
             self.dense = None
 
 
-class Shadows:
-    """The shadows of storages, found by a tensor.
+# Note [When numbers are encoded]
+# Numbers need 8 bytes an element, more than weights. When all in use are more than a limit, those
+# not used of late are encoded. A loader may write one stack of experts by turns with another, and
+# each write decodes, so time is counted in elements: a shadow of n elements is encoded when, since
+# its last use, n elements of others were used. Then encoding at most doubles the work.
 
-    Numbers need 8 bytes an element, more than weights. So those that were not used of late are
-    encoded when all together need more than a limit.
-    """
+
+class Shadows:
+    """The shadows of storages, found by a tensor: see Note [When numbers are encoded]."""
 
     def __init__(self, limit: int = 1 << 27) -> None:
         self.limit = limit
         self._entries: dict[int, tuple[StorageWeakRef, Shadow]] = {}
-        self._recent: dict[int, Shadow] = {}  # with numbers, in the order of their last use
+        self._last_use: dict[int, int] = {}  # of shadows with numbers, in order
+        self._time = 0  # elements used until now
+        self._next_trim = limit
 
     def find(self, x: Tensor) -> Shadow | None:
         """Return the shadow of a tensor's storage; None if its elements are unknown."""
         if x.layout != torch.strided:
             return None
-        entry = self._entries.get(_key(x))
+        entry = self._entries.get(storage_key(x))
         return None if entry is None else entry[1]
 
-    def add(self, x: Tensor, first: int = UNWRITTEN, step: int = 0) -> Shadow:
-        """Make the shadow of a tensor's storage."""
+    def add(self, x: Tensor, first: int = UNWRITTEN, step: int = 0, itemsize: int = 0) -> Shadow:
+        """Make the shadow of a tensor's storage, with numbers from `first` on.
+
+        `itemsize`: bytes of an element; by default as of the tensor.
+        """
         storage = x.untyped_storage()
-        length = storage.nbytes() // x.itemsize
-        shadow = Shadow(length, x.itemsize, first, step)
+        itemsize = itemsize or x.itemsize
+        shadow = Shadow(storage.nbytes() // itemsize, itemsize, first, step)
         # The weak reference keeps the key from being that of another storage.
-        self._entries[_key(x)] = (StorageWeakRef(storage), shadow)
+        self._entries[storage_key(x)] = (StorageWeakRef(storage), shadow)
         return shadow
 
-    def view(self, x: Tensor) -> Tensor:
-        """Return the numbers of a tensor's elements; writes to them are of the shadow."""
+    def read(self, x: Tensor) -> Tensor:
+        """Return the numbers of a tensor's elements, not to be written."""
         shadow = self.find(x)
         if shadow is None:
             return torch.tensor(UNWRITTEN).expand(x.shape)
-        key = _key(x)
-        self._recent.pop(key, None)
-        self._recent[key] = shadow
+        if shadow.is_written:
+            return self.view(x)
+        # Of a source most ranks read a slice: its numbers are computed, and no others.
+        numbers = torch.tensor(shadow.first + shadow.step * x.storage_offset())
+        for length, stride in zip(x.shape, x.stride(), strict=True):
+            numbers = numbers[..., None] + torch.arange(length) * (stride * shadow.step)
+        return numbers
+
+    def view(self, x: Tensor) -> Tensor:
+        """Return the numbers of a tensor that has a shadow; writes to them are of the shadow."""
+        shadow = self.find(x)
+        assert shadow is not None
+        key = storage_key(x)
+        self._time += x.numel()
+        self._last_use.pop(key, None)
+        self._last_use[key] = self._time
         return shadow.numbers.as_strided(x.shape, x.stride(), x.storage_offset())
 
     def trim(self) -> None:
-        """Drop the shadows of freed storages; encode those not used of late, down to the limit."""
+        """Drop the shadows of freed storages, and encode those not used of late."""
+        if self._time < self._next_trim:
+            return
+        self._next_trim = self._time + self.limit // 8
+
         freed = [key for key, (storage, _) in self._entries.items() if storage.expired()]
         for key in freed:
             del self._entries[key]
-            self._recent.pop(key, None)
+            self._last_use.pop(key, None)
 
-        total = sum([shadow.length for shadow in self._recent.values()])
-        for key, shadow in [*self._recent.items()]:
-            if total <= self.limit:
-                return
-            shadow.encode()
-            total -= shadow.length
-            del self._recent[key]
+        used = {key: self._entries[key][1] for key in self._last_use}
+        total = sum([shadow.length for shadow in used.values()])
+        for key, shadow in used.items():
+            is_recent = self._time - self._last_use[key] < shadow.length
+            if total > self.limit and not is_recent:
+                shadow.encode()
+                total -= shadow.length
+                del self._last_use[key]
 
 
-def _key(x: Tensor) -> int:
+def storage_key(x: Tensor) -> int:
+    """Return a number that tensors of one storage have."""
     return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -17,6 +17,7 @@ have zeros behind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,11 +27,17 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.layout.arithmetic import strides
-from fshard.refit.numbers import CONSTANT, UNWRITTEN, ElementNumbers, Range, Weight, run_begins
+from fshard.refit.numbers import (
+    CHUNK,
+    CONSTANT,
+    UNWRITTEN,
+    ElementNumbers,
+    Range,
+    Weight,
+    run_begins,
+)
 
 Numbers = npt.NDArray[np.int64]
-_CHUNK = 1 << 19
-"""Elements whose coordinates are computed at a time: 4 MiB for each dim."""
 
 
 class SourceBox(NamedTuple):
@@ -53,34 +60,80 @@ class SourceBox(NamedTuple):
     steps: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
 
+    def __str__(self) -> str:
+        text = f"{_sides_text(self.target)} from {self.source}{_sides_text(self.source_slices)}"
+        moved_dims = [dim for dim in self.along if dim >= 0]
+        if moved_dims != sorted(moved_dims):
+            text += f", dims {tuple(moved_dims)}"
+        if any(step < 0 for step in self.steps):
+            text += ", reversed"
+        for dtype in self.dtypes[1:]:
+            text += f" as {str(dtype).removeprefix('torch.')}"
+        return text
+
+    def within(self, block: Sequence[tuple[int, int]]) -> SourceBox | None:
+        """Return the box of those elements that a block of the source has; None without any.
+
+        `block`: the start and the stop along each dim of the source, such as of a shard.
+
+        >>> box = SourceBox((slice(0, 6),), "w", (1, 2), (0,), (2,), (torch.float32,))
+        >>> print(box, "|", box.within([(4, 8), (0, 3)]))
+        [0:6] from w[1:12:2, 2:3] | [2:4] from w[5:8:2, 2:3]
+        """
+        for dim, (start, stop) in enumerate(block):
+            if dim not in self.along and not start <= self.begin[dim] < stop:
+                return None
+
+        target: list[slice] = []
+        begin = [*self.begin]
+        for side, dim, step in zip(self.target, self.along, self.steps, strict=True):
+            if dim < 0:
+                target.append(side)
+                continue
+            # The coordinate of element i is begin + i * step.
+            start, stop = block[dim]
+            if step > 0:
+                first = -((begin[dim] - start) // step)
+                last = (stop - 1 - begin[dim]) // step
+            else:
+                first = -((stop - 1 - begin[dim]) // -step)
+                last = (begin[dim] - start) // -step
+            first = max(first, 0)
+            last = min(last, side.stop - side.start - 1)
+            if first > last:
+                return None
+            begin[dim] += first * step
+            target.append(slice(side.start + first, side.start + last + 1))
+        return self._replace(target=tuple(target), begin=tuple(begin))
+
+    @property
+    def source_slices(self) -> tuple[slice, ...]:
+        """The slices of the source that have the elements, in the source's order."""
+        slices = [slice(index, index + 1) for index in self.begin]
+        for side, dim, step in zip(self.target, self.along, self.steps, strict=True):
+            if dim >= 0:
+                first = self.begin[dim]
+                last = first + (side.stop - side.start - 1) * step
+                slices[dim] = slice(min(first, last), max(first, last) + 1, abs(step))
+        return tuple(slices)
+
     def read(self, weight: Tensor) -> Tensor:
-        """Return the elements of the box, from the source and cast, in the shape of the target's."""
-        lengths = [side.stop - side.start for side in self.target]
-        position = weight.storage_offset()
-        for index, stride in zip(self.begin, weight.stride(), strict=True):
-            position += index * stride
-        jumps: list[int] = []
-        for dim, step in zip(self.along, self.steps, strict=True):
-            jumps.append(step * weight.stride(dim) if dim >= 0 else 0)
-        if any(jump < 0 for jump in jumps):
-            return self._read_flipped(weight, lengths)
-        x = weight.as_strided(lengths, jumps, position)
+        """Return the elements of the box, from the source and cast, in the target's shape."""
+        x = weight[self.source_slices]
+
+        # Dims of the source in the order of the target; the others have one element.
+        moved_dims = [dim for dim in self.along if dim >= 0]
+        other_dims = [dim for dim in range(x.ndim) if dim not in moved_dims]
+        x = x.permute([*other_dims, *moved_dims])[(0,) * len(other_dims)]
+        for number, dim in enumerate(self.along):
+            if dim < 0:
+                x = x.unsqueeze(number)
+        x = x.expand([side.stop - side.start for side in self.target])
+
+        x = x.flip([number for number, step in enumerate(self.steps) if step < 0])
         for dtype in self.dtypes[1:]:
             x = x.to(dtype)
         return x
-
-    def _read_flipped(self, weight: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Read a box with negative steps, which strides cannot have: from its other end."""
-        begin = [*self.begin]
-        flipped: list[int] = []
-        steps = [*self.steps]
-        for number, (dim, step) in enumerate(zip(self.along, self.steps, strict=True)):
-            if step < 0:
-                begin[dim] += step * (lengths[number] - 1)
-                steps[number] = -step
-                flipped.append(number)
-        box = self._replace(begin=tuple(begin), steps=tuple(steps))
-        return box.read(weight).flip(flipped)
 
 
 class Origins(NamedTuple):
@@ -131,39 +184,65 @@ class Origins(NamedTuple):
 def origins_of(numbers: Tensor, numbering: ElementNumbers) -> Origins:
     """Return the boxes of a target with these numbers; unwritten elements are in none.
 
-    Runs along the last dim are joined along the dim before, and so on: see `_joined`.
+    Runs along one dim are joined along another one, and so on: see `_joined`.
     """
     dims = numbers.ndim
     if dims == 0:
         numbers = numbers[None]
-    coordinates = _Coordinates(numbering)
-    last_dim = numbers.ndim - 1
-    row_length = numbers.shape[last_dim]
-    rows = numbers.reshape(-1, row_length) if row_length else numbers.new_empty(0, 1)
-
-    rows_at_once = max(1, _CHUNK // max(1, row_length))
-    parts = [_no_boxes(numbers.ndim, coordinates.dims)]
-    for first_row in range(0, len(rows), rows_at_once):
-        runs = _runs_of(rows[first_row : first_row + rows_at_once], coordinates)
-        runs = runs._replace(position=runs.position + first_row * row_length)
-        parts += _boxes_of_runs(runs, numbers.shape, coordinates)
-    boxes = _Boxes(*map(np.concatenate, zip(*parts, strict=True)))
-    for dim in reversed(range(last_dim)):
-        boxes = _joined(boxes, dim)
+    order = _order_of_dims(numbers)
+    boxes = _boxes_of(numbers.permute(order), _Coordinates(numbering))
+    boxes = boxes.permuted(np.argsort(order))
 
     # In the order of their first elements in the target.
     boxes = boxes.take(np.lexsort(boxes.start.T[::-1]))
-    is_constant = boxes.range_index < 0
     target = np.stack([boxes.start, boxes.start + boxes.length], -1)[:, :dims]
-    of_sources = boxes.take(np.flatnonzero(~is_constant))
+    is_constant = boxes.range_index < 0
+    sources = boxes.take(np.flatnonzero(~is_constant))
     return Origins(
-        of_sources.range_index,
+        sources.range_index,
         target[~is_constant],
-        of_sources.begin,
-        of_sources.along[:, :dims],
-        of_sources.steps[:, :dims],
+        sources.begin,
+        sources.along[:, :dims],
+        sources.steps[:, :dims],
         target[is_constant],
     )
+
+
+def _order_of_dims(numbers: Tensor) -> list[int]:
+    """Return the dims in order, but as the last one that along which the fewest runs begin.
+
+    Of a weight whose columns are permuted, each element would be a run along its rows. A corner of
+    the target has to suffice.
+    """
+    corner = numbers[tuple([slice(64)] * numbers.ndim)]
+    counts: list[float] = []
+    for dim, length in enumerate(corner.shape):
+        changes = int(corner.diff(n=2, dim=dim).count_nonzero()) if length > 2 else 0
+        counts.append(changes / length if numbers.shape[dim] > 1 else math.inf)
+    last_dim = numbers.ndim - 1
+    best = min(reversed(range(numbers.ndim)), key=lambda dim: counts[dim])
+    if counts[best] > counts[last_dim] / 4:
+        best = last_dim  # not worth a copy of the numbers
+    return [*[dim for dim in range(numbers.ndim) if dim != best], best]
+
+
+def _boxes_of(numbers: Tensor, coordinates: _Coordinates) -> _Boxes:
+    """Return boxes of numbers: runs along the last dim, joined along the others."""
+    last_dim = numbers.ndim - 1
+    row_length = numbers.shape[last_dim]
+    boxes = [_no_boxes(numbers.ndim, coordinates.dims)]
+    if numbers.numel() > 0:
+        rows = numbers.reshape(-1, row_length)
+        position = 0
+        for chunk in rows.split(max(1, CHUNK // row_length)):
+            runs = _runs_of(chunk, coordinates)
+            runs = runs._replace(position=runs.position + position)
+            boxes += _boxes_of_runs(runs, numbers.shape, coordinates)
+            position += chunk.numel()
+    joined = _Boxes(*map(np.concatenate, zip(*boxes, strict=True)))
+    for dim in reversed(range(last_dim)):
+        joined = _joined(joined, dim)
+    return joined
 
 
 class _Boxes(NamedTuple):
@@ -178,6 +257,17 @@ class _Boxes(NamedTuple):
 
     def take(self, index: Numbers) -> _Boxes:
         return _Boxes(*[array[index] for array in self])
+
+    def permuted(self, dims: Numbers) -> _Boxes:
+        """Return the boxes with the dims of the target in another order."""
+        return _Boxes(
+            self.range_index,
+            self.start[:, dims],
+            self.length[:, dims],
+            self.begin,
+            self.along[:, dims],
+            self.steps[:, dims],
+        )
 
 
 def _no_boxes(dims: int, source_dims: int) -> _Boxes:
@@ -240,10 +330,10 @@ class _Runs(NamedTuple):
 def _runs_of(rows: Tensor, coordinates: _Coordinates) -> _Runs:
     """Return the runs of rows of numbers; most rows are one."""
     row_length = rows.shape[1]
-    steps = rows.diff(dim=1)
-    is_run = (steps == steps[:, :1]).all(1).numpy()
-    numbers = rows.numpy()
-    row_steps = steps[:, 0].numpy() if row_length > 1 else np.zeros(len(numbers), np.int64)
+    numbers = rows.numpy()  # chunks are too small for the threads of torch
+    steps = np.diff(numbers, axis=1)
+    is_run = (steps == steps[:, :1]).all(1)
+    row_steps = steps[:, 0] if row_length > 1 else np.zeros(len(numbers), np.int64)
 
     index = np.flatnonzero(is_run)
     length = np.full(len(index), row_length)
@@ -374,6 +464,17 @@ def numbers_of(origins: Origins, shape: Sequence[int], numbering: ElementNumbers
             box = box[..., None] + side
         numbers[_slices(origins.target[index])] = box
     return numbers
+
+
+def _sides_text(sides: Sequence[slice]) -> str:
+    """Return slices in words: [0:4, 1:8:2]."""
+    texts: list[str] = []
+    for side in sides:
+        text = f"{side.start}:{side.stop}"
+        if side.step not in (None, 1):
+            text += f":{side.step}"
+        texts.append(text)
+    return f"[{', '.join(texts)}]"
 
 
 def _slices(target: Numbers) -> tuple[slice, ...]:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard.errors import RefitError
-from fshard.refit.numbers import CONSTANT, UNWRITTEN, ElementNumbers, Shadows
+from fshard.refit.numbers import CONSTANT, UNWRITTEN, ElementNumbers, Shadows, storage_key
 from fshard.source import call_site
 
 # Operations that move elements, with the arguments that have these. They are run on numbers too.
@@ -83,7 +83,11 @@ _VALUES = frozenset({"value"})
 """Arguments that are constants."""
 _DROPPED = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking"})
 """Arguments that choose the memory of a result, not its elements."""
-_METADATA = frozenset({"is_pinned", "is_same_size", "set_"})
+_METADATA = frozenset(
+    {"is_pinned", "is_same_size", "set_"}
+    | {"as_strided_", "detach_", "squeeze_", "t_", "transpose_", "unsqueeze_"}
+)
+_VIEWS_OF_OTHER_VALUES = frozenset({"_conj", "_neg_view"})
 _LIKE = frozenset({"empty_like", "new_empty", "new_empty_strided"})
 _CONSTANTS_LIKE = frozenset(
     {"zeros_like", "ones_like", "full_like", "rand_like", "randn_like"}
@@ -118,11 +122,10 @@ class LoadRecorder(TorchDispatchMode):
         return x
 
     def numbers(self, x: Tensor) -> Tensor:
-        """Return the numbers of a tensor's elements, to read or to write."""
-        shadow = self.shadows.find(x)
-        if shadow is not None and shadow.itemsize != x.itemsize:
+        """Return the numbers of a tensor's elements, not to be written."""
+        if not self._has_its_itemsize(x):
             self._refuse("view", [x], "is read as bytes")
-        return self.shadows.view(x)
+        return self.shadows.read(x)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
@@ -139,6 +142,9 @@ class LoadRecorder(TorchDispatchMode):
         schema = func._schema  # pyright: ignore[reportPrivateUsage]
         names = [argument.name for argument in schema.arguments]
         arguments = dict(zip(names, args, strict=False)) | kwargs
+        for argument in schema.arguments:
+            if argument.name in _VALUES:
+                arguments.setdefault(argument.name, argument.default_value)
         name = schema.name.removeprefix("aten::")
         if name == "copy_":
             result = self._copy(func, arguments, arguments["src"])
@@ -156,18 +162,31 @@ class LoadRecorder(TorchDispatchMode):
             result = self._other(func, name, arguments)
         return result
 
-    # -- writes ---------------------------------------------------------------------------------------------------
+    # -- writes ------------------------------------------------------------------------------------
 
     def _copy(self, func: OpOverload, arguments: dict[str, Any], source: Tensor) -> Any:
         """Write the numbers of a tensor to another one."""
         x = arguments["self"]
         is_known = self.shadows.find(source) is not None or self.shadows.find(x) is not None
-        if is_known:
+        if not self._has_its_itemsize(source):
+            self._copy_storage(x, source)
+        elif is_known:
             numbers = self.numbers(source)
             if source.dtype != x.dtype:
                 numbers = self.numbering.cast(numbers, x.dtype)
             self._written(x).copy_(numbers)
         return self._run_write(func, arguments, x)
+
+    def _copy_storage(self, x: Tensor, source: Tensor) -> None:
+        """Copy the numbers of a storage whose bytes are copied: `copy.deepcopy` does so."""
+        shadow = self.shadows.find(source)
+        nbytes = source.untyped_storage().nbytes()
+        are_full = source.nbytes == x.nbytes == x.untyped_storage().nbytes() == nbytes
+        is_new = self.shadows.find(x) is None
+        if shadow is None or not are_full or not is_new or source.dtype != x.dtype:
+            self._refuse("copy_", [source], "is copied as bytes")
+            return
+        self.shadows.add(x, itemsize=shadow.itemsize).numbers.copy_(shadow.numbers)
 
     def _copy_each(self, arguments: dict[str, Any]) -> None:
         with self:
@@ -187,10 +206,12 @@ class LoadRecorder(TorchDispatchMode):
         return self._run_write(func, arguments, x)
 
     def _written(self, x: Tensor) -> Tensor:
-        """Return the numbers of a tensor that is written."""
+        """Return the numbers of a tensor, to be written."""
         if self.shadows.find(x) is None:
             self.shadows.add(x)
-        return self.numbers(x)
+        if not self._has_its_itemsize(x):
+            self._refuse("view", [x], "is written as bytes")
+        return self.shadows.view(x)
 
     def _run_write(self, func: OpOverload, arguments: dict[str, Any], x: Tensor) -> Any:
         """Run an operation that writes a tensor, unless that is a target: it keeps its values."""
@@ -199,7 +220,7 @@ class LoadRecorder(TorchDispatchMode):
             return x
         return func(**arguments)
 
-    # -- other operations -----------------------------------------------------------------------------------------
+    # -- other operations --------------------------------------------------------------------------
 
     def _move(self, func: OpOverload, name: str, arguments: dict[str, Any]) -> Any:
         """Run an operation, and run it on numbers."""
@@ -219,7 +240,7 @@ class LoadRecorder(TorchDispatchMode):
             is_view = any(_share_storage(x, source) for source in moved)
             if not is_view:
                 self.shadows.add(x)
-                self.numbers(x).copy_(numbers_of_x)
+                self._written(x).copy_(numbers_of_x)
         return result
 
     def _replaced(
@@ -264,8 +285,8 @@ class LoadRecorder(TorchDispatchMode):
             returned.alias_info is not None and not returned.alias_info.is_write
             for returned in schema.returns
         )
-        is_read_as_bytes = name == "view" and "dtype" in arguments
-        if name in _METADATA or (is_view and not is_read_as_bytes):
+        has_other_values = name in _VIEWS_OF_OTHER_VALUES or func == torch.ops.aten.view.dtype
+        if name in _METADATA or (is_view and not has_other_values):
             result = func(**arguments)
             if name == "lift_fresh" and self.shadows.find(result) is None:
                 self.shadows.add(result, CONSTANT)  # torch.tensor(...)
@@ -282,7 +303,7 @@ class LoadRecorder(TorchDispatchMode):
             if shadow is not None and shadow.is_target:
                 self._refuse_write(str(func))
             if shadow is not None:
-                self.numbers(x).fill_(UNWRITTEN)
+                self._written(x).fill_(UNWRITTEN)
 
         result = func(**arguments)
         is_made_of_constants = all(self._is_constant(x) for x in given)
@@ -296,18 +317,21 @@ class LoadRecorder(TorchDispatchMode):
     def _has_sources(self, x: Tensor) -> bool:
         if self.shadows.find(x) is None or x.numel() == 0:
             return False
-        return bool(self.shadows.view(x).max() >= 0) if self._same_size(x) else True
+        if not self._has_its_itemsize(x):
+            return True  # bytes, of whatever element
+        return bool(self.shadows.read(x).max() >= 0)
 
-    def _same_size(self, x: Tensor) -> bool:
+    def _has_its_itemsize(self, x: Tensor) -> bool:
+        """Return False for a view of a storage as bytes, or as other elements than it has."""
         shadow = self.shadows.find(x)
-        return shadow is not None and shadow.itemsize == x.itemsize
+        return shadow is None or shadow.itemsize == x.itemsize
 
     def _is_constant(self, x: Tensor) -> bool:
-        if self.shadows.find(x) is None or not self._same_size(x):
+        if self.shadows.find(x) is None or not self._has_its_itemsize(x):
             return False
-        return bool((self.shadows.view(x) == CONSTANT).all())
+        return bool((self.shadows.read(x) == CONSTANT).all())
 
-    # -- errors ---------------------------------------------------------------------------------------------------
+    # -- errors ------------------------------------------------------------------------------------
 
     def _refuse(self, operation: str, tensors: Sequence[Tensor], reason: str = "") -> None:
         """Raise for an operation that reads elements of sources."""
@@ -389,4 +413,4 @@ def _mutated(func: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]
 def _share_storage(x: Tensor, other: Tensor) -> bool:
     if x.layout != torch.strided or other.layout != torch.strided:
         return False
-    return x.untyped_storage()._cdata == other.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return storage_key(x) == storage_key(other)

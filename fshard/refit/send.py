@@ -43,7 +43,7 @@ from fshard.refit.delta import Change, bits, pack, unpack
 from fshard.refit.digests import digest
 from fshard.refit.engines import ArrayEngine, SourceTree, TensorEngine
 from fshard.refit.plan import RefitPlan
-from fshard.refit.trace import Target, Trace
+from fshard.refit.traced import Target, Trace
 from fshard.source import Site, call_site
 
 _CALLER = "Refit.send"

@@ -8,12 +8,13 @@ experts.up  f32[2, 4, 4]   experts.0.up and experts.1.up    experts.up
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from fshard.checkpoint.foreign.export import merged_parameters, module_config
+from fshard.checkpoint.foreign.export import Merge, merged_parameters, module_config
 from fshard.checkpoint.names import JoinedArray, is_array, tie_key
 from fshard.errors import RefitError
 from fshard.mesh.layout import PyTree
@@ -47,68 +48,76 @@ def stream(
             `fs.nn.lora` in it are merged into the weights.
 
     >>> import torch, fshard as fs
-    >>> params = fs.shard_params({"q": torch.ones(2, 3), "k": torch.ones(1, 3)}, mesh=fs.make_mesh({"data": 2}))
+    >>> params = {"q": torch.ones(2, 3), "k": torch.ones(1, 3)}
+    >>> params = fs.shard_params(params, fs.fsdp("data"), mesh=fs.make_mesh({"data": 2}))
     >>> [(name, tuple(x.shape)) for name, x in fs.refit.stream(params)]
     [('q', (2, 3)), ('k', (1, 3))]
     """
     module = _module_of(params, model)
     arrays = _arrays(params)
-    merges: Mapping[str, Any] = {}
+    merges: Mapping[str, Merge] = {}
     if module is not None and any(isinstance(layer, LowRank) for layer in module.modules()):
         arrays, merges = merged_parameters(arrays, module)
-        factors = {name for _, *pair in merges.values() for name in pair}
-        arrays_by_name = arrays
-        arrays = {name: x for name, x in arrays.items() if name not in factors}
-    else:
-        arrays_by_name = arrays
-
+    factors: list[str] = []
+    for _, a, b in merges.values():
+        factors += [a, b]
+    written = [name for name in arrays if name not in factors]
     if names == "hf":
-        arrays = _untied(arrays)
-    convert = _conversion(names, module)
+        written = _untied(written, arrays)
 
-    def tensor(name: str) -> Tensor:
+    def full_tensor(name: str) -> Tensor:
         if name not in merges:
-            return _full_tensor(arrays_by_name[name])
+            return _full_tensor(arrays[name])
         layer, *pair = merges[name]
-        weight, a, b = [_full_tensor(arrays_by_name[leaf]) for leaf in (name, *pair)]
-        return layer.merged(weight, a, b)
+        a, b = [_full_tensor(arrays[factor]) for factor in pair]
+        return layer.merged(_full_tensor(arrays[name]), a, b)
 
-    return _converted(arrays, tensor, convert)
+    convert = _conversion(names, module)
+    if convert is None:
+        groups = [[name] for name in written]
+    else:
+        groups = _groups(written, arrays, convert)
+    return _converted(groups, full_tensor, convert)
 
 
 def _converted(
-    arrays: Mapping[str, Any], tensor: Callable[[str], Tensor], convert: Rename | None
+    groups: Sequence[Sequence[str]], full_tensor: Callable[[str], Tensor], convert: Rename | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of arrays, group by group."""
-    with torch.no_grad():
-        for group in _groups(arrays, convert):
-            results = {name: tensor(name) for name in group}
+    """Yield the tensors of the leaves of each group, converted."""
+    for group in groups:
+        with torch.no_grad():
+            results: Mapping[str, Tensor] = {name: full_tensor(name) for name in group}
             if convert is not None:
-                results = dict(convert(results))
-            while results:
-                name = next(iter(results))
-                yield name, results.pop(name)
+                results = convert({**results})
+        # Popped, and yielded without a variable: the caller alone has a tensor.
+        remaining = dict(results)
+        del results
+        while remaining:
+            name = next(iter(remaining))
+            yield name, remaining.pop(name)
 
 
-def _groups(arrays: Mapping[str, Any], convert: Rename | None) -> Sequence[Sequence[str]]:
-    """Return the names of leaves that are converted together: of which a result is made.
+def _groups(
+    names: Sequence[str], arrays: Mapping[str, Any], convert: Rename
+) -> Sequence[Sequence[str]]:
+    """Return the names of leaves in groups that are converted together.
 
-    A function that joins leaves returns the same name for each alone.
+    A function that joins leaves returns one name for several: that of each alone is the same.
     """
-    if convert is None:
-        return [[name] for name in arrays]
     groups: list[list[str]] = []
     group_of_result: dict[str, list[str]] = {}
-    for name, x in arrays.items():
+    for name in names:
+        x = arrays[name]
         results = convert({name: torch.empty(x.shape, dtype=x.dtype, device="meta")})
         if not results:
             raise RefitError(
                 f"refit.stream: names must return a tensor for each leaf; got none for {name}. "
                 "Leave it out of params if it has no name."
             )
-        shared = [group_of_result[result] for result in results if result in group_of_result]
-        group = shared[0] if shared else []
-        if not shared:
+        group: list[str] = []
+        for result in results:
+            group = group_of_result.get(result, group)
+        if not group:
             groups.append(group)
         group.append(name)
         for result in results:
@@ -116,9 +125,9 @@ def _groups(arrays: Mapping[str, Any], convert: Rename | None) -> Sequence[Seque
     return groups
 
 
-def _conversion(names: Any, module: nn.Module | None) -> Rename | None:
+def _conversion(names: str | Rename, module: nn.Module | None) -> Rename | None:
     """Return the function to the names of a checkpoint; None if these are those of the leaves."""
-    if callable(names):
+    if not isinstance(names, str):
         return names
     if names not in ("hf", "params"):
         raise RefitError(
@@ -130,10 +139,7 @@ def _conversion(names: Any, module: nn.Module | None) -> Rename | None:
 
     from transformers.core_model_loading import revert_weight_conversion
 
-    def convert(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        return revert_weight_conversion(module, tensors)
-
-    return convert
+    return partial(revert_weight_conversion, cast("Any", module))
 
 
 def _module_of(params: PyTree, model: nn.Module | None) -> nn.Module | None:
@@ -156,12 +162,12 @@ def _arrays(params: PyTree) -> dict[str, Any]:
     return arrays
 
 
-def _untied(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arrays without those that are tied to an earlier one."""
+def _untied(names: Sequence[str], arrays: Mapping[str, Any]) -> list[str]:
+    """Return names without those of arrays that are tied to an earlier one."""
     firsts: dict[Any, str] = {}
-    for name, x in arrays.items():
-        firsts.setdefault(tie_key(x), name)
-    return {name: arrays[name] for name in firsts.values()}
+    for name in names:
+        firsts.setdefault(tie_key(arrays[name]), name)
+    return [*firsts.values()]
 
 
 def _full_tensor(x: Any) -> Tensor:

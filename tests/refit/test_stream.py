@@ -74,6 +74,22 @@ def test_stream_into_an_engine_is_its_trace():
         assert torch.equal(x, other.state_dict()[name])
 
 
+def test_stream_inside_a_trace_converts_names_of_parameters_to_those_of_files():
+    model = FAMILIES["qwen3_moe"].model()
+    engine = FAMILIES["qwen3_moe"].engine(Rank(1, 2))
+    names = []
+
+    def load(weights):
+        for name, x in fs.refit.stream(dict(weights), model=model):
+            names.append(name)
+            engine.load_weights([(name, x)])
+
+    traced = fs.refit.trace(load, _sharded(model), engine)
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in names
+    expected = fs.refit.trace(engine.load_weights, model.state_dict(), engine)
+    traced.check(expected)
+
+
 def test_stream_merges_the_differences_of_lora():
     base = FAMILIES["llama"].model()
     model = fs.nn.lora(base, fs.nn.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
@@ -146,3 +162,24 @@ def test_stream_frees_each_tensor_when_the_caller_drops_it():
 def test_stream_of_wrong_arguments_raises(params, names, text):
     with pytest.raises(RefitError, match=text):
         [*fs.refit.stream(params, names)]
+
+
+def _stream_and_load():
+    """Return what an engine of each process has loaded from a stream, and from a trace."""
+    model = FAMILIES["qwen3_moe"].model()
+    mesh = fs.make_mesh({"data": 2})
+    rank = Rank(torch.distributed.get_rank(), 2)
+    engine = FAMILIES["qwen3_moe"].engine(rank)
+    params = fs.shard_params(fs.functionalize(model)[1], fs.fsdp("data"), mesh=mesh)
+    engine.load_weights(fs.refit.stream(params, model=model))
+
+    other = FAMILIES["qwen3_moe"].engine(rank)
+    traced = fs.refit.trace(other.load_weights, params, other)
+    traced.copy(model.state_dict(), other)
+    state = other.state_dict()
+    return {name: torch.equal(x, state[name]) for name, x in engine.state_dict().items()}
+
+
+def test_stream_between_processes_is_the_trace_of_each_rank(two):
+    for results in two.run(_stream_and_load):
+        assert all(results.values())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -86,6 +90,7 @@ MOVES = {
     "where": lambda x: torch.where(MASK[:, None], x, x.flip(0)),
     "masked_fill": lambda x: x.masked_fill(MASK[:, None], 0.0),
     "pad": lambda x: nn.functional.pad(x[:, :4], (1, 1)),
+    "pad by its default": lambda x: torch.constant_pad_nd(x[:, :4], (1, 1)),
     "pad by zeros": lambda x: torch.cat([x[:2], x.new_zeros(2, 6)]),
     "broadcast": lambda x: x[1],
     "repeat": lambda x: x[:2].repeat(2, 1),
@@ -102,9 +107,14 @@ MOVES = {
     "as_strided": lambda x: x.as_strided((4, 6), (1, 4)),
     "select_scatter": lambda x: x.select_scatter(x[3], 0, 1),
     "inference mode": _inference,
-    "deep view": lambda x: x[1:].T[2:].unsqueeze(0).squeeze(0).T.reshape(3, 4)[0],
+    "views of views": lambda x: x[1:].T[2:].unsqueeze(0).squeeze(0).T.repeat(2, 2)[:4, :6],
+    "deepcopy": lambda x: copy.deepcopy(x.T).T,
+    "transposed in place": lambda x: x.reshape(6, 4).clone().t_(),
+    "tensor_split": lambda x: torch.hstack(x.tensor_split([1, 4], 1)[::-1]),
+    "movedim": lambda x: x.unflatten(1, (2, 3)).movedim(2, 0).flatten(1).reshape(4, 6),
+    "type": lambda x: x.type(torch.float16).type_as(x),
+    "memory of others": lambda x: torch.empty(30).view(5, 6)[1:].copy_(x),
 }
-MOVES["deep view"] = lambda x: x[1:].T[2:].unsqueeze(0).squeeze(0).T.repeat(2, 2)[:4, :6]
 
 
 @pytest.mark.parametrize("name", MOVES)
@@ -300,6 +310,7 @@ COMPUTATIONS = {
         lambda x: x.index_put_((INDEX,), x.clone(), accumulate=True),
         "aten.index_put_",
     ),
+    "block_diag": (lambda x: torch.block_diag(x[:2, :3], x[2:, 3:]), "aten.block_diag"),
     "mean": (lambda x: x.mean(), "aten.mean"),
     "compare": (lambda x: torch.equal(x, x), "aten.equal"),
     "where": (lambda x: torch.where(x > 0, x, 0.0), "aten.gt"),
@@ -315,6 +326,16 @@ def test_trace_of_a_computation_raises_with_operation_line_and_weight(name):
     assert operation in str(error.value)
     assert "layers.0.w" in str(error.value)
     assert "test_trace.py" in str(error.value)
+
+
+def test_trace_of_a_conjugate_raises():
+    target = {"w": torch.ones(2, dtype=torch.complex64)}
+
+    def load(weights):
+        target["w"].copy_(dict(weights)["w"].conj())
+
+    with pytest.raises(RefitError, match="w is an argument of aten._conj"):
+        fs.refit.trace(load, {"w": torch.ones(2, dtype=torch.complex64)}, target)
 
 
 def test_trace_of_a_computation_raises_where_the_loader_catches_it():
@@ -388,8 +409,6 @@ def test_trace_of_elements_that_it_does_not_see_raises(unknown):
     def load(weights):
         x = dict(weights)["w"]
         if unknown == "another thread":
-            import threading
-
             thread = threading.Thread(target=lambda: outside.copy_(x))
             thread.start()
             thread.join()
@@ -397,6 +416,66 @@ def test_trace_of_elements_that_it_does_not_see_raises(unknown):
 
     with pytest.raises(RefitError, match=r"w\[0\] must be written"):
         fs.refit.trace(load, {"w": torch.ones(4)}, target, unused="w")
+
+
+def test_trace_follows_views_of_one_buffer_as_targets():
+    def make():
+        buffer = torch.zeros(20)
+        target = {"buffer": buffer, "w": buffer[2:14].view(3, 4).t(), "b": buffer[14:17]}
+
+        def load(weights):
+            loaded = dict(weights)
+            target["w"].copy_(loaded["w"])
+            buffer[14:17] = loaded["b"]
+            buffer[:2].zero_()
+
+        return load, target
+
+    traced = traced_copy(make, random_weights({"w": (4, 3), "b": (3,)}), kept="buffer")
+    assert traced.targets["buffer"].unwritten == 3
+    assert len([*traced.boxes("w")]) == 1
+
+
+def test_trace_of_empty_and_scalar_weights():
+    def make():
+        target = {"empty": torch.zeros(0, 3), "scalar": torch.zeros(()), "one": torch.zeros(1)}
+
+        def load(weights):
+            for name, x in weights:
+                target[name].copy_(x)
+
+        return load, target
+
+    traced_copy(make, random_weights({"empty": (0, 3), "scalar": (), "one": (1,)}))
+
+
+def test_trace_is_pickled():
+    load, target = _copy_all()(_assign(lambda x: x.bfloat16().T.reshape(4, 6)))()
+    traced = fs.refit.trace(load, {"w": torch.ones(4, 6)}, target)
+    loaded = pickle.loads(pickle.dumps(traced))
+    loaded.check(traced)
+    traced.check(loaded)
+
+
+@pytest.mark.parametrize("x", [fs.make_mesh({"data": 2}), "text"])
+def test_trace_of_a_target_that_is_no_tensor_raises(x):
+    with pytest.raises(RefitError, match="w of the target must be a plain tensor"):
+        fs.refit.trace(lambda weights: None, {"w": torch.ones(2)}, {"w": x})
+
+
+def test_trace_of_a_module_that_is_copied_while_it_is_loaded():
+    def make():
+        module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+        def load(weights):
+            other = copy.deepcopy(module)
+            other.load_state_dict(copy.deepcopy(dict(weights)))
+            module.load_state_dict(other.state_dict())
+
+        return load, module
+
+    weights = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).state_dict()
+    traced_copy(make, {name: torch.rand(x.shape).to(x.dtype) for name, x in weights.items()})
 
 
 def test_trace_without_a_target_is_of_the_module_that_has_the_method():

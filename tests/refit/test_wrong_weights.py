@@ -256,6 +256,27 @@ def test_check_names_other_shapes_dtypes_and_parameters():
     assert "c is not expected" in str(error.value)
 
 
+def test_check_accepts_the_same_map_of_sources_in_another_order():
+    def traced(weights):
+        engine = FAMILIES["gpt_neox"].engine(Rank(1, 2)).half()
+        return fs.refit.trace(engine.load_weights, weights, engine)
+
+    weights = _weights("gpt_neox")
+    in_reverse = dict(reversed(weights.items()))
+    traced(in_reverse).check(traced(weights))
+
+
+def test_copy_into_a_parameter_that_the_loader_replaces_raises():
+    layer = Layer(FULL, HIDDEN, HIDDEN)
+
+    def load(weights):
+        layer.weight.data = dict(weights)["w"]
+
+    traced = fs.refit.trace(load, {"w": torch.ones(2, 3)}, layer)
+    with pytest.raises(RefitError, match=r"weight must be torch.float32 of \(2, 3\)"):
+        traced.copy({"w": torch.ones(2, 3)}, layer)
+
+
 def test_experts_of_another_number_fail_in_the_loader():
     layer = FusedExperts(FULL, 3, HIDDEN, INNER)
 
