@@ -278,9 +278,15 @@ def _run_by_row(
     key = [func]
     arrays = list[Sharded]()
     is_known = _describe(args, key, arrays) and _describe(kwargs, key, arrays)
-    arrays = arrays_in(args, kwargs)  # all of them: `_describe` stops at the first without a key
-    call = _plan(name, func, row, arrays, args, kwargs)
-    if is_known and len(_calls) < MAX_CALLS:
+    # The key of plain tensors that are arrays by now may be known.
+    call = _calls.get(tuple(key)) if is_known else None
+    if call is None:
+        # All of them: `_describe` stops at the first without a key.
+        arrays = arrays_in(args, kwargs)
+        call = _plan(name, func, row, arrays, args, kwargs)
+    if is_known:
+        if len(_calls) >= MAX_CALLS:
+            _calls.clear()
         _calls[tuple(key)] = call
     return _run(call, arrays, args, kwargs, mode)
 
@@ -411,8 +417,8 @@ def _describe(arguments: Any, key: list[Any], arrays: list[Sharded]) -> bool:
             if arg.viewed is not None:
                 arg.check_view()
             arrays.append(arg)
-            # Layouts are shared and the cached call keeps this one, so no other gets its id.
-            key += (arg.shape, id(arg.layout), arg.shards[0].dtype)
+            # The cached call keeps this layout, which keeps the shared one: no other gets its id.
+            key += (arg.shape, id(arg.layout.shared), arg.shards[0].dtype)
         elif kind in _ATOMS:
             key += (kind, arg)
         elif kind is slice or kind in _CONTAINERS:
