@@ -463,8 +463,9 @@ def _on_mesh(
         if x.ndim and not is_equal:
             raise LayoutError(
                 f"{name}: a plain tensor of shape {tuple(x.shape)} meets arrays on {mesh}. Put it "
-                "on the mesh: fs.device_put(x, fs.Layout(mesh, P())). In shard_map, pass the array "
-                "as an argument, or take array.local."
+                "on the mesh: fs.device_put(x, fs.Layout(mesh, P())); or call what makes it, such "
+                "as generate, in `with fs.array.equal_tensors():`. In shard_map, pass the array as "
+                "an argument, or take array.local."
             )
         if mesh.is_varying:
             x = enter_loss(x, mesh)
