@@ -1,9 +1,9 @@
 """Arrays that compute: torch's operations on `Sharded`, by one table of rules.
 
-`explicit` forbids implicit communication, `constrain` pins a layout, `shard_module` puts a module's
-parameters on a mesh, `inspect` shows them and `clip_grad_norm_` clips their gradients; `lift` is
-for torch.func, `custom_function` for gradients of your own; `zeros`, `ones`, `full`, `rand` and
-`randn` make arrays.
+`explicit` forbids implicit communication, `equal_tensors` takes plain tensors for replicated,
+`constrain` pins a layout, `shard_module` puts a module's parameters on a mesh, `inspect` shows them
+and `clip_grad_norm_` clips their gradients; `lift` is for torch.func, `custom_function` for
+gradients of your own; `zeros`, `ones`, `full`, `rand` and `randn` make arrays.
 """
 
 from fshard.array import algebra as _algebra
@@ -14,7 +14,7 @@ from fshard.array import views as _views
 from fshard.array.create import full, ones, rand, randn, zeros
 from fshard.array.custom_function import custom_function
 from fshard.array.dispatch import constrain, operate
-from fshard.array.mode import explicit
+from fshard.array.mode import equal_tensors, explicit
 from fshard.array.modules import clip_grad_norm_, inspect, lift, shard_module
 from fshard.mesh.layout.sharded import Sharded
 
@@ -25,6 +25,7 @@ __all__ = [
     "clip_grad_norm_",
     "constrain",
     "custom_function",
+    "equal_tensors",
     "explicit",
     "full",
     "inspect",

@@ -242,6 +242,17 @@ def _one_hot(x: Any, num_classes: int = -1) -> Any:
     return F.one_hot(x, int(x.max()) + 1)
 
 
+@rule("isin")
+def _isin(results: Any, *args: Any, **kwargs: Any) -> Rule:
+    """Label the dims of the elements: each is compared with all test elements."""
+    arguments = {**dict(zip(("elements", "test_elements"), args, strict=False)), **kwargs}
+    terms: list[str] = []
+    for name, x in arguments.items():
+        if isinstance(x, Tensor):
+            terms.append("..." if name == "elements" else "D" * x.ndim)
+    return Rule(f"{','.join(terms)}->{'...' if '...' in terms else ''}")
+
+
 @rule("tensordot")
 def _tensordot(results: Any, a: Any, b: Any, dims: Any = 2, out: Any = None) -> Rule:
     """Give the dims that are summed over the same letters."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from fshard.array.communicate import in_loss, in_zigzag_order, spec_like
+from fshard.array.communicate import in_loss, in_zigzag_order, spec_like, with_spec
 from fshard.array.rules import compose
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout, as_layout
+from fshard.mesh.layout import Layout, Mesh, P, as_layout
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import shard_of, spread
 from fshard.mesh.spmd.global_inputs import compare_inputs
@@ -107,10 +107,7 @@ def _drawn(
     mesh = array.mesh
     if mesh.runtime == "abstract":
         return array
-    if mesh.runtime == "process" and not in_loss():  # all devices of a step draw by one key
-        state = (generator or torch.default_generator).get_state()
-        compare_inputs("fs.array", mesh, {"the state of the random generator": (state,)})
-
+    _validate_equal_generators(mesh, generator)
     values = draw(torch.empty(array.shape, dtype=array.dtype))
     if not layout.spec.is_flat:
         for dim, axes in enumerate(array.spec.dims(array.ndim)):
@@ -119,6 +116,26 @@ def _drawn(
         if shard.numel():
             shard.copy_(shard_of(values, array.layout, device))
     return array
+
+
+def _validate_equal_generators(mesh: Mesh, generator: Any) -> None:
+    """Raise unless the generators of all processes have one state."""
+    # All devices of a step draw by one key.
+    if mesh.runtime == "process" and not in_loss():
+        state = (generator or torch.default_generator).get_state()
+        compare_inputs("fs.array", mesh, {"the state of the random generator": (state,)})
+
+
+@compose("multinomial")
+def _multinomial(
+    x: Sharded, num_samples: int, replacement: bool = False, *, generator: Any = None
+) -> Sharded:
+    """Draw from rows of probabilities: as one device does, so devices that share a row agree."""
+    _validate_equal_generators(x.mesh, generator)
+    full = with_spec(x, P(), "multinomial")
+    # Outside of a virtual mesh the shards are equal, and one draw is for all devices.
+    drawn = torch.multinomial(full.shards[0], num_samples, replacement, generator=generator)
+    return with_spec(spread(drawn, full.layout), spec_like(x, drawn.shape), "multinomial")
 
 
 # Rows of functions that make an array like another one.

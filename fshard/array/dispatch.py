@@ -130,7 +130,7 @@ class CachedCall(NamedTuple):
 
 _calls: dict[Any, CachedCall] = {}
 MAX_CALLS = 16384
-"""The most calls that are cached: further ones are planned each time."""
+"""The most calls that are cached, as of caches of keys and values, which grow with each token."""
 
 
 _OTHER_ARGUMENTS = """batch_norm binary_cross_entropy_with_logits cosine_embedding_loss embedding
@@ -248,7 +248,7 @@ def _first_run(
 def _run_by_row(
     name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: ArrayMode
 ) -> Any:
-    """Run an operation by its row of the table, and cache the call if its arguments have a key."""
+    """Run an operation by its row of the table: by the composition, else by the rule."""
     operands = arrays_in(args, kwargs)
     if mode.plan is not None and _meets_meta(operands):
         # A stage runs the modules before its own blocks for their shapes alone.
@@ -257,6 +257,8 @@ def _run_by_row(
     row = TABLE.get(name)
     if row is None and name.endswith("_") and name[:-1] in TABLE:
         return _run_in_place(name, args, kwargs, mode)
+    if not args and next(iter(kwargs)) == "input":  # torch's name of the first argument
+        args = (kwargs.pop("input"),)
     if kwargs.pop("inplace", False):
         return write(args[0], operate(func, args, kwargs), name)
     if "out" in kwargs and kwargs["out"] is None:
@@ -274,13 +276,26 @@ def _run_by_row(
             return result
     if row.rule is None:
         raise _no_row(name, args, kwargs)
+    return _run_rule(name, func, row, args, kwargs, mode)
 
+
+def _run_rule(
+    name: str, func: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any], mode: ArrayMode
+) -> Any:
+    """Run an operation by the rule of its row, and cache the call if its arguments have a key."""
     key = [func]
     arrays = list[Sharded]()
     is_known = _describe(args, key, arrays) and _describe(kwargs, key, arrays)
+    # The key of plain tensors that are arrays by now may be known.
+    call = _calls.get(tuple(key)) if is_known else None
+    if call is not None:
+        return _run(call, arrays, args, kwargs, mode)
+
     arrays = arrays_in(args, kwargs)  # all of them: `_describe` stops at the first without a key
     call = _plan(name, func, row, arrays, args, kwargs)
-    if is_known and len(_calls) < MAX_CALLS:
+    if is_known:
+        if len(_calls) >= MAX_CALLS:
+            _calls.clear()
         _calls[tuple(key)] = call
     return _run(call, arrays, args, kwargs, mode)
 
@@ -328,7 +343,8 @@ def write(x: Any, value: Any, name: str) -> Any:
     """Give an array new values, as an in-place operation does."""
     if type(x) is Tensor and array_mode().has_equal_tensors:
         if isinstance(value, Sharded) and value.shape == x.shape:
-            return x.copy_(with_spec(value, P(), name).local)  # it is equal on all devices
+            full = with_spec(value, P(), name)
+            return x.copy_(full.shards[0])  # as all other shards, where there are several
 
     if not isinstance(x, Sharded) or not isinstance(value, Sharded):
         raise _cannot_write(name, x, value)
@@ -411,8 +427,8 @@ def _describe(arguments: Any, key: list[Any], arrays: list[Sharded]) -> bool:
             if arg.viewed is not None:
                 arg.check_view()
             arrays.append(arg)
-            # Layouts are shared and the cached call keeps this one, so no other gets its id.
-            key += (arg.shape, id(arg.layout), arg.shards[0].dtype)
+            # The cached call keeps this layout, which keeps the shared one: no other gets its id.
+            key += (arg.shape, id(arg.layout.shared), arg.shards[0].dtype)
         elif kind in _ATOMS:
             key += (kind, arg)
         elif kind is slice or kind in _CONTAINERS:
@@ -447,8 +463,9 @@ def _on_mesh(
         if x.ndim and not is_equal:
             raise LayoutError(
                 f"{name}: a plain tensor of shape {tuple(x.shape)} meets arrays on {mesh}. Put it "
-                "on the mesh: fs.device_put(x, fs.Layout(mesh, P())). In shard_map, pass the array "
-                "as an argument, or take array.local."
+                "on the mesh: fs.device_put(x, fs.Layout(mesh, P())); or call what makes it, such "
+                "as generate, in `with fs.array.equal_tensors():`. In shard_map, pass the array as "
+                "an argument, or take array.local."
             )
         if mesh.is_varying:
             x = enter_loss(x, mesh)

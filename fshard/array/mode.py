@@ -81,8 +81,19 @@ def explicit() -> AbstractContextManager[None]:
     return _with(replace(array_mode(), is_explicit=True))
 
 
-def with_equal_tensors() -> AbstractContextManager[None]:
-    """Take plain tensors that meet arrays for equal on all devices."""
+def equal_tensors() -> AbstractContextManager[None]:
+    """Take plain tensors that meet arrays for equal on all devices: they count as replicated.
+
+    The forward of a module of `shard_module` does so. Other methods that make tensors need it, such
+    as `generate` of transformers.
+
+    >>> import torch, fshard as fs
+    >>> x = fs.array.ones(4, layout=fs.Layout(fs.make_mesh({"data": 2}), fs.P("data")))
+    >>> with fs.array.equal_tensors():
+    ...     y = x + torch.arange(4)
+    >>> fs.unshard(y)
+    tensor([1., 2., 3., 4.])
+    """
     return _with(replace(array_mode(), has_equal_tensors=True))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as torch_trees
 
 from fshard.array.communicate import with_spec
-from fshard.array.mode import with_equal_tensors
+from fshard.array.mode import equal_tensors
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.sharded import ArrayNode, Sharded, typeof
@@ -100,7 +100,7 @@ def _take_tensors_for_equal(module: nn.Module) -> None:
     forwards: list[AbstractContextManager[None]] = []  # those in progress: a module may call itself
 
     def enter(*_: Any) -> None:
-        forwards.append(with_equal_tensors())
+        forwards.append(equal_tensors())
         forwards[-1].__enter__()
 
     def leave(*_: Any) -> None:

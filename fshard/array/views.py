@@ -11,9 +11,9 @@ dim. Here x of shape (4, 6, 5), with strides that no two dims share, is indexed 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ diagonal chunk"""
 for _name in _METHODS.split():
     _add_strided(_name, getattr(_TENSOR, _name))
 for _name in ("T", "mT", "H", "mH"):
-    _add_strided(f".{_name}", attrgetter(_name))
+    _add_strided(f".{_name}", operator.attrgetter(_name))
 # torch's own squeeze would remove dims that have length 1 only in a shard.
 _add_strided("squeeze", _TENSOR.squeeze, _reshape_locally)
 
@@ -261,8 +261,8 @@ def _getitem_resolved(x: Any, index: Any) -> Any:
 def _resolve_index(x: Any, index: Any) -> Any:
     """Return an index that has only slices, numbers and arrays of integers.
 
-    Lists become arrays, 0-d arrays numbers, and masks the indices of their True elements. An index
-    that has no such items is returned itself.
+    Lists become arrays, 0-d arrays numbers, as bounds of slices too, and masks the indices of their
+    True elements. An index that has no such items is returned itself.
     """
     items = index if isinstance(index, tuple) else (index,)
     without_lists: list[Any] = []
@@ -280,6 +280,8 @@ def _resolve_index(x: Any, index: Any) -> Any:
             resolved += item.nonzero().unbind(1)
         elif isinstance(item, Sharded) and item.ndim == 0:
             resolved.append(item.item())
+        elif isinstance(item, slice) and arrays_in(item):
+            resolved.append(map_arrays(operator.index, item))
         else:
             resolved.append(item)
     is_unchanged = all(item is new for item, new in zip(items, resolved, strict=False))

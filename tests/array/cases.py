@@ -293,6 +293,20 @@ c("index_select", lambda a, i: a.index_select(0, i), R(8, 4), I(8, 6))
 c("index_add", lambda a, i, b: a.index_add(0, i, b), R(8, 4), I(8, 6), R(6, 4))
 c("tad", lambda a, i: torch.take_along_dim(a, i, 1), R(8, 4), I(4, 8, 2))
 c("one_hot", lambda i: F.one_hot(i, 5), I(5, 8))
+c("isin", torch.isin, I(5, 8, 4), I(5, 3))
+c(
+    "isin_keywords",
+    lambda i, j: torch.isin(test_elements=j, elements=i, invert=True),
+    I(5, 8, 4),
+    I(5, 2, 2),
+)
+c("isin_number", lambda i: torch.isin(3, i), I(5, 8))
+c("isin_numbers", lambda i: torch.isin(i, 3), I(5, 8))
+c("multinomial", lambda a: torch.multinomial(a, 1), U(8, 4))
+c("multinomial_of_one_row", lambda a: torch.multinomial(a, 8), U(8))
+c("multinomial_replaced", lambda a: torch.multinomial(a, 6, replacement=True), U(8, 4))
+c("gather_keywords", lambda a, i: torch.gather(input=a, dim=1, index=i), R(8, 4), I(4, 8, 2))
+c("slice_to_array", lambda a, i: a[:, : i.max() + 1], R(8, 4), torch.tensor([1, 2]))
 c("one_hot_max", lambda i: F.one_hot(i), I(5, 8))
 c("embedding", lambda i, w: F.embedding(i, w), I(8, 4, 2), R(8, 4))
 c("embp", lambda i, w: F.embedding(i, w, padding_idx=1), I(8, 4, 2), R(8, 4))

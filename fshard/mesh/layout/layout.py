@@ -150,6 +150,11 @@ class Layout(CachedHash):
         """Coordinates of the devices that store the tensor, along the axes of `spec.at`."""
         return self.spec.coordinates(self.mesh.shape)
 
+    @cached_property
+    def shared(self) -> Layout:
+        """The first layout that is equal to this one: its id is a key that nothing compares."""
+        return _shared(self)
+
     def has_any(self, device: int) -> bool:
         """Return True if a device stores a shard: False only for devices outside `spec.at`."""
         return not self.spec.at or self.place.items() <= self.mesh.coordinates(device).items()
@@ -198,6 +203,12 @@ class Layout(CachedHash):
         if self.frozen:
             arguments.append("frozen=True")
         return f"Layout({', '.join(arguments)})"
+
+
+@lru_cache(maxsize=8192)
+def _shared(layout: Layout) -> Layout:
+    """Return the first of all layouts that are equal to one: that of the cache."""
+    return layout
 
 
 def as_layout(layout: object, mesh: Mesh | None = None, *, caller: str = "") -> Layout:

@@ -119,7 +119,7 @@ class Sharded(ArrayMethods):
             )
         _validate_shards("The shards of this Sharded", self.shards)
         shapes = tuple([tuple(shard.shape) for shard in self.shards])
-        if shapes != _local_shapes(self.layout, self.shape, devices):
+        if shapes != _local_shapes(self.layout.shared, self.shape, devices):
             different_shapes = ", ".join([str(shape) for shape in sorted(set(shapes))])
             raise LayoutError(
                 f"The shards of this Sharded have shapes {different_shapes}, which are not those "

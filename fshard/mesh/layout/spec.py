@@ -188,7 +188,7 @@ class P(CachedHash):
         """This spec without `shape`, which does not affect placement."""
         return self if self.shape is None else self.replace(shape=None)
 
-    @property
+    @cached_property
     def split_axes(self) -> tuple[str, ...]:
         """Axes that split the tensor: its dims, then the flattened one."""
         return (
@@ -196,17 +196,17 @@ class P(CachedHash):
             *(self.flat_axes or ()),
         )
 
-    @property
+    @cached_property
     def at_axes(self) -> tuple[str, ...]:
         """Axes along which only one coordinate stores the tensor."""
         return tuple(axis for axes, _ in self.at for axis in axes)
 
-    @property
+    @cached_property
     def sharded_axes(self) -> tuple[str, ...]:
         """Axes along which devices hold different shards, empty ones included."""
         return self.split_axes + self.at_axes
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """All axes of the spec."""
         return self.sharded_axes + self.unreduced

@@ -93,6 +93,24 @@ class PlannedTensor:
         return x
 
 
+Counts = WeakKeyDictionary[object, int]
+"""For each caller a number. Weak, so that no count keeps a caller alive."""
+
+
+@dataclass(frozen=True, eq=False)
+class CallFamily:
+    """The plans of calls whose arguments differ in sizes alone, as with a cache that grows.
+
+    Args:
+        called: by how many of its plans each caller has called. A caller is a device's scope, or
+            the family where there is none.
+        recorded: by how many in calls that autograd recorded.
+    """
+
+    called: Counts = field(default_factory=Counts, repr=False)
+    recorded: Counts = field(default_factory=Counts, repr=False)
+
+
 @dataclass(frozen=True, eq=False)
 class ArgumentPlan:
     """The tensors among the arguments of a call, and how to call with others instead.
@@ -102,15 +120,16 @@ class ArgumentPlan:
         keywords: the names of the last arguments.
         named_axes: those that the spec of any argument or result names; along the others all values
             are equal.
-        checked: the callers that have made a checked call, each a device's scope, or the plan where
-            there is none; True once the gradients have been audited too. Weak, so that a plan keeps
-            no scope alive.
+        family: of the plans for other sizes.
+        callers: those that have called by the plan; True once autograd has recorded a call. Weak,
+            so that a plan keeps no scope alive.
     """
 
     entries: tuple[PlannedTensor, ...]
     keywords: tuple[str, ...]
     named_axes: tuple[str, ...]
-    checked: WeakKeyDictionary[object, bool] = field(
+    family: CallFamily
+    callers: WeakKeyDictionary[object, bool] = field(
         default_factory=WeakKeyDictionary[object, bool], repr=False
     )
 
@@ -189,6 +208,7 @@ class CallPlans:
         self.in_specs = _validate_specs(f"shard_map of {name}: in_specs", in_specs)
         self.out_specs = _validate_specs(f"shard_map of {name}: out_specs", out_specs)
         self._arguments: dict[Any, ArgumentPlan] = {}
+        self._families: dict[Any, CallFamily] = {}
         self._results: dict[Any, ResultPlan] = {}
 
     def of_arguments(
@@ -201,12 +221,16 @@ class CallPlans:
         values = [*args, *kwargs.values()]
         leaves, structure = flatten(values, none_is_leaf=True)
         keywords = tuple(kwargs)
-        key = mesh, is_outside(mesh), structure, keywords, tuple(map(_cache_key, leaves))
+        call = mesh, is_outside(mesh), structure, keywords
+        key = *call, tuple(map(_cache_key, leaves))
         plan = self._arguments.get(key)
         if plan is None:
             names = _argument_names(self.f, len(args), keywords)
             entries = self._plan_arguments(mesh, names, values)
-            plan = ArgumentPlan(entries, keywords, self._named_axes(entries))
+            # Families are never dropped: devices that are not at one call must count alike.
+            family_key = *call, tuple(map(_sizeless_key, leaves))
+            family = self._families.setdefault(family_key, CallFamily())
+            plan = ArgumentPlan(entries, keywords, self._named_axes(entries), family)
             if len(self._arguments) >= MOST_PLANS:
                 self._arguments.clear()
             self._arguments[key] = plan
@@ -382,10 +406,19 @@ def _cache_key(leaf: Any) -> Any:
     It is the shape, dtype and layout of tensors and arrays, and the type of anything else.
     """
     if isinstance(leaf, Sharded):
-        return leaf.layout, leaf.shape, getattr(leaf.shards[0], "dtype", None)
+        return leaf.layout.shared, leaf.shape, getattr(leaf.shards[0], "dtype", None)
     if not isinstance(leaf, Tensor) or leaf.is_nested:  # which has no shape
         return type(leaf)
     return leaf.shape, leaf.dtype, leaf.layout
+
+
+def _sizeless_key(leaf: Any) -> Any:
+    """Return the cache key of a leaf with the number of its dims in place of their sizes."""
+    key = _cache_key(leaf)
+    if not isinstance(key, tuple):
+        return key
+    parts: tuple[Any, ...] = key
+    return tuple([len(part) if isinstance(part, tuple) else part for part in parts])
 
 
 def _argument_names(f: Callable[..., Any], positional: int, keywords: tuple[str, ...]) -> list[str]:

@@ -10,11 +10,12 @@ cached by structure, shapes and layouts, so later calls only move tensors.
 
 # Note [First calls are checked]
 By default the first call of each plan is checked, and the first that autograd records: a wrong
-program is wrong the first time. A check needs collectives, so all devices of a mesh must decide
-alike. They do: plans depend on what is equal on all devices (structure, global shapes, layouts,
-whether a gradient is recorded), and a call counts once it has succeeded, which a broken promise
-prevents on all devices. Processes that call differently get a `MismatchError`: a check pairs only
-with a check.
+program is wrong the first time. Of plans that differ in sizes alone the 1st, 2nd, 4th, 8th, ... is
+checked: a cache of keys and values has another size in each call. A check needs collectives, so all
+devices of a mesh must decide alike. They do: plans and their numbers depend on what is equal on all
+devices (structure, global shapes, layouts, whether a gradient is recorded), and a call counts once
+it has succeeded, which a broken promise prevents on all devices. Processes that call differently
+get a `MismatchError`: a check pairs only with a check.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import without_aliases
 from fshard.mesh.runtimes.thread_state import batches_nested
 from fshard.mesh.runtimes.watch import watching
-from fshard.mesh.spmd.call_plan import CallPlans, PlannedTensor, ResultPlan
+from fshard.mesh.spmd.call_plan import CallPlans, Counts, PlannedTensor, ResultPlan
 from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.gradient_audit import Audit
 from fshard.mesh.spmd.outer_autograd import run_mapped
@@ -77,8 +78,9 @@ def shard_map(
         check: compare by value where equality is promised, forward and backward, and audit
             gradients at the first call that autograd records, which runs f twice more per device.
             Default: at the first call of each kind (structure, shapes and layouts of arguments), or
-            at all calls with FSHARD_CHECK=1. True: at all calls. False: never. A new mapped
-            function is checked again: make it once, outside of loops.
+            at all calls with FSHARD_CHECK=1; of kinds that differ in sizes alone, at the 1st, 2nd,
+            4th, 8th, ... True: at all calls. False: never. A new mapped function is checked again:
+            make it once, outside of loops.
 
     Arguments are plain tensors (the global value, the same on every process) or `Sharded`, which
     are resharded if their layout differs. Results are `Sharded`. Random draws inside f differ from
@@ -149,12 +151,13 @@ class MappedCall:
         tensors = tuple([x for xs in self._tensors for x in xs])
         self._is_recorded = transformed() or recorded(tensors)
 
-        self._caller: object = scope or self.plan
+        self._caller: object = scope or self.plan.family
         # The vmap of autograd shows no plain tensor, which an audit needs.
         self._is_auditable = self._is_recorded and not batches_nested()
         self._is_first = self._is_first_call(check, scope)
+        self._is_turn = self._is_first and self._is_turn_of_family()
         self._audit = self._plan_audit()
-        is_first_to_check = self._is_first and self._audit is None  # an audit checks too
+        is_first_to_check = self._is_turn and self._audit is None  # an audit checks too
         is_always_checked = check is None and watching()
         self.is_checked = bool(check or is_always_checked or is_first_to_check)
 
@@ -164,19 +167,28 @@ class MappedCall:
         self._key = folded(drawn_key()) if has_draws else None
 
     def _is_first_call(self, check: bool | None, scope: Scope | None) -> bool:
-        """Return True if no call like it was checked: see Note [First calls are checked]."""
+        """Return True if there was no call like it: see Note [First calls are checked]."""
         is_in_loss = scope is not None and bool(scope.varying_axes)
         if check is False or is_in_loss:
             return False
-        was_audited = self.plan.checked.get(self._caller)
-        if was_audited is None:  # no call was checked at all
+        was_recorded = self.plan.callers.get(self._caller)
+        if was_recorded is None:  # there was no call at all
             return True
-        return self._is_auditable and not was_audited
+        return self._is_auditable and not was_recorded
+
+    def _family_counts(self) -> Counts:
+        family = self.plan.family
+        return family.recorded if self._is_auditable else family.called
+
+    def _is_turn_of_family(self) -> bool:
+        """Return True for the first calls number 1, 2, 4, 8, ... of those that differ in sizes."""
+        number = self._family_counts().get(self._caller, 0) + 1
+        return number & (number - 1) == 0
 
     def _plan_audit(self) -> Audit | None:
         """Return the audit of the gradients of the call, if this call has one."""
         has_peers = self.mesh.size > 1 and self.mesh.runtime != "abstract"
-        if self._is_first and self._is_auditable and has_peers and self.plan.entries:
+        if self._is_turn and self._is_auditable and has_peers and self.plan.entries:
             return Audit(self.plans, self.plan, self.apply, self.site)
         return None
 
@@ -265,7 +277,9 @@ class MappedCall:
         if not transformed():  # torch.func hides storages, and has its own rules for writes
             self._copy_aliases(plan, leaves)
         if self._is_first:
-            self.plan.checked[self._caller] = self._is_auditable
+            self.plan.callers[self._caller] = self._is_auditable
+            counts = self._family_counts()
+            counts[self._caller] = counts.get(self._caller, 0) + 1
         return unflatten(structure, leaves)
 
     def _validate_unchanged(self) -> None:

@@ -109,6 +109,26 @@ def test_first_call_checks_and_later_calls_do_not(two):
         assert [differ_later(check), *two.run(differ_later, check)] == [expected] * 3
 
 
+def find_checked_of_growing_sizes():
+    """Return the numbers of the calls that are checked, where each has another size, by an unequal result."""
+    mesh = fs.make_mesh({"d": 2})
+
+    def is_checked(number):
+        f = fs.shard_map(lambda x: x, mesh=mesh, in_specs=P("d"), out_specs=P())
+        for size in range(1, number):
+            f(torch.ones(2 * size))
+        return raises(f, torch.arange(2.0 * number))
+
+    return [number for number in range(1, 10) if is_checked(number)]
+
+
+def test_calls_of_growing_sizes_are_checked_at_powers_of_two(two):
+    expected = [1, 2, 4, 8]
+    assert [find_checked_of_growing_sizes(), *two.run(find_checked_of_growing_sizes)] == [
+        expected
+    ] * 3
+
+
 def test_environment_variable_checks_every_call(monkeypatch):
     monkeypatch.setenv("FSHARD_CHECK", "1")
     assert differ_later(None) == [False, False, True, True]

@@ -330,6 +330,23 @@ def test_draws_in_mapped_function_by_a_key_are_equal_on_all_devices(mesh):
     assert torch.equal(fs.unshard(mapped(torch.ones(4))), fs.unshard(mapped(torch.ones(4))))
 
 
+def test_sampled_tokens_by_a_key_with_the_coordinate_agree_on_devices_that_share_rows(mesh):
+    """Weights that are sharded over "model" would let its devices draw different tokens."""
+
+    def sample(weight, x, call):
+        logits = fs.all_gather(x @ weight, "model", dim=1)
+        with fs.keyed_random(0, call, fs.axis_index("data")):
+            return torch.multinomial(logits.softmax(-1), 1)
+
+    specs = (P(None, "model"), P("data"), None)
+    mapped = fs.shard_map(sample, mesh=mesh, in_specs=specs, out_specs=P("data"), check=True)
+    weight, x = torch.zeros(4, 64), torch.ones(8, 4)
+    first, second, again = (fs.unshard(mapped(weight, x, call)) for call in (0, 1, 0))
+    assert first.equal(again)
+    assert not first.equal(second)
+    assert not first[:4].equal(first[4:])
+
+
 def test_draws_that_differ_in_a_replicated_result_raise(mesh):
     mapped = fs.shard_map(lambda x: torch.rand(2), mesh=mesh, in_specs=P("data"), out_specs=P())
     with pytest.raises(PromiseError, match=r"in fs\.keyed_random\(seed\) they are equal"):
