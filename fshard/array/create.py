@@ -107,7 +107,7 @@ def _drawn(
     mesh = array.mesh
     if mesh.runtime == "abstract":
         return array
-    _validate_equal_generators(mesh, generator)
+    _validate_equal_generators(mesh, generator or torch.default_generator)
     values = draw(torch.empty(array.shape, dtype=array.dtype))
     if not layout.spec.is_flat:
         for dim, axes in enumerate(array.spec.dims(array.ndim)):
@@ -118,12 +118,11 @@ def _drawn(
     return array
 
 
-def _validate_equal_generators(mesh: Mesh, generator: Any) -> None:
-    """Raise unless the generators of all processes have one state."""
-    # All devices of a step draw by one key.
-    if mesh.runtime == "process" and not in_loss():
-        state = (generator or torch.default_generator).get_state()
-        compare_inputs("fs.array", mesh, {"the state of the random generator": (state,)})
+def _validate_equal_generators(mesh: Mesh, generator: torch.Generator) -> None:
+    """Raise unless the generators of all devices have one state."""
+    if not in_loss():  # all devices of a step draw by one key
+        states = {"the state of the random generator": (generator.get_state(),)}
+        compare_inputs("fs.array", mesh, states)
 
 
 @compose("multinomial")
@@ -131,11 +130,19 @@ def _multinomial(
     x: Sharded, num_samples: int, replacement: bool = False, *, generator: Any = None
 ) -> Sharded:
     """Draw from rows of probabilities: as one device does, so devices that share a row agree."""
-    _validate_equal_generators(x.mesh, generator)
     full = with_spec(x, P(), "multinomial")
     # Outside of a virtual mesh the shards are equal, and one draw is for all devices.
-    drawn = torch.multinomial(full.shards[0], num_samples, replacement, generator=generator)
+    rows = full.shards[0]
+    _validate_equal_generators(x.mesh, generator or _default_generator(rows.device))
+    drawn = torch.multinomial(rows, num_samples, replacement, generator=generator)
     return with_spec(spread(drawn, full.layout), spec_like(x, drawn.shape), "multinomial")
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that draws for tensors on a device."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device()]
+    return torch.default_generator
 
 
 # Rows of functions that make an array like another one.

@@ -103,6 +103,17 @@ def test_draws_of_arrays_differ_in_each_call_and_follow_the_seed():
     assert by_device[0] == by_device[1] != by_device[2] == by_device[3]
 
 
+def test_draws_of_arrays_on_devices_with_other_seeds_raise():
+    mesh = fs.make_mesh({"data": 2})
+
+    def main():
+        torch.manual_seed(fs.axis_index("data"))
+        torch.multinomial(fs.array.ones(4, 8, layout=fs.Layout(mesh, P())), 1)
+
+    with pytest.raises(MismatchError, match="the state of the random generator"):
+        fs.run(main, mesh=mesh)
+
+
 # What a step costs.
 
 
