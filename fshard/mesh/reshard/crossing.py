@@ -24,13 +24,13 @@ from fshard.mesh.reshard.exchange import Box, Requests, local_boxes
 from fshard.mesh.reshard.regions import (
     Numbers,
     Sizes,
+    ZigzagDim,
     intersect,
     nonempty_boxes,
     regions_of,
     replicas,
     slice_region,
     volume,
-    zigzag_regions,
 )
 
 ROUND = 16 << 20
@@ -67,18 +67,22 @@ class MeshSide(CachedHash):
     def regions(self, shape: tuple[int, ...]) -> Numbers:
         """Return what each device stores of a tensor.  (n, k, d, 2)"""
         regions = regions_of(self.spec, shape, self.axes)
-        if self.zigzag is not None:
-            return zigzag_regions(regions, self.zigzag_dims(shape))
+        for zigzag in self.zigzag_dims(shape):
+            regions = zigzag.regions(regions)
         return regions
 
-    def zigzag_dims(self, shape: tuple[int, ...]) -> dict[int, int]:
-        """Return the number of devices along the dims that are in zigzag order."""
+    def zigzag_dims(self, shape: tuple[int, ...]) -> list[ZigzagDim]:
+        """Return the dims of a tensor that are in zigzag order."""
         sizes = dict(self.axes)
-        parts: dict[int, int] = {}
+        result: list[ZigzagDim] = []
         for dim, axes in enumerate(self.spec.dims(len(shape))):
-            if self.zigzag in axes:
-                parts[dim] = prod([sizes[axis] for axis in axes])
-        return parts
+            is_zigzag = self.zigzag in axes and shape[dim] > 0
+            if self.zigzag is not None and is_zigzag:
+                blocks = prod([sizes[axis] for axis in axes[: axes.index(self.zigzag)]])
+                devices = sizes[self.zigzag]
+                chunk = shape[dim] // (blocks * 2 * devices)
+                result.append(ZigzagDim(dim, devices, chunk))
+        return result
 
     def replicas(self) -> Numbers:
         """Return the numbers of devices with equal shards.  (rows, replicas)"""
@@ -236,8 +240,8 @@ class Crossing(CachedHash):
     def boxes_in_memory(self, side: MeshSide, index: int, boxes: Sequence[Numbers]) -> list[Box]:
         """Convert boxes of global indices to boxes in the memory of a device's shard on a side."""
         device = side.devices.index(self.devices[index])
-        dims = {} if side.zigzag is None else side.zigzag_dims(self.shape)
-        return local_boxes(side.spec, self.shape, side.axes, device, boxes, dims)
+        zigzag_dims = side.zigzag_dims(self.shape)
+        return local_boxes(side.spec, self.shape, side.axes, device, boxes, zigzag_dims)
 
 
 @lru_cache(maxsize=4096)

@@ -38,6 +38,7 @@ from fshard.mesh.layout.spec import CachedHash
 from fshard.mesh.reshard.regions import (
     Numbers,
     Sizes,
+    ZigzagDim,
     intersect,
     nonempty_boxes,
     regions_of,
@@ -202,7 +203,7 @@ def local_boxes(
     group: Sizes,
     index: int,
     boxes: Sequence[Numbers],
-    zigzag_dims: Mapping[int, int] | None = None,
+    zigzag_dims: Sequence[ZigzagDim] = (),
 ) -> list[Box]:
     """Convert boxes of global indices to boxes in the memory of a device's shard.
 
@@ -217,7 +218,7 @@ def local_boxes(
         group: the axes of the devices.
         index: of the device.
         boxes: of global indices.
-        zigzag_dims: the number of devices along dims whose shards are in zigzag order.
+        zigzag_dims: the dims whose shards are in zigzag order.
     """
     sizes = dict(group)
     coordinates = dict(zip(sizes, unravel(index, [*sizes.values()]), strict=True))
@@ -233,28 +234,10 @@ def local_boxes(
         starts = box[:, 0]
         lengths = box[:, 1] - starts
         if zigzag_dims:
-            starts = _zigzag_starts(starts, block, zigzag_dims)
+            starts = starts.copy()
+            for zigzag in zigzag_dims:
+                starts[zigzag.dim] = zigzag.stored(int(starts[zigzag.dim]))
         result.append(Box(int(starts @ steps) - first, tuple(lengths.tolist()), steps))
-    return result
-
-
-def _zigzag_starts(
-    starts: Numbers, block: Sequence[tuple[int, int]], zigzag_dims: Mapping[int, int]
-) -> Numbers:
-    """Return the starts of a box as if the shard was in order: see `zigzag_regions`.
-
-    Of 8 elements on 2 devices, the first device's shard has elements 0 1 6 7. A box that starts at
-    6 starts at the third element of its shard, which is 2.
-    """
-    result = starts.copy()
-    for dim in zigzag_dims:
-        block_start, block_stop = block[dim]
-        block_length = block_stop - block_start
-        chunk_length = block_length // 2
-        device = block_start // block_length  # its first chunk has this number, its second another
-        is_in_second = starts[dim] // chunk_length != device
-        offset = starts[dim] % chunk_length + is_in_second * chunk_length
-        result[dim] = block_start + offset
     return result
 
 

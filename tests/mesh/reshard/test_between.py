@@ -1,0 +1,120 @@
+"""Arrays that move between meshes equal slices of their full tensors: values, bytes and gradients.
+
+The oracle makes lists of element numbers, from the definitions of layouts alone.
+"""
+
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+
+import fshard as fs
+from fshard import P
+from fshard.mesh.layout.kinds import memory_of
+from fshard.mesh.reshard.device_put import shares_memory
+from fshard.mesh.spmd.run import local_devices
+from tests.helpers.sampled import THOROUGH
+from tests.mesh.reshard.moves_between import (
+    WORLD,
+    all_coordinates,
+    drawn_moves,
+    expected_shard,
+    same_bits,
+    source_array,
+)
+
+# torch itself uses torch.jit.script in its first jvp
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def disk(tmp_path_factory):
+    """A folder for shards on disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSHARD_DISK", str(tmp_path_factory.mktemp("disk")))
+        yield
+
+
+def check_move(move):
+    """Move all leaves from outside, and compare each shard with its slice of the full tensor."""
+    before, after = move.before.make(), move.after.make()
+    assume(before != after)
+    sources = [source_array(move, leaf, before) for leaf in move.leaves]
+    layouts = [leaf.after.layout(after) for leaf in move.leaves]
+    results = fs.reshard(sources, layouts, dtype=move.dtype)
+    for leaf, source, result in zip(move.leaves, sources, results, strict=True):
+        full = move.expected_full(leaf)
+        assert result.layout.spec == leaf.after.spec
+        assert result.layout.unit == (leaf.after.unit or leaf.before.unit)
+        assert result.layout.frozen == (leaf.after.frozen or leaf.before.frozen)
+        for shard, coordinates in zip(result.shards, all_coordinates(move.after), strict=True):
+            expected = expected_shard(full, move.after, leaf.after.spec, coordinates)
+            assert same_bits(shard, expected), (leaf, coordinates, shard, expected)
+            assert memory_of(shard) == leaf.after.memory
+        assert not shares_memory(result, source)
+
+
+@given(drawn_moves())
+def test_reshard_between_any_meshes_equals_slices(move):
+    check_move(move)
+
+
+@pytest.mark.thorough
+@settings(max_examples=2000)
+@given(drawn_moves())
+def test_reshard_between_2000_pairs_equals_slices(move):
+    check_move(move)
+
+
+# -- inside of a run, and on processes -------------------------------------------------------------
+
+
+def check_here(moves):
+    """Make the moves as one device, and compare its new shards; return the bytes that it sends."""
+    links = []
+    for move in moves:
+        before, after = move.before.make(), move.after.make()
+        sources = []
+        for leaf in move.leaves:
+            sources.append(fs.device_put(leaf.full(), leaf.before.layout(before)))
+        layouts = [leaf.after.layout(after) for leaf in move.leaves]
+        with fs.ledger() as comm:
+            arrays = fs.reshard(sources, layouts, dtype=move.dtype)
+        links.append(dict(comm.links))
+
+        for leaf, source, array in zip(move.leaves, sources, arrays, strict=True):
+            full = move.expected_full(leaf)
+            assert (array.dtype, array.shape) == (full.dtype, leaf.shape)
+            assert array.is_local == after.is_member
+            if array.is_local:
+                assert not shares_memory(array, source)
+                coordinates = after.coordinates(local_devices(after)[0])
+                expected = expected_shard(full, move.after, leaf.after.spec, coordinates)
+                assert same_bits(array.shards[0], expected), (leaf, coordinates)
+    return links
+
+
+@settings(max_examples=200 if THOROUGH else 15)
+@given(drawn_moves(has_zigzag=False))
+def test_reshard_between_meshes_of_a_run_equals_slices(move):
+    fs.run(check_here, [move], mesh=fs.make_mesh({"device": WORLD}), check=True)
+
+
+def some_moves(count, **options):
+    """Return drawn moves, equal in each run."""
+    moves = []
+
+    @settings(max_examples=count, derandomize=True, database=None)
+    @given(drawn_moves(**options))
+    def draw(move):
+        if len(moves) < count:
+            moves.append(move)
+
+    draw()
+    return moves
+
+
+def test_reshard_between_meshes_of_processes_equals_slices(four):
+    moves = some_moves(60, has_zigzag=False, world=4)
+    four.run(check_here, moves)
