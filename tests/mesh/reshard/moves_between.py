@@ -28,6 +28,7 @@ DTYPES = [
     torch.complex64,
     torch.complex128,
 ]
+MEMORIES = ["device", "device", "host", "disk"]
 GRIDS = {
     1: [(1,), (1, 1)],
     2: [(2,), (1, 2)],
@@ -117,7 +118,7 @@ def drawn_meshes(draw, names, *, has_zigzag=True, world=WORLD):
 
 
 @st.composite
-def drawn_sides(draw, mesh, shape, *, has_sums=True):
+def drawn_sides(draw, mesh, shape, *, has_sums=True, memories=MEMORIES):
     """Any layout: each axis shards a dim or the flattened block, has a coordinate, a sum, or none.
 
     A layout with a unit may be uneven. No layout has a sum on a mesh in zigzag order, where there
@@ -157,35 +158,31 @@ def drawn_sides(draw, mesh, shape, *, has_sums=True):
     return DrawnSide(
         spec,
         "unit" if is_parameter else None,
-        draw(st.sampled_from(["device", "device", "host", "disk"])),
+        draw(st.sampled_from(memories)),
         draw(st.booleans()),
     )
 
 
 @st.composite
-def drawn_leaves(draw, before, after, *, dtypes=tuple(DTYPES), has_sums=True):
+def drawn_leaves(draw, before, after, *, dtypes=DTYPES, **options):
     """Any tensor of at most three dims, with any layout on each side."""
     shape = tuple(draw(st.lists(st.sampled_from(LENGTHS), max_size=3)))
     return DrawnLeaf(
         shape,
         draw(st.sampled_from(dtypes)),
-        draw(drawn_sides(before, shape, has_sums=has_sums)),
-        draw(drawn_sides(after, shape, has_sums=has_sums)),
+        draw(drawn_sides(before, shape, **options)),
+        draw(drawn_sides(after, shape, **options)),
         draw(st.integers(0, 1 << 30)),
     )
 
 
 @st.composite
-def drawn_moves(draw, *, has_zigzag=True, has_sums=True, dtypes=tuple(DTYPES), world=WORLD):
-    """Any move of one to three leaves."""
+def drawn_moves(draw, *, has_zigzag=True, world=WORLD, **options):
+    """Any move of one to three leaves; the options are those of leaves and sides."""
     before = draw(drawn_meshes("abc", has_zigzag=has_zigzag, world=world))
     names = draw(st.sampled_from(["abc", "xyz"]))
     after = draw(drawn_meshes(names, has_zigzag=has_zigzag, world=world))
-    leaves = draw(
-        st.lists(
-            drawn_leaves(before, after, dtypes=dtypes, has_sums=has_sums), min_size=1, max_size=3
-        )
-    )
+    leaves = draw(st.lists(drawn_leaves(before, after, **options), min_size=1, max_size=3))
     dtype = draw(st.sampled_from([None, None, *FLOATS]))
     return DrawnMove(before, after, tuple(leaves), dtype)
 

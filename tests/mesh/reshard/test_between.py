@@ -4,11 +4,9 @@ The oracle makes lists of element numbers, from the definitions of layouts alone
 """
 
 import pytest
-import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, given, settings
 
 import fshard as fs
-from fshard import P
 from fshard.mesh.layout.kinds import memory_of
 from fshard.mesh.reshard.device_put import shares_memory
 from fshard.mesh.spmd.run import local_devices

@@ -1,0 +1,113 @@
+"""Who sends what between two meshes: against sets of element numbers, which no table is made from."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard.mesh.reshard.crossing import Crossing, MeshSide
+from tests.mesh.reshard.moves_between import drawn_moves, missing_numbers, source_array
+
+
+def numbers_of(boxes, shape):
+    """Return the elements of boxes, in their order."""
+    table = torch.arange(int(np.prod(shape))).reshape(shape)
+    numbers = []
+    for box in boxes:
+        slices = tuple([slice(*side) for side in box.tolist()])
+        numbers += table[slices].reshape(-1).tolist()
+    return numbers
+
+
+def crossing_of(move, leaf, machines):
+    """Return the way of a leaf, where each device of the world has a machine."""
+    before, after = move.before.make(), move.after.make()
+    devices = tuple(sorted({*before.devices, *after.devices}))
+    sides = []
+    for side, mesh in [(leaf.before, before), (leaf.after, after)]:
+        spec = side.spec.replace(unreduced=())
+        sides.append(MeshSide.of(replace(side.layout(mesh), spec=spec)))
+    return Crossing(*sides, leaf.shape or (1,), devices, tuple([machines[x] for x in devices]))
+
+
+@given(drawn_moves(), st.lists(st.integers(0, 2), min_size=8, max_size=8))
+def test_crossing_sends_each_missing_element_once_from_the_nearest(move, machines):
+    leaf = move.leaves[0]
+    way = crossing_of(move, leaf, machines)
+    has, lacks = missing_numbers(move, leaf)
+
+    for receiver, missing in lacks.items():
+        incoming = way.incoming(way.devices.index(receiver))
+        received = Counter()
+        for sender_index, boxes in incoming.items():
+            sender = way.devices[sender_index]
+            numbers = numbers_of(boxes, way.shape)
+            received.update(numbers)
+            assert {*numbers} <= has[sender]
+            # Both ends enumerate the same elements, in one order.
+            outgoing = way.outgoing(sender_index)[way.devices.index(receiver)]
+            assert numbers == numbers_of(outgoing, way.shape)
+            assert way.counts[sender_index, way.devices.index(receiver)] == len(numbers)
+            for number in numbers:
+                holders = [device for device in has if number in has[device]]
+                is_near_anywhere = machines[receiver] in [machines[x] for x in holders]
+                assert machines[sender] == machines[receiver] or not is_near_anywhere
+        assert received == Counter(dict.fromkeys(missing, 1))
+    assert way.counts.sum() == sum([len(missing) for missing in lacks.values()])
+
+
+@given(drawn_moves(has_sums=False, memories=["device"]))
+def test_ledger_has_the_bytes_of_missing_elements_by_link(move):
+    before, after = move.before.make(), move.after.make()
+    assume(before != after)
+    expected = Counter()
+    expected_received = Counter()
+    for leaf in move.leaves:
+        itemsize = min(leaf.dtype.itemsize, move.expected_full(leaf).dtype.itemsize)
+        _, lacks = missing_numbers(move, leaf)
+        for receiver, missing in lacks.items():
+            expected_received[receiver] += len(missing) * itemsize
+        way = crossing_of(move, leaf, [0] * 8)
+        for index, receiver in enumerate(way.devices):
+            for sender, boxes in way.incoming(index).items():
+                count = len(numbers_of(boxes, way.shape))
+                expected[way.devices[sender], receiver] += count * itemsize
+
+    sources = [source_array(move, leaf, before) for leaf in move.leaves]
+    layouts = [leaf.after.layout(after) for leaf in move.leaves]
+    with fs.ledger() as comm:
+        fs.reshard(sources, layouts, dtype=move.dtype)
+    assert comm.links == expected
+    received = Counter()
+    sent = Counter()
+    for (sender, receiver), count in comm.links.items():
+        received[receiver] += count
+        sent[sender] += count
+    assert received == +expected_received
+    assert {device: comm.bytes(device) for device in sent} == sent
+
+
+@pytest.mark.parametrize(
+    ("machines", "expected"),
+    [
+        ([0, 0, 0, 0, 0, 0], {(0, 4): 6, (1, 4): 6, (2, 5): 6, (3, 5): 6}),
+        ([0, 1, 0, 1, 0, 1], {(0, 4): 6, (2, 4): 6, (1, 5): 6, (3, 5): 6}),
+        ([0, 1, 2, 2, 0, 3], {(0, 4): 12, (0, 5): 3, (1, 5): 3, (2, 5): 3, (3, 5): 3}),
+    ],
+    ids=["one machine", "two machines", "a machine without replica"],
+)
+def test_replicas_of_the_nearest_machine_divide_the_sending(machines, expected):
+    """Four replicas of 12 elements, for two other devices."""
+    trainer = fs.make_mesh({"data": 4})
+    engine = fs.make_mesh({"model": 2}, devices=(4, 5))
+    sides = [MeshSide.of(fs.Layout(mesh)) for mesh in (trainer, engine)]
+    way = Crossing(*sides, (12,), tuple(range(6)), tuple(machines))
+    actual = {}
+    for sender, receiver in np.argwhere(way.counts).tolist():
+        actual[sender, receiver] = way.counts[sender, receiver]
+    assert actual == expected
