@@ -15,7 +15,7 @@ through a program on two meshes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -26,14 +26,16 @@ from torch import Tensor
 from fshard.mesh.collectives.autograd import Bound, LinearMap, Tensors, apply
 from fshard.mesh.collectives.ledger import active, uncounted
 from fshard.mesh.layout import Layout, Mesh
+from fshard.mesh.layout.arithmetic import unravel
 from fshard.mesh.layout.counting import LedgerRow
 from fshard.mesh.layout.kinds import compute_device, empty_in, owned_by
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.crossing import Crossing, Rounds, MeshSide, crossing_of
+from fshard.mesh.reshard.crossing import Crossing, MeshSide, Rounds, crossing_of
 from fshard.mesh.reshard.exchange import Box
+from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.process import machines_of
 from fshard.mesh.spmd.run import local_devices, run_on_devices
-from fshard.mesh.spmd.scope import here, require
+from fshard.mesh.spmd.scope import Pending, here, require
 from fshard.source import Site
 
 _CALLER = "fs.reshard"
@@ -196,7 +198,7 @@ class MoveBetween(LinearMap):
         numbers = _numbers_held(mesh)
         result: dict[int, list[Tensor]] = {}
         for row, number in enumerate(numbers):
-            result[number] = [x.contiguous() for x in xs[row :: len(numbers)]]
+            result[number] = [*xs[row :: len(numbers)]]
         return result
 
     def _new_shards(self, number: int) -> Shards:
@@ -283,37 +285,66 @@ def _run_rounds(
     rounds: Rounds, index: int, old: Shards, new: Shards, meeting: Mesh, site: Site
 ) -> None:
     """Copy the elements of a device's new shards: from its old shards, and from other devices."""
-    for leaf, old_box, new_box in rounds.overlap(index):
-        source, target = old[leaf], new[leaf]
-        assert source is not None and target is not None
-        _view(new_box, target).copy_(_view(old_box, source))
+    for leaf, old_box, new_box in rounds.local(index):
+        _view(new_box, new[leaf]).copy_(_view(old_box, old[leaf]))
 
+    # While a round is on its way, the elements of the next one are copied into another buffer.
     outgoing = rounds.outgoing(index)
     incoming = rounds.incoming(index)
     group = require(_CALLER).group((_AXIS,), _CALLER)
-    device = compute_device(meeting)
+    buffers: list[Tensor] = []
+    on_the_way: Pending | None = None
     for number in range(rounds.count):
         move = rounds.move(number)
-        row = torch.empty(move.length, dtype=rounds.dtype, device=device)
-        begin = 0
-        for leaf, box in rounds.boxes_of_round(outgoing, number, index, is_old=True):
-            end = begin + box.size
-            source = old[leaf]
-            assert source is not None
-            row[begin:end].view(box.lengths).copy_(_view(box, source))
-            begin = end
-
+        if len(buffers) < 2:
+            buffers.append(_new_buffer(move.length, rounds.dtype, meeting))
+        buffer = buffers[number % 2][: move.length]
+        _copy_to_row(rounds.boxes(outgoing, number), old, buffer)
         with uncounted():
-            (row,) = Bound(move, group, site).start((row,)).wait()
-        begin = 0
-        for leaf, box in rounds.boxes_of_round(incoming, number, index, is_old=False):
-            end = begin + box.size
-            target = new[leaf]
-            assert target is not None
-            _view(box, target).copy_(row[begin:end].view(box.lengths))
-            begin = end
+            started = Bound(move, group, site).start((buffer,))
+        if on_the_way is not None:
+            _copy_from_row(rounds.boxes(incoming, number - 1), new, on_the_way)
+        on_the_way = started
+    if on_the_way is not None:
+        _copy_from_row(rounds.boxes(incoming, rounds.count - 1), new, on_the_way)
 
 
-def _view(box: Box, shard: Tensor) -> Tensor:
-    """Return a view of a box in a contiguous shard."""
-    return shard.as_strided(box.lengths, box.strides, shard.storage_offset() + box.offset)
+def _new_buffer(length: int, dtype: torch.dtype, mesh: Mesh) -> Tensor:
+    """Return an uninitialised row: on CPUs in recycled memory, as page faults cost more than it."""
+    device = compute_device(mesh)
+    if device.type == "cpu":
+        return empty((length,), dtype)
+    return torch.empty(length, dtype=dtype, device=device)
+
+
+def _copy_to_row(boxes: Iterable[tuple[int, Box]], shards: Shards, row: Tensor) -> None:
+    """Copy boxes of shards into a row, one after another, cast to its dtype."""
+    begin = 0
+    for leaf, box in boxes:
+        end = begin + box.size
+        row[begin:end].view(box.lengths).copy_(_view(box, shards[leaf]))
+        begin = end
+
+
+def _copy_from_row(boxes: Iterable[tuple[int, Box]], shards: Shards, on_the_way: Pending) -> None:
+    """Wait for the row of a round, and copy it into boxes of shards."""
+    (row,) = on_the_way.wait()
+    begin = 0
+    for leaf, box in boxes:
+        end = begin + box.size
+        _view(box, shards[leaf]).copy_(row[begin:end].view(box.lengths))
+        begin = end
+
+
+def _view(box: Box, shard: Tensor | None) -> Tensor:
+    """Return a view of a box in a shard. The strides of a box are those of a contiguous one."""
+    assert shard is not None
+    begin = shard.storage_offset()
+    if shard.is_contiguous():
+        return shard.as_strided(box.lengths, box.strides, begin + box.offset)
+    if shard.ndim == 1:
+        steps = [step * shard.stride(0) for step in box.strides]
+        return shard.as_strided(box.lengths, steps, begin + box.offset * shard.stride(0))
+    starts = unravel(box.offset, shard.shape)
+    slices = [slice(start, start + n) for start, n in zip(starts, box.lengths, strict=True)]
+    return shard[tuple(slices)]

@@ -8,19 +8,23 @@ them alike: see Note [Requests without messages].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import prod
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from fshard.mesh.collectives.moves import Rows
+from fshard.mesh.collectives.moves import NewBuffer, PartsMove
 from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.spec import CachedHash
-from fshard.mesh.reshard.exchange import Box, Requests, local_boxes
+from fshard.mesh.reshard.exchange import Box, Requests, Traffic, local_boxes
 from fshard.mesh.reshard.regions import (
     Numbers,
     Sizes,
@@ -29,7 +33,6 @@ from fshard.mesh.reshard.regions import (
     nonempty_boxes,
     regions_of,
     replicas,
-    slice_region,
     volume,
 )
 
@@ -100,22 +103,6 @@ class Served(NamedTuple):
 
     servers: tuple[int, ...]
     requests: Requests
-
-
-class Portion(NamedTuple):
-    """Elements of one tensor on the way between two devices.
-
-    Args:
-        position: of the tensor, among those that share the rounds.
-        begin: elements of other tensors between these two, before it.
-        size: the number of elements.
-        boxes: of global indices, in the order in which they are sent.  (k, d, 2)
-    """
-
-    position: int
-    begin: int
-    size: int
-    boxes: Numbers
 
 
 @dataclass(frozen=True)
@@ -208,36 +195,41 @@ class Crossing(CachedHash):
             result[[*servers]] += np.maximum(stop - start, 0)
         return result
 
-    def outgoing(self, index: int) -> dict[int, Numbers]:
-        """Return the boxes that a device sends to each receiver."""
-        result: dict[int, list[Numbers]] = {}
+    @cached_property
+    def traffic(self) -> Callable[[int], Traffic]:
+        """A function from a device to the boxes that it sends, receives and has.
+
+        It is cached on this object, for all leaves that are alike.
+        """
+        return cache(self._traffic)
+
+    def _traffic(self, index: int) -> Traffic:
+        outgoing: dict[int, list[Box]] = {}
+        incoming: dict[int, list[Box]] = {}
         for servers, requests in self.served:
-            if index not in servers:
-                continue
-            replica = servers.index(index)
-            for receiver in np.flatnonzero(requests.counts).tolist():
-                boxes = requests.boxes(receiver, replica)
-                if boxes:
-                    result.setdefault(receiver, []).extend(boxes)
-        return {receiver: np.stack(boxes) for receiver, boxes in result.items()}
+            if index in servers:
+                replica = servers.index(index)
+                for receiver in np.flatnonzero(requests.counts).tolist():
+                    boxes = requests.boxes(receiver, replica)
+                    if boxes:
+                        sent = self._in_memory(self.before, index, boxes)
+                        outgoing.setdefault(receiver, []).extend(sent)
+            if requests.counts[index]:
+                for replica, sender in enumerate(servers):
+                    boxes = requests.boxes(index, replica)
+                    if boxes:
+                        received = self._in_memory(self.after, index, boxes)
+                        incoming.setdefault(sender, []).extend(received)
 
-    def incoming(self, index: int) -> dict[int, Numbers]:
-        """Return the boxes that a device receives from each sender."""
-        result: dict[int, list[Numbers]] = {}
-        for servers, requests in self.served:
-            if requests.counts[index] == 0:
-                continue
-            for replica, sender in enumerate(servers):
-                boxes = requests.boxes(index, replica)
-                if boxes:
-                    result.setdefault(sender, []).extend(boxes)
-        return {sender: np.stack(boxes) for sender, boxes in result.items()}
+        overlap = [*nonempty_boxes(intersect(self.old_regions[index], self.new_regions[index]))]
+        local: list[tuple[Box, Box]] = []
+        if overlap:
+            old_boxes = self._in_memory(self.before, index, overlap)
+            new_boxes = self._in_memory(self.after, index, overlap)
+            local = [*zip(old_boxes, new_boxes, strict=True)]
+        return Traffic(outgoing, incoming, local)
 
-    def overlap(self, index: int) -> list[Numbers]:
-        """Return the boxes that a device has already."""
-        return [*nonempty_boxes(intersect(self.old_regions[index], self.new_regions[index]))]
-
-    def boxes_in_memory(self, side: MeshSide, index: int, boxes: Sequence[Numbers]) -> list[Box]:
+    def _in_memory(self, side: MeshSide, index: int, boxes: Sequence[Numbers]) -> list[Box]:
         """Convert boxes of global indices to boxes in the memory of a device's shard on a side."""
         device = side.devices.index(self.devices[index])
         zigzag_dims = side.zigzag_dims(self.shape)
@@ -261,28 +253,133 @@ def crossing_of(
 # Note [Rounds of pairs]
 # What one device sends to one other, of all leaves of a dtype, is a list of elements. Round r sends
 # the elements r m to (r + 1) m of each pair's list, so that all devices work in each round and a
-# leaf may be in several. Of a pair's list both ends know its length and its order. A round needs
-# four buffers: what is sent, what arrives, and a transport's copies of both. With p the most
-# devices that any device sends to or receives from, m is such that these have at most ROUND bytes:
+# leaf may be in several. Of a pair's list both ends know its length and its order.
 #
-#     4 p m (bytes of an element) <= ROUND
+# With p the most devices that any device sends to or receives from, a round needs p m elements for
+# what is sent and as many for what arrives. Two rounds are on their way at a time, and until a round
+# has arrived, `fshard.memory.limit` counts what arrives once more. So m is such that
+#
+#     6 p m (bytes of an element) <= ROUND
 
 
 @dataclass(frozen=True)
-class Parcels(Rows):
+class Parcels(PartsMove):
     """One round: elements of each device for each other one.
 
+    A buffer has first what its device sends, in the order of receivers, and then space for what it
+    receives, in the order of senders:
+
+    device 0  [1 2 . .]   =>  [1 2 . .]         0 sends 1 2 to device 1, and receives nothing
+    device 1  [. . . .]       [. . 1 2]
+
     Args:
+        pairs: (sender, receiver, elements), in order.
         way: the two meshes, for errors.
+        tensors: how many there are, and a digest of their shapes and layouts: all devices of both
+            meshes must have equal ones.
         number: of the round.
     """
 
-    counts: tuple[tuple[int, ...], ...] = field(repr=False)
-    width: int = field(default=1, repr=False)
+    pairs: tuple[tuple[int, int, int], ...] = field(repr=False, hash=False)
     way: str = ""
+    tensors: str = ""
     number: int = 0
     name: ClassVar[str] = "reshard"
     has_one_line: ClassVar[bool] = False
+
+    @cached_property
+    def _most_sent(self) -> int:
+        """The most elements that any device sends."""
+        sizes = Counter[int]()
+        for sender, _, size in self.pairs:
+            sizes[sender] += size
+        return max(sizes.values())
+
+    @cached_property
+    def _most_received(self) -> int:
+        sizes = Counter[int]()
+        for _, receiver, size in self.pairs:
+            sizes[receiver] += size
+        return max(sizes.values())
+
+    @property
+    def length(self) -> int:
+        """The elements of a buffer."""
+        return self._most_sent + self._most_received
+
+    def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
+        sizes = {receiver: size for sender, receiver, size in self.pairs if sender == index}
+        return _slices(x, sizes)
+
+    def incoming(self, x: Tensor, index: int, empty: NewBuffer) -> dict[int, Tensor]:
+        return _slices(x[self._most_sent :], self.expected(x, index))
+
+    def expected(self, x: Tensor, index: int) -> dict[int, int]:
+        return {sender: size for sender, receiver, size in self.pairs if receiver == index}
+
+    def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
+        for source, target in self.incoming(x, index, x.new_empty).items():
+            if arrived[source].data_ptr() != target.data_ptr():
+                target.copy_(arrived[source])
+        return x[self._most_sent :]
+
+    def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
+        return rows[-self._most_received :]
+
+
+def _slices(row: Tensor, sizes: Mapping[int, int]) -> dict[int, Tensor]:
+    """Return slices of these sizes of a row, one after another."""
+    slices: dict[int, Tensor] = {}
+    begin = 0
+    for key, size in sizes.items():
+        slices[key] = row[begin : begin + size]
+        begin += size
+    return slices
+
+
+class Portion(NamedTuple):
+    """Elements of one leaf in the list of a pair.
+
+    Args:
+        leaf: its index among all leaves.
+        begin: elements of other leaves before it.
+        boxes: in the memory of the leaf's shard, in the order in which they are sent.
+    """
+
+    leaf: int
+    begin: int
+    boxes: list[Box]
+
+
+class PairList:
+    """The list of elements that a device sends to one other, or receives from it."""
+
+    def __init__(self) -> None:
+        self.portions: list[Portion] = []
+        self._begins: list[int] = []
+        self.size = 0
+
+    def append(self, leaf: int, boxes: list[Box]) -> None:
+        """Add the elements of a leaf."""
+        self.portions.append(Portion(leaf, self.size, boxes))
+        self._begins.append(self.size)
+        self.size += sum([box.size for box in boxes])
+
+    def boxes(self, start: int, stop: int) -> Iterator[tuple[int, Box]]:
+        """Return elements `start` to `stop` as leaves with boxes."""
+        first = max(0, bisect_right(self._begins, start) - 1)
+        for portion in self.portions[first:]:
+            if portion.begin >= stop:
+                return
+            begin = portion.begin
+            for box in portion.boxes:
+                size = box.size
+                if begin >= start and begin + size <= stop:
+                    yield portion.leaf, box
+                else:
+                    for inner_box in box.range(start - begin, stop - begin):
+                        yield portion.leaf, inner_box
+                begin += size
 
 
 class Rounds:
@@ -307,15 +404,13 @@ class Rounds:
         self.dtype = dtype
         self.way = way
         self.devices = crossings[0].devices
-        self.total = np.zeros_like(crossings[0].counts)
-        self._begins: list[Numbers] = []  # of each leaf, in the list of each pair
-        for crossing in crossings:
-            self._begins.append(self.total)
-            self.total = self.total + crossing.counts
 
+        self.total = np.zeros_like(crossings[0].counts)
+        for crossing, count in Counter(crossings).items():
+            self.total += crossing.counts * count
         is_sent = self.total > 0
         most_peers = max(1, int(is_sent.sum(0).max()), int(is_sent.sum(1).max()))
-        self.at_once = max(1, ROUND // (4 * most_peers * dtype.itemsize))
+        self.at_once = max(1, ROUND // (6 * most_peers * dtype.itemsize))
         self.count = -(-int(self.total.max()) // self.at_once)
 
     @property
@@ -323,69 +418,51 @@ class Rounds:
         """The bytes that each device sends to each.  (senders, receivers)"""
         return self.total * self.dtype.itemsize
 
+    @cached_property
+    def _tensors(self) -> str:
+        """The number of leaves, and a digest of their shapes and layouts."""
+        text_of: dict[Crossing, str] = {}
+        digest = 0
+        for crossing in self.crossings:
+            text = text_of.get(crossing)
+            if text is None:
+                text = f"{crossing.shape} {crossing.before} {crossing.after}"
+                text_of[crossing] = text
+            digest = zlib.crc32(text.encode(), digest)
+        return f"{len(self.leaves)} ({digest:08x})"
+
     def move(self, number: int) -> Parcels:
         """Return the collective of a round."""
         counts = np.clip(self.total - number * self.at_once, 0, self.at_once)
-        rows = tuple([tuple(row) for row in counts.tolist()])
-        return Parcels(rows, 1, self.way, number)
+        pairs: list[tuple[int, int, int]] = []
+        for sender, receiver in np.argwhere(counts).tolist():
+            pairs.append((sender, receiver, int(counts[sender, receiver])))
+        return Parcels(tuple(pairs), self.way, self._tensors, number)
 
-    def overlap(self, index: int) -> list[tuple[int, Box, Box]]:
+    def local(self, index: int) -> Iterator[tuple[int, Box, Box]]:
         """Return what a device has already: leaves, with boxes in the old and in the new shard."""
-        result: list[tuple[int, Box, Box]] = []
         for leaf, crossing in zip(self.leaves, self.crossings, strict=True):
-            boxes = crossing.overlap(index)
-            if not boxes:
-                continue
-            old_boxes = crossing.boxes_in_memory(crossing.before, index, boxes)
-            new_boxes = crossing.boxes_in_memory(crossing.after, index, boxes)
-            for old_box, new_box in zip(old_boxes, new_boxes, strict=True):
-                result.append((leaf, old_box, new_box))
-        return result
+            for old_box, new_box in crossing.traffic(index).local:
+                yield leaf, old_box, new_box
 
-    def outgoing(self, index: int) -> list[Portion]:
-        """Return what a device sends, by receiver, and for each in the order of leaves."""
-        result: list[tuple[int, Portion]] = []
-        for position, crossing in enumerate(self.crossings):
-            for receiver, boxes in crossing.outgoing(index).items():
-                begin = int(self._begins[position][index, receiver])
-                size = int(crossing.counts[index, receiver])
-                result.append((receiver, Portion(position, begin, size, boxes)))
-        return _by_peer(result)
+    def outgoing(self, index: int) -> list[PairList]:
+        """Return what a device sends, in the order of receivers."""
+        lists: dict[int, PairList] = {}
+        for leaf, crossing in zip(self.leaves, self.crossings, strict=True):
+            for receiver, boxes in crossing.traffic(index).outgoing.items():
+                lists.setdefault(receiver, PairList()).append(leaf, boxes)
+        return [lists[receiver] for receiver in sorted(lists)]
 
-    def incoming(self, index: int) -> list[Portion]:
-        """Return what a device receives, by sender, and for each in the order of leaves."""
-        result: list[tuple[int, Portion]] = []
-        for position, crossing in enumerate(self.crossings):
-            for sender, boxes in crossing.incoming(index).items():
-                begin = int(self._begins[position][sender, index])
-                size = int(crossing.counts[sender, index])
-                result.append((sender, Portion(position, begin, size, boxes)))
-        return _by_peer(result)
+    def incoming(self, index: int) -> list[PairList]:
+        """Return what a device receives, in the order of senders."""
+        lists: dict[int, PairList] = {}
+        for leaf, crossing in zip(self.leaves, self.crossings, strict=True):
+            for sender, boxes in crossing.traffic(index).incoming.items():
+                lists.setdefault(sender, PairList()).append(leaf, boxes)
+        return [lists[sender] for sender in sorted(lists)]
 
-    def boxes_of_round(
-        self, portions: Sequence[Portion], number: int, index: int, *, is_old: bool
-    ) -> list[tuple[int, Box]]:
-        """Return the boxes of a round in the memory of a device's old or new shards.
-
-        Each with its leaf, in the order of the buffer.
-        """
+    def boxes(self, lists: Sequence[PairList], number: int) -> Iterator[tuple[int, Box]]:
+        """Return the leaves and boxes of a round, in the order of its buffer."""
         start = number * self.at_once
-        stop = start + self.at_once
-        result: list[tuple[int, Box]] = []
-        for portion in portions:
-            first = max(start - portion.begin, 0)
-            last = min(stop - portion.begin, portion.size)
-            if first >= last:
-                continue
-            boxes = slice_region(portion.boxes, first, last)
-            crossing = self.crossings[portion.position]
-            side = crossing.before if is_old else crossing.after
-            for box in crossing.boxes_in_memory(side, index, boxes):
-                result.append((self.leaves[portion.position], box))
-        return result
-
-
-def _by_peer(portions: list[tuple[int, Portion]]) -> list[Portion]:
-    """Return portions in the order of the devices at their other end."""
-    portions.sort(key=lambda pair: pair[0])  # stable: those of one device stay in order
-    return [portion for _, portion in portions]
+        for pair_list in lists:
+            yield from pair_list.boxes(start, start + self.at_once)

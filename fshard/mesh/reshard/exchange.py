@@ -65,6 +65,20 @@ class Box(NamedTuple):
         steps = (rows.stride(0), *self.strides)
         return rows.as_strided(lengths, steps, rows.storage_offset() + self.offset)
 
+    def range(self, start: int, stop: int) -> list[Box]:
+        """Return elements `start` to `stop` of the box, in its order; bounds beyond it are clipped.
+
+        >>> Box(10, (2, 3), (6, 1)).range(1, 4)
+        [Box(offset=11, lengths=(1, 2), strides=(6, 1)), Box(offset=16, lengths=(1, 1), strides=(6, 1))]
+        """
+        sides = np.array([(0, length) for length in self.lengths], np.int64)
+        boxes: list[Box] = []
+        for inner in slice_region(sides[None], start, stop):
+            offset = self.offset + int(inner[:, 0] @ self.strides)
+            lengths = tuple((inner[:, 1] - inner[:, 0]).tolist())
+            boxes.append(Box(offset, lengths, self.strides))
+        return boxes
+
 
 class Traffic(NamedTuple):
     """The boxes of one tensor that one device sends, receives, and has already.

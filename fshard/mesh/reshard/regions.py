@@ -208,9 +208,9 @@ class ZigzagDim(NamedTuple):
 
         # A shard is in the two chunks of one device.
         halves: list[Numbers] = []
-        for half, chunk in enumerate([device, 2 * self.devices - 1 - device]):
+        for half, number in enumerate([device, 2 * self.devices - 1 - device]):
             stored_begin = (2 * pair + half) * self.chunk
-            begin = (2 * self.devices * block + chunk) * self.chunk
+            begin = (2 * self.devices * block + number) * self.chunk
             first = np.clip(start - stored_begin, 0, self.chunk)
             last = np.clip(stop - stored_begin, 0, self.chunk)
             half_regions = regions.copy()

@@ -259,20 +259,11 @@ def expected_shard(full, mesh, spec, coordinates):
     return torch.zeros_like(shard) if is_summand else shard
 
 
-def missing_numbers(move, leaf):
-    """Return the elements that each device lacks, as sets by its number in the world."""
-    has = {}
-    spec = leaf.before.spec.replace(unreduced=())
-    pairs = zip(move.before.devices, all_coordinates(move.before), strict=True)
-    for number, coordinates in pairs:
-        has[number] = {*stored_numbers(move.before, spec, leaf.shape, coordinates)}
-    lacks = {}
-    spec = leaf.after.spec.replace(unreduced=())
-    pairs = zip(move.after.devices, all_coordinates(move.after), strict=True)
-    for number, coordinates in pairs:
-        needed = {*stored_numbers(move.after, spec, leaf.shape, coordinates)}
-        lacks[number] = needed - has.get(number, set())
-    return has, lacks
+def stored_by_device(mesh, side, shape):
+    """Return the numbers that each device stores, by its number in the world."""
+    spec = side.spec.replace(unreduced=())
+    pairs = zip(mesh.devices, all_coordinates(mesh), strict=True)
+    return {number: stored_numbers(mesh, spec, shape, place) for number, place in pairs}
 
 
 def source_array(move, leaf, mesh):
