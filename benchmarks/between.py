@@ -226,17 +226,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", default=[*ENGINES], choices=[*ENGINES, "plan"])
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join([*ENGINES, 'plan'])}")
     parser.add_argument("--size", type=float, default=200, help="of the parameters, in MB")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=94, help="of the model that is planned")
     parser.add_argument("--gloo", action="store_true", help="time ours over gloo too")
     arguments = parser.parse_args()
     console = Console()
-    names = [name for name in arguments.parts if name in ENGINES]
+    parts: list[str] = arguments.parts or [*ENGINES]
+    unknown = {*parts} - {*ENGINES, "plan"}
+    if unknown:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}")
+    names = [name for name in parts if name in ENGINES]
     if names:
         processes(console, names, int(arguments.size * MB), arguments.rounds, gloo=arguments.gloo)
-    if "plan" in arguments.parts:
+    if "plan" in parts:
         plan(console, arguments.layers)
 
 

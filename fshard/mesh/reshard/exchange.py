@@ -66,17 +66,42 @@ class Box(NamedTuple):
         return rows.as_strided(lengths, steps, rows.storage_offset() + self.offset)
 
     def range(self, start: int, stop: int) -> list[Box]:
-        """Return elements `start` to `stop` of the box, in its order; bounds beyond it are clipped.
+        """Return elements `start` to `stop` of the box, in order: see Note [Boxes of a range].
 
-        >>> Box(10, (2, 3), (6, 1)).range(1, 4)
-        [Box(offset=11, lengths=(1, 2), strides=(6, 1)), Box(offset=16, lengths=(1, 1), strides=(6, 1))]
+        Bounds beyond it are clipped. There are a head, full rows and a tail, where not empty.
+
+        >>> [(box.offset, box.lengths) for box in Box(10, (3, 2), (6, 1)).range(1, 5)]
+        [(11, (1, 1)), (16, (1, 2)), (22, (1, 1))]
         """
-        sides = np.array([(0, length) for length in self.lengths], np.int64)
+        start = max(start, 0)
+        stop = min(stop, self.size)
+        if start >= stop:
+            return []
+        if len(self.lengths) == 1:
+            return [Box(self.offset + start * self.strides[0], (stop - start,), self.strides)]
+
+        row_size = prod(self.lengths[1:])
+        first_row = start // row_size
+        first_full_row = -(-start // row_size)
+        last_row = stop // row_size
         boxes: list[Box] = []
-        for inner in slice_region(sides[None], start, stop):
-            offset = self.offset + int(inner[:, 0] @ self.strides)
-            lengths = tuple((inner[:, 1] - inner[:, 0]).tolist())
+        if first_row < first_full_row:
+            boxes += self._range_of_row(first_row, start, stop)
+        if first_full_row < last_row:
+            offset = self.offset + first_full_row * self.strides[0]
+            lengths = (last_row - first_full_row, *self.lengths[1:])
             boxes.append(Box(offset, lengths, self.strides))
+        if first_full_row <= last_row:
+            boxes += self._range_of_row(last_row, last_row * row_size, stop)
+        return boxes
+
+    def _range_of_row(self, row: int, start: int, stop: int) -> list[Box]:
+        """Return those of elements `start` to `stop` that are in a row."""
+        begin = row * prod(self.lengths[1:])
+        inner_box = Box(self.offset + row * self.strides[0], self.lengths[1:], self.strides[1:])
+        boxes: list[Box] = []
+        for box in inner_box.range(start - begin, stop - begin):
+            boxes.append(Box(box.offset, (1, *box.lengths), self.strides))
         return boxes
 
 
