@@ -3,14 +3,22 @@
 The oracle makes lists of element numbers, from the definitions of layouts alone.
 """
 
+import sys
+from collections import Counter
+from pathlib import Path
+
 import pytest
+import torch
 from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import fshard as fs
+from fshard import P
 from fshard.mesh.layout.kinds import memory_of
+from fshard.mesh.reshard import crossing
 from fshard.mesh.reshard.device_put import shares_memory
 from fshard.mesh.spmd.run import local_devices
-from tests.helpers.sampled import THOROUGH
+from tests.helpers.sampled import THOROUGH, thorough
 from tests.mesh.reshard.moves_between import (
     WORLD,
     all_coordinates,
@@ -116,3 +124,66 @@ def some_moves(count, **options):
 def test_reshard_between_meshes_of_processes_equals_slices(four):
     moves = some_moves(60, has_zigzag=False, world=4)
     four.run(check_here, moves)
+
+
+# -- rounds ----------------------------------------------------------------------------------------
+
+
+@given(drawn_moves(), st.sampled_from([1, 100, 1000]))
+def test_rounds_of_few_bytes_give_equal_results(move, size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crossing, "ROUND", size)
+        check_move(move)
+
+
+@pytest.mark.parametrize("before", [P(), P("data"), P.flat("data")], ids=str)
+@pytest.mark.parametrize("engine", [(4, 5), (1, 0)], ids=str)
+def test_buffers_of_rounds_need_at_most_their_limit(before, engine, monkeypatch):
+    monkeypatch.setattr(crossing, "ROUND", 1 << 16)
+    trainer = fs.make_mesh({"data": 4})
+    mesh = fs.make_mesh({"model": 2}, devices=engine)
+    full = torch.arange(512.0 * 256).reshape(512, 256)
+    x = fs.device_put(full, fs.Layout(trainer, before))
+    for after in (P("model"), P(None, "model"), P()):
+        for dtype in (None, torch.bfloat16):
+            with fs.memory.limit() as used:
+                y = fs.reshard(x, fs.Layout(mesh, after), dtype=dtype)
+            shards = Counter()
+            for array in (x, y):
+                for number, shard in zip(array.mesh.devices, array.shards, strict=True):
+                    shards[number] += shard.nbytes
+            assert used.peak() <= max(shards.values()) + crossing.ROUND
+
+
+def resident_bytes_of_a_move(size):
+    """Return the peak of resident bytes of a move, beyond those before it and the new shard."""
+    trainer = fs.make_mesh({"data": 2}, devices=(0, 1))
+    engine = fs.make_mesh({"model": 2}, devices=(2, 3))
+    shape = (size // 4096, 1024)
+    layout = fs.Layout(trainer, P.flat("data"))
+    layouts = fs.Layout(engine, P(None, "model"))
+    small = fs.device_put(torch.ones(4, 1024), layout)
+    fs.reshard(small, layouts)  # what is made once
+    x = fs.array.zeros(shape, layout=layout)
+    if trainer.is_member:
+        x.local.fill_(1)  # else its pages are not there
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmHWM")
+    y = fs.reshard(x, layouts)
+    new = y.local.nbytes if y.is_local else 0
+    return resident("VmHWM") - before - new
+
+
+def resident(name):
+    """Return a number of bytes of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) << 10
+    raise AssertionError(f"no {name}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("size", [32 << 20, thorough(200 << 20)])
+def test_resident_memory_of_processes_grows_by_one_round(four, size):
+    noise = 4 << 20  # of allocators, and of Python
+    assert max(four.run(resident_bytes_of_a_move, size)) <= crossing.ROUND + noise
