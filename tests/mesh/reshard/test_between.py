@@ -187,3 +187,113 @@ def resident(name):
 def test_resident_memory_of_processes_grows_by_one_round(four, size):
     noise = 4 << 20  # of allocators, and of Python
     assert max(four.run(resident_bytes_of_a_move, size)) <= crossing.ROUND + noise
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+ROUTES = {
+    "disjoint": ((0, 1, 2), (3, 4), P.flat("data"), P(None, "model")),
+    "overlapping": ((0, 1), (1, 2), P("data"), P.flat("model")),
+    "permuted": ((0, 1, 2, 3), (3, 1, 0, 2), P("data"), P.flat("model")),
+    "replicas": ((2, 0), (0, 1, 3, 2), P(), P(at={"model": 3})),
+    "sums": ((0, 1), (2, 3), P(unreduced="data"), P(unreduced="model")),
+}
+"""Devices of two meshes, and specs on them."""
+
+
+def seam(route, dtype=None):
+    """Return a function of plain tensors that goes through two meshes, and plain torch's."""
+    numbers, new_numbers, spec, new_spec = ROUTES[route]
+    layout = fs.Layout(fs.make_mesh({"data": len(numbers)}, devices=numbers), spec)
+    new_layout = fs.Layout(fs.make_mesh({"model": len(new_numbers)}, devices=new_numbers), new_spec)
+
+    def on_two_meshes(w):
+        x = fs.device_put(w * w, layout)
+        y = fs.reshard({"a": x, "b": x}, new_layout, dtype=dtype)
+        return fs.unshard(y["a"]) * fs.unshard(y["b"]).sin()
+
+    def plain(w):
+        x = (w * w).to(dtype)
+        return x * x.sin()
+
+    return on_two_meshes, plain
+
+
+def weights(shape=(4, 6), dtype=torch.float64):
+    return torch.linspace(-1, 1, 24, dtype=dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_gradients_of_any_order_pass_a_seam_as_in_plain_torch(route):
+    results = []
+    for f in seam(route):
+        w = weights().requires_grad_()
+        (first,) = torch.autograd.grad(f(w).square().sum(), w, create_graph=True)
+        (second,) = torch.autograd.grad(first.sin().sum(), w)
+        y = f(w)
+        batch = torch.stack([torch.ones_like(y), y.detach()])
+        (rows,) = torch.autograd.grad(y, w, batch, is_grads_batched=True)
+        tangent = weights().cos()
+        _, forward = torch.func.jvp(f, (w.detach(),), (tangent,))
+        functional = torch.func.grad(lambda w, f=f: f(w).square().sum())(w.detach())
+        over_rows = torch.func.vmap(f)(torch.stack([w.detach(), tangent]))
+        jacobian = torch.func.jacrev(f)(w.detach())
+        results.append((first, second, rows, forward, functional, over_rows, jacobian))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("route", ROUTES)
+def test_gradients_through_casts_are_those_of_plain_casts(route, dtype):
+    gradients = []
+    for f in seam(route, dtype):
+        w = weights(dtype=torch.float32).requires_grad_()
+        (gradient,) = torch.autograd.grad(f(w).float().sum(), w)
+        gradients.append(gradient)
+    torch.testing.assert_close(*gradients)
+
+
+def gradient_here(route):
+    """Return the gradient of a program on two meshes, where the caller is on the first one."""
+    numbers, new_numbers, spec, new_spec = ROUTES[route]
+    first = fs.make_mesh({"data": len(numbers)}, devices=numbers)
+    second = fs.make_mesh({"model": len(new_numbers)}, devices=new_numbers)
+    w = weights().requires_grad_()
+    x = fs.device_put(w, fs.Layout(first, spec))
+    y = fs.reshard(x * x, fs.Layout(second, new_spec))
+    (y * y.sin()).sum().backward()
+    if not first.is_member:
+        assert w.grad is None
+        return None
+    return w.grad
+
+
+def expected_gradient():
+    w = weights().requires_grad_()
+    x = w * w
+    (x * x.sin()).sum().backward()
+    return w.grad
+
+
+ALONE = ["disjoint", "overlapping", "permuted", "replicas"]
+"""Routes without sums, whose squares are none."""
+
+
+@pytest.mark.parametrize("route", ALONE)
+def test_gradients_pass_a_seam_inside_of_a_run(route):
+    gradients = fs.run(gradient_here, route, mesh=fs.make_mesh({"device": 5}))
+    check_gradients(route, gradients)
+
+
+def test_gradients_pass_a_seam_between_processes(four):
+    for route in ("overlapping", "permuted", "replicas"):
+        check_gradients(route, four.run(gradient_here, route))
+
+
+def check_gradients(route, gradients):
+    for number, gradient in enumerate(gradients):
+        if number in ROUTES[route][0]:
+            torch.testing.assert_close(gradient, expected_gradient())
+        else:
+            assert gradient is None
