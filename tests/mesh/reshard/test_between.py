@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import P
 from fshard.mesh.layout.kinds import memory_of
+from fshard.mesh.layout.sharded import Sharded, donated
 from fshard.mesh.reshard import crossing
 from fshard.mesh.reshard.device_put import shares_memory
 from fshard.mesh.spmd.run import local_devices
+from tests.helpers.processes import HAS_RULES
 from tests.helpers.sampled import THOROUGH, thorough
 from tests.mesh.reshard.moves_between import (
     WORLD,
@@ -122,7 +124,7 @@ def some_moves(count, **options):
 
 
 def test_reshard_between_meshes_of_processes_equals_slices(four):
-    moves = some_moves(60, has_zigzag=False, world=4)
+    moves = some_moves(60, has_zigzag=False, world=4, memories=["device", "host"])
     four.run(check_here, moves)
 
 
@@ -182,11 +184,82 @@ def resident(name):
     raise AssertionError(f"no {name}")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux" or HAS_RULES, reason="reads /proc of gloo's processes")
 @pytest.mark.parametrize("size", [32 << 20, thorough(200 << 20)])
 def test_resident_memory_of_processes_grows_by_one_round(four, size):
     noise = 4 << 20  # of allocators, and of Python
     assert max(four.run(resident_bytes_of_a_move, size)) <= crossing.ROUND + noise
+
+
+# -- where arrays cannot move ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [fs.reshard, fs.device_put])
+@pytest.mark.parametrize("engine", [(4, 5), (0, 1)], ids=str)
+def test_move_to_another_mesh_in_a_shard_map_or_loss_names_the_way_out(function, engine):
+    text = (
+        r"must be moved to model=2 on .* outside of shard_map and loss functions.* Move it before"
+    )
+
+    def main():
+        trainer = fs.make_mesh({"data": 4}, devices=range(4))
+        mesh = fs.make_mesh({"model": 2}, devices=engine)
+        x = fs.device_put(torch.ones(4, 6), fs.Layout(trainer, P("data")))
+
+        def moved(*arguments):
+            with pytest.raises(fs.errors.LayoutError, match=text):
+                function(x, fs.Layout(mesh, P("model")))
+            return arguments[0]
+
+        fs.shard_map(moved, mesh=trainer, in_specs=P("data"), out_specs=P("data"))(torch.ones(4))
+        params = fs.shard_params({"w": torch.ones(4)}, fs.fsdp("data"), mesh=trainer)
+        gradient = fs.value_and_grad(
+            lambda p, batch: moved(p["w"] * batch).sum(), mesh=trainer, batch=P("data")
+        )
+        gradient(params, torch.ones(4))
+
+    fs.run(main, mesh=fs.make_mesh({"device": 6}))
+
+
+def test_move_of_a_donated_array_raises():
+    layout = fs.Layout(fs.make_mesh({"data": 2}), P("data"))
+    x = fs.device_put(torch.ones(4), layout)
+    donated(x, None)
+    with pytest.raises(fs.errors.LayoutError, match="must not be donated"):
+        fs.reshard(x, fs.Layout(fs.make_mesh({"model": 2}, devices=(2, 3)), P("model")))
+
+
+def test_move_between_abstract_meshes_counts_what_virtual_ones_send():
+    counts = []
+    for runtime in ("virtual", "abstract"):
+        trainer = fs.make_mesh({"data": 4}, runtime=runtime)
+        engine = fs.make_mesh({"model": 2}, devices=(5, 3), runtime=runtime)
+        x = fs.device_put(torch.ones(7, 6), fs.Layout(trainer, P.flat("data")))
+        with fs.ledger() as comm:
+            y = fs.reshard(x, fs.Layout(engine, P(None, "model")), dtype=torch.bfloat16)
+        assert (y.shape, y.dtype) == ((7, 6), torch.bfloat16)
+        counts.append(dict(comm.links))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("view", ["transpose", "strided", "conj", "neg"])
+def test_lazy_and_strided_shards_move_as_their_values(view):
+    views = {
+        "transpose": lambda x: x.movedim(0, -1),
+        "strided": lambda x: x[..., ::2],
+        "conj": lambda x: x.conj(),
+        "neg": lambda x: x.conj().imag,
+    }
+    full = torch.arange(4 * 4 * 4.0).reshape(4, 4, 4) * (1 + 2j)
+    layout = fs.Layout(fs.make_mesh({"data": 2}), P(None, "data"))
+    x = fs.device_put(full, layout)
+    shards = tuple([views[view](shard) for shard in x.shards])
+    expected = views[view](full)
+    spec = P("data") if view == "transpose" else P(None, "data")
+    y = Sharded(tuple(expected.shape), layout.with_spec(spec), shards)
+    engine = fs.make_mesh({"model": 2}, devices=(2, 1))
+    for after in (P("model"), P.flat("model")):
+        assert fs.unshard(fs.reshard(y, fs.Layout(engine, after))).equal(expected)
 
 
 # -- gradients -------------------------------------------------------------------------------------
