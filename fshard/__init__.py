@@ -19,6 +19,7 @@ from fshard import (
     nn,
     optim,
     pipeline,
+    refit,
     report,
     tensor,
 )
@@ -164,6 +165,7 @@ __all__ = [
     "nn",
     "optim",
     "pipeline",
+    "refit",
     "report",
     "tensor",
 ]

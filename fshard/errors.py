@@ -20,6 +20,7 @@ __all__ = [
     "PlanError",
     "PolicyError",
     "PromiseError",
+    "RefitError",
     "ScheduleError",
     "ScopeError",
 ]
@@ -58,6 +59,10 @@ class MismatchError(FshardError, RuntimeError):
 
 class PromiseError(FshardError, RuntimeError):
     """Values promised to be equal on all devices are not, or a gradient has a wrong type."""
+
+
+class RefitError(FshardError, ValueError):
+    """Weights that cannot be sent to a target: a loader that computes, a missing leaf."""
 
 
 class CollectiveTimeoutError(FshardError, RuntimeError):

@@ -98,9 +98,10 @@ def export(
         if to == "peft":
             tree, config = _adapters(arrays, model)
         else:
-            tree, merges = _merged(arrays, model)
+            tree, merges = merged_parameters(arrays, model)
     if to == "hf" and config is None:
-        config = _module_config(params, model)
+        module = getattr(params, "module", params) if model is None else model  # of a boosted model
+        config = module_config(module)
 
     target = Path(path).absolute()
     token = next_token()
@@ -152,9 +153,8 @@ def _validate_parameters(arrays: Mapping[str, Any], model: nn.Module) -> None:
         )
 
 
-def _module_config(params: PyTree, model: nn.Module | None) -> Any:
+def module_config(module: Any) -> Any:
     """Return the configuration of transformers that a module has; None without one."""
-    module = getattr(params, "module", params) if model is None else model  # of a boosted model
     config = getattr(module, "config", None)
     return config if hasattr(config, "save_pretrained") else None
 
@@ -417,7 +417,9 @@ def _write_dcp(folder: Path, tree: Any) -> None:
 # -- LoRA -------------------------------------------------------------------------------------------------------------
 
 
-def _merged(arrays: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], dict[str, Merge]]:
+def merged_parameters(
+    arrays: Mapping[str, Any], model: nn.Module
+) -> tuple[dict[str, Any], dict[str, Merge]]:
     """Return parameters by the names of `fs.nn.merge_lora`, and what to merge."""
     modules = dict(model.named_modules(remove_duplicate=False))
     params = dict(model.named_parameters(remove_duplicate=False))

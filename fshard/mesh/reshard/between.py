@@ -1,4 +1,4 @@
-"""Reshard arrays from one mesh to another: each element goes once to each device that lacks it.
+"""Reshard arrays from one mesh to another: each element is sent once to each device that lacks it.
 
 The meshes may be disjoint, overlap, or number the same devices in another order. No tensor is
 gathered, and nothing is agreed on: the devices of both know what each sends, see `crossing`.
@@ -9,8 +9,8 @@ gathered, and nothing is agreed on: the devices of both know what each sends, se
     sends    0 -> 2: 0 1     0 -> 3: 2 3      1 -> 2: 4 5     1 -> 3: 6 7
 
 Values travel from the old shards directly into the new ones, in rounds of `crossing.ROUND` bytes
-for all leaves of a dtype. The map is linear, and its transpose is the way back: so a gradient goes
-through a program on two meshes.
+for all leaves of a dtype. The map is linear, and its transpose is the way back: so a program on two
+meshes has gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch import Tensor
 from fshard.mesh.collectives.autograd import Bound, LinearMap, Tensors, apply
 from fshard.mesh.collectives.ledger import active, uncounted
 from fshard.mesh.layout import Layout, Mesh
-from fshard.mesh.layout.arithmetic import unravel
 from fshard.mesh.layout.counting import LedgerRow
 from fshard.mesh.layout.kinds import compute_device, empty_in, owned_by
 from fshard.mesh.layout.sharded import Sharded
@@ -39,7 +38,7 @@ from fshard.mesh.spmd.scope import Pending, here, require
 from fshard.source import Site
 
 _CALLER = "fs.reshard"
-_AXIS = "device"
+AXIS = "device"
 """The axis of the mesh of all devices of two meshes."""
 
 Shards = Sequence[Tensor | None]
@@ -143,7 +142,7 @@ class MoveBetween(LinearMap):
     def run(self, xs: Tensors) -> Tensors:
         """Move the shards; where the caller is outside of both meshes, return types at once."""
         devices = tuple(sorted({*self.before.devices, *self.after.devices}))
-        meeting = self._meeting(devices)
+        meeting = meeting_of(self.before, self.after)
         if meeting is None:
             if self.before.is_member and self.after.is_member:
                 self._record_all(self._all_rounds(devices, (0,) * len(devices)))
@@ -159,8 +158,8 @@ class MoveBetween(LinearMap):
             old: Shards = old_shards.get(number, [None] * len(self.leaves))
             new = self._new_shards(number)
             for rounds in all_rounds:
-                self._record(rounds, index)
-                _run_rounds(rounds, index, old, new, meeting, self.site)
+                record_sent(rounds, index, rounds.sent[index].tolist(), self.site)
+                run_rounds(rounds, index, old, new, meeting, self.site)
             if number in self.after.devices:
                 results[number] = [x for x in new if x is not None]
 
@@ -168,21 +167,11 @@ class MoveBetween(LinearMap):
             run_on_devices(meeting, on_device)
         if not results:
             return self._types()
-        numbers = _numbers_held(self.after)
+        numbers = numbers_held(self.after)
         flat: list[Tensor] = []
         for leaf in range(len(self.leaves)):
             flat += [results[number][leaf] for number in numbers]
         return tuple(flat)
-
-    def _meeting(self, devices: tuple[int, ...]) -> Mesh | None:
-        """Return the mesh of all devices of both; None where the caller is outside of both.
-
-        It is None for abstract meshes too.
-        """
-        for mesh in (self.before, self.after):
-            if mesh.runtime != "abstract":
-                return Mesh(((_AXIS, len(devices)),), mesh.runtime, mesh.device_type, None, devices)
-        return None
 
     def _types(self) -> Tensors:
         """Return a shard without values for each leaf."""
@@ -195,7 +184,7 @@ class MoveBetween(LinearMap):
 
     def _by_number(self, mesh: Mesh, xs: Tensors) -> dict[int, list[Tensor]]:
         """Return the caller's shards of all leaves, by the number of their device."""
-        numbers = _numbers_held(mesh)
+        numbers = numbers_held(mesh)
         result: dict[int, list[Tensor]] = {}
         for row, number in enumerate(numbers):
             result[number] = [*xs[row :: len(numbers)]]
@@ -215,10 +204,11 @@ class MoveBetween(LinearMap):
         for index, leaf in enumerate(self.leaves):
             indices_of.setdefault(leaf.wire_dtype, []).append(index)
 
+        way = way_between(self.before, self.after)
         result: list[Rounds] = []
         for dtype, indices in indices_of.items():
             crossings = [self._crossing(index, devices, machines) for index in indices]
-            result.append(Rounds(indices, crossings, dtype, self.way))
+            result.append(Rounds(indices, crossings, dtype, way))
         return result
 
     def _crossing(
@@ -230,34 +220,43 @@ class MoveBetween(LinearMap):
             MeshSide.of(leaf.before), MeshSide.of(leaf.after), shape, devices, machines
         )
 
-    # -- the ledger --------------------------------------------------------------------------------
-
-    @property
-    def way(self) -> str:
-        """The two meshes in words that are equal on all devices."""
-        return f"{self.before.grid} -> {self.after.grid}"
-
-    def _record(self, rounds: Rounds, index: int) -> None:
-        """Write what a device sends into the open ledgers."""
-        ledgers = active()
-        if not ledgers:
-            return
-        row = LedgerRow("reshard", (self.way,), self.site._replace(leaves=()))
-        number = rounds.devices[index]
-        sent = rounds.sent[index]
-        for ledger in ledgers:
-            ledger.record(number, row, Fraction(int(sent.sum())))
-            for receiver in sent.nonzero()[0].tolist():
-                ledger.record_link(number, rounds.devices[receiver], int(sent[receiver]))
-
     def _record_all(self, all_rounds: Sequence[Rounds]) -> None:
         """Write what every device would send: on abstract meshes the caller represents all."""
         for rounds in all_rounds:
             for index in rounds.sent.sum(1).nonzero()[0].tolist():
-                self._record(rounds, index)
+                record_sent(rounds, index, rounds.sent[index].tolist(), self.site)
 
 
-def _numbers_held(mesh: Mesh) -> list[int]:
+def way_between(before: Mesh, after: Mesh) -> str:
+    """Return two meshes in words that are equal on all devices."""
+    return f"{before.grid} -> {after.grid}"
+
+
+def record_sent(rounds: Rounds, index: int, sent: Sequence[int], site: Site) -> None:
+    """Write the bytes that a device sends to each other one into the open ledgers."""
+    row = LedgerRow("reshard", (rounds.way,), site._replace(leaves=()))
+    number = rounds.devices[index]
+    for ledger in active():
+        ledger.record(number, row, Fraction(sum(sent)))
+        for receiver, size in zip(rounds.devices, sent, strict=True):
+            if size:
+                ledger.record_link(number, receiver, size)
+
+
+def meeting_of(before: Mesh, after: Mesh) -> Mesh | None:
+    """Return the mesh of all devices of both; None where the caller is outside of both.
+
+    It is None for abstract meshes too.
+    """
+    devices = tuple(sorted({*before.devices, *after.devices}))
+    for mesh in (before, after):
+        if mesh.runtime != "abstract":
+            axes = ((AXIS, len(devices)),)
+            return Mesh(axes, mesh.runtime, mesh.device_type, None, devices)
+    return None
+
+
+def numbers_held(mesh: Mesh) -> list[int]:
     """Return the numbers of the devices whose shards the caller has; [] outside of the mesh."""
     if not mesh.is_member:
         return []
@@ -281,32 +280,42 @@ class _MoveOfMany(LinearMap):
 # -- one device ------------------------------------------------------------------------------------
 
 
-def _run_rounds(
+def run_rounds(
     rounds: Rounds, index: int, old: Shards, new: Shards, meeting: Mesh, site: Site
 ) -> None:
     """Copy the elements of a device's new shards: from its old shards, and from other devices."""
-    for leaf, old_box, new_box in rounds.local(index):
-        _view(new_box, new[leaf]).copy_(_view(old_box, old[leaf]))
+    copy_overlap(rounds, index, old, new)
 
     # While a round is on its way, the elements of the next one are copied into another buffer.
     outgoing = rounds.outgoing(index)
     incoming = rounds.incoming(index)
-    group = require(_CALLER).group((_AXIS,), _CALLER)
+    group = require(_CALLER).group((AXIS,), _CALLER)
     buffers: list[Tensor] = []
     on_the_way: Pending | None = None
-    for number in range(rounds.count):
-        move = rounds.move(number)
-        if len(buffers) < 2:
-            buffers.append(_new_buffer(move.length, rounds.dtype, meeting))
-        buffer = buffers[number % 2][: move.length]
-        _copy_to_row(rounds.boxes(outgoing, number), old, buffer)
-        with uncounted():
-            started = Bound(move, group, site).start((buffer,))
+    for number in range(rounds.count + 1):
+        started: Pending | None = None
+        if number < rounds.count:
+            move = rounds.move(number)
+            if len(buffers) < 2:
+                buffers.append(_new_buffer(move.length, rounds.dtype, meeting))
+            buffer = buffers[number % 2][: move.length]
+            _copy_to_row(rounds.boxes(outgoing, number), old, buffer)
+            with uncounted():
+                started = Bound(move, group, site).start((buffer,))
         if on_the_way is not None:
-            _copy_from_row(rounds.boxes(incoming, number - 1), new, on_the_way)
+            (row,) = on_the_way.wait()
+            _copy_from_row(rounds.boxes(incoming, number - 1), row, new)
         on_the_way = started
-    if on_the_way is not None:
-        _copy_from_row(rounds.boxes(incoming, rounds.count - 1), new, on_the_way)
+
+
+def copy_overlap(rounds: Rounds, index: int, old: Shards, new: Shards) -> None:
+    """Copy the elements that a device has already into its new shards."""
+    for leaf, old_box, new_box in rounds.overlap(index):
+        source = old[leaf]
+        target = new[leaf]
+        assert source is not None
+        assert target is not None
+        new_box.of(target).copy_(old_box.of(source))
 
 
 def _new_buffer(length: int, dtype: torch.dtype, mesh: Mesh) -> Tensor:
@@ -322,29 +331,18 @@ def _copy_to_row(boxes: Iterable[tuple[int, Box]], shards: Shards, row: Tensor) 
     begin = 0
     for leaf, box in boxes:
         end = begin + box.size
-        row[begin:end].view(box.lengths).copy_(_view(box, shards[leaf]))
+        source = shards[leaf]
+        assert source is not None
+        row[begin:end].view(box.lengths).copy_(box.of(source))
         begin = end
 
 
-def _copy_from_row(boxes: Iterable[tuple[int, Box]], shards: Shards, on_the_way: Pending) -> None:
-    """Wait for the row of a round, and copy it into boxes of shards."""
-    (row,) = on_the_way.wait()
+def _copy_from_row(boxes: Iterable[tuple[int, Box]], row: Tensor, shards: Shards) -> None:
+    """Copy a row into boxes of shards."""
     begin = 0
     for leaf, box in boxes:
         end = begin + box.size
-        _view(box, shards[leaf]).copy_(row[begin:end].view(box.lengths))
+        target = shards[leaf]
+        assert target is not None
+        box.of(target).copy_(row[begin:end].view(box.lengths))
         begin = end
-
-
-def _view(box: Box, shard: Tensor | None) -> Tensor:
-    """Return a view of a box in a shard. The strides of a box are those of a contiguous one."""
-    assert shard is not None
-    begin = shard.storage_offset()
-    if shard.is_contiguous():
-        return shard.as_strided(box.lengths, box.strides, begin + box.offset)
-    if shard.ndim == 1:
-        steps = [step * shard.stride(0) for step in box.strides]
-        return shard.as_strided(box.lengths, steps, begin + box.offset * shard.stride(0))
-    starts = unravel(box.offset, shard.shape)
-    slices = [slice(start, start + n) for start, n in zip(starts, box.lengths, strict=True)]
-    return shard[tuple(slices)]

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from fshard.mesh.collectives.moves import NewBuffer, PartsMove
 from fshard.mesh.layout import Layout, P
+from fshard.mesh.layout.arithmetic import strides
 from fshard.mesh.layout.spec import CachedHash
-from fshard.mesh.reshard.exchange import Box, Requests, Traffic, local_boxes
+from fshard.mesh.reshard.exchange import Box, Requests, local_boxes
 from fshard.mesh.reshard.regions import (
     Numbers,
     Sizes,
@@ -92,6 +93,66 @@ class MeshSide(CachedHash):
         rows = replicas(self.axes, self.spec.sharded_axes)
         return np.array(self.devices, np.int64)[rows]
 
+    def boxes_in_memory(
+        self, shape: tuple[int, ...], device: int, boxes: Sequence[Numbers]
+    ) -> list[Box]:
+        """Convert boxes of global indices to boxes in the memory of a device's shard."""
+        zigzag_dims = self.zigzag_dims(shape)
+        return local_boxes(self.spec, shape, self.axes, device, boxes, zigzag_dims)
+
+    @property
+    def digest(self) -> int:
+        """A digest, equal on all devices."""
+        return zlib.crc32(repr(self).encode())
+
+
+@dataclass(frozen=True, eq=False)
+class RegionSide:
+    """Boxes of a tensor that devices need, where these are no layout.
+
+    A device's shard has the elements of its boxes, one box after another.
+
+    Args:
+        devices: their numbers in the world.
+        boxes: of each device, disjoint.  (k, d, 2) each
+    """
+
+    devices: tuple[int, ...]
+    boxes: tuple[Numbers, ...]
+
+    @property
+    def digest(self) -> int:
+        """A digest, equal on all devices."""
+        digest = zlib.crc32(repr(self.devices).encode())
+        for boxes in self.boxes:
+            digest = zlib.crc32(boxes.tobytes(), digest)
+        return digest
+
+    def regions(self, shape: tuple[int, ...]) -> Numbers:
+        """Return what each device needs; shorter lists end with empty boxes.  (n, k, d, 2)"""
+        most = max([1, *map(len, self.boxes)])
+        regions = np.zeros((len(self.devices), most, len(shape), 2), np.int64)
+        for device, boxes in enumerate(self.boxes):
+            regions[device, : len(boxes)] = boxes
+        return regions
+
+    def boxes_in_memory(
+        self, shape: tuple[int, ...], device: int, boxes: Sequence[Numbers]
+    ) -> list[Box]:
+        """Convert boxes of global indices, each in one of the device's, to boxes in its shard."""
+        regions = self.boxes[device]
+        lengths = regions[..., 1] - regions[..., 0]
+        ends = lengths.prod(1).cumsum()
+        result: list[Box] = []
+        for box in boxes:
+            is_around = (regions[..., 0] <= box[:, 0]) & (box[:, 1] <= regions[..., 1])
+            index = int(is_around.all(1).argmax())
+            steps = strides(lengths[index].tolist())
+            offset = int((box[:, 0] - regions[index, :, 0]) @ steps)
+            begin = int(ends[index] - lengths[index].prod())
+            result.append(Box(begin + offset, tuple((box[:, 1] - box[:, 0]).tolist()), steps))
+        return result
+
 
 class Served(NamedTuple):
     """Devices that have a shard, and the elements of it that they send.
@@ -103,6 +164,32 @@ class Served(NamedTuple):
 
     servers: tuple[int, ...]
     requests: Requests
+
+
+class Elements(NamedTuple):
+    """Elements of one tensor on the way between two devices, in the order in which they are sent.
+
+    Args:
+        regions: boxes of global indices.  (d, 2) each
+        boxes: the same in the memory of the shard of the device whose traffic it is.
+    """
+
+    regions: list[Numbers]
+    boxes: list[Box]
+
+
+class CrossingTraffic(NamedTuple):
+    """The elements of one tensor that one device sends, receives, and has already.
+
+    Args:
+        outgoing: by receiver, in the old shard.
+        incoming: by sender, in the new shard.
+        local: pairs of boxes, in the old shard and in the new one.
+    """
+
+    outgoing: dict[int, Elements]
+    incoming: dict[int, Elements]
+    local: list[tuple[Box, Box]]
 
 
 @dataclass(frozen=True)
@@ -120,7 +207,7 @@ class Crossing(CachedHash):
     """
 
     before: MeshSide
-    after: MeshSide
+    after: MeshSide | RegionSide
     shape: tuple[int, ...]
     devices: tuple[int, ...]
     machines: tuple[int, ...]
@@ -131,7 +218,7 @@ class Crossing(CachedHash):
     def _index_of(self) -> dict[int, int]:
         return {number: index for index, number in enumerate(self.devices)}
 
-    def _table(self, side: MeshSide) -> Numbers:
+    def _table(self, side: MeshSide | RegionSide) -> Numbers:
         """Return what every device stores on one side: outside of its mesh nothing."""
         regions = side.regions(self.shape)
         table = np.zeros((len(self.devices), *regions.shape[1:]), np.int64)
@@ -196,44 +283,57 @@ class Crossing(CachedHash):
         return result
 
     @cached_property
-    def traffic(self) -> Callable[[int], Traffic]:
-        """A function from a device to the boxes that it sends, receives and has.
+    def digest(self) -> int:
+        """A digest of shape and sides, equal on all devices."""
+        return zlib.crc32(f"{self.shape} {self.before.digest} {self.after.digest}".encode())
+
+    @cached_property
+    def traffic(self) -> Callable[[int], CrossingTraffic]:
+        """A function from a device to the elements that it sends, receives and has.
 
         It is cached on this object, for all leaves that are alike.
         """
         return cache(self._traffic)
 
-    def _traffic(self, index: int) -> Traffic:
-        outgoing: dict[int, list[Box]] = {}
-        incoming: dict[int, list[Box]] = {}
+    def _traffic(self, index: int) -> CrossingTraffic:
+        sent: dict[int, list[Numbers]] = {}
+        received: dict[int, list[Numbers]] = {}
         for servers, requests in self.served:
             if index in servers:
                 replica = servers.index(index)
                 for receiver in np.flatnonzero(requests.counts).tolist():
-                    boxes = requests.boxes(receiver, replica)
-                    if boxes:
-                        sent = self._in_memory(self.before, index, boxes)
-                        outgoing.setdefault(receiver, []).extend(sent)
+                    sent.setdefault(receiver, []).extend(requests.boxes(receiver, replica))
             if requests.counts[index]:
                 for replica, sender in enumerate(servers):
-                    boxes = requests.boxes(index, replica)
-                    if boxes:
-                        received = self._in_memory(self.after, index, boxes)
-                        incoming.setdefault(sender, []).extend(received)
+                    received.setdefault(sender, []).extend(requests.boxes(index, replica))
 
-        overlap = [*nonempty_boxes(intersect(self.old_regions[index], self.new_regions[index]))]
+        common = intersect(self.old_regions[index], self.new_regions[index])
+        overlap = [*nonempty_boxes(common)]
         local: list[tuple[Box, Box]] = []
         if overlap:
             old_boxes = self._in_memory(self.before, index, overlap)
             new_boxes = self._in_memory(self.after, index, overlap)
             local = [*zip(old_boxes, new_boxes, strict=True)]
-        return Traffic(outgoing, incoming, local)
+        outgoing = self._elements(self.before, index, sent)
+        incoming = self._elements(self.after, index, received)
+        return CrossingTraffic(outgoing, incoming, local)
 
-    def _in_memory(self, side: MeshSide, index: int, boxes: Sequence[Numbers]) -> list[Box]:
+    def _elements(
+        self, side: MeshSide | RegionSide, index: int, regions_of_peers: dict[int, list[Numbers]]
+    ) -> dict[int, Elements]:
+        """Return elements by peer, with their boxes in the memory of a device's shard on a side."""
+        result: dict[int, Elements] = {}
+        for peer, regions in regions_of_peers.items():
+            if regions:
+                result[peer] = Elements(regions, self._in_memory(side, index, regions))
+        return result
+
+    def _in_memory(
+        self, side: MeshSide | RegionSide, index: int, boxes: Sequence[Numbers]
+    ) -> list[Box]:
         """Convert boxes of global indices to boxes in the memory of a device's shard on a side."""
         device = side.devices.index(self.devices[index])
-        zigzag_dims = side.zigzag_dims(self.shape)
-        return local_boxes(side.spec, self.shape, side.axes, device, boxes, zigzag_dims)
+        return side.boxes_in_memory(self.shape, device, boxes)
 
 
 @lru_cache(maxsize=4096)
@@ -342,13 +442,15 @@ class Portion(NamedTuple):
 
     Args:
         leaf: its index among all leaves.
+        shape: of the leaf.
         begin: elements of other leaves before it.
-        boxes: in the memory of the leaf's shard, in the order in which they are sent.
+        elements: of the leaf.
     """
 
     leaf: int
+    shape: tuple[int, ...]
     begin: int
-    boxes: list[Box]
+    elements: Elements
 
 
 class PairList:
@@ -357,13 +459,13 @@ class PairList:
     def __init__(self) -> None:
         self.portions: list[Portion] = []
         self._begins: list[int] = []
-        self.size = 0
+        self._size = 0
 
-    def append(self, leaf: int, boxes: list[Box]) -> None:
+    def append(self, leaf: int, shape: tuple[int, ...], elements: Elements) -> None:
         """Add the elements of a leaf."""
-        self.portions.append(Portion(leaf, self.size, boxes))
-        self._begins.append(self.size)
-        self.size += sum([box.size for box in boxes])
+        self.portions.append(Portion(leaf, shape, self._size, elements))
+        self._begins.append(self._size)
+        self._size += sum([box.size for box in elements.boxes])
 
     def boxes(self, start: int, stop: int) -> Iterator[tuple[int, Box]]:
         """Return elements `start` to `stop` as leaves with boxes."""
@@ -372,7 +474,7 @@ class PairList:
             if portion.begin >= stop:
                 return
             begin = portion.begin
-            for box in portion.boxes:
+            for box in portion.elements.boxes:
                 size = box.size
                 if begin >= start and begin + size <= stop:
                     yield portion.leaf, box
@@ -421,25 +523,23 @@ class Rounds:
     @cached_property
     def _tensors(self) -> str:
         """The number of leaves, and a digest of their shapes and layouts."""
-        text_of: dict[Crossing, str] = {}
-        digest = 0
-        for crossing in self.crossings:
-            text = text_of.get(crossing)
-            if text is None:
-                text = f"{crossing.shape} {crossing.before} {crossing.after}"
-                text_of[crossing] = text
-            digest = zlib.crc32(text.encode(), digest)
+        digests = [crossing.digest for crossing in self.crossings]
+        digest = zlib.crc32(np.array(digests, np.uint32).tobytes())
         return f"{len(self.leaves)} ({digest:08x})"
+
+    def counts(self, number: int) -> Numbers:
+        """Return the elements that each device sends to each in a round.  (senders, receivers)"""
+        return np.clip(self.total - number * self.at_once, 0, self.at_once)
 
     def move(self, number: int) -> Parcels:
         """Return the collective of a round."""
-        counts = np.clip(self.total - number * self.at_once, 0, self.at_once)
+        counts = self.counts(number)
         pairs: list[tuple[int, int, int]] = []
         for sender, receiver in np.argwhere(counts).tolist():
             pairs.append((sender, receiver, int(counts[sender, receiver])))
         return Parcels(tuple(pairs), self.way, self._tensors, number)
 
-    def local(self, index: int) -> Iterator[tuple[int, Box, Box]]:
+    def overlap(self, index: int) -> Iterator[tuple[int, Box, Box]]:
         """Return what a device has already: leaves, with boxes in the old and in the new shard."""
         for leaf, crossing in zip(self.leaves, self.crossings, strict=True):
             for old_box, new_box in crossing.traffic(index).local:
@@ -449,16 +549,16 @@ class Rounds:
         """Return what a device sends, in the order of receivers."""
         lists: dict[int, PairList] = {}
         for leaf, crossing in zip(self.leaves, self.crossings, strict=True):
-            for receiver, boxes in crossing.traffic(index).outgoing.items():
-                lists.setdefault(receiver, PairList()).append(leaf, boxes)
+            for receiver, elements in crossing.traffic(index).outgoing.items():
+                lists.setdefault(receiver, PairList()).append(leaf, crossing.shape, elements)
         return [lists[receiver] for receiver in sorted(lists)]
 
     def incoming(self, index: int) -> list[PairList]:
         """Return what a device receives, in the order of senders."""
         lists: dict[int, PairList] = {}
         for leaf, crossing in zip(self.leaves, self.crossings, strict=True):
-            for sender, boxes in crossing.traffic(index).incoming.items():
-                lists.setdefault(sender, PairList()).append(leaf, boxes)
+            for sender, elements in crossing.traffic(index).incoming.items():
+                lists.setdefault(sender, PairList()).append(leaf, crossing.shape, elements)
         return [lists[sender] for sender in sorted(lists)]
 
     def boxes(self, lists: Sequence[PairList], number: int) -> Iterator[tuple[int, Box]]:

@@ -59,6 +59,19 @@ class Box(NamedTuple):
     def size(self) -> int:
         return prod(self.lengths)
 
+    def of(self, shard: Tensor) -> Tensor:
+        """Return a view of the box in a shard. The strides of a box are those of a contiguous one."""
+        begin = shard.storage_offset()
+        if shard.is_contiguous():
+            return shard.as_strided(self.lengths, self.strides, begin + self.offset)
+        if shard.ndim == 1:
+            step = shard.stride(0)
+            steps = [step * stride for stride in self.strides]
+            return shard.as_strided(self.lengths, steps, begin + step * self.offset)
+        starts = unravel(self.offset, shard.shape)
+        sides = zip(starts, self.lengths, strict=True)
+        return shard[tuple([slice(start, start + length) for start, length in sides])]
+
     def view(self, rows: Tensor) -> Tensor:
         """Return a view of the box in the shard of each row.  (rows, length) -> (rows, ...)"""
         lengths = (len(rows), *self.lengths)

@@ -95,20 +95,21 @@ class Arrival:
 
     world: VirtualWorld
     slot: CollectiveSlot
-    index: int
-    device: int
+    group: Group
 
     def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Park until the collective is complete, and return this device's results."""
         while self.slot.results is None:
-            self.slot.waiting.append(self.device)
-            self.world.park(self.device, self)
-        results = self.slot.results[self.index]
-        self.slot.results[self.index] = ()  # the slot outlives the last use of these tensors
+            thread = self.world.thread_of(self.group)
+            self.slot.waiting.append(thread)
+            self.world.park(thread, self)
+        index = self.group.index
+        results = self.slot.results[index]
+        self.slot.results[index] = ()  # the slot outlives the last use of these tensors
         return results
 
     def __str__(self) -> str:
-        return self.slot.call.text_at(self.slot.sites[self.index])
+        return self.slot.call.text_at(self.slot.sites[self.group.index])
 
 
 @dataclass(slots=True)
@@ -209,6 +210,10 @@ class VirtualWorld(OneProcessWorld):
         if mesh.numbers is None:
             return mesh.has_devices_of(self.mesh)
         return {*mesh.numbers} <= {*self.mesh.devices}
+
+    def thread_of(self, group: Group) -> int:
+        """Return the thread of the calling device of a group."""
+        return self._thread(group.number)
 
     def _thread(self, number: int) -> int:
         """Return the thread of the device with a number in the world."""
@@ -433,12 +438,12 @@ class VirtualWorld(OneProcessWorld):
             slot.results = _compute_results(slot)
             slot.values = {}  # arguments must not live as long as results
             self._ready.extend(slot.waiting)
-        return Arrival(self, slot, index, self._thread(group.number))
+        return Arrival(self, slot, group)
 
     def _raise_mismatch(
         self, slot: CollectiveSlot, call: VirtualCall, group: Group, site: Site
     ) -> NoReturn:
-        lines = [(self._thread(group.number), call.text_at(site))]
+        lines = [(self.thread_of(group), call.text_at(site))]
         for index in slot.values:
             thread = self._thread(group.members[index])
             lines.append((thread, slot.call.text_at(slot.sites[index])))
@@ -460,7 +465,7 @@ class VirtualWorld(OneProcessWorld):
         """Put copies into the mail; the sender runs on."""
         if self._stopping:
             raise Stopped
-        sender = self._thread(group.number)
+        sender = self.thread_of(group)
         route = (sender, self._thread(group.members[to]))
         copies = tuple([x.detach().clone() for x in xs])
         message = VirtualMessage(copies, purpose, self.name(sender), site)
@@ -479,7 +484,7 @@ class VirtualWorld(OneProcessWorld):
         """Request the next message of the device at index `source`."""
         if self._stopping:
             raise Stopped
-        receiver = self._thread(group.number)
+        receiver = self.thread_of(group)
         route = (self._thread(group.members[source]), receiver)
         return Parcel(self, route, receiver, likes, site, purpose)
 

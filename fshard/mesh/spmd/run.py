@@ -79,8 +79,11 @@ def resolve_mesh(mesh: Mesh) -> Mesh:
 
 def is_outside(mesh: Mesh) -> bool:
     """Return True if the caller runs all devices of a virtual mesh, and so has all shards."""
-    is_virtual = mesh.runtime == "virtual"
-    return is_virtual and inside(mesh) is None and run_around(mesh) is None
+    if mesh.runtime != "virtual":
+        return False
+    if here() is None:  # as most often
+        return True
+    return inside(mesh) is None and run_around(mesh) is None
 
 
 def device_of(mesh: Mesh) -> int:
@@ -169,7 +172,7 @@ def as_one_device(
     each world or outer scope.
     """
     outer = inside(mesh)
-    around = None if outer is not None else _scope_around(mesh)
+    around = _scope_around(mesh) if outer is None and here() is not None else None
     if outer is not None:
         world = outer.world
         scopes = outer.inner
@@ -200,9 +203,7 @@ def _scope_around(mesh: Mesh) -> Scope | None:
 
     There the axes of the caller's mesh can be named, which number other devices.
     """
-    scope = here()
-    if scope is None:
-        return None
+    scope = require(f"a function on {mesh}")
     around = run_around(mesh)
     is_of_same_world = around is not None or scope.mesh.runtime == mesh.runtime == "process"
     is_elsewhere = not mesh.is_member or not scope.mesh.is_member

@@ -49,12 +49,12 @@ def test_crossing_sends_each_missing_element_once_from_the_nearest(move, machine
     total = 0
     for receiver, stored in needs.items():
         received = Counter()
-        for sender_index, boxes in way.traffic(index_of[receiver]).incoming.items():
+        for sender_index, (_, boxes) in way.traffic(index_of[receiver]).incoming.items():
             sender = way.devices[sender_index]
             numbers = numbers_of(boxes, stored)
             received.update(numbers)
             # The sender enumerates the same elements, in one order.
-            outgoing = way.traffic(sender_index).outgoing[index_of[receiver]]
+            _, outgoing = way.traffic(sender_index).outgoing[index_of[receiver]]
             assert numbers == numbers_of(outgoing, has[sender])
             assert way.counts[sender_index, index_of[receiver]] == len(numbers)
             for number in numbers:

@@ -1,0 +1,77 @@
+"""Digests of elements that do not depend on how they are stored.
+
+Each element has a hash of its bits and of its number in the full tensor, and a digest is the sum of
+the hashes, modulo 2^64. So two devices that store the same elements in other layouts and orders
+have equal digests, and an element with other bits, or in the place of another, changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fshard.mesh.layout.arithmetic import strides
+from fshard.mesh.reshard.exchange import Box
+from fshard.mesh.reshard.regions import Numbers
+
+_CHUNK = 1 << 15
+"""Elements that are hashed at a time: a row of 8 bytes each stays in a processor's cache."""
+_FACTOR = -7046029254386353131
+"""An odd number without a pattern in its bits: 2^64 over the golden ratio, as a signed integer."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest(
+    shape: Sequence[int], parts: Sequence[tuple[Numbers, Tensor, Box]], dtype: torch.dtype
+) -> Tensor:
+    """Return the digest of some boxes of a tensor, as one int64.
+
+    Args:
+        shape: of the full tensor.
+        parts: boxes of global indices, each with the shard that stores it and its box in there.
+        dtype: to which values are cast first.
+    """
+    steps = strides(shape)
+    total = torch.zeros((), dtype=torch.int64)
+    for region, shard, box in parts:
+        values = shard.as_strided(box.lengths, box.strides, shard.storage_offset() + box.offset)
+        total = total.to(values.device)
+        first = sum([int(start) * step for start, step in zip(region[:, 0], steps, strict=True)])
+        for numbers, chunk in _chunks(values, steps, first):
+            weights = numbers * _FACTOR
+            weights ^= weights >> 32
+            hashes = (bits_of(chunk.to(dtype)) + numbers) * (weights | 1)
+            hashes ^= hashes >> 29
+            total += hashes.sum()
+    return total
+
+
+def _chunks(values: Tensor, steps: Sequence[int], first: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the values of a box in chunks, each with the numbers of its elements."""
+    if values.numel() > _CHUNK:
+        row_size = values.numel() // len(values)
+        rows = max(1, _CHUNK // row_size)
+        for start in range(0, len(values), rows):
+            part = values[start : start + rows]
+            begin = first + start * steps[0]
+            if rows == 1:  # a row may be longer than a chunk
+                yield from _chunks(part[0], steps[1:], begin)
+            else:
+                yield from _chunks(part, steps, begin)
+        return
+
+    numbers = torch.tensor(first, device=values.device)
+    for length, step in zip(values.shape, steps, strict=True):
+        numbers = numbers[..., None] + torch.arange(length, device=values.device) * step
+    yield numbers.reshape(-1), values.reshape(-1)
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """Return the bits of each element of a flat tensor as an int64."""
+    size = x.dtype.itemsize
+    if size in _INTEGERS:
+        return x.contiguous().view(_INTEGERS[size]).to(torch.int64)
+    pairs = torch.view_as_real(x).contiguous().view(torch.int64)  # complex128
+    return pairs[:, 0] * _FACTOR + pairs[:, 1]

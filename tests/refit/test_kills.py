@@ -1,0 +1,93 @@
+"""A process that is killed while a version is sent leaves all others with one and the same version.
+
+The oracle is the loader of the engine: each survivor compares what it serves with a load of the version.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.sampled import THOROUGH
+
+ROOT = Path(__file__).parents[2]
+PROCESSES = 4
+KILLS = 100 if THOROUGH else 3
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start the processes; return them when each has two versions. The killed one is the parent's."""
+    started = []
+
+    def start(kind):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        for rank in range(PROCESSES):
+            own = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(PROCESSES),
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+            }
+            command = [sys.executable, str(Path(__file__).with_name("killed.py")), str(tmp_path)]
+            with (tmp_path / f"output-{rank}").open("w") as output:
+                started.append(
+                    subprocess.Popen(
+                        [*command, kind],
+                        env={**os.environ, **own},
+                        stdout=output,
+                        stderr=output,
+                    )
+                )
+        end = time.time() + 240
+        while len([*tmp_path.glob("ready-*")]) < PROCESSES:
+            assert all(process.poll() is None for process in started), outputs(tmp_path)
+            assert time.time() < end, "the processes have not started"
+            time.sleep(0.01)
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def outputs(folder):
+    return "\n".join([path.read_text() for path in sorted(folder.glob("output-*"))])
+
+
+@pytest.mark.parametrize("kill", range(KILLS))
+def test_kill_in_a_send_leaves_one_version_everywhere(start, tmp_path, kill):
+    draw = random.Random(kill)
+    victim = kill % PROCESSES  # trainers and engines, the process with the store among them
+    processes = start(draw.choice(["delta", "full"]))
+
+    time.sleep(draw.random() * 0.2)
+    processes[victim].send_signal(signal.SIGKILL)
+    killed = time.time()
+    for process in processes:
+        process.wait(60)
+
+    results = {}
+    for rank in {*range(PROCESSES)} - {victim}:
+        path = tmp_path / f"result-{rank}"
+        assert path.exists(), outputs(tmp_path)
+        results[rank] = json.loads(path.read_text())
+    assert len({result["version"] for result in results.values()}) == 1, results
+    assert all(result["has_version"] is not False for result in results.values()), results
+    seconds = max(result["end"] for result in results.values()) - killed
+    assert seconds < 10  # a tenth of it on processors that do nothing else
