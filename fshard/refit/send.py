@@ -34,7 +34,8 @@ from fshard.mesh.reshard.between import (
     run_rounds,
     way_between,
 )
-from fshard.mesh.reshard.crossing import Crossing, MeshSide, Portion, Rounds
+from fshard.mesh.reshard.crossing import Crossing, MeshSide
+from fshard.mesh.reshard.rounds import Portion, Rounds
 from fshard.mesh.runtimes.process import machines_of
 from fshard.mesh.spmd.run import run_on_devices
 from fshard.mesh.spmd.scope import parting, require

@@ -8,9 +8,9 @@ gathered, and nothing is agreed on: the devices of both know what each sends, se
     stores   0: [0 1 2 3]    1: [4 5 6 7]     needs    2: [0 1 4 5]    3: [2 3 6 7]
     sends    0 -> 2: 0 1     0 -> 3: 2 3      1 -> 2: 4 5     1 -> 3: 6 7
 
-Values travel from the old shards directly into the new ones, in rounds of `crossing.ROUND` bytes
-for all leaves of a dtype. The map is linear, and its transpose is the way back: so a program on two
-meshes has gradients.
+Values travel from the old shards directly into the new ones, in rounds of `rounds.ROUND` bytes for
+all leaves of a dtype: see Note [Rounds of pairs]. The map is linear, and its transpose is the way
+back: so a program on two meshes has gradients.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from fshard.mesh.layout import Layout, Mesh
 from fshard.mesh.layout.counting import LedgerRow
 from fshard.mesh.layout.kinds import compute_device, empty_in, owned_by
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.crossing import Crossing, MeshSide, Rounds, crossing_of
+from fshard.mesh.reshard.crossing import Crossing, MeshSide, crossing_of
 from fshard.mesh.reshard.exchange import Box
+from fshard.mesh.reshard.rounds import Rounds
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.process import machines_of
 from fshard.mesh.spmd.run import local_devices, run_on_devices
@@ -285,27 +286,27 @@ def run_rounds(
 ) -> None:
     """Copy the elements of a device's new shards: from its old shards, and from other devices."""
     copy_overlap(rounds, index, old, new)
-
-    # While a round is on its way, the elements of the next one are copied into another buffer.
     outgoing = rounds.outgoing(index)
     incoming = rounds.incoming(index)
     group = require(_CALLER).group((AXIS,), _CALLER)
+
+    # Two buffers: while a round is on its way, the elements of the next one are copied. A buffer is
+    # written again only when its round has arrived, since until then others may read it.
     buffers: list[Tensor] = []
     on_the_way: Pending | None = None
-    for number in range(rounds.count + 1):
-        started: Pending | None = None
-        if number < rounds.count:
-            move = rounds.move(number)
-            if len(buffers) < 2:
-                buffers.append(_new_buffer(move.length, rounds.dtype, meeting))
-            buffer = buffers[number % 2][: move.length]
-            _copy_to_row(rounds.boxes(outgoing, number), old, buffer)
-            with uncounted():
-                started = Bound(move, group, site).start((buffer,))
+    for number in range(rounds.count):
+        move = rounds.move(number)
+        if len(buffers) < 2:
+            buffers.append(_new_buffer(move.length, rounds.dtype, meeting))
+        row = buffers[number % 2][: move.length]  # no round is longer than one before it
+        _copy_to_row(rounds.boxes(outgoing, number), old, row)
+        with uncounted():
+            started = Bound(move, group, site).start((row,))
         if on_the_way is not None:
-            (row,) = on_the_way.wait()
-            _copy_from_row(rounds.boxes(incoming, number - 1), row, new)
+            _receive(rounds.boxes(incoming, number - 1), on_the_way, new)
         on_the_way = started
+    if on_the_way is not None:
+        _receive(rounds.boxes(incoming, rounds.count - 1), on_the_way, new)
 
 
 def copy_overlap(rounds: Rounds, index: int, old: Shards, new: Shards) -> None:
@@ -337,8 +338,9 @@ def _copy_to_row(boxes: Iterable[tuple[int, Box]], shards: Shards, row: Tensor) 
         begin = end
 
 
-def _copy_from_row(boxes: Iterable[tuple[int, Box]], row: Tensor, shards: Shards) -> None:
-    """Copy a row into boxes of shards."""
+def _receive(boxes: Iterable[tuple[int, Box]], on_the_way: Pending, shards: Shards) -> None:
+    """Wait for a round, and copy its row into boxes of shards."""
+    (row,) = on_the_way.wait()
     begin = 0
     for leaf, box in boxes:
         end = begin + box.size

@@ -16,7 +16,7 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.layout.kinds import memory_of
 from fshard.mesh.layout.sharded import Sharded, donated
-from fshard.mesh.reshard import crossing
+from fshard.mesh.reshard import rounds
 from fshard.mesh.reshard.device_put import shares_memory
 from fshard.mesh.spmd.run import local_devices
 from tests.helpers.processes import HAS_RULES
@@ -134,14 +134,14 @@ def test_reshard_between_meshes_of_processes_equals_slices(four):
 @given(drawn_moves(), st.sampled_from([1, 100, 1000]))
 def test_rounds_of_few_bytes_give_equal_results(move, size):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crossing, "ROUND", size)
+        patch.setattr(rounds, "ROUND", size)
         check_move(move)
 
 
 @pytest.mark.parametrize("before", [P(), P("data"), P.flat("data")], ids=str)
 @pytest.mark.parametrize("engine", [(4, 5), (1, 0)], ids=str)
 def test_buffers_of_rounds_need_at_most_their_limit(before, engine, monkeypatch):
-    monkeypatch.setattr(crossing, "ROUND", 1 << 16)
+    monkeypatch.setattr(rounds, "ROUND", 1 << 16)
     trainer = fs.make_mesh({"data": 4})
     mesh = fs.make_mesh({"model": 2}, devices=engine)
     full = torch.arange(512.0 * 256).reshape(512, 256)
@@ -154,7 +154,7 @@ def test_buffers_of_rounds_need_at_most_their_limit(before, engine, monkeypatch)
             for array in (x, y):
                 for number, shard in zip(array.mesh.devices, array.shards, strict=True):
                     shards[number] += shard.nbytes
-            assert used.peak() <= max(shards.values()) + crossing.ROUND
+            assert used.peak() <= max(shards.values()) + rounds.ROUND
 
 
 def resident_bytes_of_a_move(size):
@@ -188,7 +188,7 @@ def resident(name):
 @pytest.mark.parametrize("size", [32 << 20, thorough(200 << 20)])
 def test_resident_memory_of_processes_grows_by_one_round(four, size):
     noise = 4 << 20  # of allocators, and of Python
-    assert max(four.run(resident_bytes_of_a_move, size)) <= crossing.ROUND + noise
+    assert max(four.run(resident_bytes_of_a_move, size)) <= rounds.ROUND + noise
 
 
 # -- where arrays cannot move ----------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.reshard import between, crossing
+from fshard.mesh.reshard import between, rounds
 from fshard.mesh.spmd.run import local_devices
 from tests.helpers.processes import HAS_RULES, run_processes
 from tests.helpers.sampled import thorough
@@ -152,16 +152,16 @@ def test_process_that_does_not_call_is_a_timeout_that_names_both_meshes(link):
 
 def die_in_the_middle(victim, folder):
     """Reshard in a few rounds, in one of which a process is killed; write the errors of others."""
-    crossing.ROUND = 4 << 20  # its messages are read by address, and confirmed
+    rounds.ROUND = 4 << 20  # its messages are read by address, and confirmed
     trainer, engine = meshes()
     rank = torch.distributed.get_rank()
     x = fs.device_put(torch.ones(2048, 1024), fs.Layout(trainer, P.flat("data")))
     if rank == victim:
-        rounds = iter(range(10))
+        numbers = iter(range(10))
         copy_to_row = between._copy_to_row
 
         def copy_or_die(*arguments):
-            if next(rounds) == 3:
+            if next(numbers) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             copy_to_row(*arguments)
 
