@@ -76,9 +76,13 @@ class DrawnLeaf:
     before: DrawnSide
     after: DrawnSide
     seed: int
+    is_cast: bool = False
 
     def full(self) -> torch.Tensor:
-        """Return random bits; small numbers where they are summed, whose zeros have no sign."""
+        """Return random bits; small numbers where they are summed, whose zeros have no sign.
+
+        torch casts the bits of a NaN in one way or another, so there is one NaN in what is cast.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         is_summed = self.before.spec.unreduced or self.after.spec.unreduced
         if is_summed or self.dtype == torch.bool:
@@ -86,7 +90,11 @@ class DrawnLeaf:
             return numbers.to(self.dtype)
         count = prod(self.shape) * self.dtype.itemsize
         bits = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
-        return bits.view(self.dtype).reshape(self.shape)
+        full = bits.view(self.dtype).reshape(self.shape)
+        if self.is_cast and self.dtype.is_floating_point:
+            wide = full.double()
+            return torch.where(wide.isnan(), torch.nan, wide).to(self.dtype)
+        return full
 
 
 @dataclass(frozen=True)
@@ -184,7 +192,9 @@ def drawn_moves(draw, *, has_zigzag=True, world=WORLD, **options):
     after = draw(drawn_meshes(names, has_zigzag=has_zigzag, world=world))
     leaves = draw(st.lists(drawn_leaves(before, after, **options), min_size=1, max_size=3))
     dtype = draw(st.sampled_from([None, None, *FLOATS]))
-    return DrawnMove(before, after, tuple(leaves), dtype)
+    is_cast = dtype is not None
+    leaves = tuple([replace(leaf, is_cast=is_cast) for leaf in leaves])
+    return DrawnMove(before, after, leaves, dtype)
 
 
 # -- the oracle ------------------------------------------------------------------------------------
