@@ -6,11 +6,13 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fshard as fs
 from fshard.mesh.reshard.crossing import Crossing, MeshSide
+from fshard.mesh.runtimes.process import ProcessWorld
 from tests.mesh.reshard.moves_between import drawn_moves, source_array, stored_by_device
 
 
@@ -111,3 +113,33 @@ def test_replicas_of_the_nearest_machine_divide_the_sending(machines, expected):
     for sender, receiver in np.argwhere(way.counts).tolist():
         actual[sender, receiver] = way.counts[sender, receiver]
     assert actual == expected
+
+
+def links_on_machines(machines):
+    """Return the bytes that this process sends, if processes are on these machines."""
+    trainer = fs.make_mesh({"data": 2}, devices=(0, 1))
+    engine = fs.make_mesh({"model": 2}, devices=(2, 3))
+    world = ProcessWorld.of(fs.make_mesh({"all": 4}))
+    actual_machines = world.machines
+    world.machines = machines
+    try:
+        x = fs.device_put(torch.arange(6.0), fs.Layout(trainer))
+        with fs.ledger() as comm:
+            y = fs.reshard(x, fs.Layout(engine))
+    finally:
+        world.machines = actual_machines
+    assert not y.is_local or y.local.equal(torch.arange(6.0))
+    return dict(comm.links)
+
+
+@pytest.mark.parametrize(
+    ("machines", "expected"),
+    [
+        ([0, 1, 1, 0], [{(0, 3): 24}, {(1, 2): 24}]),
+        ([0, 1, 2, 2], [{(0, 2): 24}, {(1, 3): 24}]),
+        ([0, 1, 0, 0], [{(0, 2): 24, (0, 3): 24}, {}]),
+    ],
+    ids=str,
+)
+def test_processes_receive_from_their_own_machine(four, machines, expected):
+    assert four.run(links_on_machines, machines) == [*expected, {}, {}]
