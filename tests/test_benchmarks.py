@@ -210,3 +210,26 @@ def test_first_card_runs_without_a_card(tmp_path, only):
         assert outcomes["messages"]["missing"] == "NCCL: ranks are linked by gloo"
     if "programs" in only:
         assert "experts: losses" in "\n".join(outcomes["programs"]["output"])
+
+
+@pytest.mark.parametrize("engine", ["disjoint", "overlapping"])
+def test_moves_between_meshes_are_those_of_torch(load, engine):
+    """The benchmark itself compares all shards with those of full tensors that torch broadcasts."""
+    between = load("between")
+    numbers = between.ENGINES[engine]
+    size = max(between.TRAINER, max(numbers) + 1)
+    (report, *_) = run_processes(times_between_meshes, size, 1 << 20, numbers)
+    times, seconds = report
+    assert times.keys() == seconds.keys() == {"ours", "torch"}
+
+
+def times_between_meshes(size, engine):
+    """Return the report of benchmarks/between.py, which makes meshes of torch."""
+    sys.path.insert(0, str(BENCHMARKS))
+    return importlib.import_module("between").timed(size, engine, 1)
+
+
+def test_plan_of_a_mixture_has_each_missing_element(load, capsys):
+    between = load("between")
+    between.plan(between.Console(), layers=1)
+    assert "planned in" in capsys.readouterr().out

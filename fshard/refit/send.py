@@ -34,7 +34,8 @@ from fshard.mesh.reshard.between import (
     run_rounds,
     way_between,
 )
-from fshard.mesh.reshard.crossing import Crossing, MeshSide, Portion, Rounds
+from fshard.mesh.reshard.crossing import Crossing, MeshSide
+from fshard.mesh.reshard.rounds import Portion, Rounds
 from fshard.mesh.runtimes.process import machines_of
 from fshard.mesh.spmd.run import run_on_devices
 from fshard.mesh.spmd.scope import parting, require
@@ -273,21 +274,26 @@ class Refit:
         names = [*self._source.arrays]
         count_of_pairs = np.sum([crossing.counts > 0 for crossing in rounds.crossings], 0)
         sent: list[Tensor] = []
-        for portion in rounds.outgoing(index):
-            sent.append(_digest(rounds, portion, index, old, is_old=True))
+        for pair in rounds.outgoing(index):
+            for portion in pair.portions:
+                sent.append(_digest(portion, old, rounds.dtype))
         row = torch.stack(sent) if sent else torch.empty(0, dtype=torch.int64)
         with uncounted():
             expected = all_to_all(row, AXIS, counts=count_of_pairs.tolist())
 
         problems: list[str] = []
-        for value, portion in zip(expected, rounds.incoming(index), strict=True):
-            actual = _digest(rounds, portion, index, new, is_old=False)
+        arrived: list[Portion] = []
+        for pair in rounds.incoming(index):
+            arrived += pair.portions
+        for value, portion in zip(expected, arrived, strict=True):
+            actual = _digest(portion, new, rounds.dtype)
             if not torch.equal(actual, value.to(actual.device)):
-                name = names[rounds.leaves[portion.position]]
-                first = portion.boxes[0, :, 0].tolist()
+                regions, boxes = portion.elements
+                first = regions[0][:, 0].tolist()
+                size = sum([box.size for box in boxes])
                 problems.append(
-                    f"{name} arrived with other values on device {rounds.devices[index]}, in the "
-                    f"{portion.size} elements from {first} on"
+                    f"{names[portion.leaf]} arrived with other values on device "
+                    f"{rounds.devices[index]}, in the {size} elements from {first} on"
                 )
         return problems
 
@@ -343,17 +349,12 @@ def _have_all(version: int | None) -> bool:
     return number >= 0 and {*numbers} == {number}
 
 
-def _digest(
-    rounds: Rounds, portion: Portion, index: int, shards: Shards, *, is_old: bool
-) -> Tensor:
+def _digest(portion: Portion, shards: Shards, dtype: torch.dtype) -> Tensor:
     """Return the digest of a portion, as a device stores it."""
-    crossing = rounds.crossings[portion.position]
-    shard = shards[rounds.leaves[portion.position]]
+    shard = shards[portion.leaf]
     assert shard is not None
-    side = crossing.before if is_old else crossing.after
-    in_memory = crossing.boxes_in_memory(side, index, [*portion.boxes])
-    parts = [(region, shard, box) for region, box in zip(portion.boxes, in_memory, strict=True)]
-    return digest(crossing.shape, parts, rounds.dtype)
+    pairs = zip(*portion.elements, strict=True)
+    return digest(portion.shape, [(region, shard, box) for region, box in pairs], dtype)
 
 
 # -- changes ---------------------------------------------------------------------------------------
@@ -376,8 +377,8 @@ def _run_delta(rounds: Rounds, index: int, old: Shards, sent: Shards, new: Shard
     incoming = rounds.incoming(index)
     total = [0] * len(rounds.devices)
     for number in range(rounds.count):
-        counts = np.array(rounds.move(number).counts)
-        boxes = rounds.boxes_of_round(outgoing, number, index, is_old=True)
+        counts = rounds.counts(number)
+        boxes = [*rounds.boxes(outgoing, number)]
         row = _row(boxes, old, rounds.dtype)
         row_before = _row(boxes, sent, rounds.dtype)
         is_changed = (bits(row) != bits(row_before)).any(1)
@@ -397,7 +398,7 @@ def _run_delta(rounds: Rounds, index: int, old: Shards, sent: Shards, new: Shard
             matrix = all_gather(torch.tensor(sizes), AXIS).view(len(sizes), -1)
             arrived = all_to_all(parcel, AXIS, counts=matrix.tolist())
 
-        boxes = rounds.boxes_of_round(incoming, number, index, is_old=False)
+        boxes = [*rounds.boxes(incoming, number)]
         begins = np.cumsum([0, *[box.size for _, box in boxes]])
         offset = 0
         for source, packed in enumerate(arrived.split(matrix[:, index].tolist())):

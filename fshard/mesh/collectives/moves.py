@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor
@@ -316,6 +316,12 @@ class AllToAll(Wired):
         return _concat_rows(rows, _shard_shape(shape, self.split, n), self.concat, n)
 
 
+class NewBuffer(Protocol):
+    """A function that makes an uninitialised tensor."""
+
+    def __call__(self, shape: tuple[int, ...], /, *, dtype: torch.dtype) -> Tensor: ...
+
+
 class PartsMove(Wired):
     """A move that sends each device a part of any size.
 
@@ -332,6 +338,17 @@ class PartsMove(Wired):
     def expected(self, x: Tensor, index: int) -> dict[int, int]:
         """Return the number of elements that a device receives from others."""
         raise NotImplementedError
+
+    def incoming(self, x: Tensor, index: int, empty: NewBuffer) -> dict[int, Tensor]:
+        """Return tensors for what a device receives from others.
+
+        They are adjacent, in the order of the senders. `empty` makes memory for them.
+        """
+        sizes = self.expected(x, index)
+        buffer = empty((sum(sizes.values()),), dtype=x.dtype)
+        sources = sorted(sizes)
+        parts = buffer.split([sizes[source] for source in sources])
+        return dict(zip(sources, parts, strict=True))
 
     def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
         """Return the buffer of a device after the move.

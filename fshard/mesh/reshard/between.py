@@ -8,14 +8,14 @@ gathered, and nothing is agreed on: the devices of both know what each sends, se
     stores   0: [0 1 2 3]    1: [4 5 6 7]     needs    2: [0 1 4 5]    3: [2 3 6 7]
     sends    0 -> 2: 0 1     0 -> 3: 2 3      1 -> 2: 4 5     1 -> 3: 6 7
 
-Values travel from the old shards directly into the new ones, in rounds of `crossing.ROUND` bytes
-for all leaves of a dtype. The map is linear, and its transpose is the way back: so a program on two
-meshes has gradients.
+Values travel from the old shards directly into the new ones, in rounds of `rounds.ROUND` bytes for
+all leaves of a dtype: see Note [Rounds of pairs]. The map is linear, and its transpose is the way
+back: so a program on two meshes has gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -29,10 +29,13 @@ from fshard.mesh.layout import Layout, Mesh
 from fshard.mesh.layout.counting import LedgerRow
 from fshard.mesh.layout.kinds import compute_device, empty_in, owned_by
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.crossing import Crossing, MeshSide, Rounds, crossing_of
+from fshard.mesh.reshard.crossing import Crossing, MeshSide, crossing_of
+from fshard.mesh.reshard.exchange import Box
+from fshard.mesh.reshard.rounds import Rounds
+from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.process import machines_of
 from fshard.mesh.spmd.run import local_devices, run_on_devices
-from fshard.mesh.spmd.scope import here, require
+from fshard.mesh.spmd.scope import Pending, here, require
 from fshard.source import Site
 
 _CALLER = "fs.reshard"
@@ -185,7 +188,7 @@ class MoveBetween(LinearMap):
         numbers = numbers_held(mesh)
         result: dict[int, list[Tensor]] = {}
         for row, number in enumerate(numbers):
-            result[number] = [x.contiguous() for x in xs[row :: len(numbers)]]
+            result[number] = [*xs[row :: len(numbers)]]
         return result
 
     def _new_shards(self, number: int) -> Shards:
@@ -286,27 +289,24 @@ def run_rounds(
     outgoing = rounds.outgoing(index)
     incoming = rounds.incoming(index)
     group = require(_CALLER).group((AXIS,), _CALLER)
-    device = compute_device(meeting)
+
+    # Two buffers: while a round is on its way, the elements of the next one are copied. A buffer is
+    # written again only when its round has arrived, since until then others may read it.
+    buffers: list[Tensor] = []
+    on_the_way: Pending | None = None
     for number in range(rounds.count):
         move = rounds.move(number)
-        row = torch.empty(move.length, dtype=rounds.dtype, device=device)
-        begin = 0
-        for leaf, box in rounds.boxes_of_round(outgoing, number, index, is_old=True):
-            end = begin + box.size
-            source = old[leaf]
-            assert source is not None
-            row[begin:end].view(box.lengths).copy_(box.of(source))
-            begin = end
-
+        if len(buffers) < 2:
+            buffers.append(_new_buffer(move.length, rounds.dtype, meeting))
+        row = buffers[number % 2][: move.length]  # no round is longer than one before it
+        _copy_to_row(rounds.boxes(outgoing, number), old, row)
         with uncounted():
-            (row,) = Bound(move, group, site).start((row,)).wait()
-        begin = 0
-        for leaf, box in rounds.boxes_of_round(incoming, number, index, is_old=False):
-            end = begin + box.size
-            target = new[leaf]
-            assert target is not None
-            box.of(target).copy_(row[begin:end].view(box.lengths))
-            begin = end
+            started = Bound(move, group, site).start((row,))
+        if on_the_way is not None:
+            _receive(rounds.boxes(incoming, number - 1), on_the_way, new)
+        on_the_way = started
+    if on_the_way is not None:
+        _receive(rounds.boxes(incoming, rounds.count - 1), on_the_way, new)
 
 
 def copy_overlap(rounds: Rounds, index: int, old: Shards, new: Shards) -> None:
@@ -317,3 +317,34 @@ def copy_overlap(rounds: Rounds, index: int, old: Shards, new: Shards) -> None:
         assert source is not None
         assert target is not None
         new_box.of(target).copy_(old_box.of(source))
+
+
+def _new_buffer(length: int, dtype: torch.dtype, mesh: Mesh) -> Tensor:
+    """Return an uninitialised row: on CPUs in recycled memory, as page faults cost more than it."""
+    device = compute_device(mesh)
+    if device.type == "cpu":
+        return empty((length,), dtype)
+    return torch.empty(length, dtype=dtype, device=device)
+
+
+def _copy_to_row(boxes: Iterable[tuple[int, Box]], shards: Shards, row: Tensor) -> None:
+    """Copy boxes of shards into a row, one after another, cast to its dtype."""
+    begin = 0
+    for leaf, box in boxes:
+        end = begin + box.size
+        source = shards[leaf]
+        assert source is not None
+        row[begin:end].view(box.lengths).copy_(box.of(source))
+        begin = end
+
+
+def _receive(boxes: Iterable[tuple[int, Box]], on_the_way: Pending, shards: Shards) -> None:
+    """Wait for a round, and copy its row into boxes of shards."""
+    (row,) = on_the_way.wait()
+    begin = 0
+    for leaf, box in boxes:
+        end = begin + box.size
+        target = shards[leaf]
+        assert target is not None
+        box.of(target).copy_(row[begin:end].view(box.lengths))
+        begin = end

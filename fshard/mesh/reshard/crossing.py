@@ -1,4 +1,4 @@
-"""Compute what each device sends to each other one, where a tensor moves between two meshes. Pure data.
+"""Compute what devices send to each other, where a tensor moves between two meshes. Pure data.
 
 Every device of either mesh computes the same two tables of regions: what each of them stores, and
 what each needs. Outside of the one mesh a device stores nothing, outside of the other it needs
@@ -8,16 +8,15 @@ them alike: see Note [Requests without messages].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
 from math import prod
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from fshard.mesh.collectives.moves import Rows
 from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.arithmetic import strides
 from fshard.mesh.layout.spec import CachedHash
@@ -25,20 +24,13 @@ from fshard.mesh.reshard.exchange import Box, Requests, local_boxes
 from fshard.mesh.reshard.regions import (
     Numbers,
     Sizes,
+    ZigzagDim,
     intersect,
     nonempty_boxes,
     regions_of,
     replicas,
-    slice_region,
     volume,
-    zigzag_regions,
 )
-
-ROUND = 16 << 20
-"""The most bytes of buffers that a device needs beside its old and its new shards."""
-
-
-# -- tables ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -68,18 +60,22 @@ class MeshSide(CachedHash):
     def regions(self, shape: tuple[int, ...]) -> Numbers:
         """Return what each device stores of a tensor.  (n, k, d, 2)"""
         regions = regions_of(self.spec, shape, self.axes)
-        if self.zigzag is not None:
-            return zigzag_regions(regions, self.zigzag_dims(shape))
+        for zigzag in self.zigzag_dims(shape):
+            regions = zigzag.regions(regions)
         return regions
 
-    def zigzag_dims(self, shape: tuple[int, ...]) -> dict[int, int]:
-        """Return the number of devices along the dims that are in zigzag order."""
+    def zigzag_dims(self, shape: tuple[int, ...]) -> list[ZigzagDim]:
+        """Return the dims of a tensor that are in zigzag order."""
         sizes = dict(self.axes)
-        parts: dict[int, int] = {}
+        result: list[ZigzagDim] = []
         for dim, axes in enumerate(self.spec.dims(len(shape))):
-            if self.zigzag in axes:
-                parts[dim] = prod([sizes[axis] for axis in axes])
-        return parts
+            is_zigzag = self.zigzag in axes and shape[dim] > 0
+            if self.zigzag is not None and is_zigzag:
+                blocks = prod([sizes[axis] for axis in axes[: axes.index(self.zigzag)]])
+                devices = sizes[self.zigzag]
+                chunk = shape[dim] // (blocks * 2 * devices)
+                result.append(ZigzagDim(dim, devices, chunk))
+        return result
 
     def replicas(self) -> Numbers:
         """Return the numbers of devices with equal shards.  (rows, replicas)"""
@@ -90,8 +86,13 @@ class MeshSide(CachedHash):
         self, shape: tuple[int, ...], device: int, boxes: Sequence[Numbers]
     ) -> list[Box]:
         """Convert boxes of global indices to boxes in the memory of a device's shard."""
-        dims = {} if self.zigzag is None else self.zigzag_dims(shape)
-        return local_boxes(self.spec, shape, self.axes, device, boxes, dims)
+        zigzag_dims = self.zigzag_dims(shape)
+        return local_boxes(self.spec, shape, self.axes, device, boxes, zigzag_dims)
+
+    @property
+    def digest(self) -> int:
+        """A digest, equal on all devices."""
+        return zlib.crc32(repr(self).encode())
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +108,14 @@ class RegionSide:
 
     devices: tuple[int, ...]
     boxes: tuple[Numbers, ...]
+
+    @property
+    def digest(self) -> int:
+        """A digest, equal on all devices."""
+        digest = zlib.crc32(repr(self.devices).encode())
+        for boxes in self.boxes:
+            digest = zlib.crc32(boxes.tobytes(), digest)
+        return digest
 
     def regions(self, shape: tuple[int, ...]) -> Numbers:
         """Return what each device needs; shorter lists end with empty boxes.  (n, k, d, 2)"""
@@ -146,20 +155,30 @@ class Served(NamedTuple):
     requests: Requests
 
 
-class Portion(NamedTuple):
-    """Elements of one tensor on the way between two devices.
+class Elements(NamedTuple):
+    """Elements of one tensor on the way between two devices, in the order in which they are sent.
 
     Args:
-        position: of the tensor, among those that share the rounds.
-        begin: elements of other tensors between these two, before it.
-        size: the number of elements.
-        boxes: of global indices, in the order in which they are sent.  (k, d, 2)
+        regions: boxes of global indices.  (d, 2) each
+        boxes: the same in the memory of the shard of the device whose traffic it is.
     """
 
-    position: int
-    begin: int
-    size: int
-    boxes: Numbers
+    regions: list[Numbers]
+    boxes: list[Box]
+
+
+class CrossingTraffic(NamedTuple):
+    """The elements of one tensor that one device sends, receives, and has already.
+
+    Args:
+        outgoing: by receiver, in the old shard.
+        incoming: by sender, in the new shard.
+        local: pairs of boxes, in the old shard and in the new one.
+    """
+
+    outgoing: dict[int, Elements]
+    incoming: dict[int, Elements]
+    local: list[tuple[Box, Box]]
 
 
 @dataclass(frozen=True)
@@ -252,36 +271,53 @@ class Crossing(CachedHash):
             result[[*servers]] += np.maximum(stop - start, 0)
         return result
 
-    def outgoing(self, index: int) -> dict[int, Numbers]:
-        """Return the boxes that a device sends to each receiver."""
-        result: dict[int, list[Numbers]] = {}
+    @cached_property
+    def digest(self) -> int:
+        """A digest of shape and sides, equal on all devices."""
+        return zlib.crc32(f"{self.shape} {self.before.digest} {self.after.digest}".encode())
+
+    @cached_property
+    def traffic(self) -> Callable[[int], CrossingTraffic]:
+        """A function from a device to the elements that it sends, receives and has.
+
+        It is cached on this object, for all leaves that are alike.
+        """
+        return cache(self._traffic)
+
+    def _traffic(self, index: int) -> CrossingTraffic:
+        sent: dict[int, list[Numbers]] = {}
+        received: dict[int, list[Numbers]] = {}
         for servers, requests in self.served:
-            if index not in servers:
-                continue
-            replica = servers.index(index)
-            for receiver in np.flatnonzero(requests.counts).tolist():
-                boxes = requests.boxes(receiver, replica)
-                if boxes:
-                    result.setdefault(receiver, []).extend(boxes)
-        return {receiver: np.stack(boxes) for receiver, boxes in result.items()}
+            if index in servers:
+                replica = servers.index(index)
+                for receiver in np.flatnonzero(requests.counts).tolist():
+                    sent.setdefault(receiver, []).extend(requests.boxes(receiver, replica))
+            if requests.counts[index]:
+                for replica, sender in enumerate(servers):
+                    received.setdefault(sender, []).extend(requests.boxes(index, replica))
 
-    def incoming(self, index: int) -> dict[int, Numbers]:
-        """Return the boxes that a device receives from each sender."""
-        result: dict[int, list[Numbers]] = {}
-        for servers, requests in self.served:
-            if requests.counts[index] == 0:
-                continue
-            for replica, sender in enumerate(servers):
-                boxes = requests.boxes(index, replica)
-                if boxes:
-                    result.setdefault(sender, []).extend(boxes)
-        return {sender: np.stack(boxes) for sender, boxes in result.items()}
+        common = intersect(self.old_regions[index], self.new_regions[index])
+        overlap = [*nonempty_boxes(common)]
+        local: list[tuple[Box, Box]] = []
+        if overlap:
+            old_boxes = self._in_memory(self.before, index, overlap)
+            new_boxes = self._in_memory(self.after, index, overlap)
+            local = [*zip(old_boxes, new_boxes, strict=True)]
+        outgoing = self._elements(self.before, index, sent)
+        incoming = self._elements(self.after, index, received)
+        return CrossingTraffic(outgoing, incoming, local)
 
-    def overlap(self, index: int) -> list[Numbers]:
-        """Return the boxes that a device has already."""
-        return [*nonempty_boxes(intersect(self.old_regions[index], self.new_regions[index]))]
+    def _elements(
+        self, side: MeshSide | RegionSide, index: int, regions_of_peers: dict[int, list[Numbers]]
+    ) -> dict[int, Elements]:
+        """Return elements by peer, with their boxes in the memory of a device's shard on a side."""
+        result: dict[int, Elements] = {}
+        for peer, regions in regions_of_peers.items():
+            if regions:
+                result[peer] = Elements(regions, self._in_memory(side, index, regions))
+        return result
 
-    def boxes_in_memory(
+    def _in_memory(
         self, side: MeshSide | RegionSide, index: int, boxes: Sequence[Numbers]
     ) -> list[Box]:
         """Convert boxes of global indices to boxes in the memory of a device's shard on a side."""
@@ -299,138 +335,3 @@ def crossing_of(
 ) -> Crossing:
     """Return the way of a tensor, whose tables are computed once for all leaves that are alike."""
     return Crossing(before, after, shape, devices, machines)
-
-
-# -- rounds ----------------------------------------------------------------------------------------
-
-# Note [Rounds of pairs]
-# What one device sends to one other, of all leaves of a dtype, is a list of elements. Round r sends
-# the elements r m to (r + 1) m of each pair's list, so that all devices work in each round and a
-# leaf may be in several. Of a pair's list both ends know its length and its order. A round needs
-# four buffers: what is sent, what arrives, and a transport's copies of both. With p the most
-# devices that any device sends to or receives from, m is such that these have at most ROUND bytes:
-#
-#     4 p m (bytes of an element) <= ROUND
-
-
-@dataclass(frozen=True)
-class Parcels(Rows):
-    """One round: elements of each device for each other one.
-
-    Args:
-        way: the two meshes, for errors.
-        number: of the round.
-    """
-
-    counts: tuple[tuple[int, ...], ...] = field(repr=False)
-    width: int = field(default=1, repr=False)
-    way: str = ""
-    number: int = 0
-    name: ClassVar[str] = "reshard"
-    has_one_line: ClassVar[bool] = False
-
-
-class Rounds:
-    """The rounds of leaves that are sent in one dtype: see Note [Rounds of pairs].
-
-    Args:
-        leaves: their indices among all leaves.
-        crossings: their ways.
-        dtype: in which they are sent.
-        way: the two meshes, for errors.
-    """
-
-    def __init__(
-        self,
-        leaves: Sequence[int],
-        crossings: Sequence[Crossing],
-        dtype: torch.dtype,
-        way: str,
-    ) -> None:
-        self.leaves = leaves
-        self.crossings = crossings
-        self.dtype = dtype
-        self.way = way
-        self.devices = crossings[0].devices
-        self.total = np.zeros_like(crossings[0].counts)
-        self._begins: list[Numbers] = []  # of each leaf, in the list of each pair
-        for crossing in crossings:
-            self._begins.append(self.total)
-            self.total = self.total + crossing.counts
-
-        is_sent = self.total > 0
-        most_peers = max(1, int(is_sent.sum(0).max()), int(is_sent.sum(1).max()))
-        self.at_once = max(1, ROUND // (4 * most_peers * dtype.itemsize))
-        self.count = -(-int(self.total.max()) // self.at_once)
-
-    @property
-    def sent(self) -> Numbers:
-        """The bytes that each device sends to each.  (senders, receivers)"""
-        return self.total * self.dtype.itemsize
-
-    def move(self, number: int) -> Parcels:
-        """Return the collective of a round."""
-        counts = np.clip(self.total - number * self.at_once, 0, self.at_once)
-        rows = tuple([tuple(row) for row in counts.tolist()])
-        return Parcels(rows, 1, self.way, number)
-
-    def overlap(self, index: int) -> list[tuple[int, Box, Box]]:
-        """Return what a device has already: leaves, with boxes in the old and in the new shard."""
-        result: list[tuple[int, Box, Box]] = []
-        for leaf, crossing in zip(self.leaves, self.crossings, strict=True):
-            boxes = crossing.overlap(index)
-            if not boxes:
-                continue
-            old_boxes = crossing.boxes_in_memory(crossing.before, index, boxes)
-            new_boxes = crossing.boxes_in_memory(crossing.after, index, boxes)
-            for old_box, new_box in zip(old_boxes, new_boxes, strict=True):
-                result.append((leaf, old_box, new_box))
-        return result
-
-    def outgoing(self, index: int) -> list[Portion]:
-        """Return what a device sends, by receiver, and for each in the order of leaves."""
-        result: list[tuple[int, Portion]] = []
-        for position, crossing in enumerate(self.crossings):
-            for receiver, boxes in crossing.outgoing(index).items():
-                begin = int(self._begins[position][index, receiver])
-                size = int(crossing.counts[index, receiver])
-                result.append((receiver, Portion(position, begin, size, boxes)))
-        return _by_peer(result)
-
-    def incoming(self, index: int) -> list[Portion]:
-        """Return what a device receives, by sender, and for each in the order of leaves."""
-        result: list[tuple[int, Portion]] = []
-        for position, crossing in enumerate(self.crossings):
-            for sender, boxes in crossing.incoming(index).items():
-                begin = int(self._begins[position][sender, index])
-                size = int(crossing.counts[sender, index])
-                result.append((sender, Portion(position, begin, size, boxes)))
-        return _by_peer(result)
-
-    def boxes_of_round(
-        self, portions: Sequence[Portion], number: int, index: int, *, is_old: bool
-    ) -> list[tuple[int, Box]]:
-        """Return the boxes of a round in the memory of a device's old or new shards.
-
-        Each with its leaf, in the order of the buffer.
-        """
-        start = number * self.at_once
-        stop = start + self.at_once
-        result: list[tuple[int, Box]] = []
-        for portion in portions:
-            first = max(start - portion.begin, 0)
-            last = min(stop - portion.begin, portion.size)
-            if first >= last:
-                continue
-            boxes = slice_region(portion.boxes, first, last)
-            crossing = self.crossings[portion.position]
-            side = crossing.before if is_old else crossing.after
-            for box in crossing.boxes_in_memory(side, index, boxes):
-                result.append((self.leaves[portion.position], box))
-        return result
-
-
-def _by_peer(portions: list[tuple[int, Portion]]) -> list[Portion]:
-    """Return portions in the order of the devices at their other end."""
-    portions.sort(key=lambda pair: pair[0])  # stable: those of one device stay in order
-    return [portion for _, portion in portions]

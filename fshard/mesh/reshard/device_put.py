@@ -48,6 +48,7 @@ from fshard.mesh.reshard.varying import is_left, leave_loss
 from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.run import inside, is_outside, local_devices, resolve_mesh
+from fshard.mesh.spmd.scope import here
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
@@ -363,8 +364,10 @@ def put_equal(tree: PyTree, layout: PyTree, *, may_alias: bool = False) -> PyTre
 
     def as_array(leaf: Any, target: Layout) -> Sharded:
         validate_leaf(leaf, target)
-        if isinstance(leaf, Sharded) and _can_reshard(leaf.mesh, target.mesh):
-            return leaf
+        if isinstance(leaf, Sharded):
+            if _can_reshard(leaf.mesh, target.mesh):
+                return leaf
+            _validate_outside_of_map(leaf.mesh, target.mesh)
         key = (key_of(leaf), target)
         if key not in arrays:
             x = leaf if isinstance(leaf, Tensor) else full_values(leaf)
@@ -443,6 +446,7 @@ def reshard(tree: PyTree, layout: PyTree, *, dtype: torch.dtype | None = None) -
                 f"a Sharded is needed; got {type(leaf).__name__}. Shard tensors with fs.device_put."
             )
         if not _can_reshard(leaf.mesh, target.mesh):
+            _validate_outside_of_map(leaf.mesh, target.mesh)
             raise LayoutError(
                 f"the tensor is on {leaf.mesh} and cannot be resharded to {target.mesh}. "
                 "Use fs.device_put."
@@ -464,6 +468,18 @@ def validate_dtype(caller: str, dtype: object) -> None:
 
 def _can_reshard(before: Mesh, after: Mesh) -> bool:
     return before == after or can_move_between(before, after)
+
+
+def _validate_outside_of_map(before: Mesh, after: Mesh) -> None:
+    """Raise in a `shard_map` or loss function, which other devices than its own do not run."""
+    scope = here()
+    if scope is None or not scope.mapped or {*before.devices} == {*after.devices}:
+        return
+    raise LayoutError(
+        f"an array on {before.grid} must be moved to {after.grid} outside of shard_map and loss "
+        f"functions; got a call in one on {scope.mesh}. Move it before, and pass the result as an "
+        "argument."
+    )
 
 
 def reshard_all(

@@ -38,6 +38,7 @@ from fshard.mesh.layout.spec import CachedHash
 from fshard.mesh.reshard.regions import (
     Numbers,
     Sizes,
+    ZigzagDim,
     intersect,
     nonempty_boxes,
     regions_of,
@@ -59,15 +60,62 @@ class Box(NamedTuple):
         return prod(self.lengths)
 
     def of(self, shard: Tensor) -> Tensor:
-        """Return a view of the box in a contiguous shard."""
-        position = shard.storage_offset() + self.offset
-        return shard.as_strided(self.lengths, self.strides, position)
+        """Return a view of the box in a shard. The strides of a box are those of a contiguous one."""
+        begin = shard.storage_offset()
+        if shard.is_contiguous():
+            return shard.as_strided(self.lengths, self.strides, begin + self.offset)
+        if shard.ndim == 1:
+            step = shard.stride(0)
+            steps = [step * stride for stride in self.strides]
+            return shard.as_strided(self.lengths, steps, begin + step * self.offset)
+        starts = unravel(self.offset, shard.shape)
+        sides = zip(starts, self.lengths, strict=True)
+        return shard[tuple([slice(start, start + length) for start, length in sides])]
 
     def view(self, rows: Tensor) -> Tensor:
         """Return a view of the box in the shard of each row.  (rows, length) -> (rows, ...)"""
         lengths = (len(rows), *self.lengths)
         steps = (rows.stride(0), *self.strides)
         return rows.as_strided(lengths, steps, rows.storage_offset() + self.offset)
+
+    def range(self, start: int, stop: int) -> list[Box]:
+        """Return elements `start` to `stop` of the box, in order: see Note [Boxes of a range].
+
+        Bounds beyond it are clipped. There are a head, full rows and a tail, where not empty.
+
+        >>> [(box.offset, box.lengths) for box in Box(10, (3, 2), (6, 1)).range(1, 5)]
+        [(11, (1, 1)), (16, (1, 2)), (22, (1, 1))]
+        """
+        start = max(start, 0)
+        stop = min(stop, self.size)
+        if start >= stop:
+            return []
+        if len(self.lengths) == 1:
+            return [Box(self.offset + start * self.strides[0], (stop - start,), self.strides)]
+
+        row_size = prod(self.lengths[1:])
+        first_row = start // row_size
+        first_full_row = -(-start // row_size)
+        last_row = stop // row_size
+        boxes: list[Box] = []
+        if first_row < first_full_row:
+            boxes += self._range_of_row(first_row, start, stop)
+        if first_full_row < last_row:
+            offset = self.offset + first_full_row * self.strides[0]
+            lengths = (last_row - first_full_row, *self.lengths[1:])
+            boxes.append(Box(offset, lengths, self.strides))
+        if first_full_row <= last_row:
+            boxes += self._range_of_row(last_row, last_row * row_size, stop)
+        return boxes
+
+    def _range_of_row(self, row: int, start: int, stop: int) -> list[Box]:
+        """Return those of elements `start` to `stop` that are in a row."""
+        begin = row * prod(self.lengths[1:])
+        inner_box = Box(self.offset + row * self.strides[0], self.lengths[1:], self.strides[1:])
+        boxes: list[Box] = []
+        for box in inner_box.range(start - begin, stop - begin):
+            boxes.append(Box(box.offset, (1, *box.lengths), self.strides))
+        return boxes
 
 
 class Traffic(NamedTuple):
@@ -207,7 +255,7 @@ def local_boxes(
     group: Sizes,
     index: int,
     boxes: Sequence[Numbers],
-    zigzag_dims: Mapping[int, int] | None = None,
+    zigzag_dims: Sequence[ZigzagDim] = (),
 ) -> list[Box]:
     """Convert boxes of global indices to boxes in the memory of a device's shard.
 
@@ -222,7 +270,7 @@ def local_boxes(
         group: the axes of the devices.
         index: of the device.
         boxes: of global indices.
-        zigzag_dims: the number of devices along dims whose shards are in zigzag order.
+        zigzag_dims: the dims whose shards are in zigzag order.
     """
     sizes = dict(group)
     coordinates = dict(zip(sizes, unravel(index, [*sizes.values()]), strict=True))
@@ -238,28 +286,10 @@ def local_boxes(
         starts = box[:, 0]
         lengths = box[:, 1] - starts
         if zigzag_dims:
-            starts = _zigzag_starts(starts, block, zigzag_dims)
+            starts = starts.copy()
+            for zigzag in zigzag_dims:
+                starts[zigzag.dim] = zigzag.stored(int(starts[zigzag.dim]))
         result.append(Box(int(starts @ steps) - first, tuple(lengths.tolist()), steps))
-    return result
-
-
-def _zigzag_starts(
-    starts: Numbers, block: Sequence[tuple[int, int]], zigzag_dims: Mapping[int, int]
-) -> Numbers:
-    """Return the starts of a box as if the shard was in order: see `zigzag_regions`.
-
-    Of 8 elements on 2 devices, the first device's shard has elements 0 1 6 7. A box that starts at
-    6 starts at the third element of its shard, which is 2.
-    """
-    result = starts.copy()
-    for dim in zigzag_dims:
-        block_start, block_stop = block[dim]
-        block_length = block_stop - block_start
-        chunk_length = block_length // 2
-        device = block_start // block_length  # its first chunk has this number, its second another
-        is_in_second = starts[dim] // chunk_length != device
-        offset = starts[dim] % chunk_length + is_in_second * chunk_length
-        result[dim] = block_start + offset
     return result
 
 

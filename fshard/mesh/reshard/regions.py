@@ -17,9 +17,10 @@ Legend: n devices, k boxes in a region, d dims; `regions` are (n, k, d, 2), the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -173,27 +174,63 @@ def _divide_up(numbers: Numbers, divisor: int) -> Numbers:
     return -(-numbers // divisor)
 
 
-def zigzag_regions(regions: Numbers, dims: Mapping[int, int]) -> Numbers:
-    """Return regions of one box each in zigzag order along dims of so many devices.
+class ZigzagDim(NamedTuple):
+    """A dim that some devices store in zigzag order: device i of n has chunks i and 2n-1-i, of 2n.
 
-    Device i of n has chunks i and 2n-1-i, of 2n. (n, k, d, 2) -> (n, 2k, d, 2) for each dim.
+    Axes before the one in zigzag order split the dim into blocks, each with 2n chunks of its own.
+    Axes after it split the two chunks of a device, one after the other. 16 elements, along axes a,
+    b and c of two devices each with b in zigzag order:
 
-    >>> zigzag_regions(regions_of(P("a"), (8,), (("a", 2),)), {0: 2}).tolist()
-    [[[[0, 2]], [[6, 8]]], [[[2, 4]], [[4, 6]]]]
+        a = 0    b = 0: [0 1] [6 7]      b = 1: [2 3] [4 5]          c = 0 [0 1], c = 1 [6 7]
+        a = 1    b = 0: [8 9] [14 15]    b = 1: [10 11] [12 13]
+
+    Args:
+        dim: its number.
+        devices: along the axis in zigzag order.
+        chunk: the number of elements of a chunk.
     """
-    for dim, count in dims.items():
-        start = regions[..., dim, 0]
-        length = regions[..., dim, 1] - start
-        device = start // np.maximum(length, 1)  # one that stores nothing has a length of 0
-        chunk_length = length // 2
-        chunks: list[Numbers] = []
-        for number in (device, 2 * count - 1 - device):
-            chunk_regions = regions.copy()
-            chunk_regions[..., dim, 0] = number * chunk_length
-            chunk_regions[..., dim, 1] = (number + 1) * chunk_length
-            chunks.append(chunk_regions)
-        regions = np.concatenate(chunks, 1)
-    return regions
+
+    dim: int
+    devices: int
+    chunk: int
+
+    def regions(self, regions: Numbers) -> Numbers:
+        """Return regions in the order of storage as those of the tensor.  (n, k, d, 2) -> (n, 2k, d, 2)
+
+        >>> dim = ZigzagDim(dim=0, devices=2, chunk=2)
+        >>> dim.regions(regions_of(P("a"), (8,), (("a", 2),))).tolist()
+        [[[[0, 2]], [[6, 8]]], [[[2, 4]], [[4, 6]]]]
+        """
+        start = regions[..., self.dim, 0]
+        stop = regions[..., self.dim, 1]
+        pair = start // (2 * self.chunk)
+        block, device = np.divmod(pair, self.devices)
+
+        # A shard is in the two chunks of one device.
+        halves: list[Numbers] = []
+        for half, number in enumerate([device, 2 * self.devices - 1 - device]):
+            stored_begin = (2 * pair + half) * self.chunk
+            begin = (2 * self.devices * block + number) * self.chunk
+            first = np.clip(start - stored_begin, 0, self.chunk)
+            last = np.clip(stop - stored_begin, 0, self.chunk)
+            half_regions = regions.copy()
+            half_regions[..., self.dim, 0] = begin + first
+            half_regions[..., self.dim, 1] = begin + last
+            halves.append(half_regions)
+        return np.concatenate(halves, 1)
+
+    def stored(self, index: int) -> int:
+        """Return where an index of the tensor is in the order of storage.
+
+        >>> [ZigzagDim(dim=0, devices=2, chunk=2).stored(index) for index in range(8)]
+        [0, 1, 4, 5, 6, 7, 2, 3]
+        """
+        number, offset = divmod(index, self.chunk)
+        block, chunk = divmod(number, 2 * self.devices)
+        is_second = chunk >= self.devices
+        device = 2 * self.devices - 1 - chunk if is_second else chunk
+        pair = block * self.devices + device
+        return (2 * pair + is_second) * self.chunk + offset
 
 
 def intersect(a: Numbers, b: Numbers) -> Numbers:

@@ -110,6 +110,11 @@ class CallInfo:
         return f"{name} of {shapes}{self.site.given} over {axes}"
 
     @property
+    def has_one_line(self) -> bool:
+        """True if all processes must make it in one line; a message has a line at each end."""
+        return self.move is not None and self.move.has_one_line and compares_lines()
+
+    @property
     def stamp(self) -> int:
         """The call in 64 bits: see Note [Stamps]."""
         if self._stamp is None:

@@ -311,10 +311,7 @@ def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Exchange unequal parts, with each process what it lacks. (elements,) -> (elements,)"""
     assert isinstance(move, PartsMove)
     outgoing = move.parcels(x, call.index)
-    incoming: dict[int, Tensor] = {}
-    for source, size in move.expected(x, call.index).items():
-        incoming[source] = empty((size,), x.dtype)
-
+    incoming = move.incoming(x, call.index, empty)
     works: list[Any] = []
     for source, buffer in incoming.items():
         works.append(call.pg.recv([_with_gloo_dtype(buffer)], source, call.tag))

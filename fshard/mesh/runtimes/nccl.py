@@ -184,15 +184,11 @@ def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Exchange unequal parts, with each process what it lacks. (elements,) -> (elements,)"""
     assert isinstance(move, PartsMove)
     outgoing = move.parcels(x, call.index)
-    sizes = move.expected(x, call.index)
-
-    sent = torch.cat([outgoing[peer] for peer in sorted(outgoing)]) if outgoing else x[:0]
-    received = x.new_empty(sum(sizes.values()))
-    sent_sizes: list[int] = []
-    received_sizes: list[int] = []
-    for peer in range(call.n):
-        sent_sizes.append(outgoing[peer].nbytes if peer in outgoing else 0)
-        received_sizes.append(sizes.get(peer, 0) * x.element_size())
+    incoming = move.incoming(x, call.index, x.new_empty)
+    sent = _joined([outgoing[peer] for peer in sorted(outgoing)], x)
+    received = _joined([incoming[peer] for peer in sorted(incoming)], x)
+    sent_sizes = [outgoing[peer].nbytes if peer in outgoing else 0 for peer in range(call.n)]
+    received_sizes = [incoming[peer].nbytes if peer in incoming else 0 for peer in range(call.n)]
     yield [
         dist.all_to_all_single(
             received.view(torch.uint8),
@@ -203,10 +199,20 @@ def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
             async_op=True,
         )
     ]
-
-    arrived = received.split([sizes.get(source, 0) for source in range(call.n)])
-    incoming = {source: arrived[source] for source in sizes}
     return move.unpacked(x, call.index, incoming)
+
+
+def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return flat tensors as one: a view if they are adjacent, else a copy."""
+    if not parts:
+        return like[:0]
+    end = parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != end:
+            return torch.cat([*parts])
+        end += part.nbytes
+    size = sum([part.numel() for part in parts])
+    return parts[0].as_strided((size,), (1,))
 
 
 # -- sums in the fixed tree ------------------------------------------------------------------------

@@ -181,7 +181,9 @@ class ProcessWorld:
         verify = None
         if self._watch is not None:
             # Under FSHARD_CHECK=1, publish the call, and compare it with those of the others.
-            meeting = self._watch.start(group, call.signature, site, purpose)
+            meeting = self._watch.start(
+                group, call.signature, site, purpose, has_one_line=move.has_one_line
+            )
             verify = partial(self._watch.meet, meeting)
             has_group = self._staged and group.members in self._transports
             if not self.are_near(group.members) and not has_group:

@@ -102,14 +102,24 @@ class Watch:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def start(self, group: Group, call: str, site: Site, purpose: str = "values") -> Meeting:
-        """Publish a collective that this process starts."""
+    def start(
+        self,
+        group: Group,
+        call: str,
+        site: Site,
+        purpose: str = "values",
+        *,
+        has_one_line: bool = True,
+    ) -> Meeting:
+        """Publish a collective that this process starts, in one line of the program on all."""
         name = "-".join(map(str, group.members))
         if name in self._parted:
             raise self._parted[name]
         prefix = f"call/{name}/{self._next_number(name)}"
         meeting = Meeting(name, prefix, group.members, f"{call} at {site}")
-        self.store.set(f"{prefix}/{self.rank}", _call_row(call, site, purpose))
+        compares_line = has_one_line and compares_lines()
+        row = _call_row(call, site, purpose, compares_line=compares_line)
+        self.store.set(f"{prefix}/{self.rank}", row)
         self._open_meetings[meeting] = None
         return meeting
 
@@ -126,7 +136,7 @@ class Watch:
 
     def _compare_calls(self, meeting: Meeting) -> None:
         """Raise if those that have started a collective have started different ones."""
-        error = _mismatch_error(self.store, meeting.ranks, meeting.keys, lines=compares_lines())
+        error = _mismatch_error(self.store, meeting.ranks, meeting.keys)
         if error is not None:
             self._parted[meeting.group] = error
             raise error
@@ -280,17 +290,16 @@ def compare_failed(call: CallInfo) -> None:
     """
     prefix, ranks = call.meeting
     keys = [f"failed/{prefix}/{rank}" for rank in ranks]
-    is_line_shared = call.move is not None and compares_lines()
     # The process with the store may have failed, or this one have left.
     with contextlib.suppress(dist.DistError, ValueError):
         store = open_store()
-        row = _call_row(call.signature, call.site, call.purpose)
+        row = _call_row(call.signature, call.site, call.purpose, compares_line=call.has_one_line)
         store.set(f"failed/{prefix}/{dist.get_rank()}", row)
         # Another process may not have failed, so this one waits for a second only.
         deadline = time.monotonic() + 1
         while not store.check(keys) and time.monotonic() < deadline:
             time.sleep(MAX_PAUSE)
-        error = _mismatch_error(store, ranks, keys, lines=is_line_shared, advice=call.advice)
+        error = _mismatch_error(store, ranks, keys, advice=call.advice)
         if error is not None:
             raise error
 
@@ -299,8 +308,9 @@ def _needs_store(state: dict[str, Any]) -> bool:
     return state["action"] == "runs" or bool(state["keys"])
 
 
-def _call_row(call: str, site: Site, purpose: str) -> str:
-    return json.dumps({"call": call, "site": str(site), "for": purpose})
+def _call_row(call: str, site: Site, purpose: str, *, compares_line: bool = False) -> str:
+    row = {"call": call, "site": str(site), "for": purpose, "compares_line": compares_line}
+    return json.dumps(row)
 
 
 def _table_of_states(states: list[dict[str, Any]]) -> str:
@@ -315,12 +325,12 @@ def _mismatch_error(
     ranks: Sequence[int],
     keys: Sequence[str],
     *,
-    lines: bool,
     advice: Callable[[Purpose, Purpose], str] = uneven,
 ) -> MismatchError | None:
     """Return the error that lists the calls that processes have published, if they differ.
 
-    With `lines` the same call in another line differs, too. `advice` is that of the calls.
+    The same call in another line differs too, if its line is compared. `advice` is that of the
+    calls.
     """
     calls: dict[int, dict[str, Any]] = {}
     for rank, key in zip(ranks, keys, strict=True):
@@ -328,7 +338,8 @@ def _mismatch_error(
             calls[rank] = json.loads(store.get(key))
     names = {call["call"] for call in calls.values()}
     sites = {call["site"] for call in calls.values()}
-    if len(names) <= 1 and (len(sites) <= 1 or not lines):
+    are_lines_compared = any(call["compares_line"] for call in calls.values())
+    if len(names) <= 1 and (len(sites) <= 1 or not are_lines_compared):
         return None
 
     rows = [f"  process {rank}: {call['call']} at {call['site']}" for rank, call in calls.items()]

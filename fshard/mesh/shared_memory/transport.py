@@ -293,9 +293,7 @@ def _exchange_parts(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wi
     for peer, shard in outgoing.items():
         exchange.offer(peer, shard.data_ptr(), shard.nbytes)
 
-    incoming: dict[int, Tensor] = {}
-    for source, size in move.expected(x, exchange.index).items():
-        incoming[source] = empty((size,), x.dtype)
+    incoming = move.incoming(x, exchange.index, empty)
     if incoming:
         yield exchange.needs([*incoming])
     for source, shard in incoming.items():

@@ -295,8 +295,8 @@ class CallPlans:
         shape = tuple(value.shape)
         if isinstance(value, Sharded) and value.mesh != mesh:
             raise LayoutError(
-                f"it is on {value.mesh}, but shard_map runs on {mesh}. Unshard it first: "
-                "fs.unshard(x)."
+                f"it is on {value.mesh}, but shard_map runs on {mesh}. Move it first: "
+                "fs.device_put(x, fs.Layout(mesh, spec))."
             )
         layout.check(shape)
 
