@@ -105,13 +105,16 @@ def _drawn(
     layout = as_layout(layout)
     array = zeros(shape, layout=layout, dtype=dtype)
     mesh = array.mesh
-    if mesh.runtime == "abstract":
+    if mesh.runtime == "abstract" and mesh.is_member:
         return array
     if mesh.runtime == "process" and not in_loss():  # all devices of a step draw by one key
         state = (generator or torch.default_generator).get_state()
         compare_inputs("fs.array", mesh, {"the state of the random generator": (state,)})
 
+    # Outside of the mesh too, so that all processes draw the same numbers later.
     values = draw(torch.empty(array.shape, dtype=array.dtype))
+    if not array.is_local:
+        return array
     if not layout.spec.is_flat:
         for dim, axes in enumerate(array.spec.dims(array.ndim)):
             values = in_zigzag_order(values, mesh, axes, dim)

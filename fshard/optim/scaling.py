@@ -15,7 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fshard.mesh.layout import PyTree
+from fshard.errors import OptimizerError
+from fshard.mesh.layout import PyTree, flatten
+from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer, conditional
 from fshard.optim.leaves import Leaves, count_from_zero, each_list
@@ -87,6 +89,9 @@ def loss_scaled(
         return {"scale": torch.tensor(float(scale)), **counts, "skipped": skipped}
 
     def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
+        if are_outside(grads):
+            return True, grads, _unknown_entries(state)
+        _validate_known("loss_scaled", state)
         scale = float(state["scale"])
         finite = int(state["finite"]) + 1
         patience = int(state["patience"])
@@ -112,7 +117,12 @@ def loss_scaled(
     scaled = conditional(
         opt, lambda params: entries(initial, 0, hysteresis, count_from_zero()), decide
     )
-    return replace(scaled, loss_scale=lambda state: state["scale"])
+
+    def loss_scale(state: PyTree) -> Tensor:
+        _validate_known("loss_scaled", state)
+        return state["scale"]
+
+    return replace(scaled, loss_scale=loss_scale)
 
 
 def finite_scale(dtype: torch.dtype, scale: float) -> float:
@@ -143,11 +153,35 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
     opt = inner_optimizer(opt, "skip_if_not_finite")
 
     def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
+        if are_outside(grads):
+            return True, grads, _unknown_entries(state)
+        _validate_known("skip_if_not_finite", state)
         finite = all_finite(grads)
         return finite, grads, {"skipped": state["skipped"] + (not finite)}
 
     skipping = conditional(opt, lambda params: {"skipped": count_from_zero()}, decide)
     return replace(skipping, uses_norm=opt.uses_norm)
+
+
+def are_outside(tree: PyTree) -> bool:
+    """Return True if the caller is outside of the mesh of arrays, where they have no values."""
+    return any(isinstance(x, Sharded) and not x.is_local for x in flatten(tree)[0])
+
+
+def _unknown_entries(state: PyTree) -> dict[str, PyTree]:
+    """Return the entries of a state that depend on values, of which there are none: None."""
+    return {name: None for name in state if name != "inner"}
+
+
+def _validate_known(caller: str, state: PyTree) -> None:
+    """Raise for a state that was stepped outside of the mesh of its arrays."""
+    for name, value in state.items():
+        if value is None and name != "inner":
+            raise OptimizerError(
+                f'{caller}: state["{name}"] must be a number; got None, since this process was '
+                "outside of the mesh of the step. Write state = fs.broadcast_to(state, "
+                "source=mesh), with the mesh of the step, on all processes."
+            )
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ from fshard.mesh.layout import (
     unflatten,
 )
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import reshard, reshard_all, spread, unshard
+from fshard.mesh.reshard.device_put import full_values, reshard, reshard_all, spread, unshard
 from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.scope import loss_scope, require
 from fshard.optim.leaves import like, shards_of, trainable, without_static
@@ -173,7 +173,7 @@ class MeanLoss:
 
         columns = [x.shards for x in arrays]
         (losses,) = run_mapped(self.mesh, on_device, columns, mapped=self.mesh.axis_names)
-        return unshard(Sharded((), Layout(self.mesh), losses))
+        return full_values(Sharded((), Layout(self.mesh), losses))
 
     def _on_device(self, device: int, values: list[Tensor], zero: Tensor | float) -> Tensor:
         """Return the mean loss of all devices, each of which takes its slices of the batch."""

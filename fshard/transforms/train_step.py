@@ -48,6 +48,8 @@ Metrics = dict[str, Any]
     samples            number of samples, unless the batch's tensors disagree
     weight             with `weight=`: the weight of the entire batch, such as its number of tokens
     aux                with `has_aux` or `aux`: the loss function's metrics: means, sums, rows of samples
+
+On processes outside of the mesh each is None: `fs.broadcast_to` gives them the values.
 """
 
 
@@ -216,7 +218,7 @@ class TrainStep(PlaceableStep):
         claim(state, "state")
         optimizer = self.optimizer
         scale = 1.0
-        if optimizer.loss_scale is not None:
+        if optimizer.loss_scale is not None and self.mesh.is_member:
             scale = float(optimizer.loss_scale(state))
         reduction = None
         if optimizer.compression is not None:  # it is under way during forward and backward
@@ -329,6 +331,8 @@ def _without_arithmetic(grads: PyTree) -> TypeError | None:
 
 def _metrics(options: StepOptions, value: StepValue, norm: Tensor) -> Metrics:
     loss = value.loss
+    if loss is None:  # outside of the mesh
+        return _no_metrics(options)
     is_finite = (norm + loss) * 0 == 0  # 0 times a non-finite number is nan
     metrics: Metrics = {"loss": loss, "grad_norm": norm.to(loss.dtype), "finite": is_finite}
     if value.samples is not None:
@@ -338,3 +342,13 @@ def _metrics(options: StepOptions, value: StepValue, norm: Tensor) -> Metrics:
     if options.has_aux:
         metrics["aux"] = value.aux
     return metrics
+
+
+def _no_metrics(options: StepOptions) -> Metrics:
+    """Return the names of the metrics, without values."""
+    names = ["loss", "grad_norm", "finite", "samples"]
+    if options.weight is not None:
+        names.append("weight")
+    if options.has_aux:
+        names.append("aux")
+    return dict.fromkeys(names)

@@ -521,6 +521,16 @@ def _split_message(
     return tuple([x.view(like.shape) for x, like in pairs])
 
 
+def everyone() -> Mesh | None:
+    """Return a mesh of all processes; None before a mesh has joined them."""
+    from fshard.mesh.layout.mesh import Mesh
+
+    world = _state.world
+    if world is None:
+        return None
+    return Mesh((("device", dist.get_world_size()),), "process", world.device_type)
+
+
 def machines_of(mesh: Mesh) -> tuple[int, ...]:
     """Return a number of the machine of each device of a mesh; virtual devices are on one."""
     if mesh.runtime != "process":
