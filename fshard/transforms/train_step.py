@@ -332,7 +332,7 @@ def _without_arithmetic(grads: PyTree) -> TypeError | None:
 def _metrics(options: StepOptions, value: StepValue, norm: Tensor) -> Metrics:
     loss = value.loss
     if loss is None:  # outside of the mesh
-        return _no_metrics(options)
+        return no_metrics(options)
     is_finite = (norm + loss) * 0 == 0  # 0 times a non-finite number is nan
     metrics: Metrics = {"loss": loss, "grad_norm": norm.to(loss.dtype), "finite": is_finite}
     if value.samples is not None:
@@ -344,8 +344,8 @@ def _metrics(options: StepOptions, value: StepValue, norm: Tensor) -> Metrics:
     return metrics
 
 
-def _no_metrics(options: StepOptions) -> Metrics:
-    """Return the names of the metrics, without values."""
+def no_metrics(options: StepOptions) -> Metrics:
+    """Return the metrics outside of the mesh: their names, without values."""
     names = ["loss", "grad_norm", "finite", "samples"]
     if options.weight is not None:
         names.append("weight")

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fshard as fs
 from fshard import P
+from fshard.mesh.spmd.scope import outside
 
 PAIR = {"data": 2}
 
@@ -74,10 +75,8 @@ def hsdp(mesh):
 
 
 def lazy(mesh):
-    with fs.lazy():
-        model = mlp()
-    params = fs.shard_params(model, fs.fsdp("data"), mesh=mesh, seed=3)
-    return params, torch.rand(2)
+    params = fs.shard_params(fs.lazy(mlp), fs.fsdp("data"), mesh=mesh, seed=3)
+    return params
 
 
 def in_memory(mesh, memory):
@@ -97,8 +96,38 @@ def params_on_host(mesh):
 
 
 def compressed(mesh):
-    of_opt = {"compress": fs.comm.error_feedback(fs.comm.top_k(0.5))}
-    return trained(mesh, P(), opt=fs.optim.sgd(0.1), of_opt=of_opt)
+    compress = fs.comm.error_feedback(fs.comm.top_k(0.5))
+    apply, params, buffers = fs.functionalize(mlp())
+
+    def loss_fn(params, batch):
+        return (apply(params, buffers, batch["x"])[0] - batch["y"]).square().mean()
+
+    params = fs.shard_params(params, P(), mesh=mesh)
+    opt = fs.partition_optimizer(
+        fs.optim.sgd(0.1), mesh=mesh, axis="data", stage=1, compress={"node": compress}
+    )
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P(("node", "data")))
+    state = opt.init(params)
+    for _ in range(2):
+        params, state, metrics = step(params, state, batch())
+    return params, state, metrics
+
+
+def local_steps(mesh):
+    """DiLoCo of two replicas."""
+    apply, params, buffers = fs.functionalize(mlp())
+
+    def loss_fn(params, batch):
+        return (apply(params, buffers, batch["x"])[0] - batch["y"]).square().mean()
+
+    inner = mesh["data"]
+    opt = fs.partition_optimizer(fs.optim.sgd(0.1), mesh=inner, axis="data", stage=1)
+    step = fs.train_step(loss_fn, opt, mesh=inner, batch=P("data"))
+    step = fs.comm.diloco(step, fs.optim.sgd(0.7), every=2, mesh=mesh, axis="node")
+    params, state = step.init(fs.shard_params(params, P(), mesh=mesh))
+    for _ in range(3):
+        params, state, metrics = step(params, state, batch())
+    return params, metrics, fs.comm.mean(params)
 
 
 def gradient(mesh):
@@ -206,7 +235,8 @@ def staged(mesh, name, stages):
 
 def tensor_parallel(mesh):
     model = mlp()
-    plan = fs.tensor_parallel(model, axis="model", sample=torch.randn(8, 4))
+    with outside():  # a plan is checked on virtual devices of its own
+        plan = fs.tensor_parallel(model, axis="model", sample=torch.ones(8, 4))
     apply, params, buffers = fs.functionalize(model, plan=plan)
 
     def loss_fn(params, batch):
@@ -220,32 +250,47 @@ def tensor_parallel(mesh):
 
 
 def experts(mesh):
-    torch.manual_seed(0)
-    model = fs.nn.MoE(4, 8, experts=4, top_k=2)
-    return model
+    """Experts that a device has in part, beside ZeRO-3 of dense leaves."""
+    shapes = {"gate": (4, 8), "up": (4, 8), "down": (8, 4)}
+    params = {"router": torch.randn(4, 4)}
+    params["experts"] = {name: torch.randn(4, *shape) for name, shape in shapes.items()}
+
+    def loss_fn(params, x):
+        routing = fs.experts.route(x @ params["router"], top_k=2)
+        y, _ = fs.experts.moe(x, routing, params["experts"], axis="data", batch=("data",))
+        return y.square().mean() + fs.experts.balance_loss(routing, ("data",))
+
+    rules = fs.fsdp("data", within={"experts.*": P("data"), "**": P()})
+    params = fs.shard_params(params, rules, mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.adamw(1e-2), mesh=mesh, axis="data", stage=3)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), local="data")
+    return step(params, opt.init(params), torch.randn(8, 4))
 
 
-def loop_model(mesh, plugin):
-    """Torch's loop, with a boosted model, optimizer, loader and schedule."""
-    with fs.use_mesh(mesh):
-        model = mlp(0.2)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-        data = TensorDataset(torch.randn(16, 4), torch.randn(16, 3))
-        loader = DataLoader(data, batch_size=8, shuffle=True)
-        booster = fs.Booster(plugin=plugin())
-        boosted = booster.boost(model, optimizer, nn.MSELoss(), loader, schedule)
-        model, optimizer, criterion, loader, schedule = boosted
-        losses = []
-        for x, y in loader:
-            loss = criterion(model(x), y)
-            booster.backward(loss, optimizer)
-            booster.clip_grad_norm(optimizer, 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            losses.append(loss.detach())
-        return losses, dict(model.unwrap().state_dict())
+def by_torch(mesh):
+    return zero(mesh, 3, opt=fs.optim.from_torch(torch.optim.RMSprop))
+
+
+def muon(mesh):
+    def label(path, x):
+        return "muon" if x.ndim == 2 else "adamw"
+
+    opts = {"muon": fs.optim.muon(0.1), "adamw": fs.optim.adamw(0.1)}
+    return zero(mesh, 3, opt=fs.optim.by_label(opts, label))
+
+
+def accumulating(mesh):
+    return zero(mesh, 2, opt=fs.optim.accumulate(fs.optim.adamw(1e-2), every=2))
+
+
+def functional_booster(mesh, optimizer=torch.optim.AdamW, plugin=partial(fs.ZeroPlugin, stage=2)):
+    """The functional step of a Booster."""
+    booster = fs.Booster(plugin(mesh=mesh))
+    model = mlp(0.2)
+    state = booster.init(model, optimizer(model.parameters()), nn.MSELoss())
+    for _ in range(2):
+        state, metrics = booster.step(state, (torch.randn(8, 4), torch.randn(8, 3)))
+    return state.params, metrics
 
 
 PROGRAMS = {
@@ -265,7 +310,14 @@ PROGRAMS = {
     "skipping": (PAIR, skipping),
     "hsdp": ({"replica": 2, "data": 2}, hsdp),
     "batchnorm": (PAIR, batchnorm),
-    "compression": (PAIR, compressed),
+    "compression": ({"node": 2, "data": 2}, compressed),
+    "local steps": ({"node": 2, "data": 2}, local_steps),
+    "experts": (PAIR, experts),
+    "torch.optim": (PAIR, by_torch),
+    "muon": (PAIR, muon),
+    "accumulating optimizer": (PAIR, accumulating),
+    "functional booster": (PAIR, functional_booster),
+    "functional booster, gemini": (PAIR, partial(functional_booster, plugin=fs.GeminiPlugin)),
     "lazy": (PAIR, lazy),
     "state on the host": (PAIR, partial(in_memory, memory="host")),
     "state on disk": (PAIR, partial(zero, stage=3, donate=True, of_opt={"state_memory": "disk"})),
