@@ -185,14 +185,16 @@ def _validate_known(caller: str, state: PyTree) -> None:
 
 
 @torch.no_grad()
-def all_finite(tree: PyTree) -> bool:
+def all_finite(tree: PyTree) -> bool | None:
     """Return True if every element of a tree is finite, on all devices.
 
-    The result is equal on all devices.
+    The result is equal on all devices; None on processes outside of the mesh of its arrays.
 
     >>> all_finite([torch.ones(2), None]), all_finite([torch.ones(2), torch.tensor(torch.nan)])
     (True, False)
     """
+    if are_outside(tree):
+        return None
     tree = Leaves.of(tree)
     check_summable("all_finite", tree)
     leaves = [leaf for leaf in tree.leaves if leaf is not None]
