@@ -106,6 +106,7 @@ class BoostedOptimizer(torch.optim.Optimizer, ShardedObject):
     ) -> None:
         self.optim = optim
         self.model = model
+        self.mesh = model.mesh
         self._source = source
         self._partitioned = partitioned
         self._plugin = plugin
