@@ -28,9 +28,9 @@ import torch
 
 from fshard.checkpoint.files import LOCK, FolderLockedError, disk, locked_folder
 from fshard.checkpoint.index import INDEX, read_index
+from fshard.checkpoint.names import mesh_of_some
 from fshard.checkpoint.restore import restore
 from fshard.checkpoint.save import ended_saves, meet, next_token, run_token, snapshot, write
-from fshard.checkpoint.names import mesh_of_some
 from fshard.checkpoint.snapshot import TreeSnapshot, as_device_of
 from fshard.checkpoint.source import explain_absence
 from fshard.errors import CheckpointError

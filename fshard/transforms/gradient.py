@@ -320,9 +320,7 @@ class GradientFunction:
     # read or computed on the mesh is not there. Types of gradients follow from those of parameters,
     # a trained one that no device uses included. Plain values of the mesh, such as the loss, are
     # None. A key is drawn as on the devices, so that all processes draw the same numbers later.
-    def _run_outside(
-        self, mesh: Mesh, params: PyTree, buffers: PyTree
-    ) -> tuple[StepValue, PyTree]:
+    def _run_outside(self, mesh: Mesh, params: PyTree, buffers: PyTree) -> tuple[StepValue, PyTree]:
         """Return gradients without values: see Note [Steps outside of a mesh]."""
         tree = ParamTree.of(params)
         self.program.validate_params(self.options, params, tree, mesh)

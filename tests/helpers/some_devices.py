@@ -4,9 +4,8 @@ Each is `program(mesh)`: it gets a mesh of its axes, of all devices or of some, 
 default generator, and returns a tree of `Sharded`s, tensors and numbers.
 """
 
-import tempfile
 from functools import partial
-from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fshard as fs
 from fshard import P
+from fshard.mesh.layout import flatten
 from fshard.mesh.spmd.scope import outside
 
 PAIR = {"data": 2}
@@ -75,8 +75,7 @@ def hsdp(mesh):
 
 
 def lazy(mesh):
-    params = fs.shard_params(fs.lazy(mlp), fs.fsdp("data"), mesh=mesh, seed=3)
-    return params
+    return fs.shard_params(fs.lazy(mlp), fs.fsdp("data"), mesh=mesh, seed=3)
 
 
 def in_memory(mesh, memory):
@@ -131,7 +130,7 @@ def local_steps(mesh):
 
 
 def gradient(mesh):
-    """Losses, metrics and gradients by value_and_grad, grad and evaluate; draws in the loss."""
+    """Losses, metrics and gradients; the loss draws."""
     params = fs.shard_params({"w": torch.randn(4, 3)}, fs.fsdp("data"), mesh=mesh)
 
     def loss_fn(params, x):
@@ -141,20 +140,20 @@ def gradient(mesh):
     aux = {"rows": "rows", "count": "sum", "total": "mean"}
     options = {"mesh": mesh, "batch": P("data"), "aux": aux}
     x = torch.randn(8, 4)
-    results = [fs.value_and_grad(loss_fn, **options)(params, x), fs.evaluate(loss_fn, **options)(params, x)]
-    results.append(fs.grad(lambda p, x: (x @ p["w"]).square().mean(), mesh=mesh, batch=P("data"))(params, x))
-    return results
+    value, grads = fs.value_and_grad(loss_fn, **options)(params, x)
+    evaluated = fs.evaluate(loss_fn, **options)(params, x)
+    return fs.unshard(value), fs.unshard(evaluated), grads
 
 
-def uneven(mesh):
+def only_gradient(mesh):
+    """The gradient of a batch that no number of devices divides, weighted."""
     params = fs.shard_params({"w": torch.randn(4, 3)}, fs.fsdp("data"), mesh=mesh)
-    options = {"mesh": mesh, "batch": P("data"), "weight": lambda x: x[:, 0].square().sum()}
 
     def loss_fn(params, x):
-        y = x @ params["w"]
-        return y.square().mean(), {"rows": y.sum(1)}
+        return (x @ params["w"]).square().mean()
 
-    return fs.value_and_grad(loss_fn, aux="rows", **options)(params, torch.randn(7, 4))
+    options = {"mesh": mesh, "batch": P("data"), "weight": lambda x: x[:, 0].square().sum()}
+    return fs.grad(loss_fn, **options)(params, torch.randn(7, 4))
 
 
 def batchnorm(mesh):
@@ -166,9 +165,7 @@ def batchnorm(mesh):
         return y.square().mean(), buffers
 
     params = fs.shard_params(params, P(), mesh=mesh)
-    step = fs.train_step(
-        loss_fn, fs.optim.sgd(0.1), mesh=mesh, batch=P("data"), has_buffers=True
-    )
+    step = fs.train_step(loss_fn, fs.optim.sgd(0.1), mesh=mesh, batch=P("data"), has_buffers=True)
     state = step.init(params)
     metrics = None
     for _ in range(2):
@@ -182,7 +179,9 @@ def mapped(mesh):
     def f(x, w):
         return fs.psum((x + torch.randn_like(x)) @ w, "data"), fs.axis_index("data") * x
 
-    g = fs.shard_map(f, mesh=mesh, in_specs=(P(None, "data"), P("data")), out_specs=(P(), P(None, "data")))
+    g = fs.shard_map(
+        f, mesh=mesh, in_specs=(P(None, "data"), P("data")), out_specs=(P(), P(None, "data"))
+    )
     w = torch.randn(4, 3, requires_grad=True)
     y, z = g(torch.randn(2, 4), w)
     return y, z, g(torch.randn(2, 4), w)
@@ -211,7 +210,14 @@ def differentiated(mesh):
 
 def staged(mesh, name, stages):
     schedule = fs.pipeline_schedule(name, stages=stages, microbatches=4)
-    layers = [nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.3), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)]
+    layers = [
+        nn.Linear(4, 8),
+        nn.GELU(),
+        nn.Dropout(0.3),
+        nn.Linear(8, 8),
+        nn.GELU(),
+        nn.Linear(8, 1),
+    ]
     parts = fs.pipeline.split_stages(nn.Sequential(*layers), stages)
     rules = fs.fsdp("data") if "data" in mesh.shape else P()
     params = fs.shard_stages(parts, rules, mesh=mesh, schedule=schedule)
@@ -283,11 +289,11 @@ def accumulating(mesh):
     return zero(mesh, 2, opt=fs.optim.accumulate(fs.optim.adamw(1e-2), every=2))
 
 
-def functional_booster(mesh, optimizer=torch.optim.AdamW, plugin=partial(fs.ZeroPlugin, stage=2)):
+def functional_booster(mesh, plugin=fs.ZeroPlugin):
     """The functional step of a Booster."""
     booster = fs.Booster(plugin(mesh=mesh))
     model = mlp(0.2)
-    state = booster.init(model, optimizer(model.parameters()), nn.MSELoss())
+    state = booster.init(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
     for _ in range(2):
         state, metrics = booster.step(state, (torch.randn(8, 4), torch.randn(8, 3)))
     return state.params, metrics
@@ -297,7 +303,7 @@ PROGRAMS = {
     "shard_map": (PAIR, mapped),
     "arrays": (PAIR, arrays),
     "value_and_grad": (PAIR, gradient),
-    "uneven batch": (PAIR, uneven),
+    "uneven batch": (PAIR, only_gradient),
     "differentiated": (PAIR, differentiated),
     "zero 0": (PAIR, partial(zero, stage=0)),
     "zero 1": (PAIR, partial(zero, stage=1)),
@@ -326,3 +332,80 @@ PROGRAMS = {
     "zb-h1 with zero": ({"pipe": 2, "data": 2}, partial(staged, name="zb-h1", stages=2)),
     "tensor parallel": ({"model": 2}, tensor_parallel),
 }
+
+
+def loop(mesh, plugin):
+    """Torch's loop on the devices of a mesh, which make up the run."""
+    model = mlp(0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    data = TensorDataset(torch.randn(16, 4), torch.randn(16, 3))
+    booster = fs.Booster(plugin(mesh=mesh))
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+    boosted = booster.boost(model, optimizer, nn.MSELoss(), loader, schedule)
+    model, optimizer, criterion, loader, schedule = boosted
+    loss = None
+    if mesh.is_member:
+        with fs.keyed_random(0):  # what these devices alone draw must not be drawn from the state
+            for x, y in loader:
+                loss = criterion(model(x), y)
+                booster.backward(loss, optimizer)
+                booster.clip_grad_norm(optimizer, 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+    loss = None if loss is None else loss.detach()
+    return booster.mean(loss), model.state_dict(), model.params
+
+
+def staged_loop(mesh):
+    """Stages of a boosted model: the loop runs outside of the mesh too."""
+    layers = [nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 3)]
+    optimizer = torch.optim.AdamW(nn.ModuleList(layers).parameters(), lr=1e-2)
+    plugin = fs.HybridParallelPlugin(pipeline=2, microbatches=2, precision="fp16", mesh=mesh)
+    booster = fs.Booster(plugin)
+    model, optimizer, *_ = booster.boost(layers, optimizer)
+    results = []
+    for _ in range(2):
+        batches = iter([(torch.randn(8, 4), torch.randn(8, 3))])
+        results.append(
+            booster.execute_pipeline(batches, model, nn.MSELoss(), optimizer, return_outputs=True)
+        )
+        results.append(booster.clip_grad_norm(optimizer, 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return results, model.state_dict(), model.params
+
+
+LOOPS = {
+    "loop, ddp": (PAIR, partial(loop, plugin=fs.DDPPlugin)),
+    "loop, zero": (PAIR, partial(loop, plugin=partial(fs.ZeroPlugin, stage=1))),
+    "loop, fsdp": (PAIR, partial(loop, plugin=fs.FSDPPlugin)),
+    "loop in stages": ({"pipe": 2}, staged_loop),
+}
+"""Programs that run as one device: in `fs.run`, or on processes."""
+
+
+class Outcome(NamedTuple):
+    """What a program has returned.
+
+    Args:
+        values: full tensors in place of arrays; None outside of the mesh.
+        types: of the arrays.
+        draw: the number that is drawn next.
+    """
+
+    values: Any
+    types: list[str]
+    draw: float
+
+
+def run_program(name, devices=None):
+    """Run a program on a mesh of some devices, by default of all."""
+    torch.manual_seed(0)
+    axes, program = (PROGRAMS | LOOPS)[name]
+    mesh = fs.make_mesh(axes, devices=devices)
+    result = program(mesh)
+    arrays = [x for x in flatten(result)[0] if isinstance(x, fs.Sharded)]
+    types = [str(fs.typeof(x)) for x in arrays]
+    return Outcome(fs.unshard(result), types, torch.rand(()).item())

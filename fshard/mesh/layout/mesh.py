@@ -164,7 +164,7 @@ class Mesh(CachedHash):
     @property
     def grid(self) -> str:
         """Axes and devices in words, which are equal inside and outside of the mesh."""
-        numbers = "" if self.numbers is None else f" on {_shortened(self.numbers)}"
+        numbers = "" if self.numbers is None else f" on {shortened(self.numbers)}"
         return _grid(self.axes) + numbers
 
     def has_devices_of(self, other: Mesh) -> bool:
@@ -317,10 +317,10 @@ def _errors_of_numbers(numbers: tuple[int, ...], count: int) -> list[str]:
     return errors
 
 
-def _shortened(numbers: tuple[int, ...]) -> str:
-    """Return numbers in words, ranges by their ends.
+def shortened(numbers: tuple[int, ...]) -> str:
+    """Return numbers of devices in words, ranges by their ends.
 
-    >>> _shortened((4, 5, 6, 7)), _shortened((3, 1, 0))
+    >>> shortened((4, 5, 6, 7)), shortened((3, 1, 0))
     ('4 to 7', '3, 1, 0')
     """
     first = numbers[0]

@@ -29,7 +29,7 @@ from fshard.mesh.layout import Layout, Mesh
 from fshard.mesh.layout.counting import LedgerRow
 from fshard.mesh.layout.kinds import compute_device, empty_in, owned_by
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.crossing import Crossing, Rounds, MeshSide, crossing_of
+from fshard.mesh.reshard.crossing import Crossing, MeshSide, Rounds, crossing_of
 from fshard.mesh.reshard.exchange import Box
 from fshard.mesh.runtimes.process import machines_of
 from fshard.mesh.spmd.run import local_devices, run_on_devices

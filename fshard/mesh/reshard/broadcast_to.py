@@ -116,9 +116,14 @@ def _world_around(source: Mesh) -> Mesh | None:
     return process.everyone() if is_of_processes else None
 
 
-class _OneOfTwoLines(Broadcast):
-    """A broadcast that members of two meshes may call in different lines of the program."""
+@dataclass(frozen=True)
+class _BroadcastBetween(Broadcast):
+    """A broadcast that members of two meshes may call in different lines of the program.
 
+    `way`: the two meshes, for errors.
+    """
+
+    way: str = ""
     has_one_line: ClassVar[bool] = False
 
 
@@ -211,7 +216,7 @@ class _Broadcast:
 
     def _start(self, xs: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         with uncounted():
-            return Bound(_OneOfTwoLines(self.sender), group, self.site).run(xs)
+            return Bound(_BroadcastBetween(self.sender, self.way), group, self.site).run(xs)
 
     def _record(self, rows: Sequence[Tensor], group: Group) -> None:
         """Write into the open ledgers what this device sends of the values."""

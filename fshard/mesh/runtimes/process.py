@@ -36,6 +36,7 @@ from fshard.errors import (
     MismatchError,
 )
 from fshard.mesh.collectives.moves import uneven
+from fshard.mesh.layout import Mesh
 from fshard.mesh.layout.packing import cast, split
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
@@ -53,7 +54,6 @@ from fshard.source import call_site
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired
-    from fshard.mesh.layout.mesh import Mesh
     from fshard.mesh.spmd.scope import Group, Pending, Scope
     from fshard.source import Site
 
@@ -179,7 +179,9 @@ class ProcessWorld:
         verify = None
         if self._watch is not None:
             # Under FSHARD_CHECK=1, publish the call, and compare it with those of the others.
-            meeting = self._watch.start(group, call.signature, site, purpose)
+            meeting = self._watch.start(
+                group, call.signature, site, purpose, has_one_line=move.has_one_line
+            )
             verify = partial(self._watch.meet, meeting)
             has_group = self._staged and group.members in self._transports
             if not self.are_near(group.members) and not has_group:
@@ -523,8 +525,6 @@ def _split_message(
 
 def everyone() -> Mesh | None:
     """Return a mesh of all processes; None before a mesh has joined them."""
-    from fshard.mesh.layout.mesh import Mesh
-
     world = _state.world
     if world is None:
         return None

@@ -29,7 +29,7 @@ from torch import Tensor
 from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
 from fshard.mesh.collectives.ledger import active, writing_to
 from fshard.mesh.collectives.moves import Purpose, describe, named, uneven
-from fshard.mesh.layout import dtype_name
+from fshard.mesh.layout import dtype_name, shortened
 from fshard.mesh.layout.packing import cast
 from fshard.mesh.runtimes.abstract import Done, OneProcessWorld
 from fshard.mesh.runtimes.device_threads import DeviceThreads, Stopped
@@ -59,11 +59,15 @@ class VirtualCall(NamedTuple):
     axes: tuple[str, ...]
     purpose: Purpose
     leaves: tuple[str, ...]
+    numbers: tuple[int, ...] | None = None
+    """Of the devices of the group, if its mesh has some devices."""
 
     def text_at(self, site: Site) -> str:
         """Describe the call of a device at a line."""
         name = named(describe(self.move), self.purpose)
         axes = ", ".join([f'"{axis}"' for axis in self.axes])
+        if self.numbers is not None:
+            axes += f" of devices {shortened(self.numbers)}"
         values = _describe_values(self.signature)
         return f"{name} over {axes} of {values}{site.given} at {site}"
 
@@ -414,7 +418,8 @@ class VirtualWorld(OneProcessWorld):
         # Devices may start several collectives before they wait, so a group may have several slots.
         index = group.index
         slots = self._slots[group.key]
-        call = VirtualCall(move, _signature(xs), group.axes, purpose, site.leaves)
+        numbers = None if group.numbers is None else group.members
+        call = VirtualCall(move, _signature(xs), group.axes, purpose, site.leaves, numbers)
         slot = next((slot for slot in slots if index not in slot.values), None)
         if slot is None:
             slot = CollectiveSlot(call, group.size)

@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
 from fshard.mesh.collectives.moves import uneven
+from fshard.mesh.layout import shortened
 from fshard.mesh.runtimes.call import CallInfo, compares_lines
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Meeting:
     prefix: str
     ranks: tuple[int, ...]
     text: str
+    has_one_line: bool = True
 
     @property
     def keys(self) -> list[str]:
@@ -101,13 +103,26 @@ class Watch:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def start(self, group: Group, call: str, site: Site, purpose: str = "values") -> Meeting:
-        """Publish a collective that this process starts."""
+    def start(
+        self,
+        group: Group,
+        call: str,
+        site: Site,
+        purpose: str = "values",
+        *,
+        has_one_line: bool = True,
+    ) -> Meeting:
+        """Publish a collective that this process starts.
+
+        `has_one_line`: all processes must call it in one line of the program.
+        """
         name = "-".join(map(str, group.members))
         if name in self._parted:
             raise self._parted[name]
         prefix = f"call/{name}/{self._next_number(name)}"
-        meeting = Meeting(name, prefix, group.members, f"{call} at {site}")
+        if group.numbers is not None:
+            call += f" of processes {shortened(group.members)}"
+        meeting = Meeting(name, prefix, group.members, f"{call} at {site}", has_one_line)
         self.store.set(f"{prefix}/{self.rank}", _call_row(call, site, purpose))
         self._open_meetings[meeting] = None
         return meeting
@@ -125,7 +140,8 @@ class Watch:
 
     def _compare_calls(self, meeting: Meeting) -> None:
         """Raise if those that have started a collective have started different ones."""
-        error = _mismatch_error(self.store, meeting.ranks, meeting.keys, lines=compares_lines())
+        has_one_line = meeting.has_one_line and compares_lines()
+        error = _mismatch_error(self.store, meeting.ranks, meeting.keys, lines=has_one_line)
         if error is not None:
             self._parted[meeting.group] = error
             raise error
@@ -271,7 +287,7 @@ def compare_failed(call: CallInfo) -> None:
     """
     prefix, ranks = call.meeting
     keys = [f"failed/{prefix}/{rank}" for rank in ranks]
-    is_line_shared = call.move is not None and compares_lines()
+    is_line_shared = call.move is not None and call.move.has_one_line and compares_lines()
     # The process with the store may have failed, or this one have left.
     with contextlib.suppress(dist.DistError, ValueError):
         store = open_store()
