@@ -70,7 +70,8 @@ def export(
 ) -> None:
     """Write arrays in any layouts as a file or folder that other libraries read.
 
-    Called by all processes; outside of a mesh of the arrays it returns at once. Meanwhile the disk has two more copies of the arrays beside the target,
+    Called by all processes; outside of the mesh of the arrays it returns at once. Meanwhile the
+    disk has two more copies of the arrays beside the target,
     for "hf" one and a file.
 
     Args:

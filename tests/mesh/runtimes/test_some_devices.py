@@ -7,7 +7,7 @@ import torch
 import fshard as fs
 from fshard import P
 from fshard.mesh.spmd.scope import here
-from tests.helpers.processes import Processes
+from tests.helpers.processes import run_processes
 
 ACTOR, LEARNER = (0, 1), (3, 2)
 
@@ -43,10 +43,7 @@ def call_different_collectives():
     fs.shard_map(lambda x: reduce(x, "data"), mesh=actor, check=False, **specs)(x)
 
 
-@pytest.fixture(scope="module")
-def checked():
-    with Processes(4, environment={"FSHARD_CHECK": "1"}) as processes:
-        yield processes
+CHECKED = {"FSHARD_CHECK": "1"}
 
 
 def test_hang_of_two_meshes_in_a_run_names_both_sides():
@@ -57,9 +54,9 @@ def test_hang_of_two_meshes_in_a_run_names_both_sides():
     assert "data=2 on 0, 1 -> model=2 on 3, 2" in text
 
 
-def test_hang_of_two_meshes_of_processes_names_both_sides(checked):
+def test_hang_of_two_meshes_of_processes_names_both_sides():
     with pytest.raises(fs.errors.DeadlockError) as error:
-        checked.run(wait_for_each_other)
+        run_processes(wait_for_each_other, 4, environment=CHECKED)
     text = str(error.value)
     assert "process 0: waits in all_gather" in text
     assert "over data of processes 0, 1 at" in text
@@ -71,6 +68,6 @@ def test_mismatch_on_some_devices_names_the_devices_of_the_group():
         fs.run(call_different_collectives, mesh=fs.make_mesh({"all": 4}))
 
 
-def test_mismatch_on_some_processes_names_their_ranks(checked):
+def test_mismatch_on_some_processes_names_their_ranks():
     with pytest.raises(fs.errors.MismatchError, match="over data of processes 0, 1 at"):
-        checked.run(call_different_collectives)
+        run_processes(call_different_collectives, 4, environment=CHECKED)
