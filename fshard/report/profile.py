@@ -65,11 +65,12 @@ class Profile:
         scope = here()
         self._virtual_device: int | None = None
         if scope is not None and scope.mesh.runtime == "virtual":
-            self._virtual_device = scope.device
+            self._virtual_device = scope.number
 
         self._skipped_steps = wait + warmup
         self._profiler: profiler.profile | None = None
-        if not self._virtual_device:  # one of them records all threads
+        is_first = self._virtual_device is None or scope is None or scope.device == 0
+        if is_first:  # one of them records all threads
             settings: dict[str, Any] = {
                 "schedule": profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1),
                 "on_trace_ready": self._write,

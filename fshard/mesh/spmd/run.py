@@ -151,7 +151,7 @@ def run_on_devices(
     virtual = VirtualWorld(alone)
 
     def on_thread(device: int) -> Any:
-        mark(device)
+        mark(alone.devices[device])
         scope = Scope(virtual, alone, device, mapped=mapped, checked=checked)
         with entered(scope):  # (3)
             return body(device)

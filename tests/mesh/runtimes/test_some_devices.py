@@ -1,6 +1,5 @@
 """Errors on meshes of some devices name the devices of each side, against the texts they must have."""
 
-
 import pytest
 import torch
 
