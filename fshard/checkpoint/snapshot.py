@@ -127,8 +127,9 @@ def snapshot_of(tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeS
     entries = _entries(stored, size)
     index = Index(size, entries, [*ties.values()], values, _numbers(metrics))
     shares = {device: [*_share(index, tensors, device)] for device in devices}
-    is_of_processes = mesh is not None and mesh.runtime == "process"
-    ranks = mesh.devices if is_of_processes else None
+    ranks = None
+    if mesh is not None and mesh.runtime == "process":
+        ranks = mesh.devices
     return TreeSnapshot(index, shares, _replica_digests(entries, tensors, devices), ranks)
 
 

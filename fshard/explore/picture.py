@@ -206,8 +206,10 @@ def visualize(
 def _is_shown_here(meshes: Sequence[Mesh]) -> bool:
     """Return True for the first device of those that run the code; of some, for their first."""
     first = meshes[0] if meshes else None
-    if first is not None and (first.numbers is not None or not first.is_member):
-        return first.is_member and device_of(first) == 0
+    if first is not None and not first.is_member:
+        return False
+    if first is not None and first.numbers is not None:
+        return device_of(first) == 0
     scope = here()
     is_first = scope is None or scope.device == 0
     return is_first and all(device_of(mesh) == 0 for mesh in meshes)

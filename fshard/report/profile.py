@@ -64,12 +64,13 @@ class Profile:
         self._rank = dist.get_rank() if dist.is_initialized() else None
         scope = here()
         self._virtual_device: int | None = None
+        is_first = True
         if scope is not None and scope.mesh.runtime == "virtual":
             self._virtual_device = scope.number
+            is_first = scope.device == 0
 
         self._skipped_steps = wait + warmup
         self._profiler: profiler.profile | None = None
-        is_first = self._virtual_device is None or scope is None or scope.device == 0
         if is_first:  # one of them records all threads
             settings: dict[str, Any] = {
                 "schedule": profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1),

@@ -111,7 +111,8 @@ class Report:
                 "a report counts steps itself: begin with Report(..., step=), and leave step out."
             )
         self.step += 1
-        if self.mesh is not None and not self.mesh.is_member:
+        is_outside_of_mesh = self.mesh is not None and not self.mesh.is_member
+        if is_outside_of_mesh:
             return
         if self._is_first():
             _validate_has_values(all_metrics)
@@ -145,8 +146,10 @@ class Report:
     def _is_first(self) -> bool:
         """Return True if the caller writes: device 0, that of the mesh if there is one, or all."""
         mesh = self.mesh
-        if mesh is not None and (mesh.numbers is not None or not mesh.is_member):
-            return mesh.is_member and device_of(mesh) == 0
+        if mesh is not None and not mesh.is_member:
+            return False
+        if mesh is not None and mesh.numbers is not None:
+            return device_of(mesh) == 0
         scope = here()
         if scope is not None:
             return scope.device == 0
@@ -187,12 +190,15 @@ def _is_number(x: Any) -> bool:
 
 def _validate_has_values(metrics: Mapping[str, Any]) -> None:
     """Raise on the device that writes, if it is outside of the mesh of the metrics."""
-    if metrics and all(x is None for x in metrics.values()):
-        raise ValueError(
-            "a report must have values on the device that writes, the first of all; got "
-            f"{', '.join(metrics)} without, as outside of a mesh. Write "
-            "report(fs.broadcast_to(metrics, source=mesh)), with the mesh of the step."
-        )
+    has_values = [x is not None for x in metrics.values()]
+    if not metrics or any(has_values):
+        return
+    names = ", ".join(metrics)
+    raise ValueError(
+        f"a report must have values on the first device, which writes; got {names} without, as "
+        "outside of a mesh. Write report(fs.broadcast_to(metrics, source=mesh)), with the mesh of "
+        "the step."
+    )
 
 
 def _of_all(

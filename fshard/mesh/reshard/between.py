@@ -1,4 +1,4 @@
-"""Reshard arrays from one mesh to another: each element goes once to each device that lacks it.
+"""Reshard arrays from one mesh to another: each element is sent once to each device that lacks it.
 
 The meshes may be disjoint, overlap, or number the same devices in another order. No tensor is
 gathered, and nothing is agreed on: the devices of both know what each sends, see `crossing`.
@@ -9,7 +9,7 @@ gathered, and nothing is agreed on: the devices of both know what each sends, se
     sends    0 -> 2: 0 1     0 -> 3: 2 3      1 -> 2: 4 5     1 -> 3: 6 7
 
 Values travel from the old shards directly into the new ones, in rounds of `crossing.ROUND` bytes
-for all leaves of a dtype. The map is linear, and its transpose is the way back: so a gradient goes
+for all leaves of a dtype. The map is linear, and its transpose is the way back: so a gradient passes
 through a program on two meshes.
 """
 
