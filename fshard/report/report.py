@@ -49,8 +49,8 @@ class Report:
         step: number of steps of an earlier run.
         clock: seconds.
 
-    Outside of the mesh of a step its metrics are None: where the first of all devices may be outside,
-    report `fs.broadcast_to(metrics, source=mesh)`.
+    Outside of the mesh of a step its metrics are None: where the first of all devices may be
+    outside, report `fs.broadcast_to(metrics, source=mesh)`.
 
     Added metrics: "samples_per_second", if "samples" is among them, and "memory": the peak bytes of
     the device, on a CPU of the process.
