@@ -37,9 +37,13 @@ Runtime = Literal["virtual", "process", "abstract"]
 # Note [Outside of a mesh]
 # One program text runs on all processes, or as all virtual devices of a run. On those that are not
 # among the devices of a mesh, `make_mesh` returns its abstract twin: equal but for the runtime.
-# Arrays on it have a type and no values, functions and steps on it run on shapes without waiting,
-# and nothing of it is counted. So each process has the type of every array in the program, and
-# calls that name two meshes, such as a reshard from one to another, know both ends everywhere.
+# Arrays on it have a type and no values, functions on it run on shapes without waiting, and nothing
+# of it is counted. So each process has the type of every array in the program, and calls that name
+# two meshes, such as a reshard from one to another, know both ends everywhere. Plain values of the
+# mesh, such as a loss, are None there: `fs.broadcast_to` gives them to others.
+#
+# Random keys are drawn there too, as often as on the devices, so that torch's generators stay alike
+# on all processes. See also Note [Steps outside of a mesh].
 #
 #     process               0          1          2
 #     mesh of 0 and 1       process    process    abstract

@@ -178,6 +178,11 @@ class VirtualMessage(NamedTuple):
 #     generator    device 0: r0 -> r1     device 1: r0 -> r1     device 0: r1 -> r2
 #
 # The caller continues with the state of device 0, as a process does.
+#
+# Two Python threads may run virtual devices at the same time, on meshes of their own: each run has
+# its own baton. But they share the generator, which one of them may set while a device of the other
+# one draws: then devices that must draw alike would not. So the guide permits draws in one of them.
+# A lock around each run would deadlock where one run waits for the other, by a queue of the user's.
 
 
 class VirtualWorld(OneProcessWorld):
