@@ -96,7 +96,7 @@ def loss_scaled(
         finite = int(state["finite"]) + 1
         patience = int(state["patience"])
         skipped = state["skipped"]
-        if not _all_finite(grads):
+        if not all_finite(grads):
             if patience > 1:
                 return False, None, entries(scale, 0, patience - 1, skipped + 1)
             return False, None, entries(max(scale * backoff, smallest), 0, 1, skipped + 1)
@@ -156,7 +156,7 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
         if are_outside(grads):
             return True, grads, _unknown_entries(state)
         _validate_known("skip_if_not_finite", state)
-        finite = _all_finite(grads)
+        finite = bool(all_finite(grads))
         return finite, grads, {"skipped": state["skipped"] + (not finite)}
 
     skipping = conditional(opt, lambda params: {"skipped": count_from_zero()}, decide)
@@ -195,11 +195,6 @@ def all_finite(tree: PyTree) -> bool | None:
     """
     if are_outside(tree):
         return None
-    return _all_finite(tree)
-
-
-def _all_finite(tree: PyTree) -> bool:
-    """Return True if every element is finite, on the devices of a mesh."""
     tree = Leaves.of(tree)
     check_summable("all_finite", tree)
     leaves = [leaf for leaf in tree.leaves if leaf is not None]
