@@ -89,14 +89,15 @@ def loss_scaled(
         return {"scale": torch.tensor(float(scale)), **counts, "skipped": skipped}
 
     def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
-        if are_outside(grads):
+        is_finite = all_finite(grads)
+        if is_finite is None:
             return True, grads, _unknown_entries(state)
         _validate_known("loss_scaled", state)
         scale = float(state["scale"])
         finite = int(state["finite"]) + 1
         patience = int(state["patience"])
         skipped = state["skipped"]
-        if not all_finite(grads):
+        if not is_finite:
             if patience > 1:
                 return False, None, entries(scale, 0, patience - 1, skipped + 1)
             return False, None, entries(max(scale * backoff, smallest), 0, 1, skipped + 1)
@@ -153,10 +154,10 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
     opt = inner_optimizer(opt, "skip_if_not_finite")
 
     def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
-        if are_outside(grads):
+        finite = all_finite(grads)
+        if finite is None:
             return True, grads, _unknown_entries(state)
         _validate_known("skip_if_not_finite", state)
-        finite = bool(all_finite(grads))
         return finite, grads, {"skipped": state["skipped"] + (not finite)}
 
     skipping = conditional(opt, lambda params: {"skipped": count_from_zero()}, decide)
@@ -165,7 +166,10 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
 
 def are_outside(tree: PyTree) -> bool:
     """Return True if the caller is outside of the mesh of arrays, where they have no values."""
-    return any(isinstance(x, Sharded) and not x.is_local for x in flatten(tree)[0])
+    for x in flatten(tree)[0]:
+        if isinstance(x, Sharded):  # all arrays of a tree of gradients have one mesh
+            return not x.layout.mesh.is_member
+    return False
 
 
 def _unknown_entries(state: PyTree) -> dict[str, PyTree]:

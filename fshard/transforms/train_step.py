@@ -218,7 +218,8 @@ class TrainStep(PlaceableStep):
         claim(state, "state")
         optimizer = self.optimizer
         scale = 1.0
-        if optimizer.loss_scale is not None and self.mesh.is_member:
+        is_member = self.gradient.options.mesh.is_member
+        if optimizer.loss_scale is not None and is_member:
             scale = float(optimizer.loss_scale(state))
         reduction = None
         if optimizer.compression is not None:  # it is under way during forward and backward

@@ -86,3 +86,33 @@ def test_scale_beyond_float16_skips_no_step(options):
 
     expected = [*[2.0**-12 - 0.125] * 3, pytest.approx(3**0.5 / 4)]
     assert all(found(n, stage) == expected for n in (1, 2, 4) for stage in (0, 1, 2, 3))
+
+
+def scaled_on_two_meshes():
+    """Step on a mesh of some devices, then on another one with the state of the first."""
+    first = fs.make_mesh({"data": 1}, devices=(0,))
+    second = fs.make_mesh({"data": 1}, devices=(1,))
+    opt = fs.optim.loss_scaled(fs.optim.sgd(0.5), initial=8.0)
+
+    def stepped(mesh, state, gradient):
+        params = [fs.device_put(torch.ones(1), fs.Layout(mesh))]
+        state = opt.init(params) if state is None else state
+        return opt.step([fs.device_put(gradient, fs.Layout(mesh))], state, params)[1]
+
+    state = stepped(first, None, torch.tensor([torch.inf]))
+    error = ""
+    try:
+        stepped(second, state, torch.ones(1))
+    except fs.optim.OptimizerError as raised:
+        error = str(raised)
+    state = fs.broadcast_to(state, source=first)
+    return error, stepped(second, state, torch.ones(1))["scale"]
+
+
+def test_scale_of_another_mesh_is_unknown_until_it_is_broadcast():
+    results = fs.run(scaled_on_two_meshes, mesh=fs.make_mesh({"device": 2}))
+    (no_error, _), (error, scale) = results
+    assert no_error == ""
+    assert 'state["scale"] must be a number' in error
+    assert "fs.broadcast_to" in error
+    assert scale == 4.0
