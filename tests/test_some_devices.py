@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fshard as fs
+from fshard import P
 from fshard.mesh.layout import flatten
 from tests.helpers.processes import Processes
 from tests.helpers.some_devices import LOOPS, PROGRAMS, Outcome, run_program
@@ -125,3 +126,33 @@ def assert_outside(outcome: Outcome, expected: Outcome):
     expected_values = flatten(expected.values)[0]
     for x in counts:
         assert any(x.shape == y.shape and torch.equal(x, y) for y in expected_values)
+
+
+def call_a_boosted_model():
+    mesh = fs.make_mesh({"data": 2}, devices=(0, 1))
+    model, *_ = fs.Booster(fs.DDPPlugin(mesh=mesh)).boost(torch.nn.Linear(2, 1))
+    model(torch.ones(2, 2))
+
+
+def test_loop_outside_of_its_mesh_raises_and_names_the_way_out():
+    with pytest.raises(fs.errors.ScopeError, match="if mesh.is_member: around the loop"):
+        fs.run(call_a_boosted_model, mesh=fs.make_mesh({"device": 3}))
+
+
+def step_without_a_batch():
+    mesh = fs.make_mesh({"data": 2}, devices=(0, 1))
+    params = fs.shard_params({"w": torch.ones(4)}, fs.fsdp("data"), mesh=mesh)
+
+    def loss_fn(params, x):
+        assert x.isfinite().all()  # of a value, which there is none of outside
+        return (params["w"] * x).sum(1).mean()
+
+    step = fs.train_step(loss_fn, fs.optim.sgd(1.0), mesh=mesh, batch=P("data"))
+    batch = torch.ones(2, 4) if mesh.is_member else None
+    _, _, metrics = step(params, step.init(params), batch)
+    return metrics
+
+
+def test_step_outside_needs_no_batch_and_looks_at_no_value():
+    *_, outside = fs.run(step_without_a_batch, mesh=fs.make_mesh({"device": 3}))
+    assert outside == dict.fromkeys(("loss", "grad_norm", "finite", "samples"))
