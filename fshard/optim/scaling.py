@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
-from fshard.mesh.layout import PyTree, flatten
+from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer, conditional
@@ -92,7 +92,8 @@ def loss_scaled(
         is_finite = all_finite(grads)
         if is_finite is None:
             return True, grads, _unknown_entries(state)
-        _validate_known("loss_scaled", state)
+        if state["scale"] is None:
+            raise _unknown("loss_scaled", "scale")
         scale = float(state["scale"])
         finite = int(state["finite"]) + 1
         patience = int(state["patience"])
@@ -120,7 +121,8 @@ def loss_scaled(
     )
 
     def loss_scale(state: PyTree) -> Tensor:
-        _validate_known("loss_scaled", state)
+        if state["scale"] is None:
+            raise _unknown("loss_scaled", "scale")
         return state["scale"]
 
     return replace(scaled, loss_scale=loss_scale)
@@ -157,19 +159,12 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
         finite = all_finite(grads)
         if finite is None:
             return True, grads, _unknown_entries(state)
-        _validate_known("skip_if_not_finite", state)
+        if state["skipped"] is None:
+            raise _unknown("skip_if_not_finite", "skipped")
         return finite, grads, {"skipped": state["skipped"] + (not finite)}
 
     skipping = conditional(opt, lambda params: {"skipped": count_from_zero()}, decide)
     return replace(skipping, uses_norm=opt.uses_norm)
-
-
-def are_outside(tree: PyTree) -> bool:
-    """Return True if the caller is outside of the mesh of arrays, where they have no values."""
-    for x in flatten(tree)[0]:
-        if isinstance(x, Sharded):  # all arrays of a tree of gradients have one mesh
-            return not x.layout.mesh.is_member
-    return False
 
 
 def _unknown_entries(state: PyTree) -> dict[str, PyTree]:
@@ -177,15 +172,13 @@ def _unknown_entries(state: PyTree) -> dict[str, PyTree]:
     return {name: None for name in state if name != "inner"}
 
 
-def _validate_known(caller: str, state: PyTree) -> None:
-    """Raise for a state that was stepped outside of the mesh of its arrays."""
-    for name, value in state.items():
-        if value is None and name != "inner":
-            raise OptimizerError(
-                f'{caller}: state["{name}"] must be a number; got None, since this process was '
-                "outside of the mesh of the step. Write state = fs.broadcast_to(state, "
-                "source=mesh), with the mesh of the step, on all processes."
-            )
+def _unknown(caller: str, name: str) -> OptimizerError:
+    """Return the error of a state that was stepped outside of the mesh of its arrays."""
+    return OptimizerError(
+        f'{caller}: state["{name}"] must be a number; got None, since this process was outside of '
+        "the mesh of the step. Write state = fs.broadcast_to(state, source=mesh), with the mesh of "
+        "the step, on all processes."
+    )
 
 
 @torch.no_grad()
@@ -197,13 +190,14 @@ def all_finite(tree: PyTree) -> bool | None:
     >>> all_finite([torch.ones(2), None]), all_finite([torch.ones(2), torch.tensor(torch.nan)])
     (True, False)
     """
-    if are_outside(tree):
-        return None
     tree = Leaves.of(tree)
     check_summable("all_finite", tree)
     leaves = [leaf for leaf in tree.leaves if leaf is not None]
     if not leaves:
         return True
+    first = leaves[0]
+    if isinstance(first, Sharded) and not first.layout.mesh.is_member:
+        return None
     device = device_of_sums(leaves)
 
     def count(shards: list[Tensor]) -> Tensor:

@@ -9,8 +9,8 @@ gathered, and nothing is agreed on: the devices of both know what each sends, se
     sends    0 -> 2: 0 1     0 -> 3: 2 3      1 -> 2: 4 5     1 -> 3: 6 7
 
 Values travel from the old shards directly into the new ones, in rounds of `crossing.ROUND` bytes
-for all leaves of a dtype. The map is linear, and its transpose is the way back: so a gradient passes
-through a program on two meshes.
+for all leaves of a dtype. The map is linear, and its transpose is the way back: so a program on two
+meshes has gradients.
 """
 
 from __future__ import annotations
