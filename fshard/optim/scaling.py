@@ -92,9 +92,7 @@ def loss_scaled(
         is_finite = all_finite(grads)
         if is_finite is None:
             return True, grads, _unknown_entries(state)
-        if state["scale"] is None:
-            raise _unknown("loss_scaled", "scale")
-        scale = float(state["scale"])
+        scale = float(_scale_of(state))
         finite = int(state["finite"]) + 1
         patience = int(state["patience"])
         skipped = state["skipped"]
@@ -120,12 +118,7 @@ def loss_scaled(
         opt, lambda params: entries(initial, 0, hysteresis, count_from_zero()), decide
     )
 
-    def loss_scale(state: PyTree) -> Tensor:
-        if state["scale"] is None:
-            raise _unknown("loss_scaled", "scale")
-        return state["scale"]
-
-    return replace(scaled, loss_scale=loss_scale)
+    return replace(scaled, loss_scale=_scale_of)
 
 
 def finite_scale(dtype: torch.dtype, scale: float) -> float:
@@ -165,6 +158,13 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
 
     skipping = conditional(opt, lambda params: {"skipped": count_from_zero()}, decide)
     return replace(skipping, uses_norm=opt.uses_norm)
+
+
+def _scale_of(state: PyTree) -> Tensor:
+    """Return the scale of the next loss."""
+    if state["scale"] is None:
+        raise _unknown("loss_scaled", "scale")
+    return state["scale"]
 
 
 def _unknown_entries(state: PyTree) -> dict[str, PyTree]:
